@@ -1,40 +1,39 @@
-//! When a follower checks for new batches again, and when it suspects that the next frame is not late but
-//! damaged.
+//! Determines when a follower checks for new batches again, and when it checks whether the next frame is damaged
+//! instead of late.
 //!
-//! After a batch, a follower checks repeatedly, with pauses that double from [`PAUSE_MIN`] to [`PAUSE_MAX`],
-//! because another batch is likely to follow. Later, a pause is an eighth of the idle time, up to
-//! [`PAUSE_MAX_POLLING`] or
-//! [`PAUSE_MAX_NOTIFIED`]: a process may have several hundred followers of idle logs.
+//! After a batch, a follower checks repeatedly, with pauses that double from [`PAUSE_MIN`] to [`PAUSE_MAX`], because
+//! another batch is likely to follow. Later, a pause is an eighth of the idle time, up to [`PAUSE_MAX_POLLING`] or
+//! [`PAUSE_MAX_NOTIFIED`], because a process may have several hundred followers of idle logs.
 //!
-//! A pause ends early if the system reports that files were written, created or renamed. Buffered and direct
-//! logs are written by system calls, so each of their batches is noticed immediately. Stores into a mapping
-//! cause no event, so the writer of a mapped log triggers one for the first batch after an idle period
-//! ([`crate::disk::Disk::notify_watchers`]). That period is shorter than the time during which a follower
-//! checks often.
+//! A pause ends early if the system reports that files were written, created or renamed. Buffered and direct logs are
+//! written by system calls, so each of their batches is noticed immediately. Stores into a mapping cause no event, so
+//! the writer of a mapped log triggers an event for the first batch after an idle period
+//! ([`crate::disk::Disk::notify_watchers`]). That period is shorter than the time during which a follower checks often.
 
 use std::time::{Duration, Instant};
 
 /// The first pause after a batch.
 const PAUSE_MIN: Duration = Duration::from_micros(50);
-/// The longest pause soon after a batch, and thus about the maximum delay of the next one.
+/// The maximum pause soon after a batch, which is approximately the maximum delay of the next batch.
 const PAUSE_MAX: Duration = Duration::from_millis(10);
-/// The longest pause of an idle follower without notifications: 300 of them use less than a hundredth of a
-/// core.
+/// The maximum pause of an idle follower without notifications. With this pause, 300 idle followers use less than a
+/// hundredth of a core.
 const PAUSE_MAX_POLLING: Duration = Duration::from_secs(4);
-/// The longest pause of an idle follower with notifications, which checks only in case one is missed.
+/// The maximum pause of an idle follower with notifications, which checks only in case a notification is missed.
 const PAUSE_MAX_NOTIFIED: Duration = Duration::from_secs(8);
 const IDLE_PART: u32 = 8;
 /// The interval between checks for new segments and incarnations without notifications.
 const CHECK_AFTER: Duration = Duration::from_millis(10);
-/// The same interval with notifications, in case one is missed.
+/// The interval between these checks with notifications, in case one is missed.
 const CHECK_AFTER_NOTIFIED: Duration = Duration::from_secs(1);
 /// The time after which an incomplete frame is checked for damage.
 const SUSPECT_AFTER: Duration = Duration::from_millis(20);
-/// The time after which the end of an idle log is checked for damage; it doubles after each check.
+/// The time after which the end of an idle log is first checked for damage, and its maximum. The time doubles after
+/// each check.
 const JUDGE_AFTER: Duration = Duration::from_secs(10);
 const JUDGE_AFTER_MAX: Duration = Duration::from_secs(600);
 
-/// The pauses of one wait for a batch.
+/// The state of the pauses during one wait for a batch.
 pub(super) struct Pauses {
     next: Duration,
     check_at: Option<Instant>,
@@ -52,7 +51,7 @@ impl Pauses {
         pause.max((idle / IDLE_PART).min(if is_notified { PAUSE_MAX_NOTIFIED } else { PAUSE_MAX_POLLING }))
     }
 
-    /// Returns whether the names in the folder are to be checked now, which is always true at first.
+    /// Returns whether the names in the folder should be checked now. The first check is always due.
     pub fn is_check_due(&mut self, now: Instant, is_notified: bool) -> bool {
         let due = self.check_at.is_none_or(|at| at <= now);
         if due {
@@ -61,7 +60,7 @@ impl Pauses {
         due
     }
 
-    /// Requests a check of the names, because the system reported a change.
+    /// Makes a check of the names due, because the system reported a change.
     pub fn check_now(&mut self) {
         self.check_at = None;
     }
@@ -71,19 +70,19 @@ impl Pauses {
 pub(super) struct Suspicion {
     at: Instant,
     again_after: Duration,
-    /// Whether any check was made yet.
+    /// Whether a check was made since the follower was opened.
     was_checked: bool,
-    /// Whether data that resembles a frame has advanced the next check.
+    /// Whether data that resembles a frame has made the next check due earlier.
     was_noted: bool,
 }
 
 impl Suspicion {
-    /// Schedules the first check immediately, because the age of the log's end is not known.
+    /// Creates a schedule whose first check is due immediately, because the age of the log's end is unknown.
     pub fn new() -> Self {
         Self { at: Instant::now(), again_after: JUDGE_AFTER, was_checked: false, was_noted: false }
     }
 
-    /// Records that a frame was found.
+    /// Records that a frame was found, which postpones the next check.
     pub fn progress(&mut self) {
         let pause = if self.was_checked { JUDGE_AFTER } else { Duration::ZERO };
         *self = Self { at: Instant::now() + pause, again_after: JUDGE_AFTER, was_noted: false, ..*self };
@@ -94,7 +93,8 @@ impl Suspicion {
         self.at <= now
     }
 
-    /// Records that the position of the next frame contains data that is not a complete frame.
+    /// Records that the position of the next frame contains data that is not a complete frame, which makes a check due
+    /// soon.
     pub fn note(&mut self, now: Instant) {
         if !self.was_noted {
             self.was_noted = true;
@@ -102,7 +102,7 @@ impl Suspicion {
         }
     }
 
-    /// Records that a check found no damage.
+    /// Records that a check found no damage, and schedules the next one.
     pub fn note_check(&mut self, now: Instant) {
         self.was_checked = true;
         self.at = now + self.again_after;
@@ -115,7 +115,7 @@ mod tests {
     use super::*;
     use crate::log::NOTIFY_AFTER;
 
-    /// Returns how often a follower checks a log that is idle for this time.
+    /// Returns the number of checks that a follower makes during an idle period of this length.
     fn checks(idle: Duration, is_notified: bool) -> u32 {
         let (mut pauses, mut passed, mut checks) = (Pauses::new(), Duration::ZERO, 0);
         while passed < idle {
@@ -128,7 +128,7 @@ mod tests {
     #[test]
     fn idle_follower_polls_rarely() {
         let hour = Duration::from_secs(3600);
-        // A check takes some 100 us of a core, and 300 followers may take a hundredth of one.
+        // A check takes some 100 us of CPU time, and 300 followers may use a hundredth of a core.
         let allowed = hour.as_micros() / 100 / 300 / 100;
         for is_notified in [true, false] {
             let checks = u128::from(checks(hour, is_notified));

@@ -1,4 +1,4 @@
-//! The items that a follower returns: a whole batch, or the state with which a restore replaced everything.
+//! The items that a follower returns: batches, and the states that restores produce.
 
 use std::fmt;
 use std::sync::Arc;
@@ -16,10 +16,10 @@ use crate::disk::Disk;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 
-/// A batch as it was committed, with every byte verified.
+/// A verified batch, as it was committed.
 ///
-/// Its operations are after-images (I2): applied in order to the pages after the previous batch, they result
-/// in the pages after this one. [`crate::follow::Replica`] applies them.
+/// Its operations are after-images (I2): applied in order to the pages after the previous batch, they produce the pages
+/// after this batch. [`crate::follow::Replica`] applies them.
 #[derive(Clone)]
 pub struct FollowedBatch {
     pub(super) disk: Arc<dyn Disk>,
@@ -39,15 +39,15 @@ impl FollowedBatch {
         self.position.lsn
     }
 
-    /// Returns the position from which a follower can resume after this batch. Store it together with the
-    /// results of the batch.
+    /// Returns the position from which a follower can resume after this batch. Store it together with the results of
+    /// processing the batch.
     #[must_use]
     pub fn position(&self) -> FollowerPosition {
         self.position
     }
 
-    /// Returns the newest batch that was known to survive a power cut when this one was logged. This batch
-    /// itself may be lost in a power cut, in which case its position has diverged.
+    /// Returns the newest batch that was known to survive a power cut when this batch was logged. A power cut may still
+    /// lose this batch itself, in which case its position diverges.
     #[must_use]
     pub fn durable(&self) -> Lsn {
         self.durable
@@ -61,8 +61,7 @@ impl FollowedBatch {
         ops
     }
 
-    /// Returns the encoded operations, as they are in the log; [`operations`](Self::operations) borrows from
-    /// them.
+    /// Returns the encoded operations, as they are in the log. [`operations`](Self::operations) decodes them.
     #[must_use]
     pub fn payload(&self) -> &[u8] {
         &self.payload
@@ -79,9 +78,8 @@ impl FollowedBatch {
         ImageSource::new(&self.disk, self.lsn()).read(&image, len)
     }
 
-    /// Passes the bytes that [`FollowedBatch::image`] returns to `sink` instead, in order and piece by piece,
-    /// for a follower that keeps no pages. Only one piece is in memory, regardless of the length of the page.
-    /// The bytes are verified only once this returns `Ok`.
+    /// Passes the bytes that [`FollowedBatch::image`] returns to `sink`, in order and piece by piece. Only one piece is
+    /// in memory at a time, regardless of the page's length. The bytes are verified only once this call returns `Ok`.
     ///
     /// # Errors
     /// The errors of [`FollowedBatch::image`].
@@ -107,14 +105,14 @@ impl FollowedBatch {
         })
     }
 
-    /// Returns the state with which the batch replaces everything, if it is a restore.
+    /// Returns the restored state, which replaces all pages and the root, or `None` if the batch is not a restore.
     #[must_use]
     pub fn restored(&self) -> Option<&RestoredState> {
         self.restored.as_ref()
     }
 }
 
-/// The state with which a restore replaced all pages and the root.
+/// A state that a restore produced, with all pages and the root.
 #[derive(Clone)]
 pub struct RestoredState {
     pub(super) disk: Arc<dyn Disk>,
@@ -131,8 +129,8 @@ impl RestoredState {
         self.of
     }
 
-    /// Returns all pages, in the order of their ids. A page whose epoch and batch are unchanged by the
-    /// restore has the same bytes as before.
+    /// Returns all pages, in the order of their ids. A page whose epoch and Lsn are unchanged by the restore has the
+    /// same bytes as before.
     #[must_use]
     pub fn pages(&self) -> &[PageInfo] {
         &self.pages
@@ -155,9 +153,8 @@ impl RestoredState {
         }
     }
 
-    /// Passes the bytes that [`RestoredState::read`] returns to `sink` instead, in order and piece by piece,
-    /// for a follower that keeps no pages. Only one piece is in memory, regardless of the length of the page.
-    /// The bytes are verified only once this returns `Ok`.
+    /// Passes the bytes that [`RestoredState::read`] returns to `sink`, in order and piece by piece. Only one piece is
+    /// in memory at a time, regardless of the page's length. The bytes are verified only once this call returns `Ok`.
     ///
     /// # Errors
     /// The errors of [`RestoredState::read`].
@@ -168,7 +165,7 @@ impl RestoredState {
         }
     }
 
-    /// Returns the image of a page and its length; `None` for a page of length 0.
+    /// Returns the image of a page and its length, or `None` for a page of length 0.
     pub(super) fn image_of(&self, page: PageId) -> Result<Option<(ImageRef, u64)>> {
         let entries = &self.table.entries;
         let at = entries
@@ -178,7 +175,7 @@ impl RestoredState {
     }
 }
 
-/// A reader of images that a batch names. Files stay open between reads.
+/// A reader of the images that a batch names. Files stay open between reads.
 pub(super) struct ImageSource<'d> {
     disk: &'d Arc<dyn Disk>,
     lsn: Lsn,
@@ -202,19 +199,19 @@ impl<'d> ImageSource<'d> {
         streamed.map_err(|damage| self.error(damage))
     }
 
-    /// Verifies an image, as [`fill`](Self::fill) requires.
+    /// Verifies an image. The result is required to read the image with [`fill`](Self::fill).
     pub fn prove(&self, image: &ImageRef, len: u64) -> Result<ProvenImage> {
         ProvenImage::prove(&self.source, image, len).map_err(|damage| self.error(damage))
     }
 
-    /// Reads a whole page.
+    /// Fills `out` with the bytes of a whole page.
     pub fn fill(&self, image: &ProvenImage, out: &mut [u8]) -> Result<()> {
         image.read(&self.source, 0, out).map_err(|damage| self.error(damage))
     }
 
-    /// Returns the error for damage found in a file. The writer may have overwritten a file that this source
-    /// keeps open, but removes its name first (I13): if the name is gone, the file was overtaken, and the
-    /// data read from it says nothing about damage.
+    /// Returns the error for damage found in a file. The writer removes a file's name before it overwrites the file
+    /// (I13), which this source may keep open. If the name no longer exists, the file was overtaken, and its content
+    /// does not indicate damage.
     fn error(&self, damage: Damage) -> Error {
         match damage.defect {
             Defect::Missing => missing_file(self.disk, self.lsn, damage),

@@ -1,20 +1,20 @@
 //! Followers: readers of a store's batches in order, as they are logged, in the same or another process.
 //!
-//! A follower holds no lock and writes nothing. The writer does not know about it, so the data that it reads
-//! may be unfinished, replaced or recycled at any moment. Three rules make that harmless:
+//! A follower holds no lock and writes nothing. The writer is unaware of it, so the data that it reads may be
+//! unfinished, replaced or recycled at any moment. Three rules make such reads safe:
 //!
-//! 1. A returned batch is verified: its frame by its checksums, its position and the chain hash of the
-//!    previous frame (I3). A file that was recycled during the read fails these checks.
-//! 2. An incomplete frame is treated as not yet written. It is damage only if the check of the log's end (I4)
-//!    finds the same frame damaged twice, with nothing renamed in between: data that the first check took for
-//!    durable was written before the second one began.
-//! 3. A missing batch was overtaken if a snapshot states that nothing needs it anymore. The opening of the
-//!    next incarnation states which batches of the previous one were lost in a crash: a follower that had
-//!    read one of them has diverged.
+//! 1. A returned batch is verified: its frame by its checksums, its position and the chain hash of the previous frame
+//!    (I3). A file that was recycled during the read fails these checks.
+//! 2. An incomplete frame is treated as not yet written. It counts as damaged only if the check of the log's end (I4)
+//!    finds the same frame damaged twice, without a rename in between: data that the first check considered durable was
+//!    written before the second check began.
+//! 3. A missing batch was overtaken if a snapshot states that the batch is no longer needed. The opening of the next
+//!    incarnation states which batches of the previous one were lost in a crash. A follower that had read such a batch
+//!    has diverged.
 //!
-//! [`tail`] takes one step along the log. [`seek`] finds the starting point and the fate of an incarnation.
-//! [`survey`](mod@survey) distinguishes removed from lost files. [`backoff`] chooses the waiting times.
-//! [`replica`] applies the returned batches.
+//! [`tail`] takes one step along the log. [`seek`] finds the starting point and the end of an incarnation.
+//! [`survey`](mod@survey) distinguishes removed from lost files. [`backoff`] chooses the waiting times. [`replica`]
+//! applies the returned batches.
 
 mod batch;
 mod seek;
@@ -63,7 +63,7 @@ pub enum FollowFrom {
     Beginning,
     /// Starts after the state of the newest snapshot, or with the first batch if there is no snapshot.
     Snapshot,
-    /// Starts after a batch that was returned before.
+    /// Starts after a batch that a follower returned before.
     Position(FollowerPosition),
 }
 
@@ -109,26 +109,27 @@ pub struct Follower {
     store: StoreFile,
     tail: Tail,
     position: FollowerPosition,
-    /// The newest batch that any file states to be durable.
+    /// The newest batch that any file read so far states to be durable.
     mark: Lsn,
     suspicion: Suspicion,
-    /// The time since which no frame was found.
+    /// The time at which the last frame was found.
     idle_since: Instant,
     watch: Box<dyn Watch>,
     checks: u64,
-    /// A point in a segment that lacks its first frames, after which no frame was left out.
+    /// The last point in a segment without its first frames that was checked, and after which no frame was omitted.
     checked_gap: Option<LogPoint>,
 }
 
 impl Follower {
-    /// Creates a follower of a store on any disk, for tests. Callers use [`Follower::open`].
+    /// Creates a follower of a store on any disk. Tests use this with simulated disks. Other callers use
+    /// [`Follower::open`].
     ///
     /// # Errors
     /// The errors of [`Follower::open`].
     #[doc(hidden)]
     pub fn open_on(disk: Arc<dyn Disk>, from: FollowFrom) -> Result<Self> {
         let complaint = |error: &Error| match error {
-            // A newer snapshot replaced the newest one that was found.
+            // A newer snapshot replaced the one that was found.
             Error::Overtaken { .. } => from == FollowFrom::Snapshot,
             error => needs_confirmation(error),
         };
@@ -150,8 +151,8 @@ impl Follower {
         opened.map_err(|error| error.in_store(&disk.label()))
     }
 
-    /// Creates a follower that starts after the state of a snapshot. The images of a snapshot are from
-    /// different moments, so its state is reached at its end, after reading the batches from its redo on.
+    /// Creates a follower that starts after the state of a snapshot. A snapshot's images belong to different moments,
+    /// so its state is reached at its end, after reading the batches from its redo on.
     fn behind_end(disk: Arc<dyn Disk>, store: &StoreFile, redo: LogPoint, end: Lsn) -> Result<Self> {
         let position = seek::at(redo);
         // I7: the log is durable up to the end of a published snapshot.
@@ -193,24 +194,24 @@ impl Follower {
         self.position
     }
 
-    /// Returns the next batch, or `None` if none was logged within `timeout`. A timeout of zero checks once.
+    /// Returns the next batch, or `None` if no batch was logged within `timeout`. A timeout of zero checks once.
     ///
-    /// Usually, a batch is returned within about 10 ms of being logged. A follower that has been idle for
-    /// long waits for a notification from the system. If there is none, the batch may be delayed by an eighth
-    /// of the idle time: by at most 4 seconds, or 8 if a notification was expected. The system sends no
-    /// notifications if the user's inotify instances are used up (all followers of a store in a process share
-    /// one), if another machine writes the files, or if the writer of a mapped log has no descriptor left. In
-    /// any case, 300 idle followers use about a hundredth of a processor.
+    /// Usually, a batch is returned within about 10 ms of being logged. A follower that has been idle for long waits
+    /// for a notification from the system. Without a notification, a batch may be delayed by an eighth of the idle
+    /// time, up to 4 seconds, or 8 seconds if a notification was expected.
     ///
-    /// Batches are returned whole, in order, without gaps and exactly once, even if the writer dies and the
-    /// store is recovered. A batch is returned once it is logged, so a power cut may still lose it;
-    /// [`FollowedBatch::durable`] states which batches can no longer be lost.
+    /// The system sends no notifications if the user's inotify instances are used up (all followers of a store in a
+    /// process share one), if another machine writes the files, or if the writer of a mapped log has no file descriptor
+    /// left. In any case, 300 idle followers use about a hundredth of a processor.
+    ///
+    /// Batches are returned in order, without gaps and exactly once, even if the writer dies and the store is
+    /// recovered. A batch is returned once it is logged, so a power cut may still lose it. [`FollowedBatch::durable`]
+    /// states which batches are durable.
     ///
     /// # Errors
-    /// [`Error::Overtaken`] if batches were recycled before they were read, [`Error::Diverged`] if a crash
-    /// lost the batch at the follower's position; the follower cannot continue after either.
-    /// [`Error::Damaged`] if data under a durable mark is damaged; [`Error::Forked`]; errors of the file
-    /// system.
+    /// [`Error::Overtaken`] if batches were recycled before they were read, [`Error::Diverged`] if a crash lost the
+    /// batch at the follower's position. After either error the follower cannot continue. [`Error::Damaged`] if data
+    /// under a durable mark is damaged; [`Error::Forked`]; errors of the file system.
     pub fn next(&mut self, timeout: Duration) -> Result<Option<FollowedBatch>> {
         // A forked child would consume notifications meant for the parent.
         self.opener.check()?;
@@ -225,8 +226,8 @@ impl Follower {
             if let Some(batch) = self.take()? {
                 return Ok(Some(batch));
             }
-            // 2. Check how the log around it has changed. This must precede any check for damage: the end of
-            //    an incarnation that has a successor is not the end of the log.
+            // 2. Check whether the log has changed around the frame. This must precede any check for damage, because
+            //    the end of an incarnation that has a successor is not the end of the log.
             let now = Instant::now();
             if self.tail.looks_like_frame() {
                 self.suspicion.note(now);
@@ -257,15 +258,15 @@ impl Follower {
         }
     }
 
-    /// Returns how often the follower has checked for a batch since it was opened, for tests of the cost of
-    /// an idle follower.
+    /// Returns the number of times that the follower has checked for a batch since it was opened. Tests use this to
+    /// measure the cost of an idle follower.
     #[doc(hidden)]
     #[must_use]
     pub fn checks(&self) -> u64 {
         self.checks
     }
 
-    /// Takes the next batch that was not returned yet, if it is complete. Seals and copies are skipped.
+    /// Takes the next batch that was not returned yet, if its frame is complete. Seals and copied batches are skipped.
     fn take(&mut self) -> Result<Option<FollowedBatch>> {
         self.checks += 1;
         while let Some(taken) = self.tail.peek()? {
@@ -275,12 +276,12 @@ impl Follower {
             if header.kind == FrameKind::Batch && header.lsn > self.position.lsn {
                 handed = Some(self.open_batch(taken)?);
             }
-            // Only now, so that a batch that could not be opened is retried.
+            // The point advances only now, so that a batch that could not be opened is retried.
             self.tail.go_to(end);
             self.mark = self.mark.max(header.durable);
             self.suspicion.progress();
             self.idle_since = Instant::now();
-            // A copy of the last batch defines its position from now on.
+            // A copy of the last batch defines the follower's position from now on.
             if header.kind == FrameKind::Batch && header.lsn >= self.position.lsn {
                 self.position = seek::at(end);
             }
@@ -331,7 +332,7 @@ impl Follower {
         Ok(RestoredState { disk: self.disk.clone(), lsn, of, table: Arc::new(table), pages })
     }
 
-    /// Checks the names in the log folder; returns whether the follower advanced to a new incarnation.
+    /// Checks the names in the log folder. Returns whether the follower advanced to a new incarnation.
     fn check_names(&mut self) -> Result<bool> {
         let segments = segments(&*self.disk)?;
         let here = self.tail.point();
@@ -343,7 +344,7 @@ impl Follower {
         if !segments.contains(&here.segment) && self.tail.peek()?.is_none() {
             return Err(missing(&self.disk, here));
         }
-        // A segment from which a close left out frames never changes again, so one check per point suffices.
+        // A segment in which a close omitted frames never changes again, so one check per point suffices.
         if self.checked_gap != Some(here)
             && lacks_first_frames(&*self.disk, self.store.store, here.segment)?
             && self.tail.peek()?.is_none()
@@ -356,12 +357,12 @@ impl Follower {
         Ok(false)
     }
 
-    /// Advances to the incarnation that begins after this point, if the current one ended here.
+    /// Advances to the incarnation that begins after this point, if the current one ended at this point.
     fn cross(&mut self, segment: u64, opening: &Opening) -> Result<bool> {
         let here = self.tail.point();
         let before = opening.predecessor.incarnation;
         if before != here.incarnation && !is_skipped_successor(opening, here.incarnation) {
-            // Either incarnations in between were recycled, or this one never became part of the line.
+            // Either the incarnations in between were recycled, or the current one never became part of the line.
             let on_line = before.number > here.incarnation.number;
             let error = if on_line { missing(&self.disk, here) } else { diverged(self.position, None) };
             return Err(error);
@@ -374,7 +375,7 @@ impl Follower {
         Ok(true)
     }
 
-    /// Returns the first opening from this point on: that of the next incarnation, unless it was recycled.
+    /// Returns the first opening from this point on, which is that of the next incarnation unless that was recycled.
     ///
     /// # Errors
     /// [`Error::Diverged`] if the directory now contains another store.
@@ -393,10 +394,10 @@ impl Follower {
         Ok(None)
     }
 
-    /// Checks whether the next frame must exist but is missing (I4). The check is made twice, because the
-    /// first read may have seen the successors of a frame before the frame itself. It is repeated if names
-    /// changed in the meantime: a writer creates, replaces and recycles segments by renaming, repeatedly for
-    /// a while after it has opened its store.
+    /// Checks whether the next frame must exist but is missing (I4). The log is read twice, because the first read may
+    /// have seen the successors of a frame before the frame itself. The check is repeated if names have changed in the
+    /// meantime: for a while after an open, a writer repeatedly creates, replaces and recycles segments by renaming
+    /// them.
     fn judge(&mut self) -> Result<()> {
         for _ in 0..JUDGEMENTS {
             let names = self.disk.list(Folder::Log)?;
@@ -425,7 +426,7 @@ impl Follower {
         Ok(())
     }
 
-    /// Returns the damage after the point that one read finds.
+    /// Reads the log once, and returns the damage after the current point, if any.
     fn damage(&self) -> Result<Option<Damage>> {
         let survey = survey(&self.disk)?;
         let source = DiskSource::new(self.disk.clone());
@@ -448,12 +449,12 @@ impl std::fmt::Debug for Follower {
 #[derive(Debug)]
 pub struct Batches<'f> {
     follower: &'f mut Follower,
-    /// Whether an error was returned.
+    /// Whether an error was returned, after which the iterator ends.
     has_ended: bool,
 }
 
 impl Follower {
-    /// Returns an iterator over the batches. It waits for each batch like [`Follower::next`] without a
+    /// Returns an iterator over the batches. The iterator waits for each batch like [`Follower::next`] without a
     /// timeout, and ends after the first error.
     ///
     /// ```

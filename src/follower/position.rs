@@ -1,13 +1,13 @@
-//! A follower's record of the last batch that it returned, which suffices to resume in another process and to
-//! detect that the batch is no longer in the store's history.
+//! A follower's position, which suffices to resume in another process and to detect that the batch is no longer in the
+//! store's history.
 
 use std::fmt;
 use std::str::FromStr;
 
 use remanent_format::{Incarnation, Lsn, Position};
 
-/// The position of a follower. An Lsn alone would not suffice if the batch was later lost in a crash: the
-/// incarnation and the chain hash distinguish it from the batch that now has its Lsn.
+/// The position of a follower after a batch. The incarnation and the chain hash identify the batch even if it was lost
+/// in a crash and another batch now has its Lsn.
 ///
 /// A position can be stored as text or as [`FollowerPosition::LEN`] bytes.
 ///
@@ -29,11 +29,11 @@ pub struct FollowerPosition {
     pub chain: u32,
 }
 
-/// The error for a text that is not `<number>-<random>:<lsn>:<chain>`.
+/// The error for a text that is not a position of the form `<number>-<random>:<lsn>:<chain>`.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("a position is <incarnation>-<8 hex digits>:<lsn>:<8 hex digits>, not {text:?}")]
 pub struct ParsePositionError {
-    /// The given text.
+    /// The text that was parsed.
     pub text: String,
 }
 
@@ -45,7 +45,8 @@ impl FollowerPosition {
     /// The length of an encoded position in bytes.
     pub const LEN: usize = 20;
 
-    /// Encodes the position as little-endian bytes: incarnation, its random part, Lsn, chain hash.
+    /// Encodes the position as little-endian bytes, in the order number and random part of the incarnation, Lsn, chain
+    /// hash.
     #[must_use]
     pub fn to_bytes(self) -> [u8; Self::LEN] {
         let mut bytes = [0; Self::LEN];
@@ -56,7 +57,8 @@ impl FollowerPosition {
         bytes
     }
 
-    /// Decodes a position. Any bytes are a valid position; the store checks whether it is in its history.
+    /// Decodes a position. Any bytes are a valid position. The store checks later whether the position is in its
+    /// history.
     #[must_use]
     pub fn from_bytes(bytes: &[u8; Self::LEN]) -> Self {
         let u32_at = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"));
@@ -65,7 +67,7 @@ impl FollowerPosition {
         Self { incarnation, lsn: Lsn(lsn), chain: u32_at(16) }
     }
 
-    /// Returns the batch, without its chain hash.
+    /// Returns the batch's position in the log, without the chain hash.
     #[must_use]
     pub fn batch(self) -> Position {
         Position { incarnation: self.incarnation, lsn: self.lsn }
@@ -95,7 +97,7 @@ impl FromStr for FollowerPosition {
                 chain: u32::from_str_radix(chain, 16).ok()?,
             })
         };
-        // Like all stored values, a position has exactly one spelling.
+        // Each position has exactly one valid text.
         position()
             .filter(|position| position.to_string() == text)
             .ok_or_else(|| ParsePositionError { text: text.to_owned() })

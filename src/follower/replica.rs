@@ -19,8 +19,8 @@ use crate::disk::Disk;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 
-/// A replica of a store's pages and root as of one batch. The default is the empty store, before its first
-/// batch.
+/// A replica of a store's pages and root after one batch, in host memory. The default is the empty store, before its
+/// first batch.
 ///
 /// See [`Follower`] for an example.
 #[derive(Clone, Debug)]
@@ -37,14 +37,14 @@ impl Default for Replica {
 }
 
 impl Replica {
-    /// Loads the state of the newest snapshot from any disk, for tests. Callers use
+    /// Loads the state of the newest snapshot from any disk. Tests use this with simulated disks. Other callers use
     /// [`Replica::from_snapshot`].
     ///
     /// # Errors
     /// The errors of [`Replica::from_snapshot`].
     #[doc(hidden)]
     pub fn from_snapshot_on(disk: &Arc<dyn Disk>) -> Result<Self> {
-        // An error while the snapshot is being recycled is not final: a newer snapshot exists.
+        // An error while the snapshot is being recycled is not final, because a newer snapshot exists.
         let requested = ask(
             disk,
             Lsn(1),
@@ -66,21 +66,23 @@ impl Replica {
         let contents = survey.load(&source, &resolution, u64::MAX)?;
         let mut proven = BTreeMap::new();
         for (page, bytes) in contents {
-            // Inserted one by one: collecting a map needs one allocation for all, which cannot fail
-            // gracefully.
+            // The pages are inserted one by one, because collecting a map makes one allocation for all pages, whose
+            // failure aborts the process.
             proven.insert(page, bytes?);
         }
         let position = Follower::behind_end(disk.clone(), &survey.store, base.redo, base.end)?.position();
         Ok(Self { table: resolution.resolved.table, contents: proven, position })
     }
 
-    /// Applies the next batch. The images that it names are verified before anything is changed, and then
-    /// read into the memory of the pages; apart from that, only one piece of an image is in memory at a time.
+    /// Applies the next batch.
+    ///
+    /// The images that the batch names are verified before anything is changed, and then read into the memory of the
+    /// pages. Apart from that memory, only one piece of an image is in memory at a time.
     ///
     /// # Errors
-    /// [`Error::OutOfOrder`] if it is not the next batch; [`Error::Overtaken`] or [`Error::Damaged`] if an
-    /// image cannot be read; [`Error::OutOfMemory`]. The replica is then unchanged, unless an image that was
-    /// just verified cannot be read again; in that case it becomes empty, like [`Replica::default`].
+    /// [`Error::OutOfOrder`] if `batch` is not the next batch; [`Error::Overtaken`] or [`Error::Damaged`] if an image
+    /// cannot be read; [`Error::OutOfMemory`]. The replica is then unchanged. If a verified image cannot be read again,
+    /// the replica becomes empty, like [`Replica::default`].
     pub fn apply(&mut self, batch: &FollowedBatch) -> Result<()> {
         let (lsn, expected) = (batch.lsn(), self.table.lsn().next());
         if lsn != expected {
@@ -103,8 +105,8 @@ impl Replica {
         Ok(())
     }
 
-    /// Replaces everything with a restored state. Returns the images of pages to be read, whose memory is
-    /// allocated. Unchanged pages need not be read.
+    /// Replaces all pages and the root with a restored state. Returns the images of the pages that must be read, whose
+    /// memory is allocated. Unchanged pages need not be read.
     fn restore(
         &mut self,
         lsn: Lsn,
@@ -125,7 +127,7 @@ impl Replica {
         for info in &changed {
             self.reserve(&mut created, info.page, info.len)?;
         }
-        // From here on, nothing fails.
+        // No later step fails.
         self.contents.extend(created);
         for info in &changed {
             self.contents.get_mut(&info.page).expect("reserved").resize(info.len as usize, 0);
@@ -136,7 +138,7 @@ impl Replica {
         Ok(images)
     }
 
-    /// Applies the changes of a batch. Returns the images of pages to be read, whose memory is allocated.
+    /// Applies the changes of a batch. Returns the images of the pages that must be read, whose memory is allocated.
     fn change(
         &mut self,
         lsn: Lsn,
@@ -150,7 +152,7 @@ impl Replica {
             .table
             .plan(lsn, &ops, PlanMode::Commit)
             .map_err(|(_, refusal)| damaged(Defect::from(refusal)))?;
-        // All memory is allocated and all images are verified first, so that nothing fails afterwards.
+        // All memory is allocated and all images are verified first, so that no later step fails.
         let mut created = BTreeMap::new();
         let mut images = Vec::new();
         for at in &ops {
@@ -174,8 +176,7 @@ impl Replica {
                 self.contents.remove(page);
             }
         }
-        // Each image is the only change to the bytes of its page in this batch; the page may have been
-        // deleted again.
+        // Each image is the only change to the bytes of its page in this batch. The page may have been deleted again.
         Ok(images)
     }
 
@@ -205,19 +206,19 @@ impl Replica {
         self.table.pages()
     }
 
-    /// Returns the length, version, key and metadata of a page.
+    /// Returns the length, version, key and metadata of a page, or `None` if the page does not exist.
     #[must_use]
     pub fn page(&self, page: PageId) -> Option<PageInfo> {
         self.table.get(page)
     }
 
-    /// Returns the page with this key.
+    /// Returns the information of the page with key `key`, or `None` if no page has this key.
     #[must_use]
     pub fn page_by_key(&self, key: impl AsRef<[u8]>) -> Option<PageInfo> {
         self.table.get_key(key)
     }
 
-    /// Returns the bytes of a page.
+    /// Returns the bytes of a page, or `None` if the page does not exist.
     #[must_use]
     pub fn bytes(&self, page: PageId) -> Option<&[u8]> {
         self.contents.get(&page).map(Vec::as_slice)

@@ -1,20 +1,20 @@
-//! Finding the starting point: from a position, from a snapshot, or from the first batch. Nothing in this
-//! module waits.
+//! Finds the starting point of a follower: from a position, from a snapshot, or from the first batch. No function in
+//! this module waits.
 //!
-//! A position contains no location on disk. The batch is searched for in the segments of its incarnation, and
-//! must have the recorded chain hash. If the incarnation has a successor, the successor's opening determines
-//! what happened to the batch:
+//! A position contains no location on disk. The batch is searched for in the segments of its incarnation, and must have
+//! the recorded chain hash. If the incarnation has a successor, the successor's opening determines what happened to the
+//! batch:
 //!
 //! | the batch | where to resume |
 //! |---|---|
-//! | above what the successor accepted | nowhere: it was lost in a crash, the position has diverged |
+//! | above the batches that the successor accepted | nowhere: it was lost in a crash, the position has diverged |
 //! | above the proven end | at the successor's start; copies of batches returned before are skipped |
 //! | the proven end itself | at the successor's start |
 //! | below | in the segments of its own incarnation |
 //!
-//! An incarnation that committed nothing is left out of the line by the next open. Then the first opening
-//! with a higher number determines what happened to its positions, by Lsn and chain hash. Such an incarnation
-//! has no batch below its beginning.
+//! The next open leaves an incarnation that committed nothing out of the line. Then the first opening with a higher
+//! number determines what happened to its positions, by Lsn and chain hash. Such an incarnation has no batch below its
+//! beginning.
 //!
 //! A batch that cannot be found because a newer snapshot made it obsolete was overtaken.
 
@@ -34,7 +34,7 @@ use crate::disk::Disk;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 
-/// Returns the point from which to continue reading after a position, and the position as recorded there.
+/// Returns the point from which to continue reading after a position, and the position as recorded at this point.
 pub(super) fn locate(
     disk: &Arc<dyn Disk>,
     survey: &Survey,
@@ -63,8 +63,8 @@ pub(super) fn locate(
     find(disk, survey, position).map(|point| (point, position))
 }
 
-/// Returns where to resume after a position of an incarnation that ended; `None` if that is within the
-/// incarnation itself.
+/// Returns the point from which to resume after a position of an incarnation that ended, or `None` if the point is
+/// within the incarnation itself.
 ///
 /// # Errors
 /// [`Error::Diverged`].
@@ -80,8 +80,8 @@ pub(super) fn behind(position: FollowerPosition, segment: u64, next: &Opening) -
     Ok((position.lsn >= next.predecessor.lsn).then(|| next.start(segment)))
 }
 
-/// Returns the position as recorded at the start of the incarnation, if it is the batch before `start`;
-/// otherwise returns it unchanged.
+/// Returns the position as recorded at the start of the incarnation if it is the batch before `start`. Otherwise
+/// returns `position` unchanged.
 pub(super) fn at_start(position: FollowerPosition, start: LogPoint) -> FollowerPosition {
     if position.lsn == start.lsn { at(start) } else { position }
 }
@@ -96,7 +96,7 @@ pub(super) fn diverged(position: FollowerPosition, survived: Option<Lsn>) -> Err
     Error::Diverged { position: position.batch(), survived }
 }
 
-/// Returns an error for an incarnation that is known not to be in the store's history.
+/// Returns an error if an incarnation is known not to be in the store's history.
 fn check_on_line(disk: &Arc<dyn Disk>, survey: &Survey, position: FollowerPosition) -> Result<()> {
     let incarnation = position.incarnation;
     let log = &survey.log;
@@ -106,8 +106,7 @@ fn check_on_line(disk: &Arc<dyn Disk>, survey: &Survey, position: FollowerPositi
     {
         return Ok(());
     }
-    // The remaining openings reach back to the predecessor of the oldest one; nothing is known about earlier
-    // incarnations.
+    // The remaining openings reach back to the predecessor of the oldest one. Earlier incarnations are unknown.
     let oldest = log.line().first().map(|(_, opening)| opening.predecessor.incarnation).or(log.newest());
     if oldest.is_none_or(|oldest| incarnation.number >= oldest.number) {
         return Err(diverged(position, None));
@@ -117,8 +116,8 @@ fn check_on_line(disk: &Arc<dyn Disk>, survey: &Survey, position: FollowerPositi
     Err(missing(disk, before_all))
 }
 
-/// Returns the opening that determines where an incarnation ended: the next one on the line, even if the
-/// incarnation was left out of the line.
+/// Returns the opening that determines where an incarnation ended: the next one on the line, even if the incarnation
+/// itself was left out of the line.
 fn successor(survey: &Survey, incarnation: Incarnation) -> Option<(u64, Opening)> {
     let next = survey
         .log
@@ -131,8 +130,8 @@ fn successor(survey: &Survey, incarnation: Incarnation) -> Option<(u64, Opening)
     })
 }
 
-/// Returns whether an opening begins the incarnation after one that was left out of the line. Two
-/// incarnations with the same number are distinguished by their other fields.
+/// Returns whether an opening begins the incarnation after one that was left out of the line. Incarnations with the
+/// same number are distinguished by their other fields.
 pub(super) fn is_skipped_successor(opening: &Opening, incarnation: Incarnation) -> bool {
     (opening.predecessor.incarnation.number + 1..opening.incarnation.number).contains(&incarnation.number)
 }
@@ -141,7 +140,7 @@ fn opening_of(survey: &Survey, incarnation: Incarnation) -> Option<(u64, Opening
     survey.log.line().iter().copied().find(|(_, opening)| opening.incarnation == incarnation)
 }
 
-/// Searches for a batch in the segments of its incarnation.
+/// Finds a batch in the segments of its incarnation.
 fn find(disk: &Arc<dyn Disk>, survey: &Survey, position: FollowerPosition) -> Result<LogPoint> {
     let store = survey.store.store;
     let own =
@@ -155,7 +154,7 @@ fn find(disk: &Arc<dyn Disk>, survey: &Survey, position: FollowerPosition) -> Re
             start = Some(point);
         }
     }
-    // A close may have left out the first frames of a segment in which a replay begins.
+    // A close may have omitted the first frames of a segment in which a replay begins.
     let redos = survey.readable().map(|manifest| manifest.redo).filter(|redo| {
         redo.incarnation == position.incarnation
             && redo.lsn <= position.lsn
@@ -169,8 +168,8 @@ fn find(disk: &Arc<dyn Disk>, survey: &Survey, position: FollowerPosition) -> Re
     let mut tail = Tail::new(disk.clone(), store, start);
     while tail.point().lsn < position.lsn {
         let Some(taken) = tail.peek()? else {
-            // The batch was returned before, so it was complete. Now it is recycled or damaged, or the log
-            // ends before it because of a power cut.
+            // The batch was returned before, so it was complete. It is now recycled or damaged, or a power cut
+            // shortened the log.
             let point = tail.point();
             if let overtaken @ Error::Overtaken { .. } = missing(disk, point) {
                 return Err(overtaken);
@@ -190,8 +189,8 @@ fn find(disk: &Arc<dyn Disk>, survey: &Survey, position: FollowerPosition) -> Re
     if at(point) == position { Ok(point) } else { Err(diverged(position, None)) }
 }
 
-/// Returns the point before the first frame of a segment, according to that frame. A walk from that point
-/// must arrive at a known chain hash.
+/// Returns the point before the first frame of a segment, according to that frame. A walk from that point must arrive
+/// at a known chain hash.
 fn first_point(disk: &Arc<dyn Disk>, store: StoreId, number: u64) -> Result<Option<LogPoint>> {
     let Some(mut open) = LiveSegment::open(&**disk, store, number)? else { return Ok(None) };
     let Some(bytes) = open.bytes(SEGMENT_HEADER_BLOCK, FrameHeaderRaw::LEN)? else { return Ok(None) };

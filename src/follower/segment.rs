@@ -1,8 +1,8 @@
-//! A segment read while a writer may be appending to it or recycling it.
+//! Reads a segment while a writer may be appending to it or recycling it.
 //!
-//! The reader holds no lock, so every result describes the moment of the call. The data must be
-//! self-verifying: a frame by its checksums, its position and its chain (I3), and the file by its header. The
-//! header is checked again after each frame, because a recycled file remains readable through an open handle.
+//! The reader holds no lock, so every result describes the moment of the call. The data must be self-verifying: a frame
+//! by its checksums, its position and its chain (I3), and the file by its header. The header is checked again after
+//! each frame, because a recycled file remains readable through an open handle.
 
 use std::io::ErrorKind;
 use std::sync::Arc;
@@ -16,13 +16,12 @@ use crate::base::allocation::make_room;
 use crate::disk::{Disk, DiskFile};
 use crate::error::{Error, Result};
 
-/// The minimum number of bytes per read: enough for both positions in a segment at which the next frame can
-/// be.
+/// The minimum number of bytes per read, sufficient for both possible positions of the next frame in a segment.
 const READ_MIN: usize = 8 << 10;
 /// The maximum number of bytes per read while frames follow each other.
 const READ_MAX: usize = 256 << 10;
 
-/// An open segment that a writer may be changing.
+/// An open segment that a writer may be modifying.
 pub(super) struct LiveSegment {
     pub number: u64,
     pub opening: Option<Opening>,
@@ -35,7 +34,7 @@ pub(super) struct LiveSegment {
 }
 
 impl LiveSegment {
-    /// Opens segment `number` by its current name; `None` if no file with a valid header has that name.
+    /// Opens segment `number` by its current name. Returns `None` if no file with a valid header has that name.
     pub fn open(disk: &dyn Disk, store: StoreId, number: u64) -> Result<Option<Self>> {
         let Some(file) = none_if_missing(disk.open(FileName::Segment(number), false))? else {
             return Ok(None);
@@ -53,8 +52,8 @@ impl LiveSegment {
         }))
     }
 
-    /// Returns `len` bytes at `offset`, possibly as of an earlier call; `None` if the segment ends before
-    /// them.
+    /// Returns `len` bytes at `offset`, which an earlier call may have read. Returns `None` if the segment ends before
+    /// their end.
     pub fn bytes(&mut self, offset: u64, len: usize) -> Result<Option<&[u8]>> {
         if self.len.saturating_sub(offset) < len as u64 {
             return Ok(None);
@@ -76,7 +75,7 @@ impl LiveSegment {
         Ok(Some(&self.buffer[at..at + len]))
     }
 
-    /// Returns the payload of a frame, unverified; `None` if the segment ends before its end.
+    /// Returns the unverified payload of a frame, or `None` if the segment ends before the frame's end.
     pub fn payload(&mut self, header: &FrameHeader) -> Result<Option<Vec<u8>>> {
         let (offset, len) = (header.offset + FRAME_HEADER_LEN, header.payload_len as usize);
         if self.len.saturating_sub(offset) < len as u64 {
@@ -94,7 +93,7 @@ impl LiveSegment {
         Ok(none_if_missing(self.file.read_at(offset, &mut payload))?.map(|()| payload))
     }
 
-    /// Returns the bytes from `offset` on that the last read returned, if it covered them.
+    /// Returns the bytes of the last read from `offset` on, or `None` if the read did not cover them.
     pub fn seen(&self, offset: u64) -> Option<&[u8]> {
         self.has(offset, 1).then(|| &self.buffer[(offset - self.buffer_at) as usize..])
     }
@@ -104,13 +103,13 @@ impl LiveSegment {
         !self.buffer.is_empty()
     }
 
-    /// Discards buffered bytes, so that the next call reads current ones.
+    /// Discards buffered bytes, so that the next call reads the current ones.
     pub fn forget(&mut self) {
         self.buffer.clear();
         self.read_len = READ_MIN;
     }
 
-    /// Returns whether the file still is this segment.
+    /// Returns whether the open file is still this segment.
     pub fn is_still(&self) -> Result<bool> {
         Ok(header(&*self.file, self.store, self.number)?.is_some())
     }
@@ -120,7 +119,7 @@ impl LiveSegment {
     }
 }
 
-/// Returns whether the writer left out the first frames of segment `number` when it closed the store.
+/// Returns whether the writer omitted the first frames of segment `number` when it closed the store.
 pub(super) fn lacks_first_frames(disk: &dyn Disk, store: StoreId, number: u64) -> Result<bool> {
     let Some(mut open) = LiveSegment::open(disk, store, number)? else { return Ok(false) };
     let Some(bytes) = open.bytes(SEGMENT_HEADER_BLOCK, FrameHeaderRaw::LEN)? else { return Ok(false) };
@@ -135,20 +134,19 @@ pub(super) fn is_foreign(disk: &dyn Disk, store: StoreId, number: u64) -> Result
     Ok(header.is_some_and(|header| header.store != store))
 }
 
-/// Returns the header of segment `number`; `None` if the file is not that segment, or no longer.
+/// Returns the header of segment `number`, or `None` if the file is not or no longer that segment.
 fn header(file: &dyn DiskFile, store: StoreId, number: u64) -> Result<Option<SegmentHeader>> {
     let len = file.len()?;
     Ok(header_bytes(file)?.and_then(|bytes| SegmentHeader::decode_at(&bytes, store, number, len).ok()))
 }
 
-/// Returns the bytes of a segment's header; `None` if the file is too short.
+/// Returns the bytes of a segment's header, or `None` if the file is too short.
 fn header_bytes(file: &dyn DiskFile) -> Result<Option<[u8; SegmentHeaderRaw::LEN]>> {
     let mut bytes = [0; SegmentHeaderRaw::LEN];
     Ok(none_if_missing(file.read_at(0, &mut bytes))?.map(|()| bytes))
 }
 
-/// Returns `None` if the file does not exist or is too short. A reader concurrent with a writer encounters
-/// both.
+/// Converts the error for a file that does not exist or is too short to `None`. Both occur while a writer is active.
 pub(super) fn none_if_missing<T>(result: Result<T>) -> Result<Option<T>> {
     match result {
         Ok(value) => Ok(Some(value)),

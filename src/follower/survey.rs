@@ -1,9 +1,8 @@
-//! Surveys of a store that a writer may be changing, and the meaning of missing files.
+//! Surveys of a store that a writer may be changing, and the interpretation of missing files.
 //!
-//! A survey lists names first and reads the files afterwards, while a writer creates, replaces and removes
-//! them. The files that it finds are valid, because all data is self-verifying. A file that it does not find
-//! may have existed all the time under another name. Therefore an error from a survey counts only if the same
-//! files still exist afterwards.
+//! A survey lists names first and reads the files afterwards, while a writer creates, replaces and removes files. The
+//! files that it finds are valid, because all data is self-verifying. A file that it does not find may have existed all
+//! the time under another name. Therefore an error from a survey counts only if the same files still exist afterwards.
 
 use std::sync::Arc;
 
@@ -17,7 +16,7 @@ use crate::error::{Error, Result};
 /// The maximum number of surveys while a writer changes files faster than they are read.
 const ATTEMPTS: usize = 64;
 
-/// Reads all files of a store directory as they are now.
+/// Reads the current files of a store directory.
 pub(super) fn survey(disk: &Arc<dyn Disk>) -> Result<Survey> {
     let names = disk.list(Folder::Root)?;
     if !names.iter().any(|name| FileName::parse(Folder::Root, name) == Some(FileName::Store)) {
@@ -26,8 +25,8 @@ pub(super) fn survey(disk: &Arc<dyn Disk>) -> Result<Survey> {
     Ok(Survey::read(&DiskSource::new(disk.clone()))?)
 }
 
-/// Calls `question` with a survey, for batch `lsn`. Repeats with a new survey as long as the result is a
-/// `complaint` and files have changed.
+/// Calls `question` with a survey, for batch `lsn`. Repeats with a new survey while the result is a `complaint` and
+/// files have changed.
 pub(super) fn ask<T>(
     disk: &Arc<dyn Disk>,
     lsn: Lsn,
@@ -43,7 +42,7 @@ pub(super) fn ask<T>(
             answer => return answer,
         }
     }
-    // The writer recycles files faster than this reader reads them, and the batch is older than all of them.
+    // The writer recycles files faster than this reader reads them, and all remaining files are newer than the batch.
     Err(Error::Overtaken { lsn, snapshot: newest })
 }
 
@@ -52,7 +51,7 @@ pub(super) fn needs_confirmation(error: &Error) -> bool {
     matches!(error, Error::Damaged(_) | Error::Diverged { .. })
 }
 
-/// Returns the number, redo and end of the newest usable snapshot.
+/// Returns the number, redo and end of the newest usable snapshot, if any.
 pub(super) fn newest_snapshot(survey: &Survey) -> Option<(SnapshotId, LogPoint, Lsn)> {
     let mut usable = survey.candidates().filter_map(|candidate| candidate.ok().flatten());
     usable.next().map(|manifest| (manifest.snapshot, manifest.redo, manifest.end))
@@ -62,12 +61,12 @@ pub(super) fn newest_snapshot(survey: &Survey) -> Option<(SnapshotId, LogPoint, 
 pub(super) fn missing(disk: &Arc<dyn Disk>, point: LogPoint) -> Error {
     let lsn = point.lsn.next();
     let damage = Defect::Missing.at_lsn(FileName::Segment(point.segment), point.offset, lsn);
-    // A writer recycles nothing that the newest snapshot needs.
+    // A writer recycles no files that the newest snapshot needs.
     gone(disk, lsn, &damage, |redo| redo.segment > point.segment)
 }
 
-/// Returns the error for frames after `point` that the writer left out of its last segment when it closed the
-/// store, or `None` if no frame after `point` was left out.
+/// Returns the error for frames after `point` that the writer omitted from its last segment when it closed the store,
+/// or `None` if no frame after `point` was omitted.
 ///
 /// The segment must [lack its first frames](super::segment::lacks_first_frames).
 pub(super) fn left_out(disk: &Arc<dyn Disk>, point: LogPoint) -> Option<Error> {
@@ -79,12 +78,12 @@ pub(super) fn left_out(disk: &Arc<dyn Disk>, point: LogPoint) -> Option<Error> {
 
 /// Returns the error for a missing file that batch `lsn` names.
 pub(super) fn missing_file(disk: &Arc<dyn Disk>, lsn: Lsn, damage: Damage) -> Error {
-    // A file that a batch names is kept as long as the batch may be replayed.
+    // A file that a batch names is kept while the batch may be replayed.
     gone(disk, lsn, &damage, |redo| redo.lsn >= lsn)
 }
 
-/// Returns [`Error::Overtaken`] if the newest snapshot does not need batch `lsn`; otherwise the missing file
-/// is reported as damage.
+/// Returns [`Error::Overtaken`] if the newest snapshot does not need batch `lsn`. Otherwise returns the missing file as
+/// damage.
 fn gone(disk: &Arc<dyn Disk>, lsn: Lsn, damage: &Damage, needs_nothing: impl Fn(LogPoint) -> bool) -> Error {
     let newest = ask(disk, lsn, needs_confirmation, |survey| match newest_snapshot(survey) {
         Some((snapshot, redo, _)) if needs_nothing(redo) => Ok(snapshot),
@@ -106,7 +105,7 @@ fn is_there_still(disk: &Arc<dyn Disk>, survey: &Survey) -> Result<bool> {
     Ok(segments(&**disk)?.iter().eq(survey.log.segments().keys()) && snapshots.iter().eq(survey.links.keys()))
 }
 
-/// Returns the numbers of all existing segments, ascending.
+/// Returns the numbers of all existing segments in ascending order.
 pub(super) fn segments(disk: &dyn Disk) -> Result<Vec<u64>> {
     let names = disk.list(Folder::Log)?;
     let mut numbers: Vec<u64> = names

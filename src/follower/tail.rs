@@ -1,5 +1,5 @@
-//! The next frame, if it is complete: one step along the log, by the rules of the walk (I3), while a writer
-//! appends. An incomplete frame is treated as not yet written; nothing in this module reports it as damage.
+//! Takes the next frame, if it is complete: one step along the log, by the rules of the walk (I3), while a writer
+//! appends. An incomplete frame is treated as not yet written, and never reported as damage by this module.
 
 use std::sync::Arc;
 
@@ -11,14 +11,14 @@ use super::segment::LiveSegment;
 use crate::disk::Disk;
 use crate::error::Result;
 
-/// A point in a log that a writer may be extending.
+/// A point in a log that a writer may be extending, and the open segments around the point.
 pub(super) struct Tail {
     pub disk: Arc<dyn Disk>,
     pub store: StoreId,
     point: LogPoint,
     /// The segment that contains the point.
     segment: Option<LiveSegment>,
-    /// The next segment, as found by the last peek.
+    /// The following segment, if the last peek found it.
     next: Option<LiveSegment>,
 }
 
@@ -40,12 +40,11 @@ impl Tail {
         self.point
     }
 
-    /// Moves to another point, such as the end of the frame that was taken.
     pub fn go_to(&mut self, point: LogPoint) {
         self.point = point;
     }
 
-    /// Returns the frame after the point, if it is complete, without moving the point.
+    /// Returns the frame after the point if it is complete, without moving the point.
     pub fn peek(&mut self) -> Result<Option<TakenFrame>> {
         let [(here, after), (_, group), (next, start)] = next_locations(&self.point);
         if self.segment.as_ref().is_none_or(|open| open.number != here) {
@@ -62,11 +61,11 @@ impl Tail {
                 if fresh {
                     break;
                 }
-                // Buffered bytes may be older than those now in the file.
+                // Buffered bytes may be older than the bytes in the file.
                 open.forget();
             }
         }
-        // Reopened each time, because an empty segment may be replaced by another file with its name.
+        // The segment is reopened each time, because an empty segment may be replaced by another file with its name.
         self.next = LiveSegment::open(&*self.disk, self.store, next)?;
         if let Some(open) = &mut self.next
             && let Some(taken) = peek_at(open, &self.point, self.store, start)?
@@ -77,7 +76,7 @@ impl Tail {
         Ok(None)
     }
 
-    /// Returns whether the last peek saw bytes that were intended as the next frame.
+    /// Returns whether the last peek found bytes of a frame that may be incomplete.
     pub fn looks_like_frame(&self) -> bool {
         next_locations(&self.point).into_iter().any(|(number, offset)| {
             let mut open = [&self.segment, &self.next].into_iter().flatten();
@@ -101,8 +100,7 @@ fn peek_at(
         return Ok(None);
     };
     let Some(payload) = open.payload(&header)? else { return Ok(None) };
-    // The file's header is checked last: if the file was recycled earlier, the header is that of another
-    // segment.
+    // The file's header is checked last: if the file was recycled earlier, the header is that of another segment.
     let whole = check_payload(&header, &payload).is_ok() && open.is_still()?;
     Ok(whole.then_some(TakenFrame { header, payload, end }))
 }

@@ -1,18 +1,18 @@
 //! The audit: a check that page memory matches the committed batches.
 //!
-//! Only batches change pages. If a caller's kernel writes to a page anyway, nothing reports it until a crash
-//! loses the change or a snapshot makes it permanent. An audit finds such changes.
+//! Only batches may change pages. If a caller's kernel writes to a page, the change remains unnoticed until a crash
+//! loses it or a snapshot makes it permanent. An audit detects such changes.
 //!
 //! 1. **Open** the current state on disk: the newest snapshot, and the log after it.
-//! 2. **Checksum** the pages on the device, a chunk at a time. Each chunk is a turn of the applier, so its
-//!    checksums are of one state, and batches are applied between two chunks.
-//! 3. **Compare**. If an image contains exactly the page, its checksum is known. Otherwise the page is
-//!    composed from image and log.
-//! 4. **Repeat** for the pages that batches changed since step 1: compute their checksums again, and open the
-//!    state as of exactly these checksums. Thus a page that changes all the time is compared too, and no step
-//!    is tried twice.
+//! 2. **Checksum** the pages on the device, a chunk at a time. Each chunk is a turn of the applier, so its checksums
+//!    belong to one state, and batches are applied between two chunks.
+//! 3. **Compare** each checksum with the stored one if an image contains exactly the page. Otherwise compose the page
+//!    from image and log.
+//! 4. **Repeat** for the pages that batches changed since step 1: compute their checksums again, and open the state
+//!    that belongs to exactly these checksums. Thus pages that change all the time are compared too, and no step is
+//!    tried twice.
 //!
-//! Nothing is written, so a crash loses nothing.
+//! The audit writes nothing, so a crash loses nothing.
 
 use remanent_format::{Epoch, Key, Lsn, PageId, PageInfo};
 
@@ -27,19 +27,19 @@ use crate::history::state::PastState;
 use crate::images::{CHUNK_BYTES, chunks};
 use crate::memory::staging::StagingBuf;
 
-/// The outcome of an audit: the number of compared pages, and the pages that differ.
+/// The result of an audit: the number of compared pages, and the pages that differ.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Audit {
-    /// The number of pages compared. Pages of length 0, and those deleted during the audit, are not counted.
+    /// The number of pages compared. Pages of length 0, and pages deleted during the audit, are not counted.
     pub pages: u64,
-    /// The total length of these pages in bytes.
+    /// The total length of the compared pages in bytes.
     pub bytes: u64,
     /// The number of pages compared with the checksum of an image, without reading their bytes from disk.
     pub by_image: u64,
     /// The number of pages composed from an image and the log, or from the log alone.
     pub by_replay: u64,
-    /// The pages whose bytes do not match the batches.
+    /// The pages whose bytes differ from the committed batches.
     pub changed: Vec<ChangedPage>,
 }
 
@@ -53,22 +53,22 @@ pub struct ChangedPage {
     pub key: Option<Key>,
     /// The version whose bytes the page should have.
     pub epoch: Epoch,
-    /// The offset of the first byte that differs. `None` if a batch changed the page before its bytes could
-    /// be compared.
+    /// The offset of the first byte that differs, or `None` if a batch changed the page before its bytes could be
+    /// compared.
     pub first_difference: Option<u64>,
 }
 
 /// The parts of a store that an audit uses.
 pub(crate) struct Auditor<'a> {
     pub engine: &'a Engine,
-    /// The lock that prevents recycling.
+    /// The catalog, whose lock prevents recycling.
     pub catalog: &'a CatalogLock,
 }
 
 /// The number of bytes of a page compared at a time.
 const COMPARED_AT_ONCE: usize = 4 << 20;
 
-/// Checksums of pages, all as of the same batch.
+/// Checksums of pages, all after the same batch.
 struct PageSums {
     pages: Vec<(PageInfo, u32)>,
     lsn: Lsn,
@@ -118,7 +118,7 @@ impl Auditor<'_> {
         Ok(audit)
     }
 
-    /// Returns the current pages with their lengths, and the batch after which these exist.
+    /// Returns the current pages with their lengths, and the newest applied batch.
     fn pages(&self) -> Result<(Vec<(PageId, u64)>, Lsn)> {
         self.engine.applier.turn(|turn| {
             let pages = turn.applied.table.pages().map(|info| (info.page, info.len));
@@ -126,12 +126,12 @@ impl Auditor<'_> {
         })
     }
 
-    /// Opens the state on disk after a batch that is applied, and therefore logged.
+    /// Opens the state on disk after an applied batch, which is therefore logged.
     fn past(&self, lsn: Lsn) -> Result<PastState> {
         PastState::open(&self.engine.disk, Some(&StatePoint::Lsn(lsn)))
     }
 
-    /// Computes the checksums of the pages that still exist, all as of one batch.
+    /// Computes the checksums of the pages that still exist, all after the same batch.
     fn sum(&self, pages: &[(PageId, u64)]) -> Result<PageSums> {
         let wanted = collected(pages.iter().map(|(page, _)| *page))?;
         self.engine.applier.unloaded().wait(wanted.iter().copied())?;
@@ -190,7 +190,8 @@ impl Auditor<'_> {
         Ok(())
     }
 
-    /// Returns the offset at which a page first differs from a state on disk, if it still has that version.
+    /// Returns the offset at which a page first differs from a state on disk. Returns `None` if the page no longer has
+    /// that version.
     fn first_difference(&self, past: &PastState, info: &PageInfo) -> Result<Option<u64>> {
         let (mut first, mut has_changed) = (None, false);
         past.stream(info.page, |at, expected| {

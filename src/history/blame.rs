@@ -1,4 +1,4 @@
-//! The history of the values of a range of a page.
+//! Determines which batches changed a range of a page.
 
 use std::ops::Range;
 
@@ -10,20 +10,19 @@ use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 use crate::history::view::View;
 
-/// The maximum length of a range in bytes: each change contains two copies of it.
+/// The maximum length of a range in bytes. Each change contains two copies of the range.
 const RANGE_LEN_MAX: u64 = 64 << 10;
 
 /// The maximum number of surveys while a writer removes files.
 const ATTEMPTS: usize = 8;
 
 impl View {
-    /// Returns the changes to bytes `range` of a page up to this state, oldest first. Each contains the
-    /// batch, the bytes before and after it, the batch's note, and the root after it. The changes reach back
-    /// as far as the log is kept without a gap; earlier ones are determined from the kept snapshots. A batch
-    /// that writes the same bytes again is not listed.
+    /// Returns the changes to bytes `range` of a page up to this state, oldest first. Each change contains the batch,
+    /// the bytes before and after it, the batch's note, and the root after the batch.
     ///
-    /// A view only keeps its own state alive: changes older than its snapshot may be lost when a writer
-    /// prunes.
+    /// The changes reach back as far as the log is kept without a gap. Earlier changes are determined from the kept
+    /// snapshots. A batch that writes the same bytes again is not listed. A view keeps only its own state, so a prune
+    /// by a writer may remove changes older than the view's snapshot.
     ///
     /// ```
     /// use remanent::history::ChangeCause;
@@ -49,8 +48,8 @@ impl View {
     ///
     /// # Errors
     /// [`Error::UnknownPage`], [`Error::OutOfBounds`]; [`Error::Limit`] for a range of more than 64 KiB;
-    /// [`Error::Damaged`] if an image of the page or the log is damaged; [`Error::Overtaken`] if a writer
-    /// removes files faster than this call reads them; [`Error::OutOfMemory`], [`Error::Forked`].
+    /// [`Error::Damaged`] if an image of the page or the log is damaged; [`Error::Overtaken`] if a writer removes files
+    /// faster than this call reads them; [`Error::OutOfMemory`], [`Error::Forked`].
     pub fn blame(&self, page: PageId, range: Range<u64>) -> Result<Vec<ValueChange>> {
         let (past, page_len) = (self.past()?, self.page(page)?.len);
         if range.start > range.end || range.end > page_len {
@@ -77,8 +76,8 @@ impl View {
                 Defect::Missing if past.disk().directory().is_err() => {
                     return Err(Error::NoStore { path: past.disk().label() });
                 }
-                // Damage found twice in the same place is real, because a writer's changes would be
-                // elsewhere. But if the state was removed, every attempt finds the same files missing.
+                // Damage found twice in the same place is real, because changes of a writer would be elsewhere.
+                // However, if the state was removed, every attempt finds the same files missing.
                 _ if before.replace(damage.clone()).is_some_and(|before| before == damage) => {
                     if past.is_kept()? {
                         return Err(Error::from(damage).in_store(&past.disk().label()));

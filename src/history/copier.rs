@@ -1,9 +1,8 @@
-//! Copies between caller-owned device memory and stores that do not use that device: pages of an earlier
-//! state are loaded into that memory, and new pages are created from it.
+//! Copies between caller-owned device memory and stores that do not use that device: pages of an earlier state are
+//! loaded into that memory, and new pages are created from it.
 //!
-//! An image is loaded directly from its file into the memory, as when a store opens (`image_loader.rs`), and
-//! its checksum is computed there (I12). A page with batches after its image is composed on the host, window
-//! by window.
+//! An image is loaded directly from its file into the memory, like when a store opens (`image_loader.rs`), and its
+//! checksum is computed there (I12). A page with batches after its image is composed on the host, window by window.
 
 use std::sync::Arc;
 use std::{fmt, io};
@@ -22,14 +21,14 @@ use crate::memory::staging::StagingPool;
 use crate::recovery::image_loader::{ImageLoader, threads};
 use crate::write::batch::ByteSource;
 
-/// The maximum number of staging bytes that stay pinned between loads.
+/// The maximum number of bytes of idle staging that stay pinned between loads.
 const STAGING_IDLE_BYTES: usize = 64 << 20;
 
-/// A device for copies between caller-owned memory on it, such as the tensors of a model, and stores whose
-/// pages are elsewhere. It loads pages of a [`View`] into that memory and provides bytes from it to batches
-/// of any store.
+/// A device for copies between caller-owned memory on it, such as the tensors of a model, and stores that do not use
+/// the device. It loads pages of a [`View`] into that memory, and provides bytes from the memory to batches of any
+/// store.
 ///
-/// It keeps up to 64 MiB of pinned host memory between copies, and can be shared by threads.
+/// A copier keeps up to 64 MiB of pinned host memory between copies. Threads can share it.
 ///
 /// ```
 /// use remanent::device::CallerMemory;
@@ -63,7 +62,7 @@ struct CopierParts {
 }
 
 impl DeviceCopier {
-    /// Creates a copier for any device, including the simulated ones of tests. Callers use
+    /// Creates a copier for any device. Tests use this with simulated devices. Other callers use
     /// [`DeviceCopier::open`].
     #[doc(hidden)]
     #[must_use]
@@ -73,21 +72,22 @@ impl DeviceCopier {
         Self { opener: Process::current(), parts: Arc::new(ForkGuard::new(parts)) }
     }
 
-    /// Returns a handle to caller-owned memory for [`load`](Self::load) and [`source`](Self::source). Its
-    /// owner is kept alive until the last handle is dropped.
+    /// Returns a handle to caller-owned memory for [`load`](Self::load) and [`source`](Self::source). The owner of the
+    /// memory is kept alive until the last handle is dropped.
     ///
     /// # Errors
-    /// [`Error::MemoryRefused`] if the device detects that the memory is not as described; [`Error::Forked`];
-    /// a device error.
+    /// [`Error::MemoryRefused`] if the device detects that the memory is not as described; [`Error::Forked`]; a device
+    /// error.
     pub fn caller_bytes(&self, memory: &CallerMemory) -> Result<DeviceBytes> {
         self.opener.check()?;
         DeviceBytes::adopt(&self.parts.device, memory, &self.parts.link)
     }
 
     /// Returns a source that creates a new page from device memory in a batch of any store, for
-    /// [`WriteBatch::create_from_source`](crate::WriteBatch::create_from_source). The commit copies the bytes
-    /// piece by piece and compares the checksums on both sides of the bus. The caller must not change the
-    /// bytes before that.
+    /// [`WriteBatch::create_from_source`](crate::WriteBatch::create_from_source).
+    ///
+    /// The commit copies the bytes piece by piece and compares the checksums on both sides of the bus. The caller must
+    /// not change the bytes before the commit is complete.
     ///
     /// ```
     /// use std::sync::Arc;
@@ -116,16 +116,15 @@ impl DeviceCopier {
         Ok(DeviceSource { opener: self.opener, parts: self.parts.clone(), bytes })
     }
 
-    /// Loads whole pages of a view into device memory, each of the same length as its page. When the call
-    /// returns, all bytes have arrived and their checksums were verified at the destination.
-    ///
-    /// After an error, the contents of the memory are undefined.
+    /// Loads whole pages of a view into device memory, each of the same length as its page. On return, all bytes have
+    /// arrived and their checksums were verified at the destination. After an error, the contents of the memory are
+    /// undefined.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`]; [`Error::MemoryRefused`] for memory of another length or of another device,
-    /// memory that overlaps other memory of the call, and a page that is named twice; [`Error::Damaged`],
-    /// [`Error::Overtaken`], [`Error::OutOfMemory`] as in [`View::read`]; [`Error::Device`] if the device
-    /// failed or corrupted bytes in transit; [`Error::Forked`].
+    /// [`Error::UnknownPage`]; [`Error::MemoryRefused`] for memory of another length or of another device, memory that
+    /// overlaps other memory of the call, and a page that is named twice; [`Error::Damaged`], [`Error::Overtaken`],
+    /// [`Error::OutOfMemory`] as in [`View::read`]; [`Error::Device`] if the device failed or corrupted bytes in
+    /// transit; [`Error::Forked`].
     pub fn load(&self, view: &View, pages: &[(PageId, &DeviceBytes)]) -> Result<()> {
         self.opener.check()?;
         let past = view.past()?;
@@ -139,7 +138,7 @@ impl DeviceCopier {
             }
             bytes.check_process()?;
             bytes.check_device(device)?;
-            // Held until all bytes have arrived.
+            // These guards are held until all bytes have arrived.
             let (use_of_range, target) = bytes.begin_write()?;
             push(&mut in_use, use_of_range)?;
             push(&mut targets, (*page, target))?;
@@ -160,7 +159,7 @@ impl fmt::Debug for DeviceCopier {
     }
 }
 
-/// Device memory from which a commit reads bytes.
+/// A source that reads device memory of a copier.
 struct DeviceSource {
     opener: Process,
     parts: Arc<ForkGuard<CopierParts>>,
@@ -191,12 +190,12 @@ impl fmt::Debug for DeviceSource {
     }
 }
 
-/// A load of pages and the memory for each.
+/// A load of pages into device memory.
 struct LoadRun<'a> {
     past: &'a PastState,
     device: &'a dyn Device,
     staging: &'a StagingPool,
-    /// The memory of each page, sorted by page.
+    /// The memory for each page, sorted by page.
     targets: Vec<(PageId, Span)>,
 }
 
@@ -214,7 +213,7 @@ impl LoadRun<'_> {
         parallel::map_indexed(threads(), composed.len(), || (), compose).map(drop)
     }
 
-    /// Loads the pages whose exact bytes are in an image.
+    /// Loads the pages for which an image contains exactly the bytes.
     fn load_images(&self, images: &mut [ImageRequest]) -> Result<()> {
         let target = |page: PageId| {
             let at = self.targets.binary_search_by_key(&page, |(page, _)| *page);

@@ -1,9 +1,9 @@
 //! Forks: new stores that begin at a state of another store.
 //!
-//! Pages whose exact bytes are in an image are not copied: their image file gets a second name in the new
-//! directory. A store never overwrites an image file with two names (I13), so neither store can change what
-//! the other reads. These files keep the id of the store that wrote them, and STORE lists these ids.
-//! `seed.rs` describes the steps in the new directory and the results of a crash during each.
+//! Pages are not copied if an image contains exactly their bytes. Instead, their image file gets a second name in the
+//! new directory. A store never overwrites an image file with two names (I13), so neither store can change bytes that
+//! the other reads. These files keep the id of the store that wrote them, and STORE lists these ids. `seed.rs`
+//! describes the steps in the new directory and the results of a crash during each of them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 use crate::history::state::PastState;
 
-/// Creates a store from a state and returns its id.
+/// Creates a store from a state and returns the id of the new store.
 pub(crate) fn fork(past: &PastState, target: &Arc<dyn Disk>) -> Result<StoreId> {
     let pages = past.table().pages().filter(|info| info.len > 0);
     let images = map_of(pages.filter_map(|info| Some((info.page, past.exact_image(info.page)?))));
@@ -39,8 +39,8 @@ pub(crate) fn fork(past: &PastState, target: &Arc<dyn Disk>) -> Result<StoreId> 
     Ok(store)
 }
 
-/// Returns the stores that wrote these image files. A file is not shared if its header cannot be read, or if
-/// its writer would exceed the number of ancestors in STORE: its images are written again.
+/// Returns the stores that wrote these image files, for files that can be shared. A file is not shared if its header
+/// cannot be read, or if its writer would exceed the number of ancestors in STORE. Its images are written again.
 fn writers(past: &PastState, files: BTreeSet<u64>) -> BTreeMap<u64, StoreId> {
     let source = DiskSource::new(past.disk().clone());
     let mut ancestors = BTreeSet::new();

@@ -33,9 +33,9 @@ use crate::error::{Error, Result};
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum StatePoint {
-    /// `lsn:N`: the state right after a batch.
+    /// `lsn:N`: the state right after batch N.
     Lsn(Lsn),
-    /// `snapshot:N`: the state at the end of a snapshot.
+    /// `snapshot:N`: the state at the end of snapshot N.
     Snapshot(SnapshotId),
     /// `name:S` or the name alone: the state at the end of the snapshot with that name.
     Name(String),
@@ -84,7 +84,7 @@ impl FromStr for StatePoint {
     }
 }
 
-/// Returns whether the text was probably not meant as a name.
+/// Returns whether the text was probably not intended as a name.
 fn is_like_another_form(kind: &str, text: &str) -> bool {
     let kinds = ["lsn", "snapshot", "name"];
     // `all` is also true for the empty text.

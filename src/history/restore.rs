@@ -1,21 +1,20 @@
-//! Restores an earlier state by one more batch, which replaces everything. The caller holds the submission
-//! lock and the catalog lock, so nothing is committed and no snapshot is taken during the restore.
+//! Restores an earlier state by one more batch, which replaces all pages and the root. The caller holds the submission
+//! lock and the catalog lock, so no batch is committed and no snapshot is taken during the restore.
 //!
 //! 1. Find the old state on disk. Nothing has changed so far.
-//! 2. Write a table of it. Pages that changed since then get an epoch above the highest ever used, so that
-//!    preconditions remain reliable; pages without an exact image are written again, chunk by chunk. Sync the
-//!    files, and verify every image that the table names from the medium, bypassing the cache: now the whole
-//!    old state is on disk and verified.
-//! 3. Log the restore record, which names the table, and wait until it is durable. From here on, recovery
-//!    results in the restored state.
-//! 4. Replace the tables and overwrite memory, one page at a time, from the images. A failure here poisons
-//!    the store: tables and disk are right, but memory is not and is no longer read.
+//! 2. Write a table of the old state. Pages that changed since then get an epoch above the highest ever used, so that
+//!    preconditions remain reliable. Pages without an exact image are written again, chunk by chunk. Sync the files,
+//!    and verify from the medium every image that the table names. The whole old state is then on disk and verified.
+//! 3. Log the restore record, which names the table, and wait until it is durable. From here on, recovery produces the
+//!    restored state.
+//! 4. Replace the tables and overwrite memory, one page at a time, from the images. A failure here poisons the store:
+//!    tables and disk are correct, but memory is not and is no longer read.
 //!
 //! At any time, only a few pieces of the old state are in host memory, regardless of the length of a page.
 //!
-//! The caller then takes a snapshot, so that a later open need not replay the restore. A crash before step 3
-//! leaves a table that no record names. A lack of space in step 2 or 3 is a clean failure, and so is damage
-//! found in step 1 or 2; every other failure after step 1 poisons the store.
+//! The caller then takes a snapshot, so that a later open need not replay the restore. A crash before step 3 leaves an
+//! unreferenced table. A lack of space in step 2 or 3, and damage found in step 1 or 2, leave the store unchanged.
+//! Every other failure after step 1 poisons the store.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -54,9 +53,9 @@ pub(crate) struct RestoreRun<'a> {
     pub images: ImageOptions,
 }
 
-/// The old state, complete on disk.
+/// The state to restore, after all of it is on disk.
 struct RestoreTarget {
-    /// The pages after the restore.
+    /// The pages as they are after the restore.
     pages: Vec<PageInfo>,
     root: Arc<Metadata>,
     /// The images of all pages with a nonzero length.
@@ -102,10 +101,10 @@ impl RestoreRun<'_> {
         self.engine.log.wait_durable(point.lsn)?;
         // 4.
         let target = Arc::new(target);
-        // From here on, readers see the restored state, and wait for the bytes of the pages that it changes.
+        // From here on, readers find the restored state, and wait for the bytes of the pages that it changes.
         self.engine.versions.replace(point.lsn, &target.pages, &target.root);
         let overwritten = self.overwrite(target.clone(), point);
-        // The log contains the restore, so this is the state now, even if memory could not be overwritten.
+        // The log contains the restore, so the state has changed even if memory could not be overwritten.
         submitted.replace(point.lsn, target.pages.iter().cloned(), target.root.clone());
         submitted.index_keys().expect("the old state had unique keys");
         overwritten.map_err(|error| self.engine.poison.set(error))?;
@@ -115,7 +114,8 @@ impl RestoreRun<'_> {
         Ok(point)
     }
 
-    /// Step 2: returns a verified image of every page. Pages without an exact image are written again.
+    /// Runs the first part of step 2: returns a verified image of every page. Pages without an exact image are written
+    /// again.
     fn write_images(
         &self,
         pages: &[PageInfo],
@@ -145,7 +145,7 @@ impl RestoreRun<'_> {
         Ok(images)
     }
 
-    /// Step 2: writes the table and returns its checksum.
+    /// Runs the second part of step 2: writes the table and returns its checksum.
     fn write_table(
         &self,
         target: &RestoreTarget,
@@ -174,9 +174,9 @@ impl RestoreRun<'_> {
         publish_manifest(&self.engine.disk, &table, usize::MAX, &without_spare)
     }
 
-    /// Ends a restore before anything was logged. If the disk is full, or the old state is damaged or too
-    /// large, the store continues as if the restore had never begun. After any other failure, the remaining
-    /// files are removed by the next open, or are never named by anything.
+    /// Ends a restore before it was logged. If the disk is full, or the old state is damaged or too large, the store
+    /// continues as if the restore had never begun. After any other failure, the remaining files are unreferenced, and
+    /// the next open removes them.
     fn give_up(&self, number: u64, error: Error) -> Error {
         if !error.is_passing() && !matches!(error, Error::Damaged(_)) {
             return self.engine.poison.set(error);
@@ -192,7 +192,7 @@ impl RestoreRun<'_> {
         error
     }
 
-    /// Step 4: overwrites memory with the old state.
+    /// Runs step 4: overwrites memory with the old state.
     fn overwrite(&self, target: Arc<RestoreTarget>, point: LogPoint) -> Result<()> {
         let source = DiskSource::past_cache(self.engine.disk.clone());
         let (device, staging) = (self.engine.device.clone(), self.engine.staging.clone());
@@ -205,7 +205,7 @@ impl RestoreRun<'_> {
         overwritten.map_err(|error| self.record_loss(error))
     }
 
-    /// Marks memory as lost: it is neither the old state nor the new one, so nothing may read it anymore.
+    /// Marks memory as lost, so that it is no longer read: it contains neither the old state nor the new one.
     fn record_loss(&self, error: Error) -> Error {
         let reason = error.clone();
         let recorded = self.engine.applier.turn(move |turn| {
@@ -216,8 +216,8 @@ impl RestoreRun<'_> {
     }
 }
 
-/// Returns a page of the old state as it is after the restore: a page that has not changed since keeps its
-/// version, and a page that was only moved keeps its epoch.
+/// Returns a page of the old state as it is after the restore. A page that has not changed since keeps its version, and
+/// a page that was only moved keeps its epoch.
 fn at_restore(info: &PageInfo, now: &PageTable, lsn: Lsn, epoch: Epoch) -> PageInfo {
     let current = now.get(info.page).map(|current| (current.epoch, current.lsn));
     let mut info = info.clone();
@@ -230,7 +230,7 @@ fn at_restore(info: &PageInfo, now: &PageTable, lsn: Lsn, epoch: Epoch) -> PageI
     info
 }
 
-/// Replaces the applier's pages on disk: each gets the image of the old state.
+/// Replaces the applier's pages on disk with those of the old state, each of which consists of its image.
 fn overwrite_on_disk(turn: &mut Turn<'_>, disk_pages: &DiskPages, target: &RestoreTarget, point: LogPoint) {
     let RestoreTarget { pages, images, .. } = target;
     let is_on_disk = |page: PageId| {
@@ -240,8 +240,7 @@ fn overwrite_on_disk(turn: &mut Turn<'_>, disk_pages: &DiskPages, target: &Resto
     turn.applied.on_disk.retain(is_on_disk);
     let changed = pages.iter().filter(|info| info.lsn == point.lsn && info.place == Place::Disk);
     for info in changed {
-        // The images were verified before the restore was logged, and the table names them, so their files
-        // are kept.
+        // The images were verified before the restore was logged, and the table names them, so their files are kept.
         let image = images.get(&info.page).map(|image| disk_pages.proven_image(*image, info.len));
         turn.versions.moved_to_disk(info.page);
         turn.applied.on_disk.insert(info.page, disk_pages.page(image));
@@ -249,7 +248,7 @@ fn overwrite_on_disk(turn: &mut Turn<'_>, disk_pages: &DiskPages, target: &Resto
     disk_pages.note(pages.iter().map(|info| info.place));
 }
 
-/// Replaces the applier's pages in memory. When this returns, memory contains the old state.
+/// Replaces the applier's pages in memory. On return, memory contains the old state.
 fn overwrite(
     turn: &mut Turn<'_>,
     source: &DiskSource,
@@ -267,7 +266,7 @@ fn overwrite(
         let at = pages.binary_search_by_key(&page, |info| info.page).ok()?;
         Some((pages[at].place, pages[at].len))
     };
-    // Memory to be freed is freed first, because the budget has room only for the remaining pages (I10).
+    // Unneeded memory is freed first, because the budget has room only for the remaining pages (I10).
     let last_use = turn.submit(CommandList::default())?.fence();
     let fits = |page: PageId, memory: &PageMemory| staying(page) == Some((memory.place(), memory.byte_len()));
     let leaving = turn.applied.memory.iter().filter(|(page, memory)| !fits(*page, memory));
@@ -284,8 +283,8 @@ fn overwrite(
         turn.versions.moved(info.page, memory.span().memory);
     }
     turn.applied.memory.extend(missing.iter().map(|info| info.page).zip(memory));
-    // The images were verified before the restore was logged. They are read again because they are not kept
-    // in memory. A failed read is retried once, because memory is already partly overwritten.
+    // The images were verified before the restore was logged. They are read again because they are not kept in memory.
+    // A failed read is retried once, because memory is already partly overwritten.
     let mut images = collected(wanted(changed(), images))?;
     let memory = &turn.applied.memory;
     let target = |page: PageId| Ok(memory[page].span());

@@ -1,12 +1,11 @@
-//! Creating a store from a seed: a new store that begins at a state assembled elsewhere.
+//! Creates a store from a seed: a new store that begins at a state assembled elsewhere.
 //!
-//! The new store keeps the Lsns, epochs and page ids of the state. Its log begins after the state's batch, as
-//! if the older log had been recycled.
+//! The new store keeps the Lsns, epochs and page ids of the state. Its log begins after the state's batch, as if the
+//! older log had been recycled.
 //!
-//! 1. Claim the directory: write and sync STORE under its temporary name. Until step 5, any process that
-//!    opens the directory finds an unfinished store, and may start over.
-//! 2. Link shared image files; write the images of the other pages. Sync them, and verify them from the
-//!    medium, bypassing the cache.
+//! 1. Claim the directory: write and sync STORE under its temporary name. Until step 5, any process that opens the
+//!    directory finds an unfinished store, and may start over.
+//! 2. Link shared image files, and write the images of the other pages. Sync them, and verify them from the medium.
 //! 3. Begin the first incarnation.
 //! 4. Publish the manifest, whose `redo` is the beginning of that incarnation.
 //! 5. Rename STORE to its final name. **This rename is the commit point.**
@@ -38,32 +37,31 @@ use crate::options::{Create, LogIo};
 use crate::recovery::create::{CLAIM, check_directory, claim, start_over};
 use crate::recovery::opening::{Predecessor, begin, random};
 
-/// A state at which a new store begins.
+/// The state with which a new store begins.
 #[derive(Clone, Debug)]
 pub struct InitialState {
     /// The features that the state's files use.
     pub features: Features,
-    /// The creator's record of the store from which the state comes. The new store gets its own time and
-    /// ancestors.
+    /// The creator's record of the original store. The new store gets its own time and ancestors.
     pub record: StoreRecord,
-    /// Pages and root after exactly one batch.
+    /// The pages and root after exactly one batch.
     pub table: PageTable,
     /// The end of that batch in the original log.
     pub point: LogPoint,
 }
 
-/// Image files of another store that the new one shares.
+/// The image files of another store that the new store shares.
 #[derive(Default)]
 pub(crate) struct SharedImages {
-    /// The disk that contains the files.
+    /// The disk that contains the shared files, if any.
     pub disk: Option<Arc<dyn Disk>>,
     /// The shared files, and the stores that wrote them.
     pub writers: BTreeMap<u64, StoreId>,
-    /// Images of exactly this state, including those in files that are not shared.
+    /// The images of exactly this state, including images in files that are not shared.
     pub images: BTreeMap<PageId, ImageRef>,
 }
 
-/// Returns an error if no store can be created in a directory, because it contains a store or other files.
+/// Returns an error if the directory contains a store or other files, so that no store can be created in it.
 ///
 /// # Errors
 /// [`Error::ForeignDirectory`].
@@ -75,8 +73,8 @@ pub(crate) fn check_directory_is_free(target: &dyn Disk) -> Result<()> {
     Ok(())
 }
 
-/// Creates a store that begins at a state and returns its id. `read` provides the bytes of each page that has
-/// a nonzero length and no shared image; if it fails, the creation fails and leaves no store.
+/// Creates a store that begins at a state and returns the id of the new store. `read` provides the bytes of each
+/// non-empty page without a shared image. If `read` fails, the creation fails and leaves no store.
 pub(crate) fn create<E: From<Error>>(
     origin: &InitialState,
     shared: &SharedImages,
@@ -144,7 +142,7 @@ pub(crate) fn create<E: From<Error>>(
         tombstones: Vec::new(),
         root: table.root().clone(),
     };
-    assert!(manifest.redo.lsn == manifest.end); // The state is exact.
+    assert!(manifest.redo.lsn == manifest.end); // The state is exact, so the manifest's `redo` equals its end.
     publish_manifest(target, &manifest, usize::MAX, &without_spare)?;
     // 5.
     target.rename(CLAIM, FileName::Store).map_err(no_space)?;
@@ -153,7 +151,7 @@ pub(crate) fn create<E: From<Error>>(
     Ok(store.store)
 }
 
-/// Reports a lack of space as such: the files left in the directory do not form a store.
+/// Converts a lack of space to a disk-full error. The remaining files do not form a store.
 fn no_space(error: Error) -> Error {
     match error {
         Error::Io { .. } | Error::Folder { .. } if error.is_no_space() => {
@@ -163,7 +161,7 @@ fn no_space(error: Error) -> Error {
     }
 }
 
-/// Creates a store as [`create`] does, from a state without shared files.
+/// Creates a store like [`create`], from a state without shared files.
 pub(crate) fn create_alone<E: From<Error>>(
     origin: &InitialState,
     target: &Arc<dyn Disk>,
@@ -172,7 +170,7 @@ pub(crate) fn create_alone<E: From<Error>>(
     create(origin, &SharedImages::default(), target, read)
 }
 
-/// Step 2: writes images of the pages without a shared one.
+/// Runs the second part of step 2: writes images of the pages without a shared image.
 fn write_images<E: From<Error>>(
     table: &PageTable,
     target: &Arc<dyn Disk>,

@@ -1,17 +1,16 @@
-//! A state of a store on disk: located, verified as far as the page table, and read page by page. Restores,
-//! forks and read-only handles start from it.
+//! A state of a store on disk, which is located, verified up to its page table, and read page by page. Restores, forks
+//! and read-only handles start from such a state.
 //!
-//! 1. **Survey** the files. Choose the newest snapshot that ends at or before the requested state, or the
-//!    beginning of the log, if the last seal of the log permits replay from there.
-//! 2. **Hold** the snapshot, so that a writer removes nothing of it from now on (I8). The next steps detect
-//!    files that the writer removed just before.
-//! 3. **Follow** the log up to the state, recording where each page's operations are.
-//! 4. **Check** that the images from which the pages are composed still exist. If not, read the last seal
-//!    again, now that nothing more can be removed: it states whether they were lost or removed.
+//! 1. **Survey** the files. Choose the newest snapshot that ends at or before the requested state. If the last seal of
+//!    the log permits replay from the beginning of the log, that is an alternative.
+//! 2. **Hold** the snapshot, so that a writer removes none of its files from now on (I8). The next steps detect files
+//!    that the writer removed just before.
+//! 3. **Follow** the log up to the state, and record the locations of each page's operations.
+//! 4. **Check** that the images from which the pages are composed still exist. If not, read the last seal again, now
+//!    that no more files can be removed. The seal states whether the images were lost or removed.
 //!
-//! The bytes of a page are read on demand, and verified with the checksums of steps 1 and 3. Concurrent
-//! changes by a writer can thus cause an error, but never wrong bytes. Nothing is written, so a crash loses
-//! nothing.
+//! The bytes of a page are read on demand, and verified with the checksums of steps 1 and 3. Concurrent changes by a
+//! writer can therefore cause an error, but never wrong bytes.
 
 use std::cell::OnceCell;
 use std::collections::{BTreeSet, HashMap};
@@ -41,8 +40,8 @@ use crate::recovery::create::unfinished_files;
 
 /// The maximum number of surveys while a writer changes the files faster than they are read.
 const ATTEMPTS: usize = 64;
-/// The first and the longest wait for a writer that is removing the requested files. On a busy disk, each of
-/// its syncs takes tens of milliseconds.
+/// The first and the maximum wait for a writer that is removing the requested files. On a busy disk, each sync of the
+/// writer takes tens of milliseconds.
 const RETIRE_WAITS: [Duration; 2] = [Duration::from_millis(1), Duration::from_millis(50)];
 
 /// A state of a store on disk.
@@ -50,14 +49,14 @@ pub(crate) struct PastState {
     disk: Arc<dyn Disk>,
     store: StoreFile,
     base: Option<SnapshotId>,
-    /// The segments from which the log is replayed up to the state: if one is removed, the state is lost.
+    /// The segments from which the log is replayed up to the state. If one of them is removed, the state is lost.
     segments: BTreeSet<u64>,
     point: LogPoint,
     resolved: ResolvedState,
     op_locations: OpLocations,
-    /// The source from which pages are read; its files stay open between reads.
+    /// The source from which pages are read. Its files stay open between reads.
     source: Mutex<Arc<DiskSource>>,
-    /// The long pages that were read. Their images are verified only once.
+    /// The long pages that were read, whose images are verified only once.
     proven: Mutex<HashMap<PageId, Arc<ProvenPage>>>,
     windows: Mutex<Windows>,
     hold: Option<Box<dyn DiskLock>>,
@@ -65,19 +64,19 @@ pub(crate) struct PastState {
     is_whole: bool,
 }
 
-/// Returns an error if the directory contains no store: no files of one, or only those of an unfinished
-/// creation. A store that has lost its STORE is damaged.
+/// Returns an error if the directory contains no store, or only the files of an unfinished creation. A store that has
+/// lost its STORE counts as damaged.
 fn check_is_store(disk: &Arc<dyn Disk>) -> Result<()> {
     let has_record = || Ok::<_, Error>(disk.list(Folder::Root)?.contains(&FileName::Store.name()));
     if has_record()? {
         return Ok(());
     }
     let judged = unfinished_files(disk);
-    // A writer may have finished creating the store, and have committed, in the meantime.
+    // A writer may have completed the creation of the store, and have committed, in the meantime.
     if has_record()? { Ok(()) } else { Err(judged.err().unwrap_or(Error::NoStore { path: disk.label() })) }
 }
 
-/// The batch at which replay stops.
+/// The point at which replay stops.
 #[derive(Clone, Copy)]
 enum Until {
     End,
@@ -107,7 +106,7 @@ impl Until {
 }
 
 impl PastState {
-    /// Finds the state at `point`, or the newest one.
+    /// Finds the state at `point`, or the newest state if `point` is `None`.
     ///
     /// # Errors
     /// [`Error::NoStore`], [`Error::NoSnapshot`], [`Error::NoSnapshotNamed`], [`Error::OutsideWindow`],
@@ -121,7 +120,7 @@ impl PastState {
             let source = DiskSource::new(disk.clone());
             let survey = Survey::read(&source)?;
             let until = until(&survey, point)?;
-            // Files that appear damaged are read twice before they are reported as damaged.
+            // Files that appear damaged are read twice before damage is reported.
             let NotFound { error, reached, is_being_removed } =
                 match Self::search(disk, &source, &survey, until) {
                     Ok(past) if past.is_whole || was_in_parts => return Ok(past),
@@ -131,8 +130,8 @@ impl PastState {
                     }
                     Err(not_found) => not_found,
                 };
-            // If attempts find different files, a longer log or a different error, a writer is active, and
-            // the survey did not see a consistent state.
+            // If attempts find different files, a longer log or a different error, a writer is active, and the survey
+            // was inconsistent.
             let links = survey.links.keys().copied().collect();
             let segments = survey.log.segments().keys().copied().collect();
             let now = (links, segments, reached, error.to_string());
@@ -144,8 +143,8 @@ impl PastState {
                 return Err(error);
             }
             if moved && point.is_none() && reached > Lsn(0) {
-                // The writer continued after the batch reached while this call was reading, so that batch was
-                // the newest at the time.
+                // The writer committed more batches during this call, so the batch reached before was the newest at
+                // that time.
                 if let Ok(past) = Self::search(disk, &source, &survey, Until::At(reached))
                     && past.is_whole
                 {
@@ -176,7 +175,7 @@ impl PastState {
         let (mut first, mut reached, mut is_being_removed) = (None, Lsn(0), false);
         let mut in_parts = None;
         let mut oldest: Option<Lsn> = None;
-        // An additional walk through the log, made only if the newest snapshot is not suitable.
+        // The log is walked a second time only if the newest snapshot is unsuitable.
         let log_end = OnceCell::new();
         let log_end = || log_end.get_or_init(|| Reach::at_the_end(survey, source)).as_ref();
         let newest = survey.readable().next_back().map(|link| link.snapshot);
@@ -191,8 +190,8 @@ impl PastState {
                 None => (Lsn(0), survey.log.beginning()),
             };
             let Some(redo) = redo else { continue };
-            // The newest snapshot is always a start, and usually the one needed. The last seal states the
-            // role of the others.
+            // The newest snapshot is always a start, and usually the one needed. The last seal states the role of the
+            // other snapshots.
             let role = if id.is_some() && id == newest {
                 Role::Start
             } else if let Some((_, reach)) = log_end() {
@@ -222,8 +221,8 @@ impl PastState {
             match opened {
                 Ok(Some(past)) => match past.has_images() {
                     Ok(true) => return Ok(Self { is_whole: true, ..past }),
-                    // Now that it is held, no more of its files are removed. If it is no longer a start, the
-                    // missing files were removed by a writer.
+                    // The snapshot is held, so no more of its files are removed. If it is no longer a start, a writer
+                    // removed the missing files.
                     Ok(false) if !is_promised(disk, id, until) => is_being_removed = true,
                     Ok(false) => _ = in_parts.get_or_insert(past),
                     Err(error) => _ = first.get_or_insert(error),
@@ -258,7 +257,7 @@ impl PastState {
         Err(NotFound { error: first.unwrap_or_else(nothing), reached, is_being_removed })
     }
 
-    /// Follows the log from one snapshot; `None` if the snapshot, or the log after it, is being removed.
+    /// Follows the log from one snapshot. Returns `None` if the snapshot, or the log after it, is being removed.
     fn open_from(
         disk: &Arc<dyn Disk>,
         source: &DiskSource,
@@ -301,17 +300,16 @@ impl PastState {
             hold,
             is_whole: false,
         };
-        // Between the survey and the hold, the writer may have removed the snapshot, or reused the first
-        // segment, whose bytes then read like a log that ends at its beginning. A writer in recovery reuses
-        // the last segments, whose batches it has copied.
+        // Between the survey and the hold, the writer may have removed the snapshot, or reused the first segment, whose
+        // bytes then look like a log that ends at its beginning. A writer in recovery reuses the last segments, whose
+        // batches it has copied.
         let had_files = survey.log.segments().contains_key(&redo.segment);
         Ok((!had_files || past.has_files()?).then_some(past))
     }
 
-    /// Returns whether all images from which the pages are composed exist. Images can be missing for three
-    /// reasons: they were lost; the snapshot's link is kept only for later snapshots, in which case an older
-    /// snapshot with the log after it provides the state; or the writer removed them before the snapshot was
-    /// held.
+    /// Returns whether all images from which the pages are composed exist. Images can be missing for three reasons:
+    /// they were lost; the snapshot's link is kept only for later snapshots, in which case an older snapshot and the
+    /// log after it provide the state; or the writer removed them before the snapshot was held.
     fn has_images(&self) -> Result<bool> {
         let present: BTreeSet<String> = self.disk.list(Folder::Pages)?.into_iter().collect();
         let images = self.resolved.bases.iter().filter_map(|(_, base)| base.image);
@@ -330,44 +328,42 @@ impl PastState {
         }
     }
 
-    /// Returns the batch after which this is the state.
+    /// Returns the batch after which the store had this state.
     pub fn lsn(&self) -> Lsn {
         self.resolved.table.lsn()
     }
 
-    /// Returns the end of that batch in the log.
+    /// Returns the end of the state's last batch in the log.
     pub fn point(&self) -> LogPoint {
         self.point
     }
 
-    /// Returns the snapshot from which the log was followed; `None` means the beginning of the log.
+    /// Returns the snapshot from which the log was followed, or `None` for the beginning of the log.
     pub fn base(&self) -> Option<SnapshotId> {
         self.base
     }
 
-    /// Returns the disk that contains the state.
     pub fn disk(&self) -> &Arc<dyn Disk> {
         &self.disk
     }
 
-    /// Returns the content of STORE.
     pub fn store(&self) -> &StoreFile {
         &self.store
     }
 
-    /// Returns the pages and root of the state.
     pub fn table(&self) -> &PageTable {
         &self.resolved.table
     }
 
-    /// Returns the image with exactly the bytes of a page, if one exists.
+    /// Returns the image that contains exactly the bytes of a page, if there is one.
     pub fn exact_image(&self, page: PageId) -> Option<ImageRef> {
         self.op_locations.exact_image(&self.resolved, page)
     }
 
-    /// Reads a page's bytes from `offset` into `out`. Ranges of a long page are composed window by window,
-    /// and recent windows are cached. If a whole page is read and an image contains exactly its bytes, they
-    /// are read directly into `out`, and their checksum is computed in the process.
+    /// Fills `out` with a page's bytes starting at `offset`.
+    ///
+    /// Ranges of a long page are composed window by window, and recent windows are cached. If a whole page is read and
+    /// an image contains exactly its bytes, the bytes are read directly into `out` and checksummed in the same pass.
     ///
     /// # Errors
     /// [`Error::UnknownPage`]; [`Error::OutOfBounds`]; [`Error::Damaged`] in the data of this page;
@@ -428,14 +424,14 @@ impl PastState {
         self.table().get(page).map(|info| info.len).ok_or(Error::UnknownPage { page })
     }
 
-    /// Returns a window of a page that contains the byte at `offset`, and the offset at which the window
-    /// begins. The caller intends to read `wanted` bytes from `offset`.
+    /// Returns a window of a page that contains the byte at `offset`, and the offset at which the window begins.
+    /// `wanted` is the number of bytes that the caller reads from `offset` on.
     fn window(&self, page: PageId, page_len: u64, offset: u64, wanted: u64) -> Result<(u64, Arc<Vec<u8>>)> {
         let next = match self.windows.lock().get(page, page_len, offset, wanted) {
             Lookup::Held(from, bytes) => return Ok((from, bytes)),
             Lookup::Missing(next) => next,
         };
-        // Other threads can read meanwhile; at worst, two threads compose the same window.
+        // Other threads can read in the meantime. In the worst case, two threads compose the same window.
         let bytes = if next == (0..page_len) && page_len <= WHOLE_LEN_MAX {
             self.read_with_retry(|source| self.op_locations.load(source, &self.resolved, page))?
         } else {
@@ -456,8 +452,8 @@ impl PastState {
         Ok((next.start, bytes))
     }
 
-    /// Reads something, and retries once with reopened files before reporting damage, because the writer may
-    /// have reused an open file.
+    /// Calls `read`, and retries once with reopened files before reporting damage, because the writer may have reused
+    /// an open file.
     pub fn read_with_retry<T>(&self, mut read: impl FnMut(&DiskSource) -> Result<T, Damage>) -> Result<T> {
         let source = self.source.lock().clone();
         if let Ok(read) = read(&source) {
@@ -478,18 +474,18 @@ impl PastState {
             Defect::Missing if !self.is_kept()? => Err(self.overtaken()),
             // The writer reused the file after it was opened by name.
             _ if anew.is_gone(damage.file) && !self.is_kept()? => Err(self.overtaken()),
-            // The store is named because a fork involves another store, too.
+            // The error names the store because a fork involves another store, too.
             _ => Err(Error::from(damage).in_store(&self.disk.label())),
         }
     }
 
-    /// Returns whether the files that this state needs cannot have been removed by a writer.
+    /// Returns whether a writer cannot have removed the files that this state needs.
     pub fn is_kept(&self) -> Result<bool> {
         Ok(self.hold.is_some() || self.has_files()?)
     }
 
-    /// Returns whether the files that are removed first still exist. For a snapshot, that is its manifest;
-    /// because a manifest may be kept for later snapshots, the log is checked too.
+    /// Returns whether the files that a writer removes first still exist. For a snapshot, that is its manifest. A
+    /// manifest may be kept for later snapshots, so the log is checked too.
     fn has_files(&self) -> Result<bool> {
         // Names are unique across the kinds of files.
         let mut present: BTreeSet<String> = self.disk.list(Folder::Log)?.into_iter().collect();
@@ -534,9 +530,8 @@ fn until(survey: &Survey, point: Option<&StatePoint>) -> Result<Until> {
     })
 }
 
-/// Returns whether the last seal of the log, as it is now, permits computing a state from a snapshot or from
-/// the beginning of the log. If the seal cannot be read, missing files are treated as lost and not as
-/// removed.
+/// Returns whether the current last seal of the log permits composing a state from a snapshot or from the beginning of
+/// the log. If the seal cannot be read, missing files are treated as lost and not as removed.
 fn is_promised(disk: &Arc<dyn Disk>, base: Option<SnapshotId>, until: Until) -> bool {
     let source = DiskSource::new(disk.clone());
     let Ok(survey) = Survey::read(&source) else { return true };

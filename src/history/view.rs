@@ -1,6 +1,6 @@
-//! Read-only access to a state of a store: without writes and without a device, concurrently with a writer.
+//! Read-only access to a state of a store, without writes and without a device, concurrently with a writer.
 //!
-//! [`crate::history::state`] finds the state and reads pages; this module contains the handle.
+//! This module contains the handle. [`crate::history::state`] finds the state and reads pages.
 
 use std::fmt;
 use std::sync::Arc;
@@ -14,32 +14,30 @@ use crate::error::{Error, Result};
 use crate::history::point::StatePoint;
 use crate::history::state::PastState;
 
-/// The maximum number of threads that read pages together. Each reads a few gigabytes per second from the
-/// page cache, and eight saturate the memory bandwidth.
+/// The maximum number of threads that read pages together. Each thread reads a few gigabytes per second from the page
+/// cache, and eight threads saturate the memory bandwidth.
 const READERS_MAX: usize = 8;
 
-/// A read-only view of one state of a store: its pages, root and bytes right after one batch.
+/// A read-only view of one state of a store: its pages, root and bytes right after one batch. Returned by
+/// [`Store::open_at`](crate::Store::open_at) and [`Store::open_read_only`](crate::Store::open_read_only).
 ///
-/// It is returned by [`Store::open_at`](crate::Store::open_at) and
-/// [`Store::open_read_only`](crate::Store::open_read_only). It never moves to a later batch, and nothing that
-/// it needs is removed while it exists. There is one exception: where no lock can be taken, such as on
-/// read-only media, a writer elsewhere may remove files, and reads then fail with [`Error::Overtaken`].
+/// A view never moves to a later batch, and the files that it needs are kept during its lifetime. There is one
+/// exception: where no lock can be taken, for example on read-only media, a writer elsewhere may remove files, and
+/// reads then fail with [`Error::Overtaken`].
 ///
-/// The bytes of a page are composed when they are read, from its image and its operations in the log. At most
-/// 64 MiB of them are cached for later reads. If the data of a page on disk is damaged, only reads of that
-/// page fail.
+/// The bytes of a page are composed when they are read, from its image and its operations in the log. At most 64 MiB of
+/// them are cached for later reads. If the data of a page on disk is damaged, only reads of that page fail.
 ///
-/// An image has one checksum. The first read of a page longer than 4 MiB therefore reads the whole image to
-/// verify it, holding only a piece of it in memory at a time; later reads read what they need, but at least 1
-/// MiB. Batches that set scattered elements of a page are read again for each window, so the windows of a
-/// sequential reader grow up to 32 MiB.
+/// An image has one checksum. The first read of a page longer than 4 MiB therefore reads the whole image to verify it,
+/// one piece at a time. Later reads read only the required parts, but at least 1 MiB. Batches that set scattered
+/// elements of a page are read again for each window, so the windows of a sequential reader grow up to 32 MiB.
 pub struct View {
     opener: Process,
     past: PastState,
 }
 
 impl View {
-    /// Opens a state on any disk, including the simulated ones of tests.
+    /// Opens a state on any disk. Tests use this with simulated disks.
     ///
     /// # Errors
     /// The errors of [`Store::open_at`](crate::Store::open_at).
@@ -49,8 +47,8 @@ impl View {
         Ok(Self { opener: Process::current(), past: past.map_err(|error| error.in_store(&disk.label()))? })
     }
 
-    /// Returns the state, if this process opened the view. In a forked child, locks that the parent's threads
-    /// held at the fork are never released.
+    /// Returns the state if this process opened the view. In a forked child, locks that the parent's threads held at
+    /// the fork are never released.
     ///
     /// # Errors
     /// [`Error::Forked`].
@@ -64,14 +62,14 @@ impl View {
         self.past.store().store
     }
 
-    /// Returns the batch after which this is the state.
+    /// Returns the newest batch that the view reflects.
     #[must_use]
     pub fn lsn(&self) -> Lsn {
         self.past.lsn()
     }
 
-    /// Returns the snapshot from which the state is computed with the log after it; `None` means the
-    /// beginning of the log.
+    /// Returns the snapshot from which the state is composed with the log after it, or `None` for the beginning of the
+    /// log.
     #[must_use]
     pub fn base(&self) -> Option<SnapshotId> {
         self.past.base()
@@ -90,7 +88,7 @@ impl View {
         self.past()?.table().get(page).ok_or(Error::UnknownPage { page })
     }
 
-    /// Returns the page with this key.
+    /// Returns the information of the page with key `key`.
     ///
     /// # Errors
     /// [`Error::UnknownKey`], [`Error::Forked`].
@@ -105,19 +103,18 @@ impl View {
         self.past.table().root()
     }
 
-    /// Reads the page's bytes from `offset` into `out`.
+    /// Fills `out` with the page's bytes starting at `offset`.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`], [`Error::OutOfBounds`]; [`Error::Damaged`] if the files from which this page
-    /// is composed are damaged, which does not affect other pages; [`Error::Overtaken`];
-    /// [`Error::OutOfMemory`]; [`Error::Forked`].
+    /// [`Error::UnknownPage`], [`Error::OutOfBounds`]; [`Error::Damaged`] if the files from which this page is composed
+    /// are damaged, which does not affect other pages; [`Error::Overtaken`]; [`Error::OutOfMemory`]; [`Error::Forked`].
     pub fn read(&self, page: PageId, offset: u64, out: &mut [u8]) -> Result<()> {
         self.past()?.read(page, offset, out)
     }
 
-    /// Reads whole pages into memory with several threads; each slice must be as long as its page. Images are
-    /// read once, and their checksums are computed in the process. After an error, the contents of the memory
-    /// are undefined. To read into GPU memory, use [`DeviceCopier`](crate::history::DeviceCopier).
+    /// Reads whole pages into memory with several threads. Each slice must have the length of its page. Images are read
+    /// once, and checksummed in the same pass. After an error, the contents of the slices are undefined. To read into
+    /// GPU memory, use [`DeviceCopier`](crate::history::DeviceCopier).
     ///
     /// ```
     /// use remanent::{Options, Place, Store};
@@ -137,8 +134,8 @@ impl View {
     /// ```
     ///
     /// # Errors
-    /// The errors of [`read`](Self::read); [`Error::OutOfBounds`] if the length of a slice differs from that
-    /// of its page.
+    /// The errors of [`read`](Self::read); [`Error::OutOfBounds`] if the length of a slice differs from that of its
+    /// page.
     pub fn read_pages(&self, pages: &mut [(PageId, &mut [u8])]) -> Result<()> {
         let past = self.past()?;
         for (page, out) in &*pages {
@@ -154,9 +151,9 @@ impl View {
         parallel::for_each(parallel::threads(READERS_MAX), pages, read).map(drop)
     }
 
-    /// Verifies pages: several threads read all data from which the pages are composed, compare it with its
-    /// checksums, and discard it. A caller can thus make sure that pages are readable before it overwrites
-    /// its own data. Only pieces of a page are in memory at a time, regardless of its length.
+    /// Verifies that pages are readable: several threads read all data from which the pages are composed, compare the
+    /// data with its checksums, and discard it. Use this before overwriting another copy of the data. Only pieces of a
+    /// page are in memory at a time, regardless of its length.
     ///
     /// ```
     /// use remanent::{Options, Place, Store};

@@ -1,8 +1,8 @@
-//! A cache of recently read windows of past pages, and the choice of the next window's length.
+//! A cache of recently read windows of past pages, which also chooses the length of the next window.
 //!
-//! A short page is one window. In a long page, a window contains the requested bytes and those around them. A
-//! window directly after another one is twice as long, because all operations of the page are examined for
-//! each window, and those that set scattered elements are read again.
+//! A short page is one window. In a long page, a window contains the requested bytes and adjacent ones. A window
+//! directly after another one is twice as long, because all operations of the page are examined for each window, and
+//! those that set scattered elements are read again.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -12,12 +12,11 @@ use remanent_format::PageId;
 
 /// The maximum number of cached bytes, including the window being read.
 const KEPT_BYTES: u64 = 64 << 20;
-/// The length in bytes of the first window of a long page, and of each window not adjacent to the previous
-/// one.
+/// The length in bytes of the first window of a long page, and of each window that is not adjacent to the previous one.
 pub(crate) const WINDOW_LEN_MIN: u64 = 1 << 20;
 /// The maximum length of a window in bytes.
 const WINDOW_LEN_MAX: u64 = 32 << 20;
-/// The maximum length of a page read as one window, in bytes: verifying its image first and reading from it
+/// The maximum length in bytes of a page that is read as one window. Verifying its image first and reading from it
 /// afterwards would read it twice.
 pub(crate) const WHOLE_LEN_MAX: u64 = 4 << 20;
 
@@ -26,7 +25,7 @@ const _: () = assert!(2 * WINDOW_LEN_MAX <= KEPT_BYTES && WHOLE_LEN_MAX <= WINDO
 /// The page of a window, and the offset at which the window begins.
 type WindowKey = (PageId, u64);
 
-/// A cache of windows.
+/// A cache of windows, which evicts the least recently used ones.
 #[derive(Default)]
 pub(crate) struct Windows {
     /// The cached windows by page and offset, each with the time of its last use.
@@ -37,17 +36,17 @@ pub(crate) struct Windows {
     bytes: u64,
 }
 
-/// The result of a lookup of a byte.
+/// The result of looking up a byte in the cache.
 pub(crate) enum Lookup {
-    /// A cached window that contains the byte, and the offset at which it begins.
+    /// A cached window that contains the byte, and the offset at which the window begins.
     Held(u64, Arc<Vec<u8>>),
-    /// The window to read. The cache has room for it.
+    /// The window to read. The cache has made room for it.
     Missing(Range<u64>),
 }
 
 impl Windows {
-    /// Returns the window that contains the byte at `offset`, in a page of length `page_len`. The caller
-    /// intends to read `wanted` bytes from there.
+    /// Returns the window that contains the byte at `offset`, in a page of length `page_len`. `wanted` is the number of
+    /// bytes that the caller reads from `offset` on.
     pub fn get(&mut self, page: PageId, page_len: u64, offset: u64, wanted: u64) -> Lookup {
         let before = self.kept.range(..=(page, offset)).next_back();
         let before = before.filter(|((of, _), _)| *of == page);
@@ -109,7 +108,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// Looks up a byte and reads the window if it is missing; returns that window.
+    /// Looks up a byte, and reads the window if it is missing. Returns the window that was read.
     fn read(windows: &mut Windows, page: u64, page_len: u64, offset: u64, wanted: u64) -> Option<Range<u64>> {
         match windows.get(PageId(page), page_len, offset, wanted) {
             Lookup::Held(from, bytes) => {
@@ -151,7 +150,7 @@ mod tests {
         assert_eq!(at(5 * MIB, 1), None);
         assert_eq!(at(6 * MIB, 1), Some(6 * MIB..8 * MIB));
         assert_eq!(at(8 * MIB + 100, 1), Some(8 * MIB..12 * MIB));
-        // Elsewhere, the length starts over, unless more is requested at once.
+        // Elsewhere, the length starts over, unless more bytes are requested at once.
         assert_eq!(at(100 * MIB, 1), Some(100 * MIB..101 * MIB));
         assert_eq!(at(110 * MIB + 1, 4 * MIB), Some(110 * MIB..115 * MIB));
         assert_eq!(at(150 * MIB, u64::MAX), Some(150 * MIB..182 * MIB));

@@ -1,6 +1,6 @@
 //! The chain of versions of a page or of the root, newest first.
 //!
-//! A version refers to the one before it until no reader can need that one; then it is unlinked. If a reader
+//! A version refers to the previous one until no reader can need the previous one, which is then unlinked. If a reader
 //! reaches the end of a chain, either its Lsn is outdated or the page did not exist at that Lsn.
 
 use std::ops::Deref;
@@ -15,45 +15,45 @@ use crate::base::sync::{Swap, SwapGuard};
 /// A version of a page or of the root.
 pub(super) struct Version<T> {
     pub state: T,
-    /// The version before this one, until it is unlinked.
+    /// The version before this one, or `None` once it is unlinked.
     before: Swap<Version<T>>,
 }
 
-/// The state in a version, of a page or of the root.
+/// The state of a page or of the root in a version.
 pub(super) trait VersionState {
     /// Returns the batch that created the version.
     fn lsn(&self) -> Lsn;
 }
 
-/// A page as left by batches, or the trace of a deleted page.
+/// The state of a page after one or more batches, or the record of a deleted page.
 ///
-/// Most batches only change the bytes of a page, or move it. Then only its Lsn, epoch and place are updated
-/// in the existing version, so a commit allocates nothing for it and waits for no other thread's cache.
+/// Most batches only change the bytes of a page, or move it. They only update Lsn, epoch and place in the existing
+/// version, so a commit makes no allocation and waits for no cache line of another thread.
 pub(super) struct PageState {
-    /// The first of these batches.
+    /// The first batch of this version.
     lsn: Lsn,
-    /// The page as that batch left it. A later batch may have moved it: `numbers` contains the places.
+    /// The properties of the page after that batch. A later batch may have moved the page: `numbers` contains the
+    /// places.
     shape: PageShape,
     numbers: Numbers,
 }
 
-/// The newest batch of a page, with its epoch and place after it, and the batch before. The writer overwrites
-/// the older of these states, and only after all readers and views have reached the newer one. A reader
-/// therefore needs the newer of the states that its Lsn has reached; if it has reached neither, its Lsn is
-/// outdated.
+/// The two newest batches of a page, with its epoch and place after each of them. The writer overwrites the older of
+/// these two states, and only after all readers and views have reached the newer one. A reader uses the newest state
+/// that its Lsn has reached. If its Lsn has reached neither, its Lsn is outdated.
 ///
-/// Each state is a sequence lock whose sequence number is the batch, made only of atomics. The places of both
-/// fill one gap in the layout.
+/// Each state is a sequence lock of atomics, whose sequence number is the batch. The places of both states share a gap
+/// in the layout.
 struct Numbers {
     states: [NumberPair; 2],
-    /// The places, encoded by [`Place::to_bits`].
+    /// The places of both states, encoded by [`Place::to_bits`].
     places: [AtomicU16; 2],
     is_gone: bool,
 }
 
-/// A batch, and the epoch of the page after it.
+/// A batch, and the epoch of the page after the batch.
 struct NumberPair {
-    /// [`NO_LSN`] while the state changes, or if there is none.
+    /// The batch, or [`NO_LSN`] if the state is empty or being changed.
     lsn: AtomicU64,
     epoch: AtomicU64,
 }
@@ -63,7 +63,7 @@ const NO_LSN: u64 = u64::MAX;
 #[cfg(not(shuttle))]
 const _: () = assert!(size_of::<Version<PageState>>() == 72);
 
-/// A page as seen by a reader.
+/// A page as observed by a reader.
 pub(crate) struct SeenPage<'a> {
     shape: &'a PageShape,
     /// The last batch that changed or moved the page.
@@ -80,12 +80,10 @@ impl SeenPage<'_> {
         info
     }
 
-    /// Returns the key of the page.
     pub fn key(&self) -> Option<&Key> {
         self.shape.key()
     }
 
-    /// Returns the place of the page.
     pub fn place(&self) -> Place {
         self.place
     }
@@ -103,12 +101,11 @@ impl Numbers {
         Self { states: [pair(lsn.0, epoch.0), pair(NO_LSN, 0)], places: [place(), place()], is_gone }
     }
 
-    /// Returns one of the states, unless it is changing. A batch is stored at most once, so a state with the
+    /// Returns one of the states, or `None` while it is changing. A batch is stored at most once, so a state with the
     /// same batch before and after the read is consistent.
     fn read(&self, which: usize) -> Option<(Lsn, Epoch, u16)> {
         let NumberPair { lsn: batch, epoch } = &self.states[which];
-        // Acquire: a reader of an epoch or place that is being written observes afterwards that the batch has
-        // changed.
+        // Acquire: a reader of an epoch or place that is being written observes afterwards that the batch has changed.
         let lsn = batch.load(Ordering::Acquire);
         let epoch = epoch.load(Ordering::Acquire);
         let place = self.places[which].load(Ordering::Acquire);
@@ -124,13 +121,12 @@ impl Numbers {
         pair.lsn.store(lsn.0, Ordering::Release);
     }
 
-    /// Returns the newest state visible at `at`.
+    /// Returns the newest state that is visible at Lsn `at`.
     fn at(&self, at: Lsn) -> Result<(Lsn, Epoch, Place), ReadMiss> {
         let first = &self.states[0].lsn;
         loop {
-            // The batch of the first state is read before and after the second state. If it is unchanged,
-            // both states existed at one moment. Otherwise, the second state may have contained the wanted
-            // one between the reads.
+            // The batch of the first state is read before and after the second state. If it is unchanged, both states
+            // existed at one moment. Otherwise, the second state may have contained the required one between the reads.
             let before = first.load(Ordering::Acquire);
             let states = [self.read(1), self.read(0)];
             if first.load(Ordering::Acquire) != before {
@@ -144,21 +140,21 @@ impl Numbers {
         }
     }
 
-    /// For the writer: returns the index of the newest state, and its batch.
+    /// Returns the index of the newest state, and its batch. Only the writer may call this.
     fn newest(&self) -> (usize, Lsn) {
         let [first, second] = [0, 1].map(|which: usize| self.states[which].lsn.load(Ordering::Relaxed));
         if second != NO_LSN && second > first { (1, Lsn(second)) } else { (0, Lsn(first)) }
     }
 }
 
-/// The root as left by a batch, and the number of pages.
+/// The root after a batch, and the number of pages.
 pub(super) struct RootState {
     pub lsn: Lsn,
     pub root: Arc<Metadata>,
     pub page_count: u64,
 }
 
-/// A version found by a reader, kept alive by this guard.
+/// A guard for a version found by a reader, which keeps the version alive.
 pub(super) struct SeenVersion<T>(SwapGuard<Version<T>>);
 
 /// The reason why a reader found no version.
@@ -166,7 +162,7 @@ pub(super) struct SeenVersion<T>(SwapGuard<Version<T>>);
 pub(super) enum ReadMiss {
     /// No version exists.
     Absent,
-    /// The oldest remaining version was created by this later batch.
+    /// A later batch, given here, created the oldest remaining version.
     Later(Lsn),
 }
 
@@ -189,39 +185,38 @@ impl PageState {
         Self { lsn, shape, numbers }
     }
 
-    /// Creates the trace of a page that batch `lsn` deleted. It keeps the key, which is needed to find it in
-    /// the index.
+    /// Creates the record of a page that batch `lsn` deleted. The record contains the key, with which the page is found
+    /// in the index.
     pub fn gone(before: &Self, lsn: Lsn) -> Self {
         let shape = before.shape.clone();
         let numbers = Numbers::new(lsn, Epoch(0), shape.place(), true);
         Self { lsn, shape, numbers }
     }
 
-    /// Returns the page as the first batch of this version left it, unless it is deleted.
+    /// Returns the properties of the page after the first batch of this version, or `None` if the page is deleted.
     pub fn page(&self) -> Option<&PageShape> {
         (!self.numbers.is_gone).then_some(&self.shape)
     }
 
-    /// Returns the page, or the page as it was before it was deleted.
+    /// Returns the properties of the page, or those before it was deleted.
     pub fn last(&self) -> &PageShape {
         &self.shape
     }
 
-    /// Returns the page as of `at`, which is a visible Lsn or that of a view, and which this version has
-    /// reached.
+    /// Returns the page at Lsn `at`, which is a visible Lsn or that of a view, and which this version has reached.
     pub fn seen(&self, at: Lsn) -> Result<SeenPage<'_>, ReadMiss> {
         let shape = self.page().ok_or(ReadMiss::Absent)?;
         let (lsn, epoch, place) = self.numbers.at(at)?;
         Ok(SeenPage { shape, lsn, epoch, place })
     }
 
-    /// For the writer: returns the newest batch that changed the page.
+    /// Returns the newest batch that changed the page. Only the writer may call this.
     pub fn newest_lsn(&self) -> Lsn {
         self.numbers.newest().1
     }
 
-    /// For the writer: overwrites the older state with a newer Lsn, epoch and place. No reader needs the
-    /// older state anymore, because all readers and views have reached the newest.
+    /// Overwrites the older state with a newer Lsn, epoch and place. Only the writer may call this, after all readers
+    /// and views have reached the newest state.
     pub fn advance(&self, lsn: Lsn, epoch: Epoch, place: Place) {
         let (newest, _) = self.numbers.newest();
         self.numbers.write(1 - newest, lsn, epoch, place);
@@ -229,17 +224,14 @@ impl PageState {
 }
 
 impl<T> Version<T> {
-    /// Creates a version that follows `before`.
     pub fn new(state: T, before: Option<Arc<Self>>) -> Arc<Self> {
         Arc::new(Self { state, before: Swap::new(before) })
     }
 
-    /// Unlinks the versions before this one.
     pub fn unlink(&self) {
         self.before.set(None);
     }
 
-    /// Returns the number of versions in the chain from this one.
     #[cfg(test)]
     pub fn chain_len(&self) -> usize {
         1 + self.before.get().map_or(0, |before| before.chain_len())
@@ -247,7 +239,7 @@ impl<T> Version<T> {
 }
 
 impl<T> Drop for Version<T> {
-    /// Drops a long chain iteratively: recursive drops would need stack space proportional to its length.
+    /// Drops a long chain iteratively, because recursive drops would need stack space proportional to its length.
     fn drop(&mut self) {
         let mut before = self.before.take();
         while let Some(mut version) = before.and_then(Arc::into_inner) {
@@ -264,7 +256,7 @@ impl<T> Deref for SeenVersion<T> {
     }
 }
 
-/// Returns the version visible at `at`.
+/// Returns the version that is visible at Lsn `at`.
 pub(super) fn visible_at<T: VersionState>(
     newest: &Swap<Version<T>>,
     at: Lsn,

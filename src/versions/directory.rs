@@ -1,9 +1,9 @@
 //! The directory of pages: a two-level table from page ids to versions.
 //!
-//! Ids are assigned in ascending order, so pages are grouped in chunks, and chunks in rows. Empty chunks and
-//! rows are removed, because a store that lives for years uses many ids. Readers access the table without a
-//! lock; one writer at a time adds and removes entries. If a reader holds a chunk that was removed in the
-//! meantime, it sees an empty chunk, because chunks are empty when they are removed.
+//! Ids are assigned in ascending order, so pages are grouped in chunks, and chunks in rows. Empty chunks and rows are
+//! removed, because a long-lived store uses many ids. Readers access the table without a lock, and one writer at a time
+//! adds and removes entries. A reader may hold a chunk that was removed in the meantime. It finds this chunk empty,
+//! because chunks are removed only when they are empty.
 
 use std::array;
 use std::iter::Peekable;
@@ -16,31 +16,31 @@ use crate::base::sync::Swap;
 use crate::base::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use crate::device::MemoryId;
 
-/// The number of pages in a chunk, and of chunks in a row. A test scheduler stops at each of them.
+/// The number of pages in a chunk, and of chunks in a row. It is small under a test scheduler, which stops at each of
+/// them.
 const WIDTH: usize = if cfg!(shuttle) { 4 } else { 256 };
 
 /// All pages of a store, in rows of chunks.
 pub(super) struct Directory {
-    /// The rows with their numbers, in ascending order. Never `None`, so that a reader has only one case.
+    /// The rows with their numbers, in ascending order. Never `None`, so that readers have only one case.
     rows: Swap<Vec<(u64, Arc<Row>)>>,
 }
 
 struct Row {
     chunks: [Swap<Chunk>; WIDTH],
-    /// The number of chunks. Only the writer uses it.
+    /// The number of chunks, used only by the writer.
     used: AtomicUsize,
 }
 
 /// A chunk of pages with adjacent ids.
 struct Chunk {
     slots: [PageSlot; WIDTH],
-    /// The number of slots in use. Only the writer uses it.
+    /// The number of slots in use, used only by the writer.
     used: AtomicUsize,
 }
 
-/// A walk over slots that keeps the chunk of the last page, because a long batch usually accesses adjacent
-/// pages. A chunk removed during the walk has no pages anymore; only the writer knows that no new chunk
-/// replaces it.
+/// A walk over slots that keeps the chunk of the last page, because a long batch usually accesses adjacent pages. A
+/// chunk removed during the walk contains no pages. Only the writer can exclude that a new chunk has replaced it.
 pub(super) struct SlotWalk<'d> {
     directory: &'d Directory,
     /// The kept chunk, and the id of its first page divided by [`WIDTH`].
@@ -51,7 +51,7 @@ pub(super) struct SlotWalk<'d> {
 pub(super) struct PageSlot {
     /// The versions of the page, newest first.
     pub newest: Swap<Version<PageState>>,
-    /// The memory of the page's bytes; 0 if unknown. Set by the applier.
+    /// The memory that contains the page's bytes, set by the applier, or 0 if it is unknown.
     memory: AtomicU64,
 }
 
@@ -61,13 +61,13 @@ impl PageSlot {
         Self { newest: Swap::new(newest), memory: AtomicU64::new(memory) }
     }
 
-    /// Returns the memory of the page's bytes, if known.
+    /// Returns the memory that contains the page's bytes, if known.
     pub fn memory(&self) -> Option<MemoryId> {
         let memory = self.memory.load(Ordering::Acquire);
         (memory != 0).then_some(MemoryId(memory))
     }
 
-    /// Sets the memory of the page's bytes; `None` if the page no longer has memory.
+    /// Sets the memory that contains the page's bytes, or `None` if the page no longer has memory.
     pub fn set_memory(&self, memory: Option<MemoryId>) {
         self.memory.store(memory.map_or(0, |memory| memory.0), Ordering::Release);
     }
@@ -80,7 +80,7 @@ impl Row {
 }
 
 impl Chunk {
-    /// Creates chunk `at` of a row from the pages in it, which are next in `pages` and ordered by id.
+    /// Creates chunk `at` of a row from the pages that are next in `pages`, which must be ordered by id.
     fn of<P>(row: u64, at: usize, pages: &mut Peekable<P>) -> Self
     where
         P: Iterator<Item = (PageId, PageState, Option<MemoryId>)>,
@@ -103,7 +103,7 @@ fn locate(page: u64) -> (u64, usize, usize) {
 }
 
 impl SlotWalk<'_> {
-    /// Applies `with` to the slot of a page, if there is one.
+    /// Calls `look` with the slot of a page, and returns its result, or `None` if there is no slot.
     pub fn with<R>(&mut self, page: PageId, look: impl FnOnce(&PageSlot) -> R) -> Option<R> {
         let number = page.0 / WIDTH as u64;
         if self.chunk.as_ref().is_none_or(|(held, _)| *held != number) {
@@ -132,7 +132,7 @@ impl Directory {
         Self { rows: Swap::new(Some(Arc::new(rows))) }
     }
 
-    /// Applies `with` to the slot of a page, if there is one.
+    /// Calls `look` with the slot of a page, and returns its result, or `None` if there is no slot.
     pub fn with<R>(&self, page: PageId, look: impl FnOnce(&PageSlot) -> R) -> Option<R> {
         let (row, at, slot) = locate(page.0);
         let rows = self.rows.load();
@@ -142,7 +142,6 @@ impl Directory {
         Some(look(&chunk.as_ref()?.slots[slot]))
     }
 
-    /// Returns the chunk of a page, if there is one.
     fn chunk(&self, page: PageId) -> Option<Arc<Chunk>> {
         let (row, at, _) = locate(page.0);
         let rows = self.rows.load();
@@ -151,13 +150,11 @@ impl Directory {
         rows[position].1.chunks[at].get()
     }
 
-    /// Starts a walk over slots.
     pub fn walk(&self) -> SlotWalk<'_> {
         SlotWalk { directory: self, chunk: None }
     }
 
-    /// Returns whether a page has no chunk, in which case neither the page nor any other page of that chunk
-    /// exists.
+    /// Returns whether a page has no chunk, in which case no page of that chunk exists.
     pub fn is_blank(&self, page: PageId) -> bool {
         let (row, at, _) = locate(page.0);
         let rows = self.rows.load();
@@ -171,11 +168,11 @@ impl Directory {
         page.0 / WIDTH as u64 == other.0 / WIDTH as u64
     }
 
-    /// For the writer: adds a chunk of pages, ordered by id, for which [`is_blank`](Self::is_blank) returns
-    /// `true`.
+    /// Adds a chunk of pages, ordered by id, for which [`is_blank`](Self::is_blank) returns `true`. Only the writer may
+    /// call this.
     ///
-    /// If the pages of a long batch were added to their slots one by one, each would cost an exchange of a
-    /// shared pointer, under the submission lock.
+    /// Adding the pages of a long batch to their slots one by one would cost an exchange of a shared pointer per page,
+    /// under the submission lock.
     pub fn add(&self, pages: impl IntoIterator<Item = (PageId, PageState)>) {
         let mut pages = pages.into_iter().map(|(page, state)| (page, state, None)).peekable();
         let Some(&(first, _, _)) = pages.peek() else { return };
@@ -187,7 +184,7 @@ impl Directory {
         row.used.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// For the writer: stores a version in the slot of a page.
+    /// Stores a version in the slot of a page. Only the writer may call this.
     pub fn set(&self, page: PageId, version: Arc<Version<PageState>>) {
         let (row, at, slot) = locate(page.0);
         let row = self.row_or_new(row);
@@ -205,8 +202,8 @@ impl Directory {
         chunk.used.fetch_add(is_new.into(), Ordering::Relaxed);
     }
 
-    /// For the writer: empties the slot of a page that is permanently deleted, and removes its chunk and row
-    /// if they become empty.
+    /// Empties the slot of a page that is permanently deleted, and removes its chunk and row if they become empty. Only
+    /// the writer may call this.
     pub fn clear(&self, page: PageId) {
         let (number, at, slot) = locate(page.0);
         let rows = self.rows.get().unwrap_or_default();
@@ -246,7 +243,7 @@ impl Directory {
         self.rows.get().map_or(0, |rows| rows.len())
     }
 
-    /// Returns the first result of `with` over the slots from this id on.
+    /// Calls `look` with the slots from id `from` on, and returns its first result that is not `None`.
     pub fn find<R>(&self, from: PageId, look: impl Fn(PageId, &PageSlot) -> Option<R>) -> Option<R> {
         let (mut row_from, mut chunk_from, mut slot_from) = locate(from.0);
         let rows = self.rows.get()?;

@@ -1,35 +1,35 @@
-//! The table seen by readers: versions of pages, keys and root, found by any thread without a lock.
+//! The table that readers use: versions of pages, keys and root, which any thread finds without a lock.
 //!
-//! A batch installs its versions under the submission lock, right after its append to the log. It becomes
-//! visible when two Lsns have reached it: `installed`, which states that all its versions are in place, and
-//! the log's `logged`, if logging completes after the append. Both only rise, so their minimum rises too, and
-//! the whole batch becomes visible at once. A batch that was acknowledged as logged to any caller is visible
-//! to every read that begins afterwards. `installed` rises when the batch is passed to the applier: the turn
-//! of a reader that has observed it is queued after the batch, and a reader that finds its bytes changed
-//! finds the versions, too.
+//! A batch installs its versions under the submission lock, right after its append to the log. The batch becomes
+//! visible when two Lsns have reached it: `installed`, which states that all its versions are in place, and the log's
+//! `logged`, if logging completes after the append. Both only increase, so their minimum increases too, and the whole
+//! batch becomes visible at once. A batch that was acknowledged as logged to any caller is visible to every read that
+//! begins afterwards. `installed` increases when the batch is passed to the applier. As a result, the turn of a reader
+//! that has observed the new value is queued after the batch, and a reader that finds its bytes changed finds the
+//! versions, too.
 //!
-//! A reader loads the visible Lsn, then the newest version of a page, and follows the chain back to a version
-//! that this Lsn has reached. If the chain ends first, either the page did not exist yet or the Lsn was
-//! outdated; loading it again distinguishes the two. A view registers its Lsn, and no version that it may
-//! need is unlinked until it is dropped.
+//! A reader loads the visible Lsn, then the newest version of a page, and follows the chain back to a version that this
+//! Lsn has reached. If the chain ends first, either the page did not exist yet or the Lsn was outdated. Loading the Lsn
+//! again distinguishes the two cases. A view registers its Lsn, and no version that the view may need is unlinked until
+//! the view is dropped.
 //!
-//! A change of bytes alone creates no version, and neither does a move. A version contains two states,
-//! (batch, epoch, place), and the writer overwrites the older one. All fields are atomics, so no read is a
-//! data race. A reader finds the state that it needs, because:
+//! A change of bytes alone creates no version, and neither does a move. A version contains two states, (batch, epoch,
+//! place), and the writer overwrites the older one. All fields are atomics, so no read is a data race. A reader finds
+//! the required state for these reasons:
 //!
-//! 1. The writer overwrites the older state only if the newer one is at or below the *floor*, which is at
-//!    most the visible Lsn at that time and the Lsn of every view. Otherwise it creates a version, as for any
-//!    other change.
-//! 2. Therefore a view never needs the overwritten state. A reader that loaded the visible Lsn earlier may
-//!    need it. In that case, both states are above its Lsn, so it finds nothing and loads the Lsn again,
-//!    which has risen.
-//! 3. A state is read consistently: its batch is `NO_LSN` while it changes, and no batch is stored twice.
-//! 4. Both are read as of one moment: the first one is the same before and after the second.
-//! 5. A writer suspended halfway blocks no reader: the other state is the newest installed one.
+//! 1. The writer overwrites the older state only if the newer one is at or below the *floor*, which is at most the
+//!    visible Lsn at that time and the Lsn of every view. Otherwise the writer creates a version, as for any other
+//!    change.
+//! 2. Therefore a view never needs the overwritten state. A reader that loaded the visible Lsn earlier may need that
+//!    state. In that case, both states are above its Lsn, so the reader finds no state and loads the Lsn again, which
+//!    has increased.
+//! 3. A state is read consistently: its batch is `NO_LSN` while the state changes, and no batch is stored twice.
+//! 4. Both states are read at one moment: the first state is the same before and after the read of the second one.
+//! 5. A writer suspended halfway blocks no reader, because the other state is the newest installed one.
 //!
-//! One writer at a time, the holder of the submission lock, installs and unlinks versions. The bytes of pages
-//! are stored elsewhere: the applier publishes the memory of a page ([`Versions::moved`]), and after reading
-//! the bytes, a reader checks whether the page is still at the version that it asked for.
+//! One writer at a time, the holder of the submission lock, installs and unlinks versions. The bytes of pages are
+//! stored elsewhere: the applier publishes the memory of a page ([`Versions::moved`]), and after reading the bytes, a
+//! reader checks whether the page still has the requested version.
 //!
 //! None of this is on disk, so a crash loses nothing: an open creates the versions again.
 
@@ -57,11 +57,11 @@ use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::base::sync::{Map, Mutex, Swap};
 use crate::device::MemoryId;
 
-/// The number of superseded versions from which on unneeded ones are unlinked.
+/// The number of superseded versions from which unneeded ones are unlinked.
 const SUPERSEDED_MIN: usize = if cfg!(shuttle) || cfg!(miri) { 1 } else { 64 };
 
-/// The limit on versions that a batch unlinks: `UNLINKED_MIN`, plus `UNLINKED_MAX_EACH` for each page that it
-/// changes. A long-lived view leaves many, and no committer should pay for all of them.
+/// The limit on versions that a batch unlinks: `UNLINKED_MIN`, plus `UNLINKED_MAX_EACH` for each page that it changes.
+/// After a long-lived view ends, many versions are unneeded, and no single committer should unlink all of them.
 const UNLINKED_MIN: usize = 2;
 const UNLINKED_MAX_EACH: usize = 2;
 
@@ -74,11 +74,12 @@ pub(crate) struct Versions {
     logged: Option<Arc<AtomicU64>>,
     written: WriterLine,
     views: Views,
-    /// The record of changes and reads, if policies need it.
+    /// The recorder of changes and reads, if eviction policies need it.
     uses: Option<Arc<PageUses>>,
 }
 
-/// The fields that every batch changes, in one cache line, because committers pass it from core to core.
+/// The fields that every batch changes, in one cache line, because this line moves from core to core with the
+/// committers.
 #[repr(align(64))]
 struct WriterLine {
     /// The newest batch whose versions are all in place.
@@ -89,38 +90,38 @@ struct WriterLine {
 #[cfg(not(shuttle))]
 const _: () = assert!(size_of::<WriterLine>() == 64);
 
-/// The number of views by their Lsn, on a separate cache line from the fields that every reader loads.
+/// The number of views by Lsn, on a separate cache line from the fields that every reader loads.
 #[repr(align(64))]
 #[derive(Default)]
 struct Views(Mutex<BTreeMap<Lsn, usize>>);
 
-/// State used only by the holder of the submission lock.
+/// The state that only the holder of the submission lock uses.
 #[derive(Default)]
 struct Writer {
     /// The newest versions of recently changed pages.
     recent: RecentPages,
-    /// Versions that supersede others, in batch order.
+    /// The versions that supersede others, in batch order.
     superseded: Queue<Superseded>,
     /// A batch that all readers and views have reached.
     floor: Lsn,
 }
 
-/// The page that has a key, and those that had it as long as a reader may still need them.
+/// The page that has a key, and earlier pages with the key that a reader may still need.
 #[derive(Clone)]
 struct Holders {
     newest: PageId,
     earlier: Vec<PageId>,
 }
 
-/// A version that superseded another one and refers to it until that one is unlinked.
+/// A version that superseded another one and refers to the other one until it is unlinked.
 enum Superseded {
     Page(PageId, Arc<Version<PageState>>),
     Root(Arc<Version<RootState>>),
 }
 
 impl Versions {
-    /// Creates versions of the pages of a table whose last batch is logged. `memory` returns the memory of a
-    /// page's bytes, if it is loaded. Changes and reads are recorded in `uses`.
+    /// Creates versions of the pages of a table whose last batch is logged. `memory` returns the memory that contains a
+    /// page's bytes, if the page is loaded. Changes and reads are recorded in `uses`.
     pub fn new(
         table: &PageTable,
         logged: Option<Arc<AtomicU64>>,
@@ -149,7 +150,7 @@ impl Versions {
         }
     }
 
-    /// Records a read of a page, if policies need it.
+    /// Records a read of a page, if eviction policies need it.
     pub fn used(&self, page: PageId) {
         self.uses.iter().for_each(|uses| uses.read(page));
     }
@@ -162,7 +163,7 @@ impl Versions {
         Lsn(installed.min(logged))
     }
 
-    /// Applies `read` to a page as of a visible Lsn or that of a view.
+    /// Calls `read` with a page at Lsn `at`, which is a visible Lsn or that of a view.
     fn page_at<R>(
         &self,
         page: PageId,
@@ -174,32 +175,33 @@ impl Versions {
         state.seen(at).map(|seen| read(&seen))
     }
 
-    /// Applies `read` to a page as of now; `None` if the page does not exist.
+    /// Calls `read` with the current version of a page, and returns its result, or `None` if the page does not exist.
     pub fn page<R>(&self, page: PageId, read: impl Fn(&SeenPage<'_>) -> R) -> Option<R> {
         loop {
             match self.page_at(page, self.visible(), &read) {
                 Ok(made) => return Some(made),
-                // If the oldest remaining version is visible by now, the Lsn was outdated, and the version
-                // for it is already unlinked. Otherwise the page does not exist yet.
+                // If the oldest remaining version is visible by now, the Lsn was outdated, and the version for that Lsn
+                // is already unlinked. Otherwise the page does not exist yet.
                 Err(ReadMiss::Later(lsn)) if lsn <= self.visible() => {}
                 Err(_) => return None,
             }
         }
     }
 
-    /// Applies `read` to the page that has a key now.
+    /// Calls `read` with the page that currently has the key `key`, and returns its result, or `None` if no page has
+    /// the key.
     pub fn page_by_key<R>(&self, key: &[u8], read: impl Fn(PageId, &SeenPage<'_>) -> R) -> Option<R> {
         loop {
             let at = self.visible();
             let found = self.page_by_key_at(key, at, &read);
-            // If the visible Lsn has risen, a deleted page may have released the key to another one.
+            // If the visible Lsn has increased, a deleted page may have released the key to another page.
             if found.is_some() || self.visible() == at {
                 return found;
             }
         }
     }
 
-    /// Applies `read` to the page that has a key as of a visible Lsn or that of a view.
+    /// Calls `read` with the page that has the key `key` at Lsn `at`, which is a visible Lsn or that of a view.
     fn page_by_key_at<R>(&self, key: &[u8], at: Lsn, read: impl Fn(PageId, &SeenPage<'_>) -> R) -> Option<R> {
         let found = self.keys.with(key, |holders| {
             let mut pages = std::iter::once(&holders.newest).chain(&holders.earlier);
@@ -211,7 +213,7 @@ impl Versions {
         found.flatten()
     }
 
-    /// Applies `read` to the current root and the number of pages.
+    /// Calls `read` with the current root and number of pages.
     pub fn root<R>(&self, read: impl Fn(&Arc<Metadata>, u64) -> R) -> R {
         loop {
             if let Ok(state) = visible_at(&self.root, self.visible()) {
@@ -220,41 +222,39 @@ impl Versions {
         }
     }
 
-    /// Returns whether a page is still at the version that batch `lsn` created.
+    /// Returns whether a page still has the version that batch `lsn` created.
     pub fn is_at(&self, page: PageId, lsn: Lsn) -> bool {
         self.page(page, |entry| entry.lsn) == Some(lsn)
     }
 
-    /// Starts a sequence of lookups within one call or batch: adjacent pages are found faster than with
+    /// Starts a sequence of lookups within one call or batch, in which adjacent pages are found faster than with
     /// [`page`](Self::page).
     pub fn walk(&self) -> PageWalk<'_> {
         PageWalk { versions: self, slots: self.pages.walk() }
     }
 
-    /// Returns the memory of a page's bytes, as of the last batch applied.
+    /// Returns the memory that contains a page's bytes after the last applied batch.
     pub fn memory(&self, page: PageId) -> Option<MemoryId> {
         self.pages.with(page, |slot| slot.memory()).flatten()
     }
 
-    /// Publishes new memory for a page's bytes. The applier calls this before it reports that the batch is
-    /// applied.
+    /// Publishes new memory for a page's bytes. The applier calls this before it reports that the batch is applied.
     pub fn moved(&self, page: PageId, memory: MemoryId) {
         self.walk().moved(page, memory);
     }
 
-    /// Publishes that a page no longer has memory, before that memory is given to another page.
+    /// Publishes that a page no longer has memory. Must be called before that memory is assigned to another page.
     pub fn moved_to_disk(&self, page: PageId) {
         self.pages.with(page, |slot| slot.set_memory(None));
     }
 
-    /// Installs a batch's versions, which [`show`](Self::show) makes visible. The caller holds the submission
-    /// lock.
+    /// Installs a batch's versions, which [`show`](Self::show) makes visible. The caller must hold the submission lock.
     pub fn install(&self, changes: &Changes) {
         let pages = changes.pages().iter().map(|(page, state)| (*page, state.as_ref()));
         self.install_all(changes.lsn, pages, changes.root.as_ref());
     }
 
-    /// Makes a batch whose versions are in place visible once it is logged (I1).
+    /// Makes a batch whose versions are installed visible once it is logged (I1).
     pub fn show(&self, lsn: Lsn) {
         // Release: a reader that observes this Lsn also observes all installed versions.
         self.written.installed.store(lsn.0, Ordering::Release);
@@ -290,11 +290,11 @@ impl Versions {
             }
         });
         let mut writer = self.written.writer.lock();
-        // The versions superseded by earlier batches, which are visible by now.
+        // This unlinks versions superseded by earlier batches, which are visible by now.
         self.unlink(&mut writer, pages.size_hint().0);
         let (mut created, mut deleted) = (0, 0);
         let mut walk = self.pages.walk();
-        // A batch with more pages than the cache holds would only evict the cached ones.
+        // A batch with more pages than the cache holds would only evict cached pages.
         let is_short = pages.size_hint().0 <= recent_pages::PLACES;
         let mut pages = pages.peekable();
         while let Some((page, info)) = pages.next() {
@@ -356,7 +356,7 @@ impl Versions {
         }
     }
 
-    /// Advances a page of a short batch like [`advance`](Self::advance), and caches it.
+    /// Advances a page of a short batch like [`advance`](Self::advance), and adds it to the cache.
     fn advance_recent(&self, writer: &mut Writer, lsn: Lsn, page: PageId, info: &PageInfo) -> bool {
         let Writer { recent, floor, .. } = writer;
         let find = || self.pages.with(page, |slot| slot.newest.get()).flatten();
@@ -364,8 +364,8 @@ impl Versions {
         newest.is_some_and(|newest| self.advance(floor, newest, lsn, info))
     }
 
-    /// Updates the Lsn, epoch and place in the existing version of a page, if nothing else changed and no
-    /// reader needs the overwritten state.
+    /// Updates Lsn, epoch and place in the existing version of a page, if nothing else changed and no reader needs the
+    /// overwritten state. Returns whether it did.
     fn advance(&self, floor: &mut Lsn, newest: &Version<PageState>, lsn: Lsn, info: &PageInfo) -> bool {
         if !newest.state.page().is_some_and(|shape| shape.is_same_but_place(info)) {
             return false;
@@ -381,8 +381,8 @@ impl Versions {
         may
     }
 
-    /// Stores a newer version in the slot of a page that has one. Returns it, and whether the page existed
-    /// before.
+    /// Stores a newer version in the slot of a page that has a version. Returns the new version, and whether the page
+    /// existed before.
     fn supersede(
         &self,
         slot: &PageSlot,
@@ -411,7 +411,7 @@ impl Versions {
         Some((version, was_there))
     }
 
-    /// Adds a page under a key that another page may have had before.
+    /// Assigns a key, which another page may have had before, to a page.
     fn assign_key(&self, key: &Key, page: PageId) {
         let before = self.keys.with(key, Holders::clone);
         let earlier =
@@ -420,15 +420,15 @@ impl Versions {
         self.keys.set(key.clone(), Holders { newest: page, earlier });
     }
 
-    /// Unlinks some versions that no reader needs anymore, because they were superseded by batches that all
-    /// readers and views have reached. The limit is proportional to the `count` of pages in the batch, so
-    /// that no committer pays for many.
+    /// Unlinks some versions that no reader needs, because all readers and views have reached the batches that
+    /// superseded them. The limit is proportional to the `count` of pages in the batch, so that no committer unlinks
+    /// many.
     fn unlink(&self, writer: &mut Writer, count: usize) {
         let Writer { recent, superseded, floor } = writer;
         if superseded.len() < SUPERSEDED_MIN {
             return;
         }
-        // The floor is recomputed rarely, because that takes a lock.
+        // The floor is rarely recomputed, because that requires a lock.
         if superseded.front().is_some_and(|oldest| oldest.lsn() > *floor) {
             *floor = self.floor();
         }
@@ -449,7 +449,7 @@ impl Versions {
         }
     }
 
-    /// Removes a deleted page, unless a restore recreated it.
+    /// Removes a deleted page, unless a restore created it again.
     fn forget(&self, recent: &mut RecentPages, page: PageId, version: &Arc<Version<PageState>>) {
         let is_it = |newest: &Arc<Version<PageState>>| Arc::ptr_eq(newest, version);
         if !self.pages.with(page, |slot| slot.newest.load().as_ref().is_some_and(is_it)).unwrap_or(false) {
@@ -468,13 +468,13 @@ impl Versions {
 
     /// Returns the newest batch that every future reader and every view has reached.
     fn floor(&self) -> Lsn {
-        // Under the lock, so that a view that registers later finds a visible Lsn that is at least as high.
+        // Read under the lock, so that a view that registers later finds a visible Lsn that is at least as high.
         let views = self.views.0.lock();
         let visible = self.visible();
         views.keys().next().map_or(visible, |oldest| visible.min(*oldest))
     }
 
-    /// Creates a view, which keeps the currently visible versions until it is dropped.
+    /// Creates a view, for which the currently visible versions are kept until it is dropped.
     pub fn view(&self) -> TableView<'_> {
         let mut views = self.views.0.lock();
         let at = self.visible();
@@ -483,36 +483,35 @@ impl Versions {
     }
 }
 
-/// A sequence of lookups of pages.
+/// A sequence of lookups of pages, which is fast for adjacent pages.
 pub(crate) struct PageWalk<'v> {
     versions: &'v Versions,
     slots: SlotWalk<'v>,
 }
 
 impl PageWalk<'_> {
-    /// Applies `read` to a page as of now, like [`Versions::page`].
+    /// Calls `read` with the current version of a page, like [`Versions::page`].
     pub fn page<R>(&mut self, page: PageId, read: impl Fn(&SeenPage<'_>) -> R) -> Option<R> {
         let at = self.versions.visible();
         let state = self.slots.with(page, |slot| visible_at(&slot.newest, at))?.ok();
         let seen = state.as_ref().and_then(|state| state.seen(at).ok());
         match seen {
             Some(seen) => Some(read(&seen)),
-            // The page does not exist, or not as of that Lsn, which may be outdated by now.
+            // The page does not exist, or does not exist at that Lsn, which may be outdated by now.
             None => self.versions.page(page, read),
         }
     }
 
     /// Publishes new memory for a page's bytes, like [`Versions::moved`].
     pub fn moved(&mut self, page: PageId, memory: MemoryId) {
-        // If the page does not exist, a batch that the applier has not reached yet deleted it. The same is
-        // true of each page of a chunk that is removed in the meantime; a restore may recreate some of them,
-        // and publishes their memory itself.
+        // If the page does not exist, a batch that the applier has not reached yet deleted it. The same is true of each
+        // page of a chunk that is removed in the meantime. A restore may create some of these pages again, and
+        // publishes their memory itself.
         self.slots.with(page, |slot| slot.set_memory(Some(memory)));
     }
 }
 
 impl Superseded {
-    /// Returns the batch that created the version.
     fn lsn(&self) -> Lsn {
         match self {
             Superseded::Page(_, version) => version.state.lsn(),
@@ -521,36 +520,35 @@ impl Superseded {
     }
 }
 
-/// A view of the table as of one batch.
+/// A view of the table after one batch.
 pub(crate) struct TableView<'v> {
     versions: &'v Versions,
     at: Lsn,
 }
 
 impl<'v> TableView<'v> {
-    /// Returns the batch of the view.
     pub fn lsn(&self) -> Lsn {
         self.at
     }
 
-    /// Returns a page as of the view's batch.
+    /// Returns a page after the view's batch, or `None` if it does not exist.
     pub fn page(&self, page: PageId) -> Option<PageInfo> {
         self.versions.page_at(page, self.at, |entry| entry.info(page)).ok()
     }
 
-    /// Returns the page with a key as of the view's batch.
+    /// Returns the page that has a key after the view's batch, or `None` if there is none.
     pub fn page_by_key(&self, key: &[u8]) -> Option<PageInfo> {
         self.versions.page_by_key_at(key, self.at, |page, entry| entry.info(page))
     }
 
-    /// Returns the root and the number of pages as of the view's batch.
+    /// Returns the root and the number of pages after the view's batch.
     pub fn root(&self) -> (Arc<Metadata>, u64) {
         let state = visible_at(&self.versions.root, self.at).ok();
         let state = state.expect("no version is unlinked that a view wants");
         (state.root.clone(), state.page_count)
     }
 
-    /// Returns the first page with at least this id, as of the view's batch.
+    /// Returns the first page with at least id `from` after the view's batch.
     pub fn next(&self, from: PageId) -> Option<PageInfo> {
         self.versions.pages.find(from, |page, slot| {
             let state = visible_at(&slot.newest, self.at).ok()?;

@@ -1,5 +1,5 @@
-//! The versions seen by readers, compared with the table after every batch, including during concurrent
-//! writes. Miri runs all of these tests.
+//! Compares the versions that readers find with the table after every batch, including during concurrent writes. Miri
+//! runs all of these tests.
 
 use std::sync::atomic::AtomicBool;
 use std::thread;
@@ -12,7 +12,7 @@ use super::*;
 
 const STEPS: u64 = if cfg!(miri) { 60 } else { 3000 };
 
-/// A table changed by a writer, and the versions that readers see of it.
+/// A table changed by a writer, and the versions that readers find.
 struct TestTable {
     table: PageTable,
     versions: Arc<Versions>,
@@ -82,7 +82,7 @@ fn key(number: u64) -> Key {
     Key::new(format!("key {number}")).unwrap()
 }
 
-/// Checks that a view shows the table as of the view's batch.
+/// Checks that a view shows the table after the view's batch.
 fn check(view: &TableView<'_>, table: &PageTable) {
     assert_eq!(view.lsn(), table.lsn());
     let mut from = Some(PageId(0));
@@ -192,14 +192,14 @@ fn files_needed_by_view_stay_and_others_are_truncated() {
     assert_eq!(versions.keys.with(&key(1), |_| ()), None);
 }
 
-/// A page that moves keeps its version and epoch. Each view shows the place as of its own batch.
+/// A page that moves keeps its version and epoch. Each view shows the place after its own batch.
 #[test]
 fn moved_page_is_visible_at_each_place_in_turn() {
     let mut ground = TestTable::new();
     ground.commit(&[create(1, Some(&key(1)))]);
     for lsn in 2..50 {
         ground.submit(&[move_to(1, place_of(lsn))]);
-        // Not logged yet, so the previous place is visible.
+        // The batch is not logged yet, so the previous place is visible.
         let info = ground.versions.page(PageId(1), |page| page.info(PageId(1))).unwrap();
         let before = if lsn == 2 { Place::Host } else { place_of(lsn - 1) };
         assert_eq!((info.place, info.epoch.0, info.lsn.0), (before, 1, lsn - 1));
@@ -217,21 +217,21 @@ fn moved_page_is_visible_at_each_place_in_turn() {
     assert_eq!(ground.versions_of(1), 2);
 }
 
-/// A batch that changes only bytes allocates nothing, as long as no view needs the previous state.
+/// A batch that changes only bytes allocates nothing while no view needs the previous state.
 #[test]
 fn page_memory_is_stable_under_writes() {
     let mut ground = TestTable::new();
     ground.commit(&[create(1, Some(&key(1)))]);
     for epoch in 2..50 {
         ground.submit(&[write(1)]);
-        // Not logged yet, so the previous state is visible.
+        // The batch is not logged yet, so the previous state is visible.
         let info = ground.versions.page(PageId(1), |page| page.info(PageId(1))).unwrap();
         assert_eq!((info.epoch.0, info.lsn.0), (epoch - 1, epoch - 1));
         ground.log();
         check(&ground.versions.view(), &ground.table);
     }
     assert_eq!(ground.versions_of(1), 1);
-    // Nothing that a view needs is overwritten, nor what readers need while nothing is logged.
+    // No state is overwritten that a view needs, or that readers need while nothing is logged.
     let versions = ground.versions.clone();
     let (view, table) = (versions.view(), ground.table.clone());
     (0..5).for_each(|_| ground.commit(&[write(1)]));
@@ -244,8 +244,8 @@ fn page_memory_is_stable_under_writes() {
     assert!(ground.versions_of(1) > 1);
 }
 
-/// New chunks are filled at once: with the pages on both sides of each chunk border, one that is deleted in
-/// the same batch, and pages that are not ordered by id.
+/// New chunks are filled at once. The batch contains the pages on both sides of each chunk border, a page that is
+/// deleted in the same batch, and pages that are not ordered by id.
 #[test]
 fn batch_creates_many_pages() {
     let mut ground = TestTable::new();
@@ -266,9 +266,9 @@ fn batch_creates_many_pages() {
     check(&ground.versions.view(), &ground.table);
 }
 
-/// A batch with more pages than the writer's cache holds goes from chunk to chunk: in ascending and
-/// descending order of ids, over existing pages, new pages in old chunks and new pages in new chunks, mixed
-/// with small batches that use the cache.
+/// A batch with more pages than the writer's cache holds walks from chunk to chunk: in ascending and descending order
+/// of ids, over existing pages, new pages in old chunks and new pages in new chunks, mixed with small batches that use
+/// the cache.
 #[test]
 fn batch_of_many_pages_changes_each_page() {
     let mut ground = TestTable::new();
@@ -307,7 +307,7 @@ fn batch_of_many_pages_changes_each_page() {
 fn a_long_chain_is_dropped_without_a_deep_stack() {
     let mut ground = TestTable::new();
     ground.commit(&[create(1, None)]);
-    // Nothing is logged, so nothing is unlinked.
+    // No batch is logged, so no version is unlinked.
     for len in 0..if cfg!(miri) { 100 } else { 300_000 } {
         ground.submit(&[resize(1, len)]);
     }
@@ -364,8 +364,7 @@ fn salvaged_page_reappears_and_accepts_changes() {
     }
 }
 
-/// The writer's batches set two pages, a key that is passed from page to page, and the root to the same
-/// count.
+/// The writer's batches set two pages, a key that is passed from page to page, and the root to the same count.
 #[test]
 fn batches_are_atomic_and_reads_monotonic() {
     let mut ground = TestTable::new();

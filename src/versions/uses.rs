@@ -1,7 +1,7 @@
-//! Page uses for eviction policies: the current place of each page, and which pages are used.
+//! Records the uses of pages for eviction policies: the current place of each page, and reads of pages.
 //!
-//! The writer of versions records all changes of pages, in batch order. Any thread records reads; some are
-//! dropped if another thread is recording one at the same time or if too many are unprocessed, because a hint
+//! The writer of versions records all changes of pages, in batch order. Any thread records reads. Some reads are not
+//! recorded, because another thread is recording a read at the same time, or because too many are unprocessed: a hint
 //! must not delay a read.
 
 use std::collections::VecDeque;
@@ -13,20 +13,20 @@ use crate::base::sync::Mutex;
 
 /// The number of lists of reads, so that threads which read different pages usually use different lists.
 const READ_LISTS: usize = 8;
-/// The maximum number of reads in a list, after which the oldest is dropped for each new one.
+/// The maximum number of reads in a list. In a full list, each new read replaces the oldest one.
 const READS_MAX: usize = 4096;
 
-/// A page that was changed or read.
+/// A change or a read of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PageUse {
-    /// A batch created, changed, moved or deleted the page. Afterwards it has this place and length; `None`
-    /// if it is deleted.
+    /// A batch created, changed, moved or deleted the page. Contains its place and length afterwards, or `None` if it
+    /// is deleted.
     Changed(PageId, Option<(Place, u64)>),
     /// The page was read.
     Read(PageId),
 }
 
-/// Changes and reads that the policies have not processed yet.
+/// The changes and reads that eviction policies have not processed yet.
 #[derive(Default)]
 pub(crate) struct PageUses {
     changes: CachePadded<Mutex<Vec<PageUse>>>,
@@ -34,12 +34,11 @@ pub(crate) struct PageUses {
 }
 
 impl PageUses {
-    /// Records a change of a page by a batch.
     pub fn changed(&self, page: PageId, at: Option<(Place, u64)>) {
         self.changes.lock().push(PageUse::Changed(page, at));
     }
 
-    /// Records a read of a page.
+    /// Records a read of a page. Drops the record if another thread is recording one.
     pub fn read(&self, page: PageId) {
         let Some(mut reads) = self.reads[page.0 as usize % READ_LISTS].try_lock() else { return };
         if reads.len() == READS_MAX {
@@ -48,7 +47,7 @@ impl PageUses {
         reads.push_back(page);
     }
 
-    /// Takes all records, changes first, so that a page is known when a read of it is processed.
+    /// Takes all records, changes first, so that a page is known when a read of the page is processed.
     pub fn take(&self) -> Vec<PageUse> {
         let mut taken = std::mem::take(&mut *self.changes.lock());
         for reads in &self.reads {

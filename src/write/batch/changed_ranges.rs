@@ -1,9 +1,7 @@
-//! Captured changes in the form in which they are logged: as ranges where changes are close together, and as
-//! single elements elsewhere.
+//! Encodes captured changes as ranges where changes are close together, and as single elements elsewhere.
 //!
-//! A range costs the header of an operation, padding, and the unchanged elements between the changes. A
-//! single element costs its index. A masked delta would store its whole range and a mask, so it is never the
-//! shortest form here.
+//! A range costs the header of an operation, padding, and the unchanged elements between the changes. A single element
+//! costs its index. A masked delta would store its whole range and a mask, so it is never the shortest form here.
 
 use std::ops::Range;
 
@@ -28,7 +26,7 @@ pub(crate) struct ElementChanges {
 }
 
 impl ElementChanges {
-    /// Reads a bitmap of changed elements, lowest bit first.
+    /// Finds the changes in a bitmap of changed elements, lowest bit first.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -36,7 +34,7 @@ impl ElementChanges {
         Self::of(set_bits(bitmap), width)
     }
 
-    /// Reads changed elements, which must be ascending.
+    /// Finds the changes in a sequence of changed elements, which must be ascending.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -56,12 +54,12 @@ impl ElementChanges {
             changed.elements.push(element);
         }
         changed.close(&run, first, width);
-        // The elements are kept until the batch is logged.
+        // The excess capacity is released, because the elements are kept until the batch is logged.
         changed.elements.shrink_to(2 * changed.elements.len());
         Ok(changed)
     }
 
-    /// Closes a range. It stays a range if that is shorter than its changed elements one by one.
+    /// Completes the current range. It remains a range if that is shorter than its changed elements one by one.
     fn close(&mut self, run: &Range<u32>, first: usize, width: u64) {
         let as_elements = (self.elements.len() - first) as u64 * (width + INDEX_COST);
         if RANGE_COST + run.len() as u64 * width < as_elements {
@@ -71,7 +69,7 @@ impl ElementChanges {
     }
 }
 
-/// Returns the positions of the set bits, ascending.
+/// Returns the positions of the set bits in ascending order.
 fn set_bits(bitmap: &[u8]) -> impl Iterator<Item = u32> {
     let words = bitmap.chunks(8).map(|bytes| {
         let mut word = [0; 8];
@@ -91,7 +89,7 @@ fn set_bits(bitmap: &[u8]) -> impl Iterator<Item = u32> {
 mod tests {
     use super::*;
 
-    /// A test case: its name, the width, the changed elements, and the ranges and single elements expected.
+    /// A test case: name, width, changed elements, expected ranges, and expected single elements.
     type Row<'a> = (&'a str, Width, Vec<u32>, &'a [(u32, u32)], &'a [u32]);
 
     fn bitmap(elements: impl IntoIterator<Item = u32>, count: u32) -> Vec<u8> {

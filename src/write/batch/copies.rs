@@ -1,8 +1,8 @@
-//! Copies between pages: of whole pages (clones), and of ranges.
+//! Copies between pages: clones of whole pages, and copies of ranges.
 //!
-//! The log contains only after-images (I2), so a copy is logged with the copied bytes. They are read before
-//! the batch is encoded, and their page must still be at the same version when the batch is logged; otherwise
-//! `write/commit` prepares the draft again.
+//! The log contains only after-images (I2), so a copy is logged with the copied bytes. These bytes are read before the
+//! batch is encoded, and their page must still have the same version when the batch is logged. Otherwise `write/commit`
+//! prepares the draft again.
 
 use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
@@ -16,7 +16,7 @@ use super::{BatchStep, PageRef, WriteBatch};
 use crate::base::allocation::{copied, push};
 use crate::error::{Error, Result};
 
-/// A page whose bytes are all in memory, as of the operations so far.
+/// A page whose bytes are all in memory, with the effects of the batch's previous operations.
 #[derive(Clone, Debug)]
 pub(crate) struct CopiedPage {
     pub place: Place,
@@ -24,17 +24,17 @@ pub(crate) struct CopiedPage {
     pub bytes: Vec<u8>,
 }
 
-/// The bytes that a batch copies, which have to be read.
+/// The pages and ranges that must be read before a batch with copies is encoded.
 #[derive(Debug, Default)]
 pub(crate) struct CopySources {
-    /// Pages that must be read as a whole: cloned pages, and pages that the batch itself changes before it
-    /// copies from them. This includes pages that the batch creates.
+    /// Pages that must be read as a whole: cloned pages, and pages that the batch changes or creates before it copies
+    /// from them.
     pub whole: BTreeSet<PageId>,
-    /// Ranges of pages that the batch has not changed at that point, each with the operation's index.
+    /// Ranges of pages that the batch has not changed before the copy, each with the operation's index.
     pub ranges: Vec<(usize, PageId, Range<u64>)>,
 }
 
-/// The bytes that a batch copies, as of before the batch.
+/// The bytes that a batch copies, in their state before the batch.
 #[derive(Debug, Default)]
 pub(crate) struct CopiedBytes {
     /// The pages of [`CopySources::whole`] that exist before the batch.
@@ -44,7 +44,7 @@ pub(crate) struct CopiedBytes {
 }
 
 impl CopiedBytes {
-    /// Returns the total length of these bytes, which may go into a payload.
+    /// Returns the total length of these bytes, as an estimate of their length in the payload.
     pub fn byte_len(&self) -> usize {
         let whole = self.whole.values().map(|page| page.bytes.len());
         whole.chain(self.ranges.values().map(Vec::len)).fold(0, usize::saturating_add)
@@ -94,11 +94,11 @@ impl WriteBatch {
         self.step(BatchStep::Copy { source, range, target, offset })
     }
 
-    /// Returns the bytes that the batch copies. `pages` are the ids of the new pages.
+    /// Returns the pages and ranges to read for the batch's copies. `pages` contains the ids of the new pages.
     ///
     /// # Errors
-    /// `InvalidOperation` for a range that ends before it begins; `Limit` for ranges that do not fit into a
-    /// frame, checked before they are read; `OutOfMemory`.
+    /// `InvalidOperation` for a range that ends before it begins; `Limit` for ranges that do not fit into a frame,
+    /// checked before they are read; `OutOfMemory`.
     pub(crate) fn copy_sources(&self, pages: &[PageId]) -> Result<CopySources> {
         let mut sources = CopySources::default();
         if !self.steps.iter().any(|step| matches!(step, BatchStep::Clone { .. } | BatchStep::Copy { .. })) {
@@ -135,7 +135,7 @@ impl WriteBatch {
 }
 
 impl<B: PayloadBytes> Encoder<'_, B> {
-    /// Writes a copy of a range, which was already read unless the batch had changed its page.
+    /// Writes a copy of a range. If the batch has not changed the source page, the range was already read.
     pub(super) fn push_copy(
         &mut self,
         (source, range): (PageId, &Range<u64>),
@@ -149,7 +149,7 @@ impl<B: PayloadBytes> Encoder<'_, B> {
         self.push(&Op::Write { page: target, offset, bytes: &bytes })
     }
 
-    /// Returns a range of a page that the batch has changed, as of this point.
+    /// Returns a range of a page that the batch has changed, with the effects of the previous operations.
     fn copied_range(&self, page: PageId, range: &Range<u64>) -> Result<Vec<u8>> {
         let source = self.copied.whole.get(&page).ok_or(Error::UnknownPage { page })?;
         let page_len = source.bytes.len() as u64;

@@ -5,8 +5,8 @@ use remanent_format::{Key, Metadata};
 use super::{BatchStep, NewPage, WriteBatch};
 use crate::error::Error;
 
-/// A page that a batch creates. Chain [`key`](Self::key) and [`metadata`](Self::metadata) to set those;
-/// [`page`](Self::page) returns the page for later calls.
+/// The builder for a page that a batch creates. Chain [`key`](Self::key) and [`metadata`](Self::metadata) to set these
+/// properties. [`page`](Self::page) returns a reference to the page for later calls.
 ///
 /// ```
 /// use remanent::{Metadata, Options, Place, Store};
@@ -32,8 +32,8 @@ impl<'b> CreatePage<'b> {
         Self { batch, step, page }
     }
 
-    /// Sets the key of the page, which no other page may have. The key is text or bytes of 1 to 64 bytes;
-    /// with any other length the commit fails with [`Error::InvalidKey`].
+    /// Sets the key of the page, which no other page may have. A key consists of 1 to 64 bytes, often text. With any
+    /// other length the commit fails with [`Error::InvalidKey`].
     pub fn key<K>(self, key: K) -> Self
     where
         K: TryInto<Key>,
@@ -48,7 +48,7 @@ impl<'b> CreatePage<'b> {
         }
     }
 
-    /// Sets the key of the page, or leaves it without one if `key` is `None`. See [`key`](Self::key).
+    /// Sets the key of the page, or no key if `key` is `None`. See [`key`](Self::key).
     pub fn optional_key(self, key: impl Into<Option<Key>>) -> Self {
         if let Some(BatchStep::Create { key: own, .. }) = self.batch.created(self.step) {
             *own = key.into();
@@ -56,7 +56,7 @@ impl<'b> CreatePage<'b> {
         self
     }
 
-    /// Sets the metadata of the page.
+    /// Sets all metadata of the page.
     pub fn metadata(self, metadata: Metadata) -> Self {
         if let Some(BatchStep::Create { metadata: own, .. }) = self.batch.created(self.step) {
             *own = metadata;
@@ -64,7 +64,7 @@ impl<'b> CreatePage<'b> {
         self
     }
 
-    /// Returns the page, for later calls on this batch.
+    /// Returns a reference to the page, for later calls on this batch.
     #[must_use]
     pub fn page(self) -> NewPage {
         self.page

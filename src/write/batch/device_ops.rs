@@ -1,8 +1,7 @@
 //! Operations with bytes that only the device has, such as deltas computed by a kernel.
 //!
-//! When the batch is encoded, their bytes are left blank in the payload, and a [`DeviceFill`] describes the
-//! source of each blank. The device fills the blanks, so the bytes reach the log without passing through the
-//! caller.
+//! When the batch is encoded, these bytes are left blank in the payload, and a [`DeviceFill`] describes the source of
+//! each blank. The device fills the blanks, so the bytes reach the log without passing through the caller.
 
 use std::ops::Range;
 
@@ -36,8 +35,8 @@ impl DeviceFill<'_> {
         }
     }
 
-    /// Splits the range after `len` bytes, which must be a multiple of the chunk length, and returns the
-    /// rest. Returns `None` for indices and elements, which are not split.
+    /// Splits the range after `len` bytes, which must be a multiple of the chunk length, and returns the second part.
+    /// Returns `None` for indices and elements, which cannot be split.
     pub fn split_off(&mut self, len: u64) -> Option<Self> {
         let after = |span: Span| Span { offset: span.offset + len, len: span.len - len, ..span };
         let rest = match &mut self.content {
@@ -63,12 +62,12 @@ impl DeviceFill<'_> {
 pub(crate) enum FillSource<'f> {
     /// Bytes in device memory.
     Bytes(Span),
-    /// Chunks of a working copy, starting with chunk number `first` of its page. `key` is the key for the
-    /// digests of the bytes that arrive in the blank. `step` is the capture.
+    /// Chunks of a working copy, starting with chunk number `first` of its page. `key` is the key for the digests of
+    /// the bytes in the blank. `step` is the index of the capture.
     Chunks { span: Span, key: Span, step: usize, first: usize },
-    /// Indices, which the device checks for duplicates and against the bound. `step` is their operation.
+    /// Indices, which the device checks for duplicates and against the bound. `step` is the index of their operation.
     Indices { span: Span, bound: u64, step: usize },
-    /// Single elements of a range, by their indices.
+    /// Single elements of a range, selected by index.
     Elements { source: Span, width: Width, indices: &'f [u32] },
 }
 
@@ -77,13 +76,13 @@ pub(crate) enum FillSource<'f> {
 pub(crate) struct CapturedPart {
     /// The offset of the part in the page.
     pub offset: u64,
-    /// The part's bytes: staged, or in the copy itself if `key` is set.
+    /// The part's bytes, which are staged or, if `key` is set, in the copy itself.
     pub staged: Span,
     /// The key for digests, if the part consists of whole chunks of a copy that is compared by digests.
     pub key: Option<Span>,
-    /// Changed byte ranges of the part.
+    /// The changed byte ranges of the part.
     pub runs: Vec<Range<u64>>,
-    /// Changed elements of the part outside these ranges.
+    /// The changed elements of the part outside these ranges.
     pub elements: SparseElements,
 }
 
@@ -135,56 +134,35 @@ impl WriteBatch {
         self.step(BatchStep::ScatterDevice { page: self.own(page), width, indices, values })
     }
 
-    /// Replaces the elements of a page that have changed in a working copy of it.
+    /// Replaces the elements of a page that have changed in a working copy.
     ///
-    /// The copy is read once, when the batch is submitted. The page must still be at the copy's epoch then.
-    /// Once the batch is committed, the copy belongs to the new epoch and can be changed and captured again.
+    /// The copy is read once, when the batch is submitted. The page must still have the copy's epoch then. Once the
+    /// batch is committed, the copy belongs to the new epoch and can be changed and captured again.
     ///
-    /// No other operation of the batch may change the page's bytes. The log stores ranges where changes are
-    /// close together and single elements where they are not, whichever is shorter.
+    /// No other operation of the batch may change the page's bytes. The log stores ranges where changes are close
+    /// together and single elements elsewhere.
     ///
-    /// Submitting allocates temporary memory from the budget of the copy's place: a copy of the examined
-    /// ranges, two bits for each of their elements, and then up to 16 MiB for the changes on their way to the
-    /// log, or more if one list of single elements is longer. A page of 1 GiB of 2-byte elements takes 1 GiB,
-    /// 128 MiB, and then 16 MiB. If the budget lacks room for the ranges and the bits together, the call
-    /// fails with [`Error::OverBudget`](crate::Error::OverBudget) before anything is copied, and the copy can
-    /// be captured later, or range by range. The captures of a batch are compared together until their bits
-    /// take 32 MiB, if there is room.
+    /// Submitting allocates temporary memory from the budget of the copy's place: first a copy of the examined ranges
+    /// and two bits for each of their elements, and then up to 16 MiB for the changes, or more if one list of single
+    /// elements is longer. For example, a page of 1 GiB of 2-byte elements takes 1 GiB, 128 MiB, and then 16 MiB. If
+    /// the budget lacks room for the ranges and the bits together, the call fails with
+    /// [`Error::OverBudget`](crate::Error::OverBudget) before any byte is copied. The copy can then be captured later
+    /// or range by range. The captures of a batch are compared together until their bits take 32 MiB, if there is room.
     ///
-    /// If more than a quarter of a page on disk has changed, the batch may write all bytes of the page to an
-    /// image file that the log names, instead of logging the changes.
-    ///
-    /// ```
-    /// use remanent::batch::{Shadow, Width};
-    /// use remanent::{Options, Place, Store};
-    /// # use remanent::DeviceChoice;
-    /// # let options = Options::default().device(DeviceChoice::Host);
-    /// let store = Store::temporary(options)?;
-    /// let mut batch = store.batch();
-    /// batch.create(1 << 20, Place::Device(0));
-    /// let page = store.commit(batch)?.pages[0];
-    ///
-    /// let copy = store.working_copy(page, Width::W2, Shadow::Page)?;
-    /// copy.bytes().write(4000, &[1, 2])?; // a kernel's work
-    /// let logged = store.stats().log.bytes;
-    /// let mut batch = store.batch();
-    /// batch.capture(&copy).set_root("step", 1u64);
-    /// store.commit(batch)?;
-    /// assert!(store.stats().log.bytes - logged < 8192, "of a page of a mebibyte");
-    /// # Ok::<(), remanent::Error>(())
-    /// ```
+    /// If more than a quarter of a page on disk has changed, the batch may write all bytes of the page to an image file
+    /// that the log names, instead of logging the changes.
     pub fn capture(&mut self, copy: &WorkingCopy) -> &mut Self {
         self.step(BatchStep::Capture { copy: copy.clone(), ranges: None })
     }
 
-    /// Captures a working copy like [`WriteBatch::capture`], but examines only these byte ranges of the page.
-    /// Use this if the caller knows which ranges may have changed. A change outside them remains in the copy,
-    /// and is captured once its range or the whole copy is captured.
+    /// Captures a working copy like [`WriteBatch::capture`], but examines only these byte ranges of the page. Use this
+    /// if the changed ranges are known. Changes outside the ranges remain in the copy, and are captured when their
+    /// range or the whole copy is captured.
     pub fn capture_ranges(&mut self, copy: &WorkingCopy, ranges: &[Range<u64>]) -> &mut Self {
         self.step(BatchStep::Capture { copy: copy.clone(), ranges: Some(ranges.to_vec()) })
     }
 
-    /// Returns the captures with the ranges that they examine, by the operation's index.
+    /// Returns the captures with the ranges that they examine, each with the operation's index.
     pub(crate) fn captures(&self) -> impl Iterator<Item = (usize, &WorkingCopy, Option<&[Range<u64>]>)> {
         self.steps.iter().enumerate().filter_map(|(index, step)| match step {
             BatchStep::Capture { copy, ranges } => Some((index, copy, ranges.as_deref())),
@@ -192,8 +170,8 @@ impl WriteBatch {
         })
     }
 
-    /// Returns the pages whose lengths must be known because only the device knows which of their elements
-    /// change.
+    /// Returns the existing pages with scattered changes from device memory. Their lengths must be determined in
+    /// advance, because only the device knows which elements change.
     pub(crate) fn scattered_pages(&self) -> impl Iterator<Item = PageId> {
         self.steps.iter().filter_map(|step| match step {
             BatchStep::ScatterDevice { page, .. } => page.existing(),
@@ -201,7 +179,7 @@ impl WriteBatch {
         })
     }
 
-    /// Returns the device memory from which the batch takes bytes, except for captures.
+    /// Returns the device memory from which the batch reads bytes, except for captures.
     pub(crate) fn device_bytes(&self) -> impl Iterator<Item = &DeviceBytes> {
         self.steps.iter().flat_map(|step| {
             match step {
@@ -214,8 +192,8 @@ impl WriteBatch {
         })
     }
 
-    /// Refuses a batch in which another operation also changes the bytes of a captured page. The copy would
-    /// then match no state of the page.
+    /// Returns an error if another operation of the batch changes the bytes of a captured page. The copy would then
+    /// match no state of the page.
     ///
     /// # Errors
     /// `InvalidOperation`.
@@ -235,7 +213,7 @@ impl WriteBatch {
 }
 
 impl<'f, B: PayloadBytes> Encoder<'f, B> {
-    /// Writes an operation whose bytes the device fills in.
+    /// Writes an operation whose bytes the device fills in later.
     pub(super) fn push_bytes(&mut self, page: PageId, offset: u64, span: Span) -> Result<()> {
         self.check_blank(page, span.len)?;
         let body_at = self.writer.len() + OP_HEADER_LEN;
@@ -244,7 +222,7 @@ impl<'f, B: PayloadBytes> Encoder<'f, B> {
         Ok(())
     }
 
-    /// Writes a sparse delta whose indices and values the device fills in.
+    /// Writes a sparse delta whose indices and values the device fills in later.
     pub(super) fn push_scatter(
         &mut self,
         page: PageId,
@@ -304,20 +282,20 @@ impl<'f, B: PayloadBytes> Encoder<'f, B> {
         Ok(())
     }
 
-    /// Returns zeros to stand in for bytes that the device fills in.
+    /// Returns zeros as a placeholder for bytes that the device fills in later.
     ///
     /// # Errors
-    /// Same as [`check_blank`](Self::check_blank), checked before anything is allocated; `OutOfMemory`.
+    /// The errors of [`check_blank`](Self::check_blank), which runs before the allocation; `OutOfMemory`.
     fn blank(&self, page: PageId, len: u64) -> Result<Vec<u8>> {
         self.check_blank(page, len)?;
         zeroed(len).ok_or_else(|| Error::no_memory(len))
     }
 
-    /// Checks that the device may fill in bytes of a page.
+    /// Returns an error if the device cannot fill in bytes of a page.
     ///
     /// # Errors
-    /// `Limit`; `InvalidOperation` for a page that the batch copies as a whole, since its bytes must be known
-    /// at this point.
+    /// `Limit`; `InvalidOperation` for a page that the batch copies as a whole, whose bytes must be known at this
+    /// point.
     fn check_blank(&self, page: PageId, len: u64) -> Result<()> {
         let found = len.saturating_add(self.writer.len() as u64);
         if found > FRAME_PAYLOAD_LEN_MAX {

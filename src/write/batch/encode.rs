@@ -1,4 +1,4 @@
-//! Encodes a batch as a payload, and checks everything that can be checked without reading a page.
+//! Encodes a batch as a payload, and performs all checks that require no read of a page.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -14,19 +14,19 @@ use super::{BatchStep, CapturedPart, CopiedBytes, CopiedPage, DeviceFill, OpImag
 use crate::base::allocation::{copied, insert};
 use crate::error::{Error, Result};
 
-/// What must be known about a batch before it is encoded.
+/// The data that must be determined before a batch is encoded.
 pub(crate) struct BatchFacts<'a> {
-    /// The pages that are needed as a whole: [`super::CopySources::whole`].
+    /// The pages that are needed as a whole ([`super::CopySources::whole`]).
     pub copied_whole: &'a BTreeSet<PageId>,
-    /// The bytes of [`WriteBatch::copy_sources`] as of before the batch.
+    /// The bytes of [`WriteBatch::copy_sources`] in their state before the batch.
     pub copied: CopiedBytes,
-    /// Images with the bytes that some operations write.
+    /// The images that contain the bytes of some operations.
     pub images: OpImages,
     /// The bytes that other operations read from sources, by the operation's index.
     pub read: &'a BTreeMap<usize, Vec<u8>>,
     /// The changed parts that captures found, by the operation's index.
     pub captured: &'a BTreeMap<usize, Vec<CapturedPart>>,
-    /// Lengths, as of before the batch, of the pages whose indices are known only to the device.
+    /// The lengths before the batch of pages whose indices only the device knows.
     pub lens: HashMap<PageId, u64>,
 }
 
@@ -49,8 +49,8 @@ impl WriteBatch {
         steps.fold(PAYLOAD_HEAD_LEN + found.copied.byte_len(), usize::saturating_add)
     }
 
-    /// Writes the batch's payload, with zeros in place of the bytes that are known only to the device.
-    /// Returns these blanks in their order. `pages` are the ids of the new pages.
+    /// Writes the batch's payload, with zeros as placeholders for bytes that only the device knows. Returns the payload
+    /// and these blanks in order. `pages` contains the ids of the new pages.
     pub(crate) fn encode<'f, B: PayloadBytes>(
         &self,
         pages: &[PageId],
@@ -75,7 +75,7 @@ impl WriteBatch {
                     let source = source.resolve(pages);
                     let CopiedPage { place, metadata, bytes } =
                         encoder.copied.whole.get(&source).ok_or(Error::UnknownPage { page: source })?;
-                    // Copied, because the clone may itself be cloned.
+                    // The bytes are copied, because the clone may itself be cloned.
                     let (place, metadata, bytes) = (*place, metadata.clone(), copied(bytes)?);
                     let (page, len) = (next_new(), bytes.len() as u64);
                     insert(&mut encoder.lens, page, len)?;
@@ -182,8 +182,8 @@ impl WriteBatch {
 }
 
 impl BatchStep {
-    /// Estimates how many bytes a step takes in a payload, excluding the contents of a clone. `captured` is
-    /// what a capture found.
+    /// Estimates the number of bytes that a step takes in a payload, excluding the contents of a clone. `captured`
+    /// contains the changes that a capture found.
     fn bytes_len(&self, captured: Option<&Vec<CapturedPart>>) -> usize {
         const FIXED: usize = OP_HEADER_LEN + 2 * FRAME_ALIGN as usize;
         let of_part = |part: &CapturedPart, width: Width| {
@@ -208,17 +208,17 @@ impl BatchStep {
     }
 }
 
-/// Writes operations, and applies them to the copied pages so that those stay up to date.
+/// Writes operations to a payload, and applies them to the copied pages so that these stay up to date.
 pub(super) struct Encoder<'a, B> {
     pub index: usize,
     pub writer: PayloadWriter<B>,
     /// The pages that are needed as a whole.
     copied_whole: &'a BTreeSet<PageId>,
-    /// The copied pages read so far, and the ranges that are still to be written.
+    /// The copied pages with the effects of previous operations, and the ranges that are still to be written.
     pub copied: CopiedBytes,
     /// The ranges that only the device can fill.
     pub blanks: Vec<DeviceFill<'a>>,
-    /// The lengths of pages, if they are known.
+    /// The lengths of pages, as far as they are known.
     pub lens: HashMap<PageId, u64>,
 }
 
@@ -232,22 +232,21 @@ impl<B: PayloadBytes> Encoder<'_, B> {
         self.log(op)
     }
 
-    /// Writes the image that contains the bytes of `write`, instead of those bytes.
+    /// Writes a reference to the image that contains the bytes of `write`, instead of the bytes themselves.
     fn push_image(&mut self, write: &Op<'_>, image: ImageRef) -> Result<()> {
         self.check(write)?;
         let (Some(page), Some((_, len))) = (write.page(), write.range()) else { return self.log(write) };
         self.log(&Op::Image { page, len, image })
     }
 
-    /// Writes zeros to a page, as a blank whose bytes are filled in later. The batch must not copy the page.
+    /// Writes a blank of zeros, whose bytes are filled in later. The batch must not copy the page.
     pub fn push_blank_write(&mut self, page: PageId, offset: u64, len: u64) -> Result<()> {
         check_page(page)?;
         let pushed = self.writer.push_blank_write(page, offset, len);
         self.logged(pushed)
     }
 
-    /// Writes a sparse delta whose elements are zeros, to be filled in later. The batch must not copy the
-    /// page.
+    /// Writes a sparse delta whose elements are zeros, to be filled in later. The batch must not copy the page.
     pub fn push_blank_scatter(
         &mut self,
         page: PageId,
@@ -281,7 +280,7 @@ impl<B: PayloadBytes> Encoder<'_, B> {
         self.logged(pushed)
     }
 
-    /// Converts a defect found in writing an operation to an error.
+    /// Converts a defect found while writing an operation to an error.
     fn logged(&self, pushed: Result<(), Defect>) -> Result<()> {
         pushed.map_err(|defect| match defect {
             Defect::Limit { what, found, limit } => Error::Limit { what, found, limit },
@@ -323,12 +322,12 @@ impl<B: PayloadBytes> Encoder<'_, B> {
     }
 }
 
-/// Refuses an id that no store assigns. A frame with such an id could not be read back.
+/// Returns an error for an id that no store assigns. A frame with such an id could not be read back.
 fn check_page(page: PageId) -> Result<()> {
     if page == PageId(0) || page.0 > NUMBER_MAX { Err(Error::UnknownPage { page }) } else { Ok(()) }
 }
 
-/// Allocates zeros, or returns `None` if memory is refused.
+/// Allocates zeros, or returns `None` if the allocation fails.
 pub(super) fn zeroed(len: u64) -> Option<Vec<u8>> {
     u8::new_vec_zeroed(usize::try_from(len).ok()?).ok()
 }
@@ -350,8 +349,8 @@ fn check_mask(width: Width, mask: &[u8], bytes: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-/// Clears the mask's bits past the last element, and the bytes of elements that are not replaced. This gives
-/// equal deltas equal bytes in the log, and keeps the caller's unused bytes out of it.
+/// Clears the mask's bits past the last element, and the bytes of elements that are not replaced. Thus equal deltas
+/// have equal bytes in the log, and the caller's unused bytes are not logged.
 fn canonical_mask(width: Width, mask: &[u8], bytes: &[u8]) -> Result<(Vec<u8>, Vec<u8>)> {
     let (mut mask, mut bytes) = (copied(mask)?, copied(bytes)?);
     let width = width.bytes();

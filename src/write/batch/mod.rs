@@ -1,8 +1,7 @@
 //! Batches under construction: the operations that a caller requested, and their encoding as a payload.
 //!
-//! Building a batch never fails, so calls can be chained. If memory for a copy is refused, the commit returns
-//! the error. `encode` checks everything that can be checked without reading a page, before the first byte is
-//! logged.
+//! Building a batch never fails, so calls can be chained. If memory for a copy cannot be allocated, the commit returns
+//! the error. Before the first byte is logged, `encode` performs all checks that require no read of a page.
 
 mod copies;
 mod create_page;
@@ -40,7 +39,7 @@ use crate::device::DeviceBytes;
 use crate::error::{Error, Result};
 use crate::log::SpacePurpose;
 
-/// An id that no page ever has: ids begin at 1.
+/// An id that no page ever has, because ids begin at 1.
 const NO_PAGE: PageId = PageId(0);
 
 /// A reference to a page in a batch: an existing page, or one that the same batch creates.
@@ -53,10 +52,9 @@ enum OpTarget {
     New(NewPage),
 }
 
-/// A page that a batch creates. It is valid only in that batch; in any other batch it refers to no page.
+/// A page that a batch creates. The value is valid only in that batch. In any other batch it refers to no page.
 ///
-/// Once the batch is committed, [`NewPage::index`] is the position of the page's id in
-/// [`crate::CommitReceipt::pages`].
+/// Once the batch is committed, [`NewPage::index`] is the position of the page's id in [`crate::CommitReceipt::pages`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct NewPage {
     batch: u64,
@@ -113,18 +111,19 @@ impl From<NewPage> for PageRef {
 #[derive(Clone, Debug, Default)]
 #[must_use = "a batch does nothing until it is committed"]
 pub struct WriteBatch {
-    /// Distinguishes this batch's new pages from those of other batches, where an index alone would refer to
-    /// the wrong page. It is 0 until the first new page: all threads draw numbers from one counter, and most
-    /// batches create nothing.
+    /// A number that distinguishes this batch's new pages from those of other batches, where an index alone would refer
+    /// to the wrong page. It is 0 until the first new page: all threads draw numbers from one counter, and most batches
+    /// create no pages.
     number: u64,
     steps: Vec<BatchStep>,
     new_pages: usize,
-    /// The callers' memory for new pages, each with the number of pages that the batch creates before.
+    /// The caller-owned memory for new pages, each with the number of pages that the batch creates before.
     lent: Vec<(usize, DeviceBytes)>,
     expectations: Vec<(PageId, Epoch)>,
-    /// Receives the memory of a page that the batch deletes.
+    /// The receiver for the memory of a page that the batch deletes.
     handover: Option<Arc<Handover>>,
-    /// Why the batch cannot be committed: memory for a copy was refused, or a key is invalid.
+    /// The error for which the batch cannot be committed: memory for a copy could not be allocated, or a key is
+    /// invalid.
     refused: Option<Error>,
 }
 
@@ -150,7 +149,7 @@ enum BatchStep {
         offset: u64,
         bytes: Vec<u8>,
     },
-    /// Follows the operation that gives the page this length.
+    /// Sets all bytes of a page from a source. Follows the operation that gives the page this length.
     Source {
         page: PageRef,
         len: u64,
@@ -223,8 +222,7 @@ enum BatchStep {
 }
 
 impl WriteBatch {
-    /// Returns the page itself, unless another batch creates it. In that case the result is a page that never
-    /// exists.
+    /// Returns `page`, or a page that never exists if another batch creates `page`.
     fn own(&self, page: impl Into<PageRef>) -> PageRef {
         match page.into() {
             PageRef(OpTarget::New(new)) if new.batch != self.number => PageRef(OpTarget::Existing(NO_PAGE)),
@@ -239,7 +237,7 @@ impl WriteBatch {
         self
     }
 
-    /// Copies the caller's data. If memory is refused, the copy is empty and the commit of the batch fails.
+    /// Copies the caller's data. If the allocation fails, the copy is empty and the commit of the batch fails.
     fn copied<T: Copy>(&mut self, given: &[T]) -> Vec<T> {
         copied(given).unwrap_or_else(|error| {
             self.refused.get_or_insert(error);
@@ -247,16 +245,16 @@ impl WriteBatch {
         })
     }
 
-    /// Refuses a batch that could not copy all of the caller's data.
+    /// Returns an error if the batch could not copy all of the caller's data.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if memory for a copy or an operation was refused; the error of an invalid key.
+    /// [`Error::OutOfMemory`] if memory for a copy or an operation could not be allocated; the error of an invalid key.
     pub(crate) fn check_copies(&self) -> Result<()> {
         self.refused.clone().map_or(Ok(()), Err)
     }
 
-    /// Returns an operation whose details are set by later calls, or `None` in a batch that is refused, where
-    /// the operation may be missing.
+    /// Returns an operation whose details are set by later calls. Returns `None` for a batch that cannot be committed,
+    /// where the operation may be missing.
     fn created(&mut self, step: usize) -> Option<&mut BatchStep> {
         if self.refused.is_some() { None } else { self.steps.get_mut(step) }
     }
@@ -270,32 +268,32 @@ impl WriteBatch {
         NewPage { batch: self.number, index: self.new_pages - 1 }
     }
 
-    /// Creates a page of `len` zeros. Chain calls to the result to set the key and metadata;
-    /// [`CreatePage::page`] returns the page for later calls.
+    /// Creates a page of `len` zeros. Chain calls to the result to set the key and metadata. [`CreatePage::page`]
+    /// returns a reference to the page for later calls.
     pub fn create(&mut self, len: u64, place: Place) -> CreatePage<'_> {
         self.step(BatchStep::Create { len, place, key: None, metadata: Metadata::new() });
-        // If the operation was refused, it is missing, and the batch is refused too.
+        // If the operation could not be added, the batch cannot be committed.
         let (step, page) = (self.steps.len().saturating_sub(1), self.new_page());
         CreatePage::new(self, step, page)
     }
 
-    /// Creates a page that lives in the caller's memory, such as a tensor or memory from
-    /// [`Store::device_bytes`], and is as long as that memory.
+    /// Creates a page in caller-owned memory, such as a tensor or memory from [`Store::device_bytes`]. The page has the
+    /// length of that memory.
     ///
-    /// The page is filled with zeros at first. To keep the memory's contents, write them to the page with
+    /// Initially the page contains zeros. To keep the memory's contents, write them to the page with
     /// [`WriteBatch::write_device`] from the same memory in the same batch.
     ///
-    /// After the commit, only the store may write to the memory, and it logs every change first. The caller's
-    /// kernels may read it, ordered by [`Store::pin`], which keeps the page at its address, or by
-    /// [`Store::lease`]. The page leaves the memory when it is resized, moved to another place, deleted, or
-    /// changed while it is leased. A restore overwrites the page in this memory. When the store is opened
-    /// again, the page lives in the store's own memory in the same place.
+    /// After the commit, only the store may write to the memory, and it logs every change first. The caller's kernels
+    /// may read the memory, ordered by [`Store::pin`], which keeps the page at its address, or by [`Store::lease`]. The
+    /// page leaves the memory when it is resized, moved to another place, deleted, or changed while it is leased. A
+    /// restore overwrites the page in this memory. When the store is opened again, the page is in the store's own
+    /// memory in the same place.
     ///
-    /// The store holds the handle until the page has left the memory and no work in flight uses it. The next
-    /// commit, [`Store::trim`] or the close then drops the handle on its own thread. [`DeviceBytes::page`]
-    /// returns the page that lives in the memory.
+    /// The store holds the handle until the page has left the memory and no work in flight uses the memory. The next
+    /// commit, [`Store::trim`] or the close then drops the handle on its own thread. [`DeviceBytes::page`] returns the
+    /// page that is in the memory.
     ///
-    /// The memory takes no additional budget: it belongs to the caller, or was counted when the store
+    /// The page takes no additional budget, because the memory belongs to the caller or was counted when the store
     /// allocated it.
     ///
     /// ```
@@ -317,10 +315,10 @@ impl WriteBatch {
     /// # Ok::<(), remanent::Error>(())
     /// ```
     ///
-    /// The commit fails and leaves the store unchanged with [`Error::MemoryInUse`] if another page lives in
-    /// part of the memory, even one that the same batch deletes; with [`Error::MemoryRefused`] if the memory
-    /// belongs to another store or is being written; and with [`Error::StreamRefused`] if the work on the
-    /// stream that fills it cannot be waited for.
+    /// The commit fails and leaves the store unchanged with these errors: [`Error::MemoryInUse`] if another page is in
+    /// part of the memory, even one that the same batch deletes; [`Error::MemoryRefused`] if the memory belongs to
+    /// another store or is being written; and [`Error::StreamRefused`] if the store cannot wait for the work on the
+    /// stream that fills the memory.
     ///
     /// [`Store::pin`]: crate::Store::pin
     /// [`Store::lease`]: crate::Store::lease
@@ -334,11 +332,11 @@ impl WriteBatch {
         CreatePage::new(self, step, page)
     }
 
-    /// Creates a page with these bytes as its contents.
+    /// Creates a page with the contents `bytes`. A `Vec` is moved into the batch without a copy.
     ///
-    /// A `Vec` is moved into the batch without a copy. If the pages that a batch writes as a whole take at
-    /// least a quarter of a segment together, their bytes are written once: to an image file, which the log
-    /// and the next snapshot only name. This also applies to a [`WriteBatch::write`] of all bytes of a page.
+    /// If the pages that a batch writes as a whole total at least a quarter of a segment, their bytes are written once,
+    /// to an image file. The log and the next snapshot then contain only references to the images. This also applies to
+    /// a [`WriteBatch::write`] of all bytes of a page.
     ///
     /// ```
     /// use remanent::{Options, Place, Store};
@@ -367,9 +365,8 @@ impl WriteBatch {
 
     /// Replaces the elements of a range whose bit in `mask` is 1, lowest bit first.
     ///
-    /// `bytes` covers the whole range; `mask` has one bit per element, rounded up to whole bytes. The log
-    /// stores the whole range, so [`WriteBatch::scatter`] takes less log space unless most elements are
-    /// replaced.
+    /// `bytes` covers the whole range. `mask` has one bit per element, rounded up to whole bytes. The log stores the
+    /// whole range, so [`WriteBatch::scatter`] takes less log space unless most elements are replaced.
     pub fn write_masked(
         &mut self,
         page: impl Into<PageRef>,
@@ -410,17 +407,17 @@ impl WriteBatch {
         self.step(BatchStep::Resize { page: self.own(page), len })
     }
 
-    /// Deletes the page. Its key becomes free; its id is never reused.
+    /// Deletes the page. Its key becomes available for other pages, but its id is never reused.
     pub fn delete(&mut self, page: impl Into<PageRef>) -> &mut Self {
         self.step(BatchStep::Delete { page: self.own(page) })
     }
 
-    /// Moves the page to another place, for example from one GPU to another, or between a GPU and pinned host
-    /// memory. Its contents, metadata and epoch are unchanged; its Lsn becomes that of the batch.
+    /// Moves the page to another place, for example from one GPU to another, or between a GPU and pinned host memory.
+    /// Its contents, metadata and epoch are unchanged, and its Lsn becomes that of the batch.
     ///
-    /// The budget of the destination must have room for the page. The old memory is freed once nothing uses
-    /// it, neither the device's queue nor a lease. An existing lease keeps its contents and its address. A
-    /// move to the place where the page already lives only costs a record in the log.
+    /// The budget of the destination must have room for the page. The old memory is freed once neither the device's
+    /// queue nor a lease uses it. An existing lease keeps its contents and its address. A move to the page's current
+    /// place only costs a record in the log.
     ///
     /// ```
     /// use remanent::{Options, Place, Store};
@@ -443,13 +440,13 @@ impl WriteBatch {
     /// # Ok::<(), remanent::Error>(())
     /// ```
     ///
-    /// The commit fails with [`Error::OverBudget`], [`Error::OutOfMemory`] or [`Error::PlaceUnavailable`],
-    /// and leaves the store unchanged, if the destination cannot take the page.
+    /// The commit fails with [`Error::OverBudget`], [`Error::OutOfMemory`] or [`Error::PlaceUnavailable`], and leaves
+    /// the store unchanged, if the destination cannot hold the page.
     pub fn move_to(&mut self, page: impl Into<PageRef>, place: Place) -> &mut Self {
         self.step(BatchStep::Move { page: self.own(page), place })
     }
 
-    /// Moves each of these pages to another place, like [`move_to`](Self::move_to).
+    /// Moves these pages to another place, like [`move_to`](Self::move_to).
     pub(crate) fn move_all_to(&mut self, pages: impl ExactSizeIterator<Item = PageId>, place: Place) {
         if let Err(error) = make_room(&mut self.steps, pages.len()) {
             self.refused.get_or_insert(error);
@@ -458,7 +455,7 @@ impl WriteBatch {
         pages.for_each(|page| _ = self.move_to(page, place));
     }
 
-    /// Sets one entry of the page's metadata.
+    /// Sets one entry of the page's metadata, and replaces an entry with the same name.
     pub fn set_metadata(
         &mut self,
         page: impl Into<PageRef>,
@@ -473,7 +470,7 @@ impl WriteBatch {
         self.step(BatchStep::RemoveMetadata { page: self.own(page), name: name.into() })
     }
 
-    /// Sets one entry of the root, which is the store's own metadata.
+    /// Sets one entry of the root, which is the store's own metadata, and replaces an entry with the same name.
     pub fn set_root(&mut self, name: impl Into<String>, value: impl Into<Value>) -> &mut Self {
         self.step(BatchStep::SetRoot { name: name.into(), value: value.into() })
     }
@@ -488,8 +485,8 @@ impl WriteBatch {
         self.step(BatchStep::Note { text: text.into() })
     }
 
-    /// Requires that the page is at this epoch when the batch is committed; epoch 0 requires that it does not
-    /// exist. Otherwise the commit fails with [`Error::Conflict`] and leaves the store unchanged.
+    /// Makes the commit fail with [`Error::Conflict`], and leave the store unchanged, unless the page has this epoch
+    /// when the batch is committed. Epoch 0 requires that the page does not exist.
     pub fn expect_epoch(&mut self, page: PageId, epoch: Epoch) -> &mut Self {
         if let Err(error) = push(&mut self.expectations, (page, epoch)) {
             self.refused.get_or_insert(error);
@@ -497,7 +494,7 @@ impl WriteBatch {
         self
     }
 
-    /// Deletes the page, and has its memory handed over.
+    /// Deletes the page and passes its memory to `handover`.
     pub(crate) fn hand_over(&mut self, handover: Arc<Handover>) -> &mut Self {
         let page = handover.page;
         self.handover = Some(handover);
@@ -509,25 +506,23 @@ impl WriteBatch {
         self.handover.clone()
     }
 
-    /// Returns the number of pages that the batch creates.
     pub(crate) fn new_pages(&self) -> usize {
         self.new_pages
     }
 
-    /// Returns the callers' memory in which new pages are to live. `pages` are the ids of the new pages.
-    /// Pages of length 0 are omitted: they have no bytes.
+    /// Returns the caller-owned memory for new pages. `pages` contains the ids of the new pages. Pages of length 0 are
+    /// omitted, because they have no bytes.
     pub(crate) fn lent(&self, pages: &[PageId]) -> impl Iterator<Item = (PageId, &DeviceBytes)> {
         let with_bytes = self.lent.iter().filter(|(_, memory)| memory.byte_len() > 0);
         with_bytes.map(|(index, memory)| (pages[*index], memory))
     }
 
-    /// Returns the epochs that the caller expects of pages.
     pub(crate) fn expectations(&self) -> &[(PageId, Epoch)] {
         &self.expectations
     }
 
-    /// Returns the existing pages whose places determine where the batch needs memory: those that it resizes
-    /// or clones.
+    /// Returns the existing pages whose places determine where the batch needs memory, because the batch resizes or
+    /// clones them.
     pub(crate) fn pages_that_grow(&self) -> impl Iterator<Item = PageId> {
         self.steps.iter().filter_map(|step| match step {
             BatchStep::Resize { page: PageRef(OpTarget::Existing(page)), .. }
@@ -568,8 +563,7 @@ impl WriteBatch {
     }
 }
 
-/// Takes the operations out of a batch and leaves it empty, so that a chain of calls can be committed
-/// directly.
+/// Takes the operations out of a batch and leaves it empty, so that a chain of calls can be committed directly.
 ///
 /// ```
 /// use remanent::{Options, Store};

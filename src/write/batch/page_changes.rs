@@ -1,25 +1,25 @@
-//! The difference between two versions of a page, in few bytes: single elements, and ranges in which changed
-//! elements are close together.
+//! Computes the difference between two versions of a page, as single elements and as ranges in which changed elements
+//! are close together.
 
 use remanent_format::Width;
 
 use super::{PageRef, WriteBatch};
 use crate::images::disk_pages::{pending_bytes_of_elements, pending_bytes_of_write};
 
-/// The overhead of a range in bytes: the header of an operation, and padding.
+/// The overhead of a range in the log, in bytes: the header of an operation, and padding.
 const RANGE_COST: u64 = 40;
-/// The cost of an element's index in bytes, if the previous index is close. A range competes with this.
+/// The cost of an element's index in bytes if the previous index is close, to be compared with the cost of a range.
 const INDEX_COST: u64 = 1;
-/// The most unchanged bytes that a range may bridge: as many as a range of its own would cost.
+/// The maximum number of unchanged bytes that a range may bridge, which is the cost of a separate range.
 const BRIDGED_MAX: u64 = RANGE_COST;
-/// Bytes that are compared at once: a whole number of elements of any width. Comparing element by element
-/// took 1 s for 600 MB of 2-byte elements, of which one in a hundred differed.
+/// The number of bytes that are compared at once, a multiple of every element width. Comparing element by element took
+/// 1 s for 600 MB of 2-byte elements, of which one in a hundred differed.
 const COMPARED_AT_ONCE: usize = 16;
-/// Changed elements after which a range is settled, so that its elements are not collected a second time.
+/// The number of changed elements after which a range is final, so that its elements are not collected a second time.
 const SETTLED_AFTER: u64 = 4096;
 
-/// The changes of one page, collected piece by piece from its start to its end. Use this for a page whose two
-/// versions are never in memory as a whole; otherwise use [`WriteBatch::write_changes`].
+/// The changes of one page, collected piece by piece from its start to its end. Use this for a page whose two versions
+/// are never in memory as a whole. Otherwise use [`WriteBatch::write_changes`].
 ///
 /// ```
 /// use remanent::batch::{PageChanges, Width};
@@ -44,7 +44,7 @@ const SETTLED_AFTER: u64 = 4096;
 #[derive(Clone, Debug)]
 pub struct PageChanges {
     width: Width,
-    /// Changed elements so far.
+    /// The number of changed elements so far.
     count: u64,
     /// The approximate cost of the changes so far in the log, in bytes.
     cost: u64,
@@ -52,12 +52,12 @@ pub struct PageChanges {
     values: Vec<u8>,
     ranges: Vec<ChangedRange>,
     open: Option<OpenRange>,
-    /// The buffers of a range that was split into elements, reused for the next range: most ranges contain
-    /// one element.
+    /// Buffers of the last range that was split into elements. They are reused, because most ranges contain one
+    /// element.
     room: (Vec<u8>, Vec<u64>),
 }
 
-/// Bytes that replace others.
+/// A range of a page with its new bytes.
 #[derive(Clone, Debug)]
 struct ChangedRange {
     offset: u64,
@@ -68,7 +68,7 @@ struct ChangedRange {
 #[derive(Clone, Debug)]
 struct OpenRange {
     range: ChangedRange,
-    /// The changed elements in the range; empty once the range is settled to stay whole.
+    /// The changed elements in the range. Empty if the range is final.
     changed: Vec<u64>,
     settled: bool,
 }
@@ -85,15 +85,15 @@ impl OpenRange {
 }
 
 impl PageChanges {
-    /// Makes an empty set of changes for a page with elements of this width.
+    /// Creates an empty set of changes for a page with elements of this width.
     #[must_use]
     pub fn new(width: Width) -> Self {
         let (indices, values, ranges) = (Vec::new(), Vec::new(), Vec::new());
         Self { width, count: 0, cost: 0, indices, values, ranges, open: None, room: Default::default() }
     }
 
-    /// Compares one piece of both versions. `offset` is the piece's position in the page, which must be the
-    /// end of the previous piece. An incomplete last element counts as one element.
+    /// Compares one piece of both versions. `offset` is the piece's position in the page, which must be the end of the
+    /// previous piece. An incomplete last element counts as one element.
     pub fn compare(&mut self, offset: u64, before: &[u8], after: &[u8]) {
         if before == after {
             return;
@@ -114,7 +114,7 @@ impl PageChanges {
         }
     }
 
-    /// Adds a changed element at position `at` of a piece that begins at `offset` and becomes `after`.
+    /// Adds a changed element at position `at` of a piece that begins at `offset` and has the new bytes `after`.
     fn add(&mut self, offset: u64, at: usize, new: &[u8], after: &[u8]) {
         let width = self.width.bytes() as u64;
         let page_at = offset + at as u64;
@@ -144,13 +144,12 @@ impl PageChanges {
         }
     }
 
-    /// Closes the open range: it stays whole or is split into elements, whichever is cheaper.
+    /// Completes the open range: keeps it or splits it into elements, whichever is cheaper.
     fn settle(&mut self) {
         let Some(open) = self.open.take() else { return };
         let width = self.width.bytes();
         let last = open.end() / width as u64;
-        // A sparse delta cannot contain an element whose number takes more than 32 bits, or an incomplete
-        // last element.
+        // A sparse delta cannot contain an incomplete last element, or an element whose number takes more than 32 bits.
         let in_reach = last <= u64::from(u32::MAX) && open.range.bytes.len() % width == 0;
         if open.is_cheaper_whole(width as u64) || !in_reach {
             self.cost += RANGE_COST + open.range.bytes.len() as u64;
@@ -180,8 +179,8 @@ impl PageChanges {
         self.cost
     }
 
-    /// Returns an upper bound of the host memory, in bytes, that these changes take until the next snapshot
-    /// if the page is on disk. The commit claims this much.
+    /// Returns an upper bound of the host memory, in bytes, that these changes take until the next snapshot if the page
+    /// is on disk. The commit claims this much.
     pub fn pending_bytes(&mut self) -> u64 {
         self.settle();
         let ranges = self.ranges.iter().map(|range| (range.offset, range.bytes.len() as u64));
@@ -205,11 +204,11 @@ impl PageChanges {
 }
 
 impl WriteBatch {
-    /// Changes the bytes of a page from `before` to `after`, using as little log space as single elements and
-    /// ranges allow.
+    /// Changes the bytes of a page from `before` to `after`, with single elements and ranges that take little log
+    /// space.
     ///
-    /// Both slices begin at the start of the page and have equal length; elements are `width` bytes wide.
-    /// Only the differences are written, so `before` should be the page's current contents.
+    /// Both slices must start at the beginning of the page and have equal length. Elements are `width` bytes wide. Only
+    /// the differences are written, so `before` should be the page's current contents.
     ///
     /// ```
     /// use remanent::batch::Width;
@@ -251,7 +250,8 @@ mod tests {
     use super::*;
     use crate::{Options, Place, Store};
 
-    /// Compares piece by piece, applies the changes in a store, and returns how many there are of each kind.
+    /// Compares piece by piece, applies the changes in a store, and returns the numbers of elements, single elements
+    /// and ranges.
     fn check(width: Width, piece: usize, before: &[u8], after: &[u8]) -> (u64, usize, usize) {
         let mut changes = PageChanges::new(width);
         for (index, (old, new)) in before.chunks(piece).zip(after.chunks(piece)).enumerate() {
@@ -285,7 +285,7 @@ mod tests {
             let check = |width, at: Vec<usize>| check(width, piece, &before, &changed(&before, at));
             assert_eq!(check(Width::W4, vec![]), (0, 0, 0));
             assert_eq!(check(Width::W4, vec![3, 4, 9000, 65535]), (4, 4, 0));
-            // Two bytes of one element are one change.
+            // A change of two bytes in one element counts once.
             assert_eq!(check(Width::W4, vec![4, 7]), (1, 1, 0));
             assert_eq!(check(Width::W4, (100..5000).collect()).1, 0, "a long range");
             assert_eq!(check(Width::W2, (0..64 << 10).collect()), (32 << 10, 0, 1));
@@ -304,7 +304,7 @@ mod tests {
 
     #[test]
     fn random_diffs_reproduce_the_other_version() {
-        // SplitMix64, so that a failing seed can be run again.
+        // SplitMix64 reproduces the same numbers from a seed, so that a failure can be repeated.
         let mut state = 42_u64;
         let mut random = |below: usize| {
             state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);

@@ -1,5 +1,5 @@
-//! Pages whose bytes a batch reads from sources. Sources are read piece by piece when the batch is committed,
-//! so a page of any length takes little memory in addition to its own.
+//! Pages whose bytes a batch reads from sources. Sources are read piece by piece when the batch is committed, so the
+//! memory use does not depend on the length of the pages.
 
 use std::fmt::Debug;
 use std::fs::File;
@@ -14,22 +14,21 @@ use super::{BatchStep, CopySources, CreatePage, NO_PAGE, PageRef, WriteBatch};
 use crate::base::allocation::push;
 use crate::error::{Error, Result};
 
-/// A source of bytes that a batch reads when it is committed, used by [`WriteBatch::create_from_source`] and
+/// A source of bytes that is read when a batch is committed, used by [`WriteBatch::create_from_source`] and
 /// [`WriteBatch::replace_from_source`]. A [`File`] is a source.
 ///
-/// The source is read by the committing thread, or by others that it waits for. Each page is read by one
-/// thread; the pages of a long batch are read by several. These threads hold no lock of the store, so a
-/// source may read pages of the same store.
+/// The committing thread, or threads that it waits for, read the source. Each page is read by one thread, and several
+/// threads read the pages of a long batch. These threads hold no lock of the store, so a source may read pages of the
+/// same store.
 pub trait ByteSource: Debug + Send + Sync {
     /// Fills `bytes` with the source's bytes starting at `offset`.
     ///
-    /// A range may be requested again: the store samples a page to decide whether to compress it, and rereads
-    /// a page that turns out to be incompressible. The page holds the bytes of one complete pass from start
-    /// to end.
+    /// A range may be requested again: the store samples a page to decide whether to compress it, and rereads a page
+    /// that turns out to be incompressible. The page contains the bytes of one complete pass from start to end.
     ///
     /// # Errors
-    /// An error if the bytes cannot all be read. The commit then fails with [`Error::SourceFailed`] and
-    /// leaves the store unchanged.
+    /// An error if the bytes cannot all be read. The commit then fails with [`Error::SourceFailed`] and leaves the
+    /// store unchanged.
     fn read_at(&self, offset: u64, bytes: &mut [u8]) -> io::Result<()>;
 }
 
@@ -45,7 +44,7 @@ pub(crate) struct SourcePage<'a> {
     /// The operation's index in the batch.
     pub step: usize,
     pub page: PageId,
-    /// The page's length in bytes; never 0.
+    /// The page's length in bytes, which is never 0.
     pub len: u64,
     pub source: &'a dyn ByteSource,
 }
@@ -53,10 +52,10 @@ pub(crate) struct SourcePage<'a> {
 impl WriteBatch {
     /// Creates a page from the first `len` bytes of a source, which is read when the batch is committed.
     ///
-    /// The commit takes memory for the page and for a few pieces of 4 MiB, however long the page is. If the
-    /// sources of a batch total at least a quarter of a segment, their bytes are written once: to an image
-    /// file, which the log and the next snapshot only name. No other operation of the batch may change or
-    /// copy the page's bytes.
+    /// The commit needs memory for the page, and for a few pieces of 4 MiB regardless of the page's length. If the
+    /// sources of a batch total at least a quarter of a segment, their bytes are written once, to an image file. The
+    /// log and the next snapshot then contain only references to the images. No other operation of the batch may change
+    /// or copy the page's bytes.
     ///
     /// ```
     /// use std::sync::Arc;
@@ -91,8 +90,8 @@ impl WriteBatch {
     /// # Ok::<(), remanent::Error>(())
     /// ```
     ///
-    /// The commit fails with [`Error::SourceFailed`] and leaves the store unchanged if the source does not
-    /// supply `len` bytes.
+    /// The commit fails with [`Error::SourceFailed`] and leaves the store unchanged if the source does not supply `len`
+    /// bytes.
     pub fn create_from_source(
         &mut self,
         len: u64,
@@ -104,11 +103,11 @@ impl WriteBatch {
         CreatePage::new(self, step, page)
     }
 
-    /// Replaces a page's contents with the first `len` bytes of a source, which becomes the page's length.
-    /// The source is read as for [`WriteBatch::create_from_source`]. Key, metadata and place are unchanged.
+    /// Replaces a page's contents with the first `len` bytes of a source, and sets the page's length to `len`. The
+    /// source is read as for [`WriteBatch::create_from_source`]. Key, metadata and place are unchanged.
     ///
-    /// The page moves to new memory, as with [`WriteBatch::resize`]: the budget must have room for it in
-    /// addition to the old memory, and the commit fails if the page is pinned.
+    /// The page moves to new memory, as with [`WriteBatch::resize`]. The budget must have room for the new memory in
+    /// addition to the old, and the commit fails if the page is pinned.
     ///
     /// ```
     /// use std::sync::Arc;
@@ -136,12 +135,12 @@ impl WriteBatch {
         self.resize(page, len).step(BatchStep::Source { page, len, source })
     }
 
-    /// Returns the pages whose bytes come from sources, in the order of the operations, except those of
-    /// length 0. `pages` are the ids of the new pages; `copied` is what the batch copies.
+    /// Returns the pages whose bytes come from sources, in the order of the operations, except those of length 0.
+    /// `pages` contains the ids of the new pages, and `copied` the pages and ranges that the batch copies.
     ///
     /// # Errors
-    /// `InvalidOperation` for a page that another operation changes or copies: its image would differ from
-    /// the page after the batch. `Limit`, `UnknownPage`, `OutOfMemory`.
+    /// `InvalidOperation` for a page that another operation changes or copies, because its image would differ from the
+    /// page after the batch; `Limit`, `UnknownPage`, `OutOfMemory`.
     pub(crate) fn source_pages(&self, pages: &[PageId], copied: &CopySources) -> Result<Vec<SourcePage<'_>>> {
         let mut found = Vec::new();
         if !self.steps.iter().any(|step| matches!(step, BatchStep::Source { .. })) {

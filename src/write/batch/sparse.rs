@@ -1,4 +1,4 @@
-//! Sparse deltas: elements sorted by index, with the indices in the shorter encoding.
+//! Sparse deltas, whose elements are sorted by index, with the indices in the shorter encoding.
 
 use std::borrow::Cow;
 
@@ -8,11 +8,11 @@ use remanent_format::op::{Indices, gap_code, gap_coded_len, scatter_values_at};
 use crate::base::allocation::make_room;
 use crate::error::{Error, Result};
 
-/// Indices, and the elements for them in the same order.
+/// Indices, and their elements in the same order.
 type Elements<'a> = (Cow<'a, [u32]>, Cow<'a, [u8]>);
 
-/// Sorts the elements of a sparse delta by index. This makes duplicate indices adjacent, and allows indices
-/// to be stored as gaps.
+/// Sorts the elements of a sparse delta by index. Sorting makes duplicate indices adjacent, and allows indices to be
+/// stored as gaps.
 pub(super) fn ascending<'a>(
     width: Width,
     indices: &'a [u32],
@@ -47,8 +47,8 @@ pub(super) fn ascending<'a>(
     Ok((in_order.into(), elements.into()))
 }
 
-/// Ascending indices in the encoding that takes less space in the log, padding included. If both take the
-/// same space, four bytes per index are used, because those need no decoding.
+/// Ascending indices in the encoding that takes less space in the log, including padding. If both take the same space,
+/// four bytes per index are used, because they need no decoding.
 #[derive(Clone, Debug)]
 pub(super) enum CodedIndices {
     Plain(Vec<u8>),
@@ -103,14 +103,14 @@ impl SparseElements {
         Ok(Self { coded: CodedIndices::smaller(&indices)?, indices })
     }
 
-    /// Returns how many bytes the elements take in a payload, if each is `width` bytes long.
+    /// Returns the number of bytes that the elements take in a payload, for elements of this width.
     pub fn byte_len(&self, width: Width) -> usize {
         scatter_values_at(self.coded.byte_len()) + self.indices.len() * width.bytes()
     }
 }
 
 impl Default for SparseElements {
-    /// Contains no elements.
+    /// Returns an empty list of elements.
     fn default() -> Self {
         Self { indices: Vec::new(), coded: CodedIndices::Plain(Vec::new()) }
     }
@@ -140,11 +140,11 @@ mod tests {
     #[test]
     fn the_shorter_encoding_is_chosen() {
         let is_gap_coded = |indices: &[u32]| CodedIndices::smaller(indices).unwrap().indices().is_gap_coded();
-        // Up to four indices fit into sixteen bytes in either encoding.
+        // Up to four indices fit in sixteen bytes in either encoding.
         assert!(!is_gap_coded(&[]));
         assert!(!is_gap_coded(&[0, 1, 2, 3]));
         assert!(is_gap_coded(&[0, 1, 2, 3, 4]));
-        // Five bytes per gap: longer than the indices themselves.
+        // Each gap takes five bytes, which is longer than the index itself.
         let far: Vec<u32> = (0..15).map(|n| n * (1 << 28)).collect();
         assert!(!is_gap_coded(&far));
     }

@@ -1,8 +1,7 @@
-//! Finds whole pages: writes that replace all of a page's bytes, which no other operation of the batch
-//! changes.
+//! Finds whole pages: writes that replace all bytes of a page that no other operation of the batch changes.
 //!
-//! Such bytes need not be in the log: an image that is durable before the batch is logged serves as well.
-//! They are then written once, and the next snapshot does not write them again.
+//! Such bytes need not be in the log if an image with them is durable before the batch is logged. They are then written
+//! once, and the next snapshot does not write them again.
 
 use std::collections::BTreeMap;
 
@@ -13,8 +12,8 @@ use super::{BatchStep, WriteBatch};
 use crate::base::allocation::collected;
 use crate::error::Result;
 
-/// Shorter pages stay in the log: naming an image takes 80 bytes there, and the image has 64 bytes of its
-/// own.
+/// The minimum length in bytes of a page that is written to an image. Shorter pages are logged, because a reference to
+/// an image takes 80 bytes in the log, and the image has an overhead of 64 bytes.
 pub(crate) const WHOLE_PAGE_LEN_MIN: u64 = 4096;
 
 /// A write of all bytes of a page.
@@ -22,34 +21,34 @@ pub(crate) const WHOLE_PAGE_LEN_MIN: u64 = 4096;
 pub(crate) struct WholePage<'a> {
     /// The operation's index in the batch.
     pub step: usize,
-    /// The page that is written.
     pub page: PageId,
-    /// The page's length before the batch, as found so far; `None` if the batch creates the page.
+    /// The page's length before the batch, or `None` if the batch creates the page. The length is checked again under
+    /// the submission lock.
     pub len_before: Option<u64>,
-    /// The place in which the batch creates the page with this length. The page's first memory can then be
+    /// The place in which the batch creates the page with this length, if any. The page's first memory can then be
     /// filled in advance.
     pub created_in: Option<Place>,
     /// The page's bytes after the batch.
     pub bytes: &'a [u8],
 }
 
-/// Images with the bytes that some operations of a batch write, by the operation's index.
+/// The images that contain the bytes of some operations of a batch, by the operation's index.
 pub(crate) type OpImages = BTreeMap<usize, ImageRef>;
 
-/// The effect of the steps so far on a page's bytes and length.
+/// The effect of a batch's operations on a page's bytes and length.
 pub(super) struct PageEffect {
     len_before: Option<u64>,
     len: Option<u64>,
-    /// The place in which the page was created with this length.
+    /// The place in which the page was created with its current length, if any.
     created_in: Option<Place>,
-    /// The only step that changed the page's bytes, if it replaced all of them.
+    /// The only step that changed the page's bytes, if that step replaced all of them.
     pub whole: Option<usize>,
     changed: bool,
 }
 
 impl WriteBatch {
-    /// Returns the whole pages that the batch writes, if they total at least `bytes_min` bytes. `pages` are
-    /// the ids of the new pages; `len_of` returns the lengths of others.
+    /// Returns the whole pages that the batch writes, if they total at least `bytes_min` bytes. `pages` contains the
+    /// ids of the new pages. `len_of` returns the lengths of other pages.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -81,7 +80,7 @@ impl WriteBatch {
         Ok(if bytes < bytes_min { Vec::new() } else { whole })
     }
 
-    /// Returns the fate of each page that the batch changes.
+    /// Returns the effect of the batch on each page that it changes.
     pub(super) fn page_effects(
         &self,
         pages: &[PageId],
@@ -120,15 +119,15 @@ impl WriteBatch {
 }
 
 impl BatchStep {
-    /// Returns the page whose bytes or length the step changes, if any. A step that creates a page takes the
-    /// next id of `new_pages`.
+    /// Returns the page whose bytes or length the step changes, if any. A step that creates a page takes the next id
+    /// from `new_pages`.
     pub(super) fn changes(
         &self,
         pages: &[PageId],
         new_pages: &mut impl Iterator<Item = PageId>,
     ) -> Option<PageId> {
         match self {
-            // A clone also writes its page: with the bytes that its source has at that point.
+            // A clone also writes its page, with the current bytes of its source.
             BatchStep::Create { .. } | BatchStep::Clone { .. } => new_pages.next(),
             BatchStep::Write { page, .. }
             | BatchStep::Source { page, .. }
@@ -160,7 +159,7 @@ mod tests {
     const OLD: PageId = PageId(7);
     const LEN: usize = WHOLE_PAGE_LEN_MIN as usize;
 
-    /// Returns the steps of a batch that write whole pages. One of the pages exists before the batch.
+    /// Returns the steps of a batch that write whole pages. One page exists before the batch.
     fn steps(batch: &WriteBatch) -> Vec<usize> {
         let pages: Vec<PageId> = (20..).map(PageId).take(batch.new_pages()).collect();
         let len_of = |page| (page == OLD).then_some(LEN as u64);

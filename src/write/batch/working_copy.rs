@@ -1,8 +1,8 @@
-//! Working copies: a page's bytes in memory that the caller's kernels may write, with the page's epoch at
-//! which they were taken.
+//! Working copies: a page's bytes in memory that the caller's kernels may modify, with the epoch of the page at which
+//! they were copied.
 //!
-//! A caller never writes to the page itself. The changes in the copy become a delta, which is logged before
-//! it reaches the page (I1).
+//! A caller never writes to the page itself. The changes in the copy become a delta, which is logged before it is
+//! applied to the page (I1).
 
 use std::sync::Arc;
 
@@ -11,11 +11,11 @@ use remanent_format::{Epoch, PageId, Width};
 use crate::base::sync::Mutex;
 use crate::device::{DeviceBytes, Digest};
 
-/// A copy of a page for the caller's kernels to write. [`WriteBatch::capture`] logs what changed in it.
+/// A copy of a page that the caller's kernels may modify. [`WriteBatch::capture`] logs the changes.
 ///
-/// A clone of this handle refers to the same copy. The copy belongs to one state of its page, and each
-/// capture advances it to the next. If another batch changes the page, captures fail with [`Error::Conflict`]
-/// until [`Store::reload`](crate::Store::reload) has copied the page's bytes again.
+/// A clone of this handle refers to the same copy. The copy belongs to one state of its page, and each capture advances
+/// it to the next state. If another batch changes the page, captures fail with [`Error::Conflict`] until
+/// [`Store::reload`](crate::Store::reload) has copied the page's bytes again.
 ///
 /// [`WriteBatch::capture`]: super::WriteBatch::capture
 /// [`Error::Conflict`]: crate::Error::Conflict
@@ -31,29 +31,28 @@ struct Copy {
     state: Mutex<CopyState>,
 }
 
-/// The bytes that a working copy is compared with.
+/// The data with which a working copy is compared.
 #[derive(Debug)]
 pub(crate) enum CopyShadow {
     /// The page itself.
     Page,
     /// The contents of the working copy when it last equaled the page.
     Kept(DeviceBytes),
-    /// Digests of those contents, computed with this key.
+    /// Digests of the contents of the working copy when it last equaled the page. The memory contains their key.
     Digests(DeviceBytes),
 }
 
 /// The state of a working copy when it last equaled the page.
 #[derive(Debug, Default)]
 struct CopyState {
-    /// The epoch of the page's bytes that the copy started from. It is 0, which no page has, if their state
-    /// is unknown.
+    /// The epoch of the page's bytes from which the copy started, or 0, which no page has, if their state is unknown.
     epoch: Epoch,
-    /// The digest of each chunk, or [`UNKNOWN_DIGEST`]; empty if no digests are kept.
+    /// The digest of each chunk, or [`UNKNOWN_DIGEST`]. Empty if no digests are kept.
     digests: Vec<Digest>,
 }
 
-/// Marks a chunk whose digest is unknown, so that the chunk counts as changed. No chunk has this digest: both
-/// halves of a digest are below 2^61.
+/// The value for a chunk whose digest is unknown, so that the chunk counts as changed. No chunk has this digest,
+/// because both halves of a digest are below 2^61.
 pub(crate) const UNKNOWN_DIGEST: Digest = [0xFF; 16];
 
 /// The digests of consecutive chunks.
@@ -61,35 +60,34 @@ pub(crate) const UNKNOWN_DIGEST: Digest = [0xFF; 16];
 pub(crate) struct ChunkDigests {
     /// The number of the first chunk in its page.
     pub first: usize,
-    /// The digests, starting with that chunk.
+    /// The digests, starting with that of the first chunk.
     pub digests: Vec<Digest>,
 }
 
 impl WorkingCopy {
-    /// Makes a copy that does not belong to any state yet.
+    /// Creates a copy that does not belong to any state yet.
     pub(crate) fn new(page: PageId, width: Width, memory: DeviceBytes, shadow: CopyShadow) -> Self {
         Self(Arc::new(Copy { page, width, memory, shadow, state: Mutex::default() }))
     }
 
-    /// Returns the page that this is a copy of.
     #[must_use]
     pub fn page(&self) -> PageId {
         self.0.page
     }
 
-    /// Returns the width of the elements by which changes are found.
+    /// Returns the width of the elements that are compared.
     #[must_use]
     pub fn width(&self) -> Width {
         self.0.width
     }
 
-    /// Returns the memory of the copy, which is as long as the page.
+    /// Returns the memory of the copy, which has the length of the page.
     #[must_use]
     pub fn bytes(&self) -> &DeviceBytes {
         &self.0.memory
     }
 
-    /// Returns the epoch of the page that the copy belongs to, or 0 in a forked child.
+    /// Returns the epoch of the page state to which the copy belongs, or 0 in a forked child.
     #[must_use]
     pub fn epoch(&self) -> Epoch {
         if self.0.memory.check_process().is_err() {
@@ -98,19 +96,17 @@ impl WorkingCopy {
         self.0.state.lock().epoch
     }
 
-    /// Returns what the copy is compared with.
     pub(crate) fn shadow(&self) -> &CopyShadow {
         &self.0.shadow
     }
 
-    /// Sets the state of the page that the copy belongs to, and the digests of the copy's chunks in that
-    /// state.
+    /// Sets the epoch of the page state to which the copy belongs, and the digests of the copy's chunks in that state.
     pub(crate) fn belongs_to(&self, epoch: Epoch, digests: Vec<Digest>) {
         *self.0.state.lock() = CopyState { epoch, digests };
     }
 
-    /// Advances the copy to a new state of the page after a capture at epoch `before`, and updates the
-    /// digests of the captured chunks. Does nothing if the copy was reloaded in the meantime.
+    /// Advances the copy to a new state of the page after a capture at epoch `before`, and updates the digests of the
+    /// captured chunks. Does nothing if the copy was reloaded since.
     pub(crate) fn captured<'d>(
         &self,
         before: Epoch,
@@ -129,8 +125,8 @@ impl WorkingCopy {
         }
     }
 
-    /// Passes the digests of the chunks from `first` on, in order, to `take`. Returns whether the copy is
-    /// still at `epoch`.
+    /// Passes the digests of the chunks from `first` on to `take`, in order. Returns whether the copy is still at
+    /// `epoch`.
     pub(crate) fn each_digest(&self, epoch: Epoch, first: usize, mut take: impl FnMut(&Digest)) -> bool {
         let state = self.0.state.lock();
         state.digests.iter().skip(first).for_each(&mut take);

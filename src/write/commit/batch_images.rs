@@ -1,7 +1,7 @@
-//! An image file of a batch that is not logged yet.
+//! The images of a batch that is not logged yet.
 //!
-//! The file and its name are durable before the batch can be logged. A crash before that leaves a file that
-//! nothing names, and the next open removes it.
+//! The image files and their names are durable before the batch can be logged. A crash before that leaves unreferenced
+//! files, which the next open removes.
 
 use remanent_format::image::ImageRef;
 use remanent_format::{LogPoint, PageId, PageInfo};
@@ -12,18 +12,18 @@ use crate::error::{Error, Result};
 use crate::images::PendingImages;
 use crate::log::Log;
 
-/// Images that were written for a batch, if any. Dropping this removes the file, unless
+/// The images that were written for a batch, if any. Dropping this value removes their files, unless
 /// [`logged`](Self::logged) or [`leave`](Self::leave) was called.
 #[derive(Default)]
 pub(super) struct BatchImages<'a> {
-    /// Boxed, because most batches have none of the four kinds.
+    /// The images. They are boxed, because most batches have none of the four kinds.
     written: Option<Box<WrittenImages<'a>>>,
 }
 
 struct WrittenImages<'a> {
     ahead: PendingImages<'a>,
-    /// The page and length of each image, in order; `None` if the page differs from its image after the
-    /// batch.
+    /// The page and the length of each image, in order. An element is `None` if the batch changes the page in other
+    /// ways, so that it differs from its image.
     pages: Vec<Option<(PageId, u64)>>,
 }
 
@@ -57,7 +57,7 @@ impl Committer {
 }
 
 impl<'a> BatchImages<'a> {
-    /// Takes ownership of images of these pages, with their lengths in bytes.
+    /// Takes ownership of the images of these pages, with the pages' lengths in bytes.
     pub fn new(ahead: PendingImages<'a>, pages: Vec<Option<(PageId, u64)>>) -> Self {
         assert!(ahead.images().len() == pages.len()); // I7: each image is its page's.
         Self { written: Some(Box::new(WrittenImages { ahead, pages })) }
@@ -73,8 +73,8 @@ impl<'a> BatchImages<'a> {
         self.written.iter().flat_map(|written| written.ahead.images()).copied()
     }
 
-    /// Called when the batch is logged, still under the submission lock: a snapshot that begins after this
-    /// batch must know its images.
+    /// Records that the batch is logged. Must be called under the submission lock, because a snapshot that begins after
+    /// this batch must include its images in its plan.
     pub fn logged(&mut self, known: &KnownImages, log: &Log, point: LogPoint) {
         let Some(written) = self.written.take() else { return };
         let WrittenImages { ahead, pages } = *written;
@@ -84,12 +84,12 @@ impl<'a> BatchImages<'a> {
                 known.note_ahead(*page, point.lsn, *image, *len);
             }
         }
-        // Images count as log toward the next snapshot.
+        // Images count like log toward the next snapshot.
         log.count_ahead(ahead.images().iter().map(|image| image.stored_len).sum());
         ahead.logged(point.lsn);
     }
 
-    /// Keeps the file if it is unknown whether the batch is logged. Recovery finds out.
+    /// Keeps the files if it is unknown whether the batch is logged. Recovery will find out.
     pub fn leave(&mut self) {
         if let Some(written) = &mut self.written {
             written.ahead.leave();

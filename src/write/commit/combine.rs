@@ -1,22 +1,22 @@
-//! Batches that wait to be logged, and the thread that logs them: flat combining.
+//! Flat combining: batches that wait to be logged are logged by the thread that holds the submission lock.
 //!
-//! The log has one order, so one thread at a time appends: the holder of the submission lock. If the lock
-//! passed from committer to committer, every batch would move the cache lines of the table, the log and the
-//! queue from core to core, and wake a sleeping thread. Instead, a committer that finds the lock taken leaves
-//! its draft here, and the lock holder logs it along with its own:
+//! The log has one order, so one thread at a time appends: the holder of the submission lock. If the lock passed from
+//! committer to committer, every batch would move the cache lines of the table, the log and the queue from core to
+//! core, and wake a sleeping thread. Instead, a committer that finds the lock taken leaves its draft here, and the lock
+//! holder logs it after its own:
 //!
 //! 1. Leave the draft.
 //! 2. Wait for the lock, or until the holder is done with the draft, whichever comes first.
 //! 3. A committer that gets the lock logs all waiting drafts, in the order of their arrival.
 //!
-//! With enough cores, a waiting committer spins for a while before it sleeps: a holder that had to wake each
-//! of them would do little else. With 8 threads on 16 cores this gives 800,000 batches of 256 bytes per
-//! second instead of 400,000 (720,000 with a fourth of the spins, 610,000 with a sixteenth); on 2 cores it
-//! loses a tenth or more.
+//! With enough cores, a waiting committer spins for a while before it sleeps, because a holder that had to wake each
+//! committer would do little else. With 8 threads on 16 cores this yields 800,000 batches of 256 bytes per second
+//! instead of 400,000 (720,000 with a fourth of the spins, 610,000 with a sixteenth). On 2 cores, spinning costs a
+//! tenth or more, so it is disabled there.
 //!
-//! No draft is forgotten, even if it arrives just after the holder's last check. A committer that leaves a
-//! draft tries to take the lock itself until it sees the outcome, and a holder does not release the lock
-//! while it works on the drafts that it took.
+//! No draft is forgotten, even if it arrives just after the holder's last check. A committer that leaves a draft tries
+//! to take the lock itself until it observes the outcome, and a holder does not release the lock while it works on
+//! drafts.
 
 use std::sync::Arc;
 
@@ -30,32 +30,31 @@ use crate::base::sync::Mutex;
 use crate::base::sync::atomic::{AtomicUsize, Ordering};
 use crate::error::{Error, Result};
 
-/// Times that a holder takes the waiting drafts before it continues with its own work. Other threads hold the
-/// lock next.
+/// The number of times that a holder takes the waiting drafts before it continues with its own work. Other threads hold
+/// the lock next.
 const ROUNDS: usize = 4;
 
-/// Times that a committer checks its draft before it sleeps. This takes some hundred microseconds, in which a
-/// holder logs a hundred batches.
+/// The number of times that a committer checks its draft before it sleeps. These checks take some hundred microseconds,
+/// in which a holder logs a hundred batches.
 const SPINS_MAX: usize = 4096;
-/// Checks per attempt to take the lock, whose word belongs in the holder's cache.
+/// The number of checks per attempt to take the lock. Each attempt takes the lock's cache line away from the holder.
 const SPINS_PER_TRY: usize = 8;
-/// With fewer cores no committer spins: it would take the holder's core.
+/// The number of cores below which no committer spins, because it would take the holder's core.
 const CORES_TO_SPIN: usize = 8;
 
 /// The drafts that wait for a lock holder.
 pub(crate) struct CombineQueue {
-    /// The number of waiting drafts, so that a holder that finds none takes no lock.
+    /// The number of waiting drafts, so that a holder takes no lock if there are none.
     count: AtomicUsize,
     entries: Mutex<Vec<Arc<Entry>>>,
-    /// If this many drafts wait to be taken, the next committer sleeps immediately, because spinning occupies
-    /// a core.
+    /// The number of waiting drafts from which the next committer sleeps immediately, because spinning occupies a core.
     spinner_max: usize,
 }
 
 /// The slot in which a committer leaves a draft and finds its outcome.
 ///
-/// When the holder is done, the committer alone owns the slot again, so memory that the committer's thread
-/// allocated is freed by no other thread. If the slot holds no outcome at that point, the holder panicked.
+/// When the holder is done, the committer alone owns the slot, so memory that the committer's thread allocated is freed
+/// by no other thread. If the slot contains no outcome at that point, the holder panicked.
 struct Entry(Mutex<DraftState>);
 
 enum DraftState {
@@ -66,15 +65,14 @@ enum DraftState {
 }
 
 impl CombineQueue {
-    /// Makes an empty queue.
     pub fn new() -> Self {
         let cores = sync::cores();
         let spinner_max = if cores < CORES_TO_SPIN { 0 } else { cores / 2 };
         Self { count: AtomicUsize::new(0), entries: Mutex::default(), spinner_max }
     }
 
-    /// Leaves a draft. The count is stored after the draft is in its slot, so a holder that sees the count
-    /// finds the draft.
+    /// Adds a draft to the queue. The count is stored after the draft is in its slot, so a holder that observes the
+    /// count finds the draft.
     fn leave(&self, draft: Draft) -> Arc<Entry> {
         let entry = Arc::new(Entry(Mutex::new(DraftState::Draft(draft))));
         let mut entries = self.entries.lock();
@@ -83,7 +81,7 @@ impl CombineQueue {
         entry
     }
 
-    /// Takes all waiting drafts. The caller holds the submission lock, so two holders never take the same
+    /// Takes all waiting drafts. The caller must hold the submission lock, so that two holders never take the same
     /// draft.
     fn take(&self) -> Vec<Arc<Entry>> {
         if self.count.load(Ordering::Acquire) == 0 {
@@ -91,19 +89,19 @@ impl CombineQueue {
         }
         let mut entries = self.entries.lock();
         self.count.store(0, Ordering::Release);
-        // With as much capacity as was needed now. Otherwise the vector would grow again under the lock while
-        // all committers wait.
+        // The new vector has the capacity that was needed now. Otherwise it would grow again under the lock while all
+        // committers wait.
         let empty = Vec::with_capacity(entries.len());
         std::mem::replace(&mut entries, empty)
     }
 }
 
 impl Committer {
-    /// Waits until a draft is logged by the next holder of the submission lock, which may be this thread.
+    /// Waits until the next holder of the submission lock, possibly this thread, has logged a draft.
     ///
     /// # Errors
-    /// `Poisoned` if the thread that logged the draft panicked. Its progress is unknown, so the batch may be
-    /// in the log.
+    /// `Poisoned` if the thread that logged the draft panicked. Its progress is unknown, so the batch may be in the
+    /// log.
     pub(super) fn log_in_turn(&self, draft: Draft) -> Result<Outcome> {
         let entry = self.waiting.leave(draft);
         if !self.is_logged_soon(&entry) {
@@ -112,8 +110,8 @@ impl Committer {
         outcome(entry).ok_or_else(|| self.engine.poison.set(Error::panicked("a committer's thread")))
     }
 
-    /// Spins until the holder is done with a draft, and returns whether it is. If the lock becomes free
-    /// first, this thread logs the draft.
+    /// Spins until the holder is done with a draft, and returns whether it is. If the lock becomes free first, the
+    /// calling thread logs the draft.
     fn is_logged_soon(&self, entry: &Arc<Entry>) -> bool {
         if self.waiting.count.load(Ordering::Relaxed) >= self.waiting.spinner_max {
             return false;
@@ -133,7 +131,7 @@ impl Committer {
         false
     }
 
-    /// Logs the waiting drafts. The caller holds the submission lock.
+    /// Logs the waiting drafts. The caller must hold the submission lock.
     pub(super) fn log_waiting(&self, table: &mut PageTable) {
         for _ in 0..ROUNDS {
             let entries = self.waiting.take();
@@ -143,8 +141,8 @@ impl Committer {
             for entry in entries {
                 let mut content = entry.0.lock();
                 if let DraftState::Draft(draft) = std::mem::replace(&mut *content, DraftState::Taken) {
-                    // Its committer decoded the payload before. The operations borrow the payload, so they
-                    // were not kept, and memory for them may be refused now.
+                    // The draft's committer decoded the payload before. The operations borrow the payload, so they were
+                    // not kept, and memory for them may be unavailable now.
                     let ops = decode_payload(&draft.payload).map_err(Error::of_memory);
                     let appended = ops.and_then(|ops| self.append(table, &draft, &ops));
                     *content = DraftState::Outcome(self.hand_over(table, draft, appended, |_, _| {}));
@@ -154,8 +152,7 @@ impl Committer {
     }
 }
 
-/// Returns the outcome in a slot that no other thread shares, or `None` if the holder panicked before it was
-/// done.
+/// Returns the outcome in a slot that no other thread shares, or `None` if the holder panicked before it was done.
 fn outcome(entry: Arc<Entry>) -> Option<Outcome> {
     match Arc::into_inner(entry).expect("the holder has let go of it").0.into_inner() {
         DraftState::Outcome(outcome) => Some(outcome),
@@ -169,7 +166,7 @@ mod tests {
     use crate::log::SpacePurpose;
     use crate::memory::staging::GrownBytes;
 
-    /// A draft that is identified by its checksum.
+    /// Returns a draft that is identified by its checksum.
     fn draft(payload_crc: u32) -> Draft {
         Draft::new(GrownBytes::Plain(Vec::new()), payload_crc, SpacePurpose::User, Vec::new())
     }
@@ -179,7 +176,7 @@ mod tests {
         Arc::strong_count(entry) == 1
     }
 
-    /// The order of the queue is the order of the log. A draft that two holders took would be logged twice.
+    /// The order of the queue is the order of the log. If two holders took a draft, it would be logged twice.
     #[test]
     fn combiner_takes_waiting_drafts_in_order_once() {
         let waiting = CombineQueue::new();
@@ -197,8 +194,7 @@ mod tests {
         assert_eq!(waiting.take().len(), 1);
     }
 
-    /// The committer of a draft that was lost in a panic must not wait forever, nor consider the draft
-    /// logged.
+    /// The committer of a draft that was lost in a panic must neither wait forever nor consider the draft logged.
     #[test]
     fn unfinished_draft_of_holder_has_no_outcome() {
         let waiting = CombineQueue::new();

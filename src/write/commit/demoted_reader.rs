@@ -1,5 +1,5 @@
-//! Reads the pages that move to disk, many with one command list. Read one by one, each page would wait for
-//! the applier and for the device.
+//! Reads the pages that move to disk, many with one command list. Read one by one, each page would wait for the applier
+//! and for the device.
 
 use std::ops::Range;
 
@@ -13,36 +13,36 @@ use crate::error::{Error, Result};
 use crate::images::{CHUNK_BYTES, chunks};
 use crate::memory::staging::StagingBuf;
 
-/// The pages that move to disk, shared by the threads that read them. Each thread reads the pages of one
-/// chunk of images together.
+/// The pages that move to disk, shared by the threads that read them. Each thread reads the pages of one chunk of
+/// images together.
 pub(super) struct ReadPages<'r> {
     engine: &'r Engine,
     chunks: Vec<&'r [PageInfo]>,
-    /// Whether a page was found to have changed.
+    /// Whether a page was found to have a newer version.
     is_stale: AtomicBool,
 }
 
-/// One thread's reader, which reads chunks in order.
+/// The reader of one thread, which reads chunks in order.
 pub(super) struct DemotedReader<'r> {
     demoted: &'r ReadPages<'r>,
-    /// The current chunk, and the page in it that was read last.
+    /// The current chunk, and the position in it of the page that was read last.
     chunk: usize,
     at: usize,
-    /// Pages of the chunk that were read together.
+    /// The pages of the chunk that were read together.
     group: Option<Group>,
 }
 
 /// Pages that were read together.
 struct Group {
-    /// The index of the first page in the chunk.
+    /// The position of the first page in the chunk.
     first: usize,
-    /// The offset of each page's bytes, followed by the end of the last one.
+    /// The offset of each page's bytes, followed by the end of the last page.
     starts: Vec<usize>,
     bytes: StagingBuf,
 }
 
 impl<'r> ReadPages<'r> {
-    /// Takes the pages with the versions to read.
+    /// Prepares to read these versions of pages.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -71,7 +71,7 @@ impl<'r> DemotedReader<'r> {
         Self { demoted, chunk: 0, at: 0, group: None }
     }
 
-    /// Reads bytes of a page: the one that was read last, or a later one.
+    /// Fills `out` with bytes of the page that was read last, or of a later page.
     ///
     /// # Errors
     /// `Overtaken` if the page has a newer version; no memory; a device error.

@@ -1,13 +1,13 @@
 //! Pages that a batch moves to disk, or from disk to memory.
 //!
-//! Before the batch is logged, a page that moves to disk has an image with its bytes: that of the newest
-//! snapshot, or one that is written ahead. No frame names the image. If a crash loses it, the next open
-//! rebuilds the page from an older image and the log.
+//! Before the batch is logged, a page that moves to disk has an image with its bytes. The image belongs to the newest
+//! snapshot or is written in advance. No frame names it. If a crash loses the image, the next open rebuilds the page
+//! from an older image and the log.
 //!
-//! A page that comes from disk brings memory that already holds its bytes, so the applier never reads the
-//! disk.
+//! For a page that comes from disk, new memory is filled with the page's bytes before the batch is logged, so the
+//! applier never reads the disk.
 //!
-//! Both read the page without the submission lock. If another batch changes the page before this one is
+//! Both directions read the page without the submission lock. If another batch changes the page before this one is
 //! logged, the draft is stale and is prepared again.
 
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -32,10 +32,10 @@ use crate::images::disk_pages::{DiskImage, DiskPage, PendingClaim, pending_bytes
 use crate::images::read::{damaged, prove};
 use crate::memory::arena::PageMemory;
 
-/// The operations of a batch that concern pages on disk.
+/// The operations of a batch that affect pages on disk.
 #[derive(Debug, Default)]
 pub(super) struct DiskOps {
-    /// The operations, by their index, whose page is on disk at that point.
+    /// The indices of the operations whose page is on disk at that point.
     pub on_disk: Vec<usize>,
     /// The pages that move to disk.
     pub to_disk: Vec<PageId>,
@@ -43,7 +43,7 @@ pub(super) struct DiskOps {
     pub from_disk: Vec<PageId>,
 }
 
-/// The state of a page in the course of a batch.
+/// The state of a page during a batch.
 #[derive(Clone, Copy, Default)]
 struct PageState {
     is_on_disk: bool,
@@ -54,10 +54,10 @@ struct PageState {
 }
 
 impl DiskOps {
-    /// Finds these operations. `place_of` returns the places of pages before the batch.
+    /// Finds the operations that affect pages on disk. `place_of` returns the places of pages before the batch.
     ///
     /// # Errors
-    /// `InvalidOperation` if the batch moves a page to or from disk after it changed the page's bytes: the
+    /// `InvalidOperation` if the batch moves a page to or from disk after it changed the page's bytes, because the
     /// bytes that move are those before the batch.
     pub fn find(ops: &[OpAt<'_>], place_of: impl Fn(PageId) -> Option<Place>) -> Result<Self> {
         let mut found = Self::default();
@@ -105,17 +105,17 @@ impl DiskOps {
         self.on_disk.is_empty() && self.to_disk.is_empty() && self.from_disk.is_empty()
     }
 
-    /// Returns whether both are of the same operations and pages.
+    /// Returns whether both values contain the same operations and pages.
     ///
-    /// The elements are compared one by one. Comparing two empty slices as such compiles to a call that reads
-    /// nothing at a dangling address, which takes some 30 ns on processors with masked loads.
+    /// The elements are compared one by one. Comparing two empty slices as such compiles to a call that reads nothing
+    /// at a dangling address, which takes some 30 ns on processors with masked loads.
     pub fn is_same(&self, other: &Self) -> bool {
         self.on_disk.iter().eq(&other.on_disk)
             && self.to_disk.iter().eq(&other.to_disk)
             && self.from_disk.iter().eq(&other.from_disk)
     }
 
-    /// Returns whether an operation's page is on disk at that point.
+    /// Returns whether an operation's page is on disk at that point of the batch.
     pub fn has(&self, index: usize) -> bool {
         self.on_disk.binary_search(&index).is_ok()
     }
@@ -136,7 +136,7 @@ impl DiskOps {
     }
 }
 
-/// Pages that a batch moves to disk, with images of their bytes.
+/// The pages that a batch moves to disk, with images of their bytes.
 #[derive(Default)]
 pub(super) struct DemotedPages<'a> {
     /// The images, in ascending order of page id.
@@ -148,8 +148,8 @@ pub(super) struct DemotedPages<'a> {
 }
 
 impl Committer {
-    /// Finds the operations of a batch that concern pages on disk. If no page was ever on disk, and the batch
-    /// puts none there, no page is looked up.
+    /// Finds the operations of a batch that affect pages on disk. If there was never a page on disk, and the batch
+    /// moves none there, no page is looked up.
     pub(super) fn disk_ops(&self, ops: &[OpAt<'_>], locked: Option<&PageTable>) -> Result<DiskOps> {
         if !self.engine.disk_pages.is_any() && !new_places(ops).any(|place| place == Place::Disk) {
             return Ok(DiskOps::default());
@@ -161,8 +161,8 @@ impl Committer {
         })
     }
 
-    /// Waits until the bytes that the batch writes to pages on disk may become pending, and claims room for
-    /// them. A caller that holds the submission lock does not wait.
+    /// Claims room for the batch's writes to pages on disk, and waits until there is enough. A caller that holds the
+    /// submission lock does not wait.
     pub(super) fn claim_pending(
         &self,
         found: &DiskOps,
@@ -184,8 +184,8 @@ impl Committer {
         let claim = match locked {
             Some(_) => disk_pages.claim(needed),
             None => match disk_pages.wait_for_room(needed, call) {
-                // Bytes that the applier is about to write are claimed and, for a moment, counted twice.
-                // Whether a batch fits must not depend on the progress of the applier.
+                // Bytes that the applier is about to write are claimed and, for a moment, counted twice. Whether a
+                // batch fits must not depend on the progress of the applier.
                 Err(Error::OverBudget { .. }) => {
                     applier.turn(|_| Ok(()))?;
                     disk_pages.wait_for_room(needed, call)?
@@ -199,8 +199,8 @@ impl Committer {
         Ok(Some(claim))
     }
 
-    /// Finds or writes images of the pages that move to disk. Returns `None` if one of the pages changed in
-    /// the meantime.
+    /// Finds or writes images of the pages that move to disk. Returns `None` if one of the pages has changed in the
+    /// meantime.
     pub(super) fn demoted_pages(
         &self,
         found: &DiskOps,
@@ -237,7 +237,7 @@ impl Committer {
         Ok(Some(demoted))
     }
 
-    /// Writes images of the pages that move to disk and have none. Returns whether all of them are still
+    /// Writes images of the pages that move to disk without an image. Returns whether all of these pages are still
     /// unchanged.
     fn write_unwritten<'a>(
         &'a self,
@@ -246,8 +246,8 @@ impl Committer {
         ops: &[OpAt<'_>],
         demoted: &mut DemotedPages<'a>,
     ) -> Result<bool> {
-        // If the batch changes a page, its image is of an older state, and the next snapshot must not name
-        // it.
+        // If the batch changes a page, its image contains an older state, and the next snapshot must not name the
+        // image.
         let changed = set_of(found.on_disk.iter().filter_map(|index| ops[*index].op.page()));
         let is_changed = |page| changed.contains(&page);
         let stay = unwritten.iter().map(|info| (!is_changed(info.page)).then_some((info.page, info.len)));
@@ -255,27 +255,27 @@ impl Committer {
         let Some(ahead) = self.write_demoted(unwritten)? else { return Ok(false) };
         let mut requests = Vec::new();
         for (info, image) in unwritten.iter().zip(ahead.images()) {
-            // It is proven before the batch is logged, or the batch fails.
+            // The image is verified before the batch is logged, or the batch fails.
             let image = self.engine.disk_pages.proven_image(*image, info.len);
             push(&mut requests, image.request(info.page))?;
             push(&mut demoted.images, (info.page, Some(image)))?;
         }
-        // Before the memory is freed, which is the only other place with all of the bytes (I7).
+        // The images are verified before the memory is freed, which is the only other place with all of the bytes (I7).
         prove(&DiskSource::past_cache(self.engine.disk.clone()), requests)?;
         demoted.file = BatchImages::new(ahead, stay);
         Ok(true)
     }
 
-    /// Returns the newest snapshot's image of a page, if it is of the page's current state.
+    /// Returns the newest snapshot's image of a page if the image contains the page's current state.
     fn known_image(&self, info: &PageInfo) -> Option<Arc<DiskImage>> {
         let named = self.known.image_of(info.page, info.epoch)?;
         let image = self.engine.disk_pages.proven_image(named, info.len);
-        // Checked again after the file was marked as used: if the image is still named, no snapshot removes
-        // the file from here on.
+        // Checked again after the file was marked as used: if the image is still named, no snapshot removes the file
+        // from here on.
         (self.known.image_of(info.page, info.epoch) == Some(named)).then_some(image)
     }
 
-    /// Keeps the images that are intact on the medium, and adds the other pages to `unwritten` (I7).
+    /// Verifies images on the medium. Keeps the intact ones, and adds the pages of the others to `unwritten` (I7).
     fn keep_proven(
         &self,
         known: Vec<(PageInfo, Arc<DiskImage>)>,
@@ -297,7 +297,7 @@ impl Committer {
         Ok(())
     }
 
-    /// Writes images of pages to separate files. Returns `None` if one of the pages changed in the meantime.
+    /// Writes images of pages to separate files. Returns `None` if one of the pages has changed in the meantime.
     fn write_demoted(&self, pages: &[PageInfo]) -> Result<Option<PendingImages<'_>>> {
         let lens = collected(pages.iter().map(|info| (info.page, info.len)))?;
         let demoted = ReadPages::new(&self.engine, pages)?;
@@ -311,8 +311,8 @@ impl Committer {
         }
     }
 
-    /// Fills the new memory of pages that come from disk. Returns the versions that were read, and adds the
-    /// pages to `filled`. A page that changed in the meantime is not filled; its version makes the draft
+    /// Fills the new memory of pages that come from disk. Returns the versions that were read, and adds the pages to
+    /// `filled`. If a page has changed in the meantime, its memory is not filled, and its version makes the draft
     /// stale.
     pub(super) fn fill_from_disk(
         &self,
@@ -329,7 +329,7 @@ impl Committer {
         let (mut pages, mut targets) = (Vec::new(), HashMap::new());
         for (made, memory) in made.iter().zip(memory) {
             let Op::Move { page, .. } = ops[made.op].op else { continue };
-            // If there are several moves, the first is the one from disk.
+            // If a page moves several times, the first move is the one from disk.
             if left.remove(&page) {
                 push(&mut pages, page)?;
                 insert(&mut targets, page, memory.span())?;
@@ -349,8 +349,8 @@ impl Committer {
         collected(copies.iter().map(|(page, lsn, _)| (*page, *lsn)))
     }
 
-    /// Fills memory with the bytes of pages. Skips a page that is now in memory or has another length: it was
-    /// changed.
+    /// Fills memory with the bytes of pages. Skips pages that are now in memory or have another length, because they
+    /// have changed.
     fn fill_pages(
         &self,
         copies: &[(PageId, Lsn, Option<DiskPage>)],
@@ -362,7 +362,7 @@ impl Committer {
             let Some(copy) = copy.as_ref().filter(|copy| copy.byte_len() == target.len) else { continue };
             match copy.only_image() {
                 Some(image) => push(&mut images, image.request(*page))?,
-                // The page's bytes are its image, and what batches wrote since.
+                // The page consists of its image and later writes of batches.
                 None => copy.upload(0, &self.engine.staging, target)?,
             }
         }
@@ -380,7 +380,7 @@ pub(super) fn is_on_disk(table: &PageTable, page: PageId) -> bool {
     table.entry(page).is_some_and(|entry| entry.place() == Place::Disk)
 }
 
-/// Returns the places that operations put pages in.
+/// Returns the places in which operations create pages, or to which they move pages.
 pub(super) fn new_places<'a>(ops: &'a [OpAt<'_>]) -> impl Iterator<Item = Place> + 'a {
     ops.iter().filter_map(|at| match at.op {
         Op::Create { place, .. } | Op::Move { place, .. } => Some(place),

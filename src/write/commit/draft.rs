@@ -1,10 +1,10 @@
-//! A batch that is ready to be logged: the remaining checks under the submission lock, the append, and the
-//! hand-over to the applier.
+//! A batch that is ready to be logged: the remaining checks under the submission lock, the append, and the hand-over to
+//! the applier.
 //!
-//! A draft owns everything that these steps need, so any lock holder can log it: its own committer, or
-//! another one on its behalf ([`super::combine`]).
+//! A draft owns everything that these steps need, so any lock holder can log it: its own committer, or another one on
+//! its behalf ([`super::combine`]).
 //!
-//! A crash before the append loses a batch that was never acknowledged; after it, recovery replays the batch.
+//! A crash before the append loses a batch that was never acknowledged. After the append, recovery replays the batch.
 
 use remanent_format::op::OpAt;
 use remanent_format::state::table::{Changes, PlanMode, Refusal};
@@ -22,32 +22,32 @@ use crate::log::SpacePurpose;
 use crate::memory::arena::PageMemory;
 use crate::memory::staging::GrownBytes;
 
-/// A batch that is about to be logged, with all memory that applying it takes.
+/// A batch that is about to be logged, with all memory that is needed to apply it.
 pub(super) struct Draft {
     pub payload: GrownBytes,
     /// The payload's checksum, computed before an Lsn is assigned (I1).
     pub payload_crc: u32,
     pub purpose: SpacePurpose,
-    /// The epochs at which pages must be.
+    /// The epochs that pages must have.
     pub expected: Vec<(PageId, Epoch)>,
-    /// Pages from which bytes were copied, and their versions at that time.
+    /// The pages from which bytes were copied, with their versions at that time.
     pub staged: SourceVersions,
-    /// Pages whose bytes are in images, and the lengths that they had when the images were written.
+    /// The pages whose bytes are in images, with their lengths at the time when the images were written.
     pub lens: Vec<(PageId, Option<u64>)>,
-    /// The operations that concern pages on disk.
+    /// The operations that affect pages on disk.
     pub disk_ops: DiskOps,
-    /// The other resources that applying the batch takes, if any.
+    /// The other resources that are needed to apply the batch, if any.
     pub provision: Option<Box<Provision>>,
 }
 
-/// The last change of each page, to its bytes, metadata or place, as of when it was copied.
+/// The Lsn of each page's last change, to its bytes, metadata or place, at the time when it was copied.
 pub(super) type SourceVersions = Vec<(PageId, Lsn)>;
 
 /// The outcome of an attempt to log a draft.
 pub(super) enum Outcome {
-    /// The draft is in the log, and on its way to the device.
+    /// The draft is in the log, and was passed to the applier.
     Logged(LogPoint),
-    /// Nothing is logged: a page has changed since the draft was prepared. The committer prepares it again.
+    /// Nothing is logged, because a page has changed since the draft was prepared. The committer prepares it again.
     Stale(Draft),
     /// Nothing is logged, and the batch fails.
     Refused(Error, Draft),
@@ -68,7 +68,7 @@ impl Draft {
         Self { payload, payload_crc, purpose, expected, staged, lens, disk_ops, provision: None }
     }
 
-    /// Returns the memory for the creates, resizes and moves, in their order.
+    /// Returns the memory for the creates, resizes and moves, in order.
     fn memory(&self) -> impl Iterator<Item = &PageMemory> {
         self.provision.iter().flat_map(|provision| &provision.memory)
     }
@@ -80,12 +80,12 @@ impl Draft {
 }
 
 impl Committer {
-    /// Checks a draft against the state that it is to follow, and appends it. Returns `None` if the draft is
-    /// stale: a page was changed after it was read for a copy, or has a different length or place than when
-    /// its bytes were written or its memory was allocated. `ops` are the operations of the payload.
+    /// Checks a draft against the current state, and appends it to the log. `ops` contains the operations of the
+    /// payload.
     ///
-    /// Staleness is checked before preconditions and plan. A stale draft is prepared again, so its errors
-    /// would describe a past state.
+    /// Returns `None` if the draft is stale: a page has changed since it was read for a copy, or its length or place
+    /// has changed since its bytes were written or its memory was allocated. Staleness is checked before preconditions
+    /// and plan, because the errors of a stale draft would describe a past state.
     pub(super) fn append(
         &self,
         table: &PageTable,
@@ -94,8 +94,7 @@ impl Committer {
     ) -> Result<Option<AppendResult>> {
         self.engine.poison.check()?;
         let location_of = |page| location_in(table, page);
-        // A lease that is taken from now on shows the page after this batch. Only existing leases need a
-        // relocation.
+        // A lease taken from now on shows the page after this batch. Only existing leases need a relocation.
         let has_relocation = |page: &PageId| {
             let is_relocation_of_page = |(moved, memory): &(PageId, PageMemory)| {
                 moved == page && Some(location(memory)) == location_of(*page)
@@ -107,7 +106,7 @@ impl Committer {
         if !self.engine.leases.leased(changed_in_place(ops)).iter().all(has_relocation) {
             return Ok(None);
         }
-        // A kernel that reads the memory through a lease would see the bytes of its next owner.
+        // A kernel that reads the memory through a lease would otherwise read the bytes of its next owner.
         if let Some(handover) = draft.provision.as_ref().and_then(|provision| provision.handover.as_ref()) {
             self.engine.leases.check_unleased(handover.page)?;
             if location_of(handover.page).is_some_and(|(place, _)| place == Place::Disk) {
@@ -119,11 +118,11 @@ impl Committer {
         self.engine
             .leases
             .check_unpinned(ops.iter().filter_map(|at| page_moved_away(&at.op, location_of)))?;
-        // The page's last change of any kind: a clone copies place and metadata as well.
+        // Any last change of the page counts, because a clone copies place and metadata as well.
         let lsn_of = |page| table.entry(page).map(|entry| entry.lsn);
         let len_of = |page| location_of(page).map(|(_, len)| len);
-        // Copied bytes must be those of the page before this batch, because the batch's own changes were
-        // applied to the copy after it was read.
+        // Copied bytes must be those of the page before this batch, because the batch's own changes were applied to the
+        // copy after it was read.
         if draft.staged.iter().any(|(page, lsn)| lsn_of(*page) != Some(*lsn))
             || draft.lens.iter().any(|(page, len)| len_of(*page) != *len)
         {
@@ -135,7 +134,7 @@ impl Committer {
         {
             return Ok(None);
         }
-        // The places of the pages decided which bytes were staged and which images were written.
+        // The places of the pages determined which bytes were staged and which images were written.
         if !self.disk_ops(ops, Some(table))?.is_same(&draft.disk_ops) {
             return Ok(None);
         }
@@ -145,21 +144,21 @@ impl Committer {
                 return Err(Error::Conflict { page, expected, found });
             }
         }
-        // The plan checks all operations before the append: a frame in the log must be applicable, here and
-        // in recovery.
+        // The plan checks all operations before the append: a frame in the log must be applicable, here and in
+        // recovery.
         let lsn = table.lsn().next();
         let planned = table.plan(lsn, ops, PlanMode::Commit);
         let changes = planned.map_err(|(index, refusal)| refused(index, refusal))?;
         let point = self.engine.log.append(&draft.payload, draft.payload_crc, draft.purpose)?;
         self.engine.disk_pages.note(new_places(ops));
-        assert!(point.lsn == lsn); // I1: the table and the log count alike, and an Lsn has its frame.
+        assert!(point.lsn == lsn); // I1: the table and the log assign the same Lsn, and the Lsn has its frame.
         Ok(Some((point, changes)))
     }
 
-    /// Installs an appended draft in the table and in the readers' versions, and passes it to the applier.
-    /// `then` runs before that.
+    /// Installs an appended draft in the table and in the readers' versions, and passes it to the applier. Calls `then`
+    /// before that.
     ///
-    /// This happens under the same lock as the append, because the next draft is planned on this table.
+    /// This must happen under the same lock as the append, because the next draft is planned on this table.
     pub(super) fn hand_over(
         &self,
         table: &mut PageTable,
@@ -178,13 +177,13 @@ impl Committer {
         versions.install(&changes);
         then(point, &changes);
         let Draft { payload, provision, .. } = draft;
-        // The batch becomes visible as the applier receives it, to readers of versions and of bytes alike.
+        // The batch becomes visible when the applier receives it, to readers of versions and of bytes alike.
         let work = ApplyWork { point, payload, changes, provision };
         applier.push(work, || versions.show(point.lsn));
         Outcome::Logged(point)
     }
 
-    /// Gives back the resources of a draft that was not logged.
+    /// Frees the resources of a draft that was not logged.
     pub(super) fn release_draft(&self, draft: Draft) {
         let Engine { staging, arena, .. } = &*self.engine;
         staging.put_grown(draft.payload);

@@ -1,8 +1,8 @@
-//! Fills new memory with its page's bytes before the batch that brings the memory is logged.
+//! Fills new memory with its page's bytes before the batch that needs the memory is logged.
 //!
-//! The bytes are those of a page from a source, whose image was just written, or those of a page that comes
-//! from disk. They are uploaded piece by piece. The applier finds them in place, and later batches do not
-//! wait for them. A crash loses all memory, and the next open fills it from the images.
+//! The bytes belong to a page from a source, whose image was just written, or to a page that comes from disk. They are
+//! uploaded piece by piece. The applier finds them in place, and later batches do not wait for them. A crash loses all
+//! memory, and the next open fills it from the images.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -24,24 +24,23 @@ use crate::images::read::{ImageRequest, SummedBy};
 use crate::memory::arena::PageMemory;
 use crate::recovery::image_loader::ImageLoader;
 
-/// The most threads that fill pages.
+/// The maximum number of threads that fill pages.
 const THREADS_MAX: usize = 4;
-/// What the new memory of a batch is filled from.
+/// The sources from which the new memory of a batch is filled.
 pub(super) struct FillSources<'a> {
-    /// Pages that come from sources.
+    /// The pages that come from sources.
     pub sources: &'a SourceImages<'a>,
-    /// Pages that come from disk.
+    /// The operations with pages that come from disk.
     pub disk_ops: &'a DiskOps,
 }
 
 impl Committer {
-    /// Fills new memory with the bytes of its pages, unless it is already filled. `made` and the memory
-    /// belong to the operations that need memory, in their order. On failure the memory is released.
-    ///
-    /// Returns the versions of the pages that were read.
+    /// Fills new memory with the bytes of its pages, unless it is already filled. `made` lists the operations that need
+    /// memory, in the order of the memory. On failure the memory is freed. Returns the versions of the pages that were
+    /// read.
     ///
     /// # Errors
-    /// `Damaged` if a file does not hold what was written; no memory; a device error.
+    /// `Damaged` if a file does not contain the bytes that were written; no memory; a device error.
     pub(super) fn fill_memory(
         &self,
         provision: &mut Provision,
@@ -61,7 +60,7 @@ impl Committer {
         };
         let versions = fill();
         if versions.is_err() {
-            // Lists in flight may name the memory, so it cannot be given back like other memory.
+            // Lists in flight may name the memory, so it cannot be freed like other memory.
             self.discard_filling(std::mem::take(memory));
         }
         versions
@@ -79,7 +78,7 @@ impl Committer {
         let mut images = Vec::new();
         let mut targets: HashMap<PageId, Span> = HashMap::new();
         for (made, memory) in made.iter().zip(memory) {
-            // The image follows the operation that sets the page's length and so needs its memory.
+            // The image follows the operation that sets the page's length and therefore needs memory.
             let Some(op) = ops.get(made.op + 1).map(|at| &at.op) else { continue };
             let Op::Image { page, len, image } = op else { continue };
             if !from.sources.holds(op) {
@@ -94,17 +93,16 @@ impl Committer {
         let on_disk = from.disk_ops.on_disk.iter().filter(is_on_disk).count();
         // I1: each page that the frame takes from a source is filled.
         assert!(images.len() + on_disk == from.sources.count());
-        // The bytes just written are in the page cache. A snapshot that names the image reads the medium
-        // (I7).
+        // The bytes just written are in the page cache. A snapshot that names the image reads the medium (I7).
         self.fill_from_images(&mut images, &targets)?;
         filled.add_images(targets.iter().map(|(page, span)| (*page, span.memory)))
     }
 
-    /// Fills the memory of these images' pages, and proves the images there.
+    /// Fills the memory of these images' pages, and verifies the images.
     ///
     /// # Errors
-    /// `Damaged` if an image is damaged on the medium as well; no memory; a device error. Lists that name the
-    /// memory may then still be in flight.
+    /// `Damaged` if an image is damaged on the medium as well; no memory; a device error. Lists that name the memory
+    /// may then still be in flight.
     pub(super) fn fill_from_images(
         &self,
         images: &mut [ImageRequest],
@@ -127,7 +125,7 @@ impl Committer {
         };
         let source = DiskSource::new(self.engine.disk.clone());
         match load(&source) {
-            // Only the cached copy may be damaged, so the medium decides.
+            // Only the cached copy may be damaged, so the images are read again from the medium.
             Err(Error::Damaged(_)) => load(&source.on_medium()),
             loaded => loaded,
         }

@@ -54,36 +54,36 @@ use prepared::PreparedBatch;
 /// Attempts to prepare a draft without the lock. After these, the lock is held while the draft is prepared.
 const UNLOCKED_TRIES: usize = 3;
 
-/// Turns batches into commits, for any number of threads.
+/// Commits batches, for any number of threads.
 pub(crate) struct Committer {
     pub engine: Arc<Engine>,
     /// The state after the last logged batch. Its lock is the submission lock.
     pub submitted: CachePadded<Mutex<PageTable>>,
-    /// Drafts that wait for the lock holder.
+    /// The drafts that wait for the lock holder.
     pub waiting: CachePadded<CombineQueue>,
-    /// The next page id. Ids are allocated before a batch is known to succeed. A failed batch leaves a gap,
-    /// which costs nothing.
+    /// The next page id. Ids are allocated before a batch is known to succeed. A failed batch leaves a gap, which costs
+    /// nothing.
     pub next_page: CachePadded<AtomicU64>,
     pub files: Arc<ImageFiles>,
-    /// Images that the next snapshot need not write again.
+    /// The images that the next snapshot need not write again.
     pub known: Arc<KnownImages>,
     /// Whether a background thread takes snapshots when they are due.
     pub takes_snapshots: bool,
     /// The key for digests of working copies.
     pub digest_keys: Mutex<DigestKeys>,
-    /// How images of whole pages are written.
+    /// The options for writing images of whole pages.
     pub images: ImageOptions,
-    /// A batch that writes at least this many bytes of whole pages writes them ahead.
+    /// The minimum total length of whole pages for which a batch writes their images in advance, in bytes.
     pub ahead_bytes_min: u64,
 }
 
 impl Committer {
-    /// Locks submission and returns the state. Nothing is committed while the lock is held.
+    /// Locks submission and returns the state. No batch is committed while the lock is held.
     pub fn lock(&self) -> MutexGuard<'_, PageTable> {
         self.submitted.lock()
     }
 
-    /// Logs a batch and hands it to the applier. Returns the end of its frame, and its new pages.
+    /// Logs a batch and passes it to the applier. Returns the end of its frame, and the ids of its new pages.
     pub fn submit(&self, batch: &WriteBatch) -> Result<(LogPoint, Vec<PageId>)> {
         self.engine.poison.check()?;
         let _span = tracing::trace_span!("commit").entered();
@@ -95,12 +95,11 @@ impl Committer {
         submitted.map_err(|error| self.engine.poison.set_by_device(error))
     }
 
-    /// Allocates the ids of `count` new pages. They ascend and are never reused: recovery recognizes a
-    /// deleted page by its id alone.
+    /// Allocates the ids of `count` new pages. They ascend and are never reused, because recovery recognizes a deleted
+    /// page by its id alone.
     fn new_pages(&self, count: u64) -> Result<Vec<PageId>> {
         if count == 0 {
-            // Most batches create nothing. They do not touch the counter, which stays in the caches of other
-            // threads.
+            // Most batches create no pages. They do not access the counter, which stays in the caches of other threads.
             return Ok(Vec::new());
         }
         let first = self.next_page.fetch_add(count, Ordering::Relaxed);
@@ -118,13 +117,13 @@ impl Committer {
             Defect::Memory { needed } => Error::no_memory(needed),
             defect => Error::InvalidOperation { index: 0, reason: defect.to_string() },
         };
-        // Decoded as recovery will decode it: a payload that does not decode must not reach the log.
+        // The payload is decoded as recovery would decode it, because an undecodable payload must not reach the log.
         let ops = decode_payload(&draft.payload).map_err(encoded)?;
-        // Before an Lsn is assigned: the applier waits for no page. A logged batch cannot be postponed, so
-        // the applier would delay all later batches as well.
+        // This wait must precede the assignment of an Lsn. The applier waits for no page, and would delay all later
+        // batches, because a logged batch cannot be postponed.
         self.engine.applier.unloaded().wait(ops.iter().filter_map(|at| at.op.page()))?;
         draft.disk_ops = self.disk_ops(&ops, locked.as_deref())?;
-        // A list of the applier cannot name a plain payload, and a page has moved to memory since.
+        // A page has moved to memory since, and a list of the applier cannot name a plain payload.
         if matches!(draft.payload, GrownBytes::Plain(_)) && draft.disk_ops.leaves_bytes(&ops) {
             self.release_draft(draft);
             return Ok(None);

@@ -1,9 +1,8 @@
-//! Page memory that a batch brings along: for the pages that it creates, resizes and moves, and for leased
-//! pages that it changes.
+//! Page memory for a batch: for the pages that it creates, resizes and moves, and for leased pages that it changes.
 //!
-//! The memory is allocated before an Lsn is assigned, so that a batch without room fails and changes nothing
-//! (I10): once the batch is logged, the applier cannot refuse it. The places of pages are read without the
-//! lock here, and checked again under the submission lock.
+//! The memory is allocated before an Lsn is assigned, so that a batch without room fails and changes nothing (I10).
+//! Once the batch is logged, the applier cannot refuse it. The places of pages are read without the lock here, and
+//! checked again under the submission lock.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -19,9 +18,9 @@ use crate::error::{Error, Result};
 use crate::memory::arena::{PageMemory, Purpose};
 
 impl Committer {
-    /// Allocates page memory for the creates, resizes and moves of a batch, in their order. Returns the
-    /// operation that needs each memory. A new page uses its memory from `lent`, or that from `ready`, which
-    /// already holds the page's bytes.
+    /// Allocates page memory for the creates, resizes and moves of a batch, in order. Returns the operation that needs
+    /// each memory. A new page uses its memory from `lent`, or the memory in `ready`, which already contains the page's
+    /// bytes.
     pub(super) fn allocate(
         &self,
         provision: &mut Provision,
@@ -30,8 +29,8 @@ impl Committer {
         ready: &mut ReadyMemory<'_>,
         locked: Option<&PageTable>,
     ) -> Result<Vec<RequiredMemory>> {
-        // Read without the lock, unless the caller holds it: `append` checks again, and a draft with
-        // unsuitable memory is stale.
+        // Read without the lock, unless the caller holds it. `append` checks again, and a draft with unsuitable memory
+        // is stale.
         let locations = match locked {
             Some(table) => required_memory(ops, table)?,
             None if ops.iter().any(|at| may_take_memory(&at.op)) => {
@@ -46,7 +45,7 @@ impl Committer {
         let is_ready = |made: &RequiredMemory| made.new_page.is_some_and(|page| ready.has(page));
         let is_own = |made: &&RequiredMemory| in_lent(made).is_none() && !is_ready(made);
         let own = collected(locations.iter().filter(is_own).map(|made| made.at))?;
-        // Before page memory is allocated, which would otherwise have to be given back.
+        // Done before page memory is allocated, which would otherwise have to be freed.
         let Provision { memory, filled, .. } = provision;
         filled.add_images(ready.iter())?;
         let refused = |_| Error::no_memory((locations.len() * size_of::<PageMemory>()) as u64);
@@ -66,13 +65,13 @@ impl Committer {
                 }
             }
         }
-        // I10: each page brings its memory along.
+        // I10: each page has its memory.
         assert!(memory.iter().map(location).eq(locations.iter().map(|made| made.at)));
         Ok(locations)
     }
 
-    /// Lends the caller's memory to a page. Retries once the applier has caught up, because it may not have
-    /// reached a delete that is already logged.
+    /// Assigns caller-owned memory to a page. If the memory is in use, waits for the applier and retries, because the
+    /// applier may not have reached a delete that is already logged.
     fn lend(&self, page: PageId, bytes: &DeviceBytes) -> Result<PageMemory> {
         match self.engine.arena.lend(page, bytes) {
             Err(Error::MemoryInUse { .. }) => {
@@ -83,14 +82,14 @@ impl Committer {
         }
     }
 
-    /// Allocates from the arena. Retries once the applier has caught up.
+    /// Allocates from the arena. If there is no room, waits for the applier and retries.
     pub(super) fn allocate_all(&self, purpose: Purpose, pages: &[(Place, u64)]) -> Result<Vec<PageMemory>> {
         match self.engine.arena.allocate_all(purpose, pages) {
-            // The applier may not have reached deletes that are already logged. Whether a batch fits must not
-            // depend on the progress of the applier.
+            // The applier may not have reached deletes that are already logged. Whether a batch fits must not depend on
+            // the progress of the applier.
             Err(Error::OverBudget { .. } | Error::OutOfMemory { .. }) => {
-                // When this empty turn ends, all earlier batches are applied, and the memory of the pages
-                // that they deleted is free.
+                // When this empty turn ends, all earlier batches are applied, and the memory of the pages that they
+                // deleted is free.
                 self.engine.applier.turn(|_| Ok(()))?;
                 self.engine.arena.allocate_all(purpose, pages)
             }
@@ -98,15 +97,13 @@ impl Committer {
         }
     }
 
-    /// Allocates the memory to which leased pages move when a batch changes them: for all of them, or for
-    /// none.
+    /// Allocates the memory to which leased pages move when a batch changes them, for all of them or for none.
     pub(super) fn relocations(
         &self,
         ops: &[OpAt<'_>],
         locked: Option<&PageTable>,
     ) -> Result<Vec<(PageId, PageMemory)>> {
-        // Read without the lock. A lease that is taken later is found under the lock, and the draft is
-        // prepared again.
+        // Read without the lock. A lease that is taken later is found under the lock, and the draft is prepared again.
         let mut relocations = Vec::new();
         for page in self.engine.leases.leased(changed_in_place(ops)) {
             let wanted = locked
@@ -117,8 +114,7 @@ impl Committer {
                 Ok(relocation) => {
                     relocations.extend(relocation.into_iter().map(|relocation| (page, relocation)))
                 }
-                // In the meantime the applier reached a batch that moved the page, so this memory is no
-                // longer leased.
+                // The applier has moved the page in the meantime, so its memory is no longer leased.
                 Err(_) if self.engine.leases.leased([page]).is_empty() => {}
                 Err(error) => {
                     self.engine.arena.discard_all(relocations.into_iter().map(|(_, memory)| memory));
@@ -129,11 +125,11 @@ impl Committer {
         Ok(relocations)
     }
 
-    /// Gives back memory that lists in flight may name.
+    /// Frees memory that lists in flight may name, after these lists have completed.
     pub(super) fn discard_filling(&self, memory: impl IntoIterator<Item = PageMemory>) {
         let device = &*self.engine.device;
-        // The end of one more list in each lane shows that all earlier ones are done. If the device fails at
-        // that, the memory stays counted, and a warning is logged.
+        // When one more list in each lane has completed, all earlier ones have, too. If the device fails at that, the
+        // memory stays counted, and a warning is logged.
         let last = |lane: &Lane| {
             device.submit(*lane, CommandList::default()).and_then(|last| last.finish(device)).map(drop)
         };
@@ -144,33 +140,32 @@ impl Committer {
     }
 }
 
-/// The lanes that fill new memory. No list of a batch names the memory yet, so it need not be filled in batch
-/// order.
+/// The lanes that fill new memory. No list of a batch names the memory yet, so it need not be filled in batch order.
 pub(super) const LANES: [Lane; 2] = [Lane::Drain, Lane::Load];
 
-/// Memory of new pages that already holds their bytes. Dropping it frees the memory that no batch took.
+/// The memory of new pages that already contains their bytes. Dropping this value frees the memory that no batch took.
 pub(super) struct ReadyMemory<'a> {
     committer: &'a Committer,
     memory: BTreeMap<PageId, PageMemory>,
 }
 
 impl<'a> ReadyMemory<'a> {
-    /// Takes ownership of this memory of pages.
+    /// Takes ownership of the memory of pages.
     pub fn new(committer: &'a Committer, memory: impl IntoIterator<Item = (PageId, PageMemory)>) -> Self {
         Self { committer, memory: map_of(memory) }
     }
 
-    /// Takes a page's memory, if present.
+    /// Removes and returns the memory of a page, or returns `None` if there is none.
     pub fn take(&mut self, page: PageId) -> Option<PageMemory> {
         self.memory.remove(&page)
     }
 
-    /// Returns the memory that is present, by page.
+    /// Returns the memory, by page.
     pub fn iter(&self) -> impl Iterator<Item = (PageId, MemoryId)> {
         self.memory.iter().map(|(page, memory)| (*page, memory.span().memory))
     }
 
-    /// Returns whether a page's memory is present.
+    /// Returns whether there is memory for a page.
     pub fn has(&self, page: PageId) -> bool {
         self.memory.contains_key(&page)
     }
@@ -184,38 +179,35 @@ impl Drop for ReadyMemory<'_> {
     }
 }
 
-/// The callers' memory in which new pages are to live.
+/// The caller-owned memory for new pages.
 pub(super) type LentPages<'a> = BTreeMap<PageId, &'a DeviceBytes>;
 
-/// Memory that an operation needs.
+/// The memory that an operation needs.
 pub(super) struct RequiredMemory {
     /// The operation's index in the payload.
     pub op: usize,
-    /// The page that the operation creates; `None` if the page already exists.
+    /// The page that the operation creates, or `None` if the page already exists.
     pub new_page: Option<PageId>,
     pub at: PageLocation,
 }
 
-/// The location of a page or of its memory: the place, and the length in bytes.
+/// The place and the length in bytes of a page or of its memory.
 pub(super) type PageLocation = (Place, u64);
 
-/// Returns the location of a page according to a table.
 pub(super) fn location_in(table: &PageTable, page: PageId) -> Option<PageLocation> {
     table.entry(page).map(|entry| (entry.place(), entry.len()))
 }
 
-/// Returns the location of memory.
 pub(super) fn location(memory: &PageMemory) -> PageLocation {
     (memory.place(), memory.byte_len())
 }
 
-/// Returns the memory that a batch's creates, resizes and moves need, in their order, if the batch follows
-/// this table.
+/// Returns the memory that a batch's creates, resizes and moves need, in order, if the batch follows this table.
 pub(super) fn required_memory(ops: &[OpAt<'_>], table: &PageTable) -> Result<Vec<RequiredMemory>> {
     let mut made = Vec::new();
     let Some(first) = ops.iter().position(|at| may_take_memory(&at.op)) else { return Ok(made) };
     make_room(&mut made, ops.len() - first)?;
-    // The locations of pages in the course of the batch: a page may be resized and then moved.
+    // The locations of pages during the batch, because a page may be resized and then moved.
     let mut now: HashMap<PageId, PageLocation> = HashMap::new();
     let comes_once = each_comes_once(ops);
     for (op, at) in ops.iter().enumerate() {
@@ -234,7 +226,7 @@ pub(super) fn required_memory(ops: &[OpAt<'_>], table: &PageTable) -> Result<Vec
             },
             _ => continue,
         };
-        // Checked before any memory is requested: a length of a TiB is a mistake and not a lack of memory.
+        // Checked before any memory is requested, because a length of a TiB is a mistake and not a lack of memory.
         if len > PAGE_LEN_MAX {
             return Err(Error::Limit { what: "page length", found: len, limit: PAGE_LEN_MAX });
         }
@@ -251,8 +243,8 @@ pub(super) fn required_memory(ops: &[OpAt<'_>], table: &PageTable) -> Result<Vec
     Ok(made)
 }
 
-/// Returns whether no page has two operations, if that is evident because the operations are in page order.
-/// This holds for moves of thousands of pages, for which a table of pages would take a tenth of the time.
+/// Returns whether it is evident that no page has two operations, because the operations are in page order. This is the
+/// case for moves of thousands of pages, for which a table of pages would take a tenth of the time.
 pub(super) fn each_comes_once(ops: &[OpAt<'_>]) -> bool {
     ops.is_sorted_by(|before, after| before.op.page() < after.op.page())
 }
@@ -267,8 +259,7 @@ pub(super) fn moves_to_other_memory(op: &Op<'_>) -> bool {
     matches!(op, Op::Resize { .. } | Op::Move { .. })
 }
 
-/// Returns the operation's page if the operation moves it out of the memory that it has before the batch. A
-/// pin forbids that.
+/// Returns the operation's page if the operation moves it out of its memory, which a pin forbids.
 pub(super) fn page_moved_away(
     op: &Op<'_>,
     location_of: impl Fn(PageId) -> Option<PageLocation>,
@@ -280,12 +271,12 @@ pub(super) fn page_moved_away(
     }
 }
 
-/// Returns whether an operation changes a page's bytes, or removes its memory.
+/// Returns whether an operation changes a page's bytes, or removes the page's memory.
 fn reaches_bytes(op: &Op<'_>) -> bool {
     op.changes_bytes() || matches!(op, Op::Image { .. } | Op::Delete { .. } | Op::Move { .. })
 }
 
-/// Returns the pages that operations change in place. A lease on one of these needs a relocation; all others
+/// Returns the pages that operations change in place. A lease on one of these pages needs a relocation. All other pages
 /// get new memory, or none.
 pub(super) fn changed_in_place<'a>(ops: &'a [OpAt<'_>]) -> impl Iterator<Item = PageId> + 'a {
     let in_place =

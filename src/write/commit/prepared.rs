@@ -41,17 +41,17 @@ pub(super) struct PreparedBatch<'a> {
     pub captured: CapturedImages<'a>,
     /// The digests of captured chunks, for copies that keep digests.
     digests: CapturedDigests,
-    /// Pages whose bytes come from sources.
+    /// The pages whose bytes come from sources.
     pub sources: SourceImages<'a>,
     /// The place in which bytes that only the device has are gathered; `None` if the batch has no such bytes.
     gathered_in: Option<Place>,
-    /// The callers' memory in which new pages are to live.
+    /// The caller-owned memory for new pages.
     pub lent: LentPages<'a>,
-    /// Receives the memory of a page that the batch deletes.
+    /// The receiver for the memory of a page that the batch deletes.
     pub handover: Option<Arc<Handover>>,
-    /// Pages whose bytes are already in images; those of new pages are in memory as well.
+    /// The whole pages, whose bytes are already in images. The bytes of new pages are also in memory.
     pub whole: WholePages<'a>,
-    /// Pages that move to disk.
+    /// The pages that move to disk.
     pub demoted: DemotedPages<'a>,
 }
 
@@ -74,8 +74,8 @@ impl Committer {
                     return Ok((point, pages));
                 }
                 Ok(None) => {}
-                // Other batches took the room, or other operations of this batch need it. Every capture that
-                // can be written to an image instead now is.
+                // Other batches took the room, or other operations of this batch need it. Every capture that can be
+                // written to an image is now written to one.
                 Err(Error::OverBudget { place: Place::Disk, .. })
                     if has_room && !prepared.captures.is_empty() =>
                 {
@@ -123,7 +123,7 @@ impl Committer {
             Some(table) => is_on_disk(table, page),
             None => is_on_disk(&self.lock(), page),
         };
-        // The frame names the images instead of containing the bytes, so they are written only once.
+        // The frame names the images instead of containing the bytes, so the bytes are written only once.
         let of_whole = whole.pages.iter().map(|whole| whole.step).zip(whole.file.refs());
         let images = map_of(of_whole.chain(sources.images()).chain(captured.images(is_on_disk)));
         let mut digests = captured.digests(&images)?;
@@ -148,8 +148,8 @@ impl Committer {
         Ok(Draft { staged, lens, ..Draft::new(payload, crc, batch.space_purpose(), expected) })
     }
 
-    /// Reads the bytes that the batch copies, and records the versions of their pages. `pages` are the new
-    /// pages, which are not read.
+    /// Reads the bytes that the batch copies, and records the versions of their pages. `pages` contains the new pages,
+    /// which are not read.
     fn read_copied(
         &self,
         sources: &CopySources,
@@ -175,7 +175,7 @@ impl Committer {
         Ok((read, versions))
     }
 
-    /// Reads a range of a page as of all batches submitted so far. `len` is the expected length of the range.
+    /// Reads a range of a page after all batches submitted so far. `len` is the expected length of the range.
     fn read_range(
         &self,
         page: PageId,
@@ -211,21 +211,20 @@ impl<'a> PreparedBatch<'a> {
         !self.captures.is_empty() || self.files().iter().any(|file| file.is_any())
     }
 
-    /// Returns the image files of the batch.
     fn files(&mut self) -> [&mut BatchImages<'a>; 4] {
         [&mut self.whole.file, &mut self.sources.file, &mut self.captured.file, &mut self.demoted.file]
     }
 
-    /// Called when the batch is logged.
+    /// Does the work after the batch was logged.
     pub fn logged(&mut self, known: &KnownImages, log: &Log, point: LogPoint, changes: &Changes) {
         self.captures.belong_to(changes, &self.digests);
         self.files().into_iter().for_each(|file| file.logged(known, log, point));
     }
 
-    /// Called when the batch is not logged because of `error`.
+    /// Does the work after the batch was refused because of `error`.
     pub fn refused(&mut self, error: &Error) {
-        // If the log has failed, it may contain a frame that names the images, so they must remain. Otherwise
-        // dropping them removes the file.
+        // If the log has failed, it may contain a frame that names the images, so they must be kept. Otherwise dropping
+        // them removes the files.
         if matches!(error, Error::Poisoned(_)) {
             self.files().into_iter().for_each(BatchImages::leave);
         }

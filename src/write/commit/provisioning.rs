@@ -1,8 +1,8 @@
-//! Acquires everything besides the payload that applying a batch takes, before the batch is logged.
+//! Acquires all resources, in addition to the payload, that are needed to apply a batch, before the batch is logged.
 //!
-//! If memory is refused, the batch must be refused: once it is logged, it must be applied (I10). A batch that
-//! fails here leaves nothing behind, and neither does a crash: memory ends with the process, and the next
-//! open removes images that no frame names.
+//! If memory is unavailable, the batch must be refused, because a logged batch must be applied (I10). A batch that
+//! fails here leaves no state behind. Neither does a crash: memory ends with the process, and the next open removes
+//! images that no frame names.
 
 use std::collections::BTreeMap;
 
@@ -21,18 +21,20 @@ use crate::base::parallel;
 use crate::engine::Engine;
 use crate::error::Result;
 
-/// Bytes besides the payload that justify a thread of their own.
+/// The number of bytes outside the payload per additional thread.
 const SHARE_LEN: usize = 1 << 20;
-/// The most threads that write these bytes.
+/// The maximum number of threads that write these bytes.
 const HOST_THREADS_MAX: usize = 8;
 
-/// What the applier needs for a draft; `None` for a batch that only writes to pages in memory.
+/// The resources with which the applier applies a draft, or `None` for a batch that only writes to pages in memory.
 type DraftProvision = Option<Box<Provision>>;
 
 impl Committer {
-    /// Acquires what the draft needs. Returns `None` if the draft is stale: a page that it moves to disk has
-    /// changed, or a page has moved to memory. The versions of pages that are read without the lock are added
-    /// to `staged`.
+    /// Acquires the resources for the draft. The versions of pages that are read without the lock are added to
+    /// `staged`.
+    ///
+    /// Returns `None` if the draft is stale, because a page that it moves to disk has changed, or because a page has
+    /// moved to memory.
     ///
     /// # Errors
     /// `OutOfMemory`, `OverBudget`, no space; errors of the files that pages come from; a device error.
@@ -45,11 +47,11 @@ impl Committer {
         locked: Option<&PageTable>,
     ) -> Result<Option<DraftProvision>> {
         let Engine { device, leases, arena, .. } = &*self.engine;
-        // This thread drops the handles of memory that pages have left, because their owners are callers'
+        // The handles of memory that pages have left are dropped on this thread, because dropping them may run callers'
         // code.
         arena.drop_released();
         let handover = prepared.as_ref().and_then(|prepared| prepared.handover.clone());
-        // Most batches change a few bytes of pages in memory, and need nothing else.
+        // Most batches change a few bytes of pages in memory, and need no other resources.
         let is_plain = is_payload_enough(ops, device.crosses_bus())
             && disk_ops.is_empty()
             && handover.is_none()
@@ -79,8 +81,8 @@ impl Committer {
         }
     }
 
-    /// Acquires page memory and the applier's memory, and fills the memory of pages that come from elsewhere.
-    /// Returns the versions of the pages that were read.
+    /// Acquires page memory and the applier's memory, and fills the memory of pages that come from sources or from
+    /// disk. Returns the versions of the pages that were read.
     fn provide_memory(
         &self,
         provision: &mut Provision,
@@ -96,11 +98,11 @@ impl Committer {
         let from = FillSources { sources: &own.sources, disk_ops };
         let versions = self.fill_memory(provision, &from, ops, &made)?;
         provision.room = ListRoom::of(ops)?;
-        // Moves neither bring nor change bytes, and there may be thousands of them.
+        // Moves neither add nor change bytes, and there may be thousands of them.
         if ops.iter().all(|at| matches!(at.op, Op::Move { .. })) {
             return Ok(versions);
         }
-        // Nothing more is needed for operations whose bytes are already in place or are read from disk.
+        // Operations whose bytes are already in place or are read from disk need no further memory.
         let filled = &provision.filled;
         let is_there = |op: &Op<'_>| matches!(op, Op::Image { page, .. } if filled.has_image_of(*page));
         let is_taken = |index: usize, op: &Op<'_>| !disk_ops.has(index) && !is_there(op);
@@ -125,7 +127,7 @@ impl Committer {
     }
 }
 
-/// Estimates how many bytes an operation needs besides the payload.
+/// Estimates the number of bytes that an operation needs in addition to the payload.
 fn aside_len(op: &Op<'_>) -> usize {
     match op {
         Op::Image { len, .. } => *len as usize,

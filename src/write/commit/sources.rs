@@ -1,11 +1,10 @@
-//! Pages that a batch reads from sources. The bytes of a long page are on disk before they are in memory.
+//! Pages that a batch reads from sources. The bytes of a long page are written to disk before they are in memory.
 //!
-//! 1. The sources are read piece by piece and written to an image file, which is synced together with its
-//!    name. No lock is held: a source is the caller's code.
+//! 1. The sources are read piece by piece and written to an image file, which is synced together with its name. No lock
+//!    is held, because a source is the caller's code.
 //! 2. The frame names the images, as for other whole pages.
-//! 3. Memory of the pages is filled from the images ([`super::fills`]), and their sums are checked. A source
-//!    that is read again may return different bytes, so the page in memory would differ from the one in the
-//!    log.
+//! 3. Memory of the pages is filled from the images ([`super::fills`]), and their sums are checked. A source that is
+//!    read again may return different bytes, so the page in memory would differ from the one in the log.
 //! 4. The batch is logged. The applier finds the bytes in place.
 //!
 //! A failure or a crash before step 4 leaves neither batch nor memory, and the image file is removed.
@@ -27,7 +26,7 @@ use crate::write::batch::{CopySources, SourcePage, WHOLE_PAGE_LEN_MIN, WriteBatc
 pub(super) struct SourceImages<'a> {
     /// The pages whose bytes are in images, in the order of the images.
     pages: Vec<SourcePage<'a>>,
-    /// Their images, which are removed if the batch is refused.
+    /// The images, whose files are removed if the batch is refused.
     pub file: BatchImages<'a>,
     /// The ids of these pages.
     of_pages: BTreeSet<PageId>,
@@ -46,25 +45,24 @@ impl SourceImages<'_> {
         self.pages.len()
     }
 
-    /// Returns whether an operation of the payload is one of the images.
+    /// Returns whether an operation of the payload names one of the images.
     pub fn holds(&self, op: &Op<'_>) -> bool {
         let Op::Image { page, .. } = op else { return false };
         self.is_any() && self.of_pages.contains(page)
     }
 
-    /// Returns the images by the operation's index.
+    /// Returns the images, each with the operation's index.
     pub fn images(&self) -> impl Iterator<Item = (usize, ImageRef)> {
         self.pages.iter().map(|page| page.step).zip(self.file.refs())
     }
 }
 
 impl Committer {
-    /// Reads the sources of a batch: long pages into an image file, short ones into memory. The file and its
-    /// name are durable when this returns.
+    /// Reads the sources of a batch: long pages into an image file, short ones into memory. On return, the file and its
+    /// name are durable.
     ///
     /// # Errors
-    /// `SourceFailed`; the errors of a contradictory batch; no space or no memory. All of them leave nothing
-    /// behind.
+    /// `SourceFailed`; the errors of a contradictory batch; no space or no memory. In all cases no files remain.
     pub(super) fn read_sources<'a>(
         &'a self,
         batch: &'a WriteBatch,
@@ -97,7 +95,7 @@ impl Committer {
         Ok(sources)
     }
 
-    /// Refuses a page that does not exist before its source is read, which may take minutes.
+    /// Returns an error if a page does not exist, before its source is read, which may take minutes.
     fn check_exists(&self, found: &[SourcePage<'_>], new_pages: &[PageId]) -> Result<()> {
         let mut old =
             found.iter().map(|page| page.page).filter(|page| new_pages.binary_search(page).is_err());
@@ -108,7 +106,7 @@ impl Committer {
         }
     }
 
-    /// Writes the images (step 1). Several threads read one page each.
+    /// Runs step 1: writes the images. Several threads read one page each.
     fn write_sources(&self, pages: &[SourcePage<'_>]) -> Result<BatchImages<'_>> {
         let lens = collected(pages.iter().map(|page| (page.page, page.len)))?;
         let mut by_id = HashMap::new();

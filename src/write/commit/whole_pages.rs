@@ -1,12 +1,11 @@
-//! Writes the whole pages of a batch to images ahead of it, and fills the memory of those that it creates at
-//! the same time.
+//! Writes the whole pages of a batch to images in advance, and concurrently fills the memory of the pages that the
+//! batch creates.
 //!
-//! The memory is filled in pieces of a few megabytes while the images are written, which bounds staging for a
-//! batch of any length: a GPU pins new staging at 1.5 GB/s, which for a batch of 512 MiB took longer than the
-//! transfer over the bus. The applier finds the bytes in place, and later batches do not wait for them.
+//! The memory is filled in pieces of a few megabytes, which bounds staging for a batch of any length. A GPU pins new
+//! staging at 1.5 GB/s, which for a batch of 512 MiB took longer than the transfer over the bus. The applier finds the
+//! bytes in place, and later batches do not wait for them.
 //!
-//! An existing page may be read until the batch is logged. Its new bytes are staged, and the applier copies
-//! them.
+//! An existing page may be read until the batch is logged. Its new bytes are staged, and the applier copies them.
 //!
 //! A failure or a crash before the batch is logged leaves neither images nor memory.
 
@@ -23,19 +22,19 @@ use crate::images::PendingImages;
 use crate::memory::arena::{PageMemory, Purpose};
 use crate::write::batch::{WholePage, WriteBatch};
 
-/// Bytes that one list uploads: the length of a staging buffer.
+/// The number of bytes that one list uploads, which is the length of a staging buffer.
 const PIECE_LEN: u64 = 4 << 20;
-/// Bytes that one list uploads if nothing crosses a bus: they are still in the processor's cache when they
-/// are copied the second time.
+/// The number of bytes that one list uploads if nothing crosses a bus. They are then still in the processor's cache
+/// when they are copied the second time.
 const CACHED_PIECE_LEN: u64 = 512 << 10;
-/// The most threads that fill memory. One more thread writes the images.
+/// The maximum number of threads that fill memory. One more thread writes the images.
 const THREADS_MAX: usize = 3;
 
 /// The whole pages that a batch writes, if together they justify an image file.
 pub(super) struct WholePages<'a> {
     /// The pages, in the order of their operations.
     pub pages: Vec<WholePage<'a>>,
-    /// Their images, which are removed if the batch is refused.
+    /// The images, whose files are removed if the batch is refused.
     pub file: BatchImages<'a>,
     /// The memory of the pages that the batch creates.
     pub memory: ReadyMemory<'a>,
@@ -53,12 +52,11 @@ impl<'a> WholePages<'a> {
 type Part<'a> = (Span, &'a [u8]);
 
 impl Committer {
-    /// Writes the batch's whole pages to an image file, if they justify one, and fills the memory of new
-    /// pages. The file and its name are durable when this returns: a frame that names the file must never be
-    /// found without it.
+    /// Writes the batch's whole pages to an image file, if they justify one, and fills the memory of new pages. On
+    /// return, the file and its name are durable, because a frame that names the file must never be found without it.
     ///
-    /// The length of an existing page is read without the lock here. It is checked again under the lock: a
-    /// page that was resized in the meantime is no longer whole.
+    /// The length of an existing page is read without the lock here. It is checked again under the lock, because a page
+    /// that was resized in the meantime is no longer whole.
     pub(super) fn write_ahead<'a>(
         &'a self,
         batch: &'a WriteBatch,
@@ -122,7 +120,7 @@ impl Committer {
     }
 }
 
-/// Divides parts into pieces of bounded length: short parts are combined, and long ones are split.
+/// Divides parts into pieces of bounded length. Short parts are combined, and long ones are split.
 fn pieces<'a>(parts: &[Part<'a>], at_once: u64) -> Result<Vec<Vec<Part<'a>>>> {
     let (mut pieces, mut piece, mut free) = (Vec::new(), Vec::new(), at_once);
     for (span, bytes) in parts {

@@ -1,11 +1,11 @@
-//! Captures that change much of a page on disk. The page's new bytes are written once, from the device to an
-//! image file, and the frame names the image. If the changes were logged, they would occupy host memory until
-//! the next snapshot, which would write them a second time.
+//! Captures that change much of a page on disk. The page's new bytes are written once, from the device to an image
+//! file, and the frame names the image. If the changes were logged, they would occupy host memory until the next
+//! snapshot, which would write them a second time.
 //!
-//! The image contains the staged bytes from which the batch would otherwise be encoded. A copy with digests
-//! is staged wave by wave as its image is written. Several threads write, one page each. The image and its
-//! name are synced before the batch is logged, so a frame never names a file that a crash removes. If a page
-//! moves to memory before its batch is logged, its changes are logged as usual.
+//! The image contains the staged bytes from which the batch would otherwise be encoded. A copy with digests is staged
+//! wave by wave while its image is written. Several threads write one page each. The image and its name are synced
+//! before the batch is logged, so a frame never names a file that a crash removes. If a page moves to memory before its
+//! batch is logged, its changes are logged as usual.
 
 use std::collections::HashMap;
 
@@ -25,31 +25,31 @@ use crate::write::commit::Committer;
 use crate::write::commit::batch_images::BatchImages;
 use crate::write::commit::disk_moves::{DiskOps, is_on_disk};
 
-/// If more than one part in this number of a page has changed, the whole page is written. It can then be read
-/// back with one read, and takes no memory until the next snapshot. The same applies to a page whose changes
-/// find no room in memory.
+/// The inverse of the share of a page above which the whole page is written. The page can then be read back with one
+/// read, and takes no memory until the next snapshot. The whole page is also written if memory has no room for its
+/// changes.
 const WHOLE_PART: u64 = 4;
 
-/// Captured pages whose new bytes are in images.
+/// The captured pages whose new bytes are in images.
 #[derive(Default)]
 pub(in crate::write::commit) struct CapturedImages<'a> {
     /// The pages, in the order of the images.
     pages: Vec<CapturedPage>,
-    /// Their images, which are removed if the batch is refused.
+    /// The images, whose files are removed if the batch is refused.
     pub file: BatchImages<'a>,
 }
 
-/// A page that is captured as a whole.
+/// A captured page that is written as a whole.
 struct CapturedPage {
     /// The capture's index in the batch.
     step: usize,
     page: PageId,
-    /// The digests of the chunks in its image, if digests are kept.
+    /// The digests of the chunks in the image, if digests are kept.
     digests: ChunkDigests,
 }
 
 impl CapturedImages<'_> {
-    /// Returns the images of the pages that are still on disk, by the operation's index.
+    /// Returns the images of the pages that are still on disk, each with the operation's index.
     pub fn images(&self, is_on_disk: impl Fn(PageId) -> bool) -> impl Iterator<Item = (usize, ImageRef)> {
         let by_step = self.pages.iter().zip(self.file.refs());
         by_step.filter(move |(page, _)| is_on_disk(page.page)).map(|(page, image)| (page.step, image))
@@ -65,8 +65,8 @@ impl CapturedImages<'_> {
         Ok(digests)
     }
 
-    /// Returns whether every one of these images that the payload names is of a page on disk. The applier
-    /// does not load such images into memory.
+    /// Returns whether all of these images that the payload names belong to pages on disk. The applier cannot load such
+    /// images into memory.
     pub fn are_on_disk(&self, ops: &[OpAt<'_>], disk_ops: &DiskOps) -> bool {
         if self.pages.is_empty() {
             return true;
@@ -78,16 +78,16 @@ impl CapturedImages<'_> {
 }
 
 impl Committer {
-    /// Selects the captured pages on disk that are written as a whole: those with many changes, if together
-    /// they justify an image file, and those whose changes do not fit into memory. `room` limits that memory,
-    /// in bytes; `None` applies the default limit.
+    /// Selects the captured pages on disk that are written as a whole: pages with many changes, if together they
+    /// justify an image file, and pages whose changes do not fit in memory. `room` limits that memory, in bytes. `None`
+    /// applies the default limit.
     fn captured_whole<'c>(
         &self,
         captures: &'c Captures<'_>,
         copied: &CopySources,
         room: Option<u64>,
     ) -> Result<Vec<WholeCapture<'c>>> {
-        // A working copy of a page on disk requires that such a page is known. Without any, nothing is
+        // A working copy of a page on disk requires that such a page is known. Without such pages, nothing needs to be
         // counted.
         if !self.engine.disk_pages.is_any() {
             return Ok(Vec::new());
@@ -107,8 +107,8 @@ impl Committer {
         if bytes(&whole) < self.ahead_bytes_min {
             others.append(&mut whole);
         }
-        // If the store takes snapshots automatically, they make room, and the batch waits for it. Otherwise,
-        // half of the room is left for later batches.
+        // If the store takes snapshots automatically, they free memory, and the batch waits for it. Otherwise, half of
+        // the room is left for later batches.
         let disk_pages = &self.engine.disk_pages;
         let all = if self.takes_snapshots { disk_pages.pending_max() } else { disk_pages.room() / 2 };
         let mut room = room.unwrap_or(all);
@@ -122,11 +122,11 @@ impl Committer {
         Ok(whole)
     }
 
-    /// Writes images of the captured pages on disk that are written as a whole. The files and their names are
-    /// durable when this returns.
+    /// Writes images of the captured pages on disk that are written as a whole. On return, the files and their names
+    /// are durable.
     ///
     /// # Errors
-    /// No space or no memory; a device error. All of them leave nothing behind.
+    /// No space or no memory; a device error. In all cases no files remain.
     pub(in crate::write::commit) fn write_captured(
         &self,
         captures: &Captures<'_>,
@@ -172,8 +172,7 @@ mod tests {
 
     use super::*;
 
-    /// The applier does not load such images into memory, so a page that has moved to memory is captured
-    /// again.
+    /// The applier cannot load such images into memory, so a page that has moved to memory is captured again.
     #[test]
     fn images_are_used_only_for_pages_still_on_disk() {
         let digests = ChunkDigests { first: 0, digests: Vec::new() };

@@ -1,8 +1,8 @@
 //! Payloads with bytes that only the device has.
 //!
-//! The bytes are first gathered on the device. There the indices are checked and the bytes summed, and then
-//! they are copied to the host exactly as the log and the page will get them. Even if the caller's memory is
-//! written in the meantime, checksum and bytes are of the same payload.
+//! The bytes are first gathered on the device. There the indices are checked and the bytes summed. Then the bytes are
+//! copied to the host exactly as they are logged and applied. Even if the caller's memory is modified in the meantime,
+//! checksum and bytes belong to the same payload.
 //!
 //! Nothing is logged before this is complete, so a crash loses a batch that was never acknowledged.
 
@@ -27,18 +27,18 @@ use crate::memory::staging::{GrowingStaging, GrownBytes, StagingBuf};
 use crate::write::batch::{ChunkDigests, DeviceFill, FillSource, WriteBatch};
 use crate::write::commit::Committer;
 
-/// Bytes that are gathered at a time: a multiple of the chunk length.
+/// The number of bytes that are gathered at a time, a multiple of the chunk length.
 pub(super) const WAVE_LEN: u64 = 16 << 20;
-/// Bytes that a thread sums or copies at a time.
+/// The number of bytes that a thread sums or copies at a time.
 const SHARE_LEN: usize = 1 << 20;
-/// The most threads that sum and copy a payload.
+/// The maximum number of threads that sum and copy a payload.
 const HOST_THREADS_MAX: usize = 4;
-/// The length from which combining two sums is cheaper than summing again.
+/// The length in bytes from which combining two sums is cheaper than summing again.
 const COMBINED_LEN_MIN: u64 = 4 << 10;
 
 impl Committer {
-    /// Runs commands in the lane for staging and waits for them. In the lane of deltas, other batches would
-    /// wait for this one.
+    /// Runs commands in the lane for staging and waits for them. In the lane of deltas, other batches would wait for
+    /// this one.
     pub(super) fn run(&self, commands: Vec<Command>, staging: Vec<Staging>) -> Result<Vec<Staging>> {
         self.engine
             .device
@@ -46,10 +46,10 @@ impl Committer {
             .finish(&*self.engine.device)
     }
 
-    /// Waits for the streams on which the batch's bytes are produced. Returns the place in which these bytes
-    /// are gathered, if there are any. `pages` are the ids of the new pages.
+    /// Waits for the streams on which the batch's bytes are produced. Returns the place in which these bytes are
+    /// gathered, or `None` if there are no such bytes. `pages` contains the ids of the new pages.
     ///
-    /// The committing thread waits and not the lane: a caller's stream may stall for long.
+    /// The committing thread waits instead of the lane, because a caller's stream may stall for long.
     pub(in crate::write::commit) fn arrivals(
         &self,
         batch: &WriteBatch,
@@ -61,23 +61,23 @@ impl Committer {
             bytes.wait_uses(Access::Read)?;
             streams.extend(bytes.stream());
         }
-        // Each stream once, however many ranges it produces.
+        // Each stream is waited for once, however many ranges it produces.
         for stream in streams {
             self.engine.device.wait_stream(stream)?;
         }
         for (_, memory) in batch.lent(pages) {
             memory.check_device(&self.engine.device)?;
             memory.check_process()?;
-            // The store writes there next: a kernel that still runs would overwrite the store's bytes, or
-            // have its own overwritten.
+            // The store writes to this memory next. A kernel that still runs would overwrite the store's bytes, or lose
+            // its own.
             memory.arrived(Access::Write)?;
         }
         let captured = batch.captures().map(|(_, copy, _)| copy.bytes());
         Ok(batch.device_bytes().chain(captured).next().map(DeviceBytes::place))
     }
 
-    /// Returns the lengths of the pages whose changed elements are known only to the device. They are checked
-    /// again under the lock, when the highest index is known.
+    /// Returns the lengths of the pages whose changed elements only the device knows. The lengths are checked again
+    /// under the lock, when the highest index is known.
     pub(in crate::write::commit) fn lens(
         &self,
         batch: &WriteBatch,
@@ -98,20 +98,19 @@ impl Committer {
 
     /// Completes a payload whose blanks are zeros so far.
     ///
-    /// Blanks are filled in waves of bounded length, which also bounds the device memory for them. One list
-    /// does the device's part of a wave, in this order:
+    /// Blanks are filled in waves of bounded length, which also bounds the device memory for them. One list does the
+    /// device's part of a wave, in this order:
     ///
-    /// 1. The caller's bytes are gathered. After the gather of the last wave, the caller may write to its
-    ///    memory again.
+    /// 1. The caller's bytes are gathered. After the gather of the last wave, the caller may modify its memory again.
     /// 2. The bytes of each blank are summed and digested, and the lists of indices are checked.
     /// 3. The bytes are copied to the host, each to its blank.
     ///
-    /// Then the host sums what arrived. The batch continues only if both sums agree: if it were logged with
-    /// the device's sum, bytes that changed in transit would look like damage on disk at the next open.
+    /// Then the host sums the arrived bytes. The batch continues only if both sums agree: logged with the device's sum,
+    /// bytes that changed in transit would look like damage on disk at the next open.
     ///
-    /// A long payload whose bytes all go to pages on disk stays in ordinary memory: no list names it, and a
-    /// GPU would pin it for this batch alone. Its waves are copied to separate staging, which is kept for the
-    /// next batch if it is no longer than a wave should be.
+    /// A long payload whose bytes all belong to pages on disk stays in ordinary memory: no list names it, and a GPU
+    /// would pin staging for this batch alone. Its waves are copied to separate staging, which is kept for the next
+    /// batch unless it is longer than a wave.
     pub(in crate::write::commit) fn fill(
         &self,
         mut payload: GrowingStaging,
@@ -171,18 +170,18 @@ impl Committer {
         }
     }
 
-    /// Returns whether no byte of a payload goes to a page in memory. The resulting draft is stale once one
-    /// of the pages moves.
+    /// Returns whether all bytes of a payload belong to pages on disk. The resulting draft is stale once one of the
+    /// pages moves.
     fn is_for_disk(&self, payload: &[u8], locked: Option<&PageTable>) -> Result<bool> {
         match decode_payload(payload) {
             Ok(ops) => Ok(!self.disk_ops(&ops, locked)?.leaves_bytes(&ops)),
-            // The draft reports the defect: it decodes the payload too, once the blanks are filled.
+            // The draft reports the defect, because it also decodes the payload, after the blanks are filled.
             Err(_) => Ok(false),
         }
     }
 
-    /// Fills the blanks of a wave through `landing`. Returns `landing` and the sum of each blank, and adds
-    /// the digests of captured chunks.
+    /// Fills the blanks of a wave through `landing`. Returns `landing` and the sum of each blank, and adds the digests
+    /// of captured chunks.
     fn fill_wave(
         &self,
         landing: StagingBuf,
@@ -206,15 +205,15 @@ impl Committer {
                     push(&mut chunks, (*step, *first, digest_count(span.len) as usize))?;
                     push(&mut keys, *key)?;
                 }
-                // The device checks indices before they are logged: applying a wrong index would write
-                // outside its page.
+                // The device checks indices before they are logged, because applying a wrong index would write outside
+                // its page.
                 FillSource::Indices { span, bound, step } => {
                     push(&mut sources, (*span, target.offset - area.offset))?;
                     push(&mut lists, IndexList { indices: target, bound: *bound })?;
                     push(&mut steps, *step)?;
                 }
                 FillSource::Elements { source, width, indices: picked } => {
-                    // Picked from the staged copy, by indices that the host knows: only the elements cross
+                    // The elements are picked from the staged copy by indices from the host, so only the elements cross
                     // the bus.
                     let indices = StagingSpan { index: 2, offset: picked_len, len: 4 * picked.len() };
                     push(&mut picks, Command::Pick { source: *source, width: *width, indices, target })?;
@@ -250,9 +249,8 @@ impl Committer {
         let mut next = |len| StagingBuf::new(returned.next().expect("as many as went in"), len);
         let (mut landed, mut sums, picked) = (next(len), next(sums_len), next(picked_len));
         let (found, digest_bytes) = (next(found_len), next(digests_len));
-        // A wrong index would write outside the page, and a repeated one has no defined result on a device,
-        // so both are refused before the batch is logged. There is one word per list: 0 if its indices are
-        // valid.
+        // A wrong index would write outside the page, and a repeated one has no defined result on a device, so both are
+        // refused before the batch is logged. There is one word per list, which is 0 if its indices are valid.
         let wrong = steps.into_iter().zip(sums_in(&found)).find(|(_, wrong)| *wrong != 0);
         let mut all = digest_bytes.as_chunks::<DIGEST_LEN>().0;
         for (step, first, count) in chunks {
@@ -277,7 +275,7 @@ impl Committer {
         let is_summed = device.crosses_bus();
         let mut arrived = proven_sums(&landed, copies, is_summed.then_some(&*sums))?;
         if arrived.is_none() {
-            // I12. The bytes are still on the device, so one flipped bit need not fail the commit.
+            // I12: the bytes are still on the device, so a transfer error need not fail the commit.
             tracing::warn!(device = device.label(), "a payload changed on its way to the host: once more");
             let mut commands = Vec::new();
             download_blanks(&mut commands, copies, is_summed)?;
@@ -293,26 +291,24 @@ impl Committer {
     }
 }
 
-/// A payload without blanks.
+/// A payload whose blanks are filled.
 pub(in crate::write::commit) struct FilledPayload {
     pub payload: GrownBytes,
-    /// The CRC-32 of the payload.
     pub crc: u32,
-    /// The digests of captured chunks, as they are in the payload.
+    /// The digests of captured chunks, computed from the bytes in the payload.
     pub digests: CapturedDigests,
 }
 
-/// Digests of captured chunks, by the operation's index.
+/// The digests of captured chunks, by the operation's index.
 pub(in crate::write::commit) type CapturedDigests = BTreeMap<usize, Vec<ChunkDigests>>;
 
-/// Divides blanks into waves. The bytes of a blank may be split between waves; indices and elements are not
-/// split.
+/// Divides blanks into waves. The bytes of a blank may be split between waves. Indices and elements are not split.
 fn waves(blanks: Vec<DeviceFill<'_>>) -> Result<Vec<Vec<DeviceFill<'_>>>> {
     let (mut waves, mut wave, mut len) = (Vec::new(), Vec::new(), 0);
     for blank in blanks {
         let mut rest = Some(blank);
         while let Some(mut blank) = rest.take() {
-            // Whole chunks, because a chunk is digested as a whole.
+            // The part consists of whole chunks, because a chunk is digested as a whole.
             let room = (WAVE_LEN - len) / DIGEST_CHUNK_LEN * DIGEST_CHUNK_LEN;
             if blank.byte_len() > WAVE_LEN - len {
                 rest = (room > 0).then(|| blank.split_off(room)).flatten();
@@ -331,31 +327,31 @@ fn waves(blanks: Vec<DeviceFill<'_>>) -> Result<Vec<Vec<DeviceFill<'_>>>> {
     Ok(waves)
 }
 
-/// Returns the length of the memory that a wave takes.
+/// Returns the number of bytes of memory that a wave takes.
 fn wave_len(blanks: &[DeviceFill<'_>]) -> u64 {
     blanks.iter().fold(0, |len, blank| align_up(len + blank.byte_len(), FRAME_ALIGN))
 }
 
-/// Blanks that are filled at a time.
+/// The blanks that are filled together.
 struct Wave<'b> {
     blanks: &'b [DeviceFill<'b>],
     /// The device memory in which the wave's bytes are gathered.
     area: Span,
-    /// The copy of each blank.
+    /// The copy of each blank from the device to staging.
     copies: Vec<BlankCopy>,
 }
 
-/// Bytes of a payload on the device.
+/// A range of a payload on the device.
 struct BlankCopy {
-    /// The offset in staging that they are copied to.
+    /// The offset in staging to which the bytes are copied.
     at: usize,
     /// The bytes on the device.
     source: Span,
 }
 
 impl<'b> Wave<'b> {
-    /// Places the blanks one after another in `area`, each aligned for kernels. `lands_at` returns the offset
-    /// in staging for a blank, given its span on the device.
+    /// Places the blanks one after another in `area`, each aligned for kernels. `lands_at` returns the offset in
+    /// staging for a blank, given its span on the device.
     fn new(
         blanks: &'b [DeviceFill<'b>],
         area: Span,
@@ -370,8 +366,8 @@ impl<'b> Wave<'b> {
         Ok(Self { blanks, area, copies: collected(blanks.iter().map(copy_of))? })
     }
 
-    /// Copies the bytes that arrived to the blanks of a payload, with several threads: writing to memory for
-    /// the first time takes several times as long as the copy.
+    /// Copies the arrived bytes to the blanks of a payload, with several threads: the first write to new memory takes
+    /// several times as long as the copy.
     fn take_to(&self, payload: &mut [u8], landed: &[u8]) -> Result<()> {
         let (mut rest, mut rest_at) = (payload, 0);
         let mut pieces = Vec::new();
@@ -405,19 +401,17 @@ fn download_blanks(commands: &mut Vec<Command>, copies: &[BlankCopy], is_summed:
     append(commands, copies.iter().map(download))
 }
 
-/// Returns the CRC-32 of the bytes that arrived for each blank, or `None` if one differs from the device's
-/// sum.
+/// Returns the CRC-32 of the arrived bytes of each blank, or `None` if one differs from the device's sum.
 fn proven_sums(landed: &[u8], copies: &[BlankCopy], of_device: Option<&[u8]>) -> Result<Option<Vec<u32>>> {
     let arrived = sums_of(copies.iter().map(|copy| &landed[copy.at..][..copy.source.len as usize]))?;
     let is_sent = of_device.is_none_or(|sums| arrived.iter().copied().eq(sums_in(sums)));
     Ok(is_sent.then_some(arrived))
 }
 
-/// Returns the CRC-32 of a payload, given the sums of its blanks in their order. Long blanks are not summed
-/// again.
+/// Returns the CRC-32 of a payload, given the sums of its blanks in order. Long blanks are not summed again.
 fn whole_sum<'b>(payload: &[u8], blanks: impl Iterator<Item = (&'b DeviceFill<'b>, u32)>) -> u32 {
     let mut whole = Hasher::new();
-    // The host knows the bytes between two blanks. Blanks do not overlap.
+    // The host has the bytes between two blanks. Blanks do not overlap.
     let mut known_from = 0;
     for (blank, sum) in blanks {
         let (at, len) = (blank.at, blank.byte_len());
@@ -434,8 +428,8 @@ fn whole_sum<'b>(payload: &[u8], blanks: impl Iterator<Item = (&'b DeviceFill<'b
     whole.finalize()
 }
 
-/// Returns the CRC-32 of each of these runs of bytes. Several threads sum long runs: a GPU sends several
-/// times as fast as one thread sums.
+/// Returns the CRC-32 of each of these runs of bytes. Several threads sum long runs, because a GPU sends several times
+/// as fast as one thread sums.
 fn sums_of<'b>(runs: impl Iterator<Item = &'b [u8]>) -> Result<Vec<u32>> {
     let mut sums = Vec::new();
     let mut pieces = Vec::new();
@@ -458,7 +452,7 @@ fn sums_of<'b>(runs: impl Iterator<Item = &'b [u8]>) -> Result<Vec<u32>> {
     collected(sums.into_iter().map(Hasher::finalize))
 }
 
-/// Divides pieces, in their order, into shares of work. `len_of` returns the length of a piece in bytes.
+/// Divides pieces, in order, into shares of work. `len_of` returns the length of a piece in bytes.
 fn shares<P>(pieces: Vec<P>, len_of: impl Fn(&P) -> usize) -> Result<Vec<Vec<P>>> {
     let (mut shares, mut share, mut len) = (Vec::new(), Vec::new(), 0);
     for piece in pieces {

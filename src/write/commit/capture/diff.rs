@@ -1,15 +1,15 @@
 //! Finds the changed elements of staged ranges, and transfers them to the host.
 //!
-//! 1. **Compare** on the device: one bit per element, which is 1 if the staged bytes differ from the page (in
-//!    the lane of deltas) or from the copy's shadow.
-//! 2. **Number** the set bits there: their indices, in ascending order. A bitmap so short that it reaches the
-//!    host as fast as its count would is not numbered.
-//! 3. **Bring** the shorter form to the host. An index takes four bytes, so the list is shorter if less than
-//!    one element in thirty-two has changed. The bitmap of 1.2 GB of 16-bit elements is 75 MB.
+//! 1. **Compare** on the device, with one bit per element, which is 1 if the staged bytes differ from the page (in the
+//!    lane of deltas) or from the copy's shadow.
+//! 2. **Number** the set bits on the device, to get their indices in ascending order. A bitmap that reaches the host as
+//!    fast as its count is not numbered.
+//! 3. **Transfer** the shorter form to the host. An index takes four bytes, so the list is shorter if less than one
+//!    element in thirty-two has changed. For comparison, the bitmap of 1.2 GB of 16-bit elements takes 75 MB.
 //!
 //! Only the comparison with a page runs in the lane of deltas, so no delta waits for a transfer to the host.
 //!
-//! Nothing is written, so a crash loses nothing.
+//! No data is written, so a crash loses nothing.
 
 use std::ops::Range;
 
@@ -28,16 +28,16 @@ use crate::write::commit::Committer;
 
 /// The alignment of each bitmap and each list of indices.
 const BITMAP_ALIGN: u64 = 16;
-/// Bytes of an index.
+/// The length of an index in bytes.
 const INDEX_LEN: u64 = 4;
-/// Bytes that are compared with pages in one turn of the applier. A longer page gets a turn of its own.
+/// The number of bytes that are compared with pages in one turn of the applier. A longer page gets a separate turn.
 const TURN_LEN: u64 = 64 << 20;
-/// Bytes of indices and bitmaps that justify a thread of their own.
+/// The number of bytes of indices and bitmaps per additional thread.
 const SHARE_LEN: usize = 256 << 10;
-/// The most threads that read indices and bitmaps.
+/// The maximum number of threads that read indices and bitmaps.
 const HOST_THREADS_MAX: usize = 8;
 
-/// A working copy that is captured by elements, with the memory that this takes.
+/// A working copy that is captured by elements, with the memory for the capture.
 pub(super) struct StagedCopy<'a> {
     /// The operation's index in the batch.
     pub step: usize,
@@ -48,21 +48,21 @@ pub(super) struct StagedCopy<'a> {
     pub parts: Vec<(Range<u64>, u64)>,
     /// The copy's own memory.
     pub live: Span,
-    /// The copy's bytes as they are compared and captured.
+    /// The staged bytes of the copy, which are compared and captured.
     pub staged: StageMemory,
-    /// Memory for the bitmaps, of [`bitmaps_len`] bytes.
+    /// The memory for the bitmaps, of [`bitmaps_len`] bytes.
     pub bitmaps: StageMemory,
 }
 
 /// The changes of one part of a page.
 pub(super) struct PartChanges {
-    /// Ranges of elements.
+    /// The ranges of elements that contain changes close together.
     pub runs: Vec<Range<u32>>,
-    /// Elements outside these ranges.
+    /// The changed elements outside these ranges.
     pub elements: SparseElements,
 }
 
-/// A range of a page, the staged bytes to compare it with, and the target of the bitmap.
+/// A range of a page, the staged bytes to compare it with, and the memory for the bitmap.
 type RangePair = (Range<u64>, Span, Span);
 
 /// Staged bytes that are to be compared with their page.
@@ -74,25 +74,25 @@ struct PageDiff {
 }
 
 impl PageDiff {
-    /// Returns how many bytes are compared, but at least 1, so that every turn makes progress.
+    /// Returns the number of bytes to compare, but at least 1, so that every turn makes progress.
     fn byte_len(&self) -> u64 {
         self.pairs.iter().map(|(range, ..)| range.end - range.start).sum::<u64>().max(1)
     }
 }
 
-/// Returns how many bytes the bitmaps of parts take together with their indices: two bits per element, one in
+/// Returns the number of bytes that the bitmaps of parts take together with their indices: two bits per element, one in
 /// the bitmap and one for the indices.
 pub(super) fn bitmaps_len(parts: &RangeParts, width: Width) -> u64 {
     parts.iter().map(|(range, _)| 2 * bitmap_len(range, width).next_multiple_of(BITMAP_ALIGN)).sum()
 }
 
-/// Lays out the bitmaps of a copy in its memory: one per part, each followed by room for a list of indices as
-/// long as the bitmap. A longer list is never transferred, so it need not fit.
+/// Lays out the bitmaps of a copy in its memory, one per part. Each bitmap is followed by space of the same length for
+/// a list of indices. A longer list is never transferred, so it need not fit.
 fn selections_of<'c>(copy: &'c StagedCopy<'_>) -> impl Iterator<Item = Selection> + use<'c> {
     let lens = copy.parts.iter().map(|(range, _)| bitmap_len(range, copy.copy.width()));
     let mut at = 0;
     lens.map(move |len| {
-        // The list follows its bitmap on the next aligned offset.
+        // The list follows its bitmap at the next aligned offset.
         let indices_at = at + len.next_multiple_of(BITMAP_ALIGN);
         let bits = copy.bitmaps.part(at, len);
         at = indices_at + len.next_multiple_of(BITMAP_ALIGN);
@@ -101,8 +101,7 @@ fn selections_of<'c>(copy: &'c StagedCopy<'_>) -> impl Iterator<Item = Selection
 }
 
 impl Committer {
-    /// Finds the changes in each part of these copies, in their order. All copies share one list and one wait
-    /// per step.
+    /// Finds the changes in each part of these copies, in order. All copies share one list and one wait per step.
     pub(super) fn changed(&self, copies: &[StagedCopy<'_>]) -> Result<Vec<PartChanges>> {
         let selections = collected(copies.iter().flat_map(selections_of))?;
         // Step 1.
@@ -116,7 +115,7 @@ impl Committer {
             };
             let pairs = collected(parts.iter().map(pair))?;
             match copy.shadow() {
-                // Only the copy itself uses its shadow, so no batch writes to it and no turn is needed.
+                // Only the copy itself uses its shadow, so no batch modifies the shadow and no turn is needed.
                 CopyShadow::Kept(shadow) => append(&mut commands, diffs(pairs, shadow.span(), copy.width()))?,
                 CopyShadow::Digests(_) => unreachable!("those find chunks, not elements"),
                 CopyShadow::Page => {
@@ -136,11 +135,11 @@ impl Committer {
         self.download(&selections, counts.as_deref(), commands, &collected(widths)?)
     }
 
-    /// Compares staged bytes with their pages, in the lane of deltas. Numbering and transfers run in the lane
-    /// for staging afterwards and delay no delta.
+    /// Compares staged bytes with their pages, in the lane of deltas. Numbering and transfers run in the lane for
+    /// staging afterwards and delay no delta.
     ///
-    /// The comparison is divided into turns of bounded length: if the device works within the turn itself,
-    /// batches and reads wait for the turn.
+    /// The comparison is divided into turns of bounded length, because batches and reads wait if the device works
+    /// within the turn itself.
     fn compare_with_pages(&self, of_pages: Vec<PageDiff>) -> Result<()> {
         let Engine { applier, device, .. } = &*self.engine;
         applier.unloaded().wait(of_pages.iter().map(|of| of.page))?;
@@ -156,22 +155,22 @@ impl Committer {
                 let mut commands = Vec::new();
                 for PageDiff { page, epoch, width, pairs } in of_turn {
                     let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;
-                    // In the same turn as the comparison: a batch in between would look like a change in the
-                    // copy.
+                    // The epoch is checked in the same turn as the comparison, because a batch in between would look
+                    // like a change in the copy.
                     check_epoch(page, epoch, info.epoch)?;
                     let memory = turn.applied.memory_of(page)?.span();
                     append(&mut commands, diffs(pairs, memory, width))?;
                 }
                 Ok(turn.submit(CommandList { commands, staging: Vec::new() })?.fence())
             })?;
-            // Before the next turn, which may be refused: the bitmaps are given back after the pending work
-            // of the lane for staging, and this list writes to them.
+            // This must precede the next turn, which may be refused: the bitmaps are freed after the pending work of
+            // the lane for staging, and this list writes to them.
             device.after(Lane::Stage, compared)?;
         }
         Ok(())
     }
 
-    /// Runs the commands, and numbers the bits that they set. Returns how many each bitmap has.
+    /// Runs the commands, and numbers the bits that they set. Returns the number of set bits in each bitmap.
     fn number(&self, selections: &[Selection], commands: &mut Vec<Command>) -> Result<Vec<u64>> {
         let len = INDEX_LEN as usize * selections.len();
         let target = StagingSpan { index: 0, offset: 0, len };
@@ -184,8 +183,8 @@ impl Committer {
         counts
     }
 
-    /// Runs the commands, and transfers the changes of each part to the host: as indices or as a bitmap.
-    /// `widths` are the element widths of the parts.
+    /// Runs the commands, and transfers the changes of each part to the host, as indices or as a bitmap. `widths`
+    /// contains the element widths of the parts.
     fn download(
         &self,
         selections: &[Selection],
@@ -239,7 +238,7 @@ fn bitmap_len(range: &Range<u64>, width: Width) -> u64 {
     ((range.end - range.start) / width.bytes() as u64).div_ceil(8)
 }
 
-/// Reads indices in the form in which the device writes them.
+/// Decodes indices from the form in which the device writes them.
 fn indices(bytes: &[u8]) -> impl Iterator<Item = u32> {
     bytes
         .chunks_exact(INDEX_LEN as usize)

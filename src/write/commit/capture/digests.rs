@@ -1,15 +1,15 @@
-//! Compares working copies with digests of their earlier contents: sixteen bytes of host memory for each
+//! Compares working copies with digests of their earlier contents, which take sixteen bytes of host memory for each
 //! chunk of 64 KiB ([`digests`](crate::device)).
 //!
-//! 1. **Look**: the device digests the copy in place. Chunks whose digests have changed are captured.
+//! 1. **Scan**: the device digests the copy in place. Chunks whose digests have changed are captured.
 //! 2. **Gather**: the bytes of these chunks are copied aside in waves of bounded length, digested there, and
 //!    transferred to the host: to the payload, or to the image of a page on disk.
 //! 3. The digests of step 2 become those of the copy when the batch is logged.
 //!
-//! If the digests of step 1 were kept and the caller wrote to the copy between the two steps, the log would
-//! contain other bytes than were digested, and the change would never be captured.
+//! If the digests of step 1 were kept and the caller modified the copy between the two steps, the log would contain
+//! other bytes than were digested, and the change would never be captured.
 //!
-//! A crash discards all digests. The key is drawn when the store first needs one.
+//! A crash discards all digests. The key is drawn when the store first needs it.
 
 use std::ops::Range;
 
@@ -31,20 +31,20 @@ use crate::recovery::opening::random;
 use crate::write::batch::{ChunkDigests, UNKNOWN_DIGEST, WorkingCopy};
 use crate::write::commit::Committer;
 
-/// Bytes that one list digests, so that its digests take at most 1 MiB.
+/// The number of bytes that one list digests, so that its digests take at most 1 MiB.
 const DIGEST_LIST_LEN: u64 = 4 << 30;
 
-/// The key for all digests, in each place that has copies to digest.
+/// The key for all digests, in each place that contains copies with digests.
 #[derive(Default)]
 pub(crate) struct DigestKeys {
-    /// The key in the form that devices read; empty until it is drawn. It is the same in all places, because
-    /// digests of different devices may be compared.
+    /// The key in the form that devices read, or empty until it is drawn. It is the same in all places, because digests
+    /// of different devices may be compared.
     bytes: Vec<u8>,
     places: Vec<(Place, DeviceBytes)>,
 }
 
 impl Committer {
-    /// Returns the key for copies in a place.
+    /// Returns the key for copies in a place, and draws it on first use.
     ///
     /// # Errors
     /// `OverBudget`, `OutOfMemory`; no source of randomness; a device error.
@@ -93,7 +93,7 @@ impl Committer {
         Ok(all)
     }
 
-    /// Prepares to examine a copy, once the streams that use it are done.
+    /// Waits for the streams that use a copy, and prepares to examine the copy.
     pub(super) fn begin_scan<'a>(
         &self,
         step: usize,
@@ -104,13 +104,12 @@ impl Committer {
     ) -> Result<DigestScan<'a>> {
         let parts = parts(copy.page(), ranges, page_len, DIGEST_CHUNK_LEN)?;
         let live = copy.bytes().arrived(Access::Read)?;
-        // No digests are known if the memory became a copy without loading the page. Then all of it counts as
-        // changed.
+        // No digests are known if the memory became a copy without loading the page. All of it then counts as changed.
         let is_needed = copy.has_digests();
         Ok(DigestScan { step, copy, epoch, parts, live, key, is_needed, now: Vec::new() })
     }
 
-    /// Runs step 1 for all copies of a batch together: separate lists would mean separate waits.
+    /// Runs step 1 for all copies of a batch together, because separate lists would require separate waits.
     pub(super) fn scan(&self, scans: &mut [DigestScan<'_>]) -> Result<()> {
         for of_place in scans.chunk_by_mut(|one, next| one.key == next.key) {
             let needed = of_place.iter().filter(|scan| scan.is_needed);
@@ -126,7 +125,7 @@ impl Committer {
     }
 }
 
-/// A copy that is examined.
+/// A copy that is examined in step 1.
 pub(super) struct DigestScan<'a> {
     /// The operation's index in the batch.
     pub step: usize,
@@ -135,11 +134,11 @@ pub(super) struct DigestScan<'a> {
     pub epoch: Epoch,
     /// The examined ranges, in whole chunks.
     pub parts: Vec<(Range<u64>, u64)>,
-    /// The location of the copy's bytes and that of the key.
+    /// The memory of the copy and of the key.
     pub live: Span,
     pub key: Span,
     is_needed: bool,
-    /// The digests of all parts, one after another; empty if none are needed.
+    /// The current digests of all parts, one after another, or empty if none are needed.
     now: Vec<Digest>,
 }
 
@@ -174,7 +173,7 @@ impl DigestScan<'_> {
     }
 }
 
-/// Returns unknown digests, for a copy of this length of which every chunk counts as changed.
+/// Returns unknown digests for a copy of length `len`, so that every chunk counts as changed.
 pub(super) fn unknown_digests(len: u64) -> Result<Vec<Digest>> {
     let (mut digests, count) = (Vec::new(), digest_count(len) as usize);
     make_room(&mut digests, count)?;
@@ -182,8 +181,8 @@ pub(super) fn unknown_digests(len: u64) -> Result<Vec<Digest>> {
     Ok(digests)
 }
 
-/// Bytes of a page that are gathered at a time. Each thread that reads copies gathers this many, and all
-/// threads together as many as a wave of a payload.
+/// The number of bytes of a page that a thread gathers at a time. All threads together gather as many as a wave of a
+/// payload.
 const PAGE_WAVE_LEN: u64 = WAVE_LEN / IMAGE_THREADS_MAX as u64;
 
 /// Copies whole working copies aside, wave by wave. This is step 2 for pages whose bytes go to an image.
@@ -191,7 +190,7 @@ pub(super) struct CopyWaves<'c> {
     committer: &'c Committer,
     /// The memory of a wave, and its place.
     memory: Option<(Place, StageMemory)>,
-    /// The range of a page that the memory holds.
+    /// The range of a page that the memory contains.
     holds: Option<(PageId, Range<u64>)>,
 }
 
@@ -200,8 +199,8 @@ impl<'c> CopyWaves<'c> {
         Self { committer, memory: None, holds: None }
     }
 
-    /// Reads the bytes of a copy as they were gathered, and records the digests of the gathered bytes. A page
-    /// is read in ascending order, or again from its start.
+    /// Fills `out` with gathered bytes of a copy, and records the digests of these bytes. A page must be read in
+    /// ascending order, and may be read again from its start.
     pub fn read(
         &mut self,
         copy: &WorkingCopy,
@@ -216,8 +215,8 @@ impl<'c> CopyWaves<'c> {
             let wave = begin..live.len.min(begin + PAGE_WAVE_LEN);
             let aside = self.memory(copy.bytes().place(), live.len)?;
             let target = Span { len: wave.end - wave.start, ..aside };
-            // Gathered when the first byte of the wave is read, also if the page is read a second time, so
-            // that the digest is of the bytes that are written.
+            // The wave is gathered when its first byte is read, also if the page is read a second time, so that the
+            // digest covers the bytes that are written.
             if offset == begin || self.holds != Some((page, wave.clone())) {
                 let gather = Command::Copy { source: part(live, &wave), target };
                 let found = self.committer.digests(vec![target], key, vec![gather])?;
@@ -244,7 +243,7 @@ impl<'c> CopyWaves<'c> {
         {
             return Ok(memory.part(0, len));
         }
-        // The old memory is released first: two at a time would exceed a wave.
+        // The old memory is released first, because two waves would exceed the limit.
         (self.memory, self.holds) = (None, None);
         let memory = self.committer.stage_memory(Purpose::Stage, place, len)?;
         let span = memory.part(0, len);

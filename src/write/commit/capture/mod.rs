@@ -1,19 +1,16 @@
-//! Captures: finding what changed in a working copy since it last equaled its page.
+//! Captures: finding the changes in a working copy since it last equaled its page.
 //!
-//! 1. **Arrive**: the committing thread waits for the stream that writes the copy. No other thread waits: the
+//! 1. **Arrive**: the committing thread waits for the stream that writes the copy. No other thread waits, because the
 //!    caller's kernels may take long.
-//! 2. **Stage**: the ranges of several copies are copied aside on the device. From here on the caller may
-//!    write to them again. If they were compared in place instead, the log could get other bytes than were
-//!    compared.
-//! 3. **Compare** the staged bytes with their pages, in the lane of deltas and at the epochs of the copies,
-//!    or with the copies' shadows, as `diff.rs` describes. A copy with digests is compared before it is
-//!    staged: `digests.rs`.
-//! 4. The batch is encoded from the staged bytes, and logged if the page is still at that epoch. Without this
-//!    second check, under the lock, unchanged bytes between two captured changes would overwrite the changes
-//!    of others.
+//! 2. **Stage**: the ranges of several copies are copied aside on the device. From here on the caller may modify them
+//!    again. Without staging, the log could contain other bytes than were compared.
+//! 3. **Compare**: the staged bytes are compared with their pages, in the lane of deltas and at the epochs of the
+//!    copies, or with the copies' shadows, as `diff.rs` describes. A copy with digests is compared before it is staged
+//!    (`digests.rs`).
+//! 4. The batch is encoded from the staged bytes, and logged if the page still has that epoch. Without this second
+//!    check, under the lock, unchanged bytes between two captured changes would overwrite changes of other batches.
 //!
-//! A crash before the batch is logged loses a batch that was never acknowledged; working copies end with
-//! the process.
+//! A crash before the batch is logged loses a batch that was never acknowledged. Working copies end with the process.
 
 mod device_payload;
 mod diff;
@@ -45,7 +42,8 @@ use digests::{DigestScan, unknown_digests};
 use ranges::{RANGE_ALIGN, check_epoch, part, parts};
 use stage_memory::StageMemory;
 
-/// Working copies are compared together until their bitmaps, including the room for indices, are this long.
+/// The total length in bytes of bitmaps, including the space for indices, up to which working copies are compared
+/// together.
 const COMPARED_LEN: u64 = 32 << 20;
 
 /// The captures of a batch, with their staged memory.
@@ -65,8 +63,8 @@ struct Capture<'a> {
     epoch: Epoch,
     /// The staged ranges of the page, each with its offset in `staged`.
     parts: Vec<(Range<u64>, u64)>,
-    /// The captured bytes of the copy, which are copied to the payload and to the shadow. `None` for a copy
-    /// with digests, which is gathered as it is written.
+    /// The captured bytes of the copy, which are copied to the payload and to the shadow. `None` for a copy with
+    /// digests, whose bytes are copied aside while they are written.
     staged: Option<StageMemory>,
 }
 
@@ -78,8 +76,8 @@ pub(super) struct WholeCapture<'a> {
     pub bytes: CapturedBytes<'a>,
     /// The number of changed bytes.
     pub changed: u64,
-    /// An upper bound of the host memory, in bytes, in which the changes wait for a snapshot if the page is
-    /// on disk.
+    /// An upper bound of the host memory, in bytes, that the changes take until the next snapshot if the page is on
+    /// disk.
     pub pending: u64,
 }
 
@@ -87,11 +85,11 @@ pub(super) struct WholeCapture<'a> {
 #[derive(Clone, Copy)]
 pub(super) enum CapturedBytes<'a> {
     Staged(Span),
-    /// In the copy itself, at this span and with this key. The bytes are gathered as they are written.
+    /// The bytes are in the copy, at this span and with this key. They are copied aside while they are written.
     InCopy(&'a WorkingCopy, Span, Span),
 }
 
-/// Returns an upper bound of the bytes that the changes of a part keep pending.
+/// Returns an upper bound of the pending bytes that the changes of a part cause.
 fn pending_bytes(part: &CapturedPart) -> u64 {
     let count = part.elements.indices.len() as u64;
     let elements = pending_bytes_of_elements(count, part.offset, part.staged.len);
@@ -108,11 +106,11 @@ impl CapturedBytes<'_> {
     }
 }
 
-/// The source of a working copy's bytes.
+/// The source from which a working copy is loaded.
 enum LoadedFrom {
-    /// The page's memory; the transfer is in flight.
+    /// The page's memory, from which a transfer is in flight.
     Memory(Pending),
-    /// The page's image, and what batches wrote since.
+    /// The page's image, and the later writes of batches.
     Disk(DiskPage),
 }
 
@@ -122,30 +120,29 @@ enum LoadedFrom {
 pub enum InitialCopy {
     /// The page's bytes are copied to the memory immediately.
     Load,
-    /// The memory stays as it is, and the next capture copies its bytes to the page.
+    /// The memory remains unchanged, and the next capture copies its bytes to the page.
     Store,
 }
 
-/// What a working copy is compared with to find its changes.
+/// The data with which a working copy is compared to find its changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Shadow {
-    /// The page itself. This takes no memory. The comparison runs in the queue of deltas, between two of
-    /// them. Not available for a page on disk, which has no memory to compare with.
+    /// The page itself, which takes no additional memory. The comparison runs in the queue of deltas, between two
+    /// deltas. Not available for a page on disk, which has no memory to compare with.
     Page,
-    /// A separate copy in this place, as long as the page and counted in the budget. Every capture updates
-    /// it. Deltas of other pages do not wait for the comparison.
+    /// A separate copy in this place, with the length of the page and counted in the budget. Every capture updates this
+    /// copy. Deltas of other pages do not wait for the comparison.
     Kept(remanent_format::Place),
-    /// Digests of the earlier contents, which take sixteen bytes of host memory for each chunk of 64 KiB. A
-    /// capture logs whole chunks, and takes device memory for only 16 MiB of them at a time. Ranges are
-    /// widened to chunks.
+    /// Digests of the earlier contents, which take sixteen bytes of host memory for each chunk of 64 KiB. A capture
+    /// logs whole chunks, and takes device memory for only 16 MiB of them at a time. Captured ranges are widened to
+    /// chunks.
     ///
-    /// The changes must fit into a batch. If more of a page in memory has changed, capture its ranges one
-    /// after another.
+    /// The changes must fit in a batch. If more of a page in memory has changed, capture its ranges one after another.
     ///
-    /// A change that leaves the digest of its chunk unchanged is not captured. The probability is below
-    /// 2^-100 per chunk and capture, whatever the bytes are, provided that they were chosen without knowledge
-    /// of the key. The store draws the key at random after each open and never writes it to disk.
+    /// A change that leaves the digest of its chunk unchanged is not captured. For bytes that were chosen without
+    /// knowledge of the key, the probability is below 2^-100 per chunk and capture. The store draws the key at random
+    /// after each open and never writes it to disk.
     Digest,
 }
 
@@ -174,17 +171,17 @@ impl Captures<'_> {
         })
     }
 
-    /// Returns the captured pages, with the epochs at which they must be when the batch is logged.
+    /// Returns the captured pages, with the epochs that they must have when the batch is logged.
     pub fn epochs(&self) -> impl Iterator<Item = (PageId, Epoch)> {
         self.taken.iter().map(|capture| (capture.copy.page(), capture.epoch))
     }
 
-    /// Assigns the copies to the new state of their pages once the batch is logged, so that the next capture
-    /// finds only later changes. `digests` are those of the chunks in the batch.
+    /// Assigns the copies to the new state of their pages after the batch is logged, so that the next capture finds
+    /// only later changes. `digests` contains the digests of the captured chunks.
     pub fn belong_to(&self, changes: &Changes, digests: &CapturedDigests) {
         for capture in &self.taken {
             let mut pages = changes.pages().iter().filter(|(page, _)| *page == capture.copy.page());
-            // If the same batch deletes the page, there is no state for the copy to belong to.
+            // If the same batch deletes the page, no state exists to which the copy could belong.
             if let Some((_, Some(info))) = pages.next() {
                 let digests = digests.get(&capture.step).into_iter().flatten();
                 capture.copy.captured(capture.epoch, info.epoch, digests);
@@ -201,12 +198,12 @@ impl Committer {
         let (mut scans, mut staged, mut bitmaps_len) = (Vec::new(), Vec::new(), 0);
         for (index, copy, ranges) in batch.captures() {
             copy.bytes().check_device(&self.engine.device)?;
-            // Checked here as well, so that a copy of an older state is refused without a comparison. The
-            // epoch is checked again under the lock.
+            // The epoch is checked here as well, so that a copy of an older state is refused without a comparison. It
+            // is checked again under the lock.
             let (page, epoch) = (copy.page(), copy.epoch());
             let info = self.submitted.lock().get(page).ok_or(Error::UnknownPage { page })?;
             check_epoch(page, epoch, info.epoch)?;
-            // At that epoch, the page has the same length as when the copy was made.
+            // At that epoch, the page has the length that it had when the copy was created.
             let of = (epoch, info.len);
             if let CopyShadow::Digests(key) = copy.shadow() {
                 push(&mut scans, self.begin_scan(index, copy, of, ranges, key.span())?)?;
@@ -214,7 +211,7 @@ impl Committer {
             }
             let mut begun = self.begin_capture(index, copy, of, ranges);
             if matches!(begun, Err(Error::OverBudget { .. })) && !staged.is_empty() {
-                // The bitmaps of the copies before this one take room until they are compared.
+                // The bitmaps of the previous copies take memory until the copies are compared.
                 self.compare(std::mem::take(&mut staged), &mut captures)?;
                 bitmaps_len = 0;
                 begun = self.begin_capture(index, copy, of, ranges);
@@ -237,7 +234,7 @@ impl Committer {
         Ok(captures)
     }
 
-    /// Runs step 1 for a working copy, and allocates the memory for the next two.
+    /// Runs step 1 for a working copy, and allocates the memory for steps 2 and 3.
     fn begin_capture<'a>(
         &self,
         step: usize,
@@ -249,8 +246,8 @@ impl Committer {
         let len = parts.last().map_or(0, |(range, at)| at + range.end - range.start);
         let live = copy.bytes().arrived(Access::Read)?;
         let lens = [len, bitmaps_len(&parts, copy.width())];
-        // Both are claimed at once: claimed one after the other, a capture could fail half way, and no error
-        // would state the total that it needs.
+        // Both are claimed at once. Claimed separately, a capture could fail halfway, and no error would state the
+        // total that it needs.
         let [staged, bitmaps] = self.stage_memories(Purpose::Stage, copy.bytes().place(), lens)?;
         Ok(StagedCopy { step, copy, epoch, parts, live, staged, bitmaps })
     }
@@ -276,25 +273,26 @@ impl Committer {
                     let staged = staged.part(*at, range.end - range.start);
                     CapturedPart { offset: range.start, staged, key: None, runs, elements }
                 });
-            // Stored by the operation's index, because the encoder processes operations in the batch's order.
+            // The parts are stored by the operation's index, because the encoder processes operations in the batch's
+            // order.
             captures.found.insert(step, collected(found)?);
             captures.taken.push(Capture { step, copy, epoch, parts, staged: Some(staged) });
         }
         Ok(())
     }
 
-    /// Copies the captured bytes to the shadows once the batch is logged. A copy whose shadow cannot be
-    /// updated no longer belongs to a known state: it gets epoch 0, at which no capture succeeds.
+    /// Copies the captured bytes to the shadows after the batch is logged. A copy whose shadow cannot be updated no
+    /// longer belongs to a known state, and gets epoch 0, at which no capture succeeds.
     pub(super) fn refresh_shadows(&self, captures: Captures<'_>) {
         for Capture { copy, parts, staged, .. } in captures.taken {
             let (CopyShadow::Kept(shadow), Some(staged)) = (copy.shadow(), staged) else { continue };
-            // From the staged bytes and not from the copy, which its owner may have written to since.
+            // The source is the staged bytes and not the copy, which its owner may have modified since.
             let copies = parts.iter().map(|(range, at)| Command::Copy {
                 source: staged.part(*at, range.end - range.start),
                 target: part(shadow.span(), range),
             });
             let list = CommandList { commands: copies.collect(), staging: Vec::new() };
-            // The next use of the shadow is in the same lane, so it runs after this.
+            // The next use of the shadow is in the same lane, so it runs after this copy.
             if let Err(error) = self.engine.device.submit(Lane::Stage, list) {
                 copy.belongs_to(Epoch(0), Vec::new());
                 let error = self.engine.poison.set_by_device(error);
@@ -303,7 +301,7 @@ impl Committer {
         }
     }
 
-    /// Makes the caller's memory a working copy of a page.
+    /// Turns caller-owned memory into a working copy of a page.
     ///
     /// # Errors
     /// `UnknownPage`, `MemoryRefused`; the errors of allocating a shadow; a device error.
@@ -364,7 +362,8 @@ impl Committer {
         let page = copy.page();
         self.engine.applier.unloaded().wait([page])?;
         let to = targets.clone();
-        // In one turn, so that epoch and bytes are of one state, ordered with the batches in the lane.
+        // Epoch and bytes are read in one turn, so that they belong to the same state, ordered with the batches in the
+        // lane.
         let (epoch, bytes) = self.engine.applier.turn(move |turn| {
             turn.intact()?;
             let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;
@@ -389,15 +388,14 @@ impl Committer {
                 let parts = parts(page, None, len, DIGEST_CHUNK_LEN)?;
                 self.all_digests(parts.iter().map(|(range, _)| part(memory, range)), key)?
             }
-            // The copy is unrelated to the page's contents, so the next capture takes all of it.
+            // The copy is unrelated to the page's contents, so the next capture includes all of it.
             Some(_) => unknown_digests(len)?,
         };
         copy.belongs_to(epoch, digests);
         Ok(())
     }
 
-    /// Copies the bytes of a page on disk to all targets: from disk to the first one, and from there to the
-    /// others.
+    /// Copies the bytes of a page from disk to the first target, and from there to the other targets.
     fn load_from_disk(&self, page: PageId, on_disk: &DiskPage, targets: &[Span]) -> Result<()> {
         let Some((first, others)) = targets.split_first() else { return Ok(()) };
         self.fill_page(page, on_disk, *first)?;
@@ -406,7 +404,7 @@ impl Committer {
     }
 }
 
-/// Returns the changed chunks of an examined copy. Their bytes stay in the copy until they are written.
+/// Returns the changed chunks of an examined copy. Their bytes remain in the copy until they are written.
 fn changed_chunks(scan: &DigestScan<'_>) -> Result<Vec<CapturedPart>> {
     let found = scan.changed()?.into_iter().map(|run| {
         let (staged, len) = (part(scan.live, &run), run.end - run.start);

@@ -1,7 +1,7 @@
 //! The ranges of a page that a capture examines, in parts of bounded length.
 //!
-//! The ranges of a caller may overlap and come in any order, at any offset. The device compares vectors, so
-//! ranges are widened, merged and split here, once, on the host.
+//! The ranges of a caller may overlap and come in any order, at any offset. The device compares vectors, so the host
+//! widens, merges and splits the ranges here.
 
 use std::ops::Range;
 
@@ -13,19 +13,18 @@ use crate::error::{Error, Result};
 /// Parts to examine: ranges of a page, each with its offset in the staged bytes.
 pub(super) type RangeParts = [(Range<u64>, u64)];
 
-/// The alignment to which ranges are widened: the device compares vectors of sixteen bytes.
+/// The alignment to which ranges are widened, because the device compares vectors of sixteen bytes.
 pub(super) const RANGE_ALIGN: u64 = 16;
 
-/// The longest part that is compared at once, so that the elements of a part can be counted in 32 bits.
+/// The maximum length of a part that is compared at once, so that its elements can be counted with 32 bits.
 const PART_LEN_MAX: u64 = 256 << 20;
 
-/// Widens the ranges to multiples of `align`, or to the end of the page, then merges and splits them. Each
-/// part comes with its offset when all parts are stored one after another, aligned. Without ranges, the parts
-/// cover the whole page.
+/// Widens the ranges to multiples of `align`, or to the end of the page, then merges and splits them. Without ranges,
+/// the parts cover the whole page. Returns each part with its offset when all parts are stored one after another,
+/// aligned.
 ///
 /// # Errors
-/// `OutOfBounds` for a range that is not within the page, or that ends before it begins: a caller's mistake
-/// must not wrap around.
+/// `OutOfBounds` for a range that is not within the page, or that ends before it begins.
 pub(super) fn parts(
     page: PageId,
     ranges: Option<&[Range<u64>]>,
@@ -43,14 +42,13 @@ pub(super) fn parts(
             continue;
         }
         let start = range.start / align * align;
-        // The added bytes are compared like the others. A change in them is captured too, which loses
-        // nothing.
+        // The added bytes are compared like the others. A change in them is captured too, which loses nothing.
         wanted.push(start..range.end.next_multiple_of(align).min(page_len));
     }
     wanted.sort_unstable_by_key(|range| range.start);
     let mut merged: Vec<Range<u64>> = Vec::new();
     for range in wanted {
-        // Merged, so that no element is found twice: a sparse delta with duplicates would be refused.
+        // Ranges are merged so that no element is found twice, because a sparse delta with duplicates is refused.
         match merged.last_mut().filter(|last| range.start <= last.end) {
             Some(last) => last.end = last.end.max(range.end),
             None => merged.push(range),
@@ -70,13 +68,13 @@ pub(super) fn parts(
         .collect())
 }
 
-/// Returns the sub-span of a range.
+/// Returns the part of a span that `range` covers.
 pub(super) fn part(span: Span, range: &Range<u64>) -> Span {
     Span { offset: span.offset + range.start, len: range.end - range.start, ..span }
 }
 
-/// Refuses a page that is not at the epoch of its working copy: the changes found would revert the changes of
-/// others.
+/// Returns an error if a page does not have the epoch of its working copy, because the changes found would revert
+/// changes of other batches.
 pub(super) fn check_epoch(page: PageId, expected: Epoch, found: Epoch) -> Result<()> {
     if expected == found { Ok(()) } else { Err(Error::Conflict { page, expected, found }) }
 }
@@ -85,7 +83,7 @@ pub(super) fn check_epoch(page: PageId, expected: Epoch, found: Epoch) -> Result
 mod tests {
     use super::*;
 
-    /// Ranges as callers may give them: empty, overlapping, unordered, reversed, past the end.
+    /// Tests ranges as callers may specify them: empty, overlapping, unordered, reversed, past the end.
     #[test]
     fn ranges_are_widened_merged_and_cut() {
         let of = |ranges: &[Range<u64>], len| parts(PageId(1), Some(ranges), len, RANGE_ALIGN).unwrap();

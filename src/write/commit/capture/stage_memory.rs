@@ -1,7 +1,7 @@
-//! Memory other than pages: the staging of a commit, and memory that callers hold.
+//! Device memory other than pages: the staging of a commit, and memory that callers hold.
 //!
-//! It counts toward the budget like pages (I10), and is freed after everything that names it. None of it is
-//! on disk, so a crash ends it.
+//! It counts toward the budget like pages (I10), and is freed after all work that names it. It is not stored on disk,
+//! so it ends with the process.
 
 use std::sync::Arc;
 
@@ -15,8 +15,8 @@ use crate::error::Result;
 use crate::memory::arena::{Arena, HandedOut, PageMemory, Purpose};
 use crate::write::commit::Committer;
 
-/// Memory other than pages, counted toward the budget like them (I10). It is freed after everything that is
-/// in the lane when it is dropped.
+/// Memory other than pages that counts toward the budget (I10). When this value is dropped, the memory is freed after
+/// all work in the lane at that time.
 pub(super) struct StageMemory {
     device: Arc<dyn Device>,
     arena: Arc<Arena>,
@@ -26,7 +26,7 @@ pub(super) struct StageMemory {
 }
 
 impl StageMemory {
-    /// Takes ownership of memory, which is freed when this is dropped.
+    /// Takes ownership of memory, which is freed when the value is dropped.
     fn of(engine: &Engine, memory: Option<PageMemory>) -> Self {
         let (device, arena) = (engine.device.clone(), engine.arena.clone());
         Self { device, arena, memory, uses: Arc::default() }
@@ -43,19 +43,17 @@ impl StageMemory {
         Ok((last != LastUse::Unknown).then_some(staged))
     }
 
-    /// Returns a fence after this one and after the work of all streams' uses that have ended. A lane waits
-    /// for them; no thread does.
+    /// Returns a fence after `staged` and after the work of all streams' uses that have ended. Only a lane waits for
+    /// that work.
     fn after_streams(&self, staged: Fence) -> Result<Option<Fence>> {
         self.device.after(Lane::Callers, staged)?;
         Ok(Some(self.device.submit(Lane::Callers, CommandList::default())?.fence()))
     }
 
-    /// Returns the length in bytes.
     pub fn byte_len(&self) -> u64 {
         self.memory.as_ref().map_or(0, PageMemory::byte_len)
     }
 
-    /// Returns the span of `len` bytes starting at `offset`.
     pub fn part(&self, offset: u64, len: u64) -> Span {
         self.memory.as_ref().expect("there until it is dropped").part(offset, len)
     }
@@ -66,22 +64,21 @@ impl Drop for StageMemory {
         let Some(memory) = self.memory.take() else { return };
         match self.last_use() {
             Ok(Some(fence)) => self.arena.retire(memory, fence),
-            // The end of a use is unknown. If the memory went to a page, it could still be written.
+            // The end of a use is unknown. If a page used the memory, a stream could still write to it.
             Ok(None) => tracing::warn!("memory that a stream may use stays allocated"),
-            // The lane may still use the memory and will not report when it is done, so the memory stays
-            // counted.
+            // The lane may still use the memory and will not report its completion, so the memory stays counted.
             Err(error) => tracing::warn!(%error, "memory beside pages stays allocated"),
         }
     }
 }
 
 impl Committer {
-    /// Allocates zeroed device memory for a caller: the memory's old contents must not be disclosed.
+    /// Allocates device memory for a caller. The memory is zeroed, so that its old contents are not disclosed.
     ///
     /// # Errors
     /// `OverBudget`, `OutOfMemory`, `PlaceUnavailable`; a device error.
     pub fn device_bytes(&self, place: Place, len: u64) -> Result<DeviceBytes> {
-        // Counted as the caller's, in the same budget as pages (I10).
+        // The memory is counted as the caller's, in the same budget as pages (I10).
         let owner = self.stage_memory(Purpose::Caller, place, len)?;
         let span = owner.part(0, len);
         let bytes = self.caller_memory(place, len, owner);
@@ -99,7 +96,7 @@ impl Committer {
         DeviceBytes::adopt(device, memory, arena.link())
     }
 
-    /// Hands the memory of a deleted page to the caller.
+    /// Passes the memory of a deleted page to the caller.
     ///
     /// # Errors
     /// A device error.
@@ -113,7 +110,7 @@ impl Committer {
         }
     }
 
-    /// Makes a handle for the caller. `owner` lives as long as any handle to the memory.
+    /// Creates a handle for the caller. `owner` lives as long as any handle to the memory.
     fn caller_memory(&self, place: Place, len: u64, owner: StageMemory) -> DeviceBytes {
         let Engine { device, arena, .. } = &*self.engine;
         let (memory, uses) = (owner.part(0, len).memory, owner.uses.clone());
