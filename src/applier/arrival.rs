@@ -1,10 +1,10 @@
-//! Proves that long writes arrived intact (I12).
+//! Verifies that long writes arrived intact (I12).
 //!
-//! The log contains a batch's bytes with their checksum, and the host sends the bytes to the device from its
-//! own memory. The device sums what arrives in the same list, many writes with one command, but before a
-//! later write changes the same bytes. Until the sums are back, no batch of the list is reported as applied,
-//! and no turn runs. So no read, snapshot or ticket ever includes bytes that changed in transit, and the next
-//! open rebuilds them from the log.
+//! The log contains a batch's bytes with their checksum, and the host sends the bytes to the device from its own
+//! memory. The device sums the arrived bytes in the same list, many writes with one command, but before a later write
+//! changes the same bytes. Until the sums have been compared, no batch of the list is reported as applied, and no turn
+//! runs. Thus no read, snapshot or ticket ever includes bytes that changed in transit, and the next open rebuilds such
+//! bytes from the log.
 
 use remanent_format::op::Op;
 
@@ -14,26 +14,26 @@ use crate::device::{Command, Device, Span, Staging, StagingSpan};
 use crate::error::Result;
 use crate::memory::staging::{StagingBuf, StagingPool};
 
-/// The sums that the long writes of a batch must have on arrival. They are computed before the batch is
-/// logged: afterwards, a refusal of memory for them would come too late.
+/// The sums that the long writes of a batch must have on arrival. They are computed before the batch is logged, when a
+/// failed allocation can still refuse the batch.
 pub(crate) struct ArrivalSums {
     /// The CRC-32 of the bytes of each write, in the order of the operations.
     pub sums: Vec<u32>,
-    /// The staging that receives the device's sums.
+    /// The staging buffer that receives the device's sums.
     pub staging: StagingBuf,
 }
 
-/// The expected sums of a list's writes.
+/// The expected sums of a list's long writes.
 pub(crate) struct ArrivalProof {
-    /// The index of the list's staging that receives the sums.
+    /// The index of the list's staging buffer that receives the sums.
     index: usize,
     /// The expected sums.
     sums: Vec<u32>,
-    /// The number of their writes that are in the list so far.
+    /// The number of sums that commands in the list compute so far.
     requested: usize,
 }
 
-/// Long writes that are in a list and not summed yet.
+/// The long writes of a list that are not summed yet.
 #[derive(Default)]
 pub(crate) struct UnsummedWrites(Vec<UnsummedWrite>);
 
@@ -43,11 +43,12 @@ struct UnsummedWrite {
     target: StagingSpan,
 }
 
-/// The most writes that are summed together: each later operation of the list is checked against all of them.
+/// The maximum number of writes that are summed together. Each later operation of the list is compared with all of
+/// them.
 const SUMMED_TOGETHER_MAX: usize = 128;
 
-/// Returns whether the operation's bytes are proven on arrival. Masked and scattered elements change only a
-/// part of their range, so its sum would not show whether they arrived intact.
+/// Returns whether the operation's bytes are verified on arrival. Masked and scattered elements change only a part of
+/// their range, so a sum of the range would not verify them.
 pub(crate) fn is_proven(op: &Op<'_>) -> bool {
     let is_dense = matches!(op, Op::Write { .. } | Op::Image { .. });
     is_dense && op.range().is_some_and(|(_, len)| len >= PROVEN_LEN_MIN)
@@ -76,7 +77,7 @@ impl ArrivalSums {
 }
 
 impl ArrivalProof {
-    /// Makes a proof with these sums, which are returned in the list's staging `index`.
+    /// Creates a proof with these expected sums. `index` is the list's staging buffer that receives the device's sums.
     pub fn new(index: usize, sums: Vec<u32>) -> Self {
         Self { index, sums, requested: 0 }
     }
@@ -89,17 +90,16 @@ impl ArrivalProof {
         StagingSpan { index: self.index, offset, len: sums_len(1) }
     }
 
-    /// Returns the index of the list's staging that receives the sums.
     pub fn index(&self) -> usize {
         self.index
     }
 
-    /// Moves the proof to the list's staging `count` places later.
+    /// Adjusts the proof to a list with `count` more staging buffers before its own.
     pub fn shift(&mut self, count: usize) {
         self.index += count;
     }
 
-    /// Fails if bytes arrived that differ from those sent. `returned` is the list's staging.
+    /// Returns an error if the arrived bytes differ from those sent. `returned` contains the list's staging buffers.
     ///
     /// # Errors
     /// A device error.
@@ -112,7 +112,7 @@ impl ArrivalProof {
 }
 
 impl UnsummedWrites {
-    /// Adds a long write that is already in the list. Returns whether all of them are to be summed now.
+    /// Adds a long write that is already in the list. Returns whether all added writes should be summed now.
     pub fn push(&mut self, source: Span, target: StagingSpan) -> bool {
         self.0.push(UnsummedWrite { source, target });
         self.0.len() >= SUMMED_TOGETHER_MAX
@@ -123,13 +123,13 @@ impl UnsummedWrites {
         self.0.iter().any(|write| write.source.overlaps(range))
     }
 
-    /// Returns the most commands that [`commands`](Self::commands) can return.
+    /// Returns the maximum number of commands that [`commands`](Self::commands) can return.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Returns the commands that sum all writes, with one command for writes whose sums are adjacent. A
-    /// device runs all of them at once, because they are consecutive.
+    /// Returns the commands that sum all writes, with one command for writes whose sums are adjacent. A device runs all
+    /// of them at once, because they are consecutive.
     pub fn commands(&mut self) -> impl Iterator<Item = Command> {
         let writes = std::mem::take(&mut self.0);
         let mut commands: Vec<(Vec<Span>, StagingSpan)> = Vec::new();

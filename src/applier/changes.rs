@@ -1,12 +1,11 @@
-//! Streams that report the changes of each applied batch to callers in this process, such as caches and
-//! mirrors of pages.
+//! Streams that report the changes of each applied batch to callers in this process, such as caches and mirrors of
+//! pages.
 //!
-//! A stream has a queue, which the applier fills and the caller drains. The applier never waits for a caller:
-//! a batch that finds the queue full is omitted, and so are all later batches until the caller has received
-//! notice of the gap. While there is no stream, a batch costs the applier one load.
+//! A stream has a queue, which the applier fills and the caller drains. The applier never waits for a caller. A batch
+//! that finds the queue full is omitted, and so are all later batches until the caller has been notified of the gap.
+//! While there are no streams, a batch costs the applier one load.
 //!
-//! Streams end with the process; a follower can receive the same batches across processes. So a crash loses
-//! nothing.
+//! Streams end with the process. To receive the same batches across processes, use a follower.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -24,17 +23,17 @@ use crate::base::sync::atomic::{AtomicUsize, Ordering};
 use crate::base::sync::{Condvar, Instant, Mutex};
 use crate::error::{Error, Result};
 
-/// Changes that a queue holds before batches are omitted. Each batch, page and range counts as one change,
-/// and takes up to some 100 bytes.
+/// The maximum number of changes in a queue, beyond which batches are omitted. Each batch, page and range counts as one
+/// change, and takes up to some 100 bytes.
 const QUEUED_MAX: usize = 64 << 10;
 
 /// The changes of one batch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct AppliedBatch {
-    /// The batch that was applied.
+    /// The Lsn of the batch.
     pub lsn: Lsn,
-    /// The pages that it changed, in the order of their ids.
+    /// The pages that the batch changed, in the order of their ids.
     pub pages: Vec<AppliedPage>,
     /// Whether the batch changed the root.
     pub root_changed: bool,
@@ -44,11 +43,11 @@ pub struct AppliedBatch {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct AppliedPage {
-    /// The page that was changed.
+    /// The id of the page.
     pub page: PageId,
     /// The page's version after the batch, or its last version if the page was deleted.
     pub epoch: Epoch,
-    /// The changes; empty if the batch names the page but leaves it unchanged.
+    /// The changes, or an empty list if the batch names the page but leaves it unchanged.
     pub changes: Vec<AppliedChange>,
 }
 
@@ -56,7 +55,7 @@ pub struct AppliedPage {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum AppliedChange {
-    /// The page was created. No ranges are reported, since all of its bytes are new.
+    /// The page was created. No ranges are reported, because all of its bytes are new.
     Created,
     /// The page was deleted.
     Deleted,
@@ -70,10 +69,10 @@ pub enum AppliedChange {
         /// The new place.
         place: Place,
     },
-    /// Bytes were written. The ranges ascend and neither overlap nor touch. Single elements are reported as
-    /// one range that contains them.
+    /// Bytes were written. The ranges ascend and are separated by gaps. Single elements are reported as one range that
+    /// contains them.
     Written {
-        /// Byte ranges of the page as of after the batch.
+        /// The byte ranges of the page, relative to its state after the batch.
         ranges: Vec<Range<u64>>,
     },
     /// Entries of the metadata were set or removed.
@@ -85,19 +84,18 @@ pub enum AppliedChange {
 pub enum ChangeEvent {
     /// A batch was applied.
     Applied(Arc<AppliedBatch>),
-    /// Batches were omitted, from `from` up to the next batch that is reported. The caller did not keep up,
-    /// there was no memory to report the batch, or it was a restore, which replaces all pages. Read all pages
-    /// again.
+    /// Batches were omitted, from `from` up to the next batch that is reported. The reasons are a caller that did not
+    /// keep up, a lack of memory to report the batch, or a restore, which replaces all pages. Read all pages again.
     Lagged {
-        /// The first batch that is omitted.
+        /// The first omitted batch.
         from: Lsn,
     },
 }
 
 /// A stream of the changes that applied batches make, in batch order. It reports every batch, or a
-/// [`ChangeEvent::Lagged`] where batches are omitted. Made by [`Store::changes`].
+/// [`ChangeEvent::Lagged`] where batches are omitted. Returned by [`Store::changes`].
 ///
-/// As an iterator, it waits for the next event, and ends when there will be no more.
+/// As an iterator, it waits for the next event, and ends when the store is closed or has failed.
 ///
 /// [`Store::changes`]: crate::Store::changes
 pub struct ChangeStream {
@@ -105,7 +103,7 @@ pub struct ChangeStream {
     begin: Lsn,
 }
 
-/// The streams of a store.
+/// The set of streams of a store.
 #[derive(Default)]
 pub(crate) struct ChangeFeed {
     /// The number of streams, so that a batch costs one load if there are none.
@@ -124,7 +122,7 @@ struct QueueState {
     batches: VecDeque<Arc<AppliedBatch>>,
     /// The number of changes in the batches.
     count: usize,
-    /// The first batch that was omitted, until the caller has received notice of it.
+    /// The first batch that was omitted, until the caller is notified of the gap.
     lagged: Option<Lsn>,
     is_over: bool,
 }
@@ -152,7 +150,7 @@ impl WrittenRanges {
         self.no_memory |= noted.is_err();
     }
 
-    /// Returns the ranges written to a page that has this length after the batch.
+    /// Returns the ranges written to a page that has length `len` after the batch.
     fn of(&mut self, page: PageId, len: u64) -> Result<Vec<Range<u64>>> {
         let mut written = self.ranges.remove(&page).unwrap_or_default();
         written.sort_unstable_by_key(|range| range.start);
@@ -171,8 +169,8 @@ impl WrittenRanges {
 }
 
 impl AppliedBatch {
-    /// Collects the changes of a batch to the pages of a table in which it is not installed yet. If there is
-    /// no memory for them, the error is the batch's number.
+    /// Collects the changes of a batch. `before` is the table in which the batch is not installed yet. If there is no
+    /// memory for the changes, returns the batch's Lsn as the error.
     pub(super) fn of(changes: &Changes, before: &PageTable, mut written: WrittenRanges) -> Result<Self, Lsn> {
         Self::try_of(changes, before, &mut written).ok().filter(|_| !written.no_memory).ok_or(changes.lsn)
     }
@@ -189,7 +187,7 @@ impl AppliedBatch {
         Ok(Self { lsn: changes.lsn, pages, root_changed: changes.root.is_some() })
     }
 
-    /// Returns how many changes the batch counts as in a queue.
+    /// Returns the number of changes that the batch counts as in a queue.
     fn count(&self) -> usize {
         let ranges = |change: &AppliedChange| match change {
             AppliedChange::Written { ranges } => ranges.len(),
@@ -243,11 +241,11 @@ impl AppliedPage {
 impl ChangeFeed {
     /// Returns whether there is any stream.
     pub fn is_watched(&self) -> bool {
-        // Relaxed, because a stream is added by a turn of the applier, which is the calling thread.
+        // Relaxed, because a stream is added by a turn of the applier, on the calling thread.
         self.count.load(Ordering::Relaxed) > 0
     }
 
-    /// Adds a stream, on the applier's thread. It reports every batch after this turn.
+    /// Adds a stream, which reports every batch after the current turn. Must be called on the applier's thread.
     fn add(&self, queue: Arc<ChangeQueue>) {
         let mut queues = self.queues.lock();
         queues.push(queue);
@@ -260,13 +258,13 @@ impl ChangeFeed {
         self.count.store(queues.len(), Ordering::Relaxed);
     }
 
-    /// Reports a batch to all streams, or that it is omitted.
+    /// Reports a batch, or an omitted batch, to all streams.
     pub fn publish(&self, item: Result<AppliedBatch, Lsn>) {
         let item = item.map(Arc::new);
         self.queues.lock().iter().for_each(|queue| queue.push(&item));
     }
 
-    /// Ends all streams: no more batches will be applied.
+    /// Ends all streams, because no more batches will be applied.
     pub fn end(&self) {
         let queues = {
             let mut queues = self.queues.lock();
@@ -284,7 +282,7 @@ impl ChangeQueue {
     fn push(&self, item: &Result<Arc<AppliedBatch>, Lsn>) {
         let mut state = self.state.lock();
         match item {
-            // The caller receives notice of a gap before any later event, which would hide the gap.
+            // The caller is notified of a gap before any later event, which would hide the gap.
             _ if state.lagged.is_some() => return,
             Ok(batch) if state.count + batch.count() <= QUEUED_MAX => {
                 state.count += batch.count();
@@ -297,7 +295,7 @@ impl ChangeQueue {
         self.more.notify_one();
     }
 
-    /// Returns the next event, or `None` if there is none by `until`. `Err` means that there will be no more.
+    /// Returns the next event, or `None` if there is no event by `until`. Returns `Err` if the stream has ended.
     fn next(&self, until: Option<Instant>) -> Result<Option<ChangeEvent>, ()> {
         let mut state = self.state.lock();
         loop {
@@ -329,7 +327,7 @@ impl ChangeQueue {
 }
 
 impl ChangeStream {
-    /// Begins a stream after the batches handed to the applier so far.
+    /// Begins a stream after the batches passed to the applier so far.
     pub(crate) fn begin(applier: &Arc<Applier>) -> Result<Self> {
         let queue = Arc::new(ChangeQueue::default());
         let (added, feed) = (queue.clone(), applier.changes().clone());
@@ -347,11 +345,11 @@ impl ChangeStream {
         self.begin
     }
 
-    /// Returns the next event, or `None` if there is none within `timeout`. With a timeout of zero, it never
+    /// Returns the next event, or `None` if there is no event within `timeout`. With a timeout of zero, the call never
     /// waits.
     ///
     /// # Errors
-    /// [`Error::Closed`] or [`Error::Poisoned`] once there will be no more events; [`Error::Forked`].
+    /// [`Error::Closed`] or [`Error::Poisoned`] if the stream has ended; [`Error::Forked`].
     pub fn next_timeout(&mut self, timeout: Duration) -> Result<Option<ChangeEvent>> {
         let (applier, queue) = self.feed.check()?;
         // A deadline that the clock cannot represent never arrives.
@@ -394,7 +392,7 @@ mod tests {
         Ok(AppliedBatch { lsn: Lsn(lsn), pages: vec![page], root_changed: false })
     }
 
-    /// Returns up to `count` events of a queue: the number of a batch, or the negated number of a gap.
+    /// Returns up to `count` events of a queue: the Lsn of a batch, or the negated Lsn of a gap.
     fn events(queue: &ChangeQueue, count: usize) -> Vec<i64> {
         let number = |event: ChangeEvent| match event {
             ChangeEvent::Applied(batch) => batch.lsn.0 as i64,
@@ -404,8 +402,8 @@ mod tests {
         std::iter::from_fn(next).take(count).collect()
     }
 
-    /// A gap is reported in its place: after the batches before it, and before those after it. Batches that
-    /// arrive before the caller has received notice are omitted too.
+    /// A gap is reported in order, between the batches before and after it. Batches that arrive before the caller is
+    /// notified are omitted too.
     #[test]
     fn change_stream_reports_gap_once_in_order() {
         let (feed, queue) = (ChangeFeed::default(), Arc::new(ChangeQueue::default()));
@@ -421,7 +419,7 @@ mod tests {
         feed.publish(Err(Lsn(6)));
         assert_eq!(events(&queue, 9), [5, -6]);
         assert_eq!(queue.state.lock().count, 0);
-        // Exactly full, and one more.
+        // The first batch exactly fills the queue, and the second exceeds it.
         feed.publish(batch(7, QUEUED_MAX - 2));
         feed.publish(batch(8, 0));
         assert_eq!(events(&queue, 9), [7, -8]);

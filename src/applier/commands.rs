@@ -1,6 +1,6 @@
 //! Translates a batch's operations to a device's commands.
 //!
-//! Only operations on bytes become commands. The format crate defines what an operation does to the table.
+//! Only operations on bytes become commands. The format crate defines the effect of an operation on the table.
 
 use std::collections::BTreeMap;
 
@@ -19,10 +19,10 @@ use crate::memory::staging::{StagingBuf, StagingPool};
 #[derive(Default)]
 pub(crate) struct ListBuilder {
     list: CommandList,
-    /// Staging for the asides of the next payload's operations.
+    /// Staging buffers with the converted bytes of the next payload's operations.
     asides: Vec<StagingBuf>,
     payload_bytes: usize,
-    /// The sums of long writes, with one proof for each batch that has any.
+    /// The expected sums of long writes, with one proof for each batch that has any.
     proofs: Vec<ArrivalProof>,
     /// The long writes that the list does not sum yet.
     unsummed: UnsummedWrites,
@@ -33,14 +33,14 @@ pub(crate) struct ListBuilder {
 /// The location of a batch's payload in a list's staging.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PayloadAt {
-    /// The index in the list's staging.
+    /// The index of the payload's staging buffer in the list.
     pub index: usize,
-    /// The offset of the payload's first byte in that staging.
+    /// The offset of the payload's first byte in that buffer.
     pub offset: usize,
 }
 
-/// Memory for the list of a batch with many operations. It is allocated before the batch is logged, since a
-/// refusal afterwards would come too late. A list of fewer operations needs only short allocations.
+/// Memory for the list of a batch with many operations. It is allocated before the batch is logged, when a failed
+/// allocation can still refuse the batch. A list of fewer operations needs only short allocations.
 #[derive(Default)]
 pub(crate) struct ListRoom {
     commands: Vec<Command>,
@@ -48,18 +48,18 @@ pub(crate) struct ListRoom {
     asides: Vec<StagingBuf>,
 }
 
-/// The most operations of a batch that needs no memory of its own, and the commands at which a list takes no
-/// further batch.
+/// The maximum number of operations of a batch that needs no such memory, and the number of commands at which a list
+/// accepts no further batch.
 const SHORT_LIST: usize = 128;
-/// Copies between pages after which a list is submitted, even if its batch has more of them: the device
-/// copies while the host prepares the next list.
+/// The number of copies between pages after which a list is submitted, even if its batch has more of them, so that the
+/// device copies while the host prepares the next list.
 const COPIES_MAX: usize = if cfg!(shuttle) { 1 } else { 4096 };
-/// Stagings at which a list takes no further batch.
+/// The number of staging buffers at which a list accepts no further batch.
 const STAGINGS_MAX: usize = 1024;
 
 impl ListRoom {
-    /// Allocates memory for the most commands that these operations can become: a copy for a cut, a copy to a
-    /// relocation or to new memory, zeros or a delta, and its sum.
+    /// Allocates memory for the maximum number of commands that these operations can become: a copy for a cut, a copy
+    /// to a relocation or to new memory, zeros or a delta, and its sum.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -67,7 +67,7 @@ impl ListRoom {
         let mut room = Self::default();
         if ops.len() > SHORT_LIST {
             make_room(&mut room.commands, 3 * ops.len() + proven_count(ops))?;
-            // One more for the sums of long writes.
+            // One more staging buffer is for the sums of long writes.
             let asides = ops.iter().filter(|at| needs_aside(&at.op)).count() + 1;
             make_room(&mut room.staging, asides + 1)?;
             make_room(&mut room.asides, asides)?;
@@ -75,18 +75,18 @@ impl ListRoom {
         Ok(room)
     }
 
-    /// Returns whether the batch needs no memory of its own.
+    /// Returns whether the batch needs no such memory.
     pub fn is_empty(&self) -> bool {
         self.commands.capacity() == 0
     }
 }
 
-/// Returns how many of these operations are proven on arrival.
+/// Returns the number of these operations that are verified on arrival.
 fn proven_count(ops: &[OpAt<'_>]) -> usize {
     ops.iter().filter(|at| is_proven(&at.op)).count()
 }
 
-/// Returns whether the payload holds the operation's bytes in a form that a device cannot read.
+/// Returns whether the payload contains the operation's bytes in a form that a device cannot read.
 pub(crate) fn needs_aside(op: &Op<'_>) -> bool {
     match op {
         Op::Scatter { indices, .. } => indices.is_gap_coded() && !indices.is_empty(),
@@ -95,16 +95,16 @@ pub(crate) fn needs_aside(op: &Op<'_>) -> bool {
     }
 }
 
-/// Returns whether the applier needs only the payload for these operations, unless they allocate page memory
-/// or change leased pages.
+/// Returns whether the applier needs only the payload for these operations, provided that they allocate no page memory
+/// and change no leased pages.
 pub(crate) fn is_payload_enough(ops: &[OpAt<'_>], crosses_bus: bool) -> bool {
     let takes_more = |op: &Op<'_>| needs_aside(op) || (crosses_bus && is_proven(op));
     ops.len() <= SHORT_LIST && !ops.iter().any(|at| takes_more(&at.op))
 }
 
-/// Stages the operation's bytes in the form that a device reads, if the payload holds another form. Gap-coded
-/// indices become indices of four bytes, followed by the elements. The bytes of an image are those of its
-/// page in `whole`.
+/// Converts the operation's bytes to the form that a device reads, in a staging buffer, if the payload contains another
+/// form. Gap-coded indices become indices of four bytes, followed by the elements. `whole` contains the bytes of pages
+/// with images.
 ///
 /// # Errors
 /// `OutOfMemory`, a device error.
@@ -133,7 +133,7 @@ pub(crate) fn stage_aside(
 }
 
 impl ListBuilder {
-    /// Returns whether the list can take a batch that brought `room`.
+    /// Returns whether the list can accept a batch that brings the memory `room`.
     pub fn has_room(&self, room: &ListRoom) -> bool {
         let is_short = self.list.commands.len() + self.unsummed.len() <= SHORT_LIST
             && self.list.staging.len() <= STAGINGS_MAX;
@@ -147,7 +147,7 @@ impl ListBuilder {
         *self = Self { list: CommandList { commands, staging }, asides, ..Self::default() };
     }
 
-    /// Allocates room for a delta for each of these operations, and its sum.
+    /// Allocates memory for a delta for each of these operations, and its sum.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -157,8 +157,7 @@ impl ListBuilder {
         make_room(&mut self.list.staging, self.asides.capacity() + 1)
     }
 
-    /// Appends the operations of another builder for the same payload. Neither builder may have taken a
-    /// payload yet.
+    /// Appends the operations of another builder for the same payload. Neither builder may have taken a payload yet.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -178,7 +177,7 @@ impl ListBuilder {
                 _ if before == 0 => {}
                 Command::Apply { pieces } => {
                     for piece in pieces {
-                        // Index 0 is the payload, which both share.
+                        // Index 0 is the payload, which both builders share.
                         if let Payload::Staging { index: index @ 1.., .. } = &mut piece.payload {
                             *index += before;
                         }
@@ -195,19 +194,19 @@ impl ListBuilder {
         Ok(())
     }
 
-    /// Returns the index of the staging that is handed over next. Operations refer to it by this index.
+    /// Returns the index of the next payload's staging buffer, by which its operations refer to it.
     pub fn payload_index(&self) -> usize {
         self.list.staging.len()
     }
 
-    /// Takes the sums of the long writes among the following operations, up to the next payload.
+    /// Adds the expected sums of the long writes among the following operations, up to the next payload.
     pub fn prove(&mut self, sums: ArrivalSums) {
         self.asides.push(sums.staging);
         let index = self.payload_index() + self.asides.len();
         self.proofs.push(ArrivalProof::new(index, sums.sums));
     }
 
-    /// Takes the staging of a payload, after the operations of one or more batches in it were added.
+    /// Adds the staging buffer of a payload, after the operations of one or more batches in it were added.
     pub fn payload(&mut self, payload: StagingBuf) {
         for staged in std::iter::once(payload).chain(self.asides.drain(..)) {
             self.payload_bytes += staged.len();
@@ -215,24 +214,22 @@ impl ListBuilder {
         }
     }
 
-    /// Returns the number of bytes in all payloads taken.
     pub fn payload_bytes(&self) -> usize {
         self.payload_bytes
     }
 
-    /// Returns whether there are no commands and no staging.
+    /// Returns whether there are no commands and no staging buffers.
     pub fn is_empty(&self) -> bool {
         self.list.commands.is_empty() && self.list.staging.is_empty() && self.asides.is_empty()
     }
 
-    /// Takes the commands so far as a separate list, once they are many copies and nothing else; copies need
-    /// no staging. Returns `None` if that is not the case, or if there is no memory for the list; the
-    /// commands then stay.
+    /// Removes and returns the commands so far as a separate list, if they are many copies and nothing else. Copies
+    /// need no staging. Returns `None` if there are other commands, or no memory for the list, and keeps the commands.
     pub fn take_copies(&mut self) -> Option<CommandList> {
         let commands = &mut self.list.commands;
         let is_due =
             self.copies >= COPIES_MAX && self.copies == commands.len() && self.list.staging.is_empty();
-        // The commands are moved out, so that their room remains for the following commands.
+        // The commands are moved out, so that their memory remains for the following commands.
         let mut taken = Vec::new();
         if !is_due || taken.try_reserve_exact(commands.len()).is_err() {
             return None;
@@ -242,15 +239,15 @@ impl ListBuilder {
         Some(CommandList { commands: taken, staging: Vec::new() })
     }
 
-    /// Takes the list, and the sums that it returns. The builder is then empty.
+    /// Removes and returns the list, and the sums that it computes.
     pub fn take(&mut self) -> (CommandList, Vec<ArrivalProof>) {
         self.sum_writes();
         let Self { list, proofs, .. } = std::mem::take(self);
         (list, proofs)
     }
 
-    /// Adds the operation's change to the bytes of its page, if it changes any. The operation is in
-    /// `payload`; `aside` is the result of [`stage_aside`].
+    /// Adds the operation's change to the bytes of its page, if it changes any. `payload` is the location of the
+    /// operation's payload, and `aside` the result of [`stage_aside`].
     pub fn data(
         &mut self,
         at: &OpAt<'_>,
@@ -288,8 +285,8 @@ impl ListBuilder {
             _ => return,
         };
         let piece = Piece { target, payload: staged, kind };
-        // Only a proof of the next payload: the sums of an earlier one are returned in staging that the list
-        // already has.
+        // Only a proof of the next payload is extended: the sums of an earlier one are returned in a staging buffer
+        // that the list already has.
         let handed_over = self.list.staging.len();
         let proof = self.proofs.last_mut().filter(|proof| proof.index() >= handed_over && is_proven(&at.op));
         let sum = proof.map(ArrivalProof::next_sum);
@@ -297,22 +294,21 @@ impl ListBuilder {
         self.piece(piece);
         if let Some(sum) = sum {
             let is_due = self.unsummed.push(target, sum);
-            // A caller's memory may be lent again, under another id.
+            // A caller's memory may be lent again under another id.
             if is_due || memory.is_lent() {
                 self.sum_writes();
             }
         }
     }
 
-    /// Adds the sums of all long writes if the next command changes bytes of one: each sum must be of its own
-    /// write.
+    /// Adds the sums of all long writes if the next command changes bytes of such a write, because each sum must cover
+    /// its own write.
     fn sum_before(&mut self, target: Span) {
         if self.unsummed.any_in(target) {
             self.sum_writes();
         }
     }
 
-    /// Adds the sums of all long writes that are not summed yet.
     fn sum_writes(&mut self) {
         self.list.commands.extend(self.unsummed.commands());
     }
@@ -325,7 +321,7 @@ impl ListBuilder {
         }
     }
 
-    /// Like [`zero`](Self::zero), for a list for which no batch allocated room.
+    /// Zeroes a range like [`zero`](Self::zero), in a list for which no batch allocated memory.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -345,8 +341,8 @@ impl ListBuilder {
     }
 
     fn piece(&mut self, piece: Piece) {
-        // If memory for another piece is refused, the piece starts a new command: the batch is logged, so
-        // this must not fail.
+        // If memory for another piece is unavailable, the piece starts a new command. The batch is logged, so this must
+        // not fail.
         if let Some(Command::Apply { pieces }) = self.list.commands.last_mut()
             && pieces.try_reserve(1).is_ok()
         {

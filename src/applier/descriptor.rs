@@ -1,11 +1,11 @@
-//! Descriptions of page memory, for transports that register it.
+//! Descriptions of page memory, for transports that register the memory.
 
 use remanent_format::{Epoch, PageId, PageInfo, Place, StoreId};
 
 use crate::device::{Device, MemoryId};
 use crate::error::{Error, Result};
 
-/// The kind of memory that holds a page's bytes, named as in transport libraries.
+/// The kind of memory that contains a page's bytes, named as in transport libraries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum MemoryKind {
@@ -15,16 +15,14 @@ pub enum MemoryKind {
     Pinned,
     /// Ordinary host memory.
     Host,
-    /// Memory that host and GPU share by page faults.
+    /// Memory that the host and the GPU share by page faults.
     Unified,
 }
 
-/// The location of a page's bytes in this process, for a transport that reads them there, such as NIXL, UCX
-/// or verbs.
+/// The location of a page's bytes in this process, for a transport that reads them there, such as NIXL, UCX or verbs.
 ///
-/// The address is valid for the lifetime of the [`Lease`](crate::Lease) or [`Pin`](crate::Pin) that made this
-/// description: end the registration first. Transports may only read, because their writes would not be
-/// logged.
+/// The address is valid for the lifetime of the [`Lease`](crate::Lease) or [`Pin`](crate::Pin) that returned this
+/// description. End the registration first. Transports may only read, because their writes would not be logged.
 ///
 /// ```no_run
 /// # fn register(address: u64, len: u64, gpu: Option<u32>) {}
@@ -40,19 +38,20 @@ pub enum MemoryKind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemoryDescriptor {
-    /// The address of the first byte, both for GPU kernels and for transports of this process.
+    /// The address of the first byte, for GPU kernels and for transports of this process.
     pub address: u64,
     /// The page's length in bytes.
     pub len: u64,
     /// The kind of memory.
     pub kind: MemoryKind,
-    /// The CUDA ordinal, in this process, of the GPU that owns the memory or with which it is registered.
+    /// The CUDA ordinal, in this process, of the GPU that owns the memory or with which it is registered, or `None`
+    /// without such a GPU.
     pub gpu: Option<u32>,
     /// The id of the store.
     pub store: StoreId,
     /// The id of the page.
     pub page: PageId,
-    /// The version of a leased page; for a pinned page, its version when it was pinned.
+    /// The version of a leased page. For a pinned page, this is its version when it was pinned.
     pub epoch: Epoch,
 }
 
@@ -79,8 +78,8 @@ impl MemoryDescriptor {
         Ok(Self { address, len, kind, gpu: device.gpu_of(memory), store, page, epoch })
     }
 
-    /// Returns the description as a JSON object, for another process or language. Numbers are decimal; the
-    /// store's id is a string.
+    /// Returns the description as a JSON object, for another process or language. Numbers are decimal, and the store's
+    /// id is a string.
     #[must_use]
     pub fn to_json(&self) -> String {
         let Self { address, len, kind, gpu, store, page, epoch } = self;

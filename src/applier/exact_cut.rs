@@ -1,8 +1,8 @@
-//! The exact cut: keeps pages as of one batch for a snapshot to gather, while later batches continue.
+//! The exact cut: keeps pages in their state after one batch for a snapshot to gather, while later batches continue.
 //!
-//! Nothing is copied at the moment of the cut. Just before a batch changes a page that is not gathered yet,
-//! the page is copied aside on the device. A page that is deleted or moved leaves its memory to the cut. If
-//! there is no room for a copy, the snapshot fails and the batch does not.
+//! Nothing is copied at the moment of the cut. Just before a batch changes a page that is not gathered yet, the page is
+//! copied aside on the device. A page that is deleted or moved leaves its memory to the cut. If there is no room for a
+//! copy, only the snapshot fails.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,17 +15,17 @@ use crate::error::{Error, Result};
 use crate::images::disk_pages::DiskPage;
 use crate::memory::arena::{Arena, PageMemory, Purpose};
 
-/// Pages that are kept as of one batch until a snapshot has gathered them.
+/// Pages that are kept in their state after one batch until a snapshot has gathered them.
 pub(crate) struct ExactCut {
     /// Pages that have not changed since the cut.
     untouched: BTreeSet<PageId>,
-    /// Pages that have changed since, as they were at the cut.
+    /// Pages that have changed since the cut, in their state at the cut.
     aside: BTreeMap<PageId, (PageInfo, PageMemory)>,
-    /// Pages on disk that have changed since, as they were at the cut.
+    /// Pages on disk that have changed since the cut, in their state at the cut.
     on_disk: BTreeMap<PageId, (PageInfo, DiskPage)>,
     /// Copies that a list uses which is not submitted yet.
     used: Vec<PageMemory>,
-    /// Why some page could not be kept.
+    /// The error because of which a page could not be kept, if any.
     failed: Option<Error>,
 }
 
@@ -77,11 +77,11 @@ impl ExactCut {
         }
     }
 
-    /// Takes a page on disk for gathering, as it was at the cut. Returns `None` if it has not changed since,
-    /// or was not on disk then.
+    /// Removes and returns a page on disk in its state at the cut, for gathering. Returns `None` if the page has not
+    /// changed since the cut, or was not on disk then.
     ///
     /// # Errors
-    /// The error that prevented some page from being kept.
+    /// The error because of which a page could not be kept.
     pub fn take_on_disk(&mut self, page: PageId) -> Result<Option<(PageInfo, DiskPage)>> {
         match &self.failed {
             Some(error) => Err(error.clone()),
@@ -89,11 +89,11 @@ impl ExactCut {
         }
     }
 
-    /// Takes a page for gathering, as it was at the cut. Returns `None` if it has not changed since. The cut
-    /// no longer keeps the page.
+    /// Removes and returns a page in its state at the cut, for gathering. Returns `None` if the page has not changed
+    /// since the cut.
     ///
     /// # Errors
-    /// The error that prevented some page from being kept.
+    /// The error because of which a page could not be kept.
     pub fn take(&mut self, page: PageId) -> Result<Option<(PageInfo, &PageMemory)>> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
@@ -107,7 +107,7 @@ impl ExactCut {
         Ok(self.used.last().map(|memory| (info, memory)))
     }
 
-    /// Like [`take`](Self::take), for a page that is gathered later: the cut still keeps it.
+    /// Returns a page like [`take`](Self::take), but continues to keep it, for a page that is gathered later.
     ///
     /// # Errors
     /// Same as `take`.
@@ -118,14 +118,14 @@ impl ExactCut {
         Ok(self.aside.get(&page).map(|(info, memory)| (info.clone(), memory)))
     }
 
-    /// Frees the copies that were taken. Their last use ends with this fence.
+    /// Frees the copies that were taken, after this fence of their last use.
     pub fn retire_used(&mut self, arena: &Arena, fence: Fence) {
         for memory in self.used.drain(..) {
             arena.retire(memory, fence);
         }
     }
 
-    /// Frees all copies. None of them is used after this fence.
+    /// Frees all copies. None of them may be used after this fence.
     pub fn retire(mut self, arena: &Arena, fence: Fence) {
         self.retire_used(arena, fence);
         for (_, (_, memory)) in self.aside {

@@ -1,5 +1,5 @@
-//! New memory of a batch that already holds its page's bytes before the batch is logged. The applier leaves
-//! it unchanged. A crash loses all memory, and replay fills it again.
+//! New memory of a batch that already contains its page's bytes before the batch is logged. The applier leaves such
+//! memory unchanged. A crash loses all memory, and replay fills it again.
 
 use remanent_format::PageId;
 
@@ -7,18 +7,18 @@ use crate::base::allocation::push;
 use crate::device::MemoryId;
 use crate::error::Result;
 
-/// The filled memory of a batch, by page. A page may get several pieces of memory in one batch, of which some
-/// are filled.
+/// The filled memory of a batch, by page. A page may get several pieces of memory in one batch, some of which are
+/// filled.
 #[derive(Debug, Default)]
 pub(crate) struct FilledMemory {
     /// Memory with the bytes of the batch's image of the page, in ascending order.
     images: Vec<(PageId, MemoryId)>,
-    /// Memory with the page's bytes as of before the batch, in ascending order.
+    /// Memory with the page's bytes before the batch, in ascending order.
     moved: Vec<(PageId, MemoryId)>,
 }
 
 impl FilledMemory {
-    /// Adds memory that holds an image's bytes.
+    /// Adds memory that contains the bytes of images.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -26,7 +26,7 @@ impl FilledMemory {
         add(&mut self.images, memory)
     }
 
-    /// Adds memory that holds a page's bytes as of before the batch.
+    /// Adds memory that contains the bytes of pages before the batch.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -34,25 +34,25 @@ impl FilledMemory {
         add(&mut self.moved, memory)
     }
 
-    /// Returns whether new memory of a page already holds the bytes that the page is to have.
+    /// Returns whether new memory of a page already contains the bytes that the page will have.
     pub fn has(&self, page: PageId, memory: MemoryId) -> bool {
         self.has_image(page, memory) || self.moved.binary_search(&(page, memory)).is_ok()
     }
 
-    /// Returns whether the page's memory holds the bytes of the batch's image of the page.
+    /// Returns whether the page's memory contains the bytes of the batch's image of the page.
     pub fn has_image(&self, page: PageId, memory: MemoryId) -> bool {
         self.images.binary_search(&(page, memory)).is_ok()
     }
 
-    /// Returns whether any memory holds the bytes of the batch's image of the page. A batch has at most one
-    /// image of a page.
+    /// Returns whether any memory contains the bytes of the batch's image of the page. A batch has at most one image of
+    /// a page.
     pub fn has_image_of(&self, page: PageId) -> bool {
         let at = self.images.partition_point(|(of, _)| *of < page);
         self.images.get(at).is_some_and(|(of, _)| *of == page)
     }
 }
 
-/// Adds to a list, which stays in ascending order.
+/// Adds items to a list, and keeps the list in ascending order.
 fn add(
     list: &mut Vec<(PageId, MemoryId)>,
     memory: impl IntoIterator<Item = (PageId, MemoryId)>,

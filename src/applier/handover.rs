@@ -1,7 +1,7 @@
 //! Passes a page's memory to the caller that released the page.
 //!
-//! The applier leaves the memory here when the batch that deletes the page is in the lane. If the caller no
-//! longer waits for it, the memory returns to the arena. A crash loses all memory.
+//! The applier leaves the memory here when the batch that deletes the page is in the lane. If the caller no longer
+//! waits for the memory, the memory returns to the arena. A crash loses all memory.
 
 use remanent_format::PageId;
 
@@ -27,13 +27,11 @@ enum HandoverState {
 }
 
 impl Handover {
-    /// Makes a receiver for the memory of this page.
     pub fn new(page: PageId) -> Self {
         Self { page, state: Mutex::new(HandoverState::Waiting) }
     }
 
-    /// Leaves the memory, whose last use ends with the fence. Returns it as an error if no caller waits for
-    /// it.
+    /// Leaves the memory, whose last use ends with the fence. Returns the memory as an error if no caller waits for it.
     pub fn deliver(&self, memory: PageMemory, fence: Fence) -> Result<(), PageMemory> {
         let mut state = self.state.lock();
         match *state {
@@ -45,7 +43,7 @@ impl Handover {
         }
     }
 
-    /// Takes the memory, if it is available. No memory can be left here afterwards.
+    /// Removes and returns the memory, if it is available. Later deliveries are rejected.
     pub fn take(&self) -> Option<(PageMemory, Fence)> {
         match std::mem::replace(&mut *self.state.lock(), HandoverState::Over) {
             HandoverState::Given(memory, fence) => Some((memory, fence)),

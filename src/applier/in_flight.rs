@@ -1,8 +1,7 @@
 //! Lists in flight, and batches that are not reported yet.
 //!
-//! The thread submits list after list, and waits only when it must. A list with long writes is proven when it
-//! is done (I12). Until then, neither its batches nor any later ones are reported as applied, and no turn
-//! runs.
+//! The applier's thread submits list after list, and waits only when it must. A list with long writes is verified when
+//! it completes (I12). Until then, neither its batches nor any later ones are reported as applied, and no turn runs.
 
 use std::collections::VecDeque;
 
@@ -13,7 +12,7 @@ use super::changes::AppliedBatch;
 use crate::device::{Device, Pending, Staging};
 use crate::error::Result;
 
-/// Lists in flight, and the batches to report, both in the order of the lane.
+/// The lists in flight and the batches to report, both in the order of the lane.
 #[derive(Default)]
 pub(super) struct InFlight {
     lists: VecDeque<SubmittedList>,
@@ -22,7 +21,7 @@ pub(super) struct InFlight {
 
 struct SubmittedList {
     pending: Pending,
-    /// The sums of the list's long writes.
+    /// The expected sums of the list's long writes.
     proofs: Vec<ArrivalProof>,
 }
 
@@ -30,9 +29,9 @@ struct SubmittedList {
 pub(super) struct UnreportedBatches {
     /// The newest of the batches.
     pub applied: Lsn,
-    /// The value of a fence after their lists.
+    /// The value of a fence after the lists of the batches.
     pub fence: u64,
-    /// The changes of the batches, for streams; only a batch's number if there was no memory for its changes.
+    /// The changes of the batches, for streams, or only a batch's Lsn if there was no memory for its changes.
     pub changes: Vec<Result<AppliedBatch, Lsn>>,
 }
 
@@ -52,7 +51,7 @@ impl InFlight {
         self.lists.len()
     }
 
-    /// Returns whether a list in flight remains to be proven.
+    /// Returns whether a list in flight remains to be verified.
     pub fn is_unproven(&self) -> bool {
         self.lists.iter().any(|list| !list.proofs.is_empty())
     }
@@ -62,7 +61,7 @@ impl InFlight {
         self.lists.front().map(|list| list.pending.fence().value)
     }
 
-    /// Waits for the oldest list and proves it. Returns its staging and the result of the proof, or `None` if
+    /// Waits for the oldest list and verifies it. Returns its staging and the result of the verification, or `None` if
     /// there is no list.
     ///
     /// # Errors
@@ -74,7 +73,7 @@ impl InFlight {
         Ok(Some((staging, proven)))
     }
 
-    /// Returns the next batches that may be reported: no list up to theirs remains to be proven.
+    /// Returns the next batches that may be reported, because no list up to theirs remains to be verified.
     pub fn next_reportable(&mut self) -> Option<UnreportedBatches> {
         let unproven = self.lists.iter().find(|list| !list.proofs.is_empty());
         let bound = unproven.map_or(u64::MAX, |list| list.pending.fence().value);

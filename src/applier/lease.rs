@@ -1,7 +1,7 @@
 //! Leases: temporary rights to read a page in place.
 //!
-//! A lease shows the page as of one batch. Later batches neither wait for the lease nor show up in it: the
-//! page moves to other memory when the first of them changes it. A crash ends all leases.
+//! A lease shows the page after one batch. Later batches neither wait for the lease nor affect its contents, because
+//! the page moves to other memory when the first of them changes it. A crash ends all leases.
 
 use std::marker::PhantomData;
 use std::sync::{Arc, OnceLock};
@@ -15,19 +15,19 @@ use crate::base::sync::Mutex;
 use crate::device::{Device, Fence, MemoryId, PageBytes, RawStream};
 use crate::error::{Error, Result};
 
-/// The right to read a page in place: at an address on the device, or as a slice of host memory. Made by
+/// The right to read a page in place, at an address on the device or as a slice of host memory. Returned by
 /// [`Store::lease`].
 ///
-/// The bytes do not change while the lease is held. Batches that change the page still commit; the first of
-/// them moves the page to other memory, for which the budget must have room. From then on, the lease's
-/// address holds an old version: compare [`Lease::epoch`] with that of [`Store::page`].
+/// The bytes do not change while the lease is held. Batches that change the page still commit, and the first of them
+/// moves the page to other memory, for which the budget must have room. From then on, the lease's address contains an
+/// old version; compare [`Lease::epoch`] with the epoch of [`Store::page`].
 ///
-/// A lease belongs to the value that holds it and not to a thread. Tasks that share a worker thread can lease
-/// and commit as if they had separate threads, and the holder of a lease may itself change the page.
+/// A lease belongs to the value that holds it and not to a thread. Tasks that share a worker thread can lease and
+/// commit independently, and the holder of a lease may itself change the page.
 ///
-/// Kernels that read the page must run on streams that were passed to [`Lease::on`]. They must not write to
-/// the page, because their writes would not be logged. The lease ends when it is dropped; work that is
-/// already on those streams may still read the page.
+/// Kernels that read the page must run on streams that were passed to [`Lease::on`]. They must not write to the page,
+/// because their writes would not be logged. The lease ends when it is dropped, but work that is already on those
+/// streams may still read the page.
 ///
 /// ```
 /// use remanent::{DeviceChoice, Options, Place, Store};
@@ -54,7 +54,7 @@ pub struct Lease<'s> {
     lsn: Lsn,
     id: LeaseId,
     memory: MemoryId,
-    /// The page has the leased version once this fence has passed.
+    /// The fence after which the page has the leased version.
     ready: Fence,
     streams: Mutex<Vec<RawStream>>,
     bytes: OnceLock<Option<PageBytes>>,
@@ -64,13 +64,13 @@ pub struct Lease<'s> {
     store: StoreId,
     leases: Arc<Leases>,
     device: Arc<dyn Device>,
-    /// Keeps the store open as long as the lease.
+    /// The lifetime of the store, which must not end before the lease.
     _store: PhantomData<&'s ()>,
 }
 
 impl<'s> Lease<'s> {
-    /// Leases a page as of every batch handed to the applier so far. The lease has already begun in the
-    /// table.
+    /// Leases a page in its state after every batch passed to the applier so far. The lease must already have begun in
+    /// the table.
     pub(crate) fn take(
         applier: &Applier,
         leases: &Arc<Leases>,
@@ -105,7 +105,7 @@ impl<'s> Lease<'s> {
         })
     }
 
-    /// Returns the page's information as of the start of the lease: length, metadata, place.
+    /// Returns the page's information at the start of the lease.
     #[must_use]
     pub fn info(&self) -> &PageInfo {
         &self.info
@@ -117,7 +117,7 @@ impl<'s> Lease<'s> {
         self.info.epoch
     }
 
-    /// Returns the batch as of which the page was leased.
+    /// Returns the newest batch that the lease reflects.
     #[must_use]
     pub fn lsn(&self) -> Lsn {
         self.lsn
@@ -129,16 +129,16 @@ impl<'s> Lease<'s> {
         self.info.len
     }
 
-    /// Returns the address at which kernels can read the page's bytes, after their stream was passed to
-    /// [`Lease::on`]. The address is constant for the lifetime of the lease. Returns `None` if pages live in
-    /// host memory only, for a page of length 0, and in a forked child.
+    /// Returns the address at which kernels can read the page's bytes, after their stream was passed to [`Lease::on`].
+    /// The address is constant for the lifetime of the lease. Returns `None` if pages are in host memory only, for a
+    /// page of length 0, and in a forked child.
     #[must_use]
     pub fn address(&self) -> Option<u64> {
         self.opener.check().ok()?;
         self.device.address(self.memory)
     }
 
-    /// Returns a description of the page's memory, for a transport that registers it. Waits until batches in
+    /// Returns a description of the page's memory, for a transport that registers it. The call waits until batches in
     /// flight are applied, because the transport uses no stream.
     ///
     /// # Errors
@@ -149,12 +149,12 @@ impl<'s> Lease<'s> {
         MemoryDescriptor::of(&*self.device, self.memory, self.store, &self.info)
     }
 
-    /// Permits work that is enqueued on `stream` from now on to read the page. The stream waits on the device
-    /// for batches in flight; the host does not wait. This may be called for several streams.
+    /// Permits work that is enqueued on `stream` after this call to read the page. The stream waits on the device for
+    /// batches in flight, and the host does not wait. Several streams may be passed in separate calls.
     ///
     /// # Errors
-    /// [`Error::StreamRefused`] if a graph is being captured from the stream, if the stream belongs to
-    /// another device, or if pages live in host memory; [`Error::Forked`]; a device error.
+    /// [`Error::StreamRefused`] if a graph is being captured from the stream, if the stream belongs to another device,
+    /// or if pages live in host memory; [`Error::Forked`]; a device error.
     pub fn on(&self, stream: RawStream) -> Result<&Self> {
         self.opener.check()?;
         let mut streams = self.streams.lock();
@@ -165,12 +165,12 @@ impl<'s> Lease<'s> {
         Ok(self)
     }
 
-    /// Returns the page's bytes in place. Waits until batches in flight are applied.
+    /// Returns the page's bytes in place, after waiting until batches in flight are applied.
     ///
-    /// A store on a GPU returns no slice for any place, because Rust cannot guarantee a slice that the GPU's
-    /// kernels may write to. The bytes of a page in pinned or unified memory are then at [`Lease::address`],
-    /// for the host and the GPU alike, and do not change. A caller that can guarantee the behavior of its own
-    /// kernels may read them there once this method has waited.
+    /// A store on a GPU returns no slice for any place, because Rust cannot guarantee a slice that the GPU's kernels
+    /// may write to. The bytes of a page in pinned or unified memory are then at [`Lease::address`], for the host and
+    /// the GPU alike, and do not change. A caller that can guarantee the behavior of its own kernels may read them
+    /// there after this method has waited.
     ///
     /// # Errors
     /// [`Error::PlaceUnavailable`] if there is no such slice; [`Error::Forked`]; a device error.
@@ -195,9 +195,9 @@ impl<'s> Lease<'s> {
     /// Ends the lease like a drop, and returns any error.
     ///
     /// # Errors
-    /// [`Error::StreamRefused`] if a graph is being captured from one of the lease's streams; a device error.
-    /// In both cases the page's memory stays leased until the store is closed. [`Error::Forked`] in a forked
-    /// child; the parent's lease continues.
+    /// [`Error::StreamRefused`] if a graph is being captured from one of the lease's streams; a device error. In both
+    /// cases the page's memory stays leased until the store is closed. [`Error::Forked`] in a forked child, in which
+    /// case the parent's lease continues.
     pub fn end(mut self) -> Result<()> {
         self.opener.check()?;
         self.end_now()

@@ -1,17 +1,17 @@
-//! Page memory that callers use, and when they are done with it.
+//! The table of page memory that callers use, which determines when they have finished using it.
 //!
-//! Leased memory is never written. A batch that changes a leased page brings memory to which the page is
-//! copied first, and callers continue to see the old version. So no batch ever waits for a lease, and a batch
-//! without room for the copy fails before it is logged.
+//! Leased memory is never written. A batch that changes a leased page brings memory to which the page is copied first,
+//! and callers continue to see the old version. Thus no batch ever waits for a lease, and a batch without room for the
+//! copy fails before it is logged.
 //!
-//! - A lease begins under the submission lock. Every batch logged before is handed to the applier before the
-//!   lease's own turn, and every later batch knows the lease.
-//! - A lease ends on the streams on which it was used. The lane [`Lane::Callers`] waits for them, and its
-//!   next fence shows when they are done. A stream may be arbitrarily slow: until that fence has passed, the
-//!   memory counts as leased, and no other lane waits.
-//! - A pinned page cannot be leased, nor a leased page pinned. It keeps its memory, and an operation that
-//!   would move it to other memory is refused before it is logged.
-//! - Memory that its page has left is freed after the last lease, and after the store's own last use of it.
+//! - A lease begins under the submission lock. Every batch logged before is passed to the applier before the lease's
+//!   own turn, and every later batch finds the lease.
+//! - A lease ends on the streams on which it was used. The lane [`Lane::Callers`] waits for these streams, and its next
+//!   fence passes when they are done. A stream may be arbitrarily slow: until that fence has passed, the memory counts
+//!   as leased, and no other lane waits.
+//! - A pinned page cannot be leased, and a leased page cannot be pinned. A pinned page keeps its memory, and an
+//!   operation that would move it is refused before it is logged.
+//! - Memory that its page has left is freed after the last lease, and after the store's own last use of the memory.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -25,12 +25,12 @@ use crate::device::{CommandList, Device, Fence, Lane, MemoryId, RawStream};
 use crate::error::{Error, Result};
 use crate::memory::arena::{Arena, PageMemory};
 
-/// The leases of one store. Shared by threads.
+/// The leases and pins of one store, shared by threads.
 pub(crate) struct Leases {
     device: Arc<dyn Device>,
     arena: Arc<Arena>,
     poison: Arc<Poison>,
-    /// The number of leased pages. Batches read it without a lock if there are no leases.
+    /// The number of leased pages. If it is 0, batches need no lock.
     leased_pages: AtomicUsize,
     state: Mutex<LeaseState>,
 }
@@ -45,22 +45,21 @@ struct LeaseState {
     pages: HashMap<PageId, Vec<Record>>,
     /// Pages that must stay in place, with the number of pins on each.
     pins: HashMap<PageId, usize>,
-    /// Memory that its page left while it was leased, and the fence of the store's last use of it.
+    /// Memory that pages left while it was leased, each with the fence of the store's last use.
     orphaned: Vec<(PageMemory, Fence)>,
 }
 
 struct Record {
     id: LeaseId,
-    /// The leased memory; unknown until the applier has run the lease's turn.
+    /// The leased memory, or `None` until the applier has run the lease's turn.
     memory: Option<MemoryId>,
-    /// Whether the page has left that memory, so that it may be changed again.
+    /// Whether the page has left that memory, so that the page may be changed again.
     is_old: bool,
     /// The value of [`Lane::Callers`] at which the caller's streams are done, once the lease has ended.
     ended: Option<u64>,
 }
 
 impl Leases {
-    /// Makes a table without leases.
     pub fn new(device: Arc<dyn Device>, arena: Arc<Arena>, poison: Arc<Poison>) -> Self {
         Self { device, arena, poison, leased_pages: AtomicUsize::new(0), state: Mutex::default() }
     }
@@ -74,17 +73,17 @@ impl Leases {
         signalled.map_err(|error| self.poison.set_by_device(error))
     }
 
-    /// Begins a lease. The caller holds the submission lock.
+    /// Begins a lease. The caller must hold the submission lock.
     ///
     /// # Errors
-    /// `Leased` if the page is pinned, since it could not move when it is changed.
+    /// `Leased` if the page is pinned, because it could not move when it is changed.
     pub fn begin(&self, page: PageId) -> Result<LeaseId> {
         let reached = self.device.reached(Lane::Callers);
         let mut state = self.state.lock();
         if state.pins.contains_key(&page) {
             return Err(Error::Leased { page });
         }
-        // No batch ever checks a page that is only read, so its ended leases are removed here.
+        // Ended leases are removed here, because no batch ever checks a page that is only read.
         state.remove(page, |record| record.ended.is_some_and(|value| value <= reached));
         state.begun += 1;
         let id = LeaseId(state.begun);
@@ -94,11 +93,11 @@ impl Leases {
         Ok(id)
     }
 
-    /// Pins a page to the memory in which every batch handed over so far leaves it. The caller holds the
-    /// submission lock.
+    /// Pins a page to the memory in which it is after every batch passed to the applier so far. The caller must hold
+    /// the submission lock.
     ///
     /// # Errors
-    /// `Leased` if the page is leased, since it would move when it is changed.
+    /// `Leased` if the page is leased, because it would move when it is changed.
     pub fn pin(&self, page: PageId) -> Result<()> {
         if !self.leased([page]).is_empty() {
             return Err(Error::Leased { page });
@@ -123,10 +122,11 @@ impl Leases {
         is_pinned || !self.leased([page]).is_empty()
     }
 
-    /// Refuses pages that are pinned, since they must stay in place. The caller holds the submission lock.
+    /// Returns an error if any of these pages is pinned, because it must stay in place. The caller must hold the
+    /// submission lock.
     ///
     /// # Errors
-    /// `Leased` for the first of them.
+    /// `Leased` for the first pinned page.
     pub fn check_unpinned(&self, pages: impl IntoIterator<Item = PageId>) -> Result<()> {
         let mut pages = pages.into_iter().peekable();
         if pages.peek().is_none() {
@@ -140,7 +140,7 @@ impl Leases {
         pinned.map_or(Ok(()), |page| Err(Error::Leased { page }))
     }
 
-    /// Refuses a page with an open lease. The caller holds the submission lock.
+    /// Returns an error if the page has an open lease. The caller must hold the submission lock.
     ///
     /// # Errors
     /// `Leased`.
@@ -160,7 +160,7 @@ impl Leases {
         ended.map_or(Ok(()), |value| self.device.wait(Fence { lane: Lane::Callers, value }))
     }
 
-    /// Sets the memory of a lease: the page's own, between two batches.
+    /// Sets the memory of a lease to the page's memory between two batches.
     pub fn name(&self, page: PageId, id: LeaseId, memory: MemoryId) {
         self.state.lock().record(page, id).memory = Some(memory);
     }
@@ -176,7 +176,7 @@ impl Leases {
         self.leased_pages.store(state.pages.len(), Ordering::Release);
     }
 
-    /// Returns whether nothing is leased. The holder of the submission lock sees every lease that has begun.
+    /// Returns whether no page is leased. The holder of the submission lock finds every lease that has begun.
     fn is_unused(&self) -> bool {
         self.leased_pages.load(Ordering::Acquire) == 0
     }
@@ -184,8 +184,8 @@ impl Leases {
     /// Ends a lease that was used on these streams.
     ///
     /// # Errors
-    /// `StreamRefused`; a device error, which poisons the store. It is then unknown when the memory is free,
-    /// so it stays leased.
+    /// `StreamRefused`; a device error, which poisons the store. The memory then stays leased, because the end of its
+    /// use is unknown.
     pub fn end(&self, page: PageId, id: LeaseId, streams: &[RawStream]) -> Result<()> {
         self.end_on(page, id, streams).map_err(|error| self.poison.set_by_device(error))
     }
@@ -202,8 +202,8 @@ impl Leases {
         self.release_free()
     }
 
-    /// Returns those of the pages whose memory callers use. A batch that changes one brings a relocation for
-    /// it.
+    /// Returns the pages among these whose memory callers use. A batch that changes such a page must bring a relocation
+    /// for it.
     pub fn leased(&self, pages: impl IntoIterator<Item = PageId>) -> Vec<PageId> {
         if self.is_unused() {
             return Vec::new();
@@ -223,8 +223,8 @@ impl Leases {
         leased
     }
 
-    /// Records that a page is about to leave this memory, or to be changed in it. Returns whether callers use
-    /// that memory.
+    /// Records that a page is about to leave this memory, or to be changed in it. Returns whether callers use that
+    /// memory.
     pub fn leave(&self, page: PageId, memory: MemoryId) -> bool {
         if self.leased([page]).is_empty() {
             return false;
@@ -239,8 +239,8 @@ impl Leases {
         is_used
     }
 
-    /// Fails while any lease is open or any page is pinned; otherwise waits for the streams of ended leases.
-    /// The caller holds the submission lock, so no lease can begin.
+    /// Returns an error while any lease is open or any page is pinned. Otherwise waits for the streams of ended leases.
+    /// The caller must hold the submission lock, so that no lease can begin.
     ///
     /// # Errors
     /// `Leased`, a device error.
@@ -256,7 +256,7 @@ impl Leases {
         self.wait_ended()
     }
 
-    /// Takes memory that its page has left. The store's own last use of it ends with `fence`.
+    /// Adds memory that its page has left. The store's own last use of the memory ends with `fence`.
     pub fn give_up(&self, memory: PageMemory, fence: Fence) {
         self.state.lock().orphaned.push((memory, fence));
         if let Err(error) = self.release_free() {

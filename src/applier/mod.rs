@@ -1,12 +1,12 @@
 //! The applier: the only thread that submits to the apply lane, in log order.
 //!
-//! Committers hand it batches that are `Logged` (I1). The applier combines all queued batches into one list,
-//! which makes one launch of many commits. Work that must see commits in order, such as reads and a
-//! snapshot's gathers, runs on this thread as a *turn* between batches.
+//! Committers pass `Logged` batches to it (I1). The applier combines all queued batches into one list, which makes one
+//! launch of many commits. Work that must be ordered with commits, such as reads and a snapshot's gathers, runs on this
+//! thread as a *turn* between batches.
 //!
-//! A list that the device did not accept or did not complete is lost, and memory no longer matches the table.
-//! Since memory is the only way to the pages' bytes, the store is poisoned: no later list is submitted and
-//! nothing is read. The log still contains every batch.
+//! If the device did not accept or complete a list, the list is lost, and memory no longer matches the table. The
+//! pages' bytes can only be read from memory, so the store is poisoned: no later list is submitted and no page is read.
+//! The log still contains every batch.
 
 pub(crate) mod lease;
 pub(crate) mod pin;
@@ -68,14 +68,14 @@ use crate::base::poison::Poison;
 use crate::base::wakers::Wakers;
 use crate::memory::staging::{GrownBytes, StagingBuf, StagingPool};
 
-/// Payload bytes at which a list is submitted.
+/// The number of payload bytes at which a list is submitted.
 const LIST_BYTES: usize = 256 << 10;
 
-/// Images of the pages that a batch moves to disk, each with the page's bytes as of before the batch, in
-/// ascending order of page id.
+/// Images of the pages that a batch moves to disk, each with the page's bytes before the batch, in ascending order of
+/// page id.
 pub(crate) type NewDiskImages = Vec<(PageId, Option<Arc<DiskImage>>)>;
 
-/// A logged batch on its way to the device.
+/// A logged batch that is passed to the applier.
 pub(crate) struct ApplyWork {
     /// The end of the batch's frame.
     pub point: LogPoint,
@@ -83,11 +83,11 @@ pub(crate) struct ApplyWork {
     pub payload: GrownBytes,
     /// The batch's changes to the table.
     pub changes: Changes,
-    /// The other resources that applying the batch takes, if any.
+    /// The other resources that are needed to apply the batch, if any.
     pub provision: Option<Box<Provision>>,
 }
 
-/// The state of the pages in the lane: after every list submitted so far.
+/// The state of the pages in the lane, after every list submitted so far.
 pub(crate) struct AppliedState {
     /// The table of all pages.
     pub table: PageTable,
@@ -97,13 +97,14 @@ pub(crate) struct AppliedState {
     pub on_disk: DiskPageTable,
     /// The pages that are not loaded.
     pub unloaded: Arc<UnloadedSet>,
-    /// The end of the last batch.
+    /// The end of the last applied batch in the log.
     pub point: LogPoint,
-    /// Pages deleted since a snapshot began to watch, each with the batch that deleted it.
+    /// The pages deleted since a snapshot began, each with the batch that deleted it, or `None` while no snapshot needs
+    /// them.
     pub deleted: Option<BTreeMap<PageId, Lsn>>,
-    /// Pages that an exact snapshot has not gathered yet.
+    /// The pages that an exact snapshot has not gathered yet, if one is in progress.
     pub cut: Option<ExactCut>,
-    /// Pages that a snapshot has gathered in part.
+    /// The pages that a snapshot has partly gathered.
     pub gathers: HashMap<PageId, PageGather>,
 }
 
@@ -120,14 +121,14 @@ impl AppliedState {
         Ok(&self.memory[page])
     }
 
-    /// Frees the memory of all pages after a failed open. No list names it any more.
+    /// Frees the memory of all pages after a failed open. No list may name it any more.
     pub fn give_back(self, arena: &Arena) {
         let loaded = self.memory.into_items().map(|(_, memory)| memory);
         arena.discard_all(loaded.chain(self.unloaded.take_memory()));
     }
 }
 
-/// The parts of a store that the applier works with.
+/// The parts of a store that the applier uses.
 #[derive(Clone)]
 pub(crate) struct ApplierParts {
     pub device: Arc<dyn Device>,
@@ -135,19 +136,19 @@ pub(crate) struct ApplierParts {
     pub staging: Arc<StagingPool>,
     pub poison: Arc<Poison>,
     pub leases: Arc<Leases>,
-    /// The pages as readers see them. The applier reports where their bytes are.
+    /// The versions of pages for readers. The applier publishes the memory of pages to them.
     pub versions: Arc<Versions>,
-    /// The parts that pages on disk share.
+    /// The state that all pages on disk share.
     pub disk_pages: Arc<DiskPages>,
 }
 
-/// What a turn may use: the state between two batches, and the lane.
+/// The parts that a turn may use: the state between two batches, and the lane.
 pub(crate) struct Turn<'a> {
     /// The state between two batches.
     pub applied: &'a mut AppliedState,
     /// The allocator of page memory.
     pub arena: &'a Arc<Arena>,
-    /// The pages as readers see them, to be updated when a page's bytes move.
+    /// The versions of pages for readers, to be updated when a page's bytes move.
     pub versions: &'a Versions,
     device: &'a dyn Device,
     lost: &'a mut Option<Error>,
@@ -157,41 +158,41 @@ impl Turn<'_> {
     /// Submits a list after every batch so far.
     ///
     /// # Errors
-    /// A device error; the error with which the pages' bytes were lost.
+    /// A device error; the error because of which the pages' bytes were lost.
     pub fn submit(&self, list: CommandList) -> Result<Pending> {
         self.intact()?;
         self.device.submit(Lane::Apply, list)
     }
 
-    /// Fails if memory does not match the table. A page may then have no memory at all.
+    /// Returns an error if memory does not match the table, in which case a page may have no memory at all.
     ///
     /// # Errors
-    /// The error with which the pages' bytes were lost.
+    /// The error because of which the pages' bytes were lost.
     pub fn intact(&self) -> Result<()> {
         self.lost.as_ref().map_or(Ok(()), |error| Err(error.clone()))
     }
 
-    /// Returns whether kernels can reach this memory. They cannot reach memory of the host alone, or memory
-    /// of length 0.
+    /// Returns whether kernels can access this memory. They cannot access memory of the host alone, or memory of length
+    /// 0.
     pub fn is_reached_by_kernels(&self, span: Span) -> bool {
         self.device.address(span.memory).is_some()
     }
 
-    /// Records that memory no longer matches the table because of `error`. Nothing is read from it any more.
+    /// Records that memory no longer matches the table because of `error`, so that it is no longer read.
     pub fn mark_unknown(&mut self, error: &Error) {
         self.lost.get_or_insert_with(|| error.clone());
     }
 }
 
-/// The handle to the applier.
+/// A handle to the applier.
 pub(crate) struct Applier {
     requests: CachePadded<Requests>,
     progress: CachePadded<Mutex<ApplierProgress>>,
-    /// Signalled when `progress` has changed.
+    /// A condition variable that is notified when `progress` has changed.
     moved: Condvar,
-    /// Tasks that wait for the same.
+    /// The tasks that wait for a change of `progress`.
     wakers: Wakers,
-    /// The newest applied batch of `progress`, for readers that take no lock; 0 once anything is lost.
+    /// The newest applied batch of `progress`, for readers that take no lock, or 0 once a list is lost.
     applied: CachePadded<AtomicU64>,
     poison: Arc<Poison>,
     unloaded: Arc<UnloadedSet>,
@@ -203,15 +204,15 @@ pub(crate) struct Applier {
 struct ApplierProgress {
     /// The newest batch whose list is in the lane.
     applied: Lsn,
-    /// The value of a fence after that list.
+    /// The value of a fence after that batch's list.
     fence: u64,
-    /// Whether no later batch will be applied. The store is then poisoned.
+    /// Whether no later batch will be applied, in which case the store is poisoned.
     is_lost: bool,
 }
 
 impl Applier {
-    /// Starts the thread with the pages that recovery loaded. No batch is applied before `wait_logged` has
-    /// returned for it (I1).
+    /// Starts the thread with the pages that recovery loaded. No batch is applied before `wait_logged` has returned for
+    /// it (I1).
     pub fn start(
         parts: ApplierParts,
         wait_logged: impl Fn(Lsn) -> Result<()> + Send + 'static,
@@ -253,8 +254,8 @@ impl Applier {
         Ok(applier)
     }
 
-    /// Returns the pages that are not loaded yet. A caller waits for a page here before its turn looks up the
-    /// page's memory.
+    /// Returns the set of pages that are not loaded yet. A caller must wait for a page in this set before its turn
+    /// looks up the page's memory.
     pub fn unloaded(&self) -> &Arc<UnloadedSet> {
         &self.unloaded
     }
@@ -264,14 +265,16 @@ impl Applier {
         &self.changes
     }
 
-    /// Hands over a batch whose pages are all loaded. Called in log order. Waits while too much is queued;
-    /// the applier takes no lock of the caller, so this cannot deadlock. `show` makes the batch visible and
-    /// must not wait: any turn that is queued after it also comes after the batch.
+    /// Passes a batch to the applier. All its pages must be loaded, and calls must be in log order. Waits while too
+    /// many bytes are queued. The applier takes no lock of the caller, so the wait cannot deadlock.
+    ///
+    /// `show` makes the batch visible and must not wait. Any turn that is queued after `show` also runs after the
+    /// batch.
     pub fn push(&self, work: ApplyWork, show: impl FnOnce()) {
         self.requests.push(work, show);
     }
 
-    /// Runs `turn` after every batch handed over so far, and returns its result.
+    /// Runs `turn` after every batch passed to the applier so far, and returns its result.
     pub fn turn<T: Send + 'static>(
         &self,
         turn: impl FnOnce(&mut Turn<'_>) -> Result<T> + Send + 'static,
@@ -279,7 +282,7 @@ impl Applier {
         self.queue_turn(turn)()
     }
 
-    /// Queues `turn` after every batch handed over so far. The returned function waits for its result.
+    /// Queues `turn` after every batch passed to the applier so far. The returned function waits for its result.
     pub fn queue_turn<T: Send + 'static>(
         &self,
         turn: impl FnOnce(&mut Turn<'_>) -> Result<T> + Send + 'static,
@@ -293,8 +296,8 @@ impl Applier {
         move || receiver.recv().unwrap_or_else(|_| self.poison.check().and(Err(Error::Closed)))
     }
 
-    /// Returns a page's information and a range of its bytes, both as of the returned batch. `len_known` is
-    /// the caller's estimate of the range's length. A long range leaves a GPU on a separate lane, so that
+    /// Returns a page's information and a range of its bytes, both after the returned batch. `len_known` is the
+    /// caller's estimate of the range's length. A long range is transferred from a GPU on a separate lane, so that
     /// deltas continue.
     pub fn read(
         &self,
@@ -308,7 +311,7 @@ impl Applier {
         Ok((info, lsn, gathered.finish(device)?))
     }
 
-    /// Like [`read`](Self::read), with sums on both sides of the bus, for bytes that are logged.
+    /// Reads bytes like [`read`](Self::read), with sums on both sides of the bus, for bytes that will be logged.
     ///
     /// # Errors
     /// Same as `read`.
@@ -330,7 +333,7 @@ impl Applier {
         once()?.ok_or_else(|| transfer_corrupted(device, "bytes of a page"))
     }
 
-    /// Catches a range of a page as of all batches so far.
+    /// Captures a range of a page after all batches so far.
     fn read_by(
         &self,
         staging: &Arc<StagingPool>,
@@ -349,7 +352,7 @@ impl Applier {
                 return Err(Error::OutOfBounds { page, offset, len, page_len: info.len });
             }
             turn.intact()?;
-            // The page may have grown since, and the range with it.
+            // The page, and the range with it, may have grown since.
             let staged = pool.shorten(staged, host_len(len)?)?;
             if let Some(on_disk) = turn.applied.on_disk.get(page) {
                 let gathered = GatheredRange::OnDisk(on_disk.part(&(offset..offset + len)), offset, staged);
@@ -357,7 +360,7 @@ impl Applier {
             }
             let source = turn.applied.memory[page].part(offset, len);
             let sums = is_summed.then_some(&pool);
-            // From host memory, the bytes arrive as soon as they would be copied aside.
+            // Bytes in host memory arrive as fast as they could be copied aside.
             let is_far = matches!(info.place, Place::Device(_)) && turn.is_reached_by_kernels(source);
             let drain = if is_far && len > SHORT_COPY_LEN_MAX {
                 turn.drain(info.place, vec![(source, 0)], len, staged, 0, sums)?
@@ -368,7 +371,7 @@ impl Applier {
         })
     }
 
-    /// Waits until batch `lsn` is in the lane, and returns a fence after it.
+    /// Waits until batch `lsn` is in the lane, and returns a fence after the batch.
     pub fn wait_applied(&self, lsn: Lsn) -> Result<Fence> {
         let mut progress = self.progress.lock();
         if progress.applied < lsn {
@@ -385,7 +388,8 @@ impl Applier {
         Ok(Fence { lane: Lane::Apply, value: progress.fence })
     }
 
-    /// Like [`wait_applied`](Self::wait_applied), until a deadline. Returns whether the batch is in the lane.
+    /// Waits like [`wait_applied`](Self::wait_applied) until the given time at the latest. Returns whether the batch is
+    /// in the lane.
     pub fn wait_applied_until(&self, lsn: Lsn, until: Instant) -> Result<bool> {
         self.expedite(lsn);
         let mut progress = self.progress.lock();
@@ -400,7 +404,7 @@ impl Applier {
         Ok(true)
     }
 
-    /// Returns whether batch `lsn` is in the lane. An error means that it never will be.
+    /// Returns whether batch `lsn` is in the lane. Returns an error if it never will be.
     pub fn is_applied(&self, lsn: Lsn) -> Result<bool> {
         let progress = self.progress.lock();
         if progress.applied < lsn && progress.is_lost {
@@ -409,7 +413,7 @@ impl Applier {
         Ok(progress.applied >= lsn)
     }
 
-    /// Makes the applier take batch `lsn` immediately instead of collecting more batches.
+    /// Makes the applier process batch `lsn` immediately instead of collecting more batches.
     pub fn expedite(&self, lsn: Lsn) {
         if !self.has_applied(lsn) {
             self.requests.expedite(lsn);
@@ -426,7 +430,7 @@ impl Applier {
         self.progress.lock().applied
     }
 
-    /// Ends the thread once the queue is empty, and waits for it.
+    /// Ends the thread after the queue is empty, and waits for it.
     pub fn stop(&self) {
         self.requests.stop();
         let thread = self.thread.lock().take();
@@ -437,14 +441,14 @@ impl Applier {
         }
     }
 
-    /// Returns whether batch `lsn` is in the lane, and no bytes in memory were lost.
+    /// Returns whether batch `lsn` is in the lane and no list was lost.
     pub fn has_applied(&self, lsn: Lsn) -> bool {
         let applied = self.applied.load(Ordering::Acquire);
         applied > 0 && applied >= lsn.0
     }
 
-    /// Changes the progress and wakes its waiters. The change is made under the lock, so that a waiter
-    /// between its check and its wait does not miss it.
+    /// Changes the progress and wakes its waiters. The change is made under the lock, so that a waiter between its
+    /// check and its wait does not miss it.
     fn progress(&self, change: impl FnOnce(&mut ApplierProgress)) {
         let mut progress = self.progress.lock();
         change(&mut progress);
@@ -457,7 +461,7 @@ impl Applier {
     }
 }
 
-/// A guard that lives as long as the thread. If the thread panics, it wakes the waiters, which would
+/// A guard that the thread holds for its lifetime. If the thread panics, the guard wakes the waiters, which would
 /// otherwise wait forever.
 struct ApplierGuard(Arc<Applier>);
 
@@ -472,11 +476,11 @@ impl Drop for ApplierGuard {
     }
 }
 
-/// A range of a page as of some batch.
+/// A captured range of a page.
 enum GatheredRange {
-    /// In flight from memory.
+    /// The range is in flight from memory.
     InMemory(Drain),
-    /// To be read from disk: the page, the offset, and staging as long as the range.
+    /// The range must be read from disk: the page, the offset, and a staging buffer with the length of the range.
     OnDisk(DiskPage, u64, StagingBuf),
 }
 
@@ -489,7 +493,7 @@ impl GatheredRange {
         }
     }
 
-    /// Like [`finish`](Self::finish); returns `None` if the bytes changed in transit.
+    /// Waits like [`finish`](Self::finish), and returns `None` if the bytes changed in transit.
     fn finish_once(self, device: &dyn Device) -> Result<Option<StagingBuf>> {
         match self {
             GatheredRange::InMemory(drain) => Ok(drain.finish_once(device)?.map(|drained| drained.bytes)),

@@ -1,9 +1,9 @@
-//! A long page that a snapshot gathers piece by piece while batches continue. Its bytes remain those of one
+//! A long page that a snapshot gathers piece by piece while batches continue. The gathered bytes belong to a single
 //! moment.
 //!
-//! Just before a batch writes to a part that is not gathered yet, that part is copied aside on the device. If
-//! the copies would take too much memory, or if the page moves to other memory, its bytes as of that moment
-//! are lost, and the snapshot starts over with the page. No batch waits or fails because of this.
+//! Just before a batch writes to a part that is not gathered yet, that part is copied aside on the device. If the
+//! copies would take too much memory, or if the page moves to other memory, the bytes of that moment are lost, and the
+//! snapshot starts over with the page. No batch waits or fails because of this.
 
 use std::collections::BTreeMap;
 
@@ -14,9 +14,9 @@ use crate::device::{CommandList, Fence, MemoryId, Span};
 use crate::error::Result;
 use crate::memory::arena::{Arena, PageMemory, Purpose};
 
-/// The length of the parts that are kept aside, each as a whole.
+/// The length in bytes of the parts that are kept aside as a whole.
 const PART_LEN: u64 = 64 << 10;
-/// The most bytes of one page that are kept aside.
+/// The maximum number of bytes of one page that are kept aside.
 const ASIDE_BYTES_MAX: u64 = 64 << 20;
 
 /// A page that is gathered piece by piece.
@@ -25,7 +25,7 @@ pub(crate) struct PageGather {
     memory: MemoryId,
     /// The offset up to which the snapshot has gathered the page.
     gathered: u64,
-    /// Copies of the parts that batches have written to since, by part number.
+    /// Copies of the parts that batches have modified since the start of the gather, by part number.
     asides: BTreeMap<u64, PageMemory>,
     is_lost: bool,
 }
@@ -60,14 +60,14 @@ impl PageGather {
         }
     }
 
-    /// Gives up the page's bytes as of that moment.
+    /// Gives up the page's bytes of the captured moment.
     pub fn mark_lost(&mut self) {
         self.is_lost = true;
     }
 }
 
 impl Turn<'_> {
-    /// Starts to catch a page in its current state.
+    /// Starts to capture a page in its current state.
     pub fn begin_gather(&mut self, info: PageInfo) {
         let memory = self.applied.memory[info.page].span().memory;
         let page = info.page;
@@ -76,8 +76,8 @@ impl Turn<'_> {
         assert!(before.is_none(), "a page is caught once at a time");
     }
 
-    /// Returns the spans that hold a range of the page as of the start of its catch, each with its offset in
-    /// the range. Returns `None` if these bytes are lost.
+    /// Returns the spans that contain a range of the page in its captured state, each with its offset in the range.
+    /// Returns `None` if these bytes are lost.
     pub fn gather_spans(&self, page: PageId, from: u64, to: u64) -> Option<Vec<(Span, u64)>> {
         let gather = self.applied.gathers.get(&page).filter(|gather| !gather.is_lost)?;
         let memory = self.applied.memory.get(page)?;
@@ -99,8 +99,8 @@ impl Turn<'_> {
         Some(sources)
     }
 
-    /// Records that the page is gathered up to `up_to`. The parts kept aside before that offset are last used
-    /// before this fence.
+    /// Records that the page is gathered up to `up_to`. The parts kept aside before that offset are freed after
+    /// `fence`.
     pub fn gathered(&mut self, page: PageId, up_to: u64, fence: Fence) {
         let Some(gather) = self.applied.gathers.get_mut(&page) else { return };
         gather.gathered = up_to;
@@ -110,7 +110,7 @@ impl Turn<'_> {
         }
     }
 
-    /// Stops catching the page.
+    /// Stops capturing the page.
     ///
     /// # Errors
     /// A device error.

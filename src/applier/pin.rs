@@ -1,7 +1,7 @@
 //! Pins: guarantees that a page stays in place while batches change it.
 //!
-//! A lease shows one version, so the page moves when it is changed. A pin is the reverse: one address, which
-//! always holds the newest version. A crash ends all pins.
+//! A lease shows one version, so the page moves when it is changed. In contrast, a pin keeps one address, which always
+//! contains the newest version. A crash ends all pins.
 
 use std::sync::Arc;
 
@@ -13,16 +13,16 @@ use crate::base::process::ForkGuard;
 use crate::device::{Device, MemoryId, RawStream};
 use crate::error::{Error, Result};
 
-/// A guarantee that a page keeps its address, as needed by a captured CUDA graph, or by a framework that
-/// holds pointers to weights. Made by [`Store::pin`](crate::Store::pin).
+/// A guarantee that a page keeps its address, as needed by a captured CUDA graph, or by a framework that holds pointers
+/// to weights. Returned by [`Store::pin`](crate::Store::pin).
 ///
-/// Batches that change the page change it in place and need no room for a copy. Operations that would move
-/// the page fail with [`Error::Leased`]: resizing, moving and deleting it, restoring the store, and taking a
-/// [`Lease`](crate::Lease) of it, which would need another address for the version that it shows.
+/// Batches that change the page change it in place and need no room for a copy. Operations that would move the page
+/// fail with [`Error::Leased`]: resizing, moving and deleting the page, and restoring the store. Taking a
+/// [`Lease`](crate::Lease) of the page fails too, because the lease would need another address for its version.
 ///
-/// A batch does not wait for kernels that read the page, and they may see a partly applied batch. Before
-/// committing to a pinned page, wait until its readers are done. After [`Pin::on`], readers see every batch
-/// submitted before that call. Kernels must not write to the page, because their writes would not be logged.
+/// A batch does not wait for kernels that read the page, and they may see a partly applied batch. Before committing to
+/// a pinned page, wait until its readers are done. After [`Pin::on`], readers see every batch submitted before that
+/// call. Kernels must not write to the page, because their writes would not be logged.
 ///
 /// ```
 /// use remanent::{DeviceChoice, Error, Options, Place, Store};
@@ -47,7 +47,7 @@ pub struct Pin<'s> {
     info: PageInfo,
     memory: MemoryId,
     store: PinSource<'s>,
-    /// The pin itself. A forked process has no pins.
+    /// The guard that ends the pin. A forked process has no pins.
     pinned: ForkGuard<PinGuard>,
 }
 
@@ -60,14 +60,14 @@ pub(crate) struct PinSource<'s> {
     pub id: StoreId,
 }
 
-/// Ends its pin when it is dropped.
+/// A guard that unpins the page on drop.
 struct PinGuard {
     page: PageId,
     leases: Arc<Leases>,
 }
 
 impl<'s> Pin<'s> {
-    /// Makes a pin of a page that was just pinned in the table. The page is unpinned if this fails.
+    /// Creates a pin of a page that was just pinned in the table. The page is unpinned if this fails.
     pub(crate) fn take(store: PinSource<'s>, page: PageId) -> Result<Self> {
         let pinned = ForkGuard::new(PinGuard { page, leases: store.leases.clone() });
         // A turn runs after every batch that could still have moved the page.
@@ -91,9 +91,8 @@ impl<'s> Pin<'s> {
         self.info.len
     }
 
-    /// Returns the address at which kernels can access the page's bytes. The address is constant for the
-    /// lifetime of the pin. Returns `None` if pages live in host memory only, for a page of length 0, and in
-    /// a forked child.
+    /// Returns the address at which kernels can access the page's bytes. The address is constant for the lifetime of
+    /// the pin. Returns `None` if pages are in host memory only, for a page of length 0, and in a forked child.
     #[must_use]
     pub fn address(&self) -> Option<u64> {
         self.pinned.check().ok()?;
@@ -109,13 +108,13 @@ impl<'s> Pin<'s> {
         MemoryDescriptor::of(&**self.store.device, self.memory, self.store.id, &self.info)
     }
 
-    /// Makes `stream` wait on the device for every batch submitted before this call, so that work enqueued on
-    /// it from now on sees them. The host does not wait.
+    /// Makes `stream` wait on the device for every batch submitted before this call, so that work enqueued on the
+    /// stream after this call observes these batches. The host does not wait.
     ///
     /// # Errors
-    /// [`Error::StreamRefused`] if a graph is being captured from the stream, if the stream belongs to
-    /// another device, or if pages live in host memory; [`Error::Poisoned`] if the device has failed, now or
-    /// in an earlier batch; [`Error::Forked`].
+    /// [`Error::StreamRefused`] if a graph is being captured from the stream, if the stream belongs to another device,
+    /// or if pages live in host memory; [`Error::Poisoned`] if the device has failed, now or in an earlier batch;
+    /// [`Error::Forked`].
     pub fn on(&self, stream: RawStream) -> Result<&Self> {
         self.pinned.check()?;
         let ready = self.store.applier.turn(|turn| Ok(turn.submit(Default::default())?.fence()))?;

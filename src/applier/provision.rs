@@ -1,7 +1,7 @@
-//! What applying a batch takes besides its payload: page memory, staging, images.
+//! The resources, in addition to the payload, that are needed to apply a batch: page memory, staging, images.
 //!
-//! All of it is acquired before the batch is logged. Afterwards, a lack of memory would come too late: the
-//! applier cannot refuse what is in the log (I10).
+//! All of them are acquired before the batch is logged, because the applier cannot refuse a logged batch for a lack of
+//! memory (I10).
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -16,34 +16,34 @@ use crate::images::disk_pages::PendingClaim;
 use crate::memory::arena::{Arena, PageMemory};
 use crate::memory::staging::{StagingBuf, StagingPool};
 
-/// What the applier needs for a batch besides its payload. A batch that only writes to pages in memory needs
-/// nothing.
+/// The resources, in addition to the payload, with which the applier applies a batch. A batch that only writes to pages
+/// in memory needs none.
 #[derive(Default)]
 pub(crate) struct Provision {
-    /// Memory for the batch's creates, resizes and moves to another place, in their order.
+    /// Memory for the batch's creates, resizes and moves to another place, in order.
     pub memory: VecDeque<PageMemory>,
-    /// The part of that memory that already holds its page's bytes.
+    /// The part of that memory that already contains its page's bytes.
     pub filled: FilledMemory,
-    /// The images of the pages that the batch moves to disk. An empty page has none.
+    /// The images of the pages that the batch moves to disk. An empty page has no image.
     pub to_disk: NewDiskImages,
-    /// Room for what the batch writes to pages on disk, held until it has been written.
+    /// The claim on memory for the batch's writes to pages on disk, held until they are applied.
     pub pending: Option<PendingClaim>,
-    /// Memory for the leased pages that the batch changes. Each page moves there first, so that its leases
-    /// still show the old bytes.
+    /// Memory for the leased pages that the batch changes. Each page first moves there, so that its leases still show
+    /// the old bytes.
     pub relocations: Vec<(PageId, PageMemory)>,
-    /// The staging that [`stage_aside`](super::stage_aside) made for the operations, in their order.
+    /// The staging buffers that [`stage_aside`](super::stage_aside) created for the operations, in order.
     pub asides: VecDeque<StagingBuf>,
     /// The sums of long writes, if the device can check whether they arrived intact.
     pub sums: Option<ArrivalSums>,
     /// Memory for the batch's list.
     pub room: ListRoom,
-    /// The receiver for the memory of a page that the batch deletes. Without it, the memory returns to the
+    /// The receiver for the memory of a page that the batch deletes. Without a receiver, the memory returns to the
     /// arena.
     pub handover: Option<Arc<Handover>>,
 }
 
 impl Provision {
-    /// Releases the resources of a batch that is not applied. No list names its memory.
+    /// Frees the resources of a batch that is not applied. No list may name its memory.
     pub fn give_back(self, staging: &StagingPool, arena: &Arena) {
         for staged in self.asides.into_iter().chain(self.sums.map(|sums| sums.staging)) {
             staging.put(staged.into_staging());

@@ -1,8 +1,8 @@
-//! The queue of requests to the applier, and when its thread is woken for them.
+//! The queue of requests to the applier, which also determines when the applier's thread is woken.
 //!
-//! Committers push without waking the thread: its timer wakes it soon enough for any request without a
-//! waiter. A turn, a batch with a waiter, and enough bytes for a list are urgent. A crash here loses nothing,
-//! since queued batches are logged.
+//! Committers push without waking the thread, because its timer wakes it soon enough for any request without a waiter.
+//! Urgent requests are a turn, a batch with a waiter, and enough bytes for a list. A crash here loses nothing, because
+//! queued batches are logged.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -12,18 +12,19 @@ use remanent_format::Lsn;
 use super::{ApplyWork, LIST_BYTES, Turn};
 use crate::base::sync::{Condvar, Instant, Mutex, MutexGuard};
 
-/// How long the applier collects batches that have no waiter. The timer wakes it instead of the committers,
-/// because a wake-up is a system call that costs as much as the rest of a small commit.
+/// The time for which the applier collects batches without a waiter. The timer wakes it instead of the committers,
+/// because a wake-up is a system call that costs as much as all other work of a small commit.
 const BATCHING_DELAY: Duration = Duration::from_micros(200);
-/// Payload bytes in the queue before a committer waits for the applier: they are held in memory until it
-/// takes them.
+/// The number of payload bytes in the queue at which committers wait for the applier, because these bytes are in memory
+/// until it takes them.
 const QUEUED_BYTES_MAX: usize = 64 << 20;
-/// A queue with room for more than this number of requests is not reused.
+/// The maximum capacity of a queue that is reused, in requests.
 const REQUESTS_KEPT: usize = 4 << 10;
 
 pub(super) type TurnFn = Box<dyn FnOnce(&mut Turn<'_>) + Send>;
 
-/// Batches are not boxed: one thread would allocate the boxes and another one free them.
+/// A request to the applier. Batches are not boxed, because one thread would allocate the boxes and another one free
+/// them.
 pub(super) enum Request {
     Batch(ApplyWork),
     Turn(TurnFn),
@@ -33,20 +34,20 @@ pub(super) enum Request {
 pub(super) struct Requests {
     queue: Mutex<RequestQueue>,
     wake: Condvar,
-    /// Signalled when the applier has taken the queue.
+    /// A condition variable that is notified when the applier has taken the queue.
     taken: Condvar,
 }
 
 #[derive(Default)]
 struct RequestQueue {
     requests: VecDeque<Request>,
-    /// Bytes of the payloads in the queue.
+    /// The number of payload bytes in the queue.
     payload_bytes: usize,
-    /// Whether the queue is to be taken immediately, because it has a waiter or enough bytes for a list.
+    /// Whether the queue should be taken immediately, because it has a waiter or enough bytes for a list.
     is_urgent: bool,
-    /// The newest batch that any caller has waited for. It may not be queued yet.
+    /// The newest batch that any caller has waited for, which may not be queued yet.
     awaited: Lsn,
-    /// Whether the thread runs, naps or sleeps.
+    /// Whether and how the thread is waiting.
     wake_state: WakeState,
     must_stop: bool,
     /// Whether the thread has ended, so that requests are no longer taken.
@@ -56,12 +57,12 @@ struct RequestQueue {
 /// Whether the applier's thread must be woken.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 enum WakeState {
-    /// The thread checks the queue before it rests again.
+    /// The thread is running, and will check the queue before it waits again.
     #[default]
     Awake,
-    /// The thread wakes on its own, in time for any request without a waiter.
+    /// The thread will wake by its timer, in time for any request without a waiter.
     Nap,
-    /// The thread waits to be woken.
+    /// The thread waits until it is notified.
     Sleep,
 }
 
@@ -70,7 +71,7 @@ impl Requests {
         Self { queue: Mutex::default(), wake: Condvar::new(), taken: Condvar::new() }
     }
 
-    /// Queues a batch. Waits while too much is queued. `show` runs under the queue lock: a thread that
+    /// Queues a batch. Waits while too many bytes are queued. `show` runs under the queue lock, so that a thread that
     /// observes its effects also finds the batch in the queue.
     pub fn push(&self, work: ApplyWork, show: impl FnOnce()) {
         let mut queue = self.queue.lock();
@@ -145,16 +146,16 @@ impl Requests {
         }
     }
 
-    /// Takes all requests in exchange for an empty queue. Returns `false` if nothing is left and the store is
-    /// closing. The two queues are swapped repeatedly, because a new one would grow under the committers'
-    /// lock each time.
+    /// Takes all requests in exchange for an empty queue. Returns `false` if no requests are left and the store is
+    /// closing. The two queues are swapped repeatedly, because a new one would grow under the committers' lock each
+    /// time.
     pub fn take(&self, requests: &mut VecDeque<Request>) -> bool {
         if requests.capacity() > REQUESTS_KEPT {
             *requests = VecDeque::new();
         }
         let mut queue = self.queue.lock();
         let is_over = |queue: &RequestQueue| queue.is_urgent || queue.must_stop;
-        // Batches collect first. If none arrives within the nap, the thread sleeps until it is woken.
+        // Batches are collected first. If no batch arrives within the delay, the thread sleeps until it is notified.
         let nap_end = Instant::now() + BATCHING_DELAY;
         let mut is_delay_over = false;
         while !is_over(&queue) && (!is_delay_over || queue.requests.is_empty()) {

@@ -1,14 +1,12 @@
 //! Transfers pages' bytes to the host without delaying the lane of deltas.
 //!
-//! A long transfer to the host takes milliseconds, and deltas queued after it would wait. So in lane order
-//! the bytes are only copied aside on the device, which takes 30 µs for 64 MiB on an H200. From there they
-//! are transferred to the host on a separate lane. If the budget leaves no room for the copies, the bytes are
-//! transferred in lane order. Deltas then wait longer, but a store that fills its budget can still be read
-//! and snapshotted.
+//! A long transfer to the host takes milliseconds, and deltas queued after it would wait. Therefore, in lane order, the
+//! bytes are only copied aside on the device, which takes 30 µs for 64 MiB on an H200. From there they are transferred
+//! to the host on a separate lane. If the budget has no room for the copies, the bytes are transferred in lane order.
+//! Deltas then wait longer, but a store that fills its budget can still be read and snapshotted.
 //!
-//! The caller supplies the staging for the bytes, and allocates it before the turn. A GPU pins 1.5 GB/s, so
-//! allocating long staging takes seconds, for which neither deltas nor other users of the room for copies may
-//! wait.
+//! The caller supplies the staging buffer for the bytes, and allocates it before the turn. A GPU pins 1.5 GB/s, so
+//! allocating a long buffer takes seconds, during which neither deltas nor other users of the room for copies may wait.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -24,20 +22,20 @@ use crate::error::Result;
 use crate::memory::arena::{Arena, CopyDirection, FileTarget, PageMemory};
 use crate::memory::staging::{StagingBuf, StagingPool};
 
-/// Bytes that were caught between two batches, to be transferred to the host.
+/// Bytes that were captured between two batches, to be transferred to the host.
 pub(crate) struct Drain {
-    /// The length of the staging, in bytes.
+    /// The number of bytes to transfer to staging.
     len: usize,
     copies: CopySource,
     /// The sums to compare, if the bytes are summed.
     summed: Option<SummedCopies>,
 }
 
-/// The location of the caught bytes.
+/// The location of the captured bytes.
 enum CopySource {
-    /// In copies on the device, which are transferred to this host memory, after its first bytes.
+    /// Copies on the device, the staging buffer to transfer them to, and the offset in it.
     Aside(AsideBuffer, StagingBuf, u64),
-    /// In flight to the host.
+    /// The bytes are in flight to the host.
     UnderWay(Pending),
 }
 
@@ -45,16 +43,16 @@ enum CopySource {
 struct AsideBuffer {
     /// The copies, one after another.
     pieces: Vec<PageMemory>,
-    /// The copies are complete once this fence has passed.
+    /// The fence after which the copies are complete.
     gathered: Fence,
     arena: Arc<Arena>,
 }
 
-/// Bytes that were caught between two batches and whose destination is not chosen yet.
+/// Bytes that were captured between two batches and whose destination is not chosen yet.
 pub(crate) enum GatheredBytes {
-    /// They were copied aside.
+    /// The bytes were copied aside.
     Aside(CopiesAside),
-    /// There was no room for copies, so they are transferred to staging in lane order.
+    /// There was no room for copies, so the bytes are transferred to staging in lane order.
     Staged(Drain),
 }
 
@@ -66,13 +64,13 @@ pub(crate) struct CopiesAside {
     summed: SummedCopies,
 }
 
-/// The ranges that are summed, in order. Each is a source, or a part of one if sources are divided.
+/// The ranges that are summed, in order. Each range is a source, or a part of a source if sources are divided.
 struct SummedCopies {
     /// The copies on the device.
     spans: Vec<Span>,
-    /// Whether the device sums what it sends, in addition to the host, because the bytes cross a bus.
+    /// Whether the device also sums the bytes that it sends, because they cross a bus.
     crosses_bus: bool,
-    /// Where the bytes arrive: a range of the staging, and the index of its source.
+    /// The range of the staging in which each range arrives, and the index of its source.
     arrivals: Vec<(Range<usize>, usize)>,
     /// The number of sources.
     sources: usize,
@@ -81,15 +79,15 @@ struct SummedCopies {
 
 /// Bytes that arrived at the host.
 pub(crate) struct Drained {
-    /// The bytes, each source at its offset.
+    /// The arrived bytes, each source at its offset.
     pub bytes: StagingBuf,
-    /// The CRC-32 of each source, in order, if sums were requested. If the bytes crossed a bus, the device's
-    /// sums of what it sent are equal.
+    /// The CRC-32 of each source, in order, if sums were requested. If the bytes crossed a bus, the sums were compared
+    /// with those of the device.
     pub sums: Vec<Hasher>,
 }
 
 impl Drained {
-    /// Returns the CRC-32 of all sources, one after another.
+    /// Returns the CRC-32 of the concatenation of all sources.
     pub fn sum(&self) -> u32 {
         let mut whole = Hasher::new();
         self.sums.iter().for_each(|sum| whole.combine(sum));
@@ -98,15 +96,15 @@ impl Drained {
 }
 
 impl Turn<'_> {
-    /// Catches the current contents of ranges of pages, each for its offset among `len` bytes; bytes that no
-    /// range covers are unspecified. The ranges are copied aside in `place`, and transferred from there to
-    /// `staged`, after its first `from` bytes.
+    /// Captures the current contents of ranges of pages. Each source has an offset among `len` bytes. Bytes that no
+    /// range covers are unspecified. The ranges are copied aside in `place`, and transferred from there to `staged`,
+    /// after its first `from` bytes.
     ///
-    /// If `sums` is given, each range is summed on the device and where it arrives. The copy aside is summed
-    /// and not the page, so that deltas do not wait for it.
+    /// If `sums` is present, each range is summed on the device and on arrival. The device sums the copy instead of the
+    /// page, so that deltas do not wait for the sum.
     ///
     /// # Errors
-    /// A device error; the error with which the pages' bytes were lost; `OutOfMemory`.
+    /// A device error; the error because of which the pages' bytes were lost; `OutOfMemory`.
     pub fn drain(
         &self,
         place: Place,
@@ -125,8 +123,8 @@ impl Turn<'_> {
         Ok(Drain { len: staged.len(), copies: CopySource::Aside(aside, staged, from), summed })
     }
 
-    /// Like [`drain`](Self::drain), without copies on the device: deltas wait until all bytes are at the
-    /// host.
+    /// Captures ranges like [`drain`](Self::drain), without copies on the device. Deltas wait until all bytes are at
+    /// the host.
     ///
     /// # Errors
     /// Same as `drain`.
@@ -141,10 +139,10 @@ impl Turn<'_> {
         self.download(sources, staged, from, sums)
     }
 
-    /// Like [`drain`](Self::drain), for a chunk of `chunk_len` bytes whose destination is not known yet: the
-    /// ranges are only copied aside. If there is no room for copies, they are transferred to staging of the
-    /// chunk's length, which is allocated here: the applier waits for that, and for the transfer in lane
-    /// order.
+    /// Captures ranges like [`drain`](Self::drain), for a chunk of `chunk_len` bytes whose destination is not known
+    /// yet. The ranges are only copied aside. If there is no room for copies, they are transferred in lane order to a
+    /// staging buffer of the chunk's length, which is allocated here. The applier then waits for the allocation and the
+    /// transfer.
     ///
     /// # Errors
     /// Same as `drain`.
@@ -223,16 +221,15 @@ impl Drain {
         }
     }
 
-    /// Waits until the bytes are at the host, and sums them if requested. Must not be called on the applier's
-    /// thread.
+    /// Waits until the bytes are at the host, and sums them if requested. Must not be called on the applier's thread.
     ///
     /// # Errors
-    /// A device error, also if the bytes differ from those that the device sent.
+    /// A device error, also if the arrived bytes differ from those that the device sent.
     pub fn finish(self, device: &dyn Device) -> Result<Drained> {
         self.finish_once(device)?.ok_or_else(|| transfer_corrupted(device, "bytes of pages"))
     }
 
-    /// Like [`finish`](Self::finish), for a caller that can catch the bytes again: returns `None` if they
+    /// Waits like [`finish`](Self::finish), for a caller that can capture the bytes again. Returns `None` if the bytes
     /// changed in transit. Bytes that were copied aside have then been transferred twice.
     ///
     /// # Errors
@@ -240,7 +237,7 @@ impl Drain {
     pub fn finish_once(self, device: &dyn Device) -> Result<Option<Drained>> {
         let Self { len, copies, summed } = self;
         match copies {
-            // The pages may have changed since: only the caller knows whether it may catch them again.
+            // The pages may have changed since, so only the caller knows whether it may capture them again.
             CopySource::UnderWay(pending) => arrived(device, pending, len, &summed),
             CopySource::Aside(aside, staging, from) => aside.finish(device, staging, from, &summed),
         }
@@ -258,13 +255,13 @@ impl GatheredBytes {
 }
 
 impl CopiesAside {
-    /// Releases the copies.
+    /// Frees the copies.
     pub fn give_up(self) {
         let AsideBuffer { pieces, gathered, arena } = self.aside;
         pieces.into_iter().for_each(|piece| arena.retire(piece, gathered));
     }
 
-    /// Transfers the copies to staging of the chunk's length, like a [`Drain`].
+    /// Prepares the transfer of the copies to a staging buffer of the chunk's length, as a [`Drain`].
     pub fn drain_to(self, staging: StagingBuf) -> Drain {
         let Self { aside, chunk_range, summed } = self;
         let len = staging.len();
@@ -272,13 +269,12 @@ impl CopiesAside {
         Drain { len, copies, summed: Some(summed) }
     }
 
-    /// Has the device copy the bytes to a file's memory, for a chunk that begins at `offset` there. `gaps`
-    /// are the ranges of the chunk between and after the copies, which are set to zero. Waits until the
-    /// device has sent everything, and returns the CRC-32 of each source, which the device computes from the
-    /// copies (I12). The bytes that arrived are compared with it when the snapshot is verified. Must not be
-    /// called on the applier's thread.
+    /// Makes the device copy the bytes to a file's memory, for a chunk that begins at `offset` of the file. `gaps`
+    /// contains the ranges of the chunk between and after the copies, which are zeroed. Waits until the device has sent
+    /// everything, and returns the CRC-32 of each source, which the device computes from the copies (I12). The arrived
+    /// bytes are compared with these sums when the snapshot is verified. Must not be called on the applier's thread.
     ///
-    /// The sums run in another lane: between two copies, they took an eighth of a snapshot's time.
+    /// The sums run in another lane, because between two copies they took an eighth of a snapshot's time.
     ///
     /// # Errors
     /// A device error; `OutOfMemory`.
@@ -348,7 +344,7 @@ impl AsideBuffer {
         let len = staging.len();
         let drained = match drain(staging) {
             Ok(Some(drained)) => Ok(Some(drained)),
-            // The copies still exist, so they are transferred again: one flipped bit must not stop a store.
+            // The copies still exist, so they are transferred again: a single flipped bit must not stop a store.
             Ok(None) => {
                 tracing::warn!(device = device.label(), "bytes changed on their way to the host: once more");
                 let pool = &summed.as_ref().expect("sums that differ").pool;
@@ -371,13 +367,13 @@ impl SummedCopies {
         Self { spans: Vec::new(), crosses_bus, arrivals: Vec::new(), sources, pool }
     }
 
-    /// Adds a range: its bytes on the device, their offset in the staging, and their source.
+    /// Adds a range, given its bytes on the device, their offset in staging, and their source.
     fn add(&mut self, span: Span, at: usize, source: usize) -> Result<()> {
         push(&mut self.spans, span)?;
         push(&mut self.arrivals, (at..at + span.len as usize, source))
     }
 
-    /// Sums what arrived. Returns `None` if the device's sums differ (I12).
+    /// Sums the arrived bytes. Returns `None` if the device's sums differ (I12).
     fn check(&self, bytes: &[u8], of_device: Option<&[u8]>) -> Result<Option<Vec<Hasher>>> {
         let sums = self.arrivals.iter().map(|(range, _)| crc32fast::hash(&bytes[range.clone()]));
         let sums = collected(sums)?;
@@ -387,8 +383,8 @@ impl SummedCopies {
         self.by_source(sums.into_iter()).map(Some)
     }
 
-    /// Combines the sums of the ranges into those of the sources. The sum of a divided source is that of its
-    /// parts.
+    /// Combines the sums of the ranges into those of the sources. The sum of a divided source is the combination of its
+    /// parts' sums.
     fn by_source(&self, of_ranges: impl Iterator<Item = u32>) -> Result<Vec<Hasher>> {
         let mut sums = collected((0..self.sources).map(|_| Hasher::new()))?;
         for ((range, source), sum) in self.arrivals.iter().zip(of_ranges) {
@@ -424,7 +420,7 @@ fn divide(
     Ok(pieces.iter().zip(parts).map(gather).collect())
 }
 
-/// Adds the sums of what the list copies, with separate staging.
+/// Adds commands that sum the bytes that the list copies, with a separate staging buffer.
 fn with_sums(mut list: CommandList, summed: &Option<SummedCopies>) -> Result<CommandList> {
     if let Some(SummedCopies { spans, crosses_bus: true, pool, .. }) = summed
         && !spans.is_empty()
@@ -434,8 +430,8 @@ fn with_sums(mut list: CommandList, summed: &Option<SummedCopies>) -> Result<Com
     Ok(list)
 }
 
-/// Waits for a list that transfers bytes to its first staging, and checks them. Returns `None` if they
-/// changed in transit.
+/// Waits for a list that transfers bytes to its first staging buffer, and checks them. Returns `None` if they changed
+/// in transit.
 fn arrived(
     device: &dyn Device,
     pending: Pending,

@@ -1,14 +1,11 @@
-//! Reads of many ranges at once that do not block the caller. One thread of the store completes them.
+//! Reads of many ranges at once that do not block the caller. A thread of the store completes them.
 //!
-//! 1. The caller's ranges become one turn of the applier, which catches all of them as of one batch and
-//!    starts their transfer to the host.
-//! 2. The thread waits until the bytes arrive, read by read in the order of the turns, and notifies the
-//!    handles.
+//! 1. The caller's ranges become one turn of the applier, which captures all of them in the same state and starts their
+//!    transfer to the host.
+//! 2. The thread waits until the bytes arrive, read by read in the order of the turns, and notifies the handles.
 //!
-//! The first such read starts the thread. The bytes of reads in flight or still held by a caller are limited
-//! in total: pinned memory is expensive, and a caller that forgets a handle must not exhaust it.
-//!
-//! Nothing is written, so a crash loses nothing.
+//! The first such read starts the thread. The total number of bytes of reads in flight or still held by callers is
+//! limited, because pinned memory is expensive, and a caller that forgets a handle must not exhaust it.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -30,10 +27,10 @@ use crate::error::{Error, Result};
 use crate::images::disk_pages::DiskPage;
 use crate::memory::staging::{StagingBuf, StagingPool};
 
-/// The most bytes of reads that are in flight or held by callers at a time.
+/// The maximum number of bytes of reads that are in flight or held by callers.
 pub(crate) const READ_BYTES_MAX: u64 = 256 << 20;
 
-/// Ranges of pages in bytes.
+/// Byte ranges of pages.
 pub(crate) type PageRanges = Vec<(PageId, Range<u64>)>;
 
 /// The thread that completes reads, and its queue.
@@ -51,7 +48,7 @@ pub(crate) struct Reads {
 struct ReadQueue {
     state: Mutex<QueueState>,
     more: Condvar,
-    /// Bytes of reads that are in flight or held.
+    /// The number of bytes of reads that are in flight or held by callers.
     bytes: AtomicU64,
 }
 
@@ -61,7 +58,7 @@ struct QueueState {
     is_over: bool,
 }
 
-/// A read whose bytes are in flight.
+/// A captured read, whose bytes are in flight.
 struct CaughtRead {
     lsn: Lsn,
     drain: Drain,
@@ -69,7 +66,7 @@ struct CaughtRead {
     open: OpenRead,
 }
 
-/// A range that has to be read from disk.
+/// A range that must be read from disk.
 pub(super) struct DiskRead {
     page: DiskPage,
     range: Range<u64>,
@@ -77,14 +74,14 @@ pub(super) struct DiskRead {
     at: usize,
 }
 
-/// The store's half of a read. If it is dropped without an outcome, the read fails with `Closed`.
+/// The store's side of a read. If it is dropped without a result, the read fails with `Closed`.
 struct OpenRead {
     state: Arc<ReadState>,
     reserved: Option<ReservedBytes>,
     poison: Arc<Poison>,
 }
 
-/// The outcome of a read, if any, and the waiters for it.
+/// The result of a read, once available, and the waiters for it.
 #[derive(Default)]
 pub(crate) struct ReadState {
     slot: Mutex<ReadSlot>,
@@ -98,7 +95,7 @@ struct ReadSlot {
     waker: Option<Waker>,
 }
 
-/// The bytes of a read, in their staging.
+/// The bytes of a completed read, in a staging buffer.
 pub(crate) struct ReadOutcome {
     pub lsn: Lsn,
     staged: Option<StagingBuf>,
@@ -106,7 +103,7 @@ pub(crate) struct ReadOutcome {
     _reserved: Option<ReservedBytes>,
 }
 
-/// A share of [`READ_BYTES_MAX`].
+/// A share of [`READ_BYTES_MAX`], which is returned on drop.
 struct ReservedBytes {
     queue: Arc<ReadQueue>,
     len: u64,
@@ -134,7 +131,7 @@ impl Drop for ReadOutcome {
 }
 
 impl Reads {
-    /// Makes a reader. The first read starts its thread.
+    /// Creates a reader, whose thread is started by the first read.
     pub fn new(
         applier: Arc<Applier>,
         device: Arc<dyn Device>,
@@ -144,12 +141,12 @@ impl Reads {
         Self { applier, device, staging, poison, shared: Arc::default(), thread: Mutex::new(None) }
     }
 
-    /// Begins a read. All its pages are as of one batch, which includes at least every batch handed to the
-    /// applier so far. Waits only for pages that are not loaded.
+    /// Begins a read. All its pages are read in the same state, which includes every batch passed to the applier so
+    /// far. Waits only for pages that are not loaded.
     ///
     /// # Errors
-    /// `OutOfMemory`, with the requested length, if it exceeds what is left of [`READ_BYTES_MAX`]; `Damaged`
-    /// for a page that cannot be loaded; a device error. Errors in the ranges are part of the read's outcome.
+    /// `OutOfMemory`, with the requested length, if the read would exceed [`READ_BYTES_MAX`]; `Damaged` for a page that
+    /// cannot be loaded; a device error. Errors in the ranges are part of the read's result.
     pub fn begin(&self, ranges: PageRanges) -> Result<Arc<ReadState>> {
         let len = ranges.iter().fold(0, |sum: u64, (_, range)| sum.saturating_add(len_of(range)));
         let reserved = self.reserve(len)?;
@@ -196,10 +193,10 @@ impl Reads {
 }
 
 impl Drop for Reads {
-    /// Completes all reads: the memory to which their bytes were copied aside belongs to the arena.
+    /// Completes all reads, because the memory to which their bytes were copied aside belongs to the arena.
     fn drop(&mut self) {
         let Some(thread) = self.thread.lock().take() else { return };
-        // After the turns of all reads. If the applier has ended, so have they.
+        // The flag is set after the turns of all reads. If the applier has ended, they have, too.
         let _gone = self.applier.turn(|_| Ok(()));
         self.shared.state.lock().is_over = true;
         self.shared.more.notify_all();
@@ -222,7 +219,7 @@ impl ReadQueue {
     }
 
     fn run(&self, device: &dyn Device, staging: &Arc<StagingPool>) {
-        // A panic must leave no read waiting: it drops those in the queue, and later ones are dropped too.
+        // A panic must leave no read waiting: the guard drops the reads in the queue, and later ones are dropped too.
         let _end_guard = QueueGuard(self);
         while let Some(CaughtRead { lsn, drain, on_disk, mut open }) = self.next() {
             let drained = drain.finish(device).map_err(|error| open.poison.set_by_device(error));
@@ -271,8 +268,8 @@ impl Drop for QueueGuard<'_> {
 }
 
 impl OpenRead {
-    /// Releases what the outcome does not hold, and then publishes the outcome: a caller that receives an
-    /// error may immediately request as much again.
+    /// Frees the resources that the result does not contain, and then publishes the result, because a caller that
+    /// receives an error may immediately request as much again.
     fn finish(mut self, outcome: Result<ReadOutcome>) {
         self.reserved = None;
         self.state.finish(outcome);
@@ -287,7 +284,7 @@ impl Drop for OpenRead {
 }
 
 impl ReadState {
-    /// Sets the outcome, unless there is one.
+    /// Sets the result, unless there is one.
     fn finish(&self, outcome: Result<ReadOutcome>) {
         let waker = {
             let mut slot = self.slot.lock();
@@ -298,18 +295,17 @@ impl ReadState {
             slot.waker.take()
         };
         self.done.notify_all();
-        // Outside the lock, because an executor may poll the task during this call.
+        // The waker is called outside the lock, because an executor may poll the task during this call.
         if let Some(waker) = waker {
             waker.wake();
         }
     }
 
-    /// Returns whether there is an outcome.
     pub fn is_done(&self) -> bool {
         self.slot.lock().is_done
     }
 
-    /// Waits for the outcome, at most until `until` if it is given. Returns whether there is an outcome.
+    /// Waits for the result until the given time, or indefinitely if there is none. Returns whether there is a result.
     pub fn wait(&self, until: Option<Instant>) -> bool {
         let mut slot = self.slot.lock();
         while !slot.is_done {
@@ -325,12 +321,12 @@ impl ReadState {
         true
     }
 
-    /// Takes the outcome. Returns `None` if there is none yet, or if it was already taken.
+    /// Removes and returns the result. Returns `None` if there is no result yet, or if it was already taken.
     pub fn take(&self) -> Option<Result<ReadOutcome>> {
         self.slot.lock().outcome.take()
     }
 
-    /// Like [`take`](Self::take), for a task, which is woken when the outcome is available.
+    /// Takes the result like [`take`](Self::take), for a task, which is woken when the result is available.
     pub fn poll(&self, context: &Context<'_>) -> Poll<Result<ReadOutcome>> {
         let mut slot = self.slot.lock();
         if slot.is_done {
@@ -351,8 +347,8 @@ impl std::fmt::Debug for ReadState {
     }
 }
 
-/// Catches all ranges as of the turn, one after another in `staged`. If `sums` is given, they are summed on
-/// both sides of the bus.
+/// Captures all ranges in the state of the turn, one after another in `staged`. If `sums` is present, they are summed
+/// on both sides of the bus.
 pub(super) fn gather_ranges(
     turn: &Turn<'_>,
     ranges: &[(PageId, Range<u64>)],
@@ -389,8 +385,7 @@ pub(super) fn gather_ranges(
         at += source.len;
     }
     let lsn = turn.applied.point.lsn;
-    // Long ranges of one GPU are gathered there first, so that deltas continue during the transfer to the
-    // host.
+    // Long ranges of one GPU are gathered there first, so that deltas continue during the transfer to the host.
     let drain = match places[..] {
         [Some(place)] if len > SHORT_COPY_LEN_MAX => turn.drain(place, sources, len, staged, 0, sums)?,
         _ => turn.drain_in_order(sources, staged, 0, sums)?,

@@ -1,11 +1,11 @@
 //! Pages that are still only on disk, because the open did not wait for them.
 //!
-//! An unloaded page has its memory and its entry in the table, but the applier has none of its bytes. A
-//! caller that needs the page requests it here first, and waits. The loader takes requested pages before
-//! others, and then continues with those that follow them in the files: a caller that reads its pages in
-//! order finds the next ones loaded. A loaded page never becomes unloaded again, so a caller that has waited
-//! for a page need not check again. The applier never waits for the disk, because the callers that hand over
-//! batches and turns have waited for their pages.
+//! An unloaded page has its memory and its entry in the table, but the applier has none of its bytes. A caller that
+//! needs the page requests it from this set first, and waits. The loader takes requested pages first, and then
+//! continues with the pages that follow them in the files, so that a caller that reads its pages in order finds the
+//! next ones loaded. A loaded page never becomes unloaded again, so a caller that has waited for a page need not check
+//! again. The applier never waits for the disk, because callers wait for their pages before they pass batches and turns
+//! to it.
 //!
 //! A page that cannot be loaded stays unloaded, and every caller that requests it gets the error.
 
@@ -23,9 +23,9 @@ use crate::base::sync::{Condvar, Instant, Mutex};
 use crate::error::{Error, Result};
 use crate::memory::arena::PageMemory;
 
-/// The most pages that are taken together, which also bounds the loader's lists.
+/// The maximum number of pages that are taken together, which also bounds the loader's lists.
 const TAKEN_MAX: usize = 2048;
-/// Pages that are taken together if memory for a longer list is refused.
+/// The number of pages that are taken together if memory for a longer list is unavailable.
 const TAKEN_MIN: usize = 256;
 
 /// A page to load.
@@ -33,51 +33,51 @@ pub(crate) struct UnloadedPage {
     pub page: PageId,
     /// The image that contains exactly the page's bytes.
     pub image: ImageRef,
-    /// The memory for its bytes, as long as the page.
+    /// The memory for the page's bytes, with the length of the page.
     pub memory: PageMemory,
 }
 
-/// The unloaded pages of a store. Shared by callers that need them and the threads that load them.
+/// The unloaded pages of a store, shared by callers that need them and the threads that load them.
 #[derive(Default)]
 pub(crate) struct UnloadedSet {
     /// The number of pages that are not loaded. A caller that reads 0 needs no lock.
     left: AtomicUsize,
     state: Mutex<LoadStates>,
-    /// Signalled when a page is loaded, or never will be.
+    /// A condition variable that is notified when a page was loaded, or cannot be loaded.
     changed: Condvar,
 }
 
 #[derive(Default)]
 struct LoadStates {
-    /// The pages in the order of their files; `None` for a page that was taken.
+    /// The pages in the order of their files, with `None` for a page that was taken.
     waiting: Vec<Option<UnloadedPage>>,
-    /// For each index, the first index from there on with a waiting page, or an index on the path to it. The
-    /// last entry stands for none.
+    /// For each index, the first index from there on with a waiting page, or an index on the path to it. The last entry
+    /// means that there is none.
     following: Vec<usize>,
-    /// The index at which loading continues: after the pages that were taken last.
+    /// The index at which loading continues, after the pages that were taken last.
     next: usize,
     /// Pages that are neither loaded nor failed, by their index in `waiting`.
     indices: IdMap<PageId, usize>,
-    /// The bytes of those pages.
+    /// The total length in bytes of these pages.
     bytes: u64,
     /// Requested pages, which are taken first, by their index in `waiting`.
     requested: Queue<usize>,
     failed: BTreeMap<PageId, Error>,
-    /// Memory of the pages that will not be loaded.
+    /// The memory of the pages that will not be loaded.
     abandoned: Queue<PageMemory>,
-    /// Why no more pages are loaded, once that is the case.
+    /// The error because of which no more pages are loaded, if any.
     end_error: Option<Error>,
 }
 
 impl LoadStates {
-    /// Requests these pages, which are then taken before others.
+    /// Requests these pages, which are then taken first.
     fn ask(&mut self, pages: &[PageId]) {
         let Self { waiting, indices, requested, .. } = self;
         let wanted = pages.iter().filter_map(|page| indices.get(*page)).filter(|at| waiting[**at].is_some());
         wanted.for_each(|at| requested.push_back(*at));
     }
 
-    /// Returns the first index from `at` on with a waiting page.
+    /// Returns the first index from `at` on with a waiting page, if any.
     fn waiting_from(&mut self, mut at: usize) -> Option<usize> {
         let Self { waiting, following, .. } = self;
         while following[at] != at {
@@ -90,13 +90,13 @@ impl LoadStates {
 }
 
 impl UnloadedSet {
-    /// Makes a set of these pages, all unloaded.
+    /// Creates a set of these pages, all unloaded.
     ///
     /// # Errors
     /// `OutOfMemory`, with the pages.
     pub fn new(pages: Vec<UnloadedPage>) -> Result<Self, (Error, Vec<UnloadedPage>)> {
         let bytes = pages.iter().map(|unloaded| unloaded.memory.byte_len()).sum();
-        // All allocations come first: a page that is dropped does not free its memory.
+        // All allocations come first, because dropping a page does not free its memory.
         let (mut files, mut waiting, mut following) = match Self::room_for(&pages) {
             Ok(room) => room,
             Err(error) => return Err((error, pages)),
@@ -104,7 +104,7 @@ impl UnloadedSet {
         for unloaded in pages {
             files.get_mut(&unloaded.image.file).expect("counted before").push(unloaded);
         }
-        // They are usually in this order already.
+        // The pages are usually in this order already.
         files.values_mut().for_each(|of_file| of_file.sort_unstable_by_key(|unloaded| unloaded.image.offset));
         waiting.extend(files.into_values().flatten().map(Some));
         following.extend(0..=waiting.len());
@@ -136,17 +136,17 @@ impl UnloadedSet {
 
     /// Returns whether any page is not loaded.
     pub fn is_any(&self) -> bool {
-        // Acquire: a caller that finds a page loaded also finds its memory with the applier.
+        // Acquire: a caller that finds a page loaded also finds the applier's memory for the page.
         self.left.load(Ordering::Acquire) > 0
     }
 
-    /// Returns the number of pages that remain to be loaded, and their bytes.
+    /// Returns the number of pages that remain to be loaded, and their total length in bytes.
     pub fn left(&self) -> (u64, u64) {
         let state = self.state.lock();
         (state.indices.len() as u64, state.bytes)
     }
 
-    /// Waits until these pages are loaded. They are loaded before others, in this order.
+    /// Waits until these pages are loaded. They are loaded first, in this order.
     ///
     /// # Errors
     /// The error that prevents one of them from being loaded; `Closed`.
@@ -186,10 +186,11 @@ impl UnloadedSet {
         state.failed.values().next().map_or(Ok(()), |error| Err(error.clone()))
     }
 
-    /// Takes pages to load, which are adjacent in one file. A requested page comes first, with the pages
-    /// within `asked_bytes_max` after it. Otherwise the pages that follow the ones taken last come next,
-    /// within `bytes_max`; after the last page, the first ones follow. A longer page is taken alone. Returns
-    /// `None` if there is nothing left to take.
+    /// Takes pages to load, which are adjacent in one file. Returns `None` if there are no more pages to take.
+    ///
+    /// Requested pages come first, each with the pages within `asked_bytes_max` after it. Otherwise the pages after
+    /// those taken last come next, within `bytes_max`, and the first pages follow the last ones. A longer page is taken
+    /// alone.
     pub fn take(&self, asked_bytes_max: u64, bytes_max: u64) -> Option<Vec<UnloadedPage>> {
         let mut state = self.state.lock();
         if state.end_error.is_some() {
@@ -264,13 +265,13 @@ impl UnloadedSet {
         state.end_error.is_some()
     }
 
-    /// Returns taken pages after loading has stopped. They stay on disk.
+    /// Returns taken pages to the set after loading has stopped. They stay on disk.
     pub fn give_up(&self, pages: Vec<UnloadedPage>) {
         let mut state = self.state.lock();
         pages.into_iter().for_each(|unloaded| state.abandoned.push_back(unloaded.memory));
     }
 
-    /// Returns the memory of all pages that were not loaded.
+    /// Removes and returns the memory of all pages that were not loaded.
     pub fn take_memory(&self) -> impl Iterator<Item = PageMemory> + use<> {
         let mut state = self.state.lock();
         let waiting = std::mem::take(&mut state.waiting).into_iter().flatten();
@@ -293,7 +294,7 @@ mod tests {
 
     const LEN: u64 = 4096;
 
-    /// Pages 0 to 9 of 4 KiB, five per file, handed over in another order.
+    /// Returns pages 0 to 9 of 4 KiB, five per file, passed in another order.
     fn ten(arena: &Arena) -> UnloadedSet {
         let unloaded = |number: u64| UnloadedPage {
             page: PageId(number),
@@ -320,7 +321,7 @@ mod tests {
         taken.iter().map(|unloaded| unloaded.page.0).collect()
     }
 
-    /// Loads pages like a loader that meets no error.
+    /// Loads pages like a loader without errors.
     fn load(unloaded: &UnloadedSet, arena: &Arena, taken: Vec<UnloadedPage>) {
         unloaded.loaded(taken.iter().map(|unloaded| (unloaded.page, unloaded.memory.byte_len())));
         taken.into_iter().try_for_each(|unloaded| arena.discard(unloaded.memory)).unwrap();
@@ -340,15 +341,13 @@ mod tests {
         };
         take(&[], &[0, 1]);
         take(&[6], &[6, 7]);
-        // A loaded page, an unknown one and one requested twice are skipped, and no run continues in the next
-        // file.
+        // A loaded page, an unknown one and one requested twice are skipped, and no run continues in the next file.
         take(&[1, 99, 4, 4], &[4]);
         take(&[], &[5]);
         // The first page follows the last.
         take(&[9], &[9]);
         take(&[], &[2, 3]);
-        // A requested page that was taken as a neighbour is not taken again, and nothing is taken once all
-        // are loaded.
+        // A requested page that was taken as a neighbor is not taken again, and nothing is taken once all are loaded.
         take(&[8, 9], &[8]);
         assert!(unloaded.take(LEN, LEN).is_none() && !unloaded.is_any());
         assert_eq!(unloaded.left(), (0, 0));
@@ -380,7 +379,7 @@ mod tests {
         let failed = unloaded.take(LEN, LEN).unwrap().pop().unwrap();
         let damage = Error::from(Defect::Missing.at(FileName::Pages(0), 0));
         unloaded.fail(failed, damage);
-        // A page that cannot be loaded concerns no caller of another page, except one that waits for all.
+        // A page that cannot be loaded affects no caller of another page, except one that waits for all.
         assert!(matches!(unloaded.wait([PageId(0)]), Err(Error::Damaged(_))));
         let in_hand = unloaded.take(LEN, 2 * LEN).unwrap();
         assert_eq!(numbers(&in_hand), [1, 2]);

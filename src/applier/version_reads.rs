@@ -1,5 +1,5 @@
-//! Reads of many pages that must each be at one version. They supply the bytes that are written to disk
-//! before the batch that moves the pages there.
+//! Reads of many pages that must each have a given version. They supply the bytes that are written to disk before the
+//! batch that moves the pages to disk.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,19 +14,19 @@ use crate::device::sums::transfer_corrupted;
 use crate::error::Result;
 use crate::memory::staging::{StagingBuf, StagingPool};
 
-/// A range of a page in memory, valid while the page is at one version.
+/// A range of a page in memory, valid while the page has a given version.
 #[derive(Clone)]
 pub(crate) struct VersionRange {
     pub page: PageId,
-    /// The batch that made the version.
+    /// The Lsn of the batch that created the version.
     pub lsn: Lsn,
-    /// The byte range of the page.
+    /// The byte range within the page.
     pub range: Range<u64>,
 }
 
 impl Applier {
-    /// Reads the bytes of all ranges, one after another, in one turn and with sums on both sides of the bus.
-    /// Returns `None` if one of the pages is at another version by now, or on disk.
+    /// Reads the bytes of all ranges, one after another, in one turn and with sums on both sides of the bus. Returns
+    /// `None` if one of the pages now has another version, or is on disk.
     ///
     /// # Errors
     /// `OutOfMemory`; a device error, also if the bytes changed in transit twice.

@@ -1,5 +1,5 @@
-//! The applier's thread. It turns batches into lists and submits them to the lane. Memory that a list is the
-//! last to use is freed after that list.
+//! The applier's thread, which turns batches into lists and submits them to the lane. Memory is freed after the last
+//! list that uses it.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ use crate::memory::arena::{Arena, PageMemory};
 use crate::memory::staging::{GrownBytes, StagingPool};
 use crate::versions::{PageWalk, Versions};
 
-/// Lists in flight before the applier waits for the oldest.
+/// The number of lists in flight at which the applier waits for the oldest.
 const IN_FLIGHT_MAX: usize = 32;
 
 /// The state that only the applier's thread uses.
@@ -38,19 +38,19 @@ pub(super) struct Worker {
     wait_logged: Box<dyn Fn(Lsn) -> Result<()> + Send>,
     applied: AppliedState,
     list: ListBuilder,
-    /// Memory that the list under construction is the last to use.
+    /// Memory whose last use is the list under construction.
     retiring: Queue<PageMemory>,
-    /// Memory that callers use too, of which the list under construction is the store's last use.
+    /// Memory that callers also use, whose last use by the store is the list under construction.
     vacated: Queue<PageMemory>,
-    /// Memory that goes to a caller after the list under construction, with its receiver.
+    /// Memory that is passed to a caller after the list under construction, with its receiver.
     handed_over: Vec<(Arc<Handover>, PageMemory)>,
-    /// The changes of the batches in the list under construction, for streams; only the batch's number if
-    /// there was no memory for its changes. Empty while there is no stream.
+    /// The changes of the batches in the list under construction, for streams, or only a batch's Lsn if there was no
+    /// memory for its changes. Empty while there are no streams.
     unreported: Vec<Result<AppliedBatch, Lsn>>,
     in_flight: InFlight,
     /// The value of the newest list's fence.
     fence: u64,
-    /// Why memory no longer matches the table; `None` while it does.
+    /// The error because of which memory no longer matches the table, if any.
     lost: Option<Error>,
 }
 
@@ -108,7 +108,7 @@ impl Worker {
                     }
                     Request::Turn(turn) => {
                         self.flush();
-                        // A turn inspects pages or starts reads of them.
+                        // The lists are verified first, because a turn inspects pages or starts reads of them.
                         self.prove_all();
                         let was_lost = self.lost.is_some();
                         turn(&mut Turn {
@@ -130,9 +130,8 @@ impl Worker {
         while self.in_flight.len() > 0 {
             self.finish_oldest();
         }
-        // Lists of other threads, such as reads and gathers, may be in flight too. The end of one more list
-        // shows that all of them are done. If it fails, they may still run, and the memory that they name is
-        // not freed.
+        // Lists of other threads, such as reads and gathers, may be in flight too. When one more list completes, all of
+        // them have. If it fails, they may still run, and the memory that they name is not freed.
         let last = self.device.submit(Lane::Apply, CommandList::default());
         let last = last.and_then(|pending| pending.finish(&*self.device));
         match last.and_then(|_| self.leases.wait_ended()) {
@@ -141,19 +140,18 @@ impl Worker {
         }
     }
 
-    /// Takes what is queued, or waits for it. Returns `false` once there will be nothing more.
+    /// Takes the queued requests, or waits for some. Returns `false` once there will be no more.
     fn next(&mut self, requests: &mut VecDeque<Request>) -> bool {
-        // No other thread checks whether a list is done. If there is more to do, submitting the next list
-        // does.
+        // No other thread checks whether a list is complete. If there are more requests, submitting the next list does.
         if self.in_flight.is_unproven() && self.shared.requests.is_empty() {
             self.prove_all();
         }
         self.shared.requests.take(requests)
     }
 
-    /// Discards a batch that the log lost. No reader sees it, and the logged batches can still be read.
+    /// Discards a batch that the log lost. No reader observes it, and the logged batches can still be read.
     fn refuse(&mut self, work: ApplyWork) {
-        // Logged batches are finished first: a caller that waits for one of them must not receive this error.
+        // Logged batches are completed first, because a caller that waits for such a batch must not receive this error.
         self.flush();
         self.prove_all();
         self.shared.progress(|progress| progress.is_lost = true);
@@ -183,7 +181,8 @@ impl Worker {
         }
         let all_versions = self.versions.clone();
         let mut versions = all_versions.walk();
-        // One by one: the batch is logged, and memory for a list of all operations could be refused.
+        // The operations are decoded one by one, because the batch is logged, and memory for a list of all operations
+        // could be unavailable.
         let apply = |at: OpAt<'_>| {
             if let Some(ranges) = &mut ranges {
                 ranges.note(&at.op);
@@ -220,7 +219,7 @@ impl Worker {
                 Op::Move { page, place } => {
                     let here = self.applied.memory.get(page).expect("planned on a page that exists").place();
                     if here == place {
-                        // The page's Lsn changes nevertheless, so a cut keeps the page with the old one.
+                        // The page's Lsn changes nevertheless, so a cut keeps the page with the old Lsn.
                         self.before_change(page, &mut relocations);
                     } else {
                         let new = memory.pop_front().expect("one for each move to another place");
@@ -272,12 +271,12 @@ impl Worker {
             }
         };
         for_each_op(&payload, apply).expect("decoded before it was logged");
-        // What the batch wrote to pages on disk is now counted there.
+        // The batch's writes to pages on disk are now counted there.
         drop(pending);
         match payload {
             GrownBytes::Staged(staged) => self.list.payload(staged),
-            // No operation on a page in memory has bytes in this payload, so none has an aside or a proof
-            // either.
+            // No operation on a page in memory has bytes in this payload, so no operation has converted bytes or a
+            // proof either.
             GrownBytes::Plain(_) => {}
         }
         if let Some(ranges) = ranges {
@@ -290,7 +289,7 @@ impl Worker {
     /// Changes a page on disk, after a cut has kept a copy if it needs one.
     fn change_on_disk(&mut self, page: PageId, change: impl FnOnce(&mut DiskPage)) {
         let AppliedState { table, on_disk, cut, .. } = &mut self.applied;
-        // The cut keeps the page as of before this batch, which is still the state of the table.
+        // The table still contains the state before this batch, which the cut keeps.
         if let Some(cut) = cut
             && let Some(info) = table.get(page)
         {
@@ -299,7 +298,7 @@ impl Worker {
         on_disk.change(page, change).expect("planned on a page that exists");
     }
 
-    /// Moves a page to disk. An image already has its bytes.
+    /// Moves a page to disk. An image already contains its bytes.
     fn move_to_disk(&mut self, page: PageId, images: &NewDiskImages) {
         if self.applied.on_disk.contains(page) {
             return self.change_on_disk(page, |_| {});
@@ -312,14 +311,14 @@ impl Worker {
         self.applied.on_disk.insert(page, self.disk_pages.page(image.clone()));
     }
 
-    /// Returns whether the page's memory holds the bytes that an image of the batch gives it.
+    /// Returns whether the page's memory already contains the bytes of the batch's image of the page.
     fn holds_image(&self, page: PageId, filled: &FilledMemory) -> bool {
         let memory = self.applied.memory.get(page).expect("planned on a page that exists");
         filled.has_image(page, memory.span().memory)
     }
 
-    /// Moves a page to new memory, truncated or extended with zeros to the new length. Memory that is already
-    /// filled is unchanged.
+    /// Moves a page to new memory, truncated or extended with zeros to the new length. Memory that is already filled is
+    /// unchanged.
     fn replace(&mut self, versions: &mut PageWalk<'_>, page: PageId, new: PageMemory, is_filled: bool) {
         if !is_filled {
             let old = self.applied.memory.get(page).expect("planned on a page that exists");
@@ -334,21 +333,20 @@ impl Worker {
         versions.moved(page, memory);
     }
 
-    /// Fills new memory with zeros starting at `from`, unless it already contains zeros. A caller's memory
-    /// may contain anything, wherever it is. Writing gigabytes of zeros would delay every later batch and
-    /// read.
+    /// Fills new memory with zeros starting at `from`, unless it already contains zeros, because writing gigabytes of
+    /// zeros would delay every later batch and read. Caller-owned memory may contain any bytes.
     fn zero(&mut self, new: &PageMemory, from: u64) {
         if new.is_lent() || !self.device.allocates_zeros(new.place(), new.byte_len()) {
             self.list.zero(new.part(from, new.byte_len() - from));
         }
     }
 
-    /// Prepares a page for a change in place. A page that a cut keeps is copied aside, and a page that
-    /// callers use moves to its relocation memory.
+    /// Prepares a page for a change in place. A page that a cut keeps is copied aside, and a page that callers use
+    /// moves to its relocation memory.
     fn before_change(&mut self, page: PageId, relocations: &mut Vec<(PageId, PageMemory)>) {
         let AppliedState { table, memory, cut, gathers, .. } = &mut self.applied;
         let Some(current) = memory.get(page) else { return };
-        // The cut keeps the page as of before this batch, which is still the state of the table.
+        // The table still contains the state before this batch, which the cut keeps.
         if let Some(cut) = cut
             && let Some(info) = table.get(page)
         {
@@ -371,7 +369,7 @@ impl Worker {
         }
     }
 
-    /// Prepares a range of a page for a write: any part that a snapshot has not gathered yet is kept aside.
+    /// Prepares a range of a page for a write: keeps aside any part that a snapshot has not gathered yet.
     fn before_write(&mut self, page: PageId, range: Option<(u64, u64)>) {
         let AppliedState { memory, gathers, .. } = &mut self.applied;
         if gathers.is_empty() {
@@ -382,7 +380,7 @@ impl Worker {
         }
     }
 
-    /// Takes memory that its page has left. It goes to a cut, to callers, or back to the arena.
+    /// Passes memory that its page has left to a cut, to callers, or back to the arena.
     fn give_up(&mut self, page: PageId, old: PageMemory) {
         let AppliedState { table, cut, gathers, .. } = &mut self.applied;
         if let Some(gather) = gathers.get_mut(&page) {
@@ -405,8 +403,8 @@ impl Worker {
         }
     }
 
-    /// Hands the memory of a deleted page to a caller, after the list under construction. The page is not
-    /// leased. A cut gets a copy, since it would keep the memory itself for as long as its snapshot takes.
+    /// Passes the memory of a deleted page to a caller, after the list under construction. The page must not be leased.
+    /// A cut gets a copy, because it would keep the memory itself for the duration of its snapshot.
     fn hand_over(&mut self, old: PageMemory, handover: &Arc<Handover>) {
         let page = handover.page;
         let AppliedState { table, cut, gathers, .. } = &mut self.applied;
@@ -420,9 +418,8 @@ impl Worker {
         self.handed_over.push((handover.clone(), old));
     }
 
-    /// Submits the copies of a batch that moves many pages before the batch is complete. Nothing is reported
-    /// about the batch until its last list is in the lane, and the memory that its pages left is freed after
-    /// that list.
+    /// Submits the copies of a batch that moves many pages before the batch is complete. The batch is not reported
+    /// until its last list is in the lane, and the memory that its pages left is freed after that list.
     fn submit_copies(&mut self) {
         if self.lost.is_some() {
             return;
@@ -440,9 +437,9 @@ impl Worker {
         }
     }
 
-    /// Submits the list. Every later list sees its batches.
+    /// Submits the list. Every later list observes its batches.
     fn flush(&mut self) {
-        // Memory that pages left needs a list, even one without commands.
+        // Memory that pages left needs a list, even an empty one, for its fence.
         let gives_up = !(self.retiring.is_empty() && self.vacated.is_empty() && self.handed_over.is_empty());
         if gives_up || !self.list.is_empty() {
             let (list, proofs) = self.list.take();
@@ -481,27 +478,27 @@ impl Worker {
         }
     }
 
-    /// Reports the batches that are applied and whose bytes are proven (I12).
+    /// Reports the batches that are applied and whose bytes are verified (I12).
     fn report(&mut self) {
         if self.lost.is_some() {
             return;
         }
         while let Some(UnreportedBatches { applied, fence, changes }) = self.in_flight.next_reportable() {
             self.shared.progress(|progress| (progress.applied, progress.fence) = (applied, fence));
-            // After the progress: a caller that is notified of a batch may immediately check that it is
-            // applied.
+            // The changes are published after the progress, because a notified caller may immediately check that the
+            // batch is applied.
             changes.into_iter().for_each(|batch_changes| self.shared.changes().publish(batch_changes));
         }
     }
 
-    /// Waits until no list in flight remains to be proven.
+    /// Waits until no list in flight remains to be verified.
     fn prove_all(&mut self) {
         while self.in_flight.is_unproven() {
             self.finish_oldest();
         }
     }
 
-    /// Waits for the oldest list, and takes its staging back.
+    /// Waits for the oldest list, and returns its staging to the pool.
     fn finish_oldest(&mut self) {
         let proven = match self.in_flight.finish_oldest(&*self.device) {
             Ok(Some((staging, proven))) => {

@@ -1,7 +1,7 @@
 //! A device whose n-th call fails, or whose n-th copy flips a bit, to test that every error is handled.
 //!
-//! The failed call has no other effect. After a fault that loses the context, every later call fails too, as
-//! with a GPU; any other fault occurs once.
+//! The failed call has no other effect. After a fault that loses the context, every later call fails too, as with a
+//! GPU. Any other fault occurs once.
 //!
 //! A copy with a flipped bit reports no error, like a bus, staging or host memory that flips a bit.
 
@@ -20,7 +20,7 @@ use crate::device::{
 use crate::disk::FileMemory;
 use crate::error::{Error, Result};
 
-/// A device that forwards all calls to another one until its fault occurs.
+/// A device that forwards all calls to another device until its fault occurs.
 pub struct FaultyDevice {
     inner: Arc<dyn Device>,
     state: Mutex<FaultState>,
@@ -66,14 +66,14 @@ pub enum DeviceCall {
     Unregister,
 }
 
-/// A call that fails, and how it fails.
+/// A fault: which call fails, and whether the context is lost.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceFault {
-    /// The calls that are counted; `None` counts all calls.
+    /// The kind of calls to count, or `None` to count all calls.
     pub call: Option<DeviceCall>,
-    /// The number of the failing call among them, from 1, counted from the call of [`FaultyDevice::arm`].
+    /// The number of the failing call, starting at 1 and counted from the call of [`FaultyDevice::arm`].
     pub nth: u64,
-    /// Whether the process's device context is lost.
+    /// Whether the fault loses the process's device context.
     pub context_lost: bool,
 }
 
@@ -82,7 +82,7 @@ pub struct DeviceFault {
 pub enum BusTransfer {
     /// The bytes of a [`Command::Upload`].
     Up,
-    /// The bytes of a write in a [`Command::Apply`] that is long enough to be verified where it arrives.
+    /// The bytes of a write in a [`Command::Apply`] that is long enough to be verified on arrival.
     LongWrites,
     /// The bytes of a [`Command::Download`].
     Down,
@@ -96,15 +96,15 @@ pub enum BusTransfer {
     FromFile,
 }
 
-/// A copy that flips a bit.
+/// A fault that flips a bit in one or more copies.
 #[derive(Clone, Copy, Debug)]
 pub struct BitFlip {
-    /// The copies that are counted.
+    /// The kind of copies to count.
     pub way: BusTransfer,
-    /// The number of the copy among them, from 1, counted from the call of [`FaultyDevice::flip`]. Empty
+    /// The number of the first affected copy, starting at 1 and counted from the call of [`FaultyDevice::flip`]. Empty
     /// copies are not counted.
     pub nth: u64,
-    /// The number of copies that flip a bit from then on.
+    /// The number of consecutive copies that flip a bit.
     pub times: u64,
 }
 
@@ -119,7 +119,7 @@ struct FaultState {
     longest_staging: usize,
     /// The memory of registered files.
     files: BTreeSet<MemoryId>,
-    /// Page memory that was allocated and not released.
+    /// The page memory that was allocated and not released.
     memories: BTreeMap<MemoryId, (Place, u64)>,
     /// The current and the maximum number of bytes of page memory, by place.
     held: BTreeMap<Place, (u64, u64)>,
@@ -148,31 +148,31 @@ impl FaultyDevice {
         Self { inner, state: Mutex::default(), crosses_bus }
     }
 
-    /// Creates a device like [`new`](Self::new) that claims to reach its memory across a bus.
+    /// Creates a device like [`new`](Self::new) that claims to access its memory across a bus.
     #[must_use]
     pub fn across_a_bus(inner: Arc<dyn Device>) -> Self {
         Self { crosses_bus: true, ..Self::new(inner) }
     }
 
-    /// Sets the bit flip, replacing an earlier one.
+    /// Sets the bit flip, and replaces an earlier one.
     pub fn flip(&self, flip: BitFlip) {
         let mut state = self.state.lock();
         (state.flip, state.copies, state.flipped) = (Some(flip), 0, 0);
     }
 
-    /// Returns the length in bytes of the longest staging that was requested.
+    /// Returns the length in bytes of the longest staging buffer that was requested.
     #[must_use]
     pub fn longest_staging(&self) -> usize {
         self.state.lock().longest_staging
     }
 
-    /// Returns the maximum number of bytes of page memory that were allocated in a place at one time.
+    /// Returns the maximum number of bytes of page memory that were allocated in a place at the same time.
     #[must_use]
     pub fn peak_bytes(&self, place: Place) -> u64 {
         self.state.lock().held.get(&place).map_or(0, |(_, peak)| *peak)
     }
 
-    /// Ends the bit flips. Returns how many copies flipped a bit.
+    /// Ends the bit flips, and returns the number of copies that flipped a bit.
     pub fn end_flips(&self) -> u64 {
         let mut state = self.state.lock();
         state.flip = None;
@@ -205,8 +205,7 @@ impl FaultyDevice {
         flipped
     }
 
-    /// Inserts a bit flip after each copy to or from a file that flips a bit now, before the next command of
-    /// the list.
+    /// Inserts a bit flip after each affected copy to or from a file, before the next command of the list.
     fn flip_files(&self, commands: Vec<Command>) -> Vec<Command> {
         let mut state = self.state.lock();
         let ways = [BusTransfer::File, BusTransfer::FromFile];
@@ -235,7 +234,7 @@ impl FaultyDevice {
         flipped
     }
 
-    /// Sets the fault, replacing an earlier one that has not occurred.
+    /// Sets the fault, and replaces an earlier one that has not occurred.
     pub fn arm(&self, fault: DeviceFault) {
         let mut state = self.state.lock();
         state.armed = Some(fault);
@@ -248,7 +247,7 @@ impl FaultyDevice {
         self.state.lock().armed.is_none()
     }
 
-    /// Counts a call, and fails it if the fault occurs now.
+    /// Counts a call, and returns an error if the fault occurs now.
     fn enter(&self, call: DeviceCall) -> Result<()> {
         let mut state = self.state.lock();
         if let Some(error) = &state.lost {
@@ -463,7 +462,7 @@ impl std::fmt::Debug for FaultyDevice {
     }
 }
 
-/// Returns the bytes of a long write in staging.
+/// Returns the staging span of a long write's bytes, or `None` for any other piece.
 fn long_write(piece: &Piece) -> Option<StagingSpan> {
     match (&piece.kind, &piece.payload) {
         (PieceKind::Dense, Payload::Staging { index, offset }) if piece.target.len >= PROVEN_LEN_MIN => {

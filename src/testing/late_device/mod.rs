@@ -1,12 +1,12 @@
-//! A device that does everything as late as its fences allow, to detect callers that do not wait.
+//! A device that does everything as late as its fences permit, to detect callers that do not wait.
 //!
-//! The host device is so fast that no missing wait is detected: every list is complete when `submit` returns.
-//! This device only queues lists. A list runs when a caller waits for a fence after it, on its own lane or
-//! through `after`, or, with a seeded device, when the random schedule selects it. The device also overwrites
-//! all bytes that no caller may rely on: new page memory, staging before a download, and staging after an
-//! upload. A caller that reads too early, or again, reads [`POISON`].
+//! The host device is so fast that no missing wait is detected: every list is complete when `submit` returns. This
+//! device only queues lists. A list runs when a caller waits for a fence after it, on its own lane or through `after`,
+//! or, with a seeded device, when the random schedule selects it. The device also overwrites all bytes that no caller
+//! may rely on: new page memory, staging before a download, and staging after an upload. A caller that reads such bytes
+//! finds [`POISON`].
 //!
-//! Callers' streams are emulated too: see `streams`.
+//! The device also emulates callers' streams (`streams`).
 
 mod page_spans;
 mod streams;
@@ -31,7 +31,7 @@ use crate::error::{Error, Result};
 /// The byte written to memory that no caller may rely on.
 pub const POISON: u8 = 0xA5;
 
-/// The number of low bits of an emulated address that are the offset in its memory; the bits above are the
+/// The number of low bits of an emulated address that contain the offset in its memory. The bits above contain the
 /// memory id.
 const ADDRESS_BITS: u32 = 40;
 
@@ -39,7 +39,7 @@ const ADDRESS_BITS: u32 = 40;
 pub struct LateDevice {
     inner: Arc<dyn Device>,
     state: Mutex<LateState>,
-    /// Notified when a stream is released or waited for.
+    /// A condition variable that is notified when a stream is released or waited for.
     changed: Condvar,
 }
 
@@ -47,19 +47,19 @@ pub struct LateDevice {
 struct LateState {
     lanes: [LateLane; Lane::ALL.len()],
     streams: Streams,
-    /// The lengths of all page memory.
+    /// The length of each page memory in bytes.
     lens: HashMap<MemoryId, u64>,
-    /// The state of the random schedule; with `None`, nothing runs before it must.
+    /// The state of the random schedule. With `None`, each list runs only when a caller waits for it.
     schedule: Option<u64>,
 }
 
 #[derive(Default)]
 struct LateLane {
     queue: VecDeque<Entry>,
-    /// The newest fence handed out.
+    /// The newest fence value that was returned.
     given: u64,
     reached: u64,
-    /// The failure that stopped this lane.
+    /// The failure that stopped this lane, if any.
     stopped: Option<Error>,
 }
 
@@ -69,7 +69,7 @@ enum Entry {
         returned: Arc<ReturnedStaging>,
     },
     After(Fence),
-    /// A point in a stream, reached when this number of its entries are done.
+    /// A point in a stream, reached when this number of its entries are complete.
     AfterStream(RawStream, u64),
 }
 
@@ -80,8 +80,7 @@ impl LateDevice {
         Self::drawing(inner, None)
     }
 
-    /// Creates a device that also runs lists at calls selected from `seed`, so that polling callers make
-    /// progress.
+    /// Creates a device that also runs lists at calls selected from `seed`, so that polling callers make progress.
     #[must_use]
     pub fn seeded(inner: Arc<dyn Device>, seed: u64) -> Self {
         Self::drawing(inner, Some(seed))
@@ -95,23 +94,23 @@ impl LateDevice {
         }
     }
 
-    /// Creates a caller's stream.
+    /// Creates a caller's stream and returns its handle.
     pub fn stream(&self) -> RawStream {
         self.state.lock().streams.make()
     }
 
-    /// Queues work on a stream, as a caller would launch a kernel.
+    /// Queues work on a stream, like the launch of a kernel by a caller.
     pub fn queue(&self, stream: RawStream, work: impl FnOnce(&dyn Device) + Send + 'static) {
         self.state.lock().streams.of(stream).push(StreamEntry::Work(Box::new(work)));
     }
 
-    /// Holds or releases a stream: nothing runs on a held stream.
+    /// Holds or releases a stream. A held stream runs none of its work.
     pub fn hold(&self, stream: RawStream, is_held: bool) {
         self.state.lock().streams.of(stream).is_held = is_held;
         self.changed.notify_all();
     }
 
-    /// Blocks until some thread waits for this stream, which must be held.
+    /// Waits until another thread waits for this stream, which must be held.
     pub fn wait_for_waiter(&self, stream: RawStream) {
         let mut state = self.state.lock();
         while state.streams.of(stream).waiting == 0 {
@@ -137,7 +136,7 @@ impl LateDevice {
         self.run_stream_to(&mut state, stream, given)
     }
 
-    /// Returns the span of `len` bytes at an address, which a kernel given that address would access.
+    /// Returns the span of `len` bytes at an address, which a kernel with that address would access.
     #[must_use]
     pub fn span_at(&self, address: u64, len: u64) -> Span {
         Span { memory: MemoryId(address >> ADDRESS_BITS), offset: address & ((1 << ADDRESS_BITS) - 1), len }
@@ -158,13 +157,12 @@ impl LateDevice {
         }
     }
 
-    /// Runs the oldest entry of a lane, if there is one. A failure stops the lane: entries queued after it
-    /// never run.
+    /// Runs the oldest entry of a lane, if there is one. A failure stops the lane: later entries never run.
     fn run_next(&self, state: &mut LateState, lane: Lane) {
         let done = match state.lane(lane).queue.pop_front() {
             None => return,
-            // This recursion ends, because the fence was handed out before this entry was queued, and so was
-            // every fence that the lists before it wait for.
+            // The recursion ends, because this fence, and every fence that earlier lists wait for, was returned before
+            // this entry was queued.
             Some(Entry::After(fence)) => self.run_to(state, fence),
             Some(Entry::AfterStream(stream, position)) => self.run_stream_to(state, stream, position),
             Some(Entry::List { list, returned }) => self.run_list(lane, list).map(|staging| {
@@ -179,7 +177,7 @@ impl LateDevice {
         }
     }
 
-    /// Runs a stream until `position` of its entries are done.
+    /// Runs a stream until `position` of its entries are complete.
     fn run_stream_to(&self, state: &mut LateState, stream: RawStream, position: u64) -> Result<()> {
         loop {
             let late = state.streams.of(stream);
@@ -198,7 +196,7 @@ impl LateDevice {
 
     fn run_list(&self, lane: Lane, mut list: CommandList) -> Result<Vec<Staging>> {
         let (read, written) = staged_spans(&list.commands);
-        // A range in both lists is left alone, because the order of the two uses is up to the list.
+        // A range in both lists is left unchanged, because the list determines the order of the two uses.
         let of_one_kind =
             |span: &StagingSpan, others: &[StagingSpan]| !others.iter().any(|other| overlap(*span, *other));
         for span in written.iter().filter(|span| of_one_kind(span, &read)) {
@@ -226,7 +224,7 @@ impl LateDevice {
     }
 }
 
-/// A point in a stream, reached when `position` of its entries are done.
+/// A point in a stream, reached when `position` of its entries are complete.
 #[derive(Clone, Copy)]
 struct LatePoint {
     stream: RawStream,
@@ -248,7 +246,7 @@ impl LateState {
         &mut self.lanes[lane as usize]
     }
 
-    /// Returns whether running the first entries of a lane would need a held stream.
+    /// Returns whether running the first `entries` entries of a lane would require a held stream.
     fn is_held_up(&self, lane: Lane, entries: usize) -> bool {
         let queue = &self.lanes[lane as usize].queue;
         queue.iter().take(entries).any(|entry| match entry {
@@ -260,7 +258,7 @@ impl LateState {
         })
     }
 
-    /// Returns whether reaching a fence would need a held stream.
+    /// Returns whether reaching a fence would require a held stream.
     fn is_behind_held(&self, fence: Fence) -> bool {
         let lane = &self.lanes[fence.lane as usize];
         let lists_left = fence.value.saturating_sub(lane.reached);
@@ -300,7 +298,8 @@ impl Device for LateDevice {
     }
 
     fn crosses_bus(&self) -> bool {
-        // So that all code that verifies bytes on both sides of a bus runs late, too.
+        // The device claims a bus, so that all code that verifies bytes on both sides of a bus is tested with late
+        // lists, too.
         true
     }
 
@@ -400,7 +399,7 @@ impl Device for LateDevice {
         Ok(())
     }
 
-    /// Returns an emulated address: it cannot be accessed, but [`LateDevice::span_at`] maps it to its bytes.
+    /// Returns an emulated address. The address cannot be accessed, but [`LateDevice::span_at`] maps it to its bytes.
     fn address(&self, memory: MemoryId) -> Option<u64> {
         let state = self.state.lock();
         let len = state.lens.get(&memory).unwrap_or_else(|| panic!("{memory:?} is no memory of this device"));

@@ -1,8 +1,8 @@
-//! Emulated callers' streams: queues that do not run until a caller requires it.
+//! Emulated callers' streams: queues that run only when a caller requires it.
 //!
-//! They represent the streams of a GPU in tests of waits between threads. A held stream does not run, like
-//! one with an endless kernel. A thread that waits for the stream itself blocks until it is released. A
-//! caller that makes the host wait for a lane behind such a stream is detected by a panic.
+//! They represent the streams of a GPU in tests of waits between threads. A held stream does not run, like a stream
+//! with an endless kernel. A thread that waits for a held stream blocks until the stream is released. A caller that
+//! makes the host wait for a lane behind a held stream causes a panic.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,10 +10,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::device::{Device, Fence, RawStream};
 use crate::error::{Error, Result};
 
-/// The work that a stream runs in its turn, on the underlying device.
+/// A unit of work on a stream, which runs on the underlying device.
 pub type StreamWork = Box<dyn FnOnce(&dyn Device) + Send>;
 
-/// The streams of a device, by their handles.
+/// The streams of a device, by handle.
 #[derive(Default)]
 pub(super) struct Streams(BTreeMap<RawStream, LateStream>);
 
@@ -38,7 +38,7 @@ pub(super) enum StreamEntry {
     AfterStream(RawStream, u64),
 }
 
-/// The next handle. Handles are unique across devices, and never that of the default stream.
+/// The next handle. Handles are unique across devices, and differ from that of the default stream.
 static HANDLE_NEXT: AtomicU64 = AtomicU64::new(0x1000);
 
 impl Streams {
@@ -51,15 +51,15 @@ impl Streams {
     /// Returns the stream with this handle.
     ///
     /// # Panics
-    /// If the stream is not of this device.
+    /// If the stream belongs to another device.
     pub fn of(&mut self, stream: RawStream) -> &mut LateStream {
         self.0.get_mut(&stream).expect("a stream of this device")
     }
 
-    /// Returns the stream, if it can be synchronized with lanes.
+    /// Returns the stream if it can be synchronized with lanes.
     ///
     /// # Errors
-    /// `StreamRefused` if it is not a stream of this device, or is being captured.
+    /// `StreamRefused` if the stream belongs to another device or is being captured.
     pub fn usable(&mut self, stream: RawStream) -> Result<&mut LateStream> {
         let refused = |reason| Err(Error::StreamRefused { stream: stream.handle(), reason });
         match self.0.get_mut(&stream) {
@@ -69,8 +69,8 @@ impl Streams {
         }
     }
 
-    /// Returns whether a stream must be released before `position` of its entries can be done. `is_behind`
-    /// returns the same for a fence.
+    /// Returns whether a held stream must be released before `position` entries of a stream can complete. `is_behind`
+    /// returns whether a fence requires a held stream.
     pub fn is_held(&self, stream: RawStream, position: u64, is_behind: &dyn Fn(Fence) -> bool) -> bool {
         let late = &self.0[&stream];
         let left = position.saturating_sub(late.reached) as usize;

@@ -1,11 +1,10 @@
 //! The enumeration of all states that a crash could have left.
 //!
-//! A *kill* leaves everything that has happened visible, and pending changes still pending. A subsequent
-//! power cut may drop those, so the images of an image are nested crashes. After a *power cut*, every pending
-//! sector and length has one of its versions, and some of the pending changes of names were kept. All
-//! combinations are tried if there are few. Otherwise, there is a budget: revealing ones are tried first
-//! (nothing, everything, only names, only data, everything up to some time, all but one, only one), then
-//! seeded random ones.
+//! A *kill* leaves all changes visible, and pending changes pending. A subsequent power cut may drop pending changes,
+//! so the images of an image are nested crashes. After a *power cut*, every pending sector and length has one of its
+//! versions, and some of the pending changes of names were kept. All combinations are tried if there are few.
+//! Otherwise, revealing combinations are tried first, up to a limit (nothing, everything, only names, only data,
+//! everything up to some time, all but one, only one), then seeded random ones.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
@@ -28,17 +27,17 @@ pub enum Crash {
     Power,
 }
 
-/// Options for the enumeration of images.
+/// Options for the enumeration of crash images.
 #[derive(Clone, Debug)]
 pub struct CrashPlan {
-    /// The events before or during which crashes are tried; the end of the range stands for the moment after
-    /// the last one. Default: all.
+    /// The events before or during which crashes are tried. The end of the range represents the moment after the last
+    /// event. Default: all.
     pub events: Range<usize>,
     /// The ways in which writes and puts are torn. Default: at up to 4 sector borders, and at a few bytes.
     pub tears: Tears,
     /// The maximum number of images per moment. Default: 64.
     pub images_max: usize,
-    /// The seed for choosing images if there are too many. Default: 0.
+    /// The seed for choosing images if there are more than `images_max`. Default: 0.
     pub seed: u64,
 }
 
@@ -48,10 +47,10 @@ impl Default for CrashPlan {
     }
 }
 
-/// A disk as left by a crash.
+/// A disk in a state that a crash could have left.
 #[derive(Debug)]
 pub struct CrashImage {
-    /// The disk: unlocked, without faults and events.
+    /// The disk, unlocked and without faults and events.
     pub disk: SimDisk,
     /// The kind of crash.
     pub crash: Crash,
@@ -59,10 +58,10 @@ pub struct CrashImage {
     pub moment: Moment,
     /// The values acknowledged before the crash, in order.
     pub acks: Arc<[u64]>,
-    /// A hash of the image, equal for equal images.
+    /// A hash of the image, which is equal for equal images.
     pub hash: u64,
-    /// A description: the event that was torn or did not occur, the stored part of it, and the kept part of
-    /// the pending changes.
+    /// A description of the crash: the event that was torn or did not occur, the stored part of that event, and the
+    /// kept pending changes.
     story: String,
 }
 
@@ -74,8 +73,8 @@ impl fmt::Display for CrashImage {
 }
 
 impl SimDisk {
-    /// Returns the moments at which a crash could occur. Moments before a recorded acknowledgement are
-    /// omitted: the moment after it has the same disk and stricter requirements.
+    /// Returns the moments at which a crash could occur. Moments before a recorded acknowledgement are omitted, because
+    /// the following moment has the same disk and stricter requirements.
     #[must_use]
     pub fn moments(&self, events: Range<usize>, tears: Tears) -> Vec<Moment> {
         moments_of(&self.shared.lock().events, events, tears)
@@ -98,19 +97,19 @@ impl SimDisk {
         SimDisk::from_state(self.shared.lock().now.after_power_cut(|_, _| false, |_| 0, |_, _| 0))
     }
 
-    /// Calls `each` with the images that a death of the process could have left, moment by moment.
+    /// Calls `each` with the images that a death of the process could have left, in the order of moments.
     pub fn kill_images(&self, plan: &CrashPlan, each: impl FnMut(CrashImage)) {
         self.images(Crash::Kill, plan, each);
     }
 
-    /// Calls `each` with the images that a power cut could have left, moment by moment.
+    /// Calls `each` with the images that a power cut could have left, in the order of moments.
     pub fn power_images(&self, plan: &CrashPlan, each: impl FnMut(CrashImage)) {
         self.images(Crash::Power, plan, each);
     }
 
     /// Calls `each` with every image. Equal images with equal acknowledgements are passed only once.
     fn images(&self, crash: Crash, plan: &CrashPlan, mut each: impl FnMut(CrashImage)) {
-        // A store's threads continue during this; their later events are not part of the walk.
+        // A store's threads continue during the enumeration. Their later events are not part of the walk.
         let mut walk = Walk::new(self);
         let mut seen = HashSet::new();
         for moment in moments_of(&walk.events, plan.events.clone(), plan.tears) {
@@ -194,7 +193,7 @@ impl Walk {
 /// A pending change, of which a power cut keeps one version.
 struct Item {
     what: ItemKind,
-    /// The time of each version; version 0, the durable one, is not included.
+    /// The time of each version, without version 0, the durable one.
     stamps: Vec<u64>,
 }
 
@@ -212,25 +211,25 @@ impl ItemKind {
     }
 }
 
-/// The kept version of each item.
+/// The version of each item that is kept.
 type Pick = Vec<usize>;
 
 /// The pending changes of a disk, and the dependencies between changes of names.
 struct PendingChanges<'a> {
     state: &'a DiskState,
     items: Vec<Item>,
-    /// The index of each item in the list.
+    /// The position of each item in the list.
     indices: HashMap<ItemKind, usize>,
-    /// Pairs of items (earlier, later) whose changes concern the same name, ordered by the later.
+    /// Pairs of items (earlier, later) that change the same name, ordered by the later item.
     needs: Vec<(usize, usize)>,
 }
 
-/// A choice that reveals more than a random one.
+/// A choice of versions that is more likely to reveal errors than a random one.
 #[derive(Clone, Copy)]
 enum RevealingChoice {
-    /// Names and data as of these times.
+    /// The names and the data at these times.
     UpTo { names: u64, data: u64 },
-    /// One item at a version, all others at their first or their last.
+    /// One item at a version, and all others at their first or their last version.
     One { item: usize, version: usize, others_last: bool },
 }
 
@@ -262,12 +261,12 @@ impl<'a> PendingChanges<'a> {
         Self { state, items, indices, needs }
     }
 
-    /// Returns the number of choices if changes of names were independent; saturates.
+    /// Returns the number of choices if changes of names were independent, or `usize::MAX` if it is larger.
     fn choices(&self) -> usize {
         self.items.iter().fold(1, |product, item| item.stamps.len().saturating_add(1).saturating_mul(product))
     }
 
-    /// Drops changes whose dependencies are not met.
+    /// Drops changes whose dependencies are not kept.
     fn drop_unmet_dependencies(&self, pick: &mut Pick) {
         for (earlier, later) in &self.needs {
             if pick[*earlier] == 0 {
@@ -319,7 +318,7 @@ impl<'a> PendingChanges<'a> {
         }
     }
 
-    /// Returns all choices, if there are few.
+    /// Returns all choices. There must be few of them.
     fn every_pick(&self) -> Vec<Pick> {
         let mut picks: Vec<Pick> = vec![Vec::new()];
         for item in &self.items {
@@ -336,7 +335,7 @@ impl<'a> PendingChanges<'a> {
         picks
     }
 
-    /// Returns some of the choices: the revealing ones, and random ones.
+    /// Returns a part of the choices: revealing ones, and random ones.
     fn some_picks(&self, picks_max: usize, seed: u64) -> Vec<Pick> {
         let mut random = SplitMix(seed);
         let edges = [(0, 0), (u64::MAX, u64::MAX), (u64::MAX, 0), (0, u64::MAX)];
@@ -362,8 +361,8 @@ impl<'a> PendingChanges<'a> {
                 others_last: false,
             }));
         }
-        // If there are too many of these, a random part is used. A quarter of the budget is reserved for
-        // random choices.
+        // If there are too many revealing choices, a random part of them is used. A quarter of the limit is reserved
+        // for random choices.
         let room = (picks_max - picks_max / 4).max(certain);
         for index in certain..revealing.len().min(room) {
             let other = index + random.below(revealing.len() - index);
@@ -372,7 +371,7 @@ impl<'a> PendingChanges<'a> {
         revealing.truncate(room);
         let mut picks: Vec<Pick> = revealing.into_iter().map(|revealing| self.pick(revealing)).collect();
         while picks.len() < picks_max {
-            // Few, half or most of the pending writes are lost.
+            // The random choices lose few, half or most of the pending writes.
             let kept_of_8 = [1, 4, 7][random.below(3)];
             let versions = self.items.iter().map(|item| match item.stamps.len() {
                 1 => usize::from(random.below(8) < kept_of_8),
@@ -387,7 +386,7 @@ impl<'a> PendingChanges<'a> {
         picks
     }
 
-    /// Describes a choice: the number of pending changes kept at their last version.
+    /// Describes a choice by the number of pending changes that it keeps at their last version.
     fn describe(&self, pick: &Pick) -> String {
         let count = |names: bool| {
             let of_kind = self.items.iter().zip(pick).filter(move |(item, _)| item.what.is_name() == names);
@@ -409,7 +408,7 @@ fn power_images(state: &DiskState, images_max: usize, seed: u64) -> Vec<(DiskSta
     picks.into_iter().map(|pick| (pending.state(&pick), pending.describe(&pick))).collect()
 }
 
-/// SplitMix64 by Steele, Lea and Flood: small, seeded, and identical on all platforms.
+/// The SplitMix64 generator by Steele, Lea and Flood, which is small, seeded, and identical on all platforms.
 pub(super) struct SplitMix(pub(super) u64);
 
 impl SplitMix {
@@ -421,7 +420,7 @@ impl SplitMix {
         z ^ (z >> 31)
     }
 
-    /// Returns a number below `bound`, which must be above 0; the slight bias does not matter here.
+    /// Returns a random number below `bound`, which must be above 0. The slight bias does not matter here.
     pub(super) fn below(&mut self, bound: usize) -> usize {
         (self.next() % bound as u64) as usize
     }

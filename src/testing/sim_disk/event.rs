@@ -8,7 +8,7 @@ use remanent_format::{FileName, Folder};
 
 use super::node::{FileId, Node};
 
-/// A completed operation.
+/// An event in the history of a simulated disk, usually a completed operation.
 #[derive(Clone, Debug)]
 pub(super) enum DiskEvent {
     /// A file was created, or an existing file of that name was truncated.
@@ -48,7 +48,7 @@ pub(super) enum DiskEvent {
 }
 
 impl DiskEvent {
-    /// Returns the event as a crash during it would leave it; `None` if the event is atomic.
+    /// Returns the event in the state in which a crash during it would leave it, or `None` if the event is atomic.
     pub(super) fn torn(&self, tear: Tear) -> Option<Self> {
         let mut torn = self.clone();
         match &mut torn {
@@ -67,7 +67,7 @@ impl DiskEvent {
         }
     }
 
-    /// Returns the ways to tear the event, as selected by `tears`.
+    /// Returns the ways to tear the event that `tears` selects.
     pub(super) fn tears(&self, tears: Tears) -> Vec<Tear> {
         let (offset, len, is_put) = match self {
             DiskEvent::Write { offset, bytes, .. } => (*offset, bytes.len(), false),
@@ -89,7 +89,7 @@ impl DiskEvent {
         heads.sort_unstable();
         heads.dedup();
         heads.retain(|head| (1..len).contains(head));
-        // A copy into memory may run backwards, or store its last bytes first; a write to a file does not.
+        // A copy into memory may run backwards, or store its last bytes first. A write to a file does not.
         let tails: Vec<Tear> = match tears {
             Tears::Every if is_put => (1..len).map(Tear::Tail).collect(),
             Tears::Few(_) if is_put && len > 1 => {
@@ -143,16 +143,16 @@ pub enum SyncPoint {
 /// The part of a torn write or put that was stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Tear {
-    /// This number of the first bytes.
+    /// Only the first bytes, with their number.
     Head(usize),
-    /// This number of the last bytes.
+    /// Only the last bytes, with their number.
     Tail(usize),
 }
 
-/// How many ways to tear each write and put are tried.
+/// The positions at which each write and put is torn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tears {
-    /// None: every event is atomic.
+    /// None, so that every event is atomic.
     None,
     /// After the first byte, in the middle, before the last byte, and at up to this number of sector borders.
     Few(usize),
@@ -160,11 +160,11 @@ pub enum Tears {
     Every,
 }
 
-/// The moment of a crash: before the event with this number (from 0), or during it.
+/// The moment of a crash: before the event with this number, starting at 0, or during that event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Moment {
-    /// The number of the event: all earlier events are complete.
+    /// The number of the event. All earlier events are complete.
     pub event: usize,
-    /// The stored part of the event itself, if any.
+    /// The stored part of the event if the crash occurs during it, or `None` if the crash occurs before it.
     pub tear: Option<Tear>,
 }

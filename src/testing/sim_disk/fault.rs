@@ -1,9 +1,8 @@
 //! Injected failures of operations.
 //!
-//! `file.rs` and `state.rs` define the state after a failed operation: half of a write, and, after a failed
-//! sync, sectors that no later sync makes durable although it succeeds. A *short* write is not a fault at
-//! this interface: an implementation continues where the write stopped, so a crash in between is a torn
-//! write.
+//! `file.rs` and `state.rs` define the state after a failed operation. A failed write stores half of the bytes. After a
+//! failed sync, no later sync makes the affected sectors durable although it succeeds. A *short* write is not a fault
+//! at this interface: an implementation continues where the write stopped, so a crash in between is a torn write.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -58,7 +57,7 @@ pub enum Operation {
     SyncWindow,
 }
 
-/// A fault: the first `skip` operations of the kind succeed, the next `times` fail.
+/// A fault: the first `skip` operations of a kind succeed, and the next `times` fail.
 #[derive(Clone, Copy, Debug)]
 pub struct DiskFault {
     /// The kind of operation.
@@ -71,7 +70,7 @@ pub struct DiskFault {
     pub errno: i32,
 }
 
-/// The faults of a disk, and their effects so far.
+/// The remaining faults of a disk, and the operations that were counted for them.
 #[derive(Default)]
 pub(super) struct DiskFaults {
     waiting: Vec<DiskFault>,
@@ -80,8 +79,8 @@ pub(super) struct DiskFaults {
 }
 
 impl DiskFaults {
-    /// Returns the error of the first fault that applies to this operation, and counts down. `events` is the
-    /// number of earlier events.
+    /// Counts an operation, and returns the error of the first fault that applies to it. `events` is the number of
+    /// earlier events.
     pub(super) fn strike(&mut self, operation: Operation, events: usize) -> Option<io::Error> {
         *self.calls.entry(operation).or_default() += 1;
         let mut struck = None;
@@ -118,13 +117,13 @@ impl SimDisk {
         self.shared.lock().faults.waiting.clear();
     }
 
-    /// Returns the number of operations of a kind so far, including failed ones.
+    /// Returns the number of operations of this kind so far, including failed ones.
     #[must_use]
     pub fn calls(&self, operation: Operation) -> usize {
         self.shared.lock().faults.calls.get(&operation).copied().unwrap_or(0)
     }
 
-    /// Returns the number of events before the first fault occurred; `None` if none did.
+    /// Returns the number of events before the first fault occurred, or `None` if no fault has occurred.
     #[must_use]
     pub fn struck_at(&self) -> Option<usize> {
         self.shared.lock().faults.struck_at

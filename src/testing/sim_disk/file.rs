@@ -92,7 +92,8 @@ impl DiskFile for SimFile {
         Ok(self.disk.shared.lock().now.node(self.id).visible.len())
     }
 
-    /// A name on another disk counts permanently, even after it is removed.
+    /// Returns whether the file has exactly one name. A name on another disk counts permanently, even after it is
+    /// removed.
     fn has_one_name(&self) -> Result<bool> {
         let shared = self.disk.shared.lock();
         let names = shared.now.names_of(self.id);
@@ -113,12 +114,12 @@ impl DiskFile for SimFile {
         self.read(Operation::ReadPastCache, offset, out, true)
     }
 
-    /// Reads as `read_at` does: all bytes are cached.
+    /// Reads like `read_at`, because all bytes are cached.
     fn read_proven(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         self.read(Operation::ReadProven, offset, out, false)
     }
 
-    /// Returns the ranges whose visible bytes equal those on the medium; none once any part of the file was
+    /// Returns the ranges whose visible bytes equal those on the medium. Returns none once any part of the file was
     /// read, because then the whole file was read ahead.
     fn uncached(&self) -> Vec<Range<u64>> {
         let shared = self.disk.shared.lock();
@@ -138,7 +139,7 @@ impl DiskFile for SimFile {
         ranges
     }
 
-    /// Allocates as much of the space as is available; the length shows how much that was.
+    /// Allocates as much of the space as is available. The file's length shows how much that was.
     fn reserve(&self, offset: u64, end: u64) -> Result<bool> {
         self.disk.check_writer()?;
         let reserve = || {
@@ -163,7 +164,7 @@ impl DiskFile for SimFile {
         reserve().map_err(file_failed("make space in", self.file, Some(offset)))
     }
 
-    /// Makes the bytes visible to every reader, but only pending until they are synced.
+    /// Makes the bytes visible to every reader. They are pending until they are synced.
     fn write_direct(&self, offset: u64, blocks: &[u8]) -> Result<()> {
         self.disk.check_writer()?;
         assert!(is_aligned(offset, blocks), "direct writes go in whole blocks, from aligned memory");
@@ -211,8 +212,7 @@ impl DiskFile for SimFile {
     }
 }
 
-/// A window onto a file. It keeps exactly the promises of the trait, whatever the kind: a sync makes its
-/// range durable and nothing else.
+/// A window onto a file. It makes only the guarantees of the trait: a sync makes only its range durable.
 struct SimWindow {
     file: SimFile,
     len: u64,
@@ -235,7 +235,7 @@ impl Window for SimWindow {
     }
 }
 
-/// A mapped part of a file. A put never fails for lack of space, because the part has it.
+/// A mapped part of a file, in which a put never fails for lack of space.
 struct SimPart {
     file: SimFile,
     range: Range<u64>,

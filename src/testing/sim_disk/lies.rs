@@ -1,12 +1,11 @@
-//! A medium that lies about writes and reads. It reports a write as done, but the sector keeps its older
-//! bytes (*lost*), or the bytes were written to another sector of any file (*misdirected*). No sync fails,
-//! and the process notices nothing as long as the page cache contains the data; after the next power cut, the
-//! data comes from the medium. Or the write was done, but the first read returns the bytes from before it
-//! (*stale*), once.
+//! A medium that lies about writes and reads. It reports a write as done, but the sector keeps its older bytes
+//! (*lost*), or the bytes were written to another sector of any file (*misdirected*). No sync fails, and the process
+//! notices nothing while the page cache contains the data. After the next power cut, the data comes from the medium. In
+//! the third kind, the write was done, but the first read returns the previous bytes once (*stale*).
 //!
-//! There is one lie at a time, and everything else on the disk is unchanged. A real run might have detected
-//! the lie by reading back past the cache, but the simulation only replays its events. Therefore these states
-//! are worse than those of an honest run.
+//! There is one lie at a time, and everything else on the disk is unchanged. A real run might have detected the lie by
+//! reading back past the cache, but the simulation only replays its events. Therefore these states are worse than those
+//! of a real run.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -20,14 +19,14 @@ use super::node::{FileId, Sector};
 use super::state::DiskState;
 use super::{SimCore, SimDisk};
 
-/// What happened to a write that the medium reported as done.
+/// The effect of a write that the medium reported as done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum LieKind {
     /// The sector is unchanged.
     Lost,
     /// The sector is unchanged, and another sector contains the bytes intended for it.
     Misdirected,
-    /// The sector was written, but the next read of it returns the previous bytes.
+    /// The sector was written, but its next read returns the previous bytes.
     Stale,
 }
 
@@ -39,8 +38,8 @@ pub(super) struct Stale {
 }
 
 impl SimCore {
-    /// Replaces bytes that were read with the older bytes of the stale sector, if the read includes it. The
-    /// lie is then over.
+    /// Replaces the stale sector's bytes in `out` with its older bytes, if the read includes the sector. The lie ends
+    /// with this read.
     pub(super) fn age(&mut self, id: FileId, offset: u64, out: &mut [u8]) {
         let Some(stale) = self.stale.take_if(|stale| {
             let start = (stale.sector * SECTOR_LEN) as u64;
@@ -59,11 +58,11 @@ impl SimCore {
 /// A disk after a power cut at the end of its history, on which one sector was not written as reported.
 #[derive(Debug)]
 pub struct Lie {
-    /// The disk: unlocked, without faults and events.
+    /// The disk, unlocked and without faults and events.
     pub disk: SimDisk,
-    /// What happened to the write.
+    /// The effect of the write.
     pub kind: LieKind,
-    /// The synced file, by the name by which it was opened.
+    /// The synced file, by the name with which it was opened.
     pub file: FileName,
     /// The offset of the sector in the file, in bytes.
     pub offset: u64,
@@ -72,9 +71,9 @@ pub struct Lie {
 }
 
 impl SimDisk {
-    /// Calls `each` with every lie whose disk differs from the true one and from those of all earlier lies.
-    /// For each sector that a sync made durable, these are the lost write, a misdirected write whose target
-    /// is chosen by `seed`, and the stale read.
+    /// Calls `each` with every lie whose disk differs from the true one and from those of all earlier lies. For each
+    /// sector that a sync made durable, these are the lost write, a misdirected write whose target depends on `seed`,
+    /// and the stale read.
     pub fn lies(&self, seed: u64, mut each: impl FnMut(Lie)) {
         let mut random = SplitMix(seed);
         let mut walk = Walk::new(self);
@@ -138,7 +137,7 @@ mod tests {
     use super::*;
     use crate::disk::Disk;
 
-    /// Uses two files of two sectors; the second sector of the first one is written twice.
+    /// The disk has two files of two sectors. The second sector of the first file is written twice.
     #[test]
     fn lost_write_keeps_old_bytes_misdirected_hits_other_sector() {
         let disk = SimDisk::new();
@@ -204,7 +203,7 @@ mod tests {
         disk.lies(0, |lie| {
             if lie.kind == LieKind::Stale && lie.offset == SECTOR_LEN as u64 {
                 let file = lie.disk.open(name, false).unwrap();
-                // Before the sector, across its beginning, and across its end.
+                // Reads the bytes before the sector, across its beginning, and across its end.
                 let bytes = [(0, 512), (510, 4), (1022, 4)].map(|(offset, len)| {
                     let mut out = vec![0; len];
                     file.read_past_cache(offset, &mut out).unwrap();
@@ -213,7 +212,7 @@ mod tests {
                 found.push(bytes.map(|bytes| bytes[bytes.len() - 2..].to_vec()));
             }
         });
-        // The bytes before the first write of the sector, and before the second.
+        // The stale bytes are those before the first write of the sector, and those before the second.
         let again = vec![1, 1];
         let expected = [0, 1].map(|older| [again.clone(), vec![older; 2], again.clone()]);
         assert_eq!(found, expected);

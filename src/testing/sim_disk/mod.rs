@@ -1,8 +1,8 @@
-//! `SimDisk`: an in-memory disk that records its history, from which a test can derive every state that a
-//! crash at any moment could have left.
+//! `SimDisk`: an in-memory disk that records its history, from which a test can derive every state that a crash at any
+//! moment could have left.
 //!
-//! `state.rs` describes the durability model, `event.rs` the recorded events, `crash.rs` the enumeration of
-//! states after a crash, `fault.rs` failing operations, and `lies.rs` a lying medium.
+//! `state.rs` describes the durability model, `event.rs` the recorded events, `crash.rs` the enumeration of states
+//! after a crash, `fault.rs` failing operations, and `lies.rs` a lying medium.
 
 mod crash;
 mod event;
@@ -43,7 +43,7 @@ use state::DiskState;
 /// The error number for a handle that does not permit the operation.
 const EBADF: i32 = 9;
 
-/// An in-memory disk. Clones are handles of the same disk; events are ordered by acquisition of its mutex.
+/// An in-memory disk. Clones are handles of the same disk. A mutex orders the events of all handles.
 ///
 /// ```
 /// use remanent::disk::Disk;
@@ -63,7 +63,7 @@ const EBADF: i32 = 9;
 #[derive(Clone)]
 pub struct SimDisk {
     shared: Arc<Mutex<SimCore>>,
-    /// The number of the last lock taken through this handle and its clones.
+    /// The number of the last writer lock taken through this handle and its clones.
     writer: Arc<AtomicU64>,
 }
 
@@ -71,12 +71,12 @@ type SkipRule = Box<dyn FnMut(SyncPoint) -> bool + Send>;
 
 #[derive(Default)]
 struct SimCore {
-    /// The disk before the first event.
+    /// The disk's state before the first event.
     start: DiskState,
     now: DiskState,
     events: Vec<DiskEvent>,
     locked: bool,
-    /// Whether locks do not exclude other writers.
+    /// Whether locks fail to exclude other writers.
     has_no_locks: bool,
     /// The number of writer locks taken, which is the number of the newest writer.
     writers: u64,
@@ -90,15 +90,15 @@ struct SimCore {
     file_bytes: u64,
     faults: DiskFaults,
     skip: Option<SkipRule>,
-    /// A sector whose next read returns older bytes.
+    /// A sector whose next read returns older bytes, if any.
     stale: Option<Stale>,
-    /// Files that were partly read, so that a page cache would contain them.
+    /// The files that were partly read and therefore count as read ahead into the page cache.
     read_ahead: BTreeSet<FileId>,
     /// The number of mapped parts of each file.
     mapped: BTreeMap<FileId, usize>,
-    /// A way to write images that this disk does not support.
+    /// The way of writing images that this disk does not support, if any.
     refused: Option<ImageIo>,
-    /// How often watchers were notified about a file.
+    /// The number of times that watchers were notified about a file.
     notifications: u64,
 }
 
@@ -108,7 +108,7 @@ impl SimCore {
         self.events.push(event);
     }
 
-    /// Returns the error of the first fault that applies to this operation, and counts down.
+    /// Counts an operation, and returns the error of the first fault that applies to it.
     fn fault(&mut self, operation: Operation) -> Option<io::Error> {
         self.faults.strike(operation, self.events.len())
     }
@@ -126,7 +126,7 @@ impl SimCore {
         skips
     }
 
-    /// Returns the file to be given another name, if there is space for that.
+    /// Returns the file that is to get another name, or an error if there is no space for the name.
     fn find_for_name(&self, file: FileName) -> io::Result<FileId> {
         let found = self.now.find(file).ok_or_else(not_found)?;
         match self.capacity {
@@ -216,53 +216,53 @@ impl SimDisk {
         self.shared.lock().events.iter().map(ToString::to_string).collect()
     }
 
-    /// Records an acknowledgement; later images contain the value in `acks`.
+    /// Records an acknowledgement. Crash images after this moment contain the value in `acks`.
     pub fn note_ack(&self, value: u64) {
         self.shared.lock().record(DiskEvent::Ack(value));
     }
 
-    /// Limits the total length of the files: an operation that would exceed it fails with ENOSPC. Writes
-    /// within the length of a file always succeed.
+    /// Limits the total length of the files, or removes the limit if `bytes` is `None`. Operations that would exceed
+    /// the limit fail with ENOSPC. Writes within the length of a file always succeed.
     pub fn set_capacity(&self, bytes: Option<u64>) {
         self.shared.lock().capacity = bytes;
     }
 
-    /// Makes renames fail with ENOSPC if fewer bytes than these are free, like XFS if a folder must grow for
-    /// the new name. A rename uses none of them.
+    /// Makes renames fail with ENOSPC if fewer than `bytes` bytes are free, like XFS does if a folder must grow for the
+    /// new name. A rename itself uses no space.
     pub fn set_name_bytes(&self, bytes: u64) {
         self.shared.lock().name_bytes = bytes;
     }
 
-    /// Makes the creation of files fail with ENOSPC if fewer bytes than these are free, like XFS, which
-    /// reserves space for 64 inodes. A new file uses none of them.
+    /// Makes the creation of files fail with ENOSPC if fewer than `bytes` bytes are free, like XFS, which reserves
+    /// space for 64 inodes. A new file itself uses no space.
     pub fn set_file_bytes(&self, bytes: u64) {
         self.shared.lock().file_bytes = bytes;
     }
 
-    /// Makes a way to write images unsupported.
+    /// Makes the disk refuse to write images in this way.
     pub fn refuse_images(&self, io: ImageIo) {
         self.shared.lock().refused = Some(io);
     }
 
-    /// Returns how often watchers were notified about a file, as if a system call had written it.
+    /// Returns the number of times that watchers were notified about a file.
     #[must_use]
     pub fn notifications(&self) -> u64 {
         self.shared.lock().notifications
     }
 
-    /// Returns the total length of all files.
+    /// Returns the total length of all files in bytes.
     #[must_use]
     pub fn used_bytes(&self) -> u64 {
         self.shared.lock().now.used_bytes()
     }
 
-    /// Makes every sync that `rule` accepts succeed without effect, so that a test can show that the sync
-    /// matters. The rule runs inside the operation and must not use the disk.
+    /// Makes every sync that `rule` accepts succeed without effect, so that a test can show that the sync is required.
+    /// The rule runs inside the operation and must not use the disk.
     pub fn skip_syncs(&self, rule: impl FnMut(SyncPoint) -> bool + Send + 'static) {
         self.shared.lock().skip = Some(Box::new(rule));
     }
 
-    /// Overwrites bytes on the medium and in the cache, as a fault of the medium would.
+    /// Overwrites bytes on the medium and in the cache, like a fault of the medium.
     ///
     /// # Panics
     /// If there is no such file.
@@ -272,7 +272,7 @@ impl SimDisk {
         shared.record(DiskEvent::Damage { file, id, offset, bytes: bytes.into() });
     }
 
-    /// Sets a file's length on the medium and in the cache, as a fault of the medium would.
+    /// Sets a file's length on the medium and in the cache, like a fault of the medium.
     ///
     /// # Panics
     /// If there is no such file.
@@ -282,7 +282,7 @@ impl SimDisk {
         shared.record(DiskEvent::Truncate { file, id, len });
     }
 
-    /// Returns all bytes of a file; `None` if there is no such file.
+    /// Returns all visible bytes of a file, or `None` if there is no such file.
     #[must_use]
     pub fn bytes(&self, file: FileName) -> Option<Vec<u8>> {
         let shared = self.shared.lock();
@@ -417,12 +417,12 @@ impl Disk for SimDisk {
         Ok(Arc::new(self.handle(file, id, write)))
     }
 
-    /// Copies the file's bytes with all their pending versions. The copy equals the original as long as the
-    /// file is not written to anymore.
+    /// Copies the file's bytes with all their pending versions. The copy equals the original until the file is written
+    /// to.
     fn link(&self, source: &dyn Disk, file: FileName) -> Result<bool> {
         let source: &dyn Any = source;
         let Some(source) = source.downcast_ref::<Self>() else { return Ok(false) };
-        // Only one lock at a time, because both may be the same disk.
+        // The two locks are never held together, because both may belong to the same disk.
         let node = {
             let source = source.shared.lock();
             source.now.find(file).map(|id| source.now.nodes[&id].clone())
@@ -490,7 +490,7 @@ impl ReadAt for SimDisk {
     }
 }
 
-/// A lock that is released when dropped.
+/// A lock that is released on drop.
 struct SimLock {
     disk: SimDisk,
     locked: SimLockKind,
@@ -503,7 +503,7 @@ impl SimLock {
     }
 }
 
-/// The lock held by a guard.
+/// The kind of lock that a guard holds.
 enum SimLockKind {
     Store,
     Held(SnapshotId),

@@ -1,4 +1,4 @@
-//! A file of a simulated disk: its durable bytes, and those that are still pending.
+//! A file of a simulated disk, with its durable bytes and its pending ones.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -13,7 +13,7 @@ use crate::base::sync::atomic::AtomicBool;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct FileId(pub(super) u64);
 
-/// The bytes of a sector with their hash, so that whole disks can be compared without reading them.
+/// The bytes of a sector with their hash, so that whole disks can be compared without reading their bytes.
 #[derive(Debug)]
 pub(super) struct Sector {
     bytes: [u8; SECTOR_LEN],
@@ -27,7 +27,7 @@ impl Sector {
         Arc::new(Self { bytes, hash: hasher.finish() })
     }
 
-    /// Returns a hash that distinguishes contents.
+    /// Returns a hash of the contents.
     pub(super) fn hash(&self) -> u64 {
         self.hash
     }
@@ -58,12 +58,12 @@ impl FileContent {
         self.sectors.len()
     }
 
-    /// Returns a sector of the content; zeros past the end.
+    /// Returns a sector of the content, or zeros past its end.
     pub(super) fn sector(&self, index: usize) -> Arc<Sector> {
         self.sectors.get(index).cloned().unwrap_or_else(Sector::zero)
     }
 
-    /// Fills `out` with the bytes from `offset` on; returns `false` if the content ends before. An empty read
+    /// Fills `out` with the bytes from `offset` on. Returns `false` if the content ends before their end. An empty read
     /// succeeds at any offset.
     pub(super) fn read(&self, offset: u64, out: &mut [u8]) -> bool {
         let end = offset.checked_add(out.len() as u64);
@@ -92,7 +92,7 @@ impl FileContent {
     }
 }
 
-/// Returns the sectors that `len` bytes at `offset` touch: the index, the range within the sector, and the
+/// Returns the sectors that contain `len` bytes at `offset`, each with its index, the range within the sector, and the
 /// range within the bytes.
 fn pieces(offset: u64, len: usize) -> impl Iterator<Item = (usize, Range<usize>, Range<usize>)> {
     let mut done = 0;
@@ -108,7 +108,7 @@ fn pieces(offset: u64, len: usize) -> impl Iterator<Item = (usize, Range<usize>,
     })
 }
 
-/// Returns the sectors that a range of bytes touches.
+/// Returns the indices of the sectors that contain a range of bytes.
 pub(super) fn sectors_of(offset: u64, len: u64) -> Range<usize> {
     let first = offset / SECTOR_LEN as u64;
     let end = if len == 0 { first } else { (offset + len).div_ceil(SECTOR_LEN as u64) };
@@ -127,19 +127,19 @@ pub(super) struct StampedVersion<T> {
 pub(super) struct Node {
     pub(super) visible: FileContent,
     pub(super) durable: FileContent,
-    /// The versions of each dirty sector, oldest first; the last is the visible one.
+    /// The versions of each dirty sector, oldest first. The last one is visible.
     pub(super) sectors: BTreeMap<usize, Vec<StampedVersion<Arc<Sector>>>>,
-    /// The lengths since the last sync, oldest first; the last is the visible one.
+    /// The lengths since the last sync, oldest first. The last one is visible.
     pub(super) lengths: Vec<StampedVersion<u64>>,
-    /// Dirty sectors that a failed sync has marked as clean: no later sync writes them.
+    /// Dirty sectors that a failed sync has marked as clean, so that no later sync writes them.
     pub(super) lost: BTreeSet<usize>,
     /// Whether a failed sync has marked the length as clean.
     pub(super) length_lost: bool,
     /// Whether the medium contains other bytes than reported.
     pub(super) differs_from_report: bool,
-    /// Whether the file has, or had, a name on another disk. It is no longer written to, because the other
-    /// disk has a copy, where a file system would have the same file. All versions of the file share this
-    /// flag: linking it from another disk is not an event of this one.
+    /// Whether the file has or had a name on another disk. It is no longer written to, because the other disk has a
+    /// copy, whereas a file system would have the same file. All versions of the file share this flag, because linking
+    /// the file from another disk is not an event of this disk.
     pub(super) is_shared: Arc<AtomicBool>,
 }
 
@@ -166,7 +166,7 @@ impl Node {
     }
 
     pub(super) fn set_len(&mut self, stamp: u64, len: u64) {
-        // Bytes cut off read as zeros when the file grows again, including those in the last sector.
+        // Removed bytes read as zeros when the file grows again, including those in the last sector.
         let kept = len.div_ceil(SECTOR_LEN as u64) as usize;
         for index in kept..self.visible.sectors.len() {
             self.set_sector(stamp, index, Sector::zero());
@@ -182,7 +182,7 @@ impl Node {
         self.length_lost = false;
     }
 
-    /// Makes the length and exactly these sectors durable, since the sync of a window promises no more.
+    /// Makes the length and exactly these sectors durable, because the sync of a window guarantees no more.
     pub(super) fn sync(&mut self, range: Range<usize>) {
         if !self.length_lost {
             self.lengths.clear();
@@ -204,7 +204,7 @@ impl Node {
         self.length_lost = !self.lengths.is_empty();
     }
 
-    /// Changes bytes as a fault of the medium, or another program, would; the change is immediately durable.
+    /// Changes bytes like a fault of the medium or another program. The change is immediately durable.
     pub(super) fn damage(&mut self, stamp: u64, offset: u64, bytes: &[u8]) {
         self.write(stamp, offset, bytes);
         self.sync(sectors_of(offset, bytes.len() as u64));
@@ -215,8 +215,7 @@ impl Node {
         self.sectors.is_empty() && self.lengths.is_empty() && !self.differs_from_report
     }
 
-    /// Returns the sectors whose visible bytes equal those on the medium, which may or may not be in the page
-    /// cache.
+    /// Returns the sectors whose visible bytes equal those on the medium, whether or not they are in the page cache.
     pub(super) fn clean_sectors(&self) -> impl Iterator<Item = usize> {
         let both = self.visible.sectors.iter().zip(&self.durable.sectors).enumerate();
         let is_clean = |index: &usize| !self.sectors.contains_key(index);
@@ -225,7 +224,7 @@ impl Node {
             .filter(is_clean)
     }
 
-    /// Returns the sectors whose durable bytes differ from those before.
+    /// Returns the sectors whose durable bytes differ from those in `before`.
     pub(super) fn newly_durable(&self, before: &Self) -> Vec<usize> {
         let sectors = self.durable.sectors.iter().enumerate();
         sectors
@@ -234,7 +233,7 @@ impl Node {
             .collect()
     }
 
-    /// Returns a sector as on the medium; zeros past the end of the file.
+    /// Returns a sector as it is on the medium, or zeros past the end of the file.
     pub(super) fn durable_sector(&self, index: usize) -> Arc<Sector> {
         self.durable.sector(index)
     }
@@ -245,8 +244,8 @@ impl Node {
         self.differs_from_report = true;
     }
 
-    /// Returns the file after a power cut that kept the chosen version of each sector and of the length: 0 is
-    /// the durable one, n the n-th since.
+    /// Returns the file after a power cut that kept the chosen version of each sector and of the length. Version 0 is
+    /// the durable one, and version n the n-th since.
     pub(super) fn after_power_cut(&self, length: usize, sector: impl Fn(usize) -> usize) -> Self {
         let mut content = self.durable.clone();
         let len = length.checked_sub(1).map_or(self.durable.len, |version| self.lengths[version].value);

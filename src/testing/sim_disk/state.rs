@@ -1,21 +1,20 @@
-//! The state of a simulated disk: durable bytes and names, and those that are still pending.
+//! The state of a simulated disk: durable bytes and names, and pending ones.
 //!
 //! The model is deliberately worse than any file system for which the store is intended:
 //!
-//! - A file has a *visible* content, which every reader sees immediately and which survives the process, and
-//!   a *durable* one, which survives a power cut. Changes since the last sync are *pending*: for each sector
-//!   of 512 bytes, every version that it has had since, and every length. After a power cut, each sector and
-//!   the length independently have any one of these versions or the durable one. So writes are lost,
-//!   reordered and torn between sectors.
-//! - A folder has visible and durable names, and pending changes of names. A power cut keeps any subset of
-//!   the changes in which the changes of each name form a prefix. Renames within a folder are atomic, as on
-//!   every journaled file system. Of a rename to another folder, a power cut may keep either half.
+//! - A file has a *visible* content, which every reader sees immediately and which survives the process, and a
+//!   *durable* content, which survives a power cut. Changes since the last sync are *pending*: for each sector of 512
+//!   bytes, every version since then, and every length. After a power cut, each sector and the length independently
+//!   have one of these versions or the durable one. Thus writes are lost, reordered and torn between sectors.
+//! - A folder has visible and durable names, and pending changes of names. A power cut keeps any subset of the changes
+//!   in which the changes of each name form a prefix. Renames within a folder are atomic, as on every journaled file
+//!   system. If a file is renamed to another folder, a power cut may keep either half of the rename.
 //! - A sync of a file makes content and length durable, but never the name of the file.
-//! - A link gives a file of another disk a name on this one; a power cut may lose the name.
-//! - A lying medium (`lies.rs`) reports a sector as written although it was not, or writes it elsewhere, or
-//!   returns an older version of a sector to the next read.
-//! - A failed sync makes nothing durable, and a later one does not make up for it: those bytes stay pending
-//!   until they are written again. This is the behavior of ext4.
+//! - A link gives a file of another disk a name on this disk. A power cut may lose the name.
+//! - A lying medium (`lies.rs`) reports a sector as written although it was not, or writes it elsewhere, or returns an
+//!   older version of a sector to the next read.
+//! - A failed sync makes nothing durable, and a later sync does not include the affected bytes: they stay pending until
+//!   they are written again. This is the behavior of ext4.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -36,8 +35,7 @@ pub(super) enum NameChange {
 }
 
 impl NameChange {
-    /// Returns whether both changes concern the same name, so that the later one can survive only if the
-    /// earlier one does.
+    /// Returns whether both changes affect the same name, so that the later one can be kept only if the earlier one is.
     pub(super) fn meets(&self, other: &Self) -> bool {
         let names = |change: &Self| match *change {
             NameChange::Link(name, _) | NameChange::Remove(name) => [Some(name), None],
@@ -49,7 +47,7 @@ impl NameChange {
     }
 }
 
-/// The entries of a folder.
+/// The files and folders that a folder contains.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub(super) struct Entries {
     pub(super) files: BTreeMap<FileName, FileId>,
@@ -103,25 +101,25 @@ pub(super) struct DiskState {
 }
 
 impl DiskState {
-    /// Returns whether the folder exists, as visible to the process. The store directory always exists.
+    /// Returns whether the process can see the folder. The store directory always exists.
     pub(super) fn has_folder(&self, folder: Folder) -> bool {
         folder == Folder::Root
             || self.folders.get(&Folder::Root).is_some_and(|root| root.visible.folders.contains(&folder))
     }
 
-    /// Returns the names in a folder, as visible to the process.
+    /// Returns the visible entries of a folder.
     pub(super) fn entries(&self, folder: Folder) -> Entries {
         let known = self.has_folder(folder).then(|| self.folders.get(&folder)).flatten();
         known.map(|names| names.visible.clone()).unwrap_or_default()
     }
 
-    /// Returns the file with that name, as visible to the process.
+    /// Returns the file that visibly has this name, if any.
     pub(super) fn find(&self, file: FileName) -> Option<FileId> {
         let names = self.has_folder(file.folder()).then(|| self.folders.get(&file.folder())).flatten()?;
         names.visible.files.get(&file).copied()
     }
 
-    /// Returns the number of names of a file, as visible to the process.
+    /// Returns the number of visible names of a file.
     pub(super) fn names_of(&self, id: FileId) -> usize {
         let names = self.folders.values().flat_map(|names| names.visible.files.values());
         names.filter(|named| **named == id).count()
@@ -234,8 +232,8 @@ impl DiskState {
         self.folders.entry(folder).or_default()
     }
 
-    /// Returns the disk after a power cut that kept the chosen versions of files and changes of names.
-    /// `length` and `sector` choose as in [`Node::after_power_cut`].
+    /// Returns the disk after a power cut that kept the chosen versions of files and changes of names. `length` and
+    /// `sector` choose as in [`Node::after_power_cut`].
     pub(super) fn after_power_cut(
         &self,
         keeps: impl Fn(Folder, usize) -> bool,
@@ -252,7 +250,7 @@ impl DiskState {
                 (*folder, Names { visible: entries.clone(), durable: entries, pending: Vec::new() })
             })
             .collect();
-        // If the entry of a folder is lost, so are the files in it.
+        // If the entry of a folder is lost, its files are lost, too.
         let kept = folders.get(&Folder::Root).map(|root| root.durable.folders.clone()).unwrap_or_default();
         folders.retain(|folder, _| *folder == Folder::Root || kept.contains(folder));
         let named: BTreeSet<FileId> =
@@ -272,7 +270,7 @@ impl DiskState {
         Self { nodes, folders, next_file: self.next_file, clock: self.clock }
     }
 
-    /// Returns the files that have, had or may again have a name: no others can be seen after a crash.
+    /// Returns the files that have, had or may again have a name. No other files can be found after a crash.
     pub(super) fn reachable(&self) -> BTreeSet<FileId> {
         let linked = |change: &StampedVersion<NameChange>| match change.value {
             NameChange::Link(_, id) => Some(id),

@@ -1,6 +1,6 @@
 //! The path of a batch that contains all of its bytes: encode, check, append, hand over.
 //!
-//! Most batches take this path. It reads no page and writes no file.
+//! Most batches take this path, which reads no page and writes no file.
 
 use remanent_format::{LogPoint, PageId};
 

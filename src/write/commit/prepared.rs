@@ -1,13 +1,13 @@
-//! The path of a batch that needs more than its own bytes: bytes from sources, other pages or the device, images that are
-//! written ahead, moves to disk, or callers' memory.
+//! The path of a batch that needs more than its own bytes: bytes from sources, other pages or the device, images that
+//! are written in advance, moves to disk, or caller-owned memory.
 //!
-//! 1. Once for the batch: check what depends on the batch alone, read the sources, find the changes of captures, and wait
-//!    for the streams that produce device bytes. A source may be slow, and may return other bytes the next time.
-//! 2. For each draft: read the copied bytes, write whole pages ahead, encode, and fill in the bytes that only the
-//!    device has. Everything that is read without the lock is recorded in the draft, and checked again under the
-//!    lock.
-//! 3. The draft is logged like that of a plain batch. A stale draft gives everything back, and step 2 is repeated from the
-//!    current state.
+//! 1. Once for the batch: perform the checks that depend on the batch alone, read the sources, find the changes of
+//!    captures, and wait for the streams that produce device bytes. A source may be slow, and may return other bytes
+//!    the next time.
+//! 2. For each draft: read the copied bytes, write whole pages in advance, encode, and fill in the bytes that only the
+//!    device has. All data that is read without the lock is recorded in the draft, and checked again under the lock.
+//! 3. The draft is logged like that of a plain batch. A stale draft frees its resources, and step 2 is repeated from
+//!    the current state.
 //!
 //! A crash before the append leaves at most image files that no frame names. The next open removes them.
 
@@ -32,8 +32,8 @@ use crate::error::{Error, Result};
 use crate::log::Log;
 use crate::write::batch::{BatchFacts, CopiedBytes, CopiedPage, CopySources, WriteBatch};
 
-/// The resources of a batch besides its payload. Only the batch's own committer can pass them on when the batch is
-/// logged.
+/// The resources of a batch in addition to its payload. Only the batch's own committer can pass them on when the batch
+/// is logged.
 pub(super) struct PreparedBatch<'a> {
     /// The changes in working copies.
     captures: Captures<'a>,
@@ -43,7 +43,7 @@ pub(super) struct PreparedBatch<'a> {
     digests: CapturedDigests,
     /// The pages whose bytes come from sources.
     pub sources: SourceImages<'a>,
-    /// The place in which bytes that only the device has are gathered; `None` if the batch has no such bytes.
+    /// The place in which bytes that only the device has are gathered, or `None` if the batch has no such bytes.
     gathered_in: Option<Place>,
     /// The caller-owned memory for new pages.
     pub lent: LentPages<'a>,
@@ -63,8 +63,8 @@ impl Committer {
         let mut prepared = self.prepare(batch, &pages, &copies)?;
         let (mut tries, mut has_room) = (0, true);
         loop {
-            // Copied bytes are read without the lock: a slow copy from a GPU would block every other committer. A
-            // batch that loses the race against other batches too often reads them under the lock.
+            // Copied bytes are read without the lock, because a slow copy from a GPU would block every other committer.
+            // A batch that other batches delay too often reads them under the lock.
             tries += 1;
             let locked = (tries > UNLOCKED_TRIES).then(|| self.lock());
             let draft = self.prepared_draft(batch, &pages, &copies, &mut prepared, locked.as_deref())?;
@@ -191,7 +191,7 @@ impl Committer {
 }
 
 impl<'a> PreparedBatch<'a> {
-    /// Returns the resources of a batch that needs none.
+    /// Returns the value for a batch that needs no such resources.
     pub fn none(committer: &'a Committer) -> Self {
         Self {
             captures: Captures::default(),

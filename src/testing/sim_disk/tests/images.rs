@@ -1,4 +1,4 @@
-//! The crash images that are created, and their properties.
+//! Tests the properties of the crash images that are created.
 
 use super::*;
 
@@ -13,8 +13,8 @@ fn crash_images_record_earlier_acknowledgements() {
     let plan = CrashPlan { events: first..usize::MAX, ..every() };
     let mut seen = Vec::new();
     disk.kill_images(&plan, |image| seen.push((heads(&image.disk).unwrap()[0], image.acks.to_vec())));
-    // There is no image between a write and its acknowledgement: the next image has the same disk and
-    // stricter requirements.
+    // There is no image between a write and its acknowledgement, because the next image has the same disk and stricter
+    // requirements.
     assert_eq!(seen, [(0, vec![]), (1, vec![11]), (2, vec![11, 22])]);
     let mut seen = BTreeSet::new();
     disk.power_images(&plan, |image| {
@@ -41,7 +41,7 @@ fn images_beyond_budget_are_seeded_sample_without_repeats() {
     assert_ne!(images, hashes(2));
 }
 
-/// The revealing choices are included even if the budget is far too small for all.
+/// The revealing choices are included even if the limit is far below the number of choices.
 #[test]
 fn small_budget_includes_the_four_extreme_images() {
     let (disk, file) = with_segment(64);

@@ -1,4 +1,4 @@
-//! The simulated disk keeps its own promises, and breaks all that a real one may break.
+//! Tests that the simulated disk makes its own guarantees, and breaks every other one that a real disk may break.
 
 mod images;
 
@@ -13,12 +13,12 @@ const SECTOR: u64 = SECTOR_LEN as u64;
 const SEGMENT: FileName = FileName::Segment(0);
 const TEMPORARY: FileName = FileName::Temporary(Folder::Log, 0);
 
-/// All tears at every byte, and all choices.
+/// Returns a plan with tears at every byte, and all choices.
 fn every() -> CrashPlan {
     CrashPlan { tears: Tears::Every, images_max: 100_000, ..CrashPlan::default() }
 }
 
-/// Only the moment after the last event.
+/// Returns a plan with only the moment after the last event.
 fn at_the_end(disk: &SimDisk) -> CrashPlan {
     CrashPlan { events: disk.events()..usize::MAX, ..every() }
 }
@@ -35,7 +35,7 @@ fn with_segment(sectors: u64) -> (SimDisk, Arc<dyn DiskFile>) {
     (disk, file)
 }
 
-/// Returns the first byte of every sector of the segment; `None` if there is no segment.
+/// Returns the first byte of every sector of the segment, or `None` if there is no segment.
 fn heads(disk: &SimDisk) -> Option<Vec<u8>> {
     Some(disk.bytes(SEGMENT)?.chunks(SECTOR_LEN).map(|sector| sector[0]).collect())
 }
@@ -110,7 +110,7 @@ fn lost_folder_name_loses_its_files() {
         |disk: &SimDisk| (Disk::list(disk, Folder::Root).unwrap(), Disk::list(disk, Folder::Pages).unwrap());
     let whole = (vec!["pages".to_owned()], vec![FileName::Pages(1).name()]);
     assert_eq!(after_power_cuts(&disk, see), [(vec![], vec![]), whole.clone()].into());
-    // When created again after the cut, the folder does not contain its old files.
+    // If the folder is created again after the cut, it does not contain its old files.
     let cut = disk.after_power_cut();
     cut.make_folder(Folder::Pages).unwrap();
     assert_eq!(see(&cut), (whole.0.clone(), vec![]));
@@ -195,8 +195,7 @@ fn power_cut_may_drop_changes_pending_at_kill() {
     assert_eq!(after_power_cuts(&killed, heads), [Some(vec![0, 2]), Some(vec![1, 2])].into());
     window.sync(0, 1).unwrap();
     assert_eq!(after_power_cuts(&killed, heads), [Some(vec![1, 2])].into());
-    // The same is true of names: a name created before the kill does not become durable because a new process
-    // saw it.
+    // The same is true of names: a name created before the kill does not become durable because a new process saw it.
     disk.create(FileName::Segment(1)).unwrap();
     let killed = disk.after_kill(Moment { event: disk.events(), tear: None });
     let seen = after_power_cuts(&killed, |disk| disk.bytes(FileName::Segment(1)).is_some());
@@ -230,8 +229,8 @@ fn window_sync_covers_exactly_its_range() {
     }
 }
 
-/// A frame without a payload, such as the seal of a store without snapshots, makes an empty put right after
-/// its group, which is part of no other group.
+/// A frame without a payload, such as the seal of a store without snapshots, causes an empty put right after its group,
+/// which belongs to no other group.
 #[test]
 fn direct_window_accepts_empty_put() {
     let (_, file) = with_segment(16);
@@ -257,11 +256,11 @@ fn later_sync_does_not_repair_failed_sync() {
     file.sync().unwrap();
     assert_eq!(heads(&disk), Some(vec![1, 2]));
     assert_eq!(after_power_cuts(&disk, heads), [Some(vec![0, 2]), Some(vec![1, 2])].into());
-    // A read past the cache shows this.
+    // A read past the cache returns the old bytes.
     let mut byte = [9];
     file.read_past_cache(0, &mut byte).unwrap();
     assert_eq!(byte, [0]);
-    // When written once more, the bytes are dirty again.
+    // If the bytes are written again, they are dirty again.
     file.write_at(0, &[1]).unwrap();
     file.sync().unwrap();
     assert_eq!(after_power_cuts(&disk, heads), [Some(vec![1, 2])].into());
@@ -420,7 +419,7 @@ fn recreate_truncates_file_and_reads_past_end_fail() {
     assert_eq!(file.len().unwrap(), 0);
     let error = file.read_at(0, &mut [0]).unwrap_err();
     assert!(matches!(&error, Error::Io { source, .. } if source.kind() == io::ErrorKind::UnexpectedEof));
-    // The cut-off sector does not reappear when the file grows over it.
+    // The removed sector does not reappear when the file grows over it.
     file.write_at(2 * SECTOR, &[1]).unwrap();
     assert_eq!(heads(&disk), Some(vec![0, 0, 1]));
     file.sync().unwrap();
@@ -461,7 +460,7 @@ fn open_file_outlives_its_name() {
     assert!(
         matches!(disk.open(SEGMENT, false), Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound)
     );
-    // The removal is not durable: the old file may reappear, with or without later writes.
+    // The removal is not durable, so the old file may reappear, with or without later writes.
     let seen = after_power_cuts(&disk, |disk| disk.bytes(SEGMENT).map(|bytes| bytes[0]));
     assert_eq!(seen, [None, Some(0), Some(b'x')].into());
 }
