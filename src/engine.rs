@@ -1,10 +1,10 @@
 //! The engine: the components that all parts of an open store share.
 //!
-//! Commits, reads, snapshots, restores, loads and tickets have their own types. Each holds this one in an
-//! `Arc`, so that all of them use the same disk, memory and poison, and a ticket counts one reference instead
-//! of one per component.
+//! Commits, reads, snapshots, restores, loads and tickets have their own types. Each of these types contains the engine
+//! in an `Arc`, so that all of them use the same disk, memory and poison, and a ticket counts one reference instead of
+//! one per component.
 //!
-//! Two of the components have threads. The applier is started after the log and stopped before it: a batch is
+//! Two of the components have threads. The applier is started after the log and stopped before it, because a batch is
 //! applied only after it is logged, and the applier waits on the log for that (I1).
 
 use std::sync::{Arc, Weak};
@@ -29,24 +29,24 @@ pub(crate) struct Engine {
     pub store: StoreId,
     /// The directory with the store's files.
     pub disk: Arc<dyn Disk>,
-    /// The device that holds the pages.
+    /// The device that contains the pages.
     pub device: Arc<dyn Device>,
     /// Counters of device operations since the store was opened.
     pub counts: Arc<DeviceCounts>,
     /// Page memory, limited by the budget.
     pub arena: Arc<Arena>,
-    /// Host memory through which lanes copy.
+    /// The staging memory through which lanes copy.
     pub staging: Arc<StagingPool>,
-    /// State shared by all pages on disk.
+    /// The state that all pages on disk share.
     pub disk_pages: Arc<DiskPages>,
     pub log: Arc<Log>,
-    /// The thread that changes the pages' bytes.
+    /// The applier, whose thread changes the pages' bytes.
     pub applier: Arc<Applier>,
     /// The leases and pins of page memory.
     pub leases: Arc<Leases>,
-    /// Pages and root as lookups see them.
+    /// The versions of pages and root, for lookups.
     pub versions: Arc<Versions>,
-    /// Set by every failure after which the state of disk or memory is unknown.
+    /// The poison, set by every failure after which the state of disk or memory is unknown.
     pub poison: Arc<Poison>,
 }
 
@@ -59,24 +59,24 @@ pub(crate) struct EngineStart<'a> {
     pub staging: Arc<StagingPool>,
     pub disk_pages: Arc<DiskPages>,
     pub log_io: LogIo,
-    /// The segments, including recycled ones.
+    /// The pool of log segments, including spares.
     pub pool: Arc<SegmentPool>,
     /// The position at which the log continues.
     pub log: LogStart,
-    /// The payload of a batch that is in the pages but not in the log: it is logged first.
+    /// The payload of a batch that is in the pages but not in the log, if any. It is logged first.
     pub first_batch: Option<Vec<u8>>,
-    /// The pages and their memory.
+    /// The applier's state: the pages and their memory.
     pub applied: AppliedState,
-    /// The same pages, as committers and readers see them.
+    /// The same pages, in the table of committers.
     pub submitted: &'a PageTable,
     /// Counters of device operations.
     pub counts: Arc<DeviceCounts>,
-    /// The page uses reported to eviction policies, if there are any.
+    /// The recorder of page uses for eviction policies, if there are any.
     pub uses: Option<Arc<PageUses>>,
 }
 
 impl Engine {
-    /// Starts the log and the applier. If either fails to start, the pages' memory is freed.
+    /// Starts the log and the applier. If either cannot be started, the pages' memory is freed.
     ///
     /// # Errors
     /// Errors of the disk; [`Error::Thread`] if a thread cannot be started.
@@ -103,7 +103,7 @@ impl Engine {
         let log = started.and_then(|log| {
             if let Some(payload) = first_batch {
                 let logged = append_first(&log, &payload).inspect_err(|_| log.stop())?;
-                assert!(logged.lsn == applied.table.lsn()); // I1: the tables have this batch, and no other.
+                assert!(logged.lsn == applied.table.lsn()); // I1: the tables contain this batch, and no later one.
                 applied.point = logged;
             }
             Ok(log)
@@ -154,8 +154,8 @@ impl Engine {
     }
 }
 
-/// Logs a batch before the store is opened to callers. On a full disk it may use the space reserved for
-/// deletes: a store with pages moved to slower places can then be opened and emptied.
+/// Logs a batch before the store is open to callers. On a full disk it may use the space reserved for deletes, so that
+/// a store with pages moved to slower places can be opened and emptied.
 fn append_first(log: &Log, payload: &[u8]) -> Result<LogPoint> {
     let point = log.append(payload, crc32fast::hash(payload), SpacePurpose::Delete)?;
     log.wait_logged(point.lsn)?;
@@ -198,7 +198,7 @@ impl Drop for RunningEngine {
         self.0.applier.stop();
         self.0.log.stop();
         self.0.log.shrink();
-        // All pages have left by now, so caller-owned memory is released to its owners.
+        // No page is left in caller-owned memory by now, so the memory is released to its owners.
         self.0.arena.drop_released();
     }
 }

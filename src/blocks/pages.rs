@@ -1,4 +1,4 @@
-//! Blocks in pages of a store: written from, read to and copied between memory of any layout.
+//! Blocks in pages of a store, which can be written from, read to and copied between memory of any layout.
 
 use std::ops::Range;
 
@@ -10,7 +10,7 @@ use crate::layout::{BlockCopy, BlockLayout, LayoutResult};
 use crate::store::Store;
 use crate::write::batch::{NewPage, WriteBatch};
 
-/// The pages that are the regions of a layout, one for each.
+/// The pages of a store that form the regions of a layout, one page for each region.
 ///
 /// ```
 /// use remanent::layout::{Arrangement, BlockLayout, BlockShape};
@@ -40,7 +40,7 @@ pub struct BlockPages {
     pub(super) pages: Vec<PageId>,
 }
 
-/// One block of [`BlockPages`], for calls that take blocks of several.
+/// A block of [`BlockPages`], for calls that accept blocks of several sets of pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PagedBlock<'p> {
     /// The pages that contain the block.
@@ -50,18 +50,18 @@ pub struct PagedBlock<'p> {
 }
 
 impl BlockPages {
-    /// Creates zeroed pages for the regions in a batch. After the commit,
-    /// [`CommitReceipt::pages`](crate::CommitReceipt::pages) contains their ids, which [`BlockPages::new`]
-    /// takes.
+    /// Adds the creation of a zeroed page for each region to a batch. After the commit,
+    /// [`CommitReceipt::pages`](crate::CommitReceipt::pages) contains the ids of the pages, to be passed to
+    /// [`BlockPages::new`].
     pub fn create(batch: &mut WriteBatch, layout: BlockLayout, place: Place) -> Vec<NewPage> {
         (0..layout.region_count()).map(|_| batch.create(layout.region_len(), place).page()).collect()
     }
 
-    /// Uses pages as the regions of a layout, in order. A page may be longer than its region.
+    /// Uses `pages` as the regions of a layout, in order. A page may be longer than its region.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`](crate::Error::UnknownPage); [`Error::Layout`](crate::Error::Layout) if the
-    /// number of pages differs from the number of regions, or a page is too short.
+    /// [`Error::UnknownPage`](crate::Error::UnknownPage); [`Error::Layout`](crate::Error::Layout) if the number of
+    /// pages differs from the number of regions, or a page is too short.
     pub fn new(store: &Store, layout: BlockLayout, pages: Vec<PageId>) -> Result<Self> {
         let mut lens = Vec::new();
         for page in &pages {
@@ -77,23 +77,24 @@ impl BlockPages {
         &self.layout
     }
 
-    /// Returns the pages of the regions.
+    /// Returns the pages that form the regions.
     #[must_use]
     pub fn pages(&self) -> &[PageId] {
         &self.pages
     }
 
-    /// Returns a handle to one of the blocks, without checking the index.
+    /// Returns a handle to block `block`, without checking the index.
     #[must_use]
     pub fn block(&self, block: u64) -> PagedBlock<'_> {
         PagedBlock { pages: self, block }
     }
 
-    /// Writes `block` from block `from_block` of the caller's `regions`, which have the layout `from`.
+    /// Adds writes to `batch` that set `block` to block `from_block` of the caller's `regions`, which have the layout
+    /// `from`.
     ///
     /// # Errors
-    /// A [`LayoutError`](crate::layout::LayoutError) if the shapes differ, a block is out of range, or a
-    /// region is too short; the batch is then unchanged.
+    /// A [`LayoutError`](crate::layout::LayoutError) if the shapes differ, a block is out of range, or a region is too
+    /// short; the batch is then unchanged.
     pub fn write(
         &self,
         batch: &mut WriteBatch,
@@ -111,8 +112,8 @@ impl BlockPages {
         Ok(())
     }
 
-    /// Copies `block` from other pages of the same store. If all pages are on one device, the bytes stay
-    /// there.
+    /// Adds copies to `batch` that set `block` to a block in other pages of the same store. If all pages are on one
+    /// device, the bytes stay on the device.
     ///
     /// # Errors
     /// A [`LayoutError`](crate::layout::LayoutError) if the shapes differ or a block is out of range.
@@ -130,9 +131,11 @@ impl BlockPages {
         Ok(())
     }
 
-    /// Writes blocks of another store to blocks of the store that the batch is for. Each pair of `blocks`
-    /// contains a block of `from` and its target. All are read as of one batch of `from`, which is returned,
-    /// and are copied through host memory. The layouts may differ, but the shapes of the blocks must not.
+    /// Adds writes to `batch` that copy blocks of another store. Each pair of `blocks` contains a block of `from` and
+    /// its target. The layouts may differ, but the shapes of the blocks must be equal.
+    ///
+    /// All blocks are read in the same state of `from`, whose newest batch is returned, and are copied through host
+    /// memory.
     ///
     /// ```
     /// use remanent::layout::{Arrangement, BlockLayout, BlockShape};
@@ -162,8 +165,8 @@ impl BlockPages {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Layout`](crate::Error::Layout), as in [`write`](Self::write); those of [`Store::read_many`].
-    /// The batch is then unchanged.
+    /// [`Error::Layout`](crate::Error::Layout), as in [`write`](Self::write); the errors of [`Store::read_many`]. The
+    /// batch is then unchanged.
     pub fn import(
         batch: &mut WriteBatch,
         from: &Store,
@@ -183,12 +186,12 @@ impl BlockPages {
         Ok(bytes.lsn())
     }
 
-    /// Reads `block` into block `to_block` of the caller's `regions`, which have the layout `to`. All runs
-    /// are read as of one batch.
+    /// Reads `block` into block `to_block` of the caller's `regions`, which have the layout `to`. All runs are read in
+    /// the same state.
     ///
     /// # Errors
-    /// [`Error::Layout`](crate::Error::Layout), as in [`write`](Self::write); those of [`Store::read_many`].
-    /// The regions are then unchanged.
+    /// [`Error::Layout`](crate::Error::Layout), as in [`write`](Self::write); the errors of [`Store::read_many`]. The
+    /// regions are then unchanged.
     pub fn read(
         &self,
         store: &Store,
@@ -210,7 +213,7 @@ impl BlockPages {
 }
 
 impl PagedBlock<'_> {
-    /// Returns the bytes of this block that a copy reads.
+    /// Returns the byte range of a page that `copy` reads.
     fn range(&self, copy: &BlockCopy) -> (PageId, Range<u64>) {
         (self.pages.pages[copy.from.region], copy.from.range())
     }

@@ -1,4 +1,4 @@
-//! Blocks in an engine's tensors: loaded from pages, written to pages, and captured to pages.
+//! Blocks in an engine's tensors, which can be loaded from pages, written to pages, and captured to pages.
 
 use remanent_format::{Lsn, Width};
 
@@ -11,9 +11,8 @@ use crate::store::Store;
 use crate::write::batch::{NewPage, PageRef, WorkingCopy, WriteBatch};
 use crate::write::commit::{InitialCopy, Shadow};
 
-/// The tensors in which an engine keeps its blocks, one for each region of their layout: device memory that
-/// the engine reads and writes. Its blocks must have the shape of those in the store's pages; the layouts may
-/// differ.
+/// The tensors in which an engine keeps its blocks, one for each region of their layout, in device memory. The blocks
+/// must have the same shape as those in the store's pages, but the layouts may differ.
 ///
 /// ```
 /// use remanent::layout::{Arrangement, BlockLayout, BlockShape};
@@ -52,7 +51,7 @@ pub struct BlockTensors {
     tensors: Vec<DeviceBytes>,
 }
 
-/// Tensors that are working copies of pages with the same layout: changes that an engine makes in its blocks
+/// Tensors that are working copies of pages with the same layout, so that changes which an engine makes in its blocks
 /// can be captured to the pages.
 #[derive(Clone, Debug)]
 pub struct WorkingBlocks {
@@ -61,7 +60,7 @@ pub struct WorkingBlocks {
 }
 
 impl BlockTensors {
-    /// Uses device memory as the regions of a layout, in order. The memory may be longer than the regions.
+    /// Uses `tensors` as the regions of a layout, in order. A tensor may be longer than its region.
     ///
     /// # Errors
     /// [`LayoutError::RegionCount`], [`LayoutError::RegionLen`].
@@ -82,19 +81,21 @@ impl BlockTensors {
         &self.tensors
     }
 
-    /// Creates pages whose memory is these tensors, as [`WriteBatch::create_in`] does: from then on, the
-    /// store writes to the memory and the engine reads it. Pass the pages' ids to [`BlockPages::new`].
+    /// Creates pages in the memory of these tensors, like [`WriteBatch::create_in`]. From then on, only the store may
+    /// write to the memory. Pass the ids of the pages to [`BlockPages::new`].
     pub fn create_pages(&self, batch: &mut WriteBatch) -> Vec<NewPage> {
         self.tensors.iter().map(|tensor| batch.create_in(tensor).page()).collect()
     }
 
-    /// Loads blocks of pages into blocks of the tensors, given as pairs, all as of one batch, which is
-    /// returned. All are loaded by one list of commands, as by [`Store::read_device`]. Pages on disk are read
-    /// through the store's pinned memory.
+    /// Loads blocks of pages into blocks of the tensors, given as pairs, all in the same state. Returns the newest
+    /// batch of that state.
+    ///
+    /// One command list loads all blocks, like [`Store::read_device`]. Pages on disk are read through the store's
+    /// pinned memory.
     ///
     /// # Errors
-    /// [`Error::Layout`](crate::Error::Layout) for blocks of another shape and for an index out of range;
-    /// those of [`Store::read_device`], after which the contents of the target blocks are undefined.
+    /// [`Error::Layout`](crate::Error::Layout) for blocks of another shape and for an index out of range; the errors of
+    /// [`Store::read_device`], after which the contents of the target blocks are undefined.
     pub fn load(&self, store: &Store, blocks: &[(PagedBlock<'_>, u64)]) -> Result<Lsn> {
         let mut ranges = Vec::new();
         for (source, block) in blocks {
@@ -108,8 +109,8 @@ impl BlockTensors {
         store.read_device(&ranges)
     }
 
-    /// Writes blocks of the tensors to blocks of pages, given as pairs. The bytes are read when the batch is
-    /// submitted, with one list of commands per 32 MiB for all runs of all blocks.
+    /// Adds writes to `batch` that copy blocks of the tensors to blocks of pages, given as pairs. The bytes are read
+    /// when the batch is submitted, with one command list per 32 MiB for all runs of all blocks.
     ///
     /// # Errors
     /// [`Error::Layout`](crate::Error::Layout), as in [`load`](Self::load); the batch is then unchanged.
@@ -122,13 +123,13 @@ impl BlockTensors {
         Ok(())
     }
 
-    /// Writes blocks of the tensors to pages that the same batch creates. Each entry of `blocks` contains the
-    /// block of the tensors, the target block, and the pages that are the regions of `layout`, as returned by
-    /// [`BlockPages::create`].
+    /// Adds writes to `batch` that copy blocks of the tensors to pages that the same batch creates. Each entry of
+    /// `blocks` contains the block of the tensors, the target block, and the pages that form the regions of `layout`,
+    /// as returned by [`BlockPages::create`].
     ///
     /// # Errors
-    /// The errors of [`write`](Self::write), and [`LayoutError::RegionCount`] if the number of pages differs
-    /// from the number of regions of the layout.
+    /// The errors of [`write`](Self::write); [`LayoutError::RegionCount`] if the number of pages differs from the
+    /// number of regions of the layout.
     pub fn write_new(
         &self,
         batch: &mut WriteBatch,
@@ -160,12 +161,10 @@ impl BlockTensors {
         Ok(())
     }
 
-    /// Makes the tensors working copies of pages with the same layout and length, as
-    /// [`Store::working_copy_in`] does.
+    /// Turns the tensors into working copies of pages with the same layout and length, like [`Store::working_copy_in`].
     ///
     /// # Errors
-    /// [`Error::Layout`](crate::Error::Layout) for pages of another layout; those of
-    /// [`Store::working_copy_in`].
+    /// [`Error::Layout`](crate::Error::Layout) for pages of another layout; the errors of [`Store::working_copy_in`].
     pub fn working_copies(
         &self,
         store: &Store,
@@ -203,9 +202,9 @@ impl WorkingBlocks {
         &self.copies
     }
 
-    /// Captures the changes in these blocks since they were last loaded or captured, as
-    /// [`WriteBatch::capture_ranges`] does: those of all given blocks together, and of no others. With
-    /// [`Shadow::Digest`], whole chunks are compared, so changes of neighboring blocks may be captured, too.
+    /// Captures the changes in these blocks since they were last loaded or captured, like
+    /// [`WriteBatch::capture_ranges`]. With [`Shadow::Digest`], whole chunks are compared, so changes of neighboring
+    /// blocks may be captured, too.
     ///
     /// # Errors
     /// [`LayoutError::OutOfRange`]; the batch is then unchanged.

@@ -1,10 +1,9 @@
-//! The class of each page for the next snapshot: the page is gathered, or its known image is named, or it is
-//! deleted.
+//! Classifies each page for the next snapshot: the page is gathered, its known image is named, or it is deleted.
 //!
-//! A snapshot does not block batches: pages are classified in groups, between batches. A page changed in the
-//! meantime is gathered in its newer version. A deleted page is reported when the gather does not find it.
-//! Created pages are not searched for. The log after the snapshot's beginning turns all of this into one
-//! consistent state. (Classifying all 260,000 pages at once blocked a commit for 40 to 60 ms.)
+//! A snapshot does not block batches, because pages are classified in groups, between batches. (Classifying all 260,000
+//! pages at once blocked a commit for 40 to 60 ms.) A page changed in the meantime is gathered in its newer version. A
+//! page deleted in the meantime is reported when the gather does not find it. Created pages are not searched for.
+//! Together with the log after the snapshot's beginning, the result is one consistent state.
 
 use remanent_format::image::ImageRef;
 use remanent_format::manifest::ManifestEntry;
@@ -14,18 +13,17 @@ use super::{KnownImages, entry};
 use crate::base::allocation::{append, collected, push};
 use crate::error::{Error, Result};
 
-/// The number of pages classified at a time. This takes about 200 us, and a batch may have to wait for two of
-/// them.
+/// The number of pages classified at a time. This takes about 200 us, and a batch may have to wait for two groups.
 pub(crate) const CLASSIFIED_AT_ONCE: usize = 1024;
 
 /// The class of a page for the next snapshot.
 pub(crate) enum PageClass {
-    /// The newest snapshot contains the page as it is now, with this image.
+    /// The newest snapshot contains the current version of the page, with this image.
     Unchanged(PageInfo, Option<ImageRef>),
-    /// An image contains the page, but the newest snapshot does not name that image or states another place
-    /// of the page.
+    /// An image contains the page, but the newest snapshot does not name that image or states another place of the
+    /// page.
     Known(PageInfo, Option<ImageRef>),
-    /// No image contains the page. The field is its length in bytes.
+    /// No image contains the page. The value is its length in bytes.
     Changed(u64),
     /// A batch deleted the page since the snapshot began.
     Deleted,
@@ -39,26 +37,26 @@ impl PageClass {
         matches!(self, Self::Gone { is_named: true })
     }
 
-    /// Returns whether the newest snapshot is right about the page, which then need not be checked again
-    /// until it changes.
+    /// Returns whether the newest snapshot is correct for the page, which then need not be checked again until it
+    /// changes.
     pub fn is_settled(&self) -> bool {
         matches!(self, Self::Unchanged(..) | Self::Gone { is_named: false })
     }
 }
 
-/// The work of the next snapshot, by page.
+/// The work of the next snapshot, by kind of page.
 #[derive(Default)]
 pub(crate) struct SnapshotWork {
     /// The pages to gather, with their lengths in bytes.
     pub gather: Vec<(PageId, u64)>,
-    /// Entries of the pages that the snapshot must name and whose images are known.
+    /// The entries of the pages that the snapshot must name and whose images are known.
     pub entries: Vec<ManifestEntry>,
-    /// Pages of the newest snapshot that are now deleted.
+    /// The pages of the newest snapshot that are now deleted.
     pub tombstoned: Vec<PageId>,
-    /// The link that the snapshot follows, and its checksum; if `None`, the snapshot names all pages.
+    /// The link that the snapshot follows, and its checksum. If `None`, the snapshot names all pages.
     pub follows: Option<(SnapshotId, u32)>,
-    /// The number of pages that were checked. Unless the snapshot names all pages, these are the pages that
-    /// changed since the previous snapshot or in it, those of folded links, and those that are carried.
+    /// The number of pages that were checked. Unless the snapshot names all pages, these are the pages that changed
+    /// since the previous snapshot or in it, the pages of folded links, and the pages that are carried.
     pub visited: usize,
 }
 
@@ -70,13 +68,13 @@ impl SnapshotWork {
                 push(&mut self.entries, entry(&info, image))
             }
             PageClass::Changed(len) => push(&mut self.gather, (page, len)),
-            // The gather will not find the page, and knows which batch deleted it.
+            // The gather will find that the page is deleted, and has a record of the batch that deleted it.
             PageClass::Deleted => push(&mut self.gather, (page, 0)),
             PageClass::Gone { .. } => push(&mut self.tombstoned, page),
         }
     }
 
-    /// Returns the pages added so far, ascending.
+    /// Returns the pages added so far in ascending order.
     fn mentioned(&self) -> Result<Vec<PageId>> {
         let gather = self.gather.iter().map(|(page, _)| *page);
         let entries = self.entries.iter().map(|entry| entry.page);
@@ -86,25 +84,22 @@ impl SnapshotWork {
     }
 }
 
-/// The pages with which a snapshot begins.
+/// The pages that exist or have changed at the beginning of a snapshot.
 pub(crate) struct Beginning {
-    /// Pages that changed or were deleted, and were not settled since.
+    /// The pages that changed or were deleted since they were last settled.
     pub changed: Vec<PageId>,
     /// The number of pages in the table.
     pub count: usize,
 }
 
 impl KnownImages {
-    /// Determines the work of a snapshot that begins with these pages.
+    /// Determines the work of a snapshot that begins with these pages. The checked pages are those that may have
+    /// changed according to the table, those with a damaged image, and others that the snapshot must mention.
     ///
-    /// `carry` lists image files whose images are to be written again, with the number of bytes that this
-    /// takes, the most wasteful first. Files are carried as long as they fit in `carry_bytes_max`, or in the
-    /// number of bytes that the snapshot writes anyway if that is greater. `classify` requests
-    /// [`KnownImages::classify`] on the thread that applies batches, and returns a function that waits for
-    /// the result.
-    ///
-    /// Checked are the pages that may have changed according to the table, those with a damaged image, and
-    /// the others that the snapshot must mention.
+    /// `carry` lists image files whose images are to be written again, with the number of bytes that this takes, the
+    /// most wasteful first. Files are carried while they fit in `carry_bytes_max`, or in the number of bytes that the
+    /// snapshot writes anyway if that is greater. `classify` requests [`KnownImages::classify`] on the thread that
+    /// applies batches, and returns a function that waits for the result.
     ///
     /// # Errors
     /// The errors of `classify`.
@@ -117,8 +112,8 @@ impl KnownImages {
     ) -> Result<SnapshotWork> {
         let mut sorted = SnapshotWork::default();
         let mut classify_each = |pages: &[PageId], each: &mut dyn FnMut(PageId, PageClass) -> Result<()>| {
-            // The next group is requested before waiting for the result of this one: with one group at a
-            // time, half of the time is spent on threads waking each other.
+            // The next group is requested before waiting for the result of this one. With one group at a time, half of
+            // the time is spent on threads waking each other.
             let mut requested: Option<(&[PageId], L)> = None;
             for pages in pages.chunks(CLASSIFIED_AT_ONCE).map(Some).chain([None]) {
                 let next = pages.map(|pages| (pages, classify(pages.to_vec())));
@@ -148,7 +143,7 @@ impl KnownImages {
                 room -= bytes;
                 let mut pages = self.newest().pages_in(*file)?;
                 sorted.visited += pages.len();
-                // Including those of previous files: an overlay is in one file, and its base in another.
+                // The pages of previous files are included, because an overlay is in one file, and its base in another.
                 mentioned = sorted.mentioned()?;
                 pages.retain(|page| mentioned.binary_search(page).is_err());
                 classify_each(&pages, &mut |page, class| match class {
@@ -234,8 +229,8 @@ mod tests {
             self.known.plan_work(beginning, carry, 0, classify).unwrap()
         }
 
-        /// Runs `meanwhile` before each group. Returns the work, the pages at the beginning, and those of
-        /// them that a batch deleted since.
+        /// Runs `meanwhile` before each group. Returns the work, the pages at the beginning, and the pages among them
+        /// that a batch has deleted since.
         fn plan_work_while(
             &mut self,
             carry: &[(u64, u64)],
@@ -313,7 +308,7 @@ mod tests {
         Op::Create { page: PageId(page), len: LEN, place: Place::Host, key, metadata }
     }
 
-    /// Returns a store whose newest snapshot contains all pages as they are.
+    /// Returns a store whose newest snapshot contains the current version of all pages.
     fn settled() -> TableWithoutBytes {
         let mut subject =
             TableWithoutBytes { table: PageTable::new(), known: KnownImages::default(), snapshots: 0 };
@@ -338,7 +333,7 @@ mod tests {
         subject.fill(70);
         let sorted = subject.plan_work(&[]);
         assert_eq!((pages(&sorted), sorted.visited), (vec![70, 5000], 2));
-        // That snapshot failed. The next one must do all of its work, and the changes made since.
+        // That snapshot failed. The next one must do all of its work, and include the changes made since.
         subject.fill(71);
         let sorted = subject.plan_work(&[]);
         assert_eq!((pages(&sorted), sorted.visited), (vec![70, 71, 5000], 3));
@@ -373,7 +368,7 @@ mod tests {
         assert_eq!((sorted.gather.len(), sorted.visited), (0, 1));
     }
 
-    /// Snapshots that each follow one change never name all pages until half of them changed.
+    /// Snapshots that each follow one change never name all pages until half of them have changed.
     #[test]
     fn links_are_folded_as_they_grow() {
         let mut subject = settled();
@@ -396,8 +391,8 @@ mod tests {
             let in_links: usize = newest.links.iter().map(|link| link.pages.len()).sum();
             assert_eq!(in_links as u64, round + 1 + (round + 1) / 10, "round {round}");
         }
-        // A thousand changes and a hundred deletions. Folding all links whenever there are eight named
-        // 79,000.
+        // There are a thousand changes and a hundred deletions. Folding all links whenever there are eight named 79,000
+        // pages.
         assert!(named < 6 * 1100, "{named}");
         // Repeated changes of one page count as one change.
         (0..1000).for_each(|_| {
@@ -409,9 +404,8 @@ mod tests {
         assert_eq!(subject.known.newest().get(PageId(9999)).unwrap().known.lsn, subject.table.lsn());
     }
 
-    /// Batches are applied between two groups. After any of them, a replay from the snapshot's beginning
-    /// results in the current state: the snapshot has the current or an earlier version of each page that
-    /// existed.
+    /// Batches are applied between two groups. After any of them, a replay from the snapshot's beginning produces the
+    /// current state: the snapshot contains the current or an earlier version of each page that existed.
     #[test]
     fn concurrent_batches_are_distinguished_from_earlier() {
         let kinds = ["all is new", "a few", "half", "no link holds", "carried", "folded"];
@@ -445,7 +439,7 @@ mod tests {
                 }),
             }
             subject.commit([fill(10), fill(11)]);
-            // The page was deleted before the beginning; in the first kind, nothing was named.
+            // The page was deleted before the beginning. In the first kind, no page was named.
             subject.commit([Op::Delete { page: PageId(5) }]);
             let mut at = 100;
             let (sorted, began, deleted) = subject.plan_work_while(&carry, |table, deleted| {
@@ -485,7 +479,7 @@ mod tests {
                     assert_eq!((entry.epoch, then.epoch), (named.epoch, named.epoch), "{kind}: page {page}");
                     assert!(entry.lsn >= then.lsn, "{kind}: page {page}");
                 } else if !gathers(page) {
-                    // An older link mentions the page, and its entry was right at the beginning.
+                    // An older link mentions the page, and its entry was correct at the beginning.
                     assert!(sorted.follows.is_some(), "{kind}: page {page} is not named");
                     assert_eq!(named.expect("named before").known.lsn, then.lsn, "{kind}: page {page}");
                 }

@@ -1,12 +1,12 @@
 //! The images that are already on disk, which determine the pages that the next snapshot need not gather.
 //!
-//! The bytes of a page equal those of an image as long as no batch has changed the page since, which its Lsn
-//! shows: for a given page, an Lsn identifies one content. A snapshot therefore gathers the pages whose Lsn
-//! differs from that of the known image, and names the known image for the others. A batch that only moves a
-//! page leaves its epoch, and an epoch identifies one content, too: the snapshot then records the new place
-//! and names the previous image. The memory cost is 56 bytes per page.
+//! The bytes of a page equal those of an image while no batch has changed the page, which its Lsn shows: for a given
+//! page, an Lsn identifies one content. A snapshot therefore gathers the pages whose Lsn differs from that of the known
+//! image, and names the known image for all other pages. An epoch also identifies one content, and a batch that only
+//! moves a page does not change its epoch. For such a page, the snapshot records the new place and names the previous
+//! image. The memory cost is 56 bytes per page.
 //!
-//! None of this is on disk: each open rebuilds it from the snapshot used and the log after it.
+//! None of this is on disk: each open rebuilds it from the loaded snapshot and the log after it.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -29,27 +29,25 @@ use crate::images::read::{ImageRequest, damaged};
 /// The number of images that are recorded at a time after they were read back.
 const NOTED_AT_ONCE: usize = 1024;
 
-/// The images on disk that contain the bytes of pages as they are now, or were recently.
+/// The images on disk that contain current or recent bytes of pages.
 #[derive(Default)]
 pub(crate) struct KnownImages {
     newest: Mutex<NewestSnapshot>,
-    /// Images that the newest snapshot does not name: those of a restore's table, and those written in
-    /// advance of their batch.
+    /// The images that the newest snapshot does not name: those of a restore's table, and those written in advance of
+    /// their batch.
     unnamed: Mutex<BTreeMap<PageId, KnownImage>>,
-    /// Images written in advance of their batch that were not read back yet, with the lengths of the pages.
+    /// The images written in advance of their batch that were not read back yet, with the lengths of the pages.
     unverified: Mutex<BTreeMap<PageId, (KnownImage, u64)>>,
-    /// Damaged images by file and offset, with their pages. No snapshot names them again (I7).
+    /// The damaged images by file and offset, with their pages. No snapshot names them again (I7).
     damaged_images: Mutex<BTreeMap<(u64, u64), PageId>>,
 }
 
-/// Images of current pages that replay did not take from the snapshot, but from a restore's table or from
-/// images named in the log.
+/// The images of current pages that replay took from a restore's table or from the log instead of the snapshot.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct ReplayImages(BTreeMap<PageId, KnownImage>);
 
 impl ReplayImages {
-    /// Records the base of `page` in a table if it is such an image; `named` is the snapshot's entry for the
-    /// page.
+    /// Records the base of `page` in a table if it is such an image. `named` is the snapshot's entry for the page.
     pub fn note(&mut self, page: PageId, named: Option<&ManifestEntry>, base: &Base, table: &PageTable) {
         // The snapshot already names the image of nearly all pages, so only the exceptions are stored.
         if named.is_some_and(|entry| entry.lsn == base.lsn && entry.image == base.image) {
@@ -63,14 +61,14 @@ impl ReplayImages {
         }
     }
 
-    /// Adds the records about other pages.
+    /// Adds the records of `other`, which contains other pages.
     pub fn extend(&mut self, other: Self) {
         self.0.extend(other.0);
     }
 }
 
 impl KnownImages {
-    /// Returns the images that an open knows after following the log from a snapshot; `base` is the complete
+    /// Returns the images that are known after an open has followed the log from a snapshot. `base` is the complete
     /// manifest of that snapshot.
     pub fn recovered(survey: &Survey, base: Option<&Manifest>, unnamed: ReplayImages) -> Result<Self> {
         let newest = match base {
@@ -86,8 +84,8 @@ impl KnownImages {
         Ok(Self { newest: Mutex::new(newest), unnamed: Mutex::new(unnamed.0), ..Self::default() })
     }
 
-    /// Returns the pages of a table that differ from the newest snapshot. A caller that tracks changes to the
-    /// table from here on need not search it again.
+    /// Returns the pages of a table that differ from the newest snapshot. A caller that tracks changes to the table
+    /// from now on need not search it again.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -114,8 +112,8 @@ impl KnownImages {
         self.newest.lock().sums().clone()
     }
 
-    /// Records an image of a page as left by batch `lsn` that no snapshot names yet. Until a snapshot names
-    /// it, something else keeps its file.
+    /// Records an image of a page after batch `lsn` that no snapshot names yet. The caller must ensure that the image's
+    /// file is kept until a snapshot names it.
     pub fn note(&self, page: PageId, lsn: Lsn, image: Option<ImageRef>) {
         self.unnamed.lock().insert(page, KnownImage { lsn, image });
     }
@@ -125,7 +123,7 @@ impl KnownImages {
         self.unverified.lock().insert(page, (KnownImage { lsn, image: Some(image) }, len));
     }
 
-    /// Returns the image that the newest snapshot names for this version of a page, unless it is known to be
+    /// Returns the image that the newest snapshot names for this version of a page, unless the image is known to be
     /// damaged.
     pub fn image_of(&self, page: PageId, epoch: Epoch) -> Option<ImageRef> {
         let newest = self.newest.lock();
@@ -133,9 +131,9 @@ impl KnownImages {
         (!is_damaged(&self.damaged_images.lock(), page, &image)).then_some(image)
     }
 
-    /// Returns whether the next snapshot may write an overlay over an image of a page. The image must be
-    /// sound, and so must the one that the newest snapshot names for the page; and the two must be the same
-    /// unless the image was read back.
+    /// Returns whether the next snapshot may write an overlay over an image of a page. The image must be sound, and so
+    /// must the image that the newest snapshot names for the page. The two must be the same unless the image was read
+    /// back.
     pub fn may_be_base(&self, page: PageId, image: &ImageRef, is_proven: bool) -> bool {
         let named = self.newest.lock().get(page).and_then(|named| named.known.image);
         let damaged_images = self.damaged_images.lock();
@@ -144,12 +142,12 @@ impl KnownImages {
         is_sound(image) && named.is_some_and(|named| is_sound(&named) && (is_proven || named == *image))
     }
 
-    /// Reads back the images written in advance of their batches, with up to `threads_max` threads. A
-    /// snapshot may name those that are intact (I7). The pages of the others are gathered, because their
-    /// bytes are in memory. Returns how many bytes of pages were read back.
+    /// Reads back the images written in advance of their batches, with up to `threads_max` threads. A snapshot may name
+    /// the intact ones (I7). The pages of all others are gathered, because their bytes are in memory. Returns the
+    /// number of page bytes read back.
     ///
     /// # Errors
-    /// `OutOfMemory`; nothing has changed then.
+    /// `OutOfMemory`, without any change.
     pub fn prove(&self, source: &DiskSource, threads_max: usize) -> Result<u64> {
         let noted = self.unverified.lock();
         let unverified = collected(noted.iter().map(|(page, (known, len))| (*page, *known, *len)))?;
@@ -162,7 +160,7 @@ impl KnownImages {
         let damaged = damaged(source, &mut wanted, threads_max)?;
         let damaged: BTreeMap<(u64, u64), Damage> =
             map_of(damaged.into_iter().map(|(image, damage)| (location(&image), damage)));
-        // In chunks, because commits wait for these locks.
+        // The images are processed in chunks, because commits wait for these locks.
         for some in unverified.chunks(NOTED_AT_ONCE) {
             let (mut noted, mut unnamed) = (self.unverified.lock(), self.unnamed.lock());
             let damaged_images = self.damaged_images.lock();
@@ -176,8 +174,7 @@ impl KnownImages {
                     Some(damage) => {
                         tracing::warn!(%damage, %page, "an image that a batch names does not hold");
                     }
-                    // A scrub may have found damage that this read did not find; the next read may find it,
-                    // too.
+                    // A scrub may have found damage that this read did not find, and the next read may find it, too.
                     None if is_damaged(&damaged_images, *page, &image) => {}
                     None => _ = unnamed.insert(*page, *known),
                 }
@@ -186,26 +183,26 @@ impl KnownImages {
         Ok(bytes)
     }
 
-    /// Records that an image, or the base of an overlay, is damaged, so that the next snapshot gathers its
-    /// page. `at` is the location of the damage.
+    /// Records that an image, or the base of an overlay, is damaged, so that the next snapshot gathers its page. `at`
+    /// is the location of the damage.
     pub fn mark_damaged(&self, page: PageId, image: &ImageRef, at: (u64, u64)) {
         let is_it = |known: &KnownImage| known.image.is_some_and(|known| location(&known) == location(image));
-        // It remains among the newest snapshot's images: if its page is deleted, the next snapshot must
-        // record that.
+        // The image remains among the newest snapshot's images: if its page is deleted, the next snapshot must record
+        // the delete.
         self.damaged_images.lock().extend([(location(image), page), (at, page)]);
         // This must come last, so that an image verified in the meantime is not recorded again.
         self.unnamed.lock().retain(|_, known| !is_it(known));
     }
 
-    /// Returns the newest snapshot's own link and its checksum, for a thin snapshot to follow; `None` if it
-    /// already follows too many links.
+    /// Returns the newest snapshot's own link and its checksum, for a thin snapshot to follow. Returns `None` if the
+    /// newest snapshot already follows too many links.
     pub fn newest_link(&self) -> Option<(SnapshotId, u32)> {
         let newest = self.newest.lock();
         let link = newest.links.last().filter(|_| newest.links.len() < CHAIN_LINKS_MAX / 2)?;
         Some((link.snapshot, link.manifest_crc))
     }
 
-    /// Returns whether the newest snapshot names an image file in which only images of these pages are named.
+    /// Returns whether the newest snapshot names only images of these pages in some image file.
     pub fn has_file_of(&self, pages: &[PageId]) -> bool {
         self.newest.lock().has_file_of(pages)
     }
@@ -215,10 +212,11 @@ impl KnownImages {
         self.newest.lock().links.clear();
     }
 
-    /// Classifies pages of a change-tracked table for the next snapshot. `deleted` contains the pages that a
-    /// batch deleted since the snapshot began. A page about which the newest snapshot is right need not be
-    /// checked again until it changes. Only such pages are marked as settled, so that a snapshot that fails
-    /// later forgets nothing.
+    /// Classifies pages of a change-tracked table for the next snapshot. `deleted` contains the pages that a batch has
+    /// deleted since the snapshot began.
+    ///
+    /// A page for which the newest snapshot is correct need not be checked again until it changes. Only such pages are
+    /// marked as settled, so that no change is forgotten if the snapshot fails later.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -258,7 +256,6 @@ impl KnownImages {
         Ok(classes)
     }
 
-    /// Returns the newest snapshot, locked.
     pub(super) fn newest(&self) -> MutexGuard<'_, NewestSnapshot> {
         self.newest.lock()
     }
@@ -268,8 +265,8 @@ impl KnownImages {
         self.damaged_images.lock().values().copied().collect()
     }
 
-    /// Advances to a published snapshot that follows none; `base` is the result of
-    /// [`NewestSnapshot::of_base`] for it. Returns the totals of its images and an empty list of links.
+    /// Advances to a published snapshot that follows no other. `base` is the result of [`NewestSnapshot::of_base`] for
+    /// this snapshot. Returns the totals of its images and an empty list of links.
     pub fn advance_to_base(
         &self,
         manifest: &Manifest,
@@ -281,9 +278,9 @@ impl KnownImages {
         self.advanced(&newest, manifest)
     }
 
-    /// Advances to a published snapshot that follows `previous`. `link` must be created from its `manifest`
-    /// before the publication, because a failed allocation would come too late afterwards. Returns the totals
-    /// of its images, and the links before it, newest first.
+    /// Advances to a published snapshot that follows `previous`. `link` must be created from `manifest` before the
+    /// publication, because after it a failed allocation could no longer be handled. Returns the totals of the
+    /// snapshot's images, and the links before it, newest first.
     pub fn advance_by_change(
         &self,
         manifest: &Manifest,
@@ -296,16 +293,15 @@ impl KnownImages {
     }
 
     fn advanced(&self, newest: &NewestSnapshot, manifest: &Manifest) -> (ImageTotals, Vec<SnapshotId>) {
-        // An image known up to that batch is named by this snapshot, or belongs to an older version of its
-        // page.
+        // An image known up to that batch is named by this snapshot, or belongs to an older version of its page.
         self.unnamed.lock().retain(|_, known| known.lsn > manifest.redo.lsn);
         let before = newest.links.iter().rev().skip(1).map(|link| link.snapshot).collect();
         (newest.sums().clone(), before)
     }
 }
 
-/// Returns whether an image of a page, or the base of an overlay, is damaged. Only the file of the base is
-/// known, but a file contains one image of a page.
+/// Returns whether an image of a page, or the base of an overlay, is damaged. Only the file of the base is known, which
+/// is sufficient because a file contains one image of a page.
 fn is_damaged(damaged_images: &BTreeMap<(u64, u64), PageId>, page: PageId, image: &ImageRef) -> bool {
     let of_base = |file| damaged_images.range((file, 0)..=(file, u64::MAX)).any(|(_, of)| *of == page);
     damaged_images.contains_key(&location(image)) || image.files().skip(1).any(|(file, _)| of_base(file))
@@ -354,8 +350,8 @@ mod tests {
         for number in 0..8 {
             let mut image = image(number);
             match number {
-                // Bytes that differ from the batch's statement; a position beyond the end of the file; a file
-                // that does not exist.
+                // The three bad images have bytes that differ from the batch's statement, a position beyond the end of
+                // the file, and a file that does not exist.
                 2 => image.raw_crc ^= 1,
                 4 => image.offset += 1 << 20,
                 5 => image.file = 9,

@@ -1,8 +1,7 @@
-//! The lock on the catalog, held for the duration of a snapshot, a prune or a restore.
+//! The lock on the catalog, which is held for the duration of a snapshot, a prune or a restore.
 //!
-//! A rate-limited background snapshot may take hours. While a caller waits for the lock, the snapshot is
-//! written at full speed ([`Pace`]). A caller that only reads the catalog does not wait
-//! ([`CatalogLock::latest`]).
+//! A rate-limited background snapshot may take hours. While a caller waits for the lock, the snapshot is written at
+//! full speed ([`Pace`]). A caller that only reads the catalog does not wait ([`CatalogLock::latest`]).
 
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
@@ -20,11 +19,10 @@ pub(crate) struct CatalogLock {
     pace: Arc<Pace>,
 }
 
-/// The catalog as of the last release of the lock.
+/// A copy of the catalog, made when its lock was last released.
 pub(crate) struct CatalogCopy {
     pub catalog: Catalog,
-    /// The lowest number of image files and tables that are being written, or were written after the copy was
-    /// made.
+    /// The lowest number of image files and tables that are being written, or were written after the copy was made.
     pub next_file: u64,
 }
 
@@ -40,23 +38,23 @@ impl CatalogLock {
         Self { latest: Mutex::new(CatalogCopy::of(&catalog)), catalog: FairMutex::new(catalog), pace }
     }
 
-    /// Waits for the lock, suspending the rate limit of a background snapshot in the meantime.
+    /// Waits for the lock. A background snapshot runs at full speed in the meantime.
     pub fn lock(&self) -> CatalogGuard<'_> {
         let _hurry = self.pace.expedite();
         self.lock_patiently()
     }
 
-    /// Waits for the lock without suspending the rate limit, for background threads.
+    /// Waits for the lock without suspending the rate limit of a background snapshot, for background threads.
     pub fn lock_patiently(&self) -> CatalogGuard<'_> {
         CatalogGuard { catalog: self.catalog.lock(), latest: &self.latest, is_changed: false }
     }
 
-    /// Publishes the current catalog, for a lock holder that is about to report the end of an operation.
+    /// Publishes a copy of the current catalog, for a lock holder that is about to report the end of an operation.
     pub fn publish_copy(&self, catalog: &Catalog) {
         *self.latest.lock() = CatalogCopy::of(catalog);
     }
 
-    /// Returns the catalog as of the last release of the lock, without waiting.
+    /// Returns the copy of the catalog that was made when the lock was last released, without waiting.
     pub fn latest(&self) -> Arc<CatalogCopy> {
         self.latest.lock().clone()
     }
@@ -90,13 +88,13 @@ impl DerefMut for CatalogGuard<'_> {
 }
 
 impl Drop for CatalogGuard<'_> {
-    /// Publishes a copy before the lock is released: a caller that has acquired and released the lock
-    /// afterwards finds these changes in the copy.
+    /// Publishes a copy before the lock is released, so that a caller that acquires and releases the lock afterwards
+    /// finds these changes in the copy.
     fn drop(&mut self) {
         if self.is_changed {
             let latest = CatalogCopy::of(&self.catalog);
             let before = std::mem::replace(&mut *self.latest.lock(), latest);
-            // Dropped last, so that no reader waits for it.
+            // The previous copy is dropped last, so that no reader waits for its drop.
             drop(before);
         }
     }

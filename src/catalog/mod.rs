@@ -1,5 +1,5 @@
-//! The catalog of files kept on disk besides the log: snapshots, tables of old states, and the images that
-//! they need.
+//! The catalog of the files that are kept on disk in addition to the log: snapshots, tables of restored states, and the
+//! images that these need.
 
 pub(crate) mod publish;
 mod lock;
@@ -22,7 +22,7 @@ pub(crate) use self::lock::CatalogLock;
 pub(crate) use self::newest::{ImageTotals, Link, NewestSnapshot};
 use crate::images::numbers::ImageFiles;
 
-/// A snapshot that is kept.
+/// Information about a kept snapshot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SnapshotInfo {
@@ -30,26 +30,24 @@ pub struct SnapshotInfo {
     pub id: SnapshotId,
     /// The name of the snapshot, if it has one. A named snapshot is kept until its name is given up.
     pub name: Option<String>,
-    /// The time of creation in milliseconds since 1970. A thin snapshot has the time of the one that it
-    /// replaces.
+    /// The time of creation in milliseconds since 1970. A thin snapshot has the time of the snapshot that it replaces.
     pub created_unix_ms: u64,
     /// The batch after which replay starts.
     pub redo: Lsn,
-    /// The batch whose state results from the snapshot and the log from `redo` on.
+    /// The batch whose state the snapshot and the log from `redo` on produce.
     pub end: Lsn,
     /// The number of pages.
     pub pages: u64,
     /// The total size of the pages' images in bytes.
     pub bytes: u64,
-    /// The number of image bytes written for this snapshot: those of pages that had changed since the
-    /// previous one, with which it shares the others. For the oldest snapshot found at open, this may include
-    /// some images of the previous one.
+    /// The number of image bytes written for this snapshot, which contain the pages that had changed since the previous
+    /// one. For the oldest snapshot found at an open, the number may include some images of the previous one.
     pub bytes_written: u64,
-    /// Whether the snapshot was read back, bypassing the cache.
+    /// Whether the snapshot was read back past the cache.
     pub verified: bool,
 }
 
-/// A snapshot that is kept, with the files that it needs.
+/// A kept snapshot, with the files that it needs.
 #[derive(Clone)]
 pub(crate) struct RetainedSnapshot {
     pub info: SnapshotInfo,
@@ -61,17 +59,17 @@ pub(crate) struct RetainedSnapshot {
     /// The links that the snapshot's own link follows, newest first.
     pub links: Vec<SnapshotId>,
     pub manifest_crc: u32,
-    /// Whether a durable record names the snapshot. An open finds it through that record, unless it is the
+    /// Whether a durable record names the snapshot. An open finds a snapshot through that record, unless it is the
     /// newest (I7).
     pub is_recorded: bool,
-    /// Whether nothing that the snapshot needs was found damaged since the store was opened. A snapshot that
-    /// is not sound replaces no other. This is not recorded on disk.
+    /// Whether no damage was found since the open in data that the snapshot needs. A snapshot that is not sound
+    /// replaces no other. This is not recorded on disk.
     pub is_sound: bool,
 }
 
 impl RetainedSnapshot {
-    /// Creates the catalog entry of a snapshot. `manifest` is the snapshot's own link, complete or not;
-    /// `is_own` returns whether an image file was written for it, and `sums` covers all its pages.
+    /// Creates the catalog entry of a snapshot. `manifest` is the snapshot's own link, complete or not. `is_own`
+    /// returns whether an image file was written for the snapshot, and `sums` contains the totals of all its pages.
     pub fn new(
         manifest: &Manifest,
         is_own: impl Fn(u64) -> bool,
@@ -80,7 +78,7 @@ impl RetainedSnapshot {
         manifest_crc: u32,
         verified: bool,
     ) -> Self {
-        assert!(manifest.redo.lsn <= manifest.end); // I7: the log leads from the images to the end.
+        assert!(manifest.redo.lsn <= manifest.end); // I7: a replay from `redo` reaches the end.
         let images = manifest.entries.iter().filter_map(|entry| entry.image);
         let written = images.filter(|image| is_own(image.file));
         let ImageTotals { pages, bytes, files } = sums;
@@ -93,7 +91,7 @@ impl RetainedSnapshot {
                 end: manifest.end,
                 pages,
                 bytes,
-                // For an overlay, without its base, which was written earlier.
+                // The bytes of an overlay do not include its base, which was written earlier.
                 bytes_written: written.map(|image| image.stored_len).sum(),
                 verified,
             },
@@ -108,7 +106,7 @@ impl RetainedSnapshot {
     }
 }
 
-/// The table of an old state, named by a restore record, with the files that it needs.
+/// The table of a restored state, which a restore record names, with the files that it needs.
 #[derive(Clone)]
 pub(crate) struct RetainedTable {
     /// The Lsn of the restore.
@@ -120,18 +118,17 @@ pub(crate) struct RetainedTable {
 pub(crate) struct Catalog {
     pub snapshots: BTreeMap<SnapshotId, RetainedSnapshot>,
     pub tables: BTreeMap<u64, RetainedTable>,
-    /// The oldest `redo` from which replay may start, as stated by the last seal. `None` while the log is
-    /// kept from its beginning.
+    /// The oldest `redo` from which replay may start, according to the last seal. `None` while the log is kept from its
+    /// beginning.
     pub floor: Option<Lsn>,
-    /// The newest batch at the open, if a manifest or a table could not be read then. It is unknown which
-    /// files that one needs (I8), so no file of an earlier run is removed until the floor has passed this
-    /// batch.
+    /// The newest batch at the open, if a manifest or a table could not be read then. The files that it needs are
+    /// unknown (I8), so no file of an earlier run is removed until the floor has passed this batch.
     pub unread: Option<Lsn>,
     pub next_snapshot: u64,
     pub files: Arc<ImageFiles>,
     /// The images that need not be written again.
     pub known: Arc<KnownImages>,
-    /// The lengths of image files in bytes, without their headers, for files that a caller asked for.
+    /// The lengths of image files in bytes, without their headers, as far as they were requested.
     pub file_lens: BTreeMap<u64, u64>,
 }
 
@@ -141,7 +138,7 @@ impl Catalog {
         self.floor.is_none_or(|floor| kept.redo.lsn >= floor)
     }
 
-    /// Returns the point at which the kept log begins, or `None` if no snapshot begins at the floor: then
+    /// Returns the point at which the kept log begins. Returns `None` if no snapshot begins at the floor, in which case
     /// retention keeps log that no snapshot needs.
     pub fn replay_start(&self) -> Option<LogPoint> {
         let floor = self.floor?;
@@ -163,13 +160,13 @@ impl Catalog {
         }
     }
 
-    /// Returns the maximum number of bytes of an image file that any kept snapshot names. The bytes that only
-    /// older snapshots name are freed when these are removed.
+    /// Returns the maximum number of bytes of an image file that any kept snapshot names. The bytes that only older
+    /// snapshots name are freed together with them.
     pub fn live_bytes(&self, file: u64) -> u64 {
         self.snapshots.values().filter_map(|kept| kept.files.get(&file)).max().copied().unwrap_or(0)
     }
 
-    /// Returns whether a kept table names an image file. Tables do not record how much of it they need.
+    /// Returns whether a kept table names an image file. Tables do not record how many of its bytes they need.
     pub fn is_in_table(&self, file: u64) -> bool {
         self.tables.values().any(|table| table.files.contains(&file))
     }

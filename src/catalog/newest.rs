@@ -13,10 +13,10 @@ use crate::error::Result;
 
 /// The maximum number of links of a snapshot, including its base and itself.
 pub(super) const LINKS_MAX: usize = 8;
-/// All changes since the base may affect at most one in this number of pages.
+/// The inverse of the share of pages that all changes since the base may affect.
 const CHANGED_SHARE: usize = 2;
 
-/// An image of a page as left by batch `lsn`; no image if the page is empty.
+/// An image of a page after batch `lsn`, or no image if the page is empty.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct KnownImage {
     pub lsn: Lsn,
@@ -35,7 +35,7 @@ pub(super) struct SnapshotPage {
 pub(crate) struct Link {
     pub snapshot: SnapshotId,
     pub manifest_crc: u32,
-    /// The pages in the link, present or deleted. Empty for a base.
+    /// The pages in the link, existing or deleted. Empty for a base.
     pub pages: Vec<PageId>,
 }
 
@@ -103,22 +103,21 @@ fn in_file(stored_len: u64) -> u64 {
     align_up(stored_len, FRAME_ALIGN) + ImageHeaderRaw::LEN as u64
 }
 
-/// The newest snapshot: its links, and the images that it names. It is updated link by link, so a snapshot
-/// with few changes is not read as a whole.
+/// The newest snapshot: its links, and the images that it names. It is updated link by link, so that a snapshot with
+/// few changes is not read as a whole.
 #[derive(Default)]
 pub(crate) struct NewestSnapshot {
-    /// The links, starting with the base. Empty if there is no snapshot, or none that the next one may
-    /// follow.
+    /// The links, starting with the base. Empty if there is no snapshot, or none that the next snapshot may follow.
     pub(super) links: Vec<Link>,
     pages: IdMap<PageId, SnapshotPage>,
     sums: ImageTotals,
-    /// The pages with an image in each file, as first pages and counts. Some may now have a newer image in
-    /// another file. A file is removed once none of its images is named.
+    /// The pages with an image in each file, as runs. Some of these pages may now have a newer image in another file. A
+    /// file is removed once none of its images is named.
     runs: BTreeMap<u64, FileRuns>,
 }
 
-/// The pages with an image in one file, as runs. A map makes only small allocations, which is required
-/// because a failure would come too late: the snapshot is already published when the pages are recorded.
+/// The pages with an image in one file, as runs. A map makes only small allocations, which is required because the
+/// snapshot is already published when the pages are recorded, and a failed allocation could no longer be handled.
 #[derive(Default)]
 struct FileRuns {
     /// The number of pages in each run, by its first page.
@@ -146,7 +145,7 @@ impl FileRuns {
 }
 
 impl NewestSnapshot {
-    /// Assembles a snapshot from its links; `entries` are all its pages.
+    /// Assembles a snapshot from its links. `entries` contains all its pages.
     pub(super) fn of<'e>(links: Vec<Link>, entries: impl Iterator<Item = &'e ManifestEntry>) -> Self {
         let mut newest = Self { links, ..Self::default() };
         let noted = entries.inspect(|entry| {
@@ -157,20 +156,21 @@ impl NewestSnapshot {
         newest
     }
 
-    /// Prepares a snapshot without predecessor before it becomes the newest: everything but its link, whose
-    /// checksum may not be known yet.
+    /// Prepares a snapshot without a predecessor before it becomes the newest. Only its link is omitted, whose checksum
+    /// may not be known yet.
     pub fn of_base(manifest: &Manifest) -> Self {
         Self::of(Vec::new(), manifest.entries.iter())
     }
 
-    /// Advances to a snapshot that follows none; `base` is the result of [`of_base`](Self::of_base) for it.
+    /// Advances to a snapshot that follows no other. `base` is the result of [`of_base`](Self::of_base) for this
+    /// snapshot.
     pub fn advance_to_base(&mut self, manifest: &Manifest, manifest_crc: u32, base: Self) {
         *self = base;
         self.links = vec![Link { snapshot: manifest.snapshot, manifest_crc, pages: Vec::new() }];
     }
 
-    /// Advances to a snapshot that follows `previous`, which may be older than the newest; `manifest` is its
-    /// own link.
+    /// Advances to a snapshot that follows `previous`, which may be older than the newest one. `manifest` is the
+    /// snapshot's own link.
     pub fn advance_by_change(&mut self, manifest: &Manifest, link: Link, previous: SnapshotId) {
         assert!(previous < manifest.snapshot); // I8: links ascend, and retention keeps the earlier ones.
         self.links.retain(|before| before.snapshot <= previous);
@@ -190,13 +190,13 @@ impl NewestSnapshot {
         self.runs.retain(|file, _| self.sums.files.contains_key(file));
     }
 
-    /// Returns the link that the next snapshot follows, with the other pages of the links that it replaces.
-    /// `changed` are the pages that changed since the newest snapshot, ascending. Returns `None` if the next
+    /// Returns the link that the next snapshot follows, with the other pages of the links that it replaces. `changed`
+    /// contains the pages that changed since the newest snapshot, in ascending order. Returns `None` if the next
     /// snapshot must name all of `pages_max` pages.
     ///
-    /// If there are too many links, the newest are folded into the next one: those that are no longer than
-    /// the next link has become so far. Thus the links grow in length from newest to oldest, and few pages
-    /// are named repeatedly. A base is written only after enough changes that it costs little more.
+    /// If there are too many links, the newest ones are folded into the next link: those that are no longer than the
+    /// next link has become so far. Thus links are longer the older they are, and few pages are named repeatedly. A
+    /// base is written only after enough changes that it costs little more.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -219,7 +219,7 @@ impl NewestSnapshot {
         Ok(Some((&self.links[at], collected(folded)?)))
     }
 
-    /// Returns whether there is an image file in which only images of these pages are named.
+    /// Returns whether the snapshot names only images of these pages in some image file.
     pub fn has_file_of(&self, pages: &[PageId]) -> bool {
         let mut theirs = ImageTotals::default();
         let images = pages.iter().filter_map(|page| self.get(*page)).map(|named| named.known.image);
@@ -241,12 +241,11 @@ impl NewestSnapshot {
         self.pages.iter()
     }
 
-    /// Returns the totals of the images that the snapshot names.
     pub fn sums(&self) -> &ImageTotals {
         &self.sums
     }
 
-    /// Returns the pages with a named image in a file, each once.
+    /// Returns the pages with a named image in a file, each of them once.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -263,8 +262,8 @@ impl NewestSnapshot {
     }
 }
 
-/// Records that an entry's file has an image of its page. Entries are ascending, so a file with adjacent
-/// pages has few runs.
+/// Records that the file of an entry's image contains an image of the page. Entries must be in ascending order, so that
+/// a file with adjacent pages has few runs.
 fn note(runs: &mut BTreeMap<u64, FileRuns>, entry: &ManifestEntry) {
     let Some(image) = entry.image else { return };
     image.files().for_each(|(file, _)| runs.entry(file).or_default().note(entry.page));

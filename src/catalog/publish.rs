@@ -1,8 +1,8 @@
-//! Publishing small files: STORE, manifests, tables.
+//! Publishes small files: STORE, manifests, and tables.
 //!
-//! The file is written under a temporary name, synced and renamed, and the folder is synced. After a crash,
-//! the complete file exists if the rename was reached; otherwise a temporary file may exist, which the next
-//! open removes. If there is no space for a new file, a spare of the log can be used for the temporary file.
+//! A file is written under a temporary name, synced and renamed, and the folder is synced. After a crash, the complete
+//! file exists if the rename was reached. Otherwise a temporary file may exist, which the next open removes. If there
+//! is no space for a new file, a spare of the log can be used for the temporary file.
 
 use std::sync::Arc;
 
@@ -15,18 +15,18 @@ use crate::base::parallel;
 use crate::disk::{Disk, DiskFile};
 use crate::error::{Error, Result};
 
-/// The number of bytes that a thread reads back at a time. Allocating memory for all of a long manifest took
-/// longer than reading it.
+/// The number of bytes that a thread reads back at a time. Allocating memory for all of a long manifest took longer
+/// than reading it.
 const READ_LEN: usize = (1 << 20) - (64 << 10);
 /// The number of manifest entries that a thread encodes at a time.
 const ENTRIES_AT_ONCE: usize = 8 << 10;
-/// The maximum number of threads that encode a manifest, read it back, or read back images that batches wrote
-/// in advance. No other part of a snapshot runs concurrently, and with small pages a single thread took a
-/// tenth of its time.
+/// The maximum number of threads that encode a manifest, read it back, or read back images that batches wrote in
+/// advance. No other part of a snapshot runs concurrently, and with small pages a single thread took a tenth of its
+/// time.
 pub(super) const THREADS_MAX: usize = 4;
 
-/// A function that makes a file of this temporary name and length from a spare if there is no space for a new
-/// one; it returns `None` if it cannot.
+/// A function that creates a file with this temporary name and length from a spare, for use if there is no space for a
+/// new file. It returns `None` if it cannot.
 pub(crate) type CreateFromSpare<'a> = dyn Fn(FileName, u64) -> Result<Option<Arc<dyn DiskFile>>> + 'a;
 
 /// A [`CreateFromSpare`] for callers that may not use spares.
@@ -34,8 +34,8 @@ pub(crate) fn without_spare(_temporary: FileName, _len: u64) -> Result<Option<Ar
     Ok(None)
 }
 
-/// Publishes a manifest or a table and reads it back, bypassing the cache (I7), with up to `threads_max`
-/// threads as far as they are useful. Returns the checksum of its header, by which other files refer to it.
+/// Publishes a manifest or a table and reads it back past the cache (I7), with up to `threads_max` threads. Returns the
+/// checksum of its header, by which other files refer to it.
 pub(crate) fn publish_manifest(
     disk: &Arc<dyn Disk>,
     manifest: &Manifest,
@@ -47,14 +47,14 @@ pub(crate) fn publish_manifest(
     Ok(published.header_crc)
 }
 
-/// Publishes like [`publish_manifest`], for a caller that reads the file back later.
+/// Publishes a file like [`publish_manifest`], for a caller that reads it back later.
 pub(crate) fn publish_unchecked(
     disk: &Arc<dyn Disk>,
     manifest: &Manifest,
     threads_max: usize,
     spare: &CreateFromSpare,
 ) -> Result<PublishedFile> {
-    assert!(manifest.redo.lsn <= manifest.end); // I7: the log leads from the images to the end.
+    assert!(manifest.redo.lsn <= manifest.end); // I7: a replay from `redo` reaches the end.
     let number = manifest.snapshot.0;
     let file = match manifest.kind {
         ManifestKind::Base | ManifestKind::Change { .. } => FileName::Manifest(number),
@@ -79,13 +79,13 @@ pub(crate) struct PublishedFile {
 }
 
 impl PublishedFile {
-    /// Reads the file back, bypassing the cache (I7).
+    /// Reads the file back past the cache and compares it with the expected bytes (I7).
     pub fn check(&self) -> Result<()> {
         check_published(&self.disk, self.file, &self.encoded.bytes(), self.threads)
     }
 }
 
-/// The encoded form of a manifest or a table. The file contains it twice.
+/// The encoded form of a manifest or a table, which the file contains twice.
 struct EncodedManifest {
     /// The pieces of one copy, in order.
     pieces: Vec<Vec<u8>>,
@@ -112,8 +112,8 @@ impl EncodedManifest {
     }
 }
 
-/// Writes the pieces `bytes` durably under a temporary name, then renames the file to `file`, durably. A lack
-/// of space is a clean failure: nothing changed except the spares.
+/// Durably writes `bytes`, in pieces, under a temporary name, then durably renames the file to `file`. A lack of space
+/// changes nothing except the spares.
 pub(crate) fn publish(
     disk: &Arc<dyn Disk>,
     file: FileName,
@@ -149,8 +149,7 @@ pub(crate) fn publish(
     disk.sync_folder(file.folder())
 }
 
-/// Reads a published manifest or table back, bypassing the cache, and compares it with the bytes written
-/// (I7).
+/// Reads a published manifest or table back past the cache, and compares it with the bytes written (I7).
 fn check_published(disk: &Arc<dyn Disk>, file: FileName, written: &[&[u8]], threads: usize) -> Result<()> {
     let (open, len) = (disk.open(file, false)?, byte_len(written));
     let area_len = len.min(READ_LEN);

@@ -1,8 +1,7 @@
-//! Eviction policies, which choose the page that leaves a full place.
+//! Eviction policies, which choose the pages to evict from a full place.
 //!
-//! A policy knows the pages of one place. It is notified of arrivals, uses and departures, and makes one
-//! decision: which page is evicted next. It knows nothing about the store, so the same policy can be measured
-//! on a trace.
+//! A policy tracks the pages of one place. It is notified of arrivals, uses and departures, and makes one decision: the
+//! page to evict next. It has no access to the store, so the same policy can be measured on a trace.
 
 mod lru;
 mod s3_fifo;
@@ -14,11 +13,10 @@ use remanent_format::PageId;
 pub use lru::Lru;
 pub use s3_fifo::S3Fifo;
 
-/// A policy that chooses which page is evicted from a place.
+/// A policy that chooses the pages to evict from a place.
 ///
-/// A store has one policy for each place of its [`Tiers`](crate::tiers::Tiers) except the last, and notifies it of
-/// the pages there in batch order. Uses are reported with some delay, and some are omitted if there are very
-/// many.
+/// A store has one policy for each place of its [`Tiers`](crate::tiers::Tiers) except the last, and notifies it of the
+/// pages in this place in batch order. Uses are reported with some delay, and some are omitted if there are very many.
 ///
 /// ```
 /// use remanent::tiers::{EvictionPolicy, Lru};
@@ -32,16 +30,16 @@ pub use s3_fifo::S3Fifo;
 /// assert_eq!(policy.victim(), None);
 /// ```
 pub trait EvictionPolicy: Send {
-    /// Called when a page arrives that the policy does not know. `len` is its length in bytes.
+    /// Called when a new page arrives in the place. `len` is its length in bytes.
     fn arrived(&mut self, page: PageId, len: u64);
 
-    /// Called when a page is read or changed. Ignored if the policy does not know the page.
+    /// Called when a page is read or changed. Must ignore pages that have not arrived.
     fn used(&mut self, page: PageId);
 
-    /// Called when a page is deleted or moved elsewhere. Ignored if the policy does not know the page.
+    /// Called when a page is deleted or moved to another place. Must ignore pages that have not arrived.
     fn left(&mut self, page: PageId);
 
-    /// Chooses the next page to evict and forgets it. Returns `None` if there are no pages. A page that
-    /// cannot be evicted because a caller uses its memory arrives again.
+    /// Removes and returns the next page to evict, or returns `None` if there are no pages. If the page cannot be
+    /// evicted because a caller uses its memory, [`arrived`](Self::arrived) is called for it again.
     fn victim(&mut self) -> Option<PageId>;
 }

@@ -1,9 +1,10 @@
 //! S3-FIFO: eviction with three queues and without an order of use.
 //!
-//! A page begins in a small queue, which has a tenth of the bytes. At its end, a page that was used since its
-//! arrival moves to the main queue, and any other page is evicted, so a scan passes through without evicting
-//! pages that are used repeatedly. The ids of pages evicted there are remembered; one that soon returns
-//! begins in the main queue. A used page is reinserted into the main queue once per use, up to three times.
+//! A page begins in a small queue, which has a tenth of the bytes. At the end of this queue, a page that was used since
+//! its arrival moves to the main queue, and any other page is evicted. Thus a scan passes through without evicting
+//! pages that are used repeatedly. The ids of pages evicted from the small queue are remembered, and a remembered page
+//! that returns soon begins in the main queue. A used page is reinserted into the main queue once per use, up to three
+//! times.
 //!
 //! After Yang, Zhang, Qiu, Yue and Rashmi, "FIFO queues are all you need for cache eviction" (SOSP 2023).
 
@@ -13,25 +14,25 @@ use remanent_format::PageId;
 
 use super::EvictionPolicy;
 
-/// The small queue's share of all bytes: one part in this number.
+/// The inverse of the small queue's share of all bytes.
 const SMALL_SHARE: u64 = 10;
-/// The most uses that are counted.
+/// The maximum number of uses that are counted.
 const USES_MAX: u8 = 3;
-/// Uses after which a page moves from the small queue to the main queue. The use that brings a page to the
-/// place counts as its arrival, so one more use is enough.
+/// The number of uses after which a page moves from the small queue to the main queue. The use that brings a page to
+/// the place counts as its arrival, so one more use suffices.
 const USES_TO_STAY: u8 = 1;
-/// The most entries of evicted pages that a queue keeps in excess of one for each resident page.
+/// The maximum number of stale entries in a queue, in excess of one for each resident page.
 pub(super) const STALE_MAX: usize = 64;
 
-/// An eviction policy with three first-in-first-out queues. It keeps pages that are used repeatedly apart
-/// from pages that are used once, so a scan of many pages does not evict the former.
+/// An eviction policy with three first-in, first-out queues. It separates pages that are used repeatedly from pages
+/// that are used once, so that a scan of many pages does not evict the former pages.
 #[derive(Debug, Default)]
 pub struct S3Fifo {
     pub(super) pages: HashMap<PageId, Resident>,
     pub(super) small: Fifo,
     pub(super) main: Fifo,
     pub(super) ghosts: Ghosts,
-    /// The number of the last arrival.
+    /// The number of arrivals so far.
     arrivals: u64,
 }
 
@@ -45,16 +46,16 @@ pub(super) struct Resident {
     arrival: u64,
 }
 
-/// A queue of pages. Pages that left remain in it as stale entries.
+/// A queue of pages. Pages that were removed remain in it as stale entries.
 #[derive(Debug, Default)]
 pub(super) struct Fifo {
     pub entries: VecDeque<(PageId, u64)>,
-    /// The number of pages in the queue, and their bytes.
+    /// The number of resident pages in the queue, and their total length in bytes.
     pub count: usize,
     pub bytes: u64,
 }
 
-/// Pages evicted from the small queue, newest last.
+/// The ids of pages evicted from the small queue, newest last.
 #[derive(Debug, Default)]
 pub(super) struct Ghosts {
     pub order: VecDeque<PageId>,
@@ -75,7 +76,7 @@ impl Fifo {
 }
 
 impl Ghosts {
-    /// Remembers a page, and at most `limit` pages in total.
+    /// Remembers a page, and forgets the oldest ones beyond `limit`.
     fn remember(&mut self, page: PageId, limit: usize) {
         if self.known.insert(page) {
             self.order.push_back(page);
@@ -86,8 +87,7 @@ impl Ghosts {
         }
     }
 
-    /// Returns whether the page is remembered, and forgets it. Its entry in the order remains until it
-    /// reaches the front.
+    /// Returns whether the page is remembered, and forgets it. Its entry in `order` remains until it reaches the front.
     fn recall(&mut self, page: PageId) -> bool {
         self.known.remove(&page)
     }

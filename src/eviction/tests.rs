@@ -63,7 +63,7 @@ fn the_least_recently_used_page_leaves_first() {
     }
 }
 
-/// Every resident page is evicted exactly once, and no other page is.
+/// Every resident page is evicted exactly once, and no other page is evicted.
 #[test]
 fn each_page_leaves_queues_once() {
     let mut next = numbers(11);
@@ -91,7 +91,7 @@ fn each_page_leaves_queues_once() {
         assert_eq!(policy.small.count + policy.main.count, there.len());
         let bytes: u64 = policy.pages.values().map(|page| page.len).sum();
         assert_eq!(policy.small.bytes + policy.main.bytes, bytes);
-        // Neither stale entries nor remembered ids grow with the lifetime of a store.
+        // The numbers of stale entries and remembered ids do not grow with the lifetime of a store.
         assert!(policy.small.entries.len() + policy.main.entries.len() <= 2 * there.len() + 3 * STALE_MAX);
         assert!(policy.ghosts.order.len() <= 61);
     }
@@ -123,7 +123,7 @@ fn hits(policy: &mut dyn EvictionPolicy, capacity: usize, requests: impl Iterato
 
 #[test]
 fn scan_evicts_reused_pages_with_lru_but_not_s3_fifo() {
-    // Ten rounds over 50 pages that are used repeatedly, each followed by 200 pages that are used once.
+    // Each of ten rounds uses 50 pages repeatedly, and then 200 other pages once.
     let requests = || {
         (0..10u64).flat_map(|round| {
             let hot = (0..3).flat_map(|_| 0..50);

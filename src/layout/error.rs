@@ -3,7 +3,7 @@
 /// The maximum alignment of a run in bytes: the largest page size of a GPU.
 pub(super) const ALIGN_MAX: u32 = 2 << 20;
 
-/// The reason why a layout is invalid, or cannot be used this way.
+/// The reason why a layout is invalid, or why a call cannot use it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LayoutError {
@@ -69,7 +69,7 @@ pub enum LayoutError {
         /// The length that the layout needs, in bytes.
         expected: u64,
     },
-    /// The 32 bytes are not a layout, or one of a later version.
+    /// The 32 bytes do not encode a layout, or encode one of a later version.
     #[error("the fingerprint is not one of a block layout: {reason}")]
     Fingerprint {
         /// The reason why the bytes are invalid.

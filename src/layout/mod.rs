@@ -1,8 +1,8 @@
 //! Block layouts of inference engines: the addresses of the bytes of a block of a key-value cache.
 //!
-//! An engine keeps its cache in blocks. A block contains, for each layer and each *outer* part (keys and
-//! values), the same number of tokens. The bytes of one block, layer and outer part are contiguous: a *run*.
-//! The order of runs differs between engines, and [`BlockLayout`] describes it:
+//! An engine keeps its cache in blocks. A block contains, for each layer and each *outer* part (keys and values), the
+//! same number of tokens. The bytes of one block, layer and outer part are contiguous and form a *run*. The order of
+//! runs differs between engines, and [`BlockLayout`] describes it:
 //!
 //! | arrangement | regions | order of the runs in a region |
 //! |---|---|---|
@@ -15,9 +15,9 @@
 //! between any two layouts whose blocks have the same shape ([`BlockLayout::copies`]), regardless of their
 //! arrangements.
 //!
-//! A layout can be encoded in 32 bytes without loss ([`BlockLayout::fingerprint`]). If these are passed to
-//! [`Options::layout_fingerprint`](crate::Options::layout_fingerprint), a program with another layout cannot
-//! open the store, and its error states both layouts.
+//! A layout can be encoded in 32 bytes without loss ([`BlockLayout::fingerprint`]). If these bytes are passed to
+//! [`Options::layout_fingerprint`](crate::Options::layout_fingerprint), a program with another layout cannot open the
+//! store, and its error states both layouts.
 //!
 //! ```
 //! use remanent::layout::{Arrangement, BlockLayout, BlockShape};
@@ -56,20 +56,20 @@ pub struct BlockShape {
     pub outer: u8,
     /// The number of tokens per block.
     pub tokens: u32,
-    /// The number of elements per token in one layer and outer part: heads times head size.
+    /// The number of elements per token in one layer and outer part, usually the number of heads times the head size.
     pub inner: u32,
     /// The size of an element in bytes.
     pub width: u8,
 }
 
-/// The order of the runs of blocks, layers and outer parts.
+/// The order of the runs of a layout, by block, layer and outer part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Arrangement {
     /// All runs in one region, ordered by block, then layer, then outer part.
     Contiguous,
     /// One region per layer.
     LayersApart {
-        /// Whether the outer parts of a block are adjacent. Otherwise, all blocks of an outer part are.
+        /// Whether the outer parts of a block are adjacent. If false, the blocks of each outer part are adjacent.
         block_first: bool,
     },
 }
@@ -85,7 +85,7 @@ pub struct Extent {
     pub len: u64,
 }
 
-/// One copy operation of a block transfer. Both extents have the same length.
+/// One copy operation of a block transfer, between extents of the same length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockCopy {
     /// The extent to read.
@@ -97,7 +97,7 @@ pub struct BlockCopy {
 /// A result whose error is a [`LayoutError`].
 pub type LayoutResult<T> = std::result::Result<T, LayoutError>;
 
-/// The addresses of runs in their regions. All arithmetic is checked once, when the layout is created.
+/// The positions of all blocks in the regions of a cache. All arithmetic is checked once, when the layout is created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockLayout {
     shape: BlockShape,
@@ -111,8 +111,8 @@ pub struct BlockLayout {
 }
 
 impl BlockLayout {
-    /// Creates a layout of `blocks` blocks in which each run starts at a multiple of `align` bytes from the
-    /// start of its region. With an alignment of 1, there are no gaps between runs, as in an engine's tensor.
+    /// Creates a layout of `blocks` blocks in which each run starts at a multiple of `align` bytes from the start of
+    /// its region. With an alignment of 1, there are no gaps between runs, as in an engine's tensor.
     ///
     /// # Errors
     /// [`LayoutError::Zero`], [`LayoutError::Align`], [`LayoutError::TooLong`].
@@ -207,18 +207,17 @@ impl BlockLayout {
         Ok(Extent { region: region as usize, offset: run * self.run_stride, len: self.run_len })
     }
 
-    /// Returns the extents of a block, ordered by layer, then outer part. Adjacent runs are merged into one
-    /// extent.
+    /// Returns the extents of a block, ordered by layer, then outer part. Adjacent runs are merged into one extent.
     ///
     /// # Errors
     /// [`LayoutError::OutOfRange`].
     pub fn extents(&self, block: u64) -> LayoutResult<Vec<Extent>> {
-        // A copy of the layout to itself merges exactly the runs that are adjacent in it.
+        // Copying the block to itself merges exactly the runs that are adjacent in the layout.
         Ok(self.copies(block, self, block)?.into_iter().map(|copy| copy.from).collect())
     }
 
-    /// Returns the minimal list of copies from a block of this layout to a block of `to`: runs that are
-    /// adjacent on both sides are merged into one copy.
+    /// Returns the minimal list of copies from a block of this layout to a block of `to`. Runs that are adjacent on
+    /// both sides are merged into one copy.
     ///
     /// # Errors
     /// [`LayoutError::OtherShape`] if the blocks' shapes differ; [`LayoutError::OutOfRange`].
@@ -242,7 +241,7 @@ impl BlockLayout {
         Ok(copies)
     }
 
-    /// Checks that regions of these lengths can hold the layout.
+    /// Returns an error unless regions of these lengths can contain the layout.
     ///
     /// # Errors
     /// [`LayoutError::RegionCount`], [`LayoutError::RegionLen`].
@@ -283,8 +282,7 @@ impl BlockLayout {
     /// Decodes a layout from a fingerprint.
     ///
     /// # Errors
-    /// [`LayoutError::Fingerprint`] if the bytes are not a fingerprint, and the errors of
-    /// [`BlockLayout::new`].
+    /// [`LayoutError::Fingerprint`] if the bytes are not a fingerprint; the errors of [`BlockLayout::new`].
     pub fn from_fingerprint(bytes: [u8; 32]) -> LayoutResult<Self> {
         let refused = |reason| LayoutError::Fingerprint { reason };
         let four = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"));
@@ -351,7 +349,7 @@ impl fmt::Display for BlockLayout {
 }
 
 impl Extent {
-    /// Returns the range of bytes in the region.
+    /// Returns the range of the extent's bytes within the region.
     #[must_use]
     pub fn range(&self) -> Range<u64> {
         self.offset..self.offset + self.len

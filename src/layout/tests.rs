@@ -1,4 +1,4 @@
-//! Layouts compared with a slow element-by-element loop, and the errors of invalid layouts.
+//! Compares layouts with a slow element-by-element loop, and tests the errors of invalid layouts.
 
 use proptest::prelude::*;
 
@@ -21,8 +21,8 @@ fn layout(shape: BlockShape) -> impl Strategy<Value = BlockLayout> {
     })
 }
 
-/// Computes the position of a run from the definition of the arrangements alone, by counting the runs before
-/// it one by one.
+/// Computes the position of a run from the definition of the arrangements alone, by counting the runs before it one by
+/// one.
 fn slow(layout: &BlockLayout, block: u64, layer: u32, outer: u8) -> (usize, u64) {
     let BlockShape { layers, outer: outers, tokens, inner, width } = layout.shape();
     let mut stride = u64::from(tokens) * u64::from(inner) * u64::from(width);
@@ -128,7 +128,7 @@ proptest! {
         if let Ok(layout) = BlockLayout::from_fingerprint(bytes) {
             prop_assert_eq!(layout.fingerprint(), bytes);
         }
-        // With any bit flipped, the result is another layout or an error.
+        // If any bit is flipped, the result is another layout or an error.
         for bit in 0..256 {
             let mut bytes = layout.fingerprint();
             bytes[bit / 8] ^= 1 << (bit % 8);

@@ -1,4 +1,4 @@
-//! Two kinds of memory: the page memory, and the host memory through which lanes copy.
+//! Memory management: page memory, and the staging memory through which lanes copy.
 
 pub(crate) mod arena;
 pub(crate) mod staging;

@@ -1,10 +1,10 @@
-//! A pool of staging. Allocating staging is expensive: a GPU pins it, at 1.5 GB/s. The pool therefore keeps
-//! returned staging for reuse, up to a limit.
+//! A pool of staging buffers. Allocating staging is expensive, because a GPU pins it at 1.5 GB/s. The pool therefore
+//! keeps returned buffers for reuse, up to a limit.
 //!
-//! Staging is allocated in size classes, so that returned staging fits later requests. The classes are powers
-//! of two, with three more between long ones: otherwise a request just beyond a power of two would take twice
-//! its length. A request returns a [`StagingBuf`] of exactly the requested length. Lists take the [`Staging`]
-//! inside, and their commands name ranges of it.
+//! Staging is allocated in size classes, so that returned buffers fit later requests. The classes are powers of two,
+//! with three more between long ones: otherwise a request just above a power of two would take twice its length. A
+//! request returns a [`StagingBuf`] of exactly the requested length. Command lists own the [`Staging`] inside, and
+//! their commands name ranges of it.
 
 use std::collections::BTreeMap;
 use std::ops::{Deref, DerefMut};
@@ -21,20 +21,20 @@ use crate::device::sums::{sum_each, sums_in, sums_len, transfer_corrupted};
 use crate::device::{Command, CommandList, Device, Lane, Span, Staging, StagingSpan};
 use crate::error::{Error, Result};
 
-/// The smallest class, which fits the payloads of small batches. A smallest class of 4 KiB was slower,
-/// because the system zeroes each page of memory on first access.
+/// The length in bytes of the smallest class, which fits the payloads of small batches. A smallest class of 4 KiB was
+/// slower, because the system zeroes each page of memory on first access.
 const CLASS_LEN_MIN: usize = 512;
-/// The length from which there are four classes per doubling.
+/// The length in bytes from which there are four classes per doubling.
 const LONG_CLASS_LEN: usize = 1 << 20;
-/// The largest class, as long as all idle staging that a store keeps. Longer staging is allocated with its
-/// exact length and not kept. This includes staging for the chunk of a 64 MiB page, which also has a header:
-/// staging of a class for it would be freed on every return.
+/// The length in bytes of the largest class, which equals the maximum of all idle staging that a store keeps. A longer
+/// buffer is allocated with its exact length and not kept. This includes a buffer for the chunk of a 64 MiB page, which
+/// also has a header: a larger class for it would be freed on every return.
 const CLASS_LEN_MAX: usize = 64 << 20;
 
-/// Idle staging of one device, shared by threads.
+/// The idle staging buffers of one device, shared by threads.
 ///
-/// The limit applies to idle staging only. Staging in use is limited by its users: a limit on it would make
-/// one user wait for another, which may be waiting for the first.
+/// The limit applies to idle staging only. Staging in use is limited by its users, because with a limit here one user
+/// might wait for another user that waits for the first.
 pub struct StagingPool {
     device: Arc<dyn Device>,
     idle_bytes_max: usize,
@@ -47,15 +47,15 @@ struct IdleStagings {
     classes: BTreeMap<usize, Vec<Staging>>,
 }
 
-/// Staging of exactly the requested length. Its contents are unspecified until written.
+/// A staging buffer of exactly the requested length. Its contents are unspecified until they are written.
 #[derive(Debug)]
 pub struct StagingBuf {
     staging: Staging,
     len: usize,
 }
 
-/// Bytes that grow at their end, kept in staging while they fit, so that they are copied only once. Bytes
-/// that are, or become, longer than the pool would keep are in ordinary memory.
+/// Bytes that grow at their end, kept in staging while they fit, so that they are copied only once. Bytes that are, or
+/// become, longer than the pool would keep are in ordinary memory.
 #[derive(Debug)]
 pub struct GrowingStaging(GrowthState);
 
@@ -65,7 +65,7 @@ enum GrowthState {
         staging: Staging,
         len: usize,
     },
-    /// More bytes than the pool would keep, in zeroed memory: appending zeros only increases the length.
+    /// More bytes than the pool would keep, in zeroed memory, in which appending zeros only increases the length.
     Zeroed {
         bytes: Vec<u8>,
         len: usize,
@@ -79,9 +79,9 @@ enum GrowthState {
 /// Bytes that no longer grow.
 #[derive(Debug)]
 pub enum GrownBytes {
-    /// In staging, which lists can name.
+    /// The bytes are in staging, which lists can name.
     Staged(StagingBuf),
-    /// In ordinary memory, for bytes that no list names.
+    /// The bytes are in ordinary memory, because no list names them.
     Plain(Vec<u8>),
 }
 
@@ -92,7 +92,7 @@ impl StagingPool {
         Self { device, idle_bytes_max, idle: CachePadded::default() }
     }
 
-    /// Returns staging of `len` bytes. Reused staging contains the bytes of its last user: zeroing it would
+    /// Returns a staging buffer of `len` bytes. A reused buffer contains the bytes of its last user: zeroing it would
     /// cost a pass over bytes that every user overwrites before reading them.
     ///
     /// # Errors
@@ -107,12 +107,12 @@ impl StagingPool {
         Ok(StagingBuf { staging, len })
     }
 
-    /// Returns a buffer for about `len` bytes. Staging that the pool would not keep is allocated only when it
-    /// is known to be needed; until then the bytes are in ordinary memory.
+    /// Returns a growing buffer for about `len` bytes. Staging that the pool would not keep is allocated only when it
+    /// is needed, and until then the bytes are in ordinary memory.
     ///
-    /// A buffer for few bytes is in ordinary memory, too. Another thread read the staging last, so reading
-    /// the bytes back, for example for a checksum, waits for the cache lines to arrive from that core. With
-    /// this wait, a commit of 256 bytes took a twentieth longer than with a copy.
+    /// A buffer for few bytes is in ordinary memory, too. Another core read the staging last, so reading the bytes
+    /// back, for example for a checksum, waits for the cache lines to arrive from that core. Because of this wait, a
+    /// commit of 256 bytes took a twentieth longer than with a copy.
     ///
     /// # Errors
     /// Same as [`take`](Self::take).
@@ -131,7 +131,7 @@ impl StagingPool {
         }))
     }
 
-    /// Returns the bytes that have stopped growing, in staging.
+    /// Returns the bytes in staging, after they have stopped growing.
     ///
     /// # Errors
     /// Same as [`take`](Self::take).
@@ -146,7 +146,7 @@ impl StagingPool {
         }
     }
 
-    /// Returns the bytes that have stopped growing, without moving them.
+    /// Returns the bytes without moving them, after they have stopped growing.
     pub fn grown_plain(&self, growing: GrowingStaging) -> GrownBytes {
         match growing.0 {
             GrowthState::Staged { staging, len } => GrownBytes::Staged(StagingBuf { staging, len }),
@@ -161,15 +161,15 @@ impl StagingPool {
         }
     }
 
-    /// Returns grown bytes to the pool.
+    /// Returns the staging of grown bytes to the pool.
     pub fn put_grown(&self, grown: GrownBytes) {
         if let GrownBytes::Staged(staged) = grown {
             self.put(staged.into_staging());
         }
     }
 
-    /// Appends a command to a list that checksums these ranges into new staging, which becomes the list's
-    /// last.
+    /// Appends a command to a list that checksums these ranges into a new staging buffer, which becomes the list's last
+    /// one.
     ///
     /// # Errors
     /// Same as [`take`](Self::take). The list is then unchanged.
@@ -179,9 +179,9 @@ impl StagingPool {
         push(&mut list.staging, sums.into_staging())
     }
 
-    /// Copies bytes to device memory and waits until they have arrived. If they cross a bus, the device
-    /// checksums the bytes that arrived (I12). A single flipped bit must not fail the caller, so the bytes
-    /// are sent a second time on a mismatch.
+    /// Copies bytes to device memory and waits until they have arrived. If they cross a bus, the device checksums the
+    /// arrived bytes (I12). On a mismatch, the bytes are sent a second time, because a single flipped bit must not fail
+    /// the caller.
     ///
     /// # Errors
     /// `OutOfMemory`; a device error, also if wrong bytes arrived twice.
@@ -189,7 +189,7 @@ impl StagingPool {
         self.upload_each(lane, &[(target, bytes)])
     }
 
-    /// Copies bytes to several ranges with one list of commands, as [`upload`](Self::upload) does for one.
+    /// Copies bytes to several ranges with one command list, like [`upload`](Self::upload).
     ///
     /// # Errors
     /// Same as [`upload`](Self::upload).
@@ -220,9 +220,9 @@ impl StagingPool {
         if once()? || once()? { Ok(()) } else { Err(transfer_corrupted(&*self.device, "pages")) }
     }
 
-    /// Copies bytes of device memory to the host and waits for them. If they cross a bus, the device
-    /// checksums the bytes that it sends (I12). A single flipped bit must not fail the caller, so the bytes
-    /// are sent a second time on a mismatch. No list may write to them during the call.
+    /// Copies bytes of device memory to the host and waits for them. If they cross a bus, the device checksums the
+    /// bytes that it sends (I12). On a mismatch, the bytes are sent a second time, because a single flipped bit must
+    /// not fail the caller. No list may write to the bytes during the call.
     ///
     /// # Errors
     /// `OutOfMemory`; a device error, also if wrong bytes arrived twice.
@@ -245,7 +245,7 @@ impl StagingPool {
         if once()? || once()? { Ok(()) } else { Err(transfer_corrupted(&*self.device, "bytes of a page")) }
     }
 
-    /// Returns the first `len` bytes of a staging, or another staging if it is shorter.
+    /// Returns the buffer with a length of `len` bytes, or another buffer if it is too short.
     ///
     /// # Errors
     /// Same as [`take`](Self::take).
@@ -258,15 +258,15 @@ impl StagingPool {
         self.take(len)
     }
 
-    /// Returns staging to the pool. If the limit is exceeded, staging is freed from the class with the most
+    /// Returns a staging buffer to the pool. If the limit is exceeded, buffers are freed from the class with the most
     /// idle bytes first, so that a class that is no longer used does not fill the pool permanently.
     pub fn put(&self, staging: Staging) {
         self.put_all([staging]);
     }
 
-    /// Returns several stagings to the pool together, for example those of a finished list.
+    /// Returns several staging buffers to the pool together, for example those of a completed list.
     pub fn put_all(&self, staging: impl IntoIterator<Item = Staging>) {
-        // Sorted before the lock is taken and freed after it is released, so that other threads wait for
+        // They are sorted before the lock is taken and freed after it is released, so that other threads wait for
         // neither: unpinning takes time.
         let mut freed = Vec::new();
         let mut given = IdleStagings::default();
@@ -287,7 +287,7 @@ impl StagingPool {
 
     /// Frees all idle staging, and returns the number of bytes freed.
     pub fn trim(&self) -> usize {
-        // Freed after the lock is released: unpinning takes time.
+        // The buffers are freed after the lock is released, because unpinning takes time.
         let idle = std::mem::take(&mut *self.idle.lock());
         idle.bytes
     }
@@ -427,17 +427,17 @@ impl Deref for GrownBytes {
 }
 
 impl StagingBuf {
-    /// Wraps the first `len` bytes of a staging, for example one that a finished list returned.
+    /// Wraps the first `len` bytes of a staging buffer, for example one that a completed list returned.
     ///
     /// # Panics
-    /// If the staging is shorter.
+    /// If the buffer is shorter.
     #[must_use]
     pub fn new(staging: Staging, len: usize) -> Self {
         assert!(len <= staging.len(), "{len} bytes of a staging of {}", staging.len());
         Self { staging, len }
     }
 
-    /// Returns the staging, for use in a list or to return it to the pool. It may be longer than requested.
+    /// Returns the underlying staging, for use in a list or to return it to the pool. It may be longer than requested.
     #[must_use]
     pub fn into_staging(self) -> Staging {
         self.staging
@@ -469,7 +469,7 @@ impl AsMut<[u8]> for StagingBuf {
     }
 }
 
-/// Returns the length of the class for staging of `len` bytes; `None` if the staging gets its exact length.
+/// Returns the length of the class for a staging buffer of `len` bytes, or `None` if the buffer gets its exact length.
 fn class_of(len: usize) -> Option<usize> {
     let step = if len > LONG_CLASS_LEN { len.next_power_of_two() / 8 } else { len.next_power_of_two() };
     (len <= CLASS_LEN_MAX).then(|| len.next_multiple_of(step).max(CLASS_LEN_MIN))
@@ -535,7 +535,7 @@ mod tests {
             pool.put(staging.into_staging());
             assert!(pool.idle_bytes() <= 16 << 10);
         }
-        // After 4 + 4 + 4 KiB and 8 KiB more, one of 4 KiB was freed. With the second 8 KiB, one of those was
+        // After 4 + 4 + 4 KiB and 8 KiB more, a buffer of 4 KiB was freed. With the second 8 KiB, one of those was
         // freed.
         assert_eq!(pool.idle_bytes(), 16 << 10);
         pool.put(pool.device.staging(32 << 10).unwrap());
@@ -543,7 +543,7 @@ mod tests {
         assert_eq!((pool.trim(), pool.idle_bytes(), pool.trim()), (16 << 10, 0, 0));
     }
 
-    /// The staging contains the bytes of its last user, which must not appear in bytes that grow in it.
+    /// A buffer contains the bytes of its last user, which must not appear in bytes that grow in it.
     #[test]
     fn grown_bytes_are_equal_in_staging_and_heap() {
         let pool = pool(1 << 20);
@@ -574,8 +574,7 @@ mod tests {
             let mut expected = [vec![1; lens[0]], vec![0; lens[1]], vec![3; lens[2]]].concat();
             expected.iter_mut().take(1).for_each(|first| *first = 7);
             assert!(*grown == expected, "{lens:?}");
-            // The pool keeps no staging as long as the longest class, so its address may now belong to other
-            // memory.
+            // The pool keeps no buffer as long as the longest class, so its address may now belong to other memory.
             if about <= CLASS_LEN_MAX {
                 assert_eq!(grown.as_ptr() == at, is_staged, "{lens:?}");
             }

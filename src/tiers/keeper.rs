@@ -1,9 +1,9 @@
 //! The thread that keeps part of each place free.
 //!
-//! It sleeps until a commit finds less free memory than there should be, or no room at all. Then it processes
-//! the places from last to first, so that each finds room in the places below. An evicted page is moved to
-//! the next place with enough room. If that is the disk and no image contains exactly the page, this thread
-//! writes one first, without the submission lock.
+//! The thread sleeps until a commit finds less free memory than there should be, or no room at all. Then it processes
+//! the places from last to first, so that each place finds room in the places below. An evicted page is moved to the
+//! next place with enough room. If that is the disk and no image contains exactly the page, the thread first writes
+//! such an image, without the submission lock.
 //!
 //! A page that another batch changes in the meantime is in use, and is not evicted.
 
@@ -31,10 +31,10 @@ const BATCH_BYTES: u64 = 32 << 20;
 const BATCH_PAGES: usize = 4096;
 /// The number of consecutive batches without an evicted page after which the thread gives up on a place.
 const FUTILE_BATCHES_MAX: usize = 3;
-/// The number of unprocessed changes that wakes the thread.
+/// The number of unprocessed changes at which the thread is woken.
 const UNPROCESSED_MIN: usize = 64 << 10;
-/// After a round that could not free enough, the thread is not woken for this time, except by a commit that
-/// finds no room.
+/// The time after a round that could not free enough memory, during which only a commit that finds no room wakes the
+/// thread.
 const PAUSE: Duration = Duration::from_millis(20);
 
 /// The places, their policies, and the requests to the thread.
@@ -47,9 +47,9 @@ pub(crate) struct TierKeeper {
     calls: Mutex<Calls>,
     called: Condvar,
     round_ended: Condvar,
-    /// Locked for reading by each call that moves pages, which are held in their place in the meantime;
-    /// locked for writing by a call that found no room alongside them. No caller-supplied code runs while it
-    /// is held.
+    /// A lock that calls which move pages hold for reading, because the moved pages cannot be evicted in the meantime.
+    /// A call that found no room because of other moves locks it for writing. No caller-supplied code runs while it is
+    /// held.
     pub moves_in_progress: RwLock<()>,
     counts: Arc<TierCounts>,
 }
@@ -58,7 +58,7 @@ pub(crate) struct TierKeeper {
 struct Tier {
     place: Place,
     room: PlaceRoom,
-    /// The number of bytes kept free; 0 in the last place.
+    /// The number of bytes to keep free, which is 0 in the last place.
     free_bytes: u64,
 }
 
@@ -69,26 +69,26 @@ struct Calls {
     is_called: bool,
     /// The number of bytes for which commits wait, by the index of the place.
     requested: HashMap<usize, u64>,
-    /// The number of rounds that have begun, and the number of those that have ended.
+    /// The numbers of rounds that have begun and ended.
     begun: u64,
     ended: u64,
     /// The places from which the last round could evict no more pages.
     stuck: Vec<usize>,
-    /// The failure of the last round, for the next call that waits.
+    /// The failure of the last round, which the next waiting call returns.
     failure: Option<Error>,
     /// The time before which another round would have the same result.
     not_before: Option<Instant>,
     is_over: bool,
 }
 
-/// The handle of the thread, owned by the store.
+/// A handle to the thread, owned by the store.
 pub(crate) struct TierThread {
     keeper: Arc<TierKeeper>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl TierKeeper {
-    /// Returns the existing pages at the open, as if they were last used when they were last changed.
+    /// Returns the existing pages at the open, with their last change as their last use.
     pub fn residents(options: &Tiers, table: &PageTable) -> Residents {
         let places = options.places();
         let left = &places[..places.len() - 1];
@@ -152,26 +152,25 @@ impl TierKeeper {
         self.tier_with_budget(place, bytes).is_some()
     }
 
-    /// Returns the index of the tier if pages can be evicted from this place and its budget is at least
-    /// `bytes` bytes.
+    /// Returns the index of the tier if pages can be evicted from this place and its budget is at least `bytes` bytes.
     fn tier_with_budget(&self, place: Place, bytes: u64) -> Option<usize> {
         let mut left = self.tiers[..self.tiers.len() - 1].iter();
         left.position(|tier| tier.place == place && bytes <= tier.room.budget())
     }
 
-    /// Returns the first place below `place` with a budget of at least `bytes` bytes, if that of `place` is
-    /// smaller.
+    /// Returns the first place below `place` with a budget of at least `bytes` bytes, or `None` if the budget of
+    /// `place` suffices.
     pub fn place_below(&self, place: Place, bytes: u64) -> Option<Place> {
         let at = self.tiers.iter().position(|tier| tier.place == place)?;
         let can_have = |tier: &&Tier| tier.place == Place::Disk || bytes <= tier.room.budget();
         self.tiers[at..].iter().find(can_have).map(|tier| tier.place).filter(|below| *below != place)
     }
 
-    /// Waits until the thread has made room for `bytes` bytes in a place. Other threads may take it before
-    /// the caller does. Returns `false` if no page can be evicted from the place.
+    /// Waits until the thread has made room for `bytes` bytes in a place. Other threads may take the room before the
+    /// caller does. Returns `false` if no page can be evicted from the place.
     ///
     /// # Errors
-    /// The error with which the thread failed to move pages.
+    /// The error because of which the thread could not move pages.
     pub fn make_room(&self, place: Place, bytes: u64) -> Result<bool> {
         let Some(tier) = self.tier_with_budget(place, bytes) else { return Ok(false) };
         let room = &self.tiers[tier].room;
@@ -180,7 +179,7 @@ impl TierKeeper {
         let requested = calls.requested.entry(tier).or_default();
         *requested = requested.saturating_add(bytes);
         self.called.notify_all();
-        // A round in progress did not know of this request.
+        // A round in progress does not include this request.
         let round = calls.begun + 1;
         while calls.ended < round && !calls.is_over {
             self.round_ended.wait(&mut calls);
@@ -199,7 +198,7 @@ impl TierKeeper {
         }
     }
 
-    /// Prevents the eviction of pages while a call moves others to their place.
+    /// Prevents the eviction of pages while a call moves other pages to the same place.
     pub fn hold(&self, pages: &[PageId]) {
         self.residents.lock().hold(pages);
     }
@@ -246,8 +245,8 @@ impl TierKeeper {
         }
     }
 
-    /// Frees in each place the intended or requested amount. Returns the places from which no more pages can
-    /// be evicted.
+    /// Frees the intended or requested amount in each place. Returns the places from which no more pages can be
+    /// evicted.
     fn round(&self, requested: &HashMap<usize, u64>) -> Result<Vec<usize>> {
         let _span = tracing::debug_span!("make_room").entered();
         let mut stuck = Vec::new();
@@ -260,8 +259,8 @@ impl TierKeeper {
         Ok(stuck)
     }
 
-    /// Evicts pages from a place until `goal` bytes are free. Returns `false` if no more pages can be
-    /// evicted. If all victims keep being changed, they are in use, and this stops too.
+    /// Evicts pages from a place until `goal` bytes are free. Returns `false` if no more pages can be evicted. Also
+    /// stops if all victims keep being changed, because they are in use.
     fn free_up(&self, at: usize, goal: u64) -> Result<bool> {
         let mut futile = 0;
         while futile < FUTILE_BATCHES_MAX {
@@ -286,18 +285,18 @@ impl TierKeeper {
         Ok(true)
     }
 
-    /// Notifies the policies of changes and reads.
+    /// Notifies the policies of recorded changes and reads.
     fn update_policies(&self) {
         let uses = self.uses.take();
         let mut residents = self.residents.lock();
         uses.into_iter().for_each(|page_use| residents.record(page_use));
     }
 
-    /// Moves pages to the next place that has room for them. Pages that are not moved are returned to the
-    /// policy. Returns the number of moved pages, or `None` if no place has room.
+    /// Moves pages to the next place that has room for them. Pages that are not moved are returned to the policy.
+    /// Returns the number of moved pages, or `None` if no place has room.
     fn move_down(&self, at: usize, mut pages: Vec<(PageId, u64)>) -> Result<Option<usize>> {
-        // Caller-owned memory does not count toward the budget, so nothing would be gained; and the caller
-        // wants the pages to use it.
+        // Evicting pages from caller-owned memory would gain nothing, because this memory does not count toward the
+        // budget, and the caller wants the pages to use it.
         let requested: Vec<PageId> = pages.iter().map(|(page, _)| *page).collect();
         let lent = self.engine.applier.turn(move |turn| {
             turn.intact()?;
@@ -341,8 +340,8 @@ impl TierKeeper {
         Ok(room.free_soon() >= bytes)
     }
 
-    /// Moves pages from one place to another by one batch. Pages that are changed or used in the meantime
-    /// stay. Returns the number of moved pages.
+    /// Moves pages from one place to another with one batch. Pages that are changed or used in the meantime are not
+    /// moved. Returns the number of moved pages.
     fn move_to(&self, from: Place, to: Place, mut pages: Vec<(PageId, u64)>) -> Result<usize> {
         let begun = Instant::now();
         loop {
@@ -392,7 +391,7 @@ impl TierThread {
     /// Starts the thread.
     ///
     /// # Errors
-    /// [`Error::Thread`] if it cannot be started.
+    /// [`Error::Thread`] if the thread cannot be started.
     pub fn start(keeper: Arc<TierKeeper>) -> Result<Self> {
         let poisons = PoisonOnPanic { poison: keeper.engine.poison.clone(), thread: "the thread for tiers" };
         let life = keeper.clone();

@@ -1,4 +1,4 @@
-//! Commits and moves that wait for room in the tiers.
+//! Submits batches and moves that wait for room in the tiers.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -15,21 +15,20 @@ use crate::error::{Error, Result};
 use crate::write::batch::WriteBatch;
 use crate::write::commit::Committer;
 
-/// The maximum number of attempts to submit a batch for which room was made. Other threads may take the room
-/// each time.
+/// The maximum number of attempts to submit a batch for which room was made. Other threads may take the room each time.
 const TRIES_MAX: usize = 100;
-/// The maximum number of pages and bytes that one batch moves if there is room for all pages of a call. A
-/// longer page is moved alone.
+/// The maximum number of pages and bytes that one batch moves if there is room for all pages of a call. A longer page
+/// is moved alone.
 const BATCH_PAGES: usize = 4096;
 const BATCH_BYTES: u64 = 256 << 20;
 /// The maximum number of threads that submit the batches of a call.
 const MOVERS_MAX: usize = 4;
 
-/// Submits batches, and moves pages to where they are needed.
+/// Submits batches, and moves pages to the places that callers request.
 pub(crate) struct PageMover {
     pub engine: Arc<Engine>,
     pub committer: Arc<Committer>,
-    /// The keeper that makes room, if there are tiers.
+    /// The keeper that makes room, or `None` without tiers.
     pub keeper: Option<Arc<TierKeeper>>,
     /// The statistics, shared with the keeper.
     pub counts: Arc<TierCounts>,
@@ -38,30 +37,30 @@ pub(crate) struct PageMover {
 /// How a page that is already in its place is reported to the policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Hits {
-    /// The page counts as used.
+    /// The page is reported as used.
     Uses,
     /// The page is not reported: the same caller has just moved it there.
     Arrivals,
 }
 
-/// A guard for pages that must not be evicted while others are moved to their place.
+/// A guard for pages that must not be evicted while other pages are moved to the same place.
 struct HeldPages<'m>(Option<&'m TierKeeper>, &'m [PageId]);
 
 impl PageMover {
-    /// Logs a batch, as [`Committer::submit`] does. If a place of the tiers has no room for it, pages are
-    /// evicted from that place first.
+    /// Logs a batch, like [`Committer::submit`]. If a place of the tiers has no room for the batch, pages are evicted
+    /// from that place first.
     pub fn submit(&self, batch: &WriteBatch) -> Result<(LogPoint, Vec<PageId>)> {
         let submitted = self.submit_with_others(batch);
         let Some(keeper) = self.waits_for_others(&submitted) else { return submitted };
-        // The lock is not held here, because sources of the batch are caller-supplied code, and may move
-        // pages themselves.
+        // The lock is released before the submission, because sources of the batch are caller-supplied code, and may
+        // move pages themselves.
         drop(keeper.moves_in_progress.write());
         self.submit_with_others(batch)
     }
 
-    /// Returns the keeper if a call failed for lack of room that evictions could free. The caller then tries
-    /// again while no other call moves pages: pages in use by other calls cannot be evicted, so concurrent
-    /// calls may make each other fail although each of them has room on its own.
+    /// Returns the keeper if a call failed for lack of room that evictions could free. The caller must then try again
+    /// while no other call moves pages: pages in use by other calls cannot be evicted, so concurrent calls may make
+    /// each other fail although each of them alone has room.
     fn waits_for_others<T>(&self, tried: &Result<T>) -> Option<&TierKeeper> {
         let Err(Error::OverBudget { place, requested, .. }) = tried else { return None };
         self.keeper.as_deref().filter(|keeper| keeper.may_make_room(*place, *requested))
@@ -87,9 +86,9 @@ impl PageMover {
         }
     }
 
-    /// Demotes pages that the batch resizes or clones, and that are in a place which can never have all the
-    /// requested room. A move by the store may have put them there, and whether a batch fits must not depend
-    /// on that. Returns whether any page was demoted.
+    /// Demotes pages that the batch resizes or clones, if their place can never have all the requested room. A move by
+    /// the store may have put them there, and whether a batch fits must not depend on such moves. Returns whether any
+    /// page was demoted.
     fn demote_for(&self, keeper: &TierKeeper, batch: &WriteBatch, place: Place, bytes: u64) -> Result<bool> {
         let Some(below) = keeper.place_below(place, bytes) else { return Ok(false) };
         let begun = Instant::now();
@@ -99,18 +98,18 @@ impl PageMover {
         };
         let going: Vec<_> = set_of(batch.pages_that_grow()).into_iter().filter_map(is_there).collect();
         match self.move_all(&going, below, begun) {
-            // Another thread deleted or leased one of them: the batch detects that itself.
+            // Another thread deleted or leased one of the pages, which the batch itself detects.
             Err(Error::UnknownPage { .. } | Error::Leased { .. }) => Ok(true),
             moved => moved.map(|point| point.is_some()),
         }
     }
 
-    /// Moves pages to a place, given the current place and the length of each. Returns the position of the
-    /// last batch that did so; `None` if there are no pages.
+    /// Moves pages to a place, given the current place and the length of each page. Returns the position of the last
+    /// batch that moved pages, or `None` if there are no pages.
     ///
-    /// Many pages are moved by several batches, submitted concurrently: while one is planned and copied, the
-    /// next is prepared. If there is no room for all pages, a single batch requests it, so that a call which
-    /// cannot get the room moves nothing, and calls of several threads do not take each other's room.
+    /// Many pages are moved by several batches, submitted concurrently: while one batch is planned and copied, the next
+    /// is prepared. If there is no room for all pages, a single batch requests the room. Thus a call that cannot get
+    /// the room moves nothing, and calls of several threads do not take each other's room.
     fn move_all(
         &self,
         pages: &[(PageId, Place, u64)],
@@ -144,8 +143,8 @@ impl PageMover {
         self.submit_with_others(&batch).map(|(point, _)| point)
     }
 
-    /// Moves the pages that are not yet in `place` to it. Returns the position of the last batch that did so;
-    /// `None` if all are already there.
+    /// Moves the pages that are not yet in `place` to it. Returns the position of the last batch that moved pages, or
+    /// `None` if all pages are already there.
     pub fn move_to_place(&self, pages: &[PageId], place: Place) -> Result<Option<LogPoint>> {
         self.move_counting(pages, place, Hits::Uses)
     }
@@ -178,7 +177,7 @@ impl PageMover {
                     hits += 1;
                 }
             } else {
-                // The policy of the place is notified of the arrival, which is not a use yet.
+                // The policy of the place is notified of the arrival, which does not count as a use yet.
                 push(&mut coming, (page, from, len))?;
             }
         }
@@ -190,8 +189,8 @@ impl PageMover {
         Ok(point)
     }
 
-    /// Moves pages like [`move_to_place`](Self::move_to_place), in advance of a caller: deleted pages are
-    /// removed from `pages`, and pages that an open has not loaded yet are loaded before others.
+    /// Moves pages like [`move_to_place`](Self::move_to_place), in advance of a caller. Deleted pages are removed from
+    /// `pages`, and pages that an open has not loaded yet are loaded first.
     pub fn move_existing(&self, pages: &mut Vec<PageId>, place: Place, hits: Hits) -> Result<()> {
         loop {
             match self.move_counting(pages, place, hits) {
@@ -213,13 +212,13 @@ impl PageMover {
         self.engine.applier.unloaded().end(Error::Closed);
     }
 
-    /// Returns the length of a page in bytes; 0 if it does not exist.
+    /// Returns the length of a page in bytes, or 0 if the page does not exist.
     pub fn byte_len(&self, page: PageId) -> u64 {
         self.engine.versions.page(page, |seen| seen.len()).unwrap_or(0)
     }
 }
 
-/// Divides pages into batches.
+/// Divides pages into batches of limited size.
 fn batches(pages: &[(PageId, Place, u64)]) -> Vec<&[(PageId, Place, u64)]> {
     let (mut batches, mut rest) = (Vec::new(), pages);
     while !rest.is_empty() {

@@ -1,4 +1,4 @@
-//! Moving pages in advance to where they will be needed.
+//! Moves pages in advance to the places where they will be needed.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -18,11 +18,11 @@ use crate::error::{Error, Result};
 const BATCH_PAGES: usize = 64;
 const BATCH_BYTES: u64 = 16 << 20;
 
-/// A handle to pages in flight to a place, returned by [`Store::prefetch`](crate::Store::prefetch). Dropping
-/// it does not stop them.
+/// A handle to pages that are being moved to a place, returned by [`Store::prefetch`](crate::Store::prefetch). Dropping
+/// the handle does not stop the moves.
 ///
-/// The handle is also a future with the result of [`wait`](Self::wait). Await `&mut coming` to keep the
-/// handle, for example to cancel it after a timeout.
+/// The handle is also a future with the result of [`wait`](Self::wait). Await `&mut coming` to keep the handle, for
+/// example to cancel the prefetch after a timeout.
 ///
 /// ```
 /// use remanent::{Options, Place, Store};
@@ -55,16 +55,17 @@ struct JobState {
     left: VecDeque<PageId>,
     /// Whether a batch is in progress.
     is_moving: bool,
-    /// When the first batch began, and when all pages had arrived.
+    /// The times at which the first batch began, and at which all pages had arrived.
     begun: Option<Instant>,
     ended: Option<Instant>,
     outcome: Option<Result<()>>,
-    /// The waker of the waiting task, if any.
+    /// The waker of the task that waits for the result, if any.
     task: Option<Waker>,
 }
 
 impl Prefetch {
-    /// Cancels all moves that have not begun, and waits for those in progress. Pages that have arrived stay.
+    /// Cancels all moves that have not begun, and waits for those in progress. Pages that have arrived remain in the
+    /// place.
     ///
     /// # Errors
     /// [`Error::Forked`].
@@ -81,8 +82,8 @@ impl Prefetch {
         Ok(())
     }
 
-    /// Returns when the first page began to move and when all of them had arrived, as far as that has
-    /// happened; `None` if the prefetch failed.
+    /// Returns the times at which the first page began to move and at which all pages had arrived, as far as that has
+    /// happened. Returns `None` if the prefetch failed.
     pub(super) fn moving_since(&self) -> Result<Option<(Instant, Option<Instant>)>> {
         let state = self.job.check()?.state.lock();
         let has_failed = matches!(state.outcome, Some(Err(_)));
@@ -151,8 +152,8 @@ impl Future for Prefetch {
     }
 }
 
-/// Wakes the task that waits for a job, after releasing the job's lock, because an executor may poll the task
-/// in this call.
+/// Wakes the task that waits for a job. The job's lock is released first, because an executor may poll the task in this
+/// call.
 fn wake(mut state: MutexGuard<'_, JobState>) {
     let task = state.task.take();
     drop(state);
@@ -160,7 +161,7 @@ fn wake(mut state: MutexGuard<'_, JobState>) {
 }
 
 impl Job {
-    /// Takes the pages to move next; `None` if none are left.
+    /// Takes the pages to move next, or returns `None` if none are left.
     fn next(&self, len_of: impl Fn(PageId) -> u64) -> Option<Vec<PageId>> {
         let mut state = self.state.lock();
         let (mut pages, mut bytes) = (Vec::new(), 0u64);
@@ -190,7 +191,7 @@ impl Job {
     }
 }
 
-/// The thread that moves pages in advance. It is started by the first call.
+/// The thread that moves pages in advance, started by the first call.
 pub(crate) struct PrefetchThread {
     mover: Arc<PageMover>,
     jobs: Arc<Jobs>,
@@ -271,7 +272,7 @@ impl Jobs {
     }
 }
 
-/// A guard that ends a job when its thread panics, so that no call waits for it.
+/// A guard that ends a job when its thread panics, so that no call waits for the job.
 struct EndJobOnPanic<'j>(&'j Job);
 
 impl Drop for EndJobOnPanic<'_> {

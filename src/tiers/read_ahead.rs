@@ -1,8 +1,8 @@
-//! Read-ahead: the pages of the next steps are in flight while a caller uses those of the current one.
+//! Read-ahead, which moves the pages of the next steps while a caller uses those of the current step.
 //!
-//! The number of steps in flight is computed from two measured times: how long the pages of a step take to
-//! arrive, and how long the caller takes between two steps. A fixed number would be too small for pages on
-//! disk; for pages in memory, it would evict others for nothing.
+//! The number of steps in flight is computed from two measured times: the time that the pages of a step take to arrive,
+//! and the time that the caller takes between two steps. A fixed number would be too small for pages on disk. For pages
+//! in memory, it would evict other pages unnecessarily.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -17,12 +17,12 @@ use crate::error::{Error, Result};
 
 /// The maximum number of steps in flight.
 const STEPS_MAX: usize = 64;
-/// Steps in flight take at most one part in this number of the place's budget: the rest is in use.
+/// The inverse of the share of the place's budget that steps in flight may take.
 const BUDGET_PART: u64 = 4;
 
-/// A sequence of steps of a caller, created by [`Store::read_ahead`](crate::Store::read_ahead). Each step
-/// uses some pages, such as a layer of a model or a request in a queue. The pages of the coming steps are
-/// moved to a place in advance.
+/// A sequence of steps of a caller, created by [`Store::read_ahead`](crate::Store::read_ahead). Each step uses some
+/// pages, such as a layer of a model or a request in a queue. The pages of the next steps are moved to a place in
+/// advance.
 ///
 /// ```
 /// use remanent::{Options, Place, Store};
@@ -59,7 +59,7 @@ pub struct ReadAhead<'s> {
     /// The budget of the place in bytes.
     budget: u64,
     pace: Pace,
-    /// When the caller received its last step.
+    /// The time at which the caller received its last step.
     given: Option<Instant>,
     opener: Process,
 }
@@ -72,7 +72,7 @@ struct Step {
 
 impl<'s> ReadAhead<'s> {
     pub(crate) fn new(mover: &'s PageMover, prefetcher: &'s PrefetchThread, place: Place) -> Self {
-        // The budget of the disk limits written bytes, and moving pages there needs none.
+        // The budget of the disk limits only buffered writes, and moving pages there needs none.
         let budget = if place == Place::Disk { u64::MAX } else { mover.engine.arena.budget(place) };
         Self {
             mover,
@@ -88,12 +88,13 @@ impl<'s> ReadAhead<'s> {
     }
 
     /// Returns whether another step should be pushed now. Call this again after each [`push`](Self::push).
-    /// While one step is in use, another is in flight, or several if pages take longer to arrive than the
-    /// caller takes for a step: up to 64 steps and a quarter of the place's budget. No step is requested
-    /// after one of more than half of the budget.
+    ///
+    /// While one step is in use, another is in flight. If pages take longer to arrive than the caller takes for a step,
+    /// several are in flight, up to 64 steps and a quarter of the place's budget. After a step of more than half of the
+    /// budget, no step is requested.
     #[must_use]
     pub fn wants_more(&self) -> bool {
-        // The first step is used next; the others follow it.
+        // The first step is used next, and the other steps follow it.
         let Some(first) = self.upcoming.front() else { return true };
         let behind = self.bytes - first.bytes;
         self.upcoming.len() <= self.pace.distance()
@@ -120,12 +121,12 @@ impl<'s> ReadAhead<'s> {
         Ok(())
     }
 
-    /// Returns the pages of the first step once they have arrived; `None` if there are no steps. Pages that
-    /// have not begun to move are moved by this call. Pages that were deleted in the meantime are omitted.
+    /// Returns the pages of the first step once they have arrived, or `None` if there are no steps. Pages that have not
+    /// begun to move are moved by this call. Pages that were deleted in the meantime are omitted.
     ///
     /// # Errors
-    /// [`Error::Forked`]; those of [`Store::ensure`](crate::Store::ensure), after which the step is lost.
-    /// Pages that are loaded on demand may be [`Error::Damaged`].
+    /// [`Error::Forked`]; the errors of [`Store::ensure`](crate::Store::ensure), after which the step is lost. Pages
+    /// that are loaded on demand may be [`Error::Damaged`].
     pub fn next_step(&mut self) -> Result<Option<Vec<PageId>>> {
         self.opener.check()?;
         let called = Instant::now();
@@ -144,7 +145,7 @@ impl<'s> ReadAhead<'s> {
         self.given = Some(now);
         self.in_store(there)?;
         let begun = moving.map_or(called, |(begun, _)| begun);
-        // If all pages arrived in advance, they had done so before the call.
+        // If all pages arrived in advance, they had arrived before the call.
         let ended = moving.and_then(|(_, ended)| ended).unwrap_or(now);
         self.pace.latency.note(ended - begun);
         Ok(Some(pages))
@@ -158,8 +159,8 @@ impl<'s> ReadAhead<'s> {
 impl Drop for ReadAhead<'_> {
     /// Cancels all moves that have not begun.
     fn drop(&mut self) {
-        // All are canceled before the first wait, since otherwise the next one would begin during that wait.
-        // In a forked child, there is nothing to cancel.
+        // All moves are canceled before the first wait, because otherwise the next one would begin during that wait. In
+        // a forked child, there is nothing to cancel.
         let given_up = self.upcoming.iter().try_for_each(|step| step.prefetch.give_up());
         let ended = given_up.and_then(|()| self.upcoming.iter().try_for_each(|step| step.prefetch.cancel()));
         debug_assert!(ended.is_ok() || !self.opener.is_current());
@@ -183,8 +184,8 @@ struct Pace {
 }
 
 impl Pace {
-    /// Returns the number of steps to keep in flight while one is used, so that the next one arrives in time:
-    /// as many as the caller uses while a slow step arrives.
+    /// Returns the number of steps to keep in flight so that the next step arrives in time: the number of steps that
+    /// the caller uses while a slow step arrives.
     fn distance(&self) -> usize {
         let (Some(latency), Some(interval)) = (self.latency.late(), self.interval.mean()) else { return 1 };
         let steps = latency.as_secs_f64() / interval.as_secs_f64().max(1e-9);

@@ -1,4 +1,4 @@
-//! The pages in each place, as known to the eviction policies.
+//! Tracks the pages in each place for the eviction policies.
 
 use std::collections::HashMap;
 
@@ -11,8 +11,7 @@ use crate::versions::uses::PageUse;
 pub(crate) struct Residents {
     tiers: Vec<(Place, Box<dyn EvictionPolicy>)>,
     pages: HashMap<PageId, Resident>,
-    /// Pages that calls are moving to where they are needed, with the number of such calls. They are not
-    /// evicted.
+    /// The pages that calls are moving to a place, which are not evicted, each with the number of such calls.
     held: HashMap<PageId, usize>,
 }
 
@@ -31,7 +30,7 @@ impl Residents {
         match page_use {
             PageUse::Read(page) => self.used(page),
             PageUse::Changed(page, at) => {
-                // Evicting a page without bytes would free no room.
+                // A page without bytes is not tracked, because evicting it would free no room.
                 let at = at.filter(|(_, len)| *len > 0).and_then(|(place, len)| {
                     let tier = self.tiers.iter().position(|(of_tier, _)| *of_tier == place)?;
                     Some(Resident { tier, len })
@@ -60,10 +59,9 @@ impl Residents {
         }
     }
 
-    /// Chooses victims from a tier until they have at least `bytes` bytes or there are `count` of them. Held
-    /// pages, and pages for which `may_leave` returns `false`, are not chosen. The policy no longer knows the
-    /// chosen pages: one that is not evicted after all must be returned with
-    /// [`return_to_policy`](Self::return_to_policy).
+    /// Chooses victims from a tier until they have at least `bytes` bytes or there are `count` of them. Held pages, and
+    /// pages for which `may_leave` returns `false`, are not chosen. The policy forgets the chosen pages. A chosen page
+    /// that is not evicted after all must be returned with [`return_to_policy`](Self::return_to_policy).
     pub fn choose(
         &mut self,
         tier: usize,
@@ -137,13 +135,13 @@ mod tests {
             (b, Some((Place::Device(0), 10))),
             (c, Some((Place::Host, 10))),
             (d, Some((Place::Disk, 10))),
-            // A change without a move, which counts as a use.
+            // A change without a move counts as a use.
             (a, Some((Place::Device(0), 10))),
         ] {
             residents.record(PageUse::Changed(page, at));
         }
         assert_eq!(chosen(&mut residents, 0, 1), [b]);
-        // The page was moved down by a batch, and is the newest there.
+        // A batch has moved the page down, and the page is the newest there.
         residents.record(PageUse::Changed(b, Some((Place::Host, 10))));
         residents.record(PageUse::Read(c));
         assert_eq!(chosen(&mut residents, 1, 100), [b, c]);

@@ -11,19 +11,19 @@ use crate::base::sync::Mutex;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TierStats {
-    /// The place of these statistics.
+    /// The place to which these statistics apply.
     pub place: Place,
-    /// The number of pages that [`Store::ensure`](crate::Store::ensure) and
-    /// [`Store::prefetch`](crate::Store::prefetch) requested here and found here.
+    /// The number of pages that [`Store::ensure`](crate::Store::ensure) and [`Store::prefetch`](crate::Store::prefetch)
+    /// requested in this place and found in it.
     pub hits: u64,
-    /// The number of pages requested here and found elsewhere. [`Stats::moves`](crate::stats::Stats::moves) states
-    /// where.
+    /// The number of pages that were requested in this place and found elsewhere.
+    /// [`Stats::moves`](crate::stats::Stats::moves) states where.
     pub misses: u64,
     /// The number of pages evicted to make room.
     pub evictions: u64,
     /// The number of commits and other calls that waited for room.
     pub waits: u64,
-    /// The total time that they waited.
+    /// The total time that these calls waited.
     pub waited: Duration,
 }
 
@@ -33,7 +33,7 @@ impl TierStats {
     }
 }
 
-/// Statistics of moves between two places since the store was opened: moves requested by callers, and
+/// Statistics of moves between two places since the store was opened. They include moves requested by callers, and
 /// evictions. Moves in a caller's own batches are not counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -42,20 +42,20 @@ pub struct MoveStats {
     pub from: Place,
     /// The place that the pages moved to.
     pub to: Place,
-    /// The number of pages.
+    /// The number of pages moved.
     pub pages: u64,
-    /// The total length of these pages in bytes.
+    /// The total length of the moved pages in bytes.
     pub bytes: u64,
-    /// The total time of the moves: an eviction lasts until its room is free; a requested move lasts until it
-    /// is logged, at which time pages from disk have arrived. The time of a batch that moves pages from
-    /// several places is divided among the places in proportion to their bytes.
+    /// The total time of the moves. An eviction ends when its room is free. A requested move ends when it is logged, at
+    /// which time pages from disk have arrived. The time of a batch that moves pages from several places is divided
+    /// among the places in proportion to their bytes.
     ///
     /// A device copies pages from one memory to another after that, while the caller continues.
     /// [`TransferStats::time`](crate::stats::TransferStats::time) of the same two places includes that copy.
     pub took: Duration,
 }
 
-/// The statistics, shared by all threads.
+/// The statistics of all places and moves, shared by all threads.
 #[derive(Default)]
 pub(crate) struct TierCounts(Mutex<Counts>);
 
@@ -71,7 +71,7 @@ impl TierCounts {
         count(self.0.lock().tiers.entry(place).or_insert_with(|| TierStats::of(place)));
     }
 
-    /// Counts pages that moved to a place, given the original place and the length of each.
+    /// Counts pages that moved to a place, given the original place and the length of each page.
     pub fn moved(&self, to: Place, pages: &[(Place, u64)], took: Duration) {
         let all: u64 = pages.iter().map(|(_, len)| len).sum();
         let mut counts = self.0.lock();

@@ -1,4 +1,4 @@
-//! The account of one place: how much of its budget is used, and for which purposes.
+//! The account of one place, which tracks how much of the budget is used, and for which purposes.
 //!
 //! Threads that allocate concurrently share only these counters, so an allocation takes no lock.
 
@@ -13,28 +13,28 @@ use crate::error::{Error, Result};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Purpose {
-    /// A page's own bytes.
+    /// The bytes of a page.
     Page,
-    /// The memory to which a leased page moves when it is changed.
+    /// The memory to which a leased page moves when the page is changed.
     Relocation,
-    /// The old contents of a page, for an exact snapshot.
+    /// The earlier contents of a page, kept for an exact snapshot.
     Aside,
-    /// Memory for a caller's kernels: bytes that a batch takes, working copies, shadows.
+    /// Memory that callers use: bytes that a batch reads, working copies, shadows.
     Caller,
     /// Memory in which a commit is assembled on the device before it is logged.
     Stage,
-    /// Memory into which a snapshot gathers pages, or a long read its bytes, before they are copied to the
-    /// host; also the bits of a comparison.
+    /// Memory into which a snapshot gathers pages, or a long read its bytes, before they are copied to the host. Also
+    /// the bitmap of a comparison.
     Gather,
-    /// A page in caller-owned memory, which is outside the budget: it belongs to the caller, or is already
+    /// A page in caller-owned memory, which is outside the budget, because it belongs to the caller or is already
     /// counted for [`Purpose::Caller`].
     Lent,
-    /// The memory of an image file to which the device copies. It yields to every other purpose.
+    /// The memory of an image file to which the device copies. It is freed when any other purpose needs the budget.
     Image,
 }
 
 impl Purpose {
-    /// All purposes, in the order of their numbers.
+    /// All purposes, in the order of their discriminants.
     pub const ALL: [Self; 8] = [
         Self::Page,
         Self::Relocation,
@@ -47,40 +47,40 @@ impl Purpose {
     ];
 }
 
-/// Usage of one place's budget.
+/// The usage of one place's budget.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PlaceUsage {
-    /// Allocated bytes, excluding lent memory.
+    /// The number of allocated bytes, excluding caller-owned memory.
     pub allocated_bytes: u64,
-    /// Bytes given up that a lane may still use.
+    /// The number of bytes that were given up, but that a lane may still use.
     pub retired_bytes: u64,
-    /// Bytes claimed for allocations in progress.
+    /// The number of bytes claimed for allocations in progress.
     pub claimed_bytes: u64,
-    /// The highest total of allocated and retired bytes since the peak was last reset.
+    /// The maximum total of allocated and retired bytes since the peak was last reset.
     pub peak_bytes: u64,
-    /// Number of allocations and lent memories, including those of length 0.
+    /// The number of allocations and pieces of caller-owned memory, including those of length 0.
     pub count: u64,
-    /// Allocated and lent bytes, by purpose.
+    /// The number of allocated and caller-owned bytes, by purpose.
     by_purpose: [u64; Purpose::ALL.len()],
 }
 
 impl PlaceUsage {
-    /// Returns the bytes that count against the budget.
+    /// Returns the number of bytes that count against the budget.
     #[must_use]
     pub fn used(&self) -> u64 {
         self.allocated_bytes + self.retired_bytes + self.claimed_bytes
     }
 
-    /// Returns the bytes allocated for this purpose. Bytes stay counted for the purpose for which they were
-    /// allocated until they are given up or handed to a caller.
+    /// Returns the number of bytes allocated for this purpose. Bytes stay counted for the purpose for which they were
+    /// allocated until they are given up or passed to a caller.
     #[must_use]
     pub fn bytes_for(&self, purpose: Purpose) -> u64 {
         self.by_purpose[purpose as usize]
     }
 }
 
-/// The free budget of a place, read without a lock.
+/// A view of the free budget of a place, which can be read without a lock.
 #[derive(Clone, Debug)]
 pub struct PlaceRoom(Arc<Account>);
 
@@ -89,29 +89,29 @@ impl PlaceRoom {
         Self(account)
     }
 
-    /// Returns the limit of the place in bytes; `u64::MAX` if it has none.
+    /// Returns the limit of the place in bytes, or `u64::MAX` if it has none.
     pub fn budget(&self) -> u64 {
         self.0.budget
     }
 
-    /// Returns the bytes that are free, or will be once the lanes have done their queued work.
+    /// Returns the number of bytes that are free, or will be after the work queued on the lanes.
     pub fn free_soon(&self) -> u64 {
-        // Retired bytes are read first: bytes released in between may count as free twice, but never as used.
+        // Retired bytes are read first, so that bytes released in between may count as free twice, but never as used.
         let retired = self.0.retired.load(Ordering::Acquire);
         let used = self.0.used.load(Ordering::Relaxed).saturating_sub(retired);
         self.0.budget.saturating_sub(used)
     }
 }
 
-/// A place's budget and its use. Bytes are claimed before the device is called, so that concurrent threads
+/// The budget of a place and its usage. Bytes are claimed before the device is called, so that concurrent threads
 /// cannot exceed the budget together.
 #[derive(Debug)]
 pub(super) struct Account {
     place: Place,
     budget: u64,
-    /// Claimed, allocated and retired bytes.
+    /// The number of claimed, allocated and retired bytes.
     used: AtomicU64,
-    /// Allocated and retired bytes.
+    /// The number of allocated and retired bytes.
     taken: AtomicU64,
     retired: AtomicU64,
     peak: AtomicU64,
@@ -136,7 +136,7 @@ impl Account {
     /// Claims bytes of the budget.
     ///
     /// # Errors
-    /// `OverBudget`, with nothing claimed.
+    /// `OverBudget`, without a claim.
     pub fn claim(&self, len: u64) -> Result<()> {
         let within = |used: u64| used.checked_add(len).filter(|sum| *sum <= self.budget); // I10
         let claimed = self.used.fetch_update(Ordering::Acquire, Ordering::Relaxed, within);
@@ -145,12 +145,12 @@ impl Account {
         claimed.map(drop).map_err(over)
     }
 
-    /// Returns claimed bytes that were not allocated.
+    /// Returns claimed bytes that were not allocated to the budget.
     pub fn unclaim(&self, len: u64) {
         self.used.fetch_sub(len, Ordering::Relaxed);
     }
 
-    /// Counts claimed bytes as allocated for some pages.
+    /// Counts claimed bytes as allocated for `count` pages.
     pub fn allocated(&self, purpose: Purpose, count: u64, len: u64) {
         let taken = self.taken.fetch_add(len, Ordering::Relaxed) + len;
         self.peak.fetch_max(taken, Ordering::Relaxed);
@@ -164,19 +164,19 @@ impl Account {
         self.by_purpose[Purpose::Caller as usize].fetch_add(len, Ordering::Relaxed);
     }
 
-    /// Counts bytes that a caller lent to a page. They do not use the budget.
+    /// Counts caller-owned bytes that a page uses. They do not use the budget.
     pub fn lent(&self, len: u64) {
         self.count.fetch_add(1, Ordering::Relaxed);
         self.by_purpose[Purpose::Lent as usize].fetch_add(len, Ordering::Relaxed);
     }
 
-    /// Counts lent bytes as given up by their page.
+    /// Counts caller-owned bytes as given up by their page.
     pub fn lent_returned(&self, len: u64) {
         self.count.fetch_sub(1, Ordering::Relaxed);
         self.by_purpose[Purpose::Lent as usize].fetch_sub(len, Ordering::Relaxed);
     }
 
-    /// Counts allocated bytes of some pages as given up; a lane may still use them.
+    /// Counts allocated bytes of `count` pages as given up. A lane may still use them.
     pub fn retired(&self, purpose: Purpose, count: u64, len: u64) {
         self.retired.fetch_add(len, Ordering::Relaxed);
         self.count.fetch_sub(count, Ordering::Relaxed);
@@ -185,34 +185,33 @@ impl Account {
 
     /// Counts retired bytes as released.
     pub fn released(&self, len: u64) {
-        // The order matters. A thread that claims these bytes no longer sees them as taken, so the peak never
-        // exceeds the budget. A thread that no longer sees them as retired no longer sees them as used
-        // either.
+        // The order matters. A thread that claims these bytes no longer observes them as taken, so the peak never
+        // exceeds the budget. A thread that no longer observes them as retired no longer observes them as used either.
         self.taken.fetch_sub(len, Ordering::Relaxed);
         self.used.fetch_sub(len, Ordering::Release);
         self.retired.fetch_sub(len, Ordering::Release);
     }
 
-    /// Returns whether this number of bytes would fit if no memory were retired.
+    /// Returns whether `len` bytes would fit if no memory were retired.
     pub fn fits_without_retired(&self, len: u64) -> bool {
-        // The two counters are read at different moments, retired bytes first, so bytes released in between
-        // make the result `true`. The caller then claims the bytes, and that result is exact.
+        // The two counters are read at different moments, retired bytes first, so bytes released in between make the
+        // result `true`. The caller then claims the bytes, and that result is exact.
         let retired = self.retired.load(Ordering::Acquire);
         let used = self.used.load(Ordering::Relaxed).saturating_sub(retired);
         used.checked_add(len).is_some_and(|sum| sum <= self.budget)
     }
 
-    /// Returns the bytes of the budget that are left.
+    /// Returns the number of bytes of the budget that are left.
     pub fn available(&self) -> u64 {
         self.budget - self.used.load(Ordering::Relaxed)
     }
 
-    /// Resets the peak to the bytes currently taken.
+    /// Resets the peak to the number of bytes currently taken.
     pub fn reset_peak(&self) {
         self.peak.store(self.taken.load(Ordering::Relaxed), Ordering::Relaxed);
     }
 
-    /// Returns the current use. Counters that change during the call may be from different moments.
+    /// Returns the current usage. Counters that change during the call may belong to different moments.
     pub fn usage(&self) -> PlaceUsage {
         let [used, taken, retired, peak, count] =
             [&self.used, &self.taken, &self.retired, &self.peak, &self.count]

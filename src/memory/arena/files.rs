@@ -1,9 +1,9 @@
-//! Memory of files to which the device copies, registered within the budget of pinned memory, and given up
-//! for any other use of that budget.
+//! Memory of files to which the device copies. It is registered within the budget of pinned memory, and given up when
+//! any other use needs that budget.
 //!
-//! File memory is released in this order: the lists that name it pass their fences, the device unregisters
-//! it, the mapping ends. Only then may the file be truncated or removed. If it is unknown whether the last
-//! list has ended, the memory stays registered until the device is dropped.
+//! File memory is released in this order: the lists that name it pass their fences, the device unregisters it, and the
+//! mapping ends. Only then may the file be truncated or removed. If it is unknown whether the last list has ended, the
+//! memory stays registered until the device is dropped.
 
 use std::ops::Range;
 use std::sync::{Arc, Weak};
@@ -26,11 +26,11 @@ use crate::memory::staging::StagingPool;
 #[derive(Default)]
 pub(super) struct RegisteredFiles {
     files: Mutex<Vec<Weak<RegisteredFile>>>,
-    /// Whether the device has rejected a file, because it would reject the next one too.
+    /// Whether the device has rejected a file, in which case no more files are registered.
     is_refused: AtomicBool,
 }
 
-/// A file to whose memory the device copies, until it is dropped or given up.
+/// A file to whose memory the device copies. The memory is registered until it is given up or this value is dropped.
 pub(crate) struct RegisteredFile {
     arena: Arc<Arena>,
     staging: Arc<StagingPool>,
@@ -39,17 +39,17 @@ pub(crate) struct RegisteredFile {
 }
 
 struct FileState {
-    /// The device's id for the memory; `None` once it is given up.
+    /// The device's id for the memory, or `None` once the memory is given up.
     memory: Option<MemoryId>,
     /// The number of current writers.
     users: usize,
-    /// The last list of each lane that names the memory; 0 if there is none.
+    /// The fence of the last list of each lane that names the memory, with value 0 if there is none.
     last_uses: [Fence; FILE_LANES.len()],
     /// Whether a list without a fence may have been queued.
     is_end_unknown: bool,
 }
 
-/// A direction of copies between the device and a file. Each has a lane of its own: a copy queued behind a
+/// A direction of copies between the device and a file. Each direction has a separate lane: a copy queued behind a
 /// read-back in the same lane would hold the queue of long copies.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum CopyDirection {
@@ -66,16 +66,15 @@ impl CopyDirection {
 /// The lanes of both directions.
 const FILE_LANES: [Lane; 2] = [Lane::Drain, Lane::Load];
 
-/// The right to copy to a file's memory. The memory is not given up before it is dropped.
+/// The right to copy to a file's memory, which is not given up before this value is dropped.
 pub(crate) struct FileTarget {
     file: Arc<RegisteredFile>,
     memory: MemoryId,
 }
 
 impl Arena {
-    /// Registers the memory of a file if the file supports shared mappings, the device accepts it, and the
-    /// budget of pinned memory has room for it. Otherwise returns `None`, which is not an error: the bytes
-    /// are then copied through staging.
+    /// Registers the memory of a file. Returns `None` if the file does not support shared mappings, the device rejects
+    /// it, or the budget of pinned memory has no room. The bytes are then copied through staging.
     pub(crate) fn register(
         self: &Arc<Self>,
         file: &dyn DiskFile,
@@ -103,7 +102,7 @@ impl Arena {
     ) -> Result<Option<Arc<RegisteredFile>>> {
         let Some(mapping) = file.memory()? else { return Ok(None) };
         let (len, account) = (mapping.byte_len(), self.account(Place::Pinned));
-        // Claimed before the device is called (I10).
+        // The budget is claimed before the device is called (I10).
         account.claim(len)?;
         let memory = self.device.register(mapping).inspect_err(|_| account.unclaim(len))?;
         account.allocated(Purpose::Image, 1, len);
@@ -117,8 +116,8 @@ impl Arena {
         Ok(Some(registered))
     }
 
-    /// Gives up files without writers, oldest first, until `needed` bytes of pinned memory are free. Returns
-    /// whether any memory was freed.
+    /// Gives up files without writers, oldest first, until `needed` bytes of pinned memory are free. Returns whether
+    /// any memory was freed.
     pub(super) fn release_files(&self, needed: u64) -> bool {
         let files: Vec<Arc<RegisteredFile>> =
             self.files.files.lock().iter().filter_map(Weak::upgrade).collect();
@@ -154,7 +153,8 @@ impl RegisteredFile {
         state.users == 0 && self.give_up(&mut state)
     }
 
-    /// Gives up the memory under the lock: a writer that finds none may truncate the file.
+    /// Gives up the memory. The caller must hold the lock of `state`, because a writer that finds no memory may
+    /// truncate the file.
     fn give_up(&self, state: &mut FileState) -> bool {
         let Some(memory) = state.memory.take() else { return false };
         let device = &self.arena.device;
@@ -182,13 +182,13 @@ impl Drop for RegisteredFile {
     fn drop(&mut self) {
         let mut state = self.state.lock();
         let state = &mut *state;
-        // No target exists, because each of them holds the file.
+        // No target exists, because each target keeps the file alive.
         self.give_up(state);
     }
 }
 
 impl FileTarget {
-    /// Returns the number of bytes of the file that the target covers, from its start.
+    /// Returns the number of bytes that the target covers, from the start of the file.
     pub fn byte_len(&self) -> u64 {
         self.file.len
     }
@@ -208,7 +208,7 @@ impl FileTarget {
         let queued = device.submit(way.lane(), list);
         let mut state = self.file.state.lock();
         match &queued {
-            // The device may have started it without a fence.
+            // The device may have started the list without a fence.
             Err(_) => state.is_end_unknown = true,
             Ok(pending) => {
                 let last = &mut state.last_uses[way as usize];
@@ -218,12 +218,11 @@ impl FileTarget {
         queued
     }
 
-    /// Computes the CRC-32 of each of these ascending ranges of the file on the device, and waits for the
-    /// results.
+    /// Computes the CRC-32 of each of these ascending ranges of the file on the device, and waits for the results.
     ///
-    /// If there is a bus between device and file, the ranges are first copied over it to memory of `place`,
-    /// provided that this is the device's own memory and has room: a copy engine reads faster than kernels
-    /// that checksum bytes across a bus.
+    /// If there is a bus between device and file, the ranges are first copied over it to memory of `place`, provided
+    /// that this place is the device's own memory and has room. A copy engine reads faster than kernels that checksum
+    /// bytes across a bus.
     ///
     /// # Errors
     /// A device error; `OutOfMemory`.
@@ -247,8 +246,8 @@ impl FileTarget {
         collected(sums.into_iter().map(Hasher::finalize))
     }
 
-    /// Adds the checksums of parts of ranges to those of the ranges. Together the parts span at most the
-    /// length of a piece.
+    /// Adds the checksums of parts of ranges to those of the ranges. Together the parts may span at most the length of
+    /// a piece.
     fn add_sums(&self, place: Place, parts: &[(Range<u64>, usize)], sums: &mut [Hasher]) -> Result<()> {
         let Some((start, end)) =
             parts.first().map(|first| first.0.start).zip(parts.last().map(|last| last.0.end))
@@ -287,14 +286,13 @@ impl FileTarget {
         Ok(())
     }
 
-    /// Returns the error for a device that copied different bytes to the file, or read different bytes from
-    /// it.
+    /// Returns the error for a device that copied different bytes to the file, or read different bytes from the file.
     pub fn transfer_corrupted(&self) -> Error {
         transfer_corrupted(&*self.file.arena.device, "bytes of pages")
     }
 
-    /// Allocates memory into which parts of the file are read back. Empty if kernels checksum them equally
-    /// fast in the file, as without a bus in between, or if there is no room.
+    /// Allocates memory into which parts of the file are read back. Returns an empty list if kernels checksum the file
+    /// equally fast, as without a bus in between, or if there is no room.
     fn read_back_memory(&self, place: Place, len: u64) -> Result<Vec<PageMemory>> {
         let arena = &self.file.arena;
         if !matches!(place, Place::Device(_)) || !arena.device.crosses_bus() {

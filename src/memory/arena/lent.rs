@@ -1,9 +1,9 @@
-//! The handles of callers' memory in which pages live.
+//! The handles of caller-owned memory in which pages are stored.
 //!
-//! Such memory is outside the budget: it belongs to the caller, or is already counted as the caller's. A
-//! handle is held until no lane uses the page's memory any more. Dropping its owner runs the caller's code,
-//! which must not run on the applier or under a lock; an unneeded handle therefore waits here for a caller's
-//! thread. A crash loses all of this.
+//! Such memory is outside the budget, because it belongs to the caller or is already counted as the caller's. A handle
+//! is kept until no lane uses the page's memory. Dropping the handle may run the caller's code, which must not run on
+//! the applier or under a lock. Therefore an unneeded handle waits here for a caller's thread. A crash loses all of
+//! these handles.
 
 use std::collections::HashMap;
 
@@ -11,16 +11,16 @@ use crate::base::sync::Mutex;
 use crate::base::sync::atomic::{AtomicUsize, Ordering};
 use crate::device::{Device, DeviceBytes, Fence, MemoryId, MemoryOwner, drop_when_passed};
 
-/// The handles of memory that is lent to pages, shared by threads.
+/// The handles of caller-owned memory in which pages are stored, shared by threads.
 #[derive(Default)]
 pub(super) struct LentMemories {
-    /// Handles, by the id under which a page uses them.
+    /// The handles, by the id under which a page uses the memory.
     handles: Mutex<HashMap<MemoryId, DeviceBytes>>,
-    /// Handles of memory that no page uses any more.
+    /// The handles of memory that no page uses any more.
     released_handles: Mutex<Vec<DeviceBytes>>,
-    /// Owners of memory that callers' streams may still use, each with the fence after those uses.
+    /// The owners of memory that callers' streams may still use, each with the fence after those uses.
     leaving: Mutex<Vec<(MemoryOwner, Fence)>>,
-    /// The total number of `release_handle` and `leaving` entries.
+    /// The total number of entries in `released_handles` and `leaving`.
     waiting_count: AtomicUsize,
 }
 
@@ -30,7 +30,7 @@ impl LentMemories {
         self.handles.lock().insert(memory, bytes);
     }
 
-    /// Records that the page gave up its memory.
+    /// Records that the page has given up its memory.
     pub fn retire(&self, memory: MemoryId) {
         self.handles.lock()[&memory].retire_loan();
     }
@@ -42,20 +42,20 @@ impl LentMemories {
         bytes
     }
 
-    /// Leaves a handle to the next thread that may drop it.
+    /// Adds a handle to be dropped by the next thread that may drop it.
     pub fn release_handle(&self, bytes: DeviceBytes) {
         self.released_handles.lock().push(bytes);
         self.waiting_count.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// Leaves an owner to the first thread that may drop it after the fence has passed.
+    /// Adds an owner to be dropped after the fence has passed, by the next thread that may drop it.
     pub fn keep_until(&self, owner: MemoryOwner, fence: Fence) {
         self.leaving.lock().push((owner, fence));
         self.waiting_count.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// Drops the handles that were let go, and the owners whose fences have passed. The calling thread must
-    /// be allowed to run a caller's code.
+    /// Drops the released handles, and the owners whose fences have passed. The calling thread must be allowed to run a
+    /// caller's code.
     pub fn drop_released(&self, device: &dyn Device) {
         if self.waiting_count.load(Ordering::Acquire) == 0 {
             return;
@@ -64,7 +64,7 @@ impl LentMemories {
         let has_passed = |(_, fence): &mut (MemoryOwner, Fence)| device.reached(fence.lane) >= fence.value;
         let passed: Vec<_> = self.leaving.lock().extract_if(.., has_passed).collect();
         self.waiting_count.fetch_sub(released_handles.len() + passed.len(), Ordering::AcqRel);
-        // Dropped without the locks: an owner that drops more handles must not wait for this thread.
+        // They are dropped without the locks, because an owner that drops more handles must not wait for this thread.
         drop((released_handles, passed));
     }
 

@@ -1,10 +1,10 @@
-//! Page memory: allocated within the budget, and freed only when no lane uses it.
+//! Page memory, which is allocated within the budget, and freed only when no lane uses it.
 //!
-//! The page table owns one [`PageMemory`] for each page. When a page is deleted or moved, its memory is
-//! retired with the fence of its last use and released once that fence has passed. Until then it still exists
-//! and counts against the budget (I10). Nothing here is stored on disk: recovery allocates new memory.
+//! The page table owns one [`PageMemory`] for each page. When a page is deleted or moved, its memory is retired with
+//! the fence of its last use and released once that fence has passed. Until then the memory still exists and counts
+//! against the budget (I10). No memory is stored on disk: recovery allocates new memory.
 //!
-//! The device may cache released memory: [`Device::trim`] frees it.
+//! The device may cache released memory, which [`Device::trim`] frees.
 
 mod account;
 mod page_memory;
@@ -45,29 +45,29 @@ pub struct Arena {
     device: Arc<dyn Device>,
     budget: Budget,
     accounts: RwLock<BTreeMap<Place, Arc<Account>>>,
-    /// Retired memory by lane, in the order of retirement. An entry behind one with a later fence waits for
-    /// that fence, which costs only time.
+    /// Retired memory by lane, in the order of retirement. An entry after one with a later fence waits for that fence,
+    /// which costs only time.
     retired: [Mutex<Queue<RetiredMemory>>; Lane::ALL.len()],
     retired_count: AtomicUsize,
-    /// The scratch in use, and the threads that wait for it.
+    /// The scratch memory in use, and the number of threads that wait for it.
     scratch: Mutex<ScratchMemory>,
     scratch_returned: Condvar,
-    /// Held while reaping a lane, so that a thread that asks how much memory is free waits until the release
-    /// is counted. There is one lock for each lane, so that a thread that waits for callers does not delay
+    /// The locks that are held while reaping a lane, so that a thread that asks how much memory is free waits until the
+    /// release is counted. There is one lock for each lane, so that a thread that waits for callers does not delay
     /// threads that reap the other lanes.
     reaping: [Mutex<()>; Lane::ALL.len()],
-    /// Callers' memory in which pages live.
+    /// The caller-owned memory in which pages are stored.
     lent: LentMemories,
-    /// Files to which the device copies.
+    /// The files to which the device copies.
     files: RegisteredFiles,
     link: Arc<MemoryLink>,
 }
 
-/// Memory of a deleted page, handed to a caller.
+/// The memory of a deleted page, passed to a caller.
 pub enum HandedOut {
     /// Caller-owned memory, as the handle that the caller lent.
     Lent(DeviceBytes),
-    /// The store's memory, to be returned like any other.
+    /// The store's memory, which the caller must return like any other.
     Own(PageMemory),
 }
 
@@ -76,7 +76,7 @@ struct RetiredMemory {
     fence: Fence,
 }
 
-/// Allocations released per call, so that lists of them stay short.
+/// The number of allocations released per call, which limits the length of lists of them.
 const RELEASED_AT_ONCE: usize = 1024;
 
 impl Arena {
@@ -98,12 +98,12 @@ impl Arena {
         }
     }
 
-    /// Lends caller-owned memory to a page, outside the budget. If a page gave up a part of it, waits until
-    /// no lane uses that part any more. The caller ensures that no stream uses the memory and that no work on
-    /// it is in flight.
+    /// Assigns caller-owned memory to a page, outside the budget. If another page has given up a part of the memory,
+    /// waits until no lane uses that part. The caller must ensure that no stream uses the memory and that no work on it
+    /// is in flight.
     ///
     /// # Errors
-    /// `MemoryInUse` if a page lives in a part of it or has just given it up; a device error.
+    /// `MemoryInUse` if a page is in a part of the memory or has just given it up; a device error.
     pub fn lend(&self, page: PageId, bytes: &DeviceBytes) -> Result<PageMemory> {
         let memory = match bytes.lend(page)? {
             Some(memory) => memory,
@@ -120,9 +120,9 @@ impl Arena {
         Ok(PageMemory::new(memory, place, len, Purpose::Lent))
     }
 
-    /// Takes the memory of a deleted page for a caller. No list names the memory any more. Memory that a
-    /// caller lent is returned as the handle that the caller lent; all other memory gets a new id, unknown to
-    /// readers, and stays counted.
+    /// Takes the memory of a deleted page for a caller. No list may name the memory any more. Caller-owned memory is
+    /// returned as the handle that the caller passed. All other memory gets a new id, unknown to readers, and stays
+    /// counted.
     ///
     /// # Errors
     /// A device error; the memory then stays counted.
@@ -151,14 +151,14 @@ impl Arena {
         &self.link
     }
 
-    /// Keeps the owner of memory that callers' streams used until this fence has passed;
-    /// [`drop_released`](Self::drop_released) then drops it.
+    /// Keeps the owner of memory that callers' streams used until this fence has passed.
+    /// [`drop_released`](Self::drop_released) then drops the owner.
     pub fn keep_until(&self, owner: MemoryOwner, fence: Fence) {
         self.lent.keep_until(owner, fence);
     }
 
-    /// Drops callers' memory in which no page lives any more. This may run a caller's code, so it must be
-    /// called on a caller's thread that holds no lock.
+    /// Drops handles of caller-owned memory in which no page is stored any more. This may run a caller's code, so it
+    /// must be called on a caller's thread that holds no lock.
     pub fn drop_released(&self) {
         self.lent.drop_released(&*self.device);
     }
@@ -166,18 +166,17 @@ impl Arena {
     #[cfg(test)]
     /// Allocates memory for a page, with unspecified contents. A length of 0 uses no budget.
     ///
-    /// If only retired memory prevents the allocation, this waits for its fences instead of failing: whether
-    /// a batch fits must not depend on the progress of the lanes.
+    /// If only retired memory prevents the allocation, the call waits for its fences instead of failing, because
+    /// whether a batch fits must not depend on the progress of the lanes.
     ///
     /// # Errors
-    /// `OverBudget`, `OutOfMemory`, `PlaceUnavailable`, a device error. On failure nothing is allocated.
+    /// `OverBudget`, `OutOfMemory`, `PlaceUnavailable`, a device error. On failure no memory is allocated.
     pub fn allocate(&self, purpose: Purpose, place: Place, len: u64) -> Result<PageMemory> {
         self.reserve(purpose, &[(place, len)])?.allocate(place, len)
     }
 
-    /// Allocates memory like [`allocate`](Self::allocate), for a thread that submits to the lanes. It waits
-    /// only for lanes that never wait for a caller: otherwise a stalled caller's stream would stall all
-    /// batches.
+    /// Allocates memory like [`allocate`](Self::allocate), for a thread that submits to the lanes. The call waits only
+    /// for lanes that never wait for a caller: otherwise a stalled caller's stream would stall all batches.
     ///
     /// # Errors
     /// Same as [`allocate`](Self::allocate).
@@ -200,12 +199,12 @@ impl Arena {
         Ok(memory)
     }
 
-    /// Reserves the budget for these allocations, each with its place and its length. If only retired memory
-    /// prevents this, waits for its fences and tries once more.
+    /// Reserves the budget for these allocations, each with its place and its length. If only retired memory prevents
+    /// this, waits for its fences and tries once more.
     ///
     /// # Errors
-    /// `OverBudget`, which states the total requested in a place and the bytes left there; a device error. On
-    /// failure nothing is reserved.
+    /// `OverBudget`, which states the total requested in a place and the bytes left there; a device error. On failure
+    /// no budget is reserved.
     pub fn reserve(&self, purpose: Purpose, pages: &[(Place, u64)]) -> Result<Reservation<'_>> {
         self.reserve_awaiting(&Lane::ALL, purpose, pages)
     }
@@ -222,8 +221,9 @@ impl Arena {
             let sum = sums.entry(*place).or_default();
             *sum = sum.saturating_add(*len);
         }
-        // Also if no memory is retired any more: another thread may have taken the last of it from the queue
-        // and be releasing it now. A batch that arrived at that moment used to be rejected.
+        // The retry also happens if no memory is retired any more: another thread may have taken the last retired
+        // memory from the queue and be releasing it now. Without this, a batch that arrived at that moment was
+        // rejected.
         let claimed = match self.claim(awaited, purpose, &sums) {
             Err(Error::OverBudget { place, requested, .. })
                 if self.account(place).fits_without_retired(requested) =>
@@ -233,8 +233,8 @@ impl Arena {
             }
             claimed => claimed,
         };
-        // Files are registered only for speed. A request for scratch fails instead, because scratch is for a
-        // snapshot to these files.
+        // Files are registered only for speed, so they are given up. A request for scratch fails instead, because
+        // scratch is for a snapshot to these files.
         let claimed = match claimed {
             Err(Error::OverBudget { place: Place::Pinned, requested, available, .. })
                 if purpose != Purpose::Gather && self.release_files(requested.saturating_sub(available)) =>
@@ -265,7 +265,7 @@ impl Arena {
         self.retire_all([page], fence);
     }
 
-    /// Retires the memory of several pages, as [`retire`](Self::retire) does for one.
+    /// Retires the memory of several pages, like [`retire`](Self::retire).
     pub fn retire_all(&self, pages: impl IntoIterator<Item = PageMemory>, fence: Fence) {
         let mut scratch = Vec::new();
         let mut sums = AccountSums::default();
@@ -283,7 +283,7 @@ impl Arena {
             self.retired_count.fetch_add(1, Ordering::AcqRel);
             queue.push_back(RetiredMemory { page, fence });
         }
-        // Counted as retired before another thread can take the memory from the queue and count it as
+        // The memory must be counted as retired before another thread can take it from the queue and count it as
         // released.
         sums.end(|place, sum| self.count_retired(place, sum));
         drop(queue);
@@ -294,7 +294,7 @@ impl Arena {
         self.account(place).retired(purpose, count, len);
     }
 
-    /// Releases memory that no pending list names: no list ever named it, or the fences of all lists that did
+    /// Releases memory that no pending list names, because no list ever named it, or because all fences of such lists
     /// were waited for.
     ///
     /// # Errors
@@ -318,9 +318,8 @@ impl Arena {
         released
     }
 
-    /// Discards memory as [`discard`](Self::discard) does, for callers that already have an error to report
-    /// or cannot report one. Memory that the device fails to release stays counted and is logged with a
-    /// warning.
+    /// Discards memory like [`discard`](Self::discard), for callers that already have an error to report or cannot
+    /// report one. Memory that the device fails to release stays counted and is logged with a warning.
     pub fn discard_all(&self, memory: impl IntoIterator<Item = PageMemory>) {
         for page in memory {
             if let Err(error) = self.discard(page) {
@@ -329,8 +328,8 @@ impl Arena {
         }
     }
 
-    /// Releases retired memory whose fence has passed. Waits neither for a fence nor for another thread that
-    /// is already reaping.
+    /// Releases retired memory whose fence has passed. Waits neither for a fence nor for another thread that is already
+    /// reaping.
     ///
     /// # Errors
     /// A device error of a release.
@@ -369,32 +368,32 @@ impl Arena {
         PlaceRoom::new(self.account(place))
     }
 
-    /// Returns the limit of a place in bytes; `u64::MAX` if it has none.
+    /// Returns the limit of a place in bytes, or `u64::MAX` if it has none.
     #[must_use]
     pub fn budget(&self, place: Place) -> u64 {
         self.budget.limit(place)
     }
 
-    /// Returns the bytes of the budget that are left in a place. Retired memory counts as used.
+    /// Returns the number of bytes of the budget that are left in a place. Retired memory counts as used.
     #[must_use]
     pub fn available(&self, place: Place) -> u64 {
         self.account(place).available()
     }
 
     #[cfg(test)]
-    /// Returns the use of one place's budget.
+    /// Returns the usage of one place's budget.
     #[must_use]
     pub fn usage(&self, place: Place) -> PlaceUsage {
         self.account(place).usage()
     }
 
-    /// Returns the use of each place from which memory was ever requested.
+    /// Returns the usage of each place from which memory was ever requested.
     #[must_use]
     pub fn usages(&self) -> BTreeMap<Place, PlaceUsage> {
         self.accounts.read().iter().map(|(place, account)| (*place, account.usage())).collect()
     }
 
-    /// Resets every place's peak to the current use.
+    /// Resets every place's peak to its current usage.
     pub fn reset_peaks(&self) {
         self.accounts.read().values().for_each(|account| account.reset_peak());
     }
@@ -411,8 +410,7 @@ impl Arena {
         self.retired[lane as usize].lock().front().map(|retired| retired.fence)
     }
 
-    /// Releases the retired memory of a lane that has reached this fence. The caller must hold the lane's
-    /// reaping lock.
+    /// Releases the retired memory of a lane that has reached this fence. The caller must hold the lane's reaping lock.
     fn release_passed(&self, lane: Lane, reached: u64) -> Result<()> {
         loop {
             let mut passed = Vec::new();
@@ -462,13 +460,13 @@ struct AccountSum {
     len: u64,
 }
 
-/// Totals over pages, so that an account is not looked up for each of thousands.
+/// Totals over pages, with which an account is looked up once for thousands of pages.
 #[derive(Default)]
 struct AccountSums(Option<(Place, AccountSum)>);
 
 impl AccountSums {
-    /// Adds a page. If its place or purpose differs, calls `report_sum` with the total of the pages before
-    /// it.
+    /// Adds a page. If its place or purpose differs from those of the previous pages, calls `report_sum` with their
+    /// total.
     fn add(&mut self, page: &PageMemory, report_sum: impl FnOnce(Place, AccountSum)) {
         let (place, purpose) = (page.place(), page.purpose);
         match &mut self.0 {
@@ -493,8 +491,8 @@ impl AccountSums {
 }
 
 impl Drop for Arena {
-    /// Releases retired memory, because the device may outlive the arena. A device that fails now keeps the
-    /// memory; its error was, or will be, reported by the next call that uses it.
+    /// Releases retired memory, because the device may outlive the arena. A device that fails now keeps the memory, and
+    /// the next call that uses the device reports its error.
     fn drop(&mut self) {
         if let Err(error) = self.reap_all() {
             tracing::warn!(%error, "retired page memory could not be released");

@@ -6,13 +6,13 @@ use super::Purpose;
 use crate::device::{MemoryId, Span};
 
 /// The memory of one page. It must be returned with [`retire`](super::Arena::retire) or
-/// [`discard`](super::Arena::discard) of its arena rather than dropped, because a drop cannot know which lane
+/// [`discard`](super::Arena::discard) of its arena rather than dropped, because a drop cannot determine which lane
 /// still uses it.
 #[derive(Debug)]
 pub struct PageMemory {
     pub(super) memory: MemoryId,
     pub(super) len: u64,
-    /// The place as two numbers, which fill the gap left by alignment: there is one of these values for each
+    /// The place as two numbers, which fill the gap left by alignment, because there is one of these values for each
     /// page.
     pub(super) place_ordinal: u32,
     pub(super) place_kind: u8,
@@ -38,7 +38,7 @@ impl PageMemory {
     /// Returns the span of `len` bytes at `offset`.
     ///
     /// # Panics
-    /// If the span exceeds the page; the caller must check this.
+    /// If the span exceeds the page.
     #[must_use]
     pub fn part(&self, offset: u64, len: u64) -> Span {
         let within = offset.checked_add(len).is_some_and(|end| end <= self.len);
@@ -46,8 +46,7 @@ impl PageMemory {
         Span { memory: self.memory, offset, len }
     }
 
-    /// Returns whether the memory is lent by a caller. Such memory initially has the contents of its last
-    /// use.
+    /// Returns whether the memory is caller-owned. Such memory initially has the contents of its last use.
     #[must_use]
     pub fn is_lent(&self) -> bool {
         self.purpose == Purpose::Lent

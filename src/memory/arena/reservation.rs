@@ -1,4 +1,4 @@
-//! Budget reserved for later allocations.
+//! Budget that is reserved for later allocations.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,13 +12,13 @@ use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::device::{Lane, MemoryId};
 use crate::error::{Error, Result};
 
-/// Bytes of the budget reserved for later allocations, so that these cannot fail midway for lack of budget.
-/// Dropping it returns the unused bytes to the budget.
+/// Bytes of the budget that are reserved for later allocations, so that these cannot fail midway for lack of budget.
+/// Dropping the reservation returns the unused bytes to the budget.
 pub struct Reservation<'a> {
     arena: &'a Arena,
     purpose: Purpose,
     left: Vec<(Arc<Account>, Place, AtomicU64)>,
-    /// The lanes whose retired memory is waited for if memory is short. If empty, only free memory is used.
+    /// The lanes whose retired memory may be waited for if memory is short. If empty, only free memory is used.
     awaited: &'static [Lane],
 }
 
@@ -30,7 +30,7 @@ impl Arena {
         purpose: Purpose,
         sums: &BTreeMap<Place, u64>,
     ) -> Result<Reservation<'_>> {
-        // A reservation dropped because of an error returns its bytes.
+        // If an error drops the reservation, its bytes are returned.
         let mut reservation =
             Reservation { arena: self, purpose, left: Vec::with_capacity(sums.len()), awaited };
         for (place, sum) in sums {
@@ -43,15 +43,15 @@ impl Arena {
 }
 
 impl Reservation<'_> {
-    /// Allocates memory for a page, with unspecified contents, from the reserved bytes. If the device is out
-    /// of memory, releases retired memory and tries once more, unless no lane may be waited for. Several
-    /// threads may allocate from one reservation.
+    /// Allocates memory for a page, with unspecified contents, from the reserved bytes. If the device is out of memory,
+    /// releases retired memory and tries once more, unless no lane may be waited for. Several threads may allocate from
+    /// one reservation.
     ///
     /// # Errors
     /// `OutOfMemory`, `PlaceUnavailable`, a device error. The bytes stay reserved.
     ///
     /// # Panics
-    /// If fewer bytes are left for the place.
+    /// If fewer than `len` bytes are left for the place.
     pub fn allocate(&self, place: Place, len: u64) -> Result<PageMemory> {
         let left = self.left.iter().find(|(_, reserved, _)| *reserved == place);
         let (account, _, left) = left.unwrap_or_else(|| panic!("nothing is reserved in place {place}"));
@@ -64,9 +64,9 @@ impl Reservation<'_> {
         Ok(PageMemory::new(memory, place, len, self.purpose))
     }
 
-    /// Allocates memory for several pages, in order, as [`allocate`](Self::allocate) does, and appends it to
-    /// `memory`. On failure, `memory` contains the memory allocated before the failure. The whole remaining
-    /// reservation is for these pages.
+    /// Allocates memory for several pages, in order, like [`allocate`](Self::allocate), and appends it to `memory`. The
+    /// pages must use the whole remaining reservation. On failure, `memory` contains the memory allocated before the
+    /// failure.
     ///
     /// # Errors
     /// Same as [`allocate`](Self::allocate).

@@ -1,4 +1,4 @@
-//! Scratch: memory into which snapshots and long reads gather bytes. It yields to all other memory.
+//! Scratch: memory into which snapshots and long reads gather bytes. It has the lowest priority of all memory.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -12,43 +12,44 @@ use crate::error::{Error, Result};
 /// The empty list of lanes, for allocations that must not wait, not even for memory that the device caches.
 const NO_LANES: [Lane; 0] = [];
 
-/// Scratch longer than this is allocated in pieces of this length, which a GPU cuts from blocks shared by all
-/// allocations. A longer piece would have a block of its own, which serves no other length and whose release
-/// to the driver waits for all work of the GPU. The memory left behind by scratch therefore never exceeds the
+/// The length in bytes of the pieces in which longer scratch is allocated. A GPU cuts pieces of this length from blocks
+/// that all allocations share. A longer piece would have a separate block, which serves no other length, and whose
+/// release to the driver waits for all work of the GPU. The memory left behind by scratch therefore never exceeds the
 /// limit on scratch.
 pub(super) const SCRATCH_PIECE_LEN: u64 = 16 << 20;
-/// The maximum amount of scratch in a place, in bytes. A longer read is copied to the host in lane order,
-/// which takes 20 ms for this length on an H200.
+/// The maximum number of bytes of scratch in a place. A longer read is copied to the host in lane order, which takes 20
+/// ms for this length on an H200.
 pub(super) const SCRATCH_BYTES_MAX: u64 = 1 << 30;
-/// The longest wait for scratch. Scratch in use is being copied to the host, which takes milliseconds. If
-/// that never ends, the device has stopped, and the next call of the waiting thread reports it.
+/// The maximum wait for scratch. Scratch in use is being copied to the host, which takes milliseconds. If the copy
+/// never completes, the device has stopped, and the next call of the waiting thread reports that.
 pub(super) const SCRATCH_WAIT_MAX: Duration = Duration::from_secs(10);
 
-/// Scratch into which snapshots and long reads gather bytes. It may use all free memory, so it must not
-/// prevent other allocations. An allocation that would fit without scratch waits until scratch is freed,
-/// which never depends on a commit. No scratch is allocated during that wait.
+/// The scratch memory in use. Scratch may use all free memory, so it must not prevent other allocations: an allocation
+/// that would fit without scratch waits until scratch is freed, which never depends on a commit. No scratch is
+/// allocated during that wait.
 #[derive(Default)]
 pub(super) struct ScratchMemory {
-    /// Claimed and allocated bytes of scratch.
+    /// The number of claimed and allocated bytes of scratch, by place.
     pub bytes: BTreeMap<Place, u64>,
     pub waiting: usize,
 }
 
 impl Arena {
-    /// Returns whether this number of bytes would fit if no memory were retired and no scratch were in use.
+    /// Returns whether `len` bytes would fit if no memory were retired and no scratch were in use.
     pub(super) fn fits_without_scratch(&self, place: Place, len: u64) -> bool {
         let scratch = self.scratch.lock().bytes.get(&place).copied();
         scratch.is_some_and(|scratch| self.account(place).fits_without_retired(len.saturating_sub(scratch)))
     }
 
-    /// Allocates scratch for a snapshot or a read: at least `len` bytes, in pieces of [`SCRATCH_PIECE_LEN`]
-    /// or in one shorter piece. The caller submits to the lanes, so this never waits: scratch uses only
-    /// memory that the budget and the device have immediately available. None is allocated while another
-    /// allocation waits for scratch.
+    /// Allocates scratch for a snapshot or a read: at least `len` bytes, in pieces of [`SCRATCH_PIECE_LEN`] or in one
+    /// shorter piece.
+    ///
+    /// The calling thread submits to the lanes, so the call never waits: scratch uses only memory that the budget and
+    /// the device have immediately available. None is allocated while another allocation waits for scratch.
     ///
     /// # Errors
-    /// `OverBudget`, also if the total exceeds [`SCRATCH_BYTES_MAX`]; `OutOfMemory`, `PlaceUnavailable`, a
-    /// device error. On failure nothing is allocated.
+    /// `OverBudget`, also if the total exceeds [`SCRATCH_BYTES_MAX`]; `OutOfMemory`, `PlaceUnavailable`, a device
+    /// error. On failure no scratch is allocated.
     pub(super) fn allocate_scratch(&self, place: Place, len: u64) -> Result<Vec<PageMemory>> {
         if len == 0 {
             return Ok(Vec::new());
@@ -83,8 +84,8 @@ impl Arena {
         }
     }
 
-    /// Allocates scratch like [`allocate_scratch`](Self::allocate_scratch), but returns `None` if there is no
-    /// room. Every user of scratch has an alternative.
+    /// Allocates scratch like [`allocate_scratch`](Self::allocate_scratch), but returns `None` if there is no room.
+    /// Every user of scratch can do without it.
     ///
     /// # Errors
     /// `PlaceUnavailable`, a device error.

@@ -12,13 +12,13 @@ use remanent_format::Width;
 
 const PLACE: Place = Place::Device(0);
 
-/// A device that defers all work as long as possible, and an arena of 100 bytes on it.
+/// Returns a device that defers all work as long as possible, and an arena of 100 bytes on it.
 fn late_arena() -> (Arc<dyn Device>, Arena) {
     let device: Arc<dyn Device> = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));
     (device.clone(), Arena::new(device, Budget::default().with(PLACE, 100)))
 }
 
-/// Submits a list that uses the page and is not done yet.
+/// Submits a list that uses the page and is not complete yet.
 fn use_page(device: &dyn Device, page: &PageMemory) -> Fence {
     let fill = Command::Fill { target: page.span(), pattern: [1; 16], width: Width::W1 };
     let list = CommandList { commands: vec![fill], staging: Vec::new() };
@@ -36,8 +36,8 @@ fn usage(arena: &Arena) -> (u64, u64, u64, u64) {
     (usage.allocated_bytes, usage.retired_bytes, usage.peak_bytes, usage.count)
 }
 
-/// The memory of many pages is released at once: memory that the device fails to release is not free, all
-/// other memory is.
+/// The memory of many pages is released together. Memory that the device fails to release is not free, and all other
+/// memory is.
 #[test]
 fn only_memory_kept_by_device_stays_counted() {
     let device = Arc::new(FaultyDevice::new(Arc::new(HostDevice::new())));
@@ -68,7 +68,7 @@ fn budget_is_exact_and_reports_remainder() {
     assert_eq!(usage(&arena), (60, 0, 60, 1));
     let rest = arena.allocate(Purpose::Page, PLACE, 40).unwrap();
     assert_eq!((arena.available(PLACE), usage(&arena)), (0, (100, 0, 100, 2)));
-    // Another place has its own budget, in this case none.
+    // Another place has a separate budget, in this case none.
     let elsewhere = arena.allocate(Purpose::Page, Place::Host, 1000).unwrap();
     for page in [page, rest, elsewhere] {
         arena.discard(page).unwrap();
@@ -143,7 +143,7 @@ fn submitter_waits_for_lanes_not_callers() {
             }
         }
     }
-    // A committer waits for all of them.
+    // A committer waits for all of the lanes.
     arena.discard(arena.allocate(Purpose::Page, PLACE, 50).unwrap()).unwrap();
 }
 
@@ -241,7 +241,7 @@ fn full_device_is_retried_after_reaping() {
     let page = arena.allocate(Purpose::Page, PLACE, 60).unwrap();
     let fence = use_page(&*device, &page);
     arena.retire(page, fence);
-    // More than any address space: the second attempt fails too, and nothing stays counted.
+    // The length exceeds any address space, so the second attempt fails too, and no bytes stay counted.
     let error = arena.allocate(Purpose::Page, PLACE, 1 << 60).unwrap_err();
     assert!(matches!(error, Error::OutOfMemory { place: PLACE, len } if len == 1 << 60), "{error}");
     assert_eq!(device.reached(Lane::Apply), fence.value);
@@ -255,7 +255,7 @@ fn a_dropped_arena_leaves_no_retired_memory_on_the_device() {
     let (memory, fence) = (page.span().memory, use_page(&*device, &page));
     arena.retire(page, fence);
     drop(arena);
-    // The late device would reject an early release; this one is in time.
+    // The late device would reject an early release. This release is in time.
     device.wait(fence).unwrap();
     let again = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| device.release(memory)));
     assert!(again.is_err(), "the arena had not released it");
@@ -337,8 +337,8 @@ fn usage_is_reported_by_purpose_and_peaks_reset() {
     arena.discard(page).unwrap();
 }
 
-/// The scheduler decides how many of the threads fail. After they have ended, the whole budget is available
-/// to the next allocation, which waits for their lists.
+/// The scheduler determines how many of the threads fail. After they have ended, the whole budget is available to the
+/// next allocation, which waits for their lists.
 #[test]
 fn threads_never_exceed_the_budget_together() {
     let device: Arc<dyn Device> = Arc::new(HostDevice::new());
@@ -367,11 +367,11 @@ fn threads_never_exceed_the_budget_together() {
     arena.discard(whole).unwrap();
 }
 
-/// In each round, one of the threads returns a page as long as the budget, and all of them request a share of
-/// it during the release. Bytes that another thread is releasing do not count as used.
+/// In each round, one of the threads returns a page as long as the budget, and all of them request a share of the
+/// budget during the release. Bytes that another thread is releasing do not count as used.
 #[test]
 fn fitting_pages_are_never_refused_during_concurrent_release() {
-    // So long that its release takes time: the system reclaims its memory immediately.
+    // The page is so long that its release takes time, because the system reclaims its memory immediately.
     const BUDGET: u64 = 64 << 20;
     let device: Arc<dyn Device> = Arc::new(HostDevice::new());
     let arena = Arena::new(device.clone(), Budget::default().with(PLACE, BUDGET));
@@ -392,7 +392,7 @@ fn fitting_pages_are_never_refused_during_concurrent_release() {
                     barrier.wait();
                     match allocated {
                         Ok(page) => arena.discard(page).unwrap(),
-                        // No panic: the others would wait at the barrier forever.
+                        // The thread does not panic, because the others would wait at the barrier forever.
                         Err(error) => refused.lock().push(format!("round {round}: {error}")),
                     }
                 }
