@@ -94,7 +94,7 @@ impl ArrivalProof {
         self.index
     }
 
-    /// Adjusts the proof to a list with `count` more staging buffers before its own.
+    /// Adjusts the proof to a list that has `count` more staging buffers before those of this proof.
     pub fn shift(&mut self, count: usize) {
         self.index += count;
     }

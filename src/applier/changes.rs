@@ -187,7 +187,7 @@ impl AppliedBatch {
         Ok(Self { lsn: changes.lsn, pages, root_changed: changes.root.is_some() })
     }
 
-    /// Returns the number of changes that the batch counts as in a queue.
+    /// Returns the number of changes with which the batch counts toward the limit of a queue.
     fn count(&self) -> usize {
         let ranges = |change: &AppliedChange| match change {
             AppliedChange::Written { ranges } => ranges.len(),

@@ -48,8 +48,8 @@ pub(crate) struct ListRoom {
     asides: Vec<StagingBuf>,
 }
 
-/// The maximum number of operations of a batch that needs no such memory, and the number of commands at which a list
-/// accepts no further batch.
+/// The maximum number of operations for which a batch brings no memory for its list. Also the number of commands at
+/// which a list accepts no further batch.
 const SHORT_LIST: usize = 128;
 /// The number of copies between pages after which a list is submitted, even if its batch has more of them, so that the
 /// device copies while the host prepares the next list.
@@ -75,13 +75,13 @@ impl ListRoom {
         Ok(room)
     }
 
-    /// Returns whether the batch needs no such memory.
+    /// Returns whether the batch brings no memory for its list.
     pub fn is_empty(&self) -> bool {
         self.commands.capacity() == 0
     }
 }
 
-/// Returns the number of these operations that are verified on arrival.
+/// Returns how many of these operations are verified on arrival.
 fn proven_count(ops: &[OpAt<'_>]) -> usize {
     ops.iter().filter(|at| is_proven(&at.op)).count()
 }
@@ -218,7 +218,7 @@ impl ListBuilder {
         self.payload_bytes
     }
 
-    /// Returns whether there are no commands and no staging buffers.
+    /// Returns whether the list has no commands and no staging buffers.
     pub fn is_empty(&self) -> bool {
         self.list.commands.is_empty() && self.list.staging.is_empty() && self.asides.is_empty()
     }

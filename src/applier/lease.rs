@@ -154,7 +154,7 @@ impl<'s> Lease<'s> {
     ///
     /// # Errors
     /// [`Error::StreamRefused`] if a graph is being captured from the stream, if the stream belongs to another device,
-    /// or if pages live in host memory; [`Error::Forked`]; a device error.
+    /// or if pages are in host memory; [`Error::Forked`]; a device error.
     pub fn on(&self, stream: RawStream) -> Result<&Self> {
         self.opener.check()?;
         let mut streams = self.streams.lock();

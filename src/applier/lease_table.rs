@@ -53,7 +53,7 @@ struct Record {
     id: LeaseId,
     /// The leased memory, or `None` until the applier has run the lease's turn.
     memory: Option<MemoryId>,
-    /// Whether the page has left that memory, so that the page may be changed again.
+    /// Whether the page has left the leased memory, so that the page may be changed again.
     is_old: bool,
     /// The value of [`Lane::Callers`] at which the caller's streams are done, once the lease has ended.
     ended: Option<u64>,
@@ -202,8 +202,8 @@ impl Leases {
         self.release_free()
     }
 
-    /// Returns the pages among these whose memory callers use. A batch that changes such a page must bring a relocation
-    /// for it.
+    /// Returns the given pages whose memory callers use. A batch that changes one of these pages must bring a
+    /// relocation for the page.
     pub fn leased(&self, pages: impl IntoIterator<Item = PageId>) -> Vec<PageId> {
         if self.is_unused() {
             return Vec::new();

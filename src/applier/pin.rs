@@ -113,7 +113,7 @@ impl<'s> Pin<'s> {
     ///
     /// # Errors
     /// [`Error::StreamRefused`] if a graph is being captured from the stream, if the stream belongs to another device,
-    /// or if pages live in host memory; [`Error::Poisoned`] if the device has failed, now or in an earlier batch;
+    /// or if pages are in host memory; [`Error::Poisoned`] if the device has failed, now or in an earlier batch;
     /// [`Error::Forked`].
     pub fn on(&self, stream: RawStream) -> Result<&Self> {
         self.pinned.check()?;

@@ -239,7 +239,7 @@ impl ReadQueue {
         }
     }
 
-    /// Returns the next read, or `None` once there will be none.
+    /// Returns the next read, or `None` once the reader stops.
     fn next(&self) -> Option<CaughtRead> {
         let mut state = self.state.lock();
         loop {

@@ -51,8 +51,8 @@ pub(crate) struct UnloadedSet {
 struct LoadStates {
     /// The pages in the order of their files, with `None` for a page that was taken.
     waiting: Vec<Option<UnloadedPage>>,
-    /// For each index, the first index from there on with a waiting page, or an index on the path to it. The last entry
-    /// means that there is none.
+    /// For each index of `waiting`, the next index with a waiting page, or an earlier index from which the search
+    /// continues. The last entry stands for the end of the list.
     following: Vec<usize>,
     /// The index at which loading continues, after the pages that were taken last.
     next: usize,
@@ -255,7 +255,7 @@ impl UnloadedSet {
         self.changed.notify_all();
     }
 
-    /// Waits for this time. Returns `true` immediately once loading has stopped.
+    /// Waits for `time`. Returns `true` immediately once loading has stopped.
     pub fn is_over_within(&self, time: Duration) -> bool {
         let until = Instant::now() + time;
         let mut state = self.state.lock();

@@ -55,7 +55,6 @@ pub(super) struct Worker {
 }
 
 impl Worker {
-    /// Makes a worker with nothing in flight.
     pub fn new(
         shared: Arc<Applier>,
         parts: ApplierParts,
@@ -140,7 +139,8 @@ impl Worker {
         }
     }
 
-    /// Takes the queued requests, or waits for some. Returns `false` once there will be no more.
+    /// Moves the queued requests to `requests`, and waits if the queue is empty. Returns `false` once the applier is
+    /// stopped and the queue is empty.
     fn next(&mut self, requests: &mut VecDeque<Request>) -> bool {
         // No other thread checks whether a list is complete. If there are more requests, submitting the next list does.
         if self.in_flight.is_unproven() && self.shared.requests.is_empty() {
@@ -380,7 +380,7 @@ impl Worker {
         }
     }
 
-    /// Passes memory that its page has left to a cut, to callers, or back to the arena.
+    /// Passes on memory that its page has left: to a cut, to callers, or back to the arena.
     fn give_up(&mut self, page: PageId, old: PageMemory) {
         let AppliedState { table, cut, gathers, .. } = &mut self.applied;
         if let Some(gather) = gathers.get_mut(&page) {

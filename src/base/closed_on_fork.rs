@@ -104,7 +104,7 @@ const FREE: i32 = -1;
 static SLOTS: AtomicPtr<Slot> = AtomicPtr::new(ptr::null_mut());
 
 impl Slot {
-    /// Registers a file's descriptor in a free slot, or in a new one.
+    /// Registers a file's descriptor in a free slot or a new slot.
     fn take(file: &File) -> &'static Self {
         let descriptor = file.as_raw_fd();
         let is_taken = |slot: &&Slot| {
@@ -146,7 +146,7 @@ fn slots() -> impl Iterator<Item = &'static Slot> {
 static STARTED: AtomicU64 = AtomicU64::new(0);
 static ENDED: AtomicU64 = AtomicU64::new(0);
 
-/// Returns the number of forks so far, or `None` if one is in progress.
+/// Returns the number of forks so far, or `None` while a fork is in progress.
 fn forks_at_rest() -> Option<u64> {
     // The order of these loads matters: if a fork begins in between, the two counters differ.
     let ended = ENDED.load(Ordering::SeqCst);
@@ -162,7 +162,7 @@ extern "C" fn after_fork() {
     ENDED.fetch_add(1, Ordering::SeqCst);
 }
 
-/// Runs in the child, whose only thread is the calling one.
+/// Runs in the forked child, where only the calling thread exists.
 extern "C" fn in_child() {
     // Forks by other threads are in progress only in the parent.
     ENDED.store(STARTED.load(Ordering::SeqCst), Ordering::SeqCst);

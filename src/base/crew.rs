@@ -51,7 +51,7 @@ impl Drop for Membership {
     }
 }
 
-/// Returns the crew of the calling thread, or `None` if it has joined no crew or is exiting.
+/// Returns the crew that the calling thread has joined. Returns `None` without a crew, or while the thread exits.
 pub(super) fn own() -> Option<Arc<ThreadPool>> {
     OWN.try_with(|own| own.borrow().clone()).ok().flatten()
 }

@@ -54,7 +54,7 @@ impl Pace {
         })
     }
 
-    /// Waits until the given time, or forever if there is none.
+    /// Waits until the given time, or indefinitely for `None`.
     ///
     /// # Errors
     /// [`Error::Closed`] if the store closes.

@@ -33,10 +33,11 @@ const NOTED_AT_ONCE: usize = 1024;
 #[derive(Default)]
 pub(crate) struct KnownImages {
     newest: Mutex<NewestSnapshot>,
-    /// The images that the newest snapshot does not name: those of a restore's table, and those written in advance of
-    /// their batch.
+    /// The images that the newest snapshot does not name: images from a restore's table, and images written before
+    /// their batch was logged.
     unnamed: Mutex<BTreeMap<PageId, KnownImage>>,
-    /// The images written in advance of their batch that were not read back yet, with the lengths of the pages.
+    /// The images that were written before their batch was logged and were not read back yet, with the lengths of the
+    /// pages.
     unverified: Mutex<BTreeMap<PageId, (KnownImage, u64)>>,
     /// The damaged images by file and offset, with their pages. No snapshot names them again (I7).
     damaged_images: Mutex<BTreeMap<(u64, u64), PageId>>,
@@ -47,7 +48,8 @@ pub(crate) struct KnownImages {
 pub(crate) struct ReplayImages(BTreeMap<PageId, KnownImage>);
 
 impl ReplayImages {
-    /// Records the base of `page` in a table if it is such an image. `named` is the snapshot's entry for the page.
+    /// Records the base of `page` if the base contains the page's current state and the snapshot does not name it.
+    /// `named` is the snapshot's entry for the page.
     pub fn note(&mut self, page: PageId, named: Option<&ManifestEntry>, base: &Base, table: &PageTable) {
         // The snapshot already names the image of nearly all pages, so only the exceptions are stored.
         if named.is_some_and(|entry| entry.lsn == base.lsn && entry.image == base.image) {
@@ -61,7 +63,7 @@ impl ReplayImages {
         }
     }
 
-    /// Adds the records of `other`, which contains other pages.
+    /// Adds the records of `other`. No page may be in both sets.
     pub fn extend(&mut self, other: Self) {
         self.0.extend(other.0);
     }

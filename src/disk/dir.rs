@@ -40,7 +40,7 @@ use crate::options::{ImageIo, LogIo};
 #[derive(Clone, Debug)]
 pub struct DirDisk {
     root: PathBuf,
-    /// The directory that the current writer lock of this disk refers to; dangling without a lock.
+    /// The directory of the current writer lock. The reference is dangling while this disk holds no lock.
     locked: Arc<Mutex<Weak<OpenDirectory>>>,
     /// The directory that a reader holds open, if any.
     held: Option<Arc<OpenDirectory>>,

@@ -31,7 +31,7 @@ use crate::options::LogIo;
 pub(super) struct DirFile {
     file: File,
     name: FileName,
-    /// The directory of the writer that opened the file; dangling for a reader.
+    /// The directory of the writer that opened the file. The reference is dangling for a reader.
     writer: Weak<OpenDirectory>,
     /// A second descriptor that reads past the page cache, opened on first use. The inner `None` means that
     /// the file system does not support such reads.

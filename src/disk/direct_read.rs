@@ -17,7 +17,7 @@ use crate::base::aligned_buf::{AlignedBuf, is_aligned};
 /// most one mebibyte.
 pub(super) const BOUNCE_LEN_MAX: usize = (1 << 20) - GROUP_ALIGN as usize;
 
-/// The maximum if memory is short. An allocation this small does not fail.
+/// The value of [`BOUNCE_LEN_MAX`] if memory is short. An allocation of this length does not fail.
 const BOUNCE_LEN_SHORT: usize = 32 << 10;
 
 /// Reopens the file for reads past the page cache. Returns `None` if the file system does not support them.

@@ -46,13 +46,13 @@ impl OpenDirectory {
         })
     }
 
-    /// Records the claim of the writer that locked this directory. Panics if called twice.
+    /// Records the claim of the writer that locked this directory. Panics on a second call.
     pub fn claim(&self, claim: Claim) {
         let earlier = self.claim.set(claim);
         assert!(earlier.is_ok(), "a directory is opened anew for each lock");
     }
 
-    /// Returns an error if another writer has claimed the store since. Takes two system calls.
+    /// Returns an error if another writer has claimed the store after this writer's claim. Takes two system calls.
     pub fn check_claim(&self) -> Result<()> {
         let Some(claim) = self.claim.get() else { return Ok(()) };
         let directory = Directory::Open(self);

@@ -49,7 +49,7 @@ static LOCKED_HERE: PerProcess<Mutex<BTreeSet<DirectoryId>>> = PerProcess::new()
 const OF_PROCESS: Range<u64> = 0..1;
 const OF_OPEN_FILE: Range<u64> = 1..NO_END;
 
-/// The maximum time that an open waits for an open-file lock that no living process seems to own.
+/// The maximum time that an open waits for an open-file lock whose owner is not among the living processes.
 const CHILD_PATIENCE: Duration = Duration::from_secs(1);
 
 /// Takes the lock of a store directory. The directory stays open until the lock is dropped.

@@ -381,7 +381,7 @@ pub trait FileMemory: Any + Send + Sync {
 /// commits. With pieces of 64 KiB, segments were created too late, and a fifth fewer commits were made.
 const ZEROS_LEN_MAX: u64 = 256 << 10;
 
-/// The maximum if memory is short. An allocation this small does not fail.
+/// The value of [`ZEROS_LEN_MAX`] if memory is short. An allocation of this length does not fail.
 const ZEROS_LEN_SHORT: usize = 32 << 10;
 
 /// Calls `write` with zeros from `offset` to `end`, in aligned pieces that end at multiples of `piece_len`.

@@ -43,7 +43,7 @@ enum ReadPath {
 }
 
 impl DiskSource {
-    /// Creates a source that reads through the page cache, like any other process.
+    /// Creates a source that reads through the page cache.
     pub fn new(disk: Arc<dyn Disk>) -> Self {
         Self::by(disk, ReadPath::Visible)
     }

@@ -76,7 +76,7 @@ impl Fifo {
 }
 
 impl Ghosts {
-    /// Remembers a page, and forgets the oldest ones beyond `limit`.
+    /// Remembers a page, and forgets the oldest remembered pages in excess of `limit`.
     fn remember(&mut self, page: PageId, limit: usize) {
         if self.known.insert(page) {
             self.order.push_back(page);

@@ -24,7 +24,7 @@ const PAUSE_MAX_NOTIFIED: Duration = Duration::from_secs(8);
 const IDLE_PART: u32 = 8;
 /// The interval between checks for new segments and incarnations without notifications.
 const CHECK_AFTER: Duration = Duration::from_millis(10);
-/// The interval between these checks with notifications, in case one is missed.
+/// The interval between these checks with notifications, because a notification can be missed.
 const CHECK_AFTER_NOTIFIED: Duration = Duration::from_secs(1);
 /// The time after which an incomplete frame is checked for damage.
 const SUSPECT_AFTER: Duration = Duration::from_millis(20);

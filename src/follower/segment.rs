@@ -103,7 +103,7 @@ impl LiveSegment {
         !self.buffer.is_empty()
     }
 
-    /// Discards buffered bytes, so that the next call reads the current ones.
+    /// Discards the buffered bytes, so that the next call reads the file again.
     pub fn forget(&mut self) {
         self.buffer.clear();
         self.read_len = READ_MIN;

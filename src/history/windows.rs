@@ -25,7 +25,7 @@ const _: () = assert!(2 * WINDOW_LEN_MAX <= KEPT_BYTES && WHOLE_LEN_MAX <= WINDO
 /// The page of a window, and the offset at which the window begins.
 type WindowKey = (PageId, u64);
 
-/// A cache of windows, which evicts the least recently used ones.
+/// A cache that evicts the least recently used windows.
 #[derive(Default)]
 pub(crate) struct Windows {
     /// The cached windows by page and offset, each with the time of its last use.

@@ -87,7 +87,7 @@ pub(crate) fn chunk_threads(longest: u64) -> usize {
 /// A function that fills a slice with the bytes of a page, starting at an offset.
 pub(crate) type PageRead<'r, E> = &'r mut dyn FnMut(&PageInfo, u64, &mut [u8]) -> Result<(), E>;
 
-/// The way in which images are written.
+/// The options for writing images.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct ImageOptions {
     pub compression: Compression,

@@ -101,7 +101,7 @@ impl<'a> ImageRun<'a> {
         self.images.iter().flat_map(|wanted| wanted.image.files()).map(|(_, stored_len)| stored_len).sum()
     }
 
-    /// Returns the run's image if it has only one.
+    /// Returns the run's image if the run has a single image.
     pub fn only(&self) -> Option<&'a ImageRequest> {
         if let [only] = self.images { Some(only) } else { None }
     }
@@ -164,9 +164,9 @@ impl<'a> ImageRun<'a> {
 /// The side that compares an image's bytes with its checksum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SummedBy {
-    /// The host, before any byte is passed on.
+    /// The host compares them before it passes any byte on.
     Host,
-    /// The device that receives the bytes, after their arrival.
+    /// The device compares them after the bytes have arrived.
     Device,
 }
 

@@ -93,7 +93,7 @@ impl<'a> PendingImages<'a> {
         self.numbers.clone().for_each(|file| self.files.logged(file, lsn));
     }
 
-    /// Keeps the files, because it is unknown whether the batch is logged. The next open will find out.
+    /// Keeps the files, because it is unknown whether the batch is logged. The next open determines this from the log.
     pub fn leave(&mut self) {
         self.is_refused = false;
     }

@@ -32,7 +32,7 @@ use crate::images::read::{ImageRequest, RUN_BYTES, SummedBy};
 /// The maximum number of bytes of following pages in the file that are loaded together with a page that a caller waits
 /// for. It is small enough not to delay the caller.
 const FOLLOWING_BYTES_MAX: u64 = 256 << 10;
-/// The maximum number of threads for one long page. Each loading thread may be busy with a long page.
+/// The maximum number of threads that load one long page. Several long pages may be loaded at the same time.
 const LONG_THREADS_MAX: usize = 4;
 /// The lanes for loading. No batch uses a page's memory before the page is loaded, so its bytes need not be uploaded in
 /// batch order. On these lanes, uploads may queue with a snapshot's long copies without delaying any batch.

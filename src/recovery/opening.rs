@@ -77,8 +77,8 @@ pub(crate) fn begin(
 pub(crate) struct Predecessor {
     /// The highest segment, which is empty. The opening segment replaces it through a rename.
     pub segment: u64,
-    /// The newest incarnation on disk. It may have been left out of the line, in which case `end` is in an older one.
-    /// Its number is never assigned again.
+    /// The newest incarnation on disk, whose number is never assigned again. If this incarnation was left out of the
+    /// line, `end` is in an older incarnation.
     pub newest: Incarnation,
     /// The end of the log, or `None` for a new store.
     pub end: Option<LogEnd>,

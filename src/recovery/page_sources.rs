@@ -177,7 +177,7 @@ mod tests {
         ImageRef { file, offset, stored_len: 64, stored_crc: 1, raw_crc: 1, codec: Codec::Raw }
     }
 
-    /// Returns a page's information as of batch `lsn`.
+    /// Returns the information of a page that batch `lsn` changed last.
     fn info(page: u64, lsn: u64) -> PageInfo {
         let mut info = PageInfo::new(PageId(page), 64, Place::Host);
         (info.epoch, info.lsn) = (Epoch(1), Lsn(lsn));

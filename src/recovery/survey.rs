@@ -122,7 +122,7 @@ mod tests {
         read_link(&DiskSource::new(Arc::new(disk_with(bytes))), FILE)
     }
 
-    /// Threads read only intact links. For damaged ones, a single place determines what can be recovered.
+    /// Threads read only intact links. For damaged links, a single function determines what can be recovered.
     #[test]
     fn link_is_used_only_with_two_good_copies() {
         let manifest = manifest();

@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 pub(super) struct SnapshotStart {
     pub redo: LogPoint,
     pub sorted: SnapshotWork,
-    /// The end of an exact snapshot, which is the point at which it begins; `None` for any other snapshot.
+    /// The end of an exact snapshot, which is the point at which the snapshot begins. `None` for any other snapshot.
     pub end: Option<End>,
 }
 
@@ -118,7 +118,7 @@ impl End {
     }
 }
 
-/// Returns the pages at the beginning of a snapshot, as of this turn.
+/// Returns the pages that a snapshot finds if it begins in this turn.
 pub(super) fn beginning(turn: &mut Turn<'_>) -> Result<Beginning> {
     let table = &mut turn.applied.table;
     let changed = table.changed().map_err(Error::of_memory)?;

@@ -77,7 +77,7 @@ pub(crate) struct Snapshots {
     pub engine: Arc<Engine>,
     /// The retention rules for snapshots and log.
     pub retention: Retention,
-    /// How images are written.
+    /// The options for writing images.
     pub images: ImageOptions,
     /// The number of bytes of images at which a chunk is written.
     pub chunk_len: u64,
@@ -118,7 +118,7 @@ pub(crate) enum AfterPublication {
     Retain,
     /// Verifies the snapshot and removes nothing.
     KeepAll,
-    /// Leaves both tasks to a background thread; see [`Snapshots::attend_later`].
+    /// Leaves both tasks to a background thread, which [`Snapshots::attend_later`] starts.
     Leave,
 }
 

@@ -259,7 +259,7 @@ impl Snapshots {
 }
 
 impl RetentionContext<'_> {
-    /// Returns what `prune` would remove.
+    /// Returns a report of what `prune` would remove.
     pub fn would_prune(&self, retention: &Retention) -> Result<PruneReport> {
         let (_, pruned) = self.plan(retention, &mut |id| self.disk.is_held(id).map(|is_held| !is_held))?;
         Ok(pruned)

@@ -43,7 +43,7 @@ pub(crate) struct UnverifiedSnapshots {
     /// The snapshots that were read back but are not yet marked as verified in the catalog. The lock is held while a
     /// snapshot is read back.
     proven: Mutex<Vec<SnapshotId>>,
-    /// The verifying thread, or the last one if none is running.
+    /// The verifying thread, running or ended. `None` before the first thread was started.
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -209,8 +209,8 @@ impl Snapshots {
         })
     }
 
-    /// Runs phases 6 and 7 unless another thread already has. If a restore did, whose snapshot removes no other,
-    /// nothing is removed until the next snapshot.
+    /// Runs phases 6 and 7 unless another thread has already run them. A restore removes no other snapshot, so if a
+    /// restore ran the phases, nothing is removed until the next snapshot.
     fn finish_pending_retention(&self, catalog: &mut Catalog) -> Result<()> {
         if !self.unverified.is_retention_owed() {
             return Ok(());

@@ -42,11 +42,11 @@ impl Store {
         self.read_bytes(page, offset, out).map(|(_, lsn)| lsn)
     }
 
-    /// Reads from the page with key `key` like [`Store::read`], and returns the page's information as of the
-    /// bytes that were read.
+    /// Reads from the page with key `key` like [`Store::read`], and returns the page's information that belongs to the
+    /// bytes.
     ///
-    /// Key and bytes belong to the same state: no concurrent delete or reuse of the key can come between the
-    /// lookup and the read.
+    /// Key and bytes belong to the same state: no concurrent delete or reuse of the key can come between the lookup and
+    /// the read.
     ///
     /// ```
     /// use remanent::{Key, Options, Place, Store};
@@ -120,8 +120,8 @@ impl Store {
         Ok(bytes)
     }
 
-    /// Replaces the contents of `buffer` with all bytes of a page, reusing its allocation, and returns the
-    /// page's information as of these bytes. If the read fails, the previous contents are lost too.
+    /// Replaces the contents of `buffer` with all bytes of a page, reusing its allocation, and returns the page's
+    /// information that belongs to these bytes. If the read fails, the previous contents are lost too.
     ///
     /// ```
     /// use remanent::{Options, Place, Store};

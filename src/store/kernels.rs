@@ -44,12 +44,12 @@ impl Store {
         self.engine().device.supports_streams()
     }
 
-    /// Returns a handle to the caller's own memory, from which batches can take bytes. The owner of the
-    /// memory is kept alive until the last handle is dropped.
+    /// Returns a handle to the caller's own memory, from which batches can take bytes. The owner of the memory is kept
+    /// alive until the last handle is dropped.
     ///
     /// # Errors
-    /// [`Error::MemoryRefused`] if pages live in host memory, or if the device detects that the memory is not
-    /// what the caller describes; a device error.
+    /// [`Error::MemoryRefused`] if pages are in host memory, or if the device detects that the memory is not what the
+    /// caller describes; a device error.
     pub fn caller_bytes(&self, memory: &CallerMemory) -> Result<DeviceBytes> {
         self.of_device(|| self.committer().adopt(memory))
     }

@@ -1,7 +1,7 @@
 //! The public handle of an open store.
 //!
-//! These files only connect the parts: `write::commit`, `snapshot`,
-//! `history::restore` and `recovery` describe how each part works.
+//! These files only connect the parts: `write::commit`, `snapshot`, `history::restore` and `recovery` describe how each
+//! part works.
 //!
 //! | module | contents |
 //! |---|---|
@@ -14,7 +14,7 @@
 //! | `read_pages` | the trait for everything that pages can be read from |
 //! | `compare` | compares two pages |
 //! | `changes` | reports the changes of each batch |
-//! | `view` | looks pages up and reads them as of one batch |
+//! | `view` | looks up and reads pages in their state after one batch |
 //! | `history` | takes, verifies, prunes and restores snapshots |
 //! | `kernels` | device memory and working copies for the caller's kernels; audits |
 //! | `scrub` | finds and repairs damage on disk |

@@ -38,7 +38,8 @@ const BULK_SHARE: u64 = 4;
 const STAGING_IDLE_BYTES: usize = 64 << 20;
 
 impl Store {
-    /// Opens a store on any disk and device. Tests use this with simulated ones. Other callers use [`Store::open`].
+    /// Opens a store on any disk and device. Tests use this with a simulated disk or device. Other callers use
+    /// [`Store::open`].
     ///
     /// # Errors
     /// Same as [`Store::open`].

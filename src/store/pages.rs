@@ -197,8 +197,8 @@ impl Store {
         Ok(self.engine().versions.root(|_, page_count| page_count))
     }
 
-    /// Returns an iterator over all pages, in the order of their ids, as of the newest logged batch. Pages
-    /// are looked up as the iterator advances; concurrent batches do not affect the result.
+    /// Returns an iterator over all pages, in the order of their ids, in their state after the newest logged batch.
+    /// Pages are looked up as the iterator advances; concurrent batches do not affect the result.
     ///
     /// ```
     /// use remanent::{Options, Place, Store};

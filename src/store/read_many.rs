@@ -141,7 +141,7 @@ impl ManyBytes {
         self.ranges.len()
     }
 
-    /// Returns the whole buffer: all ranges, one after another.
+    /// Returns the bytes of all ranges, one after another.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         self.outcome.check().map_or(&[], ReadOutcome::bytes)

@@ -146,7 +146,7 @@ impl Ticket {
     ///
     /// # Errors
     /// [`Error::StreamRefused`] if a graph is being captured from the stream, if the stream belongs to another device,
-    /// or if pages live in host memory; [`Error::Poisoned`] if the store has failed; [`Error::Forked`]; a device error.
+    /// or if pages are in host memory; [`Error::Poisoned`] if the store has failed; [`Error::Forked`]; a device error.
     pub fn wait_on(&self, stream: RawStream) -> Result<()> {
         let Engine { applier, leases, .. } = &**self.engine.check()?;
         leases.signal(stream, applier.wait_applied(self.committed.position.lsn)?)

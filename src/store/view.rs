@@ -1,4 +1,4 @@
-//! Looks pages and the root up as of one batch, while other threads commit.
+//! Looks up pages and the root in their state after one batch, while other threads commit.
 
 use std::sync::Arc;
 
@@ -76,7 +76,7 @@ impl<'s> LiveView<'s> {
         self.table.check().map_or(Lsn(0), TableView::lsn)
     }
 
-    /// Returns the root, or an empty one in a forked child.
+    /// Returns the root, which is empty in a forked child.
     #[must_use]
     pub fn root(&self) -> Arc<Metadata> {
         self.table.check().map(|table| table.root().0).unwrap_or_default()
@@ -99,7 +99,7 @@ impl<'s> LiveView<'s> {
         self.table.check()?.page_by_key(key).ok_or_else(|| Error::unknown_key(key))
     }
 
-    /// Returns whether the page exists; always false in a forked child.
+    /// Returns whether the page exists. Always returns `false` in a forked child.
     #[must_use]
     pub fn contains(&self, page: PageId) -> bool {
         self.table.check().is_ok_and(|table| table.page(page).is_some())

@@ -162,7 +162,7 @@ pub(super) struct SeenVersion<T>(SwapGuard<Version<T>>);
 pub(super) enum ReadMiss {
     /// No version exists.
     Absent,
-    /// A later batch, given here, created the oldest remaining version.
+    /// The oldest remaining version was created by this later batch.
     Later(Lsn),
 }
 
@@ -203,7 +203,7 @@ impl PageState {
         &self.shape
     }
 
-    /// Returns the page at Lsn `at`, which is a visible Lsn or that of a view, and which this version has reached.
+    /// Returns the page at Lsn `at`, which this version must have reached. `at` is a visible Lsn or the Lsn of a view.
     pub fn seen(&self, at: Lsn) -> Result<SeenPage<'_>, ReadMiss> {
         let shape = self.page().ok_or(ReadMiss::Absent)?;
         let (lsn, epoch, place) = self.numbers.at(at)?;

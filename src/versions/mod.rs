@@ -57,7 +57,7 @@ use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::base::sync::{Map, Mutex, Swap};
 use crate::device::MemoryId;
 
-/// The number of superseded versions from which unneeded ones are unlinked.
+/// The number of superseded versions above which unneeded versions are unlinked.
 const SUPERSEDED_MIN: usize = if cfg!(shuttle) || cfg!(miri) { 1 } else { 64 };
 
 /// The limit on versions that a batch unlinks: `UNLINKED_MIN`, plus `UNLINKED_MAX_EACH` for each page that it changes.
@@ -113,7 +113,7 @@ struct Holders {
     earlier: Vec<PageId>,
 }
 
-/// A version that superseded another one and refers to the other one until it is unlinked.
+/// A version that superseded another version, and refers to that version until it is unlinked.
 enum Superseded {
     Page(PageId, Arc<Version<PageState>>),
     Root(Arc<Version<RootState>>),
@@ -163,7 +163,7 @@ impl Versions {
         Lsn(installed.min(logged))
     }
 
-    /// Calls `read` with a page at Lsn `at`, which is a visible Lsn or that of a view.
+    /// Calls `read` with a page at Lsn `at`, which is a visible Lsn or the Lsn of a view.
     fn page_at<R>(
         &self,
         page: PageId,
@@ -201,7 +201,7 @@ impl Versions {
         }
     }
 
-    /// Calls `read` with the page that has the key `key` at Lsn `at`, which is a visible Lsn or that of a view.
+    /// Calls `read` with the page that has the key `key` at Lsn `at`, which is a visible Lsn or the Lsn of a view.
     fn page_by_key_at<R>(&self, key: &[u8], at: Lsn, read: impl Fn(PageId, &SeenPage<'_>) -> R) -> Option<R> {
         let found = self.keys.with(key, |holders| {
             let mut pages = std::iter::once(&holders.newest).chain(&holders.earlier);

@@ -22,7 +22,7 @@ pub struct Mutex<T>(system::Mutex<T>);
 /// The guard of a locked [`Mutex`].
 #[derive(Debug)]
 pub struct MutexGuard<'a, T>(
-    /// The guard of the standard library; `None` only during a wait.
+    /// The guard of the standard library, which is `None` only during a wait.
     Option<system::MutexGuard<'a, T>>,
 );
 

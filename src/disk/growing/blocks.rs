@@ -19,7 +19,7 @@ const BLOCK: usize = GROUP_ALIGN as usize;
 
 /// The maximum number of bytes that are copied to aligned memory at a time.
 const BOUNCE_LEN_MAX: usize = 1 << 20;
-/// The maximum if memory is short. An allocation this small does not fail.
+/// The value of [`BOUNCE_LEN_MAX`] if memory is short. An allocation of this length does not fail.
 const BOUNCE_LEN_SHORT: usize = 32 << 10;
 
 /// A writer of a file past the page cache.

@@ -131,7 +131,7 @@ struct Space {
 struct MadeSpace {
     /// The end of the allocated space: every byte below this offset is allocated.
     end: u64,
-    /// Whether the file system can allocate space without writing; true until an attempt shows otherwise.
+    /// Whether the file system can allocate space without writing. True until an attempt shows otherwise.
     is_possible: bool,
 }
 

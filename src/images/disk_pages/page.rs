@@ -22,7 +22,8 @@ const WORDS: usize = BLOCK_LEN / 64;
 /// The number of bytes that are read at a time when a whole page is processed.
 const READ_AT_ONCE: u64 = 4 << 20;
 
-/// A page on disk as of one batch. A clone is unaffected by later batches, and shares the unchanged blocks.
+/// A page on disk, in its state after one batch. A clone is unaffected by later batches, and shares the unchanged
+/// blocks.
 #[derive(Clone, Debug)]
 pub(crate) struct DiskPage {
     len: u64,
@@ -87,8 +88,8 @@ pub(crate) fn pending_bytes_of_write(offset: u64, len: u64) -> u64 {
     blocks(offset, len).saturating_mul(BLOCK_BYTES)
 }
 
-/// Returns the maximum number of bytes that writes of `count` elements within `len` bytes from `offset` on may make
-/// pending.
+/// Returns the maximum number of bytes that writes of `count` elements may make pending, if all elements are within
+/// `len` bytes starting at `offset`.
 pub(crate) fn pending_bytes_of_elements(count: u64, offset: u64, len: u64) -> u64 {
     // Each element overlaps at most two blocks.
     blocks(offset, len).min(count.saturating_mul(2)).saturating_mul(BLOCK_BYTES)

@@ -60,7 +60,7 @@ const NOTHING: (u64, &[u8]) = (SEGMENT_HEADER_BLOCK, &[]);
 /// A segment without frames that was created for a long frame.
 pub(crate) struct LongSegment {
     pub segment: SegmentFile,
-    /// Whether the frame's payload is already in the file, where it belongs if the frame is the segment's first.
+    /// Whether the file already contains the frame's payload, at the position of the segment's first frame.
     pub holds_payload: bool,
 }
 

@@ -90,7 +90,7 @@ impl Spares {
         if self.next_len == self.rules.len { self.rules.len } else { self.next_len / RESERVE_SHARE }
     }
 
-    /// Returns the number of existing spares that are kept for opens, the shortest ones.
+    /// Returns the number of existing spares that are kept for opens. These are the shortest spares.
     pub(super) fn open_spare_count(&self) -> usize {
         self.rules.open_spare_count().min(self.files.len())
     }
@@ -142,7 +142,7 @@ impl Spares {
         surplus.map(|(_, spare)| spare.len).sum()
     }
 
-    /// Returns whether the spares beyond the reserve take more bytes than allowed. The allowance is at least the length
+    /// Returns whether the spares beyond the reserve take more bytes than permitted. The limit is at least the length
     /// of the longest spare.
     pub(super) fn are_too_many(&self) -> bool {
         let longest = self.files.last().map_or(0, |spare| spare.len);

@@ -117,7 +117,7 @@ impl SimCore {
         self.fault(operation).map_or(Ok(()), Err)
     }
 
-    /// Returns whether a sync is to be omitted, and records that.
+    /// Returns whether a sync is to be omitted, and records the omission.
     fn skips(&mut self, point: SyncPoint) -> bool {
         let skips = self.skip.as_mut().is_some_and(|rule| rule(point));
         if skips {

@@ -35,7 +35,8 @@ pub(super) enum NameChange {
 }
 
 impl NameChange {
-    /// Returns whether both changes affect the same name, so that the later one can be kept only if the earlier one is.
+    /// Returns whether both changes affect the same name. A crash can then keep the later change only together with the
+    /// earlier change.
     pub(super) fn meets(&self, other: &Self) -> bool {
         let names = |change: &Self| match *change {
             NameChange::Link(name, _) | NameChange::Remove(name) => [Some(name), None],

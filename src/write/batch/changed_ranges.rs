@@ -59,7 +59,7 @@ impl ElementChanges {
         Ok(changed)
     }
 
-    /// Completes the current range. It remains a range if that is shorter than its changed elements one by one.
+    /// Completes the current range. The range is split into single elements if these are shorter in the log.
     fn close(&mut self, run: &Range<u32>, first: usize, width: u64) {
         let as_elements = (self.elements.len() - first) as u64 * (width + INDEX_COST);
         if RANGE_COST + run.len() as u64 * width < as_elements {

@@ -52,7 +52,7 @@ impl CopiedBytes {
 }
 
 impl WriteBatch {
-    /// Creates a copy of a page as of this point in the batch, including bytes, length, place and metadata
+    /// Creates a copy of a page in its state at this point of the batch, including bytes, length, place and metadata
     /// but not the key. The log stores the bytes, so a clone takes as much log space as the page is long.
     pub fn clone_page(&mut self, source: impl Into<PageRef>) -> super::NewPage {
         self.step(BatchStep::Clone { source: self.own(source) });

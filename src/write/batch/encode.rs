@@ -31,7 +31,7 @@ pub(crate) struct BatchFacts<'a> {
 }
 
 impl Default for BatchFacts<'_> {
-    /// Returns the facts about a batch that needs none.
+    /// Returns the facts for a batch without copies, sources, images and captures.
     fn default() -> Self {
         const NO_PAGES: &BTreeSet<PageId> = &BTreeSet::new();
         const NONE_READ: &BTreeMap<usize, Vec<u8>> = &BTreeMap::new();

@@ -62,7 +62,7 @@ pub struct NewPage {
 }
 
 impl NewPage {
-    /// Returns the number of pages that the batch creates before this one.
+    /// Returns the number of pages that the batch creates before this page.
     #[must_use]
     pub fn index(self) -> usize {
         self.index
@@ -531,8 +531,8 @@ impl WriteBatch {
         })
     }
 
-    /// Returns whether the batch contains all of its bytes, moves no page, and writes fewer than `ahead_bytes_min` bytes,
-    /// so that no image is written ahead.
+    /// Returns whether the batch contains all of its bytes, moves no page, and writes too few bytes for images. Images
+    /// are written for at least `ahead_bytes_min` bytes.
     pub(crate) fn is_plain(&self, ahead_bytes_min: u64) -> bool {
         let mut written = 0;
         let is_plain = self.steps.iter().all(|step| match step {
@@ -552,8 +552,8 @@ impl WriteBatch {
         is_plain && written < ahead_bytes_min && self.lent.is_empty() && self.handover.is_none()
     }
 
-    /// Returns what the batch needs space for. A batch that only deletes may use the reserve of a full disk, because it
-    /// frees more than it takes.
+    /// Returns the purpose for which the batch needs space. A batch that only deletes pages may use the reserve of a
+    /// full disk, because the batch frees more space than it takes.
     pub(crate) fn space_purpose(&self) -> SpacePurpose {
         let is_delete = |step: &BatchStep| matches!(step, BatchStep::Delete { .. });
         let is_note = |step: &BatchStep| matches!(step, BatchStep::Note { .. });

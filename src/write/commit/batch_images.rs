@@ -16,7 +16,7 @@ use crate::log::Log;
 /// [`logged`](Self::logged) or [`leave`](Self::leave) was called.
 #[derive(Default)]
 pub(super) struct BatchImages<'a> {
-    /// The images. They are boxed, because most batches have none of the four kinds.
+    /// The images, or `None` for most batches. Boxed, because a batch has up to four values of this type.
     written: Option<Box<WrittenImages<'a>>>,
 }
 
@@ -28,7 +28,8 @@ struct WrittenImages<'a> {
 }
 
 impl Committer {
-    /// Writes an image file ahead of its batch, in space that nothing else needs.
+    /// Calls `write`, which writes images before their batch is logged. The images use only space that no reserve
+    /// needs. A failure poisons the store unless it left the store unchanged.
     pub(super) fn in_space<'a>(
         &self,
         write: impl FnMut() -> Result<PendingImages<'a>>,
@@ -43,8 +44,8 @@ impl Committer {
         })
     }
 
-    /// Writes image files ahead of their batch. `lens` are the pages and their lengths; `read` returns their
-    /// bytes piece by piece.
+    /// Writes images of pages with these lengths, before their batch is logged. `read` fills a slice with bytes of a
+    /// page.
     pub(super) fn write_read<W>(
         &self,
         lens: &[(PageId, u64)],
@@ -89,7 +90,7 @@ impl<'a> BatchImages<'a> {
         ahead.logged(point.lsn);
     }
 
-    /// Keeps the files if it is unknown whether the batch is logged. Recovery will find out.
+    /// Keeps the files, because it is unknown whether the batch is logged. Recovery determines this from the log.
     pub fn leave(&mut self) {
         if let Some(written) = &mut self.written {
             written.ahead.leave();

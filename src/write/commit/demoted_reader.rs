@@ -1,5 +1,5 @@
-//! Reads the pages that move to disk, many with one command list. Read one by one, each page would wait for the applier
-//! and for the device.
+//! Reads the pages that move to disk, many with one command list. If pages were read one by one, each read would wait
+//! for the applier and for the device.
 
 use std::ops::Range;
 

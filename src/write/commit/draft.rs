@@ -57,7 +57,7 @@ pub(super) enum Outcome {
 pub(super) type AppendResult = (LogPoint, Changes);
 
 impl Draft {
-    /// Makes the draft of a batch that depends on the state of no page except those in `expected`.
+    /// Creates the draft of a batch that depends only on the pages in `expected`.
     pub fn new(
         payload: GrownBytes,
         payload_crc: u32,

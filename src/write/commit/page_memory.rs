@@ -97,7 +97,8 @@ impl Committer {
         }
     }
 
-    /// Allocates the memory to which leased pages move when a batch changes them, for all of them or for none.
+    /// Allocates memory to which the leased pages move when a batch changes them. Allocates for all of the pages or for
+    /// none.
     pub(super) fn relocations(
         &self,
         ops: &[OpAt<'_>],

@@ -191,7 +191,7 @@ impl Committer {
 }
 
 impl<'a> PreparedBatch<'a> {
-    /// Returns the value for a batch that needs no such resources.
+    /// Returns the resources of a batch that needs only its payload.
     pub fn none(committer: &'a Committer) -> Self {
         Self {
             captures: Captures::default(),
@@ -215,13 +215,13 @@ impl<'a> PreparedBatch<'a> {
         [&mut self.whole.file, &mut self.sources.file, &mut self.captured.file, &mut self.demoted.file]
     }
 
-    /// Does the work after the batch was logged.
+    /// Records that the batch is logged: working copies belong to the new state, and the files of images are kept.
     pub fn logged(&mut self, known: &KnownImages, log: &Log, point: LogPoint, changes: &Changes) {
         self.captures.belong_to(changes, &self.digests);
         self.files().into_iter().for_each(|file| file.logged(known, log, point));
     }
 
-    /// Does the work after the batch was refused because of `error`.
+    /// Records that the batch was refused because of `error`. The files of images are kept if the log may name them.
     pub fn refused(&mut self, error: &Error) {
         // If the log has failed, it may contain a frame that names the images, so they must be kept. Otherwise dropping
         // them removes the files.

@@ -156,8 +156,8 @@ impl Committer {
         Ok(FilledPayload { payload, crc, digests })
     }
 
-    /// Turns a payload that has reached its length into staging. A long payload whose bytes all go to pages on disk stays
-    /// in ordinary memory.
+    /// Moves a complete payload to staging. A long payload stays in ordinary memory if all of its bytes belong to pages
+    /// on disk.
     pub(in crate::write::commit) fn grown(
         &self,
         mut payload: GrowingStaging,
