@@ -6,9 +6,9 @@
 //! served have each appended another batch.
 //!
 //! Some of these committers may not return. The log waits for them for at most half the duration of a sync, counted
-//! from the end of the last sync. If most of them did not return in time, the log stops waiting for a while. `remanent
-//! bench commit --threads 8 --len 4KiB --ack durable` on 2 cores reached 0.87 of the raw loop's commits without this
-//! wait and 1.00 with it.
+//! from the end of the last sync. If most of them did not return in time, the log stops waiting for a while.
+//! `remanent-bench commit --threads 8 --len 4KiB --ack durable` on 2 cores reached 0.87 of the raw loop's commits
+//! without this wait and 1.00 with it.
 //!
 //! A long group keeps the disk busy in proportion to its bytes, and copying and checksumming the next group takes CPU
 //! time in the same proportion. The disk should write one half while the CPUs prepare the other. Therefore no sync

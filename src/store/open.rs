@@ -221,7 +221,7 @@ fn choose_log_io(disk: &dyn Disk, options: &Options) -> Result<(LogIo, String)> 
             None => Ok((io, format!("{io}, as asked for"))),
         };
     }
-    // `msync` takes longer than any other kind of sync (`remanent bench commit --log-io
+    // `msync` takes longer than any other kind of sync (`remanent-bench commit --log-io
     // direct,buffered,mapped`).
     let (wanted, why) = match options.ack {
         Ack::Durable => (LogIo::Direct, ": every commit waits for a sync"),

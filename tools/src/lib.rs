@@ -7,7 +7,6 @@
 //! | folder | purpose |
 //! |---|---|
 //! | `torture/` | kills, damage and power cuts on the user's own disk and GPU |
-//! | `bench/` | the speed of a store, compared with the speed of the machine without one |
 //! | `replay/` | replay of a cache trace into a store that is killed and checked; the demo |
 //! | `history/` | comparing, naming, restoring and forking kept states |
 //! | `weights/` | safetensors files and their versions |
@@ -21,7 +20,6 @@
 //! [`import()`]. [`main_as`] runs the command inside another program, such as the Python package.
 
 mod torture;
-mod bench;
 mod replay;
 mod history;
 mod weights;
@@ -44,6 +42,18 @@ use crate::replay::demo;
 pub use crate::weights::import::import;
 pub use crate::weights::versions::{Version, versions};
 
+/// The parts of the command that `remanent-bench` uses. They may change at any time.
+#[doc(hidden)]
+pub mod shared {
+    pub use crate::cli::{
+        aligned_buf, engine, exit, interrupt, json, output, program, progress, replacement, size, table,
+        verbosity,
+    };
+    pub use crate::inspect::doctor::file_system_of;
+    pub use crate::replay::simulate::SplitMix64;
+    pub use crate::replay::trace;
+}
+
 const ABOUT: &str = "\
 A command that works on a store takes its directory as the first argument. Commands that inspect a store never \
 modify it, take no lock, and decode as much as they can of a damaged one.
@@ -63,7 +73,7 @@ Remanent keeps pages of GPU and host memory in stores that survive a crash. Firs
   remanent import STORE model.safetensors  create a store, or add a version to an existing one
   remanent info STORE                      show what a store contains and whether it is sound
   remanent verify STORE                    check every byte that a store needs
-  remanent bench commit DIR                compare a store's speed with that of the disk below it
+  remanent doctor DIR                      show how a store would work on this machine
 
 `remanent --help` lists all commands, and `remanent COMMAND --help` describes one of them.
 ";
@@ -102,7 +112,6 @@ enum Command {
     Verify(verify::Verify),
     Salvage(salvage::Salvage),
     Doctor(doctor::Doctor),
-    Bench(bench::Bench),
     Completions(completions::Completions),
 }
 
@@ -123,7 +132,6 @@ impl Command {
                 | Command::Prune(_)
                 | Command::Salvage(_)
                 | Command::Doctor(_)
-                | Command::Bench(_)
                 | Command::Follow(_)
         )
     }
@@ -152,7 +160,6 @@ impl Command {
             Command::Verify(command) => command.run(out),
             Command::Salvage(command) => command.run(out),
             Command::Doctor(command) => command.run(out),
-            Command::Bench(command) => command.run(out),
             Command::Completions(command) => command.run(Cli::command(), out),
         };
         // Print the results so far, even if the command failed.

@@ -79,7 +79,7 @@ pub(super) type Areas = HashSet<Area, BuildHasherDefault<IdHasher>>;
 
 /// Hashes ids, which rise, by a multiplication, which spreads them well enough. A hash that resists attacks
 /// takes several times as long per delta, and a delta in a list of 10,000 costs the host only 0.26 µs in
-/// total (`bench gpu`).
+/// total (`remanent-bench ceilings`).
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct IdHasher(u64);
 

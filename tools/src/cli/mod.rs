@@ -1,16 +1,16 @@
 //! Parts that all commands share: exit codes, output, handling of Ctrl-C, and access to stores.
 
-pub(crate) mod exit;
-pub(crate) mod output;
-pub(crate) mod table;
-pub(crate) mod interrupt;
-pub(crate) mod progress;
-pub(crate) mod replacement;
-pub(crate) mod program;
-pub(crate) mod verbosity;
-pub(crate) mod json;
+pub mod exit;
+pub mod output;
+pub mod table;
+pub mod interrupt;
+pub mod progress;
+pub mod replacement;
+pub mod program;
+pub mod verbosity;
+pub mod json;
 pub(crate) mod memory;
-pub(crate) mod size;
-pub(crate) mod aligned_buf;
-pub(crate) mod engine;
+pub mod size;
+pub mod aligned_buf;
+pub mod engine;
 pub(crate) mod completions;

@@ -8,7 +8,7 @@ pub(crate) mod check;
 pub(crate) mod child;
 pub(crate) mod demo;
 pub(crate) mod simulate;
-pub(crate) mod trace;
+pub mod trace;
 pub(crate) mod kill_run;
 pub(crate) mod replay_params;
 

@@ -37,12 +37,14 @@ struct TraceLine {
 }
 
 /// An iterator over the requests of a trace in order. Each item contains the hash ids of a request.
+#[expect(missing_debug_implementations, reason = "a reader has none")]
 pub struct Trace {
     lines: TraceLines,
     left: u64,
 }
 
 /// The lines of a trace file, each of which is a JSON value.
+#[expect(missing_debug_implementations, reason = "a reader has none")]
 pub struct TraceLines {
     name: PathBuf,
     lines: Box<dyn BufRead>,
@@ -75,7 +77,7 @@ impl TraceLines {
     }
 
     /// Parses the next line. Returns `None` at the end of the file, and an error for an invalid line.
-    pub fn next<Value: DeserializeOwned>(&mut self) -> Option<Result<Value, Failure>> {
+    pub fn next_value<Value: DeserializeOwned>(&mut self) -> Option<Result<Value, Failure>> {
         self.number += 1;
         let line = self.line().transpose()?;
         let value = line.and_then(|line| serde_json::from_slice(&line).map_err(|error| error.to_string()));
@@ -128,7 +130,7 @@ impl Iterator for Trace {
 
     fn next(&mut self) -> Option<Self::Item> {
         self.left = self.left.checked_sub(1)?;
-        let line = self.lines.next::<TraceLine>()?;
+        let line = self.lines.next_value::<TraceLine>()?;
         Some(line.map(|line| line.hash_ids).inspect_err(|_| self.left = 0))
     }
 }

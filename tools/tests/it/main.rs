@@ -2,7 +2,6 @@
 
 #[path = "../../../fuzz/src/archive.rs"]
 mod archive;
-mod bench;
 mod command;
 mod damaged;
 #[path = "../../../fuzz/src/fit.rs"]

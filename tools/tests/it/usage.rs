@@ -17,7 +17,6 @@ const COMMANDS: &[&str] = &[
     "fork",
     "prune",
     "doctor",
-    "bench",
     "completions",
     "info",
     "pages",
@@ -44,7 +43,7 @@ fn help_is_printed_without_error() {
 fn no_arguments_print_a_guide() {
     let guide = run(&[]).expect(2);
     assert!(guide.out.is_empty(), "{}", guide.out);
-    for next in ["remanent demo", "remanent import", "remanent info", "remanent verify", "remanent bench"] {
+    for next in ["remanent demo", "remanent import", "remanent info", "remanent verify", "remanent doctor"] {
         assert!(guide.err.contains(next), "{next} is not in:\n{}", guide.err);
     }
     assert!(run(&["-q"]).expect(2).err.contains("requires a subcommand"));

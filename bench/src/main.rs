@@ -1,0 +1,193 @@
+//! `remanent-bench`: measures a store on this machine, each figure compared with the machine's speed without
+//! one.
+//!
+//! Read these files first: `figures.rs` (the results of a run), `room.rs` (where a run takes place), and
+//! `raw.rs`, `memory.rs` and `transfer.rs` (the ceilings). Each benchmark has one more file. Measurements
+//! that are compared take turns, round by round.
+
+mod latency;
+mod figures;
+mod room;
+mod raw;
+mod memory;
+mod transfer;
+mod chart;
+mod report;
+mod peak;
+mod opener;
+mod ceilings;
+mod commit;
+mod sizes;
+mod snapshot;
+mod restore;
+mod replay;
+mod create;
+mod growth;
+mod follow;
+mod steady;
+mod lookup;
+mod capture;
+mod policies;
+mod block_cache;
+mod tier_ceilings;
+mod tier_moves;
+mod tiers;
+mod allocation_trace;
+mod allocators;
+mod allocations;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use remanent::DeviceChoice;
+use remanent_tools::shared::aligned_buf;
+use remanent_tools::shared::exit::{self, Ending, Failure, Outcome};
+use remanent_tools::shared::interrupt::Interrupt;
+use remanent_tools::shared::output::Output;
+use remanent_tools::shared::verbosity::Verbosity;
+
+use self::figures::Findings;
+use self::report::HtmlReport;
+use self::room::{BenchStop, Room};
+
+const EXAMPLES: &str = "\
+Measures the file system and disk of DIR: all files are created in a temporary directory inside DIR and removed at the \
+end, also after Ctrl-C. Most figures have a ceiling, the speed of a loop on the same machine that does only the \
+necessary work. Both are measured in turn, and the ratio is the median over the rounds, so a machine that slows down \
+slows both down. Compare ratios rather than absolute figures between runs.
+
+Examples:
+  remanent-bench commit /mnt/fast
+  remanent-bench snapshot /mnt/fast --report snapshot.html
+  remanent-bench ceilings /mnt/fast --device cuda:0";
+
+/// Measure a store, compared with the speed that the machine could reach
+#[derive(Parser)]
+#[command(name = "remanent-bench", version, after_help = EXAMPLES, max_term_width = 110)]
+struct Cli {
+    #[command(subcommand)]
+    what: BenchKind,
+    #[command(flatten)]
+    verbosity: Verbosity,
+}
+
+#[derive(Subcommand)]
+enum BenchKind {
+    Commit(commit::CommitBench),
+    Snapshot(snapshot::SnapshotBench),
+    Restore(restore::RestoreBench),
+    Replay(replay::ReplayBench),
+    Create(create::CreateBench),
+    Growth(growth::GrowthBench),
+    Follow(follow::FollowBench),
+    Steady(steady::SteadyBench),
+    Lookup(lookup::LookupBench),
+    Capture(capture::CaptureBench),
+    Tiers(tiers::TiersBench),
+    Allocations(allocations::AllocationsBench),
+    Ceilings(ceilings::CeilingsBench),
+    #[command(hide = true)]
+    Open(opener::Opener),
+}
+
+/// The options common to all benchmarks.
+#[derive(clap::Args)]
+struct Common {
+    /// Directory whose disk is measured; it must exist
+    dir: PathBuf,
+    /// Where pages live: `auto` (a GPU if there is one), `host`, `cuda:0`, `cuda:1`, …
+    #[arg(long, value_name = "DEVICE", default_value_t)]
+    device: DeviceChoice,
+    /// Number of rounds
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    rounds: u32,
+    /// Print one JSON object per figure, then one for the run
+    #[arg(long)]
+    json: bool,
+    /// Also write a self-contained HTML page with charts
+    #[arg(long, value_name = "FILE.html")]
+    report: Option<PathBuf>,
+}
+
+/// A benchmark of the command.
+trait Measure {
+    /// Returns the common options.
+    fn common(&self) -> &Common;
+    /// Returns the maximum number of bytes that it writes to disk.
+    fn bytes_needed(&self) -> u64;
+    /// Returns how often it calls [`Room::step`].
+    fn steps(&self) -> u64;
+    /// Rejects invalid options, before any file is created.
+    fn check(&self) -> Result<(), Failure>;
+    /// Runs the measurement in a room.
+    fn measure(&self, room: &Room) -> Result<Findings, BenchStop>;
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    cli.verbosity.begin(false);
+    let mut out = Output::stdout();
+    let outcome = cli.what.run(&mut out);
+    exit::code(out.flush().and(outcome))
+}
+
+impl BenchKind {
+    fn run(&self, out: &mut Output) -> Outcome {
+        match self {
+            BenchKind::Commit(what) => run(what, out),
+            BenchKind::Snapshot(what) => run(what, out),
+            BenchKind::Restore(what) => run(what, out),
+            BenchKind::Replay(what) => run(what, out),
+            BenchKind::Create(what) => run(what, out),
+            BenchKind::Growth(what) => run(what, out),
+            BenchKind::Follow(what) => run(what, out),
+            BenchKind::Steady(what) => run(what, out),
+            BenchKind::Lookup(what) => run(what, out),
+            BenchKind::Capture(what) => run(what, out),
+            BenchKind::Tiers(what) => run(what, out),
+            BenchKind::Allocations(what) => run(what, out),
+            BenchKind::Ceilings(what) => run(what, out),
+            BenchKind::Open(what) => what.run(out),
+        }
+    }
+}
+
+/// Rejects a duration that is too short to measure or too long to wait for.
+fn check_seconds(flag: &str, seconds: f64) -> Result<(), Failure> {
+    if (0.001..=3600.0).contains(&seconds) {
+        return Ok(());
+    }
+    Err(Failure::Environment(format!("{flag} must be between 0.001 and 3600")))
+}
+
+/// Rejects numbers of threads that no machine can run.
+fn check_threads(threads: &[usize]) -> Result<(), Failure> {
+    if threads.iter().all(|threads| (1..=1024).contains(threads)) {
+        return Ok(());
+    }
+    Err(Failure::Environment("--threads must be between 1 and 1024".to_owned()))
+}
+
+fn run(what: &impl Measure, out: &mut Output) -> Outcome {
+    let interrupt = Interrupt::listen()?;
+    what.check()?;
+    let common = what.common();
+    let report = common.report.as_deref().map(HtmlReport::begin).transpose()?;
+    let room = Room::new(common, interrupt, what.bytes_needed(), what.steps())?;
+    let findings = match what.measure(&room) {
+        Ok(findings) => findings,
+        Err(BenchStop::Interrupted) => return Ok(Ending::Interrupted),
+        Err(BenchStop::Failed(failure)) => return Err(failure),
+    };
+    drop(room);
+    if let Some(report) = report {
+        report.write(&findings)?;
+    }
+    if common.json {
+        findings.print_json(out)?;
+    } else {
+        findings.print(out)?;
+    }
+    Ok(Ending::Fine)
+}
