@@ -70,6 +70,7 @@ impl WorkingCopy {
         Self(Arc::new(Copy { page, width, memory, shadow, state: Mutex::default() }))
     }
 
+    /// Returns the id of the page that the copy follows.
     #[must_use]
     pub fn page(&self) -> PageId {
         self.0.page
