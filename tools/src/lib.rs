@@ -20,11 +20,13 @@
 //! [`import()`]. [`main_as`] runs the command inside another program, such as the Python package.
 
 mod torture;
+#[allow(missing_docs, missing_debug_implementations, reason = "only `shared` makes it public")]
 mod replay;
 mod history;
 mod weights;
 mod inspect;
 mod read;
+#[allow(missing_docs, missing_debug_implementations, reason = "only `shared` makes it public")]
 mod cli;
 
 use std::ffi::OsString;

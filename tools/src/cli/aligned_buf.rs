@@ -6,7 +6,6 @@ use std::ops::{Deref, DerefMut};
 pub const ALIGN: usize = 4096;
 
 /// A byte buffer that starts at a multiple of [`ALIGN`] and initially contains zeros.
-#[derive(Debug)]
 pub struct Aligned {
     room: Vec<u8>,
     start: usize,

@@ -6,7 +6,6 @@ use std::io::{self, BufWriter, ErrorKind, Write};
 use crate::cli::exit::Failure;
 
 /// The writer of a command's results. Messages and progress are written to standard error.
-#[expect(missing_debug_implementations, reason = "a writer has none")]
 pub struct Output<'a>(BufWriter<Box<dyn Write + 'a>>);
 
 impl<'a> Output<'a> {

@@ -12,7 +12,6 @@ const NEW_MODE: u32 = 0o666;
 
 /// A file that is written next to its target and renamed over it by [`Replacement::put`]. Dropping the value before
 /// that removes the file.
-#[derive(Debug)]
 pub struct Replacement {
     target: PathBuf,
     /// Metadata of the file that will be replaced, or `None` if the target does not exist.

@@ -37,14 +37,12 @@ struct TraceLine {
 }
 
 /// An iterator over the requests of a trace in order. Each item contains the hash ids of a request.
-#[expect(missing_debug_implementations, reason = "a reader has none")]
 pub struct Trace {
     lines: TraceLines,
     left: u64,
 }
 
 /// The lines of a trace file, each of which is a JSON value.
-#[expect(missing_debug_implementations, reason = "a reader has none")]
 pub struct TraceLines {
     name: PathBuf,
     lines: Box<dyn BufRead>,
