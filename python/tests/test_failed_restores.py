@@ -177,6 +177,34 @@ def test_a_part_that_refuses_its_state_leaves_all_unchanged(directory: str) -> N
     assert all(same(held.states()[name], value) for name, value in before.items())
 
 
+def test_settings_of_optimizers_and_random_states_are_put_back(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Run()
+    held.train()
+    optimizers = held.optimizer, held.extra["own"]
+    set_state, refused = numpy.random.set_state, []
+
+    def refuse_once(state: Any) -> None:
+        if not refused:
+            refused.append(state)
+            raise ValueError("refused")
+        set_state(state)
+
+    with Checkpointer(directory, held.model, held.optimizer, held.scheduler, extra=held.extra) as run:
+        run.save(1)
+        held.train()
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["weight_decay"] = 0.25
+        before = rng_state()
+        # The last generator, after the optimizers.
+        monkeypatch.setattr(numpy.random, "set_state", refuse_once)
+        with pytest.raises(remanent.RestoreFailedError, match="rng: loading its state failed with ValueError") as raised:
+            run.restore()
+        assert "rng" not in raised.value.changed and same(rng_state(), before)
+        assert [optimizer.param_groups[0]["weight_decay"] for optimizer in optimizers] == [0.25, 0.25]
+        run.restore()
+        assert [optimizer.param_groups[0]["weight_decay"] for optimizer in optimizers] == [0.01, 0]
+
+
 def test_random_states_of_absent_devices_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     states: list[Any] = [torch.full((16,), 9, dtype=torch.uint8)]
 
