@@ -25,7 +25,7 @@ const KIND_SEAL: u8 = 2;
 layout! {
     /// The encoded header of a frame.
     pub struct FrameHeaderRaw: 80 {
-        /// The magic `RMFR`.
+        /// Magic bytes, always `RMFR`.
         0 => magic: [u8; 4],
         /// Kind of the frame. 1: batch, 2: seal.
         4 => kind: u8,
@@ -35,7 +35,7 @@ layout! {
         6 => reserved: u16,
         /// Incarnation that wrote the frame.
         8 => incarnation: Incarnation,
-        /// The store's id.
+        /// The id of the store.
         16 => store: StoreId,
         /// Number of the segment that contains this frame.
         32 => segment: u64,
@@ -74,7 +74,7 @@ pub struct FrameHeader {
     pub group_start: bool,
     /// The incarnation that wrote the frame.
     pub incarnation: Incarnation,
-    /// The store's id.
+    /// The id of the store.
     pub store: StoreId,
     /// The number of the segment that contains this frame.
     pub segment: u64,
@@ -264,7 +264,7 @@ pub fn check_payload_crc(header: &FrameHeader, computed: u32) -> Result<(), Defe
 /// A snapshot that a seal lists as verified: its files were read back from the medium, not from the page cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VerifiedSnapshot {
-    /// The snapshot's number.
+    /// The number of the snapshot.
     pub snapshot: SnapshotId,
     /// The checksum of the header of its manifest.
     pub manifest_crc: u32,
@@ -279,7 +279,7 @@ const LOG_KEPT: u32 = 1;
 layout! {
     /// The encoded entry of a snapshot in a seal's payload.
     pub struct VerifiedSnapshotRaw: 16 {
-        /// The snapshot's number.
+        /// The number of the snapshot.
         0 => snapshot: SnapshotId,
         /// Checksum of the header of its manifest.
         8 => manifest_crc: u32,

@@ -22,13 +22,13 @@ pub const FLAG_OPENING: u32 = 1;
 layout! {
     /// The encoded header of a segment.
     pub struct SegmentHeaderRaw: 128 {
-        /// The magic `RMNTSEGM`.
+        /// Magic bytes, always `RMNTSEGM`.
         0 => magic: [u8; 8],
         /// Format version; always 1.
         8 => version: u32,
         /// Bit 0: the segment opens an incarnation.
         12 => flags: u32,
-        /// The store's id.
+        /// The id of the store.
         16 => store: StoreId,
         /// Number of this segment, which its file name repeats.
         32 => segment: u64,
@@ -52,7 +52,7 @@ layout! {
 /// The decoded header of a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SegmentHeader {
-    /// The store's id.
+    /// The id of the store.
     pub store: StoreId,
     /// The number of the segment.
     pub segment: u64,

@@ -49,7 +49,7 @@ const fn bits(features: &[(u32, &str)]) -> u32 {
 layout! {
     /// The encoded header of STORE.
     pub struct StoreHeaderRaw: 64 {
-        /// The magic `RMNTSTOR`.
+        /// Magic bytes, always `RMNTSTOR`.
         0 => magic: [u8; 8],
         /// Format version; always 1.
         8 => version: u32,
@@ -59,7 +59,7 @@ layout! {
         16 => read_compatible: u32,
         /// Bit set of the features that a build must support.
         20 => incompatible: u32,
-        /// The store's id.
+        /// The id of the store.
         24 => store: StoreId,
         /// Length in bytes of the record, which follows the header.
         40 => record_len: u32,
@@ -142,7 +142,7 @@ impl StoreRecord {
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StoreFile {
-    /// The store's id.
+    /// The id of the store.
     pub store: StoreId,
     /// The features that the store uses.
     pub features: Features,

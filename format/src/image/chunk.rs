@@ -14,9 +14,9 @@ pub const CHUNK_MAGIC: [u8; 8] = *b"RMNTCHNK";
 layout! {
     /// The encoded header of a chunk. The table of images follows.
     pub struct ChunkHeaderRaw: 64 {
-        /// The magic `RMNTCHNK`.
+        /// Magic bytes, always `RMNTCHNK`.
         0 => magic: [u8; 8],
-        /// The store's id.
+        /// The id of the store.
         8 => store: StoreId,
         /// Number of the image file that contains the chunk.
         24 => file: u64,
@@ -251,7 +251,7 @@ impl Chunk {
 /// The decoded header of a chunk. The table of images is not yet checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChunkHeader {
-    /// The store's id.
+    /// The id of the store.
     pub store: StoreId,
     /// The number of the image file that contains the chunk.
     pub file: u64,

@@ -13,13 +13,13 @@ pub const IMAGE_FILE_MAGIC: [u8; 8] = *b"RMNTPAGE";
 layout! {
     /// The encoded header of an image file. The remaining bytes of the header block are zero.
     pub struct ImageFileHeaderRaw: 64 {
-        /// The magic `RMNTPAGE`.
+        /// Magic bytes, always `RMNTPAGE`.
         0 => magic: [u8; 8],
         /// Format version; always 1.
         8 => version: u32,
         /// Number that represents the purpose of the file, 1 or 2.
         12 => purpose: u32,
-        /// The store's id.
+        /// The id of the store.
         16 => store: StoreId,
         /// Number of this file, which its name repeats.
         32 => file: u64,
@@ -67,7 +67,7 @@ impl ImagePurpose {
 /// The decoded header of an image file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ImageFileHeader {
-    /// The store's id.
+    /// The id of the store.
     pub store: StoreId,
     /// The number of this file.
     pub file: u64,

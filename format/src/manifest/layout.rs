@@ -17,13 +17,13 @@ pub(super) const KIND_TABLE: u32 = 3;
 layout! {
     /// The encoded header of a manifest. The body follows.
     pub struct ManifestHeaderRaw: 256 {
-        /// The magic `RMNTMANI`.
+        /// Magic bytes, always `RMNTMANI`.
         0 => magic: [u8; 8],
         /// Format version; always 1.
         8 => version: u32,
         /// Kind of the manifest. 1: base, 2: change, 3: table of an earlier state.
         12 => kind: u32,
-        /// The store's id.
+        /// The id of the store.
         16 => store: StoreId,
         /// Number of the snapshot or table, which the file name repeats.
         32 => snapshot: SnapshotId,

@@ -103,7 +103,7 @@ pub struct Tombstone {
 pub struct Manifest {
     /// The kind of the manifest: base, change or table.
     pub kind: ManifestKind,
-    /// The store's id.
+    /// The id of the store.
     pub store: StoreId,
     /// The number of the snapshot or the table.
     pub snapshot: SnapshotId,

@@ -123,8 +123,8 @@ impl Reach {
         }
     }
 
-    /// Checks that replay can start from a candidate. If it cannot, images of later batches may be missing, and the log
-    /// may be deleted at any time.
+    /// Checks that replay can start from a candidate. After any other candidate, images of batches may be missing, and
+    /// the log may be deleted at any time.
     ///
     /// # Errors
     /// Returns [`Damage`] that reports the log after the candidate as missing.

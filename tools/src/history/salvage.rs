@@ -287,8 +287,8 @@ impl SalvageReport<'_> {
         (durable > self.lsn()).then(|| (self.lsn().0 + 1, durable.max(seen).0))
     }
 
-    /// Returns the first and the last batch that a crash cut off. Returns `None` if one of them was acknowledged as
-    /// durable.
+    /// Returns the first and the last batch that a crash cut off. Returns `None` if there is no such batch, or if a
+    /// batch after the state was durable.
     fn torn_batches(&self) -> Option<(u64, u64)> {
         let LogRemainder { durable, seen, .. } = self.search.beyond();
         (durable <= self.lsn() && seen > self.lsn()).then(|| (self.lsn().0 + 1, seen.0))

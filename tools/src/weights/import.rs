@@ -51,7 +51,7 @@ pub struct Import {
     json: bool,
 }
 
-/// Options of an import that the version does not contain: a note, root entries, and the place of new tensors.
+/// Options of an import: a note, root entries, and the place of new tensors.
 #[derive(clap::Args)]
 struct ImportExtras {
     /// Note to store with the version in the log
@@ -227,7 +227,7 @@ fn import_file(
     Ok(Some(ImportReport { is_new: version.is_new, totals: version.totals }))
 }
 
-/// A version while the file is compared with the store.
+/// A new version, which is prepared by comparing a file with the store.
 struct ImportVersion<'a> {
     store: &'a Store,
     file: &'a WeightsFile,

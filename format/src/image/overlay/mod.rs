@@ -29,7 +29,7 @@ pub const OVERLAY_MAGIC: [u8; 8] = *b"RMNTOVER";
 layout! {
     /// The encoded header of an overlay. The table of pieces follows.
     pub struct OverlayHeaderRaw: 64 {
-        /// The magic `RMNTOVER`.
+        /// Magic bytes, always `RMNTOVER`.
         0 => magic: [u8; 8],
         /// Number of the image file that contains the base.
         8 => base_file: u64,

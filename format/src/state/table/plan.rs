@@ -158,7 +158,7 @@ enum Content {
     /// The bytes are unchanged, but the length may have changed.
     Kept,
     Changed,
-    /// An image replaces the bytes. No other operation may change them.
+    /// An image replaces the bytes, so no other operation may change the bytes.
     Image,
 }
 
