@@ -1,9 +1,9 @@
 //! An embedded store for pages that live in GPU memory and survive a crash.
 //!
-//! A store is a directory. An application creates pages in the memory of a GPU, in host memory or on disk,
-//! and changes them by batches of deltas. Each batch reaches a write-ahead log before it changes a page.
-//! Snapshots are written while batches are committed. After a crash, [`Store::open`] rebuilds the page table,
-//! the page memory and the metadata as of the last acknowledged batch, bit for bit.
+//! A store is a directory. An application creates pages in the memory of a GPU, in host memory or on disk, and changes
+//! them by batches of deltas. Each batch reaches a write-ahead log before it changes a page. Snapshots are written
+//! while batches are committed. After a crash, [`Store::open`] rebuilds the page table, the page memory and the
+//! metadata exactly as they were after the last acknowledged batch.
 //!
 //! ```
 //! use remanent::{Options, Place, Store};
@@ -60,24 +60,23 @@
 //!
 //! # Modules
 //!
-//! The crate root exports the types that most programs need. [`batch`] contains the parts of a batch,
-//! [`options`] the values of options, [`store`] the results of reads, [`follow`] readers of the log,
-//! [`stats`] counters, and [`error`] the parts of an [`Error`]. [`snapshot`], [`history`] and [`tiers`]
-//! contain the types that snapshots, restores and moves return. [`device`] contains devices and
-//! caller-owned memory. [`blocks`] and [`layout`] contain the key-value blocks of an inference engine.
+//! The crate root exports the types that most programs need. [`batch`] contains the parts of a batch, [`options`] the
+//! values of options, [`store`] the results of reads, [`follow`] readers of the log, [`stats`] counters, and [`error`]
+//! the parts of an [`Error`]. [`snapshot`], [`history`] and [`tiers`] contain the types that snapshots, restores and
+//! moves return. [`device`] contains devices and caller-owned memory. [`blocks`] and [`layout`] contain the key-value
+//! blocks of an inference engine.
 //!
 //! # Processes, threads, tasks
 //!
-//! **Child processes.** A store belongs to the process that opened it. In a forked child, every call on an
-//! inherited handle returns [`Error::Forked`] before it writes a byte or waits for a lock. Getters that
-//! cannot fail return empty values. Dropping an inherited handle frees none of the parent's resources. A
-//! child may open other stores. It may open this store after the parent has closed it, whatever the
-//! parent's threads did at the fork. There is one exception: a fork at the very start or end of a thread can inherit the locked list of
-//! threads that read without locks. An `exec` is always safe. A [`follow::Replica`] is plain memory and works
-//! in both processes. The writer lock, and the locks of a [`View`] on its snapshots, belong to the parent and
-//! are released when the parent ends, even if children are still running. A child of a bare `clone` system
-//! call runs no handlers of `pthread_atfork`, and keeps these locks until it ends. The driver does not support a GPU in a child of a process
-//! that used it.
+//! **Child processes.** A store belongs to the process that opened it. In a forked child, every call on an inherited
+//! handle returns [`Error::Forked`] before it writes a byte or waits for a lock. Getters that cannot fail return empty
+//! values. Dropping an inherited handle frees none of the parent's resources. A child may open other stores. It may
+//! open this store after the parent has closed it, whatever the parent's threads did at the fork. There is one
+//! exception: a fork at the very start or end of a thread can inherit the locked list of threads that read without
+//! locks. An `exec` is always safe. A [`follow::Replica`] is plain memory and works in both processes. The writer lock,
+//! and the locks of a [`View`] on its snapshots, belong to the parent and are released when the parent ends, even if
+//! children are still running. A child of a bare `clone` system call runs no handlers of `pthread_atfork`, and keeps
+//! these locks until it ends. The driver does not support a GPU in a child of a process that used it.
 //!
 //! **What each call waits for.**
 //!
@@ -96,17 +95,17 @@
 //! | [`Store::scrub`], [`Store::audit`] | the same; a scrub also for another scrub |
 //! | [`Store::restore`] | the same; commits wait for it |
 //!
-//! **Async.** Two calls return futures: [`Ticket::acknowledged`] and [`Store::read_many`]. All
-//! other calls, and dropping a store, can block on a disk. Run them on a thread that may block (tokio's
-//! `spawn_blocking`). [`Store::submit`], followed by one [`Ticket::wait`] for many batches, needs few such threads. Do
-//! not hold a pin across an `await` if another task may commit to its page. Leases have no such limit.
+//! **Async.** Two calls return futures: [`Ticket::acknowledged`] and [`Store::read_many`]. All other calls, and
+//! dropping a store, can block on a disk. Run them on a thread that may block (tokio's `spawn_blocking`).
+//! [`Store::submit`], followed by one [`Ticket::wait`] for many batches, needs few such threads. Do not hold a pin
+//! across an `await` if another task may commit to its page. Leases have no such limit.
 //!
 //! **Failures.** `docs/failures.md` lists the failures that stop a store and those that only fail a call.
 //!
 //! # Map
 //!
-//! Each folder imports only from folders below it in this table. The crate `remanent-format` defines the bytes on disk, and
-//! contains a pure function `rebuild`, with which tests compare the result of recovery.
+//! Each folder imports only from folders below it in this table. The crate `remanent-format` defines the bytes on disk,
+//! and contains a pure function `rebuild`, with which tests compare the result of recovery.
 //!
 //! | folder | purpose |
 //! |---|---|
@@ -138,38 +137,37 @@
 //!
 //! Comments in the code cite these invariants by number.
 //!
-//! - **I1** Log first: no page changes before the frame with the change is `Logged`. A batch gets its Lsn only
-//!   once its payload and checksum are complete.
-//! - **I2** The log contains after-images only: replaying a frame twice, or over a newer image, gives the same
-//!   bytes.
-//! - **I3** In log order a frame is valid if and only if its header checksum, payload checksum, store,
-//!   incarnation, own position, Lsn and the chain hash of the previous frame are all correct.
-//! - **I4** Every frame carries the durable mark known when it was written. The first invalid frame is a
-//!   torn tail only if no mark covers it. Otherwise it is damage, and the open is refused.
-//! - **I5** No sector with a synced frame is written again while its segment belongs to the log. STORE,
-//!   manifests and tables change by rename only. Recovery removes nothing that was acknowledged. Every
-//!   writable open begins a new incarnation, whose opening segment is built completely and then renamed into
-//!   place. That rename is the only commit point of recovery.
-//! - **I6** Recovery treats batches above the last mark as if only the page cache held them, even if it can
-//!   read them: it copies them. It reads bytes under a mark from the medium at least once: past the page
-//!   cache, or by a read that found none of them cached.
-//! - **I7** A manifest is published only after everything that it names is synced and the log is durable up
-//!   to the manifest's `end`, and after a named snapshot before it was read back and recorded. The data that
-//!   a snapshot replaces is removed only once the snapshot was read back and a synced seal records that.
-//! - **I8** Nothing is recycled that a kept snapshot needs or a kept frame names. The newest snapshot is
-//!   always kept: the next one shares its images. No frame enters a segment before the next segment exists
-//!   and is synced with its name.
-//! - **I9** Bytes from disk are untrusted: lengths are checked before they are used.
-//! - **I10** Page memory and its copies stay within [`Options::budget`]. Recovery checks the final page table
-//!   before it allocates.
+//! - **I1** Log first: no page changes before the frame with the change is `Logged`. A batch gets its Lsn only once its
+//!   payload and checksum are complete.
+//! - **I2** The log contains after-images only: replaying a frame twice, or over a newer image, gives the same bytes.
+//! - **I3** In log order a frame is valid if and only if its header checksum, payload checksum, store, incarnation, own
+//!   position, Lsn and the chain hash of the previous frame are all correct.
+//! - **I4** Every frame carries the durable mark known when it was written. The first invalid frame is a torn tail only
+//!   if no mark covers it. Otherwise it is damage, and the open is refused.
+//! - **I5** No sector with a synced frame is written again while its segment belongs to the log. STORE, manifests and
+//!   tables change by rename only. Recovery removes nothing that was acknowledged. Every writable open begins a new
+//!   incarnation, whose opening segment is built completely and then renamed into place. That rename is the only commit
+//!   point of recovery.
+//! - **I6** Recovery copies all batches above the last mark, because possibly only the page cache contains them. It
+//!   reads the bytes under a mark from the medium at least once: past the page cache, or by a read that found none of
+//!   these bytes cached.
+//! - **I7** A manifest is published only after everything that it names is synced and the log is durable up to the
+//!   manifest's `end`, and after a named snapshot before it was read back and recorded. The data that a snapshot
+//!   replaces is removed only once the snapshot was read back and a synced seal records that.
+//! - **I8** Nothing is recycled that a kept snapshot needs or a kept frame names. The newest snapshot is always kept,
+//!   because the next snapshot shares its images. No frame enters a segment before the next segment exists and is
+//!   synced with its name.
+//! - **I9** Bytes from disk are untrusted. Every length is checked before it is used.
+//! - **I10** Page memory and its copies stay within [`Options::budget`]. Recovery checks the final page table before it
+//!   allocates.
 //! - **I11** The host device defines correct results: every other device gives the same bytes.
-//! - **I12** Images, payloads from a device, and long writes that cross a bus are summed on both sides of it
-//!   before anything logs, names or serves them. An image that a device copies to a file's memory is summed
-//!   before its snapshot counts as verified. A differing sum of a device is not damage on disk: the host's
-//!   sum of the bytes there decides.
-//! - **I13** An image file is overwritten only when no durable record names it and no other name leads to
-//!   it. It loses its name first. Its new chunks are written after its next name, a new number, is durable.
-//!   It is neither truncated nor removed while a device has its memory registered.
+//! - **I12** Images, payloads from a device, and long writes that cross a bus are summed on both sides of the bus
+//!   before they are logged, named or read. An image that a device copies to a file's memory is summed before its
+//!   snapshot counts as verified. If a device's sum differs, the host sums the bytes on disk, and only a wrong sum of
+//!   the host counts as damage.
+//! - **I13** An image file is overwritten only when no durable record names the file and it has no other name. The file
+//!   loses its name first. Its new chunks are written after its next name, a new number, is durable. The file is
+//!   neither truncated nor removed while a device has its memory registered.
 //!
 //! `docs/decisions.md` gives the reasons for decisions that may surprise.
 
@@ -296,8 +294,8 @@ impl Store {
 
     /// Opens a read-only view of a store's state at an earlier point.
     ///
-    /// The call needs no device and no writer lock, and writes nothing. A writer in this process or another one may
-    /// have the store open. Pages are read from disk on demand. The state remains readable until the handle is dropped.
+    /// The call needs no device and no writer lock, and writes nothing. A writer in this or another process may have
+    /// the store open. Pages are read from disk on demand. The state remains readable until the handle is dropped.
     ///
     /// ```
     /// use remanent::{Options, Place, StatePoint, Store};
@@ -488,7 +486,7 @@ impl DeviceCopier {
 
 impl View {
     /// Creates a new store in `directory_new` from the state of this view, like [`Store::fork`], and returns the new
-    /// store's id. If the process crashes during the call, the directory contains either no store or a complete one.
+    /// store's id. If the process crashes during the call, the directory contains either no store or a complete store.
     ///
     /// # Errors
     /// [`Error::ForeignDirectory`] if the directory is not empty; [`Error::Locked`]; [`Error::Damaged`],

@@ -1,7 +1,7 @@
 //! Lists in flight, and batches that are not reported yet.
 //!
 //! The applier's thread submits list after list, and waits only when it must. A list with long writes is verified when
-//! it completes (I12). Until then, neither its batches nor any later ones are reported as applied, and no turn runs.
+//! it completes (I12). Until then, neither its batches nor any later batches are reported as applied, and no turn runs.
 
 use std::collections::VecDeque;
 

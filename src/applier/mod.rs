@@ -102,7 +102,7 @@ pub(crate) struct AppliedState {
     /// The pages deleted since a snapshot began, each with the batch that deleted it, or `None` while no snapshot needs
     /// them.
     pub deleted: Option<BTreeMap<PageId, Lsn>>,
-    /// The pages that an exact snapshot has not gathered yet, if one is in progress.
+    /// The pages that an exact snapshot in progress has not gathered yet, or `None` without such a snapshot.
     pub cut: Option<ExactCut>,
     /// The pages that a snapshot has partly gathered.
     pub gathers: HashMap<PageId, PageGather>,

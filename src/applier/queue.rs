@@ -23,8 +23,8 @@ const REQUESTS_KEPT: usize = 4 << 10;
 
 pub(super) type TurnFn = Box<dyn FnOnce(&mut Turn<'_>) + Send>;
 
-/// A request to the applier. Batches are not boxed, because one thread would allocate the boxes and another one free
-/// them.
+/// A request to the applier. Batches are not boxed, because one thread would allocate the boxes and another thread
+/// would free them.
 pub(super) enum Request {
     Batch(ApplyWork),
     Turn(TurnFn),
@@ -147,7 +147,7 @@ impl Requests {
     }
 
     /// Takes all requests in exchange for an empty queue. Returns `false` if no requests are left and the store is
-    /// closing. The two queues are swapped repeatedly, because a new one would grow under the committers' lock each
+    /// closing. The two queues are swapped repeatedly, because a new queue would grow under the committers' lock each
     /// time.
     pub fn take(&self, requests: &mut VecDeque<Request>) -> bool {
         if requests.capacity() > REQUESTS_KEPT {

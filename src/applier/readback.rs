@@ -59,7 +59,7 @@ pub(crate) enum GatheredBytes {
 /// Ranges of pages that were copied aside.
 pub(crate) struct CopiesAside {
     aside: AsideBuffer,
-    /// The offsets in a chunk at which the first copy begins and the last one ends.
+    /// The offsets in a chunk at which the first copy begins and the last copy ends.
     chunk_range: Range<u64>,
     summed: SummedCopies,
 }

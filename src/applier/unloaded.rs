@@ -3,7 +3,7 @@
 //! An unloaded page has its memory and its entry in the table, but the applier has none of its bytes. A caller that
 //! needs the page requests it from this set first, and waits. The loader takes requested pages first, and then
 //! continues with the pages that follow them in the files, so that a caller that reads its pages in order finds the
-//! next ones loaded. A loaded page never becomes unloaded again, so a caller that has waited for a page need not check
+//! next pages loaded. A loaded page never becomes unloaded again, so a caller that has waited for a page need not check
 //! again. The applier never waits for the disk, because callers wait for their pages before they pass batches and turns
 //! to it.
 //!
@@ -188,9 +188,9 @@ impl UnloadedSet {
 
     /// Takes pages to load, which are adjacent in one file. Returns `None` if there are no more pages to take.
     ///
-    /// Requested pages come first, each with the pages within `asked_bytes_max` after it. Otherwise the pages after
-    /// those taken last come next, within `bytes_max`, and the first pages follow the last ones. A longer page is taken
-    /// alone.
+    /// A requested page is taken first, with the pages after it in the file up to a total of `asked_bytes_max` bytes.
+    /// Without a request, takes up to `bytes_max` bytes of pages after the pages taken last, and continues with the
+    /// first page after the last page. A longer page is taken alone.
     pub fn take(&self, asked_bytes_max: u64, bytes_max: u64) -> Option<Vec<UnloadedPage>> {
         let mut state = self.state.lock();
         if state.end_error.is_some() {

@@ -1,7 +1,7 @@
 //! The async tasks that wait for batches, each with the waker of its executor.
 //!
 //! When a batch reaches the awaited state, the thread that advances the state wakes all tasks that wait for this batch
-//! or an earlier one.
+//! or an earlier batch.
 
 use std::task::Waker;
 
@@ -50,7 +50,7 @@ impl Wakers {
         self.count.store(waiting.len(), Ordering::SeqCst);
     }
 
-    /// Wakes the tasks that wait for batch `reached` or an earlier one, or all tasks for `Lsn(u64::MAX)`. Call this
+    /// Wakes the tasks that wait for batch `reached` or an earlier batch, or all tasks for `Lsn(u64::MAX)`. Call this
     /// only after changing the state that the tasks check.
     pub fn wake(&self, reached: Lsn) {
         if self.count.load(Ordering::SeqCst) == 0 {

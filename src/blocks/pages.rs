@@ -1,4 +1,5 @@
-//! Blocks in pages of a store, which can be written from, read to and copied between memory of any layout.
+//! Blocks in pages of a store. They can be written from memory of any layout, read to such memory, and copied between
+//! pages.
 
 use std::ops::Range;
 

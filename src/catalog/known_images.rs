@@ -145,8 +145,8 @@ impl KnownImages {
     }
 
     /// Reads back the images written in advance of their batches, with up to `threads_max` threads. A snapshot may name
-    /// the intact ones (I7). The pages of all others are gathered, because their bytes are in memory. Returns the
-    /// number of page bytes read back.
+    /// the intact images (I7). The pages of all other images are gathered, because their bytes are in memory. Returns
+    /// the number of page bytes read back.
     ///
     /// # Errors
     /// `OutOfMemory`, without any change.

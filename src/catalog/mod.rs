@@ -41,7 +41,7 @@ pub struct SnapshotInfo {
     /// The total size of the pages' images in bytes.
     pub bytes: u64,
     /// The number of image bytes written for this snapshot, which contain the pages that had changed since the previous
-    /// one. For the oldest snapshot found at an open, the number may include some images of the previous one.
+    /// snapshot. For the oldest snapshot found at an open, the number may include some images of the previous snapshot.
     pub bytes_written: u64,
     /// Whether the snapshot was read back past the cache.
     pub verified: bool,

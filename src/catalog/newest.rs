@@ -56,7 +56,7 @@ impl Link {
 /// The number of pages that a snapshot names, and the size of their images.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct ImageTotals {
-    /// The number of pages, including empty ones.
+    /// The number of pages, including empty pages.
     pub pages: u64,
     /// The total size of the pages' images in bytes.
     pub bytes: u64,
@@ -169,7 +169,7 @@ impl NewestSnapshot {
         self.links = vec![Link { snapshot: manifest.snapshot, manifest_crc, pages: Vec::new() }];
     }
 
-    /// Advances to a snapshot that follows `previous`, which may be older than the newest one. `manifest` is the
+    /// Advances to a snapshot that follows `previous`, which may be older than the newest snapshot. `manifest` is the
     /// snapshot's own link.
     pub fn advance_by_change(&mut self, manifest: &Manifest, link: Link, previous: SnapshotId) {
         assert!(previous < manifest.snapshot); // I8: links ascend, and retention keeps the earlier ones.
@@ -194,8 +194,8 @@ impl NewestSnapshot {
     /// contains the pages that changed since the newest snapshot, in ascending order. Returns `None` if the next
     /// snapshot must name all of `pages_max` pages.
     ///
-    /// If there are too many links, the newest ones are folded into the next link: those that are no longer than the
-    /// next link has become so far. Thus links are longer the older they are, and few pages are named repeatedly. A
+    /// If there are too many links, the newest links are folded into the next link, as long as each of them is no
+    /// longer than the next link has become so far. Thus older links are longer, and few pages are named repeatedly. A
     /// base is written only after enough changes that it costs little more.
     ///
     /// # Errors

@@ -38,8 +38,8 @@ impl Claim {
         Ok(Self { id: (metadata.dev(), metadata.ino()), file, text })
     }
 
-    /// Returns an error if another writer has claimed the store since. `named` identifies the file that is currently
-    /// named `LOCK`, and `open_named` opens this file.
+    /// Returns an error if another writer has claimed the store after this claim. `named` identifies the file that is
+    /// currently named `LOCK`, and `open_named` opens this file.
     pub fn check(&self, named: FileId, open_named: impl FnOnce() -> io::Result<File>) -> Result<()> {
         if named != self.id {
             return Err(superseded(open_named().ok().as_ref()));

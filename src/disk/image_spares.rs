@@ -14,7 +14,7 @@
 //! 3. **Rename** the spare to its new name, and **sync** the folder.
 //! 4. **Write** header and chunks, as for a new file. The heads of chunks contain the file's number. If they were
 //!    written before the sync of step 3, a power cut could undo the rename and leave these chunks in the spare. The
-//!    number would be assigned again, and the old chunks would look like new ones.
+//!    number would be assigned again, and the old chunks would look like new chunks.
 //!
 //! A crash leaves the file under one of its names, without references to it: a manifest refers to the file only after
 //! header, chunks and name are synced. After a crash in step 4 the file may still have its old header, on which no

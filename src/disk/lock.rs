@@ -13,7 +13,7 @@
 //!
 //! The first two lock separate bytes, because a lock of a process conflicts with those of its own open files. Versions
 //! of the program that have only the second lock take it on all bytes. So they conflict with both locks, even after the
-//! system released the second one.
+//! system released the second lock.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -242,8 +242,8 @@ fn process_start() -> Option<u64> {
     Some(boot + ticks / rustix::param::clock_ticks_per_second())
 }
 
-/// Writes this process's description to `LOCK`, over an earlier one. The file is not emptied first, because on a full
-/// disk the freed space may not be available again.
+/// Writes this process's description to `LOCK`, over an earlier description. The file is not emptied first, because on
+/// a full disk the freed space may not be available again.
 fn describe(file: &File) -> io::Result<()> {
     // A random second line distinguishes this open from others, because processes of two hosts or containers may have
     // the same number. Earlier versions read only the first line.

@@ -73,7 +73,7 @@ struct Hub {
     news: Arc<WatchState>,
 }
 
-/// The events of a folder so far, and a condition variable that reports new ones.
+/// The events of a folder so far, and a condition variable that reports new events.
 #[derive(Default)]
 struct WatchState {
     count: Mutex<Count>,

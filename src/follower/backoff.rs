@@ -102,7 +102,7 @@ impl Suspicion {
         }
     }
 
-    /// Records that a check found no damage, and schedules the next one.
+    /// Records that a check found no damage, and schedules the next check.
     pub fn note_check(&mut self, now: Instant) {
         self.was_checked = true;
         self.at = now + self.again_after;
@@ -144,7 +144,7 @@ mod tests {
         }
     }
 
-    /// A batch in a mapped log triggers no event if it follows another one within that time.
+    /// A batch in a mapped log triggers no event if it follows another batch within that time.
     #[test]
     fn follower_polls_often_while_writer_may_be_silent() {
         let (mut pauses, mut passed) = (Pauses::new(), Duration::ZERO);

@@ -9,8 +9,8 @@
 //!    finds the same frame damaged twice, without a rename in between: data that the first check considered durable was
 //!    written before the second check began.
 //! 3. A missing batch was overtaken if a snapshot states that the batch is no longer needed. The opening of the next
-//!    incarnation states which batches of the previous one were lost in a crash. A follower that had read such a batch
-//!    has diverged.
+//!    incarnation states which batches of the previous incarnation were lost in a crash. A follower that had read such
+//!    a batch has diverged.
 //!
 //! [`tail`] takes one step along the log. [`seek`] finds the starting point and the end of an incarnation.
 //! [`survey`](mod@survey) distinguishes removed from lost files. [`backoff`] chooses the waiting times. [`replica`]
@@ -357,7 +357,7 @@ impl Follower {
         Ok(false)
     }
 
-    /// Advances to the incarnation that begins after this point, if the current one ended at this point.
+    /// Advances to the incarnation that begins after this point, if the current incarnation ended at this point.
     fn cross(&mut self, segment: u64, opening: &Opening) -> Result<bool> {
         let here = self.tail.point();
         let before = opening.predecessor.incarnation;

@@ -116,8 +116,8 @@ fn check_on_line(disk: &Arc<dyn Disk>, survey: &Survey, position: FollowerPositi
     Err(missing(disk, before_all))
 }
 
-/// Returns the opening that determines where an incarnation ended: the next one on the line, even if the incarnation
-/// itself was left out of the line.
+/// Returns the opening that determines where an incarnation ended. This is the next opening on the line, even if the
+/// incarnation itself was left out of the line.
 fn successor(survey: &Survey, incarnation: Incarnation) -> Option<(u64, Opening)> {
     let next = survey
         .log
@@ -130,8 +130,8 @@ fn successor(survey: &Survey, incarnation: Incarnation) -> Option<(u64, Opening)
     })
 }
 
-/// Returns whether an opening begins the incarnation after one that was left out of the line. Incarnations with the
-/// same number are distinguished by their other fields.
+/// Returns whether an opening begins the incarnation after a given incarnation that was left out of the line.
+/// Incarnations with the same number are distinguished by their other fields.
 pub(super) fn is_skipped_successor(opening: &Opening, incarnation: Incarnation) -> bool {
     (opening.predecessor.incarnation.number + 1..opening.incarnation.number).contains(&incarnation.number)
 }

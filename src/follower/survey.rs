@@ -92,7 +92,7 @@ fn gone(disk: &Arc<dyn Disk>, lsn: Lsn, damage: &Damage, needs_nothing: impl Fn(
     newest.map_or_else(|error| error, |snapshot| Error::Overtaken { lsn, snapshot: Some(snapshot) })
 }
 
-/// Returns whether the segments and snapshots that a survey listed are still the current ones. Their numbers
+/// Returns whether the directory still contains exactly the segments and snapshots that a survey listed. Their numbers
 /// are never reused.
 fn is_there_still(disk: &Arc<dyn Disk>, survey: &Survey) -> Result<bool> {
     let mut snapshots = Vec::new();

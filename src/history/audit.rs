@@ -162,7 +162,7 @@ impl Auditor<'_> {
         Ok(PageSums { pages, lsn })
     }
 
-    /// Compares a page's checksum with the one that the state on disk implies for the same version.
+    /// Compares a page's checksum with the checksum of the same version on disk.
     fn compare(&self, audit: &mut Audit, past: &PastState, info: &PageInfo, sum: u32) -> Result<()> {
         audit.pages += 1;
         audit.bytes += info.len;

@@ -205,7 +205,7 @@ impl RestoreRun<'_> {
         overwritten.map_err(|error| self.record_loss(error))
     }
 
-    /// Marks memory as lost, so that it is no longer read: it contains neither the old state nor the new one.
+    /// Marks memory as lost, so that it is no longer read. The memory contains neither the old nor the new state.
     fn record_loss(&self, error: Error) -> Error {
         let reason = error.clone();
         let recorded = self.engine.applier.turn(move |turn| {
@@ -216,8 +216,8 @@ impl RestoreRun<'_> {
     }
 }
 
-/// Returns a page of the old state as it is after the restore. A page that has not changed since keeps its version, and
-/// a page that was only moved keeps its epoch.
+/// Returns the information that a page of the old state has after the restore. A page that has not changed since the
+/// old state keeps its version, and a page that was only moved keeps its epoch.
 fn at_restore(info: &PageInfo, now: &PageTable, lsn: Lsn, epoch: Epoch) -> PageInfo {
     let current = now.get(info.page).map(|current| (current.epoch, current.lsn));
     let mut info = info.clone();

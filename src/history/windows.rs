@@ -1,7 +1,7 @@
 //! A cache of recently read windows of past pages, which also chooses the length of the next window.
 //!
-//! A short page is one window. In a long page, a window contains the requested bytes and adjacent ones. A window
-//! directly after another one is twice as long, because all operations of the page are examined for each window, and
+//! A short page is one window. In a long page, a window contains the requested bytes and adjacent bytes. A window
+//! directly after another window is twice as long, because all operations of the page are examined for each window, and
 //! those that set scattered elements are read again.
 
 use std::collections::BTreeMap;
@@ -12,7 +12,8 @@ use remanent_format::PageId;
 
 /// The maximum number of cached bytes, including the window being read.
 const KEPT_BYTES: u64 = 64 << 20;
-/// The length in bytes of the first window of a long page, and of each window that is not adjacent to the previous one.
+/// The length in bytes of the first window of a long page, and of each window that is not adjacent to the previous
+/// window.
 pub(crate) const WINDOW_LEN_MIN: u64 = 1 << 20;
 /// The maximum length of a window in bytes.
 const WINDOW_LEN_MAX: u64 = 32 << 20;

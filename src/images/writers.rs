@@ -159,7 +159,7 @@ impl ImageWriters {
         self.reused as u64
     }
 
-    /// Calls `append` with the file that has the fewest appending threads. Among several such files, uses the one with
+    /// Calls `append` with the file that has the fewest appending threads. Among several such files, uses the file with
     /// the oldest last chunk. Thus no file is empty once there are as many chunks as files.
     pub fn append<T>(&self, append: impl FnOnce(&ImageWriter) -> T) -> T {
         let file = {

@@ -69,7 +69,7 @@ pub enum LayoutError {
         /// The length that the layout needs, in bytes.
         expected: u64,
     },
-    /// The 32 bytes do not encode a layout, or encode one of a later version.
+    /// The 32 bytes do not encode a layout, or encode a layout of a later version.
     #[error("the fingerprint is not one of a block layout: {reason}")]
     Fingerprint {
         /// The reason why the bytes are invalid.

@@ -2,7 +2,7 @@
 //!
 //! Threads that commit repeatedly split into two halves. One half waits while the group of the other half is synced, so
 //! each thread waits for two syncs per commit. For short groups, a sync that serves both halves takes little longer
-//! than one that serves a single half. Therefore the next sync begins only when the committers that the last sync
+//! than a sync that serves a single half. Therefore the next sync begins only when the committers that the last sync
 //! served have each appended another batch.
 //!
 //! Some of these committers may not return. The log waits for them for at most half the duration of a sync, counted

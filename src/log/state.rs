@@ -20,8 +20,8 @@ use crate::base::sync::Instant;
 use crate::disk::Window;
 use crate::error::Error;
 
-/// The number of empty segments to keep after the current one. I8 requires one. With the second, the required successor
-/// already exists when the log enters the first, so no frame waits for it.
+/// The number of empty segments to keep after the current segment. I8 requires one empty segment. With two, the
+/// required successor already exists when the log enters the first of them, so no frame waits for it.
 pub(super) const EMPTY_COUNT: usize = 2;
 
 /// The state of the log after an open, from which [`Log`](super::writer::Log) starts.
@@ -42,7 +42,7 @@ pub(crate) struct LogStart {
 
 /// The minimum pause between two batches after which followers of a mapped log are notified of the second, because an
 /// append to a mapping makes no system call that would notify them. Followers poll for longer than this after each
-/// batch. At most 200 batches per second pay for the notification.
+/// batch. At most 200 notifications per second are sent.
 pub(crate) const NOTIFY_AFTER: Duration = Duration::from_millis(5);
 
 /// The time for which a check that no other writer has opened the store covers further writes to the log. Another
@@ -89,7 +89,7 @@ pub(super) struct LogState {
     pub dirty: Vec<DirtyRange>,
     pub dirty_bytes: u64,
     pub dirty_since: Option<Instant>,
-    /// The time at which this writer was last verified to be the newest one, or `None` if a check is required before
+    /// The time at which this writer was last verified to be the newest writer, or `None` if a check is required before
     /// the next frame.
     pub checked: Option<Instant>,
     /// The segments that the log has left, each with its last batch. A segment is removed once its last batch is
@@ -159,7 +159,7 @@ pub(super) struct UpcomingRange {
 /// The action that is required before a frame can be stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Room {
-    /// None: the frame fits in the current segment.
+    /// No action, because the frame fits in the current segment.
     Ready,
     /// [`LogState::roll`] must enter the next segment, in which the frame fits.
     NextSegment,
@@ -215,7 +215,7 @@ impl LogState {
         }
     }
 
-    /// Returns whether the next write to the log requires a new check that this writer is the newest one.
+    /// Returns whether the next write to the log requires a new check that this writer is the newest writer.
     pub fn is_check_due(&self, now: Instant) -> bool {
         self.checked.is_none_or(|at| now - at >= CHECK_AFTER)
     }
@@ -263,7 +263,7 @@ impl LogState {
         self.stats.rolls += 1;
     }
 
-    /// Returns whether a batch appended at `now` is the first one after a pause, and records the time of this batch.
+    /// Returns whether a batch appended at `now` is the first batch after a pause, and records the time of this batch.
     pub fn ends_silence(&mut self, now: Instant) -> bool {
         let last = self.last_batch.replace(now);
         last.is_none_or(|last| last + NOTIFY_AFTER <= now)
@@ -294,7 +294,7 @@ impl LogState {
     }
 
     /// Returns the number of unsynced bytes at which the keeper syncs immediately. After a crash, an open copies these
-    /// bytes, and on a full disk only the reserve, whose segments have the length of the current one, has space for
+    /// bytes, and on a full disk only the reserve, whose segments have the length of the current segment, has space for
     /// them.
     pub fn sync_after_bytes(&self) -> u64 {
         (self.current.len / 2).clamp(SYNC_AFTER_MIN, SYNC_AFTER_MAX)

@@ -58,7 +58,7 @@ impl Log {
     ///
     /// If no sync is running, the caller syncs every batch appended so far. A sync by another thread would cost two
     /// more context switches: with 4 KiB commits of 8 threads on two cores, a mapped log then reached 0.27 of the raw
-    /// loop's commits instead of 0.73. If more committers are expected ([`super::group_commit`]), the last one to
+    /// loop's commits instead of 0.73. If more committers are expected ([`super::group_commit`]), the last committer to
     /// arrive begins the sync.
     pub fn wait_durable(&self, lsn: Lsn) -> Result<()> {
         let mut state = self.state.lock();

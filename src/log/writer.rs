@@ -409,7 +409,7 @@ impl Log {
         if self.failed.load(Ordering::Acquire) { self.poison.check() } else { Ok(()) }
     }
 
-    /// Fails the log with `error`. Returns the error that every caller gets from now on, which may be an earlier one.
+    /// Fails the log with `error`. Returns the error that every later call returns, which may be an earlier error.
     ///
     /// The keeper wakes the waiting tasks, because the caller may hold locks, and an executor may poll a task in the
     /// call that wakes it.

@@ -1,10 +1,10 @@
 //! A pool of staging buffers. Allocating staging is expensive, because a GPU pins it at 1.5 GB/s. The pool therefore
 //! keeps returned buffers for reuse, up to a limit.
 //!
-//! Staging is allocated in size classes, so that returned buffers fit later requests. The classes are powers of two,
-//! with three more between long ones: otherwise a request just above a power of two would take twice its length. A
-//! request returns a [`StagingBuf`] of exactly the requested length. Command lists own the [`Staging`] inside, and
-//! their commands name ranges of it.
+//! Staging is allocated in size classes, so that returned buffers fit later requests. The classes are powers of two.
+//! Between long classes there are three more, because otherwise a request just above a power of two would take twice
+//! its length. A request returns a [`StagingBuf`] of exactly the requested length. Command lists own the [`Staging`]
+//! inside, and their commands name ranges of it.
 
 use std::collections::BTreeMap;
 use std::ops::{Deref, DerefMut};
@@ -169,7 +169,7 @@ impl StagingPool {
     }
 
     /// Appends a command to a list that checksums these ranges into a new staging buffer, which becomes the list's last
-    /// one.
+    /// buffer.
     ///
     /// # Errors
     /// Same as [`take`](Self::take). The list is then unchanged.
@@ -427,7 +427,7 @@ impl Deref for GrownBytes {
 }
 
 impl StagingBuf {
-    /// Wraps the first `len` bytes of a staging buffer, for example one that a completed list returned.
+    /// Wraps the first `len` bytes of a staging buffer, for example a buffer that a completed list returned.
     ///
     /// # Panics
     /// If the buffer is shorter.

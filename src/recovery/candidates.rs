@@ -33,7 +33,7 @@ pub(super) struct BestCandidate<'s, 'a> {
 
 /// The damaged images that prevented the open from starting at a snapshot. An older snapshot that names such an image
 /// is skipped immediately: no batch in between can have given the page another image, or the newer snapshot would not
-/// name the damaged one. Otherwise each snapshot that shares a damaged image would be loaded.
+/// name the damaged image. Otherwise each snapshot that shares a damaged image would be loaded.
 #[derive(Default)]
 struct BlockingImages(Vec<(ImageRef, Damage)>);
 
@@ -60,7 +60,7 @@ impl BlockingImages {
 impl Recovery<'_> {
     /// Tries to load the snapshots from newest to oldest, then the state from the beginning of the log. Skipping a
     /// snapshot costs only time, because its pages come from an older snapshot and more log. If no state can be loaded,
-    /// returns the damage of the newest one.
+    /// returns the damage of the newest snapshot.
     ///
     /// Only damage leads to the next candidate. After a shortage, an older snapshot would open the same state, but the
     /// new incarnation would not record the newer snapshots as verified.

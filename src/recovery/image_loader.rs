@@ -32,9 +32,9 @@ use crate::memory::staging::{StagingBuf, StagingPool};
 /// The maximum number of threads that read images. Four threads keep a disk busy. From the page cache, each thread
 /// delivers a few gigabytes per second, checksums included, and a GPU accepts fifty.
 const THREADS_MAX: usize = 12;
-/// The maximum number of copies in flight while a thread continues reading. A lane executes them one after the other,
-/// but should never wait for the next one. From the page cache to an H200, 4 copies of 2 MiB reached 39 GB/s, 8 copies
-/// 49 GB/s and 12 copies 50 GB/s. More copies would only need more staging, which a GPU pins at 1.5 GB/s.
+/// The maximum number of copies in flight while a thread continues reading. A lane executes the copies one after the
+/// other, but should never wait for the next copy. From the page cache to an H200, 4 copies of 2 MiB reached 39 GB/s, 8
+/// copies 49 GB/s and 12 copies 50 GB/s. More copies would only need more staging, which a GPU pins at 1.5 GB/s.
 const COPIES_MAX: usize = 12;
 
 /// Loads images into the memory of their pages.

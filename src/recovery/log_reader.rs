@@ -37,7 +37,7 @@ use crate::memory::staging::{StagingBuf, StagingPool};
 /// The maximum number of runs that are read in advance in a log without windows. Each run uses staging of up to the
 /// length of the longest frame.
 const RUNS_MAX: usize = 2;
-/// The maximum number of windows that are read in advance, in addition to the one being read.
+/// The maximum number of windows that are read in advance, in addition to the window that is being read.
 const WINDOWS_READY_MAX: usize = 1;
 /// The maximum number of threads that read and checksum windows.
 const THREADS_MAX: usize = 16;

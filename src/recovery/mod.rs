@@ -47,21 +47,21 @@
 //!
 //! # The order of steps
 //!
-//! 1. Lock the store; sync the folders, so that every listed name is durable; read STORE.
+//! 1. Lock the store. Sync the folders, so that every listed name is durable. Read STORE.
 //! 2. Survey the files. Resolve the final page table from the newest usable snapshot and the log (I10).
-//! 3. Check the budget; load images past the cache; replay the log onto them. A page that is wanted only on
-//!    demand and still equals its image is left to `lazy_load.rs`. Nothing has been written so far: a refused
-//!    store is left as it is.
-//! 4. Add to STORE any features that this build writes and STORE lacks. From here on, a crash leaves a store
-//!    that an older build refuses, so that it never meets bytes that it does not know. Publish again a
-//!    snapshot that is not recorded as verified (I7). Begin the new incarnation (I5): build the whole opening
-//!    segment under a temporary name, sync it and read it back; create the empty segment after it; rename;
-//!    sync the folder. **The rename is the only commit point**: before it nothing has changed, and the next
-//!    open repeats all of this. An incarnation that accepted no batch is left out of the line: the new one
-//!    names the same predecessor, and begins where the omitted one began.
-//! 5. Recycle the segments that were cut or left out, unless a reader may be using them; remove unnamed
-//!    files; report. A crash here leaves segments of an incarnation that is not on the line, and so does a
-//!    reader. Those segments have no meaning; the next open or snapshot recycles them.
+//! 3. Check the budget, load images past the cache, and replay the log onto them. If pages are loaded on demand,
+//!    `lazy_load.rs` later loads the pages that still equal their images. Nothing has been written so far, so a refused
+//!    open leaves the store unchanged.
+//! 4. Add to STORE any features that this build writes and STORE lacks. From here on, a crash leaves a store that older
+//!    builds refuse to open, because they cannot read the new bytes. Publish snapshots again that are not recorded as
+//!    verified (I7). Begin the new incarnation (I5): build the complete opening segment under a temporary name, sync
+//!    the segment and read it back, create the empty segment after it, rename the opening segment, and sync the folder.
+//!    **The rename is the only commit point.** Before the rename the log is unchanged, and the next open repeats these
+//!    steps. An incarnation that accepted no batch is left out of the line. The new incarnation names the same
+//!    predecessor, and begins where the omitted incarnation began.
+//! 5. Recycle the segments that were cut or left out, unless a reader may be using them. Remove unnamed files, and
+//!    create the report. After a crash, or because of a reader, segments of an incarnation that is not on the line may
+//!    remain. They have no meaning, and the next open or snapshot recycles them.
 
 pub(crate) mod create;
 mod survey;
@@ -365,9 +365,9 @@ impl Recovery<'_> {
         })
     }
 
-    /// Prevents readers from starting anywhere. Returns `None` if a reader is active, which may be anywhere in the log.
-    /// If a lock cannot be tried for lack of space or of a file handle, a reader is assumed, and a later snapshot
-    /// removes the files.
+    /// Prevents new readers from starting at any snapshot. Returns `None` if a reader is active, because the reader may
+    /// be at any position in the log. If a lock cannot be tried for lack of space or of a file handle, a reader is
+    /// assumed, and a later snapshot removes the files.
     fn lock_out_readers(&self, survey: &Survey) -> Option<Vec<Box<dyn DiskLock>>> {
         // Number 0 represents the beginning of the log. A reader may also have started from a link that no record
         // names.
@@ -385,7 +385,7 @@ impl Recovery<'_> {
         Some(locks)
     }
 
-    /// Returns an error for a store with another identity or layout, or one that this build must not write.
+    /// Returns an error for a store with another identity or layout, or a store that this build must not write.
     ///
     /// This build can at most read a store with unknown features, because bytes that it writes could violate what those
     /// features guarantee.
@@ -456,7 +456,7 @@ impl Recovery<'_> {
 ///
 /// The incarnation may be omitted only if no data relies on it. It must have accepted no batch, not even as a copy, so
 /// that it ends where it began. No manifest's `redo` may be in it, because a replay begins there. All manifests must be
-/// readable, because an unreadable one may have its `redo` there.
+/// readable, because the `redo` of an unreadable manifest may be there.
 fn end_without(survey: &Survey, end: &LogEnd) -> Option<LogEnd> {
     let newest = survey.log.newest()?;
     let (_, opening) = survey.log.line().last().filter(|(_, opening)| opening.incarnation == newest)?;

@@ -88,7 +88,7 @@ impl OpenPreview {
 
 /// Resolves the newest state that an open would find.
 ///
-/// Damaged candidates are skipped, as in an open. If none is left, returns the damage of the newest one.
+/// Damaged candidates are skipped, as in an open. If no candidate is left, returns the damage of the newest candidate.
 fn best(source: &DiskSource, survey: &Survey) -> Result<Resolution, Damage> {
     let mut first = None;
     for candidate in survey.candidates() {

@@ -1,7 +1,7 @@
 //! Begins an incarnation: its opening segment is written completely and then renamed into place (I5).
 //!
 //! A crash before the rename changes nothing, and the next open repeats these steps. A crash after it leaves the new
-//! incarnation complete, with all batches that the previous one accepted.
+//! incarnation complete, with all batches that the previous incarnation accepted.
 
 use std::sync::Arc;
 

@@ -2,7 +2,7 @@
 //! fifth of the time to load the pages. The log is surveyed concurrently, because it does not depend on the links.
 //!
 //! Only intact links are read this way. For all other links, [`read_links`] determines the damage and the recoverable
-//! parts, so that all tools, including the single-threaded ones, use the same rules.
+//! parts, so that all tools use the same rules.
 //!
 //! This module writes nothing to disk, so a crash loses nothing.
 

@@ -52,7 +52,7 @@ fn on_disk(survey: &Survey, snapshot: SnapshotId) -> Option<VerifiedSnapshot> {
     Some(VerifiedSnapshot { snapshot, manifest_crc: health.header_crc, log_kept: false })
 }
 
-/// Returns whether the snapshot on disk is the one that was recorded. `log_kept` is ignored, because only the record
+/// Returns whether the snapshot on disk equals the recorded snapshot. `log_kept` is ignored, because only the record
 /// contains it.
 fn is_same(on_disk: Option<VerifiedSnapshot>, recorded: &VerifiedSnapshot) -> bool {
     on_disk.is_some_and(|found| {

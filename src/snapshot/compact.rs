@@ -70,8 +70,7 @@ impl Snapshots {
     }
 }
 
-/// Chooses the files to empty: all wasteful ones and, if there are still too many files, those with the fewest named
-/// bytes.
+/// Chooses the files to empty: all wasteful files and, if too many files remain, the files with the fewest named bytes.
 fn choose(mut files: Vec<ImageFile>) -> Vec<(u64, u64)> {
     let is_wasteful = |file: &ImageFile| {
         file.live_bytes.saturating_mul(LIVE_SHARE) < file.len

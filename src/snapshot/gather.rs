@@ -181,7 +181,7 @@ impl Snapshots {
         Ok(GatheredEntries { entries: gathered_part.entries, on_disk: gathered_part.on_disk })
     }
 
-    /// Gathers a long page piece by piece, and writes each piece before the next one is gathered. Gathering a page of
+    /// Gathers a long page piece by piece, and writes each piece before the next piece is gathered. Gathering a page of
     /// one gigabyte as a whole took three to four times its length of host memory.
     ///
     /// The image still contains a single state: parts that a batch is about to write are copied aside first, up to a

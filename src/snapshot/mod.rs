@@ -2,33 +2,32 @@
 //!
 //! A snapshot blocks neither commits nor readers. Its phases:
 //!
-//! 1. **Begin** (one applier turn, plus one for every thousand pages classified): `redo` is the last batch
-//!    applied. From here on the applier records deletes. Pages are split into those to gather and those that
-//!    already have a known image.
-//! 2. **Gather** (one turn per chunk): pages are copied aside on the device, in lane order with the deltas,
-//!    each with its table entry of that moment. The copies drain to disk while commits continue.
+//! 1. **Begin** (one applier turn, plus one for every thousand pages classified): `redo` is the last batch applied.
+//!    From here on the applier records deletes. Pages are split into those to gather and those that already have a
+//!    known image.
+//! 2. **Gather** (one turn per chunk): pages are copied aside on the device, in lane order with the deltas, each with
+//!    its table entry of that moment. The copies drain to disk while commits continue.
 //! 3. **End** (one turn): `end` is the last batch applied. The turn also captures the root, the counters, and
 //!    tombstones for pages deleted before they were gathered.
-//! 4. **Sync** the image files and their directory entries, then wait until the log is durable up to `end`
-//!    (I7).
+//! 4. **Sync** the image files and their directory entries, then wait until the log is durable up to `end` (I7).
 //! 5. **Publish** the manifest. After this rename, recovery starts from the new snapshot.
-//! 6. **Verify**: read the manifest and the images back past the cache, and record the result in a seal. The
-//!    device reads back the images that it copied to in-memory files (`in_place.rs`).
-//! 7. **Recycle** the files that neither a kept snapshot nor the log after the oldest one needs (I8). The
+//! 6. **Verify**: read the manifest and the images back past the cache, and record the result in a seal. The device
+//!    reads back the images that it copied to in-memory files (`in_place.rs`).
+//! 7. **Recycle** the files that neither a kept snapshot nor the log after the oldest kept snapshot needs (I8). The
 //!    next snapshot writes over the image files freed here (I13).
 //!
-//! An exact snapshot ends where it begins: a page that a batch is about to change is kept aside until it is
-//! gathered (`applier/exact_cut.rs`). Phase 1 is then a single turn that includes phase 3.
+//! An exact snapshot ends where it begins: a page that a batch is about to change is kept aside until it is gathered
+//! (`applier/exact_cut.rs`). Phase 1 is then a single turn that includes phase 3.
 //!
-//! A crash in phases 1 to 4 leaves image files that no manifest names. A crash in phases 5 to 7 leaves a
-//! snapshot that the next open publishes and verifies again. Running out of disk space in phases 2 to 5 is a
-//! clean failure, as are a shortage of another system resource and, in phase 2, an unreadable page on disk.
-//! Any other error poisons the store, because it may be unknown whether the manifest has its name.
+//! A crash in phases 1 to 4 leaves image files that no manifest names. A crash in phases 5 to 7 leaves a snapshot that
+//! the next open publishes and verifies again. Three failures leave the store unchanged: a full disk or a shortage of
+//! another system resource in phases 2 to 5, and an unreadable page on disk in phase 2. Any other error poisons the
+//! store, because it may be unknown whether the manifest has its name.
 //!
-//! Phases 2 to 5 follow the order that I7 requires. If the manifest were published before its images are
-//! synced, a power cut could leave it without them. If it were published before the log is durable, its pages
-//! could be newer than any batch that recovery finds. Recycling follows verification because a disk that lied
-//! in phase 4 would otherwise cost both the old snapshot and the new one.
+//! Phases 2 to 5 follow the order that I7 requires. If the manifest were published before its images are synced, a
+//! power cut could leave it without them. If it were published before the log is durable, its pages could be newer than
+//! any batch that recovery finds. Recycling follows verification, because both snapshots would be lost if the disk had
+//! reported a sync in phase 4 that it did not perform.
 
 mod compact;
 mod background;

@@ -30,7 +30,7 @@ impl RetentionPlan {
 pub(super) struct LogOnDisk {
     /// The lengths of the segments in bytes, by number.
     pub segments: BTreeMap<u64, u64>,
-    /// The segment that receives frames. This segment and later ones do not count as log.
+    /// The segment that receives frames. This segment and later segments do not count as log.
     pub current: u64,
     /// The lowest `redo` at which replay may start. With `None`, replay may also start at the beginning of the log.
     pub floor: Option<Lsn>,

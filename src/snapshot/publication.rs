@@ -60,7 +60,8 @@ impl Snapshots {
     /// Runs phases 4 and 5, then advances the catalog of known images to this snapshot. Returns the published file, the
     /// totals of the named images, and the previous links.
     ///
-    /// The known images advance only after publication: if it fails, the next snapshot follows the previous one.
+    /// The known images advance only after publication. If publication fails, the next snapshot follows the previous
+    /// snapshot.
     pub(super) fn publish_newest(
         &self,
         known: &KnownImages,

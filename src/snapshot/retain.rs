@@ -81,8 +81,8 @@ impl Snapshots {
     }
 
     /// Verifies and records named snapshots before another snapshot is published. After a crash, an open finds the
-    /// newest snapshot and, among the earlier ones, only recorded ones. Without this record, a durable named snapshot
-    /// could be lost (I7).
+    /// newest snapshot, and only those earlier snapshots that are recorded. Without this record, a durable named
+    /// snapshot could be lost (I7).
     pub fn record_named(&self, catalog: &mut Catalog) -> Result<()> {
         if catalog.snapshots.values().all(|kept| kept.is_recorded || kept.info.name.is_none()) {
             return Ok(());
@@ -117,8 +117,8 @@ impl Snapshots {
     }
 
     /// Removes all unneeded files: first writes the record, then removes manifests, log and images. Each step is
-    /// durable before the next one starts, so that remaining files are complete: a manifest has its log and images, and
-    /// a batch has its images.
+    /// durable before the next step starts, so that remaining files are complete: a manifest has its log and images,
+    /// and a batch has its images.
     pub fn prune(&self, catalog: &mut Catalog, retention: &Retention) -> Result<PruneReport> {
         // I7: a snapshot that is not verified cannot replace another.
         self.verify(catalog)?;
@@ -178,7 +178,7 @@ impl Snapshots {
     /// these files are durably removed by now (I13).
     ///
     /// Only files whose number a kept manifest declares assigned can become spares. Any other number may be assigned
-    /// again after a crash, and old chunks in a spare would then look like new ones.
+    /// again after a crash, and old chunks in a spare would then look like new chunks.
     fn recycle_images(&self, catalog: &Catalog, pruned: &PruneReport) -> Result<()> {
         let next_file = catalog.snapshots.values().map(|kept| kept.next_file).max().unwrap_or(0);
         let is_free = |file: FileName, len: u64| match file {

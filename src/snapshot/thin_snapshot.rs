@@ -36,8 +36,8 @@ impl Snapshots {
         Ok(!pruned?.files.is_empty())
     }
 
-    /// Publishes a snapshot that lists the deleted pages of the newest one, if some file belongs to those pages alone.
-    /// Files contain many images, so without such a file no space would be freed.
+    /// Publishes a snapshot that lists the deleted pages of the newest snapshot, if some file belongs to those pages
+    /// alone. Files contain many images, so without such a file no space would be freed.
     fn write_thin(&self, catalog: &mut Catalog) -> Result<()> {
         // `None` if the chain of links would become too long.
         let Some((previous, previous_crc)) = catalog.known.newest_link() else { return Ok(()) };

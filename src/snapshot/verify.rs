@@ -1,9 +1,9 @@
 //! Phase 6: reads back the files that published snapshots wrote.
 //!
 //! A snapshot is durable once it is published, and recovery after a crash starts from it. The snapshot that it replaces
-//! is kept until everything that the new one wrote was read back past the cache (I7). That takes about as long as
-//! writing it, and a caller that needs only durability does not wait. Snapshots are read back in the order of
-//! publication, because each shares images with earlier ones.
+//! is kept until everything that the new snapshot wrote was read back past the cache (I7). Reading takes about as long
+//! as writing, and a caller that needs only durability does not wait. Snapshots are read back in the order of
+//! publication, because each shares images with earlier snapshots.
 //!
 //! A thread that holds the catalog lock may wait for the verifying thread, but the reverse would deadlock. Therefore
 //! the verifying thread takes the catalog lock only after reading, to record the result.
@@ -74,7 +74,7 @@ struct VerifyQueue {
     /// The snapshots that wait to be read back, in order of publication.
     written: VecDeque<WrittenSnapshot>,
     /// Whether a thread will check the queue again before it ends. The flag has the same lock as the queue: otherwise a
-    /// snapshot pushed while the thread ends would wait for the next one.
+    /// snapshot pushed while the thread ends would wait for the next thread.
     is_attended: bool,
     /// Whether retention must still run for a published snapshot.
     is_retention_owed: bool,

@@ -59,7 +59,7 @@ impl Store {
     ///
     /// An existing page keeps its place and metadata. The change is one batch, and the call waits for the
     /// acknowledgement set by [`Options::ack`]. Other threads may put, resize or delete the same key concurrently:
-    /// their batches take effect entirely before or after this one.
+    /// their batches take effect entirely before or after this batch.
     ///
     /// ```
     /// use remanent::{Key, Options, Place, Store};

@@ -82,7 +82,8 @@ impl Store {
     /// verify them before it can use them. After many long batches, a separate thread can call this function to do that
     /// work earlier. The function uses two threads for reading, and snapshots wait until it returns.
     ///
-    /// Damaged images are not reported here. The next snapshot writes such a page again, or fails if it cannot.
+    /// Damaged images are not reported here. The next snapshot writes the page of a damaged image again, or fails if
+    /// the page cannot be read.
     ///
     /// ```
     /// # use remanent::{Options, Place, Store, WriteBatch};
@@ -177,7 +178,7 @@ impl Store {
     ///
     /// # Errors
     /// [`Error::DiskFull`] leaves the store unchanged. After an [`Error::Io`] because the system is short of open
-    /// files, the next call removes the rest. Any other failure poisons the store.
+    /// files, the next call removes the remaining files. Any other failure poisons the store.
     pub fn prune(&self, retention: &Retention) -> Result<PruneReport> {
         self.check_process()?;
         let snapshots = &self.parts.snapshots;
@@ -235,8 +236,8 @@ impl Store {
     /// These leave the store unchanged: [`Error::NoSnapshot`], [`Error::NoSnapshotNamed`], [`Error::OutsideWindow`];
     /// [`Error::Overtaken`] if an image that the state needs is gone; [`Error::Damaged`], [`Error::OverBudget`],
     /// [`Error::OutOfMemory`], [`Error::DiskFull`]; [`Error::Io`] if the system is short of a resource; and
-    /// [`Error::Leased`] while any page is leased or pinned. A later failure poisons the store, whose directory then
-    /// holds the restored state.
+    /// [`Error::Leased`] while any page is leased or pinned. A later failure poisons the store. Its directory then
+    /// contains the restored state.
     pub fn restore<P>(&self, point: P) -> Result<Position>
     where
         P: TryInto<StatePoint, Error: Into<Error>>,

@@ -84,8 +84,8 @@ impl Store {
     /// # Errors
     /// These leave the store unchanged: [`Error::UnknownPage`]; [`Error::Leased`] if the page is leased or pinned;
     /// [`Error::PlaceUnavailable`] if the page is on disk and has no memory; [`Error::Damaged`] as for [`Store::read`];
-    /// the errors of [`Store::commit`]. If the store is poisoned before it hands the memory out, the page may or may
-    /// not be deleted; the next open shows which.
+    /// the errors of [`Store::commit`]. If the store is poisoned before the memory is returned, the page may or may not
+    /// be deleted.
     pub fn release(&self, page: PageId) -> Result<DeviceBytes> {
         self.of_device(|| {
             let Engine { applier, leases, log, device, .. } = self.engine();

@@ -11,11 +11,11 @@ use super::stats::Stats;
 use crate::memory::arena::PlaceUsage;
 
 impl Store {
-    /// Publishes [`Store::stats`] to the recorder of the `metrics` facade. Call this at intervals, or before
-    /// an exporter is read.
+    /// Publishes [`Store::stats`] to the recorder of the `metrics` facade. Call this at intervals, or before an
+    /// exporter is read.
     ///
-    /// Every metric has the label `store`, which is the store's directory. Metrics of a place also have the
-    /// label `place`, those of a lane `lane`, and those of transfers and moves `from` and `to`.
+    /// Every metric has the label `store`, which is the store's directory. Metrics of a place also have the label
+    /// `place`, those of a lane `lane`, and those of transfers and moves `from` and `to`.
     ///
     /// | metric | kind | description |
     /// |---|---|---|
@@ -24,7 +24,7 @@ impl Store {
     /// | `remanent_place_bytes` with `state` = `allocated`, `retired`, `claimed` | gauge | budget of a place that is in use |
     /// | `remanent_pages` | gauge | allocations in a place |
     /// | `remanent_disk_pages`, `remanent_disk_bytes` | gauge | pages in [`Place::Disk`], and their bytes |
-    /// | `remanent_pending_bytes` | gauge | host memory that holds the writes of batches to pages on disk |
+    /// | `remanent_pending_bytes` | gauge | host memory that buffers the writes of batches to pages on disk |
     /// | `remanent_tier_hits`, `_misses`, `_evictions`, `_waits`, `_wait_seconds` | counter, gauge | [`TierStats`] |
     /// | `remanent_move_pages`, `_bytes`, `_seconds` | counter, gauge | [`MoveStats`] |
     /// | `remanent_allocations`, `remanent_frees`, `remanent_refusals` | counter | [`AllocationStats`] |

@@ -154,7 +154,7 @@ impl FaultyDevice {
         Self { crosses_bus: true, ..Self::new(inner) }
     }
 
-    /// Sets the bit flip, and replaces an earlier one.
+    /// Sets the bit flip, and replaces an earlier bit flip.
     pub fn flip(&self, flip: BitFlip) {
         let mut state = self.state.lock();
         (state.flip, state.copies, state.flipped) = (Some(flip), 0, 0);
@@ -234,7 +234,7 @@ impl FaultyDevice {
         flipped
     }
 
-    /// Sets the fault, and replaces an earlier one that has not occurred.
+    /// Sets the fault, and replaces an earlier fault that has not occurred.
     pub fn arm(&self, fault: DeviceFault) {
         let mut state = self.state.lock();
         state.armed = Some(fault);

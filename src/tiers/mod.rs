@@ -2,7 +2,7 @@
 //!
 //! [`Tiers`] defines an order of places. A thread (`keeper`) keeps part of each place free. It asks the eviction policy
 //! of the place for victims, and moves them to the next place with enough room with an ordinary batch. Thus after a
-//! crash each page is in either the old place or the new one. Commits and other calls that find no room wait for that
+//! crash each page is in either its old or its new place. Commits and other calls that find no room wait for that
 //! thread (`mover`). Requested pages are promoted by the caller's own thread, or in advance by a background thread
 //! (`prefetch`), early enough for the time that they take to arrive (`read_ahead`).
 //!

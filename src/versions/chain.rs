@@ -1,7 +1,7 @@
 //! The chain of versions of a page or of the root, newest first.
 //!
-//! A version refers to the previous one until no reader can need the previous one, which is then unlinked. If a reader
-//! reaches the end of a chain, either its Lsn is outdated or the page did not exist at that Lsn.
+//! A version refers to the previous version until no reader can need the previous version, which is then unlinked. If a
+//! reader reaches the end of a chain, either its Lsn is outdated or the page did not exist at that Lsn.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::base::sync::{Swap, SwapGuard};
 /// A version of a page or of the root.
 pub(super) struct Version<T> {
     pub state: T,
-    /// The version before this one, or `None` once it is unlinked.
+    /// The previous version, or `None` once that version is unlinked.
     before: Swap<Version<T>>,
 }
 
@@ -39,7 +39,7 @@ pub(super) struct PageState {
 }
 
 /// The two newest batches of a page, with its epoch and place after each of them. The writer overwrites the older of
-/// these two states, and only after all readers and views have reached the newer one. A reader uses the newest state
+/// these two states, and only after all readers and views have reached the newer state. A reader uses the newest state
 /// that its Lsn has reached. If its Lsn has reached neither, its Lsn is outdated.
 ///
 /// Each state is a sequence lock of atomics, whose sequence number is the batch. The places of both states share a gap

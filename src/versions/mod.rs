@@ -14,17 +14,17 @@
 //! the view is dropped.
 //!
 //! A change of bytes alone creates no version, and neither does a move. A version contains two states, (batch, epoch,
-//! place), and the writer overwrites the older one. All fields are atomics, so no read is a data race. A reader finds
+//! place), and the writer overwrites the older state. All fields are atomics, so no read is a data race. A reader finds
 //! the required state for these reasons:
 //!
-//! 1. The writer overwrites the older state only if the newer one is at or below the *floor*, which is at most the
+//! 1. The writer overwrites the older state only if the newer state is at or below the *floor*, which is at most the
 //!    visible Lsn at that time and the Lsn of every view. Otherwise the writer creates a version, as for any other
 //!    change.
 //! 2. Therefore a view never needs the overwritten state. A reader that loaded the visible Lsn earlier may need that
 //!    state. In that case, both states are above its Lsn, so the reader finds no state and loads the Lsn again, which
 //!    has increased.
 //! 3. A state is read consistently: its batch is `NO_LSN` while the state changes, and no batch is stored twice.
-//! 4. Both states are read at one moment: the first state is the same before and after the read of the second one.
+//! 4. Both states are read at one moment: the first state is the same before and after the read of the second state.
 //! 5. A writer suspended halfway blocks no reader, because the other state is the newest installed one.
 //!
 //! One writer at a time, the holder of the submission lock, installs and unlinks versions. The bytes of pages are
@@ -57,7 +57,7 @@ use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::base::sync::{Map, Mutex, Swap};
 use crate::device::MemoryId;
 
-/// The number of superseded versions above which unneeded versions are unlinked.
+/// The minimum number of superseded versions before unneeded versions are unlinked.
 const SUPERSEDED_MIN: usize = if cfg!(shuttle) || cfg!(miri) { 1 } else { 64 };
 
 /// The limit on versions that a batch unlinks: `UNLINKED_MIN`, plus `UNLINKED_MAX_EACH` for each page that it changes.

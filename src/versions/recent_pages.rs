@@ -11,7 +11,7 @@ use remanent_format::PageId;
 
 use super::chain::{PageState, Version};
 
-/// The maximum number of cached pages. A page replaces another one with the same id modulo this number.
+/// The maximum number of cached pages. A page replaces another page with the same id modulo this number.
 pub(super) const PLACES: usize = if cfg!(shuttle) { 2 } else { 256 };
 
 type PageVersion = Arc<Version<PageState>>;

@@ -13,7 +13,7 @@ use crate::base::sync::Mutex;
 
 /// The number of lists of reads, so that threads which read different pages usually use different lists.
 const READ_LISTS: usize = 8;
-/// The maximum number of reads in a list. In a full list, each new read replaces the oldest one.
+/// The maximum number of reads in a list. In a full list, each new read replaces the oldest read.
 const READS_MAX: usize = 4096;
 
 /// A change or a read of a page.

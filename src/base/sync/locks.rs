@@ -145,14 +145,14 @@ impl Condvar {
         })
     }
 
-    /// Wakes one waiter, if there is any.
+    /// Wakes one waiting thread. Does nothing if no thread waits.
     pub fn notify_one(&self) {
         if self.waiting.load(Ordering::Relaxed) > 0 {
             self.inner.notify_one();
         }
     }
 
-    /// Wakes all waiters, if there are any.
+    /// Wakes all waiting threads.
     pub fn notify_all(&self) {
         if self.waiting.load(Ordering::Relaxed) > 0 {
             self.inner.notify_all();

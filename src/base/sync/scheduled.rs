@@ -1,4 +1,4 @@
-//! Locks, threads and time under a test scheduler, with the interface of the real ones.
+//! Locks, threads and time under a test scheduler, with the interface of the system's.
 //!
 //! This module implements its own condition variable, because the scheduler's has no waits with a timeout. Time
 //! advances only when a wait times out, to the end of that wait. The scheduler considers a thread in a timed wait
@@ -55,7 +55,7 @@ impl Instant {
         Self::now() - *self
     }
 
-    /// Returns the instant `time` after this one, or `None` if it cannot be represented.
+    /// Returns the instant `time` after this instant, or `None` if the result cannot be represented.
     pub fn checked_add(self, time: Duration) -> Option<Self> {
         self.0.checked_add(time).map(Self)
     }
@@ -162,7 +162,7 @@ impl Condvar {
         WaitTimeoutResult(timed_out)
     }
 
-    /// Wakes one waiter, if there is any.
+    /// Wakes one waiting thread. Does nothing if no thread waits.
     pub fn notify_one(&self) {
         let mut waiting = self.waiting();
         if waiting.is_empty() {
@@ -174,7 +174,7 @@ impl Condvar {
         waiter.call();
     }
 
-    /// Wakes all waiters, if there are any.
+    /// Wakes all waiting threads.
     pub fn notify_all(&self) {
         let waiting = std::mem::take(&mut *self.waiting());
         waiting.iter().for_each(|waiter| waiter.call());

@@ -1,7 +1,6 @@
-//! Files that grow while they are written, in one of three ways. All image files are written this way.
-//!
-//! The three ways use only operations that every file supports (`DiskFile`), so that the simulated disk sees each step
-//! as a point at which a crash can occur. All of them produce the same bytes.
+//! Writes files that grow, in one of three ways. All image files are written by this module. The three ways use only
+//! operations that every file supports (`DiskFile`), so that the simulated disk sees each step as a point at which a
+//! crash can occur. All of them produce the same bytes.
 //!
 //! The steps, for ways other than `Buffered`:
 //!
@@ -32,7 +31,7 @@ use crate::error::Result;
 use crate::options::ImageIo;
 
 /// The minimum and maximum number of bytes by which allocated space grows. In between, space doubles, so that a short
-/// file uses little space and a long one is extended rarely. Each step is a call that waits for the file system's
+/// file uses little space and a long file is extended rarely. Each step is a call that waits for the file system's
 /// journal, and starts a new mapping.
 const STEP_LEN_MIN: u64 = 64 << 10;
 const STEP_LEN_MAX: u64 = 16 << 20;
@@ -198,8 +197,8 @@ mod tests {
         (0..len).map(|at| ((at + seed) % 251) as u8 + 1).collect()
     }
 
-    /// Writes the way images are written: whole chunks; a long image in pieces, with its head last; and abandoned long
-    /// images, whose space the next ones reuse. Returns the expected contents of the file.
+    /// Writes a file like an image file: with whole chunks, a long image in pieces with its head last, and abandoned
+    /// long images whose space the next images reuse. Returns the expected contents of the file.
     fn write(growing: &GrowingFile) -> Vec<u8> {
         let mut expected = Vec::new();
         let mut put = |offset: usize, bytes: &[u8]| {

@@ -7,7 +7,7 @@
 //! None of this state is on disk, so a crash loses nothing: an open finds the image through the newest snapshot and the
 //! log, and replays the log over the image.
 //!
-//! If little of a page changed, its new image may be an overlay over an older one (`overlay.rs`).
+//! If little of a page changed, its new image may be an overlay over an older image (`overlay.rs`).
 //!
 //! A file is kept while one of its images is used, even if nothing else needs the file. Thus the bytes of a page, or of
 //! a reader that has captured a page, cannot be removed or overwritten by another snapshot (I13).

@@ -96,7 +96,7 @@ impl DiskPage {
     }
 
     /// Returns the CRC-32 of the page's bytes, given the CRC-32 `before` of its image. Reads only bytes of the image
-    /// near changed ones.
+    /// near changed bytes.
     fn sum_by_changes(&self, before: u32, mut window: Window) -> Result<u32> {
         let (image, len) = (self.image_below().expect("asked before"), self.byte_len());
         let mut sum = before;

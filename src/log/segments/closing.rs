@@ -9,7 +9,8 @@
 //!    spares as the open log had spares and empty segments in reserve, so that the next open and later deletes succeed
 //!    even if the disk is full by then.
 //! 2. **Empty segments** except the first are removed in descending order, because a gap would look like a lost
-//!    segment. The first one remains, because a segment with frames has a successor (I8), but it is made short.
+//!    segment. The first empty segment remains, because a segment with frames has a successor (I8), but its file is
+//!    shortened.
 //! 3. **The last segment** is cut after its frames. Frames before the kept log are omitted and become a hole. Each
 //!    remaining frame keeps its offset (I3).
 //!
@@ -57,7 +58,7 @@ pub(crate) struct ClosedEnd {
     pub len: u64,
     /// The offsets of the frames in the last segment that a replay or a reader may need, including padding.
     pub needed: Range<u64>,
-    /// The numbers and lengths of the empty segments after the last one, at least one.
+    /// The numbers and lengths of the empty segments after the last segment with frames. At least one exists.
     pub empty: Vec<(u64, u64)>,
 }
 

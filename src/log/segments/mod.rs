@@ -66,15 +66,15 @@ pub(crate) struct LongSegment {
 
 /// Creates segments, and takes them back when they are no longer needed.
 ///
-/// The first segments of an opening are short. Each later segment is twice as long as the previous one, up to the usual
+/// The first segments of an opening are short. Each later segment is twice as long as its predecessor, up to the usual
 /// length, so that the space used by a store is proportional to the bytes that it logs. Growth restarts with each
 /// opening, because no state on disk records the reached length. Six steps reach 16 MiB.
 pub(crate) struct SegmentPool {
     disk: Arc<dyn Disk>,
     store: StoreId,
     rules: SegmentRules,
-    /// The mode in which segments are written. A direct window needs its zeros on the medium, and a mapped one in small
-    /// pages.
+    /// The mode in which segments are written. A direct window needs its zeros on the medium, and a mapped window needs
+    /// them in small pages.
     io: LogIo,
     /// The spares. The lock is held while files are created, so that two threads never use the same spare.
     spares: Mutex<Spares>,
@@ -260,7 +260,8 @@ impl SegmentPool {
     }
 
     /// Creates a segment of at least `needed` bytes from the reserve. If there is no space for its name, another spare
-    /// is removed. If no other spare exists, this one is removed as well, and a shorter new segment uses its space.
+    /// is removed. If no other spare exists, the chosen spare is removed as well, and a shorter new segment uses its
+    /// space.
     fn create_from_reserve(&self, spares: &mut Spares, number: u64, needed: u64) -> Result<SegmentFile> {
         loop {
             // Long spares are used first. One of them is kept, because the next open may have to copy batches of that
@@ -324,7 +325,7 @@ impl SegmentPool {
     }
 
     /// Takes back segments that are no longer needed, and keeps them as spares while more spares are useful. All others
-    /// are removed. The oldest segment is first, so that a crash leaves no gap among the needed ones (I8).
+    /// are removed. The oldest segment is first, so that a crash leaves no gap among the needed segments (I8).
     ///
     /// The number of spares suffices for a log that grows from snapshot to snapshot without creating segments. A new
     /// segment costs as many bytes of zeros as it will contain frames, and the frames wait for these zeros. With a

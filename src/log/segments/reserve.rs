@@ -25,7 +25,7 @@ pub(crate) enum SpacePurpose {
     Delete,
     /// A seal that ends the log or records verified snapshots.
     Seal,
-    /// An open. It uses spares before it creates a segment, and the maker refills the reserve later.
+    /// An open. An open uses spares before it creates a segment, and the maker refills the reserve later.
     Open,
 }
 
@@ -111,7 +111,7 @@ impl SegmentPool {
         2 * lacking * self.first_len()
     }
 
-    /// Adds one spare if the reserve needs one, and returns whether the reserve is full. Only one is added per call, so
+    /// Adds one spare if the reserve needs one, and returns whether the reserve is full. A call adds only one spare, so
     /// that a concurrent `close`, or a committer that needs a segment, waits for only one file.
     pub fn add_to_reserve(&self) -> Result<bool> {
         let mut spares = self.spares.lock();
@@ -252,7 +252,7 @@ impl SegmentPool {
         if leaves { self.release_reserve() } else { Ok(false) }
     }
 
-    /// Removes one spare, including reserved ones, because an open must find space. Returns whether there was one.
+    /// Removes one spare, even a reserved spare, because an open must find space. Returns whether a spare was removed.
     pub fn release_reserve(&self) -> Result<bool> {
         if self.image_spares.release()? {
             return Ok(true);

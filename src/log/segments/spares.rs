@@ -22,11 +22,11 @@ const GROWTH: u64 = 2;
 /// The number of spares, of any length, that are kept in addition to the reserve, so that a store on a full disk can be
 /// opened again.
 ///
-/// An open uses two segments: its own, and an empty one after it. It recovers the empty segment at the end of the log.
-/// It recovers its own segment only if the store commits nothing after the open; otherwise the log has grown by one
-/// segment. So two spares must remain after the next open, for later opens, and the next open itself uses two more. The
-/// fifth is for the manifest of a snapshot that frees the space of deleted pages, even if the store is opened between
-/// the delete and the snapshot.
+/// An open uses two segments: its own, and an empty segment after it. It recovers the empty segment at the end of the
+/// log. It recovers its own segment only if the store commits nothing after the open; otherwise the log has grown by
+/// one segment. So two spares must remain after the next open, for later opens, and the next open itself uses two more.
+/// The fifth is for the manifest of a snapshot that frees the space of deleted pages, even if the store is opened
+/// between the delete and the snapshot.
 pub(super) const SPARES_FOR_OPENS: usize = 5;
 
 /// The inverse of the minimum length of a reserve spare relative to the next segment, while segments grow. A spare this
@@ -40,8 +40,8 @@ pub(crate) struct SegmentRules {
     pub len: u64,
     /// The number of spares that are kept in reserve for a full disk.
     pub reserve: usize,
-    /// The maximum number of bytes of spares beyond the reserved ones. At least one such spare is kept, unless this is
-    /// 0. They are removed when the disk is full.
+    /// The maximum number of bytes of spares in excess of the reserved spares. At least one such spare is kept, unless
+    /// this value is 0. The excess spares are removed when the disk is full.
     pub spare_bytes: u64,
 }
 

@@ -45,8 +45,8 @@ pub struct Arena {
     device: Arc<dyn Device>,
     budget: Budget,
     accounts: RwLock<BTreeMap<Place, Arc<Account>>>,
-    /// Retired memory by lane, in the order of retirement. An entry after one with a later fence waits for that fence,
-    /// which costs only time.
+    /// Retired memory by lane, in the order of retirement. An entry after an entry with a later fence waits for that
+    /// fence, which costs only time.
     retired: [Mutex<Queue<RetiredMemory>>; Lane::ALL.len()],
     retired_count: AtomicUsize,
     /// The scratch memory in use, and the number of threads that wait for it.

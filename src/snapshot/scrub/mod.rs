@@ -11,12 +11,12 @@
 //! | STORE | rewritten |
 //! | one copy of a link | both copies are rewritten |
 //! | both copies of a link | the next snapshot follows no link and names all pages |
-//! | an image | no snapshot names it again: the next one gathers its page |
+//! | an image | no snapshot names it again, and the next snapshot gathers its page |
 //! | the log, a restore's table, an image that a batch names | recovery begins after it |
 //!
 //! The last three repairs take a snapshot. A snapshot that needs damaged bytes no longer counts
 //! ([`RetainedSnapshot::is_sound`](crate::catalog::RetainedSnapshot::is_sound)): it displaces no sound snapshot, and is
-//! removed once there are enough sound ones. A damaged snapshot that is kept for its name remains unchanged.
+//! removed once there are enough sound snapshots. A damaged snapshot that is kept for its name remains unchanged.
 //!
 //! Damage causes no file to be overwritten or removed. A crash at any point leaves either the state without the scrub,
 //! or the snapshot that repairs it.
@@ -129,7 +129,7 @@ impl Scrub {
     /// Reads all needed files, then repairs damage under the catalog lock:
     ///
     /// 1. Rewrites files whose contents are in memory or in their other copy.
-    /// 2. Flags snapshots that need damaged bytes, so that none of them replaces a sound one.
+    /// 2. Flags snapshots that need damaged bytes, so that none of them replaces a sound snapshot.
     /// 3. Takes a snapshot that needs no damaged bytes. Taken before step 2, it could make retention keep a damaged
     ///    snapshot.
     fn read_and_mend(&self, pace: &Pace, request: SnapshotRequest) -> Result<ScrubReport> {
@@ -207,7 +207,7 @@ impl Scrub {
 /// The snapshots that a scrub has flagged as damaged.
 struct FlaggedSnapshots {
     snapshots: Vec<SnapshotId>,
-    /// Whether another snapshot must replace one of the flagged ones.
+    /// Whether another snapshot must replace a flagged snapshot.
     is_due: bool,
 }
 

@@ -137,8 +137,8 @@ impl<'a> ScrubPass<'a> {
         }
     }
 
-    /// Reports the damaged copy of a link. One copy suffices for an open. The damaged one is repaired before the other
-    /// copy rots, too.
+    /// Reports the damaged copy of a link. One copy suffices for an open. The damaged copy is repaired before the other
+    /// copy is damaged, too.
     fn copy_damaged(&mut self, manifest: &Arc<Manifest>, health: &CopyHealth) {
         let file = FileName::Manifest(manifest.snapshot.0);
         // Both copies have the same length.

@@ -4,7 +4,7 @@
 //! so the images of an image are nested crashes. After a *power cut*, every pending sector and length has one of its
 //! versions, and some of the pending changes of names were kept. All combinations are tried if there are few.
 //! Otherwise, revealing combinations are tried first, up to a limit (nothing, everything, only names, only data,
-//! everything up to some time, all but one, only one), then seeded random ones.
+//! everything up to some time, all but one, only one), then seeded random combinations.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
@@ -193,7 +193,7 @@ impl Walk {
 /// A pending change, of which a power cut keeps one version.
 struct Item {
     what: ItemKind,
-    /// The time of each version, without version 0, the durable one.
+    /// The time of each version except the durable version 0.
     stamps: Vec<u64>,
 }
 
@@ -224,7 +224,7 @@ struct PendingChanges<'a> {
     needs: Vec<(usize, usize)>,
 }
 
-/// A choice of versions that is more likely to reveal errors than a random one.
+/// A choice of versions that is more likely to reveal errors than a random choice.
 #[derive(Clone, Copy)]
 enum RevealingChoice {
     /// The names and the data at these times.
@@ -335,7 +335,7 @@ impl<'a> PendingChanges<'a> {
         picks
     }
 
-    /// Returns a part of the choices: revealing ones, and random ones.
+    /// Returns at most `picks_max` choices: first the revealing choices, then random choices.
     fn some_picks(&self, picks_max: usize, seed: u64) -> Vec<Pick> {
         let mut random = SplitMix(seed);
         let edges = [(0, 0), (u64::MAX, u64::MAX), (u64::MAX, 0), (0, u64::MAX)];

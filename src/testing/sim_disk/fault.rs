@@ -117,7 +117,7 @@ impl SimDisk {
         self.shared.lock().faults.waiting.clear();
     }
 
-    /// Returns the number of operations of this kind so far, including failed ones.
+    /// Returns the number of operations of this kind so far, including failed operations.
     #[must_use]
     pub fn calls(&self, operation: Operation) -> usize {
         self.shared.lock().faults.calls.get(&operation).copied().unwrap_or(0)

@@ -109,7 +109,7 @@ impl DiskFile for SimFile {
         self.read(Operation::Read, offset, out, false)
     }
 
-    /// Reads the durable bytes, regardless of the visible ones.
+    /// Reads the durable bytes, regardless of the visible bytes.
     fn read_past_cache(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         self.read(Operation::ReadPastCache, offset, out, true)
     }

@@ -71,9 +71,9 @@ pub struct Lie {
 }
 
 impl SimDisk {
-    /// Calls `each` with every lie whose disk differs from the true one and from those of all earlier lies. For each
-    /// sector that a sync made durable, these are the lost write, a misdirected write whose target depends on `seed`,
-    /// and the stale read.
+    /// Calls `each` with every lie whose disk differs from the true disk and from the disks of all earlier lies. For
+    /// each sector that a sync made durable, these are the lost write, a misdirected write whose target depends on
+    /// `seed`, and the stale read.
     pub fn lies(&self, seed: u64, mut each: impl FnMut(Lie)) {
         let mut random = SplitMix(seed);
         let mut walk = Walk::new(self);

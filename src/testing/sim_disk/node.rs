@@ -1,4 +1,4 @@
-//! A file of a simulated disk, with its durable bytes and its pending ones.
+//! A file of a simulated disk, with durable and pending bytes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -127,9 +127,9 @@ pub(super) struct StampedVersion<T> {
 pub(super) struct Node {
     pub(super) visible: FileContent,
     pub(super) durable: FileContent,
-    /// The versions of each dirty sector, oldest first. The last one is visible.
+    /// The versions of each dirty sector, oldest first. The last version is visible.
     pub(super) sectors: BTreeMap<usize, Vec<StampedVersion<Arc<Sector>>>>,
-    /// The lengths since the last sync, oldest first. The last one is visible.
+    /// The lengths since the last sync, oldest first. The last length is visible.
     pub(super) lengths: Vec<StampedVersion<u64>>,
     /// Dirty sectors that a failed sync has marked as clean, so that no later sync writes them.
     pub(super) lost: BTreeSet<usize>,
@@ -245,7 +245,7 @@ impl Node {
     }
 
     /// Returns the file after a power cut that kept the chosen version of each sector and of the length. Version 0 is
-    /// the durable one, and version n the n-th since.
+    /// the durable version, and version n is the n-th version after the last sync.
     pub(super) fn after_power_cut(&self, length: usize, sector: impl Fn(usize) -> usize) -> Self {
         let mut content = self.durable.clone();
         let len = length.checked_sub(1).map_or(self.durable.len, |version| self.lengths[version].value);

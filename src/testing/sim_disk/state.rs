@@ -1,11 +1,11 @@
-//! The state of a simulated disk: durable bytes and names, and pending ones.
+//! The state of a simulated disk, with durable and pending bytes and names.
 //!
 //! The model is deliberately worse than any file system for which the store is intended:
 //!
 //! - A file has a *visible* content, which every reader sees immediately and which survives the process, and a
 //!   *durable* content, which survives a power cut. Changes since the last sync are *pending*: for each sector of 512
 //!   bytes, every version since then, and every length. After a power cut, each sector and the length independently
-//!   have one of these versions or the durable one. Thus writes are lost, reordered and torn between sectors.
+//!   have one of these versions or the durable version. Thus writes are lost, reordered and torn between sectors.
 //! - A folder has visible and durable names, and pending changes of names. A power cut keeps any subset of the changes
 //!   in which the changes of each name form a prefix. Renames within a folder are atomic, as on every journaled file
 //!   system. If a file is renamed to another folder, a power cut may keep either half of the rename.

@@ -59,14 +59,14 @@ impl WriteBatch {
         self.new_page()
     }
 
-    /// Copies a range of a page to another page, or to the same one, starting at `offset`.
+    /// Copies a range of a page to another or the same page, starting at `offset`.
     ///
-    /// The copied bytes are those that the source has at this point in the batch: after the operations before
-    /// this one, and before those that follow. The two ranges may overlap. The log stores the bytes, so a
-    /// copy takes as much log space as the range is long.
+    /// The copied bytes are those that the source has at this point in the batch: after all earlier operations of the
+    /// batch, and before all later operations. The two ranges may overlap. The log stores the bytes, so a copy takes as
+    /// much log space as the range is long.
     ///
-    /// Only the range is read, unless an earlier operation of the batch changes bytes of the source. In that
-    /// case the whole source is read, and the batch must not write device bytes to it.
+    /// Only the range is read, unless an earlier operation of the batch changes bytes of the source. In that case the
+    /// whole source is read, and the batch must not write device bytes to it.
     ///
     /// ```
     /// use remanent::{Options, Place, Store};

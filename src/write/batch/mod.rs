@@ -42,7 +42,7 @@ use crate::log::SpacePurpose;
 /// An id that no page ever has, because ids begin at 1.
 const NO_PAGE: PageId = PageId(0);
 
-/// A reference to a page in a batch: an existing page, or one that the same batch creates.
+/// A reference to a page in a batch: an existing page, or a page that the same batch creates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PageRef(OpTarget);
 

@@ -7,7 +7,7 @@
 //! For a page that comes from disk, new memory is filled with the page's bytes before the batch is logged, so the
 //! applier never reads the disk.
 //!
-//! Both directions read the page without the submission lock. If another batch changes the page before this one is
+//! Both directions read the page without the submission lock. If another batch changes the page before this batch is
 //! logged, the draft is stale and is prepared again.
 
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -275,7 +275,8 @@ impl Committer {
         (self.known.image_of(info.page, info.epoch) == Some(named)).then_some(image)
     }
 
-    /// Verifies images on the medium. Keeps the intact ones, and adds the pages of the others to `unwritten` (I7).
+    /// Verifies images on the medium. Keeps the intact images, and adds the pages of the other images to `unwritten`
+    /// (I7).
     fn keep_proven(
         &self,
         known: Vec<(PageInfo, Arc<DiskImage>)>,

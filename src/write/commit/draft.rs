@@ -1,8 +1,8 @@
 //! A batch that is ready to be logged: the remaining checks under the submission lock, the append, and the hand-over to
 //! the applier.
 //!
-//! A draft owns everything that these steps need, so any lock holder can log it: its own committer, or another one on
-//! its behalf ([`super::combine`]).
+//! A draft owns everything that these steps need, so any lock holder can log it: its own committer, or another
+//! committer on its behalf ([`super::combine`]).
 //!
 //! A crash before the append loses a batch that was never acknowledged. After the append, recovery replays the batch.
 

@@ -1,16 +1,16 @@
 //! Commits a batch: checks it, logs it, and makes it visible.
 //!
-//! 1. Outside the lock: encode the batch, compute the checksum, and acquire all memory that applying it takes. Nothing is
-//!    visible yet, and all of it can be undone. A batch that contains all of its bytes takes the short path
-//!    ([`plain`]). Any other batch is prepared first ([`prepared`]): sources are read, changes of captures are found,
-//!    copied pages are read, and whole pages are written ahead.
-//! 2. Under the submission lock: check the preconditions, plan, append (I1: an Lsn is assigned only now, when
-//!    payload and checksum are complete), update the table, and hand over to the applier ([`draft`]). The order of the
-//!    lock is the order of the log and of the lane. The lock holder also does this for batches that wait for
-//!    the lock ([`combine`]).
+//! 1. Without the lock: encode the batch, compute its checksum, and acquire all memory that is needed to apply it.
+//!    Nothing is visible yet, and every action can be undone. A batch that contains all of its bytes takes the short
+//!    path ([`plain`]). Any other batch is prepared first ([`prepared`]): sources are read, changes of captures are
+//!    found, copied pages are read, and whole pages are written to image files.
+//! 2. Under the submission lock: check the preconditions, plan the changes, append the batch to the log, update the
+//!    table, and pass the batch to the applier ([`draft`]). The Lsn is assigned only now, when payload and checksum are
+//!    complete (I1). Batches are logged and applied in the order in which they hold the lock. The lock holder also
+//!    performs this step for batches that wait for the lock ([`combine`]).
 //!
-//! An Lsn that was assigned earlier would have to be used in any case: a batch that failed afterwards would
-//! leave a gap, which recovery takes for the end of the log.
+//! If the Lsn were assigned earlier, a batch that fails afterwards would leave a gap, which recovery treats as the end
+//! of the log.
 //!
 //! A crash before the append loses a batch that was never acknowledged. After the append, recovery replays the batch.
 
@@ -51,7 +51,8 @@ pub(crate) use combine::CombineQueue;
 use draft::{Draft, Outcome};
 use prepared::PreparedBatch;
 
-/// Attempts to prepare a draft without the lock. After these, the lock is held while the draft is prepared.
+/// The maximum number of attempts to prepare a draft without the lock. After these attempts, the lock is held while the
+/// draft is prepared.
 const UNLOCKED_TRIES: usize = 3;
 
 /// Commits batches, for any number of threads.

@@ -1,4 +1,5 @@
-//! The path of a batch that contains all of its bytes: encode, check, append, hand over.
+//! Commits a batch that contains all of its bytes: encodes it, checks it, appends it to the log, and passes it to the
+//! applier.
 //!
 //! Most batches take this path, which reads no page and writes no file.
 

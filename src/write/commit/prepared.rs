@@ -1,5 +1,5 @@
-//! The path of a batch that needs more than its own bytes: bytes from sources, other pages or the device, images that
-//! are written in advance, moves to disk, or caller-owned memory.
+//! Commits a batch that needs more than its own bytes: bytes from sources, other pages or the device, images that are
+//! written in advance, moves to disk, or caller-owned memory.
 //!
 //! 1. Once for the batch: perform the checks that depend on the batch alone, read the sources, find the changes of
 //!    captures, and wait for the streams that produce device bytes. A source may be slow, and may return other bytes

@@ -4,7 +4,7 @@
 //!    is held, because a source is the caller's code.
 //! 2. The frame names the images, as for other whole pages.
 //! 3. Memory of the pages is filled from the images ([`super::fills`]), and their sums are checked. A source that is
-//!    read again may return different bytes, so the page in memory would differ from the one in the log.
+//!    read again may return different bytes, so the page in memory would differ from the page in the log.
 //! 4. The batch is logged. The applier finds the bytes in place.
 //!
 //! A failure or a crash before step 4 leaves neither batch nor memory, and the image file is removed.
@@ -58,8 +58,8 @@ impl SourceImages<'_> {
 }
 
 impl Committer {
-    /// Reads the sources of a batch: long pages into an image file, short ones into memory. On return, the file and its
-    /// name are durable.
+    /// Reads the sources of a batch: long pages into an image file, short pages into memory. On return, the file and
+    /// its name are durable.
     ///
     /// # Errors
     /// `SourceFailed`; the errors of a contradictory batch; no space or no memory. In all cases no files remain.

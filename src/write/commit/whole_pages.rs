@@ -120,7 +120,7 @@ impl Committer {
     }
 }
 
-/// Divides parts into pieces of bounded length. Short parts are combined, and long ones are split.
+/// Divides parts into pieces of bounded length. Short parts are combined, and long parts are split.
 fn pieces<'a>(parts: &[Part<'a>], at_once: u64) -> Result<Vec<Vec<Part<'a>>>> {
     let (mut pieces, mut piece, mut free) = (Vec::new(), Vec::new(), at_once);
     for (span, bytes) in parts {

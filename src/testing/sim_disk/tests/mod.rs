@@ -1,4 +1,4 @@
-//! Tests that the simulated disk makes its own guarantees, and breaks every other one that a real disk may break.
+//! Tests that the simulated disk makes its own guarantees, and breaks every guarantee that a real disk may break.
 
 mod images;
 

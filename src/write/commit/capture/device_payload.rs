@@ -38,7 +38,7 @@ const COMBINED_LEN_MIN: u64 = 4 << 10;
 
 impl Committer {
     /// Runs commands in the lane for staging and waits for them. In the lane of deltas, other batches would wait for
-    /// this one.
+    /// this batch.
     pub(super) fn run(&self, commands: Vec<Command>, staging: Vec<Staging>) -> Result<Vec<Staging>> {
         self.engine
             .device
