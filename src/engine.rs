@@ -63,7 +63,7 @@ pub(crate) struct EngineStart<'a> {
     pub pool: Arc<SegmentPool>,
     /// The position at which the log continues.
     pub log: LogStart,
-    /// The payload of a batch that is in the pages but not in the log, if any. It is logged first.
+    /// The payload of a batch that is in the pages but not in the log, if any. This payload is logged first.
     pub first_batch: Option<Vec<u8>>,
     /// The applier's state: the pages and their memory.
     pub applied: AppliedState,

@@ -70,8 +70,8 @@
 //!
 //! **Child processes.** A store belongs to the process that opened it. In a forked child, every call on an inherited
 //! handle returns [`Error::Forked`] before it writes a byte or waits for a lock. Getters that cannot fail return empty
-//! values. Dropping an inherited handle frees none of the parent's resources. A child may open other stores. It may
-//! open this store after the parent has closed it, whatever the parent's threads did at the fork. There is one
+//! values. Dropping an inherited handle frees none of the parent's resources. A child may open other stores. A child
+//! may open this store after the parent has closed it, whatever the parent's threads did at the fork. There is one
 //! exception: a fork at the very start or end of a thread can inherit the locked list of threads that read without
 //! locks. An `exec` is always safe. A [`follow::Replica`] is plain memory and works in both processes. The writer lock,
 //! and the locks of a [`View`] on its snapshots, belong to the parent and are released when the parent ends, even if
@@ -331,8 +331,8 @@ impl Store {
 
     /// Opens a read-only view of a store's newest state, like [`Store::open_at`].
     ///
-    /// If a writer has the store open, the view shows the newest state at some moment during this call. It includes
-    /// logged batches that are not yet durable, which a power cut may still remove.
+    /// If a writer has the store open, the view shows the newest state at some moment during this call. The view
+    /// includes logged batches that are not yet durable, which a power cut may still remove.
     ///
     /// # Errors
     /// Same as [`Store::open_at`].

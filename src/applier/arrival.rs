@@ -14,8 +14,8 @@ use crate::device::{Command, Device, Span, Staging, StagingSpan};
 use crate::error::Result;
 use crate::memory::staging::{StagingBuf, StagingPool};
 
-/// The sums that the long writes of a batch must have on arrival. They are computed before the batch is logged, when a
-/// failed allocation can still refuse the batch.
+/// The sums that the long writes of a batch must have on arrival. The sums are computed before the batch is logged,
+/// when a failed allocation can still refuse the batch.
 pub(crate) struct ArrivalSums {
     /// The CRC-32 of the bytes of each write, in the order of the operations.
     pub sums: Vec<u32>,

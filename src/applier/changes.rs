@@ -92,7 +92,7 @@ pub enum ChangeEvent {
     },
 }
 
-/// A stream of the changes that applied batches make, in batch order. It reports every batch, or a
+/// A stream of the changes that applied batches make, in batch order. The stream reports every batch, or a
 /// [`ChangeEvent::Lagged`] where batches are omitted. Returned by [`Store::changes`].
 ///
 /// As an iterator, it waits for the next event, and ends when the store is closed or has failed.

@@ -39,8 +39,8 @@ pub(crate) struct PayloadAt {
     pub offset: usize,
 }
 
-/// Memory for the list of a batch with many operations. It is allocated before the batch is logged, when a failed
-/// allocation can still refuse the batch. A list of fewer operations needs only short allocations.
+/// Memory for the list of a batch with many operations. The memory is allocated before the batch is logged, when a
+/// failed allocation can still refuse the batch. A list of fewer operations needs only short allocations.
 #[derive(Default)]
 pub(crate) struct ListRoom {
     commands: Vec<Command>,

@@ -25,8 +25,8 @@ use crate::error::{Error, Result};
 /// A lease belongs to the value that holds it and not to a thread. Tasks that share a worker thread can lease and
 /// commit independently, and the holder of a lease may itself change the page.
 ///
-/// Kernels that read the page must run on streams that were passed to [`Lease::on`]. They must not write to the page,
-/// because their writes would not be logged. The lease ends when it is dropped, but work that is already on those
+/// Kernels that read the page must run on streams that were passed to [`Lease::on`]. Such kernels must not write to the
+/// page, because their writes would not be logged. The lease ends when it is dropped, but work that is already on those
 /// streams may still read the page.
 ///
 /// ```

@@ -172,8 +172,8 @@ impl Turn<'_> {
         self.lost.as_ref().map_or(Ok(()), |error| Err(error.clone()))
     }
 
-    /// Returns whether kernels can access this memory. They cannot access memory of the host alone, or memory of length
-    /// 0.
+    /// Returns whether kernels can access this memory. Kernels cannot access memory of the host alone, or memory of
+    /// length 0.
     pub fn is_reached_by_kernels(&self, span: Span) -> bool {
         self.device.address(span.memory).is_some()
     }

@@ -146,7 +146,7 @@ impl UnloadedSet {
         (state.indices.len() as u64, state.bytes)
     }
 
-    /// Waits until these pages are loaded. They are loaded first, in this order.
+    /// Waits until these pages are loaded. The loader loads them first, in this order.
     ///
     /// # Errors
     /// The error that prevents one of them from being loaded; `Closed`.
@@ -265,7 +265,7 @@ impl UnloadedSet {
         state.end_error.is_some()
     }
 
-    /// Returns taken pages to the set after loading has stopped. They stay on disk.
+    /// Returns taken pages to the set after loading has stopped, so that these pages stay on disk.
     pub fn give_up(&self, pages: Vec<UnloadedPage>) {
         let mut state = self.state.lock();
         pages.into_iter().for_each(|unloaded| state.abandoned.push_back(unloaded.memory));

@@ -1,5 +1,5 @@
-//! Reads of many pages that must each have a given version. They supply the bytes that are written to disk before the
-//! batch that moves the pages to disk.
+//! Reads of many pages that must each have a given version. These reads supply the bytes that are written to disk
+//! before a batch that moves pages to disk.
 
 use std::ops::Range;
 use std::sync::Arc;

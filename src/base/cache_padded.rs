@@ -5,8 +5,8 @@
 
 use std::ops::Deref;
 
-/// A value that shares its cache lines with no other value. It is aligned to two lines, because processors prefetch
-/// lines in pairs.
+/// A value that shares its cache lines with no other value. The value is aligned to two lines, because processors
+/// prefetch lines in pairs.
 #[repr(align(128))]
 #[derive(Debug, Default)]
 pub(crate) struct CachePadded<T>(pub T);

@@ -10,8 +10,8 @@
 //! Therefore [`ClosedOnFork::open`] counts the forks, and opens the file again if a fork overlapped with the call.
 //! Callers lock the file only after this call, so such a copy holds no lock.
 //!
-//! A child of a bare `clone` system call runs no handlers. It keeps the descriptors until it ends or calls `exec`. A
-//! child of `vfork` or `posix_spawn` runs no handlers either, and calls `exec` immediately.
+//! A child of a bare `clone` system call runs no handlers. Such a child keeps the descriptors until it ends or calls
+//! `exec`. A child of `vfork` or `posix_spawn` runs no handlers either, and calls `exec` immediately.
 
 use std::fs::File;
 use std::io;
@@ -31,7 +31,7 @@ pub(crate) struct ClosedOnFork {
     slot: &'static Slot,
 }
 
-/// The maximum time that [`ClosedOnFork::open`] waits for a moment without a fork. It waits longer than one fork takes
+/// The maximum time that [`ClosedOnFork::open`] waits for a moment without a fork. The wait is longer than one fork
 /// only if threads fork continuously and concurrently.
 const PATIENCE: Duration = Duration::from_secs(10);
 

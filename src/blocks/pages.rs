@@ -1,5 +1,5 @@
-//! Blocks in pages of a store. They can be written from memory of any layout, read to such memory, and copied between
-//! pages.
+//! Blocks in pages of a store. These blocks can be written from memory of any layout, read to such memory, and copied
+//! between pages.
 
 use std::ops::Range;
 

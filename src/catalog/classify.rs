@@ -13,7 +13,8 @@ use super::{KnownImages, entry};
 use crate::base::allocation::{append, collected, push};
 use crate::error::{Error, Result};
 
-/// The number of pages classified at a time. This takes about 200 us, and a batch may have to wait for two groups.
+/// The number of pages classified at a time. A group of this size takes about 200 us, and a batch may have to wait for
+/// two groups.
 pub(crate) const CLASSIFIED_AT_ONCE: usize = 1024;
 
 /// The class of a page for the next snapshot.

@@ -63,7 +63,7 @@ pub(crate) struct RetainedSnapshot {
     /// newest (I7).
     pub is_recorded: bool,
     /// Whether no damage was found since the open in data that the snapshot needs. A snapshot that is not sound
-    /// replaces no other. This is not recorded on disk.
+    /// replaces no other. The flag is not recorded on disk.
     pub is_sound: bool,
 }
 

@@ -103,8 +103,8 @@ fn in_file(stored_len: u64) -> u64 {
     align_up(stored_len, FRAME_ALIGN) + ImageHeaderRaw::LEN as u64
 }
 
-/// The newest snapshot: its links, and the images that it names. It is updated link by link, so that a snapshot with
-/// few changes is not read as a whole.
+/// The newest snapshot: its links, and the images that it names. The value is updated link by link, so that a snapshot
+/// with few changes is not read as a whole.
 #[derive(Default)]
 pub(crate) struct NewestSnapshot {
     /// The links, starting with the base. Empty if there is no snapshot, or none that the next snapshot may follow.

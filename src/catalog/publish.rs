@@ -26,7 +26,7 @@ const ENTRIES_AT_ONCE: usize = 8 << 10;
 pub(super) const THREADS_MAX: usize = 4;
 
 /// A function that creates a file with this temporary name and length from a spare, for use if there is no space for a
-/// new file. It returns `None` if it cannot.
+/// new file. The function returns `None` if no spare is available.
 pub(crate) type CreateFromSpare<'a> = dyn Fn(FileName, u64) -> Result<Option<Arc<dyn DiskFile>>> + 'a;
 
 /// A [`CreateFromSpare`] for callers that may not use spares.

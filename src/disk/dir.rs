@@ -330,8 +330,8 @@ impl Disk for DirDisk {
         watch::watch(&self.folder_path(folder))
     }
 
-    /// Opens the file for writing and closes it, which causes an event for watchers. This costs two system calls and
-    /// changes nothing on disk.
+    /// Opens the file for writing and closes it, which causes an event for watchers. The call takes two system calls
+    /// and changes nothing on disk.
     fn notify_watchers(&self, file: FileName) {
         refuse_lock_file(file);
         if let Err(error) = self.within(|directory| directory.open(file, OFlags::WRONLY)) {
@@ -361,7 +361,7 @@ fn refuse_lock_file(file: FileName) {
     assert!(file != FileName::Lock, "LOCK is opened by the lock alone");
 }
 
-/// A reader of a store directory for the pure decoders. It takes no lock.
+/// A reader of a store directory for the pure decoders. The reader takes no lock.
 ///
 /// The most recently read file is kept open, because decoders read a file in many small pieces.
 #[derive(Debug)]

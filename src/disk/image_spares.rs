@@ -3,9 +3,9 @@
 //! For a new file, the file system must allocate space, and the kernel zeroes each page before it is written. A reused
 //! file avoids both costs.
 //!
-//! A spare is named `pages/<n>.spare`, with the number of its former image file. It stays in the folder of images,
-//! because a rename within one folder is atomic, and one sync makes the rename durable. After a rename between folders,
-//! a power cut may leave both names, and the older name would lead to the bytes of the newer file.
+//! A spare is named `pages/<n>.spare`, with the number of its former image file. The spare stays in the folder of
+//! images, because a rename within one folder is atomic, and one sync makes the rename durable. After a rename between
+//! folders, a power cut may leave both names, and the older name would lead to the bytes of the newer file.
 //!
 //! 1. **Rename** a free file to its spare name, and **sync** the folder. If the file were overwritten before that, a
 //!    power cut could restore the old name, and a reader that still uses the old name would find other bytes.
@@ -44,8 +44,8 @@ pub(crate) struct ImageSpares {
     store: StoreId,
     /// The spares, in ascending order of length.
     files: Mutex<Vec<ImageSpare>>,
-    /// The resources that keep files ready for the next images, by file number. They belong to spares, and to image
-    /// files that were spares. A file's resource is dropped before the file is removed or truncated.
+    /// The resources that keep files ready for the next images, by file number. These files are spares, and image files
+    /// that were spares. A file's resource is dropped before the file is removed or truncated.
     kept_ready: Mutex<BTreeMap<u64, KeptReady>>,
 }
 

@@ -2,12 +2,12 @@
 //!
 //! It combines three locks, because each of them alone is insufficient:
 //!
-//! 1. A lock of the open file description of `LOCK` (`F_OFD_SETLK`) excludes all other writers. It is held until its
-//!    descriptor is closed, whatever else this process opens and closes. A forked child closes its copy of the
+//! 1. A lock of the open file description of `LOCK` (`F_OFD_SETLK`) excludes all other writers. The lock is held until
+//!    its descriptor is closed, whatever else this process opens and closes. A forked child closes its copy of the
 //!    descriptor ([`ClosedOnFork`]), so the lock ends with its owner.
-//! 2. A lock of the process (`F_SETLK`) identifies the owner to a process that is refused. It is the only lock if the
-//!    kernel or the file system does not support those of open files. The system releases it as soon as any code in the
-//!    process closes any descriptor of `LOCK`, for example while copying the directory.
+//! 2. A lock of the process (`F_SETLK`) identifies the owner to a process that is refused. If the kernel or the file
+//!    system does not support locks of open files, the lock of the process is the only lock. The system releases it as
+//!    soon as any code in the process closes any descriptor of `LOCK`, for example while copying the directory.
 //! 3. A registry in the process contains the device and inode of each locked directory, because locks of a process do
 //!    not conflict within that process. The registry is checked before `LOCK` is opened.
 //!

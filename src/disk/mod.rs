@@ -117,7 +117,7 @@ pub trait Disk: Any + Send + Sync {
     fn sync_folder(&self, folder: Folder) -> Result<()>;
 
     /// Opens the descriptors that [`sync_folder`](Self::sync_folder) needs, and keeps them open for the lifetime of
-    /// this disk. This ensures that a sync after a rename does not fail because the process has too many open files.
+    /// this disk. Therefore a sync after a rename does not fail because the process has too many open files.
     ///
     /// # Errors
     /// I/O errors.

@@ -5,9 +5,9 @@
 //! lock until the files are removed. Thus no reader starts reading files that are being removed (I8). The file stays
 //! empty.
 //!
-//! The locks belong to open files, unlike the process lock on `LOCK`. They also conflict within a process, and closing
-//! another descriptor of the file does not release them. A forked child closes its copy of the descriptor, so a lock
-//! ends with the process that took it.
+//! The locks belong to open files, unlike the process lock on `LOCK`. These locks also conflict within a process, and
+//! closing another descriptor of the file does not release them. A forked child closes its copy of the descriptor, so a
+//! lock ends with the process that took it.
 
 use std::io;
 use std::ops::Range;

@@ -25,8 +25,8 @@ pub(crate) struct DiskSource {
 }
 
 /// The byte ranges of segments that were not in the page cache when the recording source first opened them. That source
-/// read them from the medium, so a reader that needs the medium's bytes can skip them (I6). This reduces the time to
-/// replay an uncached log from ext4 by a third.
+/// read them from the medium, so a reader that needs the medium's bytes can skip them (I6). Skipping these bytes
+/// reduces the time to replay an uncached log from ext4 by a third.
 type Uncached = Arc<Mutex<HashMap<FileName, Vec<Range<u64>>>>>;
 
 /// The path from the medium through which a source reads bytes.
@@ -71,7 +71,7 @@ impl DiskSource {
     }
 
     /// Returns a source that completes the reads of this recording source, so that each byte is read from the medium
-    /// once (I6). It reads past the cache only the bytes that this source may have read from the cache.
+    /// once (I6). The new source reads past the cache only the bytes that this source may have read from the cache.
     ///
     /// Use this only for synced bytes that this source has read, and that no writer has modified since this source was
     /// created.

@@ -1,7 +1,8 @@
 //! Eviction policies, which choose the pages to evict from a full place.
 //!
-//! A policy tracks the pages of one place. It is notified of arrivals, uses and departures, and makes one decision: the
-//! page to evict next. It has no access to the store, so the same policy can be measured on a trace.
+//! A policy tracks the pages of one place. The policy is notified of arrivals, uses and departures, and makes one
+//! decision: the page to evict next. A policy has no access to the store, so the same policy can be measured on a
+//! trace.
 
 mod lru;
 mod s3_fifo;

@@ -24,8 +24,8 @@ const USES_TO_STAY: u8 = 1;
 /// The maximum number of stale entries in a queue, in excess of one for each resident page.
 pub(super) const STALE_MAX: usize = 64;
 
-/// An eviction policy with three first-in, first-out queues. It separates pages that are used repeatedly from pages
-/// that are used once, so that a scan of many pages does not evict the former pages.
+/// An eviction policy with three first-in, first-out queues. The policy separates pages that are used repeatedly from
+/// pages that are used once, so that a scan of many pages does not evict the former pages.
 #[derive(Debug, Default)]
 pub struct S3Fifo {
     pub(super) pages: HashMap<PageId, Resident>,

@@ -5,9 +5,9 @@
 //!
 //! 1. A returned batch is verified: its frame by its checksums, its position and the chain hash of the previous frame
 //!    (I3). A file that was recycled during the read fails these checks.
-//! 2. An incomplete frame is treated as not yet written. It counts as damaged only if the check of the log's end (I4)
-//!    finds the same frame damaged twice, without a rename in between: data that the first check considered durable was
-//!    written before the second check began.
+//! 2. An incomplete frame is treated as not yet written. The frame counts as damaged only if the check of the log's end
+//!    (I4) finds the same frame damaged twice, without a rename in between: data that the first check considered
+//!    durable was written before the second check began.
 //! 3. A missing batch was overtaken if a snapshot states that the batch is no longer needed. The opening of the next
 //!    incarnation states which batches of the previous incarnation were lost in a crash. A follower that had read such
 //!    a batch has diverged.

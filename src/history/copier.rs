@@ -25,8 +25,8 @@ use crate::write::batch::ByteSource;
 const STAGING_IDLE_BYTES: usize = 64 << 20;
 
 /// A device for copies between caller-owned memory on it, such as the tensors of a model, and stores that do not use
-/// the device. It loads pages of a [`View`] into that memory, and provides bytes from the memory to batches of any
-/// store.
+/// the device. The copier loads pages of a [`View`] into that memory, and provides bytes from the memory to batches of
+/// any store.
 ///
 /// A copier keeps up to 64 MiB of pinned host memory between copies. Threads can share it.
 ///

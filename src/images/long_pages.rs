@@ -35,7 +35,8 @@ pub(crate) enum ReadPass {
     Last,
 }
 
-/// A function that passes the bytes of a range of a page to a sink. It returns `false` if the bytes no longer exist.
+/// A function that passes the bytes of a range of a page to a sink. The function returns `false` if the bytes no longer
+/// exist.
 pub(crate) type PieceSource<'s, E = Error> =
     &'s mut dyn FnMut(Range<u64>, ReadPass, Sink<'_>) -> Result<bool, E>;
 

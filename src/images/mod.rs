@@ -116,13 +116,13 @@ pub(crate) struct ImageWriter {
     /// The same file, for writing.
     growing: GrowingFile,
     written: Mutex<WrittenChunks>,
-    /// A lock that is held while a chunk reserves its space, and while a chunk of yet unknown length is appended. It is
-    /// taken before `written`.
+    /// A lock that is held while a chunk reserves its space, and while a chunk of yet unknown length is appended. This
+    /// lock is taken before `written`.
     tail: Mutex<()>,
     /// The file's memory, if a device copies to it.
     target: Option<FileTarget>,
-    /// Buffers in which chunks are assembled. They are reused, because memory that was touched before is faster to
-    /// write to.
+    /// Buffers in which chunks are assembled. The buffers are reused, because memory that was touched before is faster
+    /// to write to.
     areas: Mutex<Vec<Vec<u8>>>,
 }
 

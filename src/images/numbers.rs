@@ -29,7 +29,7 @@ pub(crate) struct ImageFiles {
     state: Mutex<NumberState>,
     /// The first file number of this run of the store.
     first: u64,
-    /// A lock that is held while files are listed and removed. It is taken before `state`.
+    /// A lock that is held while files are listed and removed. This lock is taken before `state`.
     removals: Mutex<()>,
 }
 
@@ -68,8 +68,8 @@ impl ImageFiles {
         self.state.lock().next
     }
 
-    /// Assigns a number for an image file or a table. It is never assigned again, even if no file is created, so that a
-    /// file name never has two contents.
+    /// Assigns a number for an image file or a table. The number is never assigned again, even if no file is created,
+    /// so that a file name never has two contents.
     pub fn take_number(&self) -> u64 {
         self.take_numbers(1).start
     }

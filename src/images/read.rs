@@ -24,8 +24,8 @@ pub(crate) const RUN_BYTES: u64 = (4 << 20) - 2 * GROUP_ALIGN;
 /// The maximum gap between two images of a run. A disk reads that many bytes in the time of another request.
 const GAP_BYTES: u64 = 64 << 10;
 
-/// The number of bytes that are read and checksummed at a time. They fit in a CPU's L2 cache, and longer reads are not
-/// faster.
+/// The number of bytes that are read and checksummed at a time. This many bytes fit in a CPU's L2 cache, and longer
+/// reads are not faster.
 pub(crate) const SUMMED_AT_ONCE: usize = 512 << 10;
 
 /// A request to read the image of one page.
@@ -170,8 +170,8 @@ pub(crate) enum SummedBy {
     Device,
 }
 
-/// A piece of an image file in memory. It consists of whole blocks, except at the end of the file, so that a direct
-/// read fills it without a copy.
+/// A piece of an image file in memory. The piece consists of whole blocks, except at the end of the file, so that a
+/// direct read fills the piece without a copy.
 pub(crate) struct FilePiece<B> {
     /// The offset of the piece in the file.
     pub start: u64,
@@ -190,7 +190,7 @@ impl<B: DerefMut<Target = [u8]>> FilePiece<B> {
     }
 
     /// Reads blocks like [`read`](Self::read), and also computes the CRC-32 of `range` while the bytes are in the CPU's
-    /// cache. This makes reading with sums from the page cache an eighth faster.
+    /// cache. Reading with sums from the page cache thus takes an eighth less time.
     pub fn read_summed(
         source: &DiskSource,
         file: u64,

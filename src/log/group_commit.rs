@@ -28,7 +28,7 @@ const IMMEDIATE_SYNCS_LIMIT: u32 = 32;
 ///
 /// Without this bound, 8 threads that committed 64 KiB each wrote six frames at a time, which took 320 us, and the disk
 /// was idle for 165 us before the next write. With the bound, a write contains four frames and takes 240 us, and the
-/// disk is idle for 40 us, as in the raw loop. This raised the commits from 0.80 to 0.92 of the raw loop's.
+/// disk is idle for 40 us, as in the raw loop. The bound raised the commits from 0.80 to 0.92 of the raw loop's.
 const ENOUGH_BYTES: u64 = 128 << 10;
 
 /// The committers that wait for their batches to become durable, and the time that the next sync waits for others.
@@ -52,8 +52,8 @@ pub(super) struct Waiters {
     took: Duration,
     /// The number of syncs that will still begin immediately, because waiting was unsuccessful.
     immediate_syncs: u32,
-    /// The next initial value of `immediate_syncs`. It doubles after each unsuccessful wait, so that a workload whose
-    /// threads never return rarely waits.
+    /// The next initial value of `immediate_syncs`. The value doubles after each unsuccessful wait, so that a workload
+    /// whose threads never return rarely waits.
     immediate_syncs_max: u32,
 }
 

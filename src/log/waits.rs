@@ -170,8 +170,8 @@ impl Log {
         Ok(())
     }
 
-    /// Waits like [`wait_durable`](Self::wait_durable), for the holder of the submission lock. It waits for no further
-    /// committer, because none can append before the lock is released.
+    /// Waits like [`wait_durable`](Self::wait_durable), for the holder of the submission lock. The sync waits for no
+    /// further committer, because none can append before the lock is released.
     pub(super) fn sync_up_to(&self, lsn: Lsn) -> Result<()> {
         let mut state = self.state.lock();
         while state.durable < lsn {

@@ -27,8 +27,8 @@ const CLASS_LEN_MIN: usize = 512;
 /// The length in bytes from which there are four classes per doubling.
 const LONG_CLASS_LEN: usize = 1 << 20;
 /// The length in bytes of the largest class, which equals the maximum of all idle staging that a store keeps. A longer
-/// buffer is allocated with its exact length and not kept. This includes a buffer for the chunk of a 64 MiB page, which
-/// also has a header: a larger class for it would be freed on every return.
+/// buffer is allocated with its exact length and not kept. One example is a buffer for the chunk of a 64 MiB page,
+/// which also has a header. If there were a larger class for such buffers, they would be freed on every return.
 const CLASS_LEN_MAX: usize = 64 << 20;
 
 /// The idle staging buffers of one device, shared by threads.
@@ -437,7 +437,8 @@ impl StagingBuf {
         Self { staging, len }
     }
 
-    /// Returns the underlying staging, for use in a list or to return it to the pool. It may be longer than requested.
+    /// Returns the underlying staging, for use in a list or to return it to the pool. The staging may be longer than
+    /// requested.
     #[must_use]
     pub fn into_staging(self) -> Staging {
         self.staging

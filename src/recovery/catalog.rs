@@ -260,9 +260,9 @@ fn floor(survey: &Survey, reach: &Reach, verified: &[VerifiedSnapshot]) -> Optio
 }
 
 /// Returns the newest batch that may name an image file written for a batch. For a replayed frame, this batch is known.
-/// Any other frame is at or before the `redo` of the loaded snapshot. It is also at or before the `redo` of each
-/// snapshot whose manifest states that only files with higher numbers belong to later batches. Without this bound, a
-/// file would be kept as long as its segment.
+/// Any other frame is at or before the `redo` of the loaded snapshot. Such a frame is also at or before the `redo` of
+/// each snapshot whose manifest states that only files with higher numbers belong to later batches. Without this bound,
+/// a file would be kept as long as its segment.
 fn newest_batch(survey: &Survey, resolution: &Resolution, number: u64) -> Lsn {
     if let Some(lsn) = resolution.ahead.get(&number) {
         return *lsn;

@@ -30,7 +30,7 @@ use crate::error::{Error, Result};
 use crate::images::read::{ImageRequest, RUN_BYTES, SummedBy};
 
 /// The maximum number of bytes of following pages in the file that are loaded together with a page that a caller waits
-/// for. It is small enough not to delay the caller.
+/// for. This number is small enough not to delay the caller.
 const FOLLOWING_BYTES_MAX: u64 = 256 << 10;
 /// The maximum number of threads that load one long page. Several long pages may be loaded at the same time.
 const LONG_THREADS_MAX: usize = 4;

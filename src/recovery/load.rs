@@ -47,7 +47,7 @@ use crate::options::PageLoad;
 ///    sequentially, allocation alone took a third of the time to load pages of 16 KiB.
 /// 4. **Set apart** the pages that stay unloaded, so that the replay finds no memory for them. Otherwise the page
 ///    loader would later overwrite the result of the replay.
-/// 5. **Replay** the log. This must follow step 3, because a later upload of an image would overwrite changes of
+/// 5. **Replay** the log. The replay must follow step 3, because a later upload of an image would overwrite changes of
 ///    batches.
 /// 6. **Finish**: wait for the command lists. Memory freed earlier would be written to by a list in flight.
 pub(super) fn load<'a, 's>(
@@ -366,7 +366,7 @@ impl<'a> Loader<'a> {
 }
 
 impl Recovery<'_> {
-    /// Reads the batches after `from` up to `until` again. They existed when the state was resolved.
+    /// Reads the batches after `from` up to `until` again. All of them existed when the state was resolved.
     fn replay<T: Send>(
         &self,
         source: &DiskSource,

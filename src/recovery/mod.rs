@@ -61,7 +61,7 @@
 //!    predecessor, and begins where the omitted incarnation began.
 //! 5. Recycle the segments that were cut or left out, unless a reader may be using them. Remove unnamed files, and
 //!    create the report. After a crash, or because of a reader, segments of an incarnation that is not on the line may
-//!    remain. They have no meaning, and the next open or snapshot recycles them.
+//!    remain. Such segments have no meaning, and the next open or snapshot recycles them.
 
 pub(crate) mod create;
 mod survey;
@@ -454,9 +454,9 @@ impl Recovery<'_> {
 /// Without this, a store that is opened repeatedly without commits would fill its disk: each open uses a segment, and
 /// only a snapshot after further commits would free the segment.
 ///
-/// The incarnation may be omitted only if no data relies on it. It must have accepted no batch, not even as a copy, so
-/// that it ends where it began. No manifest's `redo` may be in it, because a replay begins there. All manifests must be
-/// readable, because the `redo` of an unreadable manifest may be there.
+/// The incarnation may be omitted only if no data relies on it. The incarnation must have accepted no batch, not even
+/// as a copy, so that it ends where it began. No manifest's `redo` may be in it, because a replay begins there. All
+/// manifests must be readable, because the `redo` of an unreadable manifest may be there.
 fn end_without(survey: &Survey, end: &LogEnd) -> Option<LogEnd> {
     let newest = survey.log.newest()?;
     let (_, opening) = survey.log.line().last().filter(|(_, opening)| opening.incarnation == newest)?;

@@ -1,5 +1,5 @@
-//! Memory for the pages that an open loads. All of the memory is claimed before any is allocated (I10). It is then
-//! allocated piece by piece while other threads load into completed pieces. Done before loading, allocation took a
+//! Memory for the pages that an open loads. All of the memory is claimed before any is allocated (I10). The memory is
+//! then allocated piece by piece while other threads load into completed pieces. Done before loading, allocation took a
 //! third of the time to load pages of 16 KiB.
 //!
 //! A single thread allocates. With several, the host's allocator gave each thread new memory and kept the memory freed
@@ -202,8 +202,8 @@ mod tests {
         Arena::new(Arc::new(HostDevice::new()), Budget::default())
     }
 
-    /// A loading thread may arrive before the allocation. It must wait and get the page's final memory, because with
-    /// any other span it would overwrite another page.
+    /// A loading thread may arrive before the allocation. The thread must wait and get the page's final memory, because
+    /// with any other span it would overwrite another page.
     #[test]
     fn thread_waits_until_page_memory_is_available() {
         let (arena, table) = (arena(), table(Place::Host));

@@ -1,7 +1,7 @@
 //! Automatic snapshots, triggered by growth of the log or by elapsed time.
 //!
-//! A thread watches the log. It takes a snapshot if there was a commit since the last snapshot, and either the log has
-//! grown by [`Options::snapshot_log_bytes`](crate::Options::snapshot_log_bytes) or
+//! A thread watches the log. The thread takes a snapshot if there was a commit since the last snapshot, and either the
+//! log has grown by [`Options::snapshot_log_bytes`](crate::Options::snapshot_log_bytes) or
 //! [`Options::snapshot_interval`](crate::Options::snapshot_interval) has passed. Snapshots taken by callers count too.
 //! Without commits, nothing is written.
 //!

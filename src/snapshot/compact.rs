@@ -22,8 +22,8 @@ const LIVE_SHARE: u64 = 2;
 const WASTE_BYTES_MIN: u64 = 4 * GROUP_ALIGN;
 /// The number of image files above which those with the fewest named bytes are emptied, regardless of their share.
 const FILES_MAX: usize = 256;
-/// The number of bytes that a snapshot may always rewrite for compaction. It may rewrite more if its changed pages have
-/// more bytes.
+/// The number of bytes that a snapshot may always rewrite for compaction. The snapshot may rewrite more if its changed
+/// pages have more bytes.
 pub(super) const CARRY_BYTES_MAX: u64 = 4 << 20;
 
 /// An image file that the newest snapshot names.

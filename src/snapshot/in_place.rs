@@ -1,8 +1,8 @@
 //! Gathering in place: the device copies pages directly to the memory of an image file, and reads them back from there
 //! when the snapshot is verified. The host writes the heads of chunks but no page bytes.
 //!
-//! If there is no room to copy a chunk aside, or the chunk is past the end of the file's memory, it goes through
-//! staging (`gather.rs`). The host then reads it back like any other chunk.
+//! If there is no room to copy a chunk aside, or the chunk is past the end of the file's memory, the chunk is written
+//! through staging (`gather.rs`). The host then reads it back like any other chunk.
 //!
 //! A crash here leaves unreferenced image files.
 

@@ -253,27 +253,26 @@ impl Snapshots {
 
     /// Runs phases 1 to 5: writes a snapshot and publishes it.
     ///
-    /// a. **Prove** the images that batches wrote in advance: the manifest will name them, so they are read
-    /// back first (I7).
+    /// a. **Prove** the images that batches wrote in advance: the manifest will name them, so they are read back first
+    /// (I7).
     ///
-    /// b. **Begin** (phase 1). `redo` is known only now, and with it the files that may belong to later
-    /// batches. A batch that takes a file number after this point is above `redo`.
+    /// b. **Begin** (phase 1). `redo` is known only now, and with it the files that may belong to later batches. A
+    /// batch that takes a file number after this point is above `redo`.
     ///
-    /// c. **Gather** and **end** (phases 2 and 3). An end taken before gathering would omit batches that the
-    /// images already contain.
+    /// c. **Gather** and **end** (phases 2 and 3). An end taken before gathering would omit batches that the images
+    /// already contain.
     ///
-    /// d. **Stop watching**, whether step c succeeded or not. Otherwise the applier would go on recording
-    /// deletes, and keeping pages aside, for a snapshot that is never finished.
+    /// d. **Stop watching**, whether step c succeeded or not. Otherwise the applier would continue to record deletes
+    /// and to keep pages aside for a snapshot that is never finished.
     ///
-    /// e. **Publish** (phases 4 and 5), once all named snapshots are recorded. The manifest number counts as
-    /// used before the attempt: after a failure the file may exist on disk, and a file name is never used for
-    /// two contents.
+    /// e. **Publish** (phases 4 and 5), once all named snapshots are recorded. The manifest number counts as used
+    /// before the attempt: after a failure the file may exist on disk, and a file name is never used for two contents.
     ///
     /// f. **Keep** the snapshot: from here on it counts for retention and waits to be verified (phase 6).
     ///
-    /// Sets `is_unreadable` if the snapshot fails because a page cannot be read from its image. That affects
-    /// the page alone: nothing names the files written so far, and the log is intact. A snapshot can be taken
-    /// again once the page is overwritten or deleted.
+    /// Sets `is_unreadable` if the snapshot fails because a page cannot be read from its image. Such a failure affects
+    /// the page alone: no record names the files written so far, and the log is intact. A snapshot can be taken again
+    /// once the page is overwritten or deleted.
     fn write(
         &self,
         catalog: &mut Catalog,

@@ -1,7 +1,7 @@
 //! Chooses the pages on disk that get an overlay instead of a full image in a snapshot.
 //!
-//! A page is written as a whole if it is short, if most of it changed, or if its image is not known to be sound. It is
-//! also written as a whole if its image is in a file to be emptied, because an overlay would keep that file.
+//! A page is written as a whole if it is short, if most of it changed, or if its image is not known to be sound. The
+//! page is also written as a whole if its image is in a file to be emptied, because an overlay would keep that file.
 //!
 //! A crash here leaves unreferenced image files.
 

@@ -42,8 +42,8 @@ impl LogOnDisk {
         self.floor.is_none_or(|floor| kept.redo.lsn >= floor)
     }
 
-    /// Returns a lower bound on the number of bytes of log after a point. It is not exact, because the end of the
-    /// frames in a segment is unknown.
+    /// Returns a lower bound on the number of bytes of log after a point. The bound is not exact, because the end of
+    /// the frames in a segment is unknown.
     fn bytes_after(&self, point: LogPoint) -> u64 {
         let segments = self.segments.range(point.segment..self.current.max(point.segment));
         segments.map(|(_, len)| len).sum::<u64>().saturating_sub(point.offset)
@@ -316,7 +316,7 @@ mod tests {
             which: usize,
             names_only: bool,
         },
-        /// A snapshot is found damaged. It no longer replaces others, and the window has a hole.
+        /// A snapshot is found damaged. The snapshot no longer replaces others, and the window has a hole.
         Damage {
             which: usize,
         },

@@ -2,9 +2,9 @@
 //!
 //! A snapshot writes an image of each changed page. Without space for these images, the images of deleted pages would
 //! remain forever, because the newest snapshot names them. Therefore a *thin* snapshot replaces the newest snapshot
-//! first. It begins at the same point, lists the pages deleted since, and writes no images. It takes a few bytes per
-//! page, for which the reserve has space. The log is kept from the same point as before. Replay skips the records of
-//! the deleted pages.
+//! first. The thin snapshot begins at the same point, lists the pages deleted since, and writes no images. Its manifest
+//! takes a few bytes per page, for which the reserve has space. The log is kept from the same point as before. Replay
+//! skips the records of the deleted pages.
 //!
 //! A crash here has the same effects as a crash during the publication of any snapshot.
 

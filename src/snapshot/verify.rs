@@ -47,7 +47,7 @@ pub(crate) struct UnverifiedSnapshots {
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// The files of a published snapshot. They take about 200 bytes of memory per page until all are read back.
+/// The files of a published snapshot. The value takes about 200 bytes of memory per page until all files are read back.
 pub(crate) struct WrittenSnapshot {
     pub snapshot: SnapshotId,
     /// The published manifest file, with its expected bytes.
@@ -181,8 +181,8 @@ impl Snapshots {
         }
     }
 
-    /// Switches pages on disk to the images made from them, which have been read back. This frees the memory of their
-    /// changes.
+    /// Switches pages on disk to the images made from them, which have been read back. The switch frees the memory of
+    /// their changes.
     fn rebase(&self, gathered: Vec<GatheredDiskPage>) -> Result<()> {
         if gathered.is_empty() {
             return Ok(());

@@ -83,8 +83,8 @@ impl Store {
 
     /// Sets the contents of a page like [`Store::put`], and adds further operations to the same batch.
     ///
-    /// The closure `more` receives the batch, the page, and the page's current information if the page
-    /// exists. It is called again each time a concurrent batch to the page causes a retry.
+    /// The closure `more` receives the batch, the page, and the page's current information if the page exists. The
+    /// closure is called again each time a concurrent batch to the page causes a retry.
     ///
     /// ```
     /// use remanent::{Key, Options, Place, Store};

@@ -1,10 +1,10 @@
 //! Reads the bytes of one page.
 //!
-//! The calling thread reads pages in host memory. It copies a page in pieces under the memory's lock, and checks after
-//! each piece that the page still has the same version. A batch installs its versions before the applier changes a
-//! byte, so an unchanged version proves that no batch wrote to the page during the read. Pinned pages in a store on a
-//! GPU are read in the same way while no command list in flight writes to them. The applier reads all other pages
-//! between two batches: pages in GPU memory, and pages that batches change during every attempt.
+//! The calling thread reads pages in host memory. The thread copies a page in pieces under the memory's lock, and
+//! checks after each piece that the page still has the same version. A batch installs its versions before the applier
+//! changes a byte, so an unchanged version proves that no batch wrote to the page during the read. Pinned pages in a
+//! store on a GPU are read in the same way while no command list in flight writes to them. The applier reads all other
+//! pages between two batches: pages in GPU memory, and pages that batches change during every attempt.
 
 use remanent_format::{Lsn, PageId, PageInfo, Place};
 

@@ -5,8 +5,8 @@
 //! a count and an index are copied to the host. The whole comparison runs in one turn of the applier, so both pages
 //! belong to the same state.
 //!
-//! The calling thread compares all other pages in pieces. It looks both pages up in one view, and starts again if a
-//! batch changes one of them during the comparison. The third attempt blocks batches, and so always completes.
+//! The calling thread compares all other pages in pieces. The thread looks up both pages in one view, and starts again
+//! if a batch changes one of them during the comparison. The third attempt blocks batches, and so always completes.
 
 use remanent_format::{Lsn, PageId, PageInfo, Place, Width};
 

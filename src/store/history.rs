@@ -24,8 +24,8 @@ impl Store {
     /// in progress, it first completes at full speed.
     ///
     /// If less than half of an image file is still in use, the snapshot also rewrites the file's remaining images, so
-    /// that the file can be removed. It rewrites at most as many bytes as the changed pages have, or 4 MiB if that is
-    /// more.
+    /// that the file can be removed. The snapshot rewrites at most as many bytes as the changed pages have, or 4 MiB if
+    /// that is more.
     ///
     /// On a full disk, the space of deleted pages is freed first, as far as retention permits. For this, the newest
     /// snapshot is replaced by a *thin* snapshot, which has the same start, records the deleted pages, and writes no
@@ -192,8 +192,8 @@ impl Store {
         self.in_store(pruned.map_err(|error| if error.is_passing() { error } else { poison.set(error) }))
     }
 
-    /// Returns the kept snapshots, oldest first, or none in a forked child. This never waits, so a snapshot
-    /// in progress is not included.
+    /// Returns the kept snapshots, oldest first, or none in a forked child. The call never waits, so a snapshot in
+    /// progress is not included.
     #[must_use]
     pub fn snapshots(&self) -> Vec<SnapshotInfo> {
         if self.check_process().is_err() {

@@ -19,8 +19,8 @@ use crate::write::batch::WriteBatch;
 impl Store {
     /// Allocates `len` bytes of zeroed device memory, which kernels can write and batches can read from.
     ///
-    /// The memory counts toward the budget of its place, together with the pages there. It is freed when the
-    /// last handle to it is dropped; by then the caller's kernels must have finished with it.
+    /// The memory counts toward the budget of its place, together with the pages there. The memory is freed when the
+    /// last handle to it is dropped. By then the caller's kernels must have finished using the memory.
     ///
     /// # Errors
     /// [`Error::OverBudget`], [`Error::OutOfMemory`], [`Error::PlaceUnavailable`]; a device error.
@@ -192,7 +192,8 @@ impl Store {
     /// write to such a page is therefore detected only by an audit before that snapshot. To repair a reported page,
     /// reopen the store or commit a batch that overwrites the whole page.
     ///
-    /// An audit waits for a snapshot in progress. It needs the memory of an open store, so no external tool can run it.
+    /// An audit waits for a snapshot in progress. The audit needs the memory of an open store, so no external tool can
+    /// run it.
     ///
     /// ```
     /// use remanent::{Options, Place, Store};

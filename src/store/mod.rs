@@ -103,8 +103,8 @@ pub struct Store {
     /// belong to the parent.
     parts: ForkGuard<StoreParts>,
     recovered: RecoveryReport,
-    /// The lock on the directory. It is the last field to be dropped, so that no other process can open the directory
-    /// earlier.
+    /// The lock on the directory. The lock is the last field to be dropped, so that no other process can open the
+    /// directory earlier.
     _lock: Box<dyn DiskLock>,
     /// The directory of a temporary store, removed on drop.
     _directory: ForkGuard<Option<Box<dyn Any + Send + Sync>>>,
@@ -117,8 +117,8 @@ struct StoreParts {
     /// The thread that evicts pages from full tiers, or `None` without tiers.
     _tiers: Option<TierThread>,
     mover: Arc<PageMover>,
-    /// The thread of background snapshots. It is dropped before the scrubber: canceling a background snapshot releases
-    /// the catalog lock, which a scrub may be waiting for.
+    /// The thread of background snapshots. This thread is dropped before the scrubber, because canceling a background
+    /// snapshot releases the catalog lock, which a scrub may be waiting for.
     _background: BackgroundSnapshots,
     _scrubber: Scrubber,
     _loader: PageLoader,

@@ -35,7 +35,7 @@ use crate::versions::TableView;
 /// ```
 pub struct LiveView<'s> {
     store: &'s Store,
-    /// The view of the version table. It is empty in a forked child.
+    /// The view of the version table. The view is empty in a forked child.
     table: ForkGuard<TableView<'s>>,
 }
 

@@ -33,8 +33,8 @@ impl TierStats {
     }
 }
 
-/// Statistics of moves between two places since the store was opened. They include moves requested by callers, and
-/// evictions. Moves in a caller's own batches are not counted.
+/// Statistics of moves between two places since the store was opened. The statistics include moves requested by
+/// callers, and evictions. Moves in a caller's own batches are not counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MoveStats {

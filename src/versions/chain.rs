@@ -27,8 +27,8 @@ pub(super) trait VersionState {
 
 /// The state of a page after one or more batches, or the record of a deleted page.
 ///
-/// Most batches only change the bytes of a page, or move it. They only update Lsn, epoch and place in the existing
-/// version, so a commit makes no allocation and waits for no cache line of another thread.
+/// Most batches only change the bytes of a page, or move it. Such a batch only updates Lsn, epoch and place in the
+/// existing version, so a commit makes no allocation and waits for no cache line of another thread.
 pub(super) struct PageState {
     /// The first batch of this version.
     lsn: Lsn,

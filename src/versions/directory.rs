@@ -2,8 +2,8 @@
 //!
 //! Ids are assigned in ascending order, so pages are grouped in chunks, and chunks in rows. Empty chunks and rows are
 //! removed, because a long-lived store uses many ids. Readers access the table without a lock, and one writer at a time
-//! adds and removes entries. A reader may hold a chunk that was removed in the meantime. It finds this chunk empty,
-//! because chunks are removed only when they are empty.
+//! adds and removes entries. A reader may hold a chunk that was removed in the meantime. The reader finds this chunk
+//! empty, because chunks are removed only when they are empty.
 
 use std::array;
 use std::iter::Peekable;
@@ -16,8 +16,8 @@ use crate::base::sync::Swap;
 use crate::base::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use crate::device::MemoryId;
 
-/// The number of pages in a chunk, and of chunks in a row. It is small under a test scheduler, which stops at each of
-/// them.
+/// The number of pages in a chunk, and of chunks in a row. The number is small under a test scheduler, which stops at
+/// each slot.
 const WIDTH: usize = if cfg!(shuttle) { 4 } else { 256 };
 
 /// All pages of a store, in rows of chunks.

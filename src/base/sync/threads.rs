@@ -15,7 +15,7 @@ pub(crate) fn start(name: &str, life: impl FnOnce() + Send + 'static) -> io::Res
     thread::Builder::new().name(name.to_owned()).spawn(life)
 }
 
-/// Starts a scoped thread with the given name. It is a system thread even under a test scheduler.
+/// Starts a scoped thread with the given name. The thread is a system thread even under a test scheduler.
 ///
 /// # Errors
 /// The error of the system if the thread cannot be started.

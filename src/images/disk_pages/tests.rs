@@ -231,7 +231,7 @@ fn memory_and_files_are_counted() {
     assert_eq!(read_all(&page), [0; 3]);
 }
 
-/// A committer waits while a snapshot is coming. It is refused if none is coming, or none could help.
+/// A committer waits while a snapshot that can free room is coming. Otherwise the committer is refused.
 #[test]
 fn room_is_awaited_only_if_it_can_free_up() {
     let disk: Arc<SimDisk> = Arc::new(SimDisk::new());

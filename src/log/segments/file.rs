@@ -23,8 +23,9 @@ pub(crate) struct SegmentFile {
 }
 
 impl SegmentFile {
-    /// Opens a segment's window. This must precede the rename to the segment's name: if the window were refused after
-    /// the rename, the log would continue with the replaced segment, and its frames would be in a file without a name.
+    /// Opens a segment's window. This call must precede the rename to the segment's name: if the window were refused
+    /// after the rename, the log would continue with the replaced segment, and its frames would be in a file without a
+    /// name.
     pub(super) fn new(number: u64, len: u64, file: Arc<dyn DiskFile>, io: LogIo) -> Result<Self> {
         let window = Arc::from(file.window(io)?);
         Ok(Self { number, len, file, window })
@@ -117,8 +118,8 @@ impl SegmentPool {
     }
 }
 
-/// Returns the header block of a segment. It is padded with zeros, because the block of a spare contains the bytes of
-/// an older header.
+/// Returns the header block of a segment. The block is padded with zeros, because the block of a spare contains the
+/// bytes of an older header.
 pub(super) fn header_block(header: &SegmentHeader) -> Vec<u8> {
     let mut block = header.encode().to_vec();
     block.resize(SEGMENT_HEADER_BLOCK as usize, 0);

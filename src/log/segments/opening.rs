@@ -89,8 +89,8 @@ impl SegmentPool {
         SegmentFile::new(number, len, file, self.io).inspect_err(|_| self.remove_unfinished(temporary))
     }
 
-    /// Durably renames the completely written and synced opening segment `number` to its name. This is the commit point
-    /// of an open (I5). Spares are removed if there is no space for the name.
+    /// Durably renames the completely written and synced opening segment `number` to its name. This rename is the
+    /// commit point of an open (I5). Spares are removed if there is no space for the name.
     pub fn publish_opening(&self, number: u64) -> Result<()> {
         let mut spares = self.spares.lock();
         let temporary = FileName::Temporary(Folder::Log, number);

@@ -22,11 +22,11 @@ const GROWTH: u64 = 2;
 /// The number of spares, of any length, that are kept in addition to the reserve, so that a store on a full disk can be
 /// opened again.
 ///
-/// An open uses two segments: its own, and an empty segment after it. It recovers the empty segment at the end of the
-/// log. It recovers its own segment only if the store commits nothing after the open; otherwise the log has grown by
-/// one segment. So two spares must remain after the next open, for later opens, and the next open itself uses two more.
-/// The fifth is for the manifest of a snapshot that frees the space of deleted pages, even if the store is opened
-/// between the delete and the snapshot.
+/// An open uses two segments: its own, and an empty segment after it. The open gets back the empty segment at the end
+/// of the log. Its own segment becomes a spare again only if the store commits nothing after the open. Otherwise the
+/// log has grown by one segment. So two spares must remain after the next open, for later opens, and the next open
+/// itself uses two more. The fifth is for the manifest of a snapshot that frees the space of deleted pages, even if the
+/// store is opened between the delete and the snapshot.
 pub(super) const SPARES_FOR_OPENS: usize = 5;
 
 /// The inverse of the minimum length of a reserve spare relative to the next segment, while segments grow. A spare this

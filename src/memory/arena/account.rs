@@ -29,7 +29,8 @@ pub enum Purpose {
     /// A page in caller-owned memory, which is outside the budget, because it belongs to the caller or is already
     /// counted for [`Purpose::Caller`].
     Lent,
-    /// The memory of an image file to which the device copies. It is freed when any other purpose needs the budget.
+    /// The memory of an image file to which the device copies. This memory is freed when any other purpose needs the
+    /// budget.
     Image,
 }
 
@@ -164,7 +165,7 @@ impl Account {
         self.by_purpose[Purpose::Caller as usize].fetch_add(len, Ordering::Relaxed);
     }
 
-    /// Counts caller-owned bytes that a page uses. They do not use the budget.
+    /// Counts caller-owned bytes that a page uses. Such bytes do not use the budget.
     pub fn lent(&self, len: u64) {
         self.count.fetch_add(1, Ordering::Relaxed);
         self.by_purpose[Purpose::Lent as usize].fetch_add(len, Ordering::Relaxed);

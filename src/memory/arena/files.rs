@@ -1,5 +1,5 @@
-//! Memory of files to which the device copies. It is registered within the budget of pinned memory, and given up when
-//! any other use needs that budget.
+//! Memory of files to which the device copies. This memory is registered within the budget of pinned memory, and given
+//! up when any other use needs that budget.
 //!
 //! File memory is released in this order: the lists that name it pass their fences, the device unregisters it, and the
 //! mapping ends. Only then may the file be truncated or removed. If it is unknown whether the last list has ended, the

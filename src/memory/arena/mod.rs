@@ -157,8 +157,8 @@ impl Arena {
         self.lent.keep_until(owner, fence);
     }
 
-    /// Drops handles of caller-owned memory in which no page is stored any more. This may run a caller's code, so it
-    /// must be called on a caller's thread that holds no lock.
+    /// Drops handles of caller-owned memory in which no page is stored any more. The call may run a caller's code, so
+    /// it must be made on a caller's thread that holds no lock.
     pub fn drop_released(&self) {
         self.lent.drop_released(&*self.device);
     }

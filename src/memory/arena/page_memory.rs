@@ -5,7 +5,7 @@ use remanent_format::Place;
 use super::Purpose;
 use crate::device::{MemoryId, Span};
 
-/// The memory of one page. It must be returned with [`retire`](super::Arena::retire) or
+/// The memory of one page. The value must be returned with [`retire`](super::Arena::retire) or
 /// [`discard`](super::Arena::discard) of its arena rather than dropped, because a drop cannot determine which lane
 /// still uses it.
 #[derive(Debug)]

@@ -1,4 +1,4 @@
-//! Scratch: memory into which snapshots and long reads gather bytes. It has the lowest priority of all memory.
+//! Scratch: memory into which snapshots and long reads gather bytes. Scratch has the lowest priority of all memory.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -164,7 +164,7 @@ impl DiskFile for SimFile {
         reserve().map_err(file_failed("make space in", self.file, Some(offset)))
     }
 
-    /// Makes the bytes visible to every reader. They are pending until they are synced.
+    /// Makes the bytes visible to every reader. The bytes are pending until they are synced.
     fn write_direct(&self, offset: u64, blocks: &[u8]) -> Result<()> {
         self.disk.check_writer()?;
         assert!(is_aligned(offset, blocks), "direct writes go in whole blocks, from aligned memory");
@@ -212,7 +212,7 @@ impl DiskFile for SimFile {
     }
 }
 
-/// A window onto a file. It makes only the guarantees of the trait: a sync makes only its range durable.
+/// A window onto a file. The window gives only the guarantees of the trait: a sync makes only its range durable.
 struct SimWindow {
     file: SimFile,
     len: u64,

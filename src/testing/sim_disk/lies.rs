@@ -1,4 +1,4 @@
-//! A medium that lies about writes and reads. It reports a write as done, but the sector keeps its older bytes
+//! A medium that lies about writes and reads. The medium reports a write as done, but the sector keeps its older bytes
 //! (*lost*), or the bytes were written to another sector of any file (*misdirected*). No sync fails, and the process
 //! notices nothing while the page cache contains the data. After the next power cut, the data comes from the medium. In
 //! the third kind, the write was done, but the first read returns the previous bytes once (*stale*).

@@ -137,9 +137,9 @@ pub(super) struct Node {
     pub(super) length_lost: bool,
     /// Whether the medium contains other bytes than reported.
     pub(super) differs_from_report: bool,
-    /// Whether the file has or had a name on another disk. It is no longer written to, because the other disk has a
-    /// copy, whereas a file system would have the same file. All versions of the file share this flag, because linking
-    /// the file from another disk is not an event of this disk.
+    /// Whether the file has or had a name on another disk. Such a file is no longer written to, because the other disk
+    /// has a copy, whereas a file system would have the same file. All versions of the file share this flag, because
+    /// linking the file from another disk is not an event of this disk.
     pub(super) is_shared: Arc<AtomicBool>,
 }
 

@@ -112,8 +112,8 @@ impl From<NewPage> for PageRef {
 #[must_use = "a batch does nothing until it is committed"]
 pub struct WriteBatch {
     /// A number that distinguishes this batch's new pages from those of other batches, where an index alone would refer
-    /// to the wrong page. It is 0 until the first new page: all threads draw numbers from one counter, and most batches
-    /// create no pages.
+    /// to the wrong page. The number is 0 until the first new page, because all threads draw numbers from one counter,
+    /// and most batches create no pages.
     number: u64,
     steps: Vec<BatchStep>,
     new_pages: usize,
@@ -335,8 +335,8 @@ impl WriteBatch {
     /// Creates a page with the contents `bytes`. A `Vec` is moved into the batch without a copy.
     ///
     /// If the pages that a batch writes as a whole total at least a quarter of a segment, their bytes are written once,
-    /// to an image file. The log and the next snapshot then contain only references to the images. This also applies to
-    /// a [`WriteBatch::write`] of all bytes of a page.
+    /// to an image file. The log and the next snapshot then contain only references to the images. A
+    /// [`WriteBatch::write`] of all bytes of a page is handled in the same way.
     ///
     /// ```
     /// use remanent::{Options, Place, Store};

@@ -52,7 +52,7 @@ pub struct PageChanges {
     values: Vec<u8>,
     ranges: Vec<ChangedRange>,
     open: Option<OpenRange>,
-    /// Buffers of the last range that was split into elements. They are reused, because most ranges contain one
+    /// Buffers of the last range that was split into elements. The buffers are reused, because most ranges contain one
     /// element.
     room: (Vec<u8>, Vec<u64>),
 }

@@ -1,7 +1,7 @@
 //! Finds whole pages: writes that replace all bytes of a page that no other operation of the batch changes.
 //!
-//! Such bytes need not be in the log if an image with them is durable before the batch is logged. They are then written
-//! once, and the next snapshot does not write them again.
+//! Such bytes need not be in the log if an image with them is durable before the batch is logged. The bytes are then
+//! written once, and the next snapshot does not write them again.
 
 use std::collections::BTreeMap;
 

@@ -1,8 +1,8 @@
 //! Fills new memory with its page's bytes before the batch that needs the memory is logged.
 //!
-//! The bytes belong to a page from a source, whose image was just written, or to a page that comes from disk. They are
-//! uploaded piece by piece. The applier finds them in place, and later batches do not wait for them. A crash loses all
-//! memory, and the next open fills it from the images.
+//! The bytes belong to a page from a source, whose image was just written, or to a page that comes from disk. The bytes
+//! are uploaded piece by piece. The applier finds them in place, and later batches do not wait for them. A crash loses
+//! all memory, and the next open fills it from the images.
 
 use std::collections::{HashMap, VecDeque};
 

@@ -96,8 +96,8 @@ impl Committer {
         submitted.map_err(|error| self.engine.poison.set_by_device(error))
     }
 
-    /// Allocates the ids of `count` new pages. They ascend and are never reused, because recovery recognizes a deleted
-    /// page by its id alone.
+    /// Allocates the ids of `count` new pages. The ids ascend and are never reused, because recovery recognizes a
+    /// deleted page by its id alone.
     fn new_pages(&self, count: u64) -> Result<Vec<PageId>> {
         if count == 0 {
             // Most batches create no pages. They do not access the counter, which stays in the caches of other threads.

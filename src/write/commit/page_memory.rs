@@ -244,8 +244,8 @@ pub(super) fn required_memory(ops: &[OpAt<'_>], table: &PageTable) -> Result<Vec
     Ok(made)
 }
 
-/// Returns whether it is evident that no page has two operations, because the operations are in page order. This is the
-/// case for moves of thousands of pages, for which a table of pages would take a tenth of the time.
+/// Returns whether it is evident that no page has two operations, because the operations are in page order. Batches
+/// that move thousands of pages have this order. For them, a table of pages would take a tenth of the time.
 pub(super) fn each_comes_once(ops: &[OpAt<'_>]) -> bool {
     ops.is_sorted_by(|before, after| before.op.page() < after.op.page())
 }

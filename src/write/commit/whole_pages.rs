@@ -24,8 +24,8 @@ use crate::write::batch::{WholePage, WriteBatch};
 
 /// The number of bytes that one list uploads, which is the length of a staging buffer.
 const PIECE_LEN: u64 = 4 << 20;
-/// The number of bytes that one list uploads if nothing crosses a bus. They are then still in the processor's cache
-/// when they are copied the second time.
+/// The number of bytes that one list uploads if nothing crosses a bus. The bytes are then still in the processor's
+/// cache when they are copied the second time.
 const CACHED_PIECE_LEN: u64 = 512 << 10;
 /// The maximum number of threads that fill memory. One more thread writes the images.
 const THREADS_MAX: usize = 3;
@@ -55,8 +55,8 @@ impl Committer {
     /// Writes the batch's whole pages to an image file, if they justify one, and fills the memory of new pages. On
     /// return, the file and its name are durable, because a frame that names the file must never be found without it.
     ///
-    /// The length of an existing page is read without the lock here. It is checked again under the lock, because a page
-    /// that was resized in the meantime is no longer whole.
+    /// The length of an existing page is read without the lock here. The length is checked again under the lock,
+    /// because a page that was resized in the meantime is no longer whole.
     pub(super) fn write_ahead<'a>(
         &'a self,
         batch: &'a WriteBatch,

@@ -37,7 +37,7 @@ const DIGEST_LIST_LEN: u64 = 4 << 30;
 /// The key for all digests, in each place that contains copies with digests.
 #[derive(Default)]
 pub(crate) struct DigestKeys {
-    /// The key in the form that devices read, or empty until it is drawn. It is the same in all places, because digests
+    /// The key in the form that devices read, or empty until it is drawn. All places have the same key, because digests
     /// of different devices may be compared.
     bytes: Vec<u8>,
     places: Vec<(Place, DeviceBytes)>,
@@ -185,7 +185,8 @@ pub(super) fn unknown_digests(len: u64) -> Result<Vec<Digest>> {
 /// payload.
 const PAGE_WAVE_LEN: u64 = WAVE_LEN / IMAGE_THREADS_MAX as u64;
 
-/// Copies whole working copies aside, wave by wave. This is step 2 for pages whose bytes go to an image.
+/// Copies whole working copies aside, wave by wave. These copies are step 2 for pages whose bytes are written to an
+/// image.
 pub(super) struct CopyWaves<'c> {
     committer: &'c Committer,
     /// The memory of a wave, and its place.

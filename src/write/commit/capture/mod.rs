@@ -85,7 +85,7 @@ pub(super) struct WholeCapture<'a> {
 #[derive(Clone, Copy)]
 pub(super) enum CapturedBytes<'a> {
     Staged(Span),
-    /// The bytes are in the copy, at this span and with this key. They are copied aside while they are written.
+    /// The bytes are in the copy, at this span and with this key. The bytes are copied aside while they are written.
     InCopy(&'a WorkingCopy, Span, Span),
 }
 

@@ -1,7 +1,7 @@
 //! Device memory other than pages: the staging of a commit, and memory that callers hold.
 //!
-//! It counts toward the budget like pages (I10), and is freed after all work that names it. It is not stored on disk,
-//! so it ends with the process.
+//! This memory counts toward the budget like pages (I10), and is freed after all work that names it. No file contains
+//! it, so it ends with the process.
 
 use std::sync::Arc;
 
