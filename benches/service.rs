@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use remanent::{Ack, Options, PageId, Place, Store, Ticket};
+use remanent::{Ack, PageId, Place, Store, Ticket};
 
 const TASKS: usize = 64;
 const ROUNDS: usize = 5;
@@ -93,7 +93,7 @@ async fn main() -> Result<(), Box<dyn Error + Send + Sync>> {
         return Ok(());
     };
     let directory = tempfile::tempdir_in(PathBuf::from(directory))?;
-    let store = Arc::new(Store::open(directory.path(), Options::default())?);
+    let store = Arc::new(Store::open(directory.path())?);
     let mut batch = store.batch();
     (0..TASKS).for_each(|_| _ = batch.create(4096, Place::Host));
     let pages = store.commit(batch)?.pages;

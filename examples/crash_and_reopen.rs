@@ -7,7 +7,7 @@
 
 use std::process::Command;
 
-use remanent::{Options, Place, Result, Store};
+use remanent::{Place, Result, Store};
 
 fn main() -> Result<()> {
     let mut arguments = std::env::args().skip(1);
@@ -25,7 +25,7 @@ fn main() -> Result<()> {
             println!("the writer is gone: {died}");
 
             // 2. Opening the directory is the whole recovery.
-            let store = Store::open(&path, Options::default())?;
+            let store = Store::open(&path)?;
             let recovered = store.recovered();
             println!("recovered to batch {} in {:?}", recovered.position.lsn, recovered.elapsed);
 
@@ -40,7 +40,7 @@ fn main() -> Result<()> {
 }
 
 fn write_and_die(directory: &str) -> Result<()> {
-    let store = Store::open(directory, Options::default())?;
+    let store = Store::open(directory)?;
 
     // A batch becomes visible and durable as a whole, or not at all.
     let mut batch = store.batch();
@@ -54,7 +54,7 @@ fn write_and_die(directory: &str) -> Result<()> {
     store.commit(batch)?;
 
     // The default acknowledgement is `Logged`: the batch survives the death of the process at any
-    // instruction. To survive a power cut, use `Options::default().ack(Ack::Durable)` or call
+    // instruction. To survive a power cut, use `Options::new().ack(Ack::Durable)` or call
     // `store.wait_durable(lsn)`.
     std::process::abort();
 }

@@ -10,14 +10,14 @@ use std::time::Duration;
 
 use remanent::follow::{FollowFrom, Follower, Replica};
 use remanent::store::ReadPages;
-use remanent::{Options, Place, Result, Store};
+use remanent::{Place, Result, Store};
 
 const BATCHES: u64 = 200;
 
 fn main() -> Result<()> {
     let directory = tempfile::tempdir().expect("a temporary directory");
     let path = directory.path().join("store");
-    let store = Store::open(&path, Options::default())?;
+    let store = Store::open(&path)?;
 
     thread::scope(|scope| {
         // The follower takes no lock and writes nothing. It could also run in another process.

@@ -8,7 +8,7 @@
 use std::collections::VecDeque;
 
 use remanent::store::ReadPages;
-use remanent::{Error, Key, Options, PageId, Place, Result, Store};
+use remanent::{Error, Key, PageId, Place, Result, Store};
 
 /// Length of a block in bytes.
 const BLOCK_LEN: usize = 16 << 10;
@@ -23,7 +23,7 @@ struct Cache {
 
 impl Cache {
     fn open(directory: &std::path::Path) -> Result<Self> {
-        let store = Store::open(directory, Options::default())?;
+        let store = Store::open(directory)?;
         // After a restart the pages are the index: by key, and by the batch that wrote each page last.
         let mut blocks: Vec<_> = store.pages_with_prefix("block/")?.collect();
         blocks.sort_by_key(|block| block.lsn);

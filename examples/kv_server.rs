@@ -26,8 +26,9 @@ use std::time::{Duration, Instant};
 
 use remanent::blocks::{BlockPages, BlockTensors};
 use remanent::layout::{Arrangement, BlockLayout, BlockShape};
+use remanent::options::MemoryOptions;
 use remanent::tiers::Tiers;
-use remanent::{Budget, DeviceChoice, Error, Key, Options, PageInfo, Place, Store};
+use remanent::{DeviceChoice, Error, Key, Options, PageInfo, Place, Store};
 
 type Anything<T> = Result<T, Box<dyn std::error::Error>>;
 
@@ -80,11 +81,12 @@ impl Service {
         let model = self.layout_of_model()?;
         // The store allocates the model's tensors, so they count toward the same budget as the cache.
         let tensors = model.region_count() as u64 * model.region_len();
-        let budget =
-            Budget::default().with(GPU, working_set / 10 + tensors).with(Place::Pinned, working_set / 5);
-        Ok(Options::default()
+        let memory = MemoryOptions::new()
+            .budget(GPU, working_set / 10 + tensors)
+            .budget(Place::Pinned, working_set / 5);
+        Ok(Options::new()
             .device(self.device)
-            .budget(budget)
+            .memory(memory)
             .tiers(Tiers::new([GPU, Place::Pinned, Place::Disk]))
             // A server for a model of another shape cannot open the store by mistake.
             .layout_fingerprint(layout.fingerprint()))
@@ -268,7 +270,7 @@ fn key(id: u64) -> Anything<Key> {
 
 /// Serves requests, starting at the given one, and prints a line for each.
 fn serve(service: &Service, directory: &Path, first: usize) -> Anything<()> {
-    let store = Store::open(directory, service.options()?)?;
+    let store = service.options()?.open(directory)?;
     let layout = service.layout_of_model()?;
     let tensors = (0..layout.region_count()).map(|_| store.device_bytes(layout.region_len(), GPU));
     let model = BlockTensors::new(layout, tensors.collect::<Result<_, _>>()?)?;

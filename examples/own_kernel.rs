@@ -26,7 +26,7 @@ mod gpu {
     use cudarc::driver::sys;
     use remanent::batch::{InitialCopy, Shadow, Width};
     use remanent::device::RawStream;
-    use remanent::{DeviceChoice, Error, Options, Place, Result, Store};
+    use remanent::{DeviceChoice, Error, Options, Place, Result};
 
     /// Adds one to every hundredth byte. A real kernel would be compiled by nvcc or NVRTC.
     const PTX: &str = r"
@@ -68,7 +68,7 @@ mod gpu {
     }
 
     pub fn run() -> Result<()> {
-        let store = match Store::temporary(Options::default().device(DeviceChoice::Cuda(0))) {
+        let store = match Options::new().device(DeviceChoice::Cuda(0)).open_temporary() {
             Err(Error::DeviceUnavailable { reason, .. }) => {
                 eprintln!("SKIPPED: there is no GPU here: {reason}");
                 return Ok(());

@@ -12,7 +12,7 @@
 
 use std::sync::Arc;
 
-use remanent::{Ack, Key, Options, Place, Result, Store};
+use remanent::{Ack, Key, Place, Result, Store};
 
 /// Handles one request: stores a value under a key, and responds once it would survive a power cut.
 async fn put(store: Arc<Store>, key: String, value: Vec<u8>) -> Result<()> {
@@ -30,7 +30,7 @@ fn get(store: &Store, key: &str) -> Result<Vec<u8>> {
 async fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     let directory = tempfile::tempdir()?;
     let path = directory.path().join("store");
-    let store = tokio::task::spawn_blocking(move || Store::open(path, Options::default())).await??;
+    let store = tokio::task::spawn_blocking(move || Store::open(path)).await??;
     let store = Arc::new(store);
 
     let requests: Vec<_> = (0..1000)

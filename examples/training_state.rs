@@ -8,7 +8,7 @@
 
 use remanent::batch::Width;
 use remanent::store::ReadPages;
-use remanent::{Metadata, Options, PageId, Place, Result, SnapshotOptions, StatePoint, Store, Value};
+use remanent::{Metadata, PageId, Place, Result, SnapshotOptions, StatePoint, Store, Value};
 
 /// Number of parameters of the only layer, each a little-endian `f32`.
 const PARAMETERS: u32 = 1024;
@@ -35,7 +35,7 @@ fn steps_of(pages: &impl ReadPages) -> Result<u64> {
 fn main() -> Result<()> {
     let directory = tempfile::tempdir().expect("a temporary directory");
     let path = directory.path().join("run");
-    let store = Store::open(&path, Options::default())?;
+    let store = Store::open(&path)?;
 
     let mut batch = store.batch();
     let metadata = Metadata::from([("dtype".to_owned(), Value::from("f32"))]);
@@ -61,7 +61,7 @@ fn main() -> Result<()> {
     // 3. Run an experiment from that state, in a store of its own. Image files are shared, not copied.
     let trial = directory.path().join("trial");
     store.fork(&trial, &point)?;
-    let trial = Store::open(&trial, Options::default())?;
+    let trial = Store::open(&trial)?;
     step(&trial, weights, 1000)?;
     assert_eq!((steps_of(&trial)?, steps_of(&store)?), (1000, 20));
 

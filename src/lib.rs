@@ -6,17 +6,17 @@
 //! metadata exactly as they were after the last acknowledged batch.
 //!
 //! ```
-//! use remanent::{Options, Place, Store};
+//! use remanent::{Place, Store};
 //! # let directory = tempfile::tempdir().unwrap();
 //! # let path = directory.path().join("mystore");
-//! let store = Store::open(&path, Options::default())?;
+//! let store = Store::open(&path)?;
 //! let mut batch = store.batch();
 //! let page = batch.create(16, Place::Host).page();
 //! batch.write(page, 4, b"remanent").set_root("step", 1u64);
 //! let committed = store.commit(batch)?;
 //! drop(store); // or the process dies
 //!
-//! let store = Store::open(&path, Options::default())?;
+//! let store = Store::open(&path)?;
 //! let mut bytes = [0; 16];
 //! store.read(committed.pages[0], 0, &mut bytes)?;
 //! assert_eq!(&bytes, b"\0\0\0\0remanent\0\0\0\0");
@@ -158,7 +158,7 @@
 //!   because the next snapshot shares its images. No frame enters a segment before the next segment exists and is
 //!   synced with its name.
 //! - **I9** Bytes from disk are untrusted. Every length is checked before it is used.
-//! - **I10** Page memory and its copies stay within [`Options::budget`]. Recovery checks the final page table before it
+//! - **I10** Page memory and its copies stay within [`Options::memory`]. Recovery checks the final page table before it
 //!   allocates.
 //! - **I11** The host device defines correct results: every other device gives the same bytes.
 //! - **I12** Images, payloads from a device, and long writes that cross a bus are summed on both sides of the bus
@@ -209,7 +209,7 @@ pub use applier::pin::Pin;
 pub use error::{Error, Result};
 pub use history::point::StatePoint;
 pub use history::view::View;
-pub use options::{Ack, Budget, DeviceChoice, Options, Retention, SnapshotOptions};
+pub use options::{Ack, DeviceChoice, Options, Retention, SnapshotOptions};
 pub use remanent_format::{
     Epoch, Key, Lsn, Metadata, PageId, PageInfo, Place, Position, SnapshotId, StoreId, Value,
 };
@@ -267,29 +267,8 @@ impl Store {
     /// [`Error::ForeignDirectory`], [`Error::IdentityMismatch`], [`Error::LayoutMismatch`], [`Error::OverBudget`],
     /// [`Error::InvalidOption`], [`Error::DeviceUnavailable`]; [`Error::Damaged`] if bytes that were synced have
     /// changed; errors of the file system.
-    pub fn open(directory: impl AsRef<Path>, options: Options) -> Result<Self> {
-        let device = device_of(&options)?;
-        Self::open_on(Arc::new(DirDisk::new(directory)), device, options)
-    }
-
-    /// Opens a store like [`Store::open`], with pages on `device`: a device whose memory the caller allocates, several
-    /// devices combined into one, or the caller's own implementation of [`Device`]. [`Options::device`] and
-    /// [`Options::slots`] are ignored.
-    ///
-    /// ```
-    /// use std::sync::Arc;
-    /// use remanent::device::host::HostDevice;
-    /// use remanent::{Options, Store};
-    /// # let directory = tempfile::tempdir().unwrap();
-    /// # let path = directory.path().join("mystore");
-    /// let store = Store::open_with(&path, Arc::new(HostDevice::new()), Options::default())?;
-    /// # Ok::<(), remanent::Error>(())
-    /// ```
-    ///
-    /// # Errors
-    /// Same as [`Store::open`].
-    pub fn open_with(directory: impl AsRef<Path>, device: Arc<dyn Device>, options: Options) -> Result<Self> {
-        Self::open_on(Arc::new(DirDisk::new(directory)), device, options)
+    pub fn open(directory: impl AsRef<Path>) -> Result<Self> {
+        Options::new().open(directory)
     }
 
     /// Opens a read-only view of a store's state at an earlier point.
@@ -298,10 +277,10 @@ impl Store {
     /// the store open. Pages are read from disk on demand. The state remains readable until the handle is dropped.
     ///
     /// ```
-    /// use remanent::{Options, Place, StatePoint, Store};
+    /// use remanent::{Place, StatePoint, Store};
     /// # let directory = tempfile::tempdir().unwrap();
     /// # let path = directory.path().join("mystore");
-    /// let store = Store::open(&path, Options::default())?;
+    /// let store = Store::open(&path)?;
     /// let mut batch = store.batch();
     /// let page = batch.create(4, Place::Host).page();
     /// batch.write(page, 0, b"then");
@@ -347,10 +326,10 @@ impl Store {
     /// listed.
     ///
     /// ```
-    /// use remanent::{Options, Retention, SnapshotOptions, Store};
+    /// use remanent::{Retention, SnapshotOptions, Store};
     /// # let directory = tempfile::tempdir().unwrap();
     /// # let path = directory.path().join("mystore");
-    /// let store = Store::open(&path, Options::default())?;
+    /// let store = Store::open(&path)?;
     /// for name in ["first", "second"] {
     ///     store.snapshot_with(SnapshotOptions::new().name(name))?;
     /// }
@@ -367,19 +346,67 @@ impl Store {
         Self::would_prune_on(&(Arc::new(DirDisk::new(directory)) as Arc<dyn Disk>), retention)
     }
 
-    /// Creates a store in a new temporary directory, which is removed when the store is dropped. Intended for tests.
+    /// Opens a store with default options in a new temporary directory, which is removed when the store is
+    /// dropped; for tests.
     ///
     /// # Errors
     /// Same as [`Store::open`].
-    pub fn temporary(options: Options) -> Result<Self> {
+    pub fn temporary() -> Result<Self> {
+        Options::new().open_temporary()
+    }
+}
+
+impl Options {
+    /// Opens the store in `directory` with these options; [`Store::open`] opens it with the defaults.
+    ///
+    /// ```
+    /// use remanent::{Ack, DeviceChoice, Options};
+    /// # let directory = tempfile::tempdir().unwrap();
+    /// # let path = directory.path().join("mystore");
+    /// let store = Options::new().device(DeviceChoice::Host).ack(Ack::Durable).open(&path)?;
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Same as [`Store::open`].
+    pub fn open(self, directory: impl AsRef<Path>) -> Result<Store> {
+        let device = device_of(&self)?;
+        self.open_with(directory, device)
+    }
+
+    /// Opens the store in `directory` with pages on a device that the caller created: one that takes its
+    /// memory from the caller's allocator, several devices as one, or another implementation of [`Device`].
+    /// [`device`](Self::device) and [`slots`](Self::slots) are ignored.
+    ///
+    /// ```
+    /// use std::sync::Arc;
+    /// use remanent::Options;
+    /// use remanent::device::host::HostDevice;
+    /// # let directory = tempfile::tempdir().unwrap();
+    /// # let path = directory.path().join("mystore");
+    /// let store = Options::new().open_with(&path, Arc::new(HostDevice::new()))?;
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Same as [`Store::open`].
+    pub fn open_with(self, directory: impl AsRef<Path>, device: Arc<dyn Device>) -> Result<Store> {
+        Store::open_on(Arc::new(DirDisk::new(directory)), device, self)
+    }
+
+    /// Opens a store in a new temporary directory, which is removed when the store is dropped; for tests.
+    ///
+    /// # Errors
+    /// Same as [`Store::open`].
+    pub fn open_temporary(self) -> Result<Store> {
         let directory = tempfile::tempdir().map_err(|source| Error::Folder {
             action: "make",
             path: format!("a directory in {}", std::env::temp_dir().display()),
             source: Arc::new(source),
         })?;
-        let device = device_of(&options)?;
+        let device = device_of(&self)?;
         let disk = Arc::new(DirDisk::new(directory.path()));
-        Self::open_keeping(disk, device, options, Some(Box::new(directory)))
+        Store::open_keeping(disk, device, self, Some(Box::new(directory)))
     }
 }
 
@@ -415,17 +442,17 @@ impl Store {
     /// exactly that state are copied. Lsns, epochs and page ids continue from those of the state.
     ///
     /// ```
-    /// use remanent::{Options, Place, StatePoint, Store};
+    /// use remanent::{Place, StatePoint, Store};
     /// # let directory = tempfile::tempdir().unwrap();
     /// # let (path, path_new) = (directory.path().join("mystore"), directory.path().join("trial"));
-    /// let store = Store::open(&path, Options::default())?;
+    /// let store = Store::open(&path)?;
     /// let mut batch = store.batch();
     /// let page = batch.create(4, Place::Host).page();
     /// batch.write(page, 0, b"base");
     /// let base = store.commit(batch)?;
     /// store.fork(&path_new, &StatePoint::Lsn(base.position.lsn))?;
     ///
-    /// let trial = Store::open(&path_new, Options::default())?;
+    /// let trial = Store::open(&path_new)?;
     /// let mut bytes = [0; 4];
     /// trial.read(base.pages[0], 0, &mut bytes)?;
     /// assert_eq!((&bytes, trial.lsn()), (b"base", base.position.lsn));

@@ -6,7 +6,8 @@ use remanent::batch::{InitialCopy, Shadow, Width, WorkingCopy};
 use remanent::device::{
     Command, DIGEST_CHUNK_LEN, DIGEST_LEN, DIGEST_SEED_LEN, Lane, Span, StagingSpan, digest_count, digest_key,
 };
-use remanent::{Ack, Budget, Place, Store};
+use remanent::options::MemoryOptions;
+use remanent::{Ack, Place, Store};
 use remanent_tools::shared::exit::Failure;
 use remanent_tools::shared::size::Size;
 
@@ -113,7 +114,7 @@ impl<'r> State<'r> {
     fn new(bench: &CaptureBench, room: &'r Room) -> Result<Self, BenchStop> {
         // Logged changes and their indices stay in memory until the next snapshot.
         let pending = bench.bytes.0 / 100 * bench.changed + bench.bytes.0 / 16 + (128 << 20);
-        let options = room::options().budget(Budget::default().with(Place::Disk, pending));
+        let options = room::options().memory(MemoryOptions::new().budget(Place::Disk, pending));
         let store = room.open("store", options)?;
         let page_len = bench.page_len.0;
         let mut copies = Vec::new();

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use clap::ValueEnum;
-use remanent::options::LogIo;
+use remanent::options::{LogIo, LogOptions};
 use remanent::{Ack, PageId, Store};
 use remanent_tools::shared::exit::Failure;
 use remanent_tools::shared::size::Size;
@@ -205,7 +205,7 @@ impl CommitBench {
             for (index, way) in ways.iter().enumerate() {
                 let mut options = room::options().ack(level.ack());
                 if let Some(way) = way {
-                    options = options.log_io((*way).into());
+                    options = options.log(LogOptions::new().io((*way).into()));
                 }
                 let store = room.open(&format!("{}-{index}", level.name()), options)?;
                 let page_len = self.longest().max(PAGE_LEN_MIN);

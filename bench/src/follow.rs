@@ -5,7 +5,7 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use remanent::follow::{FollowFrom, Follower};
-use remanent::options::LogIo;
+use remanent::options::{LogIo, LogOptions};
 use remanent::{Ack, Lsn, PageId, Store};
 use remanent_tools::shared::exit::Failure;
 use rustix::time::{ClockId, clock_gettime};
@@ -79,7 +79,7 @@ impl Measure for FollowBench {
 impl FollowBench {
     fn way(&self, room: &Room, (name, log_io, ack): (&str, LogIo, Ack)) -> Result<Group, BenchStop> {
         let folder = name.replace(", ", "-");
-        let store = room.open(&folder, room::options().log_io(log_io).ack(ack))?;
+        let store = room.open(&folder, room::options().ack(ack).log(LogOptions::new().io(log_io)))?;
         let mut batch = store.batch();
         batch.create(PAGE_LEN, room.place);
         let page = store.commit(batch)?.pages[0];

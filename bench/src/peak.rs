@@ -122,7 +122,8 @@ impl Watch {
 mod tests {
     use super::*;
 
-    use remanent::{Options, Place, Store};
+    use remanent::options::LogOptions;
+    use remanent::{Options, Place};
 
     /// Long enough that the memory of other tests does not matter.
     const LEN: usize = 256 << 20;
@@ -164,7 +165,7 @@ Rss:                 100 kB
         const MAPPED: u64 = 4 << 20;
         // On a file system in memory, every log can be mapped.
         let dir = tempfile::tempdir_in("/dev/shm").unwrap();
-        let store = Store::open(dir.path(), Options::default().segment_len(SEGMENT_LEN)).unwrap();
+        let store = Options::new().log(LogOptions::new().segment_len(SEGMENT_LEN)).open(dir.path()).unwrap();
         let mut batch = store.batch();
         batch.create(PAGE_LEN as u64, Place::Host);
         let page = store.commit(batch).unwrap().pages[0];

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use remanent::options::MemoryOptions;
 use remanent::options::PageLoad as Loading;
 use remanent::{DeviceChoice, PageId};
 use remanent_tools::shared::exit::Failure;
@@ -198,7 +199,8 @@ impl ClosedStore<'_> {
             transfer::forget(&files)?;
         }
         let started = Instant::now();
-        let store = room.open(self.name, room::options().page_load(Loading::OnDemand))?;
+        let store =
+            room.open(self.name, room::options().memory(MemoryOptions::new().load(Loading::OnDemand)))?;
         store.read(self.last, 0, &mut found)?;
         temperature.first_on_demand.push(started.elapsed().as_secs_f64());
         store.wait_loaded()?;

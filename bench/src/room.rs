@@ -10,7 +10,7 @@ use remanent::device::Device;
 use remanent::device::cuda::CudaDevice;
 use remanent::device::host::HostDevice;
 use remanent::disk::dir::DirDisk;
-use remanent::options::Compression;
+use remanent::options::{Compression, ImageOptions, ScrubSchedule, SnapshotSchedule};
 use remanent::{DeviceChoice, Error, Options, Place, Store};
 use remanent_tools::shared::engine::engine_failure;
 use remanent_tools::shared::exit::Failure;
@@ -149,11 +149,10 @@ impl Drop for Room {
 
 /// Returns the options of a store without background work, whose images are as long as its pages.
 pub fn options() -> Options {
-    Options::default()
-        .snapshot_log_bytes(None)
-        .snapshot_interval(None)
-        .scrub_interval(None)
-        .compression(Compression::Off)
+    Options::new()
+        .snapshots(SnapshotSchedule::never())
+        .scrubs(ScrubSchedule::new().interval(None))
+        .images(ImageOptions::new().compression(Compression::Off))
 }
 
 /// Opens the device, and returns it with the place of its pages.

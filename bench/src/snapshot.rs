@@ -128,10 +128,12 @@ impl SnapshotBench {
         let mut stores = Vec::new();
         for (index, way) in ways.into_iter().enumerate() {
             let folder = format!("pages-{page_len}-{index}");
-            let (options, suffix) = match way {
-                Some(io) => (room::options().image_io(io), format!(", {io}")),
-                None => (room::options(), String::new()),
-            };
+            let mut options = room::options();
+            let mut suffix = String::new();
+            if let Some(io) = way {
+                options.images.io = io;
+                suffix = format!(", {io}");
+            }
             let (store, pages) = self.sizes.store(room, &folder, page_len, options)?;
             store.snapshot()?;
             stores.push((folder, store, pages, Figures::new(&suffix, raw_name)));

@@ -169,7 +169,7 @@ impl Measure for SteadyBench {
         let mut windows = self.windows();
         let unknown = |error| Failure::Environment(format!("cannot determine the memory in use: {error}"));
         room.step("filling the windows")?;
-        let mut store = room.open("steady", Options::default())?;
+        let mut store = room.open("steady", Options::new())?;
         for window in &mut windows {
             while window.blocks.len() < window.len {
                 window.turn(&store, room.place)?;
@@ -186,7 +186,7 @@ impl Measure for SteadyBench {
             store.close()?;
             let opened = opener::open(&room.path("steady"), DeviceChoice::Host, false)?;
             add(&mut open, opened.seconds);
-            store = room.open("steady", Options::default())?;
+            store = room.open("steady", Options::new())?;
         }
         store.close()?;
         let live = windows.iter().map(|window| window.blocks.len()).sum::<usize>();

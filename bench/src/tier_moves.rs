@@ -6,8 +6,8 @@
 
 use std::time::{Duration, Instant};
 
-use remanent::options::Compression;
-use remanent::{Ack, Budget, Options, PageId, Place, Store};
+use remanent::options::{Compression, ImageOptions, MemoryOptions, ScrubSchedule, SnapshotSchedule};
+use remanent::{Ack, Options, PageId, Place, Store};
 use remanent_tools::shared::size::Size;
 
 use crate::figures::{Figure, Group, Unit, rate};
@@ -49,13 +49,13 @@ impl Moves {
             self.push(name.to_owned(), rate, None);
         }
         let fast = if room.is_gpu() { room.place } else { Place::Device(0) };
-        let budget = Budget::default().with(fast, 2 * self.bytes).with(Place::Pinned, 2 * self.bytes);
-        let options = Options::default()
+        let memory = MemoryOptions::new().budget(fast, 2 * self.bytes).budget(Place::Pinned, 2 * self.bytes);
+        let options = Options::new()
             .ack(Ack::Applied)
-            .compression(Compression::Off)
-            .scrub_interval(None)
-            .snapshot_interval(None)
-            .budget(budget);
+            .images(ImageOptions::new().compression(Compression::Off))
+            .scrubs(ScrubSchedule::new().interval(None))
+            .snapshots(SnapshotSchedule::new().interval(None))
+            .memory(memory);
         let store = room.open("moves", options)?;
         let mut batch = store.batch();
         for _ in 0..self.bytes / self.page_len {

@@ -8,10 +8,10 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use clap::builder::RangedU64ValueParser;
-use remanent::options::Compression;
+use remanent::options::{Compression, ImageOptions, MemoryOptions, ScrubSchedule};
 use remanent::stats::{MoveStats, TierStats};
 use remanent::tiers::Tiers;
-use remanent::{Ack, Budget, Options, Place};
+use remanent::{Ack, Options, Place};
 use remanent_tools::shared::exit::Failure;
 use remanent_tools::shared::size::Size;
 use remanent_tools::shared::trace::{self, Trace};
@@ -291,16 +291,16 @@ impl TiersBench {
     ) -> Result<BlockCache<'b>, BenchStop> {
         let places = places(room);
         let bytes = (held as u64 * self.len.0 * FREE_PART).div_ceil(FREE_PART - 1);
-        let mut budget = Budget::default();
+        let mut memory = MemoryOptions::new();
         for (below, place) in places[..places.len() - 1].iter().enumerate() {
-            budget = budget.with(*place, bytes << below);
+            memory = memory.budget(*place, bytes << below);
         }
         let tiers = policy.of(Tiers::new(places.clone()).free_part(FREE_PART as u32));
-        let options = Options::default()
+        let options = Options::new()
             .ack(Ack::Applied)
-            .compression(Compression::Off)
-            .scrub_interval(None)
-            .budget(budget)
+            .images(ImageOptions::new().compression(Compression::Off))
+            .scrubs(ScrubSchedule::new().interval(None))
+            .memory(memory)
             .tiers(tiers);
         Ok(BlockCache {
             store: room.open("store", options)?,

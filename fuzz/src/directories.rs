@@ -12,9 +12,9 @@ use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::error::FileName;
 use remanent::follow::{FollowFrom, Follower};
-use remanent::options::Create;
+use remanent::options::{Create, LogOptions, MemoryOptions, SnapshotSchedule};
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Budget, Error, Options, Place, Store, View};
+use remanent::{Error, Options, Place, Store, View};
 use remanent_format::limits::DEVICE_ORDINAL_MAX;
 use remanent_format::salvage::{PageRemains, Salvage};
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
@@ -70,10 +70,12 @@ pub fn examine(files: &Files) -> bool {
 fn open(disk: &SimDisk) -> Result<Store, Error> {
     let places =
         (0..=DEVICE_ORDINAL_MAX).map(Place::Device).chain([Place::Pinned, Place::Host, Place::Unified]);
-    let budget = places.fold(Budget::default(), |budget, place| budget.with(place, PAGE_BYTES_MAX));
-    let options =
-        Options::default().create(Create::Never).segment_len(16 << 10).reserve_bytes(0).budget(budget);
-    let options = options.snapshot_log_bytes(None).snapshot_interval(None);
+    let memory = places.fold(MemoryOptions::new(), |memory, place| memory.budget(place, PAGE_BYTES_MAX));
+    let options = Options::new()
+        .create(Create::Never)
+        .log(LogOptions::new().segment_len(16 << 10).reserve_bytes(0))
+        .memory(memory)
+        .snapshots(SnapshotSchedule::never());
     Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options)
 }
 

@@ -12,7 +12,7 @@ use arbitrary::{Arbitrary, Unstructured};
 use remanent::device::Device;
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
-use remanent::options::{ImageIo, LogIo};
+use remanent::options::{ImageIo, ImageOptions, LogIo, LogOptions};
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::{CrashImage, CrashPlan, Moment, SimDisk, Tears};
 use remanent::{Ack, Error, Options, StatePoint, Store, View};
@@ -54,7 +54,12 @@ fn live_through(actions: &[Action], choices: Choices) -> Tally {
     let image_io = [ImageIo::Mapped, ImageIo::Buffered, ImageIo::Direct][usize::from(choices.log_io / 3 % 3)];
     let ack = if choices.is_durable { Ack::Durable } else { Ack::Logged };
     let setting = Setting {
-        options: with_tiers(Options::default().log_io(log_io).image_io(image_io).ack(ack)),
+        options: with_tiers(
+            Options::new()
+                .log(LogOptions::new().io(log_io))
+                .images(ImageOptions::new().io(image_io))
+                .ack(ack),
+        ),
         in_background: choices.in_background,
         is_cramped: false,
         device: if choices.is_late { &late } else { &host },

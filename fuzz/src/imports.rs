@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use arbitrary::{Arbitrary, Unstructured};
 use remanent::device::host::HostDevice;
+use remanent::options::{LogOptions, Retention, ScrubSchedule, SnapshotSchedule};
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{Options, Store};
 use remanent_format::Lsn;
@@ -204,8 +205,10 @@ impl Room {
 /// Creates an empty store on a simulated disk that keeps everything, as the command's disk does.
 fn open() -> (SimDisk, Store) {
     let disk = SimDisk::new();
-    let options = Options::default().segment_len(16 << 10).snapshots_kept(usize::MAX).log_kept(u64::MAX);
-    let options = options.snapshot_log_bytes(None).snapshot_interval(None).scrub_interval(None);
+    let options = Options::new()
+        .log(LogOptions::new().segment_len(16 << 10))
+        .retention(Retention::new().snapshots_kept(usize::MAX).log_kept(u64::MAX));
+    let options = options.snapshots(SnapshotSchedule::never()).scrubs(ScrubSchedule::new().interval(None));
     let store = Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options);
     (disk, store.expect("an empty disk takes a store"))
 }

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use remanent::options::{Compression, Create, ImageIo, LogIo, PageLoad};
 use remanent::tiers::Tiers;
-use remanent::{Ack, Budget, DeviceChoice, Options, Place, Store};
+use remanent::{Ack, DeviceChoice, Options, Place};
 
 use crate::arguments;
 use crate::errors::{OrRaise, invalid, invalid_type};
@@ -54,7 +54,7 @@ pub fn open(py: Python<'_>, path: &Path, given: OpenKeywords<'_>) -> PyResult<Ar
     let options = given.into_options(py, &raised)?;
     let shown = path.display().to_string();
     crate::log::update_level(py)?;
-    let store = raised.or(py.detach(|| Store::open(path, options)).or_raise(py, Some(&shown)))?;
+    let store = raised.or(py.detach(|| options.open(path)).or_raise(py, Some(&shown)))?;
     Ok(Gate::new(store, path, ack))
 }
 
@@ -94,44 +94,37 @@ impl OpenKeywords<'_> {
         let images =
             [("mapped", ImageIo::Mapped), ("buffered", ImageIo::Buffered), ("direct", ImageIo::Direct)];
         let loads = [("eager", PageLoad::Eager), ("on_demand", PageLoad::OnDemand)];
-        let mut options = Options::default()
-            .create(if self.create { Create::IfEmpty } else { Create::Never })
-            .ack(ack(&self.ack)?)
-            .device(choice(&self.device)?)
-            .image_io(one_of("image_io", &self.image_io, &images)?)
-            .segment_len(self.segment_len)
-            .snapshots_kept(self.snapshots_kept)
-            .snapshots_kept_for(seconds(Some(self.snapshots_kept_for))?.unwrap_or(Duration::ZERO))
-            .log_kept(self.log_kept)
-            .compression(if self.compression { Compression::Zstd } else { Compression::Off })
-            .page_load(one_of("page_load", &self.page_load, &loads)?)
-            .snapshot_log_bytes(self.snapshot_log_bytes)
-            .snapshot_interval(seconds(self.snapshot_interval)?)
-            .scrub_interval(seconds(self.scrub_interval)?);
-        options = options.snapshot_bytes_per_second(self.snapshot_bytes_per_second);
-        options = options.scrub_bytes_per_second(self.scrub_bytes_per_second);
+        let mut options = Options::new().ack(ack(&self.ack)?).device(choice(&self.device)?);
+        options.create = if self.create { Create::IfEmpty } else { Create::Never };
+        options.images.io = one_of("image_io", &self.image_io, &images)?;
+        options.images.compression = if self.compression { Compression::Zstd } else { Compression::Off };
+        options.log.segment_len = self.segment_len;
+        options.log.reserve_bytes = self.reserve_bytes;
+        options.log.spare_bytes = self.spare_bytes;
+        options.retention.snapshots_kept = self.snapshots_kept;
+        options.retention.snapshots_kept_for =
+            seconds(Some(self.snapshots_kept_for))?.unwrap_or(Duration::ZERO);
+        options.retention.log_kept = self.log_kept;
+        options.memory.load = one_of("page_load", &self.page_load, &loads)?;
+        options.snapshots.log_bytes = self.snapshot_log_bytes;
+        options.snapshots.interval = seconds(self.snapshot_interval)?;
+        options.snapshots.bytes_per_second = self.snapshot_bytes_per_second;
+        options.scrubs.interval = seconds(self.scrub_interval)?;
+        options.scrubs.bytes_per_second = self.scrub_bytes_per_second;
         if let Some(slots) = self.slots {
             options = options.slots(slots.iter().map(|slot| choice(slot)).collect::<PyResult<Vec<_>>>()?);
         }
         if let Some(word) = self.log_io {
             let ways = [("mapped", LogIo::Mapped), ("buffered", LogIo::Buffered), ("direct", LogIo::Direct)];
-            options = options.log_io(one_of("log_io", &word, &ways)?);
-        }
-        if let Some(bytes) = self.reserve_bytes {
-            options = options.reserve_bytes(bytes);
-        }
-        if let Some(bytes) = self.spare_bytes {
-            options = options.spare_bytes(bytes);
+            options.log.io = Some(one_of("log_io", &word, &ways)?);
         }
         if let Some(limits) = self.budget {
-            let mut budget = Budget::default();
             for (name, bytes) in limits.iter() {
                 let name: String = arguments::value(&name, "a place in budget", "a str")?;
                 let bytes =
                     arguments::value(&bytes, &format!("budget[{name:?}]"), "a number of bytes (int)")?;
-                budget = budget.with(place(py, &name)?, bytes);
+                options.memory = options.memory.budget(place(py, &name)?, bytes);
             }
-            options = options.budget(budget);
         }
         let policies = [("s3-fifo", false), ("lru", true)];
         let is_lru = one_of("eviction", &self.eviction, &policies)?;
@@ -153,7 +146,7 @@ impl OpenKeywords<'_> {
                     "give a function that takes a PageInfo",
                 ));
             }
-            options = page_memory(options, source, raised);
+            options.memory = page_memory(options.memory, source, raised);
         }
         Ok(options)
     }

@@ -6,7 +6,8 @@ use pyo3::exceptions::PyAttributeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use remanent::device::{CallerMemory, DeviceBytes};
-use remanent::{Options, PageInfo, Result};
+use remanent::options::MemoryOptions;
+use remanent::{PageInfo, Result};
 
 use crate::arguments;
 use crate::errors::OrRaise;
@@ -29,10 +30,10 @@ impl Raised {
     }
 }
 
-/// Returns options with which an open requests the memory of each page from the callable `source`.
-pub fn page_memory(options: Options, source: Py<PyAny>, raised: &Raised) -> Options {
+/// Returns memory options with which an open requests the memory of each page from the callable `source`.
+pub fn page_memory(memory: MemoryOptions, source: Py<PyAny>, raised: &Raised) -> MemoryOptions {
     let raised = raised.clone();
-    options.page_memory(move |info| {
+    memory.page_memory(move |info| {
         let asked = Python::attach(|py| ask(source.bind(py), info));
         asked.unwrap_or_else(|error| {
             *raised.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);

@@ -26,7 +26,7 @@ pub enum MemoryKind {
 ///
 /// ```no_run
 /// # fn register(address: u64, len: u64, gpu: Option<u32>) {}
-/// # let store = remanent::Store::temporary(Default::default())?;
+/// # let store = remanent::Store::temporary()?;
 /// # let page = remanent::PageId(1);
 /// let lease = store.lease(page)?;
 /// let memory = lease.descriptor()?;

@@ -30,8 +30,8 @@ use crate::error::{Error, Result};
 /// streams may still read the page.
 ///
 /// ```
-/// use remanent::{DeviceChoice, Options, Place, Store};
-/// let store = Store::temporary(Options::default().device(DeviceChoice::Host))?;
+/// use remanent::{DeviceChoice, Options, Place};
+/// let store = Options::new().device(DeviceChoice::Host).open_temporary()?;
 /// let mut batch = store.batch();
 /// let page = batch.create(4, Place::Host).page();
 /// batch.write(page, 0, b"then");

@@ -25,8 +25,8 @@ use crate::error::{Error, Result};
 /// call. Kernels must not write to the page, because their writes would not be logged.
 ///
 /// ```
-/// use remanent::{DeviceChoice, Error, Options, Place, Store};
-/// let store = Store::temporary(Options::default().device(DeviceChoice::Host))?;
+/// use remanent::{DeviceChoice, Error, Options, Place};
+/// let store = Options::new().device(DeviceChoice::Host).open_temporary()?;
 /// let mut batch = store.batch();
 /// let page = batch.create(4, Place::Host).page();
 /// let page = store.commit(batch)?.pages[0];

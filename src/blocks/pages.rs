@@ -16,13 +16,13 @@ use crate::write::batch::{NewPage, WriteBatch};
 /// ```
 /// use remanent::layout::{Arrangement, BlockLayout, BlockShape};
 /// use remanent::blocks::BlockPages;
-/// use remanent::{Options, Place, Store};
+/// use remanent::{Place, Store};
 /// let shape = BlockShape { layers: 2, outer: 2, tokens: 4, inner: 8, width: 2 };
 /// let of_store = BlockLayout::new(shape, 1, Arrangement::Contiguous, 1)?;
 /// let of_engine = BlockLayout::new(shape, 10, Arrangement::LayersApart { block_first: true }, 1)?;
 /// let tensors = [vec![1; of_engine.region_len() as usize], vec![2; of_engine.region_len() as usize]];
 ///
-/// let store = Store::temporary(Options::default())?;
+/// let store = Store::temporary()?;
 /// let mut batch = store.batch();
 /// BlockPages::create(&mut batch, of_store, Place::Host);
 /// let created = store.commit(batch)?.pages;
@@ -141,10 +141,10 @@ impl BlockPages {
     /// ```
     /// use remanent::layout::{Arrangement, BlockLayout, BlockShape};
     /// use remanent::blocks::BlockPages;
-    /// use remanent::{Options, Place, Store};
+    /// use remanent::{Place, Store};
     /// let shape = BlockShape { layers: 2, outer: 2, tokens: 4, inner: 8, width: 2 };
     /// let store_of = |arrangement, blocks| -> Result<_, remanent::Error> {
-    ///     let store = Store::temporary(Options::default())?;
+    ///     let store = Store::temporary()?;
     ///     let layout = BlockLayout::new(shape, blocks, arrangement, 1)?;
     ///     let mut batch = store.batch();
     ///     BlockPages::create(&mut batch, layout, Place::Host);

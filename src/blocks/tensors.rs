@@ -17,10 +17,10 @@ use crate::write::commit::{InitialCopy, Shadow};
 /// ```
 /// use remanent::layout::{Arrangement, BlockLayout, BlockShape};
 /// use remanent::blocks::{BlockPages, BlockTensors};
-/// use remanent::{Options, Place, Store};
+/// use remanent::{Options, Place};
 /// # use remanent::DeviceChoice;
-/// # let options = Options::default().device(DeviceChoice::Host);
-/// let store = Store::temporary(options)?;
+/// # let options = Options::new().device(DeviceChoice::Host);
+/// let store = options.open_temporary()?;
 /// let shape = BlockShape { layers: 2, outer: 2, tokens: 4, inner: 8, width: 2 };
 ///
 /// // `[2, num_blocks, tokens, heads, dim]` per layer.

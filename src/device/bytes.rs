@@ -26,10 +26,10 @@ use crate::error::{Error, Result};
 /// are no kernels; there, and in tests, use [`DeviceBytes::write`] and [`DeviceBytes::read`] instead.
 ///
 /// ```
-/// use remanent::{Options, Place, Store};
+/// use remanent::{Options, Place};
 /// # use remanent::DeviceChoice;
-/// # let options = Options::default().device(DeviceChoice::Host);
-/// let store = Store::temporary(options)?;
+/// # let options = Options::new().device(DeviceChoice::Host);
+/// let store = options.open_temporary()?;
 /// let memory = store.device_bytes(1024, Place::Device(0))?;
 /// memory.part(16..20)?.write(0, b"born")?;
 /// let mut bytes = [0; 6];

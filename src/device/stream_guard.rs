@@ -43,7 +43,7 @@ impl DeviceBytes {
     /// use remanent::device::{Access, RawStream};
     /// use remanent::{Options, Place, Store};
     /// # fn launch(_: Option<u64>) {}
-    /// let store = Store::temporary(Options::default())?;
+    /// let store = Store::temporary()?;
     /// assert!(store.supports_streams(), "pages live in host memory, so there are no streams");
     /// let memory = store.device_bytes(1 << 20, Place::Device(0))?;
     /// # let handle = 0;

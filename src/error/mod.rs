@@ -34,8 +34,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 ///
 /// ```
 /// use remanent::error::Remedy;
-/// use remanent::{Error, Options, Store};
-/// let store = Store::temporary(Options::default())?;
+/// use remanent::{Error, Store};
+/// let store = Store::temporary()?;
 /// let mut out = [0; 4];
 /// let error = store.read(remanent::PageId(7), 0, &mut out).unwrap_err();
 /// assert!(matches!(error, Error::UnknownPage { .. }));

@@ -78,10 +78,10 @@ impl From<FollowerPosition> for FollowFrom {
 /// ```
 /// use std::time::Duration;
 /// use remanent::follow::{FollowFrom, Follower, Replica};
-/// use remanent::{Options, Place, Store};
+/// use remanent::{Place, Store};
 /// # let directory = tempfile::tempdir().unwrap();
 /// # let path = directory.path().join("mystore");
-/// let store = Store::open(&path, Options::default())?;
+/// let store = Store::open(&path)?;
 /// let mut follower = Follower::open(&path, FollowFrom::Beginning)?;
 /// let mut replica = Replica::default();
 /// assert!(follower.next(Duration::ZERO)?.is_none());
@@ -459,10 +459,10 @@ impl Follower {
     ///
     /// ```
     /// use remanent::follow::{FollowFrom, Follower};
-    /// use remanent::{Options, Store};
+    /// use remanent::Store;
     /// # let directory = tempfile::tempdir().unwrap();
     /// # let path = directory.path().join("mystore");
-    /// let store = Store::open(&path, Options::default())?;
+    /// let store = Store::open(&path)?;
     /// for step in 1..=3u64 {
     ///     store.commit(store.batch().set_root("step", step))?;
     /// }

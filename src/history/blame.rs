@@ -26,10 +26,10 @@ impl View {
     ///
     /// ```
     /// use remanent::history::ChangeCause;
-    /// use remanent::{Options, Place, Store};
+    /// use remanent::{Place, Store};
     /// # let directory = tempfile::tempdir().unwrap();
     /// # let path = directory.path().join("mystore");
-    /// let store = Store::open(&path, Options::default())?;
+    /// let store = Store::open(&path)?;
     /// let mut batch = store.batch();
     /// let page = batch.create_from(*b"right", Place::Host).page();
     /// let page = store.commit(batch)?.pages[0];

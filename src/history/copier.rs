@@ -35,7 +35,7 @@ const STAGING_IDLE_BYTES: usize = 64 << 20;
 /// use remanent::history::DeviceCopier;
 /// use remanent::{DeviceChoice, Options, Place, Store};
 /// let directory = tempfile::tempdir()?;
-/// let store = Store::open(directory.path(), Options::default().device(DeviceChoice::Host))?;
+/// let store = Options::new().device(DeviceChoice::Host).open(directory.path())?;
 /// let mut batch = store.batch();
 /// batch.create_from(b"weights".to_vec(), Place::Disk);
 /// let page = store.commit(batch)?.pages[0];
@@ -93,14 +93,14 @@ impl DeviceCopier {
     /// use std::sync::Arc;
     /// use remanent::device::CallerMemory;
     /// use remanent::history::DeviceCopier;
-    /// use remanent::{DeviceChoice, Options, Place, Store};
-    /// # let options = Options::default().device(DeviceChoice::Host);
+    /// use remanent::{DeviceChoice, Options, Place};
+    /// # let options = Options::new().device(DeviceChoice::Host);
     /// let copier = DeviceCopier::open(DeviceChoice::Host)?;
     /// // A stand-in for a tensor, which `CallerMemory::from_cuda` would describe.
     /// let tensor = CallerMemory::from_vec(b"weights".to_vec(), Place::Device(0));
     /// let tensor = Arc::new(copier.source(copier.caller_bytes(&tensor)?)?);
     ///
-    /// let store = Store::temporary(options)?;
+    /// let store = options.open_temporary()?;
     /// let mut batch = store.batch();
     /// batch.create_from_source(7, tensor, Place::Disk);
     /// let page = store.commit(batch)?.pages[0];

@@ -37,13 +37,13 @@ use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::history::point::StatePoint;
 use crate::history::state::PastState;
+use crate::images::ImageWriter;
 use crate::images::disk_pages::DiskPages;
 use crate::images::read::{SummedBy, prove, wanted};
-use crate::images::{ImageOptions, ImageWriter};
 use crate::log::SpacePurpose;
 use crate::memory::arena::{PageMemory, Purpose};
 use crate::memory::staging::StagingPool;
-use crate::options::Budget;
+use crate::options::{Budget, ImageOptions};
 use crate::recovery::image_loader::{ImageLoader, threads};
 
 /// The parts of a store that a restore uses.

@@ -31,9 +31,9 @@ use crate::disk::image_spares::ImageSpares;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 use crate::images::read::{prove, wanted};
-use crate::images::{ImageOptions, ImageWriter, PageRead};
+use crate::images::{ImageWriter, PageRead};
 use crate::log::{SegmentPool, SegmentRules};
-use crate::options::{Create, LogIo};
+use crate::options::{Create, ImageOptions, LogIo};
 use crate::recovery::create::{CLAIM, check_directory, claim, start_over};
 use crate::recovery::opening::{Predecessor, begin, random};
 

@@ -120,7 +120,7 @@ impl View {
     /// use remanent::{Options, Place, Store};
     /// # use remanent::DeviceChoice;
     /// # let directory = tempfile::tempdir()?;
-    /// let store = Store::open(directory.path(), Options::default().device(DeviceChoice::Host))?;
+    /// let store = Options::new().device(DeviceChoice::Host).open(directory.path())?;
     /// let mut batch = store.batch();
     /// batch.create_from(b"keys".to_vec(), Place::Disk);
     /// batch.create_from(b"values".to_vec(), Place::Disk);
@@ -159,7 +159,7 @@ impl View {
     /// use remanent::{Options, Place, Store};
     /// # use remanent::DeviceChoice;
     /// # let directory = tempfile::tempdir()?;
-    /// let store = Store::open(directory.path(), Options::default().device(DeviceChoice::Host))?;
+    /// let store = Options::new().device(DeviceChoice::Host).open(directory.path())?;
     /// let mut batch = store.batch();
     /// batch.create_from(b"weights".to_vec(), Place::Disk);
     /// let pages = store.commit(batch)?.pages;

@@ -36,7 +36,7 @@ use crate::disk::image_spares::ReusedFile;
 use crate::disk::{Disk, DiskFile};
 use crate::error::{Error, Result};
 use crate::memory::arena::FileTarget;
-use crate::options::{Compression, ImageIo};
+use crate::options::{Compression, ImageOptions};
 
 /// The number of bytes of images at which a chunk is written. A longer page has its own chunk.
 pub(crate) const CHUNK_BYTES: u64 = 2 << 20;
@@ -86,21 +86,6 @@ pub(crate) fn chunk_threads(longest: u64) -> usize {
 
 /// A function that fills a slice with the bytes of a page, starting at an offset.
 pub(crate) type PageRead<'r, E> = &'r mut dyn FnMut(&PageInfo, u64, &mut [u8]) -> Result<(), E>;
-
-/// The options for writing images.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct ImageOptions {
-    pub compression: Compression,
-    pub io: ImageIo,
-}
-
-impl ImageOptions {
-    /// Returns whether a device copies images to the files' memory, if the file system supports that. The host would
-    /// have to compress, so compression excludes this.
-    pub fn is_in_place(&self) -> bool {
-        self.io == ImageIo::Mapped && self.compression == Compression::Off
-    }
-}
 
 /// A writer that appends images to one file, which is new or was a spare. Several threads may share it. Each thread
 /// writes its own chunks, whose order in the file is the order of completion.
@@ -167,7 +152,7 @@ impl ImageWriter {
         block.resize(IMAGE_HEADER_BLOCK as usize, 0);
         let none = WrittenChunks { end: IMAGE_HEADER_BLOCK, chunks: Vec::new(), placed: BTreeMap::new() };
         let written = Mutex::new(none);
-        let ImageOptions { compression, io } = options;
+        let ImageOptions { compression, io, .. } = options;
         let (tail, areas, threads_max) = (Mutex::default(), Mutex::default(), usize::MAX);
         let growing = match &target {
             Some(_) => GrowingFile::in_place(file.clone()),

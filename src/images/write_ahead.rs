@@ -14,13 +14,14 @@ use std::ops::Range;
 use remanent_format::image::ImageRef;
 use remanent_format::{Lsn, PageId, PageInfo, Place, StoreId};
 
+use super::ImageWriters;
 use super::writers::ahead_file_count;
-use super::{ImageOptions, ImageWriters};
 use crate::base::allocation::collected;
 use crate::base::phases;
 use crate::base::phases::Phase;
 use crate::error::Result;
 use crate::images::numbers::ImageFiles;
+use crate::options::ImageOptions;
 
 /// The images of a batch that is not logged yet. Dropping this value removes their files.
 pub(crate) struct PendingImages<'a> {

@@ -15,7 +15,7 @@ use remanent_format::image::{IMAGE_HEADER_BLOCK, ImagePurpose, ImageRef};
 use remanent_format::{Folder, PageInfo, StoreId};
 
 use super::numbers::ImageFiles;
-use super::{CHUNK_BYTES, ImageOptions, ImageWriter, PIECE_BYTES, THREADS_MAX, chunk_threads, chunks};
+use super::{CHUNK_BYTES, ImageWriter, PIECE_BYTES, THREADS_MAX, chunk_threads, chunks};
 use crate::base::allocation::{collected, make_room};
 use crate::base::parallel;
 use crate::base::sync::Mutex;
@@ -23,6 +23,7 @@ use crate::disk::Disk;
 use crate::disk::image_spares::{ImageSpares, ReusedFile};
 use crate::error::{Error, Result};
 use crate::memory::arena::{FileTarget, RegisteredFile};
+use crate::options::ImageOptions;
 
 /// The number of chunks per additional file. Without this limit a store would have many small files, and above a number
 /// of files, snapshots rewrite some of them.

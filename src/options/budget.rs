@@ -19,8 +19,7 @@ pub struct Budget {
 
 impl Budget {
     /// Sets the limit of `place` to `bytes`.
-    #[must_use]
-    pub fn with(mut self, place: Place, bytes: u64) -> Self {
+    pub(crate) fn with(mut self, place: Place, bytes: u64) -> Self {
         self.limits.insert(place, bytes);
         self
     }

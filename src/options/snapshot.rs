@@ -3,8 +3,8 @@
 /// Options of one snapshot: a name, whether it is exact, and whether the call waits for verification.
 ///
 /// ```
-/// use remanent::{Options, Place, SnapshotOptions, Store};
-/// let store = Store::temporary(Options::default())?;
+/// use remanent::{Place, SnapshotOptions, Store};
+/// let store = Store::temporary()?;
 /// let mut batch = store.batch();
 /// batch.create(4096, Place::Host);
 /// let committed = store.commit(batch)?;
@@ -56,8 +56,8 @@ impl SnapshotOptions {
     /// starts from the newest snapshot and relies only on those older snapshots that were read back.
     ///
     /// ```
-    /// use remanent::{Options, Place, SnapshotOptions, Store};
-    /// let store = Store::temporary(Options::default())?;
+    /// use remanent::{Place, SnapshotOptions, Store};
+    /// let store = Store::temporary()?;
     /// let mut batch = store.batch();
     /// batch.create(4096, Place::Host);
     /// store.commit(batch)?;

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use remanent_format::Place;
 
-use super::Budget;
-use crate::error::{Error, Result};
+use super::{Budget, invalid};
+use crate::error::Result;
 use crate::eviction::{EvictionPolicy, Lru, S3Fifo};
 
 /// A function that creates the eviction policy of a place.
@@ -14,7 +14,7 @@ type PolicyMaker = dyn Fn(Place) -> Box<dyn EvictionPolicy> + Send + Sync;
 
 /// An order of places, fastest first: when one is full, unused pages are demoted to the next.
 ///
-/// Every place but the last needs a limit in the [`Budget`]. A background thread keeps part of each limit
+/// Every place but the last needs a limit ([`MemoryOptions::budget`](super::MemoryOptions::budget)). A background thread keeps part of each limit
 /// free ([`free_part`](Self::free_part)) so that commits find room immediately; a commit that finds none
 /// waits for that thread. Pages are moved by logged batches, as with
 /// [`WriteBatch::move_to`](crate::WriteBatch::move_to): after a crash, a page is in its last place or the one
@@ -28,12 +28,13 @@ type PolicyMaker = dyn Fn(Place) -> Box<dyn EvictionPolicy> + Send + Sync;
 /// [`Store::prefetch`](crate::Store::prefetch).
 ///
 /// ```
+/// use remanent::options::MemoryOptions;
 /// use remanent::tiers::Tiers;
-/// use remanent::{Budget, Options, Place, Store};
-/// let options = Options::default()
-///     .budget(Budget::default().with(Place::Host, 64 << 10))
-///     .tiers(Tiers::new([Place::Host, Place::Disk]));
-/// let store = Store::temporary(options)?;
+/// use remanent::{Options, Place};
+/// let store = Options::new()
+///     .memory(MemoryOptions::new().budget(Place::Host, 64 << 10))
+///     .tiers(Tiers::new([Place::Host, Place::Disk]))
+///     .open_temporary()?;
 /// // Four times the host's limit.
 /// for at in 0..64u8 {
 ///     store.put(format!("block/{at}"), [at; 4096], Place::Host)?;
@@ -98,7 +99,7 @@ impl Tiers {
 
     /// Rejects an unusable order.
     pub(super) fn check(&self, budget: &Budget) -> Result<()> {
-        let invalid = |reason: String| Err(Error::InvalidOption { option: "tiers", reason });
+        let invalid = |reason| invalid("tiers", reason);
         if self.places.len() < 2 {
             return invalid("at least two places are needed, one to leave and one to go to".to_owned());
         }

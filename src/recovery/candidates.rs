@@ -83,7 +83,7 @@ impl Recovery<'_> {
                 Reach::of(survey, &end.verified).check_start(base.as_deref())?;
                 let loaded = load(self, source, survey, base.as_deref(), &mut resolution);
                 if let (Err(Error::Damaged(damage)), Some(base)) = (&loaded, &base)
-                    && self.options.page_load == PageLoad::Eager
+                    && self.options.memory.load == PageLoad::Eager
                     && self.options.tiers.is_none()
                 {
                     blocking.note(base, &resolution.resolved.table, &damage.damage);
@@ -135,7 +135,7 @@ impl Recovery<'_> {
     /// Returns a reader of the log's frames from `source`. The reader includes the durable mark of the manifests: a log
     /// that ends below that mark is not torn but has lost durable batches (I4).
     pub(super) fn frames<'s>(&'s self, source: &'s DiskSource, survey: &'s Survey) -> Frames<'s> {
-        let window_len = self.options.replay_window_len;
+        let window_len = self.options.log.replay_window_len;
         Frames { source, map: &survey.log, mark: survey.mark(), staging: self.staging, window_len }
     }
 }

@@ -43,7 +43,8 @@ impl<'a> LentPages<'a> {
             // A panic is caught, because state that the callback leaves inconsistent belongs to the caller and is not
             // used here.
             let given = catch_unwind(AssertUnwindSafe(|| source(&info)));
-            let Some(memory) = given.map_err(|_| Error::panicked("the source of `Options::page_memory`"))?
+            let Some(memory) =
+                given.map_err(|_| Error::panicked("the source of `MemoryOptions::page_memory`"))?
             else {
                 continue;
             };

@@ -61,12 +61,12 @@ pub(super) fn load<'a, 's>(
     let resolution = &*resolution;
     let table = &resolution.resolved.table;
     // Step 1.
-    let requested = recovery.options.page_memory.as_ref();
+    let requested = recovery.options.memory.page_memory.as_ref();
     let lent = LentPages::ask(recovery.arena, &recovery.device, requested, table)?;
     let imaged = ImagedPages { bases: &bases, snapshot: base };
     let lowered = match &recovery.options.tiers {
         Some(tiers) => {
-            LoweredPages::find(table, &imaged, tiers, &recovery.options.budget, |page| lent.has(page))?
+            LoweredPages::find(table, &imaged, tiers, &recovery.options.memory.budget, |page| lent.has(page))?
         }
         None => None,
     };
@@ -82,7 +82,7 @@ pub(super) fn load<'a, 's>(
         bases: &bases,
         snapshot: base,
         is_verified: base.is_some_and(|base| is_verified(survey, base, resolution)),
-        may_be_unloaded: recovery.options.page_load == PageLoad::OnDemand,
+        may_be_unloaded: recovery.options.memory.load == PageLoad::OnDemand,
         from: from.lsn,
     };
     let sources = sorter.sort(&memories)?;

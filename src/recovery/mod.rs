@@ -440,9 +440,9 @@ impl Recovery<'_> {
         });
         let share = |of: u64| total.map_or(u64::MAX, |total| total / of);
         let segment_len_max = share(SEGMENT_SHARE).max(SEGMENT_SHARE_MIN) / GROUP_ALIGN * GROUP_ALIGN;
-        let spare_bytes = self.options.spare_bytes.unwrap_or(share(SPARE_SHARE).min(SPARE_BYTES_MAX));
-        let len = self.options.segment_len.min(segment_len_max);
-        let rules = SegmentRules { len, reserve: self.options.reserve_segments(len), spare_bytes };
+        let spare_bytes = self.options.log.spare_bytes.unwrap_or(share(SPARE_SHARE).min(SPARE_BYTES_MAX));
+        let len = self.options.log.segment_len.min(segment_len_max);
+        let rules = SegmentRules { len, reserve: self.options.log.reserve_segments(len), spare_bytes };
         let image_spares = Arc::new(ImageSpares::open(self.disk.clone(), store)?);
         Ok(Arc::new(SegmentPool::new(self.disk.clone(), store, rules, self.log_io, image_spares)?))
     }

@@ -26,7 +26,7 @@ pub struct RecoveryReport {
     pub replayed_bytes: u64,
     /// The number of batches above the last durable mark, which were copied into the new incarnation.
     pub copied_batches: u64,
-    /// The number of pages not loaded yet when the open returned ([`crate::Options::page_load`]).
+    /// The number of pages not loaded yet when the open returned ([`crate::options::MemoryOptions::load`]).
     pub unloaded_pages: u64,
     /// The number of pages that the open moved to slower places because the budget had no room for them
     /// ([`crate::Options::tiers`]).

@@ -1,9 +1,8 @@
 //! Automatic snapshots, triggered by growth of the log or by elapsed time.
 //!
-//! A thread watches the log. The thread takes a snapshot if there was a commit since the last snapshot, and either the
-//! log has grown by [`Options::snapshot_log_bytes`](crate::Options::snapshot_log_bytes) or
-//! [`Options::snapshot_interval`](crate::Options::snapshot_interval) has passed. Snapshots taken by callers count too.
-//! Without commits, nothing is written.
+//! A thread watches the log. It takes a snapshot if there was a commit since the last one, and a trigger of the
+//! [`SnapshotSchedule`](crate::options::SnapshotSchedule) fires: growth of the log, or elapsed time. Snapshots taken by
+//! callers count too. Without commits, nothing is written.
 //!
 //! A log may also consist of many short runs that each commit a little. Log that exists at the open counts with the
 //! length of its segments on disk. After more than [`RESTARTS_MAX`] openings a snapshot is due at the open or, failing

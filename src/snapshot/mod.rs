@@ -68,8 +68,8 @@ use crate::disk::source::DiskSource;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::images::numbers::ImageFiles;
-use crate::images::{ImageOptions, ImageWriters, chunk_threads, file_count};
-use crate::options::Retention;
+use crate::images::{ImageWriters, chunk_threads, file_count};
+use crate::options::{ImageOptions, Retention};
 
 /// Takes snapshots and recycles the files that they supersede.
 pub(crate) struct Snapshots {

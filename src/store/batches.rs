@@ -62,8 +62,8 @@ impl Store {
     /// their batches take effect entirely before or after this batch.
     ///
     /// ```
-    /// use remanent::{Key, Options, Place, Store};
-    /// let store = Store::temporary(Options::default())?;
+    /// use remanent::{Key, Place, Store};
+    /// let store = Store::temporary()?;
     /// let key = Key::new("config")?;
     /// let (first, _) = store.put(&key, b"a = 1", Place::Host)?;
     /// let (second, _) = store.put(&key, b"a = 1, b = 2", Place::Host)?;
@@ -87,8 +87,8 @@ impl Store {
     /// closure is called again each time a concurrent batch to the page causes a retry.
     ///
     /// ```
-    /// use remanent::{Key, Options, Place, Store};
-    /// let store = Store::temporary(Options::default())?;
+    /// use remanent::{Key, Place, Store};
+    /// let store = Store::temporary()?;
     /// let key = Key::new("weights")?;
     /// let (page, _) = store.put_with(&key, [0; 8], Place::Host, |batch, page, _| {
     ///     batch.set_metadata(page, "dtype", "F32");
@@ -159,8 +159,8 @@ impl Store {
     /// may move the pages elsewhere afterwards.
     ///
     /// ```
-    /// use remanent::{Options, Place, Store};
-    /// let store = Store::temporary(Options::default())?;
+    /// use remanent::{Place, Store};
+    /// let store = Store::temporary()?;
     /// let mut batch = store.batch();
     /// batch.create(8, Place::Host);
     /// batch.create(8, Place::Pinned);
@@ -221,12 +221,13 @@ impl Store {
     /// will not be needed soon. Pages in the last place, or in a place that is not a tier, are unchanged.
     ///
     /// ```
+    /// use remanent::options::MemoryOptions;
     /// use remanent::tiers::Tiers;
-    /// use remanent::{Budget, Options, Place, Store};
-    /// let options = Options::default()
-    ///     .budget(Budget::default().with(Place::Pinned, 1 << 20))
-    ///     .tiers(Tiers::new([Place::Pinned, Place::Disk]));
-    /// let store = Store::temporary(options)?;
+    /// use remanent::{Options, Place};
+    /// let store = Options::new()
+    ///     .memory(MemoryOptions::new().budget(Place::Pinned, 1 << 20))
+    ///     .tiers(Tiers::new([Place::Pinned, Place::Disk]))
+    ///     .open_temporary()?;
     /// let mut batch = store.batch();
     /// batch.create_from([1; 4096], Place::Pinned);
     /// let pages = store.commit(batch)?.pages;

@@ -49,8 +49,8 @@ impl Store {
     /// the read.
     ///
     /// ```
-    /// use remanent::{Key, Options, Place, Store};
-    /// let store = Store::temporary(Options::default())?;
+    /// use remanent::{Key, Place, Store};
+    /// let store = Store::temporary()?;
     /// let key = Key::new("block/7").unwrap();
     /// let mut batch = store.batch();
     /// let page = batch.create(8, Place::Host).key(key.clone()).page();
@@ -82,8 +82,8 @@ impl Store {
     /// Returns all bytes of the page with key `key`, or `None` if no page has this key.
     ///
     /// ```
-    /// use remanent::{Options, Place, Store};
-    /// let store = Store::temporary(Options::default())?;
+    /// use remanent::{Place, Store};
+    /// let store = Store::temporary()?;
     /// store.put("config", b"a = 1", Place::Host)?;
     /// assert_eq!(store.get("config")?.as_deref(), Some(&b"a = 1"[..]));
     /// assert_eq!(store.get("settings")?, None);
@@ -102,8 +102,8 @@ impl Store {
     /// Returns all bytes of a page. Contents and length belong to the same state.
     ///
     /// ```
-    /// use remanent::{Options, Place, Store};
-    /// let store = Store::temporary(Options::default())?;
+    /// use remanent::{Place, Store};
+    /// let store = Store::temporary()?;
     /// let mut batch = store.batch();
     /// let page = batch.create(4, Place::Host).page();
     /// batch.write(page, 0, b"page");
@@ -124,8 +124,8 @@ impl Store {
     /// information that belongs to these bytes. If the read fails, the previous contents are lost too.
     ///
     /// ```
-    /// use remanent::{Options, Place, Store};
-    /// let store = Store::temporary(Options::default())?;
+    /// use remanent::{Place, Store};
+    /// let store = Store::temporary()?;
     /// let mut batch = store.batch();
     /// let (long, short) = (batch.create(1000, Place::Host).page(), batch.create(2, Place::Host).page());
     /// batch.fill(long, 0, 1000, &[7]).write(short, 0, b"ab");

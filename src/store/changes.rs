@@ -17,8 +17,8 @@ impl Store {
     ///
     /// ```
     /// use remanent::follow::{AppliedChange, ChangeEvent};
-    /// use remanent::{Options, Place, Store};
-    /// let store = Store::temporary(Options::default())?;
+    /// use remanent::{Place, Store};
+    /// let store = Store::temporary()?;
     /// let mut batch = store.batch();
     /// batch.create(100, Place::Host);
     /// let page = store.commit(batch)?.pages[0];

@@ -110,8 +110,8 @@ impl Store {
     ///
     /// ```
     /// use remanent::batch::Width;
-    /// use remanent::{Options, Place, Store};
-    /// let store = Store::temporary(Options::default())?;
+    /// use remanent::{Place, Store};
+    /// let store = Store::temporary()?;
     /// let mut batch = store.batch();
     /// batch.create_from(*b"weights, before", Place::Host);
     /// batch.create_from(*b"weights, behind", Place::Host);

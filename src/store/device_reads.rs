@@ -26,8 +26,8 @@ impl Store {
     /// The memory ranges must not overlap. After an error, any of them may be partly or completely filled.
     ///
     /// ```
-    /// use remanent::{DeviceChoice, Options, Place, Store};
-    /// let store = Store::temporary(Options::default().device(DeviceChoice::Host))?;
+    /// use remanent::{DeviceChoice, Options, Place};
+    /// let store = Options::new().device(DeviceChoice::Host).open_temporary()?;
     /// let mut batch = store.batch();
     /// batch.create_from(b"keys".to_vec(), Place::Device(0));
     /// batch.create_from(b"and values".to_vec(), Place::Disk);

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use remanent_format::limits::SNAPSHOT_NAME_LEN_MAX;
-use remanent_format::{FileName, Lsn, Position};
+use remanent_format::{FileName, Lsn, Position, SnapshotId};
 
 use super::{Store, StoreParts};
 use crate::catalog::{Catalog, RetainedSnapshot, SnapshotInfo};
@@ -86,9 +86,9 @@ impl Store {
     /// the page cannot be read.
     ///
     /// ```
-    /// # use remanent::{Options, Place, Store, WriteBatch};
+    /// # use remanent::{Place, Store, WriteBatch};
     /// # let directory = tempfile::tempdir()?;
-    /// # let store = Store::open(directory.path(), Options::default())?;
+    /// # let store = Store::open(directory.path())?;
     /// let mut batch = WriteBatch::default();
     /// batch.create_from(vec![7; 20 << 20], Place::Disk);
     /// store.commit(batch)?;
@@ -214,8 +214,8 @@ impl Store {
     /// state. That snapshot removes nothing, and later snapshots apply retention as usual.
     ///
     /// ```
-    /// use remanent::{Options, Place, StatePoint, Store};
-    /// let store = Store::temporary(Options::default())?;
+    /// use remanent::{Place, StatePoint, Store};
+    /// let store = Store::temporary()?;
     /// let mut batch = store.batch();
     /// let page = batch.create(4, Place::Host).page();
     /// batch.write(page, 0, b"good");
@@ -262,6 +262,27 @@ impl Store {
         self.in_store(self.restore_lsn(lsn, &mut catalog))
     }
 
+    /// Restores all pages and the root to the state at the end of a kept snapshot, and returns the position of the
+    /// restoring batch. Equivalent to [`restore`](Self::restore) with a [`StatePoint::Snapshot`].
+    ///
+    /// ```
+    /// use remanent::{Place, Store};
+    /// let store = Store::temporary()?;
+    /// let page = store.put("weights", b"good", Place::Host)?.0;
+    /// let snapshot = store.snapshot()?;
+    /// store.put("weights", b"bad!", Place::Host)?;
+    ///
+    /// store.restore_from_snapshot(snapshot.id)?;
+    /// assert_eq!(store.read_to_vec(page)?, b"good");
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Same as [`restore`](Self::restore); [`Error::NoSnapshot`] if the snapshot is not kept.
+    pub fn restore_from_snapshot(&self, snapshot: SnapshotId) -> Result<Position> {
+        self.restore(snapshot)
+    }
+
     fn restore_lsn(&self, lsn: Lsn, catalog: &mut Catalog) -> Result<Position> {
         let StoreParts { committer, snapshots, options, .. } = &*self.parts;
         let engine = self.engine();
@@ -270,7 +291,7 @@ impl Store {
         applier.unloaded().wait_all()?;
         let mut submitted = committer.lock();
         leases.check_none().map_err(|error| poison.set_by_device(error))?;
-        let restore = RestoreRun { engine, budget: &options.budget, images: snapshots.images };
+        let restore = RestoreRun { engine, budget: &options.memory.budget, images: snapshots.images };
         let point = log.pool.with_surplus(|| restore.run(lsn, &mut submitted, catalog))?;
         // Both locks are still held, so this snapshot is exact. Later opens start from it.
         let (keeps_others, then) = (true, AfterPublication::KeepAll);

@@ -32,8 +32,8 @@ impl Store {
     /// cannot: [`DeviceBytes::begin`], [`Lease::on`] and similar calls then return [`Error::StreamRefused`].
     ///
     /// ```
-    /// use remanent::{DeviceChoice, Options, Store};
-    /// let store = Store::temporary(Options::default().device(DeviceChoice::Host))?;
+    /// use remanent::{DeviceChoice, Options};
+    /// let store = Options::new().device(DeviceChoice::Host).open_temporary()?;
     /// assert!(!store.supports_streams());
     /// # Ok::<(), remanent::Error>(())
     /// ```
@@ -64,10 +64,10 @@ impl Store {
     /// with.
     ///
     /// ```
-    /// use remanent::{Error, Options, Place, Store};
+    /// use remanent::{Error, Options, Place};
     /// # use remanent::DeviceChoice;
-    /// # let options = Options::default().device(DeviceChoice::Host);
-    /// let store = Store::temporary(options)?;
+    /// # let options = Options::new().device(DeviceChoice::Host);
+    /// let store = options.open_temporary()?;
     /// let mut batch = store.batch();
     /// batch.create_from(b"recovered".to_vec(), Place::Device(0));
     /// let page = store.commit(batch)?.pages[0];
@@ -138,10 +138,10 @@ impl Store {
     ///
     /// ```
     /// use remanent::batch::{InitialCopy, Shadow, Width};
-    /// use remanent::{Options, Place, Store};
+    /// use remanent::{Options, Place};
     /// # use remanent::DeviceChoice;
-    /// # let options = Options::default().device(DeviceChoice::Host);
-    /// let store = Store::temporary(options)?;
+    /// # let options = Options::new().device(DeviceChoice::Host);
+    /// let store = options.open_temporary()?;
     /// let mut batch = store.batch();
     /// batch.create_from(b"recovered".to_vec(), Place::Device(0));
     /// let page = store.commit(batch)?.pages[0];
@@ -196,10 +196,10 @@ impl Store {
     /// run it.
     ///
     /// ```
-    /// use remanent::{Options, Place, Store};
+    /// use remanent::{Options, Place};
     /// # use remanent::DeviceChoice;
-    /// # let options = Options::default().device(DeviceChoice::Host);
-    /// let store = Store::temporary(options)?;
+    /// # let options = Options::new().device(DeviceChoice::Host);
+    /// let store = options.open_temporary()?;
     /// let mut batch = store.batch();
     /// let page = batch.create(4096, Place::Device(0)).page();
     /// batch.write(page, 100, b"logged");

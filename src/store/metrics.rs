@@ -34,8 +34,8 @@ impl Store {
     /// Nothing is published in a forked child.
     ///
     /// ```
-    /// use remanent::{Options, Store};
-    /// let store = Store::temporary(Options::default())?;
+    /// use remanent::Store;
+    /// let store = Store::temporary()?;
     /// store.commit(store.batch().set_root("step", 1u64))?;
     /// store.publish_metrics(); // to the recorder that the program installed, if it did
     /// # Ok::<(), remanent::Error>(())

@@ -79,8 +79,8 @@ pub use crate::recovery::RecoveryReport;
 /// makes every batch durable and seals the log; [`Store::close`] does the same and returns errors.
 ///
 /// ```
-/// use remanent::{Key, Options, Place, Store};
-/// let store = Store::temporary(Options::default())?;
+/// use remanent::{Key, Place, Store};
+/// let store = Store::temporary()?;
 /// let mut batch = store.batch();
 /// let page = batch.create(4, Place::Host).key(Key::new("answer").unwrap()).page();
 /// batch.write(page, 0, &[42, 0, 0, 0]);
@@ -150,8 +150,8 @@ impl Store {
     /// ```
     /// # let above = tempfile::tempdir().unwrap();
     /// # let above = above.path().canonicalize().unwrap();
-    /// use remanent::{Options, Store};
-    /// let store = Store::open(above.join("store"), Options::default())?;
+    /// use remanent::Store;
+    /// let store = Store::open(above.join("store"))?;
     /// std::fs::rename(above.join("store"), above.join("moved")).unwrap();
     /// assert_eq!(store.directory()?, Some(above.join("moved")));
     /// # Ok::<(), remanent::Error>(())
@@ -202,7 +202,7 @@ impl Store {
         self.check_process()?;
         let StoreParts { snapshots, options, .. } = &*self.parts;
         let poison = self.engine().poison.clone();
-        if options.snapshot_log_bytes.is_some() || options.snapshot_interval.is_some() {
+        if options.snapshots.is_enabled() {
             // A failure that poisoned the store is returned at the end of this function.
             if let Err(error) = snapshots.take_at_close() {
                 tracing::warn!(%error, "no snapshot at the close");

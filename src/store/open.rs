@@ -17,8 +17,8 @@ use crate::device::{CountedDevice, Device};
 use crate::disk::Disk;
 use crate::engine::{Engine, EngineStart};
 use crate::error::{Error, Result};
+use crate::images::CHUNK_BYTES;
 use crate::images::disk_pages::DiskPages;
-use crate::images::{CHUNK_BYTES, ImageOptions};
 use crate::memory::arena::Arena;
 use crate::memory::staging::StagingPool;
 use crate::options::{Ack, Create, ImageIo, LogIo, Options};
@@ -61,10 +61,11 @@ impl Store {
     fn open_in(
         disk: Arc<dyn Disk>,
         device: Arc<dyn Device>,
-        options: Options,
+        mut options: Options,
         directory: Option<Box<dyn Any + Send + Sync>>,
     ) -> Result<Self> {
         options.check()?;
+        options.retention = options.retention.standing();
         let _span = tracing::info_span!("open", directory = disk.label()).entered();
         let counted = Arc::new(CountedDevice::new(device));
         let counts = counted.counts().clone();
@@ -76,11 +77,11 @@ impl Store {
         disk.make_folder(remanent_format::Folder::Root)?;
         let lock = disk.lock()?;
         let (log_io, log_io_reason) = choose_log_io(&*disk, &options)?;
-        let images =
-            ImageOptions { compression: options.compression, io: checked_image_io(&*disk, &options)? };
-        let arena = Arc::new(Arena::new(device.clone(), options.budget.clone()));
+        let images = options.images;
+        check_image_io(&*disk, images.io)?;
+        let arena = Arc::new(Arena::new(device.clone(), options.memory.budget.clone()));
         let staging = Arc::new(StagingPool::new(device.clone(), STAGING_IDLE_BYTES));
-        let disk_pages = Arc::new(DiskPages::new(disk.clone(), options.budget.limit(Place::Disk)));
+        let disk_pages = Arc::new(DiskPages::new(disk.clone(), options.memory.budget.limit(Place::Disk)));
         let recovery = Recovery {
             disk: disk.clone(),
             device: device.clone(),
@@ -141,7 +142,7 @@ impl Store {
             waiting: CachePadded(CombineQueue::new()),
             files: catalog.files.clone(),
             known: catalog.known.clone(),
-            takes_snapshots: options.snapshot_log_bytes.is_some() || options.snapshot_interval.is_some(),
+            takes_snapshots: options.snapshots.is_enabled(),
             digest_keys: Mutex::default(),
             images,
             ahead_bytes_min: engine.log.pool.segment_len() / BULK_SHARE,
@@ -158,13 +159,13 @@ impl Store {
             counts,
         });
         let tiers = keeper.map(TierThread::start).transpose()?;
-        let pace = Arc::new(Pace::new(options.snapshot_bytes_per_second));
+        let pace = Arc::new(Pace::new(options.snapshots.bytes_per_second));
         let snapshots = Arc::new(Snapshots {
             engine: engine.clone(),
             retention: options.retention.clone(),
             images,
-            chunk_len: options.chunk_len.unwrap_or(CHUNK_BYTES),
-            keeps_spares: options.spare_bytes != Some(0),
+            chunk_len: images.chunk_len.map_or(CHUNK_BYTES, |len| len.max(1)),
+            keeps_spares: options.log.spare_bytes != Some(0),
             catalog: CatalogLock::new(catalog, pace.clone()),
             unverified: Default::default(),
             progress: SnapshotProgress::default(),
@@ -176,11 +177,11 @@ impl Store {
                 at: Instant::now(),
             }),
         });
-        let rules = Rules { log_bytes: options.snapshot_log_bytes, interval: options.snapshot_interval };
+        let rules = Rules { log_bytes: options.snapshots.log_bytes, interval: options.snapshots.interval };
         let background = BackgroundSnapshots::start(snapshots.clone(), rules)?;
-        let scrub_pace = Pace::new(options.scrub_bytes_per_second);
+        let scrub_pace = Pace::new(options.scrubs.bytes_per_second);
         let scrub = Arc::new(Scrub::new(snapshots.clone(), store.clone(), scrub_pace));
-        let scrubber = Scrubber::start(scrub.clone(), options.scrub_interval)?;
+        let scrubber = Scrubber::start(scrub.clone(), options.scrubs.interval)?;
         Ok(Self {
             recovered,
             parts: ForkGuard::new(StoreParts {
@@ -203,21 +204,20 @@ impl Store {
     }
 }
 
-/// Returns the image I/O mode of the options, or an error if the disk does not support it.
-fn checked_image_io(disk: &dyn Disk, options: &Options) -> Result<ImageIo> {
-    let io = options.image_io;
+/// Rejects a way to write images that the disk does not support.
+fn check_image_io(disk: &dyn Disk, io: ImageIo) -> Result<()> {
     match disk.refuses_images(io)? {
-        Some(reason) => Err(Error::InvalidOption { option: "image_io", reason: format!("{io}: {reason}") }),
-        None => Ok(io),
+        Some(reason) => Err(Error::InvalidOption { option: "images.io", reason: format!("{io}: {reason}") }),
+        None => Ok(()),
     }
 }
 
 /// Chooses the log's I/O mode. Returns the mode and a text that explains the choice.
 fn choose_log_io(disk: &dyn Disk, options: &Options) -> Result<(LogIo, String)> {
-    if let Some(io) = options.log_io {
+    if let Some(io) = options.log.io {
         let refused = disk.refuses(io)?;
         return match refused {
-            Some(reason) => Err(Error::InvalidOption { option: "log_io", reason: format!("{io}: {reason}") }),
+            Some(reason) => Err(Error::InvalidOption { option: "log.io", reason: format!("{io}: {reason}") }),
             None => Ok((io, format!("{io}, as asked for"))),
         };
     }

@@ -37,12 +37,14 @@ impl Store {
     /// memory, like [`Store::ensure`] does, and remains there until the lease ends.
     ///
     /// ```
+    /// use remanent::options::MemoryOptions;
     /// use remanent::tiers::Tiers;
-    /// use remanent::{Budget, DeviceChoice, Options, Place, Store};
-    /// let budget = Budget::default().with(Place::Host, 1 << 20);
-    /// let tiers = Tiers::new([Place::Host, Place::Disk]);
-    /// let options = Options::default().device(DeviceChoice::Host).budget(budget).tiers(tiers);
-    /// let store = Store::temporary(options)?;
+    /// use remanent::{DeviceChoice, Options, Place};
+    /// let store = Options::new()
+    ///     .device(DeviceChoice::Host)
+    ///     .memory(MemoryOptions::new().budget(Place::Host, 1 << 20))
+    ///     .tiers(Tiers::new([Place::Host, Place::Disk]))
+    ///     .open_temporary()?;
     /// let mut batch = store.batch();
     /// batch.create_from(b"cold".to_vec(), Place::Disk);
     /// let page = store.commit(batch)?.pages[0];
@@ -161,8 +163,8 @@ impl Store {
     /// Returns whether the page exists. Never waits, like [`Store::page`].
     ///
     /// ```
-    /// use remanent::{Key, Options, Place, Store};
-    /// let store = Store::temporary(Options::default())?;
+    /// use remanent::{Key, Place, Store};
+    /// let store = Store::temporary()?;
     /// let key = Key::new("block/7").unwrap();
     /// let mut batch = store.batch();
     /// batch.create(8, Place::Host).key(key.clone());
@@ -201,8 +203,8 @@ impl Store {
     /// Pages are looked up as the iterator advances; concurrent batches do not affect the result.
     ///
     /// ```
-    /// use remanent::{Options, Place, Store};
-    /// let store = Store::temporary(Options::default())?;
+    /// use remanent::{Place, Store};
+    /// let store = Store::temporary()?;
     /// let mut batch = store.batch();
     /// batch.create(4, Place::Host);
     /// batch.create(8, Place::Host);

@@ -45,8 +45,8 @@ impl Store {
     /// continue. Shorter ranges, and ranges of several places, are transferred in batch order.
     ///
     /// ```
-    /// use remanent::{Options, Place, Store};
-    /// let store = Store::temporary(Options::default())?;
+    /// use remanent::{Place, Store};
+    /// let store = Store::temporary()?;
     /// let mut batch = store.batch();
     /// batch.create_from(*b"a page", Place::Host);
     /// batch.create_from(*b"another page", Place::Host);

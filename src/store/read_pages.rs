@@ -15,14 +15,14 @@ use crate::history::view::View;
 ///
 /// ```
 /// use remanent::store::ReadPages;
-/// use remanent::{Options, Place, Result, Store};
+/// use remanent::{Place, Result, Store};
 /// fn total(pages: &impl ReadPages) -> Result<u64> {
 ///     Ok(pages.pages()?.map(|info| info.len).sum())
 /// }
 ///
 /// # let directory = tempfile::tempdir().unwrap();
 /// # let path = directory.path().join("mystore");
-/// let store = Store::open(&path, Options::default())?;
+/// let store = Store::open(&path)?;
 /// let mut batch = store.batch();
 /// batch.create_from(*b"bias", Place::Host).key("bias");
 /// store.commit(batch)?;
@@ -87,8 +87,8 @@ pub trait ReadPages {
     ///
     /// ```
     /// use remanent::store::ReadPages;
-    /// use remanent::{Options, Place, Store};
-    /// let store = Store::temporary(Options::default())?;
+    /// use remanent::{Place, Store};
+    /// let store = Store::temporary()?;
     /// let mut batch = store.batch();
     /// for key in ["layer.0/w", "layer.1/w", "head"] {
     ///     batch.create(4, Place::Host).key(key);

@@ -17,9 +17,9 @@ use crate::tiers::stats::{MoveStats, TierStats};
 /// Counters and sizes of an open store, returned by [`Store::stats`].
 ///
 /// ```
-/// use remanent::{Ack, DeviceChoice, Options, Place, Store};
-/// let options = Options::default().device(DeviceChoice::Host).ack(Ack::Applied);
-/// let store = Store::temporary(options)?;
+/// use remanent::{Ack, DeviceChoice, Options, Place};
+/// let options = Options::new().device(DeviceChoice::Host).ack(Ack::Applied);
+/// let store = options.open_temporary()?;
 /// let mut batch = store.batch();
 /// let page = batch.create(100, Place::Device(0)).page();
 /// batch.write(page, 0, &[1; 60]);
@@ -114,8 +114,8 @@ impl Store {
     /// needs the memory.
     ///
     /// ```
-    /// use remanent::{Options, Place, Store};
-    /// let store = Store::temporary(Options::default())?;
+    /// use remanent::{Place, Store};
+    /// let store = Store::temporary()?;
     /// let mut batch = store.batch();
     /// batch.create(1 << 20, Place::Host);
     /// let created = store.commit(batch)?;

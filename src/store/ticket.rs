@@ -32,8 +32,8 @@ pub struct CommitReceipt {
 ///
 /// ```
 /// use std::time::Duration;
-/// use remanent::{Ack, Options, Store};
-/// let store = Store::temporary(Options::default())?;
+/// use remanent::{Ack, Store};
+/// let store = Store::temporary()?;
 /// let ticket = store.submit(store.batch().set_root("step", 1u64))?;
 /// assert!(ticket.is_acknowledged(Ack::Logged)?, "a mapped log has it by now");
 /// assert!(ticket.wait_timeout(Ack::Durable, Duration::from_secs(60))?);
@@ -127,8 +127,8 @@ impl Ticket {
     /// #         }
     /// #     }
     /// # }
-    /// use remanent::{Ack, Options, Store};
-    /// let store = Store::temporary(Options::default())?;
+    /// use remanent::{Ack, Store};
+    /// let store = Store::temporary()?;
     /// let ticket = store.submit(store.batch().set_root("step", 1u64))?;
     /// block_on(async { ticket.acknowledged(Ack::Durable).await })?;
     /// assert!(ticket.is_acknowledged(Ack::Durable)?);

@@ -27,8 +27,8 @@ impl Store {
     ///
     /// ```
     /// use remanent::device::{UnifiedHint, UnifiedSide};
-    /// use remanent::{Error, Options, Place, Store};
-    /// let store = Store::temporary(Options::default())?;
+    /// use remanent::{Error, Place, Store};
+    /// let store = Store::temporary()?;
     /// let mut batch = store.batch();
     /// batch.create_from([7; 4096], Place::Unified);
     /// let page = store.commit(batch)?.pages[0];

@@ -17,8 +17,8 @@ use crate::versions::TableView;
 /// page, use a [lease](Store::lease).
 ///
 /// ```
-/// use remanent::{Error, Options, Place, Store};
-/// let store = Store::temporary(Options::default())?;
+/// use remanent::{Error, Place, Store};
+/// let store = Store::temporary()?;
 /// let mut batch = store.batch();
 /// let page = batch.create(4, Place::Host).page();
 /// batch.set_root("step", 1u64);

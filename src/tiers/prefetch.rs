@@ -25,8 +25,8 @@ const BATCH_BYTES: u64 = 16 << 20;
 /// example to cancel the prefetch after a timeout.
 ///
 /// ```
-/// use remanent::{Options, Place, Store};
-/// let store = Store::temporary(Options::default())?;
+/// use remanent::{Place, Store};
+/// let store = Store::temporary()?;
 /// let mut batch = store.batch();
 /// batch.create_from([7; 4096], Place::Disk);
 /// let pages = store.commit(batch)?.pages;

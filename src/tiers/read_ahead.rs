@@ -25,8 +25,8 @@ const BUDGET_PART: u64 = 4;
 /// advance.
 ///
 /// ```
-/// use remanent::{Options, Place, Store};
-/// let store = Store::temporary(Options::default())?;
+/// use remanent::{Place, Store};
+/// let store = Store::temporary()?;
 /// let mut batch = store.batch();
 /// for layer in 0..8 {
 ///     batch.create_from([layer; 4096], Place::Disk);

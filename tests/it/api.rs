@@ -10,7 +10,7 @@ use std::time::Duration;
 use remanent::device::host::HostDevice;
 use remanent::error::Remedy;
 use remanent::follow::{FollowFrom, Follower, Replica};
-use remanent::options::LogIo;
+use remanent::options::{LogIo, LogOptions};
 use remanent::store::ReadPages;
 use remanent::testing::sim_disk::{DiskFault, Operation, SimDisk};
 use remanent::{
@@ -22,7 +22,7 @@ use remanent::{
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn store() -> Store {
-    Store::temporary(Options::default()).unwrap()
+    Store::temporary().unwrap()
 }
 
 /// A waker that counts its calls, and lets this thread go on.
@@ -115,7 +115,7 @@ fn integers_convert_between_the_two_kinds_and_nothing_else_does() {
 #[test]
 fn one_time_point_works_for_restore_view_and_fork() {
     let directory = tempfile::tempdir().unwrap();
-    let store = Store::open(directory.path().join("store"), Options::default()).unwrap();
+    let store = Store::open(directory.path().join("store")).unwrap();
     let steps = |count: u64| {
         (1..=count).for_each(|step| _ = store.commit(store.batch().set_root("step", step)).unwrap())
     };
@@ -132,7 +132,7 @@ fn one_time_point_works_for_restore_view_and_fork() {
         steps(1);
         let fork = directory.path().join(format!("fork {point}").replace(':', " "));
         store.fork(&fork, &point).unwrap();
-        let fork = Store::open(fork, Options::default()).unwrap();
+        let fork = Store::open(fork).unwrap();
         assert_eq!(fork.root().unwrap()["step"].as_u64(), Some(2), "{point}");
     }
     let lsn = store.lsn();
@@ -164,12 +164,15 @@ fn snapshot_follows_options() {
 #[test]
 fn options_debug_shows_values() {
     let rules = Retention::default().snapshots_kept(7).log_kept(1 << 20);
-    let options =
-        Options::default().ack(Ack::Durable).log_io(LogIo::Buffered).retention(&rules).identity(*b"me");
-    assert_eq!((options.get_ack(), options.get_log_io()), (Ack::Durable, Some(LogIo::Buffered)));
-    assert_eq!((options.get_retention(), options.get_identity()), (rules.clone(), Some(&b"me"[..])));
-    assert_eq!(options.get_reserve_bytes(), 2 * options.get_segment_len());
-    assert_eq!(Store::temporary(options).unwrap().retention(), rules);
+    let options = Options::new()
+        .ack(Ack::Durable)
+        .log(LogOptions::new().io(LogIo::Buffered))
+        .retention(rules.clone())
+        .identity(*b"me");
+    assert_eq!((options.ack, options.log.io), (Ack::Durable, Some(LogIo::Buffered)));
+    assert_eq!((&options.retention, options.identity.as_deref()), (&rules, Some(&b"me"[..])));
+    assert_eq!((options.log.segment_len, options.log.reserve_bytes), (16 << 20, None));
+    assert_eq!(options.open_temporary().unwrap().retention(), rules);
 }
 
 /// Reads everything in the one way that all readers have.
@@ -199,7 +202,7 @@ fn all(pages: &impl ReadPages) -> Vec<(PageId, Option<Key>, Vec<u8>)> {
 #[test]
 fn store_view_state_and_replica_read_alike() {
     let directory = tempfile::tempdir().unwrap();
-    let store = Store::open(directory.path(), Options::default()).unwrap();
+    let store = Store::open(directory.path()).unwrap();
     let mut batch = store.batch();
     batch.set_root("step", 3u64);
     for (key, bytes) in [("layer.0", &b"zero"[..]), ("layer.1", b"one"), ("head", b"h")] {
@@ -234,7 +237,7 @@ fn store_view_state_and_replica_read_alike() {
 #[test]
 fn a_follower_is_an_iterator_that_ends_with_its_first_error() {
     let directory = tempfile::tempdir().unwrap();
-    let store = Store::open(directory.path(), Options::default()).unwrap();
+    let store = Store::open(directory.path()).unwrap();
     for step in 1..=4u64 {
         store.commit(store.batch().set_root("step", step)).unwrap();
     }
@@ -256,7 +259,7 @@ const WAYS: [LogIo; 3] = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct];
 #[test]
 fn ticket_supports_poll_timeout_and_await() {
     for io in WAYS {
-        let store = Store::temporary(Options::default().log_io(io)).unwrap();
+        let store = Options::new().log(LogOptions::new().io(io)).open_temporary().unwrap();
         for ack in [Ack::Logged, Ack::Applied, Ack::Durable] {
             let ticket = store.submit(store.batch().set_root("step", 1u64)).unwrap();
             assert!(ticket.wait_timeout(ack, PATIENCE).unwrap(), "{io} {ack:?}");
@@ -281,7 +284,7 @@ fn ticket_supports_poll_timeout_and_await() {
 
 #[test]
 fn many_tasks_wait_for_one_sync() {
-    let store = Store::temporary(Options::default().log_io(LogIo::Buffered)).unwrap();
+    let store = Options::new().log(LogOptions::new().io(LogIo::Buffered)).open_temporary().unwrap();
     let tickets: Vec<_> =
         (0..50u64).map(|step| store.submit(store.batch().set_root("step", step)).unwrap()).collect();
     block_on(async {
@@ -341,7 +344,7 @@ fn prefetches_can_be_awaited() {
 fn waiting_task_is_woken_on_failure() {
     for io in WAYS {
         let disk = SimDisk::new();
-        let options = Options::default().log_io(io).segment_len(64 << 10);
+        let options = Options::new().log(LogOptions::new().io(io).segment_len(64 << 10));
         let store = Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options).unwrap();
         disk.fail(DiskFault { operation: Operation::SyncWindow, skip: 0, times: usize::MAX, errno: 5 });
         let ticket = store.submit(store.batch().set_root("step", 1u64)).unwrap();
@@ -368,7 +371,7 @@ fn a_task_may_be_polled_by_the_call_that_wakes_it() {
     for operation in [Operation::Put, Operation::SyncWindow] {
         let disk = SimDisk::new();
         // Only a sync that somebody asks for comes before the failure.
-        let options = Options::default().log_io(LogIo::Buffered).segment_len(64 << 10);
+        let options = Options::new().log(LogOptions::new().io(LogIo::Buffered).segment_len(64 << 10));
         let store = Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options).unwrap();
         let ticket = store.submit(store.batch().set_root("step", 1u64)).unwrap();
         disk.fail(DiskFault { operation, skip: 0, times: usize::MAX, errno: 5 });
@@ -390,7 +393,7 @@ fn a_task_may_be_polled_by_the_call_that_wakes_it() {
 #[test]
 fn store_opens_with_custom_device() {
     let directory = tempfile::tempdir().unwrap();
-    let store = Store::open_with(directory.path(), Arc::new(HostDevice::new()), Options::default()).unwrap();
+    let store = Options::new().open_with(directory.path(), Arc::new(HostDevice::new())).unwrap();
     assert_eq!(store.recovered().device, "host");
 }
 
@@ -400,7 +403,8 @@ fn store_opens_with_custom_device() {
 fn put_succeeds_under_concurrent_key_changes() {
     const ROUNDS: usize = 50;
     for log_io in [LogIo::Buffered, LogIo::Direct] {
-        let store = Store::temporary(Options::default().log_io(log_io).ack(Ack::Logged)).unwrap();
+        let store =
+            Options::new().log(LogOptions::new().io(log_io)).ack(Ack::Logged).open_temporary().unwrap();
         let key = Key::new("shared").unwrap();
         thread::scope(|scope| {
             for writer in 1..=3u8 {
@@ -434,7 +438,7 @@ fn put_succeeds_under_concurrent_key_changes() {
 /// A program writes keys, names and states as text, and need not convert them first.
 #[test]
 fn calls_take_text_for_keys_names_and_states() {
-    let store = Store::temporary(Options::default()).unwrap();
+    let store = Store::temporary().unwrap();
     let (page, first) = store.put("a", b"one", Place::Host).unwrap();
     store.snapshot_with("before").unwrap();
     let mut batch = store.batch();

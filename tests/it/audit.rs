@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use remanent::device::host::HostDevice;
 use remanent::device::{Command, CommandList, Device, Fence, Lane, Pending, StagingSpan};
+use remanent::options::{LogOptions, SnapshotSchedule};
 use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
@@ -80,7 +81,8 @@ impl Device for Rogue {
 /// Opens a store with segments of a mebibyte: a batch that writes a quarter of it as whole pages writes them
 /// to an image first.
 fn open(device: Arc<dyn Device>) -> Arc<Store> {
-    let options = Options::default().segment_len(1 << 20).snapshot_log_bytes(None).snapshot_interval(None);
+    let options =
+        Options::new().log(LogOptions::new().segment_len(1 << 20)).snapshots(SnapshotSchedule::never());
     Arc::new(Store::open_on(Arc::new(SimDisk::new()), device, options).unwrap())
 }
 

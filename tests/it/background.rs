@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use remanent::device::host::HostDevice;
 use remanent::error::FileName;
+use remanent::options::{ImageOptions, LogOptions, SnapshotSchedule};
 use remanent::snapshot::SnapshotPhase;
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{Ack, Error, Lsn, Options, PageId, Place, SnapshotOptions, StatePoint, Store};
@@ -13,12 +14,13 @@ use remanent::{Ack, Error, Lsn, Options, PageId, Place, SnapshotOptions, StatePo
 use crate::faults::disk_full::{is_held, until};
 use crate::faults::watched;
 use crate::interrupted_reads::InterruptedDisk;
+use crate::with_options::With;
 
 /// A year, which no test takes.
 const NEVER: Duration = Duration::from_secs(365 * 24 * 3600);
 
 fn options() -> Options {
-    Options::default().segment_len(16 << 10).snapshot_log_bytes(None).snapshot_interval(None)
+    Options::new().log(LogOptions::new().segment_len(16 << 10)).snapshots(SnapshotSchedule::never())
 }
 
 fn open(disk: &SimDisk, options: Options) -> Store {
@@ -43,7 +45,7 @@ fn commits(store: &Store, count: u8) {
 #[test]
 fn grown_log_triggers_snapshot() {
     let disk = SimDisk::new();
-    let store = open(&disk, options().snapshot_log_bytes(20_000));
+    let store = open(&disk, options().with(|options| options.snapshots.log_bytes = Some(20_000)));
     let mut ended = 0;
     for round in 1..=4 {
         // Fewer than five frames of 4 KiB are not enough. After five, a snapshot is taken.
@@ -69,7 +71,8 @@ fn grown_log_triggers_snapshot() {
 
 #[test]
 fn snapshot_interval_requires_a_commit() {
-    let store = open(&SimDisk::new(), options().snapshot_interval(Duration::ZERO));
+    let store =
+        open(&SimDisk::new(), options().with(|options| options.snapshots.interval = Some(Duration::ZERO)));
     commit(&store, 1);
     store.wait_for_snapshots(1);
     // The snapshot's own frames and idle seals add to the log, and make no snapshot due: the second is that
@@ -91,7 +94,13 @@ fn replayed_bytes_count_toward_snapshot() {
     }
     assert_eq!(store.stats().snapshots.taken, 0);
     drop(store);
-    let store = open(&disk, options().snapshot_log_bytes(20_000).snapshot_interval(NEVER));
+    let store = open(
+        &disk,
+        options().with(|options| {
+            options.snapshots.log_bytes = Some(20_000);
+            options.snapshots.interval = Some(NEVER);
+        }),
+    );
     store.wait_for_snapshots(1);
     assert_eq!(store.snapshots().pop().unwrap().end, Lsn(6));
 }
@@ -99,7 +108,7 @@ fn replayed_bytes_count_toward_snapshot() {
 /// A snapshot that the caller takes starts the count again.
 #[test]
 fn manual_snapshot_counts() {
-    let store = open(&SimDisk::new(), options().snapshot_log_bytes(20_000));
+    let store = open(&SimDisk::new(), options().with(|options| options.snapshots.log_bytes = Some(20_000)));
     // Repeated, because the thread may be slow to see that one is due.
     for taken in 1..=20 {
         commits(&store, 4);
@@ -116,7 +125,13 @@ fn manual_snapshot_counts() {
 fn long_manual_snapshot_is_not_followed_by_needless_one() {
     const ROUNDS: u64 = 20;
     const LEN: u64 = 16 << 20;
-    let store = open(&SimDisk::new(), options().segment_len(1 << 20).snapshot_log_bytes(16 * 4096));
+    let store = open(
+        &SimDisk::new(),
+        options().with(|options| {
+            options.log.segment_len = 1 << 20;
+            options.snapshots.log_bytes = Some(16 * 4096);
+        }),
+    );
     commit(&store, 0);
     let mut batch = store.batch();
     batch.create(LEN, Place::Host);
@@ -148,8 +163,12 @@ fn long_manual_snapshot_is_not_followed_by_needless_one() {
 fn full_disk_is_reported_and_retried() {
     let disk = SimDisk::new();
     // Each commit is enough. An eighth of that makes the thread try again; a seal in a pause is less.
-    let rules = options().snapshot_log_bytes(4000).snapshot_interval(NEVER);
-    let store = open(&disk, rules.segment_len(1 << 20).reserve_bytes(4 << 20));
+    let rules = options().with(|options| {
+        options.snapshots.log_bytes = Some(4000);
+        options.snapshots.interval = Some(NEVER);
+        options.log = LogOptions::new().segment_len(1 << 20).reserve_bytes(4 << 20);
+    });
+    let store = open(&disk, rules);
     commit(&store, 0);
     store.wait_for_snapshots(1);
     // Until the spares for opens are there a full disk refuses commits, too. One that stays full, though a
@@ -175,7 +194,10 @@ fn full_disk_is_reported_and_retried() {
 #[test]
 fn close_cancels_slow_snapshot() {
     let disk = SimDisk::new();
-    let slow = options().snapshot_log_bytes(20_000).snapshot_bytes_per_second(1);
+    let slow = options().with(|options| {
+        options.snapshots.log_bytes = Some(20_000);
+        options.snapshots.bytes_per_second = Some(1);
+    });
     let store = open(&disk, slow.clone().ack(Ack::Durable));
     commits(&store, 5);
     let stats = loop {
@@ -192,7 +214,7 @@ fn close_cancels_slow_snapshot() {
     assert_eq!((store.recovered().position.lsn, store.snapshots().len()), (Lsn(6), 0));
     // A snapshot by hand goes as fast as it can.
     drop(store);
-    let store = open(&disk, slow.snapshot_log_bytes(None));
+    let store = open(&disk, slow.with(|options| options.snapshots.log_bytes = None));
     assert_eq!(store.snapshot().unwrap().end, Lsn(6));
 }
 
@@ -201,7 +223,10 @@ fn close_cancels_slow_snapshot() {
 fn background_snapshot_is_verified_by_its_writer_thread() {
     let disk = SimDisk::new();
     let watched = Arc::new(InterruptedDisk::never(&disk));
-    let rules = options().segment_len(1 << 20).chunk_len(16 << 10).snapshot_log_bytes(1 << 20);
+    let rules = options().images(ImageOptions::new().chunk_len(16 << 10)).with(|options| {
+        options.log.segment_len = 1 << 20;
+        options.snapshots.log_bytes = Some(1 << 20);
+    });
     let store = Store::open_on(watched.clone(), Arc::new(HostDevice::new()), rules).unwrap();
     watched.past_cache();
     let mut batch = store.batch();
@@ -219,7 +244,10 @@ fn background_snapshot_is_verified_by_its_writer_thread() {
 
 /// A store with a background snapshot that would take an hour.
 fn with_a_slow_snapshot() -> Store {
-    let slow = options().snapshot_log_bytes(20_000).snapshot_bytes_per_second(1);
+    let slow = options().with(|options| {
+        options.snapshots.log_bytes = Some(20_000);
+        options.snapshots.bytes_per_second = Some(1);
+    });
     let store = open(&SimDisk::new(), slow);
     commits(&store, 5);
     while store.stats().snapshots.pages_done == 0 {
@@ -269,6 +297,10 @@ fn waiting_caller_lifts_snapshot_rate_limit() {
 
 #[test]
 fn zero_pace_is_refused() {
-    let refused = Store::temporary(Options::default().snapshot_bytes_per_second(0)).unwrap_err();
-    assert!(matches!(refused, Error::InvalidOption { option: "snapshot_bytes_per_second", .. }), "{refused}");
+    let refused =
+        Options::new().snapshots(SnapshotSchedule::new().bytes_per_second(0)).open_temporary().unwrap_err();
+    assert!(
+        matches!(refused, Error::InvalidOption { option: "snapshots.bytes_per_second", .. }),
+        "{refused}"
+    );
 }

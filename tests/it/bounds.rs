@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use remanent::disk::Disk;
 use remanent::error::{FileName, Folder};
+use remanent::options::LogOptions;
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{Error, Lsn, Options, PageId, Place, Retention, SnapshotOptions, StatePoint, Store, View};
 use remanent_format::image::{ImageFileHeader, ImagePurpose};
@@ -20,6 +21,7 @@ use remanent_format::state::survey::Survey;
 
 use crate::files::{Files, SPARES_FOR_OPENS, State, open_with, small};
 use crate::kill::workload::Random;
+use crate::with_options::With;
 
 /// Long enough to be written ahead, with the longest segments used here.
 const PAGE_LEN: usize = 256 << 10;
@@ -148,7 +150,7 @@ fn overwritten(options: &Options, reopened: bool) {
 fn endless_overwrite_uses_only_retained_space() {
     for segment_len in [16 << 10, 64 << 10, 1 << 20] {
         for reopened in [false, true] {
-            overwritten(&small().segment_len(segment_len), reopened);
+            overwritten(&small().with(|options| options.log.segment_len = segment_len), reopened);
         }
     }
 }
@@ -160,8 +162,8 @@ fn endless_overwrite_uses_only_retained_space() {
 fn disk_usage_is_bounded_with_default_options() {
     // On a disk that does not say how long it is.
     const SPARE_BYTES: u64 = 512 << 20;
-    bounded_directory(&Options::default(), SPARE_BYTES);
-    bounded_directory(&Options::default().spare_bytes(SEGMENT_LEN), SEGMENT_LEN);
+    bounded_directory(&Options::new(), SPARE_BYTES);
+    bounded_directory(&Options::new().log(LogOptions::new().spare_bytes(SEGMENT_LEN)), SEGMENT_LEN);
 }
 
 const SEGMENT_LEN: u64 = 16 << 20;
@@ -224,7 +226,13 @@ fn bounded_directory(options: &Options, spare_bytes: u64) {
 #[test]
 fn would_prune_matches_prune() {
     let disk = SimDisk::new();
-    let store = open_with(&disk, small().segment_len(1 << 20).snapshots_kept(4)).unwrap();
+    let store = open_with(
+        &disk,
+        small()
+            .retention(Retention::new().snapshots_kept(4))
+            .with(|options| options.log.segment_len = 1 << 20),
+    )
+    .unwrap();
     let page = create(&store, 0);
     for round in 1..=12 {
         overwrite(&store, page, round);
@@ -253,7 +261,13 @@ fn inspection_lists_prunable_snapshots() {
         let mut random = Random(seed);
         let disk = SimDisk::new();
         let looked_at: Arc<dyn Disk> = Arc::new(disk.clone());
-        let mut store = open_with(&disk, small().segment_len(256 << 10).snapshots_kept(3)).unwrap();
+        let mut store = open_with(
+            &disk,
+            small()
+                .retention(Retention::new().snapshots_kept(3))
+                .with(|options| options.log.segment_len = 256 << 10),
+        )
+        .unwrap();
         let page = create(&store, 0);
         let (mut listed, mut named) = (0, 0);
         for round in 1..=30 {
@@ -285,7 +299,13 @@ fn inspection_lists_prunable_snapshots() {
             let closed = random.below(2) == 0;
             if closed {
                 store.close().unwrap();
-                store = open_with(&disk, small().segment_len(256 << 10).snapshots_kept(3)).unwrap();
+                store = open_with(
+                    &disk,
+                    small()
+                        .retention(Retention::new().snapshots_kept(3))
+                        .with(|options| options.log.segment_len = 256 << 10),
+                )
+                .unwrap();
             }
             let would = Store::would_prune_on(&looked_at, rule).unwrap();
             if random.below(4) == 0 {
@@ -311,7 +331,7 @@ fn inspection_lists_prunable_snapshots() {
 fn dry_run_lists_removals_without_work_in_progress() {
     let disk = SimDisk::new();
     let looked_at: Arc<dyn Disk> = Arc::new(disk.clone());
-    let store = open_with(&disk, small().segment_len(1 << 20)).unwrap();
+    let store = open_with(&disk, small().with(|options| options.log.segment_len = 1 << 20)).unwrap();
     // Short enough that only a snapshot writes an image of it.
     let mut batch = store.batch();
     batch.create(4096, Place::Host);
@@ -338,7 +358,7 @@ fn dry_run_lists_removals_without_work_in_progress() {
         .map(|(file, _)| file)
         .collect();
     assert!(left.contains(&FileName::Pages(number)), "{left:?}");
-    drop(open_with(&disk, small().segment_len(1 << 20)).unwrap());
+    drop(open_with(&disk, small().with(|options| options.log.segment_len = 1 << 20)).unwrap());
     let files = Files::of(&disk).0;
     assert!(left.iter().all(|file| !files.contains_key(file)), "{left:?}");
 }
@@ -348,7 +368,7 @@ fn dry_run_lists_removals_without_work_in_progress() {
 #[test]
 fn equal_snapshots_before_and_after_restart_both_valid() {
     let disk = SimDisk::new();
-    let open = || open_with(&disk, small().snapshots_kept(1)).unwrap();
+    let open = || open_with(&disk, small().retention(Retention::new().snapshots_kept(1))).unwrap();
     let store = open();
     let page = create(&store, 0);
     overwrite(&store, page, 1);
@@ -376,7 +396,13 @@ fn equal_snapshots_before_and_after_restart_both_valid() {
 #[test]
 fn states_below_floor_are_unreachable_except_named() {
     let disk = SimDisk::new();
-    let store = open_with(&disk, small().segment_len(1 << 20).snapshots_kept(1)).unwrap();
+    let store = open_with(
+        &disk,
+        small()
+            .retention(Retention::new().snapshots_kept(1))
+            .with(|options| options.log.segment_len = 1 << 20),
+    )
+    .unwrap();
     let page = create(&store, 0);
     let named = store.snapshot_with(SnapshotOptions::new().name("first")).unwrap();
     let then = State::of(&store);
@@ -403,7 +429,7 @@ fn states_below_floor_are_unreachable_except_named() {
     store.close().unwrap();
     check("closed");
     // A restart writes a new seal, which contains the floor.
-    let store = open_with(&disk, small().segment_len(1 << 20)).unwrap();
+    let store = open_with(&disk, small().with(|options| options.log.segment_len = 1 << 20)).unwrap();
     check("opened again");
     store.restore(StatePoint::Lsn(named.end)).unwrap();
     assert_eq!(State::of(&store).contents, then.contents);
@@ -413,7 +439,13 @@ fn states_below_floor_are_unreachable_except_named() {
 #[test]
 fn states_after_restore_without_table_are_unreachable() {
     let disk = SimDisk::new();
-    let store = open_with(&disk, small().segment_len(1 << 20).snapshots_kept(1)).unwrap();
+    let store = open_with(
+        &disk,
+        small()
+            .retention(Retention::new().snapshots_kept(1))
+            .with(|options| options.log.segment_len = 1 << 20),
+    )
+    .unwrap();
     let page = create(&store, 0);
     let first = overwrite(&store, page, 1);
     overwrite(&store, page, 2);
@@ -438,7 +470,8 @@ fn states_after_restore_without_table_are_unreachable() {
 #[test]
 fn log_is_kept_up_to_wanted_length() {
     let disk = SimDisk::new();
-    let store = open_with(&disk, small().log_kept(u64::MAX).snapshots_kept(1)).unwrap();
+    let store =
+        open_with(&disk, small().retention(Retention::new().log_kept(u64::MAX).snapshots_kept(1))).unwrap();
     let page = create(&store, 0);
     let mut states = vec![State::of(&store)];
     for round in 1..=12 {
@@ -462,8 +495,12 @@ fn log_is_kept_up_to_wanted_length() {
 #[test]
 fn images_written_ahead_make_a_snapshot_due() {
     let disk = SimDisk::new();
-    let options = small().segment_len(1 << 20);
-    let store = open_with(&disk, options.clone().snapshot_log_bytes(4 * PAGE_LEN as u64)).unwrap();
+    let options = small().with(|options| options.log.segment_len = 1 << 20);
+    let store = open_with(
+        &disk,
+        options.clone().with(|options| options.snapshots.log_bytes = Some(4 * PAGE_LEN as u64)),
+    )
+    .unwrap();
     let page = create(&store, 0);
     (1..4).for_each(|round| _ = overwrite(&store, page, round));
     store.wait_for_snapshots(1);
@@ -474,7 +511,9 @@ fn images_written_ahead_make_a_snapshot_due() {
     let page = create(&store, 0);
     (1..5).for_each(|round| _ = overwrite(&store, page, round));
     store.close().unwrap();
-    let store = open_with(&disk, options.snapshot_log_bytes(4 * PAGE_LEN as u64)).unwrap();
+    let store =
+        open_with(&disk, options.with(|options| options.snapshots.log_bytes = Some(4 * PAGE_LEN as u64)))
+            .unwrap();
     store.wait_for_snapshots(1);
 }
 
@@ -482,7 +521,9 @@ fn images_written_ahead_make_a_snapshot_due() {
 #[test]
 fn highest_numbered_file_stays_until_a_manifest_uses_it() {
     let disk = SimDisk::new();
-    let options = small().segment_len(1 << 20).snapshots_kept(1);
+    let options = small()
+        .retention(Retention::new().snapshots_kept(1))
+        .with(|options| options.log.segment_len = 1 << 20);
     let store = open_with(&disk, options.clone()).unwrap();
     create(&store, 0);
     store.snapshot().unwrap();
@@ -509,7 +550,9 @@ fn highest_numbered_file_stays_until_a_manifest_uses_it() {
 #[test]
 fn image_file_numbers_are_never_reused() {
     let disk = SimDisk::new();
-    let options = small().segment_len(1 << 20).snapshots_kept(1);
+    let options = small()
+        .retention(Retention::new().snapshots_kept(1))
+        .with(|options| options.log.segment_len = 1 << 20);
     let mut seen: BTreeMap<FileName, Vec<u8>> = BTreeMap::new();
     let mut store = open_with(&disk, options.clone()).unwrap();
     let page = create(&store, 0);

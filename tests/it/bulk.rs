@@ -8,6 +8,7 @@ use remanent::device::Device;
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::error::{FileName, Folder, Remedy};
+use remanent::options::LogOptions;
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::{DiskFault, EIO, Operation, SimDisk};
 use remanent::{Ack, Epoch, Error, Key, Options, PageId, Place, Store, StoreId, WriteBatch};
@@ -20,6 +21,7 @@ use remanent_format::state::survey::Survey;
 
 use crate::files::{Files, State, open, open_with, small};
 use crate::kill::workload::Random;
+use crate::with_options::With;
 
 /// Longer than a segment of these tests, so that no frame could hold it without one of its own.
 const PAGE_LEN: usize = 20 << 10;
@@ -209,7 +211,7 @@ fn concurrently_resized_page_is_written_as_intended() {
 fn image_enospc_refuses_batch_without_leftovers() {
     for free in (0..8 * PAGE_LEN as u64).step_by(4096) {
         let disk = SimDisk::new();
-        let store = open_with(&disk, small().reserve_bytes(0)).unwrap();
+        let store = open_with(&disk, small().with(|options| options.log.reserve_bytes = Some(0))).unwrap();
         import(&store, 0..1);
         until_segments_are_made(&disk);
         let (state, files) = (State::of(&store), image_files(&disk));
@@ -312,7 +314,7 @@ fn fill_segments(store: &Store, page: PageId, turn: u8) {
 fn long_pages_keep_their_order_among_other_commits() {
     let disk = SimDisk::new();
     let device = Arc::new(HostDevice::new());
-    let options = Options::default().segment_len(16 << 10).ack(Ack::Durable);
+    let options = Options::new().log(LogOptions::new().segment_len(16 << 10)).ack(Ack::Durable);
     let store = Store::open_on(Arc::new(disk.clone()), device, options).unwrap();
     let page = import(&store, 0..1)[0];
     for turn in 1..20u8 {

@@ -9,9 +9,10 @@ use remanent::batch::{InitialCopy, Shadow, Width, WorkingCopy};
 use remanent::device::host::HostDevice;
 use remanent::device::{CallerMemory, DeviceBytes, HostMemory};
 use remanent::device::{Command, CommandList, Device, Lane, Pending, RawStream};
+use remanent::options::MemoryOptions;
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Budget, Epoch, Error, Options, Place, Store};
+use remanent::{Epoch, Error, Options, Place, Store};
 
 use crate::device_ops::{PLACE, content, devices, open, page};
 use crate::kill::workload::Random;
@@ -96,7 +97,7 @@ fn captures_of_batch_share_bitmap_memory() {
     const COUNT: u64 = 6;
     const BITS: u64 = 2 * (LEN / 8);
     let budget = COUNT * 3 * LEN + BITS + 4096;
-    let options = Options::default().budget(Budget::default().with(PLACE, budget));
+    let options = Options::new().memory(MemoryOptions::new().budget(PLACE, budget));
     let store = Store::open_on(Arc::new(SimDisk::new()), Arc::new(HostDevice::new()), options).unwrap();
     let mut batch = store.batch();
     let mut copies = Vec::new();
@@ -167,7 +168,7 @@ fn memory_of_a_capture_is_claimed_at_once() {
     const LEN: u64 = 1 << 20;
     const ASKED: u64 = LEN + 2 * (LEN / 2 / 8);
     let open = |extra: u64| {
-        let options = Options::default().budget(Budget::default().with(PLACE, 2 * LEN + extra));
+        let options = Options::new().memory(MemoryOptions::new().budget(PLACE, 2 * LEN + extra));
         let device = Arc::new(HostDevice::new());
         let store = Store::open_on(Arc::new(SimDisk::new()), device, options).unwrap();
         let page = page(&store, &[0; LEN as usize]);

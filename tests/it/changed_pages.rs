@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 
 use remanent::batch::{Shadow, Width};
 use remanent::error::FileName;
-use remanent::options::Compression;
+use remanent::options::{Compression, ImageOptions};
 use remanent::snapshot::SnapshotInfo;
 use remanent::testing::sim_disk::{DiskFault, ENOSPC, Moment, Operation, SimDisk};
 use remanent::{Error, Options, PageId, Place, StatePoint, Store, WriteBatch};
@@ -23,7 +23,7 @@ const PAGES: usize = 40;
 const PLACE: Place = Place::Device(0);
 
 fn small() -> Options {
-    files::small().compression(Compression::Off)
+    files::small().images(ImageOptions::new().compression(Compression::Off))
 }
 
 fn commit(store: &Store, change: impl FnOnce(&mut WriteBatch)) -> Vec<PageId> {

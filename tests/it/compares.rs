@@ -6,9 +6,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use remanent::batch::Width;
 use remanent::device::Device;
 use remanent::device::host::HostDevice;
+use remanent::options::{MemoryOptions, SnapshotSchedule};
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Ack, Budget, Error, Options, PageId, Place, Store};
+use remanent::{Ack, Error, Options, PageId, Place, Store};
 
 use crate::device_ops::{PLACE, devices, open};
 use crate::kill::workload::Random;
@@ -95,8 +96,8 @@ fn a_long_page_is_compared_part_by_part() {
 #[test]
 fn comparison_works_at_full_budget() {
     let late: Arc<dyn Device> = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));
-    let budget = Budget::default().with(PLACE, 2 * 5000);
-    let options = Options::default().budget(budget).snapshot_log_bytes(None).snapshot_interval(None);
+    let memory = MemoryOptions::new().budget(PLACE, 2 * 5000);
+    let options = Options::new().memory(memory).snapshots(SnapshotSchedule::never());
     let store = Store::open_on(Arc::new(SimDisk::new()), late, options).unwrap();
     let (left, mut right) = (vec![1; 5000], vec![1; 5000]);
     right[4999] = 2;

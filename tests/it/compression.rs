@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use remanent::options::Compression;
+use remanent::options::{Compression, ImageOptions};
 use remanent::snapshot::SnapshotInfo;
 use remanent::{Options, PageId, Place, StatePoint, Store};
 use remanent_format::image::read::check_image;
@@ -32,7 +32,7 @@ fn contents() -> Vec<Vec<u8>> {
 }
 
 fn store(directory: &Path, compression: Compression) -> (Store, SnapshotInfo) {
-    let store = Store::open(directory, Options::default().compression(compression)).unwrap();
+    let store = Options::new().images(ImageOptions::new().compression(compression)).open(directory).unwrap();
     for content in contents() {
         let mut batch = store.batch();
         let page = batch.create(content.len() as u64, Place::Host).page();
@@ -87,14 +87,14 @@ fn compressed_images_are_read_by_all() {
     // They are rebuilt and recovered, with a page whose length changes after its image.
     let rebuilt = rebuild(&reader, &RebuildOptions::default()).unwrap();
     assert!(rebuilt.contents.values().eq(&contents()));
-    let store = Store::open(directory.path(), Options::default()).unwrap();
+    let store = Store::open(directory.path()).unwrap();
     assert!(store.recovered().snapshot.is_some());
     check(&store);
     let mut batch = store.batch();
     batch.resize(PageId(8), 1 << 20).resize(PageId(8), 5 << 20).fill(PageId(8), 1 << 20, 4 << 20, &[9]);
     store.commit(batch).unwrap();
     drop(store);
-    check(&Store::open(directory.path(), Options::default()).unwrap());
+    check(&Store::open(directory.path()).unwrap());
 }
 
 #[test]
@@ -105,7 +105,10 @@ fn store_is_readable_with_any_image_io() {
     assert_eq!(snapshot.bytes, raw);
     drop(written);
     for compression in [Compression::Zstd, Compression::Off, Compression::Zstd] {
-        let store = Store::open(directory.path(), Options::default().compression(compression)).unwrap();
+        let store = Options::new()
+            .images(ImageOptions::new().compression(compression))
+            .open(directory.path())
+            .unwrap();
         check(&store);
         store.snapshot().unwrap();
     }
@@ -135,7 +138,7 @@ fn a_damaged_compressed_image_falls_back() {
     bytes[(image.offset + image.stored_len / 2) as usize] ^= 0x10;
     std::fs::write(&path, bytes).unwrap();
 
-    let store = Store::open(directory.path(), Options::default()).unwrap();
+    let store = Store::open(directory.path()).unwrap();
     let recovered = store.recovered();
     assert!(recovered.snapshot.is_some_and(|used| used < newest.id), "{recovered:?}");
     assert_eq!((recovered.harmless[0].file, recovered.harmless[0].offset), (file, image.offset));

@@ -4,9 +4,10 @@
 use std::path::Path;
 use std::process::Command;
 
-use remanent::{Ack, Options, PageId, Place, Retention, Store};
+use remanent::{Ack, Options, PageId, Place, Retention};
 
 use crate::files::{State, small};
+use crate::with_options::With;
 
 const LEN: u64 = 8 << 10;
 
@@ -25,12 +26,15 @@ const WAYS: [(&str, &str); 8] = [
 /// Options of stores whose files are used again soon.
 fn options(is_mapped: bool) -> Options {
     let io = if is_mapped { remanent::options::LogIo::Mapped } else { remanent::options::LogIo::Buffered };
-    small().ack(Ack::Durable).log_io(io).spare_bytes(1 << 20)
+    small().ack(Ack::Durable).with(|options| {
+        options.log.io = Some(io);
+        options.log.spare_bytes = Some(1 << 20);
+    })
 }
 
 /// Changes a store until its segments and image files were used again, and returns its state.
 fn changed(path: &Path, page: PageId, seed: u8, is_mapped: bool) -> State {
-    let store = Store::open(path, options(is_mapped)).unwrap();
+    let store = options(is_mapped).open(path).unwrap();
     for round in 0..4_u8 {
         for byte in 0..8_u8 {
             let mut batch = store.batch();
@@ -57,7 +61,7 @@ fn copies_are_independent_of_originals() {
             let above = tempfile::tempdir().unwrap();
             let (path, copy) = (above.path().join("store"), above.path().join("copy"));
             std::os::unix::fs::symlink("store", above.path().join("link")).unwrap();
-            let store = Store::open(&path, options(is_mapped)).unwrap();
+            let store = options(is_mapped).open(&path).unwrap();
             let mut batch = store.batch();
             batch.create(LEN, Place::Host);
             let page = store.commit(batch).unwrap().pages[0];
@@ -66,16 +70,16 @@ fn copies_are_independent_of_originals() {
             let copied =
                 Command::new("sh").arg("-c").arg(command).current_dir(above.path()).status().unwrap();
             assert!(copied.success(), "{name}");
-            let of_copy = Store::open(&copy, options(is_mapped)).unwrap();
+            let of_copy = options(is_mapped).open(&copy).unwrap();
             assert_eq!(State::of(&of_copy), original, "{name}");
             of_copy.close().unwrap();
             // Each in turn writes over what it uses again, and the other one keeps its state.
             for seed in [0x11, 0x22] {
                 let of_copy = changed(&copy, page, seed, is_mapped);
-                let state = Store::open(&path, options(is_mapped)).map(|store| State::of(&store));
+                let state = options(is_mapped).open(&path).map(|store| State::of(&store));
                 assert_eq!(state.unwrap(), original, "{name}");
                 original = changed(&path, page, seed ^ 0x77, is_mapped);
-                let state = Store::open(&copy, options(is_mapped)).map(|store| State::of(&store));
+                let state = options(is_mapped).open(&copy).map(|store| State::of(&store));
                 assert_eq!(state.unwrap(), of_copy, "{name}");
             }
         }

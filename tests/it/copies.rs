@@ -234,7 +234,7 @@ fn leases_see_a_copy_as_they_see_a_write() {
 #[test]
 fn pages_copy_between_all_places() {
     for device in devices() {
-        let store = Store::open_on(Arc::new(SimDisk::new()), device, Options::default()).unwrap();
+        let store = Store::open_on(Arc::new(SimDisk::new()), device, Options::new()).unwrap();
         let bytes = Random(3).bytes(200_001);
         for [from, to] in PLACES.iter().flat_map(|from| PLACES.map(|to| [*from, to])) {
             let mut batch = store.batch();

@@ -6,6 +6,7 @@ use remanent::batch::Width;
 use remanent::device::host::HostDevice;
 use remanent::device::multi::MultiDevice;
 use remanent::device::{Device, Lane};
+use remanent::options::{LogOptions, SnapshotSchedule};
 use remanent::stats::{AllocationStats, LaneStats, Stats};
 use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
@@ -18,8 +19,8 @@ const PLACE: Place = Place::Device(0);
 const LEN: u64 = 5000;
 
 fn options() -> Options {
-    let options = Options::default().ack(Ack::Applied).segment_len(64 << 10);
-    options.snapshot_log_bytes(None).snapshot_interval(None)
+    let options = Options::new().ack(Ack::Applied).log(LogOptions::new().segment_len(64 << 10));
+    options.snapshots(SnapshotSchedule::never())
 }
 
 fn open(device: Arc<dyn Device>) -> Store {
@@ -174,7 +175,7 @@ fn metrics_match_stats() {
     use metrics::{
         Counter, CounterFn, Gauge, GaugeFn, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit,
     };
-    use remanent::Budget;
+    use remanent::options::MemoryOptions;
     use remanent::tiers::Tiers;
 
     #[derive(Default)]
@@ -231,7 +232,7 @@ fn metrics_match_stats() {
     }
 
     let options = options()
-        .budget(Budget::default().with(PLACE, 4 * LEN))
+        .memory(MemoryOptions::new().budget(PLACE, 4 * LEN))
         .tiers(Tiers::new([PLACE, Place::Disk]).free_part(4));
     let store = Store::open_on(Arc::new(SimDisk::new()), host(), options).unwrap();
     let mut pages = Vec::new();

@@ -8,7 +8,7 @@ use remanent::device::DeviceBytes;
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::history::DeviceCopier;
-use remanent::options::Compression;
+use remanent::options::{Compression, SnapshotSchedule};
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{Error, Options, PageId, Place, StatePoint, Store, View};
@@ -18,14 +18,20 @@ use remanent_format::image::ImageRef;
 use crate::device_ops::{PLACE, bytes_of, devices};
 use crate::kill::workload::Random;
 use crate::overlays::image_of;
+use crate::with_options::With;
 
 /// Around the length at which an image is read in parts, and shorter and longer than a window of a view.
 const LENS: [u64; 8] = [5, 0, 4096, 70_001, (4 << 20) - 8192, (4 << 20) + 3, 9 << 20, (1 << 20) + 13];
 
 fn open(disk: &SimDisk, compression: Compression) -> Store {
-    let options = Options::default().snapshot_log_bytes(None).snapshot_interval(None);
+    let options = Options::new().snapshots(SnapshotSchedule::never());
     let device = Arc::new(HostDevice::new());
-    Store::open_on(Arc::new(disk.clone()), device, options.compression(compression)).unwrap()
+    Store::open_on(
+        Arc::new(disk.clone()),
+        device,
+        options.with(|options| options.images.compression = compression),
+    )
+    .unwrap()
 }
 
 fn view(disk: &SimDisk, point: Option<&StatePoint>) -> View {
@@ -93,8 +99,7 @@ fn view_loads_every_page_into_its_memory() {
         store.commit(batch).unwrap();
         for device in devices() {
             let label = device.label();
-            let memories =
-                Store::open_on(Arc::new(SimDisk::new()), device.clone(), Options::default()).unwrap();
+            let memories = Store::open_on(Arc::new(SimDisk::new()), device.clone(), Options::new()).unwrap();
             let copier = DeviceCopier::open_on(device);
             for (point, expected) in [(Some(StatePoint::Lsn(lsn)), &then), (None, &now)] {
                 let (view, targets) = (view(&disk, point.as_ref()), targets(&memories, expected));
@@ -134,7 +139,7 @@ fn caller_memory_is_filled() {
 fn page_of_any_store_is_created_from_device_memory() {
     for device in devices() {
         let (label, mut random) = (device.label(), Random(8));
-        let memories = Store::open_on(Arc::new(SimDisk::new()), device.clone(), Options::default()).unwrap();
+        let memories = Store::open_on(Arc::new(SimDisk::new()), device.clone(), Options::new()).unwrap();
         let copier = DeviceCopier::open_on(device);
         let disk = SimDisk::new();
         let store = open(&disk, Compression::Zstd);
@@ -174,7 +179,7 @@ fn unfillable_request_is_refused() {
     let (disk, mut random) = (SimDisk::new(), Random(5));
     let pages = write(&open(&disk, Compression::Off), &mut random);
     let device = Arc::new(HostDevice::new());
-    let memories = Store::open_on(Arc::new(SimDisk::new()), device.clone(), Options::default()).unwrap();
+    let memories = Store::open_on(Arc::new(SimDisk::new()), device.clone(), Options::new()).unwrap();
     let (copier, view) = (DeviceCopier::open_on(device), view(&disk, None));
     let memory = memories.device_bytes(8192, PLACE).unwrap();
     memory.write(0, &[1; 8192]).unwrap();
@@ -188,7 +193,7 @@ fn unfillable_request_is_refused() {
     assert_eq!(refusal(&[(five, &short)]), format!("page {five} is 5 bytes long"));
     assert_eq!(refusal(&[(five, &first), (long, &whole)]), "it overlaps other memory of the same call");
     assert_eq!(refusal(&[(long, &beside), (long, &whole)]), format!("page {long} is named twice"));
-    let elsewhere = Store::open_on(Arc::new(SimDisk::new()), Arc::new(HostDevice::new()), Options::default());
+    let elsewhere = Store::open_on(Arc::new(SimDisk::new()), Arc::new(HostDevice::new()), Options::new());
     let elsewhere = elsewhere.unwrap().device_bytes(5, PLACE).unwrap();
     assert!(refusal(&[(five, &elsewhere)]).contains("another"));
     let unknown = copier.load(&view, &[(PageId(99), &first)]).unwrap_err();
@@ -210,7 +215,7 @@ fn damage_is_reported_and_affects_only_its_page() {
         let bit = disk.bytes(file).unwrap()[middle as usize] ^ 1;
         disk.damage(file, middle, &[bit]);
         let device = Arc::new(HostDevice::new());
-        let memories = Store::open_on(Arc::new(SimDisk::new()), device.clone(), Options::default()).unwrap();
+        let memories = Store::open_on(Arc::new(SimDisk::new()), device.clone(), Options::new()).unwrap();
         let (copier, view) = (DeviceCopier::open_on(device), view(&disk, None));
         let targets = targets(&memories, &pages);
         let error = copier.load(&view, &named(&pages, &targets)).unwrap_err();

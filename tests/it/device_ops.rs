@@ -7,10 +7,11 @@ use remanent::batch::Width;
 use remanent::device::DeviceBytes;
 use remanent::device::host::HostDevice;
 use remanent::device::{Command, CommandList, Device, Lane};
+use remanent::options::{LogOptions, MemoryOptions, SnapshotSchedule};
 use remanent::testing::faulty_device::{DeviceFault, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Budget, Error, Options, PageId, Place, Store, WriteBatch};
+use remanent::{Error, Options, PageId, Place, Store, WriteBatch};
 
 use crate::gpu;
 use crate::kill::workload::Random;
@@ -30,7 +31,8 @@ pub fn devices() -> Vec<Arc<dyn Device>> {
 }
 
 pub fn open(disk: &SimDisk, device: Arc<dyn Device>) -> Store {
-    let options = Options::default().segment_len(1 << 20).snapshot_log_bytes(None).snapshot_interval(None);
+    let options =
+        Options::new().log(LogOptions::new().segment_len(1 << 20)).snapshots(SnapshotSchedule::never());
     Store::open_on(Arc::new(disk.clone()), device, options).unwrap()
 }
 
@@ -285,7 +287,7 @@ fn page_grown_in_batch_accepts_elements_at_new_length() {
 #[test]
 fn device_bytes_count_in_the_budget_and_are_given_back() {
     let device: Arc<dyn Device> = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));
-    let options = Options::default().budget(Budget::default().with(PLACE, 3000));
+    let options = Options::new().memory(MemoryOptions::new().budget(PLACE, 3000));
     let store = Store::open_on(Arc::new(SimDisk::new()), device, options).unwrap();
     let page = page(&store, &[0; 1000]);
     let memory = born(&store, &[5; 1000]);

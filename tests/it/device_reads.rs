@@ -120,7 +120,7 @@ fn unreadable_source_or_target_is_refused() {
         matches!(&overlap, Error::MemoryRefused { reason, .. } if reason.contains("overlaps")),
         "{overlap}"
     );
-    let foreign = Store::temporary(remanent::Options::default()).unwrap().device_bytes(100, PLACE).unwrap();
+    let foreign = Store::temporary().unwrap().device_bytes(100, PLACE).unwrap();
     assert!(matches!(refused(&[(one, 0, &foreign)]), Error::MemoryRefused { .. }));
     // A page lives there.
     let mut batch = store.batch();

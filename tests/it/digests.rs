@@ -6,9 +6,9 @@ use std::sync::{Arc, Mutex};
 use remanent::batch::{InitialCopy, Shadow, Width, WorkingCopy};
 use remanent::device::host::HostDevice;
 use remanent::device::{Command, CommandList, DIGEST_CHUNK_LEN, DIGEST_KEY_LEN, Device, Lane, Pending, Span};
-use remanent::options::Compression;
+use remanent::options::{Compression, ImageOptions, LogOptions, MemoryOptions};
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Budget, Error, Options, PageId, Place, Store};
+use remanent::{Error, Options, PageId, Place, Store};
 
 use crate::device_ops::{PLACE, content, open, page};
 use crate::kill::workload::Random;
@@ -182,7 +182,9 @@ fn a_change_in_the_middle_of_a_capture_is_not_lost() {
         .flat_map(|place| [(place, Moment::Looked), (place, Moment::Gathered)])
     {
         let device = Arc::new(Meddling { inner: HostDevice::new(), at: Mutex::new(None) });
-        let options = Options::default().compression(Compression::Off).segment_len(64 << 10);
+        let options = Options::new()
+            .images(ImageOptions::new().compression(Compression::Off))
+            .log(LogOptions::new().segment_len(64 << 10));
         let store = Store::open_on(Arc::new(SimDisk::new()), device.clone(), options).unwrap();
         let mut batch = store.batch();
         batch.create_from(vec![0; 3 * CHUNK as usize], place);
@@ -213,10 +215,15 @@ fn capture_memory_is_one_wave() {
     const WAVE: u64 = 32 << 20;
     const LEN: u64 = 2 * WAVE + 5 * CHUNK + 77;
     let budget =
-        Budget::default().with(PLACE, LEN + WAVE + DIGEST_KEY_LEN + 4096).with(Place::Disk, 64 << 20);
-    let budget = [Place::Host, Place::Pinned].into_iter().fold(budget, |budget, place| budget.with(place, 0));
-    let options =
-        || Options::default().compression(Compression::Off).segment_len(1 << 20).budget(budget.clone());
+        MemoryOptions::new().budget(PLACE, LEN + WAVE + DIGEST_KEY_LEN + 4096).budget(Place::Disk, 64 << 20);
+    let budget =
+        [Place::Host, Place::Pinned].into_iter().fold(budget, |budget, place| budget.budget(place, 0));
+    let options = || {
+        Options::new()
+            .images(ImageOptions::new().compression(Compression::Off))
+            .log(LogOptions::new().segment_len(1 << 20))
+            .memory(budget.clone())
+    };
     let disk = SimDisk::new();
     let store = Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options()).unwrap();
     let mut batch = store.batch();

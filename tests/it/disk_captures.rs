@@ -8,13 +8,15 @@ use remanent::batch::{InitialCopy, Shadow, Width};
 use remanent::device::Device;
 use remanent::device::host::HostDevice;
 use remanent::error::FileName;
+use remanent::options::MemoryOptions;
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Budget, Error, PageId, Place, Store};
+use remanent::{Error, PageId, Place, Store};
 
 use crate::files::Files;
 use crate::kill::workload::Random;
 use crate::pages_on_disk::{commit, move_to, opened, uncompressed};
+use crate::with_options::With;
 
 /// A chunk of digests, and a page of 16.
 const CHUNK: u64 = 64 << 10;
@@ -139,8 +141,8 @@ fn stands_for_a_page_on_disk(shadow: Shadow, device: &Arc<dyn Device>) {
 fn pages_with_too_many_changes_are_written_whole() {
     for shadow in SHADOWS {
         let disk = SimDisk::new();
-        let budget = Budget::default().with(Place::Disk, 800 << 10);
-        let store = opened(&disk, uncompressed().budget(budget.clone()));
+        let memory = MemoryOptions::new().budget(Place::Disk, 800 << 10);
+        let store = opened(&disk, uncompressed().memory(memory.clone()));
         let mut random = Random(5);
         let mut plain: Vec<Vec<u8>> = (0..4).map(|_| random.bytes(PAGE)).collect();
         let pages = commit(&store, |batch| {
@@ -186,7 +188,7 @@ fn pages_with_too_many_changes_are_written_whole() {
         });
         assert!(store.read_to_vec(other).unwrap()[..written.len()] == written);
         drop((copies, store));
-        let store = opened(&disk, uncompressed().budget(budget));
+        let store = opened(&disk, uncompressed().memory(memory));
         for (page, plain) in pages.iter().zip(&plain) {
             assert!(store.read_to_vec(*page).unwrap() == *plain);
         }
@@ -203,7 +205,7 @@ fn a_page_moves_while_it_is_captured() {
 fn a_page_moves_while_it_is_captured_with(shadow: Shadow) {
     const LEN: usize = 64 << 10;
     let disk = SimDisk::new();
-    let store = opened(&disk, uncompressed().log_kept(0));
+    let store = opened(&disk, uncompressed().with(|options| options.retention.log_kept = 0));
     let page = commit(&store, |batch| _ = batch.create(LEN as u64, Place::Disk))[0];
     let memory = tensor(&store, &[0; LEN]);
     let copy = store.working_copy_in(page, &memory, Width::W1, shadow, InitialCopy::Load).unwrap();

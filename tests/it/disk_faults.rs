@@ -6,11 +6,12 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::Path;
 use std::sync::Arc;
 
+use crate::with_options::With;
 use remanent::device::host::HostDevice;
 use remanent::disk::dir::{DirDisk, DirReader};
 use remanent::disk::{Disk, DiskFile};
 use remanent::error::{FileName, Folder, Remedy};
-use remanent::options::{Create, LogIo};
+use remanent::options::{Create, LogIo, LogOptions};
 use remanent::testing::sim_disk::{DiskFault, Operation, SimDisk};
 use remanent::{Error, Options, Place, Result, SnapshotOptions, StatePoint, Store, View};
 use remanent_format::ReadAt;
@@ -235,14 +236,14 @@ fn refused_open_names_store() {
     let permit = |mode| std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
     permit(0o500);
     as_ordinary_user(|| {
-        let error = Store::open(path, Options::default()).unwrap_err();
+        let error = Store::open(path).unwrap_err();
         let text = error.to_string();
         assert!(text.contains("LOCK of the store in ") && text.contains(path.to_str().unwrap()), "{text}");
         assert_eq!(error.remedy(), Remedy::Permit, "{text}");
         assert!(error.advice().contains("try again"), "{text}");
     });
     permit(0o700);
-    let error = Store::open("", Options::default()).unwrap_err();
+    let error = Store::open("").unwrap_err();
     assert!(error.to_string().contains("an empty path"), "{error}");
 }
 
@@ -250,35 +251,39 @@ fn refused_open_names_store() {
 fn store_creation_creates_parent_directories() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("not/there/yet/store");
-    let options = || Options::default().segment_len(16 << 10);
-    let refused = Store::open(&path, options().create(Create::Never)).unwrap_err();
+    let options = || Options::new().log(LogOptions::new().segment_len(16 << 10));
+    let refused = options().create(Create::Never).open(&path).unwrap_err();
     assert!(matches!(refused, Error::NoStore { .. }), "{refused}");
     assert!(!directory.path().join("not").exists(), "where nothing may be made, nothing is");
-    Store::open(&path, options()).unwrap().close().unwrap();
-    Store::open(&path, options().create(Create::Never)).unwrap();
+    options().open(&path).unwrap().close().unwrap();
+    options().create(Create::Never).open(&path).unwrap();
     std::fs::write(directory.path().join("file"), b"").unwrap();
-    let refused = Store::open(directory.path().join("file/store"), options()).unwrap_err();
+    let refused = options().open(directory.path().join("file/store")).unwrap_err();
     assert!(refused.to_string().contains("file/store"), "{refused}");
 }
 
 #[test]
 fn messages_state_the_problem() {
     let directory = tempfile::tempdir().unwrap();
-    let options = || Options::default().segment_len(16 << 10);
-    let text = Store::open(directory.path(), options().segment_len(8 << 30)).unwrap_err().to_string();
+    let options = || Options::new().log(LogOptions::new().segment_len(16 << 10));
+    let text = options()
+        .with(|options| options.log.segment_len = 8 << 30)
+        .open(directory.path())
+        .unwrap_err()
+        .to_string();
     assert!(text.contains("from 16 KiB to 4096 MiB"), "{text}");
-    let store = Store::open(directory.path().join("store"), options()).unwrap();
-    let text = Store::open(directory.path().join("store"), options()).unwrap_err().to_string();
+    let store = options().open(directory.path().join("store")).unwrap();
+    let text = options().open(directory.path().join("store")).unwrap_err().to_string();
     assert!(text.contains(" UTC") && !text.contains("Unix"), "{text}");
     store.commit(store.batch()).unwrap();
     let refused = store.fork(directory.path().join("store"), StatePoint::Lsn(store.lsn())).unwrap_err();
     let text = refused.to_string();
     assert!(text.contains("not empty (it holds STORE)") && !text.contains("no file of a store"), "{text}");
-    let text = Store::open("", options()).unwrap_err().to_string();
+    let text = options().open("").unwrap_err().to_string();
     assert!(text.starts_with("cannot make an empty path: "), "{text}");
     let path = directory.path().join("another");
     std::fs::create_dir_all(path.join("LOCK")).unwrap();
-    let text = Store::open(&path, options()).unwrap_err().to_string();
+    let text = options().open(&path).unwrap_err().to_string();
     assert!(text.starts_with(&format!("cannot open LOCK of the store in {}: ", path.display())), "{text}");
 }
 
@@ -286,7 +291,7 @@ fn messages_state_the_problem() {
 #[test]
 fn an_error_of_an_open_store_names_its_directory() {
     let disk = SimDisk::new();
-    let options = Options::default().segment_len(16 << 10).reserve_bytes(0);
+    let options = Options::new().log(LogOptions::new().segment_len(16 << 10).reserve_bytes(0));
     let store = Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options).unwrap();
     let mut batch = store.batch();
     let page = batch.create(4096, Place::Host).page();

@@ -7,7 +7,7 @@ use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::disk::dir::DirDisk;
 use remanent::error::{FileName, Folder};
-use remanent::options::LogIo;
+use remanent::options::{LogIo, LogOptions, SnapshotSchedule};
 use remanent::testing::sim_disk::{Moment, Operation, SimDisk, SyncPoint};
 use remanent::{Ack, Error, Lsn, Options, Place, Result, SnapshotId, Store};
 use remanent_format::frame::{FrameHeader, FrameKind};
@@ -19,7 +19,8 @@ use remanent_format::state::survey::Survey;
 use crate::faults::watched;
 
 fn open(disk: &SimDisk) -> Result<Store> {
-    let options = Options::default().segment_len(16 << 10).snapshot_log_bytes(None).snapshot_interval(None);
+    let options =
+        Options::new().log(LogOptions::new().segment_len(16 << 10)).snapshots(SnapshotSchedule::never());
     Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options)
 }
 
@@ -196,8 +197,9 @@ fn busy_log_memory_is_prefaulted_for_committers() {
         println!("SKIPPED: no log is mapped here: {refusal}");
         return;
     }
-    let options = Options::default().log_io(LogIo::Mapped).snapshot_log_bytes(None).snapshot_interval(None);
-    let store = Store::open(directory.path(), options).unwrap();
+    let options =
+        Options::new().log(LogOptions::new().io(LogIo::Mapped)).snapshots(SnapshotSchedule::never());
+    let store = options.open(directory.path()).unwrap();
     let mut batch = store.batch();
     batch.create(2048, Place::Host);
     let page = store.commit(batch).unwrap().pages[0];

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use remanent::disk::{Disk, DiskFile, DiskLock, Hold};
 use remanent::error::{FileName, Folder};
 use remanent::history::{ChangeCause, ValueChange};
-use remanent::options::{Compression, ImageIo, LogIo};
+use remanent::options::{Compression, ImageIo, ImageOptions, LogIo, LogOptions, Retention};
 use remanent::testing::sim_disk::{Moment, SimDisk};
 use remanent::{Ack, Error, Key, Lsn, Options, PageId, Place, Result, SnapshotId, StatePoint, Store, View};
 
@@ -121,7 +121,7 @@ fn view_without_store_is_refused() {
 #[test]
 fn damage_affects_only_its_page() {
     let disk = SimDisk::new();
-    let store = open_with(&disk, small().compression(Compression::Off)).unwrap();
+    let store = open_with(&disk, small().images(ImageOptions::new().compression(Compression::Off))).unwrap();
     let pages = three_pages(&store);
     rewrite(&store, &pages);
     let snapshot = store.snapshot().unwrap();
@@ -175,7 +175,7 @@ fn readers_see_one_state_while_a_writer_recycles() {
     read_while_written(&disk, || newest(&disk), false);
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("store");
-    let store = Store::open(&path, small().snapshots_kept(1)).unwrap();
+    let store = small().retention(Retention::new().snapshots_kept(1)).open(&path).unwrap();
     read_while_store_commits(store, || Store::open_read_only(&path), false);
 }
 
@@ -205,7 +205,11 @@ fn a_reader_waits_until_a_removal_ends() {
 }
 
 fn read_while_written(disk: &SimDisk, look: impl Fn() -> Result<View> + Sync, overtaken_allowed: bool) {
-    read_while_store_commits(open_with(disk, small().snapshots_kept(1)).unwrap(), look, overtaken_allowed);
+    read_while_store_commits(
+        open_with(disk, small().retention(Retention::new().snapshots_kept(1))).unwrap(),
+        look,
+        overtaken_allowed,
+    );
 }
 
 fn read_while_store_commits(store: Store, look: impl Fn() -> Result<View> + Sync, overtaken_allowed: bool) {
@@ -358,7 +362,7 @@ impl<H: Fn(SnapshotId) -> Result<Hold> + Send + Sync + 'static> Disk for HoldsBy
 #[test]
 fn held_pages_stay_until_released() {
     let disk = SimDisk::new();
-    let store = open_with(&disk, small().snapshots_kept(1)).unwrap();
+    let store = open_with(&disk, small().retention(Retention::new().snapshots_kept(1))).unwrap();
     let pages = three_pages(&store);
     rewrite(&store, &pages);
     let first = store.snapshot().unwrap();
@@ -393,7 +397,7 @@ fn held_pages_stay_until_released() {
 #[test]
 fn recycled_beginning_is_not_a_restorable_state() {
     let disk = SimDisk::new();
-    let store = Arc::new(open_with(&disk, small().snapshots_kept(1)).unwrap());
+    let store = Arc::new(open_with(&disk, small().retention(Retention::new().snapshots_kept(1))).unwrap());
     let pages = three_pages(&store);
     rewrite(&store, &pages);
     let goes_on = Once::new();
@@ -445,7 +449,7 @@ fn recovering_writer_keeps_segments_held_by_reader() {
         drop(open(&unread).unwrap());
         let gone: BTreeSet<u64> = segments(&disk).difference(&segments(&unread)).copied().collect();
         went += gone.len();
-        let store = open_with(&disk, small().snapshots_kept(1)).unwrap();
+        let store = open_with(&disk, small().retention(Retention::new().snapshots_kept(1))).unwrap();
         check(&old, &pages);
         drop(old);
         for _ in 0..2 {
@@ -477,7 +481,7 @@ fn segments_removed_before_hold_are_not_damage() {
 #[test]
 fn log_beginning_can_be_held() {
     let disk = SimDisk::new();
-    let store = open_with(&disk, small().snapshots_kept(1)).unwrap();
+    let store = open_with(&disk, small().retention(Retention::new().snapshots_kept(1))).unwrap();
     let pages = three_pages(&store);
     let old = at(&disk, &StatePoint::Lsn(rewrite(&store, &pages))).unwrap();
     assert_eq!(old.base(), None);
@@ -498,7 +502,7 @@ fn log_beginning_can_be_held() {
 #[test]
 fn restore_can_be_undone() {
     let disk = SimDisk::new();
-    let store = open_with(&disk, small().snapshots_kept(1)).unwrap();
+    let store = open_with(&disk, small().retention(Retention::new().snapshots_kept(1))).unwrap();
     let pages = three_pages(&store);
     let lsns: Vec<Lsn> = (0..6).map(|_| rewrite(&store, &pages)).collect();
     store.snapshot().unwrap();
@@ -523,7 +527,7 @@ fn restore_can_be_undone() {
 fn read_only_directory_is_readable() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("store");
-    let store = Store::open(&path, Options::default().segment_len(16 << 10)).unwrap();
+    let store = Options::new().log(LogOptions::new().segment_len(16 << 10)).open(&path).unwrap();
     let pages = three_pages(&store);
     rewrite(&store, &pages);
     store.snapshot().unwrap();
@@ -549,7 +553,8 @@ fn forget_the_beginning(store: &Store, pages: &[PageId]) {
 #[test]
 fn blame_lists_each_changing_batch_in_retained_range() {
     let disk = SimDisk::new();
-    let store = open_with(&disk, small().snapshots_kept(1).log_kept(1 << 30)).unwrap();
+    let store =
+        open_with(&disk, small().retention(Retention::new().snapshots_kept(1).log_kept(1 << 30))).unwrap();
     let pages = three_pages(&store);
     let lsns: Vec<Lsn> = (0..4).map(|_| rewrite(&store, &pages)).collect();
     store.snapshot().unwrap();
@@ -582,7 +587,7 @@ fn blame_lists_each_changing_batch_in_retained_range() {
 
     // Once the log before a snapshot is gone, its page is the first that is known. A view keeps it.
     drop((view, then, store));
-    let store = open_with(&disk, small().snapshots_kept(1)).unwrap();
+    let store = open_with(&disk, small().retention(Retention::new().snapshots_kept(1))).unwrap();
     forget_the_beginning(&store, &pages);
     let last = rewrite(&store, &pages);
     let changes = newest(&disk).unwrap().blame(pages[0], 3..9).unwrap();
@@ -600,7 +605,7 @@ fn blame_lists_each_changing_batch_in_retained_range() {
 #[test]
 fn followed_links_are_not_history() {
     let disk = SimDisk::new();
-    let store = open_with(&disk, small().snapshots_kept(1)).unwrap();
+    let store = open_with(&disk, small().retention(Retention::new().snapshots_kept(1))).unwrap();
     let pages = three_pages(&store);
     // Others that stay as they are, so that a snapshot of the three follows the one before.
     let mut batch = store.batch();
@@ -617,7 +622,13 @@ fn followed_links_are_not_history() {
 #[test]
 fn blame_stops_at_damaged_image() {
     let disk = SimDisk::new();
-    let store = open_with(&disk, small().compression(Compression::Off).snapshots_kept(1)).unwrap();
+    let store = open_with(
+        &disk,
+        small()
+            .images(ImageOptions::new().compression(Compression::Off))
+            .retention(Retention::new().snapshots_kept(1)),
+    )
+    .unwrap();
     let pages = three_pages(&store);
     forget_the_beginning(&store, &pages);
     drop(store);

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::error::{FileName, Folder};
+use remanent::options::{LogOptions, ScrubSchedule, SnapshotSchedule};
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{Error, Metadata, Options, PageId, PageInfo, Store};
 use remanent_format::state::rebuild::RebuiltStore;
@@ -118,6 +119,6 @@ pub const SPARES_FOR_OPENS: usize = 5;
 
 /// The smallest segments, so that a few batches cross every boundary.
 pub fn small() -> Options {
-    let options = Options::default().segment_len(16 << 10);
-    options.snapshot_log_bytes(None).snapshot_interval(None).scrub_interval(None)
+    let options = Options::new().log(LogOptions::new().segment_len(16 << 10));
+    options.snapshots(SnapshotSchedule::never()).scrubs(ScrubSchedule::new().interval(None))
 }

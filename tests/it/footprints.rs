@@ -8,7 +8,7 @@ use std::sync::Arc;
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::error::{FileName, Folder};
-use remanent::options::LogIo;
+use remanent::options::{LogIo, LogOptions, Retention, SnapshotSchedule};
 use remanent::testing::sim_disk::{DiskFault, ENOSPC, Operation, SimDisk, SyncPoint};
 use remanent::{DeviceChoice, Error, Options, PageId, Place, StatePoint, Store, View};
 
@@ -17,6 +17,7 @@ use crate::files::{Files, State, open_with, small};
 use crate::kill::workload::Random;
 use crate::machine::mounts::Mount;
 use crate::machine::skipped;
+use crate::with_options::With;
 
 /// Bytes allowed in addition to 1.1 times the pages.
 const ALLOWANCE: u64 = 256 << 10;
@@ -113,8 +114,11 @@ fn footprints(log_io: LogIo) {
     for Shape { name, snapshots_kept, life, kept_bytes } in shapes() {
         let directory = tempfile::tempdir().unwrap();
         let open = || {
-            let options = Options::default().device(DeviceChoice::Host).log_io(log_io);
-            Store::open(directory.path(), options.snapshots_kept(snapshots_kept)).unwrap()
+            let options = Options::new().device(DeviceChoice::Host).log(LogOptions::new().io(log_io));
+            options
+                .with(|options| options.retention.snapshots_kept = snapshots_kept)
+                .open(directory.path())
+                .unwrap()
         };
         let store = open();
         life(&store);
@@ -145,8 +149,14 @@ fn closed_store_takes_little_more_than_its_pages() {
 fn segment_with_hole_is_not_reused() {
     let directory = tempfile::tempdir().unwrap();
     let open = || {
-        let options = Options::default().device(DeviceChoice::Host).log_io(LogIo::Mapped);
-        Store::open(directory.path(), options.snapshots_kept(1).snapshot_interval(None)).unwrap()
+        let options = Options::new().device(DeviceChoice::Host).log(LogOptions::new().io(LogIo::Mapped));
+        options
+            .with(|options| {
+                options.retention.snapshots_kept = 1;
+                options.snapshots.interval = None;
+            })
+            .open(directory.path())
+            .unwrap()
     };
     let holes = || -> Vec<FileName> {
         let entries = std::fs::read_dir(directory.path().join("log")).unwrap().map(|entry| entry.unwrap());
@@ -198,7 +208,9 @@ fn fill(store: &Store) -> Vec<PageId> {
 fn segments_shrink_on_a_nearly_full_disk() {
     let disk = SimDisk::new();
     disk.set_capacity(Some(24 << 20));
-    let options = Options::default().snapshots_kept(1).snapshot_interval(None);
+    let options = Options::new()
+        .retention(Retention::new().snapshots_kept(1))
+        .snapshots(SnapshotSchedule::new().interval(None));
     let store = Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options).unwrap();
     let pages = fill(&store);
     assert!(pages.len() >= 10, "only {} pages of 1 MiB on 24 MiB", pages.len());
@@ -218,8 +230,9 @@ fn small_file_system_can_be_filled_repeatedly() {
     };
     let directory = mount.path.join("store");
     let open = || {
-        let options = Options::default().device(DeviceChoice::Host).snapshot_interval(None);
-        Store::open(&directory, options.snapshots_kept(1)).unwrap()
+        let options =
+            Options::new().device(DeviceChoice::Host).snapshots(SnapshotSchedule::new().interval(None));
+        options.with(|options| options.retention.snapshots_kept = 1).open(&directory).unwrap()
     };
     let mut store = open();
     for round in 0..4 {
@@ -243,7 +256,7 @@ fn small_file_system_can_be_filled_repeatedly() {
 #[test]
 fn ineffective_sync_at_close_loses_nothing() {
     let disk = SimDisk::new();
-    let options = || small().segment_len(1 << 20);
+    let options = || small().with(|options| options.log.segment_len = 1 << 20);
     let store = open_with(&disk, options()).unwrap();
     create(&store, 1, 90_000);
     let state = State::of(&store);
@@ -260,7 +273,16 @@ fn ineffective_sync_at_close_loses_nothing() {
 #[test]
 fn close_on_a_full_disk_loses_nothing() {
     let disk = SimDisk::new();
-    let open = || open_with(&disk, small().segment_len(1 << 20).reserve_bytes(1 << 20)).unwrap();
+    let open = || {
+        open_with(
+            &disk,
+            small().with(|options| {
+                options.log.segment_len = 1 << 20;
+                options.log.reserve_bytes = Some(1 << 20);
+            }),
+        )
+        .unwrap()
+    };
     let store = open();
     create(&store, 1, 90_000);
     let state = State::of(&store);
@@ -276,7 +298,15 @@ fn close_on_a_full_disk_loses_nothing() {
 #[test]
 fn close_keeps_frames_of_kept_snapshots() {
     let disk = SimDisk::new();
-    let open = || open_with(&disk, small().segment_len(1 << 20).snapshots_kept(2)).unwrap();
+    let open = || {
+        open_with(
+            &disk,
+            small()
+                .retention(Retention::new().snapshots_kept(2))
+                .with(|options| options.log.segment_len = 1 << 20),
+        )
+        .unwrap()
+    };
     let store = open();
     let pages = create(&store, 1, 100_000);
     // The older snapshot begins near the end of a segment, at a higher offset than later frames.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use remanent::disk::Disk;
 use remanent::error::FileName;
-use remanent::options::Create;
+use remanent::options::{Create, Retention};
 use remanent::testing::sim_disk::{CrashPlan, SimDisk};
 use remanent::{Error, Lsn, PageId, Place, StatePoint, Store, View};
 
@@ -176,8 +176,8 @@ fn a_fork_shares_image_files() {
     let directory = tempfile::tempdir().unwrap();
     let (path, first, second) =
         (directory.path().join("store"), directory.path().join("first"), directory.path().join("second"));
-    let options = || small().snapshots_kept(1);
-    let store = Store::open(&path, options()).unwrap();
+    let options = || small().retention(Retention::new().snapshots_kept(1));
+    let store = options().open(&path).unwrap();
     let (pages, lsn) = work(&store);
     let expected = State::of(&store);
     store.fork(&first, StatePoint::Lsn(lsn)).unwrap();
@@ -185,7 +185,7 @@ fn a_fork_shares_image_files() {
     assert_eq!(links(&first), [2, 1], "shared images, and those of the pages that changed since");
 
     // The fork of a fork shares with both.
-    let forked = Store::open(&first, options()).unwrap();
+    let forked = options().open(&first).unwrap();
     forked.fork(&second, StatePoint::Lsn(lsn)).unwrap();
     drop(forked);
     assert_eq!(links(&second), [3, 2]);
@@ -200,7 +200,7 @@ fn a_fork_shares_image_files() {
     std::fs::remove_dir_all(&path).unwrap();
     std::fs::remove_dir_all(&first).unwrap();
     assert_eq!(links(&second), [1, 1]);
-    assert_eq!(State::of(&Store::open(&second, options()).unwrap()), expected);
+    assert_eq!(State::of(&options().open(&second).unwrap()), expected);
 }
 
 /// The number of names that each image file of a store has.

@@ -9,7 +9,7 @@ use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::disk::dir::DirReader;
 use remanent::error::{FileName, Folder};
-use remanent::options::LogIo;
+use remanent::options::{LogIo, LogOptions, Retention, SnapshotSchedule};
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{Ack, Error, Options, PageId, Place, Store};
 use remanent_format::segment::{SegmentHeader, SegmentHeaderRaw};
@@ -17,6 +17,7 @@ use remanent_format::state::survey::Survey;
 
 use crate::direct_io;
 use crate::files::{Files, SPARES_FOR_OPENS, State, open_with, small};
+use crate::with_options::With;
 
 /// The length of the first segments.
 const FIRST: u64 = 64 << 10;
@@ -54,7 +55,7 @@ fn bytes_on_disk(directory: &Path) -> u64 {
 
 /// Options as a user opens a store, but for snapshots, which come when a test wants them.
 fn options(log_io: LogIo) -> Options {
-    Options::default().log_io(log_io).snapshot_log_bytes(None).snapshot_interval(None)
+    Options::new().log(LogOptions::new().io(log_io)).snapshots(SnapshotSchedule::never())
 }
 
 fn create(store: &Store, len: u64) -> PageId {
@@ -96,7 +97,7 @@ fn empty_store_stays_small_across_opens() {
         let directory = tempfile::tempdir().unwrap();
         let (mut settled, mut files_settled) = (0, 0);
         for open in 0..100 {
-            let store = Store::open(directory.path(), options(log_io)).unwrap();
+            let store = options(log_io).open(directory.path()).unwrap();
             settle(&store, directory.path());
             store.close().unwrap();
             let bytes = bytes_on_disk(directory.path());
@@ -116,7 +117,7 @@ fn empty_store_stays_small_across_opens() {
 fn thousand_opens_leave_disk_unchanged() {
     const OPENS: usize = 1000;
     let disk = SimDisk::new();
-    let options = || small().reserve_bytes(64 << 10);
+    let options = || small().with(|options| options.log.reserve_bytes = Some(64 << 10));
     let store = open_with(&disk, options()).unwrap();
     let page = create(&store, 5000);
     write(&store, page, 5000, 1);
@@ -146,7 +147,8 @@ fn segments_grow_with_what_is_logged() {
     for log_io in ways() {
         let directory = tempfile::tempdir().unwrap();
         let usual = 4 << 20;
-        let store = Store::open(directory.path(), options(log_io).segment_len(usual)).unwrap();
+        let store =
+            options(log_io).with(|options| options.log.segment_len = usual).open(directory.path()).unwrap();
         let page = create(&store, 100_000);
         for seed in 0..2604 {
             write(&store, page, 10_000, seed);
@@ -165,14 +167,18 @@ fn segments_grow_with_what_is_logged() {
         // Segments of any lengths stand next to those of another run, which grow to the length that its
         // options say.
         for segment_len in [64 << 10, 1 << 20] {
-            let store = Store::open(directory.path(), options(log_io).segment_len(segment_len)).unwrap();
+            let store = options(log_io)
+                .with(|options| options.log.segment_len = segment_len)
+                .open(directory.path())
+                .unwrap();
             assert_eq!(State::of(&store).contents, state.contents);
             write(&store, page, 10, 0);
             write(&store, page, 10, 43);
             assert_eq!(State::of(&store).contents, state.contents);
             store.close().unwrap();
         }
-        let store = Store::open(directory.path(), options(log_io).segment_len(usual)).unwrap();
+        let store =
+            options(log_io).with(|options| options.log.segment_len = usual).open(directory.path()).unwrap();
         assert_eq!(State::of(&store).contents, state.contents);
         store.snapshot().unwrap();
         write(&store, page, 10, 1);
@@ -188,13 +194,13 @@ fn frame_longer_than_first_segments_is_logged() {
     for log_io in ways() {
         for len in [FIRST as usize - 4096, FIRST as usize, 3 << 20, 20 << 20] {
             let directory = tempfile::tempdir().unwrap();
-            let store = Store::open(directory.path(), options(log_io)).unwrap();
+            let store = options(log_io).open(directory.path()).unwrap();
             // Longer than what is written: a page that is written whole would have an image of its own.
             let page = create(&store, len as u64 + 4096);
             (0..4).for_each(|round| write(&store, page, len, round));
             let state = State::of(&store);
             store.close().unwrap();
-            let store = Store::open(directory.path(), options(log_io)).unwrap();
+            let store = options(log_io).open(directory.path()).unwrap();
             assert_eq!(State::of(&store), state, "{log_io}, {len} bytes");
         }
     }
@@ -207,7 +213,7 @@ fn frame_in_own_segment_is_written_once() {
     const LEN: usize = 1 << 20;
     for (log_io, times) in [(LogIo::Mapped, 1), (LogIo::Buffered, 1), (LogIo::Direct, 2)] {
         let disk = SimDisk::new();
-        let store = open_with(&disk, small().log_io(log_io)).unwrap();
+        let store = open_with(&disk, small().with(|options| options.log.io = Some(log_io))).unwrap();
         let page = create(&store, LEN as u64 + 4096);
         for round in 0..3 {
             let before = disk.events();
@@ -225,7 +231,11 @@ fn frame_in_own_segment_is_written_once() {
         }
         let state = State::of(&store);
         drop(store);
-        assert_eq!(State::of(&open_with(&disk, small().log_io(log_io)).unwrap()), state, "{log_io}");
+        assert_eq!(
+            State::of(&open_with(&disk, small().with(|options| options.log.io = Some(log_io))).unwrap()),
+            state,
+            "{log_io}"
+        );
     }
 }
 
@@ -245,7 +255,7 @@ fn restarts_that_commit_a_little_are_bounded() {
         let mut page = None;
         let (mut bytes, mut openings) = (0, 0);
         for run in 0..200 {
-            let store = Store::open(directory.path(), Options::default().log_io(log_io)).unwrap();
+            let store = Options::new().log(LogOptions::new().io(log_io)).open(directory.path()).unwrap();
             let page = *page.get_or_insert_with(|| create(&store, 4096));
             write(&store, page, 1024, run);
             store.close().unwrap();
@@ -256,7 +266,7 @@ fn restarts_that_commit_a_little_are_bounded() {
         // After the older of two snapshots lie two times sixteen runs, of one segment each.
         assert!(openings <= 2 * 17 + 1, "{log_io}: {openings} openings");
         assert!(bytes <= (2 * 17 + 12) * FIRST, "{log_io}: {bytes} bytes");
-        let store = Store::open(directory.path(), Options::default()).unwrap();
+        let store = Store::open(directory.path()).unwrap();
         let mut content = [0; 1024];
         store.read(page.unwrap(), 0, &mut content).unwrap();
         assert_eq!(content, [199; 1024], "{log_io}");
@@ -267,7 +277,10 @@ fn restarts_that_commit_a_little_are_bounded() {
 fn spares_beyond_reserve_use_allowed_space() {
     for (spare_bytes, allowed) in [(0, 0), (3 << 20, 3 << 20), (1 << 30, 1 << 30)] {
         let disk = SimDisk::new();
-        let options = options(LogIo::Mapped).segment_len(1 << 20).spare_bytes(spare_bytes).snapshots_kept(1);
+        let options = options(LogIo::Mapped).retention(Retention::new().snapshots_kept(1)).with(|options| {
+            options.log.segment_len = 1 << 20;
+            options.log.spare_bytes = Some(spare_bytes);
+        });
         let store = Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options).unwrap();
         let page = create(&store, 100_000);
         (0..150).for_each(|seed| write(&store, page, 100_000, seed));
@@ -285,7 +298,10 @@ fn spares_beyond_reserve_use_allowed_space() {
         assert!(spare_bytes < 1 << 30 || bytes > 8 << 20, "{bytes} bytes");
         // Another run may allow less.
         for (spare_bytes, allowed) in [(2 << 20, 2 << 20), (0, 0)] {
-            let options = small().segment_len(1 << 20).spare_bytes(spare_bytes);
+            let options = small().with(|options| {
+                options.log.segment_len = 1 << 20;
+                options.log.spare_bytes = Some(spare_bytes);
+            });
             let store = Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options).unwrap();
             let files = Files::of(&disk);
             drop(store);
@@ -301,7 +317,7 @@ fn spares_beyond_reserve_use_allowed_space() {
 fn long_delete_batch_takes_long_enough_reserve_segment() {
     let disk = SimDisk::new();
     let open = || {
-        let options = options(LogIo::Mapped).segment_len(4 << 20);
+        let options = options(LogIo::Mapped).with(|options| options.log.segment_len = 4 << 20);
         Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options).unwrap()
     };
     // The segments that one run makes ahead are short spares of the next one.
@@ -342,7 +358,11 @@ fn noted(store: &Store, len: usize) -> remanent::WriteBatch {
 fn open_failing_without_space_keeps_spares() {
     let disk = SimDisk::new();
     let open = || {
-        let options = options(LogIo::Mapped).segment_len(16 << 10).reserve_bytes(16 << 10).spare_bytes(0);
+        let options = options(LogIo::Mapped).with(|options| {
+            options.log.segment_len = 16 << 10;
+            options.log.reserve_bytes = Some(16 << 10);
+            options.log.spare_bytes = Some(0);
+        });
         Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options)
     };
     let store = open().unwrap();
@@ -391,7 +411,8 @@ fn has_reserve(disk: &SimDisk) -> bool {
 fn a_store_that_filled_the_disk_opens_after_each_step() {
     for batches in [0, 3, 10, 30, 100, 300] {
         let disk = SimDisk::new();
-        let options = || options(LogIo::Mapped).segment_len(2 << 20).ack(Ack::Logged);
+        let options =
+            || options(LogIo::Mapped).ack(Ack::Logged).with(|options| options.log.segment_len = 2 << 20);
         let open = || Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options());
         let store = open().unwrap();
         let pages = [create(&store, 50_000), create(&store, 50_000)];

@@ -10,20 +10,23 @@ use std::time::Duration;
 use remanent::disk::Disk;
 use remanent::error::{FileName, Folder};
 use remanent::follow::{FollowFrom, Follower};
-use remanent::options::{Compression, ImageIo};
+use remanent::options::{Compression, ImageIo, ImageOptions};
 use remanent::testing::sim_disk::{CrashPlan, SimDisk, SyncPoint, Tears};
 use remanent::{Error, Options, PageId, Place, Retention, StatePoint, Store, View};
 use remanent_format::state::survey::Survey;
 
 use crate::files::{Files, State, open_with, small};
 use crate::kill::workload::Random;
+use crate::with_options::With;
 
 const WAYS: [ImageIo; 3] = [ImageIo::Mapped, ImageIo::Buffered, ImageIo::Direct];
 const LEN: u64 = 100_000;
 
 /// One snapshot is kept, and files of any length are worth writing again.
 fn options() -> Options {
-    small().snapshots_kept(1).chunk_len(LEN).compression(Compression::Off)
+    small()
+        .retention(Retention::new().snapshots_kept(1))
+        .images(ImageOptions::new().chunk_len(LEN).compression(Compression::Off))
 }
 
 /// Creates pages, and takes a snapshot of them.
@@ -82,7 +85,7 @@ fn image_bytes(disk: &SimDisk) -> u64 {
 fn files_that_snapshots_free_are_written_again_in_place() {
     for io in WAYS {
         let directory = tempfile::tempdir().unwrap();
-        let open = || match Store::open(directory.path(), options().image_io(io)) {
+        let open = || match options().with(|options| options.images.io = io).open(directory.path()) {
             Err(Error::InvalidOption { .. }) => {
                 eprintln!("SKIPPED: {io} images in {}", directory.path().display());
                 None
@@ -127,7 +130,7 @@ fn files_that_snapshots_free_are_written_again_in_place() {
 #[test]
 fn file_shared_with_fork_is_not_reused() {
     let (directory, beside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let store = Store::open(directory.path(), options()).unwrap();
+    let store = options().open(directory.path()).unwrap();
     let pages = begin(&store, 2);
     let state = State::of(&store);
     let view = Store::open_at(directory.path(), StatePoint::Snapshot(store.snapshots()[0].id)).unwrap();
@@ -144,7 +147,7 @@ fn file_shared_with_fork_is_not_reused() {
         files.map(|file| std::fs::File::open(beside.path().join(file.to_string())).unwrap()).collect();
     assert!(inodes(directory.path()).values().all(|(inode, _)| !shared.contains(inode)));
 
-    let fork = Store::open(beside.path(), options()).unwrap();
+    let fork = options().open(beside.path()).unwrap();
     assert_eq!(State::of(&fork), state);
     // The ancestor's file has one name once the ancestor is gone. Its readers hold nothing here.
     store.close().unwrap();
@@ -160,7 +163,7 @@ fn file_shared_with_fork_is_not_reused() {
 #[test]
 fn hard_linked_spare_is_not_reused() {
     let directory = tempfile::tempdir().unwrap();
-    let store = Store::open(directory.path(), options()).unwrap();
+    let store = options().open(directory.path()).unwrap();
     let pages = begin(&store, 2);
     rewrite(&store, &pages, 2);
     let spare = |file: &&FileName| matches!(file, FileName::ImageSpare(_));
@@ -180,7 +183,7 @@ fn hard_linked_spare_is_not_reused() {
 #[test]
 fn sparse_spare_is_not_reused() {
     let directory = tempfile::tempdir().unwrap();
-    let store = Store::open(directory.path(), options()).unwrap();
+    let store = options().open(directory.path()).unwrap();
     let pages = begin(&store, 2);
     rewrite(&store, &pages, 2);
     let found = inodes(directory.path());
@@ -193,7 +196,7 @@ fn sparse_spare_is_not_reused() {
     std::fs::write(&path, head).unwrap();
     std::fs::File::options().write(true).open(&path).unwrap().set_len(*len).unwrap();
 
-    let store = Store::open(directory.path(), options()).unwrap();
+    let store = options().open(directory.path()).unwrap();
     rewrite(&store, &pages, 3);
     assert_eq!(reused(&store), 0);
     assert!(!path.exists());
@@ -235,7 +238,7 @@ fn file_held_by_reader_is_not_reused() {
 fn follower_of_overwritten_image_is_overtaken() {
     const LONG: u64 = 4 << 20;
     let directory = tempfile::tempdir().unwrap();
-    let store = Store::open(directory.path(), options()).unwrap();
+    let store = options().open(directory.path()).unwrap();
     let mut batch = store.batch();
     batch.create_from(Random(1).bytes(LONG), Place::Host);
     let pages = store.commit(batch).unwrap().pages;
@@ -272,7 +275,7 @@ fn follower_of_overwritten_image_is_overtaken() {
 #[test]
 fn spares_use_at_most_image_space() {
     let sim = SimDisk::new();
-    let store = open_with(&sim, options().chunk_len(8 * LEN)).unwrap();
+    let store = open_with(&sim, options().with(|options| options.images.chunk_len = Some(8 * LEN))).unwrap();
     let pages = begin(&store, 8);
     for seed in 2..5 {
         rewrite(&store, &pages, seed);
@@ -292,7 +295,12 @@ fn spares_use_at_most_image_space() {
 /// On a full disk spares are the first to go: for batches, for snapshots, and for an open.
 #[test]
 fn full_disk_releases_spares() {
-    let rules = || options().reserve_bytes(64 << 10).chunk_len(4 * LEN);
+    let rules = || {
+        options().with(|options| {
+            options.log.reserve_bytes = Some(64 << 10);
+            options.images.chunk_len = Some(4 * LEN);
+        })
+    };
     let made = || {
         let sim = SimDisk::new();
         let store = open_with(&sim, rules()).unwrap();
@@ -337,7 +345,7 @@ fn full_disk_releases_spares() {
 fn spares_hold_no_chunk_with_future_number() {
     for is_synced in [true, false] {
         let sim = SimDisk::new();
-        let store = open_with(&sim, options().chunk_len(9000)).unwrap();
+        let store = open_with(&sim, options().with(|options| options.images.chunk_len = Some(9000))).unwrap();
         let mut batch = store.batch();
         batch.create(9000, Place::Host);
         let pages = store.commit(batch).unwrap().pages;

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use remanent::disk::Disk;
 use remanent::error::{FileName, Folder};
-use remanent::options::{Compression, ImageIo};
+use remanent::options::{Compression, ImageIo, ImageOptions, Retention};
 use remanent::testing::sim_disk::{Moment, Operation, SimDisk};
 use remanent::{Error, Options, PageId, Place, Store};
 
@@ -15,7 +15,7 @@ const WAYS: [ImageIo; 3] = [ImageIo::Mapped, ImageIo::Buffered, ImageIo::Direct]
 
 /// One chunk a snapshot, so that the order of its images is the order of the pages.
 fn options() -> Options {
-    small().snapshots_kept(4)
+    small().retention(Retention::new().snapshots_kept(4))
 }
 
 fn images(disk: &SimDisk) -> BTreeMap<FileName, Vec<u8>> {
@@ -60,12 +60,14 @@ fn all_ways_write_the_same_image_files() {
         let mut found = Vec::new();
         for io in WAYS {
             let disk = made.after_kill(now);
-            let store = open_with(&disk, options().compression(compression).image_io(io)).unwrap();
+            let store =
+                open_with(&disk, options().images(ImageOptions::new().compression(compression).io(io)))
+                    .unwrap();
             let state = work(&store);
             store.close().unwrap();
             // What an open reads does not depend on how it writes.
             let other = WAYS[(found.len() + 1) % WAYS.len()];
-            let store = open_with(&disk, options().image_io(other)).unwrap();
+            let store = open_with(&disk, options().images(ImageOptions::new().io(other))).unwrap();
             assert_eq!(State::of(&store), state, "{io}");
             assert_eq!(store.recovered().image_io, other.to_string());
             found.push(images(&disk));
@@ -91,8 +93,8 @@ fn unsupported_log_io_is_invalid_option() {
     for io in [ImageIo::Mapped, ImageIo::Direct] {
         let disk = SimDisk::new();
         disk.refuse_images(io);
-        let refused = open_with(&disk, options().image_io(io)).unwrap_err();
-        assert!(matches!(refused, Error::InvalidOption { option: "image_io", .. }), "{refused}");
+        let refused = open_with(&disk, options().images(ImageOptions::new().io(io))).unwrap_err();
+        assert!(matches!(refused, Error::InvalidOption { option: "images.io", .. }), "{refused}");
         assert!(refused.to_string().contains(&io.to_string()), "{refused}");
         // Nothing was made, and another way is not refused.
         assert!(Disk::list(&disk, Folder::Log).unwrap().is_empty());

@@ -10,18 +10,17 @@ use remanent::device::Device;
 use remanent::device::host::HostDevice;
 use remanent::device::multi::MultiDevice;
 use remanent::error::{FileName, Folder};
-use remanent::options::{Compression, ImageIo};
+use remanent::options::{Compression, ImageIo, ImageOptions, MemoryOptions};
 use remanent::stats::Purpose;
 use remanent::testing::faulty_device::{BitFlip, BusTransfer, DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
-use remanent::{
-    Budget, Error, Options, PageId, Place, Result, Retention, SnapshotOptions, StatePoint, Store,
-};
+use remanent::{Error, Options, PageId, Place, Result, Retention, SnapshotOptions, StatePoint, Store};
 
 use crate::files::{State, small};
 use crate::gpu;
 use crate::kill::workload::Random;
 use crate::machine::skipped;
+use crate::with_options::With;
 
 /// One chunk a snapshot, or two for the pages that are longer than a piece.
 const CHUNK_LEN: u64 = 64 << 10;
@@ -35,7 +34,9 @@ fn in_memory() -> Option<tempfile::TempDir> {
 }
 
 fn options(io: ImageIo) -> Options {
-    small().snapshots_kept(1).chunk_len(CHUNK_LEN).compression(Compression::Off).image_io(io)
+    small()
+        .retention(Retention::new().snapshots_kept(1))
+        .images(ImageOptions::new().chunk_len(CHUNK_LEN).compression(Compression::Off).io(io))
 }
 
 fn in_place() -> Options {
@@ -96,7 +97,7 @@ fn image_files(directory: &Path) -> BTreeMap<FileName, Vec<u8>> {
 
 /// The state is there, and nothing on disk is damaged.
 fn opens_with(directory: &Path, state: &State) {
-    let store = Store::open_with(directory, host(), in_place()).unwrap();
+    let store = in_place().open_with(directory, host()).unwrap();
     assert_eq!(State::of(&store), *state);
     assert_eq!(store.scrub().unwrap().damage, []);
 }
@@ -122,14 +123,14 @@ fn in_place_copy_writes_same_file_bytes_as_other_ways() {
 fn lie_there_as_other_ways_write_them(lens: &[u64]) {
     let Some(folder) = in_memory() else { return };
     let made = folder.path().join("made");
-    let store = Store::open_with(&made, host(), options(ImageIo::Buffered)).unwrap();
+    let store = options(ImageIo::Buffered).open_with(&made, host()).unwrap();
     let pages = create_of(&store, Place::Device(0), lens);
     store.close().unwrap();
     let mut found = Vec::new();
     for io in [ImageIo::Buffered, ImageIo::Mapped] {
         let path = folder.path().join(io.to_string());
         copy_folder(&made, &path);
-        let store = Store::open_with(&path, host(), options(io)).unwrap();
+        let store = options(io).open_with(&path, host()).unwrap();
         snapshots(&store, &pages, 1..3).unwrap();
         assert_eq!(bytes_in_place(&store), 0, "{io}: the first files are new");
         let mut images = Vec::new();
@@ -177,7 +178,7 @@ fn a_gpu_copies_in_place() {
 }
 
 fn works_in_place(name: &str, directory: &Path, device: Arc<dyn Device>, slot: u32, options: Options) {
-    let store = Store::open_with(directory, device, options).unwrap();
+    let store = options.open_with(directory, device).unwrap();
     let pages = create(&store, Place::Device(slot));
     snapshots(&store, &pages, 1..5).unwrap();
     change(&store, &pages, 5);
@@ -224,7 +225,7 @@ fn each_flip(way: BusTransfer, check: impl Fn(u64, Result<()>)) {
         for times in [1, u64::MAX] {
             let Some(folder) = in_memory() else { return };
             let device = Arc::new(FaultyDevice::across_a_bus(host()));
-            let store = Store::open_with(folder.path(), device.clone(), in_place()).unwrap();
+            let store = in_place().open_with(folder.path(), device.clone()).unwrap();
             let pages = create(&store, Place::Device(0));
             snapshots(&store, &pages, 1..3).unwrap();
             change(&store, &pages, 3);
@@ -271,7 +272,7 @@ fn device_failure_loses_no_state() {
         for nth in 1..40 {
             let Some(folder) = in_memory() else { return };
             let device = Arc::new(FaultyDevice::across_a_bus(host()));
-            let store = Store::open_with(folder.path(), device.clone(), in_place()).unwrap();
+            let store = in_place().open_with(folder.path(), device.clone()).unwrap();
             let pages = create(&store, Place::Device(0));
             snapshots(&store, &pages, 1..2).unwrap();
             change(&store, &pages, 2);
@@ -290,7 +291,7 @@ fn device_failure_loses_no_state() {
                 taken.unwrap();
             }
             drop(store);
-            let store = Store::open_with(folder.path(), host(), in_place()).unwrap();
+            let store = in_place().open_with(folder.path(), host()).unwrap();
             let found = State::of(&store);
             assert!(store.lsn() >= before && found.pages.len() == LENS.len(), "{call:?} {nth}");
             assert_eq!(store.scrub().unwrap().damage, [], "{call:?} {nth}");
@@ -305,7 +306,7 @@ fn device_failure_loses_no_state() {
 fn device_without_file_copies_uses_staging() {
     let Some(folder) = in_memory() else { return };
     let device = Arc::new(FaultyDevice::new(host()));
-    let store = Store::open_with(folder.path(), device.clone(), in_place()).unwrap();
+    let store = in_place().open_with(folder.path(), device.clone()).unwrap();
     let pages = create(&store, Place::Device(0));
     snapshots(&store, &pages, 1..2).unwrap();
     for seed in 2..5 {
@@ -326,10 +327,10 @@ fn device_without_file_copies_uses_staging() {
 fn registered_files_respect_budget_and_yield_to_pages() {
     let Some(folder) = in_memory() else { return };
     let open = |budget: Option<u64>| {
-        let options = in_place();
-        let budget = budget.map(|bytes| Budget::default().with(Place::Pinned, bytes));
-        let options = budget.into_iter().fold(options, Options::budget);
-        Store::open_with(folder.path(), host(), options).unwrap()
+        let memory = budget
+            .into_iter()
+            .fold(MemoryOptions::new(), |memory, bytes| memory.budget(Place::Pinned, bytes));
+        in_place().memory(memory).open_with(folder.path(), host()).unwrap()
     };
     let store = open(None);
     let pages = create(&store, Place::Device(0));
@@ -369,7 +370,7 @@ fn registered_files_respect_budget_and_yield_to_pages() {
 fn file_shared_with_fork_is_dropped_not_reused() {
     let Some(folder) = in_memory() else { return };
     let (path, fork) = (folder.path().join("store"), folder.path().join("fork"));
-    let store = Store::open_with(&path, host(), in_place()).unwrap();
+    let store = in_place().open_with(&path, host()).unwrap();
     let pages = create(&store, Place::Device(0));
     snapshots(&store, &pages, 1..5).unwrap();
     let state = State::of(&store);
@@ -379,7 +380,7 @@ fn file_shared_with_fork_is_dropped_not_reused() {
     assert!(registered_bytes(&store) <= shared);
     snapshots(&store, &pages, 7..10).unwrap();
     drop(store);
-    let forked = Store::open_with(&fork, host(), in_place()).unwrap();
+    let forked = in_place().open_with(&fork, host()).unwrap();
     assert_eq!(State::of(&forked).pages, state.pages);
     assert_eq!(forked.scrub().unwrap().damage, []);
 }
@@ -388,7 +389,7 @@ fn file_shared_with_fork_is_dropped_not_reused() {
 #[test]
 fn removed_file_is_released() {
     let Some(folder) = in_memory() else { return };
-    let store = Store::open_with(folder.path(), host(), in_place()).unwrap();
+    let store = in_place().open_with(folder.path(), host()).unwrap();
     let pages = create(&store, Place::Device(0));
     snapshots(&store, &pages, 1..5).unwrap();
     let both = registered_bytes(&store);
@@ -404,8 +405,8 @@ fn removed_file_is_released() {
 #[test]
 fn without_copy_room_pages_use_staging() {
     let Some(folder) = in_memory() else { return };
-    let budget = Budget::default().with(Place::Device(0), LENS.iter().sum());
-    let store = Store::open_with(folder.path(), host(), in_place().budget(budget)).unwrap();
+    let memory = MemoryOptions::new().budget(Place::Device(0), LENS.iter().sum());
+    let store = in_place().memory(memory).open_with(folder.path(), host()).unwrap();
     let pages = create(&store, Place::Device(0));
     snapshots(&store, &pages, 1..6).unwrap();
     assert_eq!(bytes_in_place(&store), 0);
@@ -419,7 +420,7 @@ fn without_copy_room_pages_use_staging() {
 #[test]
 fn grown_file_is_registered_again() {
     let Some(folder) = in_memory() else { return };
-    let store = Store::open_with(folder.path(), host(), in_place()).unwrap();
+    let store = in_place().open_with(folder.path(), host()).unwrap();
     let pages = create(&store, Place::Device(0));
     snapshots(&store, &pages, 1..5).unwrap();
     let mut batch = store.batch();
@@ -446,7 +447,7 @@ fn grown_file_is_registered_again() {
 #[test]
 fn overlong_files_are_truncated_except_mapped() {
     let Some(folder) = in_memory() else { return };
-    let store = Store::open_with(folder.path(), host(), in_place()).unwrap();
+    let store = in_place().open_with(folder.path(), host()).unwrap();
     let pages = create(&store, Place::Device(0));
     snapshots(&store, &pages, 1..5).unwrap();
     let mut batch = store.batch();
@@ -474,8 +475,10 @@ fn registration_is_skipped_if_host_needs_bytes() {
     for compression in [Compression::Zstd, Compression::Off] {
         for io in [ImageIo::Mapped, ImageIo::Buffered] {
             let folder = tempfile::tempdir_in(memory.path()).unwrap();
-            let store =
-                Store::open_with(folder.path(), host(), options(io).compression(compression)).unwrap();
+            let store = options(io)
+                .with(|options| options.images.compression = compression)
+                .open_with(folder.path(), host())
+                .unwrap();
             let pages = create(&store, Place::Device(0));
             snapshots(&store, &pages, 1..5).unwrap();
             let expected = (io, compression) == (ImageIo::Mapped, Compression::Off);
@@ -485,7 +488,7 @@ fn registration_is_skipped_if_host_needs_bytes() {
     let on_medium = env!("CARGO_TARGET_TMPDIR");
     std::fs::create_dir_all(on_medium).unwrap();
     let folder = tempfile::tempdir_in(on_medium).unwrap();
-    match Store::open_with(folder.path(), host(), in_place()) {
+    match in_place().open_with(folder.path(), host()) {
         Err(Error::InvalidOption { .. }) => skipped("mapped images on a medium", "it refuses them"),
         opened => {
             let store = opened.unwrap();

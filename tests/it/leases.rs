@@ -8,11 +8,11 @@ use std::thread;
 
 use remanent::device::host::HostDevice;
 use remanent::device::{Command, CommandList, Device, Lane, RawStream, Span, StagingSpan};
+use remanent::options::{LogOptions, MemoryOptions, SnapshotSchedule};
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{
-    Ack, Budget, Error, Key, Lease, Options, PageId, Place, SnapshotOptions, StatePoint, Store, View,
-    WriteBatch,
+    Ack, Error, Key, Lease, Options, PageId, Place, SnapshotOptions, StatePoint, Store, View, WriteBatch,
 };
 
 const LEN: u64 = 64;
@@ -27,7 +27,7 @@ struct Bench {
 }
 
 fn options() -> Options {
-    Options::default().segment_len(16 << 10).snapshot_log_bytes(None).snapshot_interval(None)
+    Options::new().log(LogOptions::new().segment_len(16 << 10)).snapshots(SnapshotSchedule::never())
 }
 
 fn bench(device: LateDevice, options: Options) -> Bench {
@@ -250,8 +250,8 @@ fn lease_allows_batches_of_its_thread() {
 
 #[test]
 fn batch_without_room_for_relocation_fails_before_logging() {
-    let budget = Budget::default().with(PLACE, 2 * LEN - 1);
-    let bench = bench(LateDevice::new(Arc::new(HostDevice::new())), options().budget(budget));
+    let memory = MemoryOptions::new().budget(PLACE, 2 * LEN - 1);
+    let bench = bench(LateDevice::new(Arc::new(HostDevice::new())), options().memory(memory));
     let lease = bench.store.lease(bench.page).unwrap();
     let error = bench.fill(2).unwrap_err();
     assert!(matches!(error, Error::OverBudget { requested: LEN, .. }), "{error}");
@@ -263,8 +263,8 @@ fn batch_without_room_for_relocation_fails_before_logging() {
 
 #[test]
 fn batches_after_the_first_need_no_room_for_a_copy() {
-    let budget = Budget::default().with(PLACE, 2 * LEN);
-    let bench = bench(LateDevice::new(Arc::new(HostDevice::new())), options().budget(budget));
+    let memory = MemoryOptions::new().budget(PLACE, 2 * LEN);
+    let bench = bench(LateDevice::new(Arc::new(HostDevice::new())), options().memory(memory));
     let lease = bench.store.lease(bench.page).unwrap();
     // The page has left the leased memory by the time that the next one is submitted.
     (2..6).for_each(|number| {

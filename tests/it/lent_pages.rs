@@ -12,10 +12,11 @@ use remanent::device::Device;
 use remanent::device::cuda::CudaDevice;
 use remanent::device::host::HostDevice;
 use remanent::device::{CallerMemory, DeviceBytes};
+use remanent::options::{LogOptions, MemoryOptions, SnapshotSchedule};
 use remanent::stats::Purpose;
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Ack, Budget, Error, Options, PageId, Place, SnapshotOptions, StatePoint, Store, WriteBatch};
+use remanent::{Ack, Error, Options, PageId, Place, SnapshotOptions, StatePoint, Store, WriteBatch};
 
 use crate::device_ops::bytes_of;
 use crate::gpu;
@@ -24,7 +25,7 @@ const LEN: u64 = 2000;
 const PLACE: Place = Place::Device(0);
 
 pub fn options() -> Options {
-    Options::default().segment_len(64 << 10).snapshot_log_bytes(None).snapshot_interval(None)
+    Options::new().log(LogOptions::new().segment_len(64 << 10)).snapshots(SnapshotSchedule::never())
 }
 
 /// The host device, by itself and where fences pass late.
@@ -267,7 +268,7 @@ fn fork_has_own_page_memory() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("fork");
     bench.store.fork(&path, StatePoint::Lsn(bench.store.lsn())).unwrap();
-    let fork = Store::open_with(&path, bench.device.clone(), options()).unwrap();
+    let fork = options().open_with(&path, bench.device.clone()).unwrap();
     commit(&fork, |batch| _ = batch.fill(bench.page, 0, LEN, &[4])).unwrap();
     assert_eq!((content(&fork, bench.page), bench.memory()), (vec![4; LEN as usize], first()));
 }
@@ -365,9 +366,9 @@ fn memory_is_lent_again_as_soon_as_a_delete_is_committed() {
 
 #[test]
 fn lent_memory_is_outside_budget_and_counted_separately() {
-    let budget = Budget::default().with(PLACE, LEN);
+    let memory = MemoryOptions::new().budget(PLACE, LEN);
     let store =
-        Store::open_on(Arc::new(SimDisk::new()), devices()[0].clone(), options().budget(budget)).unwrap();
+        Store::open_on(Arc::new(SimDisk::new()), devices()[0].clone(), options().memory(memory)).unwrap();
     let lent = || {
         let stats = store.stats();
         let usage = stats.places.iter().find(|(place, _)| *place == PLACE).map(|(_, usage)| *usage).unwrap();

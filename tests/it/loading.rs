@@ -6,7 +6,7 @@ use std::sync::Arc;
 use remanent::device::Device;
 use remanent::device::host::HostDevice;
 use remanent::disk::dir::{DirDisk, DirReader};
-use remanent::options::{Compression, PageLoad};
+use remanent::options::{Compression, ImageOptions, MemoryOptions, PageLoad};
 use remanent::snapshot::SnapshotInfo;
 use remanent::testing::late_device::LateDevice;
 use remanent::{Options, PageId, Place, Store};
@@ -63,7 +63,7 @@ fn check(store: &Store, why: &str) {
 }
 
 fn open(directory: &Path, device: Arc<dyn Device>, compression: Compression) -> Store {
-    let options = Options::default().compression(compression);
+    let options = Options::new().images(ImageOptions::new().compression(compression));
     Store::open_on(Arc::new(DirDisk::new(directory)), device, options).unwrap()
 }
 
@@ -77,7 +77,9 @@ fn images_of_every_length_round_trip() {
         for device in devices {
             let label = device.label();
             for restore in [PageLoad::Eager, PageLoad::OnDemand] {
-                let options = Options::default().compression(compression).page_load(restore);
+                let options = Options::new()
+                    .images(ImageOptions::new().compression(compression))
+                    .memory(MemoryOptions::new().load(restore));
                 let disk = Arc::new(DirDisk::new(directory.path()));
                 let store = Store::open_on(disk, device.clone(), options).unwrap();
                 assert_eq!(store.recovered().replayed_batches, 0, "{label}");

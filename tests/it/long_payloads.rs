@@ -5,9 +5,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use remanent::device::host::HostDevice;
+use remanent::options::MemoryOptions;
 use remanent::testing::faulty_device::{BitFlip, BusTransfer, FaultyDevice};
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Budget, Options, PageId, Place, Store, WriteBatch};
+use remanent::{Options, PageId, Place, Store, WriteBatch};
 
 use crate::kill::workload::Random;
 use crate::pages_on_disk::{commit, move_to, uncompressed};
@@ -19,7 +20,7 @@ const WAVE_LEN: usize = 16 << 20;
 
 /// With room for what several batches wrote since the last snapshot.
 fn options() -> Options {
-    uncompressed().budget(Budget::default().with(Place::Disk, 1 << 30))
+    uncompressed().memory(MemoryOptions::new().budget(Place::Disk, 1 << 30))
 }
 
 struct LongPage {
@@ -132,8 +133,8 @@ fn memory_released_by_long_payload_is_reusable() {
     let give_up: [fn(&mut WriteBatch, PageId); 2] =
         [|batch, page| _ = batch.delete(page), |batch, page| _ = batch.move_to(page, Place::Disk)];
     for give_up in give_up {
-        let options =
-            options().budget(Budget::default().with(Place::Disk, 1 << 30).with(Place::Pinned, OTHER_LEN));
+        let options = options()
+            .memory(MemoryOptions::new().budget(Place::Disk, 1 << 30).budget(Place::Pinned, OTHER_LEN));
         let store = Store::open_on(Arc::new(SimDisk::new()), Arc::new(HostDevice::new()), options).unwrap();
         let long = commit(&store, |batch| _ = batch.create(LEN + 2, Place::Disk))[0];
         for is_leased in [false, true] {

@@ -92,3 +92,4 @@ mod streams;
 mod superseded;
 mod tiers;
 mod unified;
+mod with_options;

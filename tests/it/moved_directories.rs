@@ -15,7 +15,7 @@ const LEN: u64 = 8 << 10;
 const WRITES: u8 = 40;
 
 fn open(path: &Path) -> Store {
-    Store::open(path, small().ack(Ack::Durable)).unwrap()
+    small().ack(Ack::Durable).open(path).unwrap()
 }
 
 fn create(store: &Store, byte: u8) -> PageId {

@@ -12,6 +12,7 @@ use remanent::device::{
     StagingSpan,
 };
 use remanent::error::Remedy;
+use remanent::options::{LogOptions, Retention, SnapshotSchedule};
 use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
@@ -70,8 +71,10 @@ fn pairs() -> Vec<Arc<dyn Device>> {
 
 fn options() -> Options {
     // The state that a restore returns to is older than two snapshots.
-    let options = Options::default().segment_len(64 << 10).snapshots_kept(100);
-    options.snapshot_log_bytes(None).snapshot_interval(None)
+    let options = Options::new()
+        .log(LogOptions::new().segment_len(64 << 10))
+        .retention(Retention::new().snapshots_kept(100));
+    options.snapshots(SnapshotSchedule::never())
 }
 
 fn open(disk: &SimDisk, device: &Arc<dyn Device>) -> remanent::Result<Store> {
@@ -160,16 +163,16 @@ fn slot_without_device_is_refused() {
 fn slots_are_bound_at_open() {
     let directory = tempfile::tempdir().unwrap();
     let two = options().slots([DeviceChoice::Host, DeviceChoice::Host]);
-    let store = Store::open(directory.path(), two).unwrap();
+    let store = two.open(directory.path()).unwrap();
     assert_eq!(store.recovered().device, "host and host");
     let mut batch = store.batch();
     let page = batch.create(4, Place::Device(1)).page();
     batch.write(page, 0, b"kept");
     let page = store.commit(batch).unwrap().pages[0];
     drop(store);
-    let refused = Store::open(directory.path(), options().slots([DeviceChoice::Host])).unwrap_err();
+    let refused = options().slots([DeviceChoice::Host]).open(directory.path()).unwrap_err();
     assert!(matches!(refused, Error::PlaceUnavailable { place: Place::Device(1), .. }), "{refused}");
-    let store = Store::open(directory.path(), options().device(DeviceChoice::Host)).unwrap();
+    let store = options().device(DeviceChoice::Host).open(directory.path()).unwrap();
     assert_eq!(bytes(&store, page), b"kept");
 }
 

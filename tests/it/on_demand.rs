@@ -10,7 +10,9 @@ use remanent::batch::{InitialCopy, Shadow, Width};
 use remanent::device::host::HostDevice;
 use remanent::device::{Command, CommandList, Device, Lane, MemoryId, Pending};
 use remanent::error::{FileName, Remedy};
-use remanent::options::{Compression, PageLoad};
+use remanent::options::{
+    Compression, ImageOptions, LogOptions, MemoryOptions, PageLoad, ScrubSchedule, SnapshotSchedule,
+};
 use remanent::store::UnloadedPages;
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::{Moment, Operation, SimDisk};
@@ -85,8 +87,10 @@ impl Device for Gate {
 }
 
 fn options(restore: PageLoad) -> Options {
-    let options = Options::default().segment_len(64 << 10).page_load(restore);
-    options.snapshot_log_bytes(None).snapshot_interval(None).scrub_interval(None)
+    let options = Options::new()
+        .log(LogOptions::new().segment_len(64 << 10))
+        .memory(MemoryOptions::new().load(restore));
+    options.snapshots(SnapshotSchedule::never()).scrubs(ScrubSchedule::new().interval(None))
 }
 
 fn open_on(disk: &SimDisk, device: Arc<dyn Device>, restore: PageLoad) -> Result<Store> {
@@ -289,7 +293,7 @@ fn an_access_to_an_unloaded_page_waits_for_it() {
 #[test]
 fn snapshot_waits_for_cold_pages_it_rewrites() {
     let disk = SimDisk::new();
-    let options = options(PageLoad::Eager).compression(Compression::Off);
+    let options = options(PageLoad::Eager).images(ImageOptions::new().compression(Compression::Off));
     let store = Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options).unwrap();
     commit(&store, |batch| {
         for page in (1..=PAGES).map(PageId) {

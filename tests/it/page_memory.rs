@@ -7,11 +7,11 @@ use remanent::device::CallerMemory;
 use remanent::device::Device;
 use remanent::device::host::HostDevice;
 use remanent::error::Remedy;
-use remanent::options::{Compression, PageLoad};
+use remanent::options::{Compression, ImageOptions, LogOptions, MemoryOptions, PageLoad, SnapshotSchedule};
 use remanent::stats::Purpose;
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Budget, Error, Options, PageId, Place, Store, WriteBatch};
+use remanent::{Error, Options, PageId, Place, Store, WriteBatch};
 
 use crate::gpu;
 
@@ -21,7 +21,7 @@ const PLACE: Place = Place::Device(0);
 const LENS: [u64; 3] = [700, 5000, 5 << 20];
 
 fn options() -> Options {
-    Options::default().segment_len(1 << 20).snapshot_log_bytes(None).snapshot_interval(None)
+    Options::new().log(LogOptions::new().segment_len(1 << 20)).snapshots(SnapshotSchedule::never())
 }
 
 fn devices() -> [Arc<dyn Device>; 2] {
@@ -100,13 +100,12 @@ fn pages_recover_into_given_memory() {
                 let (given, requested) = (tensors.clone(), Arc::new(Mutex::new(Vec::new())));
                 let told = requested.clone();
                 // No room for any page but the one that nothing is given for.
-                let options = options()
-                    .page_load(page_load)
-                    .budget(Budget::default().with(PLACE, 100))
-                    .page_memory(move |info| {
+                let options = options().memory(
+                    MemoryOptions::new().load(page_load).budget(PLACE, 100).page_memory(move |info| {
                         told.lock().unwrap().push((info.page, info.len));
                         LENS.iter().position(|len| *len == info.len).map(|at| given[at].clone())
-                    });
+                    }),
+                );
                 let store = Store::open_on(Arc::new(disk.clone()), device.clone(), options).unwrap();
                 let with_bytes = expected.iter().filter(|(_, bytes)| !bytes.is_empty());
                 let lens: Vec<_> = with_bytes.map(|(page, bytes)| (*page, bytes.len() as u64)).collect();
@@ -187,7 +186,11 @@ fn unusable_page_memory_fails_open_harmlessly() {
         store.close().unwrap();
         let files = |disk: &SimDisk| disk.bytes(remanent::error::FileName::Store);
         let before = files(&disk);
-        let opened = Store::open_on(Arc::new(disk.clone()), device.clone(), options().page_memory(give));
+        let opened = Store::open_on(
+            Arc::new(disk.clone()),
+            device.clone(),
+            options().memory(MemoryOptions::new().page_memory(give)),
+        );
         let error = opened.map(drop).unwrap_err();
         assert!(is_expected(&error), "{what}: {error}");
         assert!(matches!(error.remedy(), Remedy::ChangeCall | Remedy::Retry | Remedy::Reopen), "{what}");
@@ -211,7 +214,7 @@ fn nowhere(len: u64) -> CallerMemory {
 #[test]
 fn open_that_skips_snapshot_reuses_same_memory() {
     let (disk, device) = (SimDisk::new(), devices()[0].clone());
-    let plain = options().compression(Compression::Off);
+    let plain = options().images(ImageOptions::new().compression(Compression::Off));
     let store = Store::open_on(Arc::new(disk.clone()), device.clone(), plain).unwrap();
     let page = commit(&store, |batch| _ = batch.create_from(vec![1; 5000], PLACE))[0];
     store.snapshot().unwrap();
@@ -225,10 +228,10 @@ fn open_that_skips_snapshot_reuses_same_memory() {
     disk.damage(newest, at as u64, &[0xFF; 64]);
     let (tensor, requested) = (CallerMemory::from_vec(vec![0; 5000], PLACE), Arc::new(AtomicU64::new(0)));
     let (given, count) = (tensor.clone(), requested.clone());
-    let options = options().page_memory(move |_| {
+    let options = options().memory(MemoryOptions::new().page_memory(move |_| {
         count.fetch_add(1, Ordering::Relaxed);
         Some(given.clone())
-    });
+    }));
     let store = Store::open_on(Arc::new(disk), device, options).unwrap();
     assert_eq!(requested.load(Ordering::Relaxed), 2, "once for each snapshot that was tried");
     let tensor = store.caller_bytes(&tensor).unwrap();
@@ -244,11 +247,11 @@ fn gpu_tensors_receive_recovered_pages() {
     let (disk, expected) = directory(Source::Both);
     let memory = LENS.map(|len| callers.allocate(PLACE, len).unwrap());
     let addresses = memory.map(|memory| callers.address(memory).unwrap());
-    let options = options().page_memory(move |info| {
+    let options = options().memory(MemoryOptions::new().page_memory(move |info| {
         let at = LENS.iter().position(|len| *len == info.len)?;
         // SAFETY: the device keeps the memory until it is released, below.
         Some(unsafe { CallerMemory::from_cuda(addresses[at], info.len, ()) })
-    });
+    }));
     let store = Store::open_on(Arc::new(disk), gpu, options).unwrap();
     for ((page, bytes), address) in expected.iter().zip(addresses) {
         assert_eq!(store.pin(*page).unwrap().address(), Some(address));

@@ -6,14 +6,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use remanent::batch::Width;
 use remanent::device::host::HostDevice;
 use remanent::error::{FileName, Folder, Remedy};
-use remanent::options::{Compression, PageLoad};
+use remanent::options::{Compression, ImageOptions, MemoryOptions, PageLoad, Retention};
 use remanent::testing::sim_disk::{Operation, SimDisk};
-use remanent::{Ack, Budget, Error, Options, PageId, Place, SnapshotOptions, StatePoint, Store};
+use remanent::{Ack, Error, Options, PageId, Place, SnapshotOptions, StatePoint, Store};
 
 use crate::files::{Files, small};
 use crate::gpu::{self, on_each_device};
 use crate::interrupted_reads::InterruptedDisk;
 use crate::kill::workload::Random;
+use crate::with_options::With;
 
 /// Longer than a piece of an image, and no multiple of anything.
 const LONG: u64 = (3 << 20) + 77;
@@ -31,11 +32,9 @@ pub fn move_to(store: &Store, page: PageId, place: Place) {
 
 /// A store without memory for pages: whatever it holds lies on disk.
 fn without_memory() -> Options {
-    small().budget(
-        [Place::Host, Place::Pinned, Place::Device(0)]
-            .into_iter()
-            .fold(Budget::default().with(Place::Disk, 1 << 20), |budget, place| budget.with(place, 0)),
-    )
+    let memory = MemoryOptions::new().budget(Place::Disk, 1 << 20);
+    let in_memory = [Place::Host, Place::Pinned, Place::Device(0)];
+    small().memory(in_memory.into_iter().fold(memory, |memory, place| memory.budget(place, 0)))
 }
 
 pub fn opened(disk: &SimDisk, options: Options) -> Store {
@@ -44,7 +43,7 @@ pub fn opened(disk: &SimDisk, options: Options) -> Store {
 
 /// Options under which a page's bytes can be found in the files.
 pub fn uncompressed() -> Options {
-    small().compression(Compression::Off)
+    small().images(ImageOptions::new().compression(Compression::Off))
 }
 
 /// A thousand short pages go to disk and come back, some by the images of a snapshot, some with images of
@@ -191,8 +190,8 @@ fn device_bytes_equal_committed_bytes() {
 #[test]
 fn pages_round_trip_through_disk() {
     let disk = SimDisk::new();
-    let budget = Budget::default().with(Place::Host, LONG + SHORT);
-    let store = opened(&disk, small().budget(budget.clone()));
+    let memory = MemoryOptions::new().budget(Place::Host, LONG + SHORT);
+    let store = opened(&disk, small().memory(memory.clone()));
     let (long, short) = (Random(1).bytes(LONG), Random(2).bytes(SHORT));
     let pages = commit(&store, |batch| {
         batch.create_from(long.clone(), Place::Host);
@@ -236,7 +235,7 @@ fn pages_round_trip_through_disk() {
     assert!(matches!(refused, Error::InvalidOperation { index: 1, .. }), "{refused}");
     store.snapshot().unwrap();
     drop(store);
-    let store = opened(&disk, small().budget(budget));
+    let store = opened(&disk, small().memory(memory));
     let mut after = short;
     after[..5].copy_from_slice(b"after");
     assert_eq!(
@@ -285,7 +284,7 @@ fn partial_read_of_disk_page_reads_only_its_pieces() {
 #[test]
 fn disk_use_is_bounded_and_images_survive() {
     let disk = SimDisk::new();
-    let store = opened(&disk, without_memory().snapshots_kept(1));
+    let store = opened(&disk, without_memory().retention(Retention::new().snapshots_kept(1)));
     let mut plain = Random(5).bytes(200_000);
     let page = commit(&store, |batch| _ = batch.create_from(plain.clone(), Place::Disk))[0];
     let quiet = commit(&store, |batch| _ = batch.create_from(vec![9; 100_000], Place::Disk))[0];
@@ -310,8 +309,8 @@ fn disk_use_is_bounded_and_images_survive() {
 fn pending_bytes_are_bounded() {
     on_each_device(|| {
         let disk = SimDisk::new();
-        let options = || small().budget(Budget::default().with(Place::Disk, 64 << 10));
-        let store = opened(&disk, options().snapshot_log_bytes(None));
+        let options = || small().memory(MemoryOptions::new().budget(Place::Disk, 64 << 10));
+        let store = opened(&disk, options().with(|options| options.snapshots.log_bytes = None));
         let page = commit(&store, |batch| _ = batch.create(1 << 20, Place::Disk))[0];
         let write = |store: &Store, number: u64| {
             let mut batch = store.batch();
@@ -324,7 +323,7 @@ fn pending_bytes_are_bounded() {
         store.snapshot().unwrap();
         write(&store, 0).unwrap();
         drop(store);
-        let store = opened(&disk, options().snapshot_log_bytes(Some(1 << 30)));
+        let store = opened(&disk, options().with(|options| options.snapshots.log_bytes = Some(1 << 30)));
         for number in 0..100 {
             write(&store, number).unwrap();
         }
@@ -339,7 +338,7 @@ fn pending_bytes_are_bounded() {
 fn restores_and_forks_have_pages_on_disk() {
     on_each_device(|| {
         let disk = SimDisk::new();
-        let store = opened(&disk, small().log_kept(1 << 30));
+        let store = opened(&disk, small().retention(Retention::new().log_kept(1 << 30)));
         let pages = commit(&store, |batch| {
             batch.create_from(Random(1).bytes(SHORT), Place::Disk);
             batch.create_from(Random(2).bytes(SHORT), Place::Host);
@@ -367,7 +366,7 @@ fn restores_and_forks_have_pages_on_disk() {
         drop(view);
         store.snapshot().unwrap();
         drop(store);
-        let store = opened(&disk, small().page_load(PageLoad::OnDemand));
+        let store = opened(&disk, small().memory(MemoryOptions::new().load(PageLoad::OnDemand)));
         assert_eq!((places(&store), bytes(&store)), (vec![Place::Disk, Place::Host], now));
         assert!(store.audit().unwrap().changed.is_empty());
     });
@@ -528,7 +527,11 @@ fn a_store_holds_more_pages_than_memory() {
     on_each_device(|| {
         const PAGES: u64 = 400;
         let disk = SimDisk::new();
-        let options = || small().segment_len(1 << 20).budget(Budget::default().with(Place::Host, 1 << 20));
+        let options = || {
+            small()
+                .memory(MemoryOptions::new().budget(Place::Host, 1 << 20))
+                .with(|options| options.log.segment_len = 1 << 20)
+        };
         let store = opened(&disk, options());
         let keys = |number: u64| remanent::Key::new(format!("page {number}")).unwrap();
         for first in (0..PAGES).step_by(50) {

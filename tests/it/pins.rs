@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex};
 use remanent::device::host::HostDevice;
 use remanent::device::{Command, CommandList, Lane, StagingSpan};
 use remanent::error::Remedy;
+use remanent::options::{LogOptions, SnapshotSchedule};
 use remanent::store::MemoryKind;
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
@@ -17,7 +18,8 @@ const PLACE: Place = Place::Device(0);
 
 fn late() -> (Arc<LateDevice>, Store, PageId) {
     let device = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));
-    let options = Options::default().segment_len(16 << 10).snapshot_log_bytes(None).snapshot_interval(None);
+    let options =
+        Options::new().log(LogOptions::new().segment_len(16 << 10)).snapshots(SnapshotSchedule::never());
     let store = Store::open_on(Arc::new(SimDisk::new()), device.clone(), options).unwrap();
     let mut batch = store.batch();
     let page = batch.create(LEN, PLACE).page();
@@ -179,7 +181,7 @@ fn descriptor_tells_transport_page_address() {
     batch.create(0, PLACE);
     let empty = store.commit(batch).unwrap().pages[0];
     nowhere(store.pin(empty).unwrap().descriptor(), "an empty page");
-    let host = Store::temporary(Options::default().device(remanent::DeviceChoice::Host)).unwrap();
+    let host = Options::new().device(remanent::DeviceChoice::Host).open_temporary().unwrap();
     let mut batch = host.batch();
     batch.create(LEN, PLACE);
     let page = host.commit(batch).unwrap().pages[0];

@@ -6,11 +6,12 @@ use std::thread;
 
 use remanent::device::host::HostDevice;
 use remanent::device::{CommandList, Device, Lane, MemoryId, Pending};
-use remanent::options::LogIo;
+use remanent::options::{LogIo, LogOptions, ScrubSchedule, SnapshotSchedule};
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{Ack, Error, Key, Lsn, Options, PageId, PageInfo, Place, Result, StatePoint, Store, Value};
 
 use crate::faults::watched;
+use crate::with_options::With;
 
 const LEN: u64 = 200 << 10;
 
@@ -53,8 +54,9 @@ impl Device for Shut {
 }
 
 fn options() -> Options {
-    let options = Options::default().segment_len(1 << 20).ack(Ack::Logged).log_io(LogIo::Mapped);
-    options.snapshot_log_bytes(None).snapshot_interval(None).scrub_interval(None)
+    let options =
+        Options::new().log(LogOptions::new().segment_len(1 << 20).io(LogIo::Mapped)).ack(Ack::Logged);
+    options.snapshots(SnapshotSchedule::never()).scrubs(ScrubSchedule::new().interval(None))
 }
 
 fn open_on(device: Arc<dyn Device>, options: Options) -> Store {
@@ -131,7 +133,8 @@ fn lookups_and_reads_of_other_pages_do_not_wait_for_the_applier() {
 #[test]
 fn logged_batch_is_visible_after_call_returns() {
     for log_io in [LogIo::Mapped, LogIo::Buffered, LogIo::Direct] {
-        let store = open_on(Arc::new(HostDevice::new()), options().log_io(log_io));
+        let store =
+            open_on(Arc::new(HostDevice::new()), options().with(|options| options.log.io = Some(log_io)));
         let pages = create(&store, 3);
         for count in 1..=30_u64 {
             let mut batch = store.batch();

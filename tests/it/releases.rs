@@ -6,12 +6,12 @@ use std::thread;
 
 use remanent::device::host::HostDevice;
 use remanent::device::{Command, CommandList, Device, Lane, StagingSpan};
-use remanent::options::PageLoad;
+use remanent::options::{MemoryOptions, PageLoad};
 use remanent::stats::Purpose;
 use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::{DiskFault, Operation, SimDisk};
-use remanent::{Ack, Budget, Error, PageId, Place, Store, WriteBatch};
+use remanent::{Ack, Error, PageId, Place, Store, WriteBatch};
 
 use crate::device_ops::bytes_of;
 use crate::gpu;
@@ -89,7 +89,7 @@ fn a_release_is_durable_when_it_returns() {
 
 #[test]
 fn memory_stays_counted_until_the_last_handle_is_dropped() {
-    let options = options().budget(Budget::default().with(PLACE, LEN));
+    let options = options().memory(MemoryOptions::new().budget(PLACE, LEN));
     let store = Store::open_on(Arc::new(SimDisk::new()), devices()[0].clone(), options).unwrap();
     let page = commit(&store, |batch| _ = batch.create_from(vec![1; LEN as usize], PLACE)).unwrap()[0];
     let memory = store.release(page).unwrap();
@@ -199,7 +199,7 @@ fn unloaded_page_is_loaded_first() {
         let (disk, store, page) = bench(device.clone());
         store.snapshot().unwrap();
         store.close().unwrap();
-        let options = options().page_load(PageLoad::OnDemand);
+        let options = options().memory(MemoryOptions::new().load(PageLoad::OnDemand));
         let store = Store::open_on(Arc::new(disk), device, options).unwrap();
         assert_eq!(store.recovered().unloaded_pages, 1);
         assert_eq!(bytes_of(&store.release(page).unwrap()), vec![1; LEN as usize]);

@@ -9,7 +9,7 @@ use remanent::device::Device;
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::disk::dir::DirDisk;
-use remanent::options::LogIo;
+use remanent::options::{LogIo, LogOptions};
 use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{Error, Options, PageId, Place, Result, Store};
@@ -21,7 +21,7 @@ const PAGE_LEN: u64 = 256 << 10;
 const PAGES: u64 = 20;
 
 fn open(disk: impl Disk, device: Arc<dyn Device>, segment_len: u64) -> Result<Store> {
-    let options = Options::default().log_io(LogIo::Buffered).segment_len(segment_len);
+    let options = Options::new().log(LogOptions::new().io(LogIo::Buffered).segment_len(segment_len));
     Store::open_on(Arc::new(disk), device, options)
 }
 

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 
 use remanent::error::{Defect, FileName};
 use remanent::history::InitialState;
-use remanent::options::Create;
+use remanent::options::{Create, ImageOptions};
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{Error, Lsn, Metadata, Options, PageInfo, Place, StatePoint, Store};
 use remanent_format::frame::FRAME_HEADER_LEN;
@@ -17,6 +17,7 @@ use remanent_format::store::StoreFile;
 
 use crate::damage::{Victim, mix, mutilate, on_disk};
 use crate::files::{Files, State, open_with, small};
+use crate::with_options::With;
 
 /// The outcome of a damaged store's salvage.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -85,7 +86,10 @@ fn restored() -> Victim {
 fn restored_with(options: Options) -> Victim {
     let disk = SimDisk::new();
     let mut states = BTreeMap::new();
-    let options = options.reserve_bytes(0).snapshots_kept(3);
+    let options = options.with(|options| {
+        options.log.reserve_bytes = Some(0);
+        options.retention.snapshots_kept = 3;
+    });
     let mut store = open_with(&disk, options.clone()).unwrap();
     let mut batch = store.batch();
     (0..6).for_each(|_| _ = batch.create(600, Place::Host).page());
@@ -125,7 +129,12 @@ fn restored_with(options: Options) -> Victim {
 /// The stores to damage.
 fn victims() -> [Victim; 4] {
     // The last one's snapshots are of several image files.
-    [Victim::closed(), Victim::killed(), Victim::reopened(), restored_with(small().chunk_len(75))]
+    [
+        Victim::closed(),
+        Victim::killed(),
+        Victim::reopened(),
+        restored_with(small().images(ImageOptions::new().chunk_len(75))),
+    ]
 }
 
 #[test]
@@ -162,7 +171,7 @@ fn pages_on_disk_are_salvaged() {
 #[test]
 fn truncated_batches_are_reported_lost() {
     let disk = SimDisk::new();
-    let store = open_with(&disk, small().segment_len(64 << 10)).unwrap();
+    let store = open_with(&disk, small().with(|options| options.log.segment_len = 64 << 10)).unwrap();
     let mut ends = Vec::new();
     for number in 0..3u64 {
         let mut batch = store.batch();
@@ -334,7 +343,7 @@ fn founded_store_is_complete_or_no_store() {
         Ok(())
     });
     assert!(matches!(stopped, Err(Error::Damaged(_))), "{stopped:?}");
-    let opened = Store::open(&path, small().create(Create::Never));
+    let opened = small().create(Create::Never).open(&path);
     assert!(matches!(opened, Err(Error::NoStore { .. })), "{opened:?}");
 
     Store::check_create_at(&path).unwrap();
@@ -344,7 +353,7 @@ fn founded_store_is_complete_or_no_store() {
     });
     let id = founded.unwrap();
     assert!(matches!(Store::check_create_at(&path), Err(Error::ForeignDirectory { .. })));
-    let store = Store::open(&path, small()).unwrap();
+    let store = small().open(&path).unwrap();
     assert_eq!(State::of(&store), victim.states[&victim.last]);
     assert_eq!((store.id(), store.lsn()), (id, victim.last));
     let mut batch = store.batch();
@@ -371,7 +380,7 @@ fn a_salvaged_store_survives_a_hundred_opens() {
         let mut expected = victim.states[&victim.last].clone();
         let mut lsn = victim.last;
         for open in 0..100 {
-            let store = Store::open(&path, small()).unwrap_or_else(|error| panic!("open {open}: {error}"));
+            let store = small().open(&path).unwrap_or_else(|error| panic!("open {open}: {error}"));
             assert_eq!(State::of(&store), expected, "open {open}");
             assert_eq!(store.lsn(), lsn, "open {open}");
             if is_busy && open % 7 == 3 {

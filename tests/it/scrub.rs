@@ -19,6 +19,7 @@ use remanent_format::state::survey::{Survey, read_manifest};
 use crate::damage::mix;
 use crate::faults::watched;
 use crate::files::{Files, State, open, small};
+use crate::with_options::With;
 
 /// The number of pages. One of them changes.
 const PAGES: u64 = 20;
@@ -423,7 +424,10 @@ fn store_scrubs_automatically() {
     let (disk, page) = (subject.disk.clone(), subject.pages[0]);
     let image = subject.image_of(page);
     subject.store.close().unwrap();
-    let store = open_scrubbing(&disk, small().scrub_interval(Duration::from_millis(1)));
+    let store = open_scrubbing(
+        &disk,
+        small().with(|options| options.scrubs.interval = Some(Duration::from_millis(1))),
+    );
     store.wait_for_scrubs(1);
     assert_eq!((store.stats().scrubs.failed, store.stats().scrubs.damaged), (0, 0));
     disk.damage(FileName::Pages(image.file), image.offset, &[0; 16]);
@@ -442,7 +446,10 @@ fn slow_scrub_is_cancelled_at_close() {
     let disk = subject.disk.clone();
     subject.store.close().unwrap();
     // At one byte a second this would take hours.
-    let options = small().scrub_interval(Duration::ZERO).scrub_bytes_per_second(1);
+    let options = small().with(|options| {
+        options.scrubs.interval = Some(Duration::ZERO);
+        options.scrubs.bytes_per_second = Some(1);
+    });
     open_scrubbing(&disk, options).close().unwrap();
 }
 
@@ -453,7 +460,10 @@ fn manual_scrub_lifts_background_rate_limit() {
         let subject = Subject::new();
         let disk = subject.disk.clone();
         subject.store.close().unwrap();
-        let options = small().scrub_interval(Duration::ZERO).scrub_bytes_per_second(1);
+        let options = small().with(|options| {
+            options.scrubs.interval = Some(Duration::ZERO);
+            options.scrubs.bytes_per_second = Some(1);
+        });
         let store = open_scrubbing(&disk, options);
         for _ in 0..3 {
             assert!(store.scrub().unwrap().damage.is_empty());

@@ -8,14 +8,15 @@ use std::sync::{Arc, Mutex};
 use remanent::batch::ByteSource;
 use remanent::device::host::HostDevice;
 use remanent::error::{FileName, Remedy};
-use remanent::options::Compression;
+use remanent::options::{Compression, ImageOptions, MemoryOptions};
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::{DiskFault, EIO, Operation, SimDisk};
-use remanent::{Ack, Budget, Error, Options, PageId, Place, Store, WriteBatch};
+use remanent::{Ack, Error, Options, PageId, Place, Store, WriteBatch};
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 
 use crate::files::{Files, State, open, open_with, small};
 use crate::kill::workload::Random;
+use crate::with_options::With;
 
 /// Longer than a segment of these tests.
 const LEN: u64 = 20 << 10;
@@ -98,7 +99,7 @@ fn noise(seed: u64, len: u64) -> Vec<u8> {
 }
 
 fn raw() -> Options {
-    small().compression(Compression::Off)
+    small().images(ImageOptions::new().compression(Compression::Off))
 }
 
 /// Opens a store on a device whose new memory is not zeros, and whose lists are done as late as may be.
@@ -201,7 +202,7 @@ fn replace_from_source_changes_only_bytes_and_length() {
 #[test]
 fn short_sources_are_logged_and_empty_ones_not_read() {
     let disk = SimDisk::new();
-    let store = open_with(&disk, small().segment_len(1 << 20)).unwrap();
+    let store = open_with(&disk, small().with(|options| options.log.segment_len = 1 << 20)).unwrap();
     let empty = Noted::new(Vec::new());
     let mut batch = store.batch();
     batch.create_from_source(0, empty.clone(), Place::Host);
@@ -348,7 +349,7 @@ fn refused_source_batch_removes_its_images() {
             |error| matches!(error, Error::PlaceUnavailable { .. }),
         ),
     ];
-    let tight = raw().budget(Budget::default().with(Place::Host, 4 << 20));
+    let tight = raw().memory(MemoryOptions::new().budget(Place::Host, 4 << 20));
     for (why, fill, is_it) in later {
         refuses(why, &tight, |batch, page, _| fill(batch, page), is_it);
     }
@@ -369,7 +370,12 @@ fn disk_full_midway_leaves_nothing() {
             matches!(error, Error::DiskFull { file: FileName::Pages(_), .. })
                 && error.remedy() == Remedy::FreeSpace
         };
-        refuses(&format!("{free} bytes free"), &raw().reserve_bytes(0), fill, is_it);
+        refuses(
+            &format!("{free} bytes free"),
+            &raw().with(|options| options.log.reserve_bytes = Some(0)),
+            fill,
+            is_it,
+        );
     }
 }
 

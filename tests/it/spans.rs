@@ -7,9 +7,10 @@ use std::sync::{Arc, Mutex};
 
 use remanent::batch::{Shadow, Width};
 use remanent::device::host::HostDevice;
+use remanent::options::MemoryOptions;
 use remanent::testing::sim_disk::SimDisk;
 use remanent::tiers::Tiers;
-use remanent::{Ack, Budget, Place, Store};
+use remanent::{Ack, Place, Store};
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Metadata, Subscriber};
@@ -66,8 +67,8 @@ fn long_operations_have_spans() {
     machine::alone(|| {
         let spans = Spans::default();
         tracing::subscriber::set_global_default(spans.clone()).unwrap();
-        let budget = Budget::default().with(DEVICE, 16 << 10);
-        let options = small().budget(budget).tiers(Tiers::new([DEVICE, Place::Disk]).free_part(4));
+        let memory = MemoryOptions::new().budget(DEVICE, 16 << 10);
+        let options = small().memory(memory).tiers(Tiers::new([DEVICE, Place::Disk]).free_part(4));
         let store = Store::open_on(Arc::new(SimDisk::new()), Arc::new(HostDevice::new()), options).unwrap();
         let has = |names: &[&str]| {
             let found = spans.taken();

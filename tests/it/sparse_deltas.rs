@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 
 use remanent::batch::Width;
 use remanent::disk::dir::DirReader;
+use remanent::options::LogOptions;
 use remanent::{Lsn, Options, Place, Store};
 use remanent_format::frame::FrameKind;
 use remanent_format::limits::GROUP_ALIGN;
@@ -45,7 +46,7 @@ fn growth_by_batch(directory: &std::path::Path) -> BTreeMap<Lsn, Growth> {
 #[test]
 fn sparse_delta_of_one_percent_costs_little_overhead() {
     let directory = tempfile::tempdir().unwrap();
-    let store = Store::open(directory.path(), Options::default().segment_len(4 << 20)).unwrap();
+    let store = Options::new().log(LogOptions::new().segment_len(4 << 20)).open(directory.path()).unwrap();
     let mut random = Random(7);
     let mut cases = Vec::new();
     for (width, page_len) in
@@ -69,7 +70,7 @@ fn sparse_delta_of_one_percent_costs_little_overhead() {
     drop(store);
 
     let growth = growth_by_batch(directory.path());
-    let store = Store::open(directory.path(), Options::default()).unwrap();
+    let store = Store::open(directory.path()).unwrap();
     for (lsn, page, width, changed, expected) in cases {
         let mut found = vec![0; expected.len()];
         store.read(page, 0, &mut found).unwrap();

@@ -4,16 +4,18 @@ use std::fs::File;
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 
+use crate::with_options::With;
 use remanent::batch::Width;
 use remanent::disk::dir::{DirDisk, DirReader};
 use remanent::error::{FileName, Folder};
+use remanent::options::{LogOptions, SnapshotSchedule};
 use remanent::{
     Ack, Error, Key, Lsn, Metadata, Options, PageId, Place, SnapshotId, StatePoint, Store, Value,
 };
 use remanent_format::state::survey::Survey;
 
 fn small() -> Options {
-    Options::default().segment_len(16 << 10).snapshot_log_bytes(None).snapshot_interval(None)
+    Options::new().log(LogOptions::new().segment_len(16 << 10)).snapshots(SnapshotSchedule::never())
 }
 
 fn bytes(store: &Store, page: PageId) -> Vec<u8> {
@@ -29,7 +31,7 @@ fn key(text: &str) -> Key {
 #[test]
 fn every_operation_survives_reopening() {
     let directory = tempfile::tempdir().unwrap();
-    let store = Store::open(directory.path(), small()).unwrap();
+    let store = small().open(directory.path()).unwrap();
     let mut batch = store.batch();
     let metadata = Metadata::from([("dtype".to_owned(), Value::from("bf16"))]);
     let page = batch.create(64, Place::Device(0)).key(key("weights")).metadata(metadata).page();
@@ -74,7 +76,7 @@ fn every_operation_survives_reopening() {
     check(&store);
     store.close().unwrap();
     for _ in 0..3 {
-        let store = Store::open(directory.path(), small()).unwrap();
+        let store = small().open(directory.path()).unwrap();
         assert_eq!(store.recovered().position.lsn, Lsn(2));
         assert_eq!(store.recovered().torn, None);
         check(&store);
@@ -85,7 +87,7 @@ fn every_operation_survives_reopening() {
 
 #[test]
 fn a_refused_batch_changes_nothing() {
-    let store = Store::temporary(small()).unwrap();
+    let store = small().open_temporary().unwrap();
     let mut batch = store.batch();
     let page = batch.create(8, Place::Host).key(key("a")).page();
     let page =
@@ -137,7 +139,7 @@ fn a_refused_batch_changes_nothing() {
 #[test]
 fn commits_from_many_threads_all_survive() {
     let directory = tempfile::tempdir().unwrap();
-    let store = Arc::new(Store::open(directory.path(), small().ack(Ack::Durable)).unwrap());
+    let store = Arc::new(small().ack(Ack::Durable).open(directory.path()).unwrap());
     let pages: Vec<PageId> = std::thread::scope(|scope| {
         let threads: Vec<_> = (0..8u8)
             .map(|thread| {
@@ -160,7 +162,7 @@ fn commits_from_many_threads_all_survive() {
     assert_eq!(store.lsn(), Lsn(8 * 51));
     let expected: Vec<Vec<u8>> = pages.iter().map(|page| bytes(&store, *page)).collect();
     drop(store);
-    let store = Store::open(directory.path(), small()).unwrap();
+    let store = small().open(directory.path()).unwrap();
     for (page, expected) in pages.iter().zip(expected) {
         assert_eq!(bytes(&store, *page), expected);
         assert_eq!(store.page(*page).unwrap().epoch.0, 51);
@@ -170,7 +172,7 @@ fn commits_from_many_threads_all_survive() {
 #[test]
 fn a_snapshot_lets_the_log_be_recycled() {
     let directory = tempfile::tempdir().unwrap();
-    let store = Store::open(directory.path(), small()).unwrap();
+    let store = small().open(directory.path()).unwrap();
     let mut batch = store.batch();
     batch.create(1000, Place::Host);
     let page = store.commit(batch).unwrap().pages[0];
@@ -195,7 +197,7 @@ fn a_snapshot_lets_the_log_be_recycled() {
         lowest_before = lowest;
     }
     drop(store);
-    let store = Store::open(directory.path(), small()).unwrap();
+    let store = small().open(directory.path()).unwrap();
     assert_eq!(store.recovered().snapshot, Some(SnapshotId(12)));
     assert_eq!(bytes(&store, page)[..2], [11, 59]);
     assert_eq!(store.page(page).unwrap().epoch.0, 721);
@@ -204,7 +206,7 @@ fn a_snapshot_lets_the_log_be_recycled() {
 #[test]
 fn restore_is_a_new_batch() {
     let directory = tempfile::tempdir().unwrap();
-    let store = Store::open(directory.path(), small()).unwrap();
+    let store = small().open(directory.path()).unwrap();
     let mut batch = store.batch();
     let (a, b) = (batch.create(100, Place::Host).page(), batch.create(50, Place::Host).page());
     batch.write(a, 0, &[1; 100]).write(b, 0, &[2; 50]).set_root("step", 1u64);
@@ -226,7 +228,7 @@ fn restore_is_a_new_batch() {
     };
     check(&store);
     drop(store);
-    let store = Store::open(directory.path(), small()).unwrap();
+    let store = small().open(directory.path()).unwrap();
     check(&store);
     let mut batch = store.batch();
     batch.create(1, Place::Host);
@@ -237,7 +239,7 @@ fn restore_is_a_new_batch() {
 #[test]
 fn oversized_frame_gets_own_segment() {
     let directory = tempfile::tempdir().unwrap();
-    let store = Store::open(directory.path(), small()).unwrap();
+    let store = small().open(directory.path()).unwrap();
     let content: Vec<u8> = (0..100_000u32).map(|at| at as u8).collect();
     let mut batch = store.batch();
     let page = batch.create(100_000, Place::Host).page();
@@ -247,7 +249,7 @@ fn oversized_frame_gets_own_segment() {
     batch.write(page, 1, &[0xff]);
     store.commit(batch).unwrap();
     drop(store);
-    let store = Store::open(directory.path(), small()).unwrap();
+    let store = small().open(directory.path()).unwrap();
     let found = bytes(&store, page);
     assert_eq!(found[0], 0);
     assert_eq!(found[1], 0xff);
@@ -257,7 +259,7 @@ fn oversized_frame_gets_own_segment() {
 #[test]
 fn the_pure_rebuild_agrees_with_recovery() {
     let directory = tempfile::tempdir().unwrap();
-    let store = Store::open(directory.path(), small()).unwrap();
+    let store = small().open(directory.path()).unwrap();
     let mut batch = store.batch();
     let page = batch.create(30, Place::Host).page();
     batch.write(page, 3, b"abc");
@@ -281,7 +283,7 @@ fn the_pure_rebuild_agrees_with_recovery() {
 
 #[test]
 fn new_page_reference_is_invalid_in_other_batch() {
-    let store = Store::temporary(Options::default().segment_len(64 << 10)).unwrap();
+    let store = Options::new().log(LogOptions::new().segment_len(64 << 10)).open_temporary().unwrap();
     let mut first = store.batch();
     first.create(4, Place::Host);
     let of_first = first.create(4, Place::Host).page();
@@ -301,7 +303,7 @@ fn new_page_reference_is_invalid_in_other_batch() {
 #[test]
 fn snapshots_finish_during_commits() {
     let directory = tempfile::tempdir().unwrap();
-    let store = Store::open(directory.path(), Options::default().segment_len(256 << 10)).unwrap();
+    let store = Options::new().log(LogOptions::new().segment_len(256 << 10)).open(directory.path()).unwrap();
     let mut batch = store.batch();
     for _ in 0..3 {
         batch.create(64, Place::Host);
@@ -335,7 +337,15 @@ fn snapshots_finish_during_commits() {
 #[test]
 fn sparse_segments_are_not_reused() {
     let directory = tempfile::tempdir().unwrap();
-    let open = || Store::open(directory.path(), small().segment_len(1 << 20).reserve_bytes(2 << 20)).unwrap();
+    let open = || {
+        small()
+            .with(|options| {
+                options.log.segment_len = 1 << 20;
+                options.log.reserve_bytes = Some(2 << 20);
+            })
+            .open(directory.path())
+            .unwrap()
+    };
     let segments = |is_wanted: fn(&FileName) -> bool| {
         let folder = directory.path().join(Folder::Log.name());
         let names = std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().file_name());

@@ -11,6 +11,7 @@ use remanent::batch::Width;
 use remanent::device::host::HostDevice;
 use remanent::device::{Access, CallerMemory, DeviceBytes};
 use remanent::device::{Command, CommandList, Device, Lane, RawStream, Span, StagingSpan};
+use remanent::options::{LogOptions, SnapshotSchedule};
 use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
@@ -28,7 +29,7 @@ struct Bench {
 }
 
 fn options() -> Options {
-    Options::default().segment_len(64 << 10).snapshot_log_bytes(None).snapshot_interval(None)
+    Options::new().log(LogOptions::new().segment_len(64 << 10)).snapshots(SnapshotSchedule::never())
 }
 
 impl Bench {

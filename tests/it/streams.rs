@@ -9,6 +9,7 @@ use std::thread;
 use remanent::batch::{InitialCopy, Shadow, Width, WorkingCopy};
 use remanent::device::Lane;
 use remanent::device::cuda::CudaDevice;
+use remanent::options::LogOptions;
 use remanent::{DeviceChoice, Error, Lease, Options, PageId, Place, Store};
 
 use crate::gpu::{self, Caller, Memory, Stream};
@@ -17,12 +18,12 @@ const LEN: u64 = 100_000;
 const PLACE: Place = Place::Device(0);
 
 fn options() -> Options {
-    Options::default().device(DeviceChoice::Cuda(0)).segment_len(4 << 20)
+    Options::new().device(DeviceChoice::Cuda(0)).log(LogOptions::new().segment_len(4 << 20))
 }
 
 /// A store whose one page is full of ones.
 fn store(place: Place) -> (Store, PageId) {
-    let store = Store::temporary(options()).unwrap();
+    let store = options().open_temporary().unwrap();
     let mut batch = store.batch();
     let page = batch.create(LEN, place).page();
     batch.fill(page, 0, LEN, &[1]);
@@ -189,7 +190,7 @@ fn store_opens_on_gpu_and_host_alternately() {
     // process.
     let Some(_caller) = Caller::new() else { return };
     let directory = tempfile::tempdir().unwrap();
-    let open = |device| Store::open(directory.path(), options().device(device)).unwrap();
+    let open = |device| options().device(device).open(directory.path()).unwrap();
     let (host, gpu) = (DeviceChoice::Host, DeviceChoice::Cuda(0));
     let mut pages = Vec::new();
     for (round, choice) in [host, gpu, gpu, host, gpu].into_iter().enumerate() {

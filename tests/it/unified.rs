@@ -39,7 +39,7 @@ fn reason(refused: Result<(), Error>) -> (Place, &'static str) {
 #[test]
 fn a_host_device_refuses_hints_by_name() {
     let store =
-        Store::open_on(Arc::new(SimDisk::new()), Arc::new(HostDevice::new()), Options::default()).unwrap();
+        Store::open_on(Arc::new(SimDisk::new()), Arc::new(HostDevice::new()), Options::new()).unwrap();
     let support = store.unified_memory();
     assert!(support.has_pages && !support.takes_hints);
     for hint in HINTS {
@@ -66,7 +66,7 @@ fn hints_change_no_bytes_batches_or_moves() {
     let devices: [Arc<dyn Device>; 2] = [gpu.clone(), Arc::new(two)];
     for device in devices {
         let disk = Arc::new(SimDisk::new());
-        let store = Store::open_on(disk.clone(), device, Options::default()).unwrap();
+        let store = Store::open_on(disk.clone(), device, Options::new()).unwrap();
         let support = store.unified_memory();
         if !support.takes_hints {
             crate::machine::skipped("hints", "this GPU takes none");
@@ -103,7 +103,7 @@ fn hints_change_no_bytes_batches_or_moves() {
         batch.delete(moving);
         store.commit(batch).unwrap();
         drop(store);
-        let store = Store::open_on(disk, gpu.clone(), Options::default()).unwrap();
+        let store = Store::open_on(disk, gpu.clone(), Options::new()).unwrap();
         assert_eq!(store.read_to_vec(staying).unwrap()[..2], [2, 2]);
     }
 }

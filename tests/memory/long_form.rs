@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use remanent::batch::Width;
 use remanent::disk::dir::DirReader;
 use remanent::follow::{Follower, Replica};
-use remanent::options::PageLoad;
+use remanent::options::{MemoryOptions, PageLoad, Retention, SnapshotSchedule};
 use remanent::{Lsn, Options, PageId, Place, SnapshotOptions, StatePoint, Store, View};
 use remanent_format::salvage::{PageRemains, Salvage};
 use remanent_format::state::survey::read_store;
@@ -89,7 +89,7 @@ fn check(pages: Pages, salt: u8, read: &mut dyn FnMut(PageId, u64, &mut [u8])) {
 }
 
 fn options() -> Options {
-    Options::default().snapshot_log_bytes(None).snapshot_interval(None).log_kept(u64::MAX)
+    Options::new().snapshots(SnapshotSchedule::never()).retention(Retention::new().log_kept(u64::MAX))
 }
 
 fn check_view(view: &View, pages: Pages, salt: u8) {
@@ -101,7 +101,7 @@ type Operation = (&'static str, bool, fn(&Path, Pages));
 
 const OPERATIONS: [Operation; 11] = [
     ("create", true, |path, pages| {
-        let store = Store::open(path, options()).unwrap();
+        let store = options().open(path).unwrap();
         let mut batch = store.batch();
         pages.ids().for_each(|_| _ = batch.create(pages.len, Place::Host).page());
         store.commit(batch).unwrap();
@@ -150,33 +150,33 @@ const OPERATIONS: [Operation; 11] = [
         });
     }),
     ("open", true, |path, pages| {
-        let store = Store::open(path, options()).unwrap();
+        let store = options().open(path).unwrap();
         check(pages, 1, &mut |page, offset, out| _ = store.read(page, offset, out).unwrap());
         store.close().unwrap();
     }),
     ("open on demand", true, |path, pages| {
-        let store = Store::open(path, options().page_load(PageLoad::OnDemand)).unwrap();
+        let store = options().memory(MemoryOptions::new().load(PageLoad::OnDemand)).open(path).unwrap();
         check(pages, 1, &mut |page, offset, out| _ = store.read(page, offset, out).unwrap());
         store.close().unwrap();
     }),
     ("audit", true, |path, pages| {
-        let store = Store::open(path, options()).unwrap();
+        let store = options().open(path).unwrap();
         let audit = store.audit().unwrap();
         assert_eq!((audit.by_replay, audit.changed.len()), (pages.count, 0));
         store.close().unwrap();
     }),
     ("snapshot", true, |path, _| {
-        let store = Store::open(path, options()).unwrap();
+        let store = options().open(path).unwrap();
         store.snapshot_with(SnapshotOptions::new().name("changed")).unwrap();
         store.close().unwrap();
     }),
     ("scrub", true, |path, _| {
-        let store = Store::open(path, options()).unwrap();
+        let store = options().open(path).unwrap();
         assert!(store.scrub().unwrap().damage.is_empty());
         store.close().unwrap();
     }),
     ("restore", true, |path, pages| {
-        let store = Store::open(path, options()).unwrap();
+        let store = options().open(path).unwrap();
         let then = store.lsn();
         change(&store, pages, 2);
         assert!(then > Lsn(0));

@@ -8,6 +8,7 @@ use std::time::Duration;
 use remanent::batch::{ByteSource, Width};
 use remanent::disk::dir::DirReader;
 use remanent::follow::{Follower, Replica};
+use remanent::options::{MemoryOptions, SnapshotSchedule};
 use remanent::{Options, PageId, Place, StatePoint, Store, View, WriteBatch};
 use remanent_format::salvage::{PageRemains, Salvage};
 use remanent_format::state::survey::read_store;
@@ -45,7 +46,7 @@ impl Content {
 
 /// Options with which snapshots are taken when the test says so.
 fn options() -> Options {
-    Options::default().snapshot_log_bytes(None).snapshot_interval(None)
+    Options::new().snapshots(SnapshotSchedule::never())
 }
 
 fn pieces() -> impl Iterator<Item = (u64, u64)> {
@@ -53,7 +54,7 @@ fn pieces() -> impl Iterator<Item = (u64, u64)> {
 }
 
 fn create(directory: &Path, content: Content) -> (Store, PageId) {
-    let store = Store::open(directory, options()).unwrap();
+    let store = options().open(directory).unwrap();
     let mut batch = store.batch();
     batch.create(LEN, Place::Host);
     let page = store.commit(batch).unwrap().pages[0];
@@ -102,14 +103,14 @@ fn life(content: Content) {
     assert_bounded("a scrub", content, taken, 0);
     store.close().unwrap();
 
-    let (store, taken) = peak(|| Store::open(directory.path(), options()).unwrap());
+    let (store, taken) = peak(|| options().open(directory.path()).unwrap());
     assert_bounded("an open", content, taken, LEN);
     check(&store, page, content);
     store.close().unwrap();
 
-    let on_demand = options().page_load(remanent::options::PageLoad::OnDemand);
+    let on_demand = options().memory(MemoryOptions::new().load(remanent::options::PageLoad::OnDemand));
     let ((), taken) = peak(|| {
-        let store = Store::open(directory.path(), on_demand).unwrap();
+        let store = on_demand.open(directory.path()).unwrap();
         store.read(page, 5, &mut [0; 5]).unwrap();
         store.close().unwrap();
     });
@@ -228,7 +229,7 @@ fn history(content: Content) {
     store.close().unwrap();
     let mut opened = None;
     measure("an open whose log resizes the page", LEN, &mut || {
-        opened = Some(Store::open(&directory, options()).unwrap());
+        opened = Some(options().open(&directory).unwrap());
     });
     let store = opened.unwrap();
     check_all(&expected, &|from, out| _ = store.read(page, from, out).unwrap());
@@ -271,7 +272,7 @@ impl ByteSource for Content {
 fn stream(content: Content) {
     let _alone = alone();
     let directory = tempfile::tempdir().unwrap();
-    let store = Store::open(directory.path(), options()).unwrap();
+    let store = options().open(directory.path()).unwrap();
     let (page, taken) = peak(|| {
         let mut batch = store.batch();
         batch.create_from_source(LEN, Arc::new(content), Place::Host);
@@ -295,7 +296,7 @@ fn a_batch_of_whole_pages_is_staged_by_pieces() {
     const SHORT: u64 = 1 << 20;
     let _alone = alone();
     let directory = tempfile::tempdir().unwrap();
-    let store = Store::open(directory.path(), options()).unwrap();
+    let store = options().open(directory.path()).unwrap();
     for content in [Content::Rising, Content::Noise] {
         let mut batch = store.batch();
         batch.create_from(content.piece(0, LEN), Place::Host);

@@ -43,7 +43,7 @@ fn long_page_is_zeroed_lazily() {
     let directory = tempfile::tempdir().unwrap();
     let device = Arc::new(Filling::default());
     let open = |device: &Arc<Filling>| {
-        Store::open_on(Arc::new(DirDisk::new(directory.path())), device.clone(), Options::default()).unwrap()
+        Store::open_on(Arc::new(DirDisk::new(directory.path())), device.clone(), Options::new()).unwrap()
     };
     let store = open(&device);
     let mut batch = store.batch();

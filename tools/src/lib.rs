@@ -233,7 +233,7 @@ fn run_here(cli: &Cli) -> Outcome {
 /// let path = dir.path().to_str().ok_or("no UTF-8")?;
 /// assert!(matches!(run(&["verify", path], &mut Vec::new()), Err(Failure::Environment(_))), "no store yet");
 ///
-/// Store::open(dir.path(), remanent::Options::default())?.close()?;
+/// Store::open(dir.path())?.close()?;
 /// let mut out = Vec::new();
 /// assert_eq!(run(&["verify", path], &mut out), Ok(Ending::Fine));
 /// assert!(out.starts_with(b"clean: "));

@@ -120,7 +120,7 @@ impl CudaDevice {
     /// // Never more than 8 GiB from the driver, slack included.
     /// let memory = Pool::new(LimitedMemory::new(DriverMemory::of(0)?, 8 << 30));
     /// let device = CudaDevice::open_with(0, Arc::new(memory))?;
-    /// let store = Store::open_on(Arc::new(DirDisk::new("mystore")), Arc::new(device), Options::default())?;
+    /// let store = Store::open_on(Arc::new(DirDisk::new("mystore")), Arc::new(device), Options::new())?;
     /// # drop(store);
     /// # Ok::<(), remanent::Error>(())
     /// ```

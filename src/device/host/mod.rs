@@ -320,10 +320,10 @@ impl CallerMemory {
     ///
     /// ```
     /// use remanent::device::CallerMemory;
-    /// use remanent::{Options, Place, Store};
+    /// use remanent::{Options, Place};
     /// # use remanent::DeviceChoice;
-    /// # let options = Options::default().device(DeviceChoice::Host);
-    /// let store = Store::temporary(options)?;
+    /// # let options = Options::new().device(DeviceChoice::Host);
+    /// let store = options.open_temporary()?;
     /// let tensor = CallerMemory::from_vec(b"its bytes".to_vec(), Place::Device(0));
     /// let bytes = store.caller_bytes(&tensor)?;
     /// let mut found = [0; 5];
@@ -344,9 +344,9 @@ impl CallerMemory {
     /// use std::ops::Range;
     /// use remanent::batch::{InitialCopy, Shadow, Width};
     /// use remanent::device::{CallerMemory, HostMemory};
-    /// use remanent::{Options, Place, Store};
+    /// use remanent::{Options, Place};
     /// # use remanent::DeviceChoice;
-    /// # let options = Options::default().device(DeviceChoice::Host);
+    /// # let options = Options::new().device(DeviceChoice::Host);
     ///
     /// struct Array(Box<[u8]>);
     ///
@@ -362,7 +362,7 @@ impl CallerMemory {
     ///     }
     /// }
     ///
-    /// let store = Store::temporary(options)?;
+    /// let store = options.open_temporary()?;
     /// let mut batch = store.batch();
     /// batch.create(5, Place::Host);
     /// let page = store.commit(batch)?.pages[0];

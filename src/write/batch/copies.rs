@@ -69,8 +69,8 @@ impl WriteBatch {
     /// whole source is read, and the batch must not write device bytes to it.
     ///
     /// ```
-    /// use remanent::{Options, Place, Store};
-    /// let store = Store::temporary(Options::default())?;
+    /// use remanent::{Place, Store};
+    /// let store = Store::temporary()?;
     /// let mut batch = store.batch();
     /// batch.create_from(*b"abcdefgh", Place::Host);
     /// batch.create(4, Place::Host);

@@ -9,8 +9,8 @@ use crate::error::Error;
 /// properties. [`page`](Self::page) returns a reference to the page for later calls.
 ///
 /// ```
-/// use remanent::{Metadata, Options, Place, Store};
-/// let store = Store::temporary(Options::default())?;
+/// use remanent::{Metadata, Place, Store};
+/// let store = Store::temporary()?;
 /// let mut batch = store.batch();
 /// batch.create(8, Place::Host).key("bias");
 /// let page = batch.create(4, Place::Host).key("weight").metadata(Metadata::new()).page();

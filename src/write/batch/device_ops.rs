@@ -100,10 +100,10 @@ impl WriteBatch {
     /// written concurrently.
     ///
     /// ```
-    /// use remanent::{Options, Place, Store};
+    /// use remanent::{Options, Place};
     /// # use remanent::DeviceChoice;
-    /// # let options = Options::default().device(DeviceChoice::Host);
-    /// let store = Store::temporary(options)?;
+    /// # let options = Options::new().device(DeviceChoice::Host);
+    /// let store = options.open_temporary()?;
     /// let memory = store.device_bytes(16, Place::Device(0))?;
     /// memory.write(0, b"made by a kernel")?; // which would use `memory.address()`
     /// let mut batch = store.batch();

@@ -96,8 +96,8 @@ impl From<NewPage> for PageRef {
 /// A sequence of operations that become visible and durable together, or not at all.
 ///
 /// ```
-/// use remanent::{Options, Place, Store};
-/// let store = Store::temporary(Options::default())?;
+/// use remanent::{Place, Store};
+/// let store = Store::temporary()?;
 /// let mut batch = store.batch();
 /// let page = batch.create(8, Place::Host).page();
 /// batch.write(page, 2, &[7, 7]).note("first bytes");
@@ -222,6 +222,12 @@ enum BatchStep {
 }
 
 impl WriteBatch {
+    /// Returns the number of operations that calls have added. A commit may log more or fewer.
+    #[must_use]
+    pub fn operations(&self) -> usize {
+        self.steps.len()
+    }
+
     /// Returns `page`, or a page that never exists if another batch creates `page`.
     fn own(&self, page: impl Into<PageRef>) -> PageRef {
         match page.into() {
@@ -297,10 +303,10 @@ impl WriteBatch {
     /// allocated it.
     ///
     /// ```
-    /// use remanent::{Ack, Options, Place, Store};
+    /// use remanent::{Ack, Options, Place};
     /// # use remanent::DeviceChoice;
-    /// # let options = Options::default().device(DeviceChoice::Host);
-    /// let store = Store::temporary(options.ack(Ack::Applied))?;
+    /// # let options = Options::new().device(DeviceChoice::Host);
+    /// let store = options.ack(Ack::Applied).open_temporary()?;
     /// let tensor = store.device_bytes(8, Place::Device(0))?; // or `caller_bytes`, for a framework's
     /// let mut batch = store.batch();
     /// let page = batch.create_in(&tensor).key("weight").page();
@@ -339,8 +345,8 @@ impl WriteBatch {
     /// [`WriteBatch::write`] of all bytes of a page is handled in the same way.
     ///
     /// ```
-    /// use remanent::{Options, Place, Store};
-    /// let store = Store::temporary(Options::default())?;
+    /// use remanent::{Place, Store};
+    /// let store = Store::temporary()?;
     /// let mut batch = store.batch();
     /// let page = batch.create_from(vec![1; 8 << 20], Place::Host).key("embedding").page();
     /// let committed = store.commit(batch)?;
@@ -420,8 +426,8 @@ impl WriteBatch {
     /// place only costs a record in the log.
     ///
     /// ```
-    /// use remanent::{Options, Place, Store};
-    /// let store = Store::temporary(Options::default())?;
+    /// use remanent::{Place, Store};
+    /// let store = Store::temporary()?;
     /// let mut batch = store.batch();
     /// let page = batch.create(8, Place::Host).page();
     /// batch.write(page, 0, &[7; 8]);
@@ -566,8 +572,8 @@ impl WriteBatch {
 /// Takes the operations out of a batch and leaves it empty, so that a chain of calls can be committed directly.
 ///
 /// ```
-/// use remanent::{Options, Store};
-/// let store = Store::temporary(Options::default())?;
+/// use remanent::Store;
+/// let store = Store::temporary()?;
 /// store.commit(store.batch().set_root("step", 1u64))?;
 /// # Ok::<(), remanent::Error>(())
 /// ```

@@ -23,8 +23,8 @@ const SETTLED_AFTER: u64 = 4096;
 ///
 /// ```
 /// use remanent::batch::{PageChanges, Width};
-/// use remanent::{Options, Place, Store};
-/// let store = Store::temporary(Options::default())?;
+/// use remanent::{Place, Store};
+/// let store = Store::temporary()?;
 /// let (before, after) = ([7; 4096], { let mut after = [7; 4096]; after[100] = 8; after });
 /// let mut batch = store.batch();
 /// batch.create_from(before, Place::Host);
@@ -212,8 +212,8 @@ impl WriteBatch {
     ///
     /// ```
     /// use remanent::batch::Width;
-    /// use remanent::{Options, Place, Store};
-    /// let store = Store::temporary(Options::default())?;
+    /// use remanent::{Place, Store};
+    /// let store = Store::temporary()?;
     /// let before = vec![1; 1 << 20];
     /// let mut batch = store.batch();
     /// batch.create_from(before.clone(), Place::Host);
@@ -248,7 +248,7 @@ impl WriteBatch {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Options, Place, Store};
+    use crate::{Place, Store};
 
     /// Compares piece by piece, applies the changes in a store, and returns the numbers of elements, single elements
     /// and ranges.
@@ -260,7 +260,7 @@ mod tests {
         changes.settle();
         let found = (changes.count(), changes.indices.len(), changes.ranges.len());
 
-        let store = Store::temporary(Options::default()).unwrap();
+        let store = Store::temporary().unwrap();
         let mut batch = store.batch();
         let page = batch.create(before.len() as u64, Place::Host).page();
         batch.write(page, 0, before);

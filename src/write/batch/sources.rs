@@ -61,8 +61,8 @@ impl WriteBatch {
     /// use std::sync::Arc;
     /// use std::{fs, io};
     /// use remanent::batch::ByteSource;
-    /// use remanent::{Options, Place, Store};
-    /// let store = Store::temporary(Options::default())?;
+    /// use remanent::{Place, Store};
+    /// let store = Store::temporary()?;
     /// # let directory = tempfile::tempdir().unwrap();
     /// # let path = directory.path().join("weights");
     /// # fs::write(&path, [7; 4096]).unwrap();
@@ -111,11 +111,11 @@ impl WriteBatch {
     ///
     /// ```
     /// use std::sync::Arc;
-    /// use remanent::{Options, Place, Store};
+    /// use remanent::{Place, Store};
     /// # let directory = tempfile::tempdir().unwrap();
     /// # let path = directory.path().join("weights");
     /// # std::fs::write(&path, [8; 9]).unwrap();
-    /// let store = Store::temporary(Options::default())?;
+    /// let store = Store::temporary()?;
     /// let mut batch = store.batch();
     /// batch.create_from([7; 5], Place::Host);
     /// let page = store.commit(batch)?.pages[0];

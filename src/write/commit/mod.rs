@@ -40,9 +40,9 @@ use crate::base::sync::{Mutex, MutexGuard};
 use crate::catalog::KnownImages;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
-use crate::images::ImageOptions;
 use crate::images::numbers::ImageFiles;
 use crate::memory::staging::GrownBytes;
+use crate::options::ImageOptions;
 use crate::write::batch::WriteBatch;
 
 pub(crate) use capture::DigestKeys;

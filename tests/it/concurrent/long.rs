@@ -2,8 +2,9 @@
 
 use std::collections::BTreeMap;
 
+use crate::with_options::With;
 use remanent::SnapshotOptions;
-use remanent::options::Compression;
+use remanent::options::{Compression, ImageOptions, MemoryOptions, Retention, SnapshotSchedule};
 use remanent::testing::sim_disk::SimDisk;
 use remanent_format::manifest::ManifestEntry;
 
@@ -13,7 +14,7 @@ const LEN: u64 = 1 << 20;
 const PIECE: u64 = 16 << 10;
 
 fn options() -> Options {
-    Options::default().chunk_len(PIECE / 2)
+    Options::new().images(ImageOptions::new().chunk_len(PIECE / 2))
 }
 
 /// A page's bytes as each batch left them.
@@ -80,7 +81,7 @@ fn life(
     let newest = bytes(&store, page);
     drop(store);
     // The image and the log after it give the page as it was in the end.
-    let store = Store::open(directory.path(), options).unwrap();
+    let store = options.open(directory.path()).unwrap();
     assert!(bytes(&store, page) == newest);
     drop(store);
     let versions = std::mem::take(&mut *versions.lock().unwrap());
@@ -148,9 +149,9 @@ fn scribble_short(store: &Store, page: PageId, versions: &Versions, called: u64)
 /// A page that can be kept aside nowhere and that changes all the time is gathered as a whole in the end.
 #[test]
 fn constantly_written_long_page_is_gathered() {
-    let budget = Budget::default().with(Place::Host, LEN + (64 << 10) - 1);
+    let memory = MemoryOptions::new().budget(Place::Host, LEN + (64 << 10) - 1);
     let (versions, entry, image) =
-        life(&noise(4), options().budget(budget), false, |store, page, versions, called| {
+        life(&noise(4), options().memory(memory), false, |store, page, versions, called| {
             commit(store, page, versions, |batch| _ = batch.fill(page, 0, LEN, &[called as u8 + 1]));
         });
     assert!(versions[&entry.lsn] == image);
@@ -173,7 +174,7 @@ fn concurrently_deleted_long_page_is_omitted() {
     let snapshot = store.snapshot().unwrap();
     assert_eq!(snapshot.pages, 0, "{snapshot:?}");
     drop(store);
-    let store = Store::open(directory.path(), options()).unwrap();
+    let store = options().open(directory.path()).unwrap();
     assert_eq!(store.pages().unwrap().map(|info| info.page).collect::<Vec<_>>(), [PageId(2)]);
 }
 
@@ -184,8 +185,10 @@ fn concurrently_deleted_long_page_is_omitted() {
 fn thin_snapshot_repeats_previous_tombstones() {
     let disk = SimDisk::new();
     let options = || {
-        let options = options().snapshots_kept(1).compression(Compression::Off);
-        options.snapshot_log_bytes(None).snapshot_interval(None)
+        let options = options()
+            .retention(Retention::new().snapshots_kept(1))
+            .with(|options| options.images.compression = Compression::Off);
+        options.snapshots(SnapshotSchedule::never())
     };
     let store = open_on(Arc::new(disk.clone()), Box::new(HostDevice::new()), options(), |store, gathered| {
         // In the third snapshot: the first two have gathered less.

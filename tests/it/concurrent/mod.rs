@@ -9,12 +9,13 @@ use remanent::device::host::HostDevice;
 use remanent::device::{Command, CommandList, Device, Lane, Pending};
 use remanent::disk::Disk;
 use remanent::disk::dir::{DirDisk, DirReader};
+use remanent::options::MemoryOptions;
 use remanent::snapshot::SnapshotPhase;
 use remanent::stats::Purpose;
 use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
 use remanent::{
-    Ack, Budget, Error, Lsn, Metadata, Options, PageId, Place, Result, SnapshotOptions, StatePoint, Store,
+    Ack, Error, Lsn, Metadata, Options, PageId, Place, Result, SnapshotOptions, StatePoint, Store,
 };
 use remanent_format::image::read::read_image;
 use remanent_format::state::survey::Survey;
@@ -118,7 +119,7 @@ fn a_restore_of_many_tiny_pages_fills_several_chunks() {
         }
         store.commit(batch).unwrap();
     };
-    let store = open(directory.path(), Options::default(), move |store, gathered| {
+    let store = open(directory.path(), Options::new(), move |store, gathered| {
         if gathered == COUNT {
             fill(store, 1);
         }
@@ -140,7 +141,7 @@ fn a_restore_of_many_tiny_pages_fills_several_chunks() {
     check(&store, 997);
     drop(store);
     // More than one thread loads at once: none is missed where their parts meet.
-    check(&Store::open(directory.path(), Options::default()).unwrap(), 1);
+    check(&Store::open(directory.path()).unwrap(), 1);
 }
 
 /// An exact snapshot alone, without the log, is the state of one batch, whatever is committed during it.
@@ -150,7 +151,7 @@ fn exact_snapshot_is_point_in_time() {
     const LEN: usize = 20_000;
     let directory = tempfile::tempdir().unwrap();
     let (mut interrupted, mut created) = (0, Vec::new());
-    let store = open(directory.path(), Options::default(), move |store, gathered| {
+    let store = open(directory.path(), Options::new(), move |store, gathered| {
         interrupted += 1;
         // Pages that are gathered and pages that are not: written, resized, deleted, moved, with new
         // metadata; and one that is new.
@@ -221,7 +222,7 @@ fn exact_snapshot_is_point_in_time() {
     let allocated: u64 = after.iter().map(|(_, usage)| usage.allocated_bytes).sum();
     assert!(used[0].1.peak_bytes < after[0].1.peak_bytes && allocated == pages, "{after:?}");
     drop(store);
-    let store = Store::open(directory.path(), Options::default()).unwrap();
+    let store = Store::open(directory.path()).unwrap();
     assert!(state(&store) == now);
     store.restore(StatePoint::Snapshot(snapshot.id)).unwrap();
     let restored = state(&store);
@@ -238,8 +239,8 @@ fn an_exact_snapshot_without_room_for_copies_changes_nothing() {
     // that it is not gathered yet at the first callback, however many threads gather.
     const CHUNK: u64 = 2 << 20;
     const LAST: u64 = 16 << 20;
-    let budget = Budget::default().with(Place::Host, 5 * CHUNK + LAST + LAST - 1);
-    let store = open(directory.path(), Options::default().budget(budget), |store, gathered| {
+    let memory = MemoryOptions::new().budget(Place::Host, 5 * CHUNK + LAST + LAST - 1);
+    let store = open(directory.path(), Options::new().memory(memory), |store, gathered| {
         if gathered < 6 {
             let mut batch = store.batch();
             batch.fill(PageId(6), 0, LAST, &[9]);
@@ -270,7 +271,7 @@ fn gathered_pages_count_in_the_budget() {
     let directory = tempfile::tempdir().unwrap();
     let seen = Arc::new(Mutex::new(Vec::new()));
     let told = seen.clone();
-    let store = open(directory.path(), Options::default(), move |store, _| {
+    let store = open(directory.path(), Options::new(), move |store, _| {
         let usage = store.stats().places[0].1;
         told.lock().unwrap().push((usage.bytes_for(Purpose::Page), usage.bytes_for(Purpose::Gather)));
     });
@@ -294,9 +295,9 @@ fn gathered_pages_count_in_the_budget() {
 
     // The budget is full: pages are brought to the host without any memory in addition to theirs.
     seen.lock().unwrap().clear();
-    let budget = Budget::default().with(Place::Host, 3_500_000);
+    let memory = MemoryOptions::new().budget(Place::Host, 3_500_000);
     let store =
-        open(directory.path(), Options::default().budget(budget), |_, _| panic!("something was gathered"));
+        open(directory.path(), Options::new().memory(memory), |_, _| panic!("something was gathered"));
     pages(&store, 10);
     let mut batch = store.batch();
     (1..=60_u8).for_each(|number| _ = batch.fill(PageId(number.into()), 0, 50_000, &[number]));
@@ -307,7 +308,7 @@ fn gathered_pages_count_in_the_budget() {
     assert_eq!((usage.peak_bytes, usage.used()), (3_500_000, 3_500_000));
     let now = state(&store);
     drop(store);
-    let store = Store::open(directory.path(), Options::default()).unwrap();
+    let store = Store::open(directory.path()).unwrap();
     assert_eq!(store.recovered().replayed_batches, 0);
     assert!(state(&store) == now);
 }
@@ -319,10 +320,10 @@ fn a_batch_that_fits_is_not_refused_during_snapshots() {
     const LEN: u64 = 100_000;
     const LONG: u64 = 2_000_000;
     let directory = tempfile::tempdir().unwrap();
-    let options = Options::default()
+    let options = Options::new()
         .device(remanent::DeviceChoice::Host)
-        .budget(Budget::default().with(Place::Host, 7 * LEN + LONG));
-    let store = Store::open(directory.path(), options).unwrap();
+        .memory(MemoryOptions::new().budget(Place::Host, 7 * LEN + LONG));
+    let store = options.open(directory.path()).unwrap();
     let mut batch = store.batch();
     (0..7).for_each(|_| _ = batch.create(LEN, Place::Host).page());
     store.commit(batch).unwrap();
@@ -359,7 +360,7 @@ fn long_read_blocks_no_batch() {
     let calls = Arc::new(AtomicUsize::new(0));
     let called = calls.clone();
     let (long, short) = (PageId(1), PageId(2));
-    let store = open_over(late(), directory.path(), Options::default(), move |store, _| {
+    let store = open_over(late(), directory.path(), Options::new(), move |store, _| {
         let number = called.fetch_add(1, Ordering::SeqCst) as u8;
         let mut batch = store.batch();
         batch.fill(long, 0, LEN, &[number + 1]).fill(short, 0, 16, &[number + 1]);
@@ -383,8 +384,8 @@ fn long_read_blocks_no_batch() {
     drop(store);
 
     // Without room for a copy it is read all the same.
-    let budget = Budget::default().with(Place::Device(0), 2 * LEN + 15);
-    let store = open_over(late(), directory.path(), Options::default().budget(budget), |_, _| {
+    let memory = MemoryOptions::new().budget(Place::Device(0), 2 * LEN + 15);
+    let store = open_over(late(), directory.path(), Options::new().memory(memory), |_, _| {
         panic!("something was gathered")
     });
     assert!(bytes(&store, long) == [3; LEN as usize]);
@@ -403,7 +404,7 @@ fn staging_is_made_before_anything_is_copied_aside() {
         let faulty = Arc::new(FaultyDevice::new(Arc::new(late)));
         let directory = tempfile::tempdir().unwrap();
         let disk = Arc::new(DirDisk::new(directory.path()));
-        let store = Store::open_on(disk, faulty.clone(), Options::default()).unwrap();
+        let store = Store::open_on(disk, faulty.clone(), Options::new()).unwrap();
         let mut batch = store.batch();
         batch.create(LEN, Place::Device(0));
         let page = store.commit(batch).unwrap().pages[0];

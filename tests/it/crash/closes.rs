@@ -1,7 +1,8 @@
 //! Crashes at every step of a close: spares are cut and removed, empty segments are removed, and the last
 //! segment is replaced by a shorter one.
 
-use remanent::options::LogIo;
+use crate::with_options::With;
+use remanent::options::{LogIo, Retention};
 use remanent::testing::sim_disk::Tears;
 use remanent::{Ack, Error, Options, Store};
 
@@ -10,7 +11,11 @@ use super::{Level, Lives, options, suite_at};
 
 /// Segments grow and there is a reserve, so that a close has space to free.
 fn options_of(log_io: LogIo) -> Options {
-    options().log_io(log_io).segment_len(1 << 20).reserve_bytes(1 << 20).snapshots_kept(1)
+    options().retention(Retention::new().snapshots_kept(1)).with(|options| {
+        options.log.io = Some(log_io);
+        options.log.segment_len = 1 << 20;
+        options.log.reserve_bytes = Some(1 << 20);
+    })
 }
 
 /// Opens, lengthens the log and closes twice, the second time after a snapshot.

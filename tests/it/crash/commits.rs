@@ -1,6 +1,7 @@
 //! Commits: groups, rolls, frames and pages of any length, and stores that were killed before.
 
-use remanent::options::{ImageIo, LogIo};
+use crate::with_options::With;
+use remanent::options::{ImageIo, LogIo, Retention};
 use remanent::testing::sim_disk::Tears;
 use remanent::{Ack, Metadata};
 
@@ -80,41 +81,48 @@ fn segments_that_grow_survive() {
         Level { tears: Tears::Few(2), images_max: 5, closely_of: 16, nest_of: 150 },
         Level { tears: Tears::None, images_max: 3, closely_of: 16, nest_of: 1 },
     ];
-    suite_at(&levels, options().segment_len(1 << 20).snapshots_kept(1), 500, |driver, random| {
-        let store = driver.open()?;
-        let page = driver.create_pages(&store, random, 1, LEN)?[0];
-        let write = |random: &mut Random, len: usize| {
-            let bytes = random.bytes(64).into_iter().cycle().take(len).collect();
-            vec![Act::Write { page: Target::Page(page), offset: random.below(LEN - len), bytes }]
-        };
-        for len in [90_000, 90_000, 90_000, 300_000, 90_000] {
-            driver.commit_acts(&store, write(random, len), Ack::Logged)?;
-        }
-        driver.commit_acts(&store, write(random, 90_000), Ack::Durable)?;
-        driver.check(&store);
-        let second = driver.killed();
-        drop(store);
-        let store = second.open()?;
-        for len in [90_000, 200_000] {
-            second.commit_acts(&store, write(random, len), Ack::Durable)?;
-        }
-        // Superfluous segments are now spares of many lengths for the next life.
-        second.snapshot(&store)?;
-        second.close(store)?;
-        let store = second.open()?;
-        for _ in 0..4 {
-            second.commit_acts(&store, write(random, 90_000), Ack::Logged)?;
-        }
-        second.check(&store);
-        second.close(store)?;
-        Ok(Lives(vec![driver, second]))
-    });
+    suite_at(
+        &levels,
+        options()
+            .retention(Retention::new().snapshots_kept(1))
+            .with(|options| options.log.segment_len = 1 << 20),
+        500,
+        |driver, random| {
+            let store = driver.open()?;
+            let page = driver.create_pages(&store, random, 1, LEN)?[0];
+            let write = |random: &mut Random, len: usize| {
+                let bytes = random.bytes(64).into_iter().cycle().take(len).collect();
+                vec![Act::Write { page: Target::Page(page), offset: random.below(LEN - len), bytes }]
+            };
+            for len in [90_000, 90_000, 90_000, 300_000, 90_000] {
+                driver.commit_acts(&store, write(random, len), Ack::Logged)?;
+            }
+            driver.commit_acts(&store, write(random, 90_000), Ack::Durable)?;
+            driver.check(&store);
+            let second = driver.killed();
+            drop(store);
+            let store = second.open()?;
+            for len in [90_000, 200_000] {
+                second.commit_acts(&store, write(random, len), Ack::Durable)?;
+            }
+            // Superfluous segments are now spares of many lengths for the next life.
+            second.snapshot(&store)?;
+            second.close(store)?;
+            let store = second.open()?;
+            for _ in 0..4 {
+                second.commit_acts(&store, write(random, 90_000), Ack::Logged)?;
+            }
+            second.check(&store);
+            second.close(store)?;
+            Ok(Lives(vec![driver, second]))
+        },
+    );
 }
 
 /// Segments that a snapshot made superfluous, with the frames in them, become segments of the next opens.
 #[test]
 fn opens_using_spares_survive() {
-    suite(options().snapshots_kept(1), 900, |driver, random| {
+    suite(options().retention(Retention::new().snapshots_kept(1)), 900, |driver, random| {
         let mut writer = Writer::new("a", random.next());
         let store = driver.open()?;
         for _ in 0..9 {
@@ -139,25 +147,29 @@ fn opens_using_spares_survive() {
 /// a kill as well.
 #[test]
 fn direct_logs_survive() {
-    suite(images(ImageIo::Direct).log_io(LogIo::Direct), 1200, |driver, random| {
-        let store = driver.open()?;
-        let writers = [Writer::new("a", random.next()), Writer::new("b", random.next())];
-        let ack = |step| if step % 3 == 2 { Ack::Durable } else { Ack::Logged };
-        commit_concurrently(&driver, &store, writers, (0..8).map(ack), || Ok(()))?;
-        assert!(store.stats().log.rolls >= 1, "{:?}", store.stats().log);
-        driver.snapshot(&store)?;
-        driver.check(&store);
-        let second = driver.killed();
-        drop(store);
-        let mut writer = Writer::new("c", random.next());
-        let store = second.open()?;
-        for _ in 0..4 {
-            second.commit(&store, &mut writer, Ack::Logged)?;
-        }
-        second.check(&store);
-        drop(store);
-        Ok(Lives(vec![driver, second]))
-    });
+    suite(
+        images(ImageIo::Direct).with(|options| options.log.io = Some(LogIo::Direct)),
+        1200,
+        |driver, random| {
+            let store = driver.open()?;
+            let writers = [Writer::new("a", random.next()), Writer::new("b", random.next())];
+            let ack = |step| if step % 3 == 2 { Ack::Durable } else { Ack::Logged };
+            commit_concurrently(&driver, &store, writers, (0..8).map(ack), || Ok(()))?;
+            assert!(store.stats().log.rolls >= 1, "{:?}", store.stats().log);
+            driver.snapshot(&store)?;
+            driver.check(&store);
+            let second = driver.killed();
+            drop(store);
+            let mut writer = Writer::new("c", random.next());
+            let store = second.open()?;
+            for _ in 0..4 {
+                second.commit(&store, &mut writer, Ack::Logged)?;
+            }
+            second.check(&store);
+            drop(store);
+            Ok(Lives(vec![driver, second]))
+        },
+    );
 }
 
 #[test]
@@ -187,7 +199,7 @@ fn oversized_frame_survives() {
 
 #[test]
 fn whole_pages_survive() {
-    suite(images(ImageIo::Mapped).snapshots_kept(1), 1400, |driver, random| {
+    suite(images(ImageIo::Mapped).retention(Retention::new().snapshots_kept(1)), 1400, |driver, random| {
         let mut writer = Writer::new("a", random.next());
         let len = 6 << 10;
         let create = || Act::Create { len, key: None, metadata: Metadata::new() };
@@ -224,7 +236,7 @@ fn whole_pages_survive() {
 /// batch. Their memory is filled before the frame that names their images is there.
 #[test]
 fn pages_from_sources_survive() {
-    suite(images(ImageIo::Mapped).snapshots_kept(1), 1300, |driver, random| {
+    suite(images(ImageIo::Mapped).retention(Retention::new().snapshots_kept(1)), 1300, |driver, random| {
         let mut writer = Writer::new("a", random.next());
         let len = 6 << 10;
         let store = driver.open()?;

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use remanent::disk::Disk;
 use remanent::follow::{Follower, Replica};
+use remanent::options::Retention;
 use remanent::testing::sim_disk::{Crash, CrashImage, Moment, SimDisk};
 use remanent::{Ack, Error, Options, Store};
 
@@ -155,7 +156,7 @@ fn catch_up(disk: &Arc<dyn Disk>, replica: &mut Replica, line: &Line) -> Result<
 /// have not read, and goes back to an earlier state.
 #[test]
 fn followers_during_recycling_continue_or_fail_with_reason() {
-    suite(options().snapshots_kept(1), 2200, |driver, random| {
+    suite(options().retention(Retention::new().snapshots_kept(1)), 2200, |driver, random| {
         let disk: Arc<dyn Disk> = Arc::new(driver.disk.clone());
         let follow = |replica: &mut Replica| {
             let end =

@@ -5,7 +5,7 @@
 //! it, in whatever state those of the other one leave the other, and each disk is explored by itself.
 
 use remanent::error::FileName;
-use remanent::options::ImageIo;
+use remanent::options::{ImageIo, Retention};
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{Ack, Error, Metadata, PageId, Store};
 
@@ -37,7 +37,7 @@ fn linked(disk: &SimDisk) -> usize {
 /// share.
 #[test]
 fn fork_is_complete_or_absent_and_source_unchanged() {
-    suite(images(ImageIo::Direct).snapshots_kept(1), 5000, |driver, random| {
+    suite(images(ImageIo::Direct).retention(Retention::new().snapshots_kept(1)), 5000, |driver, random| {
         let store = driver.open()?;
         let pages = pages_to_share(&driver, &store, random)?;
         let at = store.lsn().0;

@@ -46,7 +46,7 @@ mod table;
 
 use std::time::Instant;
 
-use remanent::options::ImageIo;
+use remanent::options::{ImageIo, ImageOptions, LogOptions, ScrubSchedule, SnapshotSchedule};
 use remanent::testing::sim_disk::{SimDisk, Tears};
 use remanent::{Error, Options};
 
@@ -57,14 +57,14 @@ use work::{Driver, Floors, Random};
 /// Segments as short as they can be, so that a few batches cross every boundary; no snapshots and no scrubs
 /// but those that a work asks for.
 fn options() -> Options {
-    let options = Options::default().segment_len(16 << 10).reserve_bytes(0);
-    options.snapshot_log_bytes(None).snapshot_interval(None).scrub_interval(None)
+    let options = Options::new().log(LogOptions::new().segment_len(16 << 10).reserve_bytes(0));
+    options.snapshots(SnapshotSchedule::never()).scrubs(ScrubSchedule::new().interval(None))
 }
 
 /// The same, with images that are written in this way. Each way has works of every kind: all of them in all
 /// ways would take three times as long.
 fn images(io: ImageIo) -> Options {
-    options().image_io(io)
+    options().images(ImageOptions::new().io(io))
 }
 
 /// The usual effort: a work's own crashes thoroughly, those of recoveries from a sample of them.

@@ -10,7 +10,7 @@
 
 use remanent::error::FileName;
 use remanent::follow::Replica;
-use remanent::options::LogIo;
+use remanent::options::{LogIo, Retention};
 use remanent::testing::sim_disk::{SimDisk, Tears};
 use remanent::{Ack, Error, Metadata, Options, PageId, Store};
 use remanent_format::judge::{ImageProofs, judge};
@@ -24,6 +24,7 @@ use super::model::{Act, Line, Target, rebuilt};
 use super::work::{Driver, Floors, Random, open};
 use super::{Lives, from_env, options, suite_at};
 use crate::files::Files;
+use crate::with_options::With;
 
 /// The state in which an open finds its directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,7 +81,7 @@ const LEVELS: [Level; 4] = [
 const IMAGES_MIN: usize = 30;
 
 fn options_of(log_io: LogIo) -> Options {
-    options().log_io(log_io).snapshots_kept(2)
+    options().retention(Retention::new().snapshots_kept(2)).with(|options| options.log.io = Some(log_io))
 }
 
 #[test]

@@ -1,13 +1,14 @@
 //! Snapshots, the files that they share and replace; and restores. Batches run beside the snapshots, so that
 //! each image is of a moment of its own, and replay goes over images that are newer than its batches (I2).
 
-use remanent::options::{ImageIo, PageLoad};
+use remanent::options::{ImageIo, ImageOptions, MemoryOptions, PageLoad, Retention};
 use remanent::{Ack, Error, Metadata, Place};
 
 use super::model::{Act, Target};
 use super::work::{Random, Writer, commit_concurrently};
 use super::{Lives, images, options, suite};
 use crate::faults::disk_full::{is_held, until};
+use crate::with_options::With;
 
 #[test]
 fn snapshots_during_commits() {
@@ -34,54 +35,72 @@ fn snapshots_during_commits() {
 #[test]
 fn snapshots_of_several_files_survive() {
     const LEN: usize = 400;
-    suite(images(ImageIo::Direct).snapshots_kept(1).chunk_len(LEN as u64 / 8), 1900, |driver, random| {
-        let store = driver.open()?;
-        let pages = driver.create_pages(&store, random, 6, LEN)?;
-        driver.snapshot(&store)?;
-        commit_concurrently(&driver, &store, [Writer::new("a", random.next())], [Ack::Logged; 3], || {
-            driver.change(&store, random, &pages[..4])?;
-            driver.snapshot(&store).map(drop)
-        })?;
-        driver.change(&store, random, &pages[3..])?;
-        driver.publish(&store)?;
-        driver.check(&store);
-        driver.close(store)?;
-        let store = driver.open()?;
-        driver.change(&store, random, &pages)?;
-        driver.snapshot(&store)?;
-        driver.check(&store);
-        drop(store);
-        Ok(driver.into())
-    });
+    suite(
+        images(ImageIo::Direct)
+            .retention(Retention::new().snapshots_kept(1))
+            .with(|options| options.images.chunk_len = Some(LEN as u64 / 8)),
+        1900,
+        |driver, random| {
+            let store = driver.open()?;
+            let pages = driver.create_pages(&store, random, 6, LEN)?;
+            driver.snapshot(&store)?;
+            commit_concurrently(
+                &driver,
+                &store,
+                [Writer::new("a", random.next())],
+                [Ack::Logged; 3],
+                || {
+                    driver.change(&store, random, &pages[..4])?;
+                    driver.snapshot(&store).map(drop)
+                },
+            )?;
+            driver.change(&store, random, &pages[3..])?;
+            driver.publish(&store)?;
+            driver.check(&store);
+            driver.close(store)?;
+            let store = driver.open()?;
+            driver.change(&store, random, &pages)?;
+            driver.snapshot(&store)?;
+            driver.check(&store);
+            drop(store);
+            Ok(driver.into())
+        },
+    );
 }
 
 /// Files that snapshots free are written over by the next ones, in every way to write. Each change is one
 /// of all pages, so that each snapshot frees the files of the one before.
 fn image_files_written_again(io: ImageIo, at_least: usize) {
     const LEN: usize = 6000;
-    suite(images(io).snapshots_kept(1).chunk_len(LEN as u64), at_least, |driver, random| {
-        let store = driver.open()?;
-        let pages = driver.create_pages(&store, random, 2, LEN)?;
-        for _ in 0..3 {
-            driver.change(&store, random, &pages)?;
-            driver.snapshot(&store)?;
-        }
-        driver.check(&store);
-        assert!(store.stats().snapshots.files_reused > 0 || driver.disk.struck_at().is_some());
-        // A spare of an incarnation that was not closed, and pages that are longer and shorter than the spare.
-        let next = driver.killed();
-        drop(store);
-        let store = next.open()?;
-        next.change(&store, random, &pages)?;
-        next.snapshot(&store)?;
-        assert!(store.stats().snapshots.files_reused > 0 || next.disk.struck_at().is_some());
-        next.create_pages(&store, random, 1, LEN)?;
-        next.change(&store, random, &pages)?;
-        next.snapshot(&store)?;
-        next.check(&store);
-        drop(store);
-        Ok(Lives(vec![driver, next]))
-    });
+    suite(
+        images(io)
+            .retention(Retention::new().snapshots_kept(1))
+            .with(|options| options.images.chunk_len = Some(LEN as u64)),
+        at_least,
+        |driver, random| {
+            let store = driver.open()?;
+            let pages = driver.create_pages(&store, random, 2, LEN)?;
+            for _ in 0..3 {
+                driver.change(&store, random, &pages)?;
+                driver.snapshot(&store)?;
+            }
+            driver.check(&store);
+            assert!(store.stats().snapshots.files_reused > 0 || driver.disk.struck_at().is_some());
+            // A spare of an incarnation that was not closed, and pages that are longer and shorter than the spare.
+            let next = driver.killed();
+            drop(store);
+            let store = next.open()?;
+            next.change(&store, random, &pages)?;
+            next.snapshot(&store)?;
+            assert!(store.stats().snapshots.files_reused > 0 || next.disk.struck_at().is_some());
+            next.create_pages(&store, random, 1, LEN)?;
+            next.change(&store, random, &pages)?;
+            next.snapshot(&store)?;
+            next.check(&store);
+            drop(store);
+            Ok(Lives(vec![driver, next]))
+        },
+    );
 }
 
 #[test]
@@ -103,7 +122,7 @@ fn direct_image_files_written_again_survive() {
 #[test]
 fn background_snapshots_during_commits() {
     suite(options(), 3500, |driver, random| {
-        let store = driver.open_with(options().snapshot_log_bytes(5000))?;
+        let store = driver.open_with(options().with(|options| options.snapshots.log_bytes = Some(5000)))?;
         let writers = [Writer::new("a", random.next()), Writer::new("b", random.next())];
         commit_concurrently(&driver, &store, writers, [Ack::Logged; 6], || Ok(()))?;
         let mut writer = Writer::new("c", random.next());
@@ -141,7 +160,7 @@ fn exact_snapshots_during_commits() {
 /// Snapshots that are durable before they are verified: the files that they replace stay until they are.
 #[test]
 fn snapshots_verified_in_the_background() {
-    suite(images(ImageIo::Mapped).snapshots_kept(1), 1300, |driver, random| {
+    suite(images(ImageIo::Mapped).retention(Retention::new().snapshots_kept(1)), 1300, |driver, random| {
         let store = driver.open()?;
         let pages = driver.create_pages(&store, random, 3, 3000)?;
         for round in 0..4 {
@@ -162,73 +181,85 @@ fn thin_snapshots_on_a_full_disk_survive() {
     const LEN: usize = 20_000;
     const RESERVE: usize = 4;
     let reserve_bytes = RESERVE as u64 * (16 << 10);
-    suite(images(ImageIo::Mapped).snapshots_kept(1).reserve_bytes(reserve_bytes), 1300, |driver, random| {
-        let store = driver.open()?;
-        let mut pages = Vec::new();
-        for _ in 0..4 {
-            pages.extend(driver.create_pages(&store, random, 1, LEN)?);
-            driver.snapshot(&store)?;
-        }
-        driver.change(&store, random, &pages)?;
-        // A segment that is being made as the disk gets full is given up, and leaves room for all images.
-        until(|| is_held(&driver.disk, RESERVE) || driver.disk.struck_at().is_some());
-        driver.disk.set_capacity(Some(driver.disk.used_bytes() + 4096));
-        let mut thin = 0;
-        for page in &pages[..3] {
-            let before = store.snapshots().pop().expect("one is kept");
-            driver.commit_acts(&store, vec![Act::Delete { page: Target::Page(*page) }], Ack::Durable)?;
-            match driver.snapshot(&store) {
-                Ok(_) => {}
-                Err(Error::DiskFull { .. }) => {
-                    let now = store.snapshots().pop().expect("one is kept");
-                    thin += usize::from(now.redo == before.redo && now.end > before.end);
-                }
-                Err(error) => return Err(error),
+    suite(
+        images(ImageIo::Mapped)
+            .retention(Retention::new().snapshots_kept(1))
+            .with(|options| options.log.reserve_bytes = Some(reserve_bytes)),
+        1300,
+        |driver, random| {
+            let store = driver.open()?;
+            let mut pages = Vec::new();
+            for _ in 0..4 {
+                pages.extend(driver.create_pages(&store, random, 1, LEN)?);
+                driver.snapshot(&store)?;
             }
-        }
-        assert!(thin > 0 || driver.disk.struck_at().is_some());
-        driver.check(&store);
-        driver.disk.set_capacity(None);
-        driver.close(store)?;
-        let store = driver.open()?;
-        driver.change(&store, random, &pages[3..])?;
-        driver.snapshot(&store)?;
-        driver.check(&store);
-        drop(store);
-        Ok(driver.into())
-    });
+            driver.change(&store, random, &pages)?;
+            // A segment that is being made as the disk gets full is given up, and leaves room for all images.
+            until(|| is_held(&driver.disk, RESERVE) || driver.disk.struck_at().is_some());
+            driver.disk.set_capacity(Some(driver.disk.used_bytes() + 4096));
+            let mut thin = 0;
+            for page in &pages[..3] {
+                let before = store.snapshots().pop().expect("one is kept");
+                driver.commit_acts(&store, vec![Act::Delete { page: Target::Page(*page) }], Ack::Durable)?;
+                match driver.snapshot(&store) {
+                    Ok(_) => {}
+                    Err(Error::DiskFull { .. }) => {
+                        let now = store.snapshots().pop().expect("one is kept");
+                        thin += usize::from(now.redo == before.redo && now.end > before.end);
+                    }
+                    Err(error) => return Err(error),
+                }
+            }
+            assert!(thin > 0 || driver.disk.struck_at().is_some());
+            driver.check(&store);
+            driver.disk.set_capacity(None);
+            driver.close(store)?;
+            let store = driver.open()?;
+            driver.change(&store, random, &pages[3..])?;
+            driver.snapshot(&store)?;
+            driver.check(&store);
+            drop(store);
+            Ok(driver.into())
+        },
+    );
 }
 
 /// Stores that are in use before their pages are loaded: every crash of one, and every one that is opened
 /// like that after a crash.
 #[test]
 fn stores_loaded_on_demand_survive() {
-    suite(options().snapshots_kept(1).page_load(PageLoad::OnDemand), 1900, |driver, random| {
-        let store = driver.open()?;
-        let pages = driver.create_pages(&store, random, 6, 3000)?;
-        driver.snapshot(&store)?;
-        let write = |page: usize, random: &mut Random| {
-            vec![Act::Write { page: Target::Page(pages[page]), offset: 50, bytes: random.bytes(40) }]
-        };
-        driver.commit_acts(&store, write(0, random), Ack::Logged)?;
-        driver.check(&store);
-        let second = driver.killed();
-        drop(store);
-        let store = second.open()?;
-        // An unloaded page is changed, and snapshots are taken by hand and in the background.
-        second.commit_acts(&store, write(5, random), Ack::Logged)?;
-        second.snapshot(&store)?;
-        second.commit_acts(&store, write(4, random), Ack::Durable)?;
-        second.commit_acts(&store, vec![Act::Delete { page: Target::Page(pages[3]) }], Ack::Logged)?;
-        second.snapshot(&store)?;
-        let third = second.killed();
-        drop(store);
-        let store = third.open()?;
-        third.commit_acts(&store, write(1, random), Ack::Logged)?;
-        third.check(&store);
-        third.close(store)?;
-        Ok(Lives(vec![driver, second, third]))
-    });
+    suite(
+        options()
+            .retention(Retention::new().snapshots_kept(1))
+            .memory(MemoryOptions::new().load(PageLoad::OnDemand)),
+        1900,
+        |driver, random| {
+            let store = driver.open()?;
+            let pages = driver.create_pages(&store, random, 6, 3000)?;
+            driver.snapshot(&store)?;
+            let write = |page: usize, random: &mut Random| {
+                vec![Act::Write { page: Target::Page(pages[page]), offset: 50, bytes: random.bytes(40) }]
+            };
+            driver.commit_acts(&store, write(0, random), Ack::Logged)?;
+            driver.check(&store);
+            let second = driver.killed();
+            drop(store);
+            let store = second.open()?;
+            // An unloaded page is changed, and snapshots are taken by hand and in the background.
+            second.commit_acts(&store, write(5, random), Ack::Logged)?;
+            second.snapshot(&store)?;
+            second.commit_acts(&store, write(4, random), Ack::Durable)?;
+            second.commit_acts(&store, vec![Act::Delete { page: Target::Page(pages[3]) }], Ack::Logged)?;
+            second.snapshot(&store)?;
+            let third = second.killed();
+            drop(store);
+            let store = third.open()?;
+            third.commit_acts(&store, write(1, random), Ack::Logged)?;
+            third.check(&store);
+            third.close(store)?;
+            Ok(Lives(vec![driver, second, third]))
+        },
+    );
 }
 
 /// Pages that move between snapshots, during them, and alone or with changes in one batch; and a restore to a
@@ -237,7 +268,7 @@ fn stores_loaded_on_demand_survive() {
 fn moves_survive() {
     const PLACES: [Place; 3] = [Place::Pinned, Place::Device(0), Place::Host];
     // The restore takes the store to a state before the older of two snapshots.
-    let options = options().log_kept(1 << 30);
+    let options = options().retention(Retention::new().log_kept(1 << 30));
     suite(options, 2500, |driver, random| {
         let store = driver.open()?;
         let pages = driver.create_pages(&store, random, 3, 200)?;
@@ -274,7 +305,7 @@ fn moves_survive() {
 /// state before some of the moves.
 #[test]
 fn pages_on_disk_survive() {
-    let options = options().log_kept(1 << 30);
+    let options = options().retention(Retention::new().log_kept(1 << 30));
     suite(options, 3900, |driver, random| {
         let store = driver.open()?;
         let pages = driver.create_pages(&store, random, 3, 200)?;
@@ -313,7 +344,9 @@ fn pages_on_disk_survive() {
 #[test]
 fn overlays_survive() {
     const LEN: usize = 3000;
-    let options = options().log_kept(1 << 30).snapshots_kept(1).chunk_len(4096);
+    let options = options()
+        .retention(Retention::new().log_kept(1 << 30).snapshots_kept(1))
+        .images(ImageOptions::new().chunk_len(4096));
     suite(options, 1500, |driver, random| {
         let store = driver.open()?;
         let pages = driver.create_pages(&store, random, 2, LEN)?;
@@ -358,7 +391,7 @@ fn overlays_survive() {
 /// to memory.
 #[test]
 fn captured_pages_on_disk_survive() {
-    suite(images(ImageIo::Mapped).snapshots_kept(1), 1500, |driver, random| {
+    suite(images(ImageIo::Mapped).retention(Retention::new().snapshots_kept(1)), 1500, |driver, random| {
         let len = 6 << 10;
         let store = driver.open()?;
         let pages = driver.create_pages(&store, random, 2, len)?;
@@ -418,7 +451,7 @@ fn compressed_images_survive() {
 
 #[test]
 fn snapshots_that_follow_each_other_survive() {
-    suite(images(ImageIo::Mapped).snapshots_kept(2), 5900, |driver, random| {
+    suite(images(ImageIo::Mapped).retention(Retention::new().snapshots_kept(2)), 5900, |driver, random| {
         let mut store = driver.open()?;
         let pages = driver.create_pages(&store, random, 24, 40)?;
         // More than a chain has links: it is folded on the way.
@@ -443,7 +476,7 @@ fn snapshots_that_follow_each_other_survive() {
 
 #[test]
 fn names_pruning_and_compaction_survive() {
-    suite(images(ImageIo::Direct).snapshots_kept(1), 6500, |driver, random| {
+    suite(images(ImageIo::Direct).retention(Retention::new().snapshots_kept(1)), 6500, |driver, random| {
         let store = driver.open()?;
         let pages = driver.create_pages(&store, random, 30, 1000)?;
         let named = driver.snapshot_named(&store, "first")?;
@@ -467,7 +500,7 @@ fn names_pruning_and_compaction_survive() {
 /// The newest snapshot stays though its name is given up: the next ones follow it, and share its images.
 #[test]
 fn dropped_names_survive_crash() {
-    suite(images(ImageIo::Mapped).snapshots_kept(2), 2000, |driver, random| {
+    suite(images(ImageIo::Mapped).retention(Retention::new().snapshots_kept(2)), 2000, |driver, random| {
         let store = driver.open()?;
         let pages = driver.create_pages(&store, random, 6, 400)?;
         let first = driver.snapshot_named(&store, "first")?;
@@ -497,7 +530,7 @@ fn dropped_names_survive_crash() {
 /// it was read back.
 #[test]
 fn names_of_published_snapshots_survive() {
-    suite(images(ImageIo::Buffered).snapshots_kept(1), 2000, |driver, random| {
+    suite(images(ImageIo::Buffered).retention(Retention::new().snapshots_kept(1)), 2000, |driver, random| {
         let store = driver.open()?;
         let pages = driver.create_pages(&store, random, 4, 400)?;
         driver.publish_named(&store, "first")?;
@@ -518,7 +551,7 @@ fn names_of_published_snapshots_survive() {
 
 #[test]
 fn replaced_snapshot_files_are_recycled() {
-    suite(images(ImageIo::Direct).snapshots_kept(2), 1900, |driver, random| {
+    suite(images(ImageIo::Direct).retention(Retention::new().snapshots_kept(2)), 1900, |driver, random| {
         let store = driver.open()?;
         let mut writer = Writer::new("a", random.next());
         for _ in 0..4 {

@@ -5,8 +5,9 @@
 //! page has to be exactly where the log says. Explored stores are opened without tiers, so that nothing moves
 //! any more. Opens with tiers, which may take pages down, are in `tiers::`.
 
+use remanent::options::{MemoryOptions, Retention};
 use remanent::tiers::Tiers;
-use remanent::{Ack, Budget, Error, Options, PageId, Place, Store};
+use remanent::{Ack, Error, Options, PageId, Place, Store};
 
 use super::model::{Act, Target};
 use super::work::{Driver, Random};
@@ -17,8 +18,8 @@ const LEN: usize = 200;
 /// Room for four pages, for two, and the disk.
 fn with_tiers(options: Options) -> Options {
     let len = LEN as u64;
-    let budget = Budget::default().with(Place::Host, 4 * len).with(Place::Pinned, 2 * len);
-    options.budget(budget).tiers(Tiers::new([Place::Host, Place::Pinned, Place::Disk]).free_part(4))
+    let memory = MemoryOptions::new().budget(Place::Host, 4 * len).budget(Place::Pinned, 2 * len);
+    options.memory(memory).tiers(Tiers::new([Place::Host, Place::Pinned, Place::Disk]).free_part(4))
 }
 
 fn write(driver: &Driver, store: &Store, page: PageId, ack: Ack, random: &mut Random) -> Result<(), Error> {
@@ -29,7 +30,7 @@ fn write(driver: &Driver, store: &Store, page: PageId, ack: Ack, random: &mut Ra
 /// Pages leave because others are created, and come back.
 #[test]
 fn evicted_pages_survive() {
-    let options = options().log_kept(1 << 30);
+    let options = options().retention(Retention::new().log_kept(1 << 30));
     suite(options.clone(), 2500, |driver, random| {
         let store = driver.open_with_tiers(with_tiers(options.clone()))?;
         let pages = driver.create_pages(&store, random, 6, LEN)?;
@@ -54,7 +55,7 @@ fn evicted_pages_survive() {
 /// Pages go down and come back because they are told to, and ahead of their caller; the process dies between.
 #[test]
 fn demoted_and_prefetched_pages_survive() {
-    let options = options().log_kept(1 << 30).snapshots_kept(1);
+    let options = options().retention(Retention::new().log_kept(1 << 30).snapshots_kept(1));
     suite(options.clone(), 2500, |driver, random| {
         let tiers = with_tiers(options.clone());
         let store = driver.open_with_tiers(tiers.clone())?;

@@ -8,6 +8,7 @@ use remanent::device::cuda::CudaDevice;
 use remanent::device::cuda::resource::{
     CacheStats, CachingMemory, DriverMemory, LimitedMemory, MemoryResource,
 };
+use remanent::options::SnapshotSchedule;
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{Ack, Error, Options, PageId, Place, Result, Store};
 
@@ -48,7 +49,7 @@ fn cache(bytes_max: u64) -> (Arc<Driver>, Cache) {
 
 fn open(disk: &SimDisk, memory: &Cache) -> Store {
     let gpu = CudaDevice::open_with(0, memory.clone()).unwrap();
-    let options = Options::default().snapshot_log_bytes(None).snapshot_interval(None).ack(Ack::Applied);
+    let options = Options::new().snapshots(SnapshotSchedule::never()).ack(Ack::Applied);
     Store::open_on(Arc::new(disk.clone()), Arc::new(gpu), options).unwrap()
 }
 

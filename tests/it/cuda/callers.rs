@@ -20,7 +20,7 @@ fn caller_memory_is_used_in_place_if_known_to_driver() {
     let Some(gpu) = gpu::device() else { return };
     let Some(callers) = gpu::device() else { return };
     let disk = SimDisk::new();
-    let store = Store::open_on(Arc::new(disk), gpu, Options::default()).unwrap();
+    let store = Store::open_on(Arc::new(disk), gpu, Options::new()).unwrap();
     let mut batch = store.batch();
     batch.create_from(vec![0; 4096], PLACE);
     let page = store.commit(batch).unwrap().pages[0];
@@ -60,7 +60,7 @@ fn caller_memory_is_used_in_place_if_known_to_driver() {
 #[test]
 fn memory_of_another_gpu_is_refused() {
     let Some([one, other]) = gpu::two() else { return };
-    let store = Store::open_on(Arc::new(SimDisk::new()), one, Options::default()).unwrap();
+    let store = Store::open_on(Arc::new(SimDisk::new()), one, Options::new()).unwrap();
     let memory = other.allocate(PLACE, 4096).unwrap();
     let address = other.address(memory).unwrap();
     // SAFETY: the device keeps it until it is released, below.
@@ -103,7 +103,7 @@ fn wrapped_gpu_accepts_caller_memory() {
 fn memory_across_mappings_is_accepted() {
     let (Some(gpu), Some(caller)) = (gpu::device(), gpu::Caller::new()) else { return };
     let segment = caller.segment(3, 4);
-    let store = Store::open_on(Arc::new(SimDisk::new()), gpu, Options::default()).unwrap();
+    let store = Store::open_on(Arc::new(SimDisk::new()), gpu, Options::new()).unwrap();
     // SAFETY: the segment is there until the end of the test.
     let adopt = |address, len| store.caller_bytes(&unsafe { CallerMemory::from_cuda(address, len, ()) });
     let (mapped, within) = (3 * gpu::MAPPING_LEN, 1000);

@@ -57,9 +57,9 @@ fn unusable_driver_is_an_error() {
         let requested = CudaDevice::open(0).expect_err("the driver cannot be used");
         assert!(requested.to_string().contains(&reason), "{requested}");
         assert_eq!(requested.remedy(), Remedy::ChangeCall);
-        let store = Store::temporary(Options::default()).unwrap();
+        let store = Store::temporary().unwrap();
         assert!(store.recovered().device.contains(&reason), "{}", store.recovered().device);
-        let refused = Store::temporary(Options::default().device(DeviceChoice::Cuda(0))).unwrap_err();
+        let refused = Options::new().device(DeviceChoice::Cuda(0)).open_temporary().unwrap_err();
         assert!(
             matches!(&refused, Error::DeviceUnavailable { device, .. } if device == "cuda:0"),
             "{refused}"
@@ -103,11 +103,11 @@ fn unusable_driver_is_an_error() {
 #[test]
 fn the_choice_of_a_device_is_kept_and_reported() {
     let device = |choice| {
-        let store = Store::temporary(Options::default().device(choice)).unwrap();
+        let store = Options::new().device(choice).open_temporary().unwrap();
         store.recovered().device.clone()
     };
     assert_eq!(device(DeviceChoice::Host), "host");
-    let beyond = Store::temporary(Options::default().device(DeviceChoice::Cuda(1000))).unwrap_err();
+    let beyond = Options::new().device(DeviceChoice::Cuda(1000)).open_temporary().unwrap_err();
     assert!(matches!(&beyond, Error::DeviceUnavailable { device, .. } if device == "cuda:1000"), "{beyond}");
     match gpu::device() {
         Some(gpu) => {

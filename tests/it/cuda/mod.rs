@@ -136,7 +136,7 @@ fn long_read_without_room_fails_immediately() {
         let Some(caller) = Caller::new() else { return };
         let memory = Pool::new(LimitedMemory::new(DriverMemory::of(0).unwrap(), 3 * LEN));
         let gpu = CudaDevice::open_with(0, Arc::new(memory)).unwrap();
-        let store = Store::open_on(Arc::new(SimDisk::new()), Arc::new(gpu), Options::default()).unwrap();
+        let store = Store::open_on(Arc::new(SimDisk::new()), Arc::new(gpu), Options::new()).unwrap();
         let mut batch = store.batch();
         let page = batch.create(LEN, PLACE).page();
         // The memory that it leaves free is too short for anything long.
@@ -163,7 +163,7 @@ fn long_read_without_room_fails_immediately() {
 #[test]
 fn long_reads_retain_same_memory_for_all_lengths() {
     let Some(gpu) = gpu::device() else { return };
-    let store = Store::open_on(Arc::new(SimDisk::new()), gpu.clone(), Options::default()).unwrap();
+    let store = Store::open_on(Arc::new(SimDisk::new()), gpu.clone(), Options::new()).unwrap();
     let mut batch = store.batch();
     batch.create(32 << 20, PLACE);
     let page = store.commit(batch).unwrap().pages[0];
@@ -308,7 +308,7 @@ fn gpu_fault_requires_new_process() {
             gpu.submit(Lane::Drain, CommandList::default()).map(drop),
             gpu.allocate(PLACE, 1 << 30).map(drop),
             CudaDevice::open(0).map(drop),
-            Store::temporary(Options::default()).map(drop),
+            Store::temporary().map(drop),
         ];
         for later in later {
             assert_eq!(later.unwrap_err().remedy(), Remedy::NewProcess);

@@ -128,7 +128,7 @@ fn reads_of_pinned_memory_never_see_half_a_list() {
 #[test]
 fn a_pinned_page_is_read_without_a_list() {
     let Some(gpu) = gpu::device() else { return };
-    let store = Store::open_on(Arc::new(SimDisk::new()), gpu.clone(), Options::default()).unwrap();
+    let store = Store::open_on(Arc::new(SimDisk::new()), gpu.clone(), Options::new()).unwrap();
     let mut batch = store.batch();
     for place in [Place::Pinned, Place::Host] {
         let page = batch.create(200_000, place).page();
@@ -158,7 +158,7 @@ fn a_pinned_page_is_read_without_a_list() {
 fn leased_host_page_is_readable_at_its_address() {
     const LEN: u64 = 5000;
     let Some(gpu) = gpu::device() else { return };
-    let store = Store::open_on(Arc::new(SimDisk::new()), gpu, Options::default()).unwrap();
+    let store = Store::open_on(Arc::new(SimDisk::new()), gpu, Options::new()).unwrap();
     for place in [Place::Pinned, Place::Host, Place::Unified, PLACE] {
         let mut batch = store.batch();
         let page = batch.create(LEN, place).page();

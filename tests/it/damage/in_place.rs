@@ -5,15 +5,22 @@
 
 use remanent::Options;
 use remanent::device::host::HostDevice;
-use remanent::options::Compression;
+use remanent::options::{Compression, ImageOptions, Retention};
 use remanent_format::image::ImageRef;
 
 use super::*;
 use crate::machine::skipped;
+use crate::with_options::With;
 
 fn options() -> Options {
-    let options = small().reserve_bytes(0).snapshots_kept(1).chunk_len(16 << 10);
-    options.compression(Compression::Off).image_io(ImageIo::Mapped)
+    let options = small()
+        .retention(Retention::new().snapshots_kept(1))
+        .images(ImageOptions::new().chunk_len(16 << 10))
+        .with(|options| options.log.reserve_bytes = Some(0));
+    options.with(|options| {
+        options.images.compression = Compression::Off;
+        options.images.io = ImageIo::Mapped;
+    })
 }
 
 /// A store that was closed cleanly, and where the images of its newest snapshot end in a file that is longer;
@@ -22,7 +29,7 @@ fn victim() -> Option<(Victim, FileName, u64)> {
     let folder = tempfile::tempdir_in("/dev/shm");
     let folder =
         folder.inspect_err(|error| skipped("files in memory", &format!("/dev/shm: {error}"))).ok()?;
-    let store = Store::open_with(folder.path(), std::sync::Arc::new(HostDevice::new()), options()).unwrap();
+    let store = options().open_with(folder.path(), std::sync::Arc::new(HostDevice::new())).unwrap();
     let mut states = BTreeMap::new();
     let mut commit = |fill: &dyn Fn(&mut remanent::WriteBatch)| {
         let mut batch = store.batch();

@@ -18,6 +18,7 @@ use super::sweeps::{is_long, sweep};
 use super::verdicts::{Subject, Work, options};
 use super::{flip, mix};
 use crate::files::{Files, State};
+use crate::with_options::With;
 
 /// A named snapshot lies between two others of which a prune keeps one, and states after it are reached from
 /// it alone.
@@ -50,7 +51,10 @@ fn from_the_beginning() -> Subject {
 
 /// Images that batches bring, and the tables and images of restores, that later batches replace.
 fn replaced_since() -> Subject {
-    let options = options(ImageIo::Direct).chunk_len(4096).compression(Compression::Off);
+    let options = options(ImageIo::Direct).with(|options| {
+        options.images.chunk_len = Some(4096);
+        options.images.compression = Compression::Off;
+    });
     let mut work = Work::with_pages(&[3000, 2900, 2800], Place::Disk, options);
     work.store.snapshot().unwrap();
     let pages = work.pages.clone();

@@ -22,7 +22,7 @@ use std::io;
 
 use remanent::batch::Width;
 use remanent::error::{FileName, Folder};
-use remanent::options::ImageIo;
+use remanent::options::{ImageIo, ImageOptions};
 use remanent::testing::sim_disk::{CrashPlan, Moment, SimDisk, Tears};
 use remanent::{Error, Key, Lsn, Metadata, PageId, Place, SnapshotId, Store};
 use remanent_format::limits::SECTOR_LEN;
@@ -32,6 +32,7 @@ use remanent_format::state::survey::Survey;
 use remanent_format::{Damage, ReadAt};
 
 use crate::files::{Files, State, open, open_with, small};
+use crate::with_options::With;
 use sweeps::{Count, at_least, bits, here, is_long, sweep};
 
 /// A store's files, and the states that are known of them.
@@ -177,7 +178,12 @@ impl Victim {
         // One thread replays, or several do by windows: the rule is the same.
         let drawn = draw(what);
         let window_len = [0, 4 << 10, 12 << 10][drawn as usize % 3];
-        match open_with(&disk, small().replay_window_len(window_len).image_io(image_io(drawn >> 8))) {
+        match open_with(
+            &disk,
+            small()
+                .images(ImageOptions::new().io(image_io(drawn >> 8)))
+                .with(|options| options.log.replay_window_len = Some(window_len)),
+        ) {
             Ok(store) => {
                 let recovered = store.recovered();
                 let state = State::of(&store);
@@ -210,7 +216,11 @@ fn open_victim(disk: &SimDisk) -> Store {
 
 /// The same with a way to write images.
 fn open_by(disk: &SimDisk, io: ImageIo) -> Store {
-    open_with(disk, small().reserve_bytes(0).image_io(io)).unwrap()
+    open_with(
+        disk,
+        small().images(ImageOptions::new().io(io)).with(|options| options.log.reserve_bytes = Some(0)),
+    )
+    .unwrap()
 }
 
 /// One of the ways to write images: all of them take their turn.

@@ -4,16 +4,20 @@
 //! An open reads no image that was proven before, so the damage is found where the page is read. Then the
 //! error names the file, every other page has its bytes, and the store goes on.
 
+use crate::with_options::With;
 use remanent::Options;
 use remanent::batch::{InitialCopy, Shadow};
-use remanent::options::Compression;
+use remanent::options::{Compression, ImageOptions, Retention};
 use remanent_format::image::Codec;
 
 use super::*;
 
 /// Pages longer than a few bytes may have overlays.
 pub fn options() -> Options {
-    small().reserve_bytes(0).chunk_len(4096).compression(Compression::Off).log_kept(1 << 30)
+    small()
+        .images(ImageOptions::new().chunk_len(4096).compression(Compression::Off))
+        .retention(Retention::new().log_kept(1 << 30))
+        .with(|options| options.log.reserve_bytes = Some(0))
 }
 
 fn bytes(seed: u64, len: u64) -> Vec<u8> {
@@ -27,7 +31,7 @@ pub fn victim() -> Victim {
     const CAPTURED_LEN: u64 = 6 << 10;
     let disk = SimDisk::new();
     let mut states = BTreeMap::new();
-    let mut store = open_with(&disk, options().image_io(ImageIo::Direct)).unwrap();
+    let mut store = open_with(&disk, options().with(|options| options.images.io = ImageIo::Direct)).unwrap();
     let mut batch = store.batch();
     for (seed, len) in [3000, CAPTURED_LEN, 3000, 3000].into_iter().enumerate() {
         batch.create_from(bytes(seed as u64, len), Place::Disk);
@@ -59,7 +63,7 @@ pub fn victim() -> Victim {
         if round == 0 {
             store.snapshot().unwrap();
             store.close().unwrap();
-            store = open_with(&disk, options().image_io(ImageIo::Mapped)).unwrap();
+            store = open_with(&disk, options().with(|options| options.images.io = ImageIo::Mapped)).unwrap();
         }
     }
     commit(&store, &|batch| _ = batch.write(pages[2], 100, b"later").fill(pages[4], 3, 90, &[7]));
@@ -111,7 +115,8 @@ impl Outcomes {
         let changed = changed(victim, files);
         let state = &victim.states[&victim.last];
         let disk = files.disk();
-        let store = match open_with(&disk, options().image_io(image_io(draw(what)))) {
+        let store = match open_with(&disk, options().with(|options| options.images.io = image_io(draw(what))))
+        {
             Ok(store) => store,
             Err(Error::Damaged(damage)) => {
                 // The log may miss another segment than the one that is in its place.

@@ -4,7 +4,7 @@
 use std::fs;
 
 use remanent::error::FileName;
-use remanent::options::{Compression, ImageIo, LogIo};
+use remanent::options::{Compression, ImageIo, LogIo, LogOptions, SnapshotSchedule};
 use remanent::testing::sim_disk::Operation;
 use remanent::{Error, Options, Place, SnapshotId, SnapshotOptions, Store};
 use remanent_format::frame::FrameKind;
@@ -16,6 +16,7 @@ use remanent_format::{Lsn, PageId};
 
 use super::verdicts::{Work, options};
 use crate::files::{Files, open_with};
+use crate::with_options::With;
 
 /// Calls that read, of an open that can use none of the snapshots.
 fn reads_of_an_open(files: &Files, damaged: FileName) -> usize {
@@ -38,7 +39,10 @@ fn reads_of_an_open(files: &Files, damaged: FileName) -> usize {
 
 /// A store with this many snapshots that share the image of one page, and log after them.
 fn with_snapshots(count: u64) -> Files {
-    let options = options(ImageIo::Buffered).snapshots_kept(100).compression(Compression::Off);
+    let options = options(ImageIo::Buffered).with(|options| {
+        options.retention.snapshots_kept = 100;
+        options.images.compression = Compression::Off;
+    });
     let mut work = Work::with_pages(&[3000, 500, 100], Place::Host, options);
     for _ in 0..count {
         let mut batch = work.store.batch();
@@ -204,11 +208,11 @@ fn a_table_that_is_newer_than_its_restore_is_refused_at_open() {
 #[test]
 fn truncated_file_crashes_no_other_process() {
     let options = || {
-        let options = Options::default().segment_len(64 << 10).log_io(LogIo::Mapped);
-        options.image_io(ImageIo::Mapped).snapshot_log_bytes(None).snapshot_interval(None)
+        let options = Options::new().log(LogOptions::new().segment_len(64 << 10).io(LogIo::Mapped));
+        options.snapshots(SnapshotSchedule::never()).with(|options| options.images.io = ImageIo::Mapped)
     };
     let source = tempfile::tempdir().unwrap();
-    let store = Store::open(source.path(), options()).unwrap();
+    let store = options().open(source.path()).unwrap();
     let mut batch = store.batch();
     batch.create_from(vec![7; 20_000], Place::Host);
     let page = store.commit(batch).unwrap().pages[0];
@@ -245,7 +249,7 @@ fn truncated_file_crashes_no_other_process() {
             let cut = target.path().join(name.strip_prefix(source.path()).unwrap());
             fs::OpenOptions::new().write(true).open(cut).unwrap().set_len(len.min(whole)).unwrap();
             let what = format!("{} cut to {len}", name.display());
-            match Store::open(target.path(), options()) {
+            match options().open(target.path()) {
                 Ok(store) => {
                     opened += 1;
                     work(&store).unwrap_or_else(|error| panic!("{what}: {error}"));

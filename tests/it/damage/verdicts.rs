@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use remanent::disk::Disk;
 use remanent::error::{Damage, FileName};
-use remanent::options::{Compression, ImageIo};
+use remanent::options::{Compression, ImageIo, ImageOptions};
 use remanent::store::RecoveryReport;
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{Error, Lsn, Options, PageId, Place, SnapshotOptions, StatePoint, Store, View};
@@ -20,6 +20,7 @@ use remanent_format::state::survey::Survey;
 use super::sweeps::sweep;
 use super::{draw, flip, image_io, mix};
 use crate::files::{Files, State, open_with, small};
+use crate::with_options::With;
 
 /// The pages that a verdict calls damaged where recovery starts.
 pub fn damaged_pages(verdict: &Verdict) -> BTreeSet<PageId> {
@@ -77,7 +78,7 @@ pub fn agrees(what: &str, files: &Files, opened: Opened<'_>) -> Option<(Survey, 
 }
 
 pub fn options(io: ImageIo) -> Options {
-    small().reserve_bytes(0).image_io(io)
+    small().images(ImageOptions::new().io(io)).with(|options| options.log.reserve_bytes = Some(0))
 }
 
 /// A closed store, and the state after each batch.
@@ -244,7 +245,10 @@ fn reopened() -> Subject {
 /// of one the image came with its batch and no snapshot names it yet.
 fn on_disk() -> Subject {
     // Pages longer than a few bytes may have overlays.
-    let options = options(ImageIo::Mapped).chunk_len(4096).compression(Compression::Off);
+    let options = options(ImageIo::Mapped).with(|options| {
+        options.images.chunk_len = Some(4096);
+        options.images.compression = Compression::Off;
+    });
     let mut work = Work::with_pages(&[3000, 2900, 2800, 2700], Place::Disk, options);
     work.store.snapshot().unwrap();
     work.commit(1);

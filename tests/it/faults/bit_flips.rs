@@ -13,7 +13,7 @@ use remanent::batch::{ByteSource, InitialCopy, Shadow, Width};
 use remanent::device::CallerMemory;
 use remanent::disk::Disk;
 use remanent::history::DeviceCopier;
-use remanent::options::PageLoad;
+use remanent::options::{MemoryOptions, PageLoad, SnapshotSchedule};
 use remanent::testing::faulty_device::{BitFlip, BusTransfer, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
 use remanent::{SnapshotOptions, View};
@@ -50,7 +50,7 @@ fn made(page: usize, version: u64) -> Vec<u8> {
 }
 
 fn options() -> Options {
-    Options::default().snapshot_log_bytes(None).snapshot_interval(None)
+    Options::new().snapshots(SnapshotSchedule::never())
 }
 
 fn host() -> Arc<dyn Device> {
@@ -321,7 +321,7 @@ fn open_rejects_bit_flips() {
 #[test]
 fn on_demand_load_rejects_bit_flips() {
     at_every_copy("an open on demand", UP, |bus, flips| {
-        open_again(bus, flips, options().page_load(PageLoad::OnDemand))
+        open_again(bus, flips, options().memory(MemoryOptions::new().load(PageLoad::OnDemand)))
     });
 }
 

@@ -2,7 +2,8 @@
 
 use remanent::disk::Disk;
 use remanent::error::FileName;
-use remanent::{Budget, SnapshotId, StatePoint, View};
+use remanent::options::{MemoryOptions, Retention};
+use remanent::{SnapshotId, StatePoint, View};
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 use remanent_format::state::survey::Survey;
 
@@ -10,7 +11,7 @@ use super::*;
 use crate::files::{Files, State};
 
 fn within(bytes: u64) -> Options {
-    small().budget(Budget::default().with(Place::Host, bytes))
+    small().memory(MemoryOptions::new().budget(Place::Host, bytes))
 }
 
 #[track_caller]
@@ -183,7 +184,8 @@ fn out_of_memory_changes_nothing() {
 #[test]
 fn out_of_memory_during_load_is_not_damage() {
     let disk = SimDisk::new();
-    let store = open_with(&disk, Gauge::host(), small().snapshots_kept(1)).unwrap();
+    let store =
+        open_with(&disk, Gauge::host(), small().retention(Retention::new().snapshots_kept(1))).unwrap();
     // More pages than are allocated together.
     create(&store, &[8; 300]).unwrap();
     store.snapshot().unwrap();

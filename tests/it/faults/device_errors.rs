@@ -1,7 +1,7 @@
 //! Errors of the device at every call, one after the other.
 
 use remanent::error::Remedy;
-use remanent::options::PageLoad;
+use remanent::options::{MemoryOptions, PageLoad};
 use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
 
@@ -99,7 +99,8 @@ fn device_error_during_load_stops_store() {
         let gauge = Gauge::new(inner);
         let device = Arc::new(FaultyDevice::new(gauge.clone()));
         device.arm(fault);
-        let opened = open_with(&disk, device.clone(), small().page_load(PageLoad::OnDemand));
+        let opened =
+            open_with(&disk, device.clone(), small().memory(MemoryOptions::new().load(PageLoad::OnDemand)));
         let mut may_keep = fault.context_lost;
         match opened {
             Ok(store) => {

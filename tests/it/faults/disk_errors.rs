@@ -1,9 +1,10 @@
 //! Input and output errors at every operation of the disk, one after the other.
 
+use crate::with_options::With;
 use remanent::WriteBatch;
 use remanent::disk::Disk;
 use remanent::error::{FileName, Folder, Remedy};
-use remanent::options::{ImageIo, LogIo};
+use remanent::options::{ImageIo, ImageOptions, LogIo};
 use remanent::testing::sim_disk::{DiskFault, EIO, Moment, Operation};
 
 use super::*;
@@ -46,15 +47,21 @@ fn disk_error_stops_store_without_loss() {
 #[test]
 fn direct_write_error_stops_store_without_loss() {
     let operations = [Operation::Put, Operation::SyncWindow];
-    at_every_operation(&operations, |fault| stops_and_loses_nothing(fault, small().log_io(LogIo::Direct)));
+    at_every_operation(&operations, |fault| {
+        stops_and_loses_nothing(fault, small().with(|options| options.log.io = Some(LogIo::Direct)))
+    });
 }
 
 #[test]
 fn image_write_error_stops_store_without_loss() {
     let steps = [Operation::Reserve, Operation::MapPart, Operation::Cut];
-    at_every_operation(&steps, |fault| stops_and_loses_nothing(fault, small().image_io(ImageIo::Mapped)));
+    at_every_operation(&steps, |fault| {
+        stops_and_loses_nothing(fault, small().images(ImageOptions::new().io(ImageIo::Mapped)))
+    });
     let steps = [Operation::Reserve, Operation::WriteDirect, Operation::Cut];
-    at_every_operation(&steps, |fault| stops_and_loses_nothing(fault, small().image_io(ImageIo::Direct)));
+    at_every_operation(&steps, |fault| {
+        stops_and_loses_nothing(fault, small().images(ImageOptions::new().io(ImageIo::Direct)))
+    });
 }
 
 fn is_of_a_read(fault: DiskFault) -> bool {

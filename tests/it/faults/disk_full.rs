@@ -2,12 +2,13 @@
 
 use remanent::disk::Disk;
 use remanent::error::{FileName, Folder};
-use remanent::options::{Compression, ImageIo};
+use remanent::options::{Compression, ImageIo, ImageOptions, Retention};
 use remanent::testing::sim_disk::ENOSPC;
 use remanent::{PageInfo, WriteBatch};
 
 use super::*;
 use crate::files::{Files, SPARES_FOR_OPENS, State};
+use crate::with_options::With;
 
 /// The length of the segments that a store takes from the disk.
 const SEGMENT: u64 = 16 << 10;
@@ -21,7 +22,9 @@ const IMAGE_WAYS: [ImageIo; 3] = [ImageIo::Mapped, ImageIo::Buffered, ImageIo::D
 fn filled(free: u64) -> (SimDisk, Store, Line) {
     let disk = SimDisk::new();
     let images = IMAGE_WAYS[(free / 1000 % 3) as usize];
-    let store = open_with(&disk, Arc::new(HostDevice::new()), with_reserve().image_io(images)).unwrap();
+    let store =
+        open_with(&disk, Arc::new(HostDevice::new()), with_reserve().images(ImageOptions::new().io(images)))
+            .unwrap();
     let mut line = Line::begin(&store);
     for _ in 0..2 {
         line.commits(&store, 4).unwrap();
@@ -36,7 +39,7 @@ fn filled(free: u64) -> (SimDisk, Store, Line) {
 }
 
 fn with_reserve() -> Options {
-    small().reserve_bytes(RESERVE as u64 * SEGMENT)
+    small().with(|options| options.log.reserve_bytes = Some(RESERVE as u64 * SEGMENT))
 }
 
 fn open_with_reserve(disk: &SimDisk) -> Result<Store> {
@@ -165,7 +168,7 @@ fn full_disk_deletes_use_reserve_and_close_succeeds() {
     });
 }
 
-/// The deletes that [`remanent::Options::reserve_bytes`] promises.
+/// The deletes that [`remanent::LogOptions::reserve_bytes`] promises.
 #[test]
 fn reserve_covers_delete_batch_per_block() {
     const DELETES: usize = 100;
@@ -181,7 +184,10 @@ fn reserve_covers_delete_batch_per_block() {
 /// deletes. The seal of a pause takes the place of one: on a busy machine there is a pause between any two.
 fn deletes(segment_len: u64, batches: usize, deletes: usize, free: u64) {
     let disk = SimDisk::new();
-    let options = small().segment_len(segment_len).reserve_bytes(RESERVE as u64 * segment_len);
+    let options = small().with(|options| {
+        options.log.segment_len = segment_len;
+        options.log.reserve_bytes = Some(RESERVE as u64 * segment_len);
+    });
     let store = Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options).unwrap();
     let mut batch = store.batch();
     (0..batches * deletes).for_each(|_| _ = batch.create(0, Place::Host).page());
@@ -296,7 +302,7 @@ fn enospc_at_image_sync_is_clean_only_at_first_allocation() {
             // The first sync is an image's, unless the log's own threads sync just then: then once more.
             loop {
                 let disk = SimDisk::new();
-                let options = with_reserve().image_io(io);
+                let options = with_reserve().images(ImageOptions::new().io(io));
                 let store = open_with(&disk, Arc::new(HostDevice::new()), options).unwrap();
                 let mut line = Line::begin(&store);
                 line.commits(&store, 3).unwrap();
@@ -389,7 +395,12 @@ fn store_on_full_disk_opens_from_reserve() {
 fn open_failed_by_full_disk_succeeds_once_space_returns() {
     watched("without a reserve", || {
         let disk = SimDisk::new();
-        let store = Store::open_on(Arc::new(disk.clone()), Gauge::host(), small().reserve_bytes(0)).unwrap();
+        let store = Store::open_on(
+            Arc::new(disk.clone()),
+            Gauge::host(),
+            small().with(|options| options.log.reserve_bytes = Some(0)),
+        )
+        .unwrap();
         let mut line = Line::begin(&store);
         line.commits(&store, 4).unwrap();
         drop(store);
@@ -419,7 +430,11 @@ fn deleted_pages_free_space_when_no_image_fits() {
 fn give_back(kept: usize) {
     const LEN: u64 = 64 << 10;
     let disk = SimDisk::new();
-    let options = || small().snapshots_kept(kept).compression(Compression::Off);
+    let options = || {
+        small()
+            .retention(Retention::new().snapshots_kept(kept))
+            .images(ImageOptions::new().compression(Compression::Off))
+    };
     let open = || Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options()).unwrap();
     let mut store = open();
     // Each page's image lies in a file of its own.

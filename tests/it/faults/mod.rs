@@ -22,6 +22,7 @@ use std::time::Duration;
 
 use remanent::device::host::HostDevice;
 use remanent::device::{CommandList, Device, Lane, MemoryId, Pending};
+use remanent::options::{LogOptions, SnapshotSchedule};
 use remanent::testing::sim_disk::{DiskFault, Operation, SimDisk};
 use remanent::{
     Ack, Error, Lsn, Options, PageId, Place, Position, Result, SnapshotId, StatePoint, Store, Value,
@@ -81,7 +82,7 @@ fn at_every_fault(
 }
 
 fn small() -> Options {
-    Options::default().segment_len(16 << 10).snapshot_log_bytes(None).snapshot_interval(None)
+    Options::new().log(LogOptions::new().segment_len(16 << 10)).snapshots(SnapshotSchedule::never())
 }
 
 fn open(disk: &SimDisk, device: Arc<dyn Device>) -> Result<Store> {

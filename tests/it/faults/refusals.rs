@@ -3,10 +3,11 @@
 use std::collections::BTreeSet;
 use std::io;
 
+use crate::with_options::With;
 use remanent::disk::dir::DirDisk;
 use remanent::error::{Defect, FileName, Remedy};
 use remanent::layout::{Arrangement, BlockLayout, BlockShape};
-use remanent::options::Create;
+use remanent::options::{Create, Retention};
 use remanent::{Epoch, Key, Lsn, Position};
 
 use super::*;
@@ -66,7 +67,7 @@ fn an_open_with_another_layout_prints_both() {
 fn store_is_not_created_without_create() {
     let directory = tempfile::tempdir().unwrap();
     for path in [directory.path().join("missing"), directory.path().to_owned()] {
-        let error = Store::open(&path, small().create(Create::Never)).unwrap_err();
+        let error = small().create(Create::Never).open(&path).unwrap_err();
         assert!(
             matches!(&error, Error::NoStore { path: found } if *found == path.display().to_string()),
             "{error}"
@@ -75,7 +76,7 @@ fn store_is_not_created_without_create() {
     assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
     std::fs::write(directory.path().join("thesis.tex"), "precious").unwrap();
     for create in [Create::Never, Create::IfEmpty] {
-        let error = Store::open(directory.path(), small().create(create)).unwrap_err();
+        let error = small().create(create).open(directory.path()).unwrap_err();
         assert!(matches!(&error, Error::ForeignDirectory { found, .. } if found == "thesis.tex"), "{error}");
     }
     assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1);
@@ -84,12 +85,14 @@ fn store_is_not_created_without_create() {
 #[test]
 fn invalid_options_are_named_and_change_nothing() {
     let cases = [
-        ("segment_len", small().segment_len(0)),
-        ("segment_len", small().segment_len(8 << 10)),
-        ("segment_len", small().segment_len((16 << 10) + 1)),
-        ("segment_len", small().segment_len((4 << 30) + 4096)),
+        ("log.segment_len", small().with(|options| options.log.segment_len = 0)),
+        ("log.segment_len", small().with(|options| options.log.segment_len = 8 << 10)),
+        ("log.segment_len", small().with(|options| options.log.segment_len = (16 << 10) + 1)),
+        ("log.segment_len", small().with(|options| options.log.segment_len = (4 << 30) + 4096)),
         ("identity", small().identity(vec![0; (64 << 10) + 1])),
-        ("snapshots_kept", small().snapshots_kept(0)),
+        ("retention.snapshots_kept", small().retention(Retention::new().snapshots_kept(0))),
+        ("snapshots.bytes_per_second", small().with(|options| options.snapshots.bytes_per_second = Some(0))),
+        ("scrubs.bytes_per_second", small().with(|options| options.scrubs.bytes_per_second = Some(0))),
     ];
     for (named, options) in cases {
         let disk = SimDisk::new();
@@ -106,7 +109,7 @@ fn invalid_options_are_named_and_change_nothing() {
 #[test]
 fn second_writer_gets_holder_of_store() {
     let directory = tempfile::tempdir().unwrap();
-    let _store = Store::open(directory.path(), small()).unwrap();
+    let _store = small().open(directory.path()).unwrap();
     let second = Store::open_on(Arc::new(DirDisk::new(directory.path())), Gauge::host(), small());
     let error = second.unwrap_err();
     assert!(

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use remanent::error::{FileName, Folder, Remedy};
 use remanent::follow::{FollowFrom, Follower};
-use remanent::options::{LogIo, PageLoad};
+use remanent::options::{LogIo, MemoryOptions, PageLoad, ScrubSchedule};
 use remanent::testing::sim_disk::{DiskFault, Operation};
 use remanent::testing::thread_refusals;
 use remanent::{SnapshotOptions, StatePoint};
@@ -16,6 +16,7 @@ use super::*;
 use crate::direct_io;
 use crate::files::SPARES_FOR_OPENS;
 use crate::machine::alone;
+use crate::with_options::With;
 
 /// Too many files open in the process, and in the system; no memory; no thread, or anything else that may
 /// come back.
@@ -94,7 +95,8 @@ fn unmappable_long_segment_leaves_nothing() {
     for io in [LogIo::Mapped, LogIo::Direct] {
         watched("a long segment", move || {
             let disk = SimDisk::new();
-            let store = open_with(&disk, Gauge::host(), small().log_io(io)).unwrap();
+            let store =
+                open_with(&disk, Gauge::host(), small().with(|options| options.log.io = Some(io))).unwrap();
             let mut line = Line::begin(&store);
             line.commits(&store, 3).unwrap();
             // No segment is made while the test looks on.
@@ -127,7 +129,12 @@ fn held(disk: &SimDisk) -> usize {
 #[test]
 fn background_shortage_fails_nothing() {
     // A snapshot comes with every second segment.
-    at_every_moment(|fault| fails_one_call_and_goes_on(fault, small().snapshot_log_bytes(24 << 10)));
+    at_every_moment(|fault| {
+        fails_one_call_and_goes_on(
+            fault,
+            small().with(|options| options.snapshots.log_bytes = Some(24 << 10)),
+        )
+    });
 }
 
 /// A file that could not be looked at is neither damaged nor gone: no older snapshot takes its place, and
@@ -137,7 +144,7 @@ fn a_shortage_during_an_open_fails_that_open() {
     at_every_moment(|fault| {
         let disk = SimDisk::new();
         // Without spares, which an open takes before it makes a segment.
-        let options = || small().reserve_bytes(0);
+        let options = || small().with(|options| options.log.reserve_bytes = Some(0));
         let open_on_host = |disk: &SimDisk| open_with(disk, Gauge::host(), options());
         let store = open_on_host(&disk).unwrap();
         let mut line = Line::begin(&store);
@@ -187,7 +194,11 @@ fn pages_are_loaded_when_the_shortage_ends() {
         for skip in 0..40 {
             let fault = DiskFault { operation: Operation::Open, skip, times: 3, errno: EMFILE };
             disk.fail(fault);
-            match open_with(&disk, device.clone(), small().page_load(PageLoad::OnDemand)) {
+            match open_with(
+                &disk,
+                device.clone(),
+                small().memory(MemoryOptions::new().load(PageLoad::OnDemand)),
+            ) {
                 Ok(store) => {
                     line.check_read(&store).unwrap();
                     store.wait_loaded().unwrap();
@@ -214,7 +225,7 @@ fn close_does_not_wait_for_prefetches() {
         let fault =
             DiskFault { operation: Operation::ReadProven, skip: 0, times: usize::MAX / 2, errno: EMFILE };
         disk.fail(fault);
-        let on_demand = small().page_load(PageLoad::OnDemand);
+        let on_demand = small().memory(MemoryOptions::new().load(PageLoad::OnDemand));
         let store = open_with(&disk, Arc::new(HostDevice::new()), on_demand).unwrap();
         assert!(store.unloaded_pages().pages > 0);
         let pages: Vec<PageId> = store.pages().unwrap().map(|info| info.page).collect();
@@ -278,7 +289,12 @@ fn open_failing_to_start_thread_leaves_nothing() {
     alone(|| {
         let (disk, line) = closed();
         let hour = Some(Duration::from_secs(3600));
-        let options = || small().page_load(PageLoad::OnDemand).snapshot_interval(hour).scrub_interval(hour);
+        let options = || {
+            small()
+                .memory(MemoryOptions::new().load(PageLoad::OnDemand))
+                .scrubs(ScrubSchedule::new().interval(hour))
+                .with(|options| options.snapshots.interval = hour)
+        };
         let before = threads();
         for name in ["keeper", "maker", "apply", "load", "snapshot", "scrub"] {
             let device = Gauge::host();
@@ -306,10 +322,10 @@ fn store_continues_without_new_threads() {
         let directory = tempfile::tempdir().unwrap();
         let [path, fork] = ["store", "fork"].map(|name| directory.path().join(name));
         let options = || small().device(remanent::DeviceChoice::Host);
-        let store = Store::open(&path, options()).unwrap();
+        let store = options().open(&path).unwrap();
         let mut line = Line::begin(&store);
         // Images of which several threads make some each.
-        let large = Store::open(directory.path().join("large"), options()).unwrap();
+        let large = options().open(directory.path().join("large")).unwrap();
         let mut batch = large.batch();
         let page = batch.create(8 << 20, Place::Host).page();
         batch.fill(page, 0, 8 << 20, &[7]);
@@ -334,7 +350,7 @@ fn store_continues_without_new_threads() {
         while follower.next(Duration::ZERO).unwrap().is_some() {}
         line.commit(&store, Ack::Logged).unwrap();
         assert_eq!(follower.next(Duration::from_secs(60)).unwrap().unwrap().lsn(), store.lsn());
-        let refused = Store::open(&fork, options()).unwrap_err();
+        let refused = options().open(&fork).unwrap_err();
         assert!(matches!(&refused, Error::Thread { .. }), "{refused}");
         assert!(refused.to_string().contains(fork.to_str().unwrap()), "{refused}");
         store.close().unwrap();
@@ -343,7 +359,7 @@ fn store_continues_without_new_threads() {
             let was_refused = refused.contains(&format!("remanent-{name}"));
             assert!(was_refused || cores < 2, "the work has no use for a thread {name}: {refused:?}");
         }
-        line.check(&Store::open(&path, options()).unwrap(), line.logged);
+        line.check(&options().open(&path).unwrap(), line.logged);
     });
 }
 
@@ -415,8 +431,9 @@ fn descriptor_exhaustion_fails_calls_not_store() {
 }
 
 fn out_of_descriptors(path: &Path, log_io: LogIo) {
-    let options = || small().log_io(log_io).device(remanent::DeviceChoice::Host);
-    let store = Store::open(path, options()).unwrap();
+    let options =
+        || small().device(remanent::DeviceChoice::Host).with(|options| options.log.io = Some(log_io));
+    let store = options().open(path).unwrap();
     let mut line = Line::begin(&store);
     line.work(&store).unwrap();
     // A thread in the background may give a descriptor back just then, so that a call goes through.
@@ -463,5 +480,5 @@ fn out_of_descriptors(path: &Path, log_io: LogIo) {
     assert!(times_refused.iter().all(|times| *times > 0), "{log_io}: {times_refused:?}");
     // A store that was closed without descriptors has sealed what it could.
     without_descriptors(|| store.close()).unwrap();
-    line.check(&Store::open(path, options()).unwrap(), line.logged);
+    line.check(&options().open(path).unwrap(), line.logged);
 }

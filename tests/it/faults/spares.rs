@@ -3,12 +3,13 @@
 
 use remanent::disk::Disk;
 use remanent::error::{FileName, Folder};
-use remanent::options::Compression;
+use remanent::options::{Compression, ImageOptions, Retention};
 use remanent::testing::sim_disk::{CrashPlan, DiskFault, EIO, Operation, Tears};
 
 use super::disk_full::{is_held, until};
 use super::*;
 use crate::files::{SPARES_FOR_OPENS, State};
+use crate::with_options::With;
 
 const SEGMENT: u64 = 16 << 10;
 const RESERVE: usize = 2;
@@ -20,7 +21,7 @@ const COMMITS: usize = 16;
 /// A store that has recycled segments.
 fn recycled() -> (SimDisk, Store, Line) {
     let disk = SimDisk::new();
-    let options = small().reserve_bytes(RESERVE as u64 * SEGMENT);
+    let options = small().with(|options| options.log.reserve_bytes = Some(RESERVE as u64 * SEGMENT));
     let store = open_with(&disk, Arc::new(HostDevice::new()), options).unwrap();
     let mut line = Line::begin(&store);
     for _ in 0..4 {
@@ -82,7 +83,7 @@ fn open_reuses_spares_for_segments() {
             }
             store.close().unwrap();
             let from = disk.events();
-            let options = small().reserve_bytes(RESERVE as u64 * SEGMENT);
+            let options = small().with(|options| options.log.reserve_bytes = Some(RESERVE as u64 * SEGMENT));
             store = open_with(&disk, Arc::new(HostDevice::new()), options).unwrap();
             let history = disk.history().split_off(from);
             let is_commit_point =
@@ -181,7 +182,12 @@ fn spare_reused_as_manifest_is_no_segment_after_power_cut() {
         // Their manifest is longer than the shortest segment.
         const DELETES: usize = 1200;
         const LEN: u64 = 1 << 20;
-        let options = || small().segment_len(64 << 10).snapshots_kept(1).compression(Compression::Off);
+        let options = || {
+            small()
+                .retention(Retention::new().snapshots_kept(1))
+                .images(ImageOptions::new().compression(Compression::Off))
+                .with(|options| options.log.segment_len = 64 << 10)
+        };
         let open = |disk: &SimDisk| open_with(disk, Arc::new(HostDevice::new()), options()).unwrap();
         let disk = SimDisk::new();
         let store = open(&disk);

@@ -1,7 +1,9 @@
 //! The two ways in which a following ends: the log went on without the follower, or its batch was lost.
 
+use crate::with_options::With;
 use remanent::error::{FileName, Folder, Remedy};
 use remanent::history::Incarnation;
+use remanent::options::Retention;
 
 use super::*;
 
@@ -20,7 +22,7 @@ fn overtaken_follower_gets_restart_position() {
     let (sim, disk) = sim();
     // A restore takes a snapshot of its own: with the next one there are two after it, and with no more than
     // these its table would be gone before a follower looks.
-    let mut writer = Writer::open(&disk, options().snapshots_kept(3));
+    let mut writer = Writer::open(&disk, options().retention(Retention::new().snapshots_kept(3)));
     let mut reader = Reader::open(&disk);
     writer.commit(5);
     assert!(reader.step().unwrap().is_some());
@@ -58,7 +60,8 @@ fn overtaken_follower_gets_restart_position() {
 #[test]
 fn resurrected_segment_is_not_damage() {
     let (sim, disk) = sim();
-    let store = crate::files::open_with(&sim, options().snapshots_kept(1)).unwrap();
+    let store =
+        crate::files::open_with(&sim, options().retention(Retention::new().snapshots_kept(1))).unwrap();
     let segment = |number| sim.bytes(FileName::Segment(number));
     let fill = |segments: u64| {
         let until = store.stats().segment + segments;
@@ -184,7 +187,7 @@ fn other_store() -> Arc<dyn Disk> {
 fn running_follower_detects_divergence() {
     // The follower lives on and the writer's machine does not, as with a directory on a network.
     let (sim, disk) = sim();
-    let long = options().segment_len(128 << 10);
+    let long = options().with(|options| options.log.segment_len = 128 << 10);
     let mut writer = Writer::open(&disk, long.clone());
     writer.commit(3);
     writer.store.wait_durable(Lsn(3)).unwrap();
@@ -224,7 +227,15 @@ fn show(source: &SimDisk, target: &SimDisk) {
 #[test]
 fn close_overtakes_followers_behind_the_kept_log() {
     let (sim, disk) = sim();
-    let open = || crate::files::open_with(&sim, options().segment_len(1 << 20).snapshots_kept(1)).unwrap();
+    let open = || {
+        crate::files::open_with(
+            &sim,
+            options()
+                .retention(Retention::new().snapshots_kept(1))
+                .with(|options| options.log.segment_len = 1 << 20),
+        )
+        .unwrap()
+    };
     let commit = |store: &remanent::Store| {
         let mut batch = store.batch();
         batch.note("n".repeat(900));
@@ -288,7 +299,9 @@ fn close_overtakes_followers_behind_the_kept_log() {
 #[test]
 fn close_keeps_log_after_a_name_that_was_given_up() {
     let (sim, disk) = sim();
-    let options = options().segment_len(1 << 20).snapshots_kept(2);
+    let options = options()
+        .retention(Retention::new().snapshots_kept(2))
+        .with(|options| options.log.segment_len = 1 << 20);
     let store = crate::files::open_with(&sim, options).unwrap();
     let commit = || {
         let mut batch = store.batch();

@@ -4,6 +4,7 @@ use remanent::Ack;
 
 use super::*;
 use crate::machine::alone;
+use crate::with_options::With;
 
 /// How long the followers wait for nothing.
 const IDLE: Duration = Duration::from_millis(1500);
@@ -12,7 +13,7 @@ const CHECKS_MAX: u64 = 75;
 
 /// How often each of `count` followers of a store looks while nothing comes.
 fn checks(disk: &Arc<dyn Disk>, options: Options, count: usize) -> Vec<u64> {
-    let mut writer = Writer::open(disk, options.segment_len(64 << 10));
+    let mut writer = Writer::open(disk, options.with(|options| options.log.segment_len = 64 << 10));
     writer.commit(1);
     let mut followers: Vec<Follower> =
         (0..count).map(|_| Follower::open_on(disk.clone(), FollowFrom::Beginning).unwrap()).collect();
@@ -52,7 +53,7 @@ fn three_hundred_idle_followers_poll_rarely() {
             ("buffered", told("buffered"), LogIo::Buffered),
             ("direct", told("direct"), crate::direct_io::log_io()),
         ] {
-            let checks = checks(&disk, options().log_io(log_io), 300);
+            let checks = checks(&disk, options().with(|options| options.log.io = Some(log_io)), 300);
             let (least, most) = (checks.iter().min().unwrap(), checks.iter().max().unwrap());
             assert!(*least > 1 && *most < CHECKS_MAX, "{name}: {least} to {most} looks");
         }
@@ -64,7 +65,8 @@ fn three_hundred_idle_followers_poll_rarely() {
 fn mapped_log_notifies_followers_after_idle() {
     for (log_io, told) in [(LogIo::Mapped, 1), (LogIo::Buffered, 0), (LogIo::Direct, 0)] {
         let (sim, disk) = sim();
-        let mut writer = Writer::open(&disk, options().log_io(log_io).ack(Ack::Logged));
+        let mut writer =
+            Writer::open(&disk, options().ack(Ack::Logged).with(|options| options.log.io = Some(log_io)));
         let mut follower = Follower::open_on(disk, FollowFrom::Beginning).unwrap();
         for lsn in 1..=3 {
             // Nothing comes for longer than the silence that is told.

@@ -1,10 +1,11 @@
 //! Batches whose long pages lie in image files, written ahead: their bytes are read when they are asked for.
 
 use remanent::error::{FileName, Folder};
-use remanent::options::Compression;
+use remanent::options::{Compression, Retention};
 
 use super::*;
 use crate::kill::workload::Random;
+use crate::with_options::With;
 
 /// Longer than a segment of these tests.
 const LEN: u64 = 20 << 10;
@@ -15,7 +16,7 @@ fn content(seed: u64) -> Vec<u8> {
 
 /// A store of three long pages and a short one, from one batch.
 fn imported(disk: &Arc<dyn Disk>) -> (Store, Vec<PageId>) {
-    let options = options().compression(Compression::Off);
+    let options = options().with(|options| options.images.compression = Compression::Off);
     let store = Store::open_on(disk.clone(), Arc::new(HostDevice::new()), options).unwrap();
     let mut batch = store.batch();
     for seed in 0..3 {
@@ -85,7 +86,11 @@ fn a_batch_that_names_images_is_followed_like_any_other() {
 #[test]
 fn pages_on_disk_are_followed_and_overlays_read() {
     let (sim, disk) = sim();
-    let options = || options().compression(Compression::Off).log_kept(1 << 30);
+    let options = || {
+        options()
+            .retention(Retention::new().log_kept(1 << 30))
+            .with(|options| options.images.compression = Compression::Off)
+    };
     let store = Store::open_on(disk.clone(), Arc::new(HostDevice::new()), options()).unwrap();
     let mut batch = store.batch();
     (0..3).for_each(|seed| _ = batch.create_from(content(seed), Place::Disk));

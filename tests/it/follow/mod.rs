@@ -19,18 +19,21 @@ use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::disk::dir::DirDisk;
 use remanent::follow::{FollowFrom, FollowedBatch, Follower, FollowerPosition, Replica};
-use remanent::options::LogIo;
+use remanent::options::{ImageOptions, LogIo, LogOptions};
 use remanent::testing::sim_disk::{Moment, SimDisk};
 use remanent::{Error, Lsn, Options, PageId, Place, StatePoint, Store};
 use remanent_format::state::survey::Survey;
 
 use crate::kill::model::Model;
 use crate::kill::workload::{Shape, changes, fill, is_restore, reshape, restore_target};
+use crate::with_options::With;
 
 /// Small segments: a few batches cross every boundary.
 fn options() -> Options {
     // Short chunks, so that pages on disk of some hundred bytes have overlays.
-    Options::default().segment_len(16 << 10).reserve_bytes(0).chunk_len(4 << 10)
+    Options::new()
+        .log(LogOptions::new().segment_len(16 << 10).reserve_bytes(0))
+        .images(ImageOptions::new().chunk_len(4 << 10))
 }
 
 /// An open store that commits the workload, with the content that it must have.
@@ -145,7 +148,7 @@ fn every_batch_arrives_once_in_order() {
     let directory = tempfile::tempdir().unwrap();
     for (name, log_io) in [("default", None), ("buffered", Some(LogIo::Buffered))] {
         let disk: Arc<dyn Disk> = Arc::new(DirDisk::new(directory.path().join(name)));
-        let options = log_io.into_iter().fold(options(), Options::log_io);
+        let options = options().with(|options| options.log.io = log_io);
         let mut writer = Writer::open(&disk, options);
         let mut reader = Reader::open(&disk);
         assert!(reader.step().unwrap().is_none());
@@ -368,7 +371,7 @@ fn waiting_follower_wakes_on_batch_or_timeout() {
     let directory = tempfile::tempdir().unwrap();
     let disk: Arc<dyn Disk> = Arc::new(DirDisk::new(directory.path()));
     for log_io in [None, Some(LogIo::Buffered)] {
-        let mut writer = Writer::open(&disk, log_io.into_iter().fold(options(), Options::log_io));
+        let mut writer = Writer::open(&disk, options().with(|options| options.log.io = log_io));
         let mut reader = Reader::open(&disk);
         reader.catch_up().unwrap();
         assert!(reader.follower.next(Duration::from_millis(30)).unwrap().is_none());
@@ -397,7 +400,8 @@ fn following_without_store_is_refused() {
 fn the_followers_of_a_store_share_one_watch() {
     crate::machine::alone(|| {
         let directory = tempfile::tempdir().unwrap();
-        let store = Store::open(directory.path(), Options::default().segment_len(64 << 10)).unwrap();
+        let store =
+            Options::new().log(LogOptions::new().segment_len(64 << 10)).open(directory.path()).unwrap();
         let mut followers: Vec<Follower> =
             (0..300).map(|_| Follower::open(directory.path(), FollowFrom::Beginning).unwrap()).collect();
         let watches = || {

@@ -5,6 +5,7 @@
 use std::sync::Mutex;
 
 use remanent::error::{FileName, Folder};
+use remanent::options::Retention;
 
 use super::*;
 use crate::interrupted_reads::InterruptedDisk;
@@ -116,7 +117,7 @@ fn write_between_two_reads_is_not_reported_as_damage() {
 #[test]
 fn name_changes_hide_no_gap() {
     let (sim, disk) = sim();
-    let mut writer = Writer::open(&disk, options().snapshots_kept(4));
+    let mut writer = Writer::open(&disk, options().retention(Retention::new().snapshots_kept(4)));
     writer.commit(12);
     writer.store.snapshot().unwrap();
     writer.commit(1);

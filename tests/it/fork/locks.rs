@@ -14,11 +14,11 @@ use crate::machine::alone;
 
 /// Opens the store in another process.
 fn open_elsewhere(path: &Path) -> Result<(), String> {
-    in_child(|| Store::open(path, small()).map(drop).map_err(|error| error.to_string()))
+    in_child(|| small().open(path).map(drop).map_err(|error| error.to_string()))
 }
 
 fn created(path: &Path) -> Store {
-    let store = Store::open(path, small().ack(Ack::Durable)).unwrap();
+    let store = small().ack(Ack::Durable).open(path).unwrap();
     let mut batch = store.batch();
     batch.create(64 << 10, Place::Host);
     store.commit(batch).unwrap();
@@ -45,7 +45,7 @@ fn reading_own_directory_keeps_the_lock() {
         let store = created(directory.path());
         read_all(directory.path());
         open_elsewhere(directory.path()).unwrap_err();
-        assert!(matches!(Store::open(directory.path(), small()), Err(Error::Locked { .. })));
+        assert!(matches!(small().open(directory.path()), Err(Error::Locked { .. })));
         open_elsewhere(directory.path()).unwrap_err();
         store.commit(store.batch()).unwrap();
         store.close().unwrap();
@@ -73,7 +73,7 @@ fn children_of_killed_owner_keep_no_lock() {
             });
             open_elsewhere(directory.path()).unwrap_err();
             owner.kill();
-            Store::open(directory.path(), small()).unwrap().close().unwrap();
+            small().open(directory.path()).unwrap().close().unwrap();
         }
     });
 }
@@ -94,14 +94,14 @@ fn a_child_forked_during_an_open_keeps_no_lock() {
                             }
                         }
                     });
-                    let store = Store::open(directory.path(), small()).unwrap();
+                    let store = small().open(directory.path()).unwrap();
                     is_open.store(true, Ordering::Relaxed);
                     store
                 })
             });
             owner.kill();
             assert!(owner.has_living_process());
-            Store::open(directory.path(), small()).unwrap().close().unwrap();
+            small().open(directory.path()).unwrap().close().unwrap();
         }
     });
 }

@@ -15,7 +15,7 @@ use std::time::Duration;
 use remanent::batch::{Shadow, Width};
 use remanent::device::{RawStream, UnifiedHint, UnifiedSupport};
 use remanent::follow::{FollowFrom, Follower, Replica};
-use remanent::options::LogIo;
+use remanent::options::{LogIo, LogOptions, SnapshotSchedule};
 use remanent::snapshot::SnapshotPhase;
 use remanent::{
     Ack, DeviceChoice, Error, Key, Lsn, Options, PageId, Place, SnapshotOptions, StatePoint, Store,
@@ -30,8 +30,8 @@ use children::in_child;
 #[test]
 fn forked_child_neither_uses_nor_locks_store() {
     let directory = tempfile::tempdir().unwrap();
-    let options = || Options::default().segment_len(16 << 10);
-    let store = Arc::new(Store::open(directory.path(), options()).unwrap());
+    let options = || Options::new().log(LogOptions::new().segment_len(16 << 10));
+    let store = Arc::new(options().open(directory.path()).unwrap());
     let mut batch = store.batch();
     batch.create(16, Place::Host);
     let page = store.commit(batch).unwrap().pages[0];
@@ -63,7 +63,7 @@ fn forked_child_neither_uses_nor_locks_store() {
     assert_eq!(bytes, [0; 16]);
     drop(command);
     Arc::into_inner(store).unwrap().close().unwrap();
-    let again = Store::open(directory.path(), options()).unwrap();
+    let again = options().open(directory.path()).unwrap();
     assert_eq!(again.lsn(), Lsn(1));
     assert_eq!(child.try_wait().unwrap(), None, "the child must have outlived the parent's handle");
     drop(child.stdin.take());
@@ -81,7 +81,7 @@ fn refused<T>(call: &str, result: remanent::Result<T>) -> Result<(), String> {
 
 /// A store whose files are made quickly.
 fn small() -> Options {
-    Options::default().device(DeviceChoice::Host).segment_len(64 << 10)
+    Options::new().device(DeviceChoice::Host).log(LogOptions::new().segment_len(64 << 10))
 }
 
 /// One batch that sets a page's 8 bytes.
@@ -118,8 +118,8 @@ fn a_thousand_children_change_nothing_during_durable_commits() {
 /// Opens the store, which must hold what was acknowledged, and forks some children while threads commit.
 /// Returns the acknowledged content of each of the three pages.
 fn fork_during_commits(path: &Path, log_io: LogIo, told: &[u64]) -> Vec<u64> {
-    let options = Options::default().segment_len(64 << 10).log_io(log_io).ack(Ack::Durable);
-    let store = Store::open(path, options).unwrap_or_else(|error| panic!("{log_io}: {error}"));
+    let options = Options::new().log(LogOptions::new().segment_len(64 << 10).io(log_io)).ack(Ack::Durable);
+    let store = options.open(path).unwrap_or_else(|error| panic!("{log_io}: {error}"));
     let mut pages: Vec<PageId> = store.pages().unwrap().map(|info| info.page).collect();
     let found: Vec<u64> = pages.iter().map(|page| number_in(&store, *page)).collect();
     assert_eq!(found, told, "{log_io}: what was acknowledged, and what is there");
@@ -187,8 +187,9 @@ fn forked_child_calls_fail_and_drops_free_nothing() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path();
         // A snapshot in the background, so slow that it holds its locks for as long as the test takes.
-        let options = small().snapshot_log_bytes(256 << 10).snapshot_bytes_per_second(4 << 10);
-        let store = Store::open(path, options).unwrap();
+        let options =
+            small().snapshots(SnapshotSchedule::new().log_bytes(256 << 10).bytes_per_second(4 << 10));
+        let store = options.open(path).unwrap();
         let mut batch = store.batch();
         (0..4).for_each(|_| _ = batch.create(256 << 10, Place::Host).page());
         let pages = store.commit(batch).unwrap().pages;
@@ -205,7 +206,7 @@ fn forked_child_calls_fail_and_drops_free_nothing() {
         let mut view = Some(Store::open_at(path, StatePoint::Snapshot(first.id)).unwrap());
         let memory = store.device_bytes(16, Place::Host).unwrap();
         let copy = store.working_copy(pages[0], Width::W1, Shadow::Page).unwrap();
-        let mut temporary = Some(Store::temporary(small()).unwrap());
+        let mut temporary = Some(small().open_temporary().unwrap());
         let fork = path.join("fork");
         let mut kept = Some(copy.clone());
         let mut store = Some(store);
@@ -327,10 +328,10 @@ fn forked_child_calls_fail_and_drops_free_nothing() {
                 drop(pin);
                 refused("close", temporary.take().unwrap().close())?;
                 // A child opens stores that no process has open, and is refused the rest.
-                let own = Store::temporary(small()).map_err(|error| error.to_string())?;
+                let own = small().open_temporary().map_err(|error| error.to_string())?;
                 own.commit(own.batch()).map_err(|error| error.to_string())?;
                 own.close().map_err(|error| error.to_string())?;
-                match Store::open(path, small()) {
+                match small().open(path) {
                     Err(Error::Locked { .. }) => Ok(()),
                     other => Err(format!("{other:?}\n")),
                 }
@@ -362,7 +363,7 @@ fn forked_child_calls_fail_and_drops_free_nothing() {
         store.reload(&kept.unwrap()).unwrap();
         store.commit(set(&store, pages[0], 5)).unwrap();
         store.close().unwrap();
-        let store = Store::open(path, small()).unwrap();
+        let store = small().open(path).unwrap();
         assert_eq!(number_in(&store, pages[0]), 5);
         // The view holds its snapshot, whatever a child dropped.
         let view = view.unwrap();
@@ -378,7 +379,8 @@ fn forked_child_calls_fail_and_drops_free_nothing() {
 fn forked_child_continues_with_replica_copy() {
     alone(|| {
         let directory = tempfile::tempdir().unwrap();
-        let store = Store::open(directory.path(), Options::default().segment_len(64 << 10)).unwrap();
+        let store =
+            Options::new().log(LogOptions::new().segment_len(64 << 10)).open(directory.path()).unwrap();
         let mut batch = store.batch();
         batch.create(8, Place::Host);
         let page = store.commit(batch).unwrap().pages[0];
@@ -409,7 +411,7 @@ fn forked_child_uses_own_store_while_parent_threads_wait() {
     alone(|| {
         let directory = tempfile::tempdir().unwrap();
         let durable = || small().ack(Ack::Durable);
-        let store = Store::open(directory.path(), durable()).unwrap();
+        let store = durable().open(directory.path()).unwrap();
         let mut batch = store.batch();
         batch.create(8, Place::Host);
         let page = store.commit(batch).unwrap().pages[0];
@@ -426,7 +428,7 @@ fn forked_child_uses_own_store_while_parent_threads_wait() {
             for _ in 0..20 {
                 outcome = outcome.and(in_child(|| {
                     let lives = || {
-                        let own = Store::temporary(durable())?;
+                        let own = durable().open_temporary()?;
                         let mut batch = own.batch();
                         batch.create(8, Place::Host);
                         let page = own.commit(batch)?.pages[0];

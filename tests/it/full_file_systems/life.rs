@@ -1,7 +1,7 @@
 //! One life on a disk that has little space, in an order of steps that covers what is promised there.
 
 use remanent::disk::Disk;
-use remanent::options::{Compression, LogIo};
+use remanent::options::{Compression, ImageOptions, LogIo};
 use remanent::{Error, Options, PageId, Place, SnapshotOptions, StatePoint, Store};
 
 use super::RESERVE;
@@ -9,6 +9,7 @@ use crate::damage::mix;
 use crate::direct_io;
 use crate::faults::disk_full::{is_held, until};
 use crate::files::{State, small};
+use crate::with_options::With;
 
 /// Length of the pages of a life, in bytes.
 pub const LIFE_LEN: u64 = 64 << 10;
@@ -19,8 +20,14 @@ pub fn noise(seed: u64, len: u64) -> Vec<u8> {
 }
 
 pub fn life_options(io: LogIo) -> Options {
-    let options = small().log_io(io).image_io(direct_io::image_io(io));
-    options.segment_len(64 << 10).snapshots_kept(1).compression(Compression::Off)
+    let options = small()
+        .images(ImageOptions::new().io(direct_io::image_io(io)))
+        .with(|options| options.log.io = Some(io));
+    options.with(|options| {
+        options.log.segment_len = 64 << 10;
+        options.retention.snapshots_kept = 1;
+        options.images.compression = Compression::Off;
+    })
 }
 
 /// How a life opens its store and forks it, and when it opens it anew.

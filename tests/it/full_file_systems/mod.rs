@@ -14,7 +14,7 @@ use std::time::Duration;
 use remanent::device::host::HostDevice;
 use remanent::disk::{Disk, dir::DirDisk};
 use remanent::error::Remedy;
-use remanent::options::{Create, LogIo};
+use remanent::options::{Create, ImageOptions, LogIo};
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{Ack, Error, Options, PageId, Place, StatePoint, Store, View};
 
@@ -26,6 +26,7 @@ use crate::kill::workload::Random;
 use crate::machine::filler::Filler;
 use crate::machine::mounts::{self, Kind, Mount};
 use crate::machine::{alone_for, effort, in_parallel, skipped};
+use crate::with_options::With;
 
 const PAGE_LEN: u64 = 100_000;
 /// Number of spares that the options of these stores keep as a reserve.
@@ -83,8 +84,11 @@ fn a_full_file_system(name: &str, root: &Path) {
             continue;
         }
         let images = direct_io::image_io(io);
-        let options: Options = small().log_io(io).image_io(images).ack(Ack::Durable);
-        let store = Store::open(&directory, options.clone()).unwrap();
+        let options: Options = small()
+            .images(ImageOptions::new().io(images))
+            .ack(Ack::Durable)
+            .with(|options| options.log.io = Some(io));
+        let store = options.clone().open(&directory).unwrap();
         let mut batch = store.batch();
         let page = batch.create_from(noise(0, PAGE_LEN), Place::Host).page();
         batch.write(page, 0, b"first");
@@ -102,11 +106,11 @@ fn a_full_file_system(name: &str, root: &Path) {
 
         // By the reserve, which leaves no space to try whether the disk can be written to in this way.
         let filler = Filler::all(root);
-        let store = Store::open(&directory, options.clone().create(Create::Never)).unwrap();
+        let store = options.clone().create(Create::Never).open(&directory).unwrap();
         assert_eq!(State::of(&store), state, "{io} on a full {name}");
         store.close().unwrap();
         drop(filler);
-        let store = Store::open(&directory, options).unwrap();
+        let store = options.open(&directory).unwrap();
         assert_eq!(State::of(&store), state, "{io} on {name}");
         store.close().unwrap();
         std::fs::remove_dir_all(&directory).unwrap();
@@ -288,7 +292,7 @@ fn lives(name: &str, root: &Path, opens_from: u64) {
             skipped(&format!("{io} on {name}"), &reason);
             continue;
         }
-        let open = || Store::open(&directory, life_options(io));
+        let open = || life_options(io).open(&directory);
         let fill = |free| {
             let filler = Filler::all(root);
             filler.leave(free);
@@ -312,7 +316,7 @@ fn lives(name: &str, root: &Path, opens_from: u64) {
                 let why = format!("{io} on {name}, {free} bytes free, opened after each step: {each_step}");
                 let fork = |store: &Store| {
                     let forked = store.fork(&directory_new, StatePoint::Lsn(store.lsn())).and_then(|_| {
-                        is_fork_of(&why, store, Store::open(&directory_new, life_options(io))?);
+                        is_fork_of(&why, store, life_options(io).open(&directory_new)?);
                         Ok(())
                     });
                     match std::fs::remove_dir_all(&directory_new) {

@@ -167,7 +167,7 @@ fn check_fork(directory: &Path, seen: &Seen) {
     Store::open_read_only(&seen.store).unwrap().fork(&fork).unwrap();
     let position = seen.replica.position();
     let went_on = [&seen.store, &fork].map(|path| {
-        let store = Store::open(path, worker::options(None, path)).unwrap();
+        let store = worker::options(None, path).open(path).unwrap();
         let mut batch = store.batch();
         batch.note("another batch of the same number");
         let lsn = store.commit(batch).unwrap().position.lsn;

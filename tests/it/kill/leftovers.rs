@@ -38,8 +38,7 @@ impl Ground {
                 remanent_format::state::rebuild::rebuild(&DirReader::new(path), &Default::default());
             rebuilt.unwrap_or_else(|error| panic!("{error}, {at}"))
         });
-        let store =
-            Store::open(path, self.manner.options(path)).unwrap_or_else(|error| panic!("{error}, {at}"));
+        let store = self.manner.options(path).open(path).unwrap_or_else(|error| panic!("{error}, {at}"));
         let lsn = self.number_of(&store);
         let (acknowledged, begun) = (certain.start(), certain.end());
         assert!(*acknowledged <= lsn, "{acknowledged} was acknowledged, {lsn} recovered; {at}");
@@ -117,7 +116,10 @@ impl Ground {
         let Ok(made) = std::fs::read_dir(&forks) else { return };
         for fork in made.map(|entry| entry.unwrap().path()).filter(|path| path.join("STORE").exists()) {
             let lsn = Lsn(fork.file_name().unwrap().to_str().unwrap().parse().unwrap());
-            let store = Store::open(&fork, self.manner.options(&fork))
+            let store = self
+                .manner
+                .options(&fork)
+                .open(&fork)
                 .unwrap_or_else(|error| panic!("the fork at {lsn}: {error}, {at}"));
             assert_eq!(store.lsn(), lsn, "{at}");
             // A worker that lived for long has gone on too far for this state to be remembered.

@@ -209,7 +209,7 @@ impl Ground {
         }
         // The directory itself, after all these kills.
         let path = self.directory.join("store");
-        let store = Store::open(&path, self.manner.options(&path)).unwrap();
+        let store = self.manner.options(&path).open(&path).unwrap();
         self.check_store(&store, "after all kills");
         let tiers = if self.manner.has_tiers { ", tiers" } else { "" };
         let label = store.recovered().log_io.clone() + tiers;

@@ -127,8 +127,7 @@ impl Plan {
         go_on(&store, &mut model);
         let again = medium.cut_again(&cut);
         let mount_again = again.mount();
-        let store_again =
-            Store::open(&mount_again.path, worker::options(self.log_io, &mount_again.path)).unwrap();
+        let store_again = worker::options(self.log_io, &mount_again.path).open(&mount_again.path).unwrap();
         assert_eq!(store_again.lsn(), model.lsn, "{at}, once more");
         leftovers::check_open(&model.state, &store_again, &format!("{at}, once more"));
         done.again += 1;

@@ -4,8 +4,9 @@
 //! The store moves pages by batches of its own, so that the number of a batch is not its Lsn. It is in the
 //! root.
 
+use remanent::options::MemoryOptions;
 use remanent::tiers::Tiers;
-use remanent::{Budget, Error, Lsn, Metadata, Options, PageId, Place, Result, Store, Value};
+use remanent::{Error, Lsn, Metadata, Options, PageId, Place, Result, Store, Value};
 use remanent_format::PageTable;
 
 use super::worker::Work;
@@ -23,8 +24,8 @@ fn places() -> [Place; 3] {
 /// The options with tiers.
 pub fn with_tiers(options: Options) -> Options {
     let [first, second, _] = places();
-    let budget = Budget::default().with(first, FIRST_BYTES).with(second, SECOND_BYTES);
-    options.budget(budget).tiers(Tiers::new(places()))
+    let memory = MemoryOptions::new().budget(first, FIRST_BYTES).budget(second, SECOND_BYTES);
+    options.memory(memory).tiers(Tiers::new(places()))
 }
 
 /// The number of the newest batch, by the root.

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use remanent::disk::{Disk, dir::DirDisk};
-use remanent::options::{Compression, ImageIo, LogIo, PageLoad};
+use remanent::options::{Compression, ImageIo, LogIo, LogOptions, PageLoad, Retention, SnapshotSchedule};
 use remanent::{
     Ack, Error, Lsn, Options, Position, Result, SnapshotOptions, StatePoint, Store, Ticket, WriteBatch,
 };
@@ -20,6 +20,7 @@ use super::model::PAST_MAX;
 use super::tiers;
 use super::workload::{Shape, changes, device, fill, is_restore, next, reshape, restore_target};
 use crate::direct_io;
+use crate::with_options::With;
 
 /// A folder of files in memory.
 pub const IN_MEMORY: &str = "/dev/shm";
@@ -51,15 +52,23 @@ impl Manner {
 /// The log is kept long enough that each of the last few batches can be restored. The store lies in
 /// `directory`.
 pub fn options(log_io: Option<LogIo>, directory: &Path) -> Options {
-    let options = Options::default().device(device()).segment_len(64 << 10).log_kept(256 << 10);
-    let options = options.snapshot_log_bytes(None).snapshot_interval(None);
+    let options = Options::new()
+        .device(device())
+        .log(LogOptions::new().segment_len(64 << 10))
+        .retention(Retention::new().log_kept(256 << 10));
+    let options = options.snapshots(SnapshotSchedule::never());
     match log_io {
         // A device copies pages straight to image files there, and short files are worth writing again.
-        None if lies_in_memory(directory) => {
-            options.image_io(ImageIo::Mapped).compression(Compression::Off).chunk_len(4 << 10)
-        }
-        Some(log_io) => options.log_io(log_io).image_io(direct_io::image_io(log_io)),
-        None => options.image_io(mapped_images(directory)),
+        None if lies_in_memory(directory) => options.with(|options| {
+            options.images.io = ImageIo::Mapped;
+            options.images.compression = Compression::Off;
+            options.images.chunk_len = Some(4 << 10);
+        }),
+        Some(log_io) => options.with(|options| {
+            options.log.io = Some(log_io);
+            options.images.io = direct_io::image_io(log_io);
+        }),
+        None => options.with(|options| options.images.io = mapped_images(directory)),
     }
 }
 
@@ -141,9 +150,11 @@ impl<'a> Work<'a> {
         let hook = board.clone();
         remanent::testing::phases::on_phase(move |phase, edge| hook.pass(phase, edge));
         let path = directory.join("store");
-        let options = manner.options(&path).snapshot_log_bytes(manner.background.then_some(64 << 10));
-        let options = options.page_load(if manner.background { PageLoad::OnDemand } else { PageLoad::Eager });
-        let store = Store::open(path, options)?;
+        let options = manner.options(&path).with(|options| {
+            options.snapshots.log_bytes = manner.background.then_some(64 << 10);
+            options.memory.load = if manner.background { PageLoad::OnDemand } else { PageLoad::Eager };
+        });
+        let store = options.open(path)?;
         let has_tiers = manner.has_tiers;
         let newest = if has_tiers { tiers::number(&*store.root()?) } else { store.lsn() };
         board.set_opened(newest);

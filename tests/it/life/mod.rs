@@ -401,7 +401,7 @@ impl Life {
         if matches!(made, Err(Error::OutsideWindow { .. })) && self.is_in_background() {
             return;
         }
-        let opened = made.and_then(|_| Store::open(&folder, worker::options(&self.with)));
+        let opened = made.and_then(|_| worker::options(&self.with).open(&folder));
         let fork = opened.unwrap_or_else(|error| self.fail(&format!("a fork at batch {lsn}: {error}")));
         if fork.lsn() != Lsn(lsn) {
             self.fail(&format!("a fork at batch {lsn} is at {}", fork.lsn()));

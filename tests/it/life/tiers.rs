@@ -3,14 +3,15 @@
 
 use std::sync::Arc;
 
-use remanent::options::{ImageIo, LogIo};
+use remanent::options::{ImageIo, ImageOptions, LogIo, MemoryOptions};
 use remanent::testing::sim_disk::{Moment, SimDisk};
 use remanent::tiers::Tiers;
-use remanent::{Budget, Key, Options, PageId, Place, Store};
+use remanent::{Key, Options, PageId, Place, Store};
 
 use crate::files::{Files, small};
 use crate::gpu;
 use crate::kill::workload::Random;
+use crate::with_options::With;
 
 const LEN: u64 = 4096;
 const PAGES: u64 = 40;
@@ -22,11 +23,15 @@ const OPENS: usize = 25;
 const STEPS: [u64; 2] = [20, 300];
 
 fn options(random: &mut Random) -> Options {
-    let budget = Budget::default().with(DEVICE, 12 * LEN).with(Place::Host, 6 * LEN);
+    let memory = MemoryOptions::new().budget(DEVICE, 12 * LEN).budget(Place::Host, 6 * LEN);
     let log_io = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct][random.below(3) as usize];
     let image_io = [ImageIo::Mapped, ImageIo::Buffered, ImageIo::Direct][random.below(3) as usize];
     let tiers = Tiers::new([DEVICE, Place::Host, Place::Disk]);
-    small().budget(budget).tiers(tiers).log_io(log_io).image_io(image_io)
+    small()
+        .memory(memory)
+        .tiers(tiers)
+        .images(ImageOptions::new().io(image_io))
+        .with(|options| options.log.io = Some(log_io))
 }
 
 fn open(disk: &SimDisk, random: &mut Random) -> Store {

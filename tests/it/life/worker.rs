@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use remanent::follow::{FollowFrom, Follower, Replica};
-use remanent::options::{Compression, LogIo, PageLoad};
+use remanent::options::{Compression, ImageOptions, LogIo, LogOptions, PageLoad};
 use remanent::{
     Ack, Error, Key, Lsn, Options, PageId, PageInfo, Place, SnapshotOptions, StatePoint, Store, Ticket, Value,
 };
@@ -18,6 +18,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use super::ages::SNAPSHOTS_KEPT;
 use super::text::{Change, Command, Kind, OpenWith};
 use crate::direct_io;
+use crate::with_options::With;
 
 /// The word that begins an answer, among the lines that the test's own runner prints.
 pub const ANSWER: &str = "answer: ";
@@ -30,13 +31,18 @@ const READ_LEN: u64 = 1 << 20;
 pub fn options(with: &OpenWith) -> Options {
     let log_io = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct].into_iter();
     let log_io = log_io.clone().find(|io| io.to_string() == with.log_io).expect("a way to write the log");
-    let options = Options::default().log_io(log_io).image_io(direct_io::image_io(log_io));
-    let options = options.ack(Ack::Durable).segment_len(with.segment_len);
-    let options = options.snapshot_log_bytes(with.snapshot_log_bytes).snapshot_interval(None);
-    let options =
-        options.snapshots_kept(SNAPSHOTS_KEPT).snapshots_kept_for(Duration::from_millis(with.kept_for_ms));
-    let options = options.page_load(if with.on_demand { PageLoad::OnDemand } else { PageLoad::Eager });
-    options.compression(if with.compressed { Compression::Zstd } else { Compression::Off })
+    let options = Options::new()
+        .log(LogOptions::new().io(log_io))
+        .images(ImageOptions::new().io(direct_io::image_io(log_io)));
+    options.ack(Ack::Durable).with(|options| {
+        options.log.segment_len = with.segment_len;
+        options.snapshots.log_bytes = with.snapshot_log_bytes;
+        options.snapshots.interval = None;
+        options.retention.snapshots_kept = SNAPSHOTS_KEPT;
+        options.retention.snapshots_kept_for = Duration::from_millis(with.kept_for_ms);
+        options.memory.load = if with.on_demand { PageLoad::OnDemand } else { PageLoad::Eager };
+        options.images.compression = if with.compressed { Compression::Zstd } else { Compression::Off };
+    })
 }
 
 struct Worker {
@@ -81,7 +87,7 @@ impl Worker {
     fn perform(&mut self, command: Command) -> Result<String, Error> {
         match command {
             Command::Open(with) => {
-                let store = Store::open(&self.directory, options(&with))?;
+                let store = options(&with).open(&self.directory)?;
                 let lsn = store.lsn();
                 self.store = Some(Arc::new(store));
                 Ok(lsn.to_string())

@@ -30,12 +30,13 @@ use remanent::device::Device;
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::disk::dir::{DirDisk, DirReader};
-use remanent::options::{LogIo, PageLoad};
+use remanent::options::{ImageOptions, LogIo, LogOptions, PageLoad};
 use remanent::testing::late_device::LateDevice;
 use remanent::{Error, Options, Place, StatePoint, Store};
 use remanent_format::ReadAt;
 use tempfile::TempDir;
 
+use crate::with_options::With;
 use crate::{direct_io, gpu};
 use draw::history;
 use history::{Action, Step};
@@ -57,10 +58,18 @@ fn store_matches_model() {
         // (I11), and by each way to write the log.
         let other = if seed % 2 == 0 { LogIo::Buffered } else { direct };
         let late = || Arc::new(LateDevice::seeded(host(), seed)) as Arc<dyn Device>;
-        let options =
-            |log_io| with_tiers(Options::default().log_io(log_io).image_io(direct_io::image_io(log_io)));
+        let options = |log_io| {
+            with_tiers(
+                Options::new()
+                    .log(LogOptions::new().io(log_io))
+                    .images(ImageOptions::new().io(direct_io::image_io(log_io))),
+            )
+        };
         // With short chunks, pages on disk of some hundred bytes have overlays.
-        let on_demand = options(other).page_load(PageLoad::OnDemand).chunk_len(4 << 10);
+        let on_demand = options(other).with(|options| {
+            options.memory.load = PageLoad::OnDemand;
+            options.images.chunk_len = Some(4 << 10);
+        });
         let plain = Setting {
             options: options(LogIo::Mapped),
             in_background: false,
@@ -113,9 +122,13 @@ fn store_with_moves_matches_model() {
     each_history(CRAMPED_SEEDS, |seed, actions| {
         let late = || Arc::new(LateDevice::seeded(host(), seed)) as Arc<dyn Device>;
         let log_io = [LogIo::Mapped, LogIo::Buffered][seed as usize % 2];
-        let options = Options::default().log_io(log_io).image_io(direct_io::image_io(log_io));
-        let load = if seed % 3 == 0 { PageLoad::OnDemand } else { PageLoad::Eager };
-        let options = with_cramped_tiers(options).chunk_len(4 << 10).page_load(load);
+        let options = Options::new()
+            .log(LogOptions::new().io(log_io))
+            .images(ImageOptions::new().io(direct_io::image_io(log_io)));
+        let options = with_cramped_tiers(options).with(|options| {
+            options.memory.load = if seed % 3 == 0 { PageLoad::OnDemand } else { PageLoad::Eager };
+            options.images.chunk_len = Some(4 << 10);
+        });
         let (label, device): (&str, &dyn Fn() -> Arc<dyn Device>) = match seed % 4 {
             0 => ("a late device", &late),
             1 if has_gpu => ("a GPU", &on_gpu),

@@ -3,14 +3,15 @@
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 
+use crate::with_options::With;
 use remanent::batch::{InitialCopy, Shadow, Width};
 use remanent::device::Device;
 use remanent::disk::Disk;
+use remanent::options::{MemoryOptions, SnapshotSchedule};
 use remanent::snapshot::SnapshotInfo;
 use remanent::tiers::Tiers;
 use remanent::{
-    Budget, Error, Key, Lsn, Options, PageId, PageInfo, Place, Position, SnapshotOptions, StatePoint, Store,
-    View,
+    Error, Key, Lsn, Options, PageId, PageInfo, Place, Position, SnapshotOptions, StatePoint, Store, View,
 };
 use remanent_format::ReadAt;
 use remanent_format::state::rebuild::{RebuildOptions, RebuiltStore, rebuild};
@@ -117,8 +118,10 @@ pub struct Setting<'a> {
 impl Setting<'_> {
     fn open(&self, ground: &impl Ground) -> Store {
         let background = self.in_background.then_some(12 << 10);
-        let options = self.options.clone().snapshot_log_bytes(background).snapshot_interval(None);
-        let options = options.segment_len(16 << 10);
+        let schedule = SnapshotSchedule::new().log_bytes(background).interval(None);
+        let options = self.options.clone().snapshots(schedule).with(|options| {
+            options.log.segment_len = 16 << 10;
+        });
         Store::open_on(ground.disk(), (self.device)(), options)
             .unwrap_or_else(|error| panic!("an open: {error}"))
     }
@@ -392,15 +395,15 @@ fn restored(store: &Store, model: &mut Model, position: Position, lsn: u64) {
 
 /// The options of a store that can be told to move pages. There is room for all of them in each place.
 pub fn with_tiers(options: Options) -> Options {
-    let upper = TIERS[..3].iter().fold(Budget::default(), |budget, tier| budget.with(*tier, 1 << 30));
-    options.budget(upper).tiers(Tiers::new(TIERS))
+    let upper = TIERS[..3].iter().fold(MemoryOptions::new(), |budget, tier| budget.budget(*tier, 1 << 30));
+    options.memory(upper).tiers(Tiers::new(TIERS))
 }
 
 /// The same with room for a dozen pages of usual length, and for none of the longest.
 pub fn with_cramped_tiers(options: Options) -> Options {
     let room = [(TIERS[0], 6 << 10), (TIERS[1], 2 << 10), (TIERS[2], 1536)];
-    let budget = room.iter().fold(Budget::default(), |budget, (tier, bytes)| budget.with(*tier, *bytes));
-    options.budget(budget).tiers(Tiers::new(TIERS).free_part(4))
+    let budget = room.iter().fold(MemoryOptions::new(), |budget, (tier, bytes)| budget.budget(*tier, *bytes));
+    options.memory(budget).tiers(Tiers::new(TIERS).free_part(4))
 }
 
 /// Pages that left a place for another one to have room, since the store was opened.

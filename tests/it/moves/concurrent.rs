@@ -6,6 +6,7 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use remanent::device::MemoryId;
+use remanent::options::Retention;
 use remanent::snapshot::SnapshotInfo;
 use remanent::{Ack, Lsn, Result, SnapshotOptions, WriteBatch};
 
@@ -157,7 +158,8 @@ fn snapshots_during_moves_show_every_page_where_it_was() {
         let disk = SimDisk::new();
         // Without this, batches are logged faster than a device applies them, and a snapshot waits for a
         // growing number of them.
-        let store = open(&disk, &device, small().snapshots_kept(1000).ack(Ack::Applied));
+        let store =
+            open(&disk, &device, small().retention(Retention::new().snapshots_kept(1000)).ack(Ack::Applied));
         let pages: Vec<PageId> =
             (0..PAGES).map(|number| create(&store, Place::Device(0), number).0).collect();
         let mut states = BTreeMap::from([(store.lsn(), store.pages().unwrap().collect::<Vec<_>>())]);

@@ -13,14 +13,15 @@ use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::error::Remedy;
 use remanent::follow::{FollowFrom, Follower, Replica};
-use remanent::options::Compression;
+use remanent::options::{Compression, ImageOptions, MemoryOptions, Retention};
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Budget, Error, Options, PageId, Place, SnapshotOptions, StatePoint, Store, View};
+use remanent::{Error, Options, PageId, Place, SnapshotOptions, StatePoint, Store, View};
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 
 use crate::files::{Files, State, small};
 use crate::gpu;
 use crate::multi_device::{host, late, two_of};
+use crate::with_options::With;
 
 /// A length that is no multiple of anything, and longer than one copy.
 const LEN: u64 = 70_001;
@@ -126,7 +127,7 @@ fn move_changes_only_the_place() {
         // A move to the page's own place: nothing is allocated, even where there is no room for two of it.
         store = assert_survives(store, &disk, &host());
         drop(store);
-        let store = open(&disk, &device, small().budget(Budget::default().with(Place::Host, LEN)));
+        let store = open(&disk, &device, small().memory(MemoryOptions::new().budget(Place::Host, LEN)));
         move_to(&store, page, Place::Host).unwrap();
         let info = store.page(page).unwrap();
         assert_eq!((info.epoch, info.lsn), (before.epoch, store.lsn()));
@@ -142,7 +143,7 @@ fn thousands_of_pages_move_together() {
     const PAGE_LEN: u64 = 24;
     for device in [host(), late(20), two_of(late(21), late(22))] {
         let disk = SimDisk::new();
-        let store = open(&disk, &device, small().segment_len(4 << 20));
+        let store = open(&disk, &device, small().with(|options| options.log.segment_len = 4 << 20));
         let content = |page: PageId| [page.0.to_le_bytes(), (!page.0).to_le_bytes(), [7; 8]].concat();
         let mut pages = Vec::new();
         while pages.len() < COUNT as usize {
@@ -189,8 +190,9 @@ fn thousands_of_pages_move_together() {
 fn ensure_of_many_pages_uses_several_batches() {
     const COUNT: usize = 9000;
     let disk = SimDisk::new();
-    let budget = Budget::default().with(Place::Device(0), 9 * COUNT as u64 - 1);
-    let store = open(&disk, &late(23), small().segment_len(4 << 20).budget(budget));
+    let memory = MemoryOptions::new().budget(Place::Device(0), 9 * COUNT as u64 - 1);
+    let store =
+        open(&disk, &late(23), small().memory(memory).with(|options| options.log.segment_len = 4 << 20));
     let mut batch = store.batch();
     (0..COUNT).for_each(|number| _ = batch.create_from((number as u64).to_le_bytes(), Place::Host));
     let pages = store.commit(batch).unwrap().pages;
@@ -304,8 +306,8 @@ fn prewritten_whole_page_can_move() {
 #[test]
 fn impossible_move_is_refused_without_changes() {
     let disk = SimDisk::new();
-    let budget = Budget::default().with(Place::Pinned, LEN + 9);
-    let store = open(&disk, &two_of(late(6), late(7)), small().budget(budget));
+    let memory = MemoryOptions::new().budget(Place::Pinned, LEN + 9);
+    let store = open(&disk, &two_of(late(6), late(7)), small().memory(memory));
     let (page, content) = create(&store, Place::Host, 1);
     let (other, _) = create(&store, Place::Host, 2);
     let lsn = store.lsn();
@@ -373,7 +375,7 @@ fn lease_keeps_old_address_after_move() {
 fn restore_to_earlier_places_bumps_epochs_only_of_changed_pages() {
     for device in devices() {
         let disk = SimDisk::new();
-        let store = open(&disk, &device, small().snapshots_kept(9));
+        let store = open(&disk, &device, small().retention(Retention::new().snapshots_kept(9)));
         let (moved, content) = create(&store, Place::Device(0), 1);
         let (changed, _) = create(&store, Place::Device(0), 2);
         let (still, _) = create(&store, Place::Device(1), 3);
@@ -420,7 +422,7 @@ fn restore_to_earlier_places_bumps_epochs_only_of_changed_pages() {
 fn snapshot_does_not_rewrite_moved_page() {
     for device in devices() {
         let disk = SimDisk::new();
-        let store = open(&disk, &device, small().compression(Compression::Off));
+        let store = open(&disk, &device, small().images(ImageOptions::new().compression(Compression::Off)));
         let (moved, content) = create(&store, Place::Device(0), 1);
         let (changed, _) = create(&store, Place::Device(0), 2);
         create(&store, Place::Host, 3);

@@ -14,6 +14,7 @@ use super::{image_of, is_overlay};
 use crate::files::{Files, small};
 use crate::kill::workload::Random;
 use crate::pages_on_disk::{commit, move_to, opened, uncompressed};
+use crate::with_options::With;
 
 /// About what is written whole at once, read at once, and neither.
 const LENS: [u64; 8] =
@@ -221,8 +222,16 @@ fn pages_match_writes_over_random_lives() {
     for seed in 0..6 {
         let options = if seed % 2 == 0 { uncompressed() } else { small() };
         let io = [ImageIo::Buffered, ImageIo::Mapped, ImageIo::Direct][seed as usize % 3];
-        let options = options.image_io(io).snapshots_kept(1 + seed as usize % 3).log_kept(1 << 30);
-        let options = if seed == 4 { options.chunk_len(64 << 10) } else { options };
+        let options = options.with(|options| {
+            options.images.io = io;
+            options.retention.snapshots_kept = 1 + seed as usize % 3;
+            options.retention.log_kept = 1 << 30;
+        });
+        let options = if seed == 4 {
+            options.with(|options| options.images.chunk_len = Some(64 << 10))
+        } else {
+            options
+        };
         let disk = SimDisk::new();
         let store = Some(opened(&disk, options.clone()));
         let (plain, points) = (Plain::new(), Vec::new());

@@ -19,6 +19,7 @@ use crate::files::{Files, small};
 use crate::gpu::on_each_device;
 use crate::kill::workload::Random;
 use crate::pages_on_disk::{commit, move_to, opened, uncompressed};
+use crate::with_options::With;
 
 /// Longer than is read at once, and no multiple of anything.
 const LONG: u64 = (3 << 20) + 77;
@@ -62,16 +63,16 @@ fn image_bytes(disk: &SimDisk) -> usize {
 #[test]
 fn little_is_written_for_long_page() {
     for (number, options) in [
-        uncompressed().image_io(ImageIo::Buffered),
-        uncompressed().image_io(ImageIo::Mapped),
-        uncompressed().image_io(ImageIo::Direct),
+        uncompressed().with(|options| options.images.io = ImageIo::Buffered),
+        uncompressed().with(|options| options.images.io = ImageIo::Mapped),
+        uncompressed().with(|options| options.images.io = ImageIo::Direct),
         small(),
     ]
     .into_iter()
     .enumerate()
     {
         let (disk, mut random) = (SimDisk::new(), Random(number as u64));
-        let options = options.snapshots_kept(1);
+        let options = options.with(|options| options.retention.snapshots_kept = 1);
         let (mut store, page, mut plain) = sample(&disk, options.clone(), &mut random);
         let (mut overlays, mut wholes) = (0, 0);
         for round in 0..40 {
@@ -108,7 +109,12 @@ fn little_is_written_for_long_page() {
 #[test]
 fn base_image_may_be_newer_than_snapshot_files() {
     let (disk, mut random) = (SimDisk::new(), Random(11));
-    let options = || uncompressed().chunk_len(4096).segment_len(1 << 20);
+    let options = || {
+        uncompressed().with(|options| {
+            options.images.chunk_len = Some(4096);
+            options.log.segment_len = 1 << 20;
+        })
+    };
     let store = opened(&disk, options());
     let others = commit(&store, |batch| (0..64).for_each(|_| _ = batch.create(16 << 10, Place::Host)));
     let mut plain = random.bytes(20_000);
@@ -146,7 +152,10 @@ fn base_image_may_be_newer_than_snapshot_files() {
 fn base_is_kept_while_needed() {
     on_each_device(|| {
         let (disk, mut random) = (SimDisk::new(), Random(7));
-        let options = uncompressed().snapshots_kept(1).log_kept(1 << 30);
+        let options = uncompressed().with(|options| {
+            options.retention.snapshots_kept = 1;
+            options.retention.log_kept = 1 << 30;
+        });
         let (store, page, mut plain) = sample(&disk, options.clone(), &mut random);
         write(&store, page, &mut plain, 100, &mut random);
         let first = store.snapshot().unwrap();
@@ -253,7 +262,7 @@ fn unverified_image_is_no_base() {
 #[test]
 fn overlay_does_not_pin_wasteful_file() {
     let (disk, mut random) = (SimDisk::new(), Random(12));
-    let store = opened(&disk, uncompressed().snapshots_kept(1));
+    let store = opened(&disk, uncompressed().with(|options| options.retention.snapshots_kept = 1));
     let (mut plain, lens) = (random.bytes(LONG), [LONG, 3 * LONG]);
     let pages = commit(&store, |batch| {
         batch.create_from(plain.clone(), Place::Disk);
@@ -279,7 +288,7 @@ fn overlay_does_not_pin_wasteful_file() {
 #[test]
 fn page_in_two_wasteful_files_is_listed_once() {
     let (disk, mut random) = (SimDisk::new(), Random(14));
-    let store = opened(&disk, uncompressed().snapshots_kept(1));
+    let store = opened(&disk, uncompressed().with(|options| options.retention.snapshots_kept = 1));
     let mut page_of = |lens: &[u64]| {
         let bytes: Vec<Vec<u8>> = lens.iter().map(|len| random.bytes(*len)).collect();
         let pages = commit(&store, |batch| {
@@ -318,7 +327,7 @@ fn page_in_two_wasteful_files_is_listed_once() {
 fn overlay_file_is_compacted_cheaply() {
     const LEN: u64 = 300_000;
     let (disk, mut random) = (SimDisk::new(), Random(13));
-    let store = opened(&disk, uncompressed().snapshots_kept(1));
+    let store = opened(&disk, uncompressed().with(|options| options.retention.snapshots_kept = 1));
     let mut plain: Vec<Vec<u8>> = (0..20).map(|_| random.bytes(LEN)).collect();
     let pages = commit(&store, |batch| {
         plain.iter().for_each(|bytes| _ = batch.create_from(bytes.clone(), Place::Disk));
@@ -346,7 +355,8 @@ fn overlay_file_is_compacted_cheaply() {
 #[test]
 fn damaged_base_gets_no_new_overlay() {
     let (disk, mut random) = (SimDisk::new(), Random(16));
-    let (store, page, mut plain) = sample(&disk, uncompressed().snapshots_kept(3), &mut random);
+    let (store, page, mut plain) =
+        sample(&disk, uncompressed().with(|options| options.retention.snapshots_kept = 3), &mut random);
     let mut images = Vec::new();
     for _ in 0..2 {
         write(&store, page, &mut plain, 100, &mut random);

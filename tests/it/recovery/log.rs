@@ -12,13 +12,14 @@ use super::bench::{
     create_page, flip, frame_of, frame_where, killed_after_batch, refused_at, remove, step, stepped,
 };
 use crate::files::{Files, State, open, open_with, small};
+use crate::with_options::With;
 
 /// A store that died after its third batch, only two of which are covered by a mark, with the state after
 /// two. All of it lies in one segment, also where each batch is synced and sealed by itself, as on a busy
 /// machine: a segment with only cut frames would be recycled.
 fn torn() -> (SimDisk, State) {
     let disk = SimDisk::new();
-    let store = open_with(&disk, small().segment_len(64 << 10)).unwrap();
+    let store = open_with(&disk, small().with(|options| options.log.segment_len = 64 << 10)).unwrap();
     let page = create_page(&store);
     let lsn = step(&store, page, 1);
     store.wait_durable(lsn).unwrap();
@@ -85,7 +86,7 @@ fn damage_under_a_mark_is_refused() {
     // A frame that joined an open group may be the only one that knows a newer mark.
     // The segment has room for both batches in any groups, and two more.
     let disk = SimDisk::new();
-    let store = open_with(&disk, small().segment_len(64 << 10)).unwrap();
+    let store = open_with(&disk, small().with(|options| options.log.segment_len = 64 << 10)).unwrap();
     let page = create_page(&store);
     step(&store, page, 0);
     store.close().unwrap();

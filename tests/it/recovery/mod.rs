@@ -18,7 +18,7 @@ use remanent::disk::Disk;
 use remanent::error::{Defect, FileName, Folder, Remedy};
 use remanent::options::Create;
 use remanent::testing::sim_disk::{CrashPlan, DiskFault, Operation, SimDisk};
-use remanent::{Error, Lsn, Place, Store, View};
+use remanent::{Error, Lsn, Place, View};
 use remanent_format::frame::{FrameHeader, FrameKind};
 use remanent_format::image::{ImageFileHeader, ImagePurpose, ImageRef};
 use remanent_format::segment::{SEGMENT_HEADER_BLOCK, SegmentHeader};
@@ -32,7 +32,7 @@ use crate::files::{Files, State, open, open_with, small};
 fn empty_directory_is_created() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("new");
-    let store = Store::open(&path, small()).unwrap();
+    let store = small().open(&path).unwrap();
     let recovered = store.recovered();
     assert!(recovered.created);
     assert_eq!((recovered.position.incarnation.number, recovered.position.lsn), (1, Lsn(0)));
@@ -41,7 +41,7 @@ fn empty_directory_is_created() {
     store.close().unwrap();
     assert!(path.join("STORE").is_file());
 
-    let store = Store::open(&path, small().create(Create::Never)).unwrap();
+    let store = small().create(Create::Never).open(&path).unwrap();
     assert_eq!(store.id(), id);
     assert!(!store.recovered().created);
     assert_eq!(store.recovered().position.incarnation.number, 2);
@@ -51,7 +51,7 @@ fn empty_directory_is_created() {
 fn foreign_directory_is_refused() {
     let directory = tempfile::tempdir().unwrap();
     std::fs::write(directory.path().join("thesis.tex"), "years of work").unwrap();
-    let error = Store::open(directory.path(), small()).expect_err("the directory is refused");
+    let error = small().open(directory.path()).expect_err("the directory is refused");
     let Error::ForeignDirectory { path, found } = &error else { panic!("{error}") };
     assert_eq!((Path::new(path), found.as_str()), (directory.path(), "thesis.tex"));
     assert_eq!(error.remedy(), Remedy::ChangeCall);

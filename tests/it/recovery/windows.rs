@@ -21,6 +21,7 @@ use remanent_format::state::survey::Survey;
 use crate::files::{Files, State, open_with, small};
 use crate::gpu;
 use crate::kill::workload::Random;
+use crate::with_options::With;
 
 /// Bytes of windows; 0 is one thread. Chunks are blocks of 4096 bytes.
 const WINDOWS: [u64; 4] = [0, 4 << 10, 12 << 10, 40 << 10];
@@ -35,7 +36,7 @@ enum Opened {
 /// Opens a copy of the files by windows of this length. Several threads apply deltas, however few.
 fn open_by(files: &Files, window_len: u64) -> Opened {
     let device = Arc::new(HostDevice::new().parallel_from(if window_len == 0 { u64::MAX } else { 1 }));
-    let options = small().replay_window_len(window_len);
+    let options = small().with(|options| options.log.replay_window_len = Some(window_len));
     match Store::open_on(Arc::new(files.disk()), device, options) {
         Ok(store) => {
             let recovered = store.recovered();
@@ -72,7 +73,7 @@ fn agreed(what: &str, files: &Files) -> Opened {
 /// longer than windows; some begin a group.
 fn victim(is_killed: bool) -> Files {
     let disk = SimDisk::new();
-    let store = open_with(&disk, small().segment_len(128 << 10)).unwrap();
+    let store = open_with(&disk, small().with(|options| options.log.segment_len = 128 << 10)).unwrap();
     let mut batch = store.batch();
     for len in [40_000, 3000, 900] {
         batch.create(len, Place::Host);
@@ -171,7 +172,7 @@ type NewDevice = fn() -> Option<Arc<dyn Device>>;
 fn many_short_deltas_replay_equally_with_threads() {
     let mut random = Random(11);
     let disk = SimDisk::new();
-    let store = open_with(&disk, small().segment_len(4 << 20)).unwrap();
+    let store = open_with(&disk, small().with(|options| options.log.segment_len = 4 << 20)).unwrap();
     let mut batch = store.batch();
     (0..40).for_each(|page| _ = batch.create(if page == 0 { 300 } else { 9000 }, Place::Device(0)));
     let pages = store.commit(batch).unwrap().pages;
@@ -204,7 +205,7 @@ fn many_short_deltas_replay_equally_with_threads() {
         for window_len in [0, 64 << 10, 1 << 20, 16 << 20] {
             let Some(device) = device() else { continue };
             let what = format!("{} by windows of {window_len}", device.label());
-            let options = small().replay_window_len(window_len);
+            let options = small().with(|options| options.log.replay_window_len = Some(window_len));
             let store = Store::open_on(Arc::new(files.disk()), device, options).unwrap();
             assert!(State::of(&store) == expected, "{what}");
             let stats = store.stats();

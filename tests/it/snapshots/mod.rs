@@ -8,7 +8,7 @@ use std::num::NonZero;
 use std::ops::Range;
 
 use remanent::error::FileName;
-use remanent::options::Compression;
+use remanent::options::{Compression, ImageOptions, Retention};
 use remanent::snapshot::SnapshotInfo;
 use remanent::testing::sim_disk::{SimDisk, SyncPoint};
 use remanent::{Error, Options, PageId, Place, SnapshotId, SnapshotOptions, StatePoint, Store};
@@ -16,6 +16,7 @@ use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 use remanent_format::state::survey::Survey;
 
 use crate::files::{self, Files, State, open_with};
+use crate::with_options::With;
 
 const PAGE_LEN: u64 = 1000;
 /// A chunk for each page, and another file for each page, if there are threads enough.
@@ -23,7 +24,7 @@ const CHUNK_LEN: u64 = PAGE_LEN / 8;
 
 /// The smallest segments, and images as long as their pages.
 fn small() -> Options {
-    files::small().compression(Compression::Off)
+    files::small().images(ImageOptions::new().compression(Compression::Off))
 }
 
 /// A store of this number of pages, each of them written.
@@ -123,12 +124,16 @@ fn long_or_much_changed_chain_is_folded() {
 
 #[test]
 fn links_and_images_stay_as_long_as_a_kept_snapshot_needs_them() {
-    links_and_images_stay(|| small().snapshots_kept(2));
+    links_and_images_stay(|| small().retention(Retention::new().snapshots_kept(2)));
 }
 
 #[test]
 fn each_sync_of_multi_file_snapshots_matters() {
-    links_and_images_stay(|| small().snapshots_kept(2).chunk_len(CHUNK_LEN));
+    links_and_images_stay(|| {
+        small()
+            .retention(Retention::new().snapshots_kept(2))
+            .with(|options| options.images.chunk_len = Some(CHUNK_LEN))
+    });
 }
 
 fn links_and_images_stay(options: impl Fn() -> Options) {
@@ -167,7 +172,11 @@ fn threads_write_files_concurrently() {
     let threads = std::thread::available_parallelism().map_or(1, NonZero::get).min(4) as u64;
     let disk = SimDisk::new();
     // Three pages a chunk: with one in each, files would be wasteful enough to be emptied.
-    let options = || small().snapshots_kept(2).chunk_len(3 * PAGE_LEN);
+    let options = || {
+        small()
+            .retention(Retention::new().snapshots_kept(2))
+            .with(|options| options.images.chunk_len = Some(3 * PAGE_LEN))
+    };
     let (store, pages) = store_of(&disk, options(), 160);
     let there = || Files::of(&disk).names(|file| matches!(file, FileName::Pages(_)));
     let files = |numbers: Range<u64>| numbers.map(FileName::Pages).collect::<Vec<_>>();
@@ -256,7 +265,7 @@ fn the_snapshot_after_a_restore_names_the_images_of_its_table() {
 #[test]
 fn sparsely_used_image_file_is_compacted_and_removed() {
     let disk = SimDisk::new();
-    let (store, pages) = store_of(&disk, small().snapshots_kept(1), 60);
+    let (store, pages) = store_of(&disk, small().retention(Retention::new().snapshots_kept(1)), 60);
     store.snapshot().unwrap();
     let file = FileName::Pages(1);
     assert!(disk.bytes(file).is_some());
@@ -277,7 +286,7 @@ fn sparsely_used_image_file_is_compacted_and_removed() {
 #[test]
 fn file_of_named_snapshot_is_not_compacted() {
     let disk = SimDisk::new();
-    let (store, pages) = store_of(&disk, small().snapshots_kept(1), 60);
+    let (store, pages) = store_of(&disk, small().retention(Retention::new().snapshots_kept(1)), 60);
     store.snapshot().unwrap();
     change(&store, &pages[..40], 1);
     // A third of the first file: it would be emptied now, but for the name.
@@ -290,7 +299,7 @@ fn file_of_named_snapshot_is_not_compacted() {
 #[test]
 fn published_snapshot_replaces_others_once_verified() {
     let disk = SimDisk::new();
-    let (store, pages) = store_of(&disk, small().snapshots_kept(1), 4);
+    let (store, pages) = store_of(&disk, small().retention(Retention::new().snapshots_kept(1)), 4);
     store.snapshot().unwrap();
     change(&store, &pages, 1);
     let published = store.snapshot_with(SnapshotOptions::new().only_published()).unwrap();
@@ -324,7 +333,7 @@ fn published_snapshot_replaces_others_once_verified() {
 #[test]
 fn unpersisted_published_snapshot_is_harmless() {
     let disk = SimDisk::new();
-    let (store, pages) = store_of(&disk, small().snapshots_kept(1), 4);
+    let (store, pages) = store_of(&disk, small().retention(Retention::new().snapshots_kept(1)), 4);
     store.snapshot().unwrap();
     change(&store, &pages, 1);
     let state = State::of(&store);

@@ -3,8 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::with_options::With;
 use remanent::disk::{Disk, Hold};
 use remanent::error::Folder;
+use remanent::options::Retention;
 use remanent::testing::sim_disk::Moment;
 use remanent::{Lsn, SnapshotOptions, StatePoint, View};
 
@@ -22,7 +24,7 @@ fn check_seen(seen: &View, state: &State) {
 #[test]
 fn named_snapshot_stays_until_name_is_dropped() {
     let disk = SimDisk::new();
-    let options = || small().snapshots_kept(1);
+    let options = || small().retention(Retention::new().snapshots_kept(1));
     let (store, pages) = store_of(&disk, options(), 24);
     change(&store, &pages[..2], 1);
     let named = store.snapshot_with(SnapshotOptions::new().name("before")).unwrap();
@@ -79,7 +81,7 @@ fn named_snapshot_stays_until_name_is_dropped() {
 #[test]
 fn dropping_name_keeps_needed_snapshot() {
     let disk = SimDisk::new();
-    let (store, _) = store_of(&disk, small().snapshots_kept(1), 4);
+    let (store, _) = store_of(&disk, small().retention(Retention::new().snapshots_kept(1)), 4);
     let named = store.snapshot_with(SnapshotOptions::new().name("newest")).unwrap();
     let pruned = store.prune(&store.retention().give_up("newest")).unwrap();
     assert_eq!(pruned.snapshots, []);
@@ -93,7 +95,7 @@ fn the_newest_snapshot_stays_until_there_is_a_newer_one() {
     let published = || SnapshotOptions::new().only_published();
     for (is_first, is_verified) in [(true, false), (false, false), (true, true), (false, true)] {
         let disk = SimDisk::new();
-        let (store, pages) = store_of(&disk, small().snapshots_kept(1), 24);
+        let (store, pages) = store_of(&disk, small().retention(Retention::new().snapshots_kept(1)), 24);
         if !is_first {
             store.snapshot_with(published()).unwrap();
             change(&store, &pages[..3], 1);
@@ -124,7 +126,7 @@ fn the_newest_snapshot_stays_until_there_is_a_newer_one() {
 fn restore_removes_no_snapshot_despite_late_verification() {
     for _ in 0..40 {
         let disk = SimDisk::new();
-        let options = || small().snapshots_kept(2);
+        let options = || small().retention(Retention::new().snapshots_kept(2));
         let (store, pages) = store_of(&disk, options(), 4);
         let first = store.snapshot().unwrap().id;
         change(&store, &pages, 1);
@@ -143,7 +145,7 @@ fn restore_removes_no_snapshot_despite_late_verification() {
 fn name_prune_leaves_replaced_snapshots_to_the_replacement() {
     for _ in 0..40 {
         let disk = SimDisk::new();
-        let options = || small().snapshots_kept(1);
+        let options = || small().retention(Retention::new().snapshots_kept(1));
         let (store, pages) = store_of(&disk, options(), 60);
         store.snapshot().unwrap();
         change(&store, &pages, 1);
@@ -158,7 +160,7 @@ fn name_prune_leaves_replaced_snapshots_to_the_replacement() {
 #[test]
 fn held_snapshot_is_not_removed() {
     let disk = SimDisk::new();
-    let (store, pages) = store_of(&disk, small().snapshots_kept(1), 24);
+    let (store, pages) = store_of(&disk, small().retention(Retention::new().snapshots_kept(1)), 24);
     let held = store.snapshot().unwrap();
     let state = State::of(&store);
     let Hold::Held(hold) = disk.hold(held.id).unwrap() else { panic!("no thread takes it away") };
@@ -179,7 +181,7 @@ fn held_snapshot_is_not_removed() {
 #[test]
 fn the_log_after_a_named_snapshot_stays_while_a_reader_holds_it() {
     let disk = SimDisk::new();
-    let (store, pages) = store_of(&disk, small().snapshots_kept(1), 24);
+    let (store, pages) = store_of(&disk, small().retention(Retention::new().snapshots_kept(1)), 24);
     let named = store.snapshot_with(SnapshotOptions::new().name("named")).unwrap();
     change(&store, &pages, 1);
     let (state, at) = (State::of(&store), StatePoint::Lsn(store.lsn()));
@@ -204,7 +206,7 @@ fn the_log_after_a_named_snapshot_stays_while_a_reader_holds_it() {
 #[test]
 fn files_read_through_link_stay_until_reader_ends() {
     let disk = SimDisk::new();
-    let (store, pages) = store_of(&disk, small().snapshots_kept(1), 24);
+    let (store, pages) = store_of(&disk, small().retention(Retention::new().snapshots_kept(1)), 24);
     let link = store.snapshot().unwrap();
     let at = StatePoint::Lsn(link.end);
     change(&store, &pages[..1], 2);
@@ -233,11 +235,15 @@ fn files_read_through_link_stay_until_reader_ends() {
 #[test]
 fn snapshots_are_kept_for_their_age_and_for_the_log_after_them() {
     for (options, expected) in [
-        (small().snapshots_kept(1), vec![6]),
-        (small().snapshots_kept(1).snapshots_kept_for(Duration::from_secs(3600)), vec![1, 2, 3, 4, 5, 6]),
+        (small().retention(Retention::new().snapshots_kept(1)), vec![6]),
+        (
+            small()
+                .retention(Retention::new().snapshots_kept(1).snapshots_kept_for(Duration::from_secs(3600))),
+            vec![1, 2, 3, 4, 5, 6],
+        ),
         // A segment is shorter than one round of changes.
-        (small().snapshots_kept(1).log_kept(16 << 10), vec![5, 6]),
-        (small().snapshots_kept(1).log_kept(1 << 40), vec![1, 2, 3, 4, 5, 6]),
+        (small().retention(Retention::new().snapshots_kept(1).log_kept(16 << 10)), vec![5, 6]),
+        (small().retention(Retention::new().snapshots_kept(1).log_kept(1 << 40)), vec![1, 2, 3, 4, 5, 6]),
     ] {
         let disk = SimDisk::new();
         let (store, pages) = store_of(&disk, options.clone(), 24);
@@ -269,7 +275,7 @@ fn snapshots_are_kept_for_their_age_and_for_the_log_after_them() {
 #[test]
 fn kill_before_snapshot_record_keeps_other_versions() {
     let disk = SimDisk::new();
-    let (store, pages) = store_of(&disk, small().snapshots_kept(1), 4);
+    let (store, pages) = store_of(&disk, small().retention(Retention::new().snapshots_kept(1)), 4);
     store.snapshot_with(SnapshotOptions::new().name("before")).unwrap();
     change(&store, &pages, 1);
     let before = disk.events();
@@ -280,7 +286,7 @@ fn kill_before_snapshot_record_keeps_other_versions() {
         let left = disk.after_kill(Moment { event, tear: None });
         let files = Files::of(&left);
         let names_newest = files.0.contains_key(&FileName::Manifest(newest.0));
-        let store = open_with(&left, small().snapshots_kept(1)).unwrap();
+        let store = open_with(&left, small().retention(Retention::new().snapshots_kept(1))).unwrap();
         let named = store.snapshots().into_iter().filter(|info| info.name.as_deref() == Some("before"));
         assert_eq!(named.count(), 1, "killed at event {event}, where the newest is there: {names_newest}");
         unrecorded += usize::from(names_newest && store.recovered().snapshot == Some(newest));
@@ -293,7 +299,8 @@ fn kill_before_snapshot_record_keeps_other_versions() {
 #[test]
 fn state_after_unretained_link_is_reached_from_earlier() {
     let disk = SimDisk::new();
-    let (store, pages) = store_of(&disk, small().snapshots_kept(1).log_kept(1 << 20), 10);
+    let (store, pages) =
+        store_of(&disk, small().retention(Retention::new().snapshots_kept(1).log_kept(1 << 20)), 10);
     let first = store.snapshot().unwrap();
     let mut taken = Vec::new();
     for value in 1..=2 {
@@ -320,7 +327,9 @@ fn state_after_unretained_link_is_reached_from_earlier() {
 #[test]
 fn state_after_link_without_images_is_unreachable() {
     let disk = SimDisk::new();
-    let options = small().segment_len(64 << 10).snapshots_kept(1);
+    let options = small()
+        .retention(Retention::new().snapshots_kept(1))
+        .with(|options| options.log.segment_len = 64 << 10);
     let (store, pages) = store_of(&disk, options, 24);
     let base = store.snapshot().unwrap();
     for value in 0..400 {

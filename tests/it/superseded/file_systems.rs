@@ -16,13 +16,17 @@ use crate::files::small;
 use crate::fork::children::in_child;
 use crate::machine::mounts::{self, Kind, Mount};
 use crate::machine::{alone_for, skipped};
+use crate::with_options::With;
 
 const PAGE_LEN: u64 = 50_000;
 
 fn options(io: LogIo) -> Options {
     // A forked child cannot use a GPU of its parent's.
     let host = small().device(DeviceChoice::Host);
-    host.log_io(io).image_io(direct_io::image_io(io)).ack(Ack::Durable)
+    host.ack(Ack::Durable).with(|options| {
+        options.log.io = Some(io);
+        options.images.io = direct_io::image_io(io);
+    })
 }
 
 fn write(store: &Store, page: PageId, byte: u8) -> Result<(), Error> {
@@ -76,7 +80,7 @@ fn content(path: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
 
 /// The second writer's life: enough to use the files of the first one again.
 fn second_writer(path: &Path, io: LogIo, page: PageId) -> Result<(), String> {
-    let store = Store::open(path, options(io)).map_err(|error| error.to_string())?;
+    let store = options(io).open(path).map_err(|error| error.to_string())?;
     if byte(&store, page) != 5 {
         return Err("not the first writer's last batch".to_owned());
     }
@@ -97,7 +101,7 @@ fn two_writers(name: &str, root: &Path) {
     for io in [LogIo::Mapped, LogIo::Buffered, LogIo::Direct] {
         for (failure, fail) in failures {
             let path = root.join(format!("{io}-{failure}"));
-            let store = match Store::open(&path, options(io)) {
+            let store = match options(io).open(&path) {
                 Err(error @ Error::InvalidOption { .. }) => {
                     skipped(&format!("{io} on {name}"), &error.to_string());
                     continue;
@@ -132,7 +136,7 @@ fn two_writers(name: &str, root: &Path) {
             let changed: Vec<_> = before.iter().filter(|(path, bytes)| after[*path] != **bytes).collect();
             assert!(changed.is_empty(), "{name} {io} {failure}: {:?}", changed[0].0);
 
-            let store = Store::open(&path, options(io)).unwrap();
+            let store = options(io).open(&path).unwrap();
             assert_eq!(byte(&store, page), 19);
             assert!(store.scrub().unwrap().damage.is_empty());
             store.close().unwrap();

@@ -16,6 +16,7 @@ use remanent::{Ack, Error, Options, PageId, Place, Result, Store, Ticket};
 
 use crate::files::small;
 use crate::machine::{alone_for, effort, in_parallel};
+use crate::with_options::With;
 
 /// The environment variable that says how many steps a history has after the first open.
 const STEPS: &str = "REMANENT_WRITERS_STEPS";
@@ -100,7 +101,7 @@ struct Writers {
 impl Writers {
     fn new(io: LogIo) -> Self {
         let disk = SimDisk::without_locks();
-        let options = small().ack(Ack::Durable).log_io(io);
+        let options = small().ack(Ack::Durable).with(|options| options.log.io = Some(io));
         let store = open(&disk, &options).unwrap();
         let mut batch = store.batch();
         batch.create(8, Place::Host);

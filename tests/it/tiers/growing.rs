@@ -1,8 +1,9 @@
 //! Batches by which pages grow, in whatever place they are by then.
 
+use remanent::options::MemoryOptions;
 use remanent::testing::sim_disk::SimDisk;
 use remanent::tiers::Tiers;
-use remanent::{Ack, Budget, Error, PageId, Place};
+use remanent::{Ack, Error, PageId, Place};
 
 use super::{DEVICE, LEN, bytes, open, put};
 use crate::files::small;
@@ -10,8 +11,8 @@ use crate::files::small;
 /// Pages that were taken down are in a place which is shorter than what they grow to, all at once.
 #[test]
 fn gathered_pages_may_grow_and_be_cloned() {
-    let budget = Budget::default().with(DEVICE, 16 * LEN).with(Place::Pinned, 4 * LEN);
-    let options = small().ack(Ack::Applied).budget(budget);
+    let memory = MemoryOptions::new().budget(DEVICE, 16 * LEN).budget(Place::Pinned, 4 * LEN);
+    let options = small().ack(Ack::Applied).memory(memory);
     let store = open(&SimDisk::new(), options.tiers(Tiers::new([DEVICE, Place::Pinned, Place::Disk])));
     let pages: Vec<PageId> = (0..3).map(|number| put(&store, number, 0, DEVICE)).collect();
     store.ensure(&pages, Place::Pinned).unwrap();

@@ -3,16 +3,17 @@
 use std::sync::Arc;
 
 use remanent::device::host::HostDevice;
-use remanent::options::PageLoad;
+use remanent::options::{MemoryOptions, PageLoad};
 use remanent::testing::sim_disk::{CrashImage, SimDisk};
 use remanent::tiers::Tiers;
-use remanent::{Ack, Budget, Error, PageId, Place, Store};
+use remanent::{Ack, Error, PageId, Place, Store};
 
 use super::{
     DEVICE, LEN, ROOM, bytes, each_crash, goes_on, open, open_after, peak, places, places_after, put,
 };
 use crate::files::small;
 use crate::gpu::on_each_device;
+use crate::with_options::With;
 
 /// A life without a limit, then an open with little memory: what does not fit goes down before anything is
 /// loaded. Commits, restarts and audits find the pages as they were.
@@ -35,9 +36,12 @@ fn open_with_less_memory_demotes_pages() {
             let lsn = roomy.lsn();
             roomy.close().unwrap();
             let options = || {
-                let budget = Budget::default().with(DEVICE, ROOM * LEN).with(Place::Host, ROOM * LEN);
+                let memory = MemoryOptions::new()
+                    .budget(DEVICE, ROOM * LEN)
+                    .budget(Place::Host, ROOM * LEN)
+                    .load(page_load);
                 let tiers = Tiers::new([DEVICE, Place::Host, Place::Disk]).lru();
-                small().budget(budget).tiers(tiers).page_load(page_load)
+                small().memory(memory).tiers(tiers)
             };
             let check = |store: &Store| {
                 for (number, page) in (0..).zip(&pages) {
@@ -85,13 +89,13 @@ fn open_with_less_memory_demotes_pages() {
 fn open_limits_demoted_changed_bytes() {
     let disk = SimDisk::new();
     // The segments are long, so that the log has the pages' bytes, and no image.
-    let long = || small().segment_len(1 << 20);
+    let long = || small().with(|options| options.log.segment_len = 1 << 20);
     let roomy = open(&disk, long());
     let pages: Vec<PageId> = (0..2 * ROOM).map(|number| put(&roomy, number, 3, DEVICE)).collect();
     roomy.close().unwrap();
     let options = |waiting: u64| {
-        let budget = Budget::default().with(DEVICE, ROOM * LEN).with(Place::Disk, waiting);
-        long().budget(budget).tiers(Tiers::new([DEVICE, Place::Disk]))
+        let memory = MemoryOptions::new().budget(DEVICE, ROOM * LEN).budget(Place::Disk, waiting);
+        long().memory(memory).tiers(Tiers::new([DEVICE, Place::Disk]))
     };
     let opened = Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options(ROOM * LEN));
     let refused = opened.unwrap_err();
@@ -116,8 +120,8 @@ fn open_limits_demoted_changed_bytes() {
 fn crash_around_open_with_less_memory_loses_nothing() {
     let disk = SimDisk::new();
     let tiers = || {
-        let budget = Budget::default().with(DEVICE, 5 * LEN).with(Place::Host, 3 * LEN);
-        small().budget(budget).tiers(Tiers::new([DEVICE, Place::Host, Place::Disk])).ack(Ack::Durable)
+        let memory = MemoryOptions::new().budget(DEVICE, 5 * LEN).budget(Place::Host, 3 * LEN);
+        small().memory(memory).tiers(Tiers::new([DEVICE, Place::Host, Place::Disk])).ack(Ack::Durable)
     };
     let (mut round, number_of) = (0, |round: u64| round * 7 % 13);
     let mut live = |store: Store, rounds: u64| {

@@ -11,10 +11,11 @@ mod sources;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use remanent::options::{MemoryOptions, Retention};
 use remanent::stats::TierStats;
 use remanent::testing::sim_disk::{CrashImage, CrashPlan, SimDisk, Tears};
 use remanent::tiers::Tiers;
-use remanent::{Ack, Budget, Error, Key, Options, PageId, Place, Store};
+use remanent::{Ack, Error, Key, Options, PageId, Place, Store};
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 
 use crate::files::small;
@@ -27,7 +28,9 @@ const DEVICE: Place = Place::Device(0);
 
 /// A place with room for [`ROOM`] pages above the disk.
 fn two_tiers() -> Options {
-    small().budget(Budget::default().with(DEVICE, ROOM * LEN)).tiers(Tiers::new([DEVICE, Place::Disk]).lru())
+    small()
+        .memory(MemoryOptions::new().budget(DEVICE, ROOM * LEN))
+        .tiers(Tiers::new([DEVICE, Place::Disk]).lru())
 }
 
 fn open(disk: &SimDisk, options: Options) -> Store {
@@ -151,12 +154,12 @@ fn held_pages_beyond_room_stay_in_place() {
 #[test]
 fn each_place_demotes_to_the_next() {
     on_each_device(|| {
-        let budget = Budget::default()
-            .with(DEVICE, ROOM * LEN)
-            .with(Place::Pinned, ROOM * LEN)
-            .with(Place::Host, 4 * LEN);
+        let memory = MemoryOptions::new()
+            .budget(DEVICE, ROOM * LEN)
+            .budget(Place::Pinned, ROOM * LEN)
+            .budget(Place::Host, 4 * LEN);
         let tiers = Tiers::new([DEVICE, Place::Pinned, Place::Host, Place::Disk]).lru();
-        let store = open(&SimDisk::new(), small().budget(budget).tiers(tiers));
+        let store = open(&SimDisk::new(), small().memory(memory).tiers(tiers));
         let pages: Vec<PageId> = (0..4 * ROOM).map(|number| put(&store, number, 0, DEVICE)).collect();
         // The longer ago a page was used, the lower it is.
         let found = places(&store, &pages);
@@ -187,7 +190,7 @@ fn each_place_demotes_to_the_next() {
 
 #[test]
 fn impossible_orders_are_refused() {
-    let budget = || Budget::default().with(DEVICE, 1 << 20).with(Place::Host, 1 << 20);
+    let memory = || MemoryOptions::new().budget(DEVICE, 1 << 20).budget(Place::Host, 1 << 20);
     for (tiers, reason) in [
         (Tiers::new([DEVICE]), "two places"),
         (Tiers::new([DEVICE, Place::Host, DEVICE]), "twice"),
@@ -196,22 +199,22 @@ fn impossible_orders_are_refused() {
         (Tiers::new([DEVICE, Place::Disk]).free_part(1), "kept free"),
         (Tiers::new([DEVICE, Place::Disk]).free_part(0), "kept free"),
     ] {
-        let refused = Store::temporary(Options::default().budget(budget()).tiers(tiers)).unwrap_err();
+        let refused = Options::new().memory(memory()).tiers(tiers).open_temporary().unwrap_err();
         let Error::InvalidOption { option: "tiers", .. } = refused else { panic!("{refused}") };
         assert!(refused.to_string().contains(reason), "{refused}");
     }
-    let store = Store::temporary(Options::default()).unwrap();
+    let store = Store::temporary().unwrap();
     assert!(matches!(store.demote(&[]), Err(Error::InvalidOption { option: "tiers", .. })));
     let tiers = Tiers::new([DEVICE, Place::Host]);
     assert_eq!(tiers.places(), [DEVICE, Place::Host]);
-    Store::temporary(Options::default().budget(budget()).tiers(tiers)).unwrap();
+    Options::new().memory(memory()).tiers(tiers).open_temporary().unwrap();
 }
 
 /// A restore brings pages back to where they were, and the policies know it.
 #[test]
 fn restore_has_reserved_room() {
     on_each_device(|| {
-        let store = open(&SimDisk::new(), two_tiers().log_kept(1 << 30));
+        let store = open(&SimDisk::new(), two_tiers().retention(Retention::new().log_kept(1 << 30)));
         let mut pages = Vec::new();
         for number in 0..ROOM - 2 {
             pages.push(put(&store, number, 0, DEVICE));
@@ -235,8 +238,8 @@ fn restore_has_reserved_room() {
 fn after_crash_pages_are_at_same_or_lower_place() {
     let disk = SimDisk::new();
     let options = || {
-        let budget = Budget::default().with(DEVICE, 6 * LEN).with(Place::Host, 3 * LEN);
-        small().budget(budget).tiers(Tiers::new([DEVICE, Place::Host, Place::Disk])).ack(Ack::Durable)
+        let memory = MemoryOptions::new().budget(DEVICE, 6 * LEN).budget(Place::Host, 3 * LEN);
+        small().memory(memory).tiers(Tiers::new([DEVICE, Place::Host, Place::Disk])).ack(Ack::Durable)
     };
     let store = open(&disk, options());
     let rounds = 40;

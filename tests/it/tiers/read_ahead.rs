@@ -1,8 +1,9 @@
 //! Reading ahead: each step's pages are there when it is due, however far ahead the store goes.
 
+use remanent::options::MemoryOptions;
 use remanent::testing::sim_disk::SimDisk;
 use remanent::tiers::Tiers;
-use remanent::{Ack, Budget, Error, PageId, Place, Store};
+use remanent::{Ack, Error, PageId, Place, Store};
 
 use super::{DEVICE, LEN, ROOM, bytes, open, peak, place, put, two_tiers};
 use crate::files::small;
@@ -75,8 +76,8 @@ fn next_step_is_prefetched_during_use() {
 #[test]
 fn read_ahead_scan_keeps_reused_pages() {
     let tiers = Tiers::new([DEVICE, Place::Disk]);
-    let budget = Budget::default().with(DEVICE, 8 * ROOM * LEN);
-    let store = open(&SimDisk::new(), small().budget(budget).tiers(tiers).ack(Ack::Applied));
+    let memory = MemoryOptions::new().budget(DEVICE, 8 * ROOM * LEN);
+    let store = open(&SimDisk::new(), small().memory(memory).tiers(tiers).ack(Ack::Applied));
     let mut pages = (0..).map(|number| put(&store, number, 0, Place::Disk));
     let hot: Vec<PageId> = pages.by_ref().take(4 * ROOM as usize).collect();
     let cold: Vec<PageId> = pages.take(40 * ROOM as usize).collect();
@@ -154,9 +155,8 @@ fn abandoned_prefetch_moves_no_pages() {
 /// To a place without a budget, and to the disk.
 #[test]
 fn read_ahead_works_to_every_place() {
-    let budget = Budget::default().with(Place::Disk, 1 << 20);
-    let options =
-        two_tiers().tiers(Tiers::new([DEVICE, Place::Disk])).budget(budget.with(DEVICE, ROOM * LEN));
+    let memory = MemoryOptions::new().budget(Place::Disk, 1 << 20).budget(DEVICE, ROOM * LEN);
+    let options = two_tiers().tiers(Tiers::new([DEVICE, Place::Disk])).memory(memory);
     let store = open(&SimDisk::new(), options);
     let pages: Vec<PageId> = (0..ROOM / 2).map(|number| put(&store, number, 3, DEVICE)).collect();
     for to in [Place::Host, Place::Disk, DEVICE, Place::Pinned] {

@@ -4,16 +4,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use remanent::device::host::HostDevice;
+use remanent::options::{ImageOptions, MemoryOptions};
 use remanent::testing::faulty_device::FaultyDevice;
 use remanent::testing::sim_disk::SimDisk;
 use remanent::tiers::Tiers;
-use remanent::{Budget, Error, PageId, Place, Store};
+use remanent::{Error, PageId, Place, Store};
 
 use super::{DEVICE, LEN, ROOM, bytes, key, open, peak, place, places, put, tier, two_tiers};
 use crate::faults::disk_full::{is_held, until};
 use crate::files::small;
 use crate::gpu::on_each_device;
 use crate::interrupted_reads::InterruptedDisk;
+use crate::with_options::With;
 
 #[test]
 fn leased_and_pinned_pages_are_not_evicted() {
@@ -81,10 +83,11 @@ fn threads_share_full_place() {
 #[test]
 fn device_counts_stay_within_place_budgets() {
     let budgets = [(DEVICE, ROOM * LEN), (Place::Pinned, 6 * LEN + 100), (Place::Host, 4 * LEN)];
-    let budget = budgets.iter().fold(Budget::default(), |budget, (place, bytes)| budget.with(*place, *bytes));
+    let budget =
+        budgets.iter().fold(MemoryOptions::new(), |budget, (place, bytes)| budget.budget(*place, *bytes));
     let tiers = Tiers::new([DEVICE, Place::Pinned, Place::Host, Place::Disk]);
     let device = Arc::new(FaultyDevice::new(Arc::new(HostDevice::new())));
-    let options = small().budget(budget).tiers(tiers);
+    let options = small().memory(budget).tiers(tiers);
     let store = Store::open_on(Arc::new(SimDisk::new()), device.clone(), options).unwrap();
     std::thread::scope(|scope| {
         for thread in 0..3_u64 {
@@ -119,12 +122,12 @@ fn device_counts_stay_within_place_budgets() {
 #[test]
 fn commits_do_not_wait_for_slow_disk_with_room() {
     const ROOM: u64 = 64;
-    let budget = Budget::default().with(DEVICE, ROOM * LEN);
+    let memory = MemoryOptions::new().budget(DEVICE, ROOM * LEN);
     let options = || {
         small()
-            .segment_len(4 << 20)
-            .budget(budget.clone())
+            .memory(memory.clone())
             .tiers(Tiers::new([DEVICE, Place::Disk]).free_part(4))
+            .with(|options| options.log.segment_len = 4 << 20)
     };
     let (stands, goes) = (std::sync::mpsc::channel(), std::sync::mpsc::channel::<()>());
     // The thread of the tiers reads back what it has written, before memory goes.
@@ -162,7 +165,8 @@ fn commits_do_not_wait_for_slow_disk_with_room() {
 fn full_disk_keeps_pages_in_place() {
     on_each_device(|| {
         let disk = SimDisk::new();
-        let options = || two_tiers().compression(remanent::options::Compression::Off);
+        let options =
+            || two_tiers().images(ImageOptions::new().compression(remanent::options::Compression::Off));
         let mut store = open(&disk, options());
         let mut held: Vec<(u64, PageId)> = Vec::new();
         let mut next = 0;

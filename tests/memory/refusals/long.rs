@@ -38,7 +38,7 @@ fn write(store: &Store, salt: u8) -> WriteBatch {
 
 /// Makes three pages, a snapshot with their first content, and a batch in the log after it.
 pub fn prepare(directory: &Path) {
-    let store = Store::open(directory, options()).unwrap();
+    let store = options().open(directory).unwrap();
     let mut batch = store.batch();
     for len in LENS {
         batch.create(len, Place::Host);

@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::path::Path;
 
 use remanent::batch::Width;
+use remanent::options::MemoryOptions;
 use remanent::{
     Key, Lsn, PageId, Place, Retention, SnapshotId, SnapshotOptions, StatePoint, Store, WriteBatch,
 };
@@ -58,7 +59,7 @@ fn delete_some(store: &Store) -> WriteBatch {
 
 /// A base, a change that follows it, batches in the log after it, a restore, and more batches.
 pub fn prepare(directory: &Path) {
-    let store = Store::open(directory, options()).unwrap();
+    let store = options().open(directory).unwrap();
     store.commit(create(&store, 0..COUNT)).unwrap();
     store.commit(write(&store, 1)).unwrap();
     store.snapshot().unwrap();
@@ -87,7 +88,9 @@ pub const MANY: [(&str, Operation); 35] = [
     (
         "open that loads all later",
         Outside(|directory| {
-            let store = Store::open(directory, options().page_load(remanent::options::PageLoad::OnDemand))?;
+            let store = options()
+                .memory(MemoryOptions::new().load(remanent::options::PageLoad::OnDemand))
+                .open(directory)?;
             let loaded = store.wait_loaded();
             store.close()?;
             loaded

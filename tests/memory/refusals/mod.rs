@@ -23,7 +23,7 @@ use std::time::Duration;
 use remanent::disk::dir::DirReader;
 use remanent::follow::{FollowFrom, Follower, Replica};
 use remanent::history::InitialState;
-use remanent::options::PageLoad;
+use remanent::options::{MemoryOptions, PageLoad, SnapshotSchedule};
 use remanent::{
     Error, Lsn, Options, PageId, PageInfo, Result, SnapshotOptions, StatePoint, Store, View, WriteBatch,
 };
@@ -47,7 +47,7 @@ const EACH_UP_TO: isize = 4;
 const LOOKS: usize = 500;
 
 fn options() -> Options {
-    Options::default().snapshot_log_bytes(None).snapshot_interval(None)
+    Options::new().snapshots(SnapshotSchedule::never())
 }
 
 /// A store that operations are done to.
@@ -116,11 +116,11 @@ fn follow(directory: &Path) -> Result<()> {
 }
 
 fn open(directory: &Path) -> Result<()> {
-    Store::open(directory, options()).and_then(|store| store.close())
+    options().open(directory).and_then(|store| store.close())
 }
 
 fn open_on_demand(directory: &Path) -> Result<()> {
-    let store = Store::open(directory, options().page_load(PageLoad::OnDemand))?;
+    let store = options().memory(MemoryOptions::new().load(PageLoad::OnDemand)).open(directory)?;
     let read = store.read(PageId(1), 0, &mut [0; 5]);
     store.close()?;
     read.map(drop)
@@ -200,14 +200,14 @@ fn case() {
     let (name, operation) = find(case);
     long::make_inputs();
     let mut open_store: Option<Store> = None;
-    let before_all = observe(&Store::open(directory, options()).unwrap());
+    let before_all = observe(&options().open(directory).unwrap());
     let mut number: isize = first.parse().unwrap();
     loop {
         std::fs::write(directory.with_extension("number"), number.to_string()).unwrap();
         let (result, is_refused) = match operation {
             Outside(run) => refuse(number, REFUSED_ABOVE, || run(directory)),
             Commit(_) | Call(..) => {
-                let store = open_store.get_or_insert_with(|| Store::open(directory, options()).unwrap());
+                let store = open_store.get_or_insert_with(|| options().open(directory).unwrap());
                 let mut batch = None;
                 match operation {
                     Commit(build) => batch = Some(build(store)),
@@ -230,7 +230,7 @@ fn case() {
                     Ok(_) => {}
                     Err(Error::Poisoned(_)) if may_stop(name) => {
                         open_store = None;
-                        let store = Store::open(directory, options()).unwrap();
+                        let store = options().open(directory).unwrap();
                         if store.lsn() < lsn {
                             assert!(observe(&store) == before, "{case}:{number}: it changed something");
                         }
@@ -265,7 +265,7 @@ fn case() {
         }
         None => before_all,
     };
-    let store = Store::open(directory, options()).unwrap();
+    let store = options().open(directory).unwrap();
     assert!(observe(&store) == expected, "{case}: all is there when it is opened again");
     std::process::exit(DONE);
 }

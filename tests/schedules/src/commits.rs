@@ -6,7 +6,7 @@ use remanent::options::LogIo;
 use remanent::testing::sim_disk::{DiskFault, EIO, Operation};
 use remanent::{Ack, Epoch, Error, Lsn, Place};
 
-use crate::ground::{Ground, PAGE_LEN, options};
+use crate::ground::{Ground, PAGE_LEN, log, options};
 use crate::runner::{at_once, explore};
 
 /// The ways to write the log.
@@ -16,7 +16,7 @@ const WAYS: [LogIo; 3] = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct];
 fn durable_commits_of_two_threads_need_no_timer() {
     explore(|time| {
         for io in WAYS {
-            let ground = Ground::new(time, options().log_io(io), 2);
+            let ground = Ground::new(time, options().log(log().io(io)), 2);
             let two_of = |writer| ground.count_to(2, writer, Ack::Durable);
             at_once(&[&|| two_of(0), &|| two_of(1)]);
             ground.close(Lsn(5), Duration::ZERO);
@@ -28,7 +28,7 @@ fn durable_commits_of_two_threads_need_no_timer() {
 fn read_bytes_are_logged_bytes() {
     explore(|time| {
         for io in WAYS {
-            let ground = Ground::new(time, options().log_io(io), 1);
+            let ground = Ground::new(time, options().log(log().io(io)), 1);
             let write = || {
                 let ticket = ground.store.submit(ground.batch(0, 1)).unwrap();
                 ticket.wait(Ack::Applied).unwrap();
@@ -50,7 +50,7 @@ fn read_bytes_are_logged_bytes() {
 fn read_includes_every_visible_batch() {
     explore(|time| {
         for io in WAYS {
-            let ground = Ground::new(time, options().log_io(io), 1);
+            let ground = Ground::new(time, options().log(log().io(io)), 1);
             let write = || ground.count_to(2, 0, Ack::Logged);
             let read = || {
                 let newest = ground.store.lsn();
@@ -149,7 +149,7 @@ fn failed_sync_fails_every_committer() {
 fn store_closes_during_background_work() {
     explore(|time| {
         for io in WAYS {
-            let ground = Ground::new(time, options().log_io(io), 1);
+            let ground = Ground::new(time, options().log(log().io(io)), 1);
             let submitted = ground.store.submit(ground.batch(0, 1)).unwrap().position();
             ground.close(submitted.lsn, Duration::ZERO);
         }

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use remanent::options::{LogOptions, ScrubSchedule, SnapshotSchedule};
 use remanent::device::Device;
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
@@ -32,8 +33,13 @@ pub struct Ground {
 
 /// Small segments, and no snapshots or scrubs of the store's own.
 pub fn options() -> Options {
-    let options = Options::default().segment_len(16 << 10).reserve_bytes(0);
-    options.snapshot_log_bytes(None).snapshot_interval(None).scrub_interval(None)
+    let options = Options::new().log(log());
+    options.snapshots(SnapshotSchedule::never()).scrubs(ScrubSchedule::new().interval(None))
+}
+
+/// The log of these options.
+pub fn log() -> LogOptions {
+    LogOptions::new().segment_len(16 << 10).reserve_bytes(0)
 }
 
 /// The content of a store: by writer, its count.

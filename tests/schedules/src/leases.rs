@@ -3,9 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use remanent::options::MemoryOptions;
 use remanent::device::host::HostDevice;
 use remanent::testing::late_device::LateDevice;
-use remanent::{Ack, Budget, Lsn, Place};
+use remanent::{Ack, Lsn, Place};
 use shuttle::thread;
 
 use crate::ground::{Ground, PAGE_LEN, bytes, options};
@@ -39,7 +40,7 @@ fn leased_bytes_are_stable_during_other_commits() {
 fn a_lease_on_a_late_device_costs_one_spare() {
     explore(|time| {
         // Both pages, and one to which the leased one can go.
-        let options = options().budget(Budget::default().with(Place::Host, 3 * PAGE_LEN));
+        let options = options().memory(MemoryOptions::new().budget(Place::Host, 3 * PAGE_LEN));
         let device = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));
         let ground = Ground::on(time, options, 1, device.clone());
         let stream = device.stream();

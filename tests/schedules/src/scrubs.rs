@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use remanent::options::{Retention, ScrubSchedule};
 use remanent::disk::Disk;
 use remanent::error::{FileName, Folder};
 use remanent::snapshot::ScrubReport;
@@ -36,7 +37,7 @@ fn scrub_ignores_segment_under_construction() {
 #[test]
 fn scrub_never_resurrects_pruned_snapshot() {
     explore(|time| {
-        let ground = Ground::new(time, options().snapshots_kept(1), 1);
+        let ground = Ground::new(time, options().retention(Retention::new().snapshots_kept(1)), 1);
         ground.store.snapshot().unwrap();
         // One copy of its manifest is damaged: the scrub means to write the file anew.
         let manifest = FileName::Manifest(1);
@@ -76,7 +77,7 @@ fn image(ground: &Ground, writer: usize) -> ImageRef {
 #[test]
 fn concurrent_snapshot_never_names_image_found_damaged() {
     explore(|time| {
-        let ground = Ground::new(time, options().snapshots_kept(1), 2);
+        let ground = Ground::new(time, options().retention(Retention::new().snapshots_kept(1)), 2);
         ground.store.snapshot().unwrap();
         // The image of a page that never changes: every snapshot names it.
         let damaged = image(&ground, 1);
@@ -104,8 +105,8 @@ fn scrub_ignores_concurrently_recycled_files() {
     explore(|time| {
         // A scrub takes longer than the time between two, so that one follows the other; and it waits after
         // each frame.
-        let slow = options().scrub_interval(Duration::from_millis(1)).scrub_bytes_per_second(1000);
-        let ground = Ground::new(time, slow.snapshots_kept(1), 1);
+        let slow = options().scrubs(ScrubSchedule::new().interval(Duration::from_millis(1)).bytes_per_second(1000));
+        let ground = Ground::new(time, slow.retention(Retention::new().snapshots_kept(1)), 1);
         // A segment each.
         let write = |count| {
             let mut batch = ground.batch(0, count);

@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
+use remanent::options::{MemoryOptions, SnapshotSchedule};
 use remanent::snapshot::ScrubReport;
-use remanent::{Ack, Budget, Lsn, Place, SnapshotOptions};
+use remanent::{Ack, Lsn, Place, SnapshotOptions};
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 
 use crate::ground::{Ground, PAGE_LEN, files, options};
@@ -70,7 +71,7 @@ fn two_snapshots_and_a_scrub_take_turns() {
 #[test]
 fn store_closes_during_background_snapshot() {
     explore(|time| {
-        let ground = Ground::new(time, options().snapshot_log_bytes(1), 1);
+        let ground = Ground::new(time, options().snapshots(SnapshotSchedule::never().log_bytes(1)), 1);
         ground.count_to(2, 0, Ack::Logged);
         ground.close(Lsn(3), Duration::ZERO);
     });
@@ -79,7 +80,7 @@ fn store_closes_during_background_snapshot() {
 #[test]
 fn background_snapshot_is_reported() {
     explore(|time| {
-        let ground = Ground::new(time, options().snapshot_log_bytes(1), 1);
+        let ground = Ground::new(time, options().snapshots(SnapshotSchedule::never().log_bytes(1)), 1);
         ground.count(0, 1, Ack::Logged).unwrap();
         ground.store.wait_for_snapshots(1);
         let stats = ground.store.stats().snapshots;
@@ -92,7 +93,7 @@ fn background_snapshot_is_reported() {
 fn snapshot_with_little_memory_blocks_no_commit() {
     explore(|time| {
         // Both pages and one more.
-        let options = options().budget(Budget::default().with(Place::Host, 3 * PAGE_LEN));
+        let options = options().memory(MemoryOptions::new().budget(Place::Host, 3 * PAGE_LEN));
         let ground = Ground::new(time, options, 1);
         let come_and_go = || {
             for _ in 0..2 {

@@ -3,9 +3,10 @@
 
 use std::time::Duration;
 
+use remanent::options::MemoryOptions;
 use remanent::testing::sync::Mutex;
 use remanent::tiers::Tiers;
-use remanent::{Ack, Budget, Options, PageId, Place};
+use remanent::{Ack, Options, PageId, Place};
 
 use crate::ground::{Ground, PAGE_LEN, options};
 use crate::runner::{Time, at_once, explore};
@@ -14,8 +15,8 @@ use crate::runner::{Time, at_once, explore};
 const ROOM: u64 = 3;
 
 fn tiered() -> Options {
-    let budget = Budget::default().with(Place::Host, ROOM * PAGE_LEN);
-    options().ack(Ack::Applied).budget(budget).tiers(Tiers::new([Place::Host, Place::Disk]).lru())
+    let memory = MemoryOptions::new().budget(Place::Host, ROOM * PAGE_LEN);
+    options().ack(Ack::Applied).memory(memory).tiers(Tiers::new([Place::Host, Place::Disk]).lru())
 }
 
 /// A ground whose writer has two pages in the first place, and three more on disk, of ones.

@@ -6,7 +6,7 @@ use std::time::Duration;
 use remanent::options::LogIo;
 use remanent::{Ack, Lsn, Store, Value};
 
-use crate::ground::{Ground, PAGE_LEN, bytes, options};
+use crate::ground::{Ground, PAGE_LEN, bytes, log, options};
 use crate::runner::{at_once, explore};
 
 const WAYS: [LogIo; 3] = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct];
@@ -28,7 +28,7 @@ fn count_now(store: &Store, writer: usize) -> u64 {
 fn view_is_of_one_logged_batch() {
     explore(|time| {
         for io in WAYS {
-            let ground = Ground::new(time, options().log_io(io), 1);
+            let ground = Ground::new(time, options().log(log().io(io)), 1);
             let write = || ground.count_to(2, 0, Ack::Durable);
             let look = || {
                 let early = ground.store.view().unwrap();
@@ -57,7 +57,7 @@ fn view_is_of_one_logged_batch() {
 fn logged_batches_are_visible_and_never_regress() {
     explore(|time| {
         for io in WAYS {
-            let ground = Ground::new(time, options().log_io(io), 2);
+            let ground = Ground::new(time, options().log(log().io(io)), 2);
             let write = |writer: usize| {
                 for number in 1..=2 {
                     let lsn = ground.count(writer, number, Ack::Logged).unwrap();

@@ -11,8 +11,10 @@ use crate::cli::exit::Failure;
 
 /// Opens a store for writing. All snapshots and the whole log are kept, so that every batch can be restored.
 pub fn open(dir: &Path, create: Create) -> Result<Store, Failure> {
-    let options = Options::default().create(create).snapshots_kept(usize::MAX).log_kept(u64::MAX);
-    Store::open(dir, options).map_err(engine_failure)
+    let options = Options::new()
+        .create(create)
+        .retention(Retention::new().snapshots_kept(usize::MAX).log_kept(u64::MAX));
+    options.open(dir).map_err(engine_failure)
 }
 
 /// Returns the files that an open or a prune would remove because they are not needed. Returns an empty set if the

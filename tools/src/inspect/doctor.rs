@@ -6,9 +6,9 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use remanent::Options;
 use remanent::disk::{Disk, dir::DirDisk};
-use remanent::options::ImageIo;
-use remanent::{Options, Store};
+use remanent::options::{ImageIo, LogOptions};
 use rustix::fs::OFlags;
 use rustix::process::{Resource, getrlimit};
 use serde_json::{Value, json};
@@ -133,8 +133,8 @@ struct Choices {
 
 /// Creates a store in `dir` and returns its choices.
 fn choices(dir: &Path) -> Result<Choices, Failure> {
-    let options = Options::default().segment_len(64 << 10);
-    let store = Store::open(dir.join("store"), options).map_err(engine_failure)?;
+    let options = Options::new().log(LogOptions::new().segment_len(64 << 10));
+    let store = options.open(dir.join("store")).map_err(engine_failure)?;
     let recovered = store.recovered();
     let disk = DirDisk::new(dir.join("store"));
     let mut other_images = Vec::new();

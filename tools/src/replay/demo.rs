@@ -8,7 +8,7 @@ use std::time::{Instant, SystemTime};
 
 use indicatif::ProgressBar;
 use remanent::options::Create;
-use remanent::{DeviceChoice, Options, StatePoint, Store};
+use remanent::{DeviceChoice, Options, StatePoint};
 
 use crate::cli::engine::engine_failure;
 use crate::cli::exit::{Ending, Failure, Outcome};
@@ -168,8 +168,8 @@ impl DemoRun<'_, '_> {
     /// Restores the oldest snapshot of the store, and resets the simulation to the restored state.
     fn go_back(&mut self) -> Result<(), KillRunStop> {
         let started = Instant::now();
-        let options = Options::default().create(Create::Never).device(self.course.errand.device);
-        let store = Store::open(&self.course.errand.store, options).map_err(engine_failure)?;
+        let options = Options::new().create(Create::Never).device(self.course.errand.device);
+        let store = options.open(&self.course.errand.store).map_err(engine_failure)?;
         let Some(oldest) = store.snapshots().into_iter().min_by_key(|snapshot| snapshot.id) else {
             store.close().map_err(engine_failure)?;
             return self.print_line(

@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 
 use clap::ValueEnum;
 use remanent::batch::PageRef;
-use remanent::options::LogIo;
+use remanent::options::{LogIo, LogOptions};
 use remanent::store::RecoveryReport;
 use remanent::{Ack, DeviceChoice, Options, PageId, Place, Position, Store, Value};
 
@@ -140,15 +140,13 @@ impl Replay {
 
         let interrupt = Interrupt::listen()?;
         let mut acks = self.acks.as_deref().map(AckFile::open).transpose()?;
-        let options = Options::default()
-            .ack(self.ack.into())
-            .device(self.device)
-            .identity(replay_params::identity(rule));
+        let options =
+            Options::new().ack(self.ack.into()).device(self.device).identity(replay_params::identity(rule));
         let options = match self.log_io {
-            Some(writer) => options.log_io(writer.into()),
+            Some(writer) => options.log(LogOptions::new().io(writer.into())),
             None => options,
         };
-        let store = Store::open(&self.dir, options).map_err(engine_failure)?;
+        let store = options.open(&self.dir).map_err(engine_failure)?;
         let mut trace = Trace::open(&self.trace, self.limit)?;
         // Pages are on a GPU only if the GPU was requested by name.
         let place = if matches!(self.device, DeviceChoice::Cuda(_)) { Place::Device(0) } else { Place::Host };

@@ -9,7 +9,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use remanent::options::Create;
-use remanent::{Error, Options, Store};
+use remanent::{Error, Options};
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 use remanent_format::{FileName, Folder, Lsn};
 
@@ -276,8 +276,8 @@ impl<'c> Victim<'c> {
     ) -> Result<DamageVerdict, Failure> {
         let folder = self.copy.with_extension("opened");
         super::copy(&self.copy, &folder)?;
-        let options = Options::default().create(Create::Never).device(device);
-        let verdict = match Store::open(&folder, options) {
+        let options = Options::new().create(Create::Never).device(device);
+        let verdict = match options.open(&folder) {
             Ok(store) => {
                 let root = store.root().map_err(crate::cli::engine::engine_failure)?;
                 match last_request(&root) {

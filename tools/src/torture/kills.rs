@@ -1,7 +1,7 @@
 //! Kills. A replay is killed at random moments, with each way to write the log.
 
-use remanent::options::LogIo;
-use remanent::{Error, Options, Store};
+use remanent::options::{LogIo, LogOptions};
+use remanent::{Error, Options};
 
 use super::{TortureContext, TortureTable};
 use crate::cli::engine::engine_failure;
@@ -35,7 +35,7 @@ impl TortureContext<'_> {
     /// Returns the reason why the log cannot be written in this way, or `None` if it can.
     fn refusal(&self, way: LogIo) -> Result<Option<String>, Failure> {
         let folder = self.folder.join(format!("asks-{way}"));
-        let refusal = match Store::open(&folder, Options::default().log_io(way)) {
+        let refusal = match Options::new().log(LogOptions::new().io(way)).open(&folder) {
             Ok(store) => store.close().map(|()| None).map_err(engine_failure)?,
             Err(Error::InvalidOption { reason, .. }) => Some(reason.to_string()),
             Err(error) => return Err(engine_failure(error)),

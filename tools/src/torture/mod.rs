@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 
 use indicatif::ProgressBar;
 use remanent::options::LogIo;
-use remanent::{DeviceChoice, Options, Store};
+use remanent::{DeviceChoice, Options};
 use serde_json::json;
 
 use crate::cli::engine::engine_failure;
@@ -210,8 +210,7 @@ impl TortureContext<'_> {
     /// Returns the name of the device whose memory contains the pages of the stores.
     fn device(&self) -> Result<String, Failure> {
         let folder = self.folder.join("asks");
-        let store =
-            Store::open(&folder, Options::default().device(self.requested.device)).map_err(engine_failure)?;
+        let store = Options::new().device(self.requested.device).open(&folder).map_err(engine_failure)?;
         let device = store.recovered().device.clone();
         store.close().map_err(engine_failure)?;
         remove(&folder)?;

@@ -4,7 +4,8 @@ use std::fs;
 use std::path::Path;
 use std::process::Stdio;
 
-use remanent::{Options, Place, Store};
+use remanent::options::{LogOptions, Retention};
+use remanent::{Options, Place};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::command::{Scratch, command, finished, run};
@@ -77,9 +78,13 @@ fn blame_lists_the_batches_that_changed_an_element() {
 #[test]
 fn blame_uses_snapshots_where_the_log_is_not_kept() {
     let weights = imported(4);
-    let options = || Options::default().snapshots_kept(1).segment_len(16 << 10);
+    let options = || {
+        Options::new()
+            .retention(Retention::new().snapshots_kept(1))
+            .log(LogOptions::new().segment_len(16 << 10))
+    };
     // Each snapshot gives up the log before it.
-    Store::open(weights.scratch.store(), options()).unwrap().snapshot().unwrap();
+    options().open(weights.scratch.store()).unwrap().snapshot().unwrap();
     for version in &versions()[4..] {
         weights.import(version, &[]);
     }
@@ -104,7 +109,7 @@ fn blame_memory_is_independent_of_page_length() {
         ("snapshot-compressed", true, vec![8; LONG]),
     ] {
         let path = scratch.path(name);
-        let open = || Store::open(&path, Options::default().snapshots_kept(1)).unwrap();
+        let open = || Options::new().retention(Retention::new().snapshots_kept(1)).open(&path).unwrap();
         let mut store = open();
         let mut batch = store.batch();
         let page = batch.create(LONG as u64, Place::Host).page();

@@ -7,7 +7,7 @@ use std::process::Stdio;
 use std::time::SystemTime;
 use std::{fs, io};
 
-use remanent::options::Compression;
+use remanent::options::{Compression, ImageOptions, LogOptions, Retention};
 use remanent::{Ack, Key, Metadata, Options, Place, Store, Value};
 
 use crate::command::{Scratch, command, run};
@@ -66,8 +66,10 @@ pub fn newest(store: &str, folder: &str, extension: &str) -> PathBuf {
 /// Creates a store of three batches with a snapshot after the second. Segments are short and images
 /// uncompressed, so that tests can find a page's bytes.
 pub fn small_store(scratch: &Scratch) -> Store {
-    let options = Options::default().segment_len(64 << 10).compression(Compression::Off);
-    let store = Store::open(scratch.store(), options).unwrap();
+    let options = Options::new()
+        .log(LogOptions::new().segment_len(64 << 10))
+        .images(ImageOptions::new().compression(Compression::Off));
+    let store = options.open(scratch.store()).unwrap();
     let mut batch = store.batch();
     let metadata = Metadata::from([
         ("dtype".to_owned(), Value::from("bf16")),
@@ -162,7 +164,7 @@ fn info_shows_position_and_purpose_of_each_file() {
     // Deleting a file that may go costs nothing.
     fs::remove_file(Path::new(&store).join(may_go[0])).unwrap();
     fs::remove_file(Path::new(&store).join("notes.txt")).unwrap();
-    let reopened = Store::open(&store, Options::default()).unwrap();
+    let reopened = Store::open(&store).unwrap();
     assert_eq!(reopened.pages().unwrap().len(), 3);
 }
 
@@ -251,7 +253,7 @@ fn unopenable_store_shows_all_sound_data() {
     let third = frames.iter().find(|frame| frame["lsn"] == 3 && frame["kind"] == "batch").unwrap();
     let segment = Path::new(&store).join(format!("log/{:016x}.log", third["segment"].as_u64().unwrap()));
     flip(&segment, third["offset"].as_u64().unwrap() + 80 + 48);
-    assert!(Store::open(&store, Options::default()).is_err());
+    assert!(Store::open(&store).is_err());
 
     let verify = run(&["verify", &store]).expect(1);
     assert!(
@@ -394,7 +396,7 @@ fn inspecting_commands_do_not_import_the_engine() {
 #[test]
 fn page_longer_than_memory_is_listed_not_rebuilt() {
     let scratch = Scratch::new();
-    let store = Store::open(scratch.store(), Options::default().segment_len(64 << 10)).unwrap();
+    let store = Options::new().log(LogOptions::new().segment_len(64 << 10)).open(scratch.store()).unwrap();
     let mut batch = store.batch();
     batch.create(1 << 20, Place::Host);
     store.commit(batch).unwrap();
@@ -434,8 +436,10 @@ fn disk_sized_hole_is_damage_without_abort() {
 fn close_removes_spare_image_files() {
     const LEN: u64 = 3 << 20;
     let scratch = Scratch::new();
-    let options = Options::default().snapshots_kept(1).compression(remanent::options::Compression::Off);
-    let store = Store::open(scratch.store(), options).unwrap();
+    let options = Options::new()
+        .retention(Retention::new().snapshots_kept(1))
+        .images(ImageOptions::new().compression(remanent::options::Compression::Off));
+    let store = options.open(scratch.store()).unwrap();
     let mut batch = store.batch();
     batch.create(LEN, Place::Host);
     let page = store.commit(batch).unwrap().pages[0];

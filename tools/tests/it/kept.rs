@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use remanent::options::Compression;
+use remanent::options::{Compression, ImageOptions, LogOptions, SnapshotSchedule};
 use remanent::{Options, Place, Retention, Store};
 
 use crate::command::{Scratch, run};
@@ -72,10 +72,14 @@ const LEN: usize = 3000;
 /// Creates a page on disk whose newest image is damaged, while an older snapshot and the log still contain
 /// its bytes.
 fn with_a_damaged_page_on_disk(scratch: &Scratch) -> String {
-    let options = Options::default().segment_len(64 << 10).compression(Compression::Off);
-    let options = options.chunk_len(4096).log_kept(1 << 30).snapshot_log_bytes(None);
+    let options = Options::new()
+        .log(LogOptions::new().segment_len(64 << 10))
+        .images(ImageOptions::new().compression(Compression::Off).chunk_len(4096));
+    let options = options
+        .retention(Retention::new().log_kept(1 << 30))
+        .snapshots(SnapshotSchedule::new().log_bytes(None));
     let path = scratch.store();
-    let store = Store::open(&path, options).unwrap();
+    let store = options.open(&path).unwrap();
     let mut batch = store.batch();
     batch.create_from(vec![5; LEN], Place::Disk);
     let page = store.commit(batch).unwrap().pages[0];
@@ -100,7 +104,7 @@ fn pages_shows_no_checksum_of_unreadable_pages() {
     let path = with_a_damaged_page_on_disk(&scratch);
     let pages = run(&["pages", &path, "--json"]).expect(1);
     assert!(pages.json()[0]["crc32"].is_null(), "{}", pages.out);
-    let store = Store::open(&path, Options::default()).unwrap();
+    let store = Store::open(&path).unwrap();
     let page = store.pages().unwrap().next().unwrap().page;
     assert!(store.read_to_vec(page).is_err(), "the engine cannot read it either");
     // Once the page is written whole, it no longer needs the damaged image, but earlier states do.
@@ -123,7 +127,7 @@ fn pages_shows_no_checksum_of_unreadable_pages() {
 fn unlisted_manifest_is_reported_if_any_copy_is_damaged() {
     let scratch = Scratch::new();
     let path = scratch.store();
-    let store = Store::open(&path, Options::default().snapshots_kept(4).log_kept(0)).unwrap();
+    let store = Options::new().retention(Retention::new().snapshots_kept(4).log_kept(0)).open(&path).unwrap();
     let mut batch = store.batch();
     batch.create(LEN as u64, Place::Host);
     let page = store.commit(batch).unwrap().pages[0];

@@ -4,7 +4,8 @@ use std::fs;
 use std::os::unix::fs::FileExt;
 
 use remanent::batch::Width;
-use remanent::{Options, Place, Store};
+use remanent::options::SnapshotSchedule;
+use remanent::{Options, Place};
 use serde_json::json;
 
 use crate::command::{Run, Scratch, command, finished};
@@ -34,8 +35,8 @@ fn run_with(mapped_max_kib: u64, args: &[&str]) -> Run {
 fn page_longer_than_memory_is_read_in_windows() {
     let scratch = Scratch::new();
     let path = scratch.store();
-    let options = Options::default().snapshot_log_bytes(None).snapshot_interval(None);
-    let store = Store::open(&path, options).unwrap();
+    let options = Options::new().snapshots(SnapshotSchedule::never());
+    let store = options.open(&path).unwrap();
     // One half compresses, the other does not.
     let mut expected: Vec<u8> = (0..LEN).map(|at| (at >> 14) as u8).collect();
     let noise = crate::weights::noise(7, LEN as usize / 2);

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use remanent::options::Compression;
+use remanent::options::{Compression, ImageOptions, LogOptions, Retention, SnapshotSchedule};
 use remanent::{Key, Options, Place, Store};
 
 use crate::command::{Scratch, run};
@@ -19,9 +19,13 @@ fn byte(number: usize, at: usize) -> u8 {
 /// Creates the page "long" with an overlay and the page "quiet", both on disk, and a page in memory. Returns
 /// the content of "long" before the overlay and now.
 fn store(scratch: &Scratch) -> [Vec<u8>; 2] {
-    let options = Options::default().segment_len(64 << 10).compression(Compression::Off);
-    let options = options.chunk_len(4096).log_kept(1 << 30).snapshot_log_bytes(None);
-    let store = Store::open(scratch.store(), options).unwrap();
+    let options = Options::new()
+        .log(LogOptions::new().segment_len(64 << 10))
+        .images(ImageOptions::new().compression(Compression::Off).chunk_len(4096));
+    let options = options
+        .retention(Retention::new().log_kept(1 << 30))
+        .snapshots(SnapshotSchedule::new().log_bytes(None));
+    let store = options.open(scratch.store()).unwrap();
     let bytes = |number| (0..LEN).map(|at| byte(number, at)).collect::<Vec<u8>>();
     let mut batch = store.batch();
     batch.create_from(bytes(0), Place::Disk).key(Key::new("long").unwrap());
@@ -93,7 +97,7 @@ fn damaged_disk_pages_are_named_and_others_copied() {
             0 => false,
             _ => salvaged.expect(1).out.contains("1 lost"),
         };
-        let rescued = Store::open(&new, Options::default()).unwrap();
+        let rescued = Store::open(&new).unwrap();
         for (key, number) in
             [("long", 0), ("quiet", 1)].into_iter().filter(|(key, _)| !is_lost || *key != lost)
         {

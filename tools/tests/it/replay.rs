@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use remanent::{Epoch, Key, Options, Store};
+use remanent::{Epoch, Key, Store};
 use rustix::process::Signal;
 
 use crate::command::{Scratch, TRACE, run};
@@ -77,7 +77,7 @@ fn ctrl_c_finishes_the_current_batch_and_exits_with_130() {
 fn check_finds_changes_by_other_programs() {
     let scratch = Scratch::new();
     scratch.replay(20, &[]).expect(0);
-    let store = Store::open(scratch.store(), Options::default()).unwrap();
+    let store = Store::open(scratch.store()).unwrap();
     let page = |id: u64| store.page_by_key(Key::new(id.to_string()).unwrap()).unwrap();
     let (written, deleted) = (page(1), page(2));
     assert_eq!(written.epoch, Epoch(1));
@@ -139,7 +139,7 @@ fn replay_needs_resume_and_the_same_rule() {
 #[test]
 fn foreign_store_is_untouched() {
     let scratch = Scratch::new();
-    Store::open(scratch.store(), Options::default()).unwrap().close().unwrap();
+    Store::open(scratch.store()).unwrap().close().unwrap();
     let refused = scratch.replay(5, &[]).expect(2);
     assert!(refused.err.contains("not created by `replay`; use another directory"), "{}", refused.err);
 }
@@ -148,7 +148,7 @@ fn foreign_store_is_untouched() {
 fn store_open_elsewhere_refuses_replay_but_allows_reads() {
     let scratch = Scratch::new();
     scratch.replay(10, &[]).expect(0);
-    let store = Store::open(scratch.store(), Options::default()).unwrap();
+    let store = Store::open(scratch.store()).unwrap();
     let locked = scratch.replay(20, &["--resume"]).expect(3);
     assert!(locked.err.contains(&std::process::id().to_string()), "{}", locked.err);
     let info = run(&["info", &scratch.store(), "--json"]).expect(0).json().remove(0);

@@ -4,7 +4,7 @@ use std::fs;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use remanent::options::Compression;
+use remanent::options::{Compression, ImageOptions, LogOptions};
 use remanent::{Key, Options, Place, Store};
 use serde_json::{Value, json};
 
@@ -47,7 +47,7 @@ fn sound_store_is_copied_completely() {
     }
     assert_eq!(content(&new), content(&store));
     run(&["verify", &new]).expect(0);
-    let opened = Store::open(&new, Options::default()).unwrap();
+    let opened = Store::open(&new).unwrap();
     assert_eq!(opened.id().to_string(), summary["store"].as_str().unwrap());
     assert_ne!(run(&["info", &store, "--json"]).json()[0]["store"], summary["store"]);
     let mut batch = opened.batch();
@@ -58,8 +58,10 @@ fn sound_store_is_copied_completely() {
 /// Creates two pages in two snapshots. The batch between them that changed page 1 and the newest images are
 /// lost.
 fn scarred(scratch: &Scratch) {
-    let options = Options::default().segment_len(64 << 10).compression(Compression::Off);
-    let store = Store::open(scratch.store(), options).unwrap();
+    let options = Options::new()
+        .log(LogOptions::new().segment_len(64 << 10))
+        .images(ImageOptions::new().compression(Compression::Off));
+    let store = options.open(scratch.store()).unwrap();
     let mut batch = store.batch();
     for name in ["changed", "still"] {
         let page = batch.create(3000, Place::Host).key(Key::new(name).unwrap()).page();
@@ -83,7 +85,7 @@ fn scarred(scratch: &Scratch) {
     let segment = fs::File::options().write(true).open(Path::new(&path).join(name)).unwrap();
     segment.write_all_at(&[0; 512], second["offset"].as_u64().unwrap()).unwrap();
     fs::remove_file(newest(&path, "pages", "pages")).unwrap();
-    assert!(Store::open(&path, Options::default()).is_err(), "then there is nothing to salvage");
+    assert!(Store::open(&path).is_err(), "then there is nothing to salvage");
 }
 
 #[test]

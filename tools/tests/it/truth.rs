@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use remanent::options::Compression;
+use remanent::options::{Compression, ImageOptions, LogOptions, Retention};
 use remanent::{Key, Options, Place, SnapshotOptions, Store};
 
 use crate::command::{Scratch, run};
@@ -22,7 +22,11 @@ fn damage_batch(store: &str, lsn: u64) {
 
 /// Opens a store with small segments and uncompressed images.
 fn open(path: &str) -> Store {
-    Store::open(path, Options::default().segment_len(64 << 10).compression(Compression::Off)).unwrap()
+    Options::new()
+        .log(LogOptions::new().segment_len(64 << 10))
+        .images(ImageOptions::new().compression(Compression::Off))
+        .open(path)
+        .unwrap()
 }
 
 fn commit(store: &Store, step: u64) {
@@ -48,7 +52,7 @@ fn named_snapshot_does_not_replace_damaged_log() {
     let path = scratch.store();
     run(&["verify", &path]).expect(0);
     damage_batch(&path, 2);
-    assert!(Store::open(&path, Options::default()).is_err());
+    assert!(Store::open(&path).is_err());
     let verify = run(&["verify", &path]).expect(1).out;
     assert!(verify.contains("the store cannot be opened"), "{verify}");
     assert!(verify.contains("cost: the store"), "{verify}");
@@ -88,7 +92,7 @@ fn store_without_identity_file_does_not_open() {
     let mut bytes = fs::read(&identity).unwrap();
     bytes[20] ^= 1;
     fs::write(&identity, bytes).unwrap();
-    assert!(Store::open(&path, Options::default()).is_err());
+    assert!(Store::open(&path).is_err());
     let verify = run(&["verify", &path]).expect(1).out;
     assert!(verify.contains("the store cannot be opened"), "{verify}");
     assert!(!verify.contains("recovery starts from"), "{verify}");
@@ -266,8 +270,10 @@ fn refused_import_leaves_nothing() {
 #[test]
 fn concurrent_writes_are_not_reported_as_damage() {
     let scratch = Scratch::new();
-    let options = Options::default().segment_len(16 << 10).snapshots_kept(1);
-    let store = Store::open(scratch.store(), options).unwrap();
+    let options = Options::new()
+        .log(LogOptions::new().segment_len(16 << 10))
+        .retention(Retention::new().snapshots_kept(1));
+    let store = options.open(scratch.store()).unwrap();
     commit(&store, 1);
     let page = store.pages().unwrap().next().unwrap().page;
     let is_done = AtomicBool::new(false);
@@ -313,7 +319,7 @@ fn read_only_commands_do_not_modify_the_store() {
     }
     assert!(files(&path) == before);
     // A writer does not prevent this, and is not prevented from opening the store.
-    let store = Store::open(&path, Options::default()).unwrap();
+    let store = Store::open(&path).unwrap();
     run(&["prune", &path, "--snapshots", "1"]).expect(0);
     run(&["prune", &path, "--snapshots", "1", "--yes"]).expect(3);
     store.close().unwrap();
@@ -324,7 +330,7 @@ fn read_only_commands_do_not_modify_the_store() {
 fn unneeded_files_are_removed() {
     let scratch = Scratch::new();
     let path = scratch.store();
-    let store = Store::open(&path, Options::default().snapshots_kept(1)).unwrap();
+    let store = Options::new().retention(Retention::new().snapshots_kept(1)).open(&path).unwrap();
     let page = {
         let mut batch = store.batch();
         let page = batch.create(4096, Place::Host).page();

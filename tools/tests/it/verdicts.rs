@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use remanent::options::Compression;
+use remanent::options::{Compression, ImageOptions, LogOptions, Retention};
 use remanent::{Error, Lsn, Options, Place, SnapshotOptions, StatePoint, Store};
 
 use crate::command::{Scratch, run};
@@ -18,11 +18,13 @@ const FLIPS: usize = 25;
 const ZEROED: usize = 15;
 
 fn options() -> Options {
-    Options::default().segment_len(64 << 10).compression(Compression::Off).reserve_bytes(0).chunk_len(4096)
+    Options::new()
+        .log(LogOptions::new().segment_len(64 << 10).reserve_bytes(0))
+        .images(ImageOptions::new().compression(Compression::Off).chunk_len(4096))
 }
 
 fn open(path: &str) -> Result<Store, Error> {
-    Store::open(path, options())
+    options().open(path)
 }
 
 /// An open store in its own directory.
@@ -308,7 +310,10 @@ fn verify_agrees_with_an_open() {
 #[test]
 fn restore_without_retained_table_is_sound() {
     let scratch = Scratch::new();
-    let store = Store::open(scratch.store(), options().snapshots_kept(1).log_kept(1 << 30)).unwrap();
+    let store = options()
+        .retention(Retention::new().snapshots_kept(1).log_kept(1 << 30))
+        .open(scratch.store())
+        .unwrap();
     let mut work = Work { scratch, store };
     let mut batch = work.store.batch();
     batch.create(3000, Place::Host);

@@ -37,7 +37,7 @@ fn imports_have_note_step_and_bytes() {
 #[test]
 fn version_time_is_listed_but_not_compared() {
     let path = Scratch::new();
-    let store = Store::open(path.store(), Options::default()).unwrap();
+    let store = Store::open(path.store()).unwrap();
     for seconds in [1_700_000_000.25, 1_700_000_001.5] {
         let mut batch = store.batch();
         batch.set_root("saved at", seconds);
@@ -54,7 +54,7 @@ fn version_time_is_listed_but_not_compared() {
 fn exactly_the_loadable_versions_are_listed() {
     let scratch = Scratch::new();
     let path = scratch.store();
-    let store = Store::open(&path, Options::default().snapshots_kept(100)).unwrap();
+    let store = Options::new().retention(Retention::new().snapshots_kept(100)).open(&path).unwrap();
     for number in 1..=9_u64 {
         let mut batch = store.batch();
         let page = batch.create(8, Place::Host).page();

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Stdio;
 
-use remanent::{Key, Metadata, Options, Place, Store, Value};
+use remanent::{Key, Metadata, Place, Store, Value};
 
 use crate::command::{Scratch, command, run};
 
@@ -240,7 +240,7 @@ fn tensors_are_created_at_the_given_place() {
 #[test]
 fn export_reports_a_dtype_unknown_to_safetensors() {
     let weights = Weights::new();
-    let store = Store::open(weights.scratch.store(), Options::default()).unwrap();
+    let store = Store::open(weights.scratch.store()).unwrap();
     let mut batch = store.batch();
     let said = [("name", Value::from("phase")), ("dtype", Value::from("C128"))];
     let metadata = Metadata::from(said.map(|(key, value)| (key.to_owned(), value)));
@@ -260,7 +260,7 @@ fn export_reports_a_dtype_unknown_to_safetensors() {
 #[test]
 fn foreign_pages_are_unchanged() {
     let weights = Weights::new();
-    let store = Store::open(weights.scratch.store(), Options::default()).unwrap();
+    let store = Store::open(weights.scratch.store()).unwrap();
     let mut batch = store.batch();
     let key = Key::new("w").unwrap();
     let page = batch.create(4, Place::Host).key(key.clone()).page();
@@ -273,7 +273,7 @@ fn foreign_pages_are_unchanged() {
         assert_eq!(weights.export(&[]), bytes);
     }
     weights.import(&file(&[]), &[]);
-    let store = Store::open(weights.scratch.store(), Options::default()).unwrap();
+    let store = Store::open(weights.scratch.store()).unwrap();
     let mut mine = [0; 4];
     store.read(store.page_by_key(&key).unwrap().page, 0, &mut mine).unwrap();
     assert_eq!(&mine, b"mine");

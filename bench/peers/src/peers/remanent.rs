@@ -2,19 +2,19 @@
 
 use std::path::Path;
 
-use remanent::options::Compression;
+use remanent::options::{Compression, ImageOptions, MemoryOptions};
 use remanent::tiers::Tiers;
-use remanent::{Ack, Budget, DeviceChoice, Key, Options, PageId, Place, Store};
+use remanent::{Ack, DeviceChoice, Key, Options, PageId, Place, Store};
 
 use super::{Blocks, Commit, Found, RECORDS, Result};
 use crate::record;
 
 fn options() -> Options {
-    Options::default().ack(Ack::Durable).device(DeviceChoice::Host)
+    Options::new().ack(Ack::Durable).device(DeviceChoice::Host)
 }
 
 pub fn write(directory: &Path, done: &dyn Fn()) -> Result<()> {
-    let store = Store::open(directory, options())?;
+    let store = options().open(directory)?;
     for number in 0..record::COUNT {
         let bytes = record::bytes(number);
         let mut batch = store.batch();
@@ -28,7 +28,7 @@ pub fn write(directory: &Path, done: &dyn Fn()) -> Result<()> {
 }
 
 pub fn read(directory: &Path) -> Result<Found> {
-    let store = Store::open(directory, options())?;
+    let store = options().open(directory)?;
     let mut records = Vec::new();
     for info in store.pages()? {
         let mut bytes = vec![0; usize::try_from(info.len)?];
@@ -43,7 +43,7 @@ pub fn read(directory: &Path) -> Result<Found> {
 const PAGE_LEN: u64 = 4 << 20;
 
 pub fn open(directory: &Path, threads: usize) -> Result<Box<dyn Commit>> {
-    let store = Store::open(directory, options())?;
+    let store = options().open(directory)?;
     let mut batch = store.batch();
     for _ in 0..threads {
         batch.create(PAGE_LEN, Place::Host);
@@ -64,12 +64,8 @@ impl Commit for (Store, Vec<PageId>) {
 /// A store whose pages are in host memory up to `cache` bytes, and on disk below that.
 pub fn open_blocks(directory: &Path, cache: u64, is_lru: bool) -> Result<Box<dyn Blocks>> {
     let tiers = Tiers::new([Place::Host, Place::Disk]);
-    let options = Options::default()
-        .device(DeviceChoice::Host)
-        .compression(Compression::Off)
-        .budget(Budget::default().with(Place::Host, cache))
-        .tiers(if is_lru { tiers.lru() } else { tiers });
-    Ok(Box::new(Store::open(directory, options.ack(Ack::Applied))?))
+    let options = Options::new().device(DeviceChoice::Host).images(ImageOptions::new().compression(Compression::Off)).memory(MemoryOptions::new().budget(Place::Host, cache)).tiers(if is_lru { tiers.lru() } else { tiers });
+    Ok(Box::new(options.ack(Ack::Applied).open(directory)?))
 }
 
 impl Blocks for Store {

@@ -15,7 +15,7 @@ use remanent::device::Device;
 use remanent::device::cuda::CudaDevice;
 use remanent::device::host::HostDevice;
 use remanent::error::Remedy;
-use remanent::options::{Compression, ImageIo};
+use remanent::options::{Compression, ImageIo, ImageOptions, Retention, SnapshotSchedule};
 use remanent::{Error, Options, Place, Result, SnapshotId, StatePoint, Store};
 
 use self::driver::{CallerStream, Driver};
@@ -249,9 +249,11 @@ fn files_use_staging_if_driver_refuses_registration() {
         driver.refuse_registrations(code);
         let before = driver.alive(0);
         let device: Arc<dyn Device> = Arc::new(CudaDevice::open(0).unwrap());
-        let options = Options::default().image_io(ImageIo::Mapped).compression(Compression::Off);
-        let options = options.snapshots_kept(1).chunk_len(4096).snapshot_log_bytes(None);
-        let store = Store::open_with(folder.path().join(code.to_string()), device, options.clone()).unwrap();
+        let options = Options::new().images(ImageOptions::new().io(ImageIo::Mapped).compression(Compression::Off).chunk_len(4096));
+        let options = options
+            .retention(Retention::new().snapshots_kept(1))
+            .snapshots(SnapshotSchedule::new().log_bytes(None));
+        let store = options.clone().open_with(folder.path().join(code.to_string()), device).unwrap();
         let mut batch = store.batch();
         let page = batch.create(100_000, Place::Device(0)).page();
         batch.fill(page, 0, 100_000, &[1]);
@@ -266,7 +268,7 @@ fn files_use_staging_if_driver_refuses_registration() {
         store.close().unwrap();
         assert_eq!(driver.alive(0), before, "{code}: something is left");
         let host: Arc<dyn Device> = Arc::new(HostDevice::new());
-        let store = Store::open_with(folder.path().join(code.to_string()), host, options).unwrap();
+        let store = options.open_with(folder.path().join(code.to_string()), host).unwrap();
         assert_eq!(store.read_to_vec(page).unwrap(), vec![6; 100_000]);
     }
 }

@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use remanent::options::{LogOptions, SnapshotSchedule};
 use remanent::batch::{Shadow, Width};
 use remanent::device::cuda::CudaDevice;
 use remanent::device::multi::MultiDevice;
@@ -70,8 +71,8 @@ impl Work {
     }
 
     pub fn open(&self, device: Arc<dyn Device>) -> Result<Store> {
-        let quiet = Options::default().snapshot_interval(None).snapshot_log_bytes(None);
-        let options = quiet.segment_len(64 << 10);
+        let quiet = Options::new().snapshots(SnapshotSchedule::never());
+        let options = quiet.log(LogOptions::new().segment_len(64 << 10));
         Store::open_on(Arc::new(DirDisk::new(self.directory.path())), device, options)
     }
 

@@ -10,6 +10,7 @@ mod scenes;
 
 use std::fmt;
 
+use crate::with_options::With;
 use remanent::error::Folder;
 use remanent::testing::sim_disk::Tears;
 use remanent::{Error, Options};
@@ -88,7 +89,7 @@ fn openings() -> Vec<Row> {
         opening, opening_after_a_publish, opening_after_an_opening, opening_after_the_creation,
         opening_with_spares, rolling, rolling_with_spares,
     };
-    let one = || options().snapshots_kept(1);
+    let one = || options().with(|options| options.retention.snapshots_kept = 1);
     let log = Sync::Folder(Folder::Log);
     let segment = Sync::Temporary(Folder::Log);
     vec![
@@ -154,7 +155,7 @@ fn commits() -> Vec<Row> {
     use scenes::{committing, filling_the_reserve, long_frame, recycling_rounds, rolling, whole_page};
     let log = Sync::Folder(Folder::Log);
     let spare = Sync::TemporarySegment(0);
-    let with_reserve = || options().reserve_bytes(16 << 10);
+    let with_reserve = || options().with(|options| options.log.reserve_bytes = Some(16 << 10));
     vec![
         row("group", committing, nth(1, Sync::Window), Seen),
         row("segment made ahead", rolling, nth(3, Sync::Temporary(Folder::Log)), Seen),
@@ -162,7 +163,7 @@ fn commits() -> Vec<Row> {
         row("long segment", long_frame, nth(2, Sync::TemporarySegment(2)), Seen),
         row("name of a long segment", long_frame, after(2, Sync::TemporarySegment(2), log), Seen),
         row("spare that becomes a segment", recycling_rounds, nth(1, Sync::Spare), Seen)
-            .with(options().snapshots_kept(1)),
+            .with(options().with(|options| options.retention.snapshots_kept = 1)),
         row(
             "spare of the reserve",
             filling_the_reserve,
@@ -257,12 +258,19 @@ fn snapshots() -> Vec<Row> {
             ),
         ),
     ];
-    let again = again.into_iter().map(|row| row.with(options().snapshots_kept(1).chunk_len(8 << 10)));
+    let again = again.into_iter().map(|row| {
+        row.with(options().with(|options| {
+            options.retention.snapshots_kept = 1;
+            options.images.chunk_len = Some(8 << 10);
+        }))
+    });
     let restores = vec![
         row("table of the old state", restoring, nth(1, Sync::Temporary(Folder::Pages)), NoticedAtOnce),
         row("name of the table", restoring, nth(1, image_names), Seen),
     ];
-    let of_one_kept = of_one_kept.into_iter().map(|row| row.with(options().snapshots_kept(1)));
+    let of_one_kept = of_one_kept
+        .into_iter()
+        .map(|row| row.with(options().with(|options| options.retention.snapshots_kept = 1)));
     of_one_kept.chain(again).chain(restores).collect()
 }
 

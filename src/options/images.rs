@@ -1,0 +1,74 @@
+//! Options of image files.
+
+use super::{Compression, ImageIo};
+#[cfg(doc)]
+use crate::error::Error;
+
+/// How the images of pages are written: by snapshots, and in advance of batches with long writes. Reading
+/// images does not depend on these options.
+///
+/// ```
+/// use remanent::Options;
+/// use remanent::options::{Compression, ImageIo, ImageOptions};
+/// let images = ImageOptions::new().io(ImageIo::Buffered).compression(Compression::Off);
+/// let store = Options::new().images(images).open_temporary()?;
+/// assert_eq!(store.recovered().image_io, "buffered");
+/// # Ok::<(), remanent::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ImageOptions {
+    /// How image files are written to disk.
+    pub io: ImageIo,
+    /// Whether images are compressed.
+    pub compression: Compression,
+    /// The number of page bytes after which a snapshot writes a chunk of images, so that a small store can
+    /// have several chunks and several image files.
+    #[doc(hidden)]
+    pub chunk_len: Option<u64>,
+}
+
+impl ImageOptions {
+    /// Returns the defaults.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Sets how image files are written to disk. Default: [`ImageIo::Buffered`].
+    ///
+    /// Use [`ImageIo::Direct`] if snapshots must not displace cached data of other programs, and
+    /// [`ImageIo::Mapped`] for a store on tmpfs with pages on a GPU. The open fails with
+    /// [`Error::InvalidOption`] if the file system does not support it.
+    #[must_use]
+    pub fn io(mut self, io: ImageIo) -> Self {
+        self.io = io;
+        self
+    }
+
+    /// Sets whether images are compressed. Default: [`Compression::Zstd`].
+    ///
+    /// Use [`Compression::Off`] if CPU time matters more than disk space, or if the pages cannot be
+    /// compressed. In measurements, bf16 weights were compressed to 0.78 of their size and zeros to nothing,
+    /// while random bytes were stored uncompressed; a snapshot of 32 MiB took between half and twice as long
+    /// as without compression (two busy cores).
+    #[must_use]
+    pub fn compression(mut self, compression: Compression) -> Self {
+        self.compression = compression;
+        self
+    }
+
+    /// Sets the number of page bytes after which a snapshot writes a chunk of images.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn chunk_len(mut self, bytes: u64) -> Self {
+        self.chunk_len = Some(bytes);
+        self
+    }
+
+    /// Whether a device copies images to the files' own memory, if the file system supports that. Compression
+    /// is done by the host and excludes it.
+    pub(crate) fn is_in_place(self) -> bool {
+        self.io == ImageIo::Mapped && self.compression == Compression::Off
+    }
+}
