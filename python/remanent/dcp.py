@@ -200,11 +200,14 @@ class StorageWriter(_AtPath, storage.StorageWriter):
         for item in plan.items:
             dtype = None if item.tensor_data is None else item.tensor_data.properties.dtype
             if dtype is not None and dtype not in conversion.SHORT:
-                raise RefusedError(f"{item.index.fqn}: elements of {dtype} cannot be stored")
+                raise RefusedError(f"{item.index.fqn}: elements of type {dtype} cannot be stored",
+                                   remedy="convert the tensor to another element type")
             if len(item.index.fqn.encode(errors="surrogatepass")) > _NAME_BYTES_MAX:
-                raise RefusedError(f"{item.index.fqn[:100]}…: a name of more than {_NAME_BYTES_MAX} bytes")
+                raise RefusedError(f"{item.index.fqn[:100]}…: the name has more than {_NAME_BYTES_MAX} bytes",
+                                   remedy="use a shorter name")
         if not self._overwrite and _metadata_files(self._path):
-            raise TakenError(f"Checkpoint already exists: {self._path}", remedy="remove it, or save with `overwrite`")
+            raise TakenError(f"{self._path} already contains a checkpoint",
+                             remedy="remove it, or save with overwrite=True")
         durable_files.make_folder(self._path)
         durable_files.make_folder(self._stores)
         return plan if self._together else replace(plan, storage_data=_store_of(self._rank))
@@ -328,7 +331,7 @@ class StorageReader(_AtPath, storage.StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Raises `RefusedError` if the checkpoint was replaced after some of the ranks had read its metadata."""
         if len({plan.storage_data for plan in plans}) > 1:
-            raise RefusedError(f"{self._path} was saved over while its ranks began to load", remedy="load again")
+            raise RefusedError(f"{self._path} was replaced while ranks were beginning to load it", remedy="load again")
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -343,11 +346,11 @@ class StorageReader(_AtPath, storage.StorageReader):
             try:
                 view = _native.View(_root_of(self._path) / _STORES / store, f"name:{snapshot}")
             except NoStateError as error:
-                raise NoStateError(f"{self._path} was saved over or removed meanwhile", remedy="load again") from error
+                raise NoStateError(f"{self._path} was replaced or removed during the load", remedy="load again") from error
             with view:
                 if view.id != store_id:
-                    raise DamagedError(f"the checkpoint lies in store {store_id}, and {store} is store {view.id}",
-                                       remedy="put back the store that it was saved to", path=str(self._path))
+                    raise DamagedError(f"the checkpoint was saved to store {store_id}, but {store} is store {view.id}",
+                                       remedy="restore the original store from a backup", path=str(self._path))
                 with _Jobs() as jobs:
                     for item in items:
                         self._load(jobs, view, item, planner)
@@ -360,10 +363,10 @@ class StorageReader(_AtPath, storage.StorageReader):
         name = item.storage_index.fqn
         saved = self._dtypes.get(name, target.dtype)
         if target.size() != item.lengths:
-            raise RefusedError(f"{name}: {tuple(item.lengths)} elements do not fit into {tuple(target.size())}",
-                               remedy="load into a tensor of the checkpoint's shape")
+            raise RefusedError(f"{name}: the checkpoint has shape {tuple(item.lengths)}, but the tensor has shape "
+                               f"{tuple(target.size())}", remedy="load into a tensor of the checkpoint's shape")
         if target.dtype != saved and not self._cast:
-            raise RefusedError(f"{name}: the checkpoint has elements of {saved}, and the tensor of {target.dtype}",
+            raise RefusedError(f"{name}: the checkpoint has elements of type {saved}, but the tensor has {target.dtype}",
                                remedy=f"load into a tensor of {saved}, or convert with StorageReader(path, cast=True)")
 
     def _load(self, jobs: _Jobs, view: _native.View, item: ReadItem, planner: LoadPlanner) -> None:
@@ -695,7 +698,7 @@ def _kept_snapshots(root: Path) -> dict[str, set[tuple[str, str]]] | None:
             return None
     except (Error, OSError) as error:
         logging.getLogger("remanent").warning(
-            "a checkpoint in %s cannot be read, so the space of those that are gone is not given back: %s", root, error)
+            "a checkpoint in %s cannot be read, so the space of removed checkpoints is not freed: %s", root, error)
         return None
     return kept
 
@@ -788,11 +791,12 @@ def _proven(path: Path) -> tuple[bytes, bytes]:
         content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise NoStateError(f"there is no checkpoint in {path.parent}: {path.name} is missing",
-                           remedy="give the path of a checkpoint that was saved whole") from error
+                           remedy="use the path of a complete checkpoint") from error
     except IsADirectoryError as error:
-        raise NoStateError(f"{path} is a folder") from error
+        raise NoStateError(f"{path} is a folder, not a metadata file",
+                           remedy="use the path of a complete checkpoint") from error
     if content[:1] == _PICKLE:
-        raise NoStateError(f"{path} is of DCP's own format", remedy="load it with DCP's FileSystemReader")
+        raise NoStateError(f"{path} has DCP's own format", remedy="load it with DCP's FileSystemReader")
     beginning = checksummed_json.begins(_KIND)
     if len(content) >= len(beginning) and not content.startswith(beginning):
         raise NoStateError(f"{path} is not a checkpoint of this package")

@@ -43,26 +43,26 @@ def check(path: str, leaf: Any) -> None:
     :raises RefusedError: the array cannot be stored. The message names its path.
     """
     if isinstance(leaf, jax.core.Tracer):
-        raise RefusedError(f"{path}: a traced value has no elements yet", remedy="save outside of jit, grad and vmap")
+        raise RefusedError(f"{path}: a traced value has no elements", remedy="save outside of jit, grad and vmap")
     if isinstance(leaf, jax.Array):
         if leaf.is_deleted():
-            raise RefusedError(f"{path}: the array was deleted or donated", remedy="save the array that took its place")
+            raise RefusedError(f"{path}: the array was deleted or donated", remedy="save the array that replaced it")
         if not leaf.is_fully_addressable:
             raise RefusedError(f"{path}: some shards of the array are in other processes",
                                remedy="save with Orbax and `remanent.integrations.orbax`, or gather the array first")
         if leaf.weak_type and leaf.dtype != _weak((), leaf.dtype).dtype:
-            raise RefusedError(f"{path}: a weakly typed array of {leaf.dtype} cannot be made again",
-                               remedy=f"give it its type: x.astype(x.dtype) of {leaf.dtype}")
+            raise RefusedError(f"{path}: a weakly typed array of {leaf.dtype} cannot be restored",
+                               remedy="save x.astype(x.dtype), which is not weakly typed")
     elif type(leaf) is not numpy.ndarray and not isinstance(leaf, numpy.generic):
-        raise RefusedError(f"{path}: a {type(leaf).__name__} is more than its elements",
-                           remedy="save numpy.asarray of it, and what it has beyond that by itself")
+        raise RefusedError(f"{path}: a {type(leaf).__name__} cannot be stored, because it has state in addition to its "
+                           "elements", remedy="save numpy.asarray of it, and the additional state separately")
     if not isinstance(leaf, jax.Array) and (leaf.dtype.hasobject or not leaf.dtype.isnative):
-        raise RefusedError(f"{path}: elements of {leaf.dtype!r} cannot be stored",
+        raise RefusedError(f"{path}: elements of type {leaf.dtype!r} cannot be stored",
                            remedy="convert the array to a numeric dtype in the machine's byte order")
     try:
         _native.dtype(str(leaf.dtype))
     except ValueError:
-        raise RefusedError(f"{path}: elements of {leaf.dtype} cannot be stored",
+        raise RefusedError(f"{path}: elements of type {leaf.dtype} cannot be stored",
                            remedy="convert the array to a dtype that `remanent.Array` lists") from None
 
 
@@ -136,7 +136,7 @@ def taken(tree: Any) -> tuple[list[Any], dict[str, Any]]:
     shared: dict[int, str] = {}
     for path, leaf in _flatten(tree):
         if path in seen:
-            raise RefusedError(f"{path}: two leaves have this path")
+            raise RefusedError(f"{path}: two leaves have this path", remedy="rename a key of the tree")
         seen.add(path)
         if isinstance(leaf, numpy.ndarray) and shared.setdefault(id(leaf), path) != path:
             held.append([path, {"$": ["same", shared[id(leaf)]]}])
@@ -165,8 +165,8 @@ def _refuse_overlaps(arrays: dict[str, numpy.ndarray[Any, Any]]) -> None:
             if start >= end:
                 break
             if numpy.shares_memory(arrays[path], arrays[other]):
-                raise RefusedError(f"{other}: it shares a part of its memory with {path}",
-                                   remedy="save copies, or the array that both are views of")
+                raise RefusedError(f"{other}: the array shares a part of its memory with {path}",
+                                   remedy="save copies, or the array of which both are views")
 
 
 def _properties(leaf: Any) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def read_tree(view: _native.View) -> tuple[dict[str, Any], dict[str, tuple[str, 
     """Returns the leaves of a version, and the page and layout of each of its arrays, by path."""
     manifest = page_tree.read_manifest(view)
     if not isinstance(manifest.tree, dict) or "leaves" not in manifest.tree:
-        raise NoStateError("the store holds no tree of JAX's", remedy="use `remanent.torch`")
+        raise NoStateError("the store contains no JAX tree", remedy="load it with `remanent.torch`")
     where = {array.name: (key, array) for key, arrays in manifest.pages.items() for array in arrays}
     return dict(map(tuple, manifest.tree["leaves"])), where
 
@@ -318,13 +318,14 @@ def restore(directory: _Path, template: Any = None, *, at: int | str | None = No
             with Bar(nbytes, "loading", progress) as bar:
                 loaded = {path: load(path, None) for path in held if same_as(held[path]) is None}
             if unplaced:
-                warnings.warn(f"arrays are on the default device instead of where they were: {', '.join(unplaced)}; "
-                              "give a template with shardings to place them", stacklevel=2)
+                warnings.warn(f"arrays were restored to the default device instead of their previous one: "
+                              f"{', '.join(unplaced)}; pass a template with shardings to place them", stacklevel=2)
             return {path: loaded[same_as(leaf) or path] for path, leaf in held.items()}
         paths = _flatten(template)
         if [path for path, _ in paths] != list(held):
             differ = sorted(held.keys() ^ {path for path, _ in paths})
-            raise NoStateError(f"the version and the template differ in {', '.join(differ[:5])}")
+            raise NoStateError(f"the version and the template differ in {', '.join(differ[:5])}",
+                           remedy="use a template with the structure that `shapes` shows")
         with Bar(nbytes, "loading", progress) as bar:
             loaded = {path: load(path, like if hasattr(like, "dtype") else None)
                       for path, like in paths if same_as(held[path]) is None}
@@ -335,7 +336,8 @@ def restore(directory: _Path, template: Any = None, *, at: int | str | None = No
 def refuse_other_elements(path: str, shape: tuple[int, ...], dtype: Any, like: Any) -> None:
     if like is not None and (tuple(like.shape), like.dtype) != (shape, dtype):
         own, other = f"{dtype}{list(shape)}", f"{like.dtype}{list(like.shape)}"
-        raise NoStateError(f"{path}: the version has {own}, the template {other}")
+        raise NoStateError(f"{path}: the version has {own}, but the template has {other}",
+                           remedy="use a template with the shapes and types that `shapes` shows")
 
 
 def sharding_of(like: Any) -> Any:
@@ -357,8 +359,8 @@ def placed_array(path: str, elements: numpy.ndarray[Any, Any], is_weak: bool, sh
     their type."""
     placed = jax.device_put(elements)
     if placed.dtype != elements.dtype:
-        raise NoStateError(f"{path}: this JAX makes {placed.dtype} of {elements.dtype}",
-                           remedy="switch jax_enable_x64 on, as when it was saved")
+        raise NoStateError(f"{path}: JAX would convert {elements.dtype} to {placed.dtype}",
+                           remedy="enable jax_enable_x64, as when the version was saved")
     if is_weak:
         placed = _weak(elements.shape, elements.dtype, placed)
     return placed if sharding is None else cast(jax.Array, jax.device_put(placed, sharding))

@@ -21,7 +21,7 @@ under its key after the process was killed. Every block is verified by its check
 ...     BlockCache(directory, identity={**identity, "revision": "2"}, capacity=1 << 20)
 ... except remanent.MismatchError as error:
 ...     print(error)
-the cache holds blocks of another kind: revision is "1" there and "2" here
+the cache contains blocks of another identity: revision is "1" in the cache and "2" here
 """
 
 from __future__ import annotations
@@ -141,9 +141,9 @@ class BlockCache:
                  on_deleted: _Told | None = None) -> None:
         for name, number in (("capacity", capacity), ("readers", readers)):
             if not isinstance(number, int) or number <= 0:
-                raise InvalidError(f"{name} is {number!r}, and must be a whole number above 0")
+                raise InvalidError(f"{name} must be an int above 0, not {number!r}")
         if ack not in ("logged", "durable"):
-            raise InvalidError(f"ack is {ack!r}, and must be 'logged' or 'durable'")
+            raise InvalidError(f"ack must be 'logged' or 'durable', not {ack!r}")
         interval = snapshot_interval(capacity)
         self._store = open_store(path, identity, interval)
         self._opener = os.getpid()
@@ -341,7 +341,7 @@ class BlockCache:
         except RuntimeError:
             if not self._is_closing:
                 raise
-            raise ClosedError("the cache is closed", path=self._store.path, remedy="open another one") from None
+            raise ClosedError("the cache is closed", path=self._store.path, remedy="open the cache again") from None
         with self._lock:
             self._jobs.add(job)
         job.add_done_callback(self._finished)
@@ -350,7 +350,7 @@ class BlockCache:
     def _check_process(self) -> None:
         if os.getpid() != self._opener:
             raise ForkedError("the cache belongs to the process that opened it", path=self._store.path,
-                              remedy="open another one in this process")
+                              remedy="open the cache in this process")
 
     def _finished(self, job: Future[Any]) -> None:
         with self._lock:
@@ -428,9 +428,9 @@ class BlockCache:
                 self._store_jobs([job], stored)
             return
         if refused:
-            failure = OverBudgetError(f"{len(refused)} of {len(jobs[0].work)} blocks do not fit into the "
-                                      f"{self.capacity} bytes of the cache, or would replace locked ones",
-                                      path=self._store.path)
+            failure = OverBudgetError(f"{len(refused)} of {len(jobs[0].work)} blocks do not fit into the cache of "
+                                      f"{self.capacity} bytes, or would replace locked blocks", path=self._store.path,
+                                      remedy="unlock blocks, or use a larger capacity")
         for job in jobs:
             self._arrived(job)
             # The buffers are released before the future is done, since its caller may then free the memory.
@@ -492,7 +492,7 @@ class BlockCache:
         try:
             self._write(out, [])
         except Error as error:
-            _logger.warning("%s: which blocks were used last is not logged: %s", self._store.path, error)
+            _logger.warning("%s: the last use of blocks cannot be logged: %s", self._store.path, error)
         else:
             self._tell_written(out, {})
 
@@ -587,10 +587,10 @@ class BlockCache:
             self._give_up(task.key, block)
         except (DamagedError, StoreIOError) as error:
             if isinstance(error, StoreIOError) and error.errno != errno.EIO:
-                _logger.warning("%s: a block is not read: %s", self._store.path, error)
+                _logger.warning("%s: a block cannot be read: %s", self._store.path, error)
                 block.unreadable_until = time.monotonic() + _UNREADABLE_FOR
             else:
-                _logger.warning("%s: a block is given up: %s", self._store.path, error)
+                _logger.warning("%s: a damaged block is removed from the cache: %s", self._store.path, error)
                 self._give_up(task.key, block)
         return False
 
@@ -614,7 +614,7 @@ def _tasks(keys: Iterable[bytes], blocks: Iterable[Any], kinds: Iterable[str] | 
     pairs = list(zip(keys, blocks, strict=True))
     for key, _ in pairs:
         if not isinstance(key, bytes) or not key:
-            raise InvalidError(f"a block's key is one byte or more, not {key!r}")
+            raise InvalidError(f"a block's key must be bytes of length 1 or more, not {key!r}")
     words = [None] * len(pairs) if kinds is None else list(kinds)
     return [_Task(key, _as_bytes(block), kind) for (key, block), kind in zip(pairs, words, strict=True)]
 

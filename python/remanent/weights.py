@@ -96,7 +96,8 @@ class Publisher:
     def __init__(self, directory: _Path, *, check: bool = False, log_kept: int = 1 << 30, device: str = "host",
                  **options: Any) -> None:
         if device == "auto":
-            raise InvalidError("device: \"auto\" does not say where the weights are", remedy="name it, as in \"cuda:0\"")
+            raise InvalidError("device: \"auto\" is not supported by a publisher",
+                               remedy="pass the device of the weights, such as \"cuda:0\"")
         self._check = check
         self.store = _native.Store(directory, device=device, log_kept=log_kept, **options)
         self._manifest = page_tree.LastManifest()
@@ -274,8 +275,8 @@ class Subscriber:
         self.step = root.get("step", self.step)
         expected = root.get("weights.crc32")
         if expected is not None and checksum(live.tensors) != expected:
-            raise DivergedError(f"the weights of step {self.step} have another checksum than the publisher's",
-                                remedy="apply again: it begins anew")
+            raise DivergedError(f"the checksum of the weights of step {self.step} differs from the publisher's",
+                                remedy="call apply_to again, which reads all weights again")
 
 
 def _are_equal(sums: dict[torch.device, torch.Tensor], others: dict[torch.device, torch.Tensor]) -> bool:

@@ -109,7 +109,7 @@ pub struct PyReadAhead {
 
 impl PyReadAhead {
     pub fn begin(py: Python<'_>, gate: &Arc<Gate>, steps: &Bound<'_, PyAny>, place: Place) -> PyResult<Self> {
-        let steps = iterable(steps, "steps are an iterable of iterables of pages")?.unbind();
+        let steps = iterable(steps, "steps must be an iterable of iterables of pages")?.unbind();
         let held = py.detach(|| {
             let (handle, store) = gate.hold()?;
             let cell = ReadAheadCell::try_new(store, |store| store.read_ahead(place))?;

@@ -50,15 +50,15 @@ where
 /// returned unchanged.
 fn refused(object: &Bound<'_, PyAny>, name: &str, expected: &str, error: PyErr) -> PyErr {
     let py = object.py();
-    let remedy = || format!("give {expected}");
+    let remedy = || format!("pass {expected}");
     if error.is_instance_of::<PyOverflowError>(py) || error.is_instance_of::<PyValueError>(py) {
         let found = object.repr().map_or_else(|_| "this".to_owned(), |text| text.to_string());
-        let found = if found.len() > SHOWN_MAX { "a value out of that range".to_owned() } else { found };
-        return invalid(format!("{name} is {expected}, not {found}"), remedy());
+        let found = if found.len() > SHOWN_MAX { "a value outside this range".to_owned() } else { found };
+        return invalid(format!("{name} must be {expected}, not {found}"), remedy());
     }
     if error.is_instance_of::<PyTypeError>(py) {
         let kind = object.get_type().name().map_or_else(|_| "this".to_owned(), |name| name.to_string());
-        return invalid_type(format!("{name} is {expected}, not {kind}"), remedy());
+        return invalid_type(format!("{name} must be {expected}, not {kind}"), remedy());
     }
     error
 }

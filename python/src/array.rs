@@ -148,7 +148,7 @@ impl Array {
             let name = this.dtype.name;
             return Err(memory_refused(
                 format!("the buffer protocol has no format for {name}"),
-                "take it by DLPack, or read it with dtype \"uint8\"",
+                "use DLPack, or read the page with dtype \"uint8\"",
             ));
         };
         let parts = BufferParts {
@@ -246,13 +246,13 @@ pub fn check_export(stream: Option<&Bound<'_, PyAny>>, dl_device: Option<(i32, i
     if let Some(stream) = stream
         && stream.extract::<i64>()? != -1
     {
-        return Err(memory_refused("memory of the host has no streams", "leave out stream, or give -1"));
+        return Err(memory_refused("host memory has no streams", "omit stream, or pass -1"));
     }
     match dl_device {
         None | Some((dlpack::CPU, _)) => Ok(()),
         Some(_) => Err(memory_refused(
-            "the bytes lie on the host",
-            "leave out dl_device, and move the tensor afterwards",
+            "the bytes are in host memory",
+            "omit dl_device, and move the tensor afterwards",
         )),
     }
 }
@@ -279,12 +279,12 @@ pub unsafe fn fill_buffer(
     parts: BufferParts,
 ) -> PyResult<()> {
     if view.is_null() {
-        return Err(memory_refused("the call gives no view to fill", "give a view"));
+        return Err(memory_refused("the caller passed no view to fill", "pass a view"));
     }
     if parts.read_only && flags & ffi::PyBUF_WRITABLE == ffi::PyBUF_WRITABLE {
         return Err(memory_refused(
             "the memory belongs to the store and is read-only",
-            "ask for a read-only buffer, or take a copy with store.numpy(page)",
+            "request a read-only buffer, or copy the page with store.numpy(page)",
         ));
     }
     // SAFETY: by this function's contract. An isize is 64 bits, as is a dimension.

@@ -20,7 +20,7 @@ use crate::pending_batch::{BatchPage, PendingBatch};
 use crate::values::{REPORT, from_py};
 use crate::working_copy::PyWorkingCopy;
 
-const UINT32: &str = "give numpy.array(indices, dtype=\"uint32\")";
+const UINT32: &str = "pass numpy.array(indices, dtype=\"uint32\")";
 
 /// Operations that become visible and durable together or not at all, in the order of the calls. Created by
 /// `Store.batch`.
@@ -181,8 +181,8 @@ impl Batch {
         let (page, width) = (self.0.page(page)?, self::width(width)?);
         let (before, after) = (Input::take_host(before)?, Input::take_host(after)?);
         if before.len() != after.len() {
-            let message = format!("before and after are {} and {} bytes long", before.len(), after.len());
-            return Err(invalid(message, "give both as long as each other"));
+            let message = format!("before has {} bytes, but after has {}", before.len(), after.len());
+            return Err(invalid(message, "pass values of the same length"));
         }
         self.check_fit(py, page, after.elements())?;
         self.0.copy_in(py, |batch| {
@@ -298,10 +298,10 @@ impl Batch {
         // SAFETY: the object is alive.
         let indices: Vec<u32> = if unsafe { pyo3::ffi::PyObject_CheckBuffer(indices.as_ptr()) } == 1 {
             let buffer = pyo3::buffer::PyBuffer::<u32>::get(indices)
-                .map_err(|_| invalid_type("indices are a list of ints, or a buffer of uint32", UINT32))?;
+                .map_err(|_| invalid_type("indices must be a list of ints or a buffer of uint32", UINT32))?;
             // PyO3 reads them in the machine's byte order.
             if cfg!(target_endian = "little") && buffer.format().to_bytes().starts_with(b">") {
-                return Err(invalid_type("indices of uint32 are in the machine's order of bytes", UINT32));
+                return Err(invalid_type("indices must have the machine's byte order", UINT32));
             }
             buffer.to_vec(py)?
         } else {
@@ -387,7 +387,7 @@ impl Batch {
         let (source, target) = (self.0.page(source)?, self.0.page(target)?);
         let end = start
             .checked_add(length)
-            .ok_or_else(|| invalid("the range ends after 2^64 bytes", "give a shorter range"))?;
+            .ok_or_else(|| invalid("the range ends beyond 2^64 bytes", "use a smaller offset or length"))?;
         self.0.build(py, |batch| {
             batch.copy(source, start..end, target, offset);
         })

@@ -102,7 +102,7 @@ impl Bisect {
             let message = format!(
                 "the good state must be older than the bad one, but lsn {good} is not older than lsn {bad}"
             );
-            own(py, "InvalidError", &message, "give an older state as good, or a later one as bad", None)
+            own(py, "InvalidError", &message, "pass an older state as good, or a later one as bad", None)
         })?;
         Ok(Self(std::sync::Mutex::new(search)))
     }

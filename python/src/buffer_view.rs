@@ -32,7 +32,7 @@ impl BufferView {
         if view.has_objects() {
             let kind = object.get_type().name()?;
             return Err(invalid_type(
-                format!("{kind} of objects: they have no bytes of their own"),
+                format!("a {kind} of Python objects has no bytes to store"),
                 "convert it to an array of numbers or bytes",
             ));
         }

@@ -125,7 +125,7 @@ impl Imported {
         match imported.device {
             CPU | CUDA | CUDA_HOST | CUDA_MANAGED => Ok(imported),
             other => Err(memory_refused(
-                format!("DLPack device {other} is neither the host nor CUDA"),
+                format!("DLPack device type {other} is not supported"),
                 "copy the tensor to the host first",
             )),
         }
@@ -145,7 +145,7 @@ impl Imported {
             let version = unsafe { &(*managed.as_ptr()).version };
             if version.major != 1 {
                 return Err(memory_refused(
-                    format!("DLPack version {} is not known", version.major),
+                    format!("DLPack version {} is not supported", version.major),
                     "export the tensor by DLPack version 1, or as a NumPy array",
                 ));
             }
@@ -234,8 +234,8 @@ fn contiguous_len(tensor: &DlTensor) -> PyResult<usize> {
     if !bits.is_multiple_of(8) {
         // Producers differ in whether such elements are packed or take a byte each.
         return Err(memory_refused(
-            format!("elements of {bits} bits are not whole bytes: pass a uint8 array of their bytes"),
-            "give a uint8 array of their bytes",
+            format!("elements of {bits} bits are not supported; pass a uint8 array of their bytes"),
+            "pass a uint8 array of their bytes",
         ));
     }
     let mut elements = 1_usize;
@@ -248,7 +248,7 @@ fn contiguous_len(tensor: &DlTensor) -> PyResult<usize> {
             && length != 1
             && usize::try_from(strides[at]) != Ok(elements)
         {
-            return Err(memory_refused("the tensor is not contiguous", "give tensor.contiguous()"));
+            return Err(memory_refused("the tensor is not contiguous", "pass tensor.contiguous()"));
         }
         elements =
             elements.checked_mul(length).ok_or_else(|| impossible("a length of more than 2^64 bytes"))?;
@@ -257,7 +257,7 @@ fn contiguous_len(tensor: &DlTensor) -> PyResult<usize> {
 }
 
 fn impossible(what: &str) -> PyErr {
-    memory_refused(format!("the tensor has {what}"), "give a tensor of a library that follows DLPack")
+    memory_refused(format!("the tensor has {what}"), "pass a tensor from a library that implements DLPack")
 }
 
 /// The parameters of an export.
@@ -288,8 +288,8 @@ impl Export<'_> {
     pub fn capsule<'py>(self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         if self.read_only && !self.versioned {
             return Err(memory_refused(
-                "the consumer does not know read-only tensors",
-                "take a copy: leave out copy=False",
+                "the consumer does not support read-only tensors",
+                "omit copy=False, so that a copy is returned",
             ));
         }
         let mut strides = vec![1; self.shape.len()];

@@ -98,7 +98,7 @@ impl Dtype {
         let name = name.strip_prefix("torch.").unwrap_or(name);
         DTYPES.iter().find(|dtype| dtype.name == name || dtype.short == name).ok_or_else(|| {
             let names: Vec<&str> = DTYPES.iter().map(|dtype| dtype.name).collect();
-            invalid(format!("dtype {name:?} is none of {}", names.join(", ")), "give one of these")
+            invalid(format!("dtype {name:?} is not one of {}", names.join(", ")), "use one of these")
         })
     }
 
@@ -121,7 +121,7 @@ impl Dtype {
             return py.import("numpy")?.call_method1("dtype", (self.name,));
         }
         py.import("ml_dtypes").and_then(|added| added.getattr(self.name)).map_err(|error| {
-            let instead = "read the page with dtype \"uint8\", or take it by DLPack";
+            let instead = "read the page with dtype \"uint8\", or use DLPack";
             let refused = if error.is_instance_of::<PyAttributeError>(py) {
                 memory_refused(format!("neither NumPy nor ml_dtypes has a dtype {}", self.name), instead)
             } else if error.is_instance_of::<PyImportError>(py) {
@@ -166,16 +166,16 @@ pub fn layout(
         None if len.is_multiple_of(item) => vec![len / item],
         None => {
             return Err(invalid(
-                format!("{len} bytes are no whole number of {} elements", dtype.name),
-                "give another dtype, such as \"uint8\"",
+                format!("{len} bytes are not a whole number of {} elements", dtype.name),
+                "use another dtype, such as \"uint8\"",
             ));
         }
     };
     let wanted = shape.iter().try_fold(item, |len, dim| len.checked_mul(*dim));
     if wanted != Some(len) {
         return Err(invalid(
-            format!("{len} bytes are not {shape:?} elements of {}", dtype.name),
-            "give the dtype and shape of the page's bytes, or none for those of its metadata",
+            format!("{len} bytes do not match shape {shape:?} with dtype {}", dtype.name),
+            "pass the dtype and shape of the page, or neither to use those in its metadata",
         ));
     }
     Ok((dtype, shape))

@@ -14,7 +14,7 @@ pub const DTYPE: &str = "dtype";
 pub const SHAPE: &str = "shape";
 
 const GIVE_BYTES: &str =
-    "convert the array to a dtype that has a name, or give its bytes, such as array.view(\"uint8\")";
+    "convert the array to a dtype that has a name, or pass its bytes, such as array.view(\"uint8\")";
 
 /// The element type and shape of caller-owned memory.
 #[derive(Clone, Debug)]
@@ -74,8 +74,8 @@ impl Elements {
             Self::Unnamed(word) => word,
         };
         Err(invalid(
-            format!("the page holds elements of dtype {wanted}, and the data are of dtype {found}"),
-            "convert the data, or give their bytes, such as array.view(\"uint8\")",
+            format!("the page has elements of dtype {wanted}, but the data has dtype {found}"),
+            "convert the data, or pass its bytes, such as array.view(\"uint8\")",
         ))
     }
 }

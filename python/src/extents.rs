@@ -132,11 +132,11 @@ fn refuse_two_storages(py: Python<'_>, found: &Extents<'_>) -> PyResult<()> {
             && extent.base != last.base
         {
             let message = format!(
-                "{}: it shares memory with {} and not its storage, and would come back apart from it",
+                "{}: the tensor shares memory with {} through another storage, so they would be restored separately",
                 extent.name.bind(py).to_string_lossy(),
                 last.name.bind(py).to_string_lossy()
             );
-            let remedy = "make both views of one tensor, or store a copy of one";
+            let remedy = "use views of a single tensor, or store a copy of one of them";
             return Err(errors::own(py, "RefusedError", &message, remedy, None));
         }
         if last.is_none_or(|last| extent.addresses.end > last.addresses.end) {

@@ -16,7 +16,7 @@ use pyo3::types::{PyBool, PyDict, PyFloat, PyFrozenSet, PyInt, PyList, PyString,
 
 use crate::errors;
 
-const CONVERT: &str = "convert the value to one that can be stored, or leave it out of the state";
+const CONVERT: &str = "convert the value to one that can be stored, or remove it from the state";
 
 /// The key of a JSON object that represents a value for which JSON has no type of its own.
 const TAG: &str = "$";
@@ -87,7 +87,7 @@ impl<'a, 'py> Walk<'a, 'py> {
 
     fn value(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> PyResult<()> {
         if depth > DEPTH_MAX {
-            return Err(self.refused(&format!("values nest more than {DEPTH_MAX} deep")));
+            return Err(self.refused(&format!("values are nested more than {DEPTH_MAX} levels deep")));
         }
         if let Ok(text) = value.cast_exact::<PyString>() {
             return self.string(text);
@@ -186,7 +186,7 @@ impl<'a, 'py> Walk<'a, 'py> {
         let address = value.as_ptr() as usize;
         if let Some(Container { number, is_open, .. }) = self.containers.get(&address) {
             if *is_open {
-                return Err(self.refused("it contains itself"));
+                return Err(self.refused("the value contains itself"));
             }
             write!(self.text, "{{\"{TAG}\":[\"same\",{number}]}}").expect("a string takes all");
             return Ok(());

@@ -83,8 +83,8 @@ impl PyFollower {
             text => FollowFrom::Position(text.parse().map_err(
                 |error: remanent::follow::ParsePositionError| {
                     invalid(
-                        format!("start: {error}; nor is it \"beginning\" or \"snapshot\""),
-                        "give \"beginning\", \"snapshot\", or the position of a follower or a batch",
+                        format!("start must be \"beginning\", \"snapshot\" or a position: {error}"),
+                        "pass \"beginning\", \"snapshot\", or the position of a follower or batch",
                     )
                 },
             )?),

@@ -152,7 +152,7 @@ impl Gate {
         match closed.or_raise(py, Some(&self.path))? {
             None => Ok(()),
             Some(count) => {
-                let message = format!("{count} leases or views still use the store in {}", self.path);
+                let message = format!("{count} leases, pins or views still use the store in {}", self.path);
                 Err(own(
                     py,
                     "InUseError",
@@ -256,7 +256,7 @@ pub fn seconds(seconds: Option<f64>) -> PyResult<Option<Duration>> {
     seconds
         .map(|seconds| {
             if seconds.is_nan() {
-                Err(invalid("a time is a number of seconds, not nan", "give a number of seconds, or None"))
+                Err(invalid("a time in seconds must not be nan", "pass a number of seconds, or None"))
             } else {
                 Ok(Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX))
             }

@@ -193,8 +193,8 @@ impl PyLease {
             let mut lease = self.lease.lock().unwrap_or_else(PoisonError::into_inner);
             let exports = self.exports.load(Ordering::Acquire);
             if lease.is_some() && exports > 0 {
-                let message = format!("{exports} views of the lease's memory are held");
-                return Err(memory_refused(message, "delete the arrays and memoryviews of it first"));
+                let message = format!("{exports} views of the lease's memory still exist");
+                return Err(memory_refused(message, "delete these arrays and memoryviews first"));
             }
             lease.take()
         };
@@ -270,7 +270,7 @@ impl PyLease {
             let name = this.dtype.name;
             return Err(memory_refused(
                 format!("the buffer protocol has no format for {name}"),
-                "take it by DLPack, or lease the page with dtype \"uint8\"",
+                "use DLPack, or lease the page with dtype \"uint8\"",
             ));
         };
         // The view is counted before the lease is read, since another thread may be ending the lease.

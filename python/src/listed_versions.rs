@@ -20,9 +20,9 @@ pub fn list(py: Python<'_>, path: PathBuf) -> PyResult<Vec<ListedVersion>> {
     let shown = path.display().to_string();
     let found = py.detach(|| remanent_tools::versions(&path)).map_err(|failure| {
         let (class, message, remedy) = match failure {
-            Failure::Damage(message) => ("DamagedError", message, "`remanent verify` lists all damage"),
+            Failure::Damage(message) => ("DamagedError", message, "run `remanent verify` to list all damage"),
             Failure::Environment(message) if !has_store => {
-                ("NoStoreError", message, "give the directory to which the versions were saved")
+                ("NoStoreError", message, "use the directory to which the versions were saved")
             }
             Failure::Environment(message) | Failure::Locked(message) => {
                 ("StoreIOError", message, "allow this user to read the directory")

@@ -19,8 +19,8 @@ pub fn load_pages(view: &PastSource, pages: &Bound<'_, PyDict>, device: &str) ->
     let choice: DeviceChoice = device.parse().or_raise(py, None)?;
     if choice == DeviceChoice::Auto {
         return Err(invalid(
-            "device \"auto\" does not say where the memory is",
-            "give \"host\" or \"cuda:N\"",
+            "device must not be \"auto\", because the memory is on a certain device",
+            "pass \"host\" or \"cuda:N\"",
         ));
     }
     let (mut on_host, mut on_gpu) = (Vec::new(), Vec::new());
@@ -32,8 +32,8 @@ pub fn load_pages(view: &PastSource, pages: &Bound<'_, PyDict>, device: &str) ->
             (Input::Cuda(bytes), DeviceChoice::Cuda(_)) => on_gpu.push((name, bytes)),
             _ => {
                 return Err(memory_refused(
-                    format!("the memory of {page} does not lie on {device}"),
-                    "give memory of that device, or another device",
+                    format!("the memory for {page} is not on {device}"),
+                    "pass memory on that device, or another device",
                 ));
             }
         }

@@ -106,8 +106,7 @@ impl CudaBytes {
     /// `MemoryRefused` if the producer does not provide the number of its GPU.
     pub fn source(self) -> remanent::Result<Arc<dyn ByteSource>> {
         let Some(ordinal) = self.ordinal else {
-            let reason =
-                "its producer does not say which GPU it is of: give a tensor with __dlpack__".to_owned();
+            let reason = "its producer does not state the GPU; pass a tensor with __dlpack__".to_owned();
             return Err(remanent::Error::MemoryRefused { len: self.len, reason });
         };
         let copier = copier(DeviceChoice::Cuda(ordinal))?;
@@ -180,12 +179,12 @@ impl Input {
             {
                 return Err(memory_refused(
                     "the tensor has the negative bit set",
-                    "give tensor.resolve_neg()",
+                    "pass tensor.resolve_neg()",
                 ));
             }
             let tensor = Imported::take(object)?;
             if is_written && tensor.read_only {
-                return Err(memory_refused("the tensor is read-only", "give a tensor that can be written"));
+                return Err(memory_refused("the tensor is read-only", "pass a writable tensor"));
             }
             return Ok(match tensor.device {
                 dlpack::CUDA | dlpack::CUDA_MANAGED => Input::Cuda(CudaBytes {
@@ -207,7 +206,7 @@ impl Input {
                 "{} has no bytes: neither the buffer protocol nor __dlpack__ nor __cuda_array_interface__",
                 object.get_type().name()?
             ),
-            "give bytes, a NumPy array or a tensor",
+            "pass bytes, a NumPy array or a tensor",
         ))
     }
 
@@ -256,7 +255,7 @@ impl Input {
         match Self::take(object)? {
             Input::Host(bytes) => Ok(bytes),
             Input::Cuda(_) => Err(memory_refused(
-                "this call takes bytes in host memory, and these are in a GPU's",
+                "the bytes must be in host memory, not in GPU memory",
                 "copy the tensor to the host first",
             )),
         }
@@ -275,13 +274,10 @@ fn host_tensor(tensor: Imported) -> HostBytes {
 
 fn host_buffer(object: &Bound<'_, PyAny>, buffer: BufferView, is_written: bool) -> PyResult<HostBytes> {
     if !buffer.is_contiguous() && buffer.len() > 0 {
-        return Err(memory_refused("the buffer is not contiguous", "give numpy.ascontiguousarray(array)"));
+        return Err(memory_refused("the buffer is not contiguous", "pass numpy.ascontiguousarray(array)"));
     }
     if is_written && buffer.is_read_only() {
-        return Err(memory_refused(
-            "the buffer is read-only",
-            "give memory that can be written, such as a bytearray",
-        ));
+        return Err(memory_refused("the buffer is read-only", "pass writable memory, such as a bytearray"));
     }
     Ok(HostBytes {
         address: buffer.address(),
@@ -299,7 +295,7 @@ fn cuda_array(object: &Bound<'_, PyAny>, is_written: bool) -> PyResult<CudaBytes
         |name: &str| interface.get_item(name)?.ok_or_else(|| interface_refused(format!("has no {name:?}")));
     let (address, is_read_only): (u64, bool) = field("data")?.extract()?;
     if is_written && is_read_only {
-        return Err(memory_refused("the array is read-only", "give an array that can be written"));
+        return Err(memory_refused("the array is read-only", "pass a writable array"));
     }
     let shape: Vec<u64> = field("shape")?.extract()?;
     let typestr: String = field("typestr")?.extract()?;
@@ -344,7 +340,7 @@ fn cuda_array(object: &Bound<'_, PyAny>, is_written: bool) -> PyResult<CudaBytes
 fn interface_refused(what: String) -> PyErr {
     memory_refused(
         format!("__cuda_array_interface__ {what}"),
-        "give an array of a library that follows version 3 of the interface",
+        "pass an array from a library that implements version 3 of the interface",
     )
 }
 

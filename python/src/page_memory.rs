@@ -146,7 +146,7 @@ impl PyPageMemory {
     fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         check_process(self.opener).or_raise(py, Some(&self.path))?;
         let Some(address) = self.address() else {
-            return Err(PyAttributeError::new_err("the memory lies on the host: `read` gives its bytes"));
+            return Err(PyAttributeError::new_err("the memory is on the host; use `read`"));
         };
         let interface = PyDict::new(py);
         interface.set_item("data", (address, false))?;

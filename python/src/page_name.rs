@@ -32,11 +32,11 @@ impl PageName {
         match object.extract::<u64>() {
             Ok(id) => Ok(Self::Id(PageId(id))),
             Err(_) if object.is_instance_of::<PyInt>() => {
-                Err(invalid(format!("a page's id is 0 to 2^64 - 1, not {object}"), LOOK_UP))
+                Err(invalid(format!("a page's id must be 0 to 2^64 - 1, not {object}"), LOOK_UP))
             }
             Err(_) => Err(invalid_type(
                 format!(
-                    "a page is named by its id (int), its key (str or bytes) or its PageInfo, not by {}",
+                    "a page must be an id (int), a key (str or bytes) or a PageInfo, not {}",
                     object.get_type().name()?
                 ),
                 LOOK_UP,
@@ -61,7 +61,7 @@ pub fn key(object: &Bound<'_, PyAny>) -> PyResult<Key> {
         Key::new(bytes.as_bytes())
     } else {
         let kind = object.get_type().name()?;
-        return Err(invalid_type(format!("a key is str or bytes, not {kind}"), "give str or bytes"));
+        return Err(invalid_type(format!("a key must be str or bytes, not {kind}"), "pass str or bytes"));
     };
     key.map_err(Error::from).or_raise(object.py(), None)
 }
@@ -77,7 +77,7 @@ pub fn state_point(object: &Bound<'_, PyAny>) -> PyResult<StatePoint> {
     match object.extract::<u64>() {
         Ok(lsn) => Ok(StatePoint::Lsn(remanent::Lsn(lsn))),
         Err(_) if object.is_instance_of::<PyInt>() => {
-            Err(invalid(format!("an Lsn is 0 to 2^64 - 1, not {object}"), STATES))
+            Err(invalid(format!("an Lsn must be 0 to 2^64 - 1, not {object}"), STATES))
         }
         Err(_) => Err(invalid_type(
             format!(
@@ -96,7 +96,7 @@ pub fn prefix_of(object: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
     }
     match object.cast::<PyBytes>() {
         Ok(bytes) => Ok(bytes.as_bytes().to_vec()),
-        Err(_) => Err(invalid_type("a prefix is str or bytes", "give str or bytes")),
+        Err(_) => Err(invalid_type("a prefix must be str or bytes", "pass str or bytes")),
     }
 }
 
@@ -109,11 +109,11 @@ pub fn each_page<'py>(pages: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyIterat
     if pages.is_instance_of::<PyString>() || pages.is_instance_of::<PyBytes>() {
         let kind = pages.get_type().name()?;
         return Err(invalid_type(
-            format!("pages are an iterable, such as a list, not one {kind}"),
-            "give [page]",
+            format!("pages must be an iterable, such as a list, not a single {kind}"),
+            "pass [page]",
         ));
     }
-    iterable(pages, "pages are an iterable, such as a list")
+    iterable(pages, "pages must be an iterable, such as a list")
 }
 
 /// Returns an object's iterator.
@@ -123,7 +123,7 @@ pub fn each_page<'py>(pages: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyIterat
 pub fn iterable<'py>(object: &Bound<'py, PyAny>, message: &str) -> PyResult<Bound<'py, PyIterator>> {
     object.try_iter().map_err(|error| {
         match error.is_instance_of::<pyo3::exceptions::PyTypeError>(object.py()) {
-            true => invalid_type(message, "give a list"),
+            true => invalid_type(message, "pass a list"),
             false => error,
         }
     })

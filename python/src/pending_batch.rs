@@ -18,7 +18,7 @@ use crate::new_page::PyNewPage;
 use crate::page_name::PageName;
 use crate::ticket::{Committed, Ticket};
 
-const NEW_BATCH: &str = "make a new one with store.batch()";
+const NEW_BATCH: &str = "create a new batch with store.batch()";
 
 /// A page that is named in an operation of a batch.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -51,12 +51,10 @@ enum BatchEnd {
 impl BatchEnd {
     fn message(self) -> String {
         match self {
-            Self::Submitting => "another thread submits this batch".to_owned(),
-            Self::Committed(lsn) => format!("this batch was committed as lsn {lsn}"),
-            Self::Refused => {
-                "this batch was refused when it was committed, and nothing of it was logged".to_owned()
-            }
-            Self::GivenUp => "this batch was given up, because its block raised an exception".to_owned(),
+            Self::Submitting => "another thread is submitting this batch".to_owned(),
+            Self::Committed(lsn) => format!("this batch was already committed as lsn {lsn}"),
+            Self::Refused => "the commit of this batch failed, and nothing was logged".to_owned(),
+            Self::GivenUp => "this batch was discarded because its block raised an exception".to_owned(),
         }
     }
 }
@@ -180,8 +178,8 @@ impl PendingBatch {
     pub fn page_of_store(&self, object: &Bound<'_, PyAny>) -> PyResult<PageId> {
         let own = || {
             invalid(
-                "a page that the batch creates holds nothing to compare with",
-                "give its content to create, or write to it",
+                "a page that this batch creates has no contents to compare with",
+                "pass the contents to create, or use write",
             )
         };
         if object.cast::<PyNewPage>().is_ok() {
@@ -271,8 +269,8 @@ impl PendingBatch {
             }
         };
         if !is_first.map_err(|end| self.ended(py, end))? {
-            let message = "the batch has an update of this page already";
-            return Err(invalid(message, "commit it, and put the second update into another batch"));
+            let message = "the batch already contains an update of this page";
+            return Err(invalid(message, "commit the batch, and use another one for the second update"));
         }
         Ok(())
     }
@@ -317,7 +315,7 @@ impl PendingBatch {
     /// discarded, and errors of the submission.
     pub fn submit(&self, py: Python<'_>, gate: &Arc<Gate>) -> PyResult<Ticket> {
         if !Arc::ptr_eq(gate, &self.gate) {
-            let remedy = "commit it to the store whose batch() made it";
+            let remedy = "commit it to the store whose batch() created it";
             return Err(invalid("the batch belongs to another store", remedy));
         }
         let operations = {

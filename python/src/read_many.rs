@@ -44,8 +44,8 @@ impl FoundRanges {
                 continue;
             };
             if !(2..=3).contains(&tuple.len()) {
-                let message = "a range is a page, (page, offset) or (page, offset, length)";
-                return Err(invalid_type(message, "give pages, or tuples of this form"));
+                let message = "a range must be a page, (page, offset) or (page, offset, length)";
+                return Err(invalid_type(message, "pass pages, or tuples of this form"));
             }
             let length =
                 if tuple.len() == 3 { arguments::optional_length(&tuple.get_item(2)?)? } else { None };
@@ -163,18 +163,18 @@ impl PyReadMany {
 /// Reads ranges, as of one batch, into caller-owned buffers of the same lengths, and returns the batch's Lsn.
 /// An interrupted call leaves the buffers unchanged.
 pub fn fill(py: Python<'_>, gate: &Gate, found: FoundRanges, outs: &Bound<'_, PyAny>) -> PyResult<u64> {
-    let outs = iterable(outs, "outs are an iterable of buffers, such as a list")?
+    let outs = iterable(outs, "outs must be an iterable of buffers, such as a list")?
         .map(|out| Input::take_writable(&out?))
         .collect::<PyResult<Vec<_>>>()?;
     if outs.len() != found.ranges.len() {
-        let message = format!("{} buffers are given for {} ranges", outs.len(), found.ranges.len());
-        return Err(invalid(message, "give a buffer for each range"));
+        let message = format!("{} buffers were passed for {} ranges", outs.len(), found.ranges.len());
+        return Err(invalid(message, "pass one buffer per range"));
     }
     for (index, (out, (_, range))) in outs.iter().zip(&found.ranges).enumerate() {
         let (given, wanted) = (out.byte_len(), range.end - range.start);
         if given != wanted {
-            let message = format!("buffer {index} holds {given} bytes, and its range has {wanted}");
-            return Err(invalid(message, "give buffers as long as their ranges"));
+            let message = format!("buffer {index} has {given} bytes, but its range has {wanted}");
+            return Err(invalid(message, "pass buffers with the lengths of their ranges"));
         }
     }
     let (mut on_host, mut on_gpu) = (Vec::new(), Vec::new());
@@ -189,7 +189,7 @@ pub fn fill(py: Python<'_>, gate: &Gate, found: FoundRanges, outs: &Bound<'_, Py
         (true, false) => return gate.call(py, |store| fill_device(store, &found.ranges, on_gpu)),
         (false, false) => {
             return Err(memory_refused(
-                "some of the memory lies on the host, and some on a GPU",
+                "some of the buffers are on the host, and some on a GPU",
                 "make one call for each",
             ));
         }
@@ -292,7 +292,7 @@ impl PyManyBytes {
         let from_start = if index < 0 { count.checked_add_signed(index) } else { Some(index as usize) };
         from_start
             .filter(|index| *index < count)
-            .ok_or_else(|| out_of_bounds(format!("there is no range {index}, but {count} of them")))
+            .ok_or_else(|| out_of_bounds(format!("index {index} is outside the {count} ranges")))
     }
 }
 

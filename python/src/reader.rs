@@ -173,7 +173,7 @@ impl Reader {
     /// ...     except TypeError as error:
     /// ...         print(error)
     /// ...     store.root
-    /// the root is a read-only copy: use batch.set_root(name, value) or batch.remove_root(name)
+    /// the root is a read-only copy; use batch.set_root(name, value) or batch.remove_root(name)
     /// {'step': 7}
     #[getter]
     fn root<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
@@ -341,8 +341,8 @@ impl Reader {
                 return Ok(len);
             }
             (Input::Cuda(_), _) => {
-                let message = "memory of a GPU is filled by open stores only";
-                return Err(memory_refused(message, "read with View.load, or give memory of the host"));
+                let message = "only an open store can read into GPU memory";
+                return Err(memory_refused(message, "use View.load, or pass host memory"));
             }
         };
         let bytes = &mut out;

@@ -97,7 +97,7 @@ fn entries_from(dict: &Bound<'_, PyDict>, depth_left: usize) -> PyResult<Metadat
         let (name, value): (Bound<'_, PyAny>, Bound<'_, PyAny>) = item.extract()?;
         let name = name.cast::<PyString>().map_err(|_| {
             invalid_type(
-                format!("names of metadata are str, not {}", type_name(&name)),
+                format!("metadata names must be str, not {}", type_name(&name)),
                 "convert the names to str",
             )
         })?;
@@ -109,7 +109,10 @@ fn entries_from(dict: &Bound<'_, PyDict>, depth_left: usize) -> PyResult<Metadat
 fn value_from(object: &Bound<'_, PyAny>, depth_left: usize) -> PyResult<Value> {
     let deeper = || {
         depth_left.checked_sub(1).ok_or_else(|| {
-            invalid_type(format!("values nest at most {DEPTH_MAX} deep"), "store the inner ones apart")
+            invalid_type(
+                format!("values must not be nested more than {DEPTH_MAX} levels deep"),
+                "store the inner values separately",
+            )
         })
     };
     if object.is_none() {
@@ -124,10 +127,7 @@ fn value_from(object: &Bound<'_, PyAny>, depth_left: usize) -> PyResult<Value> {
         }
         return match object.extract::<i64>() {
             Ok(value) => Ok(Value::I64(value)),
-            Err(_) => Err(invalid(
-                "integers are stored in 64 bits; this one needs more",
-                "store it as str or bytes",
-            )),
+            Err(_) => Err(invalid("the integer does not fit in 64 bits", "store it as str or bytes")),
         };
     }
     if let Ok(value) = object.cast::<PyFloat>() {
@@ -152,7 +152,7 @@ fn value_from(object: &Bound<'_, PyAny>, depth_left: usize) -> PyResult<Value> {
     }
     Err(invalid_type(
         format!(
-            "metadata holds None, bool, int, float, str, bytes, list and dict, not {}",
+            "metadata values must be None, bool, int, float, str, bytes, list or dict, not {}",
             type_name(object)
         ),
         "convert the value to one of these",

@@ -166,13 +166,13 @@ class Checkpointer:
         def checked() -> dict[str, Any]:
             nonlocal device
             if keep < 1:
-                raise InvalidError("keep: at least one version must be kept")
+                raise InvalidError(f"keep: {keep} is below 1, the smallest number of versions to keep")
             if room < 0 or device_room < 0:
-                raise InvalidError("room: that is a number of bytes")
+                raise InvalidError(f"room and device_room: {room} and {device_room} bytes must not be negative")
             if overlap:
                 refuse_overlap(optimizer)
             if digests and "device" in options:
-                raise InvalidError("digests: the store is on the model's device, and on no other")
+                raise InvalidError("digests: the store must be on the model's device", remedy="omit `device`")
             device = device_of(model) if digests else device
             return parts_of(model, optimizer, scheduler, extra or {})
 
@@ -364,8 +364,8 @@ class Checkpointer:
             raise InvalidError(f"step: {step} is below 0", remedy="count steps from 0")
         before = self._reached()
         if before is not None and step < before:
-            raise InvalidError(f"step: {step} is below {before}, the step that the run is at",
-                               remedy="restore the version to go on from, give a later step, or another directory")
+            raise InvalidError(f"step: {step} is below {before}, the current step of the run",
+                               remedy="restore an earlier version first, pass a later step, or use another directory")
         return step
 
     def _reached(self) -> int | None:
@@ -390,7 +390,7 @@ class Checkpointer:
     def _is_left_to_next(self, busy: str, waits: bool) -> bool:
         """Returns whether a save is coalesced because the previous one is in progress."""
         if busy not in ("wait", "refuse", "coalesce"):
-            raise InvalidError(f"busy: {busy!r} is none of \"wait\", \"refuse\" and \"coalesce\"")
+            raise InvalidError(f"busy: {busy!r} must be \"wait\", \"refuse\" or \"coalesce\"")
         if busy == "wait":
             return False
         last = self._last
@@ -398,8 +398,8 @@ class Checkpointer:
         if not self._versions.is_busy(self._saves, is_busy, busy == "coalesce" and waits):
             return False
         if busy == "refuse":
-            which = "before" if last is None else f"of step {last.step}"
-            raise InUseError(f"the save {which} is under way", remedy="save less often, or wait")
+            which = "the previous save" if last is None else f"the save of step {last.step}"
+            raise InUseError(f"{which} is in progress", remedy="wait until it is durable, or save less often")
         return True
 
     def _checked(self, name: str | None) -> tuple[str, list[Extent], list[Extent]]:
@@ -610,7 +610,7 @@ class Checkpointer:
     def _check_open(self) -> None:
         if os.getpid() != self._opener:
             # The threads of a save in progress do not exist in this process.
-            raise ForkedError("the checkpointer is another process's", remedy="make one in this process",
+            raise ForkedError("the checkpointer belongs to another process", remedy="create one in this process",
                               opener=self._opener)
         if self.store.closed:
             raise ClosedError("the checkpointer is closed")
@@ -687,7 +687,7 @@ class Checkpointer:
 
         step, restoration, changes = self._after_saves(f"restore {named(at)}", proven)
         with restoration:
-            self._left.end(f"`restore` put step {step} back before the next save")
+            self._left.end(f"`restore` loaded step {step} before the next save")
             if self._copies is not None:
                 # An optimizer may receive new tensors, and then the memory of the old ones is needed.
                 self._copies.let_go()
@@ -702,7 +702,7 @@ class Checkpointer:
         its values."""
         root = views.own.root
         if "step" not in root:
-            raise NoStateError("the version is none of a run", remedy="`versions` lists those that are kept")
+            raise NoStateError("the state is not a version of a run", remedy="choose one of `versions()`")
         whole(views.own)
         nbytes = sum(info.length for info in views.own.pages() if "dtype" in info.metadata)
         with self._bar(nbytes, "proving", progress) as bar:
@@ -713,7 +713,8 @@ class Checkpointer:
             state.pop("rng", None)
         missing = self._parts.keys() - state.keys()
         if missing:
-            raise NoStateError(f"the version has no {', '.join(sorted(missing))}")
+            raise NoStateError(f"the version does not contain {', '.join(sorted(missing))}",
+                               remedy="create the checkpointer with the objects that the version contains")
         changes = PutBack(self._parts, state, restoration.modules, restoration.parts_in_place, cast=cast)
         return int(root["step"]), restoration, changes
 
@@ -868,7 +869,7 @@ class Checkpointer:
             if self._ranks is not None:
                 self._ranks.end()
             self.store.close()
-            untold = self._left.end("no other save came")
+            untold = self._left.end("no save followed")
         if untold is not None:
             raise untold
 
@@ -919,18 +920,18 @@ def _gathered(ranks: Ranks, verdict: bool | None, failure: BaseException | None)
 def _check_name(name: str) -> None:
     length = len(name.encode())
     if not 1 <= length <= _NAME_LEN_MAX:
-        raise InvalidError(f"name: a name has 1 to {_NAME_LEN_MAX} bytes, and this one {length}")
+        raise InvalidError(f"name: {length} bytes long; must have 1 to {_NAME_LEN_MAX} bytes")
     if name.startswith(STEP) or "\0" in name:
-        raise InvalidError(f"name: {name!r} is a name for steps without one, or has a NUL in it")
+        raise InvalidError(f"name: {name!r} must not begin with {STEP!r} or contain a NUL byte")
     if name.startswith(("lsn:", "snapshot:", "name:")):
-        raise InvalidError(f"name: {name!r} says otherwise where a version is to be found, as in `restore`")
+        raise InvalidError(f"name: {name!r} must not begin with \"lsn:\", \"snapshot:\" or \"name:\"")
 
 
 def _whole_number(what: str, number: Any) -> int:
     try:
         return operator.index(number)
     except TypeError as error:
-        raise InvalidError(f"{what}: {number!r} is no whole number") from error
+        raise InvalidError(f"{what}: {number!r} is not an integer") from error
 
 
 def _refuse_modes() -> None:
@@ -941,5 +942,5 @@ def _refuse_modes() -> None:
 
 def _refuse_capture() -> None:
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
-        raise RefusedError("a graph of CUDA is being captured: a replay would not save, restore, or wait for a save",
-                           remedy="capture after `Saved.wait`; `overlap` is not for such steps")
+        raise RefusedError("a CUDA graph is being captured, and its replay would not save, restore or wait for a save",
+                           remedy="capture after `Saved.wait`; do not use `overlap` with captured steps")

@@ -174,7 +174,7 @@ class Passage:
         """Ends the sender and the writer as soon as possible. The writer raises `error`."""
         self.start_writer()
         with self._changed:
-            self._error = error or InterruptedError("the save was ended before all of its state was copied")
+            self._error = error or InterruptedError("the save was canceled before all of its state was copied")
             self._changed.notify_all()
 
     def _check(self) -> None:

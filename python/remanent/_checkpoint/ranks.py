@@ -30,7 +30,7 @@ class Ranks:
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         if not isinstance(process_group, dist.ProcessGroup):
-            raise InvalidError("process_group: this process is not one of its ranks")
+            raise InvalidError("process_group: this process is not a member of the group")
         # The current operation, which must be the same on all ranks.
         self.doing = "begin"
         self._group: Any = None
@@ -59,8 +59,8 @@ class Ranks:
         for rank, (doing, _) in enumerate(told):
             if doing != self.doing:
                 self.end()
-                raise RankFailedError(f"rank {rank} is to {doing}, and this one to {self.doing}", rank=rank,
-                                      remedy="make the same calls on all ranks; start all ranks anew, and restore")
+                raise RankFailedError(f"rank {rank} called to {doing}, but rank {self.rank} to {self.doing}", rank=rank,
+                                      remedy="make the same calls on all ranks; restart all ranks and restore")
         return [said for _, said in told]
 
     def tell(self, said: Any) -> Any:
@@ -137,7 +137,7 @@ def failure_of(rank: int, said: dict[str, Any]) -> Error:
         error: Error = kind(f"rank {rank}: {said['message']}", **said["details"])
         return error
     message = f"rank {rank}: {said['kind']}: {said['message']}"
-    return RankFailedError(message, remedy="see what that rank says", rank=rank)
+    return RankFailedError(message, remedy="see the error of that rank", rank=rank)
 
 
 def raise_first(failures: list[dict[str, Any] | None]) -> None:
@@ -148,7 +148,7 @@ def raise_first(failures: list[dict[str, Any] | None]) -> None:
 
 
 def _unreachable() -> RankFailedError:
-    return RankFailedError("another rank has ended, or cannot be reached", remedy="start all ranks anew, and restore",
+    return RankFailedError("another rank has ended or cannot be reached", remedy="restart all ranks and restore",
                            rank=None)
 
 

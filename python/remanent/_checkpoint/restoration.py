@@ -34,7 +34,8 @@ class Restoration:
         self._views = views
         manifest = page_tree.read_manifest(views.own)
         if manifest.tree is None:
-            raise NoStateError("the store holds tensors, and no state of a run", remedy="use `load_file`")
+            raise NoStateError("the store contains tensors, but no version of a run",
+                               remedy="load the tensors with `load_file`")
         outline = _outline(manifest)
         names_now = targets.fit(outline, cast=cast)
         wholes = None if layouts is None else parts_module().Wholes(views, layouts)
@@ -153,8 +154,8 @@ def _state(manifest: Manifest, tensors: Mapping[str, torch.Tensor], own_wholes: 
         kind, *rest = tag
         if kind == "dtensor":
             if wholes is None:
-                raise NoStateError(f"{rest[0]}: it is a DTensor, and the model has none",
-                                   remedy="make the model as the run had it")
+                raise NoStateError(f"{rest[0]}: the version has a DTensor, but the model has none",
+                                   remedy="create the model as it was when the version was saved")
             return own_wholes[rest[0]] if rest[0] in own_wholes else wholes.whole(rest[0], tensors[rest[0]], rest[1])
         return made(tag, tensors)
 

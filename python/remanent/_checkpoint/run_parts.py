@@ -22,13 +22,13 @@ def parts_of(model: Any, optimizer: Any, scheduler: Any, extra: Mapping[str, Any
             parts[name] = part
     for name, part in extra.items():
         if name in parts or name == "rng":
-            raise InvalidError(f"extra: {name!r} is taken")
+            raise InvalidError(f"extra: {name!r} is the name of another part", remedy="use another name")
         parts[name] = part
     for name, part in parts.items():
         has_state = hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
         if not (has_state or isinstance(part, MutableMapping)):
             kind = type(part).__name__
-            raise RefusedError(f"{name}: a {kind} has no state_dict and load_state_dict, and is no dict")
+            raise RefusedError(f"{name}: a {kind} is neither a dict nor has state_dict and load_state_dict")
     return parts
 
 
@@ -41,10 +41,11 @@ def device_of(model: Any) -> torch.device:
 def refuse_overlap(optimizer: Any) -> None:
     """Raises `InvalidError` if the steps of `optimizer` cannot be intercepted."""
     if not hasattr(optimizer, "register_step_pre_hook"):
-        raise InvalidError("overlap: it needs an optimizer of torch's, whose steps wait for the copies of a save")
+        raise InvalidError("overlap: the optimizer has no register_step_pre_hook, so its steps cannot wait for copies",
+                           remedy="use a torch optimizer, or save without overlap")
     if any(group.get("capturable") for group in optimizer.param_groups):
-        raise InvalidError("overlap: steps of a capturable optimizer may be replayed from a graph, which waits for "
-                           "nothing", remedy="save without it")
+        raise InvalidError("overlap: steps of a capturable optimizer may be replayed from a CUDA graph, which does not "
+                           "wait for copies", remedy="save without overlap")
 
 
 def stepped(optimizer: Any, tensors: list[Extent]) -> tuple[list[Extent], list[Extent]]:

@@ -145,8 +145,8 @@ class Saved:
                     self._done.result()
                     return True
             elif until is None:
-                raise InUseError(f"the save of step {self.step} was left to the next one, which has not begun",
-                                 remedy="save once more, and wait")
+                raise InUseError(f"the save of step {self.step} was left to the next save, which has not begun",
+                                 remedy="save again with wait=True")
             else:
                 time.sleep(left)
             if until is not None and time.monotonic() >= until:
@@ -193,8 +193,8 @@ class LeftSaves:
         """Fails the coalesced saves, because no save follows. Returns the error of the last of them, or None."""
         error = None
         for left in self._saves:
-            error = InUseError(f"the save of step {left.step} was left to the next one, but {why}",
-                               remedy="let the last save of a run wait")
+            error = InUseError(f"the save of step {left.step} was left to the next save, but {why}",
+                               remedy="use wait=True for the last save of a run")
             left._fails(error)
         self._saves = []
         return error

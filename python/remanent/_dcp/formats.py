@@ -77,7 +77,7 @@ def remanent_to_dcp(checkpoint: _Path, target: _Path) -> None:
     """
     state = _read(_ours(checkpoint))
     if os.path.isfile(target) or os.path.isdir(target) and os.listdir(target):
-        raise ForeignDirectoryError(f"{os.fspath(target)} holds something", remedy="give a new directory",
+        raise ForeignDirectoryError(f"{os.fspath(target)} is not empty", remedy="use a new directory",
                                     path=os.fspath(target))
     state_dict_saver.save(state, storage_writer=FileSystemWriter(target), no_dist=True)
 
@@ -107,7 +107,7 @@ def dcp_to_safetensors(checkpoint: _Path, path: _Path, *, key: str | None = None
     state: Any = _read(_ours(checkpoint))
     if key is not None:
         if key not in state:
-            raise NoStateError(f"the checkpoint has no entry {key!r}", remedy=f"give one of {sorted(map(str, state))}")
+            raise NoStateError(f"the checkpoint has no entry {key!r}", remedy=f"use one of {sorted(map(str, state))}")
         state = state[key]
     tensors: dict[str, Any] = {}
     _flatten("", state, tensors)
@@ -130,14 +130,14 @@ def safetensors_to_dcp(path: _Path, checkpoint: _Path, *, key: str | None = None
     _check_free(checkpoint)
     files = sorted(Path(path).glob("*.safetensors")) if os.path.isdir(path) else [Path(path)]
     if not files or not files[0].exists():
-        raise NoStateError(f"there is no safetensors file in {os.fspath(path)}", remedy="give a file, or a directory "
-                           "with files named *.safetensors")
+        raise NoStateError(f"there is no safetensors file in {os.fspath(path)}", remedy="pass the path of a file, or "
+                           "of a directory with files named *.safetensors")
     state: dict[str, Any] = {}
     for file in files:
         found = load_file(file)
         for name in found.keys() & state.keys():
-            raise InvalidError(f"{name}: two files have this tensor, {file.name} is one of them",
-                               remedy="give a directory with the files of one model")
+            raise InvalidError(f"{name}: {file.name} and another file contain a tensor of this name",
+                               remedy="pass a directory with the files of one model")
         state |= found
     _write(state if key is None else {key: state}, checkpoint)
 
@@ -147,7 +147,7 @@ def _flatten(path: str, value: object, into: dict[str, Any]) -> None:
         for key, each in value.items():
             _flatten(f"{path}.{key}" if path else str(key), each, into)
     elif path in into:
-        raise RefusedError(f"{path}: two tensors of the state have this name", remedy="write one entry, by `key`")
+        raise RefusedError(f"{path}: two tensors of the state have this name", remedy="select one entry with `key`")
     else:
         into[path] = value
 
@@ -162,7 +162,8 @@ def _check_free(checkpoint: _Path) -> None:
     from remanent.dcp import _metadata_files
 
     if _metadata_files(Path(checkpoint)):
-        raise TakenError(f"there is a checkpoint in {os.fspath(checkpoint)}", remedy="remove it, or give another path")
+        raise TakenError(f"{os.fspath(checkpoint)} already contains a checkpoint",
+                         remedy="remove it, or use another path")
 
 
 def _read(reader: Any) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class Stager(AsyncStager):
 
     def __init__(self, *, wait: bool = False, overlap: bool = False) -> None:
         if wait and overlap:
-            raise ValueError("wait and overlap: the call cannot return both before and after the copies")
+            raise ValueError("wait and overlap must not both be True")
         self._wait, self._overlap = wait, overlap
         self._streams = CopyStreams()
         self._memory = _Memory()

@@ -34,7 +34,7 @@ def open_store(path: str | os.PathLike[str], identity: Mapping[str, Any], interv
     try:
         text = json.dumps(dict(identity), sort_keys=True, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidError(f"the identity of a cache is plain values by name: {error}") from error
+        raise InvalidError(f"identity: the values cannot be converted to JSON: {error}") from error
     try:
         store = Store(path, device="host", identity=text.encode(), compression=False, snapshots_kept=1,
                       snapshot_log_bytes=interval)
@@ -44,8 +44,8 @@ def open_store(path: str | os.PathLike[str], identity: Mapping[str, Any], interv
             there = view.root.get(_IDENTITY)
         if not isinstance(there, str):
             raise
-        raise MismatchError(f"the cache holds blocks of another kind: {_difference(there, text)}",
-                            remedy="give these blocks another directory", path=os.fspath(path)) from error
+        raise MismatchError(f"the cache contains blocks of another identity: {_difference(there, text)}",
+                            remedy="use another directory for these blocks", path=os.fspath(path)) from error
     if _IDENTITY not in store.root:
         with store.batch() as batch:
             batch.set_root(_IDENTITY, text)
@@ -58,7 +58,7 @@ def _difference(there: str, here: str) -> str:
     # The values are compared as text, since 1 and 1.0 are equal but not the same.
     said = [(name, *(json.dumps(each[name], sort_keys=True) if name in each else "nothing" for each in (old, new)))
             for name in {**old, **new}]
-    return ", ".join(f"{name} is {was} there and {now} here" for name, was, now in said if was != now)
+    return ", ".join(f"{name} is {was} in the cache and {now} here" for name, was, now in said if was != now)
 
 
 class Space:
@@ -90,4 +90,5 @@ class Space:
         try:
             self._store.snapshot()
         except Error as error:
-            _logger.warning("%s: a snapshot failed, and space was not given back: %s", self._store.path, error)
+            _logger.warning("%s: snapshot failed; the space of deleted blocks is not freed: %s", self._store.path,
+                            error)

@@ -19,7 +19,7 @@ _Module = torch.nn.Module
 # Segments that wrappers add to the names of their modules, which states may lack.
 _WRAPPERS = ("_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _EXTRA_STATE = "_extra_state"
-_AS_RUN_HAD_IT = "make the model as the run had it"
+_AS_RUN_HAD_IT = "create the model as it was when the version was saved"
 
 
 class Described(NamedTuple):
@@ -180,27 +180,28 @@ def refuse_misfit(part: str, live: LiveModule, saved: Mapping[str, Any], *, cast
         missing = [name for name in live.state.keys() - saved.keys() if not name.endswith("num_batches_tracked")]
         for names, where in ((missing, "the version"), (saved.keys() - live.state.keys(), "the model")):
             if names:
-                raise InvalidError(f"{part}: {where} has no {', '.join(sorted(names))}", remedy=_AS_RUN_HAD_IT)
+                raise InvalidError(f"{part}: {where} does not contain {', '.join(sorted(names))}",
+                                   remedy=_AS_RUN_HAD_IT)
     for name in sorted(live.state.keys() & saved.keys()):
         now, then = live.state[name], saved[name]
         if not isinstance(now, torch.Tensor) or live.is_extra(name):
             continue
         if not isinstance(then, Described):
             if not live.loads_itself(name):
-                raise InvalidError(f"{path_of(part, name)}: the version has a {type(then).__name__} there, and the model "
+                raise InvalidError(f"{path_of(part, name)}: the version has a {type(then).__name__}, but the model has "
                                    "a tensor", remedy=_AS_RUN_HAD_IT)
             continue
         if (reason := live.refused_plain(name)) is not None:
             raise InvalidError(f"{path_of(part, name)}: {reason}",
                                remedy="restore into a model with plain tensors, then convert it")
         if not (live.loads_itself(name) or live.special(name) or is_lazy(now)) and tuple(now.shape) != then.shape:
-            raise InvalidError(f"{path_of(part, name)}: the version has the shape {list(then.shape)}, and the model "
-                               f"{list(now.shape)}", remedy=_AS_RUN_HAD_IT)
+            raise InvalidError(f"{path_of(part, name)}: the version has shape {list(then.shape)}, but the model has "
+                               f"shape {list(now.shape)}", remedy=_AS_RUN_HAD_IT)
         if now.dtype != then.dtype and not cast:
-            raise InvalidError(f"{path_of(part, name)}: the version has elements of {then.dtype}, and the model of "
-                               f"{now.dtype}",
-                               remedy=f"make the model as the run had it, with {then.dtype}; or convert the version's "
-                               "elements with restore(cast=True)")
+            raise InvalidError(f"{path_of(part, name)}: the version has elements of type {then.dtype}, but the model "
+                               f"has {now.dtype}",
+                               remedy=f"create the model with {then.dtype}, or convert the version's elements with "
+                               "restore(cast=True)")
 
 
 def _refuse_places(part: str, live: LiveModule, saved: Mapping[str, Any], in_inference: bool) -> None:
@@ -209,15 +210,15 @@ def _refuse_places(part: str, live: LiveModule, saved: Mapping[str, Any], in_inf
         if name not in saved or live.is_extra(name) or is_lazy(tensor):
             continue
         if tensor.is_meta:
-            raise InvalidError(f"{path_of(part, name)}: it is on the meta device, where it has no elements",
-                               remedy="give the model memory first, as with model.to_empty(device=\"cpu\")")
+            raise InvalidError(f"{path_of(part, name)}: the tensor is on the meta device and has no memory",
+                               remedy="allocate memory first, for example with model.to_empty(device=\"cpu\")")
         if tensor.is_inference() and not in_inference:
-            raise InvalidError(f"{path_of(part, name)}: it was made in torch.inference_mode, and cannot be changed "
-                               "outside of it", remedy="restore within torch.inference_mode")
+            raise InvalidError(f"{path_of(part, name)}: the tensor was created in torch.inference_mode and cannot be "
+                               "changed outside of that mode", remedy="restore within torch.inference_mode")
         if type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided:
             if tensor.nbytes and not tensor.untyped_storage().nbytes():
-                raise InvalidError(f"{path_of(part, name)}: its storage of {tensor.nbytes} bytes was freed",
-                                   remedy="give it memory again before the restore")
+                raise InvalidError(f"{path_of(part, name)}: the tensor's storage of {tensor.nbytes} bytes was freed",
+                                   remedy="allocate the storage again before the restore")
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
@@ -289,8 +290,8 @@ def _fitting(name: str, own: torch.Tensor, squeezed: torch.Tensor,
             narrow = narrow.narrow(dim, 0, 1)
     if not torch.equal(narrow.expand(value.shape).contiguous().view(-1).view(torch.uint8),
                        value.contiguous().view(-1).view(torch.uint8)):
-        raise InvalidError(f"{name}: it is expanded, so that several elements have one place, and the version has "
-                           "different values for them", remedy="replace it in the model by its clone()")
+        raise InvalidError(f"{name}: the tensor is expanded, and the version has different values for elements that "
+                           "share memory", remedy="replace the tensor in the model with its clone()")
     return squeezed, narrow
 
 

@@ -15,7 +15,7 @@ from remanent._state.run_state import parts_module
 from remanent._tensors.conversion import PLAIN_TYPES
 
 _Optimizer = torch.optim.Optimizer
-_AS_RUN_HAD_IT = "make the optimizer as the run had it"
+_AS_RUN_HAD_IT = "create the optimizer as it was when the version was saved"
 
 
 def loads_as_torch_does(optimizer: torch.optim.Optimizer) -> bool:
@@ -52,8 +52,8 @@ def refuse_other_groups(part: str, optimizer: torch.optim.Optimizer, saved: Sequ
         return {}
     now, then = (_names(groups) for groups in (optimizer.param_groups, saved))
     if now is not None and then is not None and now != then:
-        raise InvalidError(f"{part}: the version's parameter groups are {then}, those of the optimizer are {now}, and "
-                           f"{type(optimizer).__name__} loads states by its own code", remedy=_AS_RUN_HAD_IT)
+        raise InvalidError(f"{part}: the version's parameter groups are {then}, but those of the optimizer are {now}, "
+                           f"and {type(optimizer).__name__} has its own load_state_dict", remedy=_AS_RUN_HAD_IT)
     return {}
 
 
@@ -72,12 +72,12 @@ def _paired(part: str, groups: list[dict[str, Any]], saved: Sequence[_Group]) ->
     if now is not None and then is not None and now != then:
         held = {frozenset(names): group for names, group in zip(then, saved, strict=True)}
         if len(held) != len(saved) or {frozenset(names) for names in now} != held.keys():
-            raise InvalidError(f"{part}: the version's parameter groups are {then}, and those of the optimizer {now}",
+            raise InvalidError(f"{part}: the version's parameter groups are {then}, but those of the optimizer are {now}",
                                remedy=_AS_RUN_HAD_IT)
         return [(group, held[frozenset(names)]) for names, group in zip(now, groups, strict=True)]
     if sizes != saved_sizes:
-        raise InvalidError(f"{part}: the version's parameter groups have {saved_sizes} parameters, and these {sizes}",
-                           remedy=_AS_RUN_HAD_IT)
+        raise InvalidError(f"{part}: the version's parameter groups have {saved_sizes} parameters, but those of the "
+                           f"optimizer have {sizes}", remedy=_AS_RUN_HAD_IT)
     return list(zip(groups, saved, strict=True))
 
 

@@ -150,15 +150,15 @@ def read_manifest(reader: _native.Reader) -> Manifest:
             }
             return Manifest(pages, held["tree"], held.get("metadata"))
         except (ValueError, KeyError, TypeError, OverflowError) as error:
-            raise DamagedError(f"page {MANIFEST_KEY!r} is no list of tensors: {error}", remedy="another program wrote "
-                               "to this page: restore an earlier version") from error
+            raise DamagedError(f"page {MANIFEST_KEY!r} is not a list of tensors, so another program wrote to it: {error}",
+                               remedy="restore an earlier version") from error
     pages = {}
     for info in reader.pages():
         said = info.metadata
         if {"name", "dtype", "shape"} <= said.keys() and info.key is not None:
             pages[info.key] = (_of_metadata(said),)
     if not pages:
-        raise NoStateError("the store holds no tensors", remedy="save some first, or give another directory")
+        raise NoStateError("the store contains no tensors", remedy="save tensors first, or use another directory")
     return Manifest(pages, metadata=_metadata_of(reader))
 
 
@@ -169,8 +169,8 @@ def _metadata_of(reader: _native.Reader) -> dict[str, str] | None:
     try:
         said = json.loads(reader[HEADER_KEY][8:])
     except ValueError as error:
-        raise DamagedError(f"page {HEADER_KEY!r} is no header of a safetensors file: {error}", remedy="another program "
-                           "wrote to this page: restore an earlier version") from error
+        raise DamagedError(f"page {HEADER_KEY!r} is not the header of a safetensors file, so another program wrote to "
+                           f"it: {error}", remedy="restore an earlier version") from error
     return said.get("__metadata__") if isinstance(said, dict) else None
 
 
@@ -329,7 +329,7 @@ def save(directory: str | os.PathLike[str], blocks: Iterable[Block], tree: str =
     segments = log_files(directory)
     with open_store(directory) as store:
         if name is not None and any(info.name == name for info in store.snapshots()):
-            raise TakenError(f"name: another version is named {name!r}", remedy="give the name up with `prune` first",
+            raise TakenError(f"name: another version is named {name!r}", remedy="remove the name with `prune` first",
                              path=str(directory), name=name)
         # Half of the memory is left to short pages, which do not count here.
         logged_max = max(0, PENDING_BYTES // 2 - store.stats()["pending_bytes"])

@@ -86,7 +86,7 @@ def key(path: str, value: Any, depth: int = 0) -> Any:
             return value
         return {TAG: ["int", str(value) if value.bit_length() <= _DECIMAL_BITS_MAX else hex(value)]}
     if depth > _DEPTH_MAX:
-        raise _refused(path, f"values nest more than {_DEPTH_MAX} deep")
+        raise _refused(path, f"values are nested more than {_DEPTH_MAX} levels deep")
     if kind is tuple:
         return {TAG: ["tuple", [key(path, each, depth + 1) for each in value]]}
     # A dict could contain two of them, which nothing would distinguish.
@@ -170,13 +170,13 @@ class Decoder:
 
 def unknown(tag: list[Any]) -> Any:
     """Raises `NoStateError` for a tag of an unknown kind."""
-    raise NoStateError(f"the version holds a value of kind {tag[0]!r}, which this release of remanent does not know",
-                       remedy="read it with the release that wrote it, or a later one")
+    raise NoStateError(f"the version contains a value of kind {tag[0]!r}, which this release of remanent does not know",
+                       remedy="use the release that saved the version, or a later one")
 
 
 def _refused(path: str, reason: str) -> RefusedError:
     return RefusedError(f"{path.removeprefix('/')}: {reason}",
-                        remedy="store its contents as plain values, or leave it out of the state")
+                        remedy="store its contents as plain values, or remove it from the state")
 
 
 def _plain(path: str, value: Any) -> Any:
@@ -215,13 +215,14 @@ def _defaultdict(path: str, value: defaultdict[Any, Any]) -> tuple[list[Any], An
     if _FACTORIES.get(name) is not factory:
         kinds = ", ".join(_FACTORIES)
         raise RefusedError(f"{path.removeprefix('/')}: a defaultdict that calls {factory!r} cannot be stored",
-                           remedy=f"store dict(value), or let it make one of {kinds}")
+                           remedy=f"store dict(value), or use one of {kinds} as its default_factory")
     return [name], dict(value)
 
 
 def _made_defaultdict(name: str | None, items: dict[Any, Any]) -> defaultdict[Any, Any]:
     if name is not None and name not in _FACTORIES:
-        raise DamagedError(f"a defaultdict of the tree makes {name!r}", remedy="restore an earlier version")
+        raise DamagedError(f"a defaultdict in the tree has the unknown default_factory {name!r}",
+                           remedy="restore an earlier version")
     return defaultdict(None if name is None else _FACTORIES[name], items)
 
 
@@ -267,7 +268,7 @@ def _zone(path: str, zone: Any) -> Any:
     if zone is None:
         return None
     if type(zone) is not datetime.timezone:
-        raise _refused(path, f"a time in the zone {zone!r} cannot be stored: use datetime.timezone")
+        raise _refused(path, f"a time in the zone {zone!r} cannot be stored; use datetime.timezone")
     return {TAG: ["timezone", *_timezone(path, zone)[0]]}
 
 
@@ -310,7 +311,7 @@ def _numpy_scalar(path: str, value: Any, numpy: Any) -> list[Any]:
         return ["numpy_bytes", _text(value)]
     name = kind.__name__ if kind.__module__ == "ml_dtypes" else dtype.str
     if kind in (numpy.longdouble, numpy.clongdouble):
-        raise _refused(path, f"a NumPy scalar of type {kind.__name__} cannot be stored: its bits depend on the "
+        raise _refused(path, f"a NumPy scalar of type {kind.__name__} cannot be stored, because its bits depend on the "
                        "platform")
     if dtype.kind in "VOUS" and kind.__module__ != "ml_dtypes" or numpy_dtype(name).type is not kind:
         raise _refused(path, f"a NumPy scalar of type {kind.__name__} cannot be stored")
@@ -329,7 +330,7 @@ def numpy_dtype(name: str) -> Any:
         return numpy.dtype(name)
     found = getattr(sys.modules.get("ml_dtypes"), name, None)
     if found is None:
-        raise NoStateError(f"the version holds elements of {name} of ml_dtypes, which the program has not imported",
+        raise NoStateError(f"the version contains elements of ml_dtypes.{name}, but the program has not imported ml_dtypes",
                            remedy="import ml_dtypes before the restore")
     return numpy.dtype(found)
 

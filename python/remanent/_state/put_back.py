@@ -97,18 +97,19 @@ class PutBack:
                     change.undo()
             except Exception as failure:
                 changed.add(change.part)
-                error.add_note(f"{change.part}: putting back what it had failed, too: {failure}")
+                error.add_note(f"{change.part}: restoring its previous state also failed: {failure}")
         # An optimizer's values may have been copied into its tensors.
         changed |= {change.part for change in begun if change in self._then and change.undo is not None}
         names = ", ".join(sorted(changed))
-        said = f"changed, in whole or in part: {names}" if changed else "nothing changed"
+        said = f"changed completely or partly: {names}" if changed else "nothing changed"
         if isinstance(error, Error) or not isinstance(error, Exception):
-            error.add_note(f"{said}; restore a version again before the run goes on" if changed else said)
+            error.add_note(f"{said}; restore a version again before the run continues" if changed else said)
             raise error
         part = begun[-1].part if begun else "restore"
         raise RestoreFailedError(f"{part}: loading its state failed with {type(error).__name__}: {error}; {said}",
-                                 remedy="restore again once the part takes the state" if changed else
-                                 "make the part as the run had it", part=part, changed=tuple(sorted(changed))
+                                 remedy="correct the part, then restore again" if changed else
+                                 "create the part as it was when the version was saved", part=part,
+                                 changed=tuple(sorted(changed))
                                  ) from error
 
 

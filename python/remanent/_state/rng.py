@@ -67,7 +67,7 @@ class RngLoad:
         try:
             trial(state[name])
         except Exception as error:
-            raise InvalidError(f"rng/{name}: the generator does not take the version's state: {error}",
+            raise InvalidError(f"rng/{name}: the generator does not accept the version's state: {error}",
                                remedy="restore with the release that saved it, or with Checkpointer(rng=False)"
                                ) from error
         self._sets.append((set_state, state[name], get()))
@@ -78,8 +78,8 @@ class RngLoad:
         if devices.is_initialized():
             before = devices.get_rng_state_all()[index]
             if before.shape != saved.shape or before.dtype != saved.dtype:
-                raise InvalidError(f"rng/{kind}/{index}: the version's state has {saved.numel()} bytes, and that of the "
-                                   f"generator {before.numel()}", remedy="restore with Checkpointer(rng=False)")
+                raise InvalidError(f"rng/{kind}/{index}: the version's state has {saved.numel()} bytes, but that of the "
+                                   f"generator has {before.numel()}", remedy="restore with Checkpointer(rng=False)")
         self._sets.append((lambda state: devices.set_rng_state(state, index), saved, before))
 
     def load(self) -> None:

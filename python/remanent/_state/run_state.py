@@ -45,8 +45,8 @@ class _Capture:
         parts = self._parts
         if parts is not None and isinstance(value, parts.DTensor):
             if not self._of_rank:
-                raise RefusedError(f"{name}: the other parts of a DTensor are on other ranks",
-                                   remedy="give the `process_group` of these ranks")
+                raise RefusedError(f"{name}: other ranks have parts of this DTensor",
+                                   remedy="pass the `process_group` of these ranks to the checkpointer")
             self._take(name, parts.local(value))
             return {"$": ["dtensor", name, parts.described(name, value, self._rank)]}
         if isinstance(value, torch.Tensor):

@@ -64,7 +64,7 @@ def _member(path: str, value: enum.Enum, code: Code) -> Encoded:
         return Encoded(["enum", _name(path, kind), name, *held], None, False)
     if isinstance(value, enum.Flag) and _combines(kind) and type(value._value_) is int:
         return Encoded(["flag", _name(path, kind), code(path, value._value_)], None, False)
-    raise _refused(path, kind, "is no member of its enumeration by name")
+    raise _refused(path, kind, "is not a named member of its enumeration")
 
 
 def _members(kind: type) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def _combines(kind: Any) -> bool:
 def _dataclass(path: str, value: Any) -> Encoded:
     kind = type(value)
     if not _is_made_plainly(kind):
-        raise _refused(path, kind, "has a base, or a __new__, that makes more of it than its fields")
+        raise _refused(path, kind, "has a base class or a __new__ that may add state to its fields")
     fields = [field.name for field in dataclasses.fields(kind)]
     held: dict[str, Any] = {}
     for name in fields:
@@ -120,7 +120,7 @@ def _refuse_attributes(path: str, value: Any, fields: dict[str, Any]) -> None:
     for each in kind.__mro__:
         held |= {name for name, found in vars(each).items() if _has(value, found)}
     if more := held - fields.keys():
-        raise _refused(path, kind, f"has attributes besides its value: {', '.join(sorted(more))}")
+        raise _refused(path, kind, f"has attributes in addition to its value: {', '.join(sorted(more))}")
 
 
 def _has(value: Any, slot: Any) -> bool:
@@ -143,7 +143,7 @@ def _is_thin(kind: type, base: type) -> bool:
 
 def _refused(path: str, kind: type, reason: str) -> RefusedError:
     return RefusedError(f"{path.removeprefix('/')}: a {kind.__name__} cannot be stored: it {reason}",
-                        remedy="store its contents as plain values, or leave it out of the state")
+                        remedy="store its contents as plain values, or remove it from the state")
 
 
 def _fields_of(kind: type) -> tuple[str, ...] | None:
@@ -156,7 +156,7 @@ def _name(path: str, kind: type) -> str:
     """Returns the name by which a restore can find the class. Raises `RefusedError` if there is none."""
     name = f"{kind.__module__}:{kind.__qualname__}"
     if _found(name) is not kind:
-        raise _refused(path, kind, f"is of a class that is not found as {name}, as one inside of a function is not")
+        raise _refused(path, kind, f"has a class that cannot be found as {name}, such as one defined in a function")
     return name
 
 
@@ -173,10 +173,10 @@ def _class(name: str, is_such: Callable[[Any], bool], what: str) -> Any:
     found = _found(name)
     if found is None:
         module, _, qualified = name.partition(":")
-        raise NoStateError(f"the version holds a value of {qualified} of {module}, which the program has not imported",
+        raise NoStateError(f"the version contains a value of {module}.{qualified}, which the program has not imported",
                            remedy=f"import {module} before the restore")
     if not (isinstance(found, type) and is_such(found)):
-        raise NoStateError(f"the version holds a value of {name}, which is {what} no more", remedy=_AS_THEN)
+        raise NoStateError(f"the version contains a value of {name}, which is no longer {what}", remedy=_AS_THEN)
     return found
 
 
@@ -191,8 +191,8 @@ def _made_member(name: str, member: str, *value: Any) -> Any:
                   f"an enumeration with the member {member}")
     found = _members(kind)[member]
     if value and (type(found._value_) is not type(value[0]) or found._value_ != value[0]):
-        raise NoStateError(f"the version holds {name}.{member} of the value {value[0]!r}, which is {found._value_!r} "
-                           "now", remedy=_AS_THEN)
+        raise NoStateError(f"the version contains {name}.{member} with the value {value[0]!r}, which is now "
+                           f"{found._value_!r}", remedy=_AS_THEN)
     return found
 
 
@@ -204,7 +204,7 @@ def _made_flag(name: str, value: int) -> Any:
     except ValueError:
         made = None
     if made is None or made._value_ != value:
-        raise NoStateError(f"the version holds {name} of the value {value}, which it has no more", remedy=_AS_THEN)
+        raise NoStateError(f"the version contains {name} with the value {value}, which no longer exists", remedy=_AS_THEN)
     return made
 
 

@@ -37,8 +37,8 @@ def bisect(path: str | os.PathLike[str], is_good: Callable[[_native.View], bool 
     71
     """
     if not callable(is_good):
-        raise InvalidTypeError(f"is_good is a function of a View, not {type(is_good).__name__}",
-                               remedy="give a function that returns True, False or None")
+        raise InvalidTypeError(f"is_good must be a function of a View, not {type(is_good).__name__}",
+                               remedy="pass a function that returns True, False or None")
     with _native.View(path, good) as oldest, _native.View(path, bad) as newest:
         search = _native.Bisect(oldest.lsn, newest.lsn)
     while (lsn := search.next()) is not None:
@@ -47,6 +47,7 @@ def bisect(path: str | os.PathLike[str], is_good: Callable[[_native.View], bool 
         search.tell(lsn, None if verdict is None else bool(verdict))
     newest_good, first_bad = search.bounds()
     if first_bad - newest_good > 1:
-        raise NoStateError(f"the first bad version is one of lsn {newest_good + 1} to {first_bad}; all others in between "
-                           "could not be told", remedy="tell more of them apart", path=os.fspath(path))
+        raise NoStateError(f"the first bad version is between lsn {newest_good + 1} and {first_bad}; is_good returned "
+                           "None for the versions in between", remedy="return True or False for more versions",
+                           path=os.fspath(path))
     return first_bad

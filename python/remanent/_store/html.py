@@ -72,6 +72,6 @@ def snapshot(info: _native.SnapshotInfo) -> str:
     """Returns the HTML table for a snapshot."""
     name = "" if info.name is None else info.name
     rows = [("id", info.id), ("name", name), ("state of lsn", info.end), ("pages", info.pages),
-            ("images", _size(info.bytes)), ("of them its own", _size(info.bytes_written)),
+            ("images", _size(info.bytes)), ("written by this snapshot", _size(info.bytes_written)),
             ("read back", "yes" if info.verified else "not yet")]
     return _table(("snapshot", ""), rows)

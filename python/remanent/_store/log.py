@@ -109,7 +109,7 @@ def _pump() -> None:
         for record in records:
             _emit(*record)
         if left_out:
-            _LOGGER.warning("%d events were left out: they come faster than handlers take them", left_out,
+            _LOGGER.warning("%d events were dropped, because they arrived faster than handlers processed them", left_out,
                             extra={"fields": {}})
         with _given:
             _mark = mark

@@ -28,7 +28,7 @@ class _ReadOnly:
     _instead: str
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise InvalidTypeError(f"{self._what} is a read-only copy: {self._instead}", remedy=self._instead)
+        raise InvalidTypeError(f"{self._what} is a read-only copy; {self._instead}", remedy=self._instead)
 
     __setitem__ = __delitem__ = __ior__ = __iadd__ = __imul__ = _refuse
     append = clear = extend = insert = pop = popitem = remove = reverse = setdefault = sort = update = _refuse

@@ -37,22 +37,23 @@ def plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
     tensor."""
     kind = type(tensor)
     if torch.nn.parameter.is_lazy(tensor):
-        raise RefusedError(f"{name}: it has no shape and no elements yet", remedy="run the model once before the save")
+        raise RefusedError(f"{name}: the tensor is uninitialized", remedy="run the model once before the save")
     if kind not in PLAIN_TYPES:
-        raise RefusedError(f"{name}: a {kind.__module__}.{kind.__name__} cannot be stored: it is more than its "
-                           "elements", remedy="store the plain tensors that it is made of")
+        raise RefusedError(f"{name}: a {kind.__module__}.{kind.__name__} cannot be stored, because it has state in "
+                           "addition to its elements", remedy="store the plain tensors that it consists of")
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        raise RefusedError(f"{name}: a tensor that a transform such as vmap or grad has wrapped cannot be stored",
+        raise RefusedError(f"{name}: a tensor wrapped by a transform such as vmap or grad cannot be stored",
                            remedy="save outside of the transform")
     if tensor.is_quantized or tensor.dtype not in SHORT:
-        raise RefusedError(f"{name}: elements of {tensor.dtype} cannot be stored: the store has no such kind",
-                           remedy="store tensor.view(torch.uint8), or of a quantized tensor int_repr() and its scales")
+        raise RefusedError(f"{name}: elements of type {tensor.dtype} cannot be stored",
+                           remedy="store tensor.view(torch.uint8); for a quantized tensor, store int_repr() and its scales")
     if tensor.layout is not torch.strided or tensor.is_nested:
         layout = "nested" if tensor.is_nested else tensor.layout
         raise RefusedError(f"{name}: a tensor of layout {layout} cannot be stored",
-                           remedy="store the plain tensors that it is made of, or make it dense first")
+                           remedy="store the plain tensors that it consists of, or convert it to a dense tensor")
     if tensor.is_meta:
-        raise RefusedError(f"{name}: a tensor on the meta device has no elements", remedy="give the model memory first")
+        raise RefusedError(f"{name}: a tensor on the meta device has no elements",
+                           remedy="allocate memory for the model first, for example with to_empty")
     if tensor.requires_grad:
         tensor = tensor.detach()
     return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
@@ -236,7 +237,7 @@ def tensors_of(page: torch.Tensor, arrays: Arrays, device: torch.device) -> dict
     for array in arrays:
         dtype = DTYPE.get(array.dtype)
         if dtype is None:
-            raise RefusedError(f"{array.name}: this torch has no elements of {array.dtype}")
+            raise RefusedError(f"{array.name}: this torch has no element type {array.dtype}", remedy="use a newer torch")
         tensor = torch.empty(0, dtype=dtype, device=device)
         stride = page_tree.contiguous_stride(array.shape) if array.stride is None else array.stride
         # All tensors use one storage, so that those that shared memory share it again.

@@ -120,8 +120,8 @@ def _placement(name: str, placement: Placement) -> list[Any]:
         return ["shard", placement.dim]
     if isinstance(placement, Replicate):
         return ["replicate"]
-    raise RefusedError(f"{name}: a DTensor with a placement of {placement} cannot be stored",
-                       remedy="redistribute it: its ranks hold parts of sums")
+    raise RefusedError(f"{name}: a DTensor with the placement {placement} cannot be stored",
+                       remedy="redistribute the tensor to a Shard or Replicate placement first")
 
 
 def _key(mesh: DeviceMesh) -> str:
@@ -166,8 +166,8 @@ class Layouts:
                 return _Layout(parameter.device_mesh, parameter.placements)
         mesh = self._meshes.get(said["mesh"])
         if mesh is None:
-            raise NoStateError(f"{name}: it is divided over the mesh {said['mesh']}, over which the model is not",
-                               remedy="make the model as the run had it")
+            raise NoStateError(f"{name}: the version has this tensor on the mesh {said['mesh']}, which the model does not "
+                               "use", remedy="create the model as it was when the version was saved")
         return _Layout(mesh, tuple(_PLACEMENTS[kind](*given) for kind, *given in said["placements"]))
 
 
@@ -202,12 +202,12 @@ class Wholes:
             return joined
         saved = self._parts.get(name, _Parts([], set()))
         if len(saved.divisions) != 1:
-            raise NoStateError(f"{name}: ranks that saved have several tensors of that name, each divided over others, "
-                               "and it cannot be told which is meant", remedy="restore with the ranks that saved")
+            raise NoStateError(f"{name}: the version has several tensors of this name on different ranks, so the "
+                               "redistribution is ambiguous", remedy="restore with the same ranks as at the save")
         for division in (json.loads(*saved.divisions), _division(name, layout)):
             if not _has_boxes(division):
-                raise NoStateError(f"{name}: its parts are in pieces, with placements of {division['placements']}",
-                                   remedy="restore with the layout that it was saved with")
+                raise NoStateError(f"{name}: with the placements {division['placements']}, its parts are not contiguous "
+                                   "boxes", remedy="restore with the layout of the saved tensor")
         missing = joined.numel()
         # Parts are equal or disjoint: ranks with copies hold the same part.
         seen = set()
@@ -225,7 +225,7 @@ class Wholes:
             joined[there] = self._read(part, within)
             missing -= math.prod(last - first for first, last in zip(begin, end, strict=True))
         if missing:
-            raise NoStateError(f"{name}: the version lacks {missing} of its elements")
+            raise NoStateError(f"{name}: {missing} elements are missing in the version")
         return joined
 
     @functools.cached_property

@@ -226,9 +226,11 @@ class Live:
             tensor = self.tensors.get(array.name)
             if tensor is None or tuple(tensor.shape) != array.shape or tensor.dtype != DTYPE.get(array.dtype):
                 own = "none" if tensor is None else f"{tensor.dtype}{list(tensor.shape)}"
-                raise NoStateError(f"{array.name}: the publisher has {array.dtype}{list(array.shape)}, the model {own}")
+                raise NoStateError(f"{array.name}: the publisher has {array.dtype}{list(array.shape)}, but the model has "
+                                   f"{own}", remedy="use a model with the publisher's names, shapes and element types")
             if not tensor.is_contiguous() or array.stride not in (None, contiguous_stride(array.shape)):
-                raise NoStateError(f"{array.name}: weights that are followed lie row by row, on both sides")
+                raise NoStateError(f"{array.name}: the tensor is not contiguous in the publisher or in the model",
+                                   remedy="use contiguous tensors on both sides")
 
     def places(self, names: Iterable[str]) -> list[Place | None]:
         """Returns the device, address, element type, shape and strides of each tensor, or None for a tensor that the
@@ -244,8 +246,8 @@ class Live:
                 continue
             start = int(tensor.storage_offset()) * tensor.element_size()
             if start + tensor.nbytes > tensor.untyped_storage().nbytes():
-                raise NoStateError(f"{name}: its storage was freed or shortened and does not hold its elements",
-                                   remedy="give the model its memory back, then apply again")
+                raise NoStateError(f"{name}: the tensor's storage was freed or shortened",
+                                   remedy="allocate the model's memory again, then call apply_to again")
             found.append((tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()))
         return found
 

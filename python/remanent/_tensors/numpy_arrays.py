@@ -35,9 +35,9 @@ class Arrays:
 
         kind, dtype = type(array), array.dtype
         if kind is not numpy.ndarray:
-            raise RefusedError(f"{name}: a {kind.__module__}.{kind.__name__} cannot be stored: it is more than its "
-                               "elements", remedy="store the arrays that it is made of: numpy.asarray(it), and the "
-                               "mask of a masked array")
+            raise RefusedError(f"{name}: a {kind.__module__}.{kind.__name__} cannot be stored, because it has state in "
+                               "addition to its elements", remedy="store numpy.asarray of it, and the mask of a masked "
+                               "array")
         said = _said(name, dtype)
         owner = _owner(array)
         tensor = None if owner is None or dtype.kind in "SU" else _in_place(array, owner)
@@ -65,9 +65,8 @@ class Arrays:
         for start, end, name in sorted([*((*bounds, name) for name, bounds in self._copied.items()), *others]):
             reached, other = any_end if name in self._copied else copied_end
             if start < reached:
-                raise RefusedError(f"{name}: it shares memory with {other}, and one of the two is stored as a copy, as "
-                                   "arrays of texts, with negative strides or with gaps are",
-                                   remedy="store a copy of it")
+                raise RefusedError(f"{name}: the array shares memory with {other}, and one of the two is stored as a copy "
+                                   "because of its strings, negative strides or gaps", remedy="store array.copy()")
             any_end = max(any_end, (end, name))
             if name in self._copied:
                 copied_end = max(copied_end, (end, name))
@@ -113,7 +112,7 @@ def _said(name: str, dtype: Any) -> list[Any]:
     if dtype.hasobject or dtype.kind == "T":
         reason = "its elements are objects"
     elif not dtype.isnative:
-        reason = "its elements have another byte order than this machine"
+        reason = "its byte order is not that of this machine"
     elif dtype.char in "gG":
         reason = "its bits depend on the platform"
     elif not dtype.itemsize:
@@ -121,8 +120,8 @@ def _said(name: str, dtype: Any) -> list[Any]:
     elif dtype.kind == "V":
         reason = "its elements are structures"
     if reason is not None:
-        raise RefusedError(f"{name}: an array of {dtype} cannot be stored: {reason}",
-                           remedy="store it as arrays of plain numbers")
+        raise RefusedError(f"{name}: an array of {dtype} cannot be stored, because {reason}",
+                           remedy="convert it to arrays of plain numbers")
     return [dtype.str] if dtype.kind in "mMSU" else []
 
 

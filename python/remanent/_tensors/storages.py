@@ -21,8 +21,8 @@ def extents_there(tensors: dict[str, torch.Tensor]) -> list[Extent]:
     _refuse_shared_views(tensors, found)
     for each in found:
         if not each.is_there:
-            raise RefusedError(f"{each.name}: its storage was freed or shortened, and does not hold its elements",
-                               remedy="save while they are there, between the passes that free and fetch them")
+            raise RefusedError(f"{each.name}: the tensor's storage was freed or shortened",
+                               remedy="save at a time when the trainer has not freed it")
     return found
 
 
@@ -37,7 +37,7 @@ def _refuse_shared_views(tensors: dict[str, torch.Tensor], found: list[Extent]) 
     for name, view in views.items():
         if held[_storage(view)] > 1:
             raise RefusedError(f"{name}: a conjugate or negative view that shares memory with another tensor cannot be "
-                               "stored", remedy="store a copy of it, as resolve_conj and resolve_neg make one")
+                               "stored", remedy="store a copy, as returned by resolve_conj or resolve_neg")
 
 
 def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:

@@ -40,23 +40,23 @@ def checked_tensors(tensors: object) -> dict[str, torch.Tensor]:
     """Returns `tensors` as a dict. Raises `RefusedError` for anything but a dict of tensors by name."""
     if not isinstance(tensors, Mapping):
         kind = type(tensors).__name__
-        raise _refused(f"tensors: {_a(kind)} is no dict of tensors by name", "give {name: tensor}")
+        raise _refused(f"tensors must be a dict of tensors by name, not {_a(kind)}", "pass {name: tensor}")
     for name, tensor in tensors.items():
         if not isinstance(name, str):
             kind = type(name).__name__
-            raise _refused(f"tensors: the name {name!r} is {_a(kind)} and no str", f"name it {str(name)!r}")
+            raise _refused(f"tensors: the name {name!r} must be a str, not {_a(kind)}", f"use the name {str(name)!r}")
         if not isinstance(tensor, torch.Tensor):
-            raise _refused(f"{name}: {_a(type(tensor).__name__)} is no tensor", _instead(tensor))
+            raise _refused(f"{name}: {_a(type(tensor).__name__)} is not a tensor", _instead(tensor))
     return dict(tensors)
 
 
 def _instead(value: object) -> str:
     """Returns advice on how to save a value that is not a tensor."""
     if isinstance(value, Mapping):
-        return "save its tensors by names such as 'outer.inner', or all of it with `Checkpointer`"
+        return "save its tensors under names such as 'outer.inner', or use `Checkpointer`"
     if type(value).__module__ == "numpy":
-        return "make a tensor of it with `torch.from_numpy`"
-    return "save it as text in `metadata`, as a tensor made by `torch.tensor`, or with `Checkpointer`"
+        return "convert it with `torch.from_numpy`"
+    return "save it as text in `metadata`, convert it with `torch.tensor`, or use `Checkpointer`"
 
 
 def _refused(message: str, remedy: str) -> RefusedError:
@@ -72,12 +72,12 @@ def checked_metadata(metadata: object) -> dict[str, str] | None:
     if metadata is None:
         return None
     if not isinstance(metadata, Mapping):
-        raise _refused(f"metadata: {_a(type(metadata).__name__)} is no dict", "give {name: text}")
+        raise _refused(f"metadata must be a dict of text by name, not {_a(type(metadata).__name__)}", "pass {name: text}")
     for name, text in metadata.items():
         for what in (name, text):
             if type(what) is not str:
-                raise _refused(f"metadata: in {name!r}, {what!r} is {_a(type(what).__name__)} and no str",
-                               f"write it as text, such as {str(what)!r}")
+                raise _refused(f"metadata: {what!r} in {name!r} must be a str, not {_a(type(what).__name__)}",
+                               f"convert it to text, such as {str(what)!r}")
     return dict(metadata)
 
 
@@ -86,16 +86,16 @@ def refuse_file(path: _Path, *, loads: bool) -> None:
     if not os.path.isfile(path):
         return
     if not loads:
-        remedy = "give a path where nothing is, or remove the file"
-        raise ForeignDirectoryError(f"{os.fspath(path)} is a file, and versions are saved to a directory; {remedy}",
+        remedy = "use another path, or remove the file"
+        raise ForeignDirectoryError(f"{os.fspath(path)} is a file, but versions are saved to a directory; {remedy}",
                                     remedy=remedy, path=os.fspath(path))
     with open(path, "rb") as file:
         is_safetensors = file.read(9)[8:] == b"{"
     kind = "a safetensors file" if is_safetensors else "a file"
-    remedy = f"run `remanent import DIRECTORY {os.fspath(path)}` and load DIRECTORY; or call " \
-             "`safetensors.torch.load_file`, which checks no checksum" if is_safetensors else "give the directory of a " \
-             "`save_file`"
-    raise NoStoreError(f"{os.fspath(path)} is {kind}, and no directory of versions; {remedy}", remedy=remedy,
+    remedy = f"run `remanent import DIRECTORY {os.fspath(path)}` and load DIRECTORY, or call " \
+             "`safetensors.torch.load_file`, which verifies no checksums" if is_safetensors else \
+             "pass a directory that `save_file` created"
+    raise NoStoreError(f"{os.fspath(path)} is {kind}, not a directory of versions; {remedy}", remedy=remedy,
                        path=os.fspath(path))
 
 
@@ -104,11 +104,11 @@ def checked_device(device: str | int | torch.device) -> torch.device:
     try:
         found = torch.device(f"cuda:{device}" if type(device) is int else device)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise InvalidError(f"device: {device!r} is no device of torch's", remedy="give 'cpu', 'cuda', or 'cuda:N'"
+        raise InvalidError(f"device: {device!r} is not a torch device", remedy="pass 'cpu', 'cuda' or 'cuda:N'"
                            ) from error
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        raise DeviceError(f"device: {found} is not there: torch sees {torch.cuda.device_count()} GPUs",
-                          remedy="give device='cpu', or run where a GPU is")
+        raise DeviceError(f"device: {found} does not exist; torch sees {torch.cuda.device_count()} GPUs",
+                          remedy="pass device='cpu', or use a machine with a GPU")
     return found
 
 
@@ -117,7 +117,7 @@ def chosen(names: Iterable[str] | None, pages: Mapping[str, page_tree.Arrays]) -
     if names is None:
         return dict(pages)
     if isinstance(names, str):
-        raise InvalidError(f"names: {names!r} is one str", remedy=f"give a list of names, such as [{names!r}]")
+        raise InvalidError(f"names must be a list, not the str {names!r}", remedy=f"pass a list, such as [{names!r}]")
     wanted = set(names)
     known = {array.name for arrays in pages.values() for array in arrays}
     for name in wanted - known:
@@ -130,8 +130,8 @@ def unknown(name: object, known: Iterable[str]) -> UnknownKeyError:
     """Returns the error for a tensor name that a version does not contain."""
     names = list(known)
     near = difflib.get_close_matches(str(name), names, 3) or names[:3]
-    return UnknownKeyError(f"the version has no tensor named {name!r}; of its {len(names)}, the nearest are "
-                           f"{', '.join(map(repr, near)) or 'none'}", remedy="give one of `safe_open(…).keys()`", key=name)
+    return UnknownKeyError(f"the version has no tensor named {name!r}; the most similar of its {len(names)} names are "
+                           f"{', '.join(map(repr, near)) or 'none'}", remedy="use one of `safe_open(…).keys()`", key=name)
 
 
 class TensorSlice:
@@ -165,12 +165,12 @@ class TensorSlice:
         parts = index if isinstance(index, tuple) else (index,)
         for part in parts:
             if not (part is None or part is ... or isinstance(part, (int, slice))) or isinstance(part, bool):
-                raise InvalidError(f"{self._array.name}: {_a(type(part).__name__)} is no part of an index",
-                                   remedy="give ints, slices, None or ...; read the tensor, and index that")
+                raise InvalidError(f"{self._array.name}: {_a(type(part).__name__)} cannot be used as an index",
+                                   remedy="use ints, slices, None or ..., or read the tensor and index the result")
         array = self._array
         dtype = DTYPE.get(array.dtype)
         if dtype is None:
-            raise RefusedError(f"{array.name}: this torch has no elements of {array.dtype}", remedy="use a newer torch")
+            raise RefusedError(f"{array.name}: this torch has no element type {array.dtype}", remedy="use a newer torch")
         stride = page_tree.contiguous_stride(array.shape) if array.stride is None else array.stride
         # A tensor without memory shows the location of the part's elements.
         with torch.device("meta"):
@@ -213,8 +213,7 @@ class safe_open:
     def __init__(self, directory: _Path, framework: str = "pt", device: str | int | torch.device = "cpu", *,
                  at: int | str | ListedVersion | None = None) -> None:
         if framework not in ("pt", "torch", "pytorch"):
-            raise InvalidError(f"framework: {framework!r} is not 'pt'", remedy="convert the tensors; for JAX, call "
-                               "`remanent.jax.load`")
+            raise InvalidError(f"framework: {framework!r} is not supported", remedy="use 'pt' and convert the tensors")
         refuse_file(directory, loads=True)
         self._device = checked_device(device)
         self._view = _native.View(directory, at_of(at))
@@ -304,12 +303,12 @@ def save(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
     for group in _native.extents_by_page(found):
         if len(group) > 1:
             names = ", ".join(sorted(each.name for each in group))
-            raise RefusedError(f"{names}: these tensors share memory, and a safetensors file holds none that do",
-                               remedy="save them with `save_file`, or clones of them")
+            raise RefusedError(f"{names}: these tensors share memory, which a safetensors file cannot represent",
+                               remedy="use `save_file`, or save clones of the tensors")
     for each in found:
         if each.tensor.dtype == torch.complex128:
-            raise RefusedError(f"{each.name}: a safetensors file has no elements of torch.complex128",
-                               remedy="save it with `save_file`")
+            raise RefusedError(f"{each.name}: a safetensors file cannot contain elements of type torch.complex128",
+                               remedy="use `save_file`")
     held = {each.name: each.tensor.contiguous() for each in found}
     return bytes(encode(held, checked_metadata(metadata)))
 
@@ -326,12 +325,13 @@ def load(data: bytes) -> dict[str, torch.Tensor]:
     from safetensors.torch import load as decode
 
     if not isinstance(data, (bytes, bytearray, memoryview)):
-        raise RefusedError(f"data: {_a(type(data).__name__)} is no bytes", remedy="call `load_file` for a directory")
+        raise RefusedError(f"data must be bytes, not {_a(type(data).__name__)}",
+                           remedy="call `load_file` for a directory")
     try:
         return dict(decode(bytes(data)))
     except (SafetensorError, KeyError) as error:
-        raise InvalidError(f"data: these {len(data)} bytes are no safetensors file: {error}",
-                           remedy="give all bytes of one") from error
+        raise InvalidError(f"data: {len(data)} bytes are not a valid safetensors file: {error}",
+                           remedy="pass the whole contents of a file") from error
 
 
 def model_state(model: torch.nn.Module, metadata: Mapping[str, str] | None) -> tuple[dict[str, Any], dict[str, str]]:
@@ -339,7 +339,7 @@ def model_state(model: torch.nn.Module, metadata: Mapping[str, str] | None) -> t
     state = model.state_dict()
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
-            raise RefusedError(f"{name}: the model's extra state is {_a(type(value).__name__)} and no tensor",
+            raise RefusedError(f"{name}: the model's extra state is {_a(type(value).__name__)}, not a tensor",
                                remedy="save the model with `Checkpointer`")
     modules = {name: said for name, said in getattr(state, "_metadata", {}).items() if set(said) - {"version"}
                or said.get("version") not in (None, 1)}
@@ -347,7 +347,7 @@ def model_state(model: torch.nn.Module, metadata: Mapping[str, str] | None) -> t
     try:
         return dict(state), said | ({_MODULES: json.dumps(modules)} if modules else {})
     except TypeError as error:
-        raise RefusedError(f"the model's module versions are no plain values: {error}",
+        raise RefusedError(f"the versions of the model's modules cannot be converted to JSON: {error}",
                            remedy="save the model with `Checkpointer`") from error
 
 
@@ -365,21 +365,21 @@ def load_into(model: torch.nn.Module, loaded: dict[str, torch.Tensor], metadata:
     missing, unexpected = [name for name in own if name not in loaded], [name for name in loaded if name not in own]
     if strict and (missing or unexpected):
         raise MismatchError(f"the version and the model differ in {len(missing) + len(unexpected)} names: missing "
-                            f"{missing[:5]}, unexpected {unexpected[:5]}", remedy="load into the model that was saved, or "
-                            "with strict=False")
+                            f"{missing[:5]}, unexpected {unexpected[:5]}", remedy="load into a model with the saved names, "
+                            "or use strict=False")
     for name in own.keys() & loaded.keys():
         there, saved = own[name], loaded[name]
         if not isinstance(there, torch.Tensor):
             continue
         if there.is_meta:
-            raise MismatchError(f"{name}: the model's tensor is on the meta device, and holds no elements",
+            raise MismatchError(f"{name}: the model's tensor is on the meta device and has no elements",
                                 remedy="call `model.to_empty(device=…)` first")
         if (reason := live.refused_plain(name)) is not None:
             raise MismatchError(f"{name}: {reason}", remedy="load into a model with plain tensors, then convert it")
         if (there.shape, there.dtype) != (saved.shape, saved.dtype):
-            raise MismatchError(f"{name}: the version has {saved.dtype} of shape {tuple(saved.shape)}, and the model "
-                                f"{there.dtype} of shape {tuple(there.shape)}", remedy="make the model like the one that "
-                                "was saved; `load_file` gives the tensors, to convert")
+            raise MismatchError(f"{name}: the version has {saved.dtype} of shape {tuple(saved.shape)}, but the model has "
+                                f"{there.dtype} of shape {tuple(there.shape)}", remedy="create the model as it was saved, "
+                                "or convert the tensors that `load_file` returns")
     state: OrderedDict[str, torch.Tensor] = OrderedDict(loaded)
     modules = {name: {"version": 1} for name, _ in model.named_modules()}
     state._metadata = modules | json.loads((metadata or {}).get(_MODULES, "{}"))  # type: ignore[attr-defined]

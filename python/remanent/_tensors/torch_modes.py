@@ -17,8 +17,8 @@ def refuse_fake_tensors() -> None:
     """
     kind = type(torch.empty(0, dtype=torch.uint8, device="cpu"))
     if kind is not torch.Tensor:
-        raise RefusedError(f"a mode of torch is active in which new tensors are of the type {kind.__name__} and have no "
-                           "elements", remedy="save and restore outside of the mode")
+        raise RefusedError(f"a torch mode is active in which new tensors are of type {kind.__name__} and have no elements",
+                           remedy="save and restore outside of the mode")
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ def parts_of(kind: str, content: bytes, path: Path) -> list[bytes]:
     """
     first, _, body = content.partition(b"\n")
     if first != _sum_line(kind, body):
-        raise DamagedError(f"{path} is not what was written, or a newer version of this package wrote it",
+        raise DamagedError(f"{path} is damaged, or was written by a newer version of this package",
                            remedy=f"load another {kind}", path=str(path.parent))
     return body.splitlines()
 

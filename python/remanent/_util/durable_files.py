@@ -31,7 +31,7 @@ class HeldDirectory:
         """
         if self._handle is not None:
             if os.fstat(self._handle).st_nlink == 0:
-                raise NoStoreError(f"{self._path} was removed", path=str(self._path), remedy="put it back from a backup")
+                raise NoStoreError(f"{self._path} was removed", path=str(self._path), remedy="restore it from a backup")
             # Without /proc, the last known path is used.
             with contextlib.suppress(OSError):
                 self._path = Path(os.readlink(f"/proc/self/fd/{self._handle}"))

@@ -170,7 +170,7 @@ def element_changes(versions: Sequence[Version], contents: Iterable[Content]) ->
     held: bytes | None = None
     before: Any = None
     # Why the last version does not contain the element.
-    missing: Exception | None = NoStateError("the run has no version yet", remedy="save one first")
+    missing: Exception | None = NoStateError("the run has no version yet", remedy="save a version first")
     for version, found in zip(versions, contents, strict=True):
         after: Any = None
         content: bytes | None = None
@@ -201,16 +201,16 @@ def first_bad(versions: Sequence[Version], good: int, bad: int, is_good: Callabl
     """Returns the first bad version between a good and a later bad one. `good` and `bad` are indices into
     `versions`."""
     if good >= bad:
-        raise InvalidError("good: that version is not older than the bad one",
-                           remedy="give an older version as good, or a later one as bad")
+        raise InvalidError("good: the good version is not older than the bad one",
+                           remedy="pass an older version as good, or a later one as bad")
     search = _native.Bisect(good, bad)
     while (number := search.next()) is not None:
         search.tell(number, is_good(versions[number]))
     newest_good, first = search.bounds()
     if first - newest_good > 1:
         steps = f"{versions[newest_good + 1].step} to {versions[first].step}"
-        raise NoStateError(f"the first bad version is one of step {steps}; all others in between could not be told",
-                           remedy="tell more of them apart")
+        raise NoStateError(f"the first bad version is one of steps {steps}; is_good returned None for the versions in "
+                           "between", remedy="return True or False for more versions")
     return versions[first]
 
 
@@ -219,7 +219,7 @@ def number_of(versions: Sequence[Version], at: int | str | Version | None) -> in
     selects the newest."""
     kind, value = _native.state_point(at) if isinstance(at, str) else ("step", at)
     if kind == "snapshot":
-        raise InvalidError(f"{at!r} is no version of a run", remedy="give a step, a name, \"lsn:N\" or a Version")
+        raise InvalidError(f"{at!r} is not a version of a run", remedy="pass a step, a name, \"lsn:N\" or a Version")
     for number in range(len(versions) - 1, -1, -1):
         version = versions[number]
         if isinstance(at, Version):
@@ -230,7 +230,7 @@ def number_of(versions: Sequence[Version], at: int | str | Version | None) -> in
         if is_it:
             return number
     if at is None:
-        raise NoStateError("the run has no version yet", remedy="save one first")
+        raise NoStateError("the run has no version yet", remedy="save a version first")
     raise no_version(at, versions)
 
 
@@ -242,7 +242,7 @@ def _arrays(view: _native.View) -> dict[str, tuple[str, ArrayLayout]]:
 def _found(arrays: Mapping[str, tuple[str, ArrayLayout]], name: str) -> tuple[str, ArrayLayout]:
     if name not in arrays:
         raise NoStateError(f"the version has no tensor named {name!r}{did_you_mean(name, arrays)}",
-                           remedy="give one of its names, as `load_file` or `diff` returns them")
+                           remedy="use one of the names that `load_file` or `diff` returns")
     return arrays[name]
 
 
@@ -254,7 +254,7 @@ def _place(array: ArrayLayout, index: tuple[int, ...]) -> tuple[int, int]:
     """Returns the offset of an element in its page and the length of the element, in bytes."""
     shape = array.shape
     if len(index) != len(shape) or any(not -length <= at < length for at, length in zip(index, shape, strict=False)):
-        raise OutOfBoundsError(f"{array.name}: there is no element {index} in a tensor of shape {shape}")
+        raise OutOfBoundsError(f"{array.name}: index {index} is outside a tensor of shape {shape}")
     stride = page_tree.contiguous_stride(shape) if array.stride is None else array.stride
     size = DTYPE[array.dtype].itemsize
     steps = sum(at % length * step for at, length, step in zip(index, shape, stride, strict=True))

@@ -100,8 +100,8 @@ class SharedVersions:
 
     def _check(self) -> None:
         if (self._held.path / "STORE").exists():
-            raise RefusedError(f"{self._held.path} is a store, and ranks have theirs below it",
-                               remedy="give another directory")
+            raise RefusedError(f"{self._held.path} is a store, so it cannot contain the stores of ranks",
+                               remedy="use another directory")
 
     def _open(self, options: Mapping[str, Any]) -> _native.Store:
         self._held.make()
@@ -109,7 +109,7 @@ class SharedVersions:
 
     def check_name(self, name: str) -> None:
         if any(point.name == name for point in self._points.readable()[0]):
-            raise InvalidError(f"name: another version is named {name!r}", remedy="give it up first")
+            raise InvalidError(f"name: another version is named {name!r}", remedy="remove that name with give_up first")
 
     def is_busy(self, save: int, own: bool, waits: bool) -> bool:
         self._aside.doing = f"begin save {save}"
@@ -133,8 +133,9 @@ class SharedVersions:
             raise_first([each.get("failed") for each in all_said])
             for rank, each in enumerate(all_said):
                 if (each["step"], each["name"]) != (step, name):
-                    raise RefusedError(f"rank {rank} saved step {each['step']} as {each['name']!r}, and this one step "
-                                       f"{step} as {name!r}", remedy="save the same step on all ranks")
+                    raise RefusedError(f"rank {rank} saved step {each['step']} as {each['name']!r}, but rank "
+                                       f"{self._ranks.rank} saved step {step} as {name!r}",
+                                       remedy="save the same step on all ranks")
         except Error:
             self._give_up_unnamed()
             raise
@@ -182,7 +183,7 @@ class SharedVersions:
                 shutil.rmtree(folder)
         except OSError as error:
             # The next save tries again.
-            logging.getLogger("remanent").warning("a store that is not needed any more stays: %s", error)
+            logging.getLogger("remanent").warning("a store that is no longer needed cannot be removed: %s", error)
 
     def _kept_snapshots(self) -> list[list[str]] | None:
         """Returns the snapshots that points list, by rank. Returns None if a point cannot be read, because that point
@@ -210,8 +211,8 @@ class SharedVersions:
     def view(self, at: int | str | Version | None) -> _native.View:
         parts = self._parts_of(at)
         if len(parts) != self._ranks.count:
-            raise RefusedError(f"the version is of {len(parts)} ranks, and these are {self._ranks.count}",
-                               remedy="restore it, and save it anew")
+            raise RefusedError(f"the version has {len(parts)} ranks, but the run has {self._ranks.count}",
+                               remedy="restore the version, and save it again")
         return self._ranks.all_or_none(lambda: self._view(parts, self._ranks.rank))
 
     def views(self, at: int | str | Version | None) -> Views:
@@ -227,11 +228,11 @@ class SharedVersions:
         if at is None:
             newest = self._points.newest()
             if newest is None:
-                raise NoStateError("the run has no version yet", remedy="save one first")
+                raise NoStateError("the run has no version yet", remedy="save a version first")
             return newest
         kind, value = _native.state_point(at) if isinstance(at, str) else ("step", at)
         if kind in ("lsn", "snapshot"):
-            raise InvalidError(f"at: {at!r} is of one rank", remedy="give a step or a name")
+            raise InvalidError(f"at: {at!r} refers to the store of one rank", remedy="pass a step or a name")
         points = self._points.readable()[0]
         for point in reversed(points):
             if isinstance(at, Version):
@@ -250,8 +251,8 @@ class SharedVersions:
         if view.id != part.store_id:
             found = view.id
             view.close()
-            raise DamagedError(f"the version lies in store {part.store_id}, and this is store {found}",
-                               remedy="put back the store that it was saved to", path=str(self._held.path))
+            raise DamagedError(f"the version was saved to store {part.store_id}, but the directory contains store {found}",
+                               remedy="restore the original store from a backup", path=str(self._held.path))
         return view
 
     def proven(self, read: Callable[[], _T]) -> _T:
@@ -273,8 +274,8 @@ class SharedVersions:
             try:
                 return [own[number].version(self._ranks.rank) for number in numbers]
             except KeyError as error:
-                raise NoStateError(f"this rank does not see point {error}, which the first one does",
-                                   remedy="give all ranks the same directory") from error
+                raise NoStateError(f"rank {self._ranks.rank} does not see version file {error}, but the first rank does",
+                                   remedy="use the same directory on all ranks") from error
 
         return self._ranks.all_or_none(found)
 
@@ -312,7 +313,7 @@ class SharedVersions:
 
 def _check_free(directory: Path) -> None:
     if directory.exists() and any(directory.iterdir()):
-        raise ForeignDirectoryError(f"{directory} holds something", remedy="give a new directory")
+        raise ForeignDirectoryError(f"{directory} is not empty", remedy="use a new directory")
 
 
 def _forked(view: _native.View, step: int, target: Path) -> Part:

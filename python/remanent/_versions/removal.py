@@ -33,7 +33,7 @@ class Removal:
             self._store.prune(give_up=gone, names_only=True)
         except Error as error:
             # The next save tries again.
-            logging.getLogger("remanent").warning("what is not needed any more stays: %s", error)
+            logging.getLogger("remanent").warning("versions that are no longer kept cannot be removed: %s", error)
 
     def wait(self) -> None:
         """Waits until the removal in progress has ended."""

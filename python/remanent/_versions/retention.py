@@ -94,11 +94,12 @@ class KeptVersions:
 
     def __post_init__(self) -> None:
         if self.count is not None and operator.index(self.count) < 1:
-            raise InvalidError(f"keep: {self.count} is less than 1", remedy="keep 1 version or more; None keeps all")
+            raise InvalidError(f"keep: {self.count} is less than 1", remedy="keep at least 1 version; None keeps all")
         if self.seconds is not None and not self.seconds >= 0:
-            raise InvalidError(f"keep_for: {self.seconds} is no number of seconds", remedy="give 0 or more seconds")
+            raise InvalidError(f"keep_for: {self.seconds} is not a valid number of seconds",
+                               remedy="pass 0 or more seconds")
         if self.nbytes is not None and operator.index(self.nbytes) < 1:
-            raise InvalidError(f"keep_bytes: {self.nbytes} is less than 1", remedy="give a number of bytes; None for no "
+            raise InvalidError(f"keep_bytes: {self.nbytes} is less than 1", remedy="pass at least 1 byte; None sets no "
                                "limit")
 
     def apply(self, store: _native.Store, segments: Set[str]) -> None:
@@ -230,17 +231,17 @@ def prune(directory: _Path, *, keep: int | None = None, keep_for: float | None =
     """
     kept = KeptVersions(keep, keep_for, keep_bytes)
     if isinstance(give_up, str):
-        raise InvalidError(f"give_up: {give_up!r} is one str", remedy=f"give a list of names, such as [{give_up!r}]")
+        raise InvalidError(f"give_up must be a list, not the str {give_up!r}", remedy=f"pass a list, such as [{give_up!r}]")
     before = versions(directory)
     named = {version.name for version in before}
     for name in give_up:
         if name not in named:
-            raise NoStateError(f"there is no version named {name!r}", remedy=f"give one of {sorted(filter(None, named))}")
+            raise NoStateError(f"there is no version named {name!r}", remedy=f"use one of {sorted(filter(None, named))}")
     segments = log_files(directory)
     with open_store(directory, create=False) as store:
         if any(unnamed(store)):
-            raise RefusedError(f"{os.fspath(directory)} holds the versions of a run", path=os.fspath(directory),
-                               remedy="open it with `Checkpointer(directory, keep=…)`, and give names up with `give_up`")
+            raise RefusedError(f"{os.fspath(directory)} contains the versions of a run", path=os.fspath(directory),
+                               remedy="use `Checkpointer(directory, keep=…)` and its `give_up`")
         if store.lsn and not any(info.end == store.lsn and info.name is None for info in store.snapshots()):
             store.snapshot(exact=True)
         for name in give_up:
@@ -263,8 +264,8 @@ def _check_alone(store: _native.Store, listed: Sequence[ListedVersion], name: st
     last = own.end + 1
     while last + 1 in lsns and last + 1 not in others:
         last += 1
-    raise RefusedError(f"{name!r} names the version that those of lsn {own.end + 1} to {last} are computed from",
-                       remedy="remove those first: keep fewer versions")
+    raise RefusedError(f"the versions of lsn {own.end + 1} to {last} are computed from the version named {name!r}",
+                       remedy="remove those versions first, by keeping fewer versions")
 
 
 # The host memory that holds changes of a save until a snapshot; by default, the changes of a single-batch save may take

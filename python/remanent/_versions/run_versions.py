@@ -30,7 +30,7 @@ _R = TypeVar("_R", bound=_native.Reader)
 def whole(reader: _R) -> _R:
     """Returns `reader` after checking that its state is not that of an interrupted save."""
     if SAVING in reader.root:
-        raise NoStateError("a save of a run was ended halfway there", remedy="give a version: `versions` lists them")
+        raise NoStateError("the state is that of an interrupted save", remedy="use one of the versions in `versions()`")
     return reader
 
 
@@ -59,7 +59,7 @@ def no_version(at: int | str | Version, kept: Iterable[_Kept]) -> NoStateError:
         message = f"there is no version named {name!r}{did_you_mean(name, names)}"
     else:
         message = f"there is no version {named(at) if isinstance(at, Version) else f'of step {at}'}"
-    return NoStateError(message, remedy="give the step or name of one that `versions` lists")
+    return NoStateError(message, remedy="use the step or name of a version in `versions()`")
 
 
 def named(at: int | str | Version | None) -> str:
@@ -215,7 +215,7 @@ class OwnVersions:
 
     def check_name(self, name: str) -> None:
         if any(info.name == name for info in self._store.snapshots()):
-            raise InvalidError(f"name: another version is named {name!r}", remedy="give it up first")
+            raise InvalidError(f"name: another version is named {name!r}", remedy="remove that name with give_up first")
 
     def is_busy(self, save: int, own: bool, waits: bool) -> bool:
         return own and not waits
@@ -251,7 +251,7 @@ class OwnVersions:
             # A save was interrupted before its last batch: the newest complete version is a snapshot.
             versions = self.listed()
             if not versions:
-                raise NoStateError("the run has no version yet", remedy="save one first")
+                raise NoStateError("the run has no version yet", remedy="save a version first")
             return _native.View(self._store.directory, f"lsn:{versions[-1].lsn}")
         if isinstance(at, int):
             for version in reversed(self.listed()):
@@ -315,8 +315,8 @@ class OwnVersions:
             # The newest version is kept without its name, and counts toward the limit.
             unnamed = of_step(newest[0].step, newest[0].lsn)
             if unnamed not in kept and SAVING in self._store.root:
-                raise RefusedError(f"{name!r} names the newest version, and a save after it was ended halfway",
-                                   remedy="save once more first")
+                raise RefusedError(f"{name!r} is the newest version, and a later save was interrupted",
+                                   remedy="save again first")
             if unnamed not in kept:
                 self._store.snapshot(unnamed, verify=False)
         self._store.prune(give_up=[name], names_only=True)

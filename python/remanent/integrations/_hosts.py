@@ -44,13 +44,13 @@ def importing(host: Host) -> Iterator[None]:
     """
     found = _installed(host)
     if found is not None and _numbers(found) < _numbers(host.oldest):
-        raise ImportError(f"{host.name} {found} is installed, and the adapter needs {host.oldest} or later; "
+        raise ImportError(f"{host.name} {found} is installed, but the adapter needs {host.oldest} or later; "
                           f"install {host.package}>={host.oldest}")
     try:
         yield
     except ImportError as error:
         is_there = "is not installed" if found is None else f"{found} is installed"
-        raise ImportError(f"the adapter for {host.name} supports releases {host.supported}, and {host.name} "
+        raise ImportError(f"the adapter for {host.name} supports releases {host.supported}, but {host.name} "
                           f"{is_there}: {error}; install {host.package}=={host.newest}",
                           name=error.name, path=error.path) from error
 

@@ -152,7 +152,7 @@ class Version:
         missing = sorted(path for path, own in found.items() if own is None)
         omitted = sorted(set(self._held) - set(found.values()))
         if missing or (omitted and not is_partial):
-            parts = [f"the version lacks {', '.join(missing[:5])}"] if missing else []
+            parts = [f"the version does not contain {', '.join(missing[:5])}"] if missing else []
             parts += [f"the template omits {', '.join(omitted[:5])}"] if omitted and not is_partial else []
             raise NoStateError(f"the version and the template differ: {'; '.join(parts)}",
                                remedy="load what `checkpointables_metadata` shows, or set `partial_load` to omit leaves")
@@ -177,7 +177,8 @@ class Version:
             return self._scalar(path, source, kind)
         is_jax = issubclass(kind, (jax.Array, jax.ShapeDtypeStruct)) or hasattr(like, "sharding")
         if not is_array and not isinstance(page_tree.unflatten(self._held[source]), (int, float)):
-            raise NoStateError(f"{path}: the version holds a value and no array", remedy="omit it, or give its type")
+            raise NoStateError(f"{path}: the version has a plain value, not an array",
+                               remedy="omit the leaf, or use the value's type in the template")
         if tag[0] == "key":
             return self._key(path, source, tag, like)
         if not isinstance(like, type):
@@ -213,8 +214,8 @@ class Version:
     def _check_shape(self, path: str, source: str, asked: tuple[int, ...]) -> None:
         has = tuple(self._where[source][1].shape) if source in self._where else ()
         if has != asked:
-            raise NoStateError(f"{path}: the version has the shape {list(has)}, the template {list(asked)}",
-                               remedy="give the shape that `checkpointables_metadata` shows")
+            raise NoStateError(f"{path}: the version has shape {list(has)}, but the template has shape {list(asked)}",
+                               remedy="use the shape that `checkpointables_metadata` shows")
 
     def _elements(self, path: str, source: str, dtype: Any) -> Any:
         """Returns the elements of an array, or a number as an array, converted to `dtype` if that is not None."""
@@ -228,7 +229,8 @@ class Version:
         try:
             return elements.astype(dtype)
         except (TypeError, ValueError) as error:
-            raise NoStateError(f"{path}: elements of {elements.dtype} cannot be made {dtype}") from error
+            raise NoStateError(f"{path}: elements of type {elements.dtype} cannot be converted to {dtype}",
+                               remedy=f"use {elements.dtype} in the template") from error
 
     def _scalar(self, path: str, source: str, kind: Any) -> Any:
         """Returns a number or text, converted to the Python type `kind`."""
@@ -236,11 +238,13 @@ class Version:
         if isinstance(value, (jax.Array, numpy.ndarray, numpy.generic)) and not value.shape:
             value = value.item()
         if not isinstance(value, _SCALARS):
-            raise NoStateError(f"{path}: the template asks for {kind.__name__}, the version holds {_described(value)}")
+            raise NoStateError(f"{path}: the template requests {kind.__name__}, but the version has {_described(value)}",
+                               remedy="use the type that `checkpointables_metadata` shows")
         try:
             return value if type(value) is kind else kind(value)
         except ValueError as error:
-            raise NoStateError(f"{path}: {value!r} cannot be made {kind.__name__}") from error
+            raise NoStateError(f"{path}: {value!r} cannot be converted to {kind.__name__}",
+                               remedy="use the type that `checkpointables_metadata` shows") from error
 
 
 def _described(value: Any) -> str:

@@ -118,7 +118,7 @@ class RemanentL2Adapter(L2AdapterInterface):
         def finish(stored: Future[int]) -> None:
             error = _error_of(stored)
             if error is not None:
-                _logger.warning("%s: a store failed: %r", self._cache.path, error)
+                _logger.warning("%s: blocks were not stored: %r", self._cache.path, error)
             with self._lock:
                 self._stored[task] = L2StoreResult(error is None, 0 if error is not None else stored.result())
             self._ring(self._store_event)
@@ -153,7 +153,7 @@ class RemanentL2Adapter(L2AdapterInterface):
         def finish(loading: Future[list[bool]]) -> None:
             error = _error_of(loading)
             if error is not None:
-                _logger.warning("%s: a load failed: %r", self._cache.path, error)
+                _logger.warning("%s: blocks were not loaded: %r", self._cache.path, error)
             loaded = [False] * len(keys) if error is not None else loading.result()
             accessed = [key for key, is_loaded in zip(keys, loaded, strict=True) if is_loaded]
             try:
@@ -197,7 +197,7 @@ class RemanentL2Adapter(L2AdapterInterface):
         """Returns a page of up to `page_size` keys in ascending order. `cursor` is the last key of the previous
         page."""
         if page_size <= 0:
-            raise ValueError(f"a page has at least one key, not {page_size}")
+            raise ValueError(f"page_size must be at least 1, not {page_size}")
         if cursor is not None:
             _decode(cursor.encode())
         prefix = b"" if model_name is None else (model_name + _SEPARATOR).encode()
@@ -287,12 +287,13 @@ def _params(config: Mapping[str, Any]) -> dict[str, Any]:
     unknown = sorted(set(config) - set(defaults) - set(needed))
     missing = sorted(set(needed) - set(config))
     if unknown or missing:
-        raise InvalidError(f"adapter_params lacks {missing} and has the unknown {unknown}")
+        raise InvalidError(f"adapter_params: missing {missing}, unknown {unknown}",
+                           remedy=f"required are {list(needed)}, optional are {list(defaults)}")
     params = {**defaults, **config}
     kinds = {**needed, **{name: type(value) for name, value in defaults.items()}}
     for name, kind in kinds.items():
         if not isinstance(params[name], kind) or (kind is int and isinstance(params[name], bool)):
-            raise InvalidError(f"adapter_params: {name} is {params[name]!r}, and must be of type {kind.__name__}")
+            raise InvalidError(f"adapter_params: {name} must be of type {kind.__name__}, not {params[name]!r}")
     return params
 
 
@@ -302,7 +303,7 @@ def _seed(algorithm: str) -> str:
         return ""
     seed = os.environ.get("PYTHONHASHSEED")
     if seed in (None, "random"):
-        raise InvalidError(f"the seed of {algorithm} may be another one in each process: no block would be found again",
+        raise InvalidError(f"the seed of {algorithm} may differ in each process, so later processes would find no blocks",
                            remedy="set PYTHONHASHSEED, or use blake3")
     return str(seed)
 

@@ -146,7 +146,8 @@ def _copied(path: str, leaf: Any, dtype: Any) -> Any:
         try:
             return array.astype(dtype)
         except (TypeError, ValueError) as error:
-            raise RefusedError(f"{path}: elements of {array.dtype} cannot be made {dtype}, the storage dtype") from error
+            raise RefusedError(f"{path}: elements of type {array.dtype} cannot be converted to the storage dtype {dtype}",
+                               remedy="use another storage dtype") from error
     return array if array is not leaf and array.flags.owndata else array.copy()
 
 

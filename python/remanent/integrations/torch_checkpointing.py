@@ -116,9 +116,9 @@ class RemanentStorage(Storage):
         exception, the file is discarded."""
         path = self._within(path)
         if not path.parent.is_dir():
-            raise RuntimeError(f"{path.parent} is no folder: make it before files in it")
+            raise RuntimeError(f"{path.parent} is not a folder; create it first")
         if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, "a folder is no file", str(path))
+            raise IsADirectoryError(errno.EISDIR, "the path is a folder", str(path))
         return _WriteStream(path, _written(self._root))
 
     def write(self, path: Path, data: Any) -> None:
@@ -184,10 +184,11 @@ class RemanentStorage(Storage):
         if Path(os.path.realpath(full)) == self._root:
             full = self._root
         if full != self._root and self._root not in full.parents:
-            raise InvalidError(f"{path} is not below {self._root}", remedy="let the storage's root be above all paths",
+            raise InvalidError(f"{path} is not below {self._root}", remedy="use a root that contains all paths",
                                path=str(self._root))
         if self._root / _STORES in (full, *full.parents):
-            raise InvalidError(f"{path} is the storage's own", path=str(self._root))
+            raise InvalidError(f"{path} is reserved for the storage itself", remedy="use another path",
+                               path=str(self._root))
         return full
 
     def _within(self, path: Path) -> Path:
@@ -197,12 +198,13 @@ class RemanentStorage(Storage):
         """
         full = self._at(path)
         if full == self._root:
-            raise InvalidError(f"{path} is the storage's root", path=str(self._root))
+            raise InvalidError(f"{path} is the storage's root", remedy="use a path below the root", path=str(self._root))
         return full
 
 
 def _occupied(number: int, source: Path, target: Path) -> FileExistsError:
-    return FileExistsError(number, f"{source} cannot take the place of what is there: remove it first", str(target))
+    return FileExistsError(number, f"the path already exists and cannot be replaced by {source}; remove it first",
+                           str(target))
 
 
 def _is_foreign(path: Path) -> bool:
@@ -244,15 +246,15 @@ class _Mark:
             content = file.read(_MARK_BYTES_MAX)
         body, end, total = content.partition(b"\n")
         if not body.startswith(_MAGIC):
-            raise InvalidError(f"{path} is no file of this storage", path=str(path),
-                               remedy="write it with RemanentStorage; the bytes of other files cannot be proven")
+            raise InvalidError(f"{path} was not written by RemanentStorage, so its bytes cannot be verified",
+                               remedy="write the file with RemanentStorage", path=str(path))
         if total != f"{zlib.crc32(body + end):08x}\n".encode():
             raise DamagedError(f"{path} is damaged", path=str(path), file=str(path), offset=0)
         try:
             said = json.loads(body)
             return cls(path, said["store"], said["key"], said["length"], said["page"])
         except (ValueError, KeyError) as error:
-            raise DamagedError(f"{path} says nothing that this version understands", path=str(path), file=str(path),
+            raise DamagedError(f"{path} has an unknown format", path=str(path), file=str(path),
                                offset=0) from error
 
 
@@ -300,7 +302,7 @@ class _Views:
                     return mark, view
             view.close()
             # The file was replaced in the meantime, and its pages are gone.
-        raise DamagedError(f"the bytes of {path} are not in its store", path=str(path), file=str(path), offset=0)
+        raise DamagedError(f"the store does not contain the bytes of {path}", path=str(path), file=str(path), offset=0)
 
     def close(self, mark: _Mark, view: View) -> None:
         self._closed.append((mark, view))
@@ -355,7 +357,7 @@ class _ReadStream(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         begins = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._mark.length}
         if whence not in begins or begins[whence] + offset < 0:
-            raise ValueError(f"there is no offset {offset} from {whence}")
+            raise ValueError(f"offset {offset} with whence {whence} is not a valid position")
         self._position = begins[whence] + offset
         return self._position
 
@@ -575,8 +577,8 @@ class _Files:
         os.link(mark, name)
         try:
             if mark.stat().st_nlink != 2:
-                raise InvalidError("the file system does not count the names of a file", path=str(self._stores),
-                                   remedy="have the root on one that does")
+                raise InvalidError("the file system does not count hard links", path=str(self._stores),
+                                   remedy="use a root on a file system with hard links")
             os.replace(name, path)
         except Exception:
             name.unlink(missing_ok=True)

@@ -89,7 +89,7 @@ class RemanentTier(SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = Locality(locality) if locality is not None else None
         if not isinstance(durable, bool):
-            raise InvalidError(f"durable is {durable!r}, and must be true or false")
+            raise InvalidError(f"durable must be true or false, not {durable!r}")
         self._seed = _seed(hash_algorithm)
         self._is_seed_proven = False
         self._hash_algorithm = hash_algorithm
@@ -103,7 +103,7 @@ class RemanentTier(SecondaryTierManager):
             if offloading_spec.kv_events_config.enable_kv_cache_events:
                 self._events = queue.SimpleQueue()
             else:
-                _logger.warning("tier %s tells no events: they are switched off for the whole engine", tier_type)
+                _logger.warning("tier %s reports no events, because they are disabled in the engine", tier_type)
         parallel = offloading_spec.config.parallel
         if parallel.data_parallel_size > 1:
             path = os.path.join(path, f"engine-{parallel.data_parallel_index}")
@@ -180,7 +180,7 @@ class RemanentTier(SecondaryTierManager):
         length = self.block_size_bytes
         row = self._memory[number * length : (number + 1) * length]
         if number < 0 or row.nbytes != length:
-            raise InvalidError(f"the memory has no row {number} of {length} bytes")
+            raise InvalidError(f"block {number} of {length} bytes is outside the memory of the previous tier")
         return row
 
     def _result(self, job_id: int, keys: list[OffloadKey], future: Future[Any], seconds: float) -> JobResult:
@@ -219,9 +219,9 @@ class RemanentTier(SecondaryTierManager):
         seed = kv_cache_utils.get_none_hash_seed()
         first = getattr(kv_cache_utils, "NONE_HASH", None)
         if first is not None and (seed != self._seed or first != get_hash_fn_by_name(self._hash_algorithm)(seed)):
-            raise InvalidError(f"vLLM does not hash by {self._hash_algorithm} with the seed {self._seed!r}, as the "
-                               "blocks of this tier are named", remedy="say by `hash_algorithm` what "
-                               "--prefix-caching-hash-algo is", path=self._cache.path)
+            raise InvalidError(f"the blocks of this tier are named by {self._hash_algorithm} with the seed {self._seed!r}, "
+                               "but vLLM uses another hash", remedy="set `hash_algorithm` to the value of "
+                               "--prefix-caching-hash-algo", path=self._cache.path)
         self._is_seed_proven = True
 
 
@@ -239,13 +239,14 @@ def _seed(algorithm: str) -> str:
     try:
         get_hash_fn_by_name(algorithm)
     except ValueError as error:
-        raise InvalidError(f"vLLM has no hash {algorithm!r}", remedy="say by `hash_algorithm` what "
-                           "--prefix-caching-hash-algo is") from error
+        raise InvalidError(f"hash_algorithm: vLLM has no algorithm {algorithm!r}", remedy="use the value of "
+                           "--prefix-caching-hash-algo") from error
     seed = os.environ.get("PYTHONHASHSEED")
     if seed is not None:
         return seed
     if algorithm in _SEEDED_BY_CHANCE:
-        raise InvalidError(f"vLLM draws the seed of {algorithm} anew in each process: no block would be found again",
+        raise InvalidError(f"vLLM chooses a random seed of {algorithm} in each process, so later processes would find no "
+                           "blocks",
                            remedy="set PYTHONHASHSEED, or use --prefix-caching-hash-algo sha256")
     return str(kv_cache_utils.DEFAULT_NONE_HASH_SEED)
 

@@ -124,7 +124,7 @@ class RemanentWeightEngine(WeightTransferEngine[RemanentInitInfo, RemanentUpdate
     def receive_weights(self, update_info: RemanentUpdateInfo) -> None:
         """Loads all layers in which a weight changed since the last update. Called by vLLM."""
         if self._directory is None:
-            raise RuntimeError("no directory to take weights from: call init_weight_transfer_engine first")
+            raise RuntimeError("the publisher's directory is unknown; call init_weight_transfer_engine first")
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
         before, self._loaded = self._loaded, None
@@ -202,11 +202,11 @@ class RemanentTrainerEngine(TrainerWeightTransferEngine[RemanentTrainerInitInfo]
     def trainer_init(cls, init_info: RemanentTrainerInitInfo, *, client: VLLMWeightSyncClient,
                      source: WeightSource | None = None) -> RemanentTrainerEngine:
         if source is None or not source.implements_iter_full():
-            raise RefusedError("the weights are published whole: a WeightSource with `iter_full` is needed",
-                               remedy="give `source=ModuleSource(model)`")
+            raise RefusedError("source must be a WeightSource with `iter_full`, because whole weights are published",
+                               remedy="pass `source=ModuleSource(model)`")
         if len(source.owned_names(0)) != len(source.metadata):
-            raise RefusedError("the first rank does not have all weights, as with pipelines of several ranks",
-                               remedy="give a source that gathers them there")
+            raise RefusedError("the first rank does not have all weights, for example because of pipeline parallelism",
+                               remedy="pass a source that gathers all weights on the first rank")
         engine = cls(client=client, source=source, is_sender=init_info.is_sender, rank=init_info.rank)
         if engine.is_sender:
             engine._publisher = Publisher(init_info.directory, device=init_info.device, **init_info.options)
