@@ -1,10 +1,10 @@
-"""A cache of blocks with keys: filled, killed, and found again after the restart.
+"""A cache of key-value blocks that survives a kill of its process.
 
     python kv_cache.py [--device cuda]
 
 Blocks are the attention keys and values of a prompt's prefixes, named by a hash of all tokens up to their end. The
-cache's identity holds everything on which the meaning of its bytes depends: a cache of another model is refused.
-With `--device` they are tensors there, which go through a buffer of the host.
+cache's identity contains all values on which the meaning of a block's bytes depends, so a cache of another model is
+rejected. With `--device`, blocks are tensors on that device, which are copied through a buffer in host memory.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def key_of(tokens: list[int]) -> bytes:
 
 
 def compute(tokens: list[int]) -> bytes:
-    """Stands for the attention of a prefix."""
+    """Computes a block. A real engine would run attention over the prefix."""
     return hashlib.shake_128(json.dumps(tokens).encode()).digest(BLOCK_LEN)
 
 
 class OnHost:
-    """Blocks that a process has in its own memory."""
+    """Blocks in host memory."""
 
     def compute(self, tokens: list[int]) -> Any:
         return compute(tokens)
@@ -86,7 +86,7 @@ class OnGpu:
 
 
 def serve(cache: BlockCache, where: OnHost | OnGpu, tokens: list[int]) -> tuple[Any, bool]:
-    """The block of some tokens, and whether it was found: else it is computed, and stored for the next request."""
+    """Returns the block for `tokens` and whether the cache contained it. A missing block is computed and stored."""
     key, buffer = key_of(tokens), where.buffer()
     if cache.load([key], [buffer]).result() == [True]:
         return where.from_buffer(buffer), True
@@ -96,7 +96,7 @@ def serve(cache: BlockCache, where: OnHost | OnGpu, tokens: list[int]) -> tuple[
 
 
 def fill(directory: str, where: OnHost | OnGpu) -> None:
-    """Fills a cache, says each block once it is stored, and never ends by itself."""
+    """Stores blocks until the process is killed, and prints the number of each stored block."""
     cache = open_cache(directory, "model-a")
     for number in range(1_000_000):
         serve(cache, where, [number, number + 1])
@@ -116,7 +116,7 @@ def main() -> None:
 
 
 def restart(device: str, where: OnHost | OnGpu) -> None:
-    """Kills a process that fills a cache, and looks for what it had stored."""
+    """Kills a process that fills a cache, and checks that the blocks it had stored are found."""
     with tempfile.TemporaryDirectory() as folder:
         directory = os.path.join(folder, "cache")
         command = [sys.executable, __file__, "--device", device, "--fill", directory]
@@ -130,20 +130,20 @@ def restart(device: str, where: OnHost | OnGpu) -> None:
         process.wait()
 
         with open_cache(directory, "model-a") as cache:
-            # Every block that was reported and not pushed out is there, with its bytes. One more may have been stored.
+            # The newest blocks that were reported are found, with their bytes. One more may have been stored.
             for number in range(last - BLOCKS_MAX + 2, last + 1):
                 tokens = [number, number + 1]
                 block, is_found = serve(cache, where, tokens)
                 assert is_found and where.content(block) == compute(tokens), number
             assert not serve(cache, where, [0, 1])[1]
             assert len(cache) == BLOCKS_MAX
-            print(f"killed after block {last}; {len(cache)} blocks are there, those that were reported among them")
+            print(f"killed after block {last}; the newest {BLOCKS_MAX - 1} reported blocks were found, with their bytes")
         try:
             open_cache(directory, "model-b")
         except remanent.MismatchError as error:
             print(f"another model: {error}")
         else:
-            raise AssertionError("blocks of one model would be used for another")
+            raise AssertionError("blocks of another model were accepted")
 
 
 if __name__ == "__main__":

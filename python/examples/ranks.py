@@ -1,11 +1,11 @@
-"""A run of four ranks that loses one of them, and goes on with two.
+"""A run with four ranks that loses one of them and continues with two.
 
     python ranks.py [--device cuda]
 
-Four processes train a model that FSDP2 divides among them, and save each step. One of them is killed with SIGKILL; the
-others hear of it and end. Two processes go on from the newest version that all four had on disk: each restores its half
-of what was quarters. In the end the weights are those of one process that trained alone, but for rounding. With CUDA
-each rank has a GPU, and there are as many ranks as GPUs, up to four.
+Four processes train a model that FSDP2 shards among them, and save each step. One process is killed with SIGKILL, and
+the others detect this and end. Two processes then continue from the newest version that was durable on all four ranks:
+each restores a half of the model from the saved quarters. Apart from rounding, the final weights equal those of a
+single process. With CUDA, there are as many ranks as GPUs, up to four.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BATCH = 32
 
 
 def run(directory: Path, device: str, rank: int, ranks: int) -> None:
-    """Trains up to STEPS, from wherever the run in `directory` is; the first rank says each step."""
+    """Trains to step STEPS, from the newest version in `directory` on. The first rank prints each step."""
     meeting = directory.with_name(f"{directory.name}-meeting-{ranks}")
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -46,7 +46,7 @@ def run(directory: Path, device: str, rank: int, ranks: int) -> None:
         if rank == 0:
             print(f"{ranks} ranks begin after step {step}", flush=True)
         while step < STEPS:
-            # Each step has its batch, of which each rank takes a part.
+            # Each rank trains on its part of the batch.
             x = torch.randn(BATCH, 16, generator=torch.Generator().manual_seed(step))[rank::ranks].to(device)
             loss = (model(x).squeeze(1) - x.sum(dim=1)).square().mean()
             optimizer.zero_grad()
@@ -62,7 +62,7 @@ def run(directory: Path, device: str, rank: int, ranks: int) -> None:
 
 
 def train(directory: Path, device: str, ranks: int, *, killed_at: int | None = None) -> None:
-    """Has this number of ranks train; one of them is killed once the first one has made a step."""
+    """Trains with `ranks` processes. The last one is killed once the first one has completed step `killed_at`."""
     command = [sys.executable, "-W", "ignore", __file__, "--device", device, "--run", str(directory), str(ranks)]
     processes = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE if rank == 0 else None, text=True)
                  for rank in range(ranks)]
@@ -80,7 +80,7 @@ def train(directory: Path, device: str, ranks: int, *, killed_at: int | None = N
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--device", default="cpu", help="where the model lies: cpu or cuda")
+    parser.add_argument("--device", default="cpu", help="device of the model: cpu or cuda")
     parser.add_argument("--run", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.run:
@@ -88,17 +88,17 @@ def main() -> None:
         try:
             run(Path(directory), given.device, int(rank), int(ranks))
         except (RankFailedError, RuntimeError) as error:
-            # What torch says if a rank is gone in the middle of a step is a RuntimeError.
+            # Torch raises RuntimeError if a rank dies during a step.
             sys.exit(f"rank {rank} ends: {str(error)[:60]}")
     else:
         lose_one(given.device)
 
 
 def lose_one(device: str) -> None:
-    """Trains with all ranks until one is killed, then with half of them; one that trains alone comes to the same."""
+    """Trains with all ranks until one is killed, then with half of them, and compares the result with a single rank."""
     ranks = 4 if device == "cpu" else min(4, torch.cuda.device_count())
     if ranks < 2:
-        print(f"SKIPPED: ranks on GPUs need two of them, and there are {torch.cuda.device_count()}")
+        print(f"SKIPPED: needs at least 2 GPUs, found {torch.cuda.device_count()}")
         return
     with tempfile.TemporaryDirectory() as folder:
         alone, together = Path(folder) / "alone", Path(folder) / "together"
@@ -108,7 +108,7 @@ def lose_one(device: str) -> None:
         expected, found = torch.load(alone / "weights"), torch.load(together / "weights")
     apart = max(float((left - right).abs().max()) for left, right in zip(expected, found, strict=True))
     assert apart < 1e-4, f"the weights differ by {apart}"
-    print(f"after {STEPS} steps the weights differ by {apart:.1e} from those of a run that nothing disturbed")
+    print(f"after {STEPS} steps, the weights differ by {apart:.1e} from those of an undisturbed run")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Weights on their way from a trainer to a worker, step by step: only what changed, whole and in order.
+"""Publishes the changed weights of each training step to a worker process.
 
     python rl_feed.py [--device cuda]
 
-The trainer changes a few rows of an embedding and a small head at each step, and publishes them. A worker in a process
-of its own answers requests between two steps, with weights that it follows; it is killed once, and the next one begins
-at the newest step. A checksum travels with each step, so that no answer comes from other weights than the trainer's.
+At each step, the trainer changes a few rows of an embedding and a small head, and publishes the changes. A worker in
+another process applies each step and then answers with the new weights. The worker is killed once, and its successor
+starts with the newest step. Each step contains a checksum of the trainer's weights, which the worker compares.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def make(device: str) -> torch.nn.ModuleDict:
 
 
 def work(directory: str, device: str) -> None:
-    """Answers with the newest weights, until the last step has come."""
+    """Applies each step and prints an answer computed with its weights, until the last step."""
     model, subscriber = make(device).requires_grad_(False), Subscriber(directory)
     while subscriber.step != STEPS:
         before = subscriber.step
@@ -46,7 +46,7 @@ def start(directory: str, device: str) -> subprocess.Popen[str]:
 
 
 def told_by(worker: subprocess.Popen[str], sums: dict[int, int]) -> tuple[int, str]:
-    """The next step that a worker has, and its answer; its weights are those that were published."""
+    """Returns the next step of a worker and its answer, after comparing its checksum with the trainer's."""
     assert worker.stdout is not None
     step, its_sum, answer = worker.stdout.readline().split()
     assert int(its_sum) == sums[int(step)], f"step {step}"
@@ -55,7 +55,7 @@ def told_by(worker: subprocess.Popen[str], sums: dict[int, int]) -> tuple[int, s
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--device", default="cpu", help="where trainer and worker have the weights: cpu or cuda")
+    parser.add_argument("--device", default="cpu", help="device of the weights: cpu or cuda")
     parser.add_argument("--follow", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.follow:
@@ -65,13 +65,13 @@ def main() -> None:
 
 
 def train(device: str) -> None:
-    """Publishes each step, and hears from the worker that it has it."""
+    """Publishes each step and waits until the worker has applied it."""
     model = make(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sums: dict[int, int] = {}
     with (tempfile.TemporaryDirectory() as folder,
           Publisher(folder, check=True, device="host" if device == "cpu" else device) as publisher):
-        # All of it is there once before a worker asks.
+        # The first step contains all weights.
         publisher.publish(model, 0).wait()
         sums[0] = checksum(model)
         worker, size = start(folder, device), sum(parameter.nbytes for parameter in model.parameters())
@@ -93,8 +93,8 @@ def train(device: str) -> None:
             told, answer = told_by(worker, sums)
         assert worker.wait() == 0
         a_step = (publisher.store.stats()["log_bytes"] - logged) / STEPS
-        print(f"{STEPS} steps followed, each with the trainer's checksum; {a_step / 1e3:.1f} kB a step of {size / 1e6:.1f} MB, "
-              f"the last answer {answer}")
+        print(f"the worker applied {STEPS} steps with equal checksums; a step of {size / 1e6:.1f} MB of weights logged "
+              f"{a_step / 1e3:.1f} kB; the last answer was {answer}")
 
 
 if __name__ == "__main__":

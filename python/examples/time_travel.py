@@ -1,10 +1,10 @@
-"""A run that went wrong: which step it was, what changed in it, and a new run from just before it.
+"""Finds the step at which a run went wrong, and forks the run from the version before.
 
     python time_travel.py [--device cuda]
 
-A model trains, and each step is a version. At one step a batch of bad data comes in, and some weights become so large
-that the loss never recovers. Later `bisect` finds the first bad version by halving, `diff` says which tensors it
-changed and how far, `blame` what an element was from version to version, and a fork goes on from the version before it.
+Each training step is saved as a version. At one step, some weights become so large that the loss never recovers.
+`bisect` then finds the first bad version by binary search. `diff` returns the tensors that this version changed and by
+how much, and `blame` the values of an element in each version. A fork continues from the version before.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def train(model: Model, optimizer: torch.optim.SGD, *, is_bad: bool = False) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--device", default="cpu", help="where the model lies: cpu or cuda")
+    parser.add_argument("--device", default="cpu", help="device of the model: cpu or cuda")
     device = parser.parse_args().device
     with tempfile.TemporaryDirectory() as folder:
         model, optimizer = make(device)
@@ -58,7 +58,7 @@ def main() -> None:
             for step in range(1, STEPS + 1):
                 loss = train(model, optimizer, is_bad=step == BAD_STEP)
                 run.save(step)
-            print(f"after {STEPS} steps the loss is {loss:.3g}")
+            print(f"after {STEPS} steps, the loss is {loss:.3g}")
 
             def is_good(version: Version) -> bool:
                 run.restore(version)
@@ -66,7 +66,7 @@ def main() -> None:
 
             bad = run.bisect(is_good, good=1, bad=STEPS).step
             assert bad == BAD_STEP
-            print(f"version {bad} is the first bad one; against the one before it differ:")
+            print(f"version {bad} is the first bad version; it differs from the previous version in:")
             changed = run.diff(bad - 1, bad)
             differ = {name: found for name, found in changed.items() if found and name.startswith("model")}
             for name, found in differ.items():
@@ -82,7 +82,7 @@ def main() -> None:
             for step in range(BAD_STEP, STEPS + 1):
                 mended = train(model, optimizer)
                 again.save(step)
-            print(f"a fork of version {BAD_STEP - 1} has a loss of {mended:.3g} after as many steps")
+            print(f"a fork of version {BAD_STEP - 1} has a loss of {mended:.3g} after {STEPS} steps")
     assert mended < 1 < loss
 
 

@@ -1,10 +1,10 @@
-"""A training run that is killed again and again, and ends with the losses of one that never was.
+"""A training run that is killed several times and has the same losses as an undisturbed run.
 
     python train_kill_resume.py [--device cuda] [--plot losses.svg]
 
-The run is a process of its own. It is killed with SIGKILL at random moments, and started again; each
-start restores the newest version. In the end its losses are those of a run without a kill, bit for bit.
-Both curves are drawn to `train_kill_resume.svg`, or where `--plot` says.
+The run is killed with SIGKILL at random steps and started again. Each start restores the newest version. The
+losses equal those of a run without kills, bit for bit. Both curves are plotted to the file `--plot`, which is
+`train_kill_resume.svg` by default.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-# Before CUDA begins: its matrix products then add in the same order each time.
+# Must be set before CUDA is initialized. Matrix products then add in the same order each time.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
@@ -31,7 +31,7 @@ STEPS, KILLS = 60, 4
 
 
 def run(directory: str, device: str) -> None:
-    """Trains up to STEPS, from wherever the store in `directory` is; says each step and its loss."""
+    """Trains to step STEPS, from the newest version in `directory` on. Prints each step, and all losses at the end."""
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(0)
     layers = [torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(64, 1)]
@@ -42,7 +42,7 @@ def run(directory: str, device: str) -> None:
     with Checkpointer(directory, model, optimizer, scheduler, extra={"progress": progress}) as checkpoints:
         step = checkpoints.restore() if checkpoints.versions() else 0
         while step < STEPS:
-            # Its batches come from torch's random numbers, which are part of each version.
+            # Batches are drawn from torch's random numbers, whose state is part of each version.
             x = torch.randn(32, 16, device=device)
             loss = (model(x).squeeze(1) - x.sum(dim=1)).square().mean()
             optimizer.zero_grad()
@@ -62,7 +62,7 @@ def start(directory: str, device: str) -> subprocess.Popen[str]:
 
 
 def losses_with_kills(directory: str, device: str, kills: int) -> tuple[list[str], list[int]]:
-    """The losses of a run that is killed this number of times, and the steps after which it was."""
+    """Returns the losses of a run that is killed `kills` times, and the steps after which it was killed."""
     chance = random.Random(7)
     killed: list[int] = []
     while True:
@@ -132,8 +132,8 @@ def drawn(whole: list[float], killed: list[float], kills: list[int]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--device", default="cpu", help="where the model lies: cpu or cuda")
-    parser.add_argument("--plot", default="train_kill_resume.svg", help="the file to draw to")
+    parser.add_argument("--device", default="cpu", help="device of the model: cpu or cuda")
+    parser.add_argument("--plot", default="train_kill_resume.svg", help="output file of the plot (SVG)")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.run:
@@ -145,8 +145,8 @@ def main() -> None:
     assert len(whole) == STEPS and whole == killed, "the losses differ"
     curves = [list(map(float.fromhex, losses)) for losses in (whole, killed)]
     Path(given.plot).write_text(drawn(curves[0], curves[1], kills))
-    print(f"{STEPS} losses of the run that was killed are those of the one that was not, to the last bit")
-    print(f"both curves are in {given.plot}")
+    print(f"all {STEPS} losses of the killed run equal those of the undisturbed run, bit for bit")
+    print(f"wrote both curves to {given.plot}")
 
 
 if __name__ == "__main__":

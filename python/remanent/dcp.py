@@ -475,7 +475,7 @@ def _write_group(store: _native.Store, group: list[_Write]) -> None:
 
 class _Jobs:
     """Runs reads and writes on threads while the calling thread asks the planner for more. The number of waiting jobs
-    is limited, because each holds bytes in memory."""
+    is limited, because each job keeps bytes in memory."""
 
     def __init__(self) -> None:
         threads = min(_THREADS_MAX, len(os.sched_getaffinity(0)))

@@ -129,7 +129,7 @@ class BlockCache:
         "durable" also a power cut.
     :param on_stored: called with keys and lengths after a batch has added blocks. The call is made on a thread of the
         cache, and must neither wait for the cache nor close it.
-    :param on_deleted: likewise called after a batch has deleted blocks.
+    :param on_deleted: called with keys and lengths after a batch has deleted blocks, in the same way as `on_stored`.
     :raises MismatchError: the existing cache has another identity. The message states the values that differ.
     :raises InvalidError: `capacity`, `readers` or `ack` is out of range.
 
@@ -194,7 +194,7 @@ class BlockCache:
 
     @property
     def capacity(self) -> int:
-        """The largest total bytes of blocks."""
+        """The capacity of the cache in bytes of blocks."""
         return self._index.capacity
 
     def length(self, key: bytes) -> int | None:
@@ -218,9 +218,9 @@ class BlockCache:
             keep the owner alive.
         :param kinds: a word per block that describes how its bytes are interpreted, such as its type and shape.
 
-        The future fails unless all blocks are in the cache at the end. It fails with `OverBudgetError` if the blocks
-        exceed the capacity, and otherwise with the error of the store, such as `DiskFullError`. Some of the blocks may
-        have been stored.
+        The future fails unless all blocks are in the cache at the end. The error is `OverBudgetError` if the blocks
+        exceed the capacity, and otherwise that of the store, such as `DiskFullError`. Some of the blocks may have been
+        stored.
         """
         self._check_process()
         job = _StoreJob(_tasks(keys, blocks, kinds))
@@ -381,8 +381,8 @@ class BlockCache:
     # Methods of the writing thread.
 
     def _store_waiting(self) -> None:
-        """Stores the waiting blocks of several calls in one batch, as many as fit but at least those of one call. This
-        keeps short calls cheap."""
+        """Stores the waiting blocks of several calls in one batch, as many as fit but at least those of one call.
+        Combining calls keeps short calls cheap."""
         jobs: list[_StoreJob] = []
         nbytes = blocks = 0
         with self._lock:
@@ -605,8 +605,8 @@ class BlockCache:
 
 
 def _page(key: bytes) -> bytes:
-    """Returns the key of a block's page. This is the block's key if that is shorter than 64 bytes, and otherwise a hash
-    of 64 bytes."""
+    """Returns the page key of a block: the block's key if that is shorter than 64 bytes, and otherwise a hash of 64
+    bytes."""
     return key if len(key) < _PAGE_KEY_MAX else hashlib.blake2b(key, digest_size=_PAGE_KEY_MAX).digest()
 
 
@@ -625,7 +625,7 @@ def _as_bytes(block: Any) -> memoryview:
 
 
 def _clear_frames(error: BaseException | None) -> None:
-    """Clears the frames through which an exception passed. They reference batches, and thereby callers' buffers."""
+    """Clears the frames in an exception's traceback, which reference batches and thereby callers' buffers."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__

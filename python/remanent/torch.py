@@ -70,7 +70,7 @@ def save_file(tensors: Mapping[str, torch.Tensor], directory: _Path, metadata: M
     and stride are supported, including empty and scalar tensors, with all element types up to `complex128`.
 
     If all tensors change in each version, disk usage is at most 1.5 × `keep` + 2 times the bytes of all tensors, which
-    is 32 times by default. It is less if fewer tensors change. Named versions use additional space.
+    is 32 times by default. Disk usage is lower if fewer tensors change. Named versions use additional space.
 
     :param metadata: text by name, which `safe_open(directory).metadata()` returns and `remanent export` writes to the
         file.

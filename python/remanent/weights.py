@@ -5,8 +5,8 @@ apply them in order.
     publisher.publish(model, step)            subscriber.apply_to(model)      # between two batches of work
 
 The publisher's store contains the newest weights, and a log of the changes in each step. A subscriber, in any process
-on the same machine, keeps no copy of the weights. It writes the changes of a step directly into its live tensors, on
-any device. A subscriber that falls too far behind reads all weights again and counts this in `restarts`.
+on the same machine, keeps no copy of the weights. Changes of a step are written directly into its live tensors, on any
+device. A subscriber that falls too far behind reads all weights again and counts this in `restarts`.
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ class Publisher:
         """Logs the changes since the previous step and makes them visible to subscribers. Returns a `Ticket` to wait
         on.
 
-        The weights are read after work that is already queued on the current streams of their devices. They may change
-        once the call returns. The changes of a step are logged as one batch of at most 1 GiB. A changed element needs
-        its own bytes and up to four more.
+        The weights are read after work that is already queued on the current streams of their devices. The weights may
+        change once the call returns. The changes of a step are logged as one batch of at most 1 GiB. A changed element
+        needs its own bytes and up to four more.
 
         :param model: a module, or a dict of tensors by name.
         :param step: the number of the step, which subscribers report.
@@ -162,8 +162,8 @@ class Subscriber:
     immediately, create a new `Subscriber`.
 
     For tensors on a GPU, the bytes of a step are copied to the GPU as they are in the log, and the GPU decodes which
-    elements they change. This needs GPU memory for the bytes of the step, 256 MiB at most, and about 100 MB for the
-    indices. For longer steps, and for tensors on a second GPU, the host decodes the changes.
+    elements they change. The decoding needs GPU memory for the bytes of the step, 256 MiB at most, and about 100 MB for
+    the indices. For longer steps, and for tensors on a second GPU, the host decodes the changes.
     """
 
     def __init__(self, directory: _Path) -> None:

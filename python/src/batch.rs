@@ -345,7 +345,7 @@ impl Batch {
         })
     }
 
-    /// Deletes a page. Its key can be used again.
+    /// Deletes a page. The page's key can then be used again.
     fn delete(&self, py: Python<'_>, page: &Bound<'_, PyAny>) -> PyResult<()> {
         let page = self.0.page(page)?;
         self.0.build(py, |batch| {

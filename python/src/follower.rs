@@ -281,7 +281,7 @@ impl PyFollowedBatch {
         unsafe { release_buffer(view) };
     }
 
-    /// Returns the contents that an "image" operation gives a page. They are read from a file and verified.
+    /// Returns the contents that an "image" operation gives a page, read from a file and verified.
     fn image<'py>(
         &self,
         py: Python<'py>,

@@ -16,7 +16,7 @@ pub struct Handover<S, T> {
     path: String,
     /// The error message for a caller that calls while another thread reads.
     busy: &'static str,
-    /// The kind of object, for errors after the source was closed.
+    /// The kind of the source, which errors state after the source was closed.
     handle: Handle,
     /// `None` after the source was closed. Locked while a thread reads.
     source: Mutex<Option<S>>,

@@ -29,7 +29,7 @@ pub enum Input {
     Cuda(CudaBytes),
 }
 
-/// Bytes in host memory. They stay in place as long as this value exists.
+/// Bytes in host memory, which stay in place as long as this value exists.
 pub struct HostBytes {
     address: usize,
     len: usize,

@@ -14,7 +14,7 @@ use crate::pending_batch::{BatchPage, PendingBatch};
 
 /// A page is written completely if its changes need more than one part in this many.
 const LOGGED_PART: u64 = 4;
-/// The default limit for the bytes that the updates of a batch log together. It is well below the limit for
+/// The default limit for the bytes that the updates of a batch log together. The limit is well below that for
 /// changes that wait for a snapshot.
 const LOGGED_MAX: u64 = 48 << 20;
 /// The number of bytes of a page that are compared at once.
@@ -30,7 +30,7 @@ const MIDDLE_ALIGN: usize = 4 << 10;
 /// The new bytes of a page.
 enum NewBytes {
     Host(HostBytes),
-    /// Bytes on a GPU, with their length. They are copied to the host in pieces.
+    /// Bytes on a GPU, which are copied to the host in pieces, and their length.
     External(Arc<dyn ByteSource>, u64),
 }
 

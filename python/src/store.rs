@@ -187,8 +187,7 @@ impl PyStore {
         &self.gate.path
     }
 
-    /// The current absolute path of the store's directory. It differs from `path` after the directory was
-    /// moved.
+    /// The current absolute path of the store's directory, even after the directory was moved.
     ///
     /// :raises NoStoreError: the directory was removed.
     #[getter]
@@ -196,7 +195,7 @@ impl PyStore {
         self.gate.inspect(py, |store| Ok(here(store)?.into_os_string()))
     }
 
-    /// The identity of the store as hexadecimal text. It is chosen at random when the store is created.
+    /// The identity of the store as hexadecimal text, chosen at random when the store is created.
     #[getter]
     fn id(&self, py: Python<'_>) -> PyResult<String> {
         self.gate.inspect(py, |store| Ok(store.id().to_string()))
@@ -503,10 +502,10 @@ impl PyStore {
 
     /// Returns a `WorkingCopy`, through which `Batch.capture` commits changes of `memory` to a page.
     ///
-    /// :param memory: a writable, contiguous array or tensor with the length of the page. It must be on the
-    ///     device of the store's pages, or in host memory if pages are on the host. The working copy keeps
-    ///     the memory alive. The memory must not be freed in another way, such as by `resize_` of a torch
-    ///     storage.
+    /// :param memory: a writable, contiguous array or tensor with the length of the page. The memory must be
+    ///     on the device of the store's pages, or in host memory if pages are on the host. The working copy
+    ///     keeps     the memory alive. The memory must not be freed in another way, such as by `resize_` of a
+    ///     torch     storage.
     /// :param width: the bytes per element: 1, 2, 4, 8 or 16. Changes are detected and logged by element.
     /// :param shadow: the reference with which the memory is compared. "page" uses the page itself, which
     ///     must be in memory. A place, such as "host", uses a copy of the page in that place. "digests" uses

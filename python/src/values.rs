@@ -7,8 +7,8 @@ use remanent::{Metadata, Value};
 
 use crate::errors::{invalid, invalid_type};
 
-/// The nesting limit of lists and dicts, which is that of the format. It also ends the conversion of a value
-/// that contains itself.
+/// The nesting limit of lists and dicts, which is that of the format. The limit also ends the conversion of a
+/// value that contains itself.
 const DEPTH_MAX: usize = 32;
 
 /// The description of a property whose value is a copy of engine state. Changes to the copy would be lost, so

@@ -199,12 +199,12 @@ VALUES = [
     Row("namedtuple", lambda: Pair(1, [torch.ones(2)])),
     Row("Enum", lambda: [Color.RED, Color.ALIAS, Level.LOW, Word.HELLO]),
     Row("Flag", lambda: [Access.READ, Access.READ | Access.WRITE, Access(0)]),
-    Row("Flag with code of its own", lambda: OwnFlag.A | OwnFlag.B, "a OwnFlag cannot be stored: it is no member"),
+    Row("Flag with code of its own", lambda: OwnFlag.A | OwnFlag.B, "a OwnFlag cannot be stored: it is not a named member"),
     Row("dataclass", lambda: Config(math.nan, [1], torch.ones(2))),
     Row("frozen dataclass with slots", lambda: Point(1, [2])),
     Row("dataclass with more state", lambda: SelfCounting(1), "a SelfCounting cannot be stored: it has attributes"),
     Row("dataclass that is a dict", lambda: DictLike(1), "a DictLike cannot be stored: it has a base"),
-    Row("class in a function", local_enum, "a Local cannot be stored: it is of a class that is not found"),
+    Row("class in a function", local_enum, "a Local cannot be stored: it has a class that cannot be found"),
     Row("float subclass", lambda: float.__new__(Meters, -0.0)), Row("str subclass", lambda: Tagged("\ud800")),
     Row("int subclass", lambda: [Index(7), Index(1 << 70)]), Row("bytes subclass", lambda: Raw(b"a")),
     Row("str subclass with attributes", lambda: tagged(a=1), "a Tagged cannot be stored: it has attributes"),
@@ -223,10 +223,10 @@ VALUES = [
     Row("UserDict", lambda: UserDict(a=1), "a UserDict"), Row("ChainMap", lambda: ChainMap({}), "a ChainMap"),
     Row("mappingproxy", lambda: types.MappingProxyType({}), "a mappingproxy"),
     Row("Ellipsis", lambda: ..., "a ellipsis"),
-    Row("cycle", with_cycle, "it contains itself"), Row("nested 90 deep", lambda: deep(90, [])),
-    Row("nested 100000 deep", lambda: deep(100000, []), "values nest more than 100 deep"),
-    Row("tuples nested 100000 deep", lambda: deep(100000), "values nest more than 100 deep"),
-    Row("key nested 300 deep", lambda: {deep(300): 1}, "values nest more than 100 deep"),
+    Row("cycle", with_cycle, "the value contains itself"), Row("nested 90 deep", lambda: deep(90, [])),
+    Row("nested 100000 deep", lambda: deep(100000, []), "values are nested more than 100 levels deep"),
+    Row("tuples nested 100000 deep", lambda: deep(100000), "values are nested more than 100 levels deep"),
+    Row("key nested 300 deep", lambda: {deep(300): 1}, "values are nested more than 100 levels deep"),
 ]
 
 # Each dict has keys whose texts may be the same; each value is another tensor, so that none takes another one's name.
@@ -261,7 +261,7 @@ def _tensor_of(dtype: torch.dtype) -> torch.Tensor:
 
 
 # Kinds of elements that torch lists and the store does not have.
-_NO_SUCH = "cannot be stored: the store has no such kind"
+_NO_SUCH = "cannot be stored"
 TORCH_DTYPES = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
 
 
@@ -273,7 +273,7 @@ def torch_dtype_rows(kept: dict[torch.dtype, str]) -> list[Row]:
         if dtype in kept:
             rows.append(Row(name, lambda dtype=dtype: _tensor_of(dtype)))  # type: ignore[misc]
         else:
-            refused = f"elements of torch.{name} {_NO_SUCH}"
+            refused = f"elements of type torch.{name} {_NO_SUCH}"
             rows.append(Row(name, lambda dtype=dtype: _empty(dtype), refused))  # type: ignore[misc]
     return rows
 
@@ -296,7 +296,7 @@ def _numpy_refused(dtype: Any) -> str | None:
     if dtype.type.__module__ == "ml_dtypes":
         return None
     for is_it, reason in ((dtype.hasobject or dtype.kind == "T", "its elements are objects"),
-                          (not dtype.isnative, "its elements have another byte order"),
+                          (not dtype.isnative, "its byte order is not that of this machine"),
                           (dtype.char in "gG", "its bits depend on the platform"),
                           (dtype.kind == "V", "its elements are structures")):
         if is_it:
@@ -334,7 +334,7 @@ def _scalar_refused(dtype: Any) -> str | None:
 NUMPY_SCALARS = [Row(f"{dtype.type.__name__} of {dtype}",
                      lambda dtype=dtype: _scalar_of(dtype), _scalar_refused(dtype))  # type: ignore[misc]
                  for dtype in NUMPY_DTYPES if dtype.kind not in "OT" and dtype.isnative]
-_MORE = "a .* cannot be stored: it is more than its elements"
+_MORE = "a .* cannot be stored, because it has state in addition to its elements"
 NUMPY_KINDS = [
     Row("C order", lambda: numpy.arange(6.0).reshape(2, 3)),
     Row("Fortran order", lambda: numpy.asfortranarray([[1, 2], [3, 4]])),
@@ -401,12 +401,12 @@ TENSOR_KINDS = [
     Row("negative", lambda: torch.tensor([1 + 2j]).conj().imag),
     Row("float NaNs", lambda: torch.tensor([0x7FC00001, -8388607], dtype=torch.int32).view(torch.float32)),
     Row("subclass", lambda: torch.ones(2).as_subclass(OwnTensor), _MORE), Row("fake", _fake, _MORE),
-    Row("lazy Parameter", lambda: torch.nn.UninitializedParameter(), "it has no shape and no elements yet"),
-    Row("lazy buffer", lambda: torch.nn.UninitializedBuffer(), "it has no shape and no elements yet"),
+    Row("lazy Parameter", lambda: torch.nn.UninitializedParameter(), "the tensor is uninitialized"),
+    Row("lazy buffer", lambda: torch.nn.UninitializedBuffer(), "the tensor is uninitialized"),
     Row("meta", lambda: torch.empty(2, device="meta"), "a tensor on the meta device has no elements"),
-    Row("wrapped by vmap", _wrapped, "a tensor that a transform such as vmap or grad has wrapped"),
-    Row("wrapped by grad", _tracked, "a tensor that a transform such as vmap or grad has wrapped"),
-    Row("quantized", lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8), "elements of torch.qint8"),
+    Row("wrapped by vmap", _wrapped, "a tensor wrapped by a transform such as vmap or grad"),
+    Row("wrapped by grad", _tracked, "a tensor wrapped by a transform such as vmap or grad"),
+    Row("quantized", lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8), "elements of type torch.qint8"),
     Row("nested", lambda: torch.nested.nested_tensor([torch.ones(2)]), "a tensor of layout nested"),
     Row("jagged", lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), _MORE),
     *[Row(str(layout),

@@ -73,7 +73,7 @@ def test_a_checkpoint_becomes_a_file_of_torch_and_back(root: Path, checkpoint: P
     torch_save_to_dcp(root / "file.pt", root / "again")
     assert not is_of_dcp(root / "again") and same(loaded(root / "again"), expected(root))
     assert not [name for name in os.listdir(root) if name.endswith(".tmp")]
-    with pytest.raises(remanent.TakenError, match="there is a checkpoint"):
+    with pytest.raises(remanent.TakenError, match="already contains a checkpoint"):
         torch_save_to_dcp(root / "file.pt", root / "again")
 
 
@@ -97,7 +97,7 @@ def test_checkpoints_go_from_and_to_those_of_dcp(root: Path, checkpoint: Path) -
     assert same(torch.load(root / "theirs.pt", weights_only=True), expected(root))
     dcp_to_remanent(root / "theirs", root / "again")
     assert same(loaded(root / "again"), expected(root))
-    with pytest.raises(remanent.ForeignDirectoryError, match="holds something"):
+    with pytest.raises(remanent.ForeignDirectoryError, match="is not empty"):
         remanent_to_dcp(checkpoint, root / "theirs")
     with pytest.raises(remanent.TakenError):
         dcp_to_remanent(root / "theirs", root / "again")
@@ -107,7 +107,7 @@ def test_a_checkpoint_becomes_a_safetensors_file_and_back(root: Path, checkpoint
     safetensors = pytest.importorskip("safetensors.torch")
     from safetensors import safe_open
 
-    with pytest.raises(remanent.RefusedError, match="optimizer.lr: a float is no tensor"):
+    with pytest.raises(remanent.RefusedError, match="optimizer.lr: a float is not a tensor"):
         dcp_to_safetensors(checkpoint, root / "model.safetensors")
     with pytest.raises(remanent.NoStateError, match="no entry 'modle'"):
         dcp_to_safetensors(checkpoint, root / "model.safetensors", key="modle")

@@ -116,7 +116,7 @@ def named(error: BaseException) -> set[str]:
     """The parts that an error says have changed."""
     if isinstance(error, remanent.RestoreFailedError):
         return set(error.changed)
-    notes = [note for note in getattr(error, "__notes__", ()) if "in whole or in part: " in note]
+    notes = [note for note in getattr(error, "__notes__", ()) if "changed completely or partly: " in note]
     return {name for note in notes for name in note.partition(": ")[2].partition(";")[0].split(", ")}
 
 
@@ -229,6 +229,6 @@ def test_random_states_of_absent_devices_are_left_out(monkeypatch: pytest.Monkey
 def test_random_states_that_a_generator_refuses_change_none(name: str) -> None:
     saved = {**rng_state(), name: torch.zeros(3, dtype=torch.uint8)}
     before = rng_state()
-    with pytest.raises(remanent.InvalidError, match=f"rng/{name}: the generator does not take"):
+    with pytest.raises(remanent.InvalidError, match=f"rng/{name}: the generator does not accept"):
         RngLoad(saved)
     assert same(rng_state(), before)

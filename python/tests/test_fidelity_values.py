@@ -337,5 +337,5 @@ def test_an_enumeration_whose_values_changed_is_refused() -> None:
     other = copy.deepcopy(held)
     other["$"][-1] = "another"
     assert unflatten(held) is rows.Color.RED
-    with pytest.raises(remanent.NoStateError, match=re.escape("of the value 'another', which is 'r' now")):
+    with pytest.raises(remanent.NoStateError, match=re.escape("with the value 'another', which is now 'r'")):
         unflatten(other)

@@ -133,16 +133,16 @@ def test_a_used_batch_says_what_became_of_it(tmp_path: Path) -> None:
         batch = store.batch()
         batch.create(1)
         store.commit(batch)
-        refused(batch, calls, "this batch was committed as lsn 2", "store.batch()")
+        refused(batch, calls, "this batch was already committed as lsn 2", "store.batch()")
         assert batch.lsn == 2 and len(batch.pages) == 1
         failed = store.batch()
         failed.expect_epoch(1, 99)
         with pytest.raises(remanent.ConflictError):
             store.commit(failed)
-        refused(failed, calls, "this batch was refused when it was committed, and nothing of it was logged", "store.batch()")
+        refused(failed, calls, "the commit of this batch failed, and nothing was logged", "store.batch()")
         with pytest.raises(ZeroDivisionError), store.batch() as left:
             _ = 1 // 0
-        refused(left, calls, "this batch was given up, because its block raised an exception", "store.batch()")
+        refused(left, calls, "this batch was discarded because its block raised an exception", "store.batch()")
         for each in (store.batch(), failed, left):
             refused(each, {"lsn": lambda each: each.lsn, "pages": lambda each: each.pages}, "the batch is not committed",
                     "commit it first")

@@ -78,7 +78,7 @@ def test_halving_finds_every_first_bad_version(directory: str) -> None:
         skipped = {16, 17, 20}
         found = store.bisect(lambda view: None if view.lsn in skipped else np.bool_(view.lsn < 10), good=1)
         assert found == 10
-        with pytest.raises(remanent.NoStateError, match="one of lsn 16 to 18"):
+        with pytest.raises(remanent.NoStateError, match="between lsn 16 and 18"):
             store.bisect(lambda view: None if view.lsn in skipped else view.lsn < 17, good=1)
         with pytest.raises(remanent.InvalidError, match="not older"):
             store.bisect(lambda view: True, good=5, bad=5)

@@ -29,7 +29,7 @@ def test_a_release_before_the_oldest_is_refused(monkeypatch: pytest.MonkeyPatch,
     install(monkeypatch, version)
     is_old = version in ("0.9", "1", "1.1.9")
     if is_old:
-        with pytest.raises(ImportError, match=re.escape(f"A host {version} is installed, and the adapter needs 1.2.0")):
+        with pytest.raises(ImportError, match=re.escape(f"A host {version} is installed, but the adapter needs 1.2.0")):
             with _hosts.importing(HOST):
                 pytest.fail("the host is imported")
     else:

@@ -163,7 +163,7 @@ def test_versions_lists_those_of_a_run(directory: str) -> None:
         kept = run.versions()
     assert [(version.step, version.lsn, version.name) for version in versions(directory)] == \
         [(version.step, version.lsn, version.name) for version in kept]
-    with pytest.raises(remanent.RefusedError, match="holds the versions of a run"):
+    with pytest.raises(remanent.RefusedError, match="contains the versions of a run"):
         prune(directory, keep=1, give_up=["best"])
     assert [version.name for version in versions(directory)] == [version.name for version in kept]
 

@@ -215,7 +215,7 @@ def test_blocks_that_would_mean_something_else_are_refused(directory: str, monke
     with pytest.raises(remanent.MismatchError, match="chunk is 256 there and 512 here"):
         make(directory, chunk_size=512)
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    with pytest.raises(remanent.InvalidError, match="the seed of builtin may be another one in each process"):
+    with pytest.raises(remanent.InvalidError, match="the seed of builtin may differ in each process"):
         make(directory, hash_algorithm="builtin")
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     with pytest.raises(remanent.MismatchError, match='hash is "blake3" there and "builtin" here, seed is ""'):
@@ -223,9 +223,9 @@ def test_blocks_that_would_mean_something_else_are_refused(directory: str, monke
 
 
 @pytest.mark.parametrize(("params", "what"), [
-    ({"capcity": 1}, r"lacks \['capacity', 'chunk_size', 'path', 'revision'\] and has the unknown \['capcity'\]"),
-    ({"path": "x", **PARAMS, "capacity": "1 TB"}, "capacity is '1 TB', and must be of type int"),
-    ({"path": "x", **PARAMS, "durable": 1}, "durable is 1, and must be of type bool"),
+    ({"capcity": 1}, r"missing \['capacity', 'chunk_size', 'path', 'revision'\], unknown \['capcity'\]"),
+    ({"path": "x", **PARAMS, "capacity": "1 TB"}, "capacity must be of type int, not '1 TB'"),
+    ({"path": "x", **PARAMS, "durable": 1}, "durable must be of type bool, not 1"),
 ])
 def test_parameters_are_refused_by_name(params: Any, what: str) -> None:
     with pytest.raises(remanent.InvalidError, match=what):

@@ -121,7 +121,7 @@ def test_no_thread_of_the_store_waits_for_a_handler(kept: Kept, directory: str) 
         kept.may_go.set()
         assert remanent.flush_logging(60)
     (left_out,) = kept.named("remanent")
-    assert left_out.levelno == logging.WARNING and " events were left out" in left_out.getMessage()
+    assert left_out.levelno == logging.WARNING and " events were dropped" in left_out.getMessage()
     restores = len(kept.named("remanent.history.restore"))
     assert 100 <= restores < 201 and int(left_out.getMessage().split()[0]) >= 201 - restores
 

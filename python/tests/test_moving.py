@@ -126,7 +126,7 @@ def test_a_tensor_whose_storage_was_freed_is_refused_by_its_name(directory: str,
     weight, held = model.into.weight, model.into.weight.detach().clone()
 
     def refused(call: Any, name: str) -> None:
-        with pytest.raises(remanent.RefusedError, match=f"{name}: its storage was freed or shortened"):
+        with pytest.raises(remanent.RefusedError, match=f"{name}: the tensor's storage was freed or shortened"):
             call()
 
     def calls() -> None:
@@ -164,7 +164,7 @@ def test_dcp_refuses_a_tensor_whose_storage_was_freed(directory: str) -> None:
     dcp = pytest.importorskip("torch.distributed.checkpoint")
     tensor = torch.ones(1000)
     tensor.untyped_storage().resize_(0)
-    with pytest.raises(dcp.api.CheckpointException, match="w: its storage was freed or shortened"):
+    with pytest.raises(dcp.api.CheckpointException, match="w: the tensor's storage was freed or shortened"):
         dcp.save({"w": tensor}, storage_writer=StorageWriter(directory + "/1"), no_dist=True)
 
 

@@ -92,7 +92,7 @@ def test_what_cannot_be_removed_is_told_and_no_save_fails_for_it(
         slow.may_end.set()
         run.save(2)
         assert [version.step for version in run.versions()] == [1, 2]
-        assert "what is not needed any more stays: there is no space" in caplog.text
+        assert "versions that are no longer kept cannot be removed: there is no space" in caplog.text
         slow.error = None
         run.save(3)
         assert [version.step for version in run.versions()] == [3]

@@ -166,7 +166,7 @@ def test_bytes_that_turn_bad_after_their_proof_are_told_of(directory: str, monke
         with pytest.raises(remanent.DamagedError) as raised:
             run.restore()
         assert raised.value.__notes__ == [
-            "changed, in whole or in part: state; restore a version again before the run goes on"]
+            "changed completely or partly: state; restore a version again before the run continues"]
 
 
 @pytest.mark.parametrize("how", ["shape", "more", "fewer", "groups", "inference", "shape of a rank"])

@@ -342,7 +342,7 @@ def test_expanded_buffers_take_what_they_can_have(directory: str, then: Any, fit
         if fits:
             run.restore()
         else:
-            with pytest.raises(remanent.InvalidError, match="model/b: it is expanded"):
+            with pytest.raises(remanent.InvalidError, match="model/b: the tensor is expanded"):
                 run.restore()
     assert torch.equal(found.b, then if fits else torch.ones(6, 4)) and found.b.stride() == (0, 1)
     assert (found.w == (5 if fits else 0)).all()
@@ -357,9 +357,9 @@ def freed() -> Any:
 @pytest.mark.parametrize(("make", "said"), [
     (lambda: torch.nn.Linear(2, 2, device="meta"), "model/weight: it is on the meta device"),
     (lambda: torch.nn.Sequential(Tuned().to("meta")), "model/0.w: it is on the meta device"),
-    (lambda: torch.nn.Linear(2, 2, dtype=torch.bfloat16), "model/bias: the version has elements of torch.float32"),
-    (lambda: torch.nn.Linear(2, 2, dtype=torch.float64), "model/bias: the version has elements of torch.float32"),
-    (freed, "model/bias: its storage of 8 bytes was freed"),
+    (lambda: torch.nn.Linear(2, 2, dtype=torch.bfloat16), "model/bias: the version has elements of type torch.float32"),
+    (lambda: torch.nn.Linear(2, 2, dtype=torch.float64), "model/bias: the version has elements of type torch.float32"),
+    (freed, "model/bias: the tensor's storage of 8 bytes was freed"),
 ], ids=["meta", "meta, own load", "bfloat16", "float64", "freed"])
 def test_models_that_cannot_have_the_values_are_refused(directory: str, make: Any, said: str) -> None:
     model = make()

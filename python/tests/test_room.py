@@ -222,9 +222,9 @@ def test_saves_are_left_to_the_next_one(directory: str, monkeypatch: pytest.Monk
         assert (first.version_step, [each.version_step for each in left]) == (1, [None, None])
         for each in left:
             assert not each.done() and not each.wait(0.01) and each.seconds is None
-            with pytest.raises(remanent.InUseError, match=f"the save of step {each.step} was left to the next one"):
+            with pytest.raises(remanent.InUseError, match=f"the save of step {each.step} was left to the next save"):
                 each.wait()
-        with pytest.raises(remanent.InvalidError, match="no whole number"):
+        with pytest.raises(remanent.InvalidError, match="is not an integer"):
             save(3.5)
         turn.release()
         first.wait()
@@ -267,14 +267,14 @@ def test_saves_are_left_to_the_next_one(directory: str, monkeypatch: pytest.Monk
         left = [save(12)]
         turn.release()
         assert run.restore() == 11 and (state["a"] == 11).all()
-        with pytest.raises(remanent.InUseError, match="step 12 was left to .*, but `restore` put step 11 back"):
+        with pytest.raises(remanent.InUseError, match="step 12 was left to .*, but `restore` loaded step 11"):
             left[0].wait()
         save(13)
         last = save(14)
         turn.release()
-        with pytest.raises(remanent.InUseError, match="step 14 was left to the next one, but no other save came"):
+        with pytest.raises(remanent.InUseError, match="step 14 was left to the next save, but no save followed"):
             run.close()
-        with pytest.raises(remanent.InUseError, match="no other save came"):
+        with pytest.raises(remanent.InUseError, match="no save followed"):
             last.wait()
     with Checkpointer(directory, extra={"state": state}, rng=False) as run:
         assert run.restore() == 13 and (state["a"] == 13).all()

@@ -38,7 +38,7 @@ def test_a_walk_ends_where_a_value_contains_itself() -> None:
     endless: list[Any] = []
     endless.append(endless)
     for value in (endless, {"a": endless}):
-        with pytest.raises(remanent.RefusedError, match="it contains itself"):
+        with pytest.raises(remanent.RefusedError, match="the value contains itself"):
             flatten("state", value, nothing)
 
 

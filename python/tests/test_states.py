@@ -124,7 +124,7 @@ def test_steps_do_not_go_back(tmp_path: Path) -> None:
         for wait in (True, False):
             with pytest.raises(remanent.InvalidError, match="step: 3 is below 20") as caught:
                 run.save(3, wait=wait)
-            assert "restore the version to go on from" in caught.value.remedy
+            assert "restore an earlier version first" in caught.value.remedy
         # A save that is refused does not move the run.
         with pytest.raises(remanent.InvalidError, match="64 bytes"):
             run.save(30, name="n" * 65)

@@ -286,7 +286,7 @@ def test_one_page_is_updated_once_a_batch(store: remanent.Store) -> None:
         together(*[update] * 4)
         store.commit(batch)
         assert store["k"] == bytes([turn]) + bytes(9_999)
-        assert refused == ["the batch has an update of this page already"] * 3
+        assert refused == ["the batch already contains an update of this page"] * 3
 
 
 def test_one_ticket(store: remanent.Store) -> None:
@@ -373,7 +373,7 @@ def test_one_lease(store: remanent.Store) -> None:
                     lease.end()
                     break
                 except BufferError as error:
-                    assert "views of the lease's memory are held" in str(error)
+                    assert "views of the lease's memory still exist" in str(error)
             with pytest.raises(remanent.ClosedError):
                 memoryview(lease)
 

@@ -109,7 +109,7 @@ def test_a_file_that_is_not_ended_is_not_there_and_its_space_comes_back(root: Pa
     assert storage.ls(root / "a") == []
     storage.write(root / "a" / "h", b"kept")
     assert pages(root) == 1
-    with pytest.raises(RuntimeError, match="is no folder"):
+    with pytest.raises(RuntimeError, match="is not a folder"):
         storage.write(root / "b" / "f", b"x")
     storage = reopened(root)
     storage.write(root / "a" / "i", b"kept")

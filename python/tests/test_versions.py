@@ -211,7 +211,7 @@ def test_the_newest_version_stays_where_a_save_after_it_was_ended_halfway(direct
         with run.store.batch() as batch:
             batch.set_root("saving", 2)
         run.store.snapshot()
-        with pytest.raises(remanent.RefusedError, match="ended halfway"):
+        with pytest.raises(remanent.RefusedError, match="a later save was interrupted"):
             run.give_up("a")
         state["w"] += 1
         assert [version.name for version in run.versions()] == ["a"]

@@ -210,12 +210,12 @@ def test_engines_of_one_service_have_directories_of_their_own(directory: str) ->
 
 def test_a_seed_that_is_drawn_for_each_process_is_refused(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    with pytest.raises(remanent.InvalidError, match="draws the seed of xxhash anew") as refused:
+    with pytest.raises(remanent.InvalidError, match="chooses a random seed of xxhash") as refused:
         Engine(directory, hash_algorithm="xxhash")
     assert "PYTHONHASHSEED" in refused.value.remedy and not os.path.exists(directory)
-    with pytest.raises(remanent.InvalidError, match="vLLM has no hash 'sha-256'"):
+    with pytest.raises(remanent.InvalidError, match="vLLM has no algorithm 'sha-256'"):
         Engine(directory, hash_algorithm="sha-256")
-    with pytest.raises(remanent.InvalidError, match="durable is 'no'"):
+    with pytest.raises(remanent.InvalidError, match="durable must be true or false, not 'no'"):
         Engine(directory, durable="no")
     Engine(directory).tier.shutdown()
     monkeypatch.setenv("PYTHONHASHSEED", "7")
@@ -233,7 +233,7 @@ def test_another_hash_than_the_engine_uses_is_refused_at_the_first_request(
     engine = Engine(directory)
     first = get_hash_fn_by_name("sha256_cbor" if HOST == "a stand-in" else "sha256")("another seed")
     monkeypatch.setattr(kv_cache_utils, "NONE_HASH", first, raising=False)
-    with pytest.raises(remanent.InvalidError, match="does not hash by sha256 with the seed 'vllm-none-hash'"):
+    with pytest.raises(remanent.InvalidError, match="named by sha256 with the seed 'vllm-none-hash', but vLLM uses another hash"):
         engine.tier.on_new_request(REQUEST)
     monkeypatch.setattr(kv_cache_utils, "NONE_HASH", get_hash_fn_by_name("sha256")("vllm-none-hash"))
     engine.tier.on_new_request(REQUEST)

@@ -300,7 +300,7 @@ def test_a_model_without_its_memory_is_refused(directory: str) -> None:
         length = storage.nbytes()
         storage.resize_(0)
         for follower in (subscriber, Subscriber(directory)):
-            with pytest.raises(remanent.NoStateError, match="w: its storage was freed"):
+            with pytest.raises(remanent.NoStateError, match="w: the tensor's storage was freed"):
                 follower.apply_to(target)
         storage.resize_(length)
         assert subscriber.apply_to(target) == 1 and checksum(target) == checksum(source)

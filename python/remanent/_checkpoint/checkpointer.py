@@ -105,11 +105,11 @@ class Checkpointer:
         these tensors: no CUDA graph that contains the step, no compiled step, no optimizer that changes parameters
         outside of `step`, and no assignment. `Saved.wait_copied` waits for the copies earlier.
     :param digests: whether to capture tensors on the model's GPU by digests. The GPU finds the chunks of 64 KiB that
-        changed since the previous save, and only these chunks are copied to the host. They are logged before the call
-        returns and need no `room`. Use digests if only a small part of the state changes, for example if layers are
-        frozen. The first save of a process and the first save after `restore` write everything. Changes are held in
-        host memory until their version is on disk, in up to half of `budget={"disk": bytes}`, which is 512 MiB by
-        default. Tensors beyond that are written completely. Tensors of more than 2 GiB, non-contiguous tensors and
+        changed since the previous save, and only these chunks are copied to the host. These chunks are logged before
+        the call returns and need no `room`. Use digests if only a small part of the state changes, for example if
+        layers are frozen. The first save of a process and the first save after `restore` write everything. Changes are
+        held in host memory until their version is on disk, in up to half of `budget={"disk": bytes}`, which is 512 MiB
+        by default. Tensors beyond that are written completely. Tensors of more than 2 GiB, non-contiguous tensors and
         tensors on other devices are saved without digests. The memory of captured tensors is kept alive until the next
         save. For a model on the host, the host finds the changes.
     :param process_group: the ranks that save together, each with its own state; see below.
@@ -125,7 +125,7 @@ class Checkpointer:
     is the subdirectory `rank-N`.
 
     A run can continue with another number of ranks or another mesh. `restore` redistributes DTensors to the layout of
-    the model. It rejects tensors for which the redistribution is ambiguous, such as tensors of different pipeline
+    the model. Tensors for which the redistribution is ambiguous are rejected, such as tensors of different pipeline
     stages with the same name. A DTensor can only be restored to a DTensor. Rank K restores all other values from rank K
     of the saved version. Additional ranks restore these values from the saved ranks in turn, and keep their own random
     states.
@@ -403,7 +403,8 @@ class Checkpointer:
         return True
 
     def _checked(self, name: str | None) -> tuple[str, list[Extent], list[Extent]]:
-        """Checks that the state can be saved and returns its tree, the tensors to capture, and the others."""
+        """Checks that the state can be saved. Returns its tree, the tensors to capture in place, and all other
+        tensors."""
         if name is not None:
             _check_name(name)
             self._versions.check_name(name)
@@ -490,7 +491,7 @@ class Checkpointer:
     def _write(self, passage: Passage, capture: Capture, step: int, note: str, tree: str, bar: Bar) -> _native.Ticket:
         """Writes a version: first the captured tensors, then the blocks that arrive through `passage`.
 
-        A long version consists of several batches. Those with blocks from `passage` are written concurrently.
+        A long version consists of several batches. Batches with blocks from `passage` are written concurrently.
         """
         batch = self.store.batch(note=note)
         running: deque[_Running] = deque()
@@ -638,10 +639,10 @@ class Checkpointer:
         twice, the second time mostly from the page cache.
 
         Tensors, including those of optimizers and dicts, stay in place if they have the saved shapes, element types and
-        strides. Their bytes are read from the files into their memory; for tensors on a GPU, no copy of the version is
-        made on the host. An optimizer's state is not cast to the type of its parameters. Parameter groups with
-        `param_names` are matched by these names. A version of a compiled model or of a model in DistributedDataParallel
-        fits the plain model, and vice versa.
+        strides. The bytes of these tensors are read from the files into their memory. For tensors on a GPU, no copy of
+        the version is made on the host. An optimizer's state is not cast to the type of its parameters. Parameter
+        groups with `param_names` are matched by these names. A version of a compiled model or of a model in
+        DistributedDataParallel fits the plain model, and vice versa.
 
         Values without such memory are held in host memory until the whole version is verified. The state of an
         optimizer that has made no step yet is held on the GPU instead. The same applies to modules and optimizers that

@@ -149,7 +149,7 @@ def _tensors_in(tree: Any) -> Iterator[tuple[str, str, Any]]:
 
 def _state(manifest: Manifest, tensors: Mapping[str, torch.Tensor], own_wholes: Mapping[str, Any],
            wholes: Any) -> dict[str, Any]:
-    """Returns the state as it was saved. Its DTensors are the run's own, or have the layouts of `wholes`."""
+    """Returns the state as it was saved. DTensors in the state are the run's own, or have the layouts of `wholes`."""
     def adapt(tag: list[Any]) -> Any:
         kind, *rest = tag
         if kind == "dtensor":

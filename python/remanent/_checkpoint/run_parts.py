@@ -51,7 +51,7 @@ def refuse_overlap(optimizer: Any) -> None:
 def stepped(optimizer: Any, tensors: list[Extent]) -> tuple[list[Extent], list[Extent]]:
     """Divides tensors into those that only `optimizer.step` changes and all others.
 
-    A tensor that shares a storage with one of the others belongs to the others.
+    A tensor that shares a storage with a tensor of the second list is also in the second list.
     """
     if optimizer is None:
         return [], tensors

@@ -86,7 +86,7 @@ class Saved:
         self._told = threading.Event()
 
     def _begins(self, done: concurrent.futures.Future[tuple[int, float]]) -> None:
-        """Records that the save writes a version of its own."""
+        """Records that the save was not coalesced and writes a version."""
         self.version_step, self._done = self.step, done
 
     def _goes_with(self, other: Saved) -> None:

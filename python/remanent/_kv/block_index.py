@@ -135,7 +135,7 @@ class BlockIndex:
         return used
 
     def put_uses_back(self, used: Iterable[bytes]) -> None:
-        """Puts back uses that could not be logged. They count as older than uses recorded since."""
+        """Puts back uses that could not be logged. These uses count as older than uses recorded since."""
         there = {key: None for key in used if key in self._blocks}
         self._used = {**there, **self._used}
 

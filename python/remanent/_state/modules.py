@@ -148,7 +148,8 @@ _SIMPLIFICATIONS: tuple[Callable[[str], str], ...] = (
 
 
 def _versions_by_now(live: LiveModule, metadata: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the versions of a state's modules by the modules' paths in the model."""
+    """Returns `metadata`, which contains the version of each module of a state, by the paths of the modules in the
+    model."""
     if all(then == now for then, now in names.items()):
         return dict(metadata)
     every = _SIMPLIFICATIONS[-1]
@@ -230,8 +231,8 @@ def is_lazy(tensor: torch.Tensor) -> bool:
 class ModuleLoad:
     """The load of a state into one module. The constructor checks that the load will succeed.
 
-    :param state: the version's state by the model's names. It contains the module's own tensors where bytes are read
-        into them.
+    :param state: the version's state by the model's names. Where bytes are read into the module's own tensors, the
+        state contains these tensors.
     :param in_place: the names of the tensors into which bytes are read.
     :raises InvalidError: torch would reject a value. Nothing changed.
     """

@@ -19,8 +19,8 @@ _AS_RUN_HAD_IT = "create the optimizer as it was when the version was saved"
 
 
 def loads_as_torch_does(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether an optimizer loads each value of a state unchanged. This is the case if it has neither its own
-    `load_state_dict` nor a pre-hook, which may inspect the current state."""
+    """Returns whether an optimizer loads each value of a state unchanged. An optimizer does so if it has neither its
+    own `load_state_dict` nor a pre-hook, which may inspect the current state."""
     return _has_load_of_torch(optimizer) and not getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None)
 
 

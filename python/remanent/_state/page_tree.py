@@ -175,8 +175,8 @@ def _metadata_of(reader: _native.Reader) -> dict[str, str] | None:
 
 
 def _of_file(array: ArrayLayout) -> tuple[str, list[int]]:
-    """Returns the dtype and shape of an array in a weight file. There, the shape counts 4-bit numbers, not pairs of
-    them."""
+    """Returns the dtype and shape of an array in a weight file. The shape in a weight file counts 4-bit numbers, not
+    pairs of them."""
     if array.dtype != _PAIRS or not array.shape:
         return array.dtype, list(array.shape)
     return _NUMBERS, [*array.shape[:-1], 2 * array.shape[-1]]
@@ -213,8 +213,8 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | Non
     """Changes the store to contain exactly these arrays and this tree. Unchanged data is not logged.
 
     The caller must be the only writer of the store during the call. Blocks are requested one at a time, so that the
-    caller can copy each from a GPU when it is needed. Their bytes are read when the batch is committed and must not
-    change before then.
+    caller can copy each from a GPU when it is needed. The bytes of a block are read when the batch is committed and
+    must not change before then.
 
     Pages on disk need no memory in addition to their blocks. If only a small part of a page changed, its changed
     elements are logged, and held in memory until the next snapshot, up to `logged_max` bytes for all pages. Any other

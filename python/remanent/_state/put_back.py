@@ -29,7 +29,7 @@ class PutBack:
     1. Parts with their own `load_state_dict`, and dicts, are loaded. If one of them fails, no tensor of a model has
       changed.
     2. Bytes are read from the files into the run's own tensors.
-    3. Modules and optimizers are loaded. Their hooks find the new values in these tensors.
+    3. Modules and optimizers are loaded. Hooks of modules and optimizers find the new values in these tensors.
     4. Random states are loaded last, because the previous steps may use random numbers.
 
     If a step fails, the previous steps are reverted as far as that is possible without a copy of the tensors.

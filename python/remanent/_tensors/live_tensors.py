@@ -254,7 +254,7 @@ class Live:
     def sums(self, names: Iterable[str]) -> dict[torch.device, torch.Tensor]:
         """Returns sums of the bytes in these tensors, by device. Each byte is read once, in place.
 
-        Sums detect memory that was cleared, discarded or filled with other weights. They do not detect 8-byte words
+        Sums detect memory that was cleared, discarded or filled with other weights. Sums do not detect 8-byte words
         that were swapped within a row of 8 KiB.
         """
         by_device: dict[torch.device, list[torch.Tensor]] = {}

@@ -51,7 +51,7 @@ class Part(NamedTuple):
 
 
 class Point(NamedTuple):
-    """A version of all ranks, with the time of its creation in seconds since 1970."""
+    """A version of all ranks. `created` is the time of its creation in seconds since 1970."""
 
     number: int
     step: int

@@ -3,7 +3,7 @@
 LMCache keeps blocks of KV caches in host memory, and queries L2 adapters for missing blocks. This adapter is based on
 `remanent.kv.BlockCache`. A block that was reported as stored can be loaded after the process was killed. Each block is
 verified by its checksum before it is returned, and a block of another type or shape is never returned. LMCache 0.5.0 or
-later is required. Its server loads the adapter with this option:
+later is required. LMCache's server loads the adapter with this option:
 
     lmcache server --l2-adapter '{
         "type": "plugin", "module_path": "remanent.integrations.lmcache", "class_name": "RemanentL2Adapter",
@@ -61,10 +61,10 @@ def __dir__() -> list[str]:
 
 
 class RemanentL2Adapter(L2AdapterInterface):
-    """An L2 adapter for LMCache that stores blocks in a directory. It has these parameters:
+    """An L2 adapter for LMCache that stores blocks in a directory. `adapter_params` has these entries:
 
     - `path`: the directory.
-    - `capacity`: the bytes of blocks to keep. They use up to twice as much disk space.
+    - `capacity`: the bytes of blocks to keep. The directory uses up to twice as much disk space.
     - `revision`: the commit of the model, or a name that you change with the weights.
     - `chunk_size`: LMCache's chunk size, in tokens.
     - `hash_algorithm`: LMCache's hash algorithm, "blake3" by default.

@@ -11,8 +11,8 @@
         ocp.save_checkpointables(path, {"weights": tree})
         tree = ocp.load_checkpointables(path, {"weights": template})["weights"]
 
-A checkpointable is stored in a folder of the checkpoint. Its values are those that `remanent.jax` supports: arrays
-whose shards are all in this process, random keys, NumPy arrays and plain values. Other values are rejected by path.
+A checkpointable is stored in a folder of the checkpoint. The supported values are those of `remanent.jax`: arrays whose
+shards are all in this process, random keys, NumPy arrays and plain values. Other values are rejected by path.
 
 Templates are those of Orbax's own handler. Arrays, `jax.ShapeDtypeStruct`s and NumPy arrays convert to their dtype.
 `int`, `float`, `bool` and `str`, as types or values, convert numbers. `...` omits a leaf. With the context's
@@ -20,8 +20,8 @@ Templates are those of Orbax's own handler. Arrays, `jax.ShapeDtypeStruct`s and 
 the layout of Orbax's own files have no effect. This handler differs from Orbax's own handler as follows:
 
 - Without a template, tuples and keys of dicts are restored with their original types.
-- A template may contain the types `jax.Array` and `jax.ShapeDtypeStruct`. It may request a sharding of None, which
-  places the array on the default device. None in a template loads the leaf as it was saved.
+- A template may contain the types `jax.Array` and `jax.ShapeDtypeStruct`. A template may request a sharding of None,
+  which places the array on the default device. None in a template loads the leaf as it was saved.
 - A leaf that only the template has is rejected, even with `partial_load`. Arrays of another shape are rejected
   regardless of `enable_padding_and_truncation`.
 - A storage dtype converts only arrays, not Python numbers. `...` cannot be saved.

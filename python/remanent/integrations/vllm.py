@@ -68,14 +68,14 @@ class RemanentTier(SecondaryTierManager):
     """A secondary tier for vLLM's `TieringOffloadingSpec` that stores blocks in a directory.
 
     :param path: the directory, one per engine. Data-parallel engines create their own directories in it.
-    :param capacity: the bytes of blocks to keep. They use up to twice as much disk space.
+    :param capacity: the bytes of blocks to keep. The directory uses up to twice as much disk space.
     :param revision: identifies the weights to which the blocks belong: the commit of the model, or a name that you
         change with the weights.
     :param hash_algorithm: the value of vLLM's `--prefix-caching-hash-algo`.
     :param durable: whether a store completes only after the blocks survive a power cut and not only the death of the
         process.
     :param readers: the number of threads that read from the disk.
-    :param enable_kv_events: as for vLLM's own tiers, as is `locality`.
+    :param enable_kv_events: whether to report stored and deleted blocks as events, as vLLM's own tiers do.
     :raises MismatchError: the blocks in the directory have another model, revision, type, layout, number of ranks, hash
         algorithm or seed. The message states the differences.
     """

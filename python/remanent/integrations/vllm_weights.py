@@ -1,8 +1,8 @@
 """A weight transfer engine for vLLM. Between two steps, workers load the weights that a trainer publishes.
 
-Both sides are registered with vLLM under the name "remanent". In vLLM's own processes, this happens if the package is
-installed in their environment. In the trainer's process, it happens when this module is imported. In the workers'
-process:
+The engines of the workers and of the trainer are registered with vLLM under the name "remanent". vLLM's own processes
+register the engines if the package is installed in their environment. The trainer's process registers the engines when
+it imports this module. In the workers' process:
 
     llm = LLM(model, weight_transfer_config={"backend": "remanent"})
 
@@ -189,9 +189,9 @@ class RemanentTrainerEngine(TrainerWeightTransferEngine[RemanentTrainerInitInfo]
     """The trainer's side of the weight transfer, in each of its ranks. The first rank publishes, and the other ranks
     help to gather sharded tensors.
 
-    The first rank holds gathered tensors, such as those of FSDP, completely until they are compared. They are held on
-    the host unless `device` is a GPU. Each tensor that the source yields must stay unchanged until the source has
-    yielded all tensors.
+    The first rank holds gathered tensors, such as those of FSDP, completely until they are compared. Gathered tensors
+    are held on the host unless `device` is a GPU. Each tensor that the source yields must stay unchanged until the
+    source has yielded all tensors.
     """
 
     init_info_cls = RemanentTrainerInitInfo
