@@ -81,7 +81,7 @@ self_cell! {
     }
 }
 
-/// A reader, followed in drop order by the count that keeps its store open.
+/// A reader and the handle that keeps its store open. The reader is dropped first.
 struct HeldReadAhead {
     cell: ReadAheadCell,
     _handle: Handle,

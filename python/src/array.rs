@@ -25,7 +25,6 @@ pub struct Aligned {
 }
 
 impl Aligned {
-    /// Allocates `len` zeros.
     pub fn zeros(len: usize) -> remanent::Result<Self> {
         let count = len.div_ceil(ALIGN);
         let mut cells = Vec::new();

@@ -95,7 +95,6 @@ impl BufferView {
         self.0.buf as usize
     }
 
-    /// Returns the length in bytes.
     pub fn len(&self) -> usize {
         self.0.len as usize
     }

@@ -17,7 +17,6 @@ pub const CUDA: i32 = 2;
 pub const CUDA_HOST: i32 = 3;
 pub const CUDA_MANAGED: i32 = 13;
 
-/// The tensor may be read but not written.
 const READ_ONLY: u64 = 1;
 /// The tensor is a copy owned by the consumer.
 const IS_COPIED: u64 = 2;
@@ -260,7 +259,6 @@ fn impossible(what: &str) -> PyErr {
     memory_refused(format!("the tensor has {what}"), "pass a tensor from a library that implements DLPack")
 }
 
-/// The parameters of an export.
 pub struct Export<'a> {
     pub address: usize,
     pub shape: &'a [i64],
@@ -273,7 +271,6 @@ pub struct Export<'a> {
     pub versioned: bool,
 }
 
-/// The objects that an export keeps alive.
 struct Context {
     _owner: Py<PyAny>,
     shape: Vec<i64>,

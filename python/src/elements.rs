@@ -16,7 +16,6 @@ pub const SHAPE: &str = "shape";
 const GIVE_BYTES: &str =
     "convert the array to a dtype that has a name, or pass its bytes, such as array.view(\"uint8\")";
 
-/// The element type and shape of caller-owned memory.
 #[derive(Clone, Debug)]
 pub enum Elements {
     /// Bytes, or a one-dimensional array of uint8. A page without metadata is read in this form.

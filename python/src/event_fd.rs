@@ -66,7 +66,7 @@ struct SharedWakerState {
 }
 
 impl SharedWaker {
-    /// Adds a task to wake at the next wake-up.
+    /// Registers task `id`, which the next wake-up reports through `event_fd`.
     pub fn add(&self, event_fd: &EventFd, id: u64) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if !state.tasks.iter().any(|(queue, task)| *task == id && Arc::ptr_eq(queue, &event_fd.0)) {

@@ -44,7 +44,7 @@ pub struct Kinds<'py> {
     strided: Bound<'py, PyAny>,
     /// The element types that can be stored, except for complex types, whose views may be conjugated.
     real: Bound<'py, PyFrozenSet>,
-    /// A function for all other tensors. Receives the name and the tensor; returns the plain tensor to store
+    /// The function called with the name and value of each other tensor. Returns the plain tensor to store,
     /// or raises an error.
     plain: Bound<'py, PyAny>,
 }

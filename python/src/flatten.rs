@@ -33,17 +33,14 @@ const VALUES: &str = "remanent._state.plain_values";
 /// A walk over a value that writes the value as JSON.
 pub struct Walk<'a, 'py> {
     py: Python<'py>,
-    /// A function that converts objects of other libraries.
     adapt: &'a Bound<'py, PyAny>,
     leaves: Option<&'a Leaves<'py>>,
     path: String,
-    /// The JSON text so far.
     text: String,
     /// The mutable containers visited so far, by address.
     containers: HashMap<usize, Container<'py>>,
 }
 
-/// A mutable container within the value.
 struct Container<'py> {
     /// The number of containers that were visited before this one.
     number: usize,
@@ -66,7 +63,6 @@ pub struct Leaves<'py> {
 }
 
 impl<'a, 'py> Walk<'a, 'py> {
-    /// Creates a walk that begins at `path`.
     pub fn new(
         py: Python<'py>,
         path: String,
@@ -405,7 +401,6 @@ impl Leaves<'_> {
     }
 }
 
-/// Escapes a name for use as a path segment.
 pub fn escaped(name: &str) -> Cow<'_, str> {
     if name.contains(['~', '/']) {
         Cow::Owned(name.replace('~', "~0").replace('/', "~1"))

@@ -19,7 +19,6 @@ static OPEN: Mutex<Vec<Weak<Gate>>> = Mutex::new(Vec::new());
 
 /// An open store, with the number of calls inside it and of handles that keep it open.
 pub struct Gate {
-    /// The id of the process that opened the store.
     opener: u32,
     /// The store's directory, as passed by the caller.
     pub path: String,
@@ -251,7 +250,6 @@ where
     }
 }
 
-/// Converts seconds from Python to a `Duration`.
 pub fn seconds(seconds: Option<f64>) -> PyResult<Option<Duration>> {
     seconds
         .map(|seconds| {

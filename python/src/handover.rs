@@ -43,7 +43,6 @@ impl<S: Send, T: Send> Handover<S, T> {
         check_process(self.opener).or_raise(py, Some(&self.path))
     }
 
-    /// Returns whether the source was closed.
     pub fn is_closed(&self) -> bool {
         match self.source.try_lock() {
             Ok(source) => source.is_none(),

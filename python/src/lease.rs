@@ -30,7 +30,7 @@ self_cell! {
     }
 }
 
-/// A lease, and the count that keeps its store open. The fields are dropped in this order.
+/// A lease and the handle that keeps its store open. The lease is dropped first.
 struct HeldLease {
     cell: LeaseCell,
     _handle: Handle,

@@ -109,7 +109,7 @@ use std::ffi::OsString;
 
 use pyo3::prelude::*;
 
-/// The engine of `remanent`, as the package sees it.
+/// The native module with the engine of the package `remanent`.
 #[pymodule(gil_used = false)]
 mod _native {
     #[pymodule_export]

@@ -34,7 +34,6 @@ pub fn wait_loaded(
     waited
 }
 
-/// The interval between updates of the progress bar.
 const BAR_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Waits until all pages are loaded, up to `timeout`, without a progress bar. Returns whether they are.

@@ -23,7 +23,6 @@ use crate::dtype::Dtype;
 use crate::elements::Elements;
 use crate::errors::{invalid_type, is_invalid_type, memory_refused};
 
-/// Bytes that a call reads.
 pub enum Input {
     Host(HostBytes),
     Cuda(CudaBytes),
@@ -37,7 +36,6 @@ pub struct HostBytes {
     _owner: Owner,
 }
 
-/// Bytes in GPU memory.
 pub struct CudaBytes {
     address: u64,
     len: u64,
@@ -218,7 +216,6 @@ impl Input {
         }
     }
 
-    /// Returns the length in bytes.
     pub fn byte_len(&self) -> u64 {
         match self {
             Input::Host(bytes) => bytes.len() as u64,
@@ -368,7 +365,6 @@ impl Output {
         Self(bytes)
     }
 
-    /// Returns the range of addresses of the memory.
     pub fn addresses(&self) -> Range<usize> {
         self.0.address..self.0.address + self.0.len
     }

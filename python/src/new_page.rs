@@ -3,7 +3,7 @@
 use pyo3::prelude::*;
 use remanent::batch::NewPage;
 
-/// A page that a batch creates. Later calls of the same batch accept it as a page.
+/// A page that a batch creates. Later calls of the same batch accept this handle as a page.
 #[pyclass(frozen, name = "NewPage", module = "remanent", from_py_object)]
 #[derive(Clone)]
 pub struct PyNewPage(pub NewPage);

@@ -14,7 +14,6 @@ use crate::values::{metadata_to_py, to_py};
 
 /// The number of indices from which an additional thread is used.
 const INDICES_PER_THREAD: usize = 256 << 10;
-/// The largest number of threads that decode indices.
 const THREADS_MAX: usize = 8;
 
 /// Decodes the indices of sparse deltas to four bytes each. Uses several threads if there are many indices.

@@ -17,7 +17,6 @@ use crate::page_name::key;
 use crate::pending_batch::PendingBatch;
 use crate::values::metadata_from_py;
 
-/// The key and the metadata for a new page.
 pub struct NewPageTerms {
     key: Option<Key>,
     metadata: Metadata,

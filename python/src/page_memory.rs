@@ -69,7 +69,6 @@ fn ask(source: &Bound<'_, PyAny>, info: &PageInfo) -> PyResult<Option<CallerMemo
 pub struct PyPageMemory {
     opener: u32,
     path: String,
-    /// `Some` until dropped.
     bytes: Option<DeviceBytes>,
 }
 

@@ -44,7 +44,6 @@ impl PageName {
         }
     }
 
-    /// Looks up the page in `pages`.
     pub fn find(&self, pages: &dyn ReadPages) -> Result<PageInfo> {
         match self {
             Self::Id(page) => pages.page(*page),
@@ -53,7 +52,6 @@ impl PageName {
     }
 }
 
-/// Parses a key from str or bytes.
 pub fn key(object: &Bound<'_, PyAny>) -> PyResult<Key> {
     let key = if let Ok(text) = object.cast::<PyString>() {
         Key::new(text.to_str()?)
@@ -89,7 +87,6 @@ pub fn state_point(object: &Bound<'_, PyAny>) -> PyResult<StatePoint> {
     }
 }
 
-/// Parses a key prefix from str or bytes.
 pub fn prefix_of(object: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
     if let Ok(text) = object.cast::<PyString>() {
         return Ok(text.to_str()?.as_bytes().to_vec());
@@ -137,7 +134,6 @@ pub fn page_names(pages: &Bound<'_, PyAny>) -> PyResult<Vec<PageName>> {
     each_page(pages)?.map(|page| PageName::take(&page?)).collect()
 }
 
-/// Looks up the ids of these pages.
 pub fn found(store: &Store, names: &[PageName]) -> Result<Vec<PageId>> {
     names.iter().map(|name| Ok(name.find(store)?.page)).collect()
 }

@@ -27,7 +27,6 @@ const PROBES_LEN_MIN: usize = 4 * PROBED_LEN;
 /// The alignment of the middle part, which is a multiple of every element width.
 const MIDDLE_ALIGN: usize = 4 << 10;
 
-/// The new bytes of a page.
 enum NewBytes {
     Host(HostBytes),
     /// Bytes on a GPU, which are copied to the host in pieces, and their length.

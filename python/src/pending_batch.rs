@@ -71,11 +71,9 @@ struct PendingState {
     batch: Result<WriteBatch, BatchEnd>,
     /// The element types that the metadata of pages states after the operations so far.
     layouts: HashMap<BatchPage, PageLayout>,
-    /// The pages that this batch creates, by key.
     created: HashMap<Key, NewPage>,
     /// The bytes that the updates of this batch log or keep in memory until the next snapshot.
     logged: u64,
-    /// The pages that this batch updates.
     updated: HashSet<PageId>,
     committed: Option<Committed>,
 }
@@ -275,7 +273,6 @@ impl PendingBatch {
         Ok(())
     }
 
-    /// Returns whether the batch was neither submitted nor discarded.
     pub fn is_open(&self) -> bool {
         self.lock().batch.is_ok()
     }
@@ -291,7 +288,6 @@ impl PendingBatch {
         }
     }
 
-    /// Discards the operations of the batch.
     pub fn give_up(&self) {
         let operations = std::mem::replace(&mut self.lock().batch, Err(BatchEnd::GivenUp));
         detached(operations);

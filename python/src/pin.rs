@@ -21,7 +21,7 @@ self_cell! {
     }
 }
 
-/// A pin, and the count that keeps its store open. The fields are dropped in this order.
+/// A pin and the handle that keeps its store open. The pin is dropped first.
 struct HeldPin {
     cell: PinCell,
     _handle: Handle,

@@ -27,10 +27,8 @@ pub enum Source {
     Replica(Mutex<Replica>),
 }
 
-/// A view of an open store.
 pub type LiveSource = Closable<HeldView>;
 
-/// A view of an earlier state.
 pub type PastSource = Closable<View>;
 
 /// A view that one call may close while other calls read from it.
@@ -40,7 +38,7 @@ pub struct Closable<V> {
     view: Mutex<Option<Arc<V>>>,
 }
 
-/// A view, and the count that keeps its store open. The fields are dropped in this order.
+/// A view and the handle that keeps its store open. The view is dropped first.
 pub struct HeldView {
     cell: LiveCell,
     _handle: Handle,

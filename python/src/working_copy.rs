@@ -31,7 +31,6 @@ use crate::options::{place, width};
 #[pyclass(frozen, name = "WorkingCopy", module = "remanent")]
 pub struct PyWorkingCopy {
     gate: Arc<Gate>,
-    /// `Some` until dropped.
     copy: Option<remanent::batch::WorkingCopy>,
 }
 

@@ -165,7 +165,7 @@ class Passage:
         self._post()
 
     def end(self) -> None:
-        """Records that all blocks were sent."""
+        """Records that all blocks were sent, so that the writer ends after the last one."""
         with self._changed:
             self._coming.append(None)
             self._changed.notify_all()
@@ -287,7 +287,7 @@ class Passage:
         return self._waits
 
     def ended(self) -> None:
-        """Records that the writer has ended."""
+        """Records that the writer has ended, so that the sender stops."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()

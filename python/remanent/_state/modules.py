@@ -160,7 +160,7 @@ def _versions_by_now(live: LiveModule, metadata: Mapping[str, Any], names: Mappi
 
 
 def described_in(value: Any) -> Iterator[Described]:
-    """Yields the tensors in the outline of a state."""
+    """Yields the `Described` tensors in the outline of a state."""
     if isinstance(value, Described):
         yield value
     elif isinstance(value, (Mapping, list, tuple)):

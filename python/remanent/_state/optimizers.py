@@ -190,7 +190,7 @@ class OptimizerLoad:
         return stays
 
     def _group(self, at: int, group: dict[str, Any], saved: _Group, stays: set[tuple[int, str]]) -> dict[str, Any]:
-        """Returns a group with the version's options."""
+        """Returns a parameter group of the optimizer with the version's options."""
         made = {}
         for name, value in saved.items():
             own = group.get(name)

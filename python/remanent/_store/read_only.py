@@ -35,7 +35,7 @@ class _ReadOnly:
 
 
 class ReadOnlyDict(_ReadOnly, dict[str, Any]):
-    """A dict that rejects changes."""
+    """A dict whose methods for changes raise `InvalidTypeError`."""
 
     def __init__(self, items: dict[str, Any], what: str, instead: str) -> None:
         dict.__init__(self, items)
@@ -46,7 +46,7 @@ class ReadOnlyDict(_ReadOnly, dict[str, Any]):
 
 
 class ReadOnlyList(_ReadOnly, list[Any]):
-    """A list that rejects changes."""
+    """A list whose methods for changes raise `InvalidTypeError`."""
 
     def __init__(self, items: Any, what: str, instead: str) -> None:
         list.__init__(self, items)

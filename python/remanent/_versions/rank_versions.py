@@ -326,7 +326,7 @@ def _forked(view: _native.View, step: int, target: Path) -> Part:
 
 
 class _Points:
-    """The files of the points of a run."""
+    """Reads, creates and removes the files of a run's points."""
 
     def __init__(self, directory: Callable[[], Path]) -> None:
         self._directory = directory
