@@ -300,7 +300,7 @@ def _numpy_refused(dtype: Any) -> str | None:
                           (dtype.char in "gG", "its bits depend on the platform"),
                           (dtype.kind == "V", "its elements are structures")):
         if is_it:
-            return f"an array of .* cannot be stored: {reason}"
+            return f"an array of .* cannot be stored, because {reason}"
     return None
 
 

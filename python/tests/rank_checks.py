@@ -570,7 +570,7 @@ def tensors_are_divided_as_they_were(directory: Path) -> None:
         for name, tensor in turned.named_buffers():
             assert torch.equal(tensor.full_tensor(), whole), name
     with Checkpointer(directory, torch.nn.Module(), process_group=dist.group.WORLD) as run:
-        with raises(remanent.InvalidError, "model: the model has no all, both, columns"):
+        with raises(remanent.InvalidError, "model: the model does not contain all, both, columns"):
             run.restore()
     with Checkpointer(directory, extra={"model": {}}, process_group=dist.group.WORLD) as run:
         with raises(remanent.NoStateError, "on the mesh cpu .4. .*, which the model does not use"):

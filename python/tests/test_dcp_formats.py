@@ -130,7 +130,7 @@ def test_a_checkpoint_becomes_a_safetensors_file_and_back(root: Path, checkpoint
     dcp.load(target, storage_reader=StorageReader(root / "of-folder"), no_dist=True)
     assert same(target, found)
     safetensors.save_file({"w": found["w"]}, folder / "model-9.safetensors")
-    with pytest.raises(remanent.InvalidError, match="w: two files"):
+    with pytest.raises(remanent.InvalidError, match="w: model-9.safetensors and another file contain"):
         safetensors_to_dcp(folder, root / "twice")
     with pytest.raises(remanent.NoStateError):
         safetensors_to_dcp(root / "nothing", root / "twice")

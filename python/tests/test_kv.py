@@ -149,9 +149,9 @@ def test_keys_of_any_length_are_found_again(directory: str) -> None:
 
 def test_another_identity_is_refused_with_what_differs(directory: str) -> None:
     open_cache(directory).close()
-    with pytest.raises(remanent.MismatchError, match='hash is "sha256" there and "blake3" here, ranks is nothing'):
+    with pytest.raises(remanent.MismatchError, match='hash is "sha256" in the cache and "blake3" here, ranks is nothing'):
         BlockCache(directory, identity={**IDENTITY, "hash": "blake3", "ranks": 2}, capacity=1)
-    with pytest.raises(remanent.InvalidError, match="plain values"):
+    with pytest.raises(remanent.InvalidError, match="identity: the values cannot be converted to JSON"):
         BlockCache(directory, identity={"model": object()}, capacity=1)
 
 
@@ -577,7 +577,7 @@ def test_uses_are_logged_by_few_jobs_also_those_of_loads(directory: str, monkeyp
 @pytest.mark.parametrize("identity", [{"a": 1.0}, {"a": True}, {"a": 1 << 70}, {"a": "\ud800"}, {"a": None}])
 def test_identities_that_are_nearly_equal_differ(identity: Any, directory: str) -> None:
     BlockCache(directory, identity={"a": 1}, capacity=LENGTH).close()
-    with pytest.raises(remanent.MismatchError, match="a is 1 there and [^ ]+ here"):
+    with pytest.raises(remanent.MismatchError, match="a is 1 in the cache and [^ ]+ here"):
         BlockCache(directory, identity=identity, capacity=LENGTH)
     BlockCache(directory + "-other", identity=identity, capacity=LENGTH).close()
 

@@ -210,15 +210,15 @@ def test_keys_are_listed_page_by_page(adapter: RemanentL2Adapter) -> None:
 
 def test_blocks_that_would_mean_something_else_are_refused(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make(directory).close()
-    with pytest.raises(remanent.MismatchError, match='revision is "1" there and "2" here'):
+    with pytest.raises(remanent.MismatchError, match='revision is "1" in the cache and "2" here'):
         make(directory, revision="2")
-    with pytest.raises(remanent.MismatchError, match="chunk is 256 there and 512 here"):
+    with pytest.raises(remanent.MismatchError, match="chunk is 256 in the cache and 512 here"):
         make(directory, chunk_size=512)
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with pytest.raises(remanent.InvalidError, match="the seed of builtin may differ in each process"):
         make(directory, hash_algorithm="builtin")
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    with pytest.raises(remanent.MismatchError, match='hash is "blake3" there and "builtin" here, seed is ""'):
+    with pytest.raises(remanent.MismatchError, match='hash is "blake3" in the cache and "builtin" here, seed is ""'):
         make(directory, hash_algorithm="builtin")
 
 

@@ -121,15 +121,15 @@ def test_all_refusals_of_functions_are_errors_of_the_package(tmp_path: Path, mon
 
 @pytest.mark.parametrize(("call", "kinds", "message", "remedy"), [
     (lambda store: remanent.Store("x", identity="a"), (TypeError,), "identity must be bytes or None, not str", "pass bytes"),
-    (lambda store: store.read("k", -1), (ValueError,), "offset is an int from 0 to 2^64 - 1, not -1", "give an int"),
-    (lambda store: store.read("k", "1"), (TypeError,), "offset is an int from 0 to 2^64 - 1, not str", "give an int"),
+    (lambda store: store.read("k", -1), (ValueError,), "offset must be an int from 0 to 2^64 - 1, not -1", "pass an int from 0"),
+    (lambda store: store.read("k", "1"), (TypeError,), "offset must be an int from 0 to 2^64 - 1, not str", "pass an int from 0"),
     (lambda store: store.numpy("k", "float31"), (ValueError,), "dtype \"float31\" is not one of", "use one of these"),
     (lambda store: store.numpy("k", shape=[2.5]), (TypeError,), "shape must be a list of lengths", "pass a list"),
     (lambda store: store.put(5, b""), (TypeError,), "a key must be str or bytes, not int", "pass str or bytes"),
     (lambda store: store.put("k", 5), (TypeError,), "int has no bytes", "pass bytes, a NumPy array or a tensor"),
     (lambda store: store.put("k", b"", place="moon"), (ValueError,), "moon", "give \"host\""),
     (lambda store: store.batch(ack="soon"), (ValueError,), "ack is one of", "give one of"),
-    (lambda store: store.commit(5), (TypeError,), "batch is a Batch of this store, not int", "give a Batch"),
+    (lambda store: store.commit(5), (TypeError,), "batch must be a Batch of this store, not int", "pass a Batch of this store"),
     (lambda store: store.read_into("k", b"1234"), (BufferError,), "the buffer is read-only", "bytearray"),
     (lambda store: store.batch().set_root("big", 1 << 70), (ValueError,), "64 bits", "store it as str or bytes"),
     (lambda store: store.read_many(["k"]).result()[3], (IndexError,), "index 3 is outside the 1 ranges", "give an index"),

@@ -124,7 +124,7 @@ def rows() -> dict[str, Row]:
         "bytes": Row({"s": b"text"}, ours={"s": b"text"}),
         "scalar of NumPy": Row({"s": np.float32(3)}, ours={"s": np.float32(3)}),
         "a leaf that only the template has": Row({"w": w}, {"w": like["w"], "v": jnp.ones(1)}, is_partial=True,
-                                                 ours="lacks ['v']"),
+                                                 ours="the version does not contain ['v']"),
         "storage dtype of a number": Row({"w": w, "s": 7}, storage=jnp.float16, ours={"w": w.astype(jnp.float16), "s": 7}),
         "placeholder to save": Row({"w": w, "s": ...}, ours="['s']"),
     }

@@ -256,7 +256,7 @@ def test_memory_of_a_gpu_is_refused_where_pages_live_on_the_host(directory: str)
                      lambda: store.batch().create_in(Cuda(7))):
             with pytest.raises(BufferError):
                 call()
-        with pytest.raises(ValueError, match="holds 6 bytes"):
+        with pytest.raises(ValueError, match="has 6 bytes, but its range has 7"):
             store.read_many_into(["w"], [Cuda(6)])
         assert out == bytes(7) and store["w"] == b"weights"
         # Of no bytes there is nothing to fill.

@@ -49,7 +49,7 @@ def test_wrong_states_say_what_is_expected(path: Path, filled: remanent.Store, e
         ("lsn:x", remanent.InvalidError, "found \"lsn:x\""),
         ("", remanent.InvalidError, "found \"\""),
         ("snapshot:9", remanent.NoStateError, "there is no snapshot 9"),
-        (-1, remanent.InvalidError, "an Lsn is 0 to 2^64 - 1, not -1"),
+        (-1, remanent.InvalidError, "an Lsn must be 0 to 2^64 - 1, not -1"),
         (1.5, remanent.InvalidTypeError, "expected an Lsn"),
     ]:
         with pytest.raises(kind) as caught:

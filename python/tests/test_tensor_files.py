@@ -45,7 +45,7 @@ def test_metadata_comes_back_and_is_exported(directory: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("metadata", [{"step": 3}, {3: "step"}, {"a": None}, ["step"], {"a": {"b": "c"}}])
 def test_metadata_that_is_no_text_is_refused(directory: str, metadata: Any) -> None:
-    with pytest.raises(remanent.RefusedError, match="metadata: "):
+    with pytest.raises(remanent.RefusedError, match="metadata(: .* must be a str| must be a dict of text by name)"):
         save_file({"w": torch.ones(1)}, directory, metadata)
     assert not Path(directory).exists()
 
@@ -175,7 +175,7 @@ def test_bytes_hold_what_a_safetensors_file_does() -> None:
     with pytest.raises(remanent.RefusedError, match="complex128"):
         save({"c": torch.zeros(1, dtype=torch.complex128)})
     for bad in (b"", data[:-1], data + b"x", b"\xff" * 16):
-        with pytest.raises(remanent.InvalidError, match="no safetensors file"):
+        with pytest.raises(remanent.InvalidError, match="data: [0-9]+ bytes are not a valid safetensors file"):
             load(bad)
 
 

@@ -641,7 +641,7 @@ def test_half_a_save_is_no_version_and_leaves_nothing(directory: str, monkeypatc
         run.store.snapshot("mine")
         for call in (lambda: run.restore(at=f"lsn:{half}"), lambda: run.diff(1, "name:mine"),
                      lambda: run.fork(f"{directory}-fork", at="name:mine"), lambda: load_file(directory)):
-            with pytest.raises(remanent.NoStateError, match="halfway"):
+            with pytest.raises(remanent.NoStateError, match="the state is that of an interrupted save"):
                 call()
         assert [version.step for version in run.versions()] == [1]
         run.save(2)

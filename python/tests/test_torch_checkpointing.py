@@ -29,7 +29,10 @@ PAGE = 64 << 10
 
 
 @pytest.fixture(autouse=True)
-def short_pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def short_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    # Uses tmp_path, so that the stores are closed before their directory is removed. Stores that are open by now are those
+    # of examples in docstrings, whose directories are gone.
+    module._open_files.clear()
     monkeypatch.setattr(module, "_PAGE_BYTES", PAGE)
     # Each write looks which files are gone.
     monkeypatch.setattr(module, "_WRITING_PER_LOOK", 0.0)
@@ -213,16 +216,16 @@ def test_a_write_that_ends_between_its_steps_leaves_nothing(
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
-    owner, name = {"link": (os, "link"), "replace": (os, "replace"), "sync": (module._durable, "sync_folder")}[step]
+    owner, name = {"link": (os, "link"), "replace": (os, "replace"), "sync": (module.durable_files, "sync_folder")}[step]
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         # The mark itself is replaced and synced, too: after that.
-        publish = module._durable.publish
+        publish = module.durable_files.publish
 
         def and_then(*given: object) -> None:
             publish(*given)  # type: ignore[arg-type]
             patched.setattr(owner, name, killed)
 
-        patched.setattr(module._durable, "publish", and_then)
+        patched.setattr(module.durable_files, "publish", and_then)
         storage.write(root / "a" / "f", data_of(PAGE))
     storage = reopened(root)
     is_there = step == "sync"

@@ -180,13 +180,13 @@ def test_events_tell_what_comes_and_goes(directory: str) -> None:
 
 
 @pytest.mark.parametrize(("changes", "config", "what"), [
-    ({}, {"revision": "2"}, 'revision is "1" there and "2" here'),
-    ({"model": SimpleNamespace(name="a model", dtype="float16")}, {}, 'dtype is "bfloat16" there and "float16" here'),
-    ({"model": SimpleNamespace(name="another", dtype="bfloat16")}, {}, 'model is "a model" there and "another" here'),
-    ({"tp_size": 4}, {}, r"ranks is \[2, 1, 1, 1\] there and \[4, 1, 1, 1\] here"),
-    ({"kv_cache_layout": "HND"}, {}, 'layout is "NHD" there and "HND" here'),
+    ({}, {"revision": "2"}, 'revision is "1" in the cache and "2" here'),
+    ({"model": SimpleNamespace(name="a model", dtype="float16")}, {}, 'dtype is "bfloat16" in the cache and "float16" here'),
+    ({"model": SimpleNamespace(name="another", dtype="bfloat16")}, {}, 'model is "a model" in the cache and "another" here'),
+    ({"tp_size": 4}, {}, r"ranks is \[2, 1, 1, 1\] in the cache and \[4, 1, 1, 1\] here"),
+    ({"kv_cache_layout": "HND"}, {}, 'layout is "NHD" in the cache and "HND" here'),
     ({"groups": (SimpleNamespace(tokens_per_block=16, layer_names=("layer.0",)),)}, {}, "groups is"),
-    ({}, {"hash_algorithm": "sha256_cbor"}, 'hash is "sha256" there and "sha256_cbor" here'),
+    ({}, {"hash_algorithm": "sha256_cbor"}, 'hash is "sha256" in the cache and "sha256_cbor" here'),
 ])
 def test_blocks_that_would_mean_something_else_are_refused(
         changes: Any, config: Any, what: str, directory: str) -> None:
@@ -219,7 +219,7 @@ def test_a_seed_that_is_drawn_for_each_process_is_refused(directory: str, monkey
         Engine(directory, durable="no")
     Engine(directory).tier.shutdown()
     monkeypatch.setenv("PYTHONHASHSEED", "7")
-    with pytest.raises(remanent.MismatchError, match='seed is "vllm-none-hash" there and "7" here'):
+    with pytest.raises(remanent.MismatchError, match='seed is "vllm-none-hash" in the cache and "7" here'):
         Engine(directory)
     Engine(directory + "-xxhash", hash_algorithm="xxhash").tier.shutdown()
 
