@@ -52,7 +52,7 @@ def test_steps_are_read_ahead(directory: str) -> None:
         assert used == pages
 
 
-def test_a_reader_ends_with_its_block_and_keeps_the_store_open_until_then(directory: str) -> None:
+def test_reader_keeps_store_open_until_block_ends(directory: str) -> None:
     store = remanent.Store(directory, device="host")
     pages = layers(store)
     ahead = store.read_ahead([[page] for page in pages], "host")
@@ -66,7 +66,7 @@ def test_a_reader_ends_with_its_block_and_keeps_the_store_open_until_then(direct
         store.read_ahead([], "host")
 
 
-def test_errors_of_steps_are_told_where_they_are(directory: str) -> None:
+def test_step_errors_are_raised_at_their_step(directory: str) -> None:
     with remanent.Store(directory, device="host") as store:
         pages = layers(store)
 

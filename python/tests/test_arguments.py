@@ -19,7 +19,7 @@ def stored(store: remanent.Store, content: Any) -> bytes:
 @pytest.mark.parametrize("array", [np.array(5, "int32"), np.float32(1.5), np.array(2.5), np.zeros(0), np.zeros((0, 3)),
                                    np.array(["2020-01-02"], "datetime64[D]"), np.arange(4, dtype=">i4"),
                                    np.zeros(2, [("O", "i4"), ("b", "f8")])], ids=repr)
-def test_arrays_of_any_shape_and_kind_are_bytes(store: remanent.Store, array: Any) -> None:
+def test_arrays_of_any_shape_and_type_are_stored(store: remanent.Store, array: Any) -> None:
     # Of kinds that have no name in metadata, a part of a page can be written, and pages are read into them.
     store["k"] = bytes(array.nbytes)
     with store.batch() as batch:
@@ -30,7 +30,7 @@ def test_arrays_of_any_shape_and_kind_are_bytes(store: remanent.Store, array: An
         assert store.read_into("k", out) == array.nbytes and out.tobytes() == array.tobytes()
 
 
-def test_an_array_without_a_dimension_lives_in_a_page(store: remanent.Store) -> None:
+def test_scalar_array_is_stored_in_page(store: remanent.Store) -> None:
     step = np.array(7, "int64")
     with store.batch() as batch:
         batch.create_in(step, key="step")
@@ -43,7 +43,7 @@ def test_an_array_without_a_dimension_lives_in_a_page(store: remanent.Store) -> 
 
 @pytest.mark.parametrize("array", [np.array([1, "a"], dtype=object), np.array(None),
                                    np.zeros(2, [("a", "i4"), ("b", "O")])], ids=repr)
-def test_references_to_objects_are_no_bytes(store: remanent.Store, array: Any) -> None:
+def test_object_arrays_are_rejected(store: remanent.Store, array: Any) -> None:
     with pytest.raises(TypeError, match="of Python objects"):
         stored(store, array)
     with pytest.raises(TypeError, match="of Python objects"):
@@ -52,12 +52,12 @@ def test_references_to_objects_are_no_bytes(store: remanent.Store, array: Any) -
 
 
 @pytest.mark.parametrize("array", [np.arange(10)[::-1], np.arange(10)[::2], np.arange(6).reshape(2, 3).T], ids=repr)
-def test_what_is_not_contiguous_is_refused(store: remanent.Store, array: Any) -> None:
+def test_noncontiguous_arrays_are_rejected(store: remanent.Store, array: Any) -> None:
     with pytest.raises(BufferError, match="contiguous"):
         stored(store, array)
 
 
-def test_indices_in_another_order_of_bytes_are_refused(store: remanent.Store) -> None:
+def test_indices_in_other_byte_order_are_rejected(store: remanent.Store) -> None:
     store["k"] = bytes(1 << 25)
     with store.batch() as batch:
         batch.scatter("k", np.array([1], "uint32"), b"!")
@@ -66,7 +66,7 @@ def test_indices_in_another_order_of_bytes_are_refused(store: remanent.Store) ->
     assert store["k"].count(b"!") == 1 and store["k"][1] == ord("!")
 
 
-def test_the_signs_of_a_tensor_that_is_a_view_with_others(store: remanent.Store) -> None:
+def test_negative_view_is_rejected_until_resolved(store: remanent.Store) -> None:
     torch = pytest.importorskip("torch")
     # A view of the other sign, as torch makes it for the imaginary parts of conjugates.
     imag = torch.tensor([1 + 2j, 0j]).conj().imag[:1]
@@ -77,7 +77,7 @@ def test_the_signs_of_a_tensor_that_is_a_view_with_others(store: remanent.Store)
     assert store.numpy("k", "float32") == -2
 
 
-def test_one_page_is_no_list_of_pages(store: remanent.Store) -> None:
+def test_single_page_is_not_accepted_as_list(store: remanent.Store) -> None:
     store["a"] = store["ab"] = b"x"
     for one in ("ab", "a", b"\1"):
         for use in (store.prefetch, store.ensure):
@@ -88,7 +88,7 @@ def test_one_page_is_no_list_of_pages(store: remanent.Store) -> None:
     assert store.info("a").place == "host"
 
 
-def test_numbers_that_no_page_and_no_state_has(store: remanent.Store, directory: str) -> None:
+def test_out_of_range_ids_and_lsns_are_rejected(store: remanent.Store, directory: str) -> None:
     for number in (-1, 1 << 64):
         with pytest.raises(ValueError, match="2\\^64"):
             store[number]

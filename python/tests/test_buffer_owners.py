@@ -59,7 +59,7 @@ RETURNED = {"put", "__setitem__", "read_into", "read_many_into", "load"}
 KEPT = {"create_in", "working_copy", "page_memory", "write of PageMemory"}
 
 
-def test_the_tables_have_every_call_that_takes_a_buffer() -> None:
+def test_tables_list_every_call_with_buffer() -> None:
     stub = ast.parse((Path(remanent.__file__).parent / "_native.pyi").read_text())
     found = set()
     for owner in (each for each in stub.body if isinstance(each, ast.ClassDef)):
@@ -73,7 +73,7 @@ def test_the_tables_have_every_call_that_takes_a_buffer() -> None:
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_a_batch_holds_bytes_until_it_has_taken_them(pages: remanent.Store, name: str) -> None:
+def test_batch_keeps_bytes_until_read(pages: remanent.Store, name: str) -> None:
     owner = Owner(NEW)
     gone = weakref.ref(owner)
     batch = pages.batch()
@@ -90,7 +90,7 @@ def test_a_batch_holds_bytes_until_it_has_taken_them(pages: remanent.Store, name
 
 @pytest.mark.parametrize("end", ["dropped", "failed", "closed"])
 @pytest.mark.parametrize("name", [name for name in TAKEN if TAKEN[name].is_held])
-def test_a_batch_that_is_not_committed_frees_its_bytes(pages: remanent.Store, name: str, end: str) -> None:
+def test_uncommitted_batch_frees_bytes(pages: remanent.Store, name: str, end: str) -> None:
     owner = Owner(NEW)
     gone = weakref.ref(owner)
     batch: Any = pages.batch()
@@ -110,7 +110,7 @@ def test_a_batch_that_is_not_committed_frees_its_bytes(pages: remanent.Store, na
 
 
 @pytest.mark.parametrize("name", sorted(RETURNED))
-def test_a_call_that_returns_has_ended_its_accesses(pages: remanent.Store, name: str) -> None:
+def test_returned_call_has_ended_accesses(pages: remanent.Store, name: str) -> None:
     owner = Owner(NEW)
     gone = weakref.ref(owner)
     if name == "load":
@@ -141,7 +141,7 @@ LENT: dict[str, Callable[[remanent.Store], Any]] = {
 
 
 @pytest.mark.parametrize("name", LENT)
-def test_a_view_of_lent_memory_keeps_it_unchanged(pages: remanent.Store, name: str) -> None:
+def test_view_of_lent_memory_keeps_it_unchanged(pages: remanent.Store, name: str) -> None:
     if "numpy" in name:
         pytest.importorskip("numpy")
     view = LENT[name](pages)
@@ -175,7 +175,7 @@ class Blocked:
 
 @pytest.mark.parametrize("end", ["done", "failed", "cancelled", "closed", "timed out"])
 @pytest.mark.parametrize("call", ["store", "load"])
-def test_a_cache_holds_buffers_until_the_job_ends(directory: str, call: str, end: str) -> None:
+def test_cache_keeps_buffers_until_job_ends(directory: str, call: str, end: str) -> None:
     blocked = Blocked(directory)
     cache = blocked.cache
     cache.store([b"there"], [OLD]).result(WORK)
@@ -216,7 +216,7 @@ def test_a_cache_holds_buffers_until_the_job_ends(directory: str, call: str, end
         gc.enable()
 
 
-def test_a_forked_child_leaves_the_buffers_of_jobs_alone(directory: str) -> None:
+def test_forked_child_ignores_buffers_of_jobs(directory: str) -> None:
     blocked = Blocked(directory)
     blocked.hold()
     owner = Owner(NEW)
@@ -237,7 +237,7 @@ def test_a_forked_child_leaves_the_buffers_of_jobs_alone(directory: str) -> None
     blocked.cache.close()
 
 
-def test_a_torch_checkpointing_stream_frees_what_it_wrote(tmp_path: Path) -> None:
+def test_torch_checkpointing_stream_frees_written_buffers(tmp_path: Path) -> None:
     pytest.importorskip("torch_checkpointing")
     from remanent.integrations.torch_checkpointing import RemanentStorageConfig
 

@@ -19,7 +19,7 @@ def told(stream: remanent.ChangeStream) -> remanent.AppliedBatch:
     return event
 
 
-def test_each_batch_is_told_with_what_it_changed(store: remanent.Store) -> None:
+def test_stream_reports_changes_of_each_batch(store: remanent.Store) -> None:
     store["before"] = b"x"
     with store.changes() as changes:
         assert changes.begin_lsn == 1 and changes.next(0) is None and changes.next(0.01) is None
@@ -60,7 +60,7 @@ def test_each_batch_is_told_with_what_it_changed(store: remanent.Store) -> None:
     assert list(changes) == []
 
 
-def test_a_caller_that_falls_back_hears_of_it(store: remanent.Store) -> None:
+def test_slow_consumer_receives_lagged(store: remanent.Store) -> None:
     store["a"] = bytes(64 << 10)
     changes = store.changes()
     for _ in range(3):
@@ -83,7 +83,7 @@ def test_a_caller_that_falls_back_hears_of_it(store: remanent.Store) -> None:
     assert after.lsn == 7
 
 
-def test_the_iterator_ends_with_the_store(directory: str) -> None:
+def test_iterator_ends_when_store_closes(directory: str) -> None:
     store = remanent.Store(directory, device="host")
     changes, seen = store.changes(), []
     waiting = threading.Thread(target=lambda: seen.extend(changes))
@@ -102,7 +102,7 @@ def test_the_iterator_ends_with_the_store(directory: str) -> None:
             changes.next(0)
 
 
-def test_a_stream_has_one_reader(store: remanent.Store) -> None:
+def test_stream_has_one_reader(store: remanent.Store) -> None:
     changes = store.changes()
     waiting = threading.Thread(target=lambda: changes.next(60))
     waiting.start()
@@ -114,7 +114,7 @@ def test_a_stream_has_one_reader(store: remanent.Store) -> None:
     assert not waiting.is_alive()
 
 
-def test_a_stream_is_an_async_iterator_that_loses_nothing(store: remanent.Store) -> None:
+def test_async_iteration_loses_no_event(store: remanent.Store) -> None:
     changes = store.changes()
 
     async def called_off() -> None:
@@ -146,7 +146,7 @@ def test_a_stream_is_an_async_iterator_that_loses_nothing(store: remanent.Store)
     assert asyncio.run(to_the_end()) == [4, 5]
 
 
-def test_a_forked_child_gets_a_typed_error(store: remanent.Store, directory: str) -> None:
+def test_forked_child_raises_forked_error(store: remanent.Store, directory: str) -> None:
     changes = store.changes()
     uses: list[Callable[[], object]] = [
         lambda: changes.next(0), lambda: next(changes), lambda: changes.close(), lambda: store.changes(),
@@ -171,7 +171,7 @@ def test_a_forked_child_gets_a_typed_error(store: remanent.Store, directory: str
     assert told(changes).lsn == 1
 
 
-def test_ctrl_c_ends_a_wait(directory: str) -> None:
+def test_ctrl_c_ends_wait(directory: str) -> None:
     done = run_script("""
         import os, signal, sys, threading, remanent
         # A process that is started in the background ignores Ctrl-C until it says otherwise.
@@ -203,7 +203,7 @@ def test_ctrl_c_ends_a_wait(directory: str) -> None:
 
 
 @pytest.mark.parametrize("threaded", [False, True])
-def test_the_interpreter_ends_while_a_stream_is_open(directory: str, threaded: bool) -> None:
+def test_interpreter_exits_with_open_stream(directory: str, threaded: bool) -> None:
     waits = "threading.Thread(target=lambda: list(changes), daemon=True).start()" if threaded else "pass"
     done = run_script(f"""
         import sys, threading, remanent

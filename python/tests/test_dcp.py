@@ -53,8 +53,7 @@ def image_bytes(root: str) -> int:
     return sum(path.stat().st_size for path in Path(root).glob(".remanent/*/pages/*.pages"))
 
 
-def test_a_checkpoint_that_is_renamed_while_another_is_saved_stays(
-        directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_renamed_checkpoint_survives_concurrent_save(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     root = Path(directory)
     save({"w": torch.full((4,), 7.0)}, str(root / "a"))
     save({"w": torch.full((4,), 8.0)}, str(root / "b"))
@@ -72,7 +71,7 @@ def test_a_checkpoint_that_is_renamed_while_another_is_saved_stays(
         assert load({"w": torch.zeros(4)}, str(root / name))["w"].tolist() == [value] * 4
 
 
-def test_a_run_goes_on_where_it_was_saved(directory: str) -> None:
+def test_run_continues_from_checkpoint(directory: str) -> None:
     def run(seed: int) -> tuple[Any, Any]:
         torch.manual_seed(seed)
         model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
@@ -104,7 +103,7 @@ def test_a_run_goes_on_where_it_was_saved(directory: str) -> None:
     assert [train(other_model, other_optimizer, step) for step in range(3, 6)] == expected
 
 
-def test_what_saved_a_checkpoint_is_told_with_it(directory: str) -> None:
+def test_metadata_contains_save_id(directory: str) -> None:
     writer, reader = StorageWriter(directory), StorageReader(directory)
     dcp.save({"a": torch.zeros(2)}, storage_writer=writer, no_dist=True)
     meta = reader.read_metadata().storage_meta
@@ -115,7 +114,7 @@ def test_what_saved_a_checkpoint_is_told_with_it(directory: str) -> None:
     assert writer.save_id != first
 
 
-def test_tensors_of_all_kinds_and_shapes(directory: str) -> None:
+def test_all_tensor_types_and_shapes_are_loaded(directory: str) -> None:
     torch.manual_seed(0)
     square = torch.randn(6, 4)
     state = {
@@ -134,7 +133,7 @@ def test_tensors_of_all_kinds_and_shapes(directory: str) -> None:
         assert view.info("float16").metadata == {"name": "float16", "dtype": "F16", "shape": [2, 3]}
 
 
-def test_what_did_not_change_is_not_written_again(directory: str) -> None:
+def test_unchanged_pages_are_not_written_again(directory: str) -> None:
     state = {"frozen": torch.randn(1 << 20), "tuned": torch.zeros(1 << 18), "step": 1}
     save(state, directory + "/1")
     once = image_bytes(directory)
@@ -155,7 +154,7 @@ def test_what_did_not_change_is_not_written_again(directory: str) -> None:
     assert torch.equal(found["frozen"], state["frozen"])
 
 
-def test_a_checkpoint_that_is_removed_is_given_up_by_the_next_save(directory: str) -> None:
+def test_next_save_frees_removed_checkpoint(directory: str) -> None:
     def names() -> list[str]:
         with remanent.Store(directory + "/.remanent/rank-0", device="host") as store:
             return [str(info.name).split(" ")[0] for info in store.snapshots()]
@@ -185,7 +184,7 @@ def test_a_checkpoint_that_is_removed_is_given_up_by_the_next_save(directory: st
         StorageReader(directory + "/theirs").read_metadata()
 
 
-def test_a_checkpoint_is_there_whole_until_the_next_one_is(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_stays_complete_until_replaced(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = directory + "/last"
     save({"a": torch.zeros(1000), "b": torch.zeros(1000)}, path)
 
@@ -205,7 +204,7 @@ def test_a_checkpoint_is_there_whole_until_the_next_one_is(directory: str, monke
     assert bool(load({"a": torch.zeros(1000), "b": torch.zeros(1000)}, path)["b"].all())
 
 
-def test_many_short_tensors(directory: str) -> None:
+def test_many_short_tensors_are_saved(directory: str) -> None:
     count = 15_000
     save({f"{number}": torch.tensor(number) for number in range(count)}, directory + "/1")
     found = load({f"{number}": torch.tensor(-1) for number in range(0, count, 1000)}, directory + "/1")
@@ -215,7 +214,7 @@ def test_many_short_tensors(directory: str) -> None:
         assert view.keys() == ["0"]
 
 
-def test_targets_of_every_kind(directory: str) -> None:
+def test_targets_of_every_kind_are_loaded(directory: str) -> None:
     state = {"real": torch.arange(12.0).reshape(3, 4), "complex": torch.tensor([1 + 2j, 3 - 1j])}
     save(state, directory + "/1")
     targets = {
@@ -231,7 +230,7 @@ def test_targets_of_every_kind(directory: str) -> None:
     assert torch.equal(inferred, state["real"])
 
 
-def test_saves_to_one_root_take_turns(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saves_to_same_root_are_serialized(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def one(number: int) -> None:
         save({"w": torch.full((1 << 18,), float(number))}, f"{directory}/{number}")
 
@@ -262,7 +261,7 @@ def test_saves_to_one_root_take_turns(directory: str, monkeypatch: pytest.Monkey
     assert not list(Path(directory).glob(".remanent/saving-*"))
 
 
-def test_a_forked_child_neither_ends_nor_prolongs_a_save(directory: str) -> None:
+def test_forked_child_does_not_affect_save(directory: str) -> None:
     stores = Path(directory)
     stores.mkdir(exist_ok=True)
     saving = remanent.dcp._Saving(stores, "0123456789abcdef")
@@ -286,7 +285,7 @@ def test_a_forked_child_neither_ends_nor_prolongs_a_save(directory: str) -> None
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_a_rank_that_saves_alone_and_ranks_together(directory: str) -> None:
+def test_separate_and_joint_saves_coexist(directory: str) -> None:
     def alone(value: float) -> None:
         state = {"w": torch.full((2,), value)}
         dcp.save(state, storage_writer=StorageWriter(path), no_dist=True, use_collectives=False)
@@ -304,7 +303,7 @@ def test_a_rank_that_saves_alone_and_ranks_together(directory: str) -> None:
     assert load({"w": torch.zeros(2)}, path)["w"].tolist() == [3, 3]
 
 
-def test_a_planner_that_caches_plans(directory: str) -> None:
+def test_cached_plans_are_supported(directory: str) -> None:
     for step in range(4):
         planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
         state = {"w": torch.full((1 << 18,), float(step))}
@@ -313,8 +312,8 @@ def test_a_planner_that_caches_plans(directory: str) -> None:
         assert bool((load({"w": torch.zeros(1 << 18)}, f"{directory}/{step}")["w"] == step).all())
 
 
-def test_what_cannot_be_looked_at_gives_nothing_up(directory: str, monkeypatch: pytest.MonkeyPatch,
-                                                   caplog: pytest.LogCaptureFixture) -> None:
+def test_unreadable_root_frees_nothing(directory: str, monkeypatch: pytest.MonkeyPatch,
+                                       caplog: pytest.LogCaptureFixture) -> None:
     for step in range(3):
         save({"w": torch.full((4,), float(step))}, f"{directory}/{step}")
     scan = os.scandir
@@ -342,7 +341,7 @@ def test_what_cannot_be_looked_at_gives_nothing_up(directory: str, monkeypatch: 
     assert load({"w": torch.zeros(4)}, directory + "/elsewhere/latest")["w"].tolist() == [4] * 4
 
 
-def test_bytes_that_rot_are_not_loaded(directory: str) -> None:
+def test_damaged_bytes_are_not_loaded(directory: str) -> None:
     save({"w": torch.randn(1 << 16), "step": 5}, directory + "/1")
     [images] = Path(directory + "/.remanent/rank-0/pages").glob("*.pages")
     found = bytearray(images.read_bytes())
@@ -357,7 +356,7 @@ def test_bytes_that_rot_are_not_loaded(directory: str) -> None:
         StorageReader(directory + "/2").read_metadata()
 
 
-def test_what_cannot_be_stored_is_refused_by_its_name(directory: str) -> None:
+def test_unsupported_item_is_rejected_by_name(directory: str) -> None:
     save({"w": torch.ones(2)}, directory + "/1")
     with pytest.raises(CheckpointException) as raised:
         save({"w": torch.zeros(2), "odd": torch.ones(2, 2).to_sparse()}, directory + "/2")
@@ -368,7 +367,7 @@ def test_what_cannot_be_stored_is_refused_by_its_name(directory: str) -> None:
 # Ranks.
 
 
-def test_ranks_load_what_others_saved(tmp_path: Path) -> None:
+def test_ranks_load_parts_of_other_ranks(tmp_path: Path) -> None:
     root = str(tmp_path)
     in_ranks(2, """
         def run(rank, ranks, root):
@@ -403,7 +402,7 @@ def test_ranks_load_what_others_saved(tmp_path: Path) -> None:
     assert torch.equal(found["by columns"], torch.arange(60.0).reshape(10, 6) + 2000)
 
 
-def test_other_elements_are_refused_before_any_tensor_changes(directory: str) -> None:
+def test_other_element_types_are_rejected_before_changes(directory: str) -> None:
     third = torch.full((3,), 1 / 3)
     save({"a": torch.ones(2), "b": third}, directory + "/1")
     state = {"a": torch.zeros(2), "b": torch.zeros(3, dtype=torch.bfloat16)}

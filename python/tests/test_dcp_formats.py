@@ -67,7 +67,7 @@ def loaded(path: Path) -> Any:
     return torch.load(path.with_name("loaded.pt"), weights_only=True)
 
 
-def test_a_checkpoint_becomes_a_file_of_torch_and_back(root: Path, checkpoint: Path) -> None:
+def test_checkpoint_converts_to_torch_save_and_back(root: Path, checkpoint: Path) -> None:
     dcp_to_torch_save(checkpoint, root / "file.pt")
     assert same(torch.load(root / "file.pt", weights_only=True), expected(root))
     torch_save_to_dcp(root / "file.pt", root / "again")
@@ -82,7 +82,7 @@ class Ran:
         return os.mkdir, (os.environ["RAN"],)
 
 
-def test_nothing_that_a_file_names_is_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversion_runs_no_code_of_file(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root.mkdir()
     monkeypatch.setenv("RAN", str(root / "ran"))
     torch.save({"w": Ran()}, root / "file.pt")
@@ -91,7 +91,7 @@ def test_nothing_that_a_file_names_is_run(root: Path, monkeypatch: pytest.Monkey
     assert os.listdir(root) == ["file.pt"]
 
 
-def test_checkpoints_go_from_and_to_those_of_dcp(root: Path, checkpoint: Path) -> None:
+def test_checkpoints_convert_from_and_to_dcp(root: Path, checkpoint: Path) -> None:
     remanent_to_dcp(checkpoint, root / "theirs")
     format_utils.dcp_to_torch_save(root / "theirs", root / "theirs.pt")
     assert same(torch.load(root / "theirs.pt", weights_only=True), expected(root))
@@ -103,7 +103,7 @@ def test_checkpoints_go_from_and_to_those_of_dcp(root: Path, checkpoint: Path) -
         dcp_to_remanent(root / "theirs", root / "again")
 
 
-def test_a_checkpoint_becomes_a_safetensors_file_and_back(root: Path, checkpoint: Path) -> None:
+def test_checkpoint_converts_to_safetensors_and_back(root: Path, checkpoint: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     from safetensors import safe_open
 
@@ -137,21 +137,20 @@ def test_a_checkpoint_becomes_a_safetensors_file_and_back(root: Path, checkpoint
     assert not (root / "twice").exists()
 
 
-def test_what_is_no_checkpoint_makes_no_file(root: Path) -> None:
+def test_invalid_checkpoint_creates_no_file(root: Path) -> None:
     root.mkdir()
     with pytest.raises(dcp.CheckpointException):
         dcp_to_torch_save(root / "nothing", root / "file.pt")
     assert os.listdir(root) == []
 
 
-def test_two_tensors_of_one_joined_name_are_refused() -> None:
+def test_equal_joined_names_are_rejected() -> None:
     # DCP makes no such checkpoint.
     with pytest.raises(remanent.RefusedError, match="a.b: two tensors of the state have this name"):
         formats._flatten("", {"a": {"b": torch.ones(2)}, "a.b": torch.zeros(2)}, {})
 
 
-def test_a_write_that_fails_leaves_the_file_of_before(root: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-                                                      ) -> None:
+def test_failed_write_keeps_previous_file(root: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (root / "file.pt").write_bytes(b"before")
     sound, names = torch.save, sorted(os.listdir(root))
 
@@ -165,7 +164,7 @@ def test_a_write_that_fails_leaves_the_file_of_before(root: Path, checkpoint: Pa
     assert (root / "file.pt").read_bytes() == b"before" and sorted(os.listdir(root)) == names
 
 
-def test_a_file_is_synced_before_it_takes_its_place(root: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_synced_before_rename(root: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
     def recorded(name: str) -> Any:

@@ -61,7 +61,7 @@ def folder_bytes(run: Checkpointer) -> int:
 
 
 @pytest.mark.parametrize("options", [{}, {"wait": False}])
-def test_a_run_goes_on_and_frozen_layers_are_not_written(directory: str, options: dict[str, Any]) -> None:
+def test_run_continues_without_writing_frozen_layers(directory: str, options: dict[str, Any]) -> None:
     model, optimizer = make()
     states = {}
     with Checkpointer(directory, model, optimizer, keep=3, digests=True, spare_bytes=0) as run:
@@ -98,7 +98,7 @@ def test_a_run_goes_on_and_frozen_layers_are_not_written(directory: str, options
         assert run.restore() == 7 and equal(state_of(model, optimizer), expected)
 
 
-def test_chunks_that_changed_are_written_and_no_others(directory: str) -> None:
+def test_only_changed_chunks_are_written(directory: str) -> None:
     state = {"w": torch.randn(400 * CHUNK // 4)}
     changed = [0, 3, 4, 77, 399]
     # What one save captures may wait in memory, and not what two do.
@@ -121,7 +121,7 @@ def test_chunks_that_changed_are_written_and_no_others(directory: str) -> None:
 
 
 @pytest.mark.parametrize("keep", [1, 20])
-def test_more_changes_than_may_wait_in_memory(directory: str, keep: int) -> None:
+def test_changes_beyond_memory_limit_are_written(directory: str, keep: int) -> None:
     state = {f"w{at}": torch.randn(20 * CHUNK // 4) for at in range(8)}
     budget = {"disk": 4 << 20}
     with Checkpointer(directory, extra={"state": state}, rng=False, keep=keep, digests=True, budget=budget) as run:
@@ -135,7 +135,7 @@ def test_more_changes_than_may_wait_in_memory(directory: str, keep: int) -> None
         assert run.restore() == 6 and equal(state, expected)
 
 
-def test_tensors_come_go_and_change_their_shapes(directory: str) -> None:
+def test_tensors_may_be_added_removed_and_reshaped(directory: str) -> None:
     state: dict[str, Any] = {}
     with Checkpointer(directory, extra={"state": state}, rng=False, keep=20, digests=True) as run:
         kept = []
@@ -169,8 +169,7 @@ def test_tensors_come_go_and_change_their_shapes(directory: str) -> None:
 
 
 @pytest.mark.parametrize("room", [50_000, 1 << 30])
-def test_the_state_may_change_once_the_call_returns(
-        directory: str, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+def test_state_may_change_after_save_returns(directory: str, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
     # Several batches a save, and what is not captured goes through the room.
     monkeypatch.setattr(page_tree, "_BATCH_BYTES", 20_000)
     sound = page_tree.update
@@ -196,8 +195,7 @@ def test_the_state_may_change_once_the_call_returns(
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_a_save_that_fails_halfway_leaves_the_version_before(
-        directory: str, monkeypatch: pytest.MonkeyPatch, wait: bool) -> None:
+def test_failed_save_keeps_previous_version(directory: str, monkeypatch: pytest.MonkeyPatch, wait: bool) -> None:
     monkeypatch.setattr(page_tree, "_BATCH_BYTES", 60_000)
     state = {f"w{at}": torch.full([10_000], float(at)) for at in range(6)}
     sound = Copies.capture
@@ -236,7 +234,7 @@ def test_a_save_that_fails_halfway_leaves_the_version_before(
         assert run.restore() == 1 and equal(state, expected) and "saving" not in run.store.root
 
 
-def test_small_tensors_beside_many_changes(directory: str) -> None:
+def test_small_tensors_are_saved_with_many_changes(directory: str) -> None:
     state = {f"w{at}": torch.randn(25 * CHUNK // 4) for at in range(8)}
     state |= {f"small {at}": torch.zeros(64) for at in range(100)}
     state |= {f"packed {at}": torch.zeros(10, 20).T for at in range(100)}
@@ -250,7 +248,7 @@ def test_small_tensors_beside_many_changes(directory: str) -> None:
         assert run.restore() == 5 and equal(state, expected)
 
 
-def test_tensors_of_several_widths_overlap(directory: str) -> None:
+def test_overlapping_tensors_of_several_widths_are_saved(directory: str) -> None:
     base = torch.zeros(200_101, dtype=torch.uint8)
     state = {"a": base[:200_000].view(torch.float32), "b": base[1:], "c": base[:0]}
     with Checkpointer(directory, extra={"state": state}, rng=False, digests=True) as run:
@@ -262,7 +260,7 @@ def test_tensors_of_several_widths_overlap(directory: str) -> None:
         assert run.restore() == 2 and equal(state, expected)
 
 
-def test_a_store_elsewhere_and_a_forked_child_are_refused(directory: str) -> None:
+def test_other_device_and_forked_child_are_rejected(directory: str) -> None:
     with pytest.raises(remanent.InvalidError, match="device"):
         Checkpointer(directory, extra={"state": {}}, digests=True, device="host")
     with Checkpointer(directory, extra={"state": {"a": torch.ones(3)}}, rng=False, digests=True) as run:
@@ -279,7 +277,7 @@ def test_a_store_elsewhere_and_a_forked_child_are_refused(directory: str) -> Non
         run.save(1)
 
 
-def test_memory_is_let_go(directory: str) -> None:
+def test_captured_memory_is_released(directory: str) -> None:
     state = {"a": torch.randn(100_000), "b": torch.randn(100_000)}
     with Checkpointer(directory, extra={"state": state}, rng=False, digests=True) as run:
         run.save(0)

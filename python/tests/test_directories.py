@@ -134,7 +134,7 @@ def below(folder: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_a_relative_path_is_that_of_the_call(entry: str, tmp_path: Path) -> None:
+def test_relative_path_is_resolved_at_call(entry: str, tmp_path: Path) -> None:
     with below(tmp_path) as elsewhere, ExitStack() as held:
         running = ENTRIES[entry][0]("store", held)
         next(running)
@@ -145,7 +145,7 @@ def test_a_relative_path_is_that_of_the_call(entry: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_a_symbolic_link_may_be_turned_elsewhere(entry: str, tmp_path: Path) -> None:
+def test_store_survives_retargeted_symlink(entry: str, tmp_path: Path) -> None:
     run, is_by_path = ENTRIES[entry]
     (tmp_path / "real").mkdir()
     (tmp_path / "other").mkdir()
@@ -163,7 +163,7 @@ def test_a_symbolic_link_may_be_turned_elsewhere(entry: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("replaced", [False, True])
 @pytest.mark.parametrize("entry", [name for name, (_, is_by_path) in ENTRIES.items() if not is_by_path])
-def test_a_directory_may_be_moved(entry: str, replaced: bool, tmp_path: Path) -> None:
+def test_store_survives_moved_directory(entry: str, replaced: bool, tmp_path: Path) -> None:
     run, _ = ENTRIES[entry]
     path, moved, other = tmp_path / "store", tmp_path / "moved", tmp_path / "other"
     with ExitStack() as held:
@@ -184,7 +184,7 @@ def test_a_directory_may_be_moved(entry: str, replaced: bool, tmp_path: Path) ->
 
 @pytest.mark.parametrize("mask", [0o002, 0o022, 0o077])
 @pytest.mark.parametrize("entry", [*ENTRIES, "save_file"])
-def test_files_have_the_permissions_that_the_umask_leaves(entry: str, mask: int, tmp_path: Path) -> None:
+def test_files_respect_umask(entry: str, mask: int, tmp_path: Path) -> None:
     before = os.umask(mask)
     try:
         with ExitStack() as held:
@@ -208,7 +208,7 @@ WAYS: dict[str, Callable[[Path, Path], object]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_copies_and_originals_live_apart(way: str, tmp_path: Path) -> None:
+def test_copies_and_originals_are_independent(way: str, tmp_path: Path) -> None:
     path, copy = tmp_path / "store", tmp_path / "copy"
     for value in range(4):
         save_file(tensors(value), path)
@@ -220,7 +220,7 @@ def test_copies_and_originals_live_apart(way: str, tmp_path: Path) -> None:
         assert load_file(path)["w"][0] == value and load_file(copy)["w"][0] == -value
 
 
-def test_a_checkpoint_may_be_loaded_through_links(tmp_path: Path) -> None:
+def test_checkpoint_loads_through_symlinks(tmp_path: Path) -> None:
     save_file(tensors(1), tmp_path / "versions" / "one")
     (tmp_path / "latest").symlink_to(tmp_path / "versions" / "one")
     (tmp_path / "root").symlink_to(tmp_path / "versions")

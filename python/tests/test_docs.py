@@ -28,7 +28,7 @@ def documented() -> list[tuple[str, str]]:
     return found
 
 
-def test_every_public_name_says_what_it_is() -> None:
+def test_every_public_name_is_documented() -> None:
     short = [name for name, text in documented() if len(text.split()) < 3]
     short += [owner.__name__ for owner in CLASSES if not owner.__doc__]
     assert not short
@@ -42,7 +42,7 @@ def run_examples(test: doctest.DocTest) -> None:
 
 
 @pytest.mark.parametrize(("name", "text"), [each for each in documented() if ">>>" in each[1]])
-def test_the_example_runs(name: str, text: str, tmp_path: Path) -> None:
+def test_class_example_runs(name: str, text: str, tmp_path: Path) -> None:
     names = {"remanent": remanent, "directory": str(tmp_path / "example")}
     run_examples(doctest.DocTestParser().get_doctest(inspect.cleandoc(text), names, name, None, 0))
 
@@ -59,7 +59,7 @@ EXAMPLES = {
 
 @pytest.mark.parametrize("module", [pytest.param(module, marks=pytest.mark.jax) if needs == "jax" else module
                                     for module, needs in EXAMPLES.items()])
-def test_the_examples_of_a_module_run(module: str, tmp_path: Path) -> None:
+def test_module_examples_run(module: str, tmp_path: Path) -> None:
     if needs := EXAMPLES[module]:
         pytest.importorskip(needs)
     tests = [test for test in doctest.DocTestFinder().find(importlib.import_module(module)) if test.examples]
@@ -69,7 +69,7 @@ def test_the_examples_of_a_module_run(module: str, tmp_path: Path) -> None:
         run_examples(test)
 
 
-def test_the_readme_runs(tmp_path: Path) -> None:
+def test_readme_examples_run(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     names = {"remanent": remanent, "directory": str(tmp_path / "example")}
@@ -108,7 +108,7 @@ def test_pages_fit_a_screen() -> None:
     assert max(map(len, python.splitlines())) <= 110
 
 
-def test_the_page_of_adapters_shows_what_modules_show() -> None:
+def test_adapters_page_shows_module_configurations() -> None:
     """What is configured there are the modules' own configurations, which their tests run."""
     page = ADAPTERS.read_text()
     shown = [each for each in re.findall(r"```(?:sh|python)\n(.*?)```", page, re.DOTALL) if ">>>" not in each]
@@ -124,7 +124,7 @@ def test_the_page_of_adapters_shows_what_modules_show() -> None:
     assert texts.keys() - used == {"dcp", "kv"}
 
 
-def test_the_classes_that_one_makes_or_gets_have_examples() -> None:
+def test_main_classes_have_examples() -> None:
     texts = dict(documented())
     for name in ("Store", "Batch", "Ticket", "View", "LiveView", "Lease", "Array", "Follower", "Replica", "Reader", "PageInfo"):
         assert ">>>" in texts[name], name

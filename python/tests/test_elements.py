@@ -23,7 +23,7 @@ SHAPES = [(), (0,), (3,), (2, 3), (0, 3), (2, 1, 2)]
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("short", NAMED)
-def test_arrays_come_back_as_they_were(store: remanent.Store, short: str, shape: tuple[int, ...]) -> None:
+def test_arrays_are_restored_unchanged(store: remanent.Store, short: str, shape: tuple[int, ...]) -> None:
     given = np.ones(shape, NAMED[short])
     store["k"] = given
     with store.batch() as batch:
@@ -52,7 +52,7 @@ def numpy_arrays(store: remanent.Store, dtype: str | None = None) -> Iterator[An
         del array
 
 
-def test_kinds_that_numpy_lacks_are_those_of_ml_dtypes(store: remanent.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_types_missing_in_numpy_use_ml_dtypes(store: remanent.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     names = ("bfloat16", "complex32", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
              "float8_e8m0fnu", "float4_e2m1fn_x2")
@@ -77,7 +77,7 @@ def test_kinds_that_numpy_lacks_are_those_of_ml_dtypes(store: remanent.Store, mo
         assert "install ml_dtypes" in raised.value.remedy and isinstance(raised.value.__cause__, ImportError)
 
 
-def test_kinds_without_a_format_keep_their_names(store: remanent.Store) -> None:
+def test_types_without_format_keep_names(store: remanent.Store) -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     for name, short in [("bfloat16", "BF16"), ("float8_e4m3fn", "F8_E4M3"), ("float8_e5m2", "F8_E5M2")]:
         store["k"] = np.ones((2, 2), getattr(ml_dtypes, name))
@@ -97,7 +97,7 @@ def test_tensors_keep_dtype_and_shape(store: remanent.Store) -> None:
         assert bool((found.view(torch.uint8) == given.view(torch.uint8)).all())
 
 
-def test_other_buffers_are_named_by_their_format(store: remanent.Store) -> None:
+def test_buffer_format_determines_dtype(store: remanent.Store) -> None:
     for given, metadata in [
         (b"plain", {}), (bytearray(b"plain"), {}), (memoryview(b"plain"), {}), (np.arange(3, dtype="uint8"), {}),
         (memoryview(b"plain").cast("c"), {}), (array.array("d", [1, 2]), {"dtype": "F64", "shape": [2]}),
@@ -111,7 +111,7 @@ def test_other_buffers_are_named_by_their_format(store: remanent.Store) -> None:
 @pytest.mark.parametrize("given", [np.array(["2020-01-02"], "datetime64[D]"), np.arange(4, dtype=">i4"),
                                    np.zeros(2, [("a", "i4"), ("b", "f8")]), np.zeros(2, "S3"), np.zeros(2, "U3"),
                                    np.ones(1, "longdouble"), np.zeros(2, "timedelta64[s]")], ids=repr)
-def test_kinds_without_a_name_are_refused(store: remanent.Store, given: Any) -> None:
+def test_types_without_name_are_rejected(store: remanent.Store, given: Any) -> None:
     store["there"] = b"there"
     for call in (lambda: store.put("k", given), lambda: store.batch().create(given, key="k"),
                  lambda: store.batch().update("there", given)):
@@ -157,7 +157,7 @@ AFTER: list[tuple[str, Change, dict[str, Any] | str]] = [
 
 
 @pytest.mark.parametrize(("change", "after"), [row[1:] for row in AFTER], ids=[row[0] for row in AFTER])
-def test_metadata_stay_true(store: remanent.Store, change: Change, after: dict[str, Any] | str) -> None:
+def test_metadata_matches_contents_after_writes(store: remanent.Store, change: Change, after: dict[str, Any] | str) -> None:
     store["k"] = np.zeros((2, 2), "float32")
     batch = store.batch()
     if isinstance(after, str):
@@ -173,7 +173,7 @@ def test_metadata_stay_true(store: remanent.Store, change: Change, after: dict[s
     assert store.numpy("k").nbytes == info.length
 
 
-def test_assignment_replaces_or_removes_dtype_and_keeps_the_rest(store: remanent.Store) -> None:
+def test_assignment_updates_dtype_and_keeps_other_metadata(store: remanent.Store) -> None:
     with store.batch() as batch:
         batch.create(np.zeros((2, 2), "float32"), key="k")
         batch.set_metadata("k", "layer", 3)
@@ -187,7 +187,7 @@ def test_assignment_replaces_or_removes_dtype_and_keeps_the_rest(store: remanent
     assert store.info("k").epoch == epoch + 1
 
 
-def test_pages_of_a_batch_keep_their_metadata_true(store: remanent.Store) -> None:
+def test_batch_keeps_metadata_consistent(store: remanent.Store) -> None:
     with store.batch() as batch:
         page = batch.create(np.zeros(4, "float32"), key="new")
         batch.write(page, 0, np.float32(1))
@@ -203,7 +203,7 @@ def test_pages_of_a_batch_keep_their_metadata_true(store: remanent.Store) -> Non
     assert store.array("own").dtype == "bfloat16"
 
 
-def test_a_working_copy_has_the_dtype_of_its_page(store: remanent.Store) -> None:
+def test_working_copy_requires_dtype_of_page(store: remanent.Store) -> None:
     store["k"] = np.zeros(4, "float32")
     with pytest.raises(remanent.InvalidError, match="dtype F32"):
         store.working_copy("k", np.zeros(2, "float64"))

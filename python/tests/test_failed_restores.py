@@ -121,7 +121,7 @@ def named(error: BaseException) -> set[str]:
 
 
 @pytest.mark.parametrize("kind", [Injected, KeyboardInterrupt])
-def test_a_failure_at_any_call_is_undone_or_named(
+def test_failure_at_any_call_is_reverted_or_reported(
     directory: str, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
 ) -> None:
     held = Run()
@@ -161,7 +161,7 @@ class Refuses(Loader):
         raise KeyError("position")
 
 
-def test_a_part_that_refuses_its_state_leaves_all_unchanged(directory: str) -> None:
+def test_failing_part_leaves_all_unchanged(directory: str) -> None:
     held = Run()
     held.train()
     with Checkpointer(directory, held.model, held.optimizer, held.scheduler, extra=held.extra) as run:
@@ -205,7 +205,7 @@ def test_settings_of_optimizers_and_random_states_are_put_back(directory: str, m
         assert [optimizer.param_groups[0]["weight_decay"] for optimizer in optimizers] == [0.01, 0]
 
 
-def test_random_states_of_absent_devices_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_states_of_absent_devices_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     states: list[Any] = [torch.full((16,), 9, dtype=torch.uint8)]
 
     def set_state(state: Any, index: int) -> None:
@@ -226,7 +226,7 @@ def test_random_states_of_absent_devices_are_left_out(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("name", ["python", "torch", "numpy"])
-def test_random_states_that_a_generator_refuses_change_none(name: str) -> None:
+def test_rejected_random_state_changes_none(name: str) -> None:
     saved = {**rng_state(), name: torch.zeros(3, dtype=torch.uint8)}
     before = rng_state()
     with pytest.raises(remanent.InvalidError, match=f"rng/{name}: the generator does not accept"):

@@ -300,7 +300,7 @@ def read(page: str) -> dict[tuple[str, str], str]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_page_states_what_is_observed(tmp_path: Path) -> None:
+def test_page_states_observed_fidelity(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = observed(tmp_path)

@@ -62,12 +62,12 @@ def through_a_store(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_a_kept_value_comes_back_as_it_was(name: str, through_a_store: dict[str, Any]) -> None:
+def test_supported_value_is_restored_unchanged(name: str, through_a_store: dict[str, Any]) -> None:
     assert difference(KEPT[name].make(), through_a_store[name]) is None
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name not in KEPT])
-def test_a_refused_value_is_named_before_a_save(name: str, directory: str) -> None:
+def test_unsupported_value_is_named_before_save(name: str, directory: str) -> None:
     row = ALL[name]
     tensors: dict[str, Any] = {}
     with pytest.raises(remanent.RefusedError, match=f"^part/of[^:]*: {row.refused}") as caught:
@@ -76,7 +76,7 @@ def test_a_refused_value_is_named_before_a_save(name: str, directory: str) -> No
     assert caught.value.remedy
 
 
-def test_a_refused_value_leaves_the_version_before(directory: str) -> None:
+def test_unsupported_value_keeps_previous_version(directory: str) -> None:
     state: dict[str, Any] = {"of": torch.ones(2)}
     with Checkpointer(directory, extra={"part": state}, rng=False) as run:
         run.save(1)
@@ -88,7 +88,7 @@ def test_a_refused_value_leaves_the_version_before(directory: str) -> None:
 
 
 @pytest.mark.parametrize("row", rows.KEYS, ids=lambda row: row.name)
-def test_keys_whose_texts_are_alike_keep_their_own_values(row: Row) -> None:
+def test_keys_with_equal_text_keep_their_values(row: Row) -> None:
     if row.refused is not None:
         with pytest.raises(remanent.RefusedError, match=f"^part/of: {row.refused}"):
             flatten("", {"part": {"of": row.make()}}, lambda path, value: None)
@@ -104,7 +104,7 @@ def test_keys_whose_texts_are_alike_keep_their_own_values(row: Row) -> None:
     assert difference(value, restored(value)) is None
 
 
-def test_parts_of_a_run_whose_paths_meet_stay_apart(directory: str) -> None:
+def test_parts_with_colliding_paths_stay_separate(directory: str) -> None:
     parts: dict[str, Any] = {"ema/fast": {"w": torch.ones(2)}, "ema": {"fast/w": torch.zeros(2)},
                              "ema~1fast": {"w": torch.full((2,), 5.0)}}
     with Checkpointer(directory, extra=parts, rng=False) as run:
@@ -129,7 +129,7 @@ def _random_state(chance: random.Random, depth: int) -> Any:
     return {key: _random_state(chance, depth - 1) for key in keys}
 
 
-def test_no_two_places_of_random_states_have_one_name() -> None:
+def test_random_states_have_unique_names() -> None:
     seed = int(os.environ.get("REMANENT_SEED", random.randrange(1 << 32)))
     chance = random.Random(seed)
     for round in range(2000 if LONG else 60):
@@ -137,7 +137,7 @@ def test_no_two_places_of_random_states_have_one_name() -> None:
         assert difference(value, restored(value)) is None, f"REMANENT_SEED={seed}, round {round}"
 
 
-def test_ordinary_names_are_plain_paths() -> None:
+def test_ordinary_names_are_unescaped_paths() -> None:
     state = {"model": {"layers.0.weight": 0, "0": 0},
              "optimizer": {"state": {0: {"exp_avg": 0}}, "param_groups": [{"lr": 0}]}}
     tensors: dict[str, Any] = {}
@@ -152,7 +152,7 @@ def test_ordinary_names_are_plain_paths() -> None:
                              "optimizer/param_groups/0/lr"]
 
 
-def test_a_version_of_the_first_format_is_restored(directory: str) -> None:
+def test_version_of_first_format_is_restored(directory: str) -> None:
     held = json.loads((Path(__file__).parent / "golden" / "state-1.json").read_text())
     with remanent.Store(directory, device="host") as store:
         batch = store.batch()
@@ -182,7 +182,7 @@ def test_a_version_of_the_first_format_is_restored(directory: str) -> None:
     assert turned["turned"].data_ptr() == turned["x~y"].data_ptr()
 
 
-def test_a_container_in_several_places_is_one_object_again() -> None:
+def test_shared_container_is_one_object_again() -> None:
     shared: list[Any] = [1, {"w": torch.ones(2)}]
     config = rows.Config(0.5, shared)
     value = {"a": shared, "b": (shared, config), "c": {"deep": [config]}, "d": [1, {"w": torch.ones(2)}],
@@ -193,7 +193,7 @@ def test_a_container_in_several_places_is_one_object_again() -> None:
     assert found["d"] is not found["a"]
 
 
-def test_tensors_and_arrays_that_share_memory_share_it_again() -> None:
+def test_tensors_and_arrays_share_memory_again() -> None:
     base, array = torch.arange(12.0), numpy.arange(12.0).reshape(3, 4)
     value = {"whole": base, "row": base[2:5], "tied": [base], "expanded": base[:1].expand(4), "array": array,
              "column": array[:, 1], "turned": array.T, "flipped": numpy.arange(3)[::-1]}
@@ -204,7 +204,7 @@ def test_tensors_and_arrays_that_share_memory_share_it_again() -> None:
     assert found["column"][1] == 70 and found["turned"][1, 1] == 70
 
 
-def test_elements_of_one_tensor_share_places_again() -> None:
+def test_elements_of_expanded_tensor_share_memory_again() -> None:
     # Windows that overlap, of two rows far from each other.
     windows = torch.arange(100.0).as_strided((2, 2, 2), (50, 1, 1))
     found = restored(windows)
@@ -225,7 +225,7 @@ def _apart() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", _apart())
-def test_nothing_is_refused_for_memory_of_its_own(name: str) -> None:
+def test_values_with_separate_memory_are_restored(name: str) -> None:
     value = _apart()[name]
     assert difference(value, restored(value)) is None
 
@@ -245,12 +245,12 @@ def _sharing() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", _sharing())
-def test_sharing_that_cannot_be_kept_is_refused(name: str) -> None:
+def test_unpreservable_sharing_is_rejected(name: str) -> None:
     with pytest.raises(remanent.RefusedError, match="shares? memory"):
         restored(_sharing()[name])
 
 
-def test_only_elements_in_use_are_stored(directory: str) -> None:
+def test_only_used_elements_are_stored(directory: str) -> None:
     big = torch.arange(1 << 20, dtype=torch.float32)
     tensors = {
         "expanded": torch.arange(3.0).reshape(3, 1).expand(3, 1 << 20), "first": big[6:11], "last": big[-3:],
@@ -269,7 +269,7 @@ def test_only_elements_in_use_are_stored(directory: str) -> None:
     assert -1 not in found["odd"] and found["odd"].is_contiguous()
 
 
-def test_random_views_of_one_storage_come_back() -> None:
+def test_random_views_of_storage_are_restored() -> None:
     seed = int(os.environ.get("REMANENT_SEED", random.randrange(1 << 32)))
     chance = random.Random(seed)
     for round in range(500 if LONG else 40):
@@ -300,7 +300,7 @@ def _places(tensor: torch.Tensor) -> list[int]:
     "gone": "which the program has not imported", "a value": "which is no longer a dataclass",
     "other fields": "which is no longer a dataclass with the fields n",
 }.items())
-def test_a_class_that_is_another_now_is_refused(change: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_class_is_rejected(change: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("codec_models")
     monkeypatch.setitem(sys.modules, "codec_models", module)
     exec("import dataclasses\n@dataclasses.dataclass\nclass Model:\n    n: int\n", module.__dict__)
@@ -316,7 +316,7 @@ def test_a_class_that_is_another_now_is_refused(change: str, reason: str, monkey
         unflatten(held)
 
 
-def test_a_version_makes_nothing_run_and_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restore_runs_and_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(sys.modules)
     module = types.ModuleType("codec_traps")
     monkeypatch.setitem(sys.modules, "codec_traps", module)
@@ -333,7 +333,7 @@ def test_a_version_makes_nothing_run_and_imports_nothing(monkeypatch: pytest.Mon
     assert module.called == [] and set(sys.modules) - before <= {"codec_traps"}
 
 
-def test_an_enumeration_whose_values_changed_is_refused() -> None:
+def test_changed_enumeration_is_rejected() -> None:
     held = flatten("", rows.Color.RED, lambda path, value: None)
     other = copy.deepcopy(held)
     other["$"][-1] = "another"

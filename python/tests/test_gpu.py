@@ -34,7 +34,7 @@ class OnlyInterface:
         return self.tensor.__cuda_array_interface__
 
 
-def test_tensors_of_a_gpu_go_into_its_pages(directory: str) -> None:
+def test_gpu_tensors_are_stored_in_gpu_pages(directory: str) -> None:
     said = {"dtype": "F32", "shape": [1 << 20]}
     with remanent.Store(directory, device="cuda:0") as store:
         assert "cuda" in store.recovered["device"] or "NVIDIA" in store.recovered["device"], store.recovered
@@ -67,7 +67,7 @@ def test_tensors_of_a_gpu_go_into_its_pages(directory: str) -> None:
         assert (store.numpy("y") == expected * 2).all(), "the same pages without the GPU"
 
 
-def test_ranges_of_pages_are_read_into_tensors_of_a_gpu(directory: str) -> None:
+def test_ranges_are_read_into_gpu_tensors(directory: str) -> None:
     with remanent.Store(directory, device="cuda:0") as store:
         places = ("device:0", "host", "disk")
         contents = {place: torch.randint(0, 256, (200_001,), dtype=torch.uint8) for place in places}
@@ -103,7 +103,7 @@ def test_ranges_of_pages_are_read_into_tensors_of_a_gpu(directory: str) -> None:
         view.read_into("host", out)
 
 
-def test_pages_live_in_tensors_of_a_gpu(directory: str) -> None:
+def test_pages_use_memory_of_gpu_tensors(directory: str) -> None:
     weight = torch.arange(100_000, device="cuda", dtype=torch.float32)
     expected = weight.clone()
     with remanent.Store(directory, device="cuda:0") as store:
@@ -149,7 +149,7 @@ def test_pages_live_in_tensors_of_a_gpu(directory: str) -> None:
             remanent.Store(directory, device="cuda:0", page_memory=lambda info, wrong=wrong: wrong)
 
 
-def test_files_go_from_and_to_a_gpu(directory: str) -> None:
+def test_tensor_files_load_and_save_on_gpu(directory: str) -> None:
     weight = torch.randn(100, 100, device="cuda", dtype=torch.bfloat16)
     save_file({"a": weight, "b": weight.T, "c": torch.ones(3)}, directory)
     loaded = load_file(directory, device="cuda")
@@ -164,7 +164,7 @@ def test_files_go_from_and_to_a_gpu(directory: str) -> None:
     assert all(torch.equal(again[name], tensor.cuda()) for name, tensor in changed.items())
 
 
-def test_a_store_on_the_host_takes_a_tensor_of_a_gpu_when_it_commits(directory: str) -> None:
+def test_host_store_commits_gpu_tensor(directory: str) -> None:
     tensor = torch.zeros(5 << 20, dtype=torch.uint8, device="cuda")
     with remanent.Store(directory, device="host") as store:
         stream = torch.cuda.Stream()
@@ -182,7 +182,7 @@ def test_a_store_on_the_host_takes_a_tensor_of_a_gpu_when_it_commits(directory: 
                 store.batch().create(content, at_commit=at_commit)
 
 
-def test_a_page_is_updated_from_a_tensor_of_a_gpu(directory: str) -> None:
+def test_page_is_updated_from_gpu_tensor(directory: str) -> None:
     with remanent.Store(directory, device="host") as store:
         before = torch.randint(0, 250, ((9 << 20) + 5,), dtype=torch.uint8)
         store.put("k", before.numpy(), place="disk")
@@ -210,7 +210,7 @@ def test_a_page_is_updated_from_a_tensor_of_a_gpu(directory: str) -> None:
         assert store["k"] == b""
 
 
-def test_whole_pages_of_a_view_are_loaded_to_a_gpu(directory: str) -> None:
+def test_view_loads_whole_pages_to_gpu(directory: str) -> None:
     lengths = [5, 0, 70_000, 5 << 20, (9 << 20) + 1]
     with remanent.Store(directory, device="host") as store:
         with store.batch() as batch:
@@ -271,7 +271,7 @@ print("fine")
 """
 
 
-def test_tensors_in_expandable_segments(directory: str) -> None:
+def test_expandable_segments_are_supported(directory: str) -> None:
     environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     ended = subprocess.run([sys.executable, "-c", EXPANDABLE, directory], env=environment, text=True,
                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -280,7 +280,7 @@ def test_tensors_in_expandable_segments(directory: str) -> None:
 
 @pytest.mark.parametrize("digests", [False, True])
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"capturable": True}])
-def test_a_run_on_a_gpu_goes_on_bit_for_bit(directory: str, options: dict[str, Any], digests: bool) -> None:
+def test_gpu_run_continues_bit_for_bit(directory: str, options: dict[str, Any], digests: bool) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(0.5), torch.nn.Linear(64, 1)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), **options)
@@ -305,7 +305,7 @@ def test_a_run_on_a_gpu_goes_on_bit_for_bit(directory: str, options: dict[str, A
 
 
 @pytest.mark.parametrize("device", ["host", "cuda:0"])
-def test_weights_are_followed_on_a_gpu(directory: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_subscriber_follows_weights_on_gpu(directory: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source = {"w": torch.randn(1000, 100, device="cuda", dtype=torch.bfloat16), "b": torch.randn(100, device="cuda"),
               "n": torch.zeros(3)}
     source["row"] = source["w"][5]
@@ -333,7 +333,7 @@ def test_weights_are_followed_on_a_gpu(directory: str, device: str, monkeypatch:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
-def test_weights_of_two_gpus_and_the_host_are_followed(directory: str) -> None:
+def test_subscriber_follows_two_gpus_and_host(directory: str) -> None:
     devices = ["cuda:0", "cuda:1", "cpu"]
     source = {f"w{at}": torch.randn(30_000, device=devices[at % 3]) for at in range(9)}
     target = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
@@ -349,8 +349,7 @@ def test_weights_of_two_gpus_and_the_host_are_followed(directory: str) -> None:
 
 
 @pytest.mark.parametrize("batch", [64 << 20, 300_000])
-def test_digests_are_of_the_moment_of_the_save(
-        directory: str, monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
+def test_digests_capture_state_at_save(directory: str, monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
     monkeypatch.setattr(page_tree, "_BATCH_BYTES", batch)
     state = {f"w{at}": torch.randn(500_000, device="cuda") for at in range(12)}
     state |= {"host": torch.zeros(1000), "packed": torch.randn(300, 200, device="cuda").T}
@@ -402,7 +401,7 @@ def delay_copies(monkeypatch: pytest.MonkeyPatch, cycles: int) -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("device_room", [0, 1 << 20, 1 << 30])
 @pytest.mark.parametrize("room", [1000, 1 << 20, 1 << 30])
-def test_a_save_that_does_not_wait_is_of_its_moment(
+def test_background_save_captures_state_at_call(
     directory: str, room: int, device_room: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
@@ -443,9 +442,7 @@ def test_a_save_that_does_not_wait_is_of_its_moment(
             assert all(torch.equal(now[name], tensor) for name, tensor in expected[step].items()), step
 
 
-def test_memory_that_is_freed_after_a_save_is_not_used_before_its_copy(
-    directory: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_freed_memory_is_not_reused_before_copy(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     delay_copies(monkeypatch, 50_000_000)
     model = torch.nn.Linear(1000, 1000).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -462,7 +459,7 @@ def test_memory_that_is_freed_after_a_save_is_not_used_before_its_copy(
         assert run.restore() == 1 and torch.equal(model.weight, expected)
 
 
-def test_a_graph_that_is_captured_is_no_place_for_a_save(directory: str) -> None:
+def test_save_during_graph_capture_is_rejected(directory: str) -> None:
     model = torch.nn.Linear(10, 10).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.randn(3, 10, device="cuda")).sum().backward()
@@ -478,9 +475,7 @@ def test_a_graph_that_is_captured_is_no_place_for_a_save(directory: str) -> None
 
 
 @pytest.mark.parametrize("options", [{}, {"wait": True}, {"overlap": True}])
-def test_copies_of_a_stager_are_of_the_moment_of_the_save(
-    directory: str, options: dict[str, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stager_copies_state_at_save(directory: str, options: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     dcp = pytest.importorskip("torch.distributed.checkpoint")
     from remanent.dcp import Stager, StorageReader, StorageWriter
 
@@ -515,8 +510,8 @@ def test_copies_of_a_stager_are_of_the_moment_of_the_save(
 
 @pytest.mark.parametrize("digests", [False, True])
 @pytest.mark.parametrize("wait", [False, True])
-def test_a_save_between_two_replays_of_a_graph(directory: str, digests: bool, wait: bool,
-                                               monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_between_graph_replays_is_consistent(directory: str, digests: bool, wait: bool,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     delay_copies(monkeypatch, 2_000_000)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Tanh(), torch.nn.Linear(512, 64)).cuda()
@@ -556,7 +551,7 @@ def test_a_save_between_two_replays_of_a_graph(directory: str, digests: bool, wa
                 assert all(torch.equal(now[name], tensor) for name, tensor in expected[number + 1].items()), number
 
 
-def test_a_restore_is_in_the_order_of_the_streams_that_are_current(directory: str) -> None:
+def test_restore_is_ordered_on_current_streams(directory: str) -> None:
     model = torch.nn.Linear(3000, 1000).cuda()
     pinned = torch.randn(100_000).pin_memory()
     with Checkpointer(directory, model, extra={"own": {"pinned": pinned}}, rng=False) as run:
@@ -612,7 +607,7 @@ for count, folder in ((32, "/short"), (400, "/long")):
 """
 
 
-def test_a_restore_to_a_gpu_takes_little_memory_of_the_host(directory: str) -> None:
+def test_gpu_restore_uses_little_host_memory(directory: str) -> None:
     os.mkdir(directory)
     for what in ("save", "in place", "new state"):
         ended = subprocess.run([sys.executable, "-c", RESTORED, directory, what], text=True, capture_output=True)

@@ -76,7 +76,7 @@ def covers(kind: type, calls: dict[str, Call], others: str) -> None:
     assert found <= known, found - known
 
 
-def test_a_closed_store_is_named(tmp_path: Path) -> None:
+def test_closed_store_error_names_store(tmp_path: Path) -> None:
     covers(remanent.Store, STORE, "closed close path commit submit prove_written_ahead")
     store = opened(tmp_path)
     batch, copy = store.batch(), store.working_copy("k", bytearray(4))
@@ -93,7 +93,7 @@ def test_a_closed_store_is_named(tmp_path: Path) -> None:
     assert read.result()[0] == b"1234" and read.done() and copy.nbytes == 4
 
 
-def test_a_closed_view_is_named(tmp_path: Path) -> None:
+def test_closed_view_error_names_view(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         live, past = store.view(), remanent.View(tmp_path / "s")
         live.close(), past.close()
@@ -106,7 +106,7 @@ def test_a_closed_view_is_named(tmp_path: Path) -> None:
         live.close(), past.close()
 
 
-def test_an_ended_lease_or_pin_is_named(tmp_path: Path) -> None:
+def test_ended_lease_or_pin_error_names_it(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         lease = store.lease("k")
         lease.end()
@@ -124,7 +124,7 @@ def test_an_ended_lease_or_pin_is_named(tmp_path: Path) -> None:
         lease.end(), pin.end()
 
 
-def test_a_used_batch_says_what_became_of_it(tmp_path: Path) -> None:
+def test_used_batch_error_states_reason(tmp_path: Path) -> None:
     covers(remanent.Batch, BATCH, "capture pages lsn")
     with opened(tmp_path) as store:
         copy = store.working_copy("k", bytearray(b"1234"))
@@ -148,7 +148,7 @@ def test_a_used_batch_says_what_became_of_it(tmp_path: Path) -> None:
                     "commit it first")
 
 
-def test_closed_streams_are_named(tmp_path: Path) -> None:
+def test_closed_stream_error_names_stream(tmp_path: Path) -> None:
     store = opened(tmp_path)
     stream, follower = store.changes(), remanent.Follower(tmp_path / "s")
     stream.close(), follower.close()

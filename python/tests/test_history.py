@@ -12,7 +12,7 @@ import pytest
 import remanent
 
 
-def test_each_batch_that_changed_an_element_is_told(directory: str) -> None:
+def test_blame_lists_each_batch_that_changed_element(directory: str) -> None:
     with remanent.Store(directory, device="host", log_kept=1 << 30) as store:
         with store.batch(note="start") as batch:
             batch.create(np.arange(4, dtype=np.float32), key="w", metadata={"dtype": "F32", "shape": [4]})
@@ -48,7 +48,7 @@ def test_each_batch_that_changed_an_element_is_told(directory: str) -> None:
         store.blame("w", 0)
 
 
-def test_the_store_is_found_from_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blame_works_after_chdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with remanent.Store("here", device="host", log_kept=1 << 30) as store:
         (tmp_path / "elsewhere").mkdir()
@@ -60,7 +60,7 @@ def test_the_store_is_found_from_another_directory(tmp_path: Path, monkeypatch: 
         assert store.path == "here"
 
 
-def test_halving_finds_every_first_bad_version(directory: str) -> None:
+def test_bisect_finds_every_first_bad_version(directory: str) -> None:
     with remanent.Store(directory, device="host", log_kept=1 << 30) as store:
         for step in range(1, 33):
             with store.batch() as batch:

@@ -25,7 +25,7 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
 
 
 @pytest.mark.parametrize("version", ["0.9", "1", "1.1.9", "1.2rc1.dev3", "1.2.0rc1", "1.2.0", "1.2", "1.9.0", "1.11+cu1", "2"])
-def test_a_release_before_the_oldest_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+def test_release_before_oldest_is_rejected(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     install(monkeypatch, version)
     is_old = version in ("0.9", "1", "1.1.9")
     if is_old:
@@ -38,8 +38,7 @@ def test_a_release_before_the_oldest_is_refused(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize(("version", "found"), [(None, "A host is not installed"), ("3.0", "A host 3.0 is installed")])
-def test_a_name_that_is_missing_names_the_releases(
-        monkeypatch: pytest.MonkeyPatch, version: str | None, found: str) -> None:
+def test_missing_name_error_states_releases(monkeypatch: pytest.MonkeyPatch, version: str | None, found: str) -> None:
     install(monkeypatch, version)
     with pytest.raises(ImportError) as raised:
         with _hosts.importing(HOST):
@@ -50,7 +49,7 @@ def test_a_name_that_is_missing_names_the_releases(
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="the page is in the repository only")
-def test_the_page_states_the_releases_of_each_host() -> None:
+def test_page_states_releases_of_each_host() -> None:
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.read_text().splitlines()
             if line.startswith("|") and line.count("|") == 6]
     stated = {row[0]: row[1] for row in rows}
@@ -59,7 +58,7 @@ def test_the_page_states_the_releases_of_each_host() -> None:
 
 
 @pytest.mark.parametrize("module", ["lmcache", "vllm", "vllm_weights", "torchtitan", "torch_checkpointing", "orbax"])
-def test_an_adapter_checks_the_release_before_it_imports_its_host(module: str) -> None:
+def test_release_is_checked_before_host_is_imported(module: str) -> None:
     text = (Path(_hosts.__file__).parent / f"{module}.py").read_text()
     package = {"vllm_weights": "vllm"}.get(module, module)
     checked = text.index("with _hosts.importing(_hosts.")

@@ -48,7 +48,7 @@ def same(left: Any, right: Any) -> bool:
     return all(jax.tree.leaves(jax.tree.map(alike, left, right, is_leaf=lambda each: each is None)))
 
 
-def test_saving_and_restoring_are_counted(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_counts_saved_and_restored_bytes(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Made] = []
     monkeypatch.setattr("remanent.jax.Bar", counted(made))
     tree = {"w": jnp.ones((10, 10)), "b": np.ones(3, np.int16), "step": 3, "empty": jnp.zeros((0, 2))}
@@ -60,7 +60,7 @@ def test_saving_and_restoring_are_counted(directory: str, monkeypatch: pytest.Mo
     assert all(sum(counts) == 406 for *_, counts in made)
 
 
-def test_a_tree_comes_back(directory: str) -> None:
+def test_tree_is_restored(directory: str) -> None:
     first = save(tree(), directory, note="first")
     assert same(restore(directory, tree()), tree())
     changed = tree()
@@ -72,7 +72,7 @@ def test_a_tree_comes_back(directory: str) -> None:
     assert loose["['step']"] == 8 and loose["['params'][0]['w']"][0, 0] == 9
 
 
-def test_shards_go_where_the_templates_are(directory: str) -> None:
+def test_shards_follow_template(directory: str) -> None:
     mesh = jax.sharding.Mesh(jax.devices(), ("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     array = jax.device_put(jnp.arange(8.0), sharding)
@@ -83,7 +83,7 @@ def test_shards_go_where_the_templates_are(directory: str) -> None:
     assert again.sharding == sharding and (again == array).all()
 
 
-def test_what_does_not_fit_is_refused(directory: str) -> None:
+def test_misfitting_template_is_rejected(directory: str) -> None:
     for wrong, path in (({"f": print}, "f"), ({"a": np.array([object()])}, "a"), ({"i": jnp.ones(2, jnp.int4)}, "i")):
         with pytest.raises(remanent.RefusedError, match=path):
             save(wrong, directory)
@@ -111,14 +111,14 @@ PROPERTIES: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("with_template", [True, False])
 @pytest.mark.parametrize("row", PROPERTIES)
-def test_what_a_compiled_step_sees_is_restored(directory: str, row: str, with_template: bool) -> None:
+def test_compiled_step_sees_restored_properties(directory: str, row: str, with_template: bool) -> None:
     make, seen = PROPERTIES[row]
     save({"x": make()}, directory)
     restored = restore(directory, {"x": make()})["x"] if with_template else restore(directory)["['x']"]
     assert seen(restored) == seen(make())
 
 
-def test_a_step_is_not_compiled_again_after_a_restore(directory: str) -> None:
+def test_restore_does_not_recompile_step(directory: str) -> None:
     compiled = []
 
     @jax.jit
@@ -133,7 +133,7 @@ def test_a_step_is_not_compiled_again_after_a_restore(directory: str) -> None:
     assert len(compiled) == 1
 
 
-def test_a_placement_that_is_lost_is_reported(directory: str) -> None:
+def test_lost_placement_is_reported(directory: str) -> None:
     mesh = jax.sharding.Mesh(jax.devices(), ("x",))
     sharded = jax.device_put(jnp.arange(8.0), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
     save({"w": sharded, "b": jnp.ones(2)}, directory)
@@ -142,7 +142,7 @@ def test_a_placement_that_is_lost_is_reported(directory: str) -> None:
     assert (restored["['w']"] == sharded).all() and not restored["['w']"].committed
 
 
-def test_shared_arrays_of_numpy_are_shared_again(directory: str) -> None:
+def test_shared_numpy_arrays_are_shared_again(directory: str) -> None:
     shared = np.arange(6.0)
     state = {"a": shared, "b": [shared], "c": shared.copy()}
     save(state, directory)
@@ -154,7 +154,7 @@ def test_shared_arrays_of_numpy_are_shared_again(directory: str) -> None:
         save({"whole": shared, "tail": shared[3:]}, directory)
 
 
-def test_arrays_without_elements_of_their_own_are_refused(directory: str) -> None:
+def test_arrays_without_own_elements_are_rejected(directory: str) -> None:
     gone = jnp.ones(3)
     gone.delete()
     weak = jax.lax.full((2,), 1.0).astype(jnp.bfloat16)
@@ -180,7 +180,7 @@ SETTINGS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_settings_of_jax_change_nothing(directory: str, setting: str) -> None:
+def test_jax_settings_change_nothing(directory: str, setting: str) -> None:
     state = tree()
     with SETTINGS[setting]():
         save(state, directory)
@@ -192,7 +192,7 @@ def test_settings_of_jax_change_nothing(directory: str, setting: str) -> None:
     "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "float16", "bfloat16", "float32", "complex64",
     "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "int4", "uint4",
     "float4_e2m1fn"])
-def test_arrays_are_taken_byte_for_byte(directory: str, name: str) -> None:
+def test_arrays_are_stored_byte_for_byte(directory: str, name: str) -> None:
     array = jnp.arange(8).astype(name)
     with remanent.Store(directory) as store:
         if name in ("int4", "uint4", "float4_e2m1fn"):

@@ -51,7 +51,7 @@ def image_bytes(directory: str) -> int:
     return sum(each.stat().st_size for each in Path(directory, "pages").iterdir())
 
 
-def test_the_newest_versions_are_kept_and_older_ones_go(directory: str) -> None:
+def test_newest_versions_are_kept(directory: str) -> None:
     for number in range(1, 10):
         assert save_file(numbered(number, 4 * MIB), directory, keep=2, durable=False) == number
         listed = [version.lsn for version in versions(directory)]
@@ -63,7 +63,7 @@ def test_the_newest_versions_are_kept_and_older_ones_go(directory: str) -> None:
         load_file(directory, at=listed[0] - 1)
 
 
-def test_a_save_keeps_twenty_versions_by_default(directory: str) -> None:
+def test_default_keeps_twenty_versions(directory: str) -> None:
     with remanent.Store(directory, device="host") as store:
         for number in range(1, 31):
             store["other"] = bytes([number])
@@ -75,7 +75,7 @@ def test_a_save_keeps_twenty_versions_by_default(directory: str) -> None:
     assert 20 <= len(versions(directory)) <= 30
 
 
-def test_young_versions_are_kept_beyond_their_number(directory: str) -> None:
+def test_keep_for_keeps_young_versions(directory: str) -> None:
     for number in range(1, 6):
         save_file(numbered(number), directory, keep=1, keep_for=3600)
     assert len(versions(directory)) == 5
@@ -83,7 +83,7 @@ def test_young_versions_are_kept_beyond_their_number(directory: str) -> None:
     assert [version.lsn for version in versions(directory)] == [6]
 
 
-def test_the_oldest_versions_go_where_bytes_are_limited(directory: str) -> None:
+def test_keep_bytes_removes_oldest_versions(directory: str) -> None:
     for number in range(1, 13):
         save_file(numbered(number, 4 * MIB), directory, keep=None, keep_bytes=20 * MIB, durable=False)
         assert image_bytes(directory) <= 20 * MIB
@@ -91,7 +91,7 @@ def test_the_oldest_versions_go_where_bytes_are_limited(directory: str) -> None:
     assert 2 <= len(listed) <= 5 and number_of(directory, listed[0]) == listed[0].lsn
 
 
-def test_a_name_keeps_its_version_until_it_is_given_up(directory: str) -> None:
+def test_name_keeps_version_until_pruned(directory: str) -> None:
     save_file(numbered(1), directory, keep=1, name="first", note="kept")
     for number in range(2, 6):
         save_file(numbered(number), directory, keep=1)
@@ -106,7 +106,7 @@ def test_a_name_keeps_its_version_until_it_is_given_up(directory: str) -> None:
     assert [version.lsn for version in versions(directory)] == [5]
 
 
-def test_versions_after_a_name_outlive_it(directory: str) -> None:
+def test_later_versions_survive_removed_name(directory: str) -> None:
     """They are computed from its snapshot, or from one beside it."""
     for number in range(1, 6):
         save_file(numbered(number), directory, keep=None, name="base" if number == 2 else None)
@@ -115,7 +115,7 @@ def test_versions_after_a_name_outlive_it(directory: str) -> None:
     assert [number_of(directory, version) for version in versions(directory)] == [2, 3, 4, 5]
 
 
-def test_the_only_base_of_other_versions_is_not_given_up(directory: str) -> None:
+def test_base_of_other_versions_is_not_removed(directory: str) -> None:
     with remanent.Store(directory, device="host", snapshots_kept=1) as store:
         for number in range(1, 6):
             store["w"] = bytes([number])
@@ -127,7 +127,7 @@ def test_the_only_base_of_other_versions_is_not_given_up(directory: str) -> None
     assert [version.lsn for version in versions(directory)] == [3, 4, 5]
 
 
-def test_a_reader_keeps_the_version_that_it_reads(directory: str) -> None:
+def test_reader_keeps_its_version(directory: str) -> None:
     save_file(numbered(1, 4 * MIB), directory, keep=1)
     with safe_open(directory, at=1) as reading:
         for number in range(2, 5):
@@ -138,7 +138,7 @@ def test_a_reader_keeps_the_version_that_it_reads(directory: str) -> None:
     assert image_bytes(directory) <= 2 * 4 * MIB
 
 
-def test_versions_say_when_and_of_what_they_were_saved(directory: str) -> None:
+def test_versions_list_time_note_and_bytes(directory: str) -> None:
     began = time.time()
     save_file(numbered(1, MIB), directory, note="first")
     state = numbered(1, MIB)
@@ -155,7 +155,7 @@ def test_versions_say_when_and_of_what_they_were_saved(directory: str) -> None:
         versions(directory + "-nothing")
 
 
-def test_versions_lists_those_of_a_run(directory: str) -> None:
+def test_versions_lists_versions_of_run(directory: str) -> None:
     model = torch.nn.Linear(2, 1)
     with Checkpointer(directory, model, keep=2) as run:
         for step in range(1, 5):
@@ -170,7 +170,7 @@ def test_versions_lists_those_of_a_run(directory: str) -> None:
 
 @pytest.mark.parametrize(("options", "said"), [({"keep": 0}, "keep: 0"), ({"keep_for": -1.0}, "keep_for: -1.0"),
                                                ({"keep_bytes": 0}, "keep_bytes: 0")])
-def test_limits_that_keep_nothing_are_refused(directory: str, options: dict[str, float], said: str) -> None:
+def test_limits_that_keep_nothing_are_rejected(directory: str, options: dict[str, float], said: str) -> None:
     with pytest.raises(remanent.InvalidError, match=said):
         save_file(numbered(1), directory, **options)
     assert not Path(directory).exists()
@@ -198,7 +198,7 @@ def save_on(directory: str, number: int, progress: int) -> int:
         os.write(progress, bytes([number]))
 
 
-def test_a_killed_save_leaves_every_kept_version_whole(directory: str) -> None:
+def test_killed_save_keeps_every_version_complete(directory: str) -> None:
     save_file(numbered(1, MIB), directory, keep=2)
     saved = 1
     chance = random.Random(int(os.environ.get("SEED", "7")))

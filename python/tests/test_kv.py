@@ -62,7 +62,7 @@ def cache(directory: str) -> Iterator[BlockCache]:
         yield cache
 
 
-def test_what_is_stored_is_found_and_nothing_else(cache: BlockCache) -> None:
+def test_only_stored_blocks_are_found(cache: BlockCache) -> None:
     assert store(cache, 1, 2) == 2 * LENGTH
     assert store(cache, 2, 3) == LENGTH, "only what is new is written"
     assert load(cache, 1, 2, 3, 4) == [True, True, True, False]
@@ -70,7 +70,7 @@ def test_what_is_stored_is_found_and_nothing_else(cache: BlockCache) -> None:
     assert (len(cache), cache.nbytes, cache.length(key_of(1))) == (3, 3 * LENGTH, LENGTH)
 
 
-def test_blocks_make_room_in_the_order_of_their_last_use_also_after_a_restart(directory: str) -> None:
+def test_eviction_order_survives_restart(directory: str) -> None:
     with open_cache(directory) as cache:
         store(cache, 1, 2, 3, 4)
         # What a request begins with is of use to more requests than what follows.
@@ -86,7 +86,7 @@ def test_blocks_make_room_in_the_order_of_their_last_use_also_after_a_restart(di
         assert load(cache, 1) == [False]
 
 
-def test_a_smaller_capacity_lets_the_oldest_go(directory: str) -> None:
+def test_smaller_capacity_evicts_oldest_blocks(directory: str) -> None:
     with open_cache(directory) as cache:
         store(cache, *range(8))
     with open_cache(directory, blocks=3) as cache:
@@ -96,7 +96,7 @@ def test_a_smaller_capacity_lets_the_oldest_go(directory: str) -> None:
         assert numbers(cache) == [2, 1, 0]
 
 
-def test_what_is_locked_stays_and_what_does_not_fit_fails_by_name(cache: BlockCache) -> None:
+def test_locked_blocks_stay_and_oversized_blocks_fail(cache: BlockCache) -> None:
     store(cache, *range(8))
     assert cache.lock([key_of(each) for each in (7, 6, 5, 4, 3, 99)]) == [True] * 5 + [False]
     with pytest.raises(remanent.OverBudgetError, match="1 of 4 blocks do not fit"):
@@ -110,14 +110,14 @@ def test_what_is_locked_stays_and_what_does_not_fit_fails_by_name(cache: BlockCa
     assert sorted(numbers(cache)) == list(range(20, 28))
 
 
-def test_blocks_of_one_job_do_not_push_each_other_out(cache: BlockCache) -> None:
+def test_blocks_of_one_job_do_not_evict_each_other(cache: BlockCache) -> None:
     store(cache, *range(8))
     with pytest.raises(remanent.OverBudgetError):
         store(cache, 0, 1, *range(30, 38))
     assert sorted(numbers(cache)) == [0, 1, *range(30, 36)]
 
 
-def test_a_block_of_another_kind_or_length_is_not_handed_out_but_replaced(directory: str) -> None:
+def test_block_of_other_kind_or_length_is_replaced(directory: str) -> None:
     key, out = key_of(1), bytearray(LENGTH)
     with open_cache(directory) as cache:
         cache.store([key], [block_of(1)], ["float16[8]"]).result(WORK)
@@ -132,7 +132,7 @@ def test_a_block_of_another_kind_or_length_is_not_handed_out_but_replaced(direct
         assert cache.nbytes == LENGTH
 
 
-def test_keys_of_any_length_are_found_again(directory: str) -> None:
+def test_keys_of_any_length_survive_restart(directory: str) -> None:
     keys = [b"k" * length for length in (1, 63, 64, 65, 4096)] + ["kö".encode(), b"text"]
     blocks = [block_of(number) for number in range(len(keys))]
     with open_cache(directory) as cache:
@@ -147,7 +147,7 @@ def test_keys_of_any_length_are_found_again(directory: str) -> None:
         assert cache._store.page_count == 0
 
 
-def test_another_identity_is_refused_with_what_differs(directory: str) -> None:
+def test_other_identity_error_states_differences(directory: str) -> None:
     open_cache(directory).close()
     with pytest.raises(remanent.MismatchError, match='hash is "sha256" in the cache and "blake3" here, ranks is nothing'):
         BlockCache(directory, identity={**IDENTITY, "hash": "blake3", "ranks": 2}, capacity=1)
@@ -167,7 +167,7 @@ def flip(directory: str, old: bytes) -> None:
     raise AssertionError("the block has no image")
 
 
-def test_a_damaged_block_is_given_up_and_can_be_stored_anew(directory: str) -> None:
+def test_damaged_block_is_deleted_and_can_be_stored_again(directory: str) -> None:
     told: list[bytes] = []
     with open_cache(directory) as cache:
         store(cache, 1, 2, 3)
@@ -189,7 +189,7 @@ def test_a_damaged_block_is_given_up_and_can_be_stored_anew(directory: str) -> N
         assert sorted(numbers(cache)) == [1, 2]
 
 
-def test_callbacks_tell_what_is_there(directory: str) -> None:
+def test_callbacks_report_stored_and_deleted_blocks(directory: str) -> None:
     there: dict[bytes, int] = {}
 
     def gone(keys: list[bytes], lengths: list[int]) -> None:
@@ -222,7 +222,7 @@ class Refusing:
         return key in self.store
 
 
-def test_a_job_that_fails_changes_nothing(cache: BlockCache) -> None:
+def test_failed_job_changes_nothing(cache: BlockCache) -> None:
     store(cache, *range(8))
     cache.touch([key_of(5)])
     order = numbers(cache)
@@ -240,7 +240,7 @@ def test_a_job_that_fails_changes_nothing(cache: BlockCache) -> None:
     assert store(cache, 10, 11) == 2 * LENGTH and len(cache) == 8
 
 
-def test_a_block_on_its_way_is_known_as_such(directory: str) -> None:
+def test_is_arriving_reports_unfinished_stores(directory: str) -> None:
     may_go_on = threading.Event()
     with open_cache(directory, on_stored=lambda *_: may_go_on.wait(WORK) and None) as cache:
         first = cache.store([key_of(1)], [block_of(1)])
@@ -251,7 +251,7 @@ def test_a_block_on_its_way_is_known_as_such(directory: str) -> None:
         assert not cache.is_arriving(key_of(2)) and key_of(2) in cache
 
 
-def test_the_directory_does_not_grow(directory: str) -> None:
+def test_directory_size_is_bounded(directory: str) -> None:
     def size() -> int:
         return sum(file.stat().st_blocks * 512 for file in Path(directory).rglob("*") if file.is_file())
 
@@ -264,7 +264,7 @@ def test_the_directory_does_not_grow(directory: str) -> None:
     assert most < 2 * blocks * LENGTH + (128 << 20), most / (blocks * LENGTH)
 
 
-def test_threads_store_load_touch_and_delete_beside_each_other(directory: str) -> None:
+def test_threads_store_load_touch_and_delete_concurrently(directory: str) -> None:
     errors: list[BaseException] = []
 
     def work(first: int) -> None:
@@ -294,7 +294,7 @@ def test_threads_store_load_touch_and_delete_beside_each_other(directory: str) -
         assert numbers(cache) == left and load(cache, *left) == [True] * len(left)
 
 
-def test_a_closed_cache_and_a_forked_child_are_refused(directory: str) -> None:
+def test_closed_cache_and_forked_child_raise(directory: str) -> None:
     cache = open_cache(directory)
     store(cache, 1)
     assert in_child(lambda: cache._store.read_into(key_of(1), bytearray(LENGTH)) and None) == "ForkedError"
@@ -310,7 +310,7 @@ def test_a_closed_cache_and_a_forked_child_are_refused(directory: str) -> None:
         BlockCache(directory, identity=IDENTITY, capacity=0)
 
 
-def test_many_threads_use_a_cache_until_some_of_them_close_it(directory: str) -> None:
+def test_threads_use_cache_until_closed(directory: str) -> None:
     cache = open_cache(directory, blocks=16)
     failed: list[BaseException] = []
     loaded: list[int] = []
@@ -363,7 +363,7 @@ CHILD = """
 
 
 @pytest.mark.parametrize("last", [3, 47, 203])
-def test_every_block_that_was_reported_is_found_after_a_kill(last: int, directory: str) -> None:
+def test_reported_blocks_survive_kill(last: int, directory: str) -> None:
     tests = str(Path(__file__).parent)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])}
     child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(CHILD), directory], stdout=subprocess.PIPE,
@@ -402,8 +402,7 @@ def damaged_cache(directory: str) -> None:
     flip(directory, block_of(2))
 
 
-def test_a_block_that_the_system_does_not_read_now_is_missing_for_a_while_and_not_lost(
-        directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_block_is_missing_temporarily(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import resource
 
     with open_cache(directory) as cache:
@@ -436,7 +435,7 @@ def test_a_block_that_the_system_does_not_read_now_is_missing_for_a_while_and_no
         assert len(cache) == 8
 
 
-def test_a_damaged_block_in_a_job_takes_nothing_else_with_it(directory: str) -> None:
+def test_damaged_block_does_not_affect_rest_of_job(directory: str) -> None:
     damaged_cache(directory)
     with open_cache(directory) as cache:
         keys = [key_of(2)] * 50 + [key_of(1), key_of(2), key_of(3)]
@@ -446,7 +445,7 @@ def test_a_damaged_block_in_a_job_takes_nothing_else_with_it(directory: str) -> 
         assert cache._index.locked == 0
 
 
-def test_a_load_that_fails_gives_its_locks_back(cache: BlockCache) -> None:
+def test_failed_load_releases_its_locks(cache: BlockCache) -> None:
     store(cache, 1, 2, 3)
     job = cache.load(map(key_of, (1, 2, 3)), [bytes(LENGTH), bytearray(LENGTH), bytearray(LENGTH)])
     assert isinstance(job.exception(WORK), (BufferError, TypeError, ValueError))
@@ -454,7 +453,7 @@ def test_a_load_that_fails_gives_its_locks_back(cache: BlockCache) -> None:
     assert cache.delete(map(key_of, (1, 2, 3))).result(WORK) == 3
 
 
-def test_a_batch_that_fails_leaves_no_use_of_a_block_that_is_gone(directory: str) -> None:
+def test_failed_batch_keeps_no_use_of_deleted_block(directory: str) -> None:
     damaged_cache(directory)
     with open_cache(directory) as cache:
         refusing = Refusing(cache._store)
@@ -477,7 +476,7 @@ def test_a_batch_that_fails_leaves_no_use_of_a_block_that_is_gone(directory: str
         assert sorted(numbers(cache)) == [1, 3, 20]
 
 
-def test_calls_that_wait_are_one_batch_and_fail_alone(directory: str) -> None:
+def test_waiting_calls_share_batch_and_fail_separately(directory: str) -> None:
     with open_cache(directory, blocks=4) as cache:
         may_go_on = threading.Event()
         cache._writer.submit(may_go_on.wait, WORK)
@@ -519,7 +518,7 @@ def test_calls_that_wait_are_one_batch_and_fail_alone(directory: str) -> None:
         assert numbers(cache)[-1] == 23
 
 
-def test_a_cancelled_job_is_not_on_its_way(cache: BlockCache) -> None:
+def test_canceled_job_is_not_arriving(cache: BlockCache) -> None:
     may_go_on = threading.Event()
     cache._writer.submit(may_go_on.wait, WORK)
     jobs = [cache.store([key_of(number)], [block_of(number)]) for number in range(2)]
@@ -533,7 +532,7 @@ def test_a_cancelled_job_is_not_on_its_way(cache: BlockCache) -> None:
     assert key_of(0) in cache and key_of(1) not in cache
 
 
-def test_a_lock_outlives_a_block_that_is_given_up(directory: str) -> None:
+def test_lock_outlives_deleted_block(directory: str) -> None:
     damaged_cache(directory)
     with open_cache(directory, blocks=4) as cache:
         assert cache.lock([key_of(2)]) == [True]
@@ -547,7 +546,7 @@ def test_a_lock_outlives_a_block_that_is_given_up(directory: str) -> None:
         assert cache._index.locked == 0 and cache.delete([key_of(2)]).result(WORK) == 1
 
 
-def test_callbacks_that_fail_change_nothing(directory: str) -> None:
+def test_failing_callbacks_change_nothing(directory: str) -> None:
     def fail(*_: Any) -> None:
         raise ValueError("a callback's own mistake")
 
@@ -557,7 +556,7 @@ def test_callbacks_that_fail_change_nothing(directory: str) -> None:
         assert len(cache) == 4 == cache._store.page_count
 
 
-def test_uses_are_logged_by_few_jobs_also_those_of_loads(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uses_are_logged_by_few_jobs(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("remanent.kv._USES_WAITING_MAX", 3)
     with open_cache(directory) as cache:
         store(cache, *range(6))
@@ -575,14 +574,14 @@ def test_uses_are_logged_by_few_jobs_also_those_of_loads(directory: str, monkeyp
 
 
 @pytest.mark.parametrize("identity", [{"a": 1.0}, {"a": True}, {"a": 1 << 70}, {"a": "\ud800"}, {"a": None}])
-def test_identities_that_are_nearly_equal_differ(identity: Any, directory: str) -> None:
+def test_similar_identities_differ(identity: Any, directory: str) -> None:
     BlockCache(directory, identity={"a": 1}, capacity=LENGTH).close()
     with pytest.raises(remanent.MismatchError, match="a is 1 in the cache and [^ ]+ here"):
         BlockCache(directory, identity=identity, capacity=LENGTH)
     BlockCache(directory + "-other", identity=identity, capacity=LENGTH).close()
 
 
-def test_arguments_that_cannot_be_meant_are_refused_before_anything_is_made(directory: str, cache: BlockCache) -> None:
+def test_invalid_arguments_create_no_files(directory: str, cache: BlockCache) -> None:
     wrong: list[dict[str, Any]] = [{"capacity": 1.5}, {"capacity": "10"}, {"readers": 0}, {"ack": "applied"},
                                    {"identity": {"a": {1}}}]
     for options in wrong:
@@ -605,14 +604,14 @@ def test_arguments_that_cannot_be_meant_are_refused_before_anything_is_made(dire
     assert cache._index.locked == 0
 
 
-def test_equal_keys_of_other_lengths_in_one_job_fail_it(cache: BlockCache) -> None:
+def test_equal_keys_of_different_lengths_fail_job(cache: BlockCache) -> None:
     with pytest.raises(remanent.OverBudgetError):
         cache.store([key_of(1), key_of(1)], [block_of(1), block_of(1, 8)]).result(WORK)
     assert cache.length(key_of(1)) == LENGTH
     assert cache.store([key_of(2), key_of(2)], [block_of(2), block_of(2)]).result(WORK) == LENGTH
 
 
-def test_very_short_blocks_are_stored_in_many_batches_and_count(directory: str) -> None:
+def test_short_blocks_are_stored_in_many_batches(directory: str) -> None:
     with BlockCache(directory, identity=IDENTITY, capacity=64 << 20) as cache:
         keys = [number.to_bytes(4, "big") for number in range(20_000)]
         with pytest.raises(remanent.OverBudgetError):
@@ -624,7 +623,7 @@ def test_very_short_blocks_are_stored_in_many_batches_and_count(directory: str) 
         assert all(out == key[3:] for key, out, is_found in zip(keys, outs, found, strict=True) if is_found)
 
 
-def test_the_first_blocks_of_a_long_call_stay_longest(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_blocks_of_long_call_are_evicted_last(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("remanent.kv._BATCH_BLOCKS", 3)
     with open_cache(directory) as cache:
         store(cache, *range(8))
@@ -633,13 +632,13 @@ def test_the_first_blocks_of_a_long_call_stay_longest(directory: str, monkeypatc
         assert numbers(cache) == list(range(7, -1, -1))
 
 
-def test_a_forked_child_is_refused_also_by_the_caches_own_threads(cache: BlockCache) -> None:
+def test_forked_child_is_rejected_by_cache_threads(cache: BlockCache) -> None:
     store(cache, 1)
     assert in_child(lambda: load(cache, 1) and None) == "ForkedError"
     assert in_child(lambda: store(cache, 2) and None) == "ForkedError"
 
 
-def test_random_histories_leave_what_a_model_has(tmp_path: Path) -> None:
+def test_random_histories_match_model(tmp_path: Path) -> None:
     """Stores, uses, locks, deletes and restarts: which blocks are there, and in which order they would go."""
     for seed in range(12):
         dice = random.Random(seed)

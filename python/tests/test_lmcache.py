@@ -133,7 +133,7 @@ def test_blocks_are_found_after_a_restart_with_their_bytes(directory: str) -> No
     assert not adapter.report_status()["is_healthy"]
 
 
-def test_bytes_of_another_type_or_length_are_not_handed_out(adapter: RemanentL2Adapter) -> None:
+def test_blocks_of_other_type_or_length_are_not_returned(adapter: RemanentL2Adapter) -> None:
     store(adapter, [key(1)], [Memory(1)])
     assert load(adapter, [key(1)], [Memory(0, "float16")]) == [False]
     assert load(adapter, [key(1)], [Memory(0, length=8)]) == [False]
@@ -142,7 +142,7 @@ def test_bytes_of_another_type_or_length_are_not_handed_out(adapter: RemanentL2A
     assert load(adapter, [key(1)], [out]) == [True] and out.bytes == Memory(7).bytes
 
 
-def test_listeners_are_told_what_comes_and_goes_and_locked_blocks_stay(directory: str) -> None:
+def test_listeners_receive_changes_and_locked_blocks_stay(directory: str) -> None:
     adapter, listener = make(directory, capacity=4 * LENGTH), Listener()
     adapter.register_listener(listener)
     salted = key(0, cache_salt="of a user")
@@ -161,7 +161,7 @@ def test_listeners_are_told_what_comes_and_goes_and_locked_blocks_stay(directory
     adapter.close()
 
 
-def test_listeners_are_told_what_an_earlier_process_stored(directory: str) -> None:
+def test_listeners_receive_blocks_of_earlier_process(directory: str) -> None:
     adapter = make(directory)
     for number in range(3):
         store(adapter, [key(number)], [Memory(number)])
@@ -178,7 +178,7 @@ def test_listeners_are_told_what_an_earlier_process_stored(directory: str) -> No
         adapter.close()
 
 
-def test_a_listener_that_fails_keeps_no_result_back_and_deleting_never_raises(adapter: RemanentL2Adapter) -> None:
+def test_failing_listener_delays_no_result(adapter: RemanentL2Adapter) -> None:
     class Failing(Listener):
         def on_l2_keys_accessed(self, keys: list[Any]) -> None:
             raise ValueError("a listener's own mistake")
@@ -190,7 +190,7 @@ def test_a_listener_that_fails_keeps_no_result_back_and_deleting_never_raises(ad
     adapter.delete([key(1)])
 
 
-def test_keys_are_listed_page_by_page(adapter: RemanentL2Adapter) -> None:
+def test_keys_are_listed_by_page(adapter: RemanentL2Adapter) -> None:
     for number in range(5):
         store(adapter, [key(number), key(number, model_name="b")], [Memory(number), Memory(number)])
     seen, cursor = [], None
@@ -208,7 +208,7 @@ def test_keys_are_listed_page_by_page(adapter: RemanentL2Adapter) -> None:
             adapter.list_l2_keys(**wrong)  # type: ignore[arg-type]
 
 
-def test_blocks_that_would_mean_something_else_are_refused(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_other_identity_are_rejected(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make(directory).close()
     with pytest.raises(remanent.MismatchError, match='revision is "1" in the cache and "2" here'):
         make(directory, revision="2")
@@ -227,12 +227,12 @@ def test_blocks_that_would_mean_something_else_are_refused(directory: str, monke
     ({"path": "x", **PARAMS, "capacity": "1 TB"}, "capacity must be of type int, not '1 TB'"),
     ({"path": "x", **PARAMS, "durable": 1}, "durable must be of type bool, not 1"),
 ])
-def test_parameters_are_refused_by_name(params: Any, what: str) -> None:
+def test_invalid_parameters_are_rejected_by_name(params: Any, what: str) -> None:
     with pytest.raises(remanent.InvalidError, match=what):
         RemanentL2Adapter(params)
 
 
-def test_what_cannot_begin_fails_and_rings(adapter: RemanentL2Adapter) -> None:
+def test_task_that_cannot_begin_fails_and_signals(adapter: RemanentL2Adapter) -> None:
     broken = SimpleNamespace(byte_array=None, metadata=Memory(1).metadata)
     task = adapter.submit_store_task([key(1)], [broken])  # type: ignore[list-item]
     wait(adapter.get_store_event_fd())
@@ -240,7 +240,7 @@ def test_what_cannot_begin_fails_and_rings(adapter: RemanentL2Adapter) -> None:
     assert load(adapter, [key(1)], [broken]) == [False]  # type: ignore[list-item]
 
 
-def test_the_configuration_that_is_shown_makes_an_adapter(directory: str) -> None:
+def test_documented_configuration_creates_adapter(directory: str) -> None:
     text = importlib.import_module("remanent.integrations.lmcache").__doc__ or ""
     shown = re.search(r"l2-adapter '(.*?)'\n\n", text, re.DOTALL)
     assert shown is not None
@@ -290,7 +290,7 @@ def hold(adapter: RemanentL2Adapter) -> threading.Event:
     return may_go_on
 
 
-def test_a_store_task_holds_its_objects_until_it_ends(adapter: RemanentL2Adapter) -> None:
+def test_store_task_keeps_objects_until_end(adapter: RemanentL2Adapter) -> None:
     freed: list[bytes] = []
     may_go_on = hold(adapter)
     objects = [Lent(number, freed) for number in range(3)]
@@ -306,7 +306,7 @@ def test_a_store_task_holds_its_objects_until_it_ends(adapter: RemanentL2Adapter
     assert [out.bytes for out in outs] == [Memory(number).bytes for number in range(3)]
 
 
-def test_a_load_task_holds_its_objects_until_it_ends(adapter: RemanentL2Adapter) -> None:
+def test_load_task_keeps_objects_until_end(adapter: RemanentL2Adapter) -> None:
     store(adapter, [key(1), key(2)], [Memory(1), Memory(2)])
     freed: list[bytes] = []
     may_go_on = hold(adapter)
@@ -321,7 +321,7 @@ def test_a_load_task_holds_its_objects_until_it_ends(adapter: RemanentL2Adapter)
 
 
 @pytest.mark.parametrize("end", ["failed", "closed"])
-def test_a_task_frees_its_objects_however_it_ends(directory: str, end: str) -> None:
+def test_task_frees_objects_at_any_end(directory: str, end: str) -> None:
     adapter = make(directory)
     store(adapter, [key(0)], [Memory(0)])
     freed: list[bytes] = []
@@ -340,7 +340,7 @@ def test_a_task_frees_its_objects_however_it_ends(directory: str, end: str) -> N
     assert len(freed) == 2
 
 
-def test_an_interpreter_ends_with_tasks_that_are_not_waited_for(directory: str) -> None:
+def test_interpreter_exits_with_pending_tasks(directory: str) -> None:
     done = run_script("""
         import sys
         sys.path.insert(0, sys.argv[2])
@@ -357,7 +357,7 @@ def test_an_interpreter_ends_with_tasks_that_are_not_waited_for(directory: str) 
     adapter.close()
 
 
-def test_touched_blocks_stay_longest(directory: str) -> None:
+def test_touched_blocks_are_evicted_last(directory: str) -> None:
     adapter, listener = make(directory, capacity=3 * LENGTH), Listener()
     adapter.register_listener(listener)
     for number in range(3):
@@ -369,7 +369,7 @@ def test_touched_blocks_stay_longest(directory: str) -> None:
     adapter.close()
 
 
-def test_the_memory_tags_say_storage_of_this_host(adapter: RemanentL2Adapter) -> None:
+def test_memory_tags_are_local_storage(adapter: RemanentL2Adapter) -> None:
     try:
         from lmcache.v1.distributed.api import MemoryResidency, MemorySegment, MemoryTags
     except ImportError:

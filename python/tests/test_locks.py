@@ -64,7 +64,7 @@ def living_child() -> Iterator[None]:
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
 
 
-def test_a_copied_open_store_stays_locked(tmp_path: Path) -> None:
+def test_copying_open_store_keeps_lock(tmp_path: Path) -> None:
     with remanent.Store(tmp_path / "store") as store:
         store["k"] = b"1"
         # The store makes and removes files meanwhile.
@@ -83,7 +83,7 @@ def test_a_copied_open_store_stays_locked(tmp_path: Path) -> None:
     assert opens_elsewhere(tmp_path / "copy")
 
 
-def test_a_killed_owner_leaves_no_lock_to_its_child(tmp_path: Path) -> None:
+def test_killed_owner_leaves_no_lock_in_child(tmp_path: Path) -> None:
     opened = """
         store = remanent.Store(sys.argv[1])
         store["k"] = b"1"
@@ -100,7 +100,7 @@ def held(store: remanent.Store) -> int:
     return len(store.prune().held)
 
 
-def test_a_closed_view_leaves_no_hold_to_a_child(tmp_path: Path) -> None:
+def test_closed_view_leaves_no_hold_in_child(tmp_path: Path) -> None:
     with remanent.Store(tmp_path / "store", snapshots_kept=1) as store:
         store["k"] = b"1"
         store.snapshot()
@@ -111,7 +111,7 @@ def test_a_closed_view_leaves_no_hold_to_a_child(tmp_path: Path) -> None:
             assert held(store) == 0
 
 
-def test_a_killed_reader_leaves_no_hold_to_its_child(tmp_path: Path) -> None:
+def test_killed_reader_leaves_no_hold_in_child(tmp_path: Path) -> None:
     with remanent.Store(tmp_path / "store", snapshots_kept=1) as store:
         store["k"] = b"1"
         store.snapshot()
@@ -120,7 +120,7 @@ def test_a_killed_reader_leaves_no_hold_to_its_child(tmp_path: Path) -> None:
             assert held(store) == 0
 
 
-def test_a_writer_without_a_lock_is_superseded(tmp_path: Path) -> None:
+def test_writer_without_lock_is_superseded(tmp_path: Path) -> None:
     store = remanent.Store(tmp_path / "store", ack="durable")
     store["k"] = b"1"
     (tmp_path / "store" / "LOCK").unlink()

@@ -53,7 +53,7 @@ def kept() -> Iterator[Kept]:
     remanent.update_logging()
 
 
-def test_events_come_with_their_time_thread_and_values(kept: Kept, directory: str) -> None:
+def test_events_have_time_thread_and_values(kept: Kept, directory: str) -> None:
     before = time.time()
     with opened(directory) as store:
         store["a"] = b"y"
@@ -68,7 +68,7 @@ def test_events_come_with_their_time_thread_and_values(kept: Kept, directory: st
     assert "remanent.history.restore restored" in formatted
 
 
-def test_level_and_handlers_are_looked_at_again(kept: Kept, directory: str) -> None:
+def test_update_logging_applies_level_and_handlers(kept: Kept, directory: str) -> None:
     logger = logging.getLogger("remanent")
     with opened(directory) as store:
 
@@ -109,7 +109,7 @@ def test_level_and_handlers_are_looked_at_again(kept: Kept, directory: str) -> N
             logging.getLogger().removeHandler(kept)
 
 
-def test_no_thread_of_the_store_waits_for_a_handler(kept: Kept, directory: str) -> None:
+def test_store_threads_do_not_wait_for_handlers(kept: Kept, directory: str) -> None:
     with opened(directory) as store:
         kept.may_go.clear()
         store.restore(1)
@@ -126,8 +126,7 @@ def test_no_thread_of_the_store_waits_for_a_handler(kept: Kept, directory: str) 
     assert 100 <= restores < 201 and int(left_out.getMessage().split()[0]) >= 201 - restores
 
 
-def test_a_handler_or_filter_that_fails_stops_nothing(kept: Kept, directory: str,
-                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_handler_or_filter_stops_nothing(kept: Kept, directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging, "raiseExceptions", False)
     with opened(directory) as store:
 
@@ -143,7 +142,7 @@ def test_a_handler_or_filter_that_fails_stops_nothing(kept: Kept, directory: str
     assert len(kept.named("remanent.history.restore")) == 1
 
 
-def test_a_forked_child_logs_its_own_stores(kept: Kept, directory: str) -> None:
+def test_forked_child_logs_its_own_stores(kept: Kept, directory: str) -> None:
     with opened(directory) as store:
 
         def child() -> None:
@@ -160,7 +159,7 @@ def test_a_forked_child_logs_its_own_stores(kept: Kept, directory: str) -> None:
     assert len(kept.named("remanent.history.restore")) == 1
 
 
-def test_without_a_handler_there_is_no_thread_and_no_word(directory: str) -> None:
+def test_no_handler_means_no_thread_and_no_output(directory: str) -> None:
     done = run_script("""
         import logging, sys, threading, remanent
         logging.getLogger("remanent").setLevel(1)
@@ -174,7 +173,7 @@ def test_without_a_handler_there_is_no_thread_and_no_word(directory: str) -> Non
 
 
 @pytest.mark.parametrize("last", ["pass", "raise SystemExit(3)", "threading.Thread(target=again, daemon=True).start()"])
-def test_what_was_said_before_the_interpreter_ends_is_told(directory: str, last: str) -> None:
+def test_events_before_exit_reach_handlers(directory: str, last: str) -> None:
     done = run_script(f"""
         import logging, sys, threading, remanent
         logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(name)s %(message)s")

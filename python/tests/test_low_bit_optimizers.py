@@ -52,7 +52,7 @@ def stepped(optimizers: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_states_of_bitsandbytes_come_back(directory: str, dtype: torch.dtype) -> None:
+def test_bitsandbytes_states_are_restored(directory: str, dtype: torch.dtype) -> None:
     makers = makers_of("bitsandbytes")
     saved = stepped(made(makers, dtype, 128))
     assert len(saved) > 20 and any(name.endswith("8bit") for name in saved), sorted(saved)
@@ -70,7 +70,7 @@ def test_states_of_bitsandbytes_come_back(directory: str, dtype: torch.dtype) ->
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_states_of_torchao_come_back_or_are_refused(directory: str) -> None:
+def test_torchao_states_are_restored_or_rejected(directory: str) -> None:
     makers = makers_of("torchao")
     # Short states are plain tensors; longer ones are tensors of its own types.
     for length in (8, 256):

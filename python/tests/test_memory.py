@@ -10,7 +10,7 @@ import pytest
 import remanent
 
 
-def test_a_lease_shows_the_page_as_it_was_and_cannot_be_written(store: remanent.Store) -> None:
+def test_lease_is_unchanged_and_read_only(store: remanent.Store) -> None:
     store["a"] = b"then"
     with store.lease("a") as lease:
         view = memoryview(lease)
@@ -33,7 +33,7 @@ def test_a_lease_shows_the_page_as_it_was_and_cannot_be_written(store: remanent.
     assert store["a"] == b"now!" and store.audit() == []
 
 
-def test_a_lease_has_a_dtype_and_a_shape(store: remanent.Store) -> None:
+def test_lease_has_dtype_and_shape(store: remanent.Store) -> None:
     array = np.arange(6, dtype=np.int64).reshape(2, 3)
     with store.batch() as batch:
         batch.create(array, key="x", metadata={"dtype": "I64", "shape": [2, 3]})
@@ -48,7 +48,7 @@ def test_a_lease_has_a_dtype_and_a_shape(store: remanent.Store) -> None:
         store.lease("x", "float32", [13])
 
 
-def test_a_lease_that_has_ended_gives_no_array(store: remanent.Store) -> None:
+def test_ended_lease_returns_no_array(store: remanent.Store) -> None:
     store["k"] = bytes(8)
     lease = store.lease("k")
     lease.end()
@@ -57,7 +57,7 @@ def test_a_lease_that_has_ended_gives_no_array(store: remanent.Store) -> None:
         lease.numpy()
 
 
-def test_dlpack_of_a_lease_is_a_copy_unless_told_otherwise(store: remanent.Store) -> None:
+def test_lease_dlpack_copies_by_default(store: remanent.Store) -> None:
     store["a"] = b"then"
     lease = store.lease("a")
     copied = np.from_dlpack(lease)
@@ -75,7 +75,7 @@ def test_dlpack_of_a_lease_is_a_copy_unless_told_otherwise(store: remanent.Store
     assert store.audit() == []
 
 
-def test_what_no_consumer_takes_is_freed(store: remanent.Store) -> None:
+def test_unconsumed_capsules_are_freed(store: remanent.Store) -> None:
     store["a"] = b"then"
     lease = store.lease("a")
     for _ in range(3):
@@ -89,14 +89,14 @@ def test_what_no_consumer_takes_is_freed(store: remanent.Store) -> None:
     lease.end()
 
 
-def test_arrays_lie_on_boundaries_of_64(store: remanent.Store) -> None:
+def test_arrays_are_aligned_to_64_bytes(store: remanent.Store) -> None:
     for length in (0, 1, 64, 65, 100_000):
         store["a"] = bytes(length)
         array = store.array("a").numpy()
         assert array.nbytes == length and (length == 0 or array.ctypes.data % 64 == 0)
 
 
-def test_dtypes_without_a_buffer_format_go_by_dlpack(store: remanent.Store) -> None:
+def test_dtypes_without_buffer_format_use_dlpack(store: remanent.Store) -> None:
     store["a"] = bytes(8)
     with pytest.raises(BufferError, match="bfloat16"):
         memoryview(store.array("a", "bfloat16"))
@@ -104,7 +104,7 @@ def test_dtypes_without_a_buffer_format_go_by_dlpack(store: remanent.Store) -> N
         memoryview(lease)
 
 
-def test_an_array_that_says_it_is_a_gpus_is_refused_on_the_host(store: remanent.Store) -> None:
+def test_gpu_array_is_rejected_by_host_store(store: remanent.Store) -> None:
     class Pretender:
         __cuda_array_interface__ = {"data": (4096, False), "shape": (4,), "typestr": "<f4", "version": 3}
 
@@ -119,7 +119,7 @@ def test_an_array_that_says_it_is_a_gpus_is_refused_on_the_host(store: remanent.
         batch.create(Pretender())
 
 
-def test_a_transport_is_told_no_address_that_does_not_last(store: remanent.Store) -> None:
+def test_descriptor_of_host_page_is_rejected(store: remanent.Store) -> None:
     store["a"] = b"1234"
     with store.lease("a") as lease, pytest.raises(remanent.DeviceError, match="memory of the host alone"):
         lease.descriptor()

@@ -89,7 +89,7 @@ def refusals(name: str, method: Any) -> Iterator[str]:
             yield f"{shown}: {error!r}"
 
 
-def test_all_refusals_of_methods_are_errors_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_methods_raise_only_package_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Some of the odd paths are right.
     monkeypatch.chdir(tmp_path)
     others = []
@@ -110,7 +110,7 @@ def test_all_refusals_of_methods_are_errors_of_the_package(tmp_path: Path, monke
     assert not others, "\n".join(others)
 
 
-def test_all_refusals_of_functions_are_errors_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_raise_only_package_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     objects(tmp_path)
     others = []
@@ -134,8 +134,7 @@ def test_all_refusals_of_functions_are_errors_of_the_package(tmp_path: Path, mon
     (lambda store: store.batch().set_root("big", 1 << 70), (ValueError,), "64 bits", "store it as str or bytes"),
     (lambda store: store.read_many(["k"]).result()[3], (IndexError,), "index 3 is outside the 1 ranges", "give an index"),
 ])
-def test_refusals_say_what_is_wrong_and_what_helps(store: remanent.Store, call: Any, kinds: Any, message: str, remedy: str
-                                                   ) -> None:
+def test_errors_state_cause_and_remedy(store: remanent.Store, call: Any, kinds: Any, message: str, remedy: str) -> None:
     store["k"] = b"1234"
     with pytest.raises(remanent.Error) as caught:
         call(store)
@@ -143,7 +142,7 @@ def test_refusals_say_what_is_wrong_and_what_helps(store: remanent.Store, call: 
     assert store["k"] == b"1234"
 
 
-def test_every_class_of_errors_has_a_remedy() -> None:
+def test_every_error_class_has_remedy() -> None:
     remedies = []
     for name in _errors.__all__:
         error = getattr(_errors, name)("text")

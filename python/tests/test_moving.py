@@ -87,9 +87,7 @@ MOVES = [freed_and_made_again, data_set, swapped, moved_away_and_back, optimizer
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("options", WAYS, ids=lambda options: ",".join(options) or "plain")
 @pytest.mark.parametrize("wait", [True, False])
-def test_each_save_is_of_where_the_tensors_are(
-    directory: str, options: dict[str, Any], wait: bool, device: str
-) -> None:
+def test_save_reads_moved_tensors(directory: str, options: dict[str, Any], wait: bool, device: str) -> None:
     torch.manual_seed(0)
     model = Model().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -121,7 +119,7 @@ def test_each_save_is_of_where_the_tensors_are(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_tensor_whose_storage_was_freed_is_refused_by_its_name(directory: str, device: str) -> None:
+def test_tensor_with_freed_storage_is_rejected(directory: str, device: str) -> None:
     model = Model().to(device)
     weight, held = model.into.weight, model.into.weight.detach().clone()
 
@@ -160,7 +158,7 @@ def test_a_tensor_whose_storage_was_freed_is_refused_by_its_name(directory: str,
         assert run.restore() == 3 and torch.equal(weight, held)
 
 
-def test_dcp_refuses_a_tensor_whose_storage_was_freed(directory: str) -> None:
+def test_dcp_rejects_tensor_with_freed_storage(directory: str) -> None:
     dcp = pytest.importorskip("torch.distributed.checkpoint")
     tensor = torch.ones(1000)
     tensor.untyped_storage().resize_(0)
@@ -237,9 +235,7 @@ class EightBit(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("options", WAYS, ids=lambda options: ",".join(options) or "plain")
-def test_a_run_with_an_eight_bit_optimizer_goes_on_bit_for_bit(
-    directory: str, options: dict[str, Any], device: str
-) -> None:
+def test_run_with_8_bit_optimizer_continues_bit_for_bit(directory: str, options: dict[str, Any], device: str) -> None:
     def make() -> tuple[Model, EightBit]:
         torch.manual_seed(0)
         model = Model().to(device)

@@ -64,7 +64,7 @@ def run_of(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", MAKERS)
-def test_a_restored_optimizer_has_its_own_tensors_and_goes_on(
+def test_restored_optimizer_keeps_tensors_and_continues(
     directory: str, kind: str, dtype: torch.dtype, device: str
 ) -> None:
     if kind == "capturable" and device == "cpu":
@@ -102,7 +102,7 @@ def test_a_restored_optimizer_has_its_own_tensors_and_goes_on(
 
 
 @pytest.mark.parametrize("kind", [kind for kind in MAKERS if kind != "capturable"])
-def test_a_run_goes_on_bit_for_bit(directory: str, kind: str) -> None:
+def test_run_continues_bit_for_bit(directory: str, kind: str) -> None:
     model, optimizer, train = run_of(MAKERS[kind], "cpu", torch.float32)
     with Checkpointer(directory, model, optimizer) as run:
         train(2)
@@ -112,7 +112,7 @@ def test_a_run_goes_on_bit_for_bit(directory: str, kind: str) -> None:
         assert run.restore() == 2 and train(4) == expected
 
 
-def test_states_that_share_memory_or_differ_get_tensors_of_their_own(directory: str) -> None:
+def test_shared_or_different_states_get_new_tensors(directory: str) -> None:
     model, optimizer, train = run_of(lambda given: optim.Adam(given, lr=0.1), "cpu", torch.float32)
     train(1)
     weight, bias, other, last = list(model.parameters())
@@ -163,7 +163,7 @@ def test_states_that_share_memory_or_differ_get_tensors_of_their_own(directory: 
         assert all(torch.equal(tensor, before[name]) for name, tensor in tensors_of(optimizer).items())
 
 
-def test_an_optimizer_with_a_way_of_its_own_to_load_gets_what_was_loaded(directory: str) -> None:
+def test_optimizer_with_own_load_gets_saved_state(directory: str) -> None:
     given: list[Any] = []
 
     class Own(torch.optim.SGD):
@@ -186,7 +186,7 @@ def devices_of(optimizer: Any) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_states_are_on_the_devices_where_torch_puts_them(device: str) -> None:
+def test_states_are_on_devices_chosen_by_torch(device: str) -> None:
     makers: dict[str, Any] = optimizer_makers() | {
         f"{kind.__name__} capturable": lambda given, kind=kind: kind(given, capturable=True)
         for kind in (optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.ASGD, optim.Rprop)}

@@ -31,7 +31,7 @@ def tree() -> dict[str, Any]:
             "plain": [1, 2.5, "text", None], "array": np.arange(5, dtype=np.int16)}
 
 
-def test_a_tree_comes_back_as_it_was(tmp_path: Path, context: Any) -> None:
+def test_tree_is_restored_unchanged(tmp_path: Path, context: Any) -> None:
     state = tree()
     with context:
         ocp.save_checkpointables(tmp_path / "step", {"weights": state, "other": {"rate": 0.5}})
@@ -166,7 +166,7 @@ def outcome(path: Path, row: Row, registry: Any) -> Any:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", rows() if jax else ())
-def test_a_row_gives_what_orbax_gives_or_a_stated_difference(tmp_path: Path, name: str) -> None:
+def test_rows_match_orbax_or_stated_difference(tmp_path: Path, name: str) -> None:
     row = rows()[name]
     registry = ocp.handlers.local_registry()
     registry.add(RemanentHandler, checkpointable_name="weights")
@@ -183,7 +183,7 @@ def test_a_row_gives_what_orbax_gives_or_a_stated_difference(tmp_path: Path, nam
         assert ours == theirs
 
 
-def test_metadata_is_a_template(tmp_path: Path, context: Any) -> None:
+def test_metadata_can_be_used_as_template(tmp_path: Path, context: Any) -> None:
     state = {**tree(), "pair": (jnp.ones(2), 3)}
     with context:
         ocp.save_checkpointables(tmp_path / "step", {"weights": state})
@@ -193,7 +193,7 @@ def test_metadata_is_a_template(tmp_path: Path, context: Any) -> None:
     assert told(again) == told(state)
 
 
-def test_single_storage_dtypes_come_before_that_of_all(tmp_path: Path, context: Any) -> None:
+def test_leaf_storage_dtype_overrides_default(tmp_path: Path, context: Any) -> None:
     options = ocp.options.ArrayOptions.Saving.StorageOptions
     context.array.saving.storage_options.dtype = jnp.float16
     context.array.saving.scoped_storage_options_creator = \
@@ -205,7 +205,7 @@ def test_single_storage_dtypes_come_before_that_of_all(tmp_path: Path, context: 
     assert bool(found["key"] == tree()["key"]) and found["plain"] == tree()["plain"]
 
 
-def test_ocp_save_and_load_use_the_handler_of_the_name_state(tmp_path: Path) -> None:
+def test_ocp_save_and_load_use_handler_named_state(tmp_path: Path) -> None:
     registry = ocp.handlers.local_registry(include_global_registry=False)
     registry.add(RemanentHandler, checkpointable_name="state")
     made = ocp.Context()
@@ -217,7 +217,7 @@ def test_ocp_save_and_load_use_the_handler_of_the_name_state(tmp_path: Path) -> 
     assert list((tmp_path / "step").rglob("STORE"))
 
 
-def test_a_version_from_before_the_structure_was_kept_is_read(tmp_path: Path, context: Any) -> None:
+def test_version_without_structure_is_read(tmp_path: Path, context: Any) -> None:
     with context:
         ocp.save_checkpointables(tmp_path / "step", {"weights": {"a": 1}})
         store = next((tmp_path / "step").rglob("STORE")).parent
@@ -230,7 +230,7 @@ def test_a_version_from_before_the_structure_was_kept_is_read(tmp_path: Path, co
 @pytest.mark.parametrize(("leaf", "structure"), [
     ({"$": ["later", 1]}, ["dict", [["a", None]]]), (1, ["dict", [[{"$": ["later", 1]}, None]]]),
 ], ids=["value", "name"])
-def test_values_of_later_releases_are_refused(tmp_path: Path, context: Any, leaf: Any, structure: Any) -> None:
+def test_values_of_later_releases_are_rejected(tmp_path: Path, context: Any, leaf: Any, structure: Any) -> None:
     with context:
         ocp.save_checkpointables(tmp_path / "step", {"weights": {"a": 1}})
         store = next((tmp_path / "step").rglob("STORE")).parent
@@ -242,7 +242,7 @@ def test_values_of_later_releases_are_refused(tmp_path: Path, context: Any, leaf
             assert "a value of kind 'later', which this release" in str(raised.value.__cause__)
 
 
-def test_what_is_saved_in_the_background_is_what_was_there(tmp_path: Path, context: Any) -> None:
+def test_background_save_has_values_of_call(tmp_path: Path, context: Any) -> None:
     array = np.arange(100_000)
     with context:
         response = ocp.save_checkpointables_async(tmp_path / "step", {"weights": {"a": array}})
@@ -252,7 +252,7 @@ def test_what_is_saved_in_the_background_is_what_was_there(tmp_path: Path, conte
     assert (found["a"] == np.arange(100_000)).all()
 
 
-def test_changed_bytes_are_not_loaded(tmp_path: Path, context: Any) -> None:
+def test_damaged_arrays_are_not_loaded(tmp_path: Path, context: Any) -> None:
     with context:
         ocp.save_checkpointables(tmp_path / "step", {"weights": {"a": jnp.arange(100_000)}})
         changed = 0
@@ -267,7 +267,7 @@ def test_changed_bytes_are_not_loaded(tmp_path: Path, context: Any) -> None:
     assert isinstance(raised.value.__cause__, remanent.DamagedError)
 
 
-def test_what_cannot_be_stored_is_left_to_other_handlers() -> None:
+def test_unsupported_values_are_left_to_other_handlers() -> None:
     handler = RemanentHandler()
     assert handler.is_handleable(tree()) and handler.is_handleable({"a": 1})
     assert not handler.is_handleable({"a": object()})

@@ -34,7 +34,7 @@ def bytes_of(memory: Any) -> bytes:
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_a_page_lives_in_memory_of_the_callers(directory: str, make: Any) -> None:
+def test_page_uses_caller_memory(directory: str, make: Any) -> None:
     memory = make(1000, 2)
     with remanent.Store(directory, device="host") as store:
         with store.batch() as batch:
@@ -69,7 +69,7 @@ def test_a_page_lives_in_memory_of_the_callers(directory: str, make: Any) -> Non
 
 @pytest.mark.parametrize("how", ["delete", "resize", "move", "release", "close", "failed", "dropped"])
 @pytest.mark.parametrize("make", MAKERS)
-def test_memory_is_held_as_long_as_a_page_lives_in_it(directory: str, make: Any, how: str) -> None:
+def test_page_keeps_caller_memory_alive(directory: str, make: Any, how: str) -> None:
     store = remanent.Store(directory, device="host")
     memory = make(1000, 3)
     gone = weakref.ref(memory)
@@ -113,7 +113,7 @@ def test_memory_is_held_as_long_as_a_page_lives_in_it(directory: str, make: Any,
     store.close()
 
 
-def test_memory_that_is_none_is_refused(directory: str) -> None:
+def test_objects_without_memory_are_rejected(directory: str) -> None:
     with remanent.Store(directory, device="host") as store:
         batch = store.batch()
         for wrong, error in ((b"only read", BufferError), (7, TypeError), (array(10)[::2], BufferError)):
@@ -129,7 +129,7 @@ def test_memory_that_is_none_is_refused(directory: str) -> None:
         assert store.page_count == 0
 
 
-def test_a_released_page_is_gone_and_its_memory_the_callers(directory: str) -> None:
+def test_release_removes_page_and_returns_memory(directory: str) -> None:
     with remanent.Store(directory, device="host", budget={"host": 4096}) as store:
         store["w"] = bytes(range(100)) * 40
         with store.lease("w"), pytest.raises(remanent.LeasedError):
@@ -166,7 +166,7 @@ def test_a_released_page_is_gone_and_its_memory_the_callers(directory: str) -> N
 
 @pytest.mark.parametrize("page_load", ["eager", "on_demand"])
 @pytest.mark.parametrize("make", MAKERS)
-def test_an_open_puts_pages_into_memory_of_the_callers(directory: str, make: Any, page_load: Any) -> None:
+def test_open_places_pages_in_caller_memory(directory: str, make: Any, page_load: Any) -> None:
     with remanent.Store(directory, device="host") as store:
         with store.batch() as batch:
             batch.create(array(1000, 4), key="a", metadata={"name": "first"})
@@ -200,7 +200,7 @@ def test_an_open_puts_pages_into_memory_of_the_callers(directory: str, make: Any
         assert store.numpy("a").view("float32")[:4].tolist() == [1, 4, 4, 8]
 
 
-def test_what_the_source_of_memory_raises_ends_the_open(directory: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_page_memory_error_ends_open(directory: str, capfd: pytest.CaptureFixture[str]) -> None:
     with remanent.Store(directory, device="host") as store:
         store["a"] = b"bytes"
 
@@ -227,7 +227,7 @@ HELD = """
 """
 
 
-def test_an_interpreter_ends_while_pages_live_in_its_objects(directory: str) -> None:
+def test_interpreter_exits_with_pages_in_caller_memory(directory: str) -> None:
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(HELD), directory], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", "")
     with remanent.Store(directory, device="host") as store:
@@ -246,7 +246,7 @@ class Cuda:
         return {"data": (ctypes.addressof(self.memory), False), "shape": (self.count,), "typestr": "|u1", "version": 3}
 
 
-def test_memory_of_a_gpu_is_refused_where_pages_live_on_the_host(directory: str) -> None:
+def test_gpu_memory_is_rejected_by_host_store(directory: str) -> None:
     with remanent.Store(directory, device="host") as store:
         store["w"] = b"weights"
         out = bytearray(7)

@@ -56,7 +56,7 @@ def quantized() -> Iterator[tuple[str, Any]]:
             yield type(config).__name__, model
 
 
-def test_tensors_of_torchao_are_refused_by_name(directory: str) -> None:
+def test_torchao_tensors_are_rejected_by_name(directory: str) -> None:
     pytest.importorskip("torchao", reason="torchao is not installed")
     save_model(plain(), f"{directory}/plain")
     with Checkpointer(f"{directory}/run", plain(), rng=False) as run:
@@ -90,7 +90,7 @@ def test_tensors_of_torchao_are_refused_by_name(directory: str) -> None:
     assert len(kinds) > 2, kinds
 
 
-def test_layers_of_bitsandbytes_come_back_or_are_refused(directory: str) -> None:
+def test_bitsandbytes_layers_are_restored_or_rejected(directory: str) -> None:
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     layers = importlib.import_module("bitsandbytes.nn")
     outcomes = {}

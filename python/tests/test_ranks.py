@@ -19,7 +19,7 @@ def said_by(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_what_holds_for_ranks_that_save_together(tmp_path: Path, device: str) -> None:
+def test_ranks_save_together(tmp_path: Path, device: str) -> None:
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip(f"there are {torch.cuda.device_count()} GPUs, and ranks need one each")
     done = said_by("rank_checks.py", device, str(tmp_path))
@@ -28,7 +28,7 @@ def test_what_holds_for_ranks_that_save_together(tmp_path: Path, device: str) ->
 
 
 @pytest.mark.parametrize("kind", ["checkpointer", "dcp"])
-def test_ranks_that_are_killed_are_all_at_one_version(tmp_path: Path, kind: str) -> None:
+def test_killed_ranks_agree_on_version(tmp_path: Path, kind: str) -> None:
     done = said_by("killed_ranks.py", kind, str(tmp_path / "run"), "10", "7")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("10 kills of 2 to 4 ranks"), done.stdout

@@ -52,7 +52,7 @@ def objects(path: Path) -> dict[str, Any]:
     return {type(each).__name__ + f" {number}": each for number, each in enumerate(found)}
 
 
-def test_properties_that_return_copies_refuse_changes(tmp_path: Path) -> None:
+def test_copied_properties_are_read_only(tmp_path: Path) -> None:
     seen = set()
     for name, each in objects(tmp_path / "s").items():
         for attribute in dir(type(each)):
@@ -74,7 +74,7 @@ def test_properties_that_return_copies_refuse_changes(tmp_path: Path) -> None:
                     "ValueChange.root", "View.root"}
 
 
-def test_what_lies_in_a_copy_refuses_changes_too(store: remanent.Store) -> None:
+def test_nested_values_are_read_only(store: remanent.Store) -> None:
     with store.batch() as batch:
         batch.create(1, key="k", metadata={"list": [1, {"deep": 2}]})
         batch.set_root("config", {"lr": [0.1]})
@@ -87,7 +87,7 @@ def test_what_lies_in_a_copy_refuses_changes_too(store: remanent.Store) -> None:
     assert store.root == {"config": {"lr": [0.1]}} and store.info("k").metadata["list"] == [1, {"deep": 2}]
 
 
-def test_copies_of_a_copy_can_be_changed(store: remanent.Store) -> None:
+def test_copies_of_read_only_values_can_be_changed(store: remanent.Store) -> None:
     with store.batch() as batch:
         batch.set_root("config", {"lr": [0.1]})
     root = store.root

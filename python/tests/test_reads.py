@@ -15,7 +15,7 @@ from children import in_child, run_script
 import remanent
 
 
-def test_a_pinned_page_keeps_its_place_while_batches_change_it(store: remanent.Store, directory: str) -> None:
+def test_pinned_page_keeps_address_during_batches(store: remanent.Store, directory: str) -> None:
     store["a"], store["b"] = b"here", b"there"
     with store.pin("a") as pin:
         assert (pin.page, pin.nbytes) == (store.info("a").page, 4)
@@ -61,7 +61,7 @@ def test_a_pinned_page_keeps_its_place_while_batches_change_it(store: remanent.S
     change("delete")
 
 
-def test_the_block_of_a_pin_says_what_it_failed_with(store: remanent.Store) -> None:
+def test_pin_block_raises_its_own_exception(store: remanent.Store) -> None:
     store["a"] = b"x"
     with pytest.raises(ZeroDivisionError):
         with store.pin("a"):
@@ -69,7 +69,7 @@ def test_the_block_of_a_pin_says_what_it_failed_with(store: remanent.Store) -> N
     del store["a"]
 
 
-def test_many_ranges_come_by_one_call(store: remanent.Store) -> None:
+def test_read_many_returns_all_ranges(store: remanent.Store) -> None:
     store["a"], store["b"], store["empty"] = b"remanent", b"pages", b""
     page = store.info("b").page
     read = store.read_many(["a", (page, 1), ("a", 2, 3), (store.info("a"), 8), "empty", (b"a", 0, None)])
@@ -93,7 +93,7 @@ def test_many_ranges_come_by_one_call(store: remanent.Store) -> None:
         store.read_many(["a"])
 
 
-def test_many_ranges_as_numpy_without_a_copy(store: remanent.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_many_exposes_numpy_without_copy(store: remanent.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     array = np.arange(12, dtype=np.float32).reshape(3, 4)
     with store.batch() as batch:
         batch.create(b"odd", key="odd")
@@ -117,7 +117,7 @@ def test_many_ranges_as_numpy_without_a_copy(store: remanent.Store, monkeypatch:
     assert (whole == array).all(), "the array keeps the buffer"
 
 
-def test_many_ranges_into_buffers_of_the_callers(store: remanent.Store) -> None:
+def test_read_many_into_fills_caller_buffers(store: remanent.Store) -> None:
     store["a"], store["b"] = bytes(range(8)), b"pages"
     out, array = bytearray(b"....."), np.zeros(2, dtype=np.uint32)
     assert store.read_many_into(["b", "a"], [out, array]) == 2
@@ -136,7 +136,7 @@ def test_many_ranges_into_buffers_of_the_callers(store: remanent.Store) -> None:
     assert out == b"....."
 
 
-def test_many_reads_are_of_one_batch_each(store: remanent.Store) -> None:
+def test_each_read_many_is_of_one_batch(store: remanent.Store) -> None:
     pages = [store.put(f"k{n}", bytes(1000)) for n in range(8)]
     done = threading.Event()
 
@@ -163,7 +163,7 @@ def test_many_reads_are_of_one_batch_each(store: remanent.Store) -> None:
         writer.join()
 
 
-def test_many_reads_are_awaited(store: remanent.Store) -> None:
+def test_read_many_can_be_awaited(store: remanent.Store) -> None:
     for n in range(20):
         store[f"k{n}"] = bytes([n]) * 100_000
 
@@ -193,7 +193,7 @@ def test_many_reads_are_awaited(store: remanent.Store) -> None:
     assert asyncio.run(one(3)) == b"\3"
 
 
-def test_a_forked_child_gets_a_typed_error(store: remanent.Store) -> None:
+def test_forked_child_raises_forked_error(store: remanent.Store) -> None:
     store["a"] = b"x"
     pin, read = store.pin("a"), store.read_many(["a"])
     many = read.result()
@@ -214,7 +214,7 @@ def test_a_forked_child_gets_a_typed_error(store: remanent.Store) -> None:
 @pytest.mark.parametrize("held", ["pin = store.pin('a')", "read = store.read_many(['a'])",
                                   "many = store.read_many(['a']).result(); view = memoryview(many)",
                                   "sys.keep = [store.pin('a'), store.read_many(['a']).result()]"])
-def test_the_interpreter_ends_while_it_is_held(directory: str, held: str) -> None:
+def test_interpreter_exits_with_live_buffer(directory: str, held: str) -> None:
     with remanent.Store(directory) as store:
         store["a"] = b"x"
     done = run_script(f"import sys, remanent; store = remanent.Store(sys.argv[1]); {held}", directory)
@@ -223,7 +223,7 @@ def test_the_interpreter_ends_while_it_is_held(directory: str, held: str) -> Non
         assert store["a"] == b"x"
 
 
-def test_whole_pages_of_a_view_are_loaded_together(directory: str) -> None:
+def test_view_loads_many_pages(directory: str) -> None:
     rng = np.random.default_rng(2)
     content = {f"p{at}": rng.bytes(length) for at, length in enumerate([5, 0, 70_000, 5 << 20, (4 << 20) + 1])}
     with remanent.Store(directory, device="host") as store:

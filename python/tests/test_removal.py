@@ -42,7 +42,7 @@ def snapshots(run: Checkpointer) -> list[str]:
     return [info.name for info in run.store.snapshots() if info.name is not None]
 
 
-def test_a_save_ends_before_what_goes_for_it_is_removed(directory: str) -> None:
+def test_save_returns_before_removal_ends(directory: str) -> None:
     state = {"w": torch.arange(5.0)}
     with Checkpointer(directory, extra={"state": state}, rng=False, keep=1) as run:
         run.save(1)
@@ -62,7 +62,7 @@ def test_a_save_ends_before_what_goes_for_it_is_removed(directory: str) -> None:
         assert run.restore() == 3
 
 
-def test_a_save_waits_for_the_space_that_it_needs(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_waits_for_needed_space(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with remanent.Store(directory, device="host") as store:
         slow = SlowStore(store)
         removal = Removal(slow, always=False)  # type: ignore[arg-type]
@@ -83,8 +83,7 @@ def test_a_save_waits_for_the_space_that_it_needs(directory: str, monkeypatch: p
         removal.end()
 
 
-def test_what_cannot_be_removed_is_told_and_no_save_fails_for_it(
-        directory: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_removal_is_logged_and_fails_no_save(directory: str, caplog: pytest.LogCaptureFixture) -> None:
     with Checkpointer(directory, extra={"state": {"w": torch.arange(5.0)}}, rng=False, keep=1) as run:
         run.save(1)
         run._versions._removal._store = slow = SlowStore(run.store)
@@ -98,7 +97,7 @@ def test_what_cannot_be_removed_is_told_and_no_save_fails_for_it(
         assert [version.step for version in run.versions()] == [3]
 
 
-def test_the_newest_version_loses_its_name_and_stays_as_one_of_those_that_are_counted(directory: str) -> None:
+def test_give_up_keeps_newest_version_unnamed(directory: str) -> None:
     for digests in (False, True):
         where = f"{directory}/{digests}"
         model = torch.nn.Linear(64, 64)
@@ -127,7 +126,7 @@ def test_the_newest_version_loses_its_name_and_stays_as_one_of_those_that_are_co
             assert run.restore() == 4 and torch.equal(model.weight, kept[4])
 
 
-def test_a_run_can_be_closed_as_the_interpreter_ends(directory: str) -> None:
+def test_run_can_be_closed_at_exit(directory: str) -> None:
     script = """
         import atexit, sys, torch
         from remanent.torch import Checkpointer

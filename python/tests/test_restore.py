@@ -63,8 +63,8 @@ def places(tensors: dict[str, Any]) -> dict[str, tuple[int, int]]:
 
 @pytest.mark.parametrize("options", [{}, {"digests": True}])
 @pytest.mark.parametrize("device", DEVICES)
-def test_every_tensor_that_is_there_stays_where_it_is(directory: str, device: str, options: dict[str, Any],
-                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_tensors_stay_in_place(directory: str, device: str, options: dict[str, Any],
+                                        monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = run_of(device)
     whole = torch.arange(40.0, device=device)
     held: dict[str, Any] = {
@@ -116,7 +116,7 @@ def overwrite(path: Path, at: int, content: bytes) -> None:
         file.write(content)
 
 
-def test_a_damaged_page_is_found_before_any_tensor_changes(directory: str) -> None:
+def test_damaged_page_is_detected_before_changes(directory: str) -> None:
     model, optimizer = run_of("cpu")
     model.long = torch.nn.Parameter(torch.randn(3 << 20))
     with Checkpointer(directory, model, optimizer) as run:
@@ -148,7 +148,7 @@ def test_a_damaged_page_is_found_before_any_tensor_changes(directory: str) -> No
         assert run.restore(1) == 1 and not torch.equal(model.head.weight, before["model/head.weight"])
 
 
-def test_bytes_that_turn_bad_after_their_proof_are_told_of(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_after_verification_is_reported(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"first": torch.randn(1000), "second": torch.randn(1000)}
     with Checkpointer(directory, extra={"state": state}, rng=False) as run:
         run.save(1)
@@ -170,7 +170,7 @@ def test_bytes_that_turn_bad_after_their_proof_are_told_of(directory: str, monke
 
 
 @pytest.mark.parametrize("how", ["shape", "more", "fewer", "groups", "inference", "shape of a rank"])
-def test_what_does_not_fit_is_refused_before_any_tensor_changes(directory: str, how: str) -> None:
+def test_misfit_is_rejected_before_changes(directory: str, how: str) -> None:
     first = torch.nn.Linear(5, 5)
     model = torch.nn.Sequential(first, torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 3))
     optimizer = torch.optim.SGD(first.parameters(), lr=0.1, momentum=0.9)
@@ -198,7 +198,7 @@ def test_what_does_not_fit_is_refused_before_any_tensor_changes(directory: str, 
     assert not any(tensor.any() for tensor in state_of(model, optimizer).values())
 
 
-def test_modules_with_a_load_or_a_hook_of_their_own_get_what_was_loaded(directory: str) -> None:
+def test_modules_with_own_load_or_hook_get_saved_state(directory: str) -> None:
     class Own(torch.nn.Linear):
         def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
             # This one keeps its bias.
@@ -228,7 +228,7 @@ def test_modules_with_a_load_or_a_hook_of_their_own_get_what_was_loaded(director
         assert bool((model.bias == 7).all()) == (number < 3), number
 
 
-def test_an_optimizer_with_a_hook_before_its_load_gets_what_was_loaded(directory: str) -> None:
+def test_optimizer_with_pre_hook_gets_saved_state(directory: str) -> None:
     model = torch.nn.Linear(3, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -249,7 +249,7 @@ def test_an_optimizer_with_a_hook_before_its_load_gets_what_was_loaded(directory
     assert (optimizer.state[model.bias]["momentum_buffer"] == 1).all()
 
 
-def test_tensors_that_share_memory_otherwise_than_then_have_the_values_of_then(directory: str) -> None:
+def test_tensors_with_new_overlaps_get_saved_values(directory: str) -> None:
     apart = {"a": torch.arange(6.0), "b": torch.arange(6.0) + 10, "c": torch.arange(6.0) + 20}
     state = dict(apart)
     with Checkpointer(directory, extra={"state": state}, rng=False) as run:
@@ -273,7 +273,7 @@ def test_tensors_that_share_memory_otherwise_than_then_have_the_values_of_then(d
                 assert len(storages) == 3 - step
 
 
-def test_tensors_with_other_strides_than_then_keep_theirs(directory: str) -> None:
+def test_tensors_keep_their_current_strides(directory: str) -> None:
     """Of modules and optimizers; a dict gets tensors as they were."""
     model = torch.nn.Conv2d(3, 5, 2).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -295,7 +295,7 @@ def test_tensors_with_other_strides_than_then_keep_theirs(directory: str) -> Non
         assert torch.equal(state["turned"], torch.arange(6.0).reshape(2, 3).T)
 
 
-def test_a_backward_pass_finds_that_what_it_kept_was_changed(directory: str) -> None:
+def test_backward_detects_restored_tensors(directory: str) -> None:
     model = torch.nn.Linear(3, 4)
     state = {"w": torch.nn.Parameter(torch.ones(3, 4))}
     with Checkpointer(directory, model, extra={"state": state}) as run:
@@ -327,7 +327,7 @@ MEMORY = """
 """
 
 
-def test_a_restore_takes_little_memory_beside_the_state(directory: str) -> None:
+def test_restore_uses_little_additional_memory(directory: str) -> None:
     for value in (1, 2):
         done = subprocess.run([sys.executable, "-c", textwrap.dedent(MEMORY), directory, str(value)],
                               capture_output=True, text=True)

@@ -72,7 +72,7 @@ def optimizers() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("has_state", [True, False])
-def test_optimizers_come_back_as_they_were_saved(directory: str, has_state: bool) -> None:
+def test_optimizers_are_restored_as_saved(directory: str, has_state: bool) -> None:
     saved = optimizers()
     for at in range(2):
         for optimizer in saved.values():
@@ -122,7 +122,7 @@ def states(module: Any, optimizer: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("has_state", [True, False])
 @pytest.mark.parametrize("names", [[["a"], ["c", "b"]], [["b", "c"], ["a"]], [["c", "b"], ["a"]], [["a"], ["b", "c"]]])
-def test_named_parameters_get_their_own_state_back(directory: str, names: list[list[str]], has_state: bool) -> None:
+def test_named_parameters_get_their_own_state(directory: str, names: list[list[str]], has_state: bool) -> None:
     module, optimizer = run_of([["a"], ["b", "c"]])
     expected = trained(module, optimizer)
     with Checkpointer(directory, module, optimizer) as run:
@@ -148,7 +148,7 @@ class OwnLoad(torch.optim.Adam):
     ([["a", "b", "c"]], False, torch.optim.Adam), ([["a"], ["b"], ["c"]], False, torch.optim.Adam),
     ([["a"], ["c", "b"]], True, OwnLoad),
 ])
-def test_other_parameter_groups_are_refused_by_name(directory: str, names: Any, named: bool, kind: Any) -> None:
+def test_other_parameter_groups_are_rejected(directory: str, names: Any, named: bool, kind: Any) -> None:
     module, optimizer = run_of([["a"], ["b", "c"]], named, kind)
     trained(module, optimizer)
     with Checkpointer(directory, module, optimizer) as run:
@@ -182,7 +182,7 @@ def modules(seed: int) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_modules_come_back_as_they_were_saved(directory: str) -> None:
+def test_modules_are_restored_as_saved(directory: str) -> None:
     saved, found = modules(1), modules(2)
     assert len(saved) > 120
     expected = {name: value.clone() for name, value in saved.state_dict().items()}
@@ -197,7 +197,7 @@ def test_modules_come_back_as_they_were_saved(directory: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_lazy_modules_come_back_with_the_shapes_saved(directory: str) -> None:
+def test_lazy_modules_get_saved_shapes(directory: str) -> None:
     inputs = {"1d": (2, 3, 8), "2d": (2, 3, 8, 8), "3d": (2, 3, 8, 8, 8), "Linear": (2, 3)}
 
     def lazies() -> Any:
@@ -215,7 +215,7 @@ def test_lazy_modules_come_back_with_the_shapes_saved(directory: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_observers_come_back_with_what_they_have_seen(directory: str) -> None:
+def test_observers_keep_their_statistics(directory: str) -> None:
     def observers() -> Any:
         return torch.nn.ModuleDict({name: make() for name, make in observer_makers()})
 
@@ -261,7 +261,7 @@ class Loader:
         self.tuned.load_state_dict(state["nets"][0])
 
 
-def test_versions_of_modules_are_kept_wherever_their_states_are(directory: str) -> None:
+def test_module_versions_are_kept(directory: str) -> None:
     saved, loader = torch.nn.Sequential(Tuned()), Loader()
     with Checkpointer(directory, saved, extra={"loader": loader}) as run:
         run.save(1)
@@ -272,7 +272,7 @@ def test_versions_of_modules_are_kept_wherever_their_states_are(directory: str) 
     assert saved[0].w.tolist() == loader.tuned.w.tolist() == [1, 1]
 
 
-def test_runs_without_versions_of_modules_are_restored(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_without_module_versions_are_restored(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sound = Checkpointer._state
     monkeypatch.setattr(Checkpointer, "_state", lambda run: {name: dict(value) for name, value in sound(run).items()})
     model = torch.nn.BatchNorm1d(3)
@@ -310,7 +310,7 @@ class Resized(torch.nn.Module):
         module.seen.resize_(state[f"{prefix}seen"].shape)
 
 
-def test_extra_states_and_buffers_take_other_lengths(directory: str) -> None:
+def test_extra_states_and_buffers_may_change_length(directory: str) -> None:
     saved = torch.nn.ModuleDict({"history": History(), "resized": Resized(9)})
     found = torch.nn.ModuleDict({"history": History(), "resized": Resized(2)})
     saved["history"].history = b"most" * 100
@@ -333,7 +333,7 @@ class Expanded(torch.nn.Module):
     (torch.full((1, 4), 7.0).expand(6, 4), True), (torch.arange(4.0).expand(6, 4), True),
     (torch.arange(24.0).reshape(6, 4), False),
 ])
-def test_expanded_buffers_take_what_they_can_have(directory: str, then: Any, fits: bool) -> None:
+def test_expanded_buffers_accept_representable_values(directory: str, then: Any, fits: bool) -> None:
     saved, found = Expanded(then), Expanded(torch.ones(1, 4).expand(6, 4))
     saved.w.data.fill_(5)
     with Checkpointer(directory, saved) as run:
@@ -361,7 +361,7 @@ def freed() -> Any:
     (lambda: torch.nn.Linear(2, 2, dtype=torch.float64), "model/bias: the version has elements of type torch.float32"),
     (freed, "model/bias: the tensor's storage of 8 bytes was freed"),
 ], ids=["meta", "meta, own load", "bfloat16", "float64", "freed"])
-def test_models_that_cannot_have_the_values_are_refused(directory: str, make: Any, said: str) -> None:
+def test_models_that_cannot_hold_values_are_rejected(directory: str, make: Any, said: str) -> None:
     model = make()
     part = torch.nn.Sequential(Tuned()) if isinstance(model, torch.nn.Sequential) else torch.nn.Linear(2, 2)
     with Checkpointer(directory, part, extra={"a": {"x": 1}}) as run:
@@ -415,7 +415,7 @@ class SavesMore(torch.nn.Linear):
     (torch.nn.Linear, sparse, "the version contains a dense tensor, but the model has one of layout torch.sparse_coo"),
     (SavesMore, lambda: SavesMore(2, 2), "weight.scale: .*torch's load_state_dict does not accept it"),
 ], ids=["wrapper", "sparse", "saves more"])
-def test_plain_values_that_torch_cannot_load_are_refused(directory: str, then: Any, now: Any, said: str) -> None:
+def test_values_that_torch_cannot_load_are_rejected(directory: str, then: Any, now: Any, said: str) -> None:
     saved, model = then(2, 2), now()
     before = model.bias.detach().clone()
     with Checkpointer(f"{directory}/run", saved, rng=False) as run:
@@ -432,7 +432,7 @@ def test_plain_values_that_torch_cannot_load_are_refused(directory: str, then: A
             save_model(model, f"{directory}/other")
 
 
-def test_elements_are_converted_where_the_caller_asks_for_it(directory: str) -> None:
+def test_cast_converts_elements(directory: str) -> None:
     saved, found = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, dtype=torch.bfloat16)
     adam = torch.optim.Adam(saved.parameters())
     step(adam, 0)
@@ -471,7 +471,7 @@ def wrappers() -> dict[str, Callable[[], Any]]:
 
 
 @pytest.mark.parametrize("then", wrappers())
-def test_a_version_of_a_wrapped_model_fits_the_others(directory: str, then: str) -> None:
+def test_wrapped_and_plain_models_are_interchangeable(directory: str, then: str) -> None:
     saved = filled(wrappers()[then](), 1)
     with Checkpointer(directory, saved, rng=False) as run:
         run.save(1)
@@ -485,7 +485,7 @@ def test_a_version_of_a_wrapped_model_fits_the_others(directory: str, then: str)
         assert [tensor.data_ptr() for tensor in values] == places
 
 
-def test_names_that_differ_by_more_than_wrappers_are_refused(directory: str) -> None:
+def test_names_differing_beyond_wrappers_are_rejected(directory: str) -> None:
     saved = torch.nn.ModuleDict({"module": torch.nn.Linear(2, 2)})
     with Checkpointer(directory, saved) as run:
         run.save(1)

@@ -51,7 +51,7 @@ def delay_later_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [0, 100, 1000, 4000, 1 << 20])
-def test_blocks_pass_through_a_room_as_they_were(nbytes: int) -> None:
+def test_blocks_pass_through_room_unchanged(nbytes: int) -> None:
     for seed in range(5):
         sizes = sizes_of(seed)
         data = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
@@ -87,7 +87,7 @@ def test_blocks_pass_through_a_room_as_they_were(nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("room", [0, 5000, 30_000, 1 << 20])
-def test_a_save_in_the_background_has_room_for_a_part_of_the_state(
+def test_background_save_with_room_for_part_of_state(
     directory: str, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Batches end with a block in hand: its memory is not theirs to free.
@@ -109,7 +109,7 @@ def test_a_save_in_the_background_has_room_for_a_part_of_the_state(
             assert all(torch.equal(state[name], tensor) for name, tensor in expected[step].items()), step
 
 
-def test_a_save_in_the_background_that_fails_says_so(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_background_save_raises(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"a": torch.ones(1000), "b": torch.ones(1000)}
     with Checkpointer(directory, extra={"state": state}, rng=False, room=5000) as run:
         run.save(1)
@@ -142,7 +142,7 @@ def test_a_save_in_the_background_that_fails_says_so(directory: str, monkeypatch
         Checkpointer(directory, extra={"state": state}, room=-1)
 
 
-def test_the_step_of_a_failed_save_does_not_count(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_of_failed_save_does_not_count(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"a": torch.ones(1000)}
     go_on, sound = threading.Event(), page_tree.put
 
@@ -180,7 +180,7 @@ def test_the_step_of_a_failed_save_does_not_count(directory: str, monkeypatch: p
         assert [version.step for version in run.versions()] == [3, 5, 4]
 
 
-def test_a_save_is_refused_while_another_one_is_under_way(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_is_refused_while_busy(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"a": torch.ones(1000)}
     go_on, sound = threading.Event(), page_tree.put
 
@@ -203,7 +203,7 @@ def test_a_save_is_refused_while_another_one_is_under_way(directory: str, monkey
         assert [version.step for version in run.versions()] == [1, 3]
 
 
-def test_saves_are_left_to_the_next_one(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_coalesced_saves_complete_with_next_save(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"a": torch.ones(1000)}
     turn, sound = threading.Semaphore(0), page_tree.put
 
@@ -280,7 +280,7 @@ def test_saves_are_left_to_the_next_one(directory: str, monkeypatch: pytest.Monk
         assert run.restore() == 13 and (state["a"] == 13).all()
 
 
-def test_what_a_save_reads_is_read_for_those_that_are_left_too(directory: str) -> None:
+def test_coalesced_saves_wait_for_running_copies(directory: str) -> None:
     model, optimizer = small_run()
     with Checkpointer(directory, model, optimizer, rng=False, overlap=True) as run:
         before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -314,9 +314,7 @@ def take_steps(model: Any, optimizer: Any, steps: int) -> None:
 
 
 @pytest.mark.parametrize("room", [100, 3000, 1 << 20])
-def test_a_step_waits_for_what_a_save_has_yet_to_copy(
-    directory: str, room: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_waits_for_pending_copies(directory: str, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = small_run(momentum=0.9)
     take_steps(model, optimizer, 1)
     delay_later_copies(monkeypatch)
@@ -337,7 +335,7 @@ def test_a_step_waits_for_what_a_save_has_yet_to_copy(
     optimizer.step()
 
 
-def test_a_step_goes_on_after_a_save_that_failed(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_continues_after_failed_save(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = small_run(torch.optim.AdamW)
     take_steps(model, optimizer, 1)
     with Checkpointer(directory, model, optimizer, room=500, overlap=True) as run:
@@ -359,7 +357,7 @@ def test_a_step_goes_on_after_a_save_that_failed(directory: str, monkeypatch: py
         run.save(3, wait=False).wait()
 
 
-def test_steps_that_cannot_be_told_are_refused(directory: str) -> None:
+def test_overlap_rejects_undetectable_steps(directory: str) -> None:
     model, optimizer = small_run(torch.optim.AdamW, capturable=True)
     for given in (optimizer, None):
         with pytest.raises(remanent.InvalidError, match="overlap"):
@@ -406,7 +404,7 @@ def interrupt() -> Iterator[Any]:
     signal.signal(signal.SIGINT, before)
 
 
-def test_a_wait_for_the_save_before_may_be_interrupted(
+def test_wait_for_previous_save_can_be_interrupted(
     directory: str, interrupt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = many(1)
@@ -428,7 +426,7 @@ def test_a_wait_for_the_save_before_may_be_interrupted(
 
 @pytest.mark.parametrize("wait", [False, True])
 @pytest.mark.parametrize("number", range(3))
-def test_an_interrupted_save_leaves_nothing_under_way(
+def test_interrupted_save_leaves_nothing_running(
     directory: str, number: int, wait: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = many(1)
@@ -457,9 +455,7 @@ def test_an_interrupted_save_leaves_nothing_under_way(
             assert run.restore(at=1) == 1 and all((tensor == 1).all() for tensor in state.values())
 
 
-def test_a_second_interrupt_ends_no_wait_for_what_is_read(
-    directory: str, interrupt: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_interrupt_does_not_end_wait(directory: str, interrupt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     state, sound = many(1), page_tree.put
 
     def slow(*given: Any, **named: Any) -> Any:
@@ -477,7 +473,7 @@ def test_a_second_interrupt_ends_no_wait_for_what_is_read(
         assert run.restore() == 1 and all((tensor == 1).all() for tensor in state.values())
 
 
-def test_the_sender_of_a_save_that_failed_feeds_no_other(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sender_of_failed_save_feeds_no_other_save(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = small_run(torch.optim.AdamW)
     take_steps(model, optimizer, 1)
     with Checkpointer(directory, model, optimizer, rng=False, room=1 << 20, overlap=True) as run:
@@ -505,9 +501,7 @@ def test_the_sender_of_a_save_that_failed_feeds_no_other(directory: str, monkeyp
         assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
 
 
-def test_a_buffer_in_the_storage_of_a_parameter_leaves_at_once(
-    directory: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_buffer_in_parameter_storage_is_copied_first(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     flat = torch.zeros(2000)
     model = torch.nn.Module()
     model.weight = torch.nn.Parameter(flat[:1000])
@@ -521,7 +515,7 @@ def test_a_buffer_in_the_storage_of_a_parameter_leaves_at_once(
         assert run.restore() == 1 and not model.mean.any()
 
 
-def test_room_is_made_in_whatever_mode_the_caller_is(directory: str) -> None:
+def test_room_is_allocated_in_any_torch_mode(directory: str) -> None:
     state = {"a": torch.ones(1000)}
     with Checkpointer(directory, extra={"state": state}, rng=False) as run:
         with torch.inference_mode(), torch.device("meta"):
@@ -533,7 +527,7 @@ def test_room_is_made_in_whatever_mode_the_caller_is(directory: str) -> None:
             assert run.restore() == 2 and (state["a"] == 2).all()
 
 
-def test_a_process_that_ends_finishes_its_save(directory: str) -> None:
+def test_process_exit_finishes_save(directory: str) -> None:
     code = f"""
 import time, torch
 from remanent._state import page_tree

@@ -41,7 +41,7 @@ class Cells(HTMLParser):
             self.cells[-1] += data
 
 
-def test_a_notebook_gets_a_small_table_in_which_all_is_escaped(store: remanent.Store, directory: str) -> None:
+def test_notebook_table_is_escaped(store: remanent.Store, directory: str) -> None:
     evil = "<script>alert('&')</script>"
     with store.batch() as batch:
         batch.create(b"secret bytes", key=evil, metadata={"dtype": evil, "shape": [12]})
@@ -63,7 +63,7 @@ def test_a_notebook_gets_a_small_table_in_which_all_is_escaped(store: remanent.S
     shown[1].close()  # type: ignore[attr-defined]
 
 
-def test_a_notebook_gets_few_rows_of_many_pages_and_none_of_a_closed_store(directory: str) -> None:
+def test_notebook_table_is_limited_and_empty_after_close(directory: str) -> None:
     with remanent.Store(directory, device="host") as store:
         Cells(store._repr_html_())
         with store.batch() as batch:
@@ -78,7 +78,7 @@ def test_a_notebook_gets_few_rows_of_many_pages_and_none_of_a_closed_store(direc
     assert "closed" in view._repr_html_()
 
 
-def test_texts_of_objects_have_no_bytes_of_pages(store: remanent.Store, directory: str) -> None:
+def test_reprs_contain_no_page_bytes(store: remanent.Store, directory: str) -> None:
     with store.batch(note="n") as batch:
         batch.create(b"secret", key="k")
     view, past, replica = store.view(), remanent.View(directory), remanent.Replica(directory)
@@ -101,7 +101,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_progress_is_drawn_on_a_terminal_only(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_shown_only_on_terminal(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tqdm")
     monkeypatch.setattr("remanent._util.progress._DELAY", 0.0)
     for stream, shown, drawn in [(Terminal(), None, True), (Terminal(), False, False), (io.StringIO(), None, False),
@@ -127,7 +127,7 @@ def test_progress_is_drawn_on_a_terminal_only(directory: str, monkeypatch: pytes
     assert without.getvalue() == ""
 
 
-def test_saving_loading_and_waiting_for_pages_are_counted(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_counts_saves_loads_and_waits(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     from remanent.torch import load_file, save_file
 
@@ -180,7 +180,7 @@ def test_python_classes_describe_themselves() -> None:
             assert not isinstance(found, type) or found.__repr__ is not object.__repr__, name
 
 
-def test_a_batch_shows_its_state(store: remanent.Store, directory: str) -> None:
+def test_batch_repr_shows_state(store: remanent.Store, directory: str) -> None:
     batch = store.batch()
     assert repr(batch) == f'Batch("{directory}", open)'
     batch.set_root("step", 1)
@@ -196,7 +196,7 @@ def test_a_batch_shows_its_state(store: remanent.Store, directory: str) -> None:
     assert repr(discarded) == f'Batch("{directory}", discarded)'
 
 
-def test_a_follower_shows_its_position(store: remanent.Store, directory: str) -> None:
+def test_follower_repr_shows_position(store: remanent.Store, directory: str) -> None:
     store["k"] = b"v"
     follower = remanent.Follower(directory)
     begun = repr(follower)
@@ -207,7 +207,7 @@ def test_a_follower_shows_its_position(store: remanent.Store, directory: str) ->
     assert repr(follower).endswith(", closed)")
 
 
-def test_moves_show_their_state(store: remanent.Store, directory: str) -> None:
+def test_prefetch_repr_shows_state(store: remanent.Store, directory: str) -> None:
     store.put("k", b"v", place="disk")
     coming = store.prefetch(["k"], "host")
     coming.wait()
@@ -218,7 +218,7 @@ def test_moves_show_their_state(store: remanent.Store, directory: str) -> None:
     assert repr(steps) == f'ReadAhead("{directory}", closed)'
 
 
-def test_a_checkpointer_shows_its_step(directory: str) -> None:
+def test_checkpointer_repr_shows_step(directory: str) -> None:
     pytest.importorskip("torch")
     from remanent.torch import Checkpointer
 

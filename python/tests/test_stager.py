@@ -50,7 +50,7 @@ def address(tensor: Any) -> int:
 
 
 @pytest.mark.parametrize("options", WAYS)
-def test_a_save_is_of_its_moment(directory: str, options: dict[str, bool]) -> None:
+def test_stager_copies_state_at_call(directory: str, options: dict[str, bool]) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -94,7 +94,7 @@ def test_a_save_is_of_its_moment(directory: str, options: dict[str, bool]) -> No
         assert all(map(torch.equal, now, tensors)), step
 
 
-def test_copies_are_as_what_they_are_of() -> None:
+def test_copies_equal_originals() -> None:
     base = torch.arange(24.0).reshape(4, 6)
     state: dict[str, Any] = {
         "whole": base, "turned": base.T, "row": base[2], "every other": base[:, ::2].clone()[:, ::2],
@@ -122,7 +122,7 @@ def test_copies_are_as_what_they_are_of() -> None:
     stager.close()
 
 
-def test_memory_is_kept_until_nothing_reads_it() -> None:
+def test_memory_is_kept_while_in_use() -> None:
     state = {"a": torch.ones(1000), "b": torch.ones(3, dtype=torch.int16)}
     stager = Stager(wait=True)
     first = staged(stager, state)
@@ -152,7 +152,7 @@ def test_memory_is_kept_until_nothing_reads_it() -> None:
         stager.stage(state)
 
 
-def test_a_save_that_is_being_written_keeps_its_copies(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_save_keeps_its_copies(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     may_write = threading.Event()
     write = StorageWriter.write_data
 
@@ -175,7 +175,7 @@ def test_a_save_that_is_being_written_keeps_its_copies(directory: str, monkeypat
         assert bool((loaded(f"{directory}/{step}", {"w": torch.full((1000,), 9.0)})["w"] == step).all()), step
 
 
-def test_what_cannot_be_copied_is_refused_by_its_name(directory: str) -> None:
+def test_uncopyable_value_is_rejected_by_name(directory: str) -> None:
     stager = Stager()
     for odd, text in ((threading.Lock(), "loader/odd: a lock cannot be copied"),
                       (torch.ones(2, 2).to_sparse(), "loader/odd: a tensor of layout torch.sparse")):
@@ -190,7 +190,7 @@ def test_what_cannot_be_copied_is_refused_by_its_name(directory: str) -> None:
     stager.close()
 
 
-def test_ranks_save_parts_of_their_moment(tmp_path: Path) -> None:
+def test_ranks_save_parts_at_call(tmp_path: Path) -> None:
     root = str(tmp_path)
     said = in_ranks(2, """
         from remanent.dcp import Stager

@@ -23,7 +23,7 @@ def nothing(path: str, value: object) -> None:
     return None
 
 
-def test_dicts_keep_their_kind_and_their_order() -> None:
+def test_dicts_keep_type_and_order() -> None:
     ordered = OrderedDict.fromkeys("abc", 1)
     ordered.move_to_end("a")
     assert flatten("", ordered, nothing) == {"$": ["OrderedDict", [["b", 1], ["c", 1], ["a", 1]]]}
@@ -34,7 +34,7 @@ def test_dicts_keep_their_kind_and_their_order() -> None:
     assert flatten("", {"\ud800": 1}, nothing) == {"\ud800": 1}
 
 
-def test_a_walk_ends_where_a_value_contains_itself() -> None:
+def test_cyclic_value_is_rejected() -> None:
     endless: list[Any] = []
     endless.append(endless)
     for value in (endless, {"a": endless}):
@@ -42,7 +42,7 @@ def test_a_walk_ends_where_a_value_contains_itself() -> None:
             flatten("state", value, nothing)
 
 
-def test_what_adapt_raises_ends_the_walk_and_a_dict_may_change_under_it() -> None:
+def test_adapt_errors_end_walk() -> None:
     class Odd:
         pass
 
@@ -61,7 +61,7 @@ def test_what_adapt_raises_ends_the_walk_and_a_dict_may_change_under_it() -> Non
         flatten("x", {"a": Odd()}, fails)
 
 
-def test_leaves_are_of_their_types_alone() -> None:
+def test_leaves_match_exact_types() -> None:
     class Pair(NamedTuple):
         left: int
         right: int
@@ -79,7 +79,7 @@ def test_leaves_are_of_their_types_alone() -> None:
             flatten("x", [value], nothing)
 
 
-def test_extents_are_where_the_bytes_are() -> None:
+def test_extents_match_addresses() -> None:
     base = torch.arange(60, dtype=torch.float32).reshape(6, 10)
     tensors = {
         "whole": base, "row": base[2], "column": base[:, 3], "block": base[1:3, 2:5], "turned": base.t(),
@@ -106,7 +106,7 @@ def test_extents_are_where_the_bytes_are() -> None:
             extents({name: tensor})
 
 
-def test_extents_are_divided_by_the_owner_of_all_of_their_storage() -> None:
+def test_extents_are_divided_by_storage_owner() -> None:
     flat, other = torch.zeros(100), torch.zeros(10)
     halves = [flat[:50], flat[50:]]
     found = extents({"a": flat[10:20], "b": flat[45:55], "c": other[2:4], "d": torch.empty(0), "e": torch.ones(1)})
@@ -120,7 +120,7 @@ def test_extents_are_divided_by_the_owner_of_all_of_their_storage() -> None:
     assert names([]) == [["d"], ["a", "b", "c", "e"]]
 
 
-def test_extents_that_overlap_share_a_page() -> None:
+def test_overlapping_extents_share_page() -> None:
     # Storages one by one, whatever their addresses are to each other.
     storages = sorted((torch.zeros(1000) for _ in range(3)), key=lambda each: -each.data_ptr())
     shuffled = [(high, at) for at in (7, 0, 3, 5, 1) for high in storages]
@@ -143,7 +143,7 @@ def test_extents_that_overlap_share_a_page() -> None:
     assert {len(page) for page in found} == {1, 2}
 
 
-def test_text_is_json_whatever_is_in_it() -> None:
+def test_text_is_valid_json() -> None:
     texts = ["", "\"", "\\", "\x00\x1f\x7f\n\t", "é\u2028𝄞", "\ud800", "a\udfffb"]
     numbers = [0.1, 1e-5, 1e16, 1.5e300, 5e-324, -0.0, 3.0, 123456789.125]
     value = {text: [text, {text + "$": text}] for text in texts} | {"numbers": numbers}
@@ -151,7 +151,7 @@ def test_text_is_json_whatever_is_in_it() -> None:
     assert [str(each) for each in flatten("", numbers, nothing)] == [str(each) for each in numbers]
 
 
-def test_a_save_makes_nothing_that_the_collector_looks_at_for_long() -> None:
+def test_save_creates_few_tracked_objects() -> None:
     tensor = torch.zeros(4)
     [block] = conversion.blocks(extents({"w": tensor}))
     moved = block.moved(torch.zeros(100, dtype=torch.uint8), start=3)
@@ -161,7 +161,7 @@ def test_a_save_makes_nothing_that_the_collector_looks_at_for_long() -> None:
     assert moved.data.shape == (16,) and moved.data.storage_offset() == 3
 
 
-def test_a_manifest_is_read_again_once_it_is_another(directory: str) -> None:
+def test_changed_manifest_is_read_again(directory: str) -> None:
     def put(store: Any, tensors: dict[str, Any], last: page_tree.LastManifest, tree: str = "null") -> None:
         batch, _ = page_tree.put(store, store.batch(), conversion.blocks(extents(tensors)), tree, last=last)
         store.commit(batch)

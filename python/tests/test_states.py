@@ -36,12 +36,12 @@ def filled(path: Path) -> Any:
 
 @pytest.mark.parametrize("at", [1, "lsn:1", "snapshot:1", "warm", "name:warm"])
 @pytest.mark.parametrize("entry", [name for name in ENTRIES if name != "bisect"])
-def test_every_entry_takes_every_form(path: Path, filled: remanent.Store, entry: str, at: Any) -> None:
+def test_every_call_accepts_every_state_form(path: Path, filled: remanent.Store, entry: str, at: Any) -> None:
     assert ENTRIES[entry](path, filled, at) == b"one"
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_wrong_states_say_what_is_expected(path: Path, filled: remanent.Store, entry: str) -> None:
+def test_wrong_state_error_lists_forms(path: Path, filled: remanent.Store, entry: str) -> None:
     for at, kind, message in [
         ("wram", remanent.NoStateError, "there is no snapshot named \"wram\"; did you mean \"warm\"?"),
         ("name:3", remanent.NoStateError, "there is no snapshot named \"3\""),
@@ -58,7 +58,7 @@ def test_wrong_states_say_what_is_expected(path: Path, filled: remanent.Store, e
     assert filled["k"] == b"two"
 
 
-def test_torch_entries_take_every_form(tmp_path: Path) -> None:
+def test_torch_calls_accept_every_state_form(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from remanent.torch import blame, diff, load_file, save_file
 
@@ -77,7 +77,7 @@ def test_torch_entries_take_every_form(tmp_path: Path) -> None:
         blame(directory, "v", 0)
 
 
-def test_runs_take_every_form(tmp_path: Path) -> None:
+def test_runs_accept_every_state_form(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from remanent.torch import Checkpointer
 
@@ -105,7 +105,7 @@ def test_runs_take_every_form(tmp_path: Path) -> None:
             run.blame("w", 0)
 
 
-def test_steps_do_not_go_back(tmp_path: Path) -> None:
+def test_steps_must_not_decrease(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from remanent.torch import Checkpointer
 
@@ -145,7 +145,7 @@ def test_steps_do_not_go_back(tmp_path: Path) -> None:
         assert steps(run) == [0, 10, 20, 20, 11, 12, 13, 1]
 
 
-def test_missing_keys_name_the_most_similar_one(store: remanent.Store) -> None:
+def test_missing_key_error_suggests_similar_key(store: remanent.Store) -> None:
     store["model/pos"], store["config"] = b"", b""
     for wanted, found in [("pos", "model/pos"), ("confg", "config")]:
         for call in (store.info, lambda key: store[key], store.read, store.numpy, store.lease, store.pin, store.__delitem__):

@@ -14,7 +14,7 @@ import pytest
 import remanent
 
 
-def test_a_batch_is_whole_or_not_at_all(store: remanent.Store) -> None:
+def test_batch_is_atomic(store: remanent.Store) -> None:
     with store.batch(note="first") as batch:
         page = batch.create(8, key="a", metadata={"kind": "test", "n": -3, "list": [1, None, True, 0.5, b"x"]})
         batch.write(page, 2, b"xy")
@@ -34,7 +34,7 @@ def test_a_batch_is_whole_or_not_at_all(store: remanent.Store) -> None:
         batch.write("a", 0, b"late")
 
 
-def test_a_store_is_a_mapping(store: remanent.Store) -> None:
+def test_store_is_mapping(store: remanent.Store) -> None:
     store["a"] = b"1"
     store[b"\xff\0"] = b"22"
     assert list(store) == ["a", b"\xff\0"] and len(store) == 2
@@ -49,7 +49,7 @@ def test_a_store_is_a_mapping(store: remanent.Store) -> None:
     assert str(caught.value) == "there is no page with key a"
 
 
-def test_every_operation(store: remanent.Store) -> None:
+def test_every_operation_is_applied(store: remanent.Store) -> None:
     with store.batch() as batch:
         batch.create(bytes(range(16)), key="p")
         copy = batch.clone_page("p")
@@ -83,7 +83,7 @@ def test_every_operation(store: remanent.Store) -> None:
     assert "read page 1 again" in caught.value.remedy
 
 
-def test_reading_in_all_ways(store: remanent.Store) -> None:
+def test_pages_are_read_in_all_ways(store: remanent.Store) -> None:
     array = np.arange(12, dtype=np.float32).reshape(3, 4)
     with store.batch() as batch:
         batch.create(array, key="x", metadata={"dtype": "F32", "shape": [3, 4]})
@@ -110,7 +110,7 @@ def test_reading_in_all_ways(store: remanent.Store) -> None:
         store.read_into("x", b"readonly")
 
 
-def test_what_is_not_contiguous_or_not_plain_is_refused(store: remanent.Store) -> None:
+def test_noncontiguous_or_object_data_is_rejected(store: remanent.Store) -> None:
     with store.batch() as batch:
         batch.create(8, key="p")
         for wrong in (np.zeros((4, 4))[:, 1], memoryview(b"abcdef")[::2]):
@@ -130,7 +130,7 @@ def test_what_is_not_contiguous_or_not_plain_is_refused(store: remanent.Store) -
     assert store.root == {}
 
 
-def test_root_values_come_back_as_they_were(store: remanent.Store) -> None:
+def test_root_values_are_restored_unchanged(store: remanent.Store) -> None:
     root = {"null": None, "no": False, "big": 2**64 - 1, "small": -(2**63), "nan": float("inf"), "text": "ä",
             "bytes": b"\0\xff", "list": [1, [2]], "map": {"a": {"b": 1}}}
     with store.batch() as batch:
@@ -153,13 +153,13 @@ def test_reopening_finds_everything(directory: str) -> None:
         assert store["a"] == b"remains" and not store.recovered["created"]
 
 
-def test_a_batch_belongs_to_one_store(store: remanent.Store, tmp_path: Path) -> None:
+def test_batch_belongs_to_one_store(store: remanent.Store, tmp_path: Path) -> None:
     with remanent.Store(tmp_path / "other", device="host") as other:
         with pytest.raises(ValueError):
             other.commit(store.batch())
 
 
-def test_errors_are_typed_and_say_what_helps(directory: str, store: remanent.Store, tmp_path: Path) -> None:
+def test_errors_are_typed_with_remedy(directory: str, store: remanent.Store, tmp_path: Path) -> None:
     with pytest.raises(remanent.LockedError) as locked:
         remanent.Store(directory, device="host")
     assert locked.value.path == directory and str(os.getpid()) in locked.value.holder
@@ -191,7 +191,7 @@ def test_errors_are_typed_and_say_what_helps(directory: str, store: remanent.Sto
         remanent.Store(tmp_path / "own", identity=b"yours")
 
 
-def test_errors_cross_processes(store: remanent.Store) -> None:
+def test_errors_can_be_pickled(store: remanent.Store) -> None:
     import pickle
 
     with pytest.raises(remanent.UnknownKeyError) as caught:
@@ -200,7 +200,7 @@ def test_errors_cross_processes(store: remanent.Store) -> None:
     assert type(error) is remanent.UnknownKeyError and error.key == "nothing" and "list the keys" in error.remedy
 
 
-def test_damage_is_refused_by_name(directory: str) -> None:
+def test_damage_error_names_file(directory: str) -> None:
     with remanent.Store(directory, device="host") as store:
         for n in range(3):
             store[f"k{n}"] = bytes(1000)
@@ -221,7 +221,7 @@ def test_damage_is_refused_by_name(directory: str) -> None:
     assert caught.value.path == directory and caught.value.file and caught.value.offset is not None
 
 
-def test_snapshots_views_and_the_past(store: remanent.Store, directory: str, tmp_path: Path) -> None:
+def test_snapshots_views_and_earlier_states(store: remanent.Store, directory: str, tmp_path: Path) -> None:
     store["w"] = b"old!"
     named = store.snapshot("before")
     assert named.name == "before" and named.end == store.lsn and named in store.snapshots()
@@ -257,7 +257,7 @@ def test_snapshots_views_and_the_past(store: remanent.Store, directory: str, tmp
         remanent.View(directory, "name:before")
 
 
-def test_the_wheel_carries_the_command(store: remanent.Store, directory: str) -> None:
+def test_wheel_contains_command(store: remanent.Store, directory: str) -> None:
     store["a"] = b"x"
     store.close()
     command = [sys.executable, "-m", "remanent"]
@@ -272,7 +272,7 @@ def test_the_wheel_carries_the_command(store: remanent.Store, directory: str) ->
     assert done.returncode == 0 and "kill" in done.stdout, done
 
 
-def test_more_pages_than_room_are_held_by_tiers(tmp_path: Path) -> None:
+def test_tiers_hold_more_pages_than_memory(tmp_path: Path) -> None:
     room, length = 8, 4096
     pages = {f"page {number}": bytes([number]) * length for number in range(4 * room)}
     options = {"device": "host", "budget": {"host": room * length}, "tiers": ["host", "disk"]}
@@ -297,7 +297,7 @@ def test_more_pages_than_room_are_held_by_tiers(tmp_path: Path) -> None:
             assert {key: store[key] for key in store} == pages
 
 
-def test_an_open_with_less_memory_takes_pages_down(directory: str) -> None:
+def test_open_with_less_memory_demotes_pages(directory: str) -> None:
     with remanent.Store(directory, device="host") as store:
         for number in range(32):
             store[f"block {number}"] = bytes([number]) * 4096
@@ -311,7 +311,7 @@ def test_an_open_with_less_memory_takes_pages_down(directory: str) -> None:
         assert [store.info(f"block {number}").place for number in (0, 31)] == ["disk", "host"]
 
 
-def test_tiers_that_mean_nothing_are_refused(tmp_path: Path) -> None:
+def test_invalid_tiers_are_rejected(tmp_path: Path) -> None:
     for options in ({"tiers": ["host", "shelf"]}, {"tiers": ["host", "disk"], "eviction": "random"}, {"tiers": []}):
         with pytest.raises((remanent.InvalidError, ValueError)):
             remanent.Store(tmp_path / "store", device="host", **options)
@@ -328,7 +328,7 @@ def test_tiers_that_mean_nothing_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["host", "disk"])
-def test_a_page_is_updated_to_what_it_is_to_hold(directory: str, place: str) -> None:
+def test_update_sets_page_contents(directory: str, place: str) -> None:
     with remanent.Store(directory) as store:
         held = bytearray(os.urandom(300_000))
         with store.batch() as batch:
@@ -379,7 +379,7 @@ def test_threads_share_a_batch(store: remanent.Store) -> None:
     store.commit(batch)
 
 
-def test_a_page_updates_follow(directory: str) -> None:
+def test_updates_of_page_follow_each_other(directory: str) -> None:
     with remanent.Store(directory) as store:
         held = bytearray(os.urandom(9_000_000))
         with store.batch() as batch:
@@ -396,7 +396,7 @@ def test_a_page_updates_follow(directory: str) -> None:
             batch.update("none", b"")
 
 
-def test_bytes_are_read_by_the_commit_where_that_was_asked_for(directory: str) -> None:
+def test_at_commit_reads_bytes_at_commit(directory: str) -> None:
     with remanent.Store(directory) as store:
         copied, read = bytearray(b"copied"), bytearray(b"before")
         with store.batch() as batch:
@@ -407,7 +407,7 @@ def test_bytes_are_read_by_the_commit_where_that_was_asked_for(directory: str) -
         assert (store["copied"], store["read"], store["empty"]) == (b"copied", b"after!", b"")
 
 
-def test_metadata_that_changes_while_it_is_taken(store: remanent.Store) -> None:
+def test_metadata_may_change_during_conversion(store: remanent.Store) -> None:
     values: dict[str, object] = {}
 
     class Number:
@@ -422,7 +422,7 @@ def test_metadata_that_changes_while_it_is_taken(store: remanent.Store) -> None:
     assert store.info("k").metadata == {"now": 7} and "later" in store.root["values"]["more"]
 
 
-def test_the_newest_snapshot_stays_though_its_name_is_given_up(directory: str) -> None:
+def test_newest_snapshot_survives_removed_name(directory: str) -> None:
     with remanent.Store(directory, device="host", snapshots_kept=1, snapshot_log_bytes=None) as store:
         for number in range(20):
             store[f"k{number}"] = bytes(5000)

@@ -28,7 +28,7 @@ from remanent.torch import (  # noqa: E402
 MIB = 1 << 20
 
 
-def test_metadata_comes_back_and_is_exported(directory: str, tmp_path: Path) -> None:
+def test_metadata_is_restored_and_exported(directory: str, tmp_path: Path) -> None:
     w = torch.arange(6.0)
     save_file({"w": w}, directory, metadata={"format": "pt", "é": "\n"})
     with safe_open(directory) as version:
@@ -44,7 +44,7 @@ def test_metadata_comes_back_and_is_exported(directory: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("metadata", [{"step": 3}, {3: "step"}, {"a": None}, ["step"], {"a": {"b": "c"}}])
-def test_metadata_that_is_no_text_is_refused(directory: str, metadata: Any) -> None:
+def test_metadata_that_is_not_text_is_rejected(directory: str, metadata: Any) -> None:
     with pytest.raises(remanent.RefusedError, match="metadata(: .* must be a str| must be a dict of text by name)"):
         save_file({"w": torch.ones(1)}, directory, metadata)
     assert not Path(directory).exists()
@@ -60,7 +60,7 @@ INDEXES: list[Any] = [..., 0, -1, slice(1, None), slice(None, None, 2), slice(2,
                       (..., slice(0, 2)), (None, 0), (0, ..., slice(1, None, 2))]
 
 
-def test_a_slice_is_what_the_tensor_has_there(directory: str) -> None:
+def test_slice_equals_indexed_tensor(directory: str) -> None:
     state = tensors()
     save_file(state, directory)
     with safe_open(directory) as version:
@@ -83,7 +83,7 @@ def test_a_slice_is_what_the_tensor_has_there(directory: str) -> None:
         assert version.get_slice("bf16").get_dtype() == "BF16"
 
 
-def test_damage_to_a_tensor_keeps_no_other_from_being_read(directory: str) -> None:
+def test_damaged_tensor_does_not_affect_others(directory: str) -> None:
     state = {"w": torch.randn(MIB), "v": torch.randn(MIB)}
     save_file(state, directory)
     row = state["w"][700_000:700_100].numpy().tobytes()
@@ -100,7 +100,7 @@ def test_damage_to_a_tensor_keeps_no_other_from_being_read(directory: str) -> No
     assert torch.equal(load_file(directory, names=["v"])["v"], state["v"])
 
 
-def test_names_choose_tensors(directory: str) -> None:
+def test_names_select_tensors(directory: str) -> None:
     state = tensors()
     save_file(state, directory)
     loaded = load_file(directory, names=["turned", "base"])
@@ -114,7 +114,7 @@ def test_names_choose_tensors(directory: str) -> None:
         version.get_tensor("nothing")
 
 
-def test_devices_have_all_their_spellings(directory: str) -> None:
+def test_devices_are_accepted_in_all_forms(directory: str) -> None:
     save_file({"w": torch.ones(2)}, directory)
     for device in ("cpu", torch.device("cpu"), "cpu:0"):
         assert load_file(directory, device)["w"].device.type == "cpu"
@@ -137,7 +137,7 @@ W = torch.ones(2)
     ({"w": None}, "w: a NoneType is not a tensor"),
     ({1: W}, "tensors: the name 1 must be a str, not an int; use the name '1'"),
 ])
-def test_what_is_no_tensor_is_refused_with_what_to_do(directory: str, given: Any, said: str) -> None:
+def test_non_tensor_error_states_remedy(directory: str, given: Any, said: str) -> None:
     for call in (lambda: save_file(given, directory), lambda: save(given)):
         with pytest.raises(remanent.RefusedError) as raised:
             call()
@@ -145,7 +145,7 @@ def test_what_is_no_tensor_is_refused_with_what_to_do(directory: str, given: Any
     assert not Path(directory).exists()
 
 
-def test_a_file_in_place_of_a_directory_is_refused(tmp_path: Path) -> None:
+def test_file_in_place_of_directory_is_rejected(tmp_path: Path) -> None:
     file, other = tmp_path / "model.safetensors", tmp_path / "other"
     file.write_bytes((13).to_bytes(8, "little") + b'{"__metadata__":{}}')
     other.write_bytes(b"text")
@@ -163,7 +163,7 @@ def test_a_file_in_place_of_a_directory_is_refused(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "other"]
 
 
-def test_bytes_hold_what_a_safetensors_file_does() -> None:
+def test_save_returns_bytes_of_safetensors_file() -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     state = {name: tensor.contiguous() for name, tensor in tensors().items() if name not in ("columns", "turned")}
     data = save(state, {"format": "pt"})
@@ -179,7 +179,7 @@ def test_bytes_hold_what_a_safetensors_file_does() -> None:
             load(bad)
 
 
-def test_refusals_are_what_safetensors_users_catch(directory: str, tmp_path: Path) -> None:
+def test_errors_are_subclasses_that_safetensors_users_catch(directory: str, tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     file, linear = str(tmp_path / "file"), torch.nn.Linear(2, 2)
     safetensors.save_model(linear, file)
@@ -221,7 +221,7 @@ class Tied(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *more)
 
 
-def test_a_model_comes_back_with_ties_and_module_versions(directory: str) -> None:
+def test_model_is_restored_with_ties_and_versions(directory: str) -> None:
     model, other = Tied(), Tied()
     save_model(model, directory, {"format": "pt"}, note="trained")
     assert load_model(other, directory) == ([], [])
@@ -232,7 +232,7 @@ def test_a_model_comes_back_with_ties_and_module_versions(directory: str) -> Non
     assert versions(directory)[0].note == "trained"
 
 
-def test_a_version_that_does_not_fit_changes_no_model(directory: str) -> None:
+def test_misfitting_version_leaves_model_unchanged(directory: str) -> None:
     save_model(torch.nn.Linear(2, 1), directory)
     for model, said in [(torch.nn.Linear(3, 1), "shape"), (torch.nn.Linear(2, 1).bfloat16(), "bfloat16"),
                         (torch.nn.Linear(2, 1, bias=False), "unexpected \\['bias'\\]"),

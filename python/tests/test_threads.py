@@ -89,7 +89,7 @@ def is_busy(error: RuntimeError) -> bool:
     return BUSY in str(error)
 
 
-def test_one_store(directory: str) -> None:
+def test_threads_share_store(directory: str) -> None:
     store = remanent.Store(directory, device="host", log_kept=1 << 20)
     store.put("shared", bytes(5000))
     store.put("far", b"far" * 1000, place="disk")
@@ -166,7 +166,7 @@ def test_one_store(directory: str) -> None:
     assert all(step > 0 for step in written)
 
 
-def test_a_store_is_closed_for_each_thread_that_closes_it(directory: str) -> None:
+def test_concurrent_closes_all_return(directory: str) -> None:
     for _ in range(10):
         store = remanent.Store(directory, device="host")
         store["a"] = bytes(1 << 20)
@@ -183,7 +183,7 @@ def test_a_store_is_closed_for_each_thread_that_closes_it(directory: str) -> Non
                  until_closed(lambda: store.snapshot()))
 
 
-def test_one_batch(store: remanent.Store) -> None:
+def test_threads_share_batch_under_contention(store: remanent.Store) -> None:
     store["there"] = bytes(64)
     for turn in range(10):
         batch = store.batch()
@@ -229,7 +229,7 @@ def test_one_batch(store: remanent.Store) -> None:
         assert "late" not in store
 
 
-def test_one_batch_is_committed_once(store: remanent.Store) -> None:
+def test_shared_batch_is_committed_once(store: remanent.Store) -> None:
     for turn in range(15):
         batch = store.batch()
         batch.create(b"once", key=f"{turn}")
@@ -255,7 +255,7 @@ def test_one_batch_is_committed_once(store: remanent.Store) -> None:
         assert lsns == [batch.lsn] == [turn + 1]
 
 
-def test_a_batch_is_given_up_while_others_add_to_it(store: remanent.Store) -> None:
+def test_batch_is_discarded_during_additions(store: remanent.Store) -> None:
     for _ in range(15):
         batch, content, over = store.batch(), bytearray(100), threading.Event()
 
@@ -271,7 +271,7 @@ def test_a_batch_is_given_up_while_others_add_to_it(store: remanent.Store) -> No
     assert len(store) == 0
 
 
-def test_one_page_is_updated_once_a_batch(store: remanent.Store) -> None:
+def test_page_is_updated_once_per_batch(store: remanent.Store) -> None:
     store["k"] = bytes(10_000)
     for turn in range(1, 30):
         batch = store.batch()
@@ -289,7 +289,7 @@ def test_one_page_is_updated_once_a_batch(store: remanent.Store) -> None:
         assert refused == ["the batch already contains an update of this page"] * 3
 
 
-def test_one_ticket(store: remanent.Store) -> None:
+def test_threads_share_ticket(store: remanent.Store) -> None:
     async def awaited(ticket: remanent.Ticket) -> None:
         await asyncio.gather(ticket, ticket.acknowledged("applied"), ticket)
 
@@ -305,7 +305,7 @@ def test_one_ticket(store: remanent.Store) -> None:
         together(wait, wait, lambda: asyncio.run(awaited(ticket)), lambda: asyncio.run(awaited(ticket)))
 
 
-def test_one_view_of_an_open_store(store: remanent.Store) -> None:
+def test_threads_share_live_view(store: remanent.Store) -> None:
     store["still"], store["moving"] = b"still" * 100, bytes(100)
     for _ in range(20):
         view = store.view()
@@ -329,7 +329,7 @@ def test_one_view_of_an_open_store(store: remanent.Store) -> None:
             view["still"]
 
 
-def test_one_view_of_an_earlier_state(store: remanent.Store, directory: str) -> None:
+def test_threads_share_view(store: remanent.Store, directory: str) -> None:
     for step in range(20):
         store["k"] = bytes([step]) * 1000
     for at in range(1, 20):
@@ -350,7 +350,7 @@ def test_one_view_of_an_earlier_state(store: remanent.Store, directory: str) -> 
         together(*[until_closed(read)] * 4, close, close)
 
 
-def test_one_lease(store: remanent.Store) -> None:
+def test_threads_share_lease(store: remanent.Store) -> None:
     store["k"] = expected = bytes(range(250)) * 4
     page = store.info("k").page
     for _ in range(30):
@@ -386,7 +386,7 @@ def test_one_lease(store: remanent.Store) -> None:
         store.ensure(["k"], "host")
 
 
-def test_one_pin(store: remanent.Store) -> None:
+def test_threads_share_pin(store: remanent.Store) -> None:
     store["k"] = bytes(1000)
     for _ in range(30):
         pin = store.pin("k")
@@ -426,7 +426,7 @@ def source_of(kind: str, store: remanent.Store, directory: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["follower", "changes"])
-def test_one_source(store: remanent.Store, directory: str, kind: str) -> None:
+def test_threads_share_source(store: remanent.Store, directory: str, kind: str) -> None:
     count = 200
     source = source_of(kind, store, directory)
     seen: list[int] = []
@@ -461,7 +461,7 @@ def test_one_source(store: remanent.Store, directory: str, kind: str) -> None:
 
 @pytest.mark.parametrize("loops", [1, 2])
 @pytest.mark.parametrize("kind", ["follower", "changes"])
-def test_tasks_that_share_a_source(store: remanent.Store, directory: str, kind: str, loops: int) -> None:
+def test_tasks_share_source(store: remanent.Store, directory: str, kind: str, loops: int) -> None:
     """Each batch is one task's, whatever the loop that the task is of."""
     count = 150
     source = source_of(kind, store, directory)
@@ -491,7 +491,7 @@ def test_tasks_that_share_a_source(store: remanent.Store, directory: str, kind: 
     assert sorted(seen) == list(range(1, count + 1))
 
 
-def test_one_replica(store: remanent.Store, directory: str) -> None:
+def test_threads_share_replica(store: remanent.Store, directory: str) -> None:
     replica, follower = remanent.Replica(), remanent.Follower(directory)
     over = threading.Event()
     with store.batch() as batch:
@@ -514,7 +514,7 @@ def test_one_replica(store: remanent.Store, directory: str) -> None:
     assert replica["k"] == bytes([199]) * 1000
 
 
-def test_a_look_at_a_replica_that_waits_holds_up_no_other_thread(store: remanent.Store, directory: str) -> None:
+def test_waiting_replica_read_blocks_no_thread(store: remanent.Store, directory: str) -> None:
     replica, follower = remanent.Replica(), remanent.Follower(directory)
     nbytes = 16 << 20
     with store.batch() as batch:
@@ -560,7 +560,7 @@ def test_a_look_at_a_replica_that_waits_holds_up_no_other_thread(store: remanent
     together(look, tick)
 
 
-def test_one_read_of_many_pages(store: remanent.Store) -> None:
+def test_threads_share_read_many(store: remanent.Store) -> None:
     for number in range(20):
         store[f"{number}"] = bytes([number]) * 10_000
     names = [f"{number}" for number in range(20)]
@@ -586,7 +586,7 @@ async def _awaited(read: remanent.ReadMany) -> remanent.ManyBytes:
     return await read
 
 
-def test_one_working_copy(store: remanent.Store) -> None:
+def test_threads_share_working_copy(store: remanent.Store) -> None:
     memory = numpy.zeros(10_000, "uint32")
     store["k"] = memory
     for shadow in ("page", "host", "digests"):
@@ -612,7 +612,7 @@ def test_one_working_copy(store: remanent.Store) -> None:
         assert store["k"] == memory.tobytes()
 
 
-def test_one_released_pages_memory_and_one_array(store: remanent.Store) -> None:
+def test_threads_share_page_memory_and_array(store: remanent.Store) -> None:
     store["k"] = expected = bytes(range(200)) * 10
     array, memory = store.array("k"), store.release("k")
 
@@ -631,7 +631,7 @@ def test_one_released_pages_memory_and_one_array(store: remanent.Store) -> None:
     together(*map(use, range(4)))
 
 
-def test_one_prefetch(store: remanent.Store) -> None:
+def test_threads_share_prefetch(store: remanent.Store) -> None:
     pages = [store.put(f"{number}", bytes([number]) * 5000, place="disk") for number in range(20)]
     for _ in range(10):
         coming = store.prefetch(pages, "host")
@@ -642,7 +642,7 @@ def test_one_prefetch(store: remanent.Store) -> None:
     assert [store[page] for page in pages] == [bytes([number]) * 5000 for number in range(20)]
 
 
-def test_one_reader_ahead(store: remanent.Store) -> None:
+def test_threads_share_read_ahead(store: remanent.Store) -> None:
     pages = [store.put(f"{number}", bytes([number]) * 5000, place="disk") for number in range(40)]
     seen: list[int] = []
     ahead = store.read_ahead([[page] for page in pages], "host")
@@ -660,7 +660,7 @@ def test_one_reader_ahead(store: remanent.Store) -> None:
     in_turns(ahead.close)
 
 
-def test_stores_are_opened_and_closed_beside_each_other(tmp_path: Path) -> None:
+def test_stores_open_and_close_concurrently(tmp_path: Path) -> None:
     """One list of open stores, and one queue of what the engine says."""
     heard: list[logging.LogRecord] = []
 
@@ -697,7 +697,7 @@ def test_stores_are_opened_and_closed_beside_each_other(tmp_path: Path) -> None:
         remanent.update_logging()
 
 
-def test_tasks_of_many_event_loops(store: remanent.Store) -> None:
+def test_tasks_of_several_event_loops_share_objects(store: remanent.Store) -> None:
     async def put(number: int, step: int) -> None:
         batch = store.batch()
         batch.create(bytes([step]), key=f"{number} {step}")
@@ -710,7 +710,7 @@ def test_tasks_of_many_event_loops(store: remanent.Store) -> None:
     assert len(store) == 200
 
 
-def test_arguments_that_another_thread_changes(store: remanent.Store) -> None:
+def test_arguments_may_change_during_call(store: remanent.Store) -> None:
     """Lists and dicts that another thread changes during the call that takes them."""
     pages = [store.put(f"{number}", bytes([number])) for number in range(10)]
     names: list[Any] = list(pages)

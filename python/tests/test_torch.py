@@ -47,7 +47,7 @@ def every_kind() -> dict[str, Any]:
     return tensors
 
 
-def test_every_kind_and_shape_comes_back(directory: str) -> None:
+def test_every_type_and_shape_is_restored(directory: str) -> None:
     base = torch.arange(24.0).reshape(4, 6)
     tensors = every_kind() | {
         "scalar": torch.tensor(3.5),
@@ -76,7 +76,7 @@ def test_every_kind_and_shape_comes_back(directory: str) -> None:
         assert view.info("column").length == 16
 
 
-def test_tensors_that_share_memory_share_it_again_and_are_stored_once(directory: str) -> None:
+def test_shared_memory_is_stored_once_and_shared_again(directory: str) -> None:
     big = torch.arange(100_000, dtype=torch.float32)
     tensors = {"embed": big.view(100, 1000), "head": big.view(100, 1000), "row": big.view(100, 1000)[7],
                "t": big.view(100, 1000).T, "as_int": big.view(torch.int32)}
@@ -96,7 +96,7 @@ def test_tensors_that_share_memory_share_it_again_and_are_stored_once(directory:
     assert loaded["embed"][0] == 0 and "row" not in loaded
 
 
-def test_disjoint_parts_of_one_storage_are_pages_of_their_own(directory: str) -> None:
+def test_disjoint_parts_of_storage_have_own_pages(directory: str) -> None:
     flat = torch.arange(1000.0)
     tensors = {f"p{n}": flat[n * 10:(n + 1) * 10] for n in range(100)}
     save_file(tensors, directory)
@@ -119,7 +119,7 @@ def log_bytes_of(directory: str, save: Any) -> int:
     return total() - before
 
 
-def test_only_what_changed_is_logged(directory: str) -> None:
+def test_only_changed_elements_are_logged(directory: str) -> None:
     tensors = {"a": torch.randn(100_000), "b": torch.randn(100_000), "c": torch.randn(10)}
     first = save_file(tensors, directory)
     assert save_file(tensors, directory) == first, "nothing changed, nothing is committed"
@@ -135,7 +135,7 @@ def test_only_what_changed_is_logged(directory: str) -> None:
         assert "c" not in view, "what is gone takes no space"
 
 
-def test_versions_are_whole_and_stay(directory: str) -> None:
+def test_versions_are_complete_and_kept(directory: str) -> None:
     lsns = [save_file({"w": torch.full((100,), float(n)), "n": torch.tensor(n)}, directory, note=f"v{n}",
                       name="three" if n == 3 else None) for n in range(6)]
     for n, lsn in enumerate(lsns):
@@ -152,7 +152,7 @@ def test_versions_are_whole_and_stay(directory: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_cannot_be_stored_is_refused_by_name_and_nothing_is_saved(directory: str) -> None:
+def test_unsupported_value_is_rejected_and_saves_nothing(directory: str) -> None:
     class Own(torch.Tensor):
         pass
 
@@ -178,7 +178,7 @@ def damage(directory: str, needle: bytes) -> None:
     assert damaged
 
 
-def test_damage_is_found_before_a_tensor_is_returned(directory: str) -> None:
+def test_damage_is_detected_before_return(directory: str) -> None:
     tensor = torch.randint(0, 256, (8_000_000,), dtype=torch.uint8)
     save_file({"w": tensor}, directory)
     damage(directory, tensor[777_777:777_800].numpy().tobytes())
@@ -187,7 +187,7 @@ def test_damage_is_found_before_a_tensor_is_returned(directory: str) -> None:
     assert caught.value.path == directory
 
 
-def test_tensors_go_in_and_out_of_a_store_without_numpy_or_pickle(store: remanent.Store) -> None:
+def test_tensors_need_neither_numpy_nor_pickle(store: remanent.Store) -> None:
     tensor = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
     with store.batch() as batch:
         batch.create(tensor, key="x", metadata={"dtype": "BF16", "shape": [2, 3]})
@@ -202,7 +202,7 @@ def test_tensors_go_in_and_out_of_a_store_without_numpy_or_pickle(store: remanen
     assert same(torch.from_dlpack(store.array("x")), tensor) and store.audit() == []
 
 
-def test_the_tool_reads_and_writes_the_same(directory: str, tmp_path: Path) -> None:
+def test_command_reads_and_writes_same_tensors(directory: str, tmp_path: Path) -> None:
     tensors = {"a": torch.arange(10.0), "b": torch.ones(2, 3, dtype=torch.bfloat16), "empty": torch.empty(0)}
     save_file(tensors, directory)
 
@@ -268,7 +268,7 @@ def train(model: Any, optimizer: Any, scheduler: Any, steps: int, loader: dict[s
     ("SGD", {"momentum": 0.9}), ("SGD", {}), ("Adagrad", {}), ("RMSprop", {"centered": True}), ("Adafactor", {}),
     ("NAdam", {}), ("Rprop", {}),
 ])
-def test_a_run_goes_on_bit_for_bit(directory: str, kind: str, options: dict[str, Any]) -> None:
+def test_run_continues_bit_for_bit(directory: str, kind: str, options: dict[str, Any]) -> None:
     model, optimizer, scheduler = make(kind, **options)
     loader = {"position": 0, "files": ["a", "b"]}
     with Checkpointer(directory, model, optimizer, scheduler, extra={"loader": loader}) as run:
@@ -288,7 +288,7 @@ def test_a_run_goes_on_bit_for_bit(directory: str, kind: str, options: dict[str,
         assert train(model, optimizer, scheduler, 4) == expected
 
 
-def test_a_state_before_the_first_step_comes_back(directory: str) -> None:
+def test_state_before_first_step_is_restored(directory: str) -> None:
     model, optimizer, scheduler = make()
     with Checkpointer(directory, model, optimizer, scheduler) as run:
         with pytest.raises(remanent.NoStateError):
@@ -300,7 +300,7 @@ def test_a_state_before_the_first_step_comes_back(directory: str) -> None:
         assert train(model, optimizer, scheduler, 3) == expected
 
 
-def test_versions_by_number_name_and_age(directory: str, tmp_path: Path) -> None:
+def test_versions_are_kept_by_number_name_and_age(directory: str, tmp_path: Path) -> None:
     model, optimizer, scheduler = make()
     weights = {}
     with Checkpointer(directory, model, optimizer, scheduler, keep=2) as run:
@@ -334,7 +334,7 @@ def test_versions_by_number_name_and_age(directory: str, tmp_path: Path) -> None
         assert [version.step for version in run.versions()] == [5, 6, 7, 8, 9]
 
 
-def test_a_save_in_the_background_keeps_the_state_of_its_moment(directory: str) -> None:
+def test_background_save_keeps_state_of_call(directory: str) -> None:
     model, optimizer, scheduler = make()
     with Checkpointer(directory, model, optimizer, scheduler) as run:
         train(model, optimizer, scheduler, 1)
@@ -346,7 +346,7 @@ def test_a_save_in_the_background_keeps_the_state_of_its_moment(directory: str) 
         assert run.restore(1) == 1 and torch.equal(model.embed.weight, before)
 
 
-def test_a_save_waits_for_the_one_before(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_waits_for_previous_save(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, scheduler = make()
     waiting, go_on = threading.Event(), threading.Event()
     with Checkpointer(directory, model, optimizer, scheduler) as run:
@@ -375,7 +375,7 @@ def test_a_save_waits_for_the_one_before(directory: str, monkeypatch: pytest.Mon
         assert run.restore(1) == 1 and torch.equal(model.embed.weight, before)
 
 
-def test_numbers_that_json_does_not_know_are_text() -> None:
+def test_special_numbers_are_stored_as_text() -> None:
     from remanent._state.page_tree import flatten
 
     long = (1 << 53) + 1
@@ -384,7 +384,7 @@ def test_numbers_that_json_does_not_know_are_text() -> None:
     assert flatten("", numbers, lambda path, value: None) == held
 
 
-def test_values_that_cannot_be_stored_are_refused_by_their_path(directory: str) -> None:
+def test_unsupported_values_are_rejected_by_path(directory: str) -> None:
     model, optimizer, scheduler = make()
     for extra, path in (({"a": {"hook": print}}, "a/hook"), ({"a": {"n": [1, iter(())]}}, "a/n/1"),
                         ({"a": {"t": torch.eye(2).to_sparse()}}, "a/t"),
@@ -399,7 +399,7 @@ def test_values_that_cannot_be_stored_are_refused_by_their_path(directory: str) 
         Checkpointer(directory, model, extra={"rng": {}})
 
 
-def test_plain_values_come_back_as_what_they_were(directory: str) -> None:
+def test_plain_values_are_restored_unchanged(directory: str) -> None:
     values = {
         "int": 1 << 80, "negative": -5, "float": 0.1, "inf": float("inf"), "none": None, "bool": True, "text": "ä\n",
         "bytes": b"\0\xff", "tuple": (1, (2.5, None)), "list": [1, [2]], "complex": 1 + 2j, "empty": {},
@@ -421,7 +421,7 @@ def test_plain_values_come_back_as_what_they_were(directory: str) -> None:
             assert held[name] == value, name
 
 
-def test_a_damaged_version_changes_nothing(directory: str) -> None:
+def test_damaged_version_changes_nothing(directory: str) -> None:
     model, optimizer, scheduler = make()
     model.big = torch.nn.Parameter(torch.randn(1_000_000))
     needle = model.big.detach()[777_777:777_800].numpy().tobytes()
@@ -454,7 +454,7 @@ KILLED = """
 """
 
 
-def test_a_process_that_is_killed_finds_its_last_save(directory: str) -> None:
+def test_killed_process_finds_last_save(directory: str) -> None:
     sums: dict[int, float] = {}
     last = 0
     for kill_after in (3, 8, 5):
@@ -479,7 +479,7 @@ def test_a_process_that_is_killed_finds_its_last_save(directory: str) -> None:
         child.wait()
 
 
-def test_a_save_that_ends_halfway_leaves_the_version_before(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_save_keeps_previous_version(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Several batches a save.
     monkeypatch.setattr(page_tree, "_BATCH_BYTES", 300)
     model, optimizer, scheduler = make()
@@ -519,7 +519,7 @@ def test_a_save_that_ends_halfway_leaves_the_version_before(directory: str, monk
         assert [version.step for version in run.versions()] == [1, 2]
 
 
-def test_pages_of_a_version_lie_on_disk(directory: str) -> None:
+def test_version_pages_are_on_disk(directory: str) -> None:
     model, optimizer, scheduler = make()
     with Checkpointer(directory, model, optimizer, scheduler) as run:
         run.save(1)
@@ -530,7 +530,7 @@ def test_pages_of_a_version_lie_on_disk(directory: str) -> None:
 
 @pytest.mark.parametrize("digests", [False, True])
 @pytest.mark.parametrize("wait", [False, True])
-def test_short_pages_are_more_than_may_wait_for_a_snapshot(
+def test_many_short_pages_stay_within_memory_limit(
         directory: str, monkeypatch: pytest.MonkeyPatch, digests: bool, wait: bool) -> None:
     monkeypatch.setattr(page_tree, "_BATCH_BYTES", 3 << 20)
     state = {f"t{at}": torch.full((100,), float(at)) for at in range(3000)}
@@ -561,14 +561,14 @@ MEMORY = """
 """
 
 
-def test_a_save_takes_little_memory_beside_the_state(directory: str) -> None:
+def test_save_uses_little_additional_memory(directory: str) -> None:
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(MEMORY), directory], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     # MiB, of a state of 256.
     assert int(done.stdout) < 128, done.stdout
 
 
-def test_pages_in_memory_go_to_disk(directory: str) -> None:
+def test_pages_in_memory_move_to_disk(directory: str) -> None:
     # As `remanent import` makes them.
     with remanent.Store(directory, device="host") as store, store.batch() as batch:
         for name, count in (("same", 1000), ("other", 1000), ("longer", 10)):
@@ -605,7 +605,7 @@ def halfway(run: Any, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("how", ["fork", "given up", "not kept yet"])
-def test_the_version_before_is_kept_whatever_it_was_kept_by(
+def test_previous_version_is_kept_by_any_rule(
     directory: str, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(page_tree, "_BATCH_BYTES", 300)
@@ -627,7 +627,7 @@ def test_the_version_before_is_kept_whatever_it_was_kept_by(
         assert run.restore() == 1 and all((tensor == 1).all() for tensor in state.values())
 
 
-def test_half_a_save_is_no_version_and_leaves_nothing(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_save_is_no_version(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_tree, "_BATCH_BYTES", 300)
     monkeypatch.setattr(checkpointer, "_DELETED_AT_ONCE", 2)
     state = {"first": torch.ones(100)}
@@ -651,7 +651,7 @@ def test_half_a_save_is_no_version_and_leaves_nothing(directory: str, monkeypatc
         assert run.restore() == 2 and len(state) == 10
 
 
-def test_arrays_that_change_places_differ(directory: str) -> None:
+def test_swapped_arrays_are_detected_as_changed(directory: str) -> None:
     base = torch.arange(10.0)
     state = {"a": base[0:6], "b": base[4:10]}
     with Checkpointer(directory, extra={"state": state}, rng=False) as run:

@@ -72,7 +72,7 @@ def pages(root: Path) -> int:
 
 
 @pytest.mark.parametrize("length", [0, 1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE, 3 * PAGE + 17])
-def test_bytes_come_back_however_they_are_cut(length: int, root: Path, storage: RemanentStorage) -> None:
+def test_bytes_are_independent_of_write_sizes(length: int, root: Path, storage: RemanentStorage) -> None:
     data = data_of(length)
     for number, piece in enumerate((1 << 30, PAGE // 3 + 1, 2 * PAGE + 5)):
         with storage.stream_write(root / "a" / str(number)) as file:
@@ -91,7 +91,7 @@ def test_bytes_come_back_however_they_are_cut(length: int, root: Path, storage: 
             file.seek(-length - 1, os.SEEK_END)
 
 
-def test_whatever_has_the_buffer_protocol_is_taken(root: Path, storage: RemanentStorage) -> None:
+def test_write_accepts_any_contiguous_buffer(root: Path, storage: RemanentStorage) -> None:
     import numpy as np
 
     with storage.stream_write(root / "a" / "f") as file:
@@ -102,7 +102,7 @@ def test_whatever_has_the_buffer_protocol_is_taken(root: Path, storage: Remanent
     assert storage.read(root / "a" / "f") == b"bytesarray" + np.arange(6, dtype=np.int32).tobytes()
 
 
-def test_a_file_that_is_not_ended_is_not_there_and_its_space_comes_back(root: Path, storage: RemanentStorage) -> None:
+def test_unfinished_file_is_absent_and_frees_space(root: Path, storage: RemanentStorage) -> None:
     with pytest.raises(KeyError), storage.stream_write(root / "a" / "f") as file:
         file.write(data_of(3 * PAGE))
         raise KeyError
@@ -119,7 +119,7 @@ def test_a_file_that_is_not_ended_is_not_there_and_its_space_comes_back(root: Pa
     assert pages(root) == 2 and storage.read(root / "a" / "h") == b"kept"
 
 
-def test_the_table_of_renames(root: Path, storage: RemanentStorage) -> None:
+def test_renames_match_table(root: Path, storage: RemanentStorage) -> None:
     def there(name: str) -> str:
         """Makes what a row of the table begins with."""
         storage.mkdir(root / name)
@@ -154,7 +154,7 @@ def test_the_table_of_renames(root: Path, storage: RemanentStorage) -> None:
     assert sorted(storage.ls(root)) == ["a", "absent", "empty", "file2", "fourth", "third", "void"]
 
 
-def test_space_of_what_is_removed_by_whomever_comes_back(root: Path, storage: RemanentStorage) -> None:
+def test_space_of_removed_files_is_freed(root: Path, storage: RemanentStorage) -> None:
     import shutil
 
     for name in ("a", "b", "c", "d"):
@@ -171,7 +171,7 @@ def test_space_of_what_is_removed_by_whomever_comes_back(root: Path, storage: Re
     assert len(os.listdir(root / ".remanent" / "files-0.marks")) == 2
 
 
-def test_paths_that_are_not_its_own_are_refused(root: Path, storage: RemanentStorage, tmp_path: Path) -> None:
+def test_paths_outside_root_are_rejected(root: Path, storage: RemanentStorage, tmp_path: Path) -> None:
     for path in (tmp_path / "f", root / ".." / "f", root / ".remanent" / "files-0", root):
         with pytest.raises(remanent.InvalidError):
             storage.write(path, b"x")
@@ -182,7 +182,7 @@ def test_paths_that_are_not_its_own_are_refused(root: Path, storage: RemanentSto
     assert storage.glob(str(root / "a" / "f*")) == [str(root / "a" / "foreign")]
 
 
-def test_each_changed_byte_of_a_mark_and_a_changed_page_are_found(root: Path, storage: RemanentStorage) -> None:
+def test_damage_in_mark_or_page_is_detected(root: Path, storage: RemanentStorage) -> None:
     path, data = root / "a" / "f", data_of(PAGE)
     storage.write(path, data)
     module._written(root)._store.snapshot()
@@ -209,7 +209,7 @@ def test_each_changed_byte_of_a_mark_and_a_changed_page_are_found(root: Path, st
 
 
 @pytest.mark.parametrize("step", ["link", "replace", "sync"])
-def test_a_write_that_ends_between_its_steps_leaves_nothing(
+def test_interrupted_write_leaves_nothing(
         step: str, root: Path, storage: RemanentStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     storage.write(root / "a" / "f", b"before")
 
@@ -236,8 +236,7 @@ def test_a_write_that_ends_between_its_steps_leaves_nothing(
     assert os.listdir(root / ".remanent" / "files-0.names") == []
 
 
-def test_threads_write_beside_each_other_and_streams_that_nobody_has_end(
-        root: Path, storage: RemanentStorage) -> None:
+def test_threads_write_concurrently_and_dropped_streams_end(root: Path, storage: RemanentStorage) -> None:
     errors: list[BaseException] = []
 
     def write(thread: int) -> None:
@@ -264,8 +263,7 @@ def test_threads_write_beside_each_other_and_streams_that_nobody_has_end(
     assert len(storage.ls(root / "a")) == pages(root) == 161
 
 
-def test_a_write_that_failed_makes_no_file(
-        root: Path, storage: RemanentStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_creates_no_file(root: Path, storage: RemanentStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = storage.stream_write(root / "a" / "f")
     put = stream._files.put  # type: ignore[attr-defined]
     puts = iter([put, None])
@@ -285,7 +283,7 @@ def test_a_write_that_failed_makes_no_file(
         storage.write(root / "a", b"x")
 
 
-def test_a_full_disk_gets_the_space_of_what_is_gone(
+def test_full_disk_reclaims_space_of_removed_files(
         root: Path, storage: RemanentStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     storage.write(root / "a" / "f", data_of(PAGE))
     files = module._written(root.resolve())
@@ -312,7 +310,7 @@ def test_a_full_disk_gets_the_space_of_what_is_gone(
     monkeypatch.setattr(files, "_store", store)
 
 
-def test_a_root_that_was_copied_without_its_second_names_keeps_all(root: Path, storage: RemanentStorage) -> None:
+def test_copied_root_without_hard_links_keeps_files(root: Path, storage: RemanentStorage) -> None:
     for name in ("f", "g"):
         storage.write(root / "a" / name, name.encode() * 1000)
     storage = reopened(root)
@@ -329,7 +327,7 @@ def test_a_root_that_was_copied_without_its_second_names_keeps_all(root: Path, s
         assert pages(copy) == 3
 
 
-def test_a_stream_reads_the_file_that_it_opened(root: Path, storage: RemanentStorage) -> None:
+def test_stream_keeps_reading_replaced_file(root: Path, storage: RemanentStorage) -> None:
     storage.write(root / "a" / "f", data_of(3 * PAGE))
     with storage.stream_read(root / "a" / "f") as stream:
         for number in range(3):
@@ -340,7 +338,7 @@ def test_a_stream_reads_the_file_that_it_opened(root: Path, storage: RemanentSto
     assert storage._views._views == {(os.getpid(), "files-0"): []}
 
 
-def test_a_forked_child_reads_and_writes_what_is_its_own(root: Path, storage: RemanentStorage) -> None:
+def test_forked_child_reads_and_writes_own_files(root: Path, storage: RemanentStorage) -> None:
     storage.write(root / "a" / "f", b"of the parent")
     stream = storage.stream_read(root / "a" / "f")
 
@@ -359,7 +357,7 @@ def test_a_forked_child_reads_and_writes_what_is_its_own(root: Path, storage: Re
         assert view.page_count == 0
 
 
-def test_roots_and_paths_may_be_given_by_links(root: Path, storage: RemanentStorage) -> None:
+def test_roots_and_paths_may_be_symlinks(root: Path, storage: RemanentStorage) -> None:
     linked = root.with_name("linked")
     linked.symlink_to(root)
     storage.write(linked / "a" / "f", b"x")
@@ -396,7 +394,7 @@ def writer(root: Path, first: int) -> subprocess.Popen[str]:
                             stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
 
 
-def test_processes_that_write_beside_each_other_are_killed_and_lose_nothing(root: Path) -> None:
+def test_killed_concurrent_writers_lose_nothing(root: Path) -> None:
     writers = [writer(root, first) for first in range(2)]
     outputs = [process.stdout for process in writers if process.stdout is not None]
     # Both are writing before the first one is killed, however long a process takes to begin.
@@ -426,7 +424,7 @@ def test_processes_that_write_beside_each_other_are_killed_and_lose_nothing(root
     assert sum(len(os.listdir(root / ".remanent" / f"files-{number}.marks")) for number in range(2)) >= names
 
 
-def test_a_manager_saves_and_loads_with_it(root: Path) -> None:
+def test_manager_saves_and_loads(root: Path) -> None:
     from torch_checkpointing import CheckpointManager
     from torch_checkpointing.config import SyncCheckpointSaverConfig
 
@@ -443,7 +441,7 @@ def test_a_manager_saves_and_loads_with_it(root: Path) -> None:
     manager.close()
 
 
-def test_files_of_other_programs_are_read_as_they_are(root: Path, storage: RemanentStorage) -> None:
+def test_foreign_files_are_read_unchanged(root: Path, storage: RemanentStorage) -> None:
     path = root / "a" / "foreign"
     for content in (b"", b"bytes of another program", data_of(3 * PAGE), b'{"weight_map": {}}\n'):
         path.write_bytes(content)
@@ -457,7 +455,7 @@ def test_files_of_other_programs_are_read_as_they_are(root: Path, storage: Reman
     assert storage.read(path) == b"in its place" and storage.getsize(path) == 12
 
 
-def test_a_manager_loads_what_its_own_storage_saved(root: Path) -> None:
+def test_manager_loads_checkpoints_of_own_storage(root: Path) -> None:
     from torch_checkpointing import CheckpointManager
     from torch_checkpointing.config import SyncCheckpointSaverConfig
     from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
@@ -476,7 +474,7 @@ def test_a_manager_loads_what_its_own_storage_saved(root: Path) -> None:
 
 
 @pytest.mark.parametrize("is_divided", [False, True])
-def test_a_manager_loads_files_of_hugging_face(root: Path, is_divided: bool) -> None:
+def test_manager_loads_hugging_face_files(root: Path, is_divided: bool) -> None:
     save_file = pytest.importorskip("safetensors.torch").save_file
     from torch_checkpointing import CheckpointManager
     from torch_checkpointing import default_resharder, schema

@@ -89,7 +89,7 @@ def shown() -> str:
     return textwrap.dedent(code).replace("from torchtitan.models.llama3.config_registry import llama3_debugmodel", "")
 
 
-def test_the_configuration_that_is_shown_makes_a_manager() -> None:
+def test_documented_configuration_creates_manager() -> None:
     print(f"the host is {HOST}")
     names: dict[str, object] = {}
     exec(shown(), names)
@@ -108,7 +108,7 @@ def test_the_configuration_that_is_shown_makes_a_manager() -> None:
     manager.close()
 
 
-def test_a_run_of_ranks_goes_on_where_a_manager_saved_it(tmp_path: Path) -> None:
+def test_ranks_continue_from_manager_checkpoint(tmp_path: Path) -> None:
     said = in_ranks(2, RUN + """
     def run(rank, ranks, root):
         mesh = begin(rank, ranks, root)

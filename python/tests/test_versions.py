@@ -25,7 +25,7 @@ def saved(directory: str, state: dict[str, Any], steps: int, changed: Any, **opt
     return run
 
 
-def test_differences_say_how_many_and_where_and_how_much(directory: str) -> None:
+def test_diff_reports_count_index_and_size(directory: str) -> None:
     whole = torch.arange(24.0).reshape(2, 3, 4)
     state = {"w": whole, "turned": torch.arange(6.0).reshape(2, 3).T, "same": torch.ones(3), "gone": torch.ones(2),
              "other": torch.ones(4), "zero": torch.tensor([0.0, math.nan]), "lost": torch.tensor([1.0, 2.0, math.nan, 3.0]),
@@ -61,7 +61,7 @@ def test_differences_say_how_many_and_where_and_how_much(directory: str) -> None
         diff(directory + "-none", 1)
 
 
-def test_a_run_is_looked_at_where_its_directory_is(directory: str) -> None:
+def test_run_history_works_after_move(directory: str) -> None:
     state, others = {"w": torch.zeros(3)}, {"w": torch.zeros(3)}
     with saved(directory, state, 3, lambda step: state["w"].fill_(step)) as run:
         os.rename(directory, directory + "-moved")
@@ -78,7 +78,7 @@ def test_a_run_is_looked_at_where_its_directory_is(directory: str) -> None:
         assert fork.restore() == 2 and state["w"].tolist() == [2] * 3
 
 
-def test_all_kinds_of_elements_are_compared_and_followed(directory: str) -> None:
+def test_diff_and_blame_support_all_element_types(directory: str) -> None:
     # Torch has no conversion to packed elements, and no assignment of one.
     state = {short: torch.zeros(5, dtype=torch.uint8).to(dtype) if dtype.is_floating_point or dtype.is_complex
              else torch.zeros(5, dtype=dtype) for short, dtype in DTYPE.items() if "float4" not in str(dtype)}
@@ -95,7 +95,7 @@ def test_all_kinds_of_elements_are_compared_and_followed(directory: str) -> None
         assert [change.after == 1 for change in changes] == [False, True], short
 
 
-def test_changes_of_an_element_are_found_in_a_directory_and_in_a_run(directory: str) -> None:
+def test_blame_works_in_directory_and_in_run(directory: str) -> None:
     base = torch.zeros(3, 4)
     for step in range(6):
         base[1, 2] = step // 2
@@ -114,7 +114,7 @@ def test_changes_of_an_element_are_found_in_a_directory_and_in_a_run(directory: 
         blame(directory, "x", 0)
 
 
-def test_changes_of_an_element_are_found_in_the_versions_of_a_run(directory: str) -> None:
+def test_blame_works_across_versions_of_run(directory: str) -> None:
     state = {"w": torch.zeros(2, 3), "still": torch.ones(100)}
 
     def change(step: int) -> None:
@@ -143,7 +143,7 @@ def test_changes_of_an_element_are_found_in_the_versions_of_a_run(directory: str
         run.blame("state/w", 0)
 
 
-def test_halving_finds_every_first_bad_version_of_a_run(directory: str) -> None:
+def test_run_bisect_finds_every_first_bad_version(directory: str) -> None:
     state = {"w": torch.zeros(3), "big": torch.zeros(1000)}
     with saved(directory, state, 24, lambda step: state["w"].fill_(step)) as run:
         versions = run.versions()
@@ -182,7 +182,7 @@ def test_halving_finds_every_first_bad_version_of_a_run(directory: str) -> None:
         assert fork.restore() == 3 and bool((state["w"] == 3).all())
 
 
-def test_of_versions_of_one_step_each_is_looked_at(directory: str) -> None:
+def test_bisect_tests_each_version_of_same_step(directory: str) -> None:
     state = {"w": torch.zeros(3)}
     with saved(directory, state, 3, lambda step: state["w"].fill_(step)) as run:
         run.save(3, name="again")
@@ -203,7 +203,7 @@ def test_of_versions_of_one_step_each_is_looked_at(directory: str) -> None:
         assert [each.note for each in run.blame("state/w", 0)] == [None, None, None, "changed"]
 
 
-def test_the_newest_version_stays_where_a_save_after_it_was_ended_halfway(directory: str) -> None:
+def test_newest_version_survives_interrupted_save(directory: str) -> None:
     state = {"w": torch.zeros(3)}
     with Checkpointer(directory, extra={"state": state}, rng=False, keep=1) as run:
         run.save(1, name="a")
@@ -223,7 +223,7 @@ def test_the_newest_version_stays_where_a_save_after_it_was_ended_halfway(direct
         assert run.restore() == 2 and bool((state["w"] == 2).all())
 
 
-def test_a_name_that_a_process_gave_up_by_half_is_given_up(directory: str) -> None:
+def test_half_removed_name_is_removed(directory: str) -> None:
     state = {"w": torch.zeros(3)}
     with Checkpointer(directory, extra={"state": state}, rng=False) as run:
         run.save(1, name="a")
@@ -237,7 +237,7 @@ def test_a_name_that_a_process_gave_up_by_half_is_given_up(directory: str) -> No
         assert run.restore() == 1
 
 
-def test_names_that_say_otherwise_where_a_version_is_are_refused(directory: str) -> None:
+def test_names_like_state_points_are_rejected(directory: str) -> None:
     with Checkpointer(directory, extra={"state": {"w": torch.zeros(3)}}, rng=False) as run:
         for name in ("lsn:1", "snapshot:1", "name:x", "step 1", ""):
             with pytest.raises(remanent.InvalidError, match="name"):

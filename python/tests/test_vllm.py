@@ -114,7 +114,7 @@ def test_blocks_are_found_after_a_restart_with_their_bytes(directory: str) -> No
     engine.tier.shutdown()
 
 
-def test_a_load_that_fails_in_part_says_which_blocks_came(engine: Engine) -> None:
+def test_partial_load_reports_loaded_blocks(engine: Engine) -> None:
     engine.store(1, 2)
     result = engine.load(1, 99, 2)
     assert not result.success and list(result.successful_keys) == [key(1), key(2)]
@@ -123,14 +123,14 @@ def test_a_load_that_fails_in_part_says_which_blocks_came(engine: Engine) -> Non
     assert not result.success and result.successful_keys is None
 
 
-def test_rows_beyond_the_memory_fail_the_job(engine: Engine) -> None:
+def test_rows_outside_memory_fail_job(engine: Engine) -> None:
     for rows in ([ROWS], [-1]):
         assert not engine.run(engine.tier.submit_store, [5], rows).success
     assert engine.has(5) == [False]
     assert engine.store(5).success
 
 
-def test_a_job_that_cannot_begin_holds_none_of_the_memory(directory: str) -> None:
+def test_job_that_cannot_begin_holds_no_memory(directory: str) -> None:
     memory = mmap.mmap(-1, ROWS * LENGTH)
     view = memoryview(memory).cast("B", (ROWS, LENGTH))
     tier = RemanentTier(spec(), view, "remanent", path=directory, capacity=64 * LENGTH, revision="1")
@@ -148,7 +148,7 @@ def test_a_job_that_cannot_begin_holds_none_of_the_memory(directory: str) -> Non
         gc.enable()
 
 
-def test_a_block_on_its_way_is_to_be_asked_for_again(engine: Engine) -> None:
+def test_lookup_of_arriving_block_returns_retry(engine: Engine) -> None:
     may_go_on = threading.Event()
     held = engine.tier.cache._writer.submit(may_go_on.wait, 60)
     engine.tier.submit_store(TransferJob(job_id=9, keys=[key(7)], chunk_ids=np.array([0]), is_promotion=False,
@@ -162,7 +162,7 @@ def test_a_block_on_its_way_is_to_be_asked_for_again(engine: Engine) -> None:
     assert [result.job_id for result in engine.tier.get_finished_jobs()] == [9]
 
 
-def test_events_tell_what_comes_and_goes(directory: str) -> None:
+def test_events_report_stored_and_deleted_blocks(directory: str) -> None:
     engine = Engine(directory, capacity=4 * LENGTH, enable_kv_events=True, locality="LOCAL")
     for number in range(6):
         engine.store(number)
@@ -188,19 +188,18 @@ def test_events_tell_what_comes_and_goes(directory: str) -> None:
     ({"groups": (SimpleNamespace(tokens_per_block=16, layer_names=("layer.0",)),)}, {}, "groups is"),
     ({}, {"hash_algorithm": "sha256_cbor"}, 'hash is "sha256" in the cache and "sha256_cbor" here'),
 ])
-def test_blocks_that_would_mean_something_else_are_refused(
-        changes: Any, config: Any, what: str, directory: str) -> None:
+def test_blocks_of_other_identity_are_rejected(changes: Any, config: Any, what: str, directory: str) -> None:
     Engine(directory).tier.shutdown()
     with pytest.raises(remanent.MismatchError, match=what):
         Engine(directory, spec(**changes), **config)
 
 
-def test_ranks_do_not_matter_where_blocks_are_the_same_for_any_number(directory: str) -> None:
+def test_rank_count_is_ignored_for_replicated_blocks(directory: str) -> None:
     Engine(directory, spec(is_parallelism_agnostic=True)).tier.shutdown()
     Engine(directory, spec(is_parallelism_agnostic=True, tp_size=4)).tier.shutdown()
 
 
-def test_engines_of_one_service_have_directories_of_their_own(directory: str) -> None:
+def test_data_parallel_engines_have_own_directories(directory: str) -> None:
     engines = [Engine(directory, spec(data_parallel_size=2, data_parallel_index=index)) for index in range(2)]
     engines[0].store(1)
     assert [engine.has(1) for engine in engines] == [[True], [False]]
@@ -208,7 +207,7 @@ def test_engines_of_one_service_have_directories_of_their_own(directory: str) ->
         engine.tier.shutdown()
 
 
-def test_a_seed_that_is_drawn_for_each_process_is_refused(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_hash_seed_is_rejected(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with pytest.raises(remanent.InvalidError, match="chooses a random seed of xxhash") as refused:
         Engine(directory, hash_algorithm="xxhash")
@@ -224,8 +223,7 @@ def test_a_seed_that_is_drawn_for_each_process_is_refused(directory: str, monkey
     Engine(directory + "-xxhash", hash_algorithm="xxhash").tier.shutdown()
 
 
-def test_another_hash_than_the_engine_uses_is_refused_at_the_first_request(
-        directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_hash_is_rejected_at_first_request(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.utils.hashing import get_hash_fn_by_name
 
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
@@ -250,7 +248,7 @@ def documented() -> dict[str, Any]:
     return config
 
 
-def test_the_configuration_that_is_shown_makes_a_tier(directory: str) -> None:
+def test_documented_configuration_creates_tier(directory: str) -> None:
     config = documented()
     (tier,) = config["secondary_tiers"]
     tier["path"] = directory
@@ -321,7 +319,7 @@ def step(manager: Any) -> None:
 
 @pytest.mark.skipif(HOST == "a stand-in", reason="vLLM is not installed")
 @pytest.mark.parametrize("last", [50, 200])
-def test_every_block_that_vllm_was_told_is_stored_is_found_after_a_kill(last: int, directory: str) -> None:
+def test_blocks_reported_to_vllm_survive_kill(last: int, directory: str) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     server = subprocess.Popen([sys.executable, "-c", textwrap.dedent(SERVER), directory], stdout=subprocess.PIPE,
                               text=True, env=environment)

@@ -66,8 +66,7 @@ def same(model: Model, tensors: dict[str, Any]) -> bool:
                                                           for name in tensors)
 
 
-def test_an_update_loads_the_layers_that_changed_of_the_version_that_is_named(
-        directory: str, engine: RemanentWeightEngine) -> None:
+def test_update_loads_changed_layers_of_named_version(directory: str, engine: RemanentWeightEngine) -> None:
     tensors = trained()
     with Publisher(directory) as publisher:
         first = publisher.publish(tensors, 1)
@@ -92,7 +91,7 @@ def test_an_update_loads_the_layers_that_changed_of_the_version_that_is_named(
         assert not same(engine.model, before)
 
 
-def test_an_update_that_fails_is_made_up_for_by_the_next(directory: str, engine: RemanentWeightEngine) -> None:
+def test_next_update_recovers_from_failed_one(directory: str, engine: RemanentWeightEngine) -> None:
     tensors = trained()
     with pytest.raises(RuntimeError, match="call init_weight_transfer_engine first"):
         engine.receive_weights(RemanentUpdateInfo(1))
@@ -115,7 +114,7 @@ def test_an_update_that_fails_is_made_up_for_by_the_next(directory: str, engine:
         assert same(engine.model, tensors) and len(engine.model.loaded) == 8
 
 
-def test_whatever_is_named_is_what_the_model_has(directory: str, engine: RemanentWeightEngine) -> None:
+def test_model_has_weights_of_named_version(directory: str, engine: RemanentWeightEngine) -> None:
     def take(publisher: Publisher, tensors: dict[str, Any], step: int) -> int:
         ticket = publisher.publish(tensors, step)
         ticket.wait()
@@ -142,7 +141,7 @@ def test_whatever_is_named_is_what_the_model_has(directory: str, engine: Remanen
         take(publisher, {"embed": shared + 1}, 5)
 
 
-def test_a_version_that_is_not_held_is_refused_at_once(directory: str, engine: RemanentWeightEngine) -> None:
+def test_unretained_version_is_rejected_immediately(directory: str, engine: RemanentWeightEngine) -> None:
     with Publisher(directory, log_kept=0) as publisher:
         tickets = [publisher.publish({"a": torch.full((100_000,), float(step))}, step) for step in range(4)]
         tickets[-1].wait()
@@ -156,7 +155,7 @@ def test_a_version_that_is_not_held_is_refused_at_once(directory: str, engine: R
         assert time.monotonic() - began < 30
 
 
-def test_an_update_waits_for_a_version_that_comes(directory: str, engine: RemanentWeightEngine) -> None:
+def test_update_waits_for_version_not_logged_yet(directory: str, engine: RemanentWeightEngine) -> None:
     import threading
 
     tensors = trained()
@@ -171,7 +170,7 @@ def test_an_update_waits_for_a_version_that_comes(directory: str, engine: Remane
         assert same(engine.model, tensors)
 
 
-def test_vllm_finds_the_engine_by_its_name() -> None:
+def test_vllm_finds_engine_by_name() -> None:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     for _ in range(2):
@@ -205,7 +204,7 @@ class Workers:
             engine.finish_weight_update()
 
 
-def test_a_trainer_sends_its_weights_to_all_workers(directory: str) -> None:
+def test_trainer_sends_weights_to_all_workers(directory: str) -> None:
     trained = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(8, 8) for _ in range(3)])})
     workers = Workers([worker(), worker()])
     first, helper = (WeightTransferTrainerFactory.trainer_init(
@@ -239,7 +238,7 @@ def test_a_trainer_sends_its_weights_to_all_workers(directory: str) -> None:
     first.shutdown()
 
 
-def test_a_trainer_without_whole_weights_is_refused(directory: str) -> None:
+def test_trainer_without_whole_weights_is_rejected(directory: str) -> None:
     info = RemanentTrainerInitInfo(directory, rank=0)
     with pytest.raises(remanent.RefusedError, match="a WeightSource with `iter_full`"):
         WeightTransferTrainerFactory.trainer_init(info, client=Workers([]))
@@ -249,7 +248,7 @@ def test_a_trainer_without_whole_weights_is_refused(directory: str) -> None:
         WeightTransferTrainerFactory.trainer_init(info, client=Workers([]), source=source)
 
 
-def test_a_trainer_whose_workers_are_not_there_yet_tries_again(directory: str) -> None:
+def test_trainer_retries_until_workers_exist(directory: str) -> None:
     class Late(Workers):
         def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
             raise ConnectionError("no server yet")

@@ -17,7 +17,7 @@ from children import in_child, run_script
 import remanent
 
 
-def test_a_ticket_says_what_is_acknowledged(store: remanent.Store) -> None:
+def test_ticket_reports_acknowledgement(store: remanent.Store) -> None:
     batch = store.batch()
     batch.create(4, key="a")
     ticket = store.submit(batch)
@@ -34,7 +34,7 @@ def test_a_ticket_says_what_is_acknowledged(store: remanent.Store) -> None:
         ticket.wait(float("nan"))
 
 
-def test_tickets_are_awaited(store: remanent.Store) -> None:
+def test_tickets_can_be_awaited(store: remanent.Store) -> None:
     async def put(number: int) -> int:
         batch = store.batch()
         batch.create(bytes([number]), key=f"k{number}")
@@ -52,7 +52,7 @@ def test_tickets_are_awaited(store: remanent.Store) -> None:
     assert asyncio.run(put(100)) == 101
 
 
-def test_a_wait_that_is_called_off_leaves_the_batch(store: remanent.Store) -> None:
+def test_canceled_wait_keeps_batch(store: remanent.Store) -> None:
     async def main() -> None:
         ticket = store.submit(store.batch(note="x"))
         task = asyncio.ensure_future(ticket.acknowledged("durable"))
@@ -65,7 +65,7 @@ def test_a_wait_that_is_called_off_leaves_the_batch(store: remanent.Store) -> No
     asyncio.run(main())
 
 
-def test_a_follower_gives_every_batch_once(store: remanent.Store, directory: str) -> None:
+def test_follower_returns_every_batch_once(store: remanent.Store, directory: str) -> None:
     follower = remanent.Follower(directory)
     assert follower.next(0) is None
     replica = remanent.Replica()
@@ -104,7 +104,7 @@ def test_a_follower_gives_every_batch_once(store: remanent.Store, directory: str
         follower.next(0)
 
 
-def test_a_follower_of_whole_pages_reads_their_images(store: remanent.Store, directory: str) -> None:
+def test_follower_reads_images_of_whole_pages(store: remanent.Store, directory: str) -> None:
     store["big"] = bytes(range(256)) * (64 << 10)
     followed = remanent.Follower(directory).next(10)
     assert followed is not None
@@ -112,7 +112,7 @@ def test_a_follower_of_whole_pages_reads_their_images(store: remanent.Store, dir
     assert followed.image(image["page"]) == store["big"]
 
 
-def test_a_follower_is_an_async_iterator_that_loses_nothing(store: remanent.Store, directory: str) -> None:
+def test_async_follower_loses_no_batch(store: remanent.Store, directory: str) -> None:
     follower = remanent.Follower(directory)
 
     async def called_off() -> None:
@@ -140,7 +140,7 @@ def test_a_follower_is_an_async_iterator_that_loses_nothing(store: remanent.Stor
     assert asyncio.run(three()) == [1, 2, 3]
 
 
-def test_a_task_that_is_called_off_leaves_the_others_waiting(store: remanent.Store) -> None:
+def test_canceled_task_leaves_others_waiting(store: remanent.Store) -> None:
     async def main() -> None:
         # As many as there are threads: what is read next waits for one of them.
         first = [asyncio.ensure_future(store.changes().__anext__()) for _ in range(32)]
@@ -155,7 +155,7 @@ def test_a_task_that_is_called_off_leaves_the_others_waiting(store: remanent.Sto
     asyncio.run(main())
 
 
-def test_the_lock_is_free_while_a_call_waits(store: remanent.Store, directory: str) -> None:
+def test_interpreter_lock_is_free_during_waits(store: remanent.Store, directory: str) -> None:
     store["a"] = b"0"
     follower = remanent.Follower(directory, "snapshot")
     follower.next(0)
@@ -169,7 +169,7 @@ def test_the_lock_is_free_while_a_call_waits(store: remanent.Store, directory: s
     assert not waited.is_alive()
 
 
-def test_ctrl_c_ends_a_wait(directory: str) -> None:
+def test_ctrl_c_ends_wait(directory: str) -> None:
     remanent.Store(directory).close()
     done = run_script("""
         import os, signal, sys, threading, remanent
@@ -198,7 +198,7 @@ def test_ctrl_c_ends_a_wait(directory: str) -> None:
     assert done.stdout == "interrupted\n" and done.returncode == 0, done
 
 
-def test_a_forked_child_gets_a_typed_error(store: remanent.Store, directory: str) -> None:
+def test_forked_child_raises_forked_error(store: remanent.Store, directory: str) -> None:
     store["a"] = b"x"
     ticket, view, past = store.submit(store.batch(note="n")), store.view(), remanent.View(directory)
     lease, batch, follower = store.lease("a"), store.batch(), remanent.Follower(directory)
@@ -219,7 +219,7 @@ def test_a_forked_child_gets_a_typed_error(store: remanent.Store, directory: str
     assert in_child(lambda: remanent.Store(directory + "2").close()) == "fine"
 
 
-def test_tasks_of_a_forked_child_wait_for_stores_of_its_own(store: remanent.Store, directory: str) -> None:
+def test_forked_child_tasks_wait_for_own_stores(store: remanent.Store, directory: str) -> None:
     async def use(path: str, own: remanent.Store) -> None:
         await own.submit(own.batch(note="awaited"))
         async for batch in remanent.Follower(path):
@@ -237,7 +237,7 @@ def test_tasks_of_a_forked_child_wait_for_stores_of_its_own(store: remanent.Stor
     assert in_child(child) == "fine"
 
 
-def test_a_child_that_ends_by_itself_leaves_the_store(store: remanent.Store) -> None:
+def test_exiting_child_leaves_store_open(store: remanent.Store) -> None:
     store["a"] = b"x"
     pid = os.fork()
     if pid == 0:
@@ -255,7 +255,7 @@ def test_a_child_that_ends_by_itself_leaves_the_store(store: remanent.Store) -> 
 @pytest.mark.parametrize("held", ["store = remanent.Store(p)", "store = remanent.Store(p); lease = store.lease('a')",
                                   "store = remanent.Store(p); view = store.view()",
                                   "sys.keep = remanent.Store(p)", "store = remanent.Store(p); store.self = [store]"])
-def test_the_interpreter_ends_with_a_store_open(directory: str, held: str) -> None:
+def test_interpreter_exits_with_open_store(directory: str, held: str) -> None:
     with remanent.Store(directory) as store:
         store["a"] = b"x"
     if "self" in held:
@@ -266,7 +266,7 @@ def test_the_interpreter_ends_with_a_store_open(directory: str, held: str) -> No
         assert store["a"] == b"x"
 
 
-def test_an_interpreter_that_ends_while_threads_wait(directory: str) -> None:
+def test_interpreter_exits_while_threads_wait(directory: str) -> None:
     remanent.Store(directory).close()
     done = run_script("""
         import sys, threading, remanent
@@ -300,7 +300,7 @@ def test_threads_share_a_store(store: remanent.Store) -> None:
     assert store.lsn == 400 and len(store) == 8
 
 
-def test_a_store_closes_once_calls_have_ended(directory: str) -> None:
+def test_close_waits_for_running_calls(directory: str) -> None:
     store = remanent.Store(directory, device="host")
     failed: list[BaseException] = []
 
@@ -323,7 +323,7 @@ def test_a_store_closes_once_calls_have_ended(directory: str) -> None:
     remanent.Store(directory).close()
 
 
-def test_what_is_dropped_without_closing_lets_the_directory_go(directory: str, tmp_path: Path) -> None:
+def test_dropped_objects_release_directory(directory: str, tmp_path: Path) -> None:
     store = remanent.Store(directory, device="host")
     store["a"] = b"x"
     lease, view = store.lease("a"), store.view()

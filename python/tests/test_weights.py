@@ -35,12 +35,12 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
-def test_weights_lie_on_a_device_that_is_named(directory: str) -> None:
+def test_publisher_requires_named_device(directory: str) -> None:
     with pytest.raises(remanent.InvalidError, match="auto"):
         Publisher(directory, device="auto")
 
 
-def test_a_publisher_that_checks_nothing_leaves_no_checksum_of_another(directory: str) -> None:
+def test_publisher_without_check_removes_old_checksum(directory: str) -> None:
     source, target = make(1), make(2)
     with Publisher(directory, check=True) as publisher:
         publisher.publish(source, 1).wait()
@@ -51,7 +51,7 @@ def test_a_publisher_that_checks_nothing_leaves_no_checksum_of_another(directory
     assert checksum(target) == checksum(source)
 
 
-def test_tensors_that_move_are_captured_where_they_are(directory: str, way: str) -> None:
+def test_moved_tensors_are_captured(directory: str, way: str) -> None:
     source, target = make(1), make(2)
     source["t"] = torch.arange(60.0).reshape(6, 10).T
     target["t"] = torch.zeros(10, 6)
@@ -102,7 +102,7 @@ def step(tensors: dict[str, Any], number: int) -> None:
     tensors["b"][100:400] = number
 
 
-def test_steps_are_followed_element_by_element(directory: str) -> None:
+def test_subscriber_applies_changed_elements(directory: str) -> None:
     source, target = make(1), make(2)
     places = {name: tensor.data_ptr() for name, tensor in target.items()}
     with Publisher(directory, check=True) as publisher:
@@ -128,7 +128,7 @@ def test_steps_are_followed_element_by_element(directory: str) -> None:
         assert Subscriber(directory).apply_to(other) == 20 and checksum(other) == checksum(source)
 
 
-def test_a_subscriber_that_is_overtaken_begins_anew(directory: str) -> None:
+def test_overtaken_subscriber_restarts(directory: str) -> None:
     source, target = make(1), make(2)
     with Publisher(directory, check=True, log_kept=0, snapshots_kept=1, segment_len=16384, spare_bytes=0) as publisher:
         publisher.publish(source, 0)
@@ -143,7 +143,7 @@ def test_a_subscriber_that_is_overtaken_begins_anew(directory: str) -> None:
         assert subscriber.restarts == 2
 
 
-def test_tied_weights_and_whole_tensors(directory: str) -> None:
+def test_tied_weights_and_whole_tensors_are_applied(directory: str) -> None:
     def tied(value: float) -> dict[str, Any]:
         weight = torch.full((100, 100), value)
         return {"embed": weight, "head": weight, "row": weight[3]}
@@ -162,7 +162,7 @@ def test_tied_weights_and_whole_tensors(directory: str) -> None:
                 assert checksum(tensors) == checksum(source)
 
 
-def test_elements_are_counted_from_their_base() -> None:
+def test_sparse_indices_count_from_base() -> None:
     from remanent._native import ArrayLayout
 
     tensor = torch.zeros(6, dtype=torch.int32)
@@ -174,7 +174,7 @@ def test_elements_are_counted_from_their_base() -> None:
     assert tensor.tolist() == [0, 0, 5, 0, 0, 7]
 
 
-def test_other_tensors_are_refused(directory: str) -> None:
+def test_other_tensors_are_rejected(directory: str) -> None:
     with Publisher(directory) as publisher:
         publisher.publish({"w": torch.ones(4, 2)}, 1)
         for wrong in ({}, {"w": torch.ones(2, 4)}, {"w": torch.ones(4, 2).half()}, {"w": torch.ones(2, 4).T}):
@@ -189,7 +189,7 @@ def test_other_tensors_are_refused(directory: str) -> None:
         assert subscriber.apply_to(target) == 2 and target["w"].all()
 
 
-def test_a_checksum_that_differs_is_an_error(directory: str) -> None:
+def test_different_checksum_raises(directory: str) -> None:
     with Publisher(directory, check=True) as publisher:
         source = {"w": torch.zeros(100)}
         publisher.publish(source, 1)
@@ -205,7 +205,7 @@ def test_a_checksum_that_differs_is_an_error(directory: str) -> None:
         assert subscriber.apply_to(target) == 3 and torch.equal(target["w"], source["w"])
 
 
-def test_a_publisher_that_is_killed_goes_on(directory: str) -> None:
+def test_killed_publisher_continues(directory: str) -> None:
     script = """
         import os, signal, sys, torch
         from remanent.weights import Publisher
@@ -258,7 +258,7 @@ def moved_to_other_names(model: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize("lose", [replaced, cleared, reallocated, changed_past_autograd, moved_to_other_names])
-def test_a_model_with_other_contents_gets_all_weights(directory: str, check: bool, lose: Any) -> None:
+def test_model_with_other_contents_gets_all_weights(directory: str, check: bool, lose: Any) -> None:
     def weights(value: float) -> dict[str, Any]:
         tied = torch.full((300, 7), value)
         return {"w": torch.arange(20_000.0) * value, "v": torch.ones(20_000) * value, "head": tied, "tied": tied,
@@ -281,7 +281,7 @@ def test_a_model_with_other_contents_gets_all_weights(directory: str, check: boo
         assert subscriber.restarts == restarts + 1
 
 
-def test_another_model_gets_all_weights_without_a_new_step(directory: str) -> None:
+def test_new_model_gets_all_weights_without_step(directory: str) -> None:
     source = make(1)
     with Publisher(directory) as publisher:
         publisher.publish(source, 1)
@@ -290,7 +290,7 @@ def test_another_model_gets_all_weights_without_a_new_step(directory: str) -> No
         assert checksum(first) == checksum(second) == checksum(source)
 
 
-def test_a_model_without_its_memory_is_refused(directory: str) -> None:
+def test_model_with_freed_memory_is_rejected(directory: str) -> None:
     source, target = make(1), make(2)
     with Publisher(directory) as publisher:
         publisher.publish(source, 1)

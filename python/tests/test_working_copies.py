@@ -25,7 +25,7 @@ def capture(store: remanent.Store, *copies: remanent.WorkingCopy, **given: Any) 
 
 
 @pytest.mark.parametrize("shadow", SHADOWS)
-def test_a_page_follows_the_memory(tmp_path: Path, shadow: str) -> None:
+def test_capture_updates_page(tmp_path: Path, shadow: str) -> None:
     weights = numpy.arange(200_000, dtype="<u4")
     with remanent.Store(tmp_path / "store", device="host") as store:
         store["w"] = weights
@@ -45,7 +45,7 @@ def test_a_page_follows_the_memory(tmp_path: Path, shadow: str) -> None:
         assert store["w"] == weights.tobytes()
 
 
-def test_ranges_outside_of_which_changes_wait(tmp_path: Path) -> None:
+def test_changes_outside_ranges_wait_for_later_capture(tmp_path: Path) -> None:
     memory = bytearray(300_000)
     with remanent.Store(tmp_path / "store", device="host") as store:
         store["k"] = bytes(memory)
@@ -58,7 +58,7 @@ def test_ranges_outside_of_which_changes_wait(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shadow", SHADOWS[1:])
-def test_pages_on_disk(tmp_path: Path, shadow: str) -> None:
+def test_capture_into_page_on_disk(tmp_path: Path, shadow: str) -> None:
     memory = numpy.random.default_rng(1).bytes(8 << 20)
     array = numpy.frombuffer(bytearray(memory), "u1")
     with remanent.Store(tmp_path / "store", device="host") as store:
@@ -75,7 +75,7 @@ def test_pages_on_disk(tmp_path: Path, shadow: str) -> None:
         assert store["k"] == array.tobytes()
 
 
-def test_another_batch_comes_first(tmp_path: Path) -> None:
+def test_capture_after_other_batch_conflicts(tmp_path: Path) -> None:
     memory = bytearray(b"0123456789")
     with remanent.Store(tmp_path / "store", device="host") as store:
         store["k"] = bytes(memory)
@@ -92,7 +92,7 @@ def test_another_batch_comes_first(tmp_path: Path) -> None:
         assert store["k"] == b"!12345678!"
 
 
-def test_memory_that_is_refused(tmp_path: Path) -> None:
+def test_unsuitable_memory_is_rejected(tmp_path: Path) -> None:
     with remanent.Store(tmp_path / "store", device="host") as store:
         store["k"] = bytes(10)
         for refused in (bytearray(9), bytearray(11)):
@@ -112,7 +112,7 @@ def test_memory_that_is_refused(tmp_path: Path) -> None:
             store.working_copy("other", bytearray(10))
 
 
-def test_the_memory_is_held_as_long_as_the_copy(tmp_path: Path) -> None:
+def test_copy_keeps_memory_alive(tmp_path: Path) -> None:
     class Memory(numpy.ndarray[Any, Any]):
         pass
 
@@ -145,7 +145,7 @@ def test_the_memory_is_held_as_long_as_the_copy(tmp_path: Path) -> None:
         assert alive() is None
 
 
-def test_a_copy_of_a_closed_store(tmp_path: Path) -> None:
+def test_copy_of_closed_store_raises(tmp_path: Path) -> None:
     store = remanent.Store(tmp_path / "store", device="host")
     store["k"] = bytes(10)
     copy = store.working_copy("k", bytearray(10))
@@ -155,7 +155,7 @@ def test_a_copy_of_a_closed_store(tmp_path: Path) -> None:
         copy.reload()
 
 
-def test_another_stores_copy_is_refused(tmp_path: Path) -> None:
+def test_copy_of_other_store_is_rejected(tmp_path: Path) -> None:
     with (remanent.Store(tmp_path / "one", device="host") as one,
           remanent.Store(tmp_path / "two", device="host") as two):
         one["k"] = two["k"] = bytes(10)
