@@ -1,5 +1,5 @@
-//! Gives the library the name by which a driver is looked for: once it is loaded, a caller that asks for that
-//! name gets it, wherever it lies.
+//! Sets the library's name for the dynamic linker to that of a driver. Once a test has loaded the library by its path, a
+//! search for the driver finds it.
 
 fn main() {
     println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,libcuda.so");

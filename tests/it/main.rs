@@ -82,6 +82,7 @@ mod replay;
 mod rule_model;
 mod salvage;
 mod scrub;
+mod size;
 mod snapshots;
 mod sources;
 mod spans;

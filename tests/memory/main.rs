@@ -8,3 +8,5 @@ mod long_form;
 mod long_pages;
 mod new_pages;
 mod refusals;
+#[path = "../it/size.rs"]
+mod size;

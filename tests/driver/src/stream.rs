@@ -131,9 +131,13 @@ pub fn wake(device: u32) {
 
 /// Waits until the streams of a device whose context is lost stand still, and forgets them and its events.
 pub fn forget(device: u32) {
-    let streams: Vec<_> = {
+    let streams: BTreeMap<_, _> = {
         let mut streams = STREAMS.lock().unwrap();
-        streams.extract_if(.., |_, stream| stream.context.device == device).collect()
+        let (lost, others) = std::mem::take(&mut *streams)
+            .into_iter()
+            .partition(|(_, stream)| stream.context.device == device);
+        *streams = others;
+        lost
     };
     for (_, stream) in streams {
         let mut queue = stream.queue.lock().unwrap();

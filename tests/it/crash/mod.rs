@@ -54,6 +54,8 @@ use explore::{Explorer, Level, Violation};
 use model::Line;
 use work::{Driver, Floors, Random};
 
+use crate::size::sized;
+
 /// Segments as short as they can be, so that a few batches cross every boundary; no snapshots and no scrubs
 /// but those that a work asks for.
 fn options() -> Options {
@@ -78,6 +80,9 @@ const LEVELS: &[Level] = &[
 /// The usual effort makes one call in this number fail; a multiple of it makes all of them fail, one after
 /// the other.
 const FAULTS_ONE_OF: u64 = 40;
+
+/// A sample judges one in this number of the images of a work's own crashes, and of the faults.
+const SAMPLE_ONE_OF: usize = 5;
 
 /// A number from the environment, 1 if it is not given: the choice of works, or a multiple of the usual
 /// effort.
@@ -110,8 +115,8 @@ where
     let test = std::any::type_name::<Work>().trim_start_matches("it::").trim_end_matches("::{{closure}}");
     let again = |violation| -> Vec<usize> {
         panic!(
-            "{violation}\nseed {seed}; again: CRASH_SEED={seed} CRASH_EFFORT={effort} cargo test -p remanent \
-             --test it -- --exact {test}"
+            "{violation}\nseed {seed}; again: REMANENT_TEST_SIZE=full CRASH_SEED={seed} CRASH_EFFORT={effort} \
+             cargo test -p remanent --test it -- --exact {test}"
         )
     };
     let crashes = in_parts(parts, |part| {
@@ -120,6 +125,8 @@ where
     });
     let images = crashes.unwrap_or_else(again);
     let total: usize = images.iter().sum();
+    // The images of a sample are not an exact share.
+    let at_least = at_least / sized(2 * SAMPLE_ONE_OF, 1);
     assert!(total >= at_least, "{total} images are fewer than the {at_least} that this work should make");
 
     let one_of = usize::try_from(FAULTS_ONE_OF / (effort * effort)).expect("a small number").max(1);
@@ -131,14 +138,16 @@ where
     table::add(table::Row { test: test.to_owned(), events, images, faults, elapsed: started.elapsed() });
 }
 
-/// Does the parts, each in a thread of its own, and adds up their counts.
+/// Does the parts, each in a thread of its own, and adds up their counts. In a sample there are more parts than
+/// threads.
 fn in_parts(
     parts: usize,
     work: impl Fn((usize, usize)) -> Result<Vec<usize>, Violation> + Sync,
 ) -> Result<Vec<usize>, Violation> {
+    let all_parts = parts * sized(SAMPLE_ONE_OF, 1);
     std::thread::scope(|scope| {
         let work = &work;
-        let threads: Vec<_> = (0..parts).map(|part| scope.spawn(move || work((part, parts)))).collect();
+        let threads: Vec<_> = (0..parts).map(|part| scope.spawn(move || work((part, all_parts)))).collect();
         let mut sums: Vec<usize> = Vec::new();
         for thread in threads {
             let counts = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;

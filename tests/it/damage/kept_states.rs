@@ -14,7 +14,7 @@ use remanent_format::limits::SECTOR_LEN;
 use remanent_format::state::reach::Role;
 use remanent_format::state::survey::Survey;
 
-use super::sweeps::{is_long, sweep};
+use super::sweeps::{is_long, sweep_all};
 use super::verdicts::{Subject, Work, options};
 use super::{flip, mix};
 use crate::files::{Files, State};
@@ -182,29 +182,33 @@ fn clean_verdict_implies_readable_states() {
         let flips = if is_long() { lines.len() } else { 40 };
         let step = if is_long() { 1 } else { 1 + sectors.len() / 60 };
         let counts = [(); 2].map(|()| AtomicUsize::new(0));
-        sweep(&subject.files, 1 + files.len() + sectors.len().div_ceil(step) + flips, |scratch, number| {
-            let (what, changed) = if number == 0 {
-                ("nothing".to_owned(), None)
-            } else if let Some(file) = files.get(number - 1) {
-                scratch.0.remove(file);
-                (format!("{file} removed"), Some(*file))
-            } else if let Some((file, at)) = sectors.get((number - 1 - files.len()) * step) {
-                let bytes = scratch.0.get_mut(file).unwrap();
-                let end = bytes.len().min(at + SECTOR_LEN);
-                bytes[*at..end].fill(0);
-                (format!("sector at {at} of {file} zeroed"), Some(*file))
-            } else {
-                let (file, line) = lines[mix(number as u64) as usize % lines.len()];
-                let len = subject.files.0[&file].len();
-                let place = (file, len.min(line + 64 - mix(number as u64 + 1) as usize % 64) - 1);
-                flip(scratch, place, mix(number as u64 + 7) % 8);
-                (format!("bit of {place:?} flipped"), Some(file))
-            };
-            check(&format!("{}: {what}", subject.name), &subject, &kept, scratch, &counts);
-            if let Some(file) = changed {
-                scratch.0.insert(file, subject.files.0[&file].clone());
-            }
-        });
+        sweep_all(
+            &subject.files,
+            1 + files.len() + sectors.len().div_ceil(step) + flips,
+            |scratch, number| {
+                let (what, changed) = if number == 0 {
+                    ("nothing".to_owned(), None)
+                } else if let Some(file) = files.get(number - 1) {
+                    scratch.0.remove(file);
+                    (format!("{file} removed"), Some(*file))
+                } else if let Some((file, at)) = sectors.get((number - 1 - files.len()) * step) {
+                    let bytes = scratch.0.get_mut(file).unwrap();
+                    let end = bytes.len().min(at + SECTOR_LEN);
+                    bytes[*at..end].fill(0);
+                    (format!("sector at {at} of {file} zeroed"), Some(*file))
+                } else {
+                    let (file, line) = lines[mix(number as u64) as usize % lines.len()];
+                    let len = subject.files.0[&file].len();
+                    let place = (file, len.min(line + 64 - mix(number as u64 + 1) as usize % 64) - 1);
+                    flip(scratch, place, mix(number as u64 + 7) % 8);
+                    (format!("bit of {place:?} flipped"), Some(file))
+                };
+                check(&format!("{}: {what}", subject.name), &subject, &kept, scratch, &counts);
+                if let Some(file) = changed {
+                    scratch.0.insert(file, subject.files.0[&file].clone());
+                }
+            },
+        );
         let [clean, lost] = counts.map(AtomicUsize::into_inner);
         assert!(clean > 3 && lost > 3, "{}: {clean} clean, {lost} gaps", subject.name);
     }

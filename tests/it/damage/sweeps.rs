@@ -14,6 +14,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::{Verdict, mix};
 use crate::files::Files;
+use crate::size::sized;
+
+/// A sample has one in this number of the cases. Odd, because some sweeps take even cases from other places than odd ones.
+const SAMPLE_ONE_OF: usize = 5;
 
 /// The part that is damaged, from 0, and the number of parts, if everything is damaged in every way; `None`
 /// if only some of it is.
@@ -32,6 +36,10 @@ static LONG: LazyLock<Option<(usize, usize)>> = LazyLock::new(|| {
     )
 });
 
+/// The part that is damaged here, from 0, and the number of parts.
+static PART: LazyLock<(usize, usize)> =
+    LazyLock::new(|| LONG.unwrap_or_else(|| sized((0, SAMPLE_ONE_OF), (0, 1))));
+
 /// Whether everything is damaged in every way.
 pub fn is_long() -> bool {
     LONG.is_some()
@@ -39,7 +47,8 @@ pub fn is_long() -> bool {
 
 /// Whether a case belongs to the part that is damaged here.
 fn is_here(number: usize) -> bool {
-    LONG.is_none_or(|(part, parts)| number % parts == part)
+    let (part, parts) = *PART;
+    number % parts == part
 }
 
 /// The bits of a byte to flip: all, or a random one.
@@ -50,7 +59,7 @@ pub fn bits(number: usize) -> Range<u64> {
 
 /// The count that a part must come to, if everything comes to `count`.
 pub fn at_least(count: usize) -> usize {
-    LONG.map_or(count, |(_, parts)| count / parts)
+    count / PART.1
 }
 
 /// Calls `each` for the cases that belong to this part, of those that it is called with.
@@ -63,8 +72,23 @@ pub fn here(each: impl Fn(&str, &Files)) -> impl Fn(&str, &Files) {
     }
 }
 
-/// Runs `each` for the numbers up to `count`, on all processors, each with its own copy of the files.
+/// Runs `each` for the numbers up to `count`, or for a sample of them, on all processors, each with its own
+/// copy of the files.
 pub fn sweep(files: &Files, count: usize, each: impl Fn(&mut Files, usize) + Sync) {
+    sweep_part(files, count, *PART, each);
+}
+
+/// The same, for all numbers in a sample, too: for sweeps of few cases.
+pub fn sweep_all(files: &Files, count: usize, each: impl Fn(&mut Files, usize) + Sync) {
+    sweep_part(files, count, LONG.unwrap_or((0, 1)), each);
+}
+
+fn sweep_part(
+    files: &Files,
+    count: usize,
+    (part, parts): (usize, usize),
+    each: impl Fn(&mut Files, usize) + Sync,
+) {
     let next = AtomicUsize::new(0);
     std::thread::scope(|scope| {
         for _ in 0..std::thread::available_parallelism().map_or(1, NonZeroUsize::get) {
@@ -76,7 +100,7 @@ pub fn sweep(files: &Files, count: usize, each: impl Fn(&mut Files, usize) + Syn
                         break;
                     }
                     (from..count.min(from + 64))
-                        .filter(|number| is_here(*number))
+                        .filter(|number| number % parts == part)
                         .for_each(|number| each(&mut files, number));
                 }
             });

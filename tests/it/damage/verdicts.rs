@@ -17,7 +17,7 @@ use remanent_format::limits::SECTOR_LEN;
 use remanent_format::state::reach::Role;
 use remanent_format::state::survey::Survey;
 
-use super::sweeps::sweep;
+use super::sweeps::sweep_all;
 use super::{draw, flip, image_io, mix};
 use crate::files::{Files, State, open_with, small};
 use crate::with_options::With;
@@ -285,7 +285,7 @@ fn damage_all(subject: &Subject) -> [usize; 3] {
         .collect();
     let flips = 250;
     let counts = [(); 3].map(|()| AtomicUsize::new(0));
-    sweep(&subject.files, 1 + files.len() + sectors.len() + flips, |scratch, number| {
+    sweep_all(&subject.files, 1 + files.len() + sectors.len() + flips, |scratch, number| {
         let mut number = number;
         let mut within = |len: usize| {
             let here = (number < len).then_some(number);

@@ -19,6 +19,7 @@ use remanent::testing::late_device::LateDevice;
 use remanent::{SnapshotOptions, View};
 
 use super::*;
+use crate::size::sized;
 
 /// Pages of each kind of road: gathered with others, a chunk of its own, piece by piece; stored as they are
 /// and compressed.
@@ -117,7 +118,7 @@ impl Bus {
 type Ended = (VersionedPages, Result<()>);
 
 /// Runs an operation with a bit turned over at its first, second, … copy of each way, once and for ever, up
-/// to its last copy. `work` brings a store to the operation, calls what it is given to have bits
+/// to its last copy; in a sample at one copy of four. `work` brings a store to the operation, calls what it is given to have bits
 /// turned over from there on, and ends that by [`FaultyDevice::end_flips`].
 fn at_every_copy(
     name: &'static str,
@@ -136,7 +137,7 @@ fn at_each(
 ) {
     for &way in ways {
         for (times, late) in [(1, false), (1, true), (u64::MAX, false), (u64::MAX, true)] {
-            for nth in 1.. {
+            for nth in (1..).step_by(sized(4, 1)) {
                 let flip = BitFlip { way, nth, times };
                 let struck = Arc::new(AtomicBool::new(false));
                 let told = struck.clone();

@@ -26,6 +26,7 @@ use crate::kill::workload::Random;
 use crate::machine::filler::Filler;
 use crate::machine::mounts::{self, Kind, Mount};
 use crate::machine::{alone_for, effort, in_parallel, skipped};
+use crate::size::sized;
 use crate::with_options::With;
 
 const PAGE_LEN: u64 = 100_000;
@@ -183,7 +184,7 @@ fn life_on_simulated_disk_with_random_space() {
     for (name_bytes, file_bytes, each_step) in usual.into_iter().chain(all) {
         let all = Mutex::new(Course::default());
         // Opens take most of the time.
-        let by = if each_step && effort(STEP).is_none() { 3 } else { 1 };
+        let by = if each_step && effort(STEP).is_none() { 3 } else { 1 } * sized(4, 1);
         let levels = |io: LogIo| (0..100).step_by(by).map(move |step| (io, step * 4096));
         let cases: Vec<(LogIo, u64)> = WRITERS.into_iter().flat_map(levels).collect();
         in_parallel(&cases, |(io, free)| {
@@ -267,7 +268,7 @@ fn life_in_any_order(why: &str, seed: u64, open: &dyn Fn() -> Result<Store, Erro
 
 #[test]
 fn store_reopens_after_any_work_on_full_disk() {
-    let cases: Vec<u64> = (0..effort("REMANENT_CRAMPED_LIVES").unwrap_or(300) as u64).collect();
+    let cases: Vec<u64> = (0..effort("REMANENT_CRAMPED_LIVES").unwrap_or(sized(60, 300)) as u64).collect();
     in_parallel(&cases, |seed| {
         let (disk, io) = (SimDisk::new(), WRITERS[*seed as usize % WRITERS.len()]);
         disk.set_name_bytes(if seed & 1 == 0 { 0 } else { 4096 });
@@ -282,7 +283,7 @@ fn store_reopens_after_any_work_on_full_disk() {
 /// seeds.
 fn lives(name: &str, root: &Path, opens_from: u64) {
     let step = effort(STEP).map(|kib| kib << 10);
-    let seeds = effort("REMANENT_CRAMPED_LIVES").unwrap_or(10) as u64;
+    let seeds = effort("REMANENT_CRAMPED_LIVES").unwrap_or(sized(3, 10)) as u64;
     for io in WRITERS {
         let directory = root.join(format!("{io:?}"));
         std::fs::create_dir(&directory).unwrap();
@@ -309,7 +310,7 @@ fn lives(name: &str, root: &Path, opens_from: u64) {
         for each_step in [false, true] {
             let mut all = Course::default();
             // Opens take most of the time.
-            let step = step.unwrap_or(if each_step { 176 << 10 } else { 44 << 10 });
+            let step = step.unwrap_or(if each_step { 176 << 10 } else { sized(176 << 10, 44 << 10) });
             // With the reserve that there was, a life that opens its store seldom is led everywhere.
             let least_free = if each_step { opens_from } else { 0 };
             for free in (least_free..least_free + (400 << 10)).step_by(step) {

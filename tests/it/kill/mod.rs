@@ -37,6 +37,7 @@ use workload::Random;
 
 use crate::direct_io;
 use crate::machine::{effort, in_parallel};
+use crate::size::{is_full, sized};
 
 /// How workers go about it, and kills wanted in each phase. The default log is a mapped one wherever the
 /// file system allows it.
@@ -50,7 +51,7 @@ fn plans() -> [(Manner, usize); 4] {
     ]
 }
 
-/// The sum over all plans and phases.
+/// The sum over all plans and phases, at full size.
 const KILLS_A_ROUND: usize = 234;
 
 const TEST: &str = "kill::nothing_acknowledged_is_lost_by_a_kill_in_any_phase";
@@ -84,7 +85,7 @@ fn nothing_acknowledged_is_lost_by_a_kill_in_any_phase() {
         (0..rounds as u64).flat_map(|round| (0..plans().len()).map(move |plan| (plan, round))).collect();
     let done = in_parallel(&jobs, |(plan, round)| {
         let (manner, wanted) = plans()[*plan];
-        Ground::new(manner).kill_in_every_phase(wanted, *round)
+        Ground::new(manner).kill_in_every_phase(sized(wanted.div_ceil(4), wanted), *round)
     });
     let mut tallies = plans().map(|_| Tally::default());
     for ((plan, _), done) in jobs.iter().zip(done) {
@@ -107,10 +108,10 @@ fn nothing_acknowledged_is_lost_by_a_kill_in_any_phase() {
     row("batches", &|tally| tally.batches.to_string());
     let kills: usize = tallies.iter().flat_map(|tally| tally.kills).sum();
     println!("{kills} kills in a phase");
-    let checked = |tally: &Tally| tally.forks > 0 && tally.names > 10;
+    let checked = |tally: &Tally| tally.forks >= sized(0, 1) && tally.names > sized(0, 10);
     let mut without_tiers = tallies.iter().zip(plans()).filter(|(_, (manner, _))| !manner.has_tiers);
     assert!(without_tiers.all(|(tally, _)| checked(tally)), "forks and names were checked");
-    assert_eq!(kills, rounds * KILLS_A_ROUND);
+    assert!(!is_full() || kills == rounds * KILLS_A_ROUND, "{kills} kills");
 }
 
 #[test]

@@ -47,6 +47,7 @@ use remanent::{Error, Lsn, StatePoint, Store};
 use crate::direct_io;
 use crate::kill::workload::Random;
 use crate::machine::{effort, in_parallel};
+use crate::size::{is_full, sized};
 use ground::Ground;
 use model::{Kept, Model};
 use process::Worker;
@@ -92,7 +93,9 @@ fn a_long_life_stays_within_its_bounds() {
     let tallies = in_parallel(&jobs, |(seed, log_io)| {
         let mut life = Life::begin(*seed, *log_io, is_long);
         let started = Instant::now();
-        while seconds.map_or(life.tally.steps < STEPS, |seconds| started.elapsed() < seconds) {
+        while seconds
+            .map_or(life.tally.steps < sized(STEPS / 4, STEPS), |seconds| started.elapsed() < seconds)
+        {
             life.step();
         }
         life.end()
@@ -102,12 +105,12 @@ fn a_long_life_stays_within_its_bounds() {
         println!("{:<10}{tally}", log_io.to_string());
         // A change to how lives are drawn must not make this test idle.
         let happened = [tally.commits, tally.snapshots, tally.restores, tally.reopenings, tally.kills];
-        assert!(happened.iter().all(|count| *count > 5), "{tally:?}");
-        assert!(tally.jumps > 5 && tally.giants > 0, "{tally:?}");
+        assert!(happened.iter().all(|count| *count > sized(0, 5)), "{tally:?}");
+        assert!(!is_full() || tally.jumps > 5 && tally.giants > 0, "{tally:?}");
     }
     // In a short life the clock may happen to jump while no snapshot is kept for its age.
     assert!(!is_long || tallies.iter().any(|tally| tally.aged > 0), "no snapshot grew too old: {tallies:?}");
-    assert!(tallies.iter().any(|tally| tally.refused > 5), "{tallies:?}");
+    assert!(!is_full() || tallies.iter().any(|tally| tally.refused > 5), "{tallies:?}");
 }
 
 /// A store, the process that holds it, and the model of its content.

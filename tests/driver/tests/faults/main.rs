@@ -4,6 +4,8 @@
 //! The driver is loaded before the store looks for one, so the store finds it.
 
 mod driver;
+#[path = "../../../it/size.rs"]
+mod size;
 mod work;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -16,9 +18,10 @@ use remanent::device::cuda::CudaDevice;
 use remanent::device::host::HostDevice;
 use remanent::error::Remedy;
 use remanent::options::{Compression, ImageIo, ImageOptions, Retention, SnapshotSchedule};
-use remanent::{Error, Options, Place, Result, SnapshotId, StatePoint, Store};
+use remanent::{Error, Options, Place, Result, SnapshotId, StatePoint};
 
 use self::driver::{CallerStream, Driver};
+use self::size::sized;
 use self::work::Work;
 
 /// Codes of calls that were refused, and of a fault that takes the context.
@@ -33,9 +36,10 @@ const SPARE_GPU: u32 = 1 << 16;
 const HANG: Duration = Duration::from_secs(120);
 
 /// The calls that fail: one after the other with `REMANENT_DRIVER_CALLS=every`, otherwise one of eight, which
-/// takes minutes less. Each of three codes begins elsewhere, so that together they strike three of eight.
+/// takes minutes less, or in a sample one of 24. Each of three codes begins elsewhere, so that together they
+/// strike three times as many.
 fn stride() -> u64 {
-    if std::env::var("REMANENT_DRIVER_CALLS").is_ok_and(|calls| calls == "every") { 1 } else { 8 }
+    if std::env::var("REMANENT_DRIVER_CALLS").is_ok_and(|calls| calls == "every") { 1 } else { sized(24, 8) }
 }
 
 /// The first call that fails with this code, where one of `stride` does.
@@ -249,7 +253,8 @@ fn files_use_staging_if_driver_refuses_registration() {
         driver.refuse_registrations(code);
         let before = driver.alive(0);
         let device: Arc<dyn Device> = Arc::new(CudaDevice::open(0).unwrap());
-        let options = Options::new().images(ImageOptions::new().io(ImageIo::Mapped).compression(Compression::Off).chunk_len(4096));
+        let options = Options::new()
+            .images(ImageOptions::new().io(ImageIo::Mapped).compression(Compression::Off).chunk_len(4096));
         let options = options
             .retention(Retention::new().snapshots_kept(1))
             .snapshots(SnapshotSchedule::new().log_bytes(None));

@@ -3,13 +3,13 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use remanent::options::{LogOptions, SnapshotSchedule};
 use remanent::batch::{Shadow, Width};
 use remanent::device::cuda::CudaDevice;
 use remanent::device::multi::MultiDevice;
 use remanent::device::{CallerMemory, Device, RawStream};
 use remanent::device::{UnifiedHint, UnifiedSide};
 use remanent::disk::dir::DirDisk;
+use remanent::options::{LogOptions, SnapshotSchedule};
 use remanent::{Ack, Lease, Lsn, Options, PageId, PageInfo, Place, Result, Store, Value};
 
 use crate::driver::CallerStream;
