@@ -57,8 +57,8 @@ pub mod shared {
 }
 
 const ABOUT: &str = "\
-A command that works on a store takes its directory as the first argument. Commands that inspect a store never \
-modify it, take no lock, and decode as much as they can of a damaged one.
+A command that works on a store expects the store directory as its first argument. Commands that inspect a store do \
+not modify it, take no lock, and decode the readable parts of a damaged store.
 
 Exit codes:
   0    success
@@ -69,15 +69,15 @@ Exit codes:
 
 /// Text that is printed to standard error if the command is run without arguments.
 const GUIDE: &str = "\
-Remanent keeps pages of GPU and host memory in stores that survive a crash. First steps:
+Remanent keeps pages of GPU and host memory in stores that survive crashes. First steps:
 
   remanent demo                            kill a store at random moments and recover all of it
   remanent import STORE model.safetensors  create a store, or add a version to an existing one
-  remanent info STORE                      show what a store contains and whether it is sound
+  remanent info STORE                      show what a store contains and whether it is damaged
   remanent verify STORE                    check every byte that a store needs
   remanent doctor DIR                      show how a store would work on this machine
 
-`remanent --help` lists all commands, and `remanent COMMAND --help` describes one of them.
+`remanent --help` lists all commands, and `remanent COMMAND --help` describes a command.
 ";
 
 /// Run, inspect and verify Remanent stores

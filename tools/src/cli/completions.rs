@@ -11,11 +11,11 @@ Examples:
   remanent completions zsh > ~/.zfunc/_remanent
   remanent completions fish > ~/.config/fish/completions/remanent.fish";
 
-/// Print a shell's completion script
+/// Print a completion script for a shell
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Completions {
-    /// Shell to print the script for
+    /// Shell for which to print the script
     shell: Shell,
 }
 

@@ -9,7 +9,7 @@ use std::fs;
 /// The option that limits the memory of pages.
 #[derive(Clone, Copy, Debug, clap::Args)]
 pub struct MemoryLimit {
-    /// Maximum total size of the pages read, in bytes
+    /// Maximum total length of the pages that are read, in bytes
     #[arg(long, value_name = "BYTES")]
     memory_max: Option<u64>,
 }

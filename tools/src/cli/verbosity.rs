@@ -10,10 +10,10 @@ use crate::cli::progress;
 /// The `--quiet` and `--verbose` flags.
 #[derive(Clone, Copy, Debug, clap::Args)]
 pub struct Verbosity {
-    /// Print nothing on standard error except the reason of a failure
+    /// Print only errors to standard error
     #[arg(short, long, global = true, conflicts_with = "verbose")]
     quiet: bool,
-    /// Print what the engine does; give twice for full detail
+    /// Print messages of the engine to standard error. Repeat the flag for all details
     #[arg(short, long, global = true, action = clap::ArgAction::Count)]
     verbose: u8,
 }

@@ -25,9 +25,10 @@ use crate::read::store_dir::StoreDir;
 use crate::weights::export::ExportVersion;
 
 const EXAMPLES: &str = "\
-Exports each version under test to a temporary file and runs CMD in the shell, with the file's path in place of {}, or \
-as the last argument if CMD has no {}. The output of CMD goes to standard error. Its exit code is the verdict: 0 is \
-good, 125 skips the version, and any other code up to 127 is bad. A higher code or a signal stops the search.
+Exports each tested version to a temporary file and runs CMD in a shell. The path of the file replaces {} in CMD, or \
+is appended as the last argument if CMD contains no {}. The output of CMD is printed to standard error. The exit code \
+of CMD is the verdict: 0 means good, 125 skips the version, and any other code up to 127 means bad. A higher code or a \
+signal stops the search.
 
 Examples:
   remanent bisect store --good lsn:1 --bad lsn:40 --run ./has-no-nan.py
@@ -37,18 +38,18 @@ Examples:
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Bisect {
-    /// Store directory; never modified
+    /// Store directory, which is never modified
     dir: PathBuf,
-    /// State known to be good: lsn:N, snapshot:N, or the name of a snapshot
+    /// Good state: lsn:N, snapshot:N or the name of a snapshot
     #[arg(long)]
     good: StatePoint,
-    /// Later state known to be bad
+    /// Bad state, which must be later than the good state
     #[arg(long)]
     bad: StatePoint,
-    /// Command that tests a version
+    /// Shell command that tests a version
     #[arg(long, value_name = "CMD")]
     run: String,
-    /// Print the result as one JSON object
+    /// Print the result as a JSON object
     #[arg(long)]
     json: bool,
     #[command(flatten)]
@@ -68,7 +69,7 @@ impl Bisect {
         let (good, bad) = (bound(&self.good)?, bound(&self.bad)?);
         let mut search = Bisection::new(good, bad).ok_or_else(|| {
             Failure::Environment(format!(
-                "the good state must be older than the bad one, but is lsn {good} and the bad one lsn {bad}"
+                "the good state (lsn {good}) must be older than the bad state (lsn {bad})"
             ))
         })?;
         // The directory is removed when this function returns.
@@ -97,7 +98,7 @@ impl Bisect {
         }
         if search.bad().0 - search.good().0 > 1 {
             return Err(Failure::Environment(format!(
-                "the first bad version is one of lsn {} to {}; every version before the last of these was skipped",
+                "the first bad version is one of lsn {} to {}, of which all but the last were skipped",
                 search.good().next(),
                 search.bad()
             )));

@@ -18,24 +18,24 @@ use crate::read::store_dir::StoreDir;
 use crate::weights::element::{Element, ElementName};
 
 const EXAMPLES: &str = "\
-KEY is a page's number, its key, or its tensor's full name; key:KEY and page:N are unambiguous. INDEX is one number for \
-each dimension, or one number that counts all elements from 0. Only batches that changed the value are listed. Where \
-the log is no longer kept, the values in the kept snapshots are listed instead.
+KEY is the number of a page, its key, or the full name of its tensor. key:KEY and page:N are unambiguous. INDEX is one \
+index per dimension, or one index into all elements, counted from 0. Only batches that changed the value are listed. \
+For the time before the kept log, the values in kept snapshots are listed.
 
 Examples:
   remanent blame store 'encoder.layer.0.output.dense.weight[12,7]'
   remanent blame store 'encoder.layer.0.output.dense.bias[7]' --json";
 
-/// List the batches that changed one element, with its values
+/// List the batches that changed an element, with its old and new values
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Blame {
-    /// Store directory; never modified
+    /// Store directory, which is never modified
     dir: PathBuf,
-    /// Element to trace
+    /// Element whose changes are listed
     #[arg(value_name = "KEY[INDEX]")]
     element: ElementName,
-    /// Last state to consider: lsn:N, snapshot:N, or the name of a snapshot [default: newest]
+    /// Ignore changes after this state: lsn:N, snapshot:N or the name of a snapshot [default: newest]
     #[arg(long)]
     at: Option<StatePoint>,
     /// Print one JSON object per line

@@ -23,11 +23,11 @@ use crate::weights::versions::SAVED_AT;
 use crate::weights::{dtype_of, label};
 
 const EXAMPLES: &str = "\
-Compares elements bit by bit, of the dtype in a page's metadata, or bytes if there is none. For floats, LARGEST is the \
-largest difference between an old and a new value; it is NaN if a value that differs was or became NaN, and NANS is \
-the number of these values. The last line is the total: the pages that changed and the bytes that differ in them, \
-where a created or deleted page counts with all its bytes. Exits with 0 if the states are equal and with 1 if they \
-differ.
+Compares elements bit by bit. The metadata of a page states the dtype of its elements; a page without a dtype is \
+compared byte by byte. For floats, LARGEST is the largest difference between an old and a new value. LARGEST is NaN if \
+a value that differs is NaN in either state, and NANS is the number of such values. The last line contains the number \
+of changed pages and of bytes that differ. All bytes of a created or deleted page are counted. Exits with 0 if the \
+states are equal and with 1 if they differ.
 
 Examples:
   remanent diff store --from lsn:7
@@ -37,15 +37,15 @@ Examples:
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Diff {
-    /// Store directory; never modified
+    /// Store directory, which is never modified
     dir: PathBuf,
-    /// Earlier state: lsn:N, snapshot:N, or the name of a snapshot
+    /// Earlier state: lsn:N, snapshot:N or the name of a snapshot
     #[arg(long)]
     from: StatePoint,
-    /// Later state [default: newest]
+    /// Later state: lsn:N, snapshot:N or the name of a snapshot [default: newest]
     #[arg(long)]
     to: Option<StatePoint>,
-    /// Print one JSON object per line: each page and root entry that differs, then the total
+    /// Print one JSON object per line, for each page and root entry that differs and for the total
     #[arg(long)]
     json: bool,
     #[command(flatten)]

@@ -11,25 +11,25 @@ use crate::cli::json::object;
 use crate::cli::output::Output;
 
 const EXAMPLES: &str = "\
-The new store gets its own identity; its batch numbers and epochs continue from the state. Image files are shared by \
-hard links if both directories are on the same file system. The original store may be open meanwhile.
+The new store has its own identity. Its batch numbers and epochs continue from the state. If both directories are on \
+the same file system, the stores share image files by hard links. The original store may be open in another process.
 
 Examples:
   remanent fork store trial
   remanent fork store trial --at lsn:7";
 
-/// Create a store that begins at a state of this one
+/// Create a new store from a state of an existing store
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Fork {
-    /// Store directory; never modified
+    /// Store directory, which is never modified
     dir: PathBuf,
-    /// New store's directory, missing or empty
+    /// Directory of the new store, which must be empty or not exist
     new: PathBuf,
-    /// State to begin with: lsn:N, snapshot:N, or the name of a snapshot [default: newest]
+    /// State to start from: lsn:N, snapshot:N or the name of a snapshot [default: newest]
     #[arg(long)]
     at: Option<StatePoint>,
-    /// Print the result as one JSON object
+    /// Print the result as a JSON object
     #[arg(long)]
     json: bool,
 }

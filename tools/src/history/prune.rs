@@ -21,10 +21,11 @@ use crate::read::partial_view::PartialView;
 use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
-A snapshot that any rule keeps stays, together with the log after it. At least one rule is required, because a store \
-does not record the rules of the application that writes it, such as snapshots_kept and log_kept. Named snapshots are \
-kept until their names are given up; --name alone removes only the snapshots with these names. The newest snapshot is \
-always kept. Without --yes the store is never modified and may be open in another process.
+A snapshot is kept, together with the log after it, if any rule keeps the snapshot. At least one rule is required, \
+because a store does not record the rules of the application that writes it, such as snapshots_kept and log_kept. \
+Named snapshots are kept until their names are given up. If only --name is specified, only the snapshots with these \
+names are removed. The newest snapshot is always kept. Without --yes, the store is not modified and may be open in \
+another process.
 
 Examples:
   remanent prune store --snapshots 2                   print what would be removed
@@ -32,14 +33,14 @@ Examples:
   remanent prune store --log-bytes 1000000000          also keep this much log for restores
   remanent prune store --name before-tuning --yes      give up a name and remove its snapshot";
 
-const NO_RULE: &str = "no rule given, and the store does not record those of the application that writes it; \
-use --snapshots, --age or --log-bytes to say what to keep, or --name to give up a name";
+const NO_RULE: &str = "no rule was specified, and the store does not record the rules of its application; specify \
+what to keep with --snapshots, --age or --log-bytes, or a name to give up with --name";
 
 /// Remove old snapshots and log, or print what would be removed
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Prune {
-    /// Directory of the store
+    /// Store directory
     dir: PathBuf,
     /// Keep the N newest snapshots [default: 2, or all if only --name is given]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
@@ -47,22 +48,22 @@ pub struct Prune {
     /// Keep snapshots younger than AGE, for example 7d or 12h
     #[arg(long, value_name = "AGE", value_parser = parse_age)]
     age: Option<Duration>,
-    /// Keep this many bytes of log
+    /// Keep at least BYTES of the log
     #[arg(long, value_name = "BYTES")]
     log_bytes: Option<u64>,
-    /// Give up this name and the snapshot that has it
+    /// Give up the snapshot name NAME, and remove its snapshot unless another rule keeps it
     #[arg(long, value_name = "NAME")]
     name: Vec<String>,
     /// Delete. Without this flag, only print what would be deleted
     #[arg(long)]
     yes: bool,
-    /// Print the result as one JSON object
+    /// Print the result as a JSON object
     #[arg(long)]
     json: bool,
 }
 
 fn parse_age(text: &str) -> Result<Duration, String> {
-    let wrong = || "expected a number and a unit s, m, h or d, for example 7d".to_owned();
+    let wrong = || "expected a number with the unit s, m, h or d, for example 7d".to_owned();
     let unit = text.chars().next_back().ok_or_else(wrong)?;
     let seconds = match unit {
         's' => 1_u64,
@@ -156,11 +157,11 @@ impl Prune {
             out.line(format_args!("snapshot {}: lsn {}{name}", info.id, info.end))?;
         }
         for id in &pruned.held {
-            out.line(format_args!("snapshot {id} is kept: a reader holds it"))?;
+            out.line(format_args!("snapshot {id} is kept: a reader uses it"))?;
         }
         for id in kept {
             let why = match self.is_of_names_alone() {
-                true => "it is the newest one until another is taken",
+                true => "it is the newest snapshot",
                 false => "another rule keeps it",
             };
             out.line(format_args!("snapshot {id} is kept: {why}"))?;

@@ -15,8 +15,8 @@ use crate::read::states::KeptStates;
 use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
-Commits one more batch that makes the state an earlier one. The batches in between stay in the log and can be restored \
-in the same way. Pages that change get an epoch that was never used before.
+Commits one more batch, which replaces the state with an earlier one. The batches in between stay in the log, so their \
+states can be restored in the same way. Pages that change get an epoch that was never used before.
 
 Examples:
   remanent restore store --at lsn:7
@@ -26,12 +26,12 @@ Examples:
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Restore {
-    /// Directory of the store
+    /// Store directory
     dir: PathBuf,
-    /// State to restore: lsn:N, snapshot:N, or the name of a snapshot
+    /// State to restore: lsn:N, snapshot:N or the name of a snapshot
     #[arg(long)]
     at: StatePoint,
-    /// Print the result as one JSON object
+    /// Print the result as a JSON object
     #[arg(long)]
     json: bool,
 }

@@ -36,37 +36,38 @@ use crate::read::states::damaged;
 use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
-Use this if a store cannot be opened any more; `remanent verify` reports why. Salvage finds the newest state whose page \
-table is known, then recovers each page separately from any image of it that is left and the batches since. A page is
+Use this command if a store can no longer be opened; `remanent verify` reports the reason. Salvage finds the newest \
+state whose page table is known. It then recovers each page separately, from any remaining image of the page and the \
+batches after the image. The result for a page is
 
-  exact  if checksums and epochs prove that it is as it was in that state,
-  older  if only an earlier version is proven; it is copied only with --older,
-  lost   if nothing is proven.
+  exact  if checksums and epochs prove the page as of that state,
+  older  if only an earlier version is proven, which is copied only with --older,
+  lost   if no version is proven.
 
-Lists the pages that are not exact and the batches that are lost after the state. Without --to nothing is written. The \
-new store keeps page ids, epochs, keys and metadata, and gets its own identity. An interrupted salvage leaves no store \
-in NEWDIR and can be run again.
+Lists the pages that are not exact, and the lost batches after the state. Without --to, nothing is written. The new \
+store keeps page ids, epochs, keys and metadata, and has its own identity. An interrupted salvage leaves no store in \
+NEWDIR and can be run again.
 
-Exits with 0 if everything is exact and with 1 if anything is older or lost.
+Exits with 0 if all pages are exact and no batch is lost, and with 1 otherwise.
 
 Examples:
   remanent salvage store
   remanent salvage store --to rescued
   remanent salvage store --to rescued --older --json > report";
 
-/// Copy the pages that a damaged store still proves into a new store
+/// Copy the provable pages of a damaged store into a new store
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Salvage {
-    /// Damaged store's directory; never modified
+    /// Directory of the damaged store, which is never modified
     dir: PathBuf,
-    /// New store's directory, missing or empty [default: only report what is left]
+    /// Directory of the new store, which must be empty or not exist [default: print a report only]
     #[arg(long, value_name = "NEWDIR")]
     to: Option<PathBuf>,
-    /// Also copy pages of which only an earlier version is left
+    /// Also copy earlier versions of pages whose last version cannot be proven
     #[arg(long)]
     older: bool,
-    /// Print one JSON object per line: each page that is not exact, then a summary
+    /// Print one JSON object per line, for each page that is not exact and for the summary
     #[arg(long)]
     json: bool,
     #[command(flatten)]
@@ -114,7 +115,7 @@ impl Salvage {
         let dir = StoreDir::open(&self.dir)?;
         if let Some(process) = dir.holder() {
             return Err(Failure::Locked(format!(
-                "process {process} has the store open, and files that it is writing would look damaged; close the store first"
+                "process {process} has the store open, and files that it is writing would appear damaged; close the store first"
             )));
         }
         if let Some(new) = &self.to {
@@ -259,8 +260,7 @@ fn find_again(search: &Search<'_>, info: &PageInfo, bar: &ProgressBar) -> Result
         PageRemains::Lost(why) => return Err(SalvageStop::Failed(Failure::Damage(why.to_string()))),
     };
     if (left.epoch, left.lsn) != (info.epoch, info.lsn) {
-        let message =
-            format!("page {} no longer reads as it did a moment ago; run this command again", info.page);
+        let message = format!("page {} changed while it was read; run this command again", info.page);
         return Err(SalvageStop::Failed(Failure::Damage(message)));
     }
     bar.inc(info.len);
@@ -334,7 +334,9 @@ impl SalvageReport<'_> {
             out.line(table(&self.remains.damaged_pages).trim_fmt())?;
         }
         if let Some(damage) = self.unnamed {
-            out.line(format_args!("{damage}: the store's identity and layout fingerprint are lost"))?;
+            out.line(format_args!(
+                "{damage}: the identity and the layout fingerprint of the store are lost"
+            ))?;
         }
         let (exact, older) = (self.remains.exact.len(), self.older());
         let lost = self.remains.damaged_pages.len() - older;
@@ -344,11 +346,11 @@ impl SalvageReport<'_> {
                 "the state after lsn {lsn}: {exact} pages exact, {older} older, {lost} lost"
             ))?,
             false => out.line(format_args!(
-                "no complete state is known; {older} pages at an earlier version, {lost} lost"
+                "no complete state is known; {older} pages in an earlier version, {lost} lost"
             ))?,
         }
         if let Some((first, last)) = self.lost_batches() {
-            out.line(format_args!("lost: batches {first} to {last}, which cannot be reached any more"))?;
+            out.line(format_args!("lost: batches {first} to {last}, which are no longer available"))?;
         }
         if let Some(hidden) = &self.search.beyond().hidden {
             out.line(format_args!("{hidden}: any batches in it are lost"))?;

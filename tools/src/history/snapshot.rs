@@ -13,8 +13,8 @@ use crate::cli::json::object;
 use crate::cli::output::Output;
 
 const EXAMPLES: &str = "\
-The store must not be open: a program that has it open takes its own snapshots. Ctrl-C waits until the snapshot is \
-complete. An exact snapshot can be restored without any log. A named snapshot is exact, and is kept until \
+The store must not be open, because a program that has the store open takes its own snapshots. Ctrl-C waits until the \
+snapshot is complete. An exact snapshot can be restored without the log. A named snapshot is exact, and is kept until \
 `remanent prune` gives up its name.
 
 Examples:
@@ -23,19 +23,19 @@ Examples:
   remanent snapshot store --name before-tuning
   remanent snapshot store --json";
 
-/// Take a snapshot
+/// Take a snapshot of a store
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Snapshot {
-    /// Directory of the store
+    /// Store directory
     dir: PathBuf,
-    /// Gather all pages as of one batch, so that restoring the snapshot needs no log
+    /// Capture all pages as of one batch, so that the snapshot can be restored without the log
     #[arg(long)]
     exact: bool,
-    /// Name of the snapshot, by which it can be restored; implies --exact
+    /// Name of the snapshot, which is kept until the name is given up. Implies --exact
     #[arg(long)]
     name: Option<String>,
-    /// Print the result as one JSON object
+    /// Print the result as a JSON object
     #[arg(long)]
     json: bool,
 }

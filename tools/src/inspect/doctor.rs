@@ -22,21 +22,21 @@ use crate::cli::memory::available;
 use crate::cli::output::Output;
 
 const EXAMPLES: &str = "\
-Creates a small store in the directory and removes it again, so the log and the device reported are the ones that a \
-store there chooses. Times are measured once, by one thread.
+Creates a small store in the directory and removes it. The report contains the log and the device that this store \
+chose. Times are measured once, on one thread.
 
 Examples:
   remanent doctor
   remanent doctor /mnt/fast --json";
 
-/// Report how a store would work on this machine, and why
+/// Report how a store would work in a directory on this machine
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Doctor {
-    /// Directory for a store; it must exist
+    /// Existing directory in which to create a temporary store
     #[arg(default_value = ".")]
     dir: PathBuf,
-    /// Print the report as one JSON object
+    /// Print the report as a JSON object
     #[arg(long)]
     json: bool,
 }

@@ -22,15 +22,15 @@ Examples:
   remanent dump store embedding.weight | xxd | head
   remanent dump store key:0xff01 -o page.bin";
 
-/// Write the bytes of one page to a file
+/// Write the bytes of a page to a file
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Dump {
-    /// Store directory; never modified
+    /// Store directory, which is never modified
     dir: PathBuf,
-    /// Page: its number, its key as shown by `pages`, or its tensor's name
+    /// Number, key or tensor name of the page; `remanent pages` lists numbers and keys
     page: Selector,
-    /// File to write; `-` is standard output
+    /// File to write, or `-` for standard output
     #[arg(short, long, value_name = "FILE", default_value = "-")]
     output: PathBuf,
     #[command(flatten)]

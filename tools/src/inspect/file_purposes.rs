@@ -134,7 +134,7 @@ impl References {
         match file {
             FileName::Store => "identity of the store; required to open it".to_owned(),
             FileName::Lock => "locked while a process has the store open".to_owned(),
-            FileName::Readers => "locks of readers on the snapshots that they use".to_owned(),
+            FileName::Readers => "locks that readers hold on snapshots".to_owned(),
             FileName::Segment(number) => match view.survey.log.segments().get(&number) {
                 Some(found) => self.why_segment(number, found),
                 None => "removed meanwhile".to_owned(),
@@ -146,7 +146,7 @@ impl References {
                     let by: Vec<&str> = by.iter().map(String::as_str).collect();
                     format!("images of {}", by.join(", "))
                 }
-                None => "not named by any readable snapshot or any batch in the log".to_owned(),
+                None => "not named by a readable snapshot or a batch in the log".to_owned(),
             },
             FileName::Table(number) => match self.restores.get(&number) {
                 Some(lsn) => format!("state restored by lsn {lsn}; required for replay"),

@@ -15,11 +15,11 @@ use crate::cli::json::object;
 use crate::cli::output::Output;
 
 const EXAMPLES: &str = "\
-Locks and writes nothing; the store may be open in another process. A batch is printed as soon as it is logged, so a \
-power cut may still lose it: `durable` is the newest batch known to be durable when it was logged. A follower that \
-continues from a position gets each batch once, even if the writer restarts in between. If the batches after the \
-position are no longer kept, or a crash lost the batch at the position, the command exits with code 1 and prints where \
-to start again.
+The command takes no lock and writes nothing, so the store may be open in another process. A batch is printed as soon \
+as it is logged, so a power cut may still lose the batch. `durable` is the newest batch that was known to be durable \
+at that time. A follower that continues from a position receives each batch once, even if the writer restarts. If the \
+batches after the position are no longer kept, or a crash lost the batch at the position, the command prints where to \
+start again and exits with 1.
 
 Examples:
   remanent follow store                      all kept batches, then every new one
@@ -31,19 +31,19 @@ Examples:
 /// Maximum time until Ctrl-C is detected.
 const SLICE: Duration = Duration::from_millis(100);
 
-/// Print batches as they are logged
+/// Print the batches of a store as they are logged
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Follow {
-    /// Store directory; never modified
+    /// Store directory, which is never modified
     dir: PathBuf,
-    /// Where to begin: `beginning`, `snapshot` (after the newest one), or a position printed earlier
+    /// Position to start from: `beginning`, `snapshot` for the newest snapshot, or a position that `follow` printed
     #[arg(long, value_name = "FROM", default_value = "beginning")]
     from: From,
-    /// Exit after this many batches
+    /// Exit after N batches
     #[arg(long, value_name = "N")]
     count: Option<u64>,
-    /// Exit if no batch arrives for this many seconds
+    /// Exit if no batch is logged for SECONDS seconds
     #[arg(long, value_name = "SECONDS")]
     timeout: Option<u64>,
     /// Print one JSON object per line

@@ -20,10 +20,10 @@ use crate::read::partial_view::PartialView;
 use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
-The first line states whether any damage was found. Images are not read; `remanent verify` reads everything. `lsn` is \
-the last batch that recovery would find now, and `durable` the last one known to survive a power cut. A torn tail is an \
-incomplete end of the log, left by a crash: the next writable open removes it, and nothing in it was acknowledged as \
-durable.
+The first line states whether damage was found. Images are not read; `remanent verify` reads all files. `lsn` is the \
+last batch that recovery would find now, and `durable` is the last batch that is known to survive a power cut. A torn \
+tail is an incomplete end of the log, which a crash left. No batch in it was acknowledged as durable, and the next \
+open for writing removes it.
 
 Examples:
   remanent info store
@@ -33,9 +33,9 @@ Examples:
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Info {
-    /// Store directory; never modified
+    /// Store directory, which is never modified
     dir: PathBuf,
-    /// Print the report as one JSON object
+    /// Print the report as a JSON object
     #[arg(long)]
     json: bool,
 }

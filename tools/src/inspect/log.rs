@@ -17,26 +17,26 @@ use crate::read::scan::{Chain, Scan, ScannedFrame};
 use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
-A frame is one committed batch, or a seal at the end of a busy period. CHAIN relates a frame to the one before it: it \
-`follows` it, is the `first` frame kept, was `left behind` by a later open, or the chain is `broken`. TORN marks frames \
-that the next writable open removes. DURABLE is the newest batch known to survive a power cut when the frame was \
-written.
+A frame is a committed batch, or a seal at the end of a busy period. CHAIN is the relation of a frame to the previous \
+frame: it `follows` that frame, is the `first` kept frame, was `left behind` by a later open, or its chain is \
+`broken`. TORN marks frames that the next open for writing removes. DURABLE is the newest batch that was known to \
+survive a power cut when the frame was written.
 
 Examples:
   remanent log store --from 100 --to 120    list 21 batches
   remanent log store --page 17              list every batch that changed page 17
   remanent log store | tail -n 1            show how the log ends";
 
-/// List the frames of the log
+/// List the frames of a store's log
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Log {
-    /// Store directory; never modified
+    /// Store directory, which is never modified
     dir: PathBuf,
-    /// First batch to list
+    /// List only frames of this batch and later ones
     #[arg(long, value_name = "LSN")]
     from: Option<u64>,
-    /// Last batch to list
+    /// List only frames of this batch and earlier ones
     #[arg(long, value_name = "LSN")]
     to: Option<u64>,
     /// List only batches that change this page

@@ -17,19 +17,19 @@ use crate::read::states::damaged_since;
 use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
-Lists the pages that recovery would find now, from the newest snapshot and the log after it, without a torn tail. CRC32 \
-is computed from a page's bytes. Damage is reported on standard error. The readable pages are listed nevertheless; a \
-page whose bytes are lost or exceed --memory-max has no checksum.
+Lists the pages that recovery would find now, from the newest snapshot and the log after it, without a torn tail. \
+CRC32 is the checksum of a page's bytes. Damage is reported on standard error, and readable pages are listed in any \
+case. A page has no checksum if its bytes are lost or exceed --memory-max.
 
 Examples:
   remanent pages store
   remanent pages store --json | head -n 1";
 
-/// List the pages
+/// List the pages of a store
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Pages {
-    /// Store directory; never modified
+    /// Store directory, which is never modified
     dir: PathBuf,
     /// Print one JSON object per line
     #[arg(long)]

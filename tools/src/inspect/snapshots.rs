@@ -17,19 +17,19 @@ use crate::read::partial_view::PartialView;
 use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
-A snapshot restores the state after its batch END. LINKS is the number of files that it consists of: a base, then one \
-for each later set of changes. BYTES is the length of all images that it names; snapshots can share images. A snapshot \
-is VERIFIED if the log records that it was read back past the page cache.
+A snapshot restores the state after batch END. LINKS is the number of files in the snapshot: a base, and one file for \
+each later set of changes. BYTES is the total length of the snapshot's images, which other snapshots may share. A \
+snapshot is VERIFIED if the log records that its files were read back from the medium.
 
 Examples:
   remanent snapshots store
   remanent snapshots store --json | jq .name";
 
-/// List the snapshots
+/// List the snapshots of a store
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Snapshots {
-    /// Store directory; never modified
+    /// Store directory, which is never modified
     dir: PathBuf,
     /// Print one JSON object per line
     #[arg(long)]

@@ -18,10 +18,10 @@ use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
 Checks the file STORE, both copies of every manifest, and everything that a kept state needs: each snapshot that the \
-log records as kept, the log from the oldest of them to its end, and all images and tables that these name. A torn tail \
-is left by a crash and is not damage. Each finding states its cost: nothing, time (recovery uses an older snapshot), \
-a snapshot or batch that is no longer available, a page on disk, or the store. While a process writes to the store, damage is read \
-again before it is reported.
+log records as kept, the log from the oldest of these snapshots to its end, and all images and tables that these name. \
+A torn tail, which a crash leaves, is not damage. Each finding states its cost: nothing, time (recovery uses an older \
+snapshot), a snapshot or batch that is no longer available, a page on disk, or the store. While a process writes to \
+the store, damage is read again before it is reported.
 
 Examples:
   remanent verify store && echo clean
@@ -31,9 +31,9 @@ Examples:
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Verify {
-    /// Store directory; never modified
+    /// Store directory, which is never modified
     dir: PathBuf,
-    /// Print one JSON object per line: each finding, then a summary
+    /// Print one JSON object per line, for each finding and for the summary
     #[arg(long)]
     json: bool,
     #[command(flatten)]
@@ -108,7 +108,7 @@ impl Verify {
         }
         if let Some(process) = holder {
             out.line(format_args!(
-                "note: process {process} has the store open, and files that it is writing may look damaged"
+                "note: process {process} has the store open, and files that it is writing may appear damaged"
             ))?;
         }
         if let Some(torn) = torn {
@@ -221,10 +221,7 @@ fn findings(
         }
         if Some(index) == verdict.opens_from {
             for (damage, pages) in by_image(&start.damaged_pages) {
-                find(
-                    damage.clone(),
-                    format!("{pages}: reads of its image fail until it is written whole or deleted"),
-                );
+                find(damage.clone(), format!("{pages}: reads fail until the page is replaced or deleted"));
             }
         }
     }
@@ -248,7 +245,7 @@ fn findings(
     }
     if verdict.starts.is_empty() {
         let damage = Defect::Missing.at_lsn(FileName::Segment(1), 0, Lsn(1));
-        find(damage, "the store: there is neither a snapshot nor the log's beginning".to_owned());
+        find(damage, "the store: there is no snapshot, and the beginning of the log is missing".to_owned());
     }
     for damage in second_copies(dir, view) {
         find(damage, "nothing: the manifest's other copy is intact".to_owned());
@@ -260,7 +257,7 @@ fn findings(
         find(damage.clone(), "nothing: the segment is empty".to_owned());
     }
     for damage in images.files().filter_map(|file| image_file_damage(dir, view, file)) {
-        find(damage, "nothing: the snapshots give the offsets of its images".to_owned());
+        find(damage, "nothing: the snapshots record the offsets of its images".to_owned());
     }
     for (number, segment) in view.survey.log.segments() {
         if let Err(defect) = &segment.header {

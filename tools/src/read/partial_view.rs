@@ -223,7 +223,7 @@ pub fn identity(dir: &StoreDir) -> Result<(StoreFile, Option<Damage>), Failure> 
     let Some(store) = store_of_segments(dir) else {
         return Err(match refused.defect {
             Defect::Missing => dir.no_store(),
-            _ => Failure::Damage(format!("{refused}; no log segment names the store either")),
+            _ => Failure::Damage(format!("{refused}, and no log segment contains the id of the store")),
         });
     };
     let store = StoreFile { store, features: Features::default(), record: StoreRecord::default() };

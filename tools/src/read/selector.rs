@@ -26,7 +26,7 @@ impl FromStr for Selector {
             text.parse().map(PageId).map_err(|_| wrong())
         };
         match text.split_once(':') {
-            _ if text.is_empty() => Err("expected a page's number, its key or its tensor's name".to_owned()),
+            _ if text.is_empty() => Err("expected the number, key or tensor name of a page".to_owned()),
             Some(("key", "")) => Err("a key is 1 to 64 bytes long".to_owned()),
             Some(("key", key)) => Ok(Self::Key(key.to_owned())),
             Some(("page", page)) => Ok(Self::Number(number(page)?)),
@@ -152,7 +152,7 @@ mod tests {
             ("9", Err("there is no page 9; `remanent pages` lists all pages")),
             ("key:plian", Err("there is no page with key \"plian\"; did you mean \"plain\"?")),
             ("long", Err("there is no tensor or key \"long\"; did you mean \"encoder/long\"?")),
-            ("", Err("expected a page's number, its key or its tensor's name")),
+            ("", Err("expected the number, key or tensor name of a page")),
             ("key:", Err("a key is 1 to 64 bytes long")),
             ("page:x", Err("expected the number of a page, found \"x\"")),
             ("99999999999999999999", Err("expected the number of a page, found \"99999999999999999999\"")),

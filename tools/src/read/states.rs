@@ -124,7 +124,7 @@ impl<'d> KeptStates<'d> {
                 Ok(resolution) if until.is_some_and(|until| reached(&resolution) < until) => {
                     let last = reached(&resolution);
                     return Err(Failure::Environment(format!(
-                        "the batch does not exist; the last is lsn {last}"
+                        "the batch does not exist; the last batch is lsn {last}"
                     )));
                 }
                 Ok(resolution) => match finish(resolution, op_locations) {
@@ -175,7 +175,7 @@ pub fn damaged(damage: Damage) -> Failure {
 pub fn damaged_since(damage: Damage) -> Failure {
     match damage.defect {
         Defect::Missing => Failure::Environment(format!(
-            "{} was removed while it was read, because a process is writing to the store; try again",
+            "{} was removed by a process that is writing to the store; try again",
             damage.file
         )),
         _ => damaged(damage),

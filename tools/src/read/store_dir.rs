@@ -47,9 +47,9 @@ impl StoreDir {
         stores.sort_by_key(|path| (path.as_os_str().len(), path.clone()));
         Failure::Environment(match &stores[..] {
             [] => format!("there is no store in {here}"),
-            [only] => format!("there is no store in {here}, but there is one in {}", only.display()),
+            [only] => format!("there is no store in {here}, but there is a store in {}", only.display()),
             [first, .., last] => format!(
-                "there is no store in {here}, but there are {} in its folders, {} to {}; use one of them",
+                "there is no store in {here}, but its folders contain {} stores, from {} to {}; use one of them",
                 stores.len(),
                 first.display(),
                 last.display()
@@ -137,7 +137,7 @@ impl StoreDir {
         let target = fs::canonicalize(file).or_else(|_| fs::canonicalize(folder));
         match (target, fs::canonicalize(&self.path)) {
             (Ok(target), Ok(store)) if target.starts_with(&store) => Err(Failure::Environment(format!(
-                "{} is inside the store; use a path outside of it",
+                "{} is inside the store; use a path outside the store",
                 file.display()
             ))),
             _ => Ok(()),

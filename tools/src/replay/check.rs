@@ -134,7 +134,7 @@ pub fn simulate(rule: Rule, trace: &mut Trace, last: Option<u64>) -> Result<Simu
         let Some(hash_ids) = trace.next() else {
             let (found, has) = (last.unwrap_or_default(), simulation.next_request());
             return Err(Failure::Environment(format!(
-                "the store contains the trace up to request {found}, but only {has} requests were given"
+                "the store contains the trace up to request {found}, but the trace has only {has} requests"
             )));
         };
         simulation.request(&hash_ids?);

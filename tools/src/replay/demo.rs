@@ -22,34 +22,34 @@ use crate::replay::simulate::SplitMix64;
 use crate::replay::trace;
 
 const EXAMPLES: &str = "\
-Replays a real cache trace into a store in a child process, kills the process repeatedly with SIGKILL, and checks after \
-each kill that the store holds all acknowledged requests, at most one more, and nothing else: every page, every epoch, \
-every byte. Then it restores an earlier snapshot and continues from there.
+Replays a real cache trace into a store in a child process, and kills the process repeatedly with SIGKILL. After each \
+kill, the demo checks every page, epoch and byte: the store must contain all acknowledged requests, at most one more, \
+and nothing else. Then the demo restores an earlier snapshot and continues from there.
 
 Examples:
   remanent demo                        use a temporary directory
   remanent demo store --kills 3        use the directory `store` and keep it
   remanent demo --seed 42              kill at the same moments again, as far as scheduling allows";
 
-/// Kill a store at random moments, and recover everything
+/// Kill a store at random moments, and check that everything is recovered
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Demo {
-    /// Directory to create the store in and keep it; by default a temporary one that is removed
+    /// Store directory, which is kept [default: a temporary directory, which is removed]
     dir: Option<PathBuf>,
-    /// Number of kills
+    /// Number of times to kill the store
     #[arg(long, value_name = "N", default_value_t = 12)]
     kills: u64,
-    /// Number of requests of the trace to replay
+    /// Number of trace requests to replay
     #[arg(long, value_name = "N", default_value_t = 4000)]
     requests: u64,
-    /// Number of requests between snapshots
+    /// Take a snapshot after every N requests
     #[arg(long, value_name = "N", default_value = "250")]
     snapshot_every: NonZeroU64,
-    /// Where pages live: `auto` (a GPU if there is one), `host`, `cuda:0`, `cuda:1`, …
+    /// Device for the pages: `auto` (a GPU if available), `host` or `cuda:N`
     #[arg(long, value_name = "DEVICE", default_value_t)]
     device: DeviceChoice,
-    /// Seed of the random moments [default: derived from the clock]
+    /// Seed for the random moments [default: derived from the clock]
     #[arg(long)]
     seed: Option<u64>,
 }

@@ -37,44 +37,44 @@ use crate::replay::simulate::{HIT_LEN, Rule, Simulation, Step, stream};
 use crate::replay::trace::Trace;
 
 const EXAMPLES: &str = "\
-Request i of the trace, counted from 0, is one batch. For each of its hash ids in order, the first 64 bytes of an \
-existing page are written, or a new page is created with the id in decimal as its key. Then the least recently used \
-pages are deleted until --pages-max are left, and the root entry `request` is set to i. All bytes are a function of \
-hash id and request, so --check can verify every one of them.
+Request i of the trace, counted from 0, is one batch. Each line of the trace contains the hash ids of a request as \
+`hash_ids`. For each hash id in order, the first 64 bytes of the existing page are written, or a new page is created, \
+whose key is the id in decimal. Then the least recently used pages are deleted until --pages-max pages remain, and the \
+root entry `request` is set to i. Hash id and request determine all bytes, so --check can verify every byte.
 
 Examples:
   remanent replay store trace.jsonl.zst --limit 1000           replay the first 1,000 requests
   remanent replay store trace.jsonl.zst --limit 2000 --resume  continue up to request 2,000
   remanent replay store trace.jsonl.zst --check                compare the store with the trace";
 
-/// Drive a store with a cache trace, or check a store against a trace
+/// Replay a cache trace into a store, or compare a store with a trace
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Replay {
-    /// Store directory; created if it does not exist
+    /// Store directory, which is created if it does not exist
     dir: PathBuf,
-    /// Trace file: one JSON object with `hash_ids` per line, plain or compressed with zstd
+    /// Trace file with one JSON object per line, plain or compressed with zstd
     trace: PathBuf,
-    /// Bytes per page [default: 4096, or the value that the store was created with]
+    /// Length of a page in bytes [default: 4096, or the length in the existing store]
     #[arg(long, value_name = "B")]
     page_len: Option<usize>,
-    /// Number of pages kept after a request; at least the number that the longest request names [default:
-    /// 4096, or the value that the store was created with]
+    /// Maximum number of pages after a request, at least the number in the longest request [default: 4096, or the
+    /// number in the existing store]
     #[arg(long, value_name = "N")]
     pages_max: Option<usize>,
-    /// Acknowledgement to wait for: `logged` survives a kill, `durable` a power cut
+    /// Acknowledgement to wait for after each request
     #[arg(long, value_enum, default_value_t = AckLevel::Logged)]
     ack: AckLevel,
-    /// Where pages live: `auto` (a GPU if there is one), `host`, `cuda:0`, `cuda:1`, …
+    /// Device for the pages: `auto` (a GPU if available), `host` or `cuda:N`
     #[arg(long, value_name = "DEVICE", default_value_t)]
     device: DeviceChoice,
-    /// How to write the log [default: `mapped` if the file system supports it]
+    /// Method of writing the log [default: `mapped` if the file system supports it]
     #[arg(long, value_enum, value_name = "HOW")]
     log_io: Option<LogWriter>,
     /// Take a snapshot after every N requests
     #[arg(long, value_name = "N")]
     snapshot_every: Option<NonZeroU64>,
-    /// Append a line `lsn request` to this file after each acknowledgement; `-` is standard output
+    /// Append a line `lsn request` to FILE after each acknowledgement; `-` means standard output
     #[arg(long, value_name = "FILE")]
     acks: Option<PathBuf>,
     /// Use only the first N requests of the trace
@@ -83,7 +83,7 @@ pub struct Replay {
     /// Continue after the last request in the store
     #[arg(long)]
     resume: bool,
-    /// Do not write; compare the store with the state that the trace produces
+    /// Compare the store with the state that the trace produces, without writing to the store
     #[arg(long)]
     check: bool,
 }
@@ -91,9 +91,9 @@ pub struct Replay {
 /// The acknowledgement to wait for.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum AckLevel {
-    /// The batch survives the death of the process
+    /// The request survives a crash of the process
     Logged,
-    /// The batch survives a power cut
+    /// The request survives a power cut
     Durable,
 }
 
@@ -109,11 +109,11 @@ impl From<AckLevel> for Ack {
 /// The way to write the log.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum LogWriter {
-    /// Writes to mapped segments
+    /// Write to memory-mapped segments
     Mapped,
-    /// Writes through the page cache, then syncs
+    /// Write through the page cache, and sync
     Buffered,
-    /// Writes past the page cache; every acknowledgement is durable
+    /// Bypass the page cache, which makes every acknowledgement durable
     Direct,
 }
 
@@ -358,5 +358,7 @@ impl AckFile {
 
 /// Returns the failure that the pages of the store differ from those of the trace.
 fn differs() -> Failure {
-    Failure::Damage("the store's pages differ from those of the trace; --check lists them".to_owned())
+    Failure::Damage(
+        "the pages of the store differ from those of the trace; use --check to list them".to_owned(),
+    )
 }

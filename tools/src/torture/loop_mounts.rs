@@ -8,14 +8,14 @@ use std::process::Command;
 /// Creates a file that contains a new file system. The file is sparse, so it uses only the space of written bytes.
 pub fn make(path: &Path, len: u64, program: &str, options: &[&str]) -> Result<PathBuf, String> {
     let made = File::create(path).and_then(|file| file.set_len(len));
-    made.map_err(|error| format!("cannot make {}: {error}", path.display()))?;
+    made.map_err(|error| format!("cannot create {}: {error}", path.display()))?;
     run(Command::new(program).args(options).arg(path))?;
     Ok(path.to_owned())
 }
 
 /// Mounts `what` on the folder `at`. Creates the folder if it does not exist.
 pub fn mount(what: &Path, at: &Path, arguments: &[&str]) -> Result<(), String> {
-    std::fs::create_dir_all(at).map_err(|error| format!("cannot make {}: {error}", at.display()))?;
+    std::fs::create_dir_all(at).map_err(|error| format!("cannot create {}: {error}", at.display()))?;
     run(Command::new("mount").args(arguments).arg(what).arg(at))
 }
 

@@ -31,17 +31,18 @@ use crate::replay::trace;
 use crate::replay::trace::Trace;
 
 const EXAMPLES: &str = "\
-Kills: a process that replays a cache trace is killed repeatedly with SIGKILL, with each way to write the log that the \
-file system supports. After each kill the store must hold every acknowledged request and at most one more that was in \
-flight, and every byte must be right.
+Kills: a process that replays a cache trace is killed repeatedly with SIGKILL, with each method of writing the log \
+that the file system supports. After each kill, the store must contain every acknowledged request, at most one request \
+that was in flight, and only correct bytes.
 
-Damage: a bit, a sector, the end or the whole of a file in a copy of a store is destroyed. The store must still be \
-right, or be refused with file and offset. The end may be cut off if its part of the log had not been synced yet.
+Damage: a bit, a sector, the end or all of a file in a copy of a store is destroyed. The store must still be correct, \
+or be refused with an error that names the file and the offset. Requests at the end may be cut off if their part of \
+the log was not yet synced.
 
-Power cuts: the store is on its own ext4 file system, on a loop device over a file in DIR. The content of the device at \
-one moment is mounted and must hold every durable request. This needs root, mkfs.ext4 and mkfs.xfs, and is skipped \
-without them. It tests the file system, not the disk: only a real power cut shows whether a disk keeps what it has \
-synced.
+Power cuts: the store is on its own ext4 file system, on a loop device over a file in DIR. The content of the device \
+at one moment is mounted and must contain every durable request. This test requires root, mkfs.ext4 and mkfs.xfs, and \
+is skipped without them. It tests the file system and not the disk. Only a real power cut shows whether a disk keeps \
+the data that it has synced.
 
 All files are created in a temporary folder in DIR, which is removed at the end unless a violation was found.
 
@@ -50,31 +51,31 @@ Examples:
   remanent torture /mnt/nvme --kills 10000 --damages 20000 --power-cuts 500
   remanent torture /mnt/nvme --device cuda:0 --json        with pages in GPU memory, as JSON";
 
-/// Kill, damage and cut the power of stores on your disk, and check every byte that is left
+/// Kill stores on your disk, damage them, cut their power, and check all their bytes
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Torture {
-    /// Directory on the disk to test; created if it does not exist
+    /// Directory on the disk to test, which is created if it does not exist
     dir: PathBuf,
-    /// Number of kills, over all ways to write the log
+    /// Total number of kills, divided among the methods of writing the log
     #[arg(long, value_name = "N", default_value_t = 60)]
     kills: u64,
-    /// Number of damages
+    /// Number of store copies to damage
     #[arg(long, value_name = "N", default_value_t = 600)]
     damages: u64,
-    /// Number of power cuts
+    /// Number of power cuts to simulate
     #[arg(long, value_name = "N", default_value_t = 12)]
     power_cuts: u64,
-    /// Number of requests of the trace in the life of a store
+    /// Number of trace requests to replay into each store
     #[arg(long, value_name = "N", default_value_t = 1000)]
     requests: u64,
-    /// Where pages live: `auto` (a GPU if there is one), `host`, `cuda:0`, `cuda:1`, …
+    /// Device for the pages: `auto` (a GPU if available), `host` or `cuda:N`
     #[arg(long, value_name = "DEVICE", default_value_t)]
     device: DeviceChoice,
-    /// Seed of all random choices [default: derived from the clock]
+    /// Seed for all random choices [default: derived from the clock]
     #[arg(long)]
     seed: Option<u64>,
-    /// Print the results as one JSON object
+    /// Print the results as a JSON object
     #[arg(long)]
     json: bool,
 }

@@ -20,8 +20,8 @@ use crate::read::store_dir::StoreDir;
 use crate::weights::{Header, foreign_dtype, is_header, name_of};
 
 const EXAMPLES: &str = "\
-Writes the imported file, byte for byte, with the changes that programs have made to its tensors since. The file is \
-written under a temporary name, synced and renamed, so it is never incomplete.
+Writes the imported file, byte for byte, with the changes that programs have made to its tensors since the import. The \
+file is written under a temporary name, synced and renamed, so it is never incomplete.
 
 Examples:
   remanent export store model.safetensors
@@ -32,14 +32,14 @@ Examples:
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Export {
-    /// Store directory; never modified
+    /// Store directory, which is never modified
     dir: PathBuf,
-    /// File to write; an existing file is replaced
+    /// File to write, which is replaced if it exists
     file: PathBuf,
-    /// Version to write: lsn:N, snapshot:N, or the name of a snapshot [default: newest]
+    /// Version to write: lsn:N, snapshot:N or the name of a snapshot [default: newest]
     #[arg(long)]
     at: Option<StatePoint>,
-    /// Print the result as one JSON object
+    /// Print the result as a JSON object
     #[arg(long)]
     json: bool,
     #[command(flatten)]

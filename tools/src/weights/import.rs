@@ -25,11 +25,12 @@ use crate::weights::dtype;
 use crate::weights::{HEADER_KEY, Header, Tensor, WeightsFile, is_header, key_of, name_of};
 
 const EXAMPLES: &str = "\
-Each tensor is stored as a page. The page's key is the tensor's name, or a shortened form if that is longer than 64 \
-bytes or already used; full name, dtype and shape are in the page's metadata. One more page stores the file's header, so that \
-`remanent export` restores the file byte for byte. When a file is imported again, only the elements that changed are \
-logged; tensors that were added, removed or resized are created, deleted and resized. A version is one batch, so a \
-killed import never leaves a partial one. A file that equals the newest version commits nothing.
+Each tensor is stored as a page. The key of the page is the name of the tensor, or a shortened form if the name is \
+longer than 64 bytes or already used. The metadata of the page contains the full name, the dtype and the shape. One \
+more page stores the header of the file, so that `remanent export` restores the file byte for byte. When a file is \
+imported again, only the elements that changed are logged. Pages are created, deleted and resized for tensors that \
+were added, removed or resized. A version is one batch, so a killed import never leaves a partial version. If the file \
+equals the newest version, nothing is committed.
 
 Examples:
   remanent import store model.safetensors --note 'before training'
@@ -40,13 +41,13 @@ Examples:
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Import {
-    /// Store directory; created if it does not exist
+    /// Store directory, which is created if it does not exist
     dir: PathBuf,
     /// Safetensors file to import
     file: PathBuf,
     #[command(flatten)]
     along: ImportExtras,
-    /// Print the result as one JSON object
+    /// Print the result as a JSON object
     #[arg(long)]
     json: bool,
 }
@@ -57,11 +58,11 @@ struct ImportExtras {
     /// Note to store with the version in the log
     #[arg(long, value_name = "TEXT")]
     note: Option<String>,
-    /// Entry to set in the store's root in the same batch. VALUE is a number or a bool if it parses as one,
-    /// else text
+    /// Set an entry of the store's root in the same batch. VALUE is stored as a number or a boolean if possible,
+    /// otherwise as text
     #[arg(long, value_name = "NAME=VALUE", value_parser = parse_root)]
     root: Vec<(String, Value)>,
-    /// Place of new tensors: host, pinned, disk, or device:N. Existing tensors stay where they are
+    /// Place of new tensors: host, pinned, disk or device:N. Existing tensors are not moved
     #[arg(long, value_name = "PLACE", default_value_t = Place::Host)]
     place: Place,
 }

@@ -47,7 +47,9 @@ pub fn read(folder: &Path) -> Result<(Vec<Point>, Vec<String>), Failure> {
     let (mut points, mut damage) = (Vec::new(), Vec::new());
     for (_, path) in numbered {
         let point = match fs::metadata(&path) {
-            Ok(found) if found.len() > POINT_LEN_MAX => Err(format!("too long with {} bytes", found.len())),
+            Ok(found) if found.len() > POINT_LEN_MAX => {
+                Err(format!("{} bytes is longer than the limit of 64 MiB", found.len()))
+            }
             Ok(_) => fs::read(&path).map_err(|error| error.to_string()).and_then(|bytes| parse(&bytes)),
             // The run has removed the version after the folder was listed.
             Err(error) if error.kind() == ErrorKind::NotFound => continue,
@@ -67,7 +69,9 @@ fn parse(bytes: &[u8]) -> Result<Point, String> {
     let sum: String = Blake2b::<U16>::digest(body).iter().map(|byte| format!("{byte:02x}")).collect();
     let expected = format!("{{\"remanent version\": 1, \"blake2b\": \"{sum}\"}}");
     if first != expected.as_bytes() {
-        return Err("checksum mismatch, or written by a newer version of the program".to_owned());
+        return Err(
+            "checksum does not match, or the file was written by a newer version of the program".to_owned()
+        );
     }
     serde_json::from_slice(body).map_err(|error| format!("cannot be parsed: {error}"))
 }

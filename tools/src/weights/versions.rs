@@ -27,9 +27,10 @@ use crate::read::store_dir::StoreDir;
 use crate::weights::points;
 
 const EXAMPLES: &str = "\
-Lists everything that `remanent.torch.save_file`, `remanent.torch.Checkpointer` and `remanent import` have saved, and \
-every other batch whose state can be read. For a run of several ranks, use the directory that contains `points` and \
-`rank-0`. BYTES counts what the version's batch wrote: its frame in the log, and the images that it names.
+Lists all versions that `remanent.torch.save_file`, `remanent.torch.Checkpointer` and `remanent import` have saved, \
+and every other batch whose state can be read. For a run of several ranks, use the directory that contains `points` \
+and `rank-0`. BYTES is the number of bytes that the version's batch wrote: its frame in the log, and the images that \
+it names.
 
 Examples:
   remanent versions weights
@@ -49,7 +50,7 @@ const OWN_NAME: &str = "step ";
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Versions {
-    /// Directory of a store, or of a run of several ranks; never modified
+    /// Directory of a store or of a run of several ranks, which is never modified
     dir: PathBuf,
     /// Print one JSON object per line
     #[arg(long)]

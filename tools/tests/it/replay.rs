@@ -130,7 +130,7 @@ fn replay_needs_resume_and_the_same_rule() {
     let other = run(&["replay", &store, TRACE, "--resume", "--page-len", "512"]).expect(2);
     assert!(other.err.contains("created with --page-len 256 --pages-max 600"), "{}", other.err);
     let past = scratch.replay(5, &["--resume"]).expect(2);
-    assert!(past.err.contains("only 5 requests were given"), "{}", past.err);
+    assert!(past.err.contains("the trace has only 5 requests"), "{}", past.err);
     // Omitted values are those of the store.
     run(&["replay", &store, TRACE, "--resume", "--limit", "12"]).expect(0);
     assert_eq!(scratch.last_request(), Some(11));

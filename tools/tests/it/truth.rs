@@ -161,7 +161,7 @@ fn dropping_last_snapshot_name_keeps_store() {
     let before = run(&["pages", &path, "--json"]).expect(0).out;
     for more in [&[][..], &["--yes"]] {
         let told = run(&[&["prune", &path, "--name", "last"], more].concat()).expect(0).out;
-        assert!(told.contains("snapshot 5 is kept: it is the newest one"), "{told}");
+        assert!(told.contains("snapshot 5 is kept: it is the newest snapshot"), "{told}");
     }
     let counted =
         run(&["prune", &path, "--name", "last", "--snapshots", "1", "--json"]).expect(0).json().remove(0);

@@ -91,13 +91,14 @@ fn error_names_stores_in_subfolders() {
     make("rank-2");
     for args in [&["info", run_dir][..], &["pages", run_dir], &["log", run_dir], &["verify", run_dir]] {
         let said = run(args).expect(2).err;
-        let named = format!("there is no store in {run_dir}, but there is one in {run_dir}/rank-2");
+        let named = format!("there is no store in {run_dir}, but there is a store in {run_dir}/rank-2");
         assert!(said.contains(&named), "{said}");
     }
     (10..12).for_each(|rank| make(&format!("rank-{rank}")));
     let said = run(&["info", run_dir]).expect(2).err;
-    let named =
-        format!("but there are 3 in its folders, {run_dir}/rank-2 to {run_dir}/rank-11; use one of them");
+    let named = format!(
+        "but its folders contain 3 stores, from {run_dir}/rank-2 to {run_dir}/rank-11; use one of them"
+    );
     assert!(said.contains(&named), "{said}");
 }
 

@@ -242,7 +242,7 @@ fn agree(what: &str, path: &str) -> Verdict {
                     Err(Error::Damaged(_)) => true,
                     read => read.map(|_| false).unwrap_or_else(|error| panic!("{all}\nbut {error}")),
                 };
-                let costs = format!("page {}: reads of its image fail", info.page);
+                let costs = format!("page {}: reads fail until", info.page);
                 let is_named = said
                     .json()
                     .iter()

@@ -209,7 +209,7 @@ fn version_logs_only_changes_and_stays_available() {
     }
     let store = weights.scratch.store();
     let none = run(&["export", &store, &weights.scratch.path("none"), "--at", "lsn:5"]).expect(2);
-    assert!(none.err.contains("the last is lsn 4"), "{}", none.err);
+    assert!(none.err.contains("the last batch is lsn 4"), "{}", none.err);
     let none = run(&["export", &store, &weights.scratch.path("none"), "--at", "lsn:0"]).expect(2);
     assert!(none.err.contains("there are no weights up to lsn 0"), "{}", none.err);
     run(&["export", &store, &weights.scratch.path("none"), "--at", "snapshot:1"]).expect(2);
