@@ -151,7 +151,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_parse_back_and_have_one_spelling() {
+    fn file_names_round_trip_and_have_one_spelling() {
         for file in [
             FileName::Store,
             FileName::Lock,

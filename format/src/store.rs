@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn every_cut_and_every_flipped_bit_is_refused() {
+    fn every_truncation_and_bit_flip_of_store_file_is_refused() {
         let bytes = sample().encode().unwrap();
         for len in 0..bytes.len() {
             let found = StoreFile::decode(&bytes[..len]);
@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn feature_bits_and_versions_decide_which_builds_read_and_write() {
+    fn features_and_version_restrict_reading_and_writing() {
         let compatible = StoreFile::decode(&with_header(|raw| raw.compatible = 1)).unwrap();
         assert!(compatible.is_writable());
         assert_eq!(compatible.features.compatible, 1);
@@ -322,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn written_features_are_added_and_none_removed() {
+    fn adding_written_features_keeps_existing_features() {
         let old = Features { compatible: 5, ..Features::default() };
         let new = old.with_written();
         assert_eq!(new, Features { compatible: 5, ..Features::WRITTEN });
@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn sound_checksums_over_wrong_fields_are_refused() {
+    fn invalid_fields_with_valid_checksums_are_refused() {
         let record = &sample().encode().unwrap()[64..];
         let mut option_of_2 = record.to_vec();
         option_of_2[0] = 2;

@@ -156,7 +156,7 @@ fn read(kind: &str, name: &str, bytes: &[u8], text: &str) -> Vec<u8> {
 }
 
 #[test]
-fn sound_files_read_and_write_to_the_same_bytes() {
+fn valid_files_round_trip_to_the_same_bytes() {
     for file in &files().0 {
         let on_disk = read("sound", file.name, &file.bytes, &file.text);
         let written = read_and_write(file.structure, &on_disk);

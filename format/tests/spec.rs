@@ -402,7 +402,7 @@ fn is_label(text: &str) -> bool {
 
 /// SPEC.md defines each label once, and defines every label that it cites.
 #[test]
-fn labels_are_given_once() {
+fn spec_labels_are_unique() {
     let mut labels = labels();
     let count = labels.len();
     labels.dedup();

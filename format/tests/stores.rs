@@ -193,7 +193,7 @@ fn frames_of_one_group_are_validated_separately() {
 
 /// If the start of a group is lost, frames inside the group still testify to what was durable.
 #[test]
-fn frame_within_group_is_valid_alone() {
+fn frame_inside_a_group_testifies_without_its_start() {
     let mut maker = Maker::new();
     maker.batch().batch().sync();
     maker.batch().batch_in_group();
@@ -229,7 +229,7 @@ impl ReadAt for Sick {
 }
 
 #[test]
-fn segment_unreadable_at_first_counts_when_readable() {
+fn segment_is_used_once_it_becomes_readable() {
     let mut maker = four();
     maker.frame_at(2)[90] ^= 1;
     let source = Sick { files: maker.files, is_sick: Cell::new(true) };
@@ -274,7 +274,7 @@ fn incarnation_continues_at_proven_end() {
 
 /// Only the opening states where the previous incarnation ends, and that the batches it accepted are durable.
 #[test]
-fn opening_record_is_self_sufficient() {
+fn changed_opening_record_is_detected() {
     let mut maker = four();
     maker.reopen(2);
     let with_header = |change: fn(&mut [u8])| {
@@ -299,7 +299,7 @@ fn opening_record_is_self_sufficient() {
 }
 
 #[test]
-fn only_newest_incarnation_counts_as_evidence() {
+fn only_frames_of_the_newest_incarnation_testify() {
     let mut maker = four();
     let mut stale = maker.frame_at(2)[..80].to_vec();
     maker.reopen(2);
@@ -321,7 +321,7 @@ fn only_newest_incarnation_counts_as_evidence() {
 }
 
 #[test]
-fn unsuccessful_attempt_changes_nothing() {
+fn interrupted_open_changes_nothing_before_its_rename() {
     let sound = four();
     let mut attempt = four();
     attempt.reopen(4);
@@ -334,7 +334,7 @@ fn unsuccessful_attempt_changes_nothing() {
 }
 
 #[test]
-fn pages_over_the_budget_are_not_built() {
+fn rebuild_refuses_pages_over_the_limit() {
     let maker = four();
     let options = RebuildOptions { page_bytes_max: 63, ..RebuildOptions::default() };
     let damage = rebuild(&maker.files, &options).unwrap_err();
@@ -446,7 +446,7 @@ fn fuzzer_seeds_match_sample_stores() {
 }
 
 #[test]
-fn every_input_that_the_repository_keeps_passes_every_target() {
+fn repository_inputs_pass_every_fuzz_target() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let folders = ["tests/golden/sound", "tests/golden/damaged", "../fuzz/seeds/rebuild", "../fuzz/found"];
     let mut inputs = 0;

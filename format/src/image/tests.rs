@@ -45,7 +45,7 @@ fn with_rows(change: impl FnOnce(&mut ChunkHeaderRaw, &mut ImageHeaderRaw)) -> V
 }
 
 #[test]
-fn file_header_round_trips_and_refuses_every_flipped_bit() {
+fn image_file_header_round_trips_and_rejects_bit_flips() {
     let header = ImageFileHeader { store: STORE, file: 0x0102_0304, purpose: ImagePurpose::Batch };
     let bytes = header.encode();
     assert_eq!(ImageFileHeader::decode(&bytes), Ok(header));
@@ -107,7 +107,7 @@ fn misplaced_and_foreign_chunks_are_refused() {
 }
 
 #[test]
-fn sound_checksums_over_wrong_fields_are_refused() {
+fn invalid_fields_with_valid_checksums_are_refused() {
     assert_eq!(decode(&with_rows(|_, _| ())), Ok(sample()));
     type Change = fn(&mut ChunkHeaderRaw, &mut ImageHeaderRaw);
     let rows: [(&str, Change); 17] = [
@@ -181,7 +181,7 @@ fn compressed_pages_decode_from_any_frame_count() {
 /// Zeros, which compress best, stay within the ratio that is checked before decompression.
 #[test]
 #[cfg_attr(miri, ignore = "zstd is C")]
-fn frame_payload_is_bounded() {
+fn highest_compression_stays_within_checked_ratio() {
     let content = vec![0; 64 << 20];
     let (image, frames) = compressed(&content, COMPRESSED_PIECE_LEN);
     assert_eq!(image.check_content(&frames, content.len() as u64), Ok(()));
@@ -243,7 +243,7 @@ fn images_of(content: &[u8]) -> Vec<(&'static str, ImageRef, Vec<u8>)> {
 
 #[test]
 #[cfg_attr(miri, ignore = "zstd is C")]
-fn ranges_of_verified_image_match_or_fail() {
+fn range_reads_return_proven_bytes_or_an_error() {
     const MIB: usize = 1 << 20;
     let content: Vec<u8> = (0..3 * MIB + 4099).map(|at| (at >> 6 ^ at >> 15) as u8).collect();
     let len = content.len();
@@ -284,7 +284,7 @@ fn ranges_of_verified_image_match_or_fail() {
 }
 
 #[test]
-fn impossible_chunks_are_not_planned() {
+fn invalid_chunk_layouts_are_refused() {
     for (why, found) in [
         ("no images", Chunk::plan(1, 4096, &[])),
         ("an empty page", Chunk::plan(1, 4096, &[new_image(1, 0)])),

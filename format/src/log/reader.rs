@@ -360,7 +360,7 @@ mod tests {
 
     /// Also covers positions around the boundaries of individual reads.
     #[test]
-    fn frames_are_found_at_every_place_and_nowhere_else() {
+    fn frames_are_found_at_exactly_their_positions() {
         const STORE: StoreId = StoreId([7; 16]);
         let len = FIRST_READ_LEN + 2 * NEXT_READ_LEN;
         let header = |offset| crate::frame::FrameHeader {
@@ -400,7 +400,7 @@ mod tests {
     /// Reads ranges forward and backward, shorter and longer than the read-ahead. Every third buffer is kept.
     #[test]
     #[cfg_attr(miri, ignore = "it compares gigabytes")]
-    fn held_buffers_stay_and_other_bytes_are_read_from_file() {
+    fn later_reads_do_not_overwrite_shared_buffers() {
         let file =
             OneFile((0..5_000_003_u32).map(|at| (at.wrapping_mul(2_654_435_761) >> 13) as u8).collect());
         let mut reader = SegmentReader::new(&file, 1);

@@ -111,7 +111,7 @@ fn manifest_round_trips_to_the_same_bytes() {
 
 /// Entries that are encoded in pieces of any length have the same bytes, and each piece rejects the same defects.
 #[test]
-fn piecewise_encoded_entries_are_equal() {
+fn entries_encoded_in_pieces_have_equal_bytes() {
     let entries: Vec<ManifestEntry> = (1..900).map(|page| entry(page, 7)).collect();
     let whole = Manifest { next_page: 1000, entries, ..sample() };
     let whole = Manifest { tombstones: vec![Tombstone { page: PageId(950), lsn: Lsn(1) }], ..whole };
@@ -159,7 +159,7 @@ impl WorkPool for Pieces {
 
 /// Entries that are decoded in pieces of any length form the same manifest, and every defect is found.
 #[test]
-fn piecewise_decoded_entries_are_equal() {
+fn entries_decoded_in_pieces_form_the_same_manifest() {
     let named = |page| ManifestEntry {
         key: Some(Key::new(vec![7; 1 + page as usize % 64]).unwrap()),
         ..entry(page, 7)
@@ -250,7 +250,7 @@ fn changes_replace_add_and_remove_pages() {
 }
 
 #[test]
-fn links_that_do_not_follow_are_refused() {
+fn change_that_contradicts_previous_link_is_refused() {
     let [base, second, _] = links();
     let table = Manifest { kind: ManifestKind::Table, name: None, ..base.clone() };
     for (expected, previous) in [
@@ -275,7 +275,7 @@ fn links_that_do_not_follow_are_refused() {
 }
 
 #[test]
-fn names_are_short_text_and_only_snapshots_have_one() {
+fn snapshot_names_are_limited_and_tables_have_none() {
     let named = |name: &str| Manifest { name: Some(name.to_owned()), ..sample() };
     for name in ["x", "ünïcode", &"x".repeat(64)] {
         assert_eq!(first(&named(name).encode().unwrap()).unwrap(), named(name));
@@ -286,7 +286,7 @@ fn names_are_short_text_and_only_snapshots_have_one() {
 }
 
 #[test]
-fn one_good_copy_is_enough_and_the_other_is_reported() {
+fn manifest_with_one_valid_copy_reports_the_other() {
     let bytes = sample().encode().unwrap();
     let body_end = 256 + u64::from_le_bytes(bytes[152..160].try_into().unwrap()) as usize;
     for (copy, at) in [(0, 0), (1, bytes.len() / 2)] {
@@ -310,7 +310,7 @@ fn one_good_copy_is_enough_and_the_other_is_reported() {
 }
 
 #[test]
-fn files_of_the_wrong_length_lose_their_second_copy() {
+fn wrong_file_length_invalidates_second_copy() {
     let bytes = sample().encode().unwrap();
     for (len, found) in [(bytes.len() - 4096, "cut by a page"), (4096 + 300, "cut within the copy")] {
         let (decoded, health) = Manifest::decode(&bytes[..len]).unwrap();
@@ -325,7 +325,7 @@ fn files_of_the_wrong_length_lose_their_second_copy() {
 }
 
 #[test]
-fn two_good_copies_that_differ_are_reported() {
+fn valid_manifest_copies_that_differ_are_reported() {
     let mut bytes = sample().encode().unwrap();
     let other = Manifest { created_unix_ms: 1, ..sample() }.encode().unwrap();
     let half = bytes.len() / 2;
@@ -336,7 +336,7 @@ fn two_good_copies_that_differ_are_reported() {
 }
 
 #[test]
-fn sound_checksums_over_wrong_fields_are_refused() {
+fn invalid_fields_with_valid_checksums_are_refused() {
     assert_eq!(first(&with_copy(|_, _| ())), Ok(sample()));
     type Change = fn(&mut ManifestHeaderRaw, &mut [u8]);
     let rows: [(&str, Change); 31] = [
@@ -384,7 +384,7 @@ fn sound_checksums_over_wrong_fields_are_refused() {
 }
 
 #[test]
-fn manifests_that_contradict_themselves_are_not_written() {
+fn inconsistent_manifest_is_not_encoded() {
     for (why, manifest) in [
         ("entries descend", Manifest { entries: vec![entry(2, 1), entry(1, 1)], ..sample() }),
         ("a page without its image", {
@@ -413,7 +413,7 @@ fn manifests_that_contradict_themselves_are_not_written() {
 
 /// Entries that are merged in pieces of any length form the same page table, even if a run of ids spans two pieces.
 #[test]
-fn table_from_pieces_equals_whole() {
+fn table_merged_in_pieces_equals_whole_table() {
     let entries = (1..=700).map(|page| ManifestEntry { epoch: Epoch(page % 7), ..entry(3 * page, page) });
     let entries: Vec<ManifestEntry> = entries.collect();
     let redo = LogPoint { lsn: Lsn(9), ..sample().redo };

@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn both_encodings_give_the_same_indices() {
+    fn both_encodings_contain_the_same_indices() {
         for indices in [
             vec![],
             vec![0],
@@ -336,7 +336,7 @@ mod tests {
 
     /// Gaps of every length are decoded at every position of a word.
     #[test]
-    fn gap_decoding_is_equal_bytewise_and_wordwise() {
+    fn gaps_decoded_by_word_equal_gaps_decoded_by_byte() {
         const LONG: [u32; 5] = [0, 127, 128, 16_383, 16_384];
         for first in 0..12_usize {
             for digits in 0..5_usize.pow(5) {
@@ -363,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn only_ascending_indices_have_gaps() {
+    fn gap_encoding_requires_ascending_indices() {
         assert_eq!(gap_coded(&[1, 1]), None);
         assert_eq!(gap_coded(&[2, 1]), None);
         let descending = plain(&[2, 1]);
@@ -371,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn gaps_that_no_encoder_makes_are_refused() {
+    fn non_canonical_gaps_are_refused() {
         let limit = |what, found, limit| Defect::Limit { what, found, limit };
         let field = |what, found| Defect::Field { what, found };
         for (bytes, count, defect) in [

@@ -155,7 +155,7 @@ mod tests {
 
     /// A sequence of changes produces the same bases as in a standard map.
     #[test]
-    fn last_statement_about_page_wins() {
+    fn last_change_of_a_base_wins() {
         let of_batch = |lsn| Base { image: None, len: lsn, lsn: Lsn(lsn), resized: lsn % 2 == 0 };
         let named = |lsn: fn(&ManifestEntry) -> Lsn| -> BTreeMap<PageId, Base> {
             let base = |entry: &ManifestEntry| Base {

@@ -425,7 +425,7 @@ mod tests {
 
     /// Compares a map and its flags with a standard map and a standard set.
     #[test]
-    fn items_are_found_under_their_numbers_and_in_order() {
+    fn items_are_found_by_id_and_iterated_in_order() {
         let ids = [1, 63, 64, 255, 256, 257, 70_000, u64::MAX - 1, u64::MAX, 2, 0];
         let (mut items, mut expected) = (IdMap::default(), BTreeMap::new());
         let mut flagged = BTreeSet::new();
@@ -475,7 +475,7 @@ mod tests {
 
     /// Merging two maps keeps all items and flags, for all divisions of the items and both directions.
     #[test]
-    fn separate_items_are_joined() {
+    fn absorb_keeps_all_items_and_flags() {
         let numbers = [0, 1, 255, 256, 300, 511, 70_000, 70_001, u64::MAX];
         for parted in 0..=numbers.len() {
             for (here, there) in [numbers.split_at(parted), (&numbers[parted..], &numbers[..parted])] {
@@ -505,7 +505,7 @@ mod tests {
     /// In a full row, the index of an item is its id modulo the length of the row. In other rows, the index is lower by
     /// the number of missing items before it.
     #[test]
-    fn directory_rows_grow_and_shrink() {
+    fn items_are_found_in_full_and_in_sparse_rows() {
         let numbers = || (0..5 * ROW).map(PageId);
         for missing in [ROW, ROW + 63, ROW + 64, 2 * ROW - 1, 2 * ROW] {
             let mut items: IdMap<PageId, u64> = numbers().map(|page| (page, page.0)).collect();

@@ -54,7 +54,7 @@ fn metadata_and_entries_round_trip_to_the_same_bytes() {
 }
 
 #[test]
-fn bytes_are_as_specified() {
+fn value_encoding_has_specified_bytes() {
     let value = Value::from(vec![Value::Null, Value::from(7_u64)]);
     let bytes = encode_entry("ab", &value, LIMIT).unwrap();
     let content = [
@@ -125,7 +125,7 @@ fn envelope_with_non_canonical_encoding_is_refused() {
 }
 
 #[test]
-fn nesting_and_names_are_limited_on_both_ways() {
+fn encoding_and_decoding_limit_nesting_and_names() {
     let deepest = nested(VALUE_DEPTH_MAX);
     let bytes = encode_entry("v", &deepest, LIMIT).unwrap();
     assert_eq!(decode_entry(&bytes, LIMIT).unwrap().0.1, deepest);

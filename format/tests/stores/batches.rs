@@ -63,7 +63,7 @@ pub fn snapshot_of_moved(maker: &mut Maker, redo: u64, caught: u64, end: u64) {
 }
 
 #[test]
-fn moved_page_ends_at_newest_place_whenever_gathered() {
+fn moved_page_has_newest_place_at_any_capture_time() {
     let mut looked_at = 0;
     for (redo, caught, end) in (1..=5_u64)
         .flat_map(|redo| (redo..=5).flat_map(move |caught| (caught..=5).map(move |end| (redo, caught, end))))
@@ -89,7 +89,7 @@ fn moved_page_ends_at_newest_place_whenever_gathered() {
 }
 
 #[test]
-fn an_unknown_page_does_not_move() {
+fn move_of_unknown_page_is_refused() {
     let mut maker = Maker::new();
     maker.batch().batch_of(&[Op::Move { page: PageId(2), place: Place::Host }], true);
     assert!(rebuilt(&maker).unwrap_err().contains("there is no page 2"));

@@ -130,7 +130,7 @@ fn far() -> FarStore {
 }
 
 #[test]
-fn damage_beyond_four_gibibytes_is_found_where_it_lies() {
+fn damage_beyond_four_gibibytes_has_its_offset() {
     let FarStore { files, frames } = far();
     assert!(frames.iter().all(|at| *at > u64::from(u32::MAX)));
     let found = |files: &SparseFiles| {

@@ -127,7 +127,7 @@ fn a_store_that_begins_with_a_state_has_no_empty_beginning() {
 /// A manifest's `redo` is the start of the walk. Past the end of its segment there is no next frame, and a
 /// walk would not look for one.
 #[test]
-fn a_walk_begins_within_its_segment() {
+fn walk_start_outside_its_segment_is_refused() {
     let publish = |change: fn(&mut Manifest)| {
         let mut maker = four();
         let mut manifest = maker.manifest(1, 2, 2, 2);
@@ -202,7 +202,7 @@ fn epoch_and_page_id_do_not_overflow() {
 
 /// A frame beyond the end that may testify provides a durable mark, like every frame in order.
 #[test]
-fn evidence_advances_proven_log_end() {
+fn testimony_advances_the_proven_log_end() {
     let mut maker = Maker::new();
     maker.batch().batch().batch();
     maker.sync().batch();

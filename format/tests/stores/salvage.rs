@@ -64,7 +64,7 @@ fn salvage_invents_no_state() {
 /// A snapshot needs a lost batch, and so does the log's beginning. The snapshot's version of the page is
 /// provable, but no structure determines the state.
 #[test]
-fn without_known_state_nothing_is_exact() {
+fn salvage_without_known_state_reports_no_exact_page() {
     let mut maker = four();
     maker.snapshot(1, 2, 3, 4);
     [1, 4].into_iter().for_each(|lsn| maker.frame_at(lsn)[8] ^= 1);

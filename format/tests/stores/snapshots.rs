@@ -267,7 +267,7 @@ fn thin_snapshot_begins_at_previous_link() {
 }
 
 #[test]
-fn a_restore_replaces_pages_and_root_by_those_of_its_table() {
+fn restore_replaces_pages_and_root_with_its_table() {
     let mut maker = four();
     let table = Manifest { kind: ManifestKind::Table, end: Lsn(6), ..maker.manifest(9, 2, 2, 2) };
     let table_crc = maker.publish(FileName::Table(9), &table);

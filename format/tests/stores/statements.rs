@@ -26,7 +26,7 @@ fn entry(snapshot: u64, log_kept: bool) -> VerifiedSnapshot {
 
 /// Bytes after the last frame that are not a readable header but match some of its fields.
 #[test]
-fn trace_lists_number_and_segment() {
+fn bytes_of_earlier_runs_are_not_reported_as_torn() {
     let mut base = four();
     base.reopen(4);
     let with = |incarnation: Incarnation, number: u64, magic: &[u8; 4], store: StoreId| {
@@ -232,7 +232,7 @@ fn a_torn_tail_may_take_the_newest_seal() {
 }
 
 #[test]
-fn incarnation_counts_after_its_opening_is_recycled() {
+fn incarnation_is_read_after_its_opening_is_recycled() {
     let mut maker = four();
     maker.sync().snapshot(1, 3, 3, 4);
     let mut newest = maker.clone();
@@ -255,7 +255,7 @@ fn incarnation_counts_after_its_opening_is_recycled() {
 }
 
 #[test]
-fn lower_of_two_openings_of_incarnation_counts() {
+fn lower_of_two_openings_of_an_incarnation_is_used() {
     let mut maker = four();
     let opening = SegmentHeader::decode(segment(&mut maker, 1)).unwrap().opening;
     assert!(opening.is_some());

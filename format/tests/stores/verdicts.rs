@@ -124,7 +124,7 @@ fn on_disk(writes: &[(u64, usize)]) -> Maker {
 }
 
 #[test]
-fn wholly_written_page_needs_no_image() {
+fn overwritten_page_needs_no_image() {
     type Row = (&'static str, &'static [(u64, usize)], bool);
     let rows: [Row; 4] = [
         ("nothing written", &[], true),
@@ -153,7 +153,7 @@ fn wholly_written_page_needs_no_image() {
 
 /// The place in the resulting state counts.
 #[test]
-fn recovered_place_is_of_recovered_state() {
+fn final_place_decides_whether_an_image_is_read() {
     let moved = |from: Place, to: Place| {
         let mut maker = Maker::new();
         maker.batch().batch().sync();
@@ -210,7 +210,7 @@ fn snapshots(count: u64, change: fn(&mut Maker)) -> Maker {
 
 /// Doubling the snapshots and the log at most slightly more than doubles the reads.
 #[test]
-fn shared_damage_is_read_once_and_not_by_each_snapshot() {
+fn damage_shared_by_snapshots_is_read_once() {
     type Look = fn(&dyn ReadAt);
     let looks: [(&str, Look); 3] = [
         ("the judge", |source| _ = judged(source)),
@@ -252,7 +252,7 @@ fn shared_damage_is_read_once_and_not_by_each_snapshot() {
 
 /// A view of a store that is being written starts again from the batch that it reached.
 #[test]
-fn a_second_walk_reaches_the_batch_before_the_damage() {
+fn second_walk_returns_the_batches_before_the_damage() {
     let mut maker = Maker::new();
     maker.batch().batch().sync().batch();
     maker.frame_at(2)[90] ^= 1;
@@ -266,7 +266,7 @@ fn a_second_walk_reaches_the_batch_before_the_damage() {
 /// A snapshot with one valid copy is used, and one with none is not. Whether the store is then rejected
 /// depends on where the log begins.
 #[test]
-fn an_unreadable_snapshot_before_the_logs_beginning_is_refused() {
+fn unreadable_snapshot_prevents_start_from_log_beginning() {
     for name in [None, Some("kept".to_owned())] {
         for (trim, copies_bad) in (0..3).flat_map(|trim| (0..4).map(move |copies| (trim, copies))) {
             let mut maker = four();

@@ -69,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_kind_of_value_has_its_json() {
+    fn every_kind_of_value_converts_to_json() {
         for (of, expected) in [
             (Value::Null, "null"),
             (Value::Bool(true), "true"),

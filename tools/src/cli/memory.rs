@@ -44,7 +44,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn kernel_version_line_is_parsed() {
+    fn available_memory_is_parsed_from_meminfo() {
         assert_eq!(parse("MemTotal: 9 kB\nMemAvailable:   24031 kB\nBuffers: 1 kB\n"), Some(24031 << 10));
         assert_eq!(parse("MemTotal: 9 kB\n"), None);
     }

@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn frames_of_both_incarnations_are_listed_with_their_fate() {
+    fn scan_lists_frames_of_both_incarnations() {
         assert_eq!(
             scan(two_incarnations()),
             [(1, "follows", true), (2, "follows", true), (3, "left behind", true), (3, "follows", true)]

@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn one_look_suffices_if_nothing_changes() {
+    fn unchanged_directory_is_read_once() {
         let folder = tempfile::tempdir().unwrap();
         fs::create_dir(folder.path().join("log")).unwrap();
         let dir = StoreDir::open(folder.path()).unwrap();

@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn elements_are_shown_by_their_dtype() {
+    fn elements_are_printed_by_their_dtype() {
         for (dtype, bytes, expected_text, expected_json) in [
             (Dtype::F32, &0.1f32.to_le_bytes()[..], "0.1", "0.10000000149011612"),
             (Dtype::F32, &f32::NAN.to_le_bytes(), "NaN", "\"NaN\""),

@@ -67,7 +67,7 @@ fn closed_pipe_ends_output_quietly() {
 }
 
 #[test]
-fn unfollowable_state_states_reason() {
+fn follow_reports_why_a_position_is_unavailable() {
     let scratch = Scratch::new();
     let nowhere = run(&["follow", &scratch.store()]).expect(2);
     assert!(nowhere.err.contains("there is no store"), "{}", nowhere.err);

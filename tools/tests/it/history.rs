@@ -336,7 +336,7 @@ fn bisect_finds_the_first_bad_version() {
 }
 
 #[test]
-fn bisect_leaves_no_files_however_it_ends() {
+fn bisect_leaves_no_files() {
     let weights = imported(8);
     let (store, scratch) = (weights.scratch.store(), weights.scratch.path("scratch"));
     fs::create_dir(&scratch).unwrap();

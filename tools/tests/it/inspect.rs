@@ -92,7 +92,7 @@ pub fn small_store(scratch: &Scratch) -> Store {
 }
 
 #[test]
-fn pages_output_has_its_fixed_form() {
+fn pages_output_format_is_unchanged() {
     let scratch = Scratch::new();
     small_store(&scratch).close().unwrap();
     let pages = run(&["pages", &scratch.store(), "--json"]).expect(0);
@@ -245,7 +245,7 @@ fn damaged_image_falls_back_to_older_snapshot() {
 }
 
 #[test]
-fn unopenable_store_shows_all_sound_data() {
+fn unopenable_store_shows_all_readable_data() {
     let scratch = Scratch::new();
     small_store(&scratch).close().unwrap();
     let store = scratch.store();

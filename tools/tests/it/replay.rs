@@ -121,7 +121,7 @@ fn bad_trace_is_reported_by_line_before_any_write() {
 }
 
 #[test]
-fn replay_needs_resume_and_the_same_rule() {
+fn replay_requires_resume_and_the_same_rule() {
     let scratch = Scratch::new();
     scratch.replay(10, &[]).expect(0);
     let again = scratch.replay(20, &[]).expect(2);

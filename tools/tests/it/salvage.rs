@@ -205,7 +205,7 @@ fn lost_file_or_sector_is_reported_and_store_unchanged() {
 }
 
 #[test]
-fn invalid_calls_touch_nothing() {
+fn invalid_salvage_arguments_change_nothing() {
     let scratch = Scratch::new();
     let open = small_store(&scratch);
     let (store, new, other) = (scratch.store(), scratch.path("new"), scratch.path("other"));

@@ -280,7 +280,7 @@ fn foreign_pages_are_unchanged() {
 }
 
 #[test]
-fn bad_file_is_rejected_and_leaves_no_store() {
+fn invalid_safetensors_file_leaves_no_store() {
     let weights = Weights::new();
     let good = file(&all_kinds());
     let header =

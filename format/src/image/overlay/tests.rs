@@ -123,7 +123,7 @@ fn read_all(files: &Files, image: &ImageRef, len: u64) -> Result<Vec<u8>, Damage
 
 /// An overlay over its base produces the page, for random pieces and both codecs of the base.
 #[test]
-fn overlay_on_base_equals_page() {
+fn overlay_over_base_produces_the_page() {
     let mut state = 1_u64;
     let mut below = |limit: u64| {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -203,7 +203,7 @@ fn overlay_reads_known_base_only_near_pieces() {
 
 /// Every flipped bit and every truncation of the overlay or its base is detected.
 #[test]
-fn every_flipped_bit_and_every_cut_is_found() {
+fn every_bit_flip_and_truncation_of_overlay_is_detected() {
     const LEN: u64 = 700;
     let (files, image, page) = sample(LEN as usize, &[3..40, 41..44, 600..700], false);
     assert!(read_all(&files, &image, LEN).unwrap() == page);
@@ -233,7 +233,7 @@ fn every_flipped_bit_and_every_cut_is_found() {
 
 /// A manifest entry that contradicts the overlay is rejected.
 #[test]
-fn an_overlay_is_of_its_page_and_base() {
+fn overlay_that_contradicts_its_entry_is_rejected() {
     const LEN: u64 = 700;
     let (files, image, _) = sample(LEN as usize, &[3..40, 50..60], false);
     let Codec::Overlay(base) = image.codec else { panic!("{image:?}") };

@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn weights_index_maps_keys() {
+    fn key_index_finds_inserted_keys_in_any_order() {
         let key = |number: u64| Key::new(number.to_le_bytes()).unwrap();
         let (mut one, mut other) = (KeyIndex::default(), KeyIndex::default());
         assert!(one == other && one.get(key(1).as_bytes()).is_none() && one.remove(&key(1)).is_none());

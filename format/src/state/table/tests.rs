@@ -157,7 +157,7 @@ fn only_byte_changing_batches_are_combined() {
 }
 
 #[test]
-fn epoch_overflow_is_refused_in_many_batches_too() {
+fn epoch_overflow_in_batch_summary_is_refused() {
     let page = |epoch| PageInfo { epoch: Epoch(epoch), ..PageInfo::new(PageId(1), 100, Place::Host) };
     let summed = PageChanges {
         first: Lsn(5),
@@ -173,7 +173,7 @@ fn epoch_overflow_is_refused_in_many_batches_too() {
 }
 
 #[test]
-fn only_byte_changes_are_combined() {
+fn fast_path_refuses_other_operations() {
     let page = PageId(1);
     let new = || {
         let pages = [PageInfo::new(page, 100, Place::Host)];

@@ -100,7 +100,7 @@ fn straddles(op: &Op<'_>, end: u64) -> bool {
 }
 
 #[test]
-fn window_head_is_page_prefix() {
+fn window_contains_the_same_bytes_as_the_page() {
     let kinds = ["write", "masked", "scatter", "fill"];
     let mut across = [0; 4];
     let mut grown_again = 0;

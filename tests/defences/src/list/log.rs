@@ -36,13 +36,13 @@ pub const LIST: &[Defence] = &[
         "walk ends after the predecessor (I5)",
         WALK,
         "passed || self.point.lsn > last.lsn",
-        stores("opening_record_is_self_sufficient"),
+        stores("changed_opening_record_is_detected"),
     ),
     refusal(
         "chain at the end of an incarnation (I5)",
         WALK,
         "(self.point.lsn, self.point.chain) != (last.lsn, last.chain)",
-        stores("opening_record_is_self_sufficient"),
+        stores("changed_opening_record_is_detected"),
     ),
     defence(
         "the newest incarnation needs frames or an opening (I5)",
@@ -69,7 +69,7 @@ pub const LIST: &[Defence] = &[
         "mark of an opening (I4)",
         WALK,
         "self.mark = self.mark.max(opening.accepted);",
-        stores("opening_record_is_self_sufficient"),
+        stores("changed_opening_record_is_detected"),
     ),
     check(
         "mark of a frame beyond the damage (I4)",
@@ -82,14 +82,14 @@ pub const LIST: &[Defence] = &[
         MAP,
         "header.is_ok() && first.is_none()",
         "header.is_ok() && frames.is_none()",
-        stores("frame_within_group_is_valid_alone"),
+        stores("frame_inside_a_group_testifies_without_its_start"),
     ),
     defence(
         "what could not be read is no blank (I4)",
         MAP,
         "reader.all_is_readable()",
         "true",
-        stores("segment_unreadable_at_first_counts_when_readable"),
+        stores("segment_is_used_once_it_becomes_readable"),
     ),
     defence(
         "mark of a manifest (I4)",
@@ -103,7 +103,7 @@ pub const LIST: &[Defence] = &[
         WALK,
         "Some(frame.incarnation) == self.map.newest && frame.lsn > self.point.lsn",
         "frame.lsn > self.point.lsn",
-        stores("only_newest_incarnation_counts_as_evidence"),
+        stores("only_frames_of_the_newest_incarnation_testify"),
     ),
     refusal(
         "damage under a mark is refused (I4)",
@@ -130,7 +130,7 @@ pub const LIST: &[Defence] = &[
         WALK,
         "Some(self.point.incarnation) != self.map.newest",
         "false",
-        stores("opening_record_is_self_sufficient"),
+        stores("changed_opening_record_is_detected"),
     ),
     defence(
         "a segment in between is missing (I8)",
@@ -201,13 +201,13 @@ pub const LIST: &[Defence] = &[
         "checksum of a restored table",
         FOLLOW,
         "health.header_crc != table_crc",
-        stores("snapshots::a_restore_replaces_pages_and_root_by_those_of_its_table"),
+        stores("snapshots::restore_replaces_pages_and_root_with_its_table"),
     ),
     check(
         "page bytes within the budget (I10)",
         FOLLOW,
         "resolution.check_page_bytes(page_bytes_max)?;",
-        stores("pages_over_the_budget_are_not_built"),
+        stores("rebuild_refuses_pages_over_the_limit"),
     ),
     // The pure rebuild, with which recovery is compared.
     defence(

@@ -32,14 +32,14 @@ pub const LIST: &[Defence] = &[
         WALK,
         "(SEGMENT_HEADER_BLOCK..=file_len).contains(&offset)",
         "true",
-        stores("limits::a_walk_begins_within_its_segment"),
+        stores("limits::walk_start_outside_its_segment_is_refused"),
     ),
     defence(
         "what testimony proves is proven",
         WALK,
         "self.mark = mark;",
         "",
-        stores("limits::evidence_advances_proven_log_end"),
+        stores("limits::testimony_advances_the_proven_log_end"),
     ),
     // Incarnations that are left out of the line.
     defence(
@@ -231,7 +231,7 @@ pub const LIST: &[Defence] = &[
         "true",
         Test {
             binary: "remanent_format",
-            name: "state::table::tests::epoch_overflow_is_refused_in_many_batches_too",
+            name: "state::table::tests::epoch_overflow_in_batch_summary_is_refused",
         },
     ),
     defence(

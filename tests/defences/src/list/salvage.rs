@@ -38,6 +38,6 @@ pub const LIST: &[Defence] = &[
         PAGES,
         "self.state.is_whole",
         "true",
-        stores("salvage::without_known_state_nothing_is_exact"),
+        stores("salvage::salvage_without_known_state_reports_no_exact_page"),
     ),
 ];

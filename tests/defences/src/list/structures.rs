@@ -16,8 +16,10 @@ const ENVELOPE: &str = "format/src/value/envelope.rs";
 const OPS: &str = "format/src/op/reader.rs";
 
 /// A test of overlays, and of everything that an entry may state about one.
-const OF_OVERLAYS: Test =
-    Test { binary: "remanent_format", name: "image::overlay::tests::an_overlay_is_of_its_page_and_base" };
+const OF_OVERLAYS: Test = Test {
+    binary: "remanent_format",
+    name: "image::overlay::tests::overlay_that_contradicts_its_entry_is_rejected",
+};
 
 pub const LIST: &[Defence] = &[
     // Frames: their headers.
@@ -294,7 +296,7 @@ pub const LIST: &[Defence] = &[
         "decompressed page checksum",
         IMAGE_REF,
         r#"check_crc("page", self.raw_crc, &bytes)?;"#,
-        stores("every_input_that_the_repository_keeps_passes_every_target"),
+        stores("repository_inputs_pass_every_fuzz_target"),
     ),
     defence("decompressed length", CODEC, "total > len", "false", GOLDEN),
     // Manifests.
