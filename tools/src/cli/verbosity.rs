@@ -13,7 +13,7 @@ pub struct Verbosity {
     /// Print only errors to standard error
     #[arg(short, long, global = true, conflicts_with = "verbose")]
     quiet: bool,
-    /// Print messages of the engine to standard error. Repeat the flag for all details
+    /// Print messages of the engine to standard error; repeat for more detail
     #[arg(short, long, global = true, action = clap::ArgAction::Count)]
     verbose: u8,
 }

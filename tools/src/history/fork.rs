@@ -24,7 +24,7 @@ Examples:
 pub struct Fork {
     /// Store directory, which is never modified
     dir: PathBuf,
-    /// Directory of the new store, which must be empty or not exist
+    /// Directory for the new store, which must not exist or must be empty
     new: PathBuf,
     /// State to start from: lsn:N, snapshot:N or the name of a snapshot [default: newest]
     #[arg(long)]

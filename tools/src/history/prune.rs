@@ -51,7 +51,7 @@ pub struct Prune {
     /// Keep at least BYTES of the log
     #[arg(long, value_name = "BYTES")]
     log_bytes: Option<u64>,
-    /// Give up the snapshot name NAME, and remove its snapshot unless another rule keeps it
+    /// Give up this snapshot name, and remove the snapshot unless another rule keeps it
     #[arg(long, value_name = "NAME")]
     name: Vec<String>,
     /// Delete. Without this flag, only print what would be deleted

@@ -61,7 +61,7 @@ Examples:
 pub struct Salvage {
     /// Directory of the damaged store, which is never modified
     dir: PathBuf,
-    /// Directory of the new store, which must be empty or not exist [default: print a report only]
+    /// Directory for the new store, which must not exist or must be empty [default: print a report only]
     #[arg(long, value_name = "NEWDIR")]
     to: Option<PathBuf>,
     /// Also copy earlier versions of pages whose last version cannot be proven
