@@ -26,6 +26,7 @@ mod gpu {
     use cudarc::driver::sys;
     use remanent::batch::{InitialCopy, Shadow, Width};
     use remanent::device::RawStream;
+    use remanent::error::Unavailable;
     use remanent::{DeviceChoice, Error, Options, Place, Result};
 
     /// Adds one to every hundredth byte. A real kernel would be compiled by nvcc or NVRTC.
@@ -69,7 +70,7 @@ mod gpu {
 
     pub fn run() -> Result<()> {
         let store = match Options::new().device(DeviceChoice::Cuda(0)).open_temporary() {
-            Err(Error::DeviceUnavailable { reason, .. }) => {
+            Err(Error::Unavailable(Unavailable::Device { reason, .. })) => {
                 eprintln!("SKIPPED: there is no GPU here: {reason}");
                 return Ok(());
             }

@@ -79,7 +79,7 @@ impl Engine {
     /// Starts the log and the applier. If either cannot be started, the pages' memory is freed.
     ///
     /// # Errors
-    /// Errors of the disk; [`Error::Thread`] if a thread cannot be started.
+    /// Errors of the disk; [`Error::Io`] if a thread cannot be started.
     pub fn start(start: EngineStart<'_>) -> Result<RunningEngine> {
         let EngineStart {
             store,

@@ -201,6 +201,7 @@ mod eviction;
 pub mod error;
 pub mod layout;
 
+use crate::error::{IoAction, Unavailable};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -264,8 +265,8 @@ impl Store {
     ///
     /// # Errors
     /// [`Error::Locked`] if another process or handle has the store open; [`Error::NoStore`],
-    /// [`Error::ForeignDirectory`], [`Error::IdentityMismatch`], [`Error::LayoutMismatch`], [`Error::OverBudget`],
-    /// [`Error::InvalidOption`], [`Error::DeviceUnavailable`]; [`Error::Damaged`] if bytes that were synced have
+    /// [`Error::Mismatch`], [`Error::OverBudget`],
+    /// [`Error::Invalid`], [`Error::Unavailable`]; [`Error::Damaged`] if bytes that were synced have
     /// changed; errors of the file system.
     pub fn open(directory: impl AsRef<Path>) -> Result<Self> {
         Options::new().open(directory)
@@ -297,7 +298,7 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// [`Error::NoStore`]; [`Error::NoSnapshot`], [`Error::NoSnapshotNamed`] and [`Error::OutsideWindow`] if the state
+    /// [`Error::NoStore`]; [`Error::NoSuchState`] if the state
     /// does not exist; [`Error::Damaged`] if the state cannot be rebuilt from any snapshot and the log;
     /// [`Error::Overtaken`] if a writer removes the state's files while they are being read.
     pub fn open_at<P>(directory: impl AsRef<Path>, point: P) -> Result<View>
@@ -399,10 +400,9 @@ impl Options {
     /// # Errors
     /// Same as [`Store::open`].
     pub fn open_temporary(self) -> Result<Store> {
-        let directory = tempfile::tempdir().map_err(|source| Error::Folder {
-            action: "make",
-            path: format!("a directory in {}", std::env::temp_dir().display()),
-            source: Arc::new(source),
+        let directory = tempfile::tempdir().map_err(|source| {
+            let path = format!("a directory in {}", std::env::temp_dir().display());
+            Error::folder(IoAction::Create, path, source)
         })?;
         let device = device_of(&self)?;
         let disk = Arc::new(DirDisk::new(directory.path()));
@@ -494,7 +494,7 @@ impl Store {
     /// Returns an error if [`Store::create_at`] would reject the directory because it is not empty.
     ///
     /// # Errors
-    /// [`Error::ForeignDirectory`]; errors of the file system.
+    /// [`Error::NoStore`] if the directory is not empty; errors of the file system.
     #[doc(hidden)]
     pub fn check_create_at(directory: impl AsRef<Path>) -> Result<()> {
         history::seed::check_directory_is_free(&DirDisk::new(directory))
@@ -505,7 +505,7 @@ impl DeviceCopier {
     /// Opens the chosen device.
     ///
     /// # Errors
-    /// [`Error::DeviceUnavailable`].
+    /// [`Error::Unavailable`].
     pub fn open(device: DeviceChoice) -> Result<Self> {
         Ok(Self::open_on(device_for(device)?))
     }
@@ -516,7 +516,7 @@ impl View {
     /// store's id. If the process crashes during the call, the directory contains either no store or a complete store.
     ///
     /// # Errors
-    /// [`Error::ForeignDirectory`] if the directory is not empty; [`Error::Locked`]; [`Error::Damaged`],
+    /// [`Error::NoStore`] if the directory is not empty; [`Error::Locked`]; [`Error::Damaged`],
     /// [`Error::Overtaken`] and [`Error::OutOfMemory`] while reading the state; [`Error::DiskFull`]; errors of the file
     /// system.
     pub fn fork(&self, directory_new: impl AsRef<Path>) -> Result<StoreId> {
@@ -550,7 +550,7 @@ fn device_for(choice: DeviceChoice) -> Result<Arc<dyn Device>> {
         DeviceChoice::Cuda(ordinal) => gpu(ordinal),
         DeviceChoice::Auto => match gpu(0) {
             // A GPU that exists but fails is an error: only a missing GPU is replaced by host memory.
-            Err(Error::DeviceUnavailable { reason, .. }) => {
+            Err(Error::Unavailable(Unavailable::Device { reason, .. })) => {
                 tracing::info!(reason, "no GPU: pages live in host memory");
                 Ok(Arc::new(HostDevice::replacing_gpu(reason)))
             }
@@ -567,7 +567,7 @@ fn gpu(ordinal: u32) -> Result<Arc<dyn Device>> {
 #[cfg(not(feature = "cuda"))]
 fn gpu(ordinal: u32) -> Result<Arc<dyn Device>> {
     let reason = "this build is without the feature `cuda`".to_owned();
-    Err(Error::DeviceUnavailable { device: format!("cuda:{ordinal}"), reason })
+    Err(Error::Unavailable(Unavailable::Device { device: format!("cuda:{ordinal}"), reason }))
 }
 
 /// Checks at compile time that handles can be shared by threads, and that the values they return can be sent to other

@@ -10,6 +10,7 @@ use remanent::device::Device;
 use remanent::device::cuda::CudaDevice;
 use remanent::device::host::HostDevice;
 use remanent::disk::dir::DirDisk;
+use remanent::error::Unavailable;
 use remanent::options::{Compression, ImageOptions, ScrubSchedule, SnapshotSchedule};
 use remanent::{DeviceChoice, Error, Options, Place, Store};
 use remanent_tools::shared::engine::engine_failure;
@@ -163,7 +164,7 @@ pub fn open_device(choice: DeviceChoice) -> Result<(Arc<dyn Device>, Place), Fai
     match choice {
         DeviceChoice::Cuda(ordinal) => gpu(ordinal).map_err(engine_failure),
         DeviceChoice::Auto => match gpu(0) {
-            Err(Error::DeviceUnavailable { .. }) => Ok(host()),
+            Err(Error::Unavailable(Unavailable::Device { .. })) => Ok(host()),
             opened => opened.map_err(engine_failure),
         },
         _ => Ok(host()),

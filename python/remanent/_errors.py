@@ -215,7 +215,7 @@ class InUseError(Error, RuntimeError):
 
 
 class NoStateError(Error, LookupError):
-    """The snapshot does not exist, or the requested state is not kept."""
+    """The snapshot does not exist, or the requested state is not kept or not committed yet."""
 
     _remedy = "list the snapshots or versions that are kept"
 

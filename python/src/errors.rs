@@ -3,49 +3,37 @@
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
+use remanent::error::{Invalid, IoObject, NoSuchState, Refused, Taken};
 use remanent::{Error, Key};
 
 /// Returns the name of the exception class for an error.
 fn class_of(error: &Error) -> &'static str {
     match error {
-        Error::Io { .. }
-        | Error::Folder { .. }
-        | Error::Thread { .. }
-        | Error::Randomness { .. }
-        | Error::SourceFailed { .. } => "StoreIOError",
+        Error::Io { .. } => "StoreIOError",
         Error::DiskFull { .. } => "DiskFullError",
         Error::Damaged(_) => "DamagedError",
         Error::Locked { .. } => "LockedError",
         Error::Superseded { .. } => "SupersededError",
         Error::Forked { .. } => "ForkedError",
-        Error::NoStore { .. } => "NoStoreError",
-        Error::ForeignDirectory { .. } => "ForeignDirectoryError",
-        Error::IdentityMismatch { .. } | Error::LayoutMismatch { .. } => "MismatchError",
-        Error::InvalidOption { .. }
-        | Error::InvalidStatePoint { .. }
-        | Error::InvalidKey(_)
-        | Error::InvalidOperation { .. }
-        | Error::Limit { .. }
-        | Error::LengthsDiffer { .. } => "InvalidError",
+        Error::NoStore { found: None, .. } => "NoStoreError",
+        Error::NoStore { .. } => "ForeignDirectoryError",
+        Error::Mismatch(_) => "MismatchError",
+        Error::Diverged { .. } | Error::Invalid(Invalid::OutOfOrder { .. }) => "DivergedError",
+        Error::Invalid(_) | Error::Limit { .. } => "InvalidError",
         Error::UnknownPage { .. } => "UnknownPageError",
         Error::UnknownKey { .. } => "UnknownKeyError",
         Error::OutOfBounds { .. } => "OutOfBoundsError",
-        Error::KeyTaken { .. } | Error::NameTaken { .. } => "TakenError",
+        Error::Taken(_) => "TakenError",
         Error::Conflict { .. } => "ConflictError",
         Error::OverBudget { .. } => "OverBudgetError",
         Error::OutOfMemory { .. } => "OutOfMemoryError",
-        Error::PlaceUnavailable { .. }
-        | Error::DeviceUnavailable { .. }
-        | Error::StreamRefused { .. }
-        | Error::HintRefused { .. }
+        Error::Unavailable(_)
+        | Error::Refused(Refused::Stream { .. } | Refused::Hint { .. })
         | Error::Device { .. } => "DeviceError",
-        Error::MemoryRefused { .. } | Error::MemoryInUse { .. } => "MemoryRefusedError",
+        Error::Refused(_) => "MemoryRefusedError",
         Error::Leased { .. } => "LeasedError",
-        Error::NoSnapshot { .. } | Error::NoSnapshotNamed { .. } | Error::OutsideWindow { .. } => {
-            "NoStateError"
-        }
+        Error::NoSuchState(_) => "NoStateError",
         Error::Overtaken { .. } => "OvertakenError",
-        Error::Diverged { .. } | Error::OutOfOrder { .. } => "DivergedError",
         Error::Poisoned(_) | Error::Panicked { .. } => "PoisonedError",
         Error::Closed => "ClosedError",
         _ => "Error",
@@ -55,16 +43,13 @@ fn class_of(error: &Error) -> &'static str {
 /// Returns the directory that the error names.
 fn path_of(error: &Error) -> Option<&str> {
     match error {
+        Error::NoStore { path, .. } | Error::Io { object: IoObject::Folder { path }, .. } => Some(path),
         Error::Io { store, .. }
         | Error::DiskFull { store, .. }
         | Error::Locked { store, .. }
         | Error::Superseded { store, .. }
-        | Error::Thread { store, .. }
         | Error::Panicked { store, .. } => store.as_deref(),
         Error::Damaged(damage) => damage.store.as_deref(),
-        Error::NoStore { path } | Error::ForeignDirectory { path, .. } | Error::Folder { path, .. } => {
-            Some(path)
-        }
         Error::Poisoned(cause) => path_of(cause),
         _ => None,
     }
@@ -93,11 +78,11 @@ fn details<'py>(py: Python<'py>, error: &Error, path: Option<&str>) -> PyResult<
             fields.set_item("page_length", page_len)?;
         }
         Error::UnknownKey { key } => fields.set_item("key", key_to_py(py, key))?,
-        Error::KeyTaken { key, holder } => {
+        Error::Taken(Taken::Key { key, holder }) => {
             fields.set_item("key", key_to_py(py, key))?;
             fields.set_item("page", holder.0)?;
         }
-        Error::NameTaken { name, snapshot } => {
+        Error::Taken(Taken::Name { name, snapshot }) => {
             fields.set_item("name", name)?;
             fields.set_item("snapshot", snapshot.0)?;
         }
@@ -116,14 +101,13 @@ fn details<'py>(py: Python<'py>, error: &Error, path: Option<&str>) -> PyResult<
             fields.set_item("asked", requested)?;
             fields.set_item("available", available)?;
         }
-        Error::OutsideWindow { oldest, newest, .. } => {
+        Error::NoSuchState(NoSuchState::OutsideWindow { oldest, newest, .. }) => {
             fields.set_item("oldest", oldest.0)?;
             fields.set_item("newest", newest.0)?;
         }
         Error::Overtaken { snapshot, .. } => fields.set_item("snapshot", snapshot.map(|id| id.0))?,
-        Error::Io { source, .. } | Error::Folder { source, .. } | Error::Thread { source, .. } => {
-            fields.set_item("errno", source.raw_os_error())?;
-        }
+        Error::NoSuchState(NoSuchState::NotCommitted { newest, .. }) => fields.set_item("newest", newest.0)?,
+        Error::Io { source, .. } => fields.set_item("errno", source.raw_os_error())?,
         _ => {}
     }
     Ok(fields)
@@ -139,7 +123,10 @@ pub fn to_py(py: Python<'_>, error: &Error, path: Option<&str>) -> PyErr {
 pub fn to_py_with(py: Python<'_>, error: &Error, addition: &str, path: Option<&str>) -> PyErr {
     let made = || {
         let class = py.import("remanent._errors")?.getattr(class_of(error))?;
-        let raised = class.call((format!("{error}{addition}"),), Some(&details(py, error, path)?))?;
+        // The remedy is an attribute of the exception.
+        let message = error.to_string();
+        let failure = message.strip_suffix(&format!("; {}", error.advice())).unwrap_or(&message);
+        let raised = class.call((format!("{failure}{addition}"),), Some(&details(py, error, path)?))?;
         let raised = PyErr::from_value(raised);
         if let Error::Poisoned(cause) = error {
             raised.set_cause(py, Some(to_py(py, cause, path)));

@@ -2,6 +2,7 @@
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use remanent::error::Refused;
 use remanent::{DeviceChoice, Error, PageId, Result};
 
 use crate::copiers::copier;
@@ -62,7 +63,7 @@ fn check_apart(pages: &[(PageName, Output)]) -> Result<()> {
         None => Ok(()),
         Some(pair) => {
             let reason = "it overlaps other memory of the same call".to_owned();
-            Err(Error::MemoryRefused { len: pair[1].len() as u64, reason })
+            Err(Error::Refused(Refused::Memory { len: pair[1].len() as u64, reason }))
         }
     }
 }

@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use remanent::error::{Refused};
 use remanent::batch::ByteSource;
 use remanent::device::RawStream;
 use remanent::device::{CallerMemory, DeviceBytes, HostMemory};
@@ -105,7 +106,7 @@ impl CudaBytes {
     pub fn source(self) -> remanent::Result<Arc<dyn ByteSource>> {
         let Some(ordinal) = self.ordinal else {
             let reason = "its producer does not state the GPU; pass a tensor with __dlpack__".to_owned();
-            return Err(remanent::Error::MemoryRefused { len: self.len, reason });
+            return Err(remanent::Error::Refused(Refused::Memory { len: self.len, reason }));
         };
         let copier = copier(DeviceChoice::Cuda(ordinal))?;
         let bytes = self.adopt_by(|memory| copier.caller_bytes(memory))?;

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use pyo3::prelude::*;
+use remanent::error::{IoAction, IoObject};
 use remanent::batch::{ByteSource, PageChanges, Width};
 use remanent::{Error, PageId, PageInfo, Place, Store, WriteBatch};
 
@@ -67,7 +68,7 @@ impl NewBytes {
             Self::External(source, _) => {
                 held.resize(len, 0);
                 let refused =
-                    |error| Error::SourceFailed { index: 0, offset: at as u64, source: Arc::new(error) };
+                    |error| Error::Io { action: IoAction::Read, object: IoObject::Source { index: 0, offset: at as u64 }, store: None, source: Arc::new(error) };
                 source.read_at(at as u64, held).map_err(refused)?;
                 Ok(held)
             }

@@ -3,7 +3,7 @@
 use remanent_format::{Epoch, PageId, PageInfo, Place, StoreId};
 
 use crate::device::{Device, MemoryId};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Unavailable};
 
 /// The kind of memory that contains a page's bytes, named as in transport libraries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -72,7 +72,7 @@ impl MemoryDescriptor {
             0 => "an empty page has no address",
             _ => "pages in memory of the host alone have no address that lasts: read them by `Store::read`",
         };
-        let nowhere = Error::PlaceUnavailable { place: info.place, reason };
+        let nowhere = Error::Unavailable(Unavailable::Place { place: info.place, reason });
         let address = device.address(memory).ok_or(nowhere)?;
         let (page, len, epoch) = (info.page, info.len, info.epoch);
         Ok(Self { address, len, kind, gpu: device.gpu_of(memory), store, page, epoch })

@@ -13,7 +13,7 @@ use crate::applier::{Applier, LeaseId, Leases};
 use crate::base::process::Process;
 use crate::base::sync::Mutex;
 use crate::device::{Device, Fence, MemoryId, PageBytes, RawStream};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Unavailable};
 
 /// The right to read a page in place, at an address on the device or as a slice of host memory. Returned by
 /// [`Store::lease`].
@@ -142,7 +142,7 @@ impl<'s> Lease<'s> {
     /// flight are applied, because the transport uses no stream.
     ///
     /// # Errors
-    /// [`Error::PlaceUnavailable`] if [`Lease::address`] returns `None`; [`Error::Forked`]; a device error.
+    /// [`Error::Unavailable`] if [`Lease::address`] returns `None`; [`Error::Forked`]; a device error.
     pub fn descriptor(&self) -> Result<MemoryDescriptor> {
         self.opener.check()?;
         self.device.wait(self.ready)?;
@@ -153,7 +153,7 @@ impl<'s> Lease<'s> {
     /// batches in flight, and the host does not wait. Several streams may be passed in separate calls.
     ///
     /// # Errors
-    /// [`Error::StreamRefused`] if a graph is being captured from the stream, if the stream belongs to another device,
+    /// [`Error::Refused`] if a graph is being captured from the stream, if the stream belongs to another device,
     /// or if pages are in host memory; [`Error::Forked`]; a device error.
     pub fn on(&self, stream: RawStream) -> Result<&Self> {
         self.opener.check()?;
@@ -173,7 +173,7 @@ impl<'s> Lease<'s> {
     /// there after this method has waited.
     ///
     /// # Errors
-    /// [`Error::PlaceUnavailable`] if there is no such slice; [`Error::Forked`]; a device error.
+    /// [`Error::Unavailable`] if there is no such slice; [`Error::Forked`]; a device error.
     pub fn bytes(&self) -> Result<&[u8]> {
         self.opener.check()?;
         self.device.wait(self.ready)?;
@@ -187,7 +187,7 @@ impl<'s> Lease<'s> {
                          lease's address, which is the host's as well, or use `Store::read`"
                     }
                 };
-                Err(Error::PlaceUnavailable { place: self.info.place, reason })
+                Err(Error::Unavailable(Unavailable::Place { place: self.info.place, reason }))
             }
         }
     }
@@ -195,7 +195,7 @@ impl<'s> Lease<'s> {
     /// Ends the lease like a drop, and returns any error.
     ///
     /// # Errors
-    /// [`Error::StreamRefused`] if a graph is being captured from one of the lease's streams; a device error. In both
+    /// [`Error::Refused`] if a graph is being captured from one of the lease's streams; a device error. In both
     /// cases the page's memory stays leased until the store is closed. [`Error::Forked`] in a forked child, in which
     /// case the parent's lease continues.
     pub fn end(mut self) -> Result<()> {

@@ -59,7 +59,7 @@ use crate::base::sync::threads;
 use crate::base::sync::{Condvar, Instant, Mutex, mpsc};
 use crate::device::sums::transfer_corrupted;
 use crate::device::{CommandList, Device, Fence, Lane, Pending, SHORT_COPY_LEN_MAX, Span};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Unavailable};
 use crate::images::disk_pages::{DiskImage, DiskPage, DiskPageTable, DiskPages};
 use crate::memory::arena::{Arena, PageMemory};
 use crate::versions::Versions;
@@ -116,7 +116,7 @@ impl AppliedState {
     pub fn memory_of(&self, page: PageId) -> Result<&PageMemory> {
         if self.on_disk.contains(page) {
             let reason = "a page on disk has no memory: move it to another place first";
-            return Err(Error::PlaceUnavailable { place: Place::Disk, reason });
+            return Err(Error::Unavailable(Unavailable::Place { place: Place::Disk, reason }));
         }
         Ok(&self.memory[page])
     }

@@ -102,7 +102,7 @@ impl<'s> Pin<'s> {
     /// Returns a description of the page's memory, for a transport that registers it.
     ///
     /// # Errors
-    /// [`Error::PlaceUnavailable`] if [`Pin::address`] returns `None`; [`Error::Forked`].
+    /// [`Error::Unavailable`] if [`Pin::address`] returns `None`; [`Error::Forked`].
     pub fn descriptor(&self) -> Result<MemoryDescriptor> {
         self.pinned.check()?;
         MemoryDescriptor::of(&**self.store.device, self.memory, self.store.id, &self.info)
@@ -112,7 +112,7 @@ impl<'s> Pin<'s> {
     /// stream after this call observes these batches. The host does not wait.
     ///
     /// # Errors
-    /// [`Error::StreamRefused`] if a graph is being captured from the stream, if the stream belongs to another device,
+    /// [`Error::Refused`] if a graph is being captured from the stream, if the stream belongs to another device,
     /// or if pages are in host memory; [`Error::Poisoned`] if the device has failed, now or in an earlier batch;
     /// [`Error::Forked`].
     pub fn on(&self, stream: RawStream) -> Result<&Self> {

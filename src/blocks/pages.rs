@@ -61,7 +61,7 @@ impl BlockPages {
     /// Uses `pages` as the regions of a layout, in order. A page may be longer than its region.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`](crate::Error::UnknownPage); [`Error::Layout`](crate::Error::Layout) if the number of
+    /// [`Error::UnknownPage`](crate::Error::UnknownPage); [`Error::Invalid`](crate::Error::Invalid) if the number of
     /// pages differs from the number of regions, or a page is too short.
     pub fn new(store: &Store, layout: BlockLayout, pages: Vec<PageId>) -> Result<Self> {
         let mut lens = Vec::new();
@@ -166,7 +166,7 @@ impl BlockPages {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Layout`](crate::Error::Layout), as in [`write`](Self::write); the errors of [`Store::read_many`]. The
+    /// [`Error::Invalid`](crate::Error::Invalid), as in [`write`](Self::write); the errors of [`Store::read_many`]. The
     /// batch is then unchanged.
     pub fn import(
         batch: &mut WriteBatch,
@@ -191,7 +191,7 @@ impl BlockPages {
     /// the same state.
     ///
     /// # Errors
-    /// [`Error::Layout`](crate::Error::Layout), as in [`write`](Self::write); the errors of [`Store::read_many`]. The
+    /// [`Error::Invalid`](crate::Error::Invalid), as in [`write`](Self::write); the errors of [`Store::read_many`]. The
     /// regions are then unchanged.
     pub fn read(
         &self,

@@ -94,7 +94,7 @@ impl BlockTensors {
     /// pinned memory.
     ///
     /// # Errors
-    /// [`Error::Layout`](crate::Error::Layout) for blocks of another shape and for an index out of range; the errors of
+    /// [`Error::Invalid`](crate::Error::Invalid) for blocks of another shape and for an index out of range; the errors of
     /// [`Store::read_device`], after which the contents of the target blocks are undefined.
     pub fn load(&self, store: &Store, blocks: &[(PagedBlock<'_>, u64)]) -> Result<Lsn> {
         let mut ranges = Vec::new();
@@ -113,7 +113,7 @@ impl BlockTensors {
     /// when the batch is submitted, with one command list per 32 MiB for all runs of all blocks.
     ///
     /// # Errors
-    /// [`Error::Layout`](crate::Error::Layout), as in [`load`](Self::load); the batch is then unchanged.
+    /// [`Error::Invalid`](crate::Error::Invalid), as in [`load`](Self::load); the batch is then unchanged.
     pub fn write(&self, batch: &mut WriteBatch, blocks: &[(u64, PagedBlock<'_>)]) -> Result<()> {
         let mut writes = Vec::new();
         for (block, PagedBlock { pages, block: target }) in blocks {
@@ -164,7 +164,7 @@ impl BlockTensors {
     /// Turns the tensors into working copies of pages with the same layout and length, like [`Store::working_copy_in`].
     ///
     /// # Errors
-    /// [`Error::Layout`](crate::Error::Layout) for pages of another layout; the errors of [`Store::working_copy_in`].
+    /// [`Error::Invalid`](crate::Error::Invalid) for pages of another layout; the errors of [`Store::working_copy_in`].
     pub fn working_copies(
         &self,
         store: &Store,

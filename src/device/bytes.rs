@@ -18,7 +18,7 @@ use super::stream_uses::{Access, LastUse, StreamUses};
 use super::{CallerMemory, Command, CommandList, Device, Lane, MemoryId, RawStream, Span, StagingSpan};
 use crate::base::allocation::collected;
 use crate::base::process::ForkGuard;
-use crate::error::{Error, Result};
+use crate::error::{Error, Refused, Result};
 
 /// A range of device memory. Clones refer to the same bytes, and the memory lives as long as any of them.
 ///
@@ -164,7 +164,7 @@ impl DeviceBytes {
     /// Checks that no two of the ranges share a byte, because the copies of one call have no order.
     ///
     /// # Errors
-    /// [`Error::MemoryRefused`] if two ranges overlap.
+    /// [`Error::Refused`] if two ranges overlap.
     pub(crate) fn check_apart<'b>(memory: impl Iterator<Item = &'b Self>) -> Result<()> {
         let mut ranges = collected(memory.filter(|bytes| bytes.len > 0).map(Self::range))?;
         ranges.sort_unstable_by_key(|range| (range.space, range.start));
@@ -172,7 +172,7 @@ impl DeviceBytes {
             None => Ok(()),
             Some(pair) => {
                 let reason = "it overlaps other memory of the same call".to_owned();
-                Err(Error::MemoryRefused { len: pair[1].end - pair[1].start, reason })
+                Err(Error::Refused(Refused::Memory { len: pair[1].end - pair[1].start, reason }))
             }
         }
     }
@@ -180,25 +180,25 @@ impl DeviceBytes {
     /// Checks that no page lives in the bytes, because only the store writes to pages.
     ///
     /// # Errors
-    /// [`Error::MemoryInUse`] if a page lives there.
+    /// [`Error::Refused`] if a page lives there.
     pub(crate) fn check_unused(&self) -> Result<()> {
-        self.page().map_or(Ok(()), |page| Err(Error::MemoryInUse { len: self.len, page }))
+        self.page().map_or(Ok(()), |page| Err(Error::Refused(Refused::MemoryInUse { len: self.len, page })))
     }
 
     /// Begins a caller's use of these bytes. No page is placed there until the use ends.
     ///
     /// # Errors
-    /// [`Error::MemoryInUse`] if the use writes and a page lives there.
+    /// [`Error::Refused`] if the use writes and a page lives there.
     pub(super) fn begin_use(&self, by: CallerUse) -> Result<RangeUse> {
         let begun = self.memory.link.ranges.begin(self.range(), by);
-        begun.map_err(|page| Error::MemoryInUse { len: self.len, page })
+        begun.map_err(|page| Error::Refused(Refused::MemoryInUse { len: self.len, page }))
     }
 
     /// Blocks this thread until the store may use the bytes: until the ended uses by streams are done, and
     /// the work now queued in the stream that produces the bytes is done.
     ///
     /// # Errors
-    /// [`Error::MemoryRefused`] while a stream's guard is open; [`Error::StreamRefused`]; a device error.
+    /// [`Error::Refused`] while a stream's guard is open or if the stream is refused; a device error.
     pub(crate) fn arrived(&self, access: Access) -> Result<Span> {
         self.wait_uses(access)?;
         if let Some(stream) = self.stream {
@@ -211,7 +211,7 @@ impl DeviceBytes {
     /// there until the returned use is dropped.
     ///
     /// # Errors
-    /// [`Error::MemoryInUse`]; otherwise same as [`arrived`](Self::arrived).
+    /// [`Error::Refused`]; otherwise same as [`arrived`](Self::arrived).
     pub(crate) fn begin_write(&self) -> Result<(RangeUse, Span)> {
         let begun = self.begin_use(CallerUse::Call)?;
         Ok((begun, self.arrived(Access::Write)?))
@@ -226,7 +226,7 @@ impl DeviceBytes {
         // Bytes named with their stream are read at the stream's current point, even while a guard is open.
         if is_excluded && (self.stream.is_none() || access == Access::Write) {
             let reason = "a stream uses it: end the guard first".to_owned();
-            return Err(Error::MemoryRefused { len: self.len, reason });
+            return Err(Error::Refused(Refused::Memory { len: self.len, reason }));
         }
         let device = &*self.memory.device;
         let points = self.memory.uses.before(device, &self.offsets(), access)?;
@@ -260,16 +260,18 @@ impl DeviceBytes {
     /// `None` if a page gave up a part of them that a lane may still use.
     ///
     /// # Errors
-    /// [`Error::MemoryInUse`] if a page lives there; [`Error::MemoryRefused`] while a call writes there or a
-    /// stream uses it; a device error.
+    /// [`Error::Refused`] if a page lives there, and while a call writes there or a stream uses it; a device
+    /// error.
     pub(crate) fn lend(&self, page: PageId) -> Result<Option<MemoryId>> {
         match self.memory.link.ranges.lend(self.range(), page) {
             Ok(()) => {}
             Err(RangeInUse::Retired) => return Ok(None),
-            Err(RangeInUse::Page(page)) => return Err(Error::MemoryInUse { len: self.len, page }),
+            Err(RangeInUse::Page(page)) => {
+                return Err(Error::Refused(Refused::MemoryInUse { len: self.len, page }));
+            }
             Err(RangeInUse::Caller) => {
                 let reason = "a call writes to it, or a stream uses it".to_owned();
-                return Err(Error::MemoryRefused { len: self.len, reason });
+                return Err(Error::Refused(Refused::Memory { len: self.len, reason }));
             }
         }
         let named = self.memory.device.alias(self.span());
@@ -289,12 +291,12 @@ impl DeviceBytes {
     /// Returns a sub-range of these bytes.
     ///
     /// # Errors
-    /// [`Error::MemoryRefused`] if the range exceeds these bytes.
+    /// [`Error::Refused`] if the range exceeds these bytes.
     pub fn part(&self, range: Range<u64>) -> Result<Self> {
         let within = range.start <= range.end && range.end <= self.len;
         if !within {
             let reason = format!("bytes {}..{} are not within them", range.start, range.end);
-            return Err(Error::MemoryRefused { len: self.len, reason });
+            return Err(Error::Refused(Refused::Memory { len: self.len, reason }));
         }
         Ok(Self { offset: self.offset + range.start, len: range.end - range.start, ..self.clone() })
     }
@@ -316,8 +318,8 @@ impl DeviceBytes {
     /// Replaces bytes starting at `offset`, after the work queued in the stream that produces them.
     ///
     /// # Errors
-    /// [`Error::MemoryRefused`] if the range exceeds these bytes; [`Error::MemoryInUse`] if a page lives
-    /// there; [`Error::StreamRefused`]; [`Error::Poisoned`] if the device failed, which also poisons the
+    /// [`Error::Refused`] if the range exceeds these bytes, if a page lives there, or if the stream is refused;
+    /// [`Error::Poisoned`] if the device failed, which also poisons the
     /// store; [`Error::Forked`].
     pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         self.memory.check()?;
@@ -368,14 +370,14 @@ impl DeviceBytes {
     /// Checks that the memory belongs to `device`.
     ///
     /// # Errors
-    /// [`Error::MemoryRefused`] if it belongs to another device.
+    /// [`Error::Refused`] if it belongs to another device.
     pub(crate) fn check_device(&self, device: &Arc<dyn Device>) -> Result<()> {
         // Each store wraps the device in a counter of its own; stores on the same device share its memory.
         if ptr::addr_eq(inner_device(&self.memory.device), inner_device(device)) {
             return Ok(());
         }
         let reason = "it is another store's: make it with this one's `device_bytes`".to_owned();
-        Err(Error::MemoryRefused { len: self.len, reason })
+        Err(Error::Refused(Refused::Memory { len: self.len, reason }))
     }
 
     fn run(&self, command: Command, staging: super::Staging) -> Result<super::Staging> {

@@ -50,7 +50,7 @@ pub(crate) use self::stream_uses::{LastUse, StreamUses};
 pub use self::streams::{RawStream, StreamEvent};
 pub use self::unified::{UnifiedHint, UnifiedSide, UnifiedSupport};
 use crate::disk::FileMemory;
-use crate::error::{Error, Result};
+use crate::error::{Error, Refused, Result};
 pub use crate::options::caller_memory::{CallerMemory, HostMemory};
 
 /// Memory that holds pages, and the queues through which it is changed.
@@ -176,7 +176,7 @@ pub trait Device: Any + Send + Sync {
     /// `StreamRefused`, a device error.
     fn stream_event(&self, stream: RawStream) -> Result<StreamEvent> {
         let reason = "the device gives no points of streams";
-        Err(Error::StreamRefused { stream: stream.handle(), reason })
+        Err(Error::Refused(Refused::Stream { stream: stream.handle(), reason }))
     }
 
     /// Blocks this thread until a point of a stream has passed. No lane takes part.
@@ -260,7 +260,7 @@ pub trait Device: Any + Send + Sync {
     /// error.
     fn hint_unified(&self, memory: MemoryId, _hint: UnifiedHint) -> Result<()> {
         let reason = "the device has no memory that moves between a GPU and the host";
-        Err(Error::HintRefused { place: self.place_of(memory), reason })
+        Err(Error::Refused(Refused::Hint { place: self.place_of(memory), reason }))
     }
 
     /// Makes caller-owned memory usable as page memory, and returns its id and its place. Releasing the id
@@ -270,7 +270,7 @@ pub trait Device: Any + Send + Sync {
     /// `MemoryRefused` if the device detects that the memory is not what the caller claims; a device error.
     fn adopt(&self, memory: &CallerMemory) -> Result<(MemoryId, Place)> {
         let reason = format!("{} knows no memory but its own", self.label());
-        Err(Error::MemoryRefused { len: memory.byte_len(), reason })
+        Err(Error::Refused(Refused::Memory { len: memory.byte_len(), reason }))
     }
 
     /// Registers the memory of a file as a target of copies. Lists name it like page memory; the bytes that
@@ -281,7 +281,7 @@ pub trait Device: Any + Send + Sync {
     /// `MemoryRefused`, `OutOfMemory`, a device error. On failure the mapping is removed.
     fn register(&self, memory: Box<dyn FileMemory>) -> Result<MemoryId> {
         let reason = format!("{} copies to no files", self.label());
-        Err(Error::MemoryRefused { len: memory.byte_len(), reason })
+        Err(Error::Refused(Refused::Memory { len: memory.byte_len(), reason }))
     }
 
     /// Ends the mapping of a file's memory. The caller must have waited for the fence of its last use.
@@ -312,7 +312,7 @@ pub trait Device: Any + Send + Sync {
     /// `MemoryRefused` if the device hands out whole memories only; a device error.
     fn alias(&self, span: Span) -> Result<MemoryId> {
         let reason = format!("{} keeps pages in memory of its own only", self.label());
-        Err(Error::MemoryRefused { len: span.len, reason })
+        Err(Error::Refused(Refused::Memory { len: span.len, reason }))
     }
 
     /// Returns where page memory begins: a space, and an offset in it. Two memories share a byte only if they

@@ -60,8 +60,8 @@ impl DeviceBytes {
     /// ```
     ///
     /// # Errors
-    /// [`Error::MemoryInUse`] for a write where a page lives; [`Error::StreamRefused`] if a graph is being
-    /// captured from the stream, if the stream belongs to another device, or if pages live in host memory;
+    /// [`Error::Refused`] for a write where a page lives, if a graph is being captured from the stream, if the
+    /// stream belongs to another device, or if pages live in host memory;
     /// [`Error::Closed`] for a page of a closed store; [`Error::Forked`]; a device error.
     pub fn begin(&self, stream: RawStream, access: Access) -> Result<StreamGuard> {
         self.check_process()?;
@@ -93,7 +93,7 @@ impl StreamGuard {
     /// Ends the guard as dropping it does, and returns any error.
     ///
     /// # Errors
-    /// [`Error::StreamRefused`] if a graph is being captured from the stream; a device error. The memory then
+    /// [`Error::Refused`] if a graph is being captured from the stream; a device error. The memory then
     /// stays in use until the process ends. [`Error::Forked`]: the parent's guard stays open.
     pub fn end(mut self) -> Result<()> {
         self.bytes.check_process()?;

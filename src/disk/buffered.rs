@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt;
 use remanent_format::FileName;
 
 use super::Window;
-use crate::error::{Error, Result};
+use crate::error::{Error, IoAction, Result};
 
 /// A window onto a file of fixed length.
 pub(super) struct BufferedWindow {
@@ -29,13 +29,13 @@ impl Window for BufferedWindow {
         assert!(end.is_some_and(|end| end <= self.len), "a put lies within its window");
         self.file
             .write_all_at(bytes, offset)
-            .map_err(|source| Error::io("write", self.name, Some(offset), source))
+            .map_err(|source| Error::io(IoAction::Write, self.name, Some(offset), source))
     }
 
     fn sync(&self, offset: u64, len: u64) -> Result<()> {
         let end = offset.checked_add(len);
         assert!(end.is_some_and(|end| end <= self.len), "a sync lies within its window");
         // This call syncs more than the range, but no narrower call also flushes the device's cache.
-        self.file.sync_data().map_err(|source| Error::io("sync", self.name, Some(offset), source))
+        self.file.sync_data().map_err(|source| Error::io(IoAction::Sync, self.name, Some(offset), source))
     }
 }

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use remanent_format::FileName;
 
 use crate::base::closed_on_fork::ClosedOnFork;
-use crate::error::{Error, Result};
+use crate::error::{Error, IoAction, Result};
 
 /// The maximum number of bytes read from `LOCK`. Every description is shorter, even with the longest file name.
 const TEXT_LEN_MAX: usize = 1024;
@@ -46,7 +46,7 @@ impl Claim {
         }
         let mut bytes = [0; TEXT_LEN_MAX];
         let found = content(self.file.file(), &mut bytes)
-            .map_err(|source| Error::io("read", FileName::Lock, None, source))?;
+            .map_err(|source| Error::io(IoAction::Read, FileName::Lock, None, source))?;
         if found == self.text { Ok(()) } else { Err(superseded(Some(self.file.file()))) }
     }
 }

@@ -19,7 +19,7 @@ use super::dir_file::DirFile;
 use super::directory::{Directory, OpenDirectory, file_path, folder_path};
 use super::{Disk, DiskFile, DiskLock, Hold, Watch, lock, reader_locks, watch};
 use crate::base::sync::Mutex;
-use crate::error::{Error, Result};
+use crate::error::{Error, IoAction, Result};
 use crate::options::{ImageIo, LogIo};
 
 /// A store directory in a real file system.
@@ -101,15 +101,15 @@ impl DirDisk {
         }
     }
 
-    fn folder_error(&self, action: &'static str, folder: Folder, source: io::Error) -> Error {
+    fn folder_error(&self, action: IoAction, folder: Folder, source: io::Error) -> Error {
         let path = self.folder_path(folder);
         let shown = if path.as_os_str().is_empty() { "an empty path".into() } else { path.to_string_lossy() };
-        Error::Folder { action, path: shown.into_owned(), source: Arc::new(source) }
+        Error::folder(action, shown.into_owned(), source)
     }
 
     /// Converts an error of the test for direct writes.
     fn trial_failed(&self, folder: Folder, source: io::Error) -> Error {
-        let error = self.folder_error("write past the page cache below", folder, source);
+        let error = self.folder_error(IoAction::WriteDirect, folder, source);
         if error.is_no_space() {
             Error::disk_full(FileName::Temporary(folder, 0), GROUP_ALIGN)
         } else {
@@ -126,7 +126,7 @@ impl DirDisk {
 
     fn refuses_mappings(&self, folder: Folder) -> Result<Option<String>> {
         mapping_refused(&self.asked_path(folder))
-            .map_err(|errno| self.folder_error("ask the file system of", Folder::Root, errno.into()))
+            .map_err(|errno| self.folder_error(IoAction::Inspect, Folder::Root, errno.into()))
     }
 
     fn refuses_direct(&self, folder: Folder) -> Result<Option<String>> {
@@ -135,13 +135,13 @@ impl DirDisk {
 
     fn file_system(&self) -> Result<rustix::fs::StatVfs> {
         self.within(|directory| directory.file_system())
-            .map_err(|source| self.folder_error("look at", Folder::Root, source))
+            .map_err(|source| self.folder_error(IoAction::Inspect, Folder::Root, source))
     }
 
     /// Returns the error for a file that could not be created or renamed.
-    fn naming_failed(&self, action: &'static str, file: FileName, source: io::Error) -> Error {
+    fn naming_failed(&self, action: IoAction, file: FileName, source: io::Error) -> Error {
         if self.kept_open().is_some_and(|locked| locked.is_removed()) {
-            return self.folder_error("make a file in the removed directory", Folder::Root, source);
+            return self.folder_error(IoAction::CreateInRemoved, Folder::Root, source);
         }
         Error::io(action, file, None, source)
     }
@@ -154,7 +154,7 @@ impl Disk for DirDisk {
 
     fn lock(&self) -> Result<Box<dyn DiskLock>> {
         let open = OpenDirectory::new(&self.root);
-        let open = Arc::new(open.map_err(|source| self.folder_error("open", Folder::Root, source))?);
+        let open = Arc::new(open.map_err(|source| self.folder_error(IoAction::Open, Folder::Root, source))?);
         let lock = lock::acquire(open.clone())?;
         reader_locks::make(Directory::Open(&open))?;
         *self.locked.lock() = Arc::downgrade(&open);
@@ -194,12 +194,12 @@ impl Disk for DirDisk {
 
     fn list(&self, folder: Folder) -> Result<Vec<String>> {
         self.within(|directory| directory.list(folder))
-            .map_err(|source| self.folder_error("list", folder, source))
+            .map_err(|source| self.folder_error(IoAction::List, folder, source))
     }
 
     fn make_folder(&self, folder: Folder) -> Result<()> {
         self.check_writer()?;
-        let failed = |source| self.folder_error("make", folder, source);
+        let failed = |source| self.folder_error(IoAction::Create, folder, source);
         let is_there = |directory: Directory<'_>| {
             directory.status(folder).is_ok_and(|found| FileType::from_raw_mode(found.st_mode).is_dir())
         };
@@ -227,7 +227,7 @@ impl Disk for DirDisk {
     fn make_parents(&self) -> Result<()> {
         let failed = |action, path: &Path| {
             let path = path.display().to_string();
-            move |source| Error::Folder { action, path, source: Arc::new(source) }
+            move |source| Error::folder(action, path, source)
         };
         let missing: Vec<&Path> = self.root.ancestors().skip(1).take_while(|path| !path.exists()).collect();
         for path in missing.into_iter().rev() {
@@ -235,17 +235,17 @@ impl Disk for DirDisk {
                 Ok(()) => {}
                 // Another process created the directory first.
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-                Err(error) => return Err(failed("make", path)(error)),
+                Err(error) => return Err(failed(IoAction::Create, path)(error)),
             }
             // The name becomes durable before anything is created below it.
             let above = path.parent().unwrap_or(Path::new("/"));
-            File::open(above).and_then(|above| above.sync_all()).map_err(failed("sync", above))?;
+            File::open(above).and_then(|above| above.sync_all()).map_err(failed(IoAction::Sync, above))?;
         }
         Ok(())
     }
 
     fn sync_folder(&self, folder: Folder) -> Result<()> {
-        let failed = |source| self.folder_error("sync", folder, source);
+        let failed = |source| self.folder_error(IoAction::Sync, folder, source);
         match self.kept_open() {
             Some(open) => open.kept(folder).and_then(File::sync_all).map_err(failed),
             None => {
@@ -258,7 +258,7 @@ impl Disk for DirDisk {
     fn keep_folders_open(&self) -> Result<()> {
         if let Some(open) = self.kept_open() {
             for folder in Folder::INNER {
-                open.kept(folder).map_err(|source| self.folder_error("open", folder, source))?;
+                open.kept(folder).map_err(|source| self.folder_error(IoAction::Open, folder, source))?;
             }
         }
         Ok(())
@@ -269,7 +269,7 @@ impl Disk for DirDisk {
         self.check_writer()?;
         self.within(|directory| directory.open(file, OFlags::RDWR | OFlags::CREATE | OFlags::TRUNC))
             .map(|opened| DirFile::shared(opened, file, self.writer()))
-            .map_err(|source| self.naming_failed("create", file, source))
+            .map_err(|source| self.naming_failed(IoAction::Create, file, source))
     }
 
     fn open(&self, file: FileName, write: bool) -> Result<Arc<dyn DiskFile>> {
@@ -280,13 +280,13 @@ impl Disk for DirDisk {
         }
         self.within(|directory| directory.open(file, flags))
             .map(|opened| DirFile::shared(opened, file, self.writer()))
-            .map_err(|source| Error::io("open", file, None, source))
+            .map_err(|source| Error::io(IoAction::Open, file, None, source))
     }
 
     fn directory(&self) -> Result<Option<PathBuf>> {
         let Some(open) = self.kept_open() else { return Ok(Some(self.root.clone())) };
         if open.is_removed() {
-            return Err(Error::NoStore { path: self.label() });
+            return Err(Error::NoStore { path: self.label(), found: None });
         }
         Ok(Some(open.path().unwrap_or_else(|| self.root.clone())))
     }
@@ -310,20 +310,20 @@ impl Disk for DirDisk {
             {
                 Ok(false)
             }
-            Err(error) => Err(Error::io("link", file, None, error)),
+            Err(error) => Err(Error::io(IoAction::Link, file, None, error)),
         }
     }
 
     fn rename(&self, source: FileName, target: FileName) -> Result<()> {
         self.check_writer()?;
         self.within(|directory| directory.rename(source, target))
-            .map_err(|error| self.naming_failed("rename", source, error))
+            .map_err(|error| self.naming_failed(IoAction::Rename, source, error))
     }
 
     fn remove(&self, file: FileName) -> Result<()> {
         self.check_writer()?;
         self.within(|directory| directory.remove(file))
-            .map_err(|source| Error::io("remove", file, None, source))
+            .map_err(|source| Error::io(IoAction::Remove, file, None, source))
     }
 
     fn watch(&self, folder: Folder) -> Box<dyn Watch> {
@@ -428,7 +428,7 @@ mod tests {
 
     use super::super::capabilities::direct_verdict;
     use super::*;
-    use crate::error::Remedy;
+    use crate::error::{IoObject, Remedy};
 
     #[test]
     fn full_or_failing_disk_does_not_disable_direct_writes() {
@@ -456,7 +456,7 @@ mod tests {
         std::fs::remove_dir_all(disk.path()).unwrap();
         std::fs::create_dir(disk.path()).unwrap();
         let error = disk.create(FileName::Store).err().unwrap();
-        let expected = format!("cannot make a file in the removed directory {}", disk.path().display());
+        let expected = format!("cannot create a file in the removed directory {}", disk.path().display());
         assert!(error.to_string().starts_with(&expected), "{error}");
         // Without the lock, names are resolved by path.
         drop(lock);
@@ -469,6 +469,6 @@ mod tests {
         let reason = DirDisk::new("/proc").refuses(LogIo::Mapped).unwrap().unwrap();
         assert!(reason.contains("0x9fa0"), "{reason}");
         let missing = DirDisk::new("/proc/no such folder").refuses(LogIo::Mapped);
-        assert!(matches!(missing, Err(Error::Folder { .. })));
+        assert!(matches!(missing, Err(Error::Io { object: IoObject::Folder { .. }, .. })));
     }
 }

@@ -24,7 +24,7 @@ use super::directory::OpenDirectory;
 use super::mapped::{self, MappedFile, MappedWindow, PartWindow};
 use super::{DiskFile, FileMemory, Window, ZEROS_LEN_MAX, zeros_by_pieces};
 use crate::base::sync::Mutex;
-use crate::error::{Error, Result};
+use crate::error::{Error, IoAction, Result};
 use crate::options::LogIo;
 
 /// An open file of a store directory.
@@ -81,7 +81,7 @@ impl DirFile {
         self.writer.upgrade().map_or(Ok(()), |open| open.check_claim())
     }
 
-    fn failed(&self, action: &'static str, offset: u64) -> impl FnOnce(io::Error) -> Error {
+    fn failed(&self, action: IoAction, offset: u64) -> impl FnOnce(io::Error) -> Error {
         let name = self.name;
         move |source| Error::io(action, name, Some(offset), source)
     }
@@ -90,7 +90,9 @@ impl DirFile {
 impl DiskFile for DirFile {
     fn len(&self) -> Result<u64> {
         let metadata = self.file.metadata();
-        metadata.map(|found| found.len()).map_err(|source| Error::io("measure", self.name, None, source))
+        metadata
+            .map(|found| found.len())
+            .map_err(|source| Error::io(IoAction::Inspect, self.name, None, source))
     }
 
     fn is_without_holes(&self) -> Result<bool> {
@@ -99,19 +101,19 @@ impl DiskFile for DirFile {
         let metadata = self.file.metadata();
         metadata
             .map(|found| found.blocks() * COUNTED_LEN >= found.len())
-            .map_err(|source| Error::io("measure", self.name, None, source))
+            .map_err(|source| Error::io(IoAction::Inspect, self.name, None, source))
     }
 
     fn has_one_name(&self) -> Result<bool> {
         let metadata = self.file.metadata();
         metadata
             .map(|found| found.nlink() == 1)
-            .map_err(|source| Error::io("measure", self.name, None, source))
+            .map_err(|source| Error::io(IoAction::Inspect, self.name, None, source))
     }
 
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         self.check_writer()?;
-        self.file.write_all_at(bytes, offset).map_err(self.failed("write", offset))
+        self.file.write_all_at(bytes, offset).map_err(self.failed(IoAction::Write, offset))
     }
 
     /// Writes zeros in pieces whose length suits the window.
@@ -132,17 +134,17 @@ impl DiskFile for DirFile {
         self.check_writer()?;
         zeros_by_pieces(offset, direct, piece_len, |at, zeros| {
             // The claim is checked once for all pieces, which may be as short as a page.
-            self.file.write_all_at(zeros, at).map_err(self.failed("write", at))
+            self.file.write_all_at(zeros, at).map_err(self.failed(IoAction::Write, at))
         })?;
-        direct::write_zeros(&self.file, direct, end).map_err(self.failed("write", direct))
+        direct::write_zeros(&self.file, direct, end).map_err(self.failed(IoAction::Write, direct))
     }
 
     fn read_at(&self, offset: u64, out: &mut [u8]) -> Result<()> {
-        self.file.read_exact_at(out, offset).map_err(self.failed("read", offset))
+        self.file.read_exact_at(out, offset).map_err(self.failed(IoAction::Read, offset))
     }
 
     fn read_past_cache(&self, offset: u64, out: &mut [u8]) -> Result<()> {
-        self.past_cache(offset, out).map_err(self.failed("read", offset))
+        self.past_cache(offset, out).map_err(self.failed(IoAction::Read, offset))
     }
 
     /// Syncs the file once, and then reads cached bytes from the cache. A store that a program has just copied without
@@ -157,7 +159,9 @@ impl DiskFile for DirFile {
         let cached = read_cached(&self.file, offset, out);
         match &mut out[cached..] {
             [] => Ok(()),
-            rest => self.past_cache(offset + cached as u64, rest).map_err(self.failed("read", offset)),
+            rest => {
+                self.past_cache(offset + cached as u64, rest).map_err(self.failed(IoAction::Read, offset))
+            }
         }
     }
 
@@ -174,7 +178,7 @@ impl DiskFile for DirFile {
                 Ok(()) => return Ok(true),
                 Err(Errno::INTR) => {}
                 Err(Errno::OPNOTSUPP | Errno::NOSYS) => return Ok(false),
-                Err(errno) => return Err(self.failed("make space in", offset)(errno.into())),
+                Err(errno) => return Err(self.failed(IoAction::Allocate, offset)(errno.into())),
             }
         }
     }
@@ -186,27 +190,28 @@ impl DiskFile for DirFile {
             match &*opened {
                 Some(file) => file.clone(),
                 None => {
-                    let file = direct::open_writer(&self.file).map_err(self.failed("open", offset))?;
+                    let file =
+                        direct::open_writer(&self.file).map_err(self.failed(IoAction::Open, offset))?;
                     opened.insert(Arc::new(file)).clone()
                 }
             }
         };
-        direct::write_blocks(&opened, offset, blocks).map_err(self.failed("write", offset))
+        direct::write_blocks(&opened, offset, blocks).map_err(self.failed(IoAction::Write, offset))
     }
 
     fn cut(&self, len: u64) -> Result<()> {
         self.check_writer()?;
-        self.file.set_len(len).map_err(self.failed("cut", len))
+        self.file.set_len(len).map_err(self.failed(IoAction::Truncate, len))
     }
 
     fn mapped_part(&self, range: Range<u64>) -> Result<Box<dyn Window>> {
         self.check_writer()?;
-        let failed = self.failed("map", range.start);
+        let failed = self.failed(IoAction::Map, range.start);
         Ok(Box::new(PartWindow::new(&self.file, self.name, range).map_err(failed)?))
     }
 
     fn memory(&self) -> Result<Option<Box<dyn FileMemory>>> {
-        let failed = |source| Error::io("map", self.name, None, source);
+        let failed = |source| Error::io(IoAction::Map, self.name, None, source);
         // A store into a byte without allocated space would allocate the space or fail.
         if !is_in_memory(&self.file).map_err(|errno| failed(errno.into()))? || !self.is_without_holes()? {
             return Ok(None);
@@ -220,11 +225,11 @@ impl DiskFile for DirFile {
     }
 
     fn sync(&self) -> Result<()> {
-        self.file.sync_data().map_err(|source| Error::io("sync", self.name, None, source))
+        self.file.sync_data().map_err(|source| Error::io(IoAction::Sync, self.name, None, source))
     }
 
     fn window(&self, io: LogIo) -> Result<Box<dyn Window>> {
-        let failed = |source| Error::io("map", self.name, None, source);
+        let failed = |source| Error::io(IoAction::Map, self.name, None, source);
         Ok(match io {
             LogIo::Mapped => Box::new(MappedWindow::new(&self.file, self.name).map_err(failed)?),
             LogIo::Buffered => {

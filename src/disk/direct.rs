@@ -26,7 +26,7 @@ use super::direct_read::reopen;
 use super::{Window, ZEROS_LEN_MAX, zeros_by_pieces};
 use crate::base::aligned_buf::AlignedBuf;
 use crate::base::sync::Mutex;
-use crate::error::{Error, Result};
+use crate::error::{Error, IoAction, Result};
 
 /// The flags of a window's file. With these flags, bytes are on the medium when a write returns.
 pub(super) const FLAGS: OFlags =
@@ -78,7 +78,7 @@ impl DirectWindow {
         end.expect("a range lies within its window")
     }
 
-    fn failed(&self, action: &'static str, offset: u64) -> impl FnOnce(io::Error) -> Error {
+    fn failed(&self, action: IoAction, offset: u64) -> impl FnOnce(io::Error) -> Error {
         let name = self.name;
         move |source| Error::io(action, name, Some(offset), source)
     }
@@ -89,7 +89,7 @@ impl Window for DirectWindow {
         self.end(offset, bytes.len() as u64);
         let mut unsynced = self.unsynced.lock();
         assert!(offset >= unsynced.closed, "nothing synced is rewritten"); // I5
-        unsynced.put(offset, bytes).map_err(self.failed("take up bytes for", offset))
+        unsynced.put(offset, bytes).map_err(self.failed(IoAction::Allocate, offset))
     }
 
     /// Writes all unsynced bytes below the end of the range. `offset` must be a multiple of 4096, and no byte after the
@@ -98,13 +98,14 @@ impl Window for DirectWindow {
         assert!(offset.is_multiple_of(GROUP_ALIGN), "a group begins on a block"); // I5
         let end = self.end(offset, len).next_multiple_of(GROUP_ALIGN);
         let mut kept = self.idle.lock();
-        let failed_before = || self.failed("write", offset)(io::Error::other("an earlier write failed"));
+        let failed_before =
+            || self.failed(IoAction::Write, offset)(io::Error::other("an earlier write failed"));
         let mut memory = kept.take().ok_or_else(failed_before)?;
         let taken = self.unsynced.lock().take(end, &mut memory);
-        let (start, len) = taken.map_err(self.failed("take up bytes for", end))?;
+        let (start, len) = taken.map_err(self.failed(IoAction::Allocate, end))?;
         assert!(start.is_multiple_of(GROUP_ALIGN)); // I5: every write covers whole blocks.
         write_all(&memory[..len], start, |rest, at| rustix::io::pwrite(&self.file, rest, at))
-            .map_err(self.failed("write", start))?;
+            .map_err(self.failed(IoAction::Write, start))?;
         *kept = Some(if memory.len() <= MEMORY_LEN_KEPT { memory } else { AlignedBuf::new(0) });
         Ok(())
     }
@@ -340,7 +341,8 @@ mod tests {
         window.put(0, &[1; 10]).unwrap();
         for _ in 0..2 {
             let error = window.sync(0, 10).unwrap_err();
-            assert!(matches!(error, Error::Io { action: "write", offset: Some(0), .. }), "{error}");
+            assert!(matches!(error, Error::Io { action: IoAction::Write, .. }), "{error}");
+            assert_eq!(error.offset(), Some(0));
         }
     }
 

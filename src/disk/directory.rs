@@ -17,7 +17,7 @@ use rustix::fs::{AtFlags, CWD, Dir, Mode, OFlags, Stat, StatVfs};
 use rustix::io::retry_on_intr;
 
 use super::claim::{Claim, superseded};
-use crate::error::{Error, Result};
+use crate::error::{Error, IoAction, Result};
 
 /// The permissions of new files and folders before the process's umask. With a umask of 002, the members of a group can
 /// share a store.
@@ -65,7 +65,7 @@ impl OpenDirectory {
                 // locked a new one.
                 if self.is_removed() { Ok(()) } else { Err(superseded(None)) }
             }
-            Err(error) => Err(Error::io("look at", FileName::Lock, None, error)),
+            Err(error) => Err(Error::io(IoAction::Inspect, FileName::Lock, None, error)),
         }
     }
 

@@ -36,7 +36,7 @@ use super::record_locks::{self, Mode, NO_END, Owner, knows_no_locks};
 use crate::base::closed_on_fork::ClosedOnFork;
 use crate::base::process::{ForkGuard, PerProcess};
 use crate::base::sync::Mutex;
-use crate::error::{Error, Result};
+use crate::error::{Error, IoAction, Result};
 
 /// A directory's device and inode, which identify it regardless of its path.
 type DirectoryId = (u64, u64);
@@ -61,23 +61,23 @@ fn lock_directory(open: Arc<OpenDirectory>) -> Result<DirLock> {
     let failed = |action| move |source| Error::io(action, FileName::Lock, None, source);
     let directory = Directory::Open(&open);
     // Step 1: check the registry before this process opens any descriptor of `LOCK`, whose close would release a lock.
-    let entry = RegistryEntry::claim(id(directory).map_err(failed("look beside"))?)?;
+    let entry = RegistryEntry::claim(id(directory).map_err(failed(IoAction::Inspect))?)?;
     // Step 2: lock the file. If a lock is refused, dropping `entry` removes the directory from the registry.
     let file = open_lock_file(directory, FileName::Lock)?;
-    if !take_both(file.file()).map_err(failed("lock"))? {
+    if !take_both(file.file()).map_err(failed(IoAction::Lock))? {
         return Err(Error::Locked { holder: holder(file.file()), store: None });
     }
     // Step 3: write the description, for processes that are refused later, and for earlier writers where locks do not
     // work. It need not survive a crash, and may be missing on a full disk, where a store must open so that pages can
     // be deleted.
-    match describe(file.file()).map_err(failed("write")) {
+    match describe(file.file()).map_err(failed(IoAction::Write)) {
         Err(error) if error.is_no_space() => {
             tracing::warn!(%error, "a process that is refused will know this process by its number alone");
         }
         described => described?,
     }
     let file = Arc::new(file);
-    open.claim(Claim::of(file.clone()).map_err(failed("read"))?);
+    open.claim(Claim::of(file.clone()).map_err(failed(IoAction::Read))?);
     Ok(DirLock { file, _directory: open, _entry: ForkGuard::new(entry) })
 }
 
@@ -107,7 +107,7 @@ fn take_both(file: &File) -> io::Result<bool> {
 /// description to it.
 pub(super) fn open_lock_file(directory: Directory<'_>, name: FileName) -> Result<ClosedOnFork> {
     ClosedOnFork::open(|| directory.open(name, OFlags::RDWR | OFlags::CREATE))
-        .map_err(|source| Error::io("open", name, None, source))
+        .map_err(|source| Error::io(IoAction::Open, name, None, source))
 }
 
 fn id(directory: Directory<'_>) -> io::Result<DirectoryId> {
@@ -120,7 +120,7 @@ pub(super) fn is_locked(directory: Directory<'_>) -> Result<bool> {
     let failed = |action| move |source| Error::io(action, FileName::Lock, None, source);
     let id = match id(directory) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
-        id => id.map_err(failed("open"))?,
+        id => id.map_err(failed(IoAction::Open))?,
     };
     let registry = LOCKED_HERE.get().lock();
     if registry.contains(&id) {
@@ -130,9 +130,9 @@ pub(super) fn is_locked(directory: Directory<'_>) -> Result<bool> {
     // release that thread's process lock.
     let file = match directory.open(FileName::Lock, OFlags::RDONLY) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
-        file => file.map_err(failed("open"))?,
+        file => file.map_err(failed(IoAction::Open))?,
     };
-    let conflict = record_locks::conflict(&file, 0..NO_END).map_err(failed("look at"))?;
+    let conflict = record_locks::conflict(&file, 0..NO_END).map_err(failed(IoAction::Inspect))?;
     Ok(conflict.is_some())
 }
 

@@ -19,7 +19,7 @@ use super::capabilities::has_no_other_cache;
 use super::{FileMemory, Window};
 use crate::base::process::ForkGuard;
 use crate::base::sync::Mutex;
-use crate::error::{Error, Result};
+use crate::error::{Error, IoAction, Result};
 
 /// A window onto a whole file, through a shared mapping.
 ///
@@ -87,7 +87,9 @@ impl Window for MappedWindow {
         let (start, len) = self.range(offset, len);
         // `msync` of the pages that contain the range. For a file, this is an fsync of the range, so it also flushes
         // the device's cache.
-        self.map.flush_range(start, len).map_err(|source| Error::io("sync", self.name, Some(offset), source))
+        self.map
+            .flush_range(start, len)
+            .map_err(|source| Error::io(IoAction::Sync, self.name, Some(offset), source))
     }
 
     fn prefault(&self, offset: u64, len: u64) {
@@ -127,7 +129,9 @@ impl Window for PartWindow {
         match self.0.map.advise_range(Advice::PopulateWrite, start, len) {
             // Kernels before 5.14 lack this advice.
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
-            populated => populated.map_err(|source| Error::io("map", self.0.name, Some(offset), source))?,
+            populated => {
+                populated.map_err(|source| Error::io(IoAction::Map, self.0.name, Some(offset), source))?
+            }
         }
         self.0.put(offset, bytes)
     }
@@ -375,7 +379,7 @@ mod tests {
         let part = PartWindow::new(&file, FileName::Pages(1), 4096..LEN as u64).unwrap();
         file.set_len(4096).unwrap();
         let error = part.put(0, b"part").unwrap_err();
-        assert!(matches!(error, Error::Io { action: "map", .. }), "{error}");
+        assert!(matches!(error, Error::Io { action: IoAction::Map, .. }), "{error}");
     }
 
     #[test]

@@ -20,7 +20,7 @@ use super::lock::open_lock_file;
 use super::record_locks::{self, Mode, Owner, knows_no_locks};
 use super::{DiskLock, Hold};
 use crate::base::closed_on_fork::ClosedOnFork;
-use crate::error::{Error, Result};
+use crate::error::{Error, IoAction, Result};
 
 /// Creates `READERS` unless it exists. Only the writer calls this, because readers create no files.
 pub(super) fn make(directory: Directory<'_>) -> Result<()> {
@@ -35,13 +35,13 @@ pub(super) fn hold(directory: Directory<'_>, id: SnapshotId) -> Result<Hold> {
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied) => {
             return Ok(Hold::Impossible);
         }
-        Err(error) => return Err(Error::io("open", FileName::Readers, None, error)),
+        Err(error) => return Err(Error::io(IoAction::Open, FileName::Readers, None, error)),
     };
     match ByteLock::take(file, Mode::Shared, id) {
         Ok(Some(lock)) => Ok(Hold::Held(Box::new(lock))),
         Ok(None) => Ok(Hold::Retiring),
         Err(error) if knows_no_locks(&error) => Ok(Hold::Impossible),
-        Err(error) => Err(Error::io("lock", FileName::Readers, Some(id.0), error)),
+        Err(error) => Err(Error::io(IoAction::Lock, FileName::Readers, Some(id.0), error)),
     }
 }
 
@@ -53,7 +53,7 @@ pub(super) fn try_retire(directory: Directory<'_>, id: SnapshotId) -> Result<Opt
         Ok(None) => Ok(None),
         // Locks are not supported, so no reader can hold a snapshot either.
         Err(error) if knows_no_locks(&error) => Ok(Some(Box::new(NoLock))),
-        Err(error) => Err(Error::io("lock", FileName::Readers, Some(id.0), error)),
+        Err(error) => Err(Error::io(IoAction::Lock, FileName::Readers, Some(id.0), error)),
     }
 }
 
@@ -62,12 +62,12 @@ pub(super) fn is_held(directory: Directory<'_>, id: SnapshotId) -> Result<bool> 
     let file = match directory.open(FileName::Readers, OFlags::RDONLY) {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
-        Err(error) => return Err(Error::io("open", FileName::Readers, None, error)),
+        Err(error) => return Err(Error::io(IoAction::Open, FileName::Readers, None, error)),
     };
     match record_locks::conflict(&file, byte(id)) {
         Ok(conflict) => Ok(conflict.is_some_and(|held| held.mode == Mode::Shared)),
         Err(error) if knows_no_locks(&error) => Ok(false),
-        Err(error) => Err(Error::io("look at", FileName::Readers, Some(id.0), error)),
+        Err(error) => Err(Error::io(IoAction::Inspect, FileName::Readers, Some(id.0), error)),
     }
 }
 

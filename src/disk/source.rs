@@ -154,10 +154,10 @@ impl ReadAt for DiskSource {
 fn to_io(error: Error) -> io::Error {
     let kind = match &error {
         // The error number lets a decoder distinguish a shortage from a failing medium.
-        Error::Io { source, .. } | Error::Folder { source, .. } if error.is_shortage() => {
+        Error::Io { source, .. } if error.is_shortage() => {
             return source.raw_os_error().map_or_else(|| source.kind().into(), io::Error::from_raw_os_error);
         }
-        Error::Io { source, .. } | Error::Folder { source, .. } => source.kind(),
+        Error::Io { source, .. } => source.kind(),
         _ => io::ErrorKind::Other,
     };
     io::Error::new(kind, error)

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 
 use super::remedy::remedy_of_poisoned;
-use super::{Error, LayoutError, Remedy};
+use super::{Error, Invalid, LayoutError, Mismatch, NoSuchState, Refused, Remedy, Taken, Unavailable};
 
 impl Error {
     /// Returns the remedy as an instruction to the caller.
@@ -19,10 +19,10 @@ impl Error {
             Error::OutOfBounds { page_len, .. } => {
                 format!("give a range within 0..{page_len}, or resize the page first").into()
             }
-            Error::KeyTaken { holder, .. } => {
+            Error::Taken(Taken::Key { holder, .. }) => {
                 format!("write to page {holder}, delete it first, or give another key").into()
             }
-            Error::NameTaken { snapshot, .. } => {
+            Error::Taken(Taken::Name { snapshot, .. }) => {
                 format!("give another name, or give up the name of snapshot {snapshot} by a prune first")
                     .into()
             }
@@ -30,26 +30,11 @@ impl Error {
                 format!("read page {page} again, and commit a new batch that is based on it").into()
             }
             Error::Leased { page } => format!("end the lease or pin of page {page}, then try again").into(),
-            Error::MemoryInUse { page, .. } => {
+            Error::Refused(Refused::MemoryInUse { page, .. }) => {
                 format!("give other memory, or delete, move or release page {page} first").into()
             }
-            Error::InvalidStatePoint { found } => format!(
-                "write name:{found} if that is the name of a snapshot; list the snapshots for the others"
-            )
-            .into(),
-            Error::NoSnapshotNamed { nearest: Some(name), .. } => {
-                format!("give {name:?}, or list the snapshots that are kept").into()
-            }
-            Error::OutsideWindow { oldest, newest, below, .. } => match below.last() {
-                Some(_) => {
-                    format!("give a batch from {oldest} to {newest}, or one of the older ones named above")
-                }
-                None => format!("give a batch from {oldest} to {newest}"),
-            }
-            .into(),
-            Error::OutOfOrder { expected, .. } => {
-                format!("apply batch {expected} first, or start over from the newest snapshot").into()
-            }
+            Error::Invalid(invalid) => advice_on_invalid(invalid),
+            Error::NoSuchState(state) => advice_on_state(state),
             Error::Limit { what, limit, .. } => {
                 format!("keep {what} at or below {limit}, or split it").into()
             }
@@ -60,16 +45,12 @@ impl Error {
             Error::OutOfMemory { place, .. } => {
                 format!("free memory of place {place}, then try again").into()
             }
-            Error::InvalidOption { option, .. } => {
-                format!("give option {option} a value that the error permits").into()
-            }
-            Error::InvalidOperation { index, .. } => {
-                format!("correct operation {index} as the error says, and commit the batch again").into()
+            Error::Overtaken { snapshot: Some(snapshot), .. } => {
+                format!("start over from snapshot {snapshot}").into()
             }
             Error::Forked { opener } => {
                 format!("open the store in this process, or use the object in process {opener}").into()
             }
-            Error::Layout(layout) => advice_on_layout(layout).into(),
             _ => self.fixed_advice().into(),
         }
     }
@@ -81,28 +62,39 @@ impl Error {
                 "list the pages that exist: the id of a deleted page is not given again"
             }
             Error::UnknownKey { .. } => "create the page first, or list the keys that exist",
-            Error::InvalidKey(_) => "give a key of 1 to 64 bytes",
-            Error::PlaceUnavailable { .. } => "give a place that the error does not exclude, such as host",
-            Error::DeviceUnavailable { .. } => "install what is missing, or open the store with device host",
-            Error::StreamRefused { .. } => "give a stream of the store's device that captures no graph",
-            Error::MemoryRefused { .. } => "give memory that meets the condition in the error",
-            Error::HintRefused { .. } => "leave out the hint, or open the store with memory that takes hints",
-            Error::LengthsDiffer { .. } => "give two pages of one length, or resize one of them first",
-            Error::NoSnapshot { .. } | Error::NoSnapshotNamed { .. } => "list the snapshots that are kept",
-            Error::NoStore { .. } => {
+            Error::Unavailable(Unavailable::Place { .. }) => {
+                "give a place that the error does not exclude, such as host"
+            }
+            Error::Unavailable(Unavailable::Device { .. }) => {
+                "install what is missing, or open the store with device host"
+            }
+            Error::Refused(Refused::Stream { .. }) => {
+                "give a stream of the store's device that captures no graph"
+            }
+            Error::Refused(Refused::Memory { .. }) => "give memory that meets the condition in the error",
+            Error::Refused(Refused::Hint { .. }) => {
+                "leave out the hint, or open the store with memory that takes hints"
+            }
+            Error::NoStore { found: None, .. } => {
                 "check the path; to make a new store there, open it with permission to create one"
             }
-            Error::ForeignDirectory { .. } => "give an empty directory, or a path that does not exist yet",
-            Error::IdentityMismatch { .. } => {
+            Error::NoStore { .. } => "give an empty directory, or a path that does not exist yet",
+            Error::Mismatch(Mismatch::Identity { .. }) => {
                 "open the store with the identity that it was created with, or give another directory"
             }
-            Error::LayoutMismatch { .. } => {
+            Error::Mismatch(Mismatch::Layout { .. }) => {
                 "open the store with the layout that it was created with, or give another directory"
             }
             Error::Locked { .. } => "read it with a View, or close it there",
             Error::Closed => "open the store again",
             Error::DiskFull { .. } => "free some space or delete pages, then try again",
-            Error::Overtaken { .. } | Error::Diverged { .. } => "start over from the newest snapshot",
+            Error::Overtaken { .. } => "start over from the newest snapshot",
+            Error::Diverged { .. } => "discard what was read, and start over from the newest snapshot",
+            Error::Superseded { .. } => "stop one of the two writers, and let one at a time open the store",
+            Error::Panicked { .. } => "report the panic, close the store, and open it again",
+            Error::Device { context_lost: false, .. } => {
+                "close the store, if it is open, and open it again once the device works"
+            }
             Error::Damaged(_) => "run `remanent verify`, which lists all damage and what can be saved",
             Error::Poisoned(cause) => advice_of_poisoned(cause),
             _ => advice_of(self.remedy()),
@@ -125,8 +117,49 @@ fn advice_of(remedy: Remedy) -> &'static str {
 }
 
 /// Returns the advice for a store that was stopped by `cause`.
-pub(super) fn advice_of_poisoned(cause: &Error) -> &'static str {
+fn advice_of_poisoned(cause: &Error) -> &'static str {
     advice_of(remedy_of_poisoned(cause))
+}
+
+fn advice_on_invalid(error: &Invalid) -> Cow<'static, str> {
+    match error {
+        Invalid::Option { option, .. } => {
+            format!("give option {option} a value that the error permits").into()
+        }
+        Invalid::StatePoint { found } => {
+            format!("write name:{found} if that is the name of a snapshot; list the snapshots for the others")
+                .into()
+        }
+        Invalid::Key(_) => "give a key of 1 to 64 bytes".into(),
+        Invalid::Layout(layout) => advice_on_layout(layout).into(),
+        Invalid::Operation { index, .. } => {
+            format!("correct operation {index} as the error says, and commit the batch again").into()
+        }
+        Invalid::LengthsDiffer { .. } => "give two pages of one length, or resize one of them first".into(),
+        Invalid::OutOfOrder { expected, .. } => {
+            format!("apply batch {expected} first, or start over from the newest snapshot").into()
+        }
+    }
+}
+
+fn advice_on_state(error: &NoSuchState) -> Cow<'static, str> {
+    match error {
+        NoSuchState::Name { nearest: Some(name), .. } => {
+            format!("give {name:?}, or list the snapshots that are kept").into()
+        }
+        NoSuchState::Snapshot { .. } => "list the snapshots that are kept, and give the id of one".into(),
+        NoSuchState::Name { nearest: None, .. } => "list the names of the snapshots that are kept".into(),
+        NoSuchState::OutsideWindow { oldest, newest, below, .. } => match below.last() {
+            Some(_) => {
+                format!("give a batch from {oldest} to {newest}, or one of the older ones named above")
+            }
+            None => format!("give a batch from {oldest} to {newest}"),
+        }
+        .into(),
+        NoSuchState::NotCommitted { requested, newest } => {
+            format!("commit batch {requested} first, or give a batch up to {newest}").into()
+        }
+    }
 }
 
 fn advice_on_layout(error: &LayoutError) -> &'static str {

@@ -1,10 +1,104 @@
-//! Optional parts of error messages.
+//! Error messages, and their optional parts.
 
 use std::fmt;
 
-use remanent_format::{Lsn, SnapshotId};
+use remanent_format::Lsn;
 
+use super::{Error, NoSuchState};
 use crate::layout::BlockLayout;
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.fmt_failure(f)?;
+        match self {
+            // This message ends with the remedy as a question.
+            Error::NoSuchState(NoSuchState::Name { nearest: Some(_), .. }) => Ok(()),
+            _ => write!(f, "; {}", self.advice()),
+        }
+    }
+}
+
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            Error::Io { source, .. } => Some(&**source),
+            _ => None,
+        }
+    }
+}
+
+impl Error {
+    /// Writes the message without the remedy.
+    fn fmt_failure(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Error::Io { action, object, store, source } => {
+                write!(f, "cannot {action} {object}{}: {source}", StoreDisplay(store.as_deref()))
+            }
+            Error::DiskFull { file, needed, store } => {
+                write!(f, "no space for {file}{} ({needed} bytes)", StoreDisplay(store.as_deref()))
+            }
+            Error::Damaged(damage) => {
+                write!(f, "the store{} is damaged: {damage}", PathDisplay(damage.store.as_deref()))
+            }
+            Error::Locked { holder, store } => {
+                write!(f, "the store{} is open in {holder}", PathDisplay(store.as_deref()))
+            }
+            Error::Superseded { holder, store } => {
+                let store = PathDisplay(store.as_deref());
+                write!(f, "the store{store} was opened by another writer: {holder}; this handle has stopped")
+            }
+            Error::Panicked { thread, store } => {
+                write!(f, "{thread}{} panicked, and the store has stopped", StoreDisplay(store.as_deref()))
+            }
+            Error::Forked { opener } => {
+                write!(f, "the store was opened by process {opener}, of which this is a forked child")
+            }
+            Error::NoStore { path, found: None } => write!(f, "there is no store in {path}"),
+            Error::NoStore { path, found: Some(found) } => {
+                write!(f, "no store can be created in {path}, which is not empty (it contains {found})")
+            }
+            Error::Mismatch(mismatch) => write!(f, "{mismatch}"),
+            Error::Invalid(invalid) => write!(f, "{invalid}"),
+            Error::Limit { what, found, limit } => {
+                write!(f, "{what} is {}over the limit of {limit}", Size(*found))
+            }
+            Error::UnknownPage { page } => write!(f, "there is no page {page}"),
+            Error::UnknownKey { key } => write!(f, "there is no page with key {key}"),
+            Error::OutOfBounds { page, offset, len, page_len } => {
+                write!(
+                    f,
+                    "bytes {offset}..{offset}+{len} are outside page {page}, which is {page_len} bytes long"
+                )
+            }
+            Error::Taken(taken) => write!(f, "{taken}"),
+            Error::Conflict { page, expected, found } => {
+                write!(f, "page {page} is at epoch {found}, and the batch requires epoch {expected}")
+            }
+            Error::Leased { page } => write!(f, "page {page} is leased or pinned"),
+            Error::Refused(refused) => write!(f, "{refused}"),
+            Error::Unavailable(unavailable) => write!(f, "{unavailable}"),
+            Error::OverBudget { place, requested, available, budget } => {
+                write!(
+                    f,
+                    "{requested} bytes in place {place} are over the budget: {available} of {budget} left"
+                )
+            }
+            Error::OutOfMemory { place, len } => write!(f, "cannot allocate {len} bytes in place {place}"),
+            Error::NoSuchState(state) => write!(f, "{state}"),
+            Error::Overtaken { lsn, .. } => write!(f, "batch {lsn} is not kept any more"),
+            Error::Diverged { position, survived } => {
+                let survived = LastSurvivingBatch(*survived);
+                write!(f, "batch {position} is not in the store's history{survived}")
+            }
+            Error::Device { reason, .. } => write!(f, "device: {reason}"),
+            Error::Poisoned(cause) => {
+                f.write_str("the store stopped after an earlier failure: ")?;
+                cause.fmt_failure(f)
+            }
+            Error::Closed => f.write_str("the store is closed"),
+        }
+    }
+}
 
 /// Returns the end of the message for a state outside the retained range: older states that are still
 /// available.
@@ -12,8 +106,8 @@ pub(super) fn single_states(below: &[Lsn]) -> String {
     let batches: Vec<String> = below.iter().map(Lsn::to_string).collect();
     match batches.len() {
         0 => String::new(),
-        1 => format!("; of older states it has that at batch {}", batches[0]),
-        _ => format!("; of older states it has those at batches {}", batches.join(", ")),
+        1 => format!("; of the older states, that at batch {} is kept", batches[0]),
+        _ => format!("; of the older states, those at batches {} are kept", batches.join(", ")),
     }
 }
 
@@ -59,15 +153,6 @@ pub(super) struct Size(pub u64);
 impl fmt::Display for Size {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.0 == u64::MAX { Ok(()) } else { write!(f, "{}, ", self.0) }
-    }
-}
-
-/// Displays the snapshot to start from, if any.
-pub(super) struct StartFrom(pub Option<SnapshotId>);
-
-impl fmt::Display for StartFrom {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.map_or(Ok(()), |snapshot| write!(f, ": start from snapshot {snapshot}"))
     }
 }
 

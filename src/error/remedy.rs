@@ -4,7 +4,7 @@ use std::io;
 
 use remanent_format::SHORTAGES;
 
-use super::Error;
+use super::{Error, IoAction, IoObject, Refused};
 
 /// The kind of remedy for an [`Error`]; [`Error::advice`] describes it in words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,50 +36,36 @@ impl Error {
     #[must_use]
     pub fn remedy(&self) -> Remedy {
         match self {
+            Error::Refused(Refused::MemoryInUse { .. })
+            | Error::Conflict { .. }
+            | Error::Locked { .. }
+            | Error::Leased { .. } => Remedy::Retry,
             Error::UnknownPage { .. }
             | Error::UnknownKey { .. }
-            | Error::InvalidKey(_)
-            | Error::Layout(_)
+            | Error::Invalid(_)
             | Error::OutOfBounds { .. }
-            | Error::KeyTaken { .. }
-            | Error::InvalidOperation { .. }
-            | Error::InvalidOption { .. }
-            | Error::InvalidStatePoint { .. }
+            | Error::Taken(_)
             | Error::Limit { .. }
-            | Error::PlaceUnavailable { .. }
-            | Error::DeviceUnavailable { .. }
-            | Error::StreamRefused { .. }
-            | Error::MemoryRefused { .. }
-            | Error::HintRefused { .. }
-            | Error::LengthsDiffer { .. }
-            | Error::NameTaken { .. }
-            | Error::NoSnapshot { .. }
-            | Error::NoSnapshotNamed { .. }
-            | Error::OutsideWindow { .. }
+            | Error::Unavailable(_)
+            | Error::Refused(_)
+            | Error::NoSuchState(_)
             | Error::NoStore { .. }
-            | Error::ForeignDirectory { .. }
-            | Error::IdentityMismatch { .. }
-            | Error::LayoutMismatch { .. }
+            | Error::Mismatch(_)
             | Error::Forked { .. }
-            | Error::OutOfOrder { .. }
             | Error::Closed => Remedy::ChangeCall,
-            Error::Conflict { .. }
-            | Error::Locked { .. }
-            | Error::Leased { .. }
-            | Error::MemoryInUse { .. } => Remedy::Retry,
             Error::DiskFull { .. } | Error::OverBudget { .. } | Error::OutOfMemory { .. } => {
                 Remedy::FreeSpace
             }
             error if error.is_shortage() => Remedy::Retry,
-            Error::Io { source, .. } | Error::Folder { source, .. } if is_the_systems(source) => {
-                Remedy::Permit
+            Error::Io { object: IoObject::File { .. } | IoObject::Folder { .. }, source, .. }
+                if !is_the_systems(source) =>
+            {
+                Remedy::Reopen
             }
-            Error::Thread { .. } | Error::Randomness { .. } | Error::SourceFailed { .. } => Remedy::Permit,
-            Error::Io { .. }
-            | Error::Folder { .. }
-            | Error::Panicked { .. }
-            | Error::Superseded { .. }
-            | Error::Device { context_lost: false, .. } => Remedy::Reopen,
+            Error::Io { .. } => Remedy::Permit,
+            Error::Panicked { .. } | Error::Superseded { .. } | Error::Device { context_lost: false, .. } => {
+                Remedy::Reopen
+            }
             Error::Device { context_lost: true, .. } => Remedy::NewProcess,
             Error::Overtaken { .. } | Error::Diverged { .. } => Remedy::StartOver,
             Error::Damaged(_) => Remedy::Inspect,
@@ -93,13 +79,8 @@ impl Error {
     #[must_use]
     pub(crate) fn is_shortage(&self) -> bool {
         match self {
-            Error::Io { action: "sync", .. } | Error::Folder { action: "sync", .. } => false,
-            Error::Io { source, .. }
-            | Error::Folder { source, .. }
-            | Error::Thread { source, .. }
-            | Error::SourceFailed { source, .. } => {
-                source.raw_os_error().is_some_and(|errno| SHORTAGES.contains(&errno))
-            }
+            Error::Io { action: IoAction::Sync, .. } => false,
+            Error::Io { source, .. } => source.raw_os_error().is_some_and(|errno| SHORTAGES.contains(&errno)),
             _ => false,
         }
     }
@@ -108,8 +89,12 @@ impl Error {
     /// failing caller-supplied source, or a [shortage](Self::is_shortage).
     #[must_use]
     pub(crate) fn is_passing(&self) -> bool {
-        matches!(self, Error::DiskFull { .. } | Error::OutOfMemory { .. } | Error::SourceFailed { .. })
-            || self.is_shortage()
+        matches!(
+            self,
+            Error::DiskFull { .. }
+                | Error::OutOfMemory { .. }
+                | Error::Io { object: IoObject::Source { .. }, .. }
+        ) || self.is_shortage()
     }
 
     /// Returns whether the file system reported that no space is left.
@@ -117,7 +102,7 @@ impl Error {
     pub(crate) fn is_no_space(&self) -> bool {
         match self {
             Error::DiskFull { .. } => true,
-            Error::Io { source, .. } | Error::Folder { source, .. } => {
+            Error::Io { object: IoObject::File { .. } | IoObject::Folder { .. }, source, .. } => {
                 matches!(source.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
             }
             _ => false,

@@ -17,7 +17,7 @@ use super::survey::{ask, missing, newest_snapshot};
 use crate::base::allocation::{collected, push};
 use crate::disk::Disk;
 use crate::disk::source::DiskSource;
-use crate::error::{Error, Result};
+use crate::error::{Error, Invalid, Result};
 
 /// A replica of a store's pages and root after one batch, in host memory. The default is the empty store, before its
 /// first batch.
@@ -80,13 +80,13 @@ impl Replica {
     /// pages. Apart from that memory, only one piece of an image is in memory at a time.
     ///
     /// # Errors
-    /// [`Error::OutOfOrder`] if `batch` is not the next batch; [`Error::Overtaken`] or [`Error::Damaged`] if an image
+    /// [`Error::Invalid`] if `batch` is not the next batch; [`Error::Overtaken`] or [`Error::Damaged`] if an image
     /// cannot be read; [`Error::OutOfMemory`]. The replica is then unchanged. If a verified image cannot be read again,
     /// the replica becomes empty, like [`Replica::default`].
     pub fn apply(&mut self, batch: &FollowedBatch) -> Result<()> {
         let (lsn, expected) = (batch.lsn(), self.table.lsn().next());
         if lsn != expected {
-            return Err(Error::OutOfOrder { lsn, expected });
+            return Err(Error::Invalid(Invalid::OutOfOrder { lsn, expected }));
         }
         let source = ImageSource::new(&batch.disk, lsn);
         let images = match batch.restored() {

@@ -20,7 +20,7 @@ const ATTEMPTS: usize = 64;
 pub(super) fn survey(disk: &Arc<dyn Disk>) -> Result<Survey> {
     let names = disk.list(Folder::Root)?;
     if !names.iter().any(|name| FileName::parse(Folder::Root, name) == Some(FileName::Store)) {
-        return Err(Error::NoStore { path: disk.label() });
+        return Err(Error::NoStore { path: disk.label(), found: None });
     }
     Ok(Survey::read(&DiskSource::new(disk.clone()))?)
 }

@@ -74,7 +74,7 @@ impl View {
                     return Err(Error::OutOfMemory { place: Place::Host, len: needed });
                 }
                 Defect::Missing if past.disk().directory().is_err() => {
-                    return Err(Error::NoStore { path: past.disk().label() });
+                    return Err(Error::NoStore { path: past.disk().label(), found: None });
                 }
                 // Damage found twice in the same place is real, because changes of a writer would be elsewhere.
                 // However, if the state was removed, every attempt finds the same files missing.

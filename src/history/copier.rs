@@ -15,7 +15,7 @@ use crate::base::allocation::push;
 use crate::base::parallel;
 use crate::base::process::{ForkGuard, Process};
 use crate::device::{Access, CallerMemory, Device, DeviceBytes, Lane, MemoryLink, Span};
-use crate::error::{Error, Result};
+use crate::error::{Error, Refused, Result};
 use crate::images::read::{ImageRequest, SummedBy};
 use crate::memory::staging::StagingPool;
 use crate::recovery::image_loader::{ImageLoader, threads};
@@ -76,7 +76,7 @@ impl DeviceCopier {
     /// memory is kept alive until the last handle is dropped.
     ///
     /// # Errors
-    /// [`Error::MemoryRefused`] if the device detects that the memory is not as described; [`Error::Forked`]; a device
+    /// [`Error::Refused`] if the device detects that the memory is not as described; [`Error::Forked`]; a device
     /// error.
     pub fn caller_bytes(&self, memory: &CallerMemory) -> Result<DeviceBytes> {
         self.opener.check()?;
@@ -109,7 +109,7 @@ impl DeviceCopier {
     /// ```
     ///
     /// # Errors
-    /// [`Error::MemoryRefused`] for memory of another device; [`Error::Forked`].
+    /// [`Error::Refused`] for memory of another device; [`Error::Forked`].
     pub fn source(&self, bytes: DeviceBytes) -> Result<impl ByteSource + use<>> {
         self.opener.check()?;
         bytes.check_device(&self.parts.device)?;
@@ -121,7 +121,7 @@ impl DeviceCopier {
     /// undefined.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`]; [`Error::MemoryRefused`] for memory of another length or of another device, memory that
+    /// [`Error::UnknownPage`]; [`Error::Refused`] for memory of another length or of another device, memory that
     /// overlaps other memory of the call, and a page that is named twice; [`Error::Damaged`], [`Error::Overtaken`],
     /// [`Error::OutOfMemory`] as in [`View::read`]; [`Error::Device`] if the device failed or corrupted bytes in
     /// transit; [`Error::Forked`].
@@ -134,7 +134,7 @@ impl DeviceCopier {
             let (page_len, len) = (past.page_len(*page)?, bytes.byte_len());
             if page_len != len {
                 let reason = format!("page {page} is {page_len} bytes long");
-                return Err(Error::MemoryRefused { len, reason });
+                return Err(Error::Refused(Refused::Memory { len, reason }));
             }
             bytes.check_process()?;
             bytes.check_device(device)?;
@@ -147,7 +147,7 @@ impl DeviceCopier {
         targets.sort_unstable_by_key(|(page, _)| *page);
         if let Some(pair) = targets.windows(2).find(|pair| pair[0].0 == pair[1].0) {
             let reason = format!("page {} is named twice", pair[0].0);
-            return Err(Error::MemoryRefused { len: pair[0].1.len, reason });
+            return Err(Error::Refused(Refused::Memory { len: pair[0].1.len, reason }));
         }
         LoadRun { past, device: &**device, staging, targets }.load()
     }

@@ -64,11 +64,11 @@ pub(crate) struct SharedImages {
 /// Returns an error if the directory contains a store or other files, so that no store can be created in it.
 ///
 /// # Errors
-/// [`Error::ForeignDirectory`].
+/// [`Error::NoStore`] with the name of a file.
 pub(crate) fn check_directory_is_free(target: &dyn Disk) -> Result<()> {
     check_directory(target, Create::IfEmpty)?;
     if target.list(Folder::Root)?.contains(&FileName::Store.name()) {
-        return Err(Error::ForeignDirectory { path: target.label(), found: FileName::Store.name() });
+        return Err(Error::NoStore { path: target.label(), found: Some(FileName::Store.name()) });
     }
     Ok(())
 }
@@ -154,9 +154,7 @@ pub(crate) fn create<E: From<Error>>(
 /// Converts a lack of space to a disk-full error. The remaining files do not form a store.
 fn no_space(error: Error) -> Error {
     match error {
-        Error::Io { .. } | Error::Folder { .. } if error.is_no_space() => {
-            Error::disk_full(FileName::Store, SEGMENT_LEN_MIN)
-        }
+        Error::Io { .. } if error.is_no_space() => Error::disk_full(FileName::Store, SEGMENT_LEN_MIN),
         error => error,
     }
 }

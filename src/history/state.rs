@@ -33,7 +33,7 @@ use crate::base::allocation::set_of;
 use crate::base::sync::Mutex;
 use crate::disk::source::DiskSource;
 use crate::disk::{Disk, DiskLock, Hold};
-use crate::error::{Error, Result};
+use crate::error::{Error, NoSuchState, Result};
 use crate::history::point::StatePoint;
 use crate::history::windows::{Lookup, WHOLE_LEN_MAX, WINDOW_LEN_MIN, Windows};
 use crate::recovery::create::unfinished_files;
@@ -73,7 +73,11 @@ fn check_is_store(disk: &Arc<dyn Disk>) -> Result<()> {
     }
     let judged = unfinished_files(disk);
     // A writer may have completed the creation of the store, and have committed, in the meantime.
-    if has_record()? { Ok(()) } else { Err(judged.err().unwrap_or(Error::NoStore { path: disk.label() })) }
+    if has_record()? {
+        Ok(())
+    } else {
+        Err(judged.err().unwrap_or(Error::NoStore { path: disk.label(), found: None }))
+    }
 }
 
 /// The point at which replay stops.
@@ -109,8 +113,8 @@ impl PastState {
     /// Finds the state at `point`, or the newest state if `point` is `None`.
     ///
     /// # Errors
-    /// [`Error::NoStore`], [`Error::NoSnapshot`], [`Error::NoSnapshotNamed`], [`Error::OutsideWindow`],
-    /// [`Error::Damaged`]; [`Error::Overtaken`] if a writer removes files faster than this call reads them.
+    /// [`Error::NoStore`], [`Error::NoSuchState`], [`Error::Damaged`]; [`Error::Overtaken`] if a writer
+    /// removes files faster than this call reads them.
     pub fn open(disk: &Arc<dyn Disk>, point: Option<&StatePoint>) -> Result<Self> {
         check_is_store(disk)?;
         let mut before: Option<(Vec<SnapshotId>, Vec<u64>, Lsn, String)> = None;
@@ -137,7 +141,7 @@ impl PastState {
             let now = (links, segments, reached, error.to_string());
             let before = before.replace(now.clone());
             let moved = before.as_ref().is_some_and(|before| *before != now);
-            let is_outside = matches!(error, Error::OutsideWindow { .. });
+            let is_outside = matches!(error, Error::NoSuchState(NoSuchState::OutsideWindow { .. }));
             // A snapshot that was being removed may be usable again once its log is removed.
             if before.is_some() && (!moved || is_outside) && !is_being_removed {
                 return Err(error);
@@ -228,7 +232,7 @@ impl PastState {
                     Err(error) => _ = first.get_or_insert(error),
                 },
                 Ok(None) => is_being_removed = true,
-                Err(error @ Error::OutsideWindow { .. }) => {
+                Err(error @ Error::NoSuchState(NoSuchState::OutsideWindow { .. })) => {
                     return Err(NotFound { error, reached, is_being_removed });
                 }
                 Err(error) => _ = first.get_or_insert(error),
@@ -245,11 +249,19 @@ impl PastState {
                 match log_end() {
                     Some((newest, reach)) => {
                         let oldest = reach.opens_at().unwrap_or_default();
-                        Error::OutsideWindow { requested, oldest, newest: *newest, below: reach.below() }
+                        Error::NoSuchState(NoSuchState::OutsideWindow {
+                            requested,
+                            oldest,
+                            newest: *newest,
+                            below: reach.below(),
+                        })
                     }
-                    None => {
-                        Error::OutsideWindow { requested, oldest, newest: survey.mark(), below: Vec::new() }
-                    }
+                    None => Error::NoSuchState(NoSuchState::OutsideWindow {
+                        requested,
+                        oldest,
+                        newest: survey.mark(),
+                        below: Vec::new(),
+                    }),
                 }
             }
             _ => survey.log.chain_break().cloned().unwrap_or_else(|| missing(survey)).into(),
@@ -280,7 +292,7 @@ impl PastState {
         {
             let reach = Reach::of(survey, &end.verified);
             let (oldest, below) = (reach.opens_at().unwrap_or_default(), reach.below());
-            return Err(Error::OutsideWindow { requested, oldest, newest, below });
+            return Err(Error::NoSuchState(NoSuchState::OutsideWindow { requested, oldest, newest, below }));
         }
         let redo = base.map(|manifest| manifest.redo).or_else(|| survey.log.beginning());
         let redo = redo.expect("the log was followed from there");
@@ -519,7 +531,7 @@ fn until(survey: &Survey, point: Option<&StatePoint>) -> Result<Until> {
         Some(StatePoint::Snapshot(id)) => match survey.links.get(id) {
             Some(Ok((manifest, _))) => Until::At(manifest.end),
             Some(Err(damage)) => return Err(damage.clone().into()),
-            None => return Err(Error::NoSnapshot { snapshot: *id }),
+            None => return Err(Error::NoSuchState(NoSuchState::Snapshot { snapshot: *id })),
         },
         Some(StatePoint::Name(name)) => {
             let mut newest_first = survey.readable().rev();

@@ -34,7 +34,7 @@ use crate::base::sync::Mutex;
 use crate::disk::growing::GrowingFile;
 use crate::disk::image_spares::ReusedFile;
 use crate::disk::{Disk, DiskFile};
-use crate::error::{Error, Result};
+use crate::error::{Error, IoAction, Result};
 use crate::memory::arena::FileTarget;
 use crate::options::{Compression, ImageOptions};
 
@@ -351,7 +351,7 @@ impl ImageWriter {
         let len = self.byte_len();
         self.growing.finish(len).map_err(|error| match error {
             // The file's space was already allocated, so this is a failure of the file system.
-            Error::Io { action: "sync", .. } if !self.growing.gets_space_at_sync() => error,
+            Error::Io { action: IoAction::Sync, .. } if !self.growing.gets_space_at_sync() => error,
             error => no_space(self.number, len, error),
         })
     }

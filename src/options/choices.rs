@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Invalid, Result};
 
 /// The promise of an acknowledgement. `Durable` includes `Logged`; a batch is `Applied` only after it is
 /// logged.
@@ -124,7 +124,7 @@ impl FromStr for DeviceChoice {
             _ => text.strip_prefix("cuda:").and_then(|number| number.parse().ok()).map_or_else(
                 || {
                     let reason = format!("`{text}` is none of `auto`, `host`, `cuda:0`, `cuda:1`, …");
-                    Err(Error::InvalidOption { option: "device", reason })
+                    Err(Error::Invalid(Invalid::Option { option: "device", reason }))
                 },
                 |number| Ok(DeviceChoice::Cuda(number)),
             ),

@@ -39,7 +39,7 @@ impl ImageOptions {
     ///
     /// Use [`ImageIo::Direct`] if snapshots must not displace cached data of other programs, and
     /// [`ImageIo::Mapped`] for a store on tmpfs with pages on a GPU. The open fails with
-    /// [`Error::InvalidOption`] if the file system does not support it.
+    /// [`Error::Invalid`] if the file system does not support it.
     #[must_use]
     pub fn io(mut self, io: ImageIo) -> Self {
         self.io = io;

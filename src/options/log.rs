@@ -59,7 +59,7 @@ impl LogOptions {
     /// ([`Ack::Durable`](super::Ack::Durable)); buffered if the file system supports neither.
     ///
     /// Change it if `remanent bench commit` shows that another way is faster on your disk. The open fails with
-    /// [`Error::InvalidOption`] if the file system does not support it.
+    /// [`Error::Invalid`] if the file system does not support it.
     #[must_use]
     pub fn io(mut self, io: LogIo) -> Self {
         self.io = Some(io);

@@ -126,9 +126,9 @@ impl MemoryOptions {
     /// loaded. If the open fails, the content of the memory is undefined. An open that skips a damaged
     /// snapshot calls `source` again.
     ///
-    /// The open fails with [`Error::MemoryRefused`] if the length of the memory differs from that of the
+    /// The open fails with [`Error::Refused`] if the length of the memory differs from that of the
     /// page, if the memory is in another place, or if the device does not know it; with
-    /// [`Error::MemoryInUse`] if the memory of two pages overlaps; and with [`Error::Panicked`] if `source`
+    /// [`Error::Refused`] if the memory of two pages overlaps; and with [`Error::Panicked`] if `source`
     /// panics.
     ///
     /// ```

@@ -24,7 +24,7 @@ pub use self::retention::Retention;
 pub use self::schedules::{ScrubSchedule, SnapshotSchedule};
 pub use self::snapshot::SnapshotOptions;
 use self::tiers::Tiers;
-use crate::error::{Error, Result};
+use crate::error::{Error, Invalid, Result};
 
 /// Options for opening a store. Every option has a default.
 ///
@@ -113,7 +113,7 @@ impl Options {
     /// Pages in [`Place::Device`] number *n* live on the *n*-th device of the list, pages in all other places
     /// on the first. Slots are bound at each open, so a store can be reopened with fewer, more or different
     /// devices. An open or a batch that needs memory in a slot without a device fails with
-    /// [`Error::PlaceUnavailable`].
+    /// [`Error::Unavailable`].
     ///
     /// ```
     /// use remanent::{DeviceChoice, Options, Place};
@@ -137,7 +137,7 @@ impl Options {
     /// Sets an application-defined description of the store, of at most 64 KiB. Default: none.
     ///
     /// It is stored when the store is created. A later open with a different description fails with
-    /// [`Error::IdentityMismatch`]; an open without one does not compare it.
+    /// [`Error::Mismatch`]; an open without one does not compare it.
     #[must_use]
     pub fn identity(mut self, identity: impl Into<Vec<u8>>) -> Self {
         self.identity = Some(identity.into());
@@ -147,7 +147,7 @@ impl Options {
     /// Sets a hash of everything that determines the meaning of the pages' bytes. Default: none.
     ///
     /// It is stored when the store is created. A later open with a different hash fails with
-    /// [`Error::LayoutMismatch`]; an open without one does not compare it.
+    /// [`Error::Mismatch`]; an open without one does not compare it.
     #[must_use]
     pub fn layout_fingerprint(mut self, fingerprint: [u8; 32]) -> Self {
         self.layout_fingerprint = Some(fingerprint);
@@ -224,5 +224,5 @@ impl Options {
 
 /// Returns the error for an invalid value of `option`.
 fn invalid(option: &'static str, reason: String) -> Result<()> {
-    Err(Error::InvalidOption { option, reason })
+    Err(Error::Invalid(Invalid::Option { option, reason }))
 }

@@ -50,11 +50,11 @@ pub(crate) fn check_directory(disk: &dyn Disk, create: Create) -> Result<()> {
             || name == "lost+found"
     };
     if let Some(found) = names.iter().find(|name| !ours(name)) {
-        return Err(Error::ForeignDirectory { path: disk.label(), found: found.clone() });
+        return Err(Error::NoStore { path: disk.label(), found: Some(found.clone()) });
     }
     match create {
         Create::IfEmpty => Ok(()),
-        Create::Never => Err(Error::NoStore { path: disk.label() }),
+        Create::Never => Err(Error::NoStore { path: disk.label(), found: None }),
     }
 }
 

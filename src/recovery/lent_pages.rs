@@ -11,7 +11,7 @@ use remanent_format::{PageId, PageInfo, PageTable};
 
 use crate::base::sync::Mutex;
 use crate::device::{CallerMemory, Device, DeviceBytes};
-use crate::error::{Error, Result};
+use crate::error::{Error, Refused, Result};
 use crate::memory::arena::{Arena, PageMemory};
 use crate::options::PageMemorySource;
 
@@ -56,7 +56,7 @@ impl<'a> LentPages<'a> {
 
     /// Checks and adopts caller-owned memory for a page.
     fn take(&self, device: &Arc<dyn Device>, info: &PageInfo, memory: &CallerMemory) -> Result<PageMemory> {
-        let refused = |reason| Err(Error::MemoryRefused { len: memory.byte_len(), reason });
+        let refused = |reason| Err(Error::Refused(Refused::Memory { len: memory.byte_len(), reason }));
         let PageInfo { page, len, place, .. } = *info;
         if memory.byte_len() != len {
             return refused(format!("page {page} is {len} bytes long"));

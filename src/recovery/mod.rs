@@ -111,7 +111,7 @@ use crate::device::Device;
 use crate::disk::image_spares::ImageSpares;
 use crate::disk::source::DiskSource;
 use crate::disk::{Disk, DiskLock};
-use crate::error::{Error, Result};
+use crate::error::{Error, Mismatch, Result};
 use crate::images::disk_pages::DiskPages;
 use crate::log::{LogStart, SegmentPool, SegmentRules, SpacePurpose};
 use crate::memory::arena::Arena;
@@ -396,12 +396,12 @@ impl Recovery<'_> {
         }
         let record = &store.record;
         if self.options.identity.as_ref().is_some_and(|identity| *identity != record.identity) {
-            return Err(Error::IdentityMismatch { found: record.identity.clone() });
+            return Err(Error::Mismatch(Mismatch::Identity { found: record.identity.clone() }));
         }
         if let Some(expected) = self.options.layout_fingerprint
             && record.layout_fingerprint != Some(expected)
         {
-            return Err(Error::LayoutMismatch { expected, found: record.layout_fingerprint });
+            return Err(Error::Mismatch(Mismatch::Layout { expected, found: record.layout_fingerprint }));
         }
         Ok(())
     }

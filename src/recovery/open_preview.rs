@@ -43,7 +43,7 @@ impl OpenPreview {
     /// [`Error::NoStore`], [`Error::Damaged`]; I/O errors.
     pub fn take(disk: &Arc<dyn Disk>) -> Result<Self> {
         if !disk.list(Folder::Root)?.iter().any(|name| *name == FileName::Store.name()) {
-            return Err(Error::NoStore { path: disk.label() });
+            return Err(Error::NoStore { path: disk.label(), found: None });
         }
         let mut attempt = 1;
         loop {

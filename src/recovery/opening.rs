@@ -3,15 +3,13 @@
 //! A crash before the rename changes nothing, and the next open repeats these steps. A crash after it leaves the new
 //! incarnation complete, with all batches that the previous incarnation accepted.
 
-use std::sync::Arc;
-
 use remanent_format::frame::{FrameHeader, FrameKind, VerifiedSnapshot, encode_seal, frame_len};
 use remanent_format::log::LogEnd;
 use remanent_format::segment::{Opening, SEGMENT_HEADER_BLOCK};
 use remanent_format::{Defect, FileName, Folder, Incarnation, LogPoint, Position, StoreId};
 
 use crate::base::allocation::make_room;
-use crate::error::{Error, Result};
+use crate::error::{Error, IoAction, IoObject, Result};
 use crate::log::{LogStart, SegmentPool, SpacePurpose};
 
 /// Begins the incarnation after `before`, in the steps that I5 requires.
@@ -163,7 +161,7 @@ pub(crate) fn random<const N: usize>() -> Result<[u8; N]> {
             Ok(len) => filled += len,
             Err(rustix::io::Errno::INTR) => {}
             Err(errno) => {
-                return Err(Error::Randomness { source: Arc::new(errno.into()) });
+                return Err(Error::system(IoAction::Draw, IoObject::Randomness, errno.into()));
             }
         }
     }

@@ -185,6 +185,7 @@ mod tests {
     use super::*;
     use crate::device::host::HostDevice;
     use crate::device::multi::MultiDevice;
+    use crate::error::Unavailable;
     use crate::options::Budget;
 
     /// Returns a table of more than three pieces, with some long pages and gaps between ids.
@@ -253,8 +254,12 @@ mod tests {
         let device = Arc::new(MultiDevice::new(vec![Arc::new(HostDevice::new())]));
         let (arena, table) = (Arena::new(device, Budget::default()), table(Place::Device(1)));
         let memories = PageMemories::reserve(&arena, &table, LentPages::none(&arena)).unwrap();
-        let refused =
-            |page| matches!(memories.of(page), Err(Error::PlaceUnavailable { place: Place::Device(1), .. }));
+        let refused = |page| {
+            matches!(
+                memories.of(page),
+                Err(Error::Unavailable(Unavailable::Place { place: Place::Device(1), .. }))
+            )
+        };
         std::thread::scope(|scope| {
             let waiting = scope.spawn(|| refused(PageId(3 * 999)));
             memories.allocate();
@@ -264,7 +269,7 @@ mod tests {
             assert_eq!(refused(PageId(3 * number)), number >= 500, "{number}");
         }
         let (memory, allocated) = memories.finish();
-        assert!(matches!(allocated, Err(Error::PlaceUnavailable { .. })));
+        assert!(matches!(allocated, Err(Error::Unavailable(Unavailable::Place { .. }))));
         assert_eq!(memory.len(), 499);
         memory.into_items().for_each(|(_, memory)| arena.discard(memory).unwrap());
         assert_eq!(arena.usage(Place::Host).used(), 0);

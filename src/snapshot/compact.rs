@@ -13,7 +13,7 @@ use remanent_format::{FileName, ReadAt};
 use super::Snapshots;
 use crate::catalog::Catalog;
 use crate::disk::source::DiskSource;
-use crate::error::{Error, Result};
+use crate::error::{Error, IoAction, Result};
 
 /// The inverse of the share of a file's bytes below which the file is emptied. The share counts bytes that a kept
 /// snapshot names.
@@ -66,7 +66,7 @@ impl Snapshots {
     /// Returns the length of a file in bytes. A missing file counts as empty, and a scrub reports it.
     fn measure(&self, file: FileName) -> Result<u64> {
         let len = DiskSource::new(self.engine.disk.clone()).len(file);
-        Ok(len.map_err(|source| Error::io("measure", file, None, source))?.unwrap_or(0))
+        Ok(len.map_err(|source| Error::io(IoAction::Inspect, file, None, source))?.unwrap_or(0))
     }
 }
 

@@ -6,7 +6,7 @@ use remanent_format::{Key, Lsn, PageId, PageInfo, Place, Position};
 
 use super::Store;
 use super::ticket::{CommitReceipt, Ticket, wait};
-use crate::error::{Error, Result};
+use crate::error::{Error, Invalid, NoSuchState, Result, Taken};
 use crate::tiers::Tiers;
 use crate::tiers::{Prefetch, ReadAhead};
 use crate::write::batch::{PageRef, WriteBatch};
@@ -28,7 +28,7 @@ impl Store {
     ///
     /// # Errors
     /// These leave the store unchanged: [`Error::UnknownPage`], [`Error::OutOfBounds`], [`Error::Conflict`],
-    /// [`Error::KeyTaken`], [`Error::InvalidOperation`], [`Error::Limit`], [`Error::OverBudget`],
+    /// [`Error::Taken`], [`Error::Invalid`], [`Error::Limit`], [`Error::OverBudget`],
     /// [`Error::DiskFull`], and [`Error::Damaged`] as for [`Store::read`]. [`Error::Poisoned`] if the store
     /// has failed.
     pub fn submit(&self, batch: impl Into<WriteBatch>) -> Result<Ticket> {
@@ -133,7 +133,7 @@ impl Store {
                 Err(error) => return Err(error),
             };
             match self.commit(batch) {
-                Err(Error::Conflict { .. } | Error::UnknownPage { .. } | Error::KeyTaken { .. }) => {
+                Err(Error::Conflict { .. } | Error::UnknownPage { .. } | Error::Taken(Taken::Key { .. })) => {
                     // The conflicting batch is submitted, but lookups find it only after it is logged. With a direct
                     // log, that requires a sync.
                     let newest = self.committer().lock().lsn();
@@ -173,7 +173,7 @@ impl Store {
     ///
     /// # Errors
     /// [`Error::UnknownPage`], with nothing moved; [`Error::OverBudget`], [`Error::OutOfMemory`],
-    /// [`Error::PlaceUnavailable`] and [`Error::Leased`] as for a move; the errors of [`Store::commit`]. A
+    /// [`Error::Unavailable`] and [`Error::Leased`] as for a move; the errors of [`Store::commit`]. A
     /// batch that is rejected moves none of its pages, but others of the same call may have moved
     /// theirs.
     pub fn ensure(&self, pages: &[PageId], place: Place) -> Result<Option<Position>> {
@@ -190,7 +190,7 @@ impl Store {
     /// in the given order, after the pages of earlier calls.
     ///
     /// # Errors
-    /// [`Error::Forked`]; [`Error::Thread`] if the background thread cannot be started; [`Error::Closed`] if
+    /// [`Error::Forked`]; [`Error::Io`] if the background thread cannot be started; [`Error::Closed`] if
     /// that thread has failed. [`Prefetch::wait`] returns all other errors.
     pub fn prefetch(&self, pages: &[PageId], place: Place) -> Result<Prefetch> {
         self.check_process()?;
@@ -210,7 +210,7 @@ impl Store {
     /// Moves pages to the first place of the [`Tiers`], like [`Store::ensure`].
     ///
     /// # Errors
-    /// Same as [`Store::ensure`]; [`Error::InvalidOption`] if the store was opened without tiers.
+    /// Same as [`Store::ensure`]; [`Error::Invalid`] if the store was opened without tiers.
     pub fn promote(&self, pages: &[PageId]) -> Result<Option<Position>> {
         let first = self.tiers()?.places()[0];
         let _span = tracing::debug_span!("promote").entered();
@@ -255,19 +255,20 @@ impl Store {
     /// Returns the tiers that the store was opened with, or an error if there are none.
     fn tiers(&self) -> Result<&Tiers> {
         self.check_process()?;
-        let none = || Error::InvalidOption { option: "tiers", reason: "the store has none".to_owned() };
+        let none =
+            || Error::Invalid(Invalid::Option { option: "tiers", reason: "the store has none".to_owned() });
         self.parts.options.tiers.as_ref().ok_or_else(none)
     }
 
     /// Waits until batch `lsn` and every earlier batch survive a power cut.
     ///
     /// # Errors
-    /// [`Error::Limit`] if no such batch exists yet; [`Error::Poisoned`].
+    /// [`Error::NoSuchState`] if the batch is not committed yet; [`Error::Poisoned`].
     pub fn wait_durable(&self, lsn: Lsn) -> Result<()> {
         self.check_process()?;
         let newest = self.parts.committer.lock().lsn();
         if lsn > newest {
-            return Err(Error::Limit { what: "lsn to wait for", found: lsn.0, limit: newest.0 });
+            return Err(Error::NoSuchState(NoSuchState::NotCommitted { requested: lsn, newest }));
         }
         self.engine().log.wait_durable(lsn)
     }

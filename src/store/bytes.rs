@@ -91,7 +91,7 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// Same as [`Store::read_to_vec`]; [`Error::InvalidKey`] if `key` is not a valid key.
+    /// Same as [`Store::read_to_vec`]; [`Error::Invalid`] if `key` is not a valid key.
     pub fn get(&self, key: impl AsRef<[u8]>) -> Result<Option<Vec<u8>>> {
         match self.read_by_key(key.as_ref(), |page| self.read_to_vec(page)) {
             Err(Error::UnknownKey { .. }) => Ok(None),

@@ -15,7 +15,7 @@ use super::bytes::make_room;
 use crate::applier::Turn;
 use crate::device::{Command, CommandList, Pending, Selection, Span, StagingSpan};
 use crate::engine::Engine;
-use crate::error::{Error, Result};
+use crate::error::{Error, Invalid, Result};
 use crate::memory::arena::PageMemory;
 use crate::memory::staging::{StagingBuf, StagingPool};
 
@@ -123,7 +123,7 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// [`Error::UnknownPage`]; [`Error::LengthsDiffer`]; [`Error::OutOfMemory`]; the errors of [`Store::read`].
+    /// [`Error::UnknownPage`]; [`Error::Invalid`]; [`Error::OutOfMemory`]; the errors of [`Store::read`].
     pub fn compare(&self, left: PageId, right: PageId, width: Width) -> Result<Comparison> {
         self.of_device(|| match self.compare_on_device([left, right], width)? {
             Some(compared) => Ok(compared),
@@ -280,7 +280,10 @@ fn check_lens(left: &PageInfo, right: &PageInfo) -> Result<()> {
     if left.len == right.len {
         return Ok(());
     }
-    Err(Error::LengthsDiffer { pages: [left.page, right.page], lens: [left.len, right.len] })
+    Err(Error::Invalid(Invalid::LengthsDiffer {
+        pages: [left.page, right.page],
+        lens: [left.len, right.len],
+    }))
 }
 
 fn differing(left: &[u8], right: &[u8], width: Width) -> (u64, u64) {

@@ -43,10 +43,10 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// [`Error::UnknownPage`], [`Error::OutOfBounds`]; [`Error::MemoryRefused`] for memory of another device, memory
-    /// that overlaps other memory in the call, and memory that a stream is using; [`Error::MemoryInUse`] if a page is
-    /// in the memory; [`Error::Damaged`] as for [`Store::read`]; [`Error::Poisoned`] if the device has failed, now or
-    /// in an earlier batch.
+    /// [`Error::UnknownPage`], [`Error::OutOfBounds`]; [`Error::Refused`] for memory of another device, memory that
+    /// overlaps other memory in the call, memory that a stream is using, and memory that contains a page;
+    /// [`Error::Damaged`] as for [`Store::read`]; [`Error::Poisoned`] if the device has failed, now or in an earlier
+    /// batch.
     pub fn read_device(&self, ranges: &[(PageId, u64, &DeviceBytes)]) -> Result<Lsn> {
         ranges.iter().for_each(|(page, ..)| self.engine().versions.used(*page));
         self.of_device(|| self.fill_memory(ranges))

@@ -9,7 +9,7 @@ use super::{Store, StoreParts};
 use crate::catalog::{Catalog, RetainedSnapshot, SnapshotInfo};
 use crate::disk::Disk;
 use crate::engine::Engine;
-use crate::error::{Error, Result};
+use crate::error::{Error, NoSuchState, Result, Taken};
 use crate::history::point::StatePoint;
 use crate::history::restore::RestoreRun;
 use crate::options::{Retention, SnapshotOptions};
@@ -45,7 +45,7 @@ impl Store {
     /// exact, or return before it is verified.
     ///
     /// # Errors
-    /// These leave the store unchanged: [`Error::NameTaken`]; [`Error::Limit`] for an empty name or one of
+    /// These leave the store unchanged: [`Error::Taken`]; [`Error::Limit`] for an empty name or one of
     /// more than 64 bytes; [`Error::OverBudget`] and [`Error::OutOfMemory`] if an exact snapshot has no room
     /// to copy pages aside. Otherwise the same as [`Store::snapshot`].
     pub fn snapshot_with(&self, options: impl Into<SnapshotOptions>) -> Result<SnapshotInfo> {
@@ -65,7 +65,7 @@ impl Store {
         let holder = |kept: &&RetainedSnapshot| kept.info.name.is_some() && kept.info.name == request.name;
         if let Some(holder) = catalog.snapshots.values().find(holder) {
             let name = request.name.unwrap_or_default();
-            return Err(Error::NameTaken { name, snapshot: holder.info.id });
+            return Err(Error::Taken(Taken::Name { name, snapshot: holder.info.id }));
         }
         let taken = snapshots.take(&mut catalog, &request);
         drop(catalog);
@@ -233,7 +233,7 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// These leave the store unchanged: [`Error::NoSnapshot`], [`Error::NoSnapshotNamed`], [`Error::OutsideWindow`];
+    /// These leave the store unchanged: [`Error::NoSuchState`];
     /// [`Error::Overtaken`] if an image that the state needs is gone; [`Error::Damaged`], [`Error::OverBudget`],
     /// [`Error::OutOfMemory`], [`Error::DiskFull`]; [`Error::Io`] if the system is short of a resource; and
     /// [`Error::Leased`] while any page is leased or pinned. A later failure poisons the store. Its directory then
@@ -250,7 +250,12 @@ impl Store {
             StatePoint::Lsn(lsn) => *lsn,
             StatePoint::Snapshot(snapshot) => {
                 let snapshot = *snapshot;
-                catalog.snapshots.get(&snapshot).ok_or(Error::NoSnapshot { snapshot })?.info.end
+                catalog
+                    .snapshots
+                    .get(&snapshot)
+                    .ok_or(Error::NoSuchState(NoSuchState::Snapshot { snapshot }))?
+                    .info
+                    .end
             }
             StatePoint::Name(name) => {
                 let named = |kept: &&RetainedSnapshot| kept.info.name.as_ref() == Some(name);
@@ -278,7 +283,7 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// Same as [`restore`](Self::restore); [`Error::NoSnapshot`] if the snapshot is not kept.
+    /// Same as [`restore`](Self::restore); [`Error::NoSuchState`] if the snapshot is not kept.
     pub fn restore_from_snapshot(&self, snapshot: SnapshotId) -> Result<Position> {
         self.restore(snapshot)
     }

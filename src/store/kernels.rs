@@ -23,13 +23,13 @@ impl Store {
     /// last handle to it is dropped. By then the caller's kernels must have finished using the memory.
     ///
     /// # Errors
-    /// [`Error::OverBudget`], [`Error::OutOfMemory`], [`Error::PlaceUnavailable`]; a device error.
+    /// [`Error::OverBudget`], [`Error::OutOfMemory`], [`Error::Unavailable`]; a device error.
     pub fn device_bytes(&self, len: u64, place: Place) -> Result<DeviceBytes> {
         self.of_device(|| self.committer().device_bytes(place, len))
     }
 
     /// Returns whether the store can order its work with the caller's streams. If all pages are in host memory, it
-    /// cannot: [`DeviceBytes::begin`], [`Lease::on`] and similar calls then return [`Error::StreamRefused`].
+    /// cannot: [`DeviceBytes::begin`], [`Lease::on`] and similar calls then return [`Error::Refused`].
     ///
     /// ```
     /// use remanent::{DeviceChoice, Options};
@@ -48,7 +48,7 @@ impl Store {
     /// alive until the last handle is dropped.
     ///
     /// # Errors
-    /// [`Error::MemoryRefused`] if pages are in host memory, or if the device detects that the memory is not what the
+    /// [`Error::Refused`] if pages are in host memory, or if the device detects that the memory is not what the
     /// caller describes; a device error.
     pub fn caller_bytes(&self, memory: &CallerMemory) -> Result<DeviceBytes> {
         self.of_device(|| self.committer().adopt(memory))
@@ -83,7 +83,7 @@ impl Store {
     ///
     /// # Errors
     /// These leave the store unchanged: [`Error::UnknownPage`]; [`Error::Leased`] if the page is leased or pinned;
-    /// [`Error::PlaceUnavailable`] if the page is on disk and has no memory; [`Error::Damaged`] as for [`Store::read`];
+    /// [`Error::Unavailable`] if the page is on disk and has no memory; [`Error::Damaged`] as for [`Store::read`];
     /// the errors of [`Store::commit`]. If the store is poisoned before the memory is returned, the page may or may not
     /// be deleted.
     pub fn release(&self, page: PageId) -> Result<DeviceBytes> {
@@ -120,8 +120,8 @@ impl Store {
     /// whole.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`]; [`Error::MemoryRefused`] if the page is not a whole number of elements;
-    /// [`Error::OverBudget`], [`Error::OutOfMemory`]; [`Error::PlaceUnavailable`] for a page on disk, which needs
+    /// [`Error::UnknownPage`]; [`Error::Refused`] if the page is not a whole number of elements;
+    /// [`Error::OverBudget`], [`Error::OutOfMemory`]; [`Error::Unavailable`] for a page on disk, which needs
     /// memory from the caller ([`Store::working_copy_in`]); a device error.
     pub fn working_copy(&self, page: PageId, width: Width, shadow: Shadow) -> Result<WorkingCopy> {
         let info = self.page(page)?;
@@ -155,9 +155,9 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// [`Error::UnknownPage`]; [`Error::MemoryRefused`] if the memory has a different length than the page, is not a
+    /// [`Error::UnknownPage`]; [`Error::Refused`] if the memory has a different length than the page, is not a
     /// whole number of elements, or is not aligned to them; [`Error::OverBudget`] and [`Error::OutOfMemory`] for the
-    /// shadow; for a page on disk, [`Error::PlaceUnavailable`] with [`Shadow::Page`] and [`Error::Damaged`] as for
+    /// shadow; for a page on disk, [`Error::Unavailable`] with [`Shadow::Page`] and [`Error::Damaged`] as for
     /// [`Store::read`]; a device error.
     pub fn working_copy_in(
         &self,
@@ -174,7 +174,7 @@ impl Store {
     /// changes that were not captured.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`]; [`Error::MemoryRefused`] if the page's length has changed; [`Error::Damaged`] for a page
+    /// [`Error::UnknownPage`]; [`Error::Refused`] if the page's length has changed; [`Error::Damaged`] for a page
     /// on disk, as for [`Store::read`]; a device error.
     pub fn reload(&self, copy: &WorkingCopy) -> Result<()> {
         self.of_device(|| self.committer().load(copy, InitialCopy::Load))

@@ -16,7 +16,7 @@ use crate::catalog::CatalogLock;
 use crate::device::{CountedDevice, Device};
 use crate::disk::Disk;
 use crate::engine::{Engine, EngineStart};
-use crate::error::{Error, Result};
+use crate::error::{Error, Invalid, Result};
 use crate::images::CHUNK_BYTES;
 use crate::images::disk_pages::DiskPages;
 use crate::memory::arena::Arena;
@@ -207,7 +207,9 @@ impl Store {
 /// Rejects a way to write images that the disk does not support.
 fn check_image_io(disk: &dyn Disk, io: ImageIo) -> Result<()> {
     match disk.refuses_images(io)? {
-        Some(reason) => Err(Error::InvalidOption { option: "images.io", reason: format!("{io}: {reason}") }),
+        Some(reason) => {
+            Err(Error::Invalid(Invalid::Option { option: "images.io", reason: format!("{io}: {reason}") }))
+        }
         None => Ok(()),
     }
 }
@@ -217,7 +219,9 @@ fn choose_log_io(disk: &dyn Disk, options: &Options) -> Result<(LogIo, String)> 
     if let Some(io) = options.log.io {
         let refused = disk.refuses(io)?;
         return match refused {
-            Some(reason) => Err(Error::InvalidOption { option: "log.io", reason: format!("{io}: {reason}") }),
+            Some(reason) => {
+                Err(Error::Invalid(Invalid::Option { option: "log.io", reason: format!("{io}: {reason}") }))
+            }
             None => Ok((io, format!("{io}, as asked for"))),
         };
     }

@@ -8,7 +8,7 @@ use super::{Pages, Store};
 use crate::applier::lease::Lease;
 use crate::applier::pin::{Pin, PinSource};
 use crate::engine::Engine;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Unavailable};
 
 #[cfg(doc)]
 use crate::options::PageLoad;
@@ -54,7 +54,7 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// [`Error::UnknownPage`]; [`Error::PlaceUnavailable`] if the page is on disk and the store has no tiers;
+    /// [`Error::UnknownPage`]; [`Error::Unavailable`] if the page is on disk and the store has no tiers;
     /// [`Error::Leased`] if the page is pinned; [`Error::Damaged`] as for [`Store::read`]; [`Error::Poisoned`] if the
     /// device has failed, now or in an earlier batch; for a page on disk, the errors of [`Store::ensure`].
     pub fn lease(&self, page: PageId) -> Result<Lease<'_>> {
@@ -77,7 +77,7 @@ impl Store {
     /// on disk is first moved to memory, like [`Store::lease`] does.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`]; [`Error::PlaceUnavailable`] if the page is on disk and the store has no tiers;
+    /// [`Error::UnknownPage`]; [`Error::Unavailable`] if the page is on disk and the store has no tiers;
     /// [`Error::Leased`] if the page is leased, or work on the stream of an ended lease may still read it;
     /// [`Error::Damaged`] as for [`Store::read`]; [`Error::Poisoned`] if the device has failed, now or in an earlier
     /// batch; for a page on disk, the errors of [`Store::ensure`].
@@ -93,7 +93,7 @@ impl Store {
         let memory = tiers.and_then(|tiers| tiers.places().iter().find(|place| **place != Place::Disk));
         for _ in 0..PROMOTE_ATTEMPTS {
             match (take(), memory) {
-                (Err(Error::PlaceUnavailable { place: Place::Disk, .. }), Some(place)) => {
+                (Err(Error::Unavailable(Unavailable::Place { place: Place::Disk, .. })), Some(place)) => {
                     self.in_store(self.parts.mover.move_to_place(&[page], *place))?;
                 }
                 (taken, _) => return taken,

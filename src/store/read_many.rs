@@ -62,7 +62,7 @@ impl Store {
     ///
     /// # Errors
     /// [`Error::OutOfMemory`], with the requested number of bytes, if all such reads in flight and all results still
-    /// held would exceed 256 MiB in total; [`Error::Damaged`] as for [`Store::read`]; [`Error::Thread`] if the thread
+    /// held would exceed 256 MiB in total; [`Error::Damaged`] as for [`Store::read`]; [`Error::Io`] if the thread
     /// for reads cannot be started. The handle returns [`Error::UnknownPage`], [`Error::OutOfBounds`] and the other
     /// errors of [`Store::read`].
     pub fn read_many(&self, ranges: &[(PageId, Range<u64>)]) -> Result<ReadMany> {

@@ -145,7 +145,7 @@ impl Ticket {
     /// call observes the batch. The host waits only until the batch is in the device's queue.
     ///
     /// # Errors
-    /// [`Error::StreamRefused`] if a graph is being captured from the stream, if the stream belongs to another device,
+    /// [`Error::Refused`] if a graph is being captured from the stream, if the stream belongs to another device,
     /// or if pages are in host memory; [`Error::Poisoned`] if the store has failed; [`Error::Forked`]; a device error.
     pub fn wait_on(&self, stream: RawStream) -> Result<()> {
         let Engine { applier, leases, .. } = &**self.engine.check()?;

@@ -5,7 +5,7 @@ use remanent_format::{PageId, Place};
 use super::Store;
 use crate::device::{UnifiedHint, UnifiedSupport};
 use crate::engine::Engine;
-use crate::error::{Error, Result};
+use crate::error::{Error, Refused, Result};
 
 impl Store {
     /// Returns which features the device supports for pages in [`Place::Unified`], or no feature in a forked child.
@@ -36,13 +36,13 @@ impl Store {
     /// let hint = UnifiedHint::Prefer(Some(UnifiedSide::Gpu));
     /// match store.hint_unified(page, hint) {
     ///     Ok(()) => assert!(store.unified_memory().takes_hints),
-    ///     Err(error) => assert!(matches!(error, Error::HintRefused { .. })),
+    ///     Err(error) => assert!(matches!(error, Error::Refused { .. })),
     /// }
     /// # Ok::<(), remanent::Error>(())
     /// ```
     ///
     /// # Errors
-    /// [`Error::UnknownPage`]; [`Error::HintRefused`] for a page in another place, or if the device does not support
+    /// [`Error::UnknownPage`]; [`Error::Refused`] for a page in another place, or if the device does not support
     /// hints ([`UnifiedSupport::takes_hints`]); [`Error::Device`] if the driver rejects the hint, which has no other
     /// effect; [`Error::Poisoned`] if the device is lost.
     pub fn hint_unified(&self, page: PageId, hint: UnifiedHint) -> Result<()> {
@@ -55,7 +55,7 @@ impl Store {
             let place = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?.place;
             if place != Place::Unified {
                 let reason = "only pages in unified memory move between a GPU and the host by themselves";
-                return Err(Error::HintRefused { place, reason });
+                return Err(Error::Refused(Refused::Hint { place, reason }));
             }
             // Called within this turn, so that the page cannot move first.
             device.hint_unified(turn.applied.memory_of(page)?.span().memory, hint)

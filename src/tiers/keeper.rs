@@ -391,7 +391,7 @@ impl TierThread {
     /// Starts the thread.
     ///
     /// # Errors
-    /// [`Error::Thread`] if the thread cannot be started.
+    /// [`Error::Io`] if the thread cannot be started.
     pub fn start(keeper: Arc<TierKeeper>) -> Result<Self> {
         let poisons = PoisonOnPanic { poison: keeper.engine.poison.clone(), thread: "the thread for tiers" };
         let life = keeper.clone();

@@ -218,7 +218,7 @@ impl PrefetchThread {
     /// Starts moving pages to a place.
     ///
     /// # Errors
-    /// [`Error::Thread`] if the thread cannot be started; no page is moved then.
+    /// [`Error::Io`] if the thread cannot be started; no page is moved then.
     pub fn prefetch(&self, pages: &[PageId], place: Place) -> Result<Prefetch> {
         let mut thread = self.thread.lock();
         if thread.is_none() {

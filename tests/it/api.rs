@@ -8,7 +8,7 @@ use std::thread;
 use std::time::Duration;
 
 use remanent::device::host::HostDevice;
-use remanent::error::Remedy;
+use remanent::error::{Invalid, NoSuchState, Remedy, Taken};
 use remanent::follow::{FollowFrom, Follower, Replica};
 use remanent::options::{LogIo, LogOptions};
 use remanent::store::ReadPages;
@@ -83,7 +83,10 @@ fn invalid_key_is_refused_at_commit() {
         let mut batch = store.batch();
         batch.create(4, Place::Host).key(&key);
         let error = store.commit(batch).unwrap_err();
-        assert!(matches!(&error, Error::InvalidKey(refused) if refused.len == key.len()), "{error}");
+        assert!(
+            matches!(&error, Error::Invalid(Invalid::Key(refused)) if refused.len == key.len()),
+            "{error}"
+        );
         assert_eq!((error.remedy(), store.lsn()), (Remedy::ChangeCall, Lsn(0)));
     }
     fn found() -> Result<Key> {
@@ -137,9 +140,18 @@ fn one_time_point_works_for_restore_view_and_fork() {
     }
     let lsn = store.lsn();
     let refused = |point| store.restore(&point).unwrap_err();
-    assert!(matches!(refused(StatePoint::Snapshot(SnapshotId(999))), Error::NoSnapshot { .. }));
-    assert!(matches!(refused(StatePoint::Name("three".to_owned())), Error::NoSnapshotNamed { .. }));
-    assert!(matches!(refused(StatePoint::Lsn(Lsn(999))), Error::OutsideWindow { .. }));
+    assert!(matches!(
+        refused(StatePoint::Snapshot(SnapshotId(999))),
+        Error::NoSuchState(NoSuchState::Snapshot { .. })
+    ));
+    assert!(matches!(
+        refused(StatePoint::Name("three".to_owned())),
+        Error::NoSuchState(NoSuchState::Name { .. })
+    ));
+    assert!(matches!(
+        refused(StatePoint::Lsn(Lsn(999))),
+        Error::NoSuchState(NoSuchState::OutsideWindow { .. })
+    ));
     assert_eq!(store.lsn(), lsn, "nothing changed");
 }
 
@@ -156,7 +168,7 @@ fn snapshot_follows_options() {
     store.wait_verified().unwrap();
     assert!(store.snapshots().iter().all(|snapshot| snapshot.verified));
     let refused = |name: &str| store.snapshot_with(SnapshotOptions::new().name(name)).unwrap_err();
-    assert!(matches!(refused("n"), Error::NameTaken { .. }));
+    assert!(matches!(refused("n"), Error::Taken(Taken::Name { .. })));
     assert!(matches!(refused(""), Error::Limit { .. }));
     assert!(matches!(refused(&"x".repeat(65)), Error::Limit { .. }));
 }
@@ -457,12 +469,12 @@ fn calls_take_text_for_keys_names_and_states() {
     store.commit(batch).unwrap();
     assert_eq!(store.get("a").unwrap(), None);
 
-    assert!(matches!(store.restore("12"), Err(Error::InvalidStatePoint { .. })));
+    assert!(matches!(store.restore("12"), Err(Error::Invalid(Invalid::StatePoint { .. }))));
     assert!(matches!(store.page_by_key("a"), Err(Error::UnknownKey { .. })));
     for unusable in [String::new(), "k".repeat(65)] {
-        assert!(matches!(store.page_by_key(&unusable), Err(Error::InvalidKey(_))));
-        assert!(matches!(store.get(&unusable), Err(Error::InvalidKey(_))));
-        assert!(matches!(store.put(&unusable, b"", Place::Host), Err(Error::InvalidKey(_))));
+        assert!(matches!(store.page_by_key(&unusable), Err(Error::Invalid(Invalid::Key(_)))));
+        assert!(matches!(store.get(&unusable), Err(Error::Invalid(Invalid::Key(_)))));
+        assert!(matches!(store.put(&unusable, b"", Place::Host), Err(Error::Invalid(Invalid::Key(_)))));
     }
     assert_eq!(store.page_count().unwrap(), 0);
 }

@@ -11,6 +11,7 @@ use remanent::batch::{InitialCopy, Shadow, Width};
 use remanent::device::DeviceBytes;
 use remanent::device::host::HostDevice;
 use remanent::device::{Command, CommandList, Lane, RawStream};
+use remanent::error::Refused;
 use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
@@ -149,7 +150,7 @@ fn capturing_stream_is_refused_without_changes() {
     let requested =
         takes.iter().map(|(_, take)| take()).chain([memory.read(0, &mut [0]), memory.write(0, &[4])]);
     for refused in requested {
-        assert!(matches!(refused, Err(Error::StreamRefused { .. })), "{refused:?}");
+        assert!(matches!(refused, Err(Error::Refused(Refused::Stream { .. }))), "{refused:?}");
     }
     assert_eq!((bench.store.lsn(), content(&bench.store, bench.page)[0]), (before, 0));
     bench.device.capture(stream, false);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use remanent::device::host::HostDevice;
-use remanent::error::FileName;
+use remanent::error::{FileName, Invalid};
 use remanent::options::{ImageOptions, LogOptions, SnapshotSchedule};
 use remanent::snapshot::SnapshotPhase;
 use remanent::testing::sim_disk::SimDisk;
@@ -300,7 +300,7 @@ fn zero_pace_is_refused() {
     let refused =
         Options::new().snapshots(SnapshotSchedule::new().bytes_per_second(0)).open_temporary().unwrap_err();
     assert!(
-        matches!(refused, Error::InvalidOption { option: "snapshots.bytes_per_second", .. }),
+        matches!(refused, Error::Invalid(Invalid::Option { option: "snapshots.bytes_per_second", .. })),
         "{refused}"
     );
 }

@@ -7,6 +7,7 @@ use remanent::batch::{InitialCopy, Shadow, Width};
 use remanent::blocks::{BlockPages, BlockTensors};
 use remanent::device::DeviceBytes;
 use remanent::device::Lane;
+use remanent::error::{Invalid, Refused};
 use remanent::layout::{Arrangement, BlockLayout, BlockShape, LayoutError};
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{Ack, Error, PageId, Place, Store};
@@ -173,7 +174,10 @@ fn new_pages_are_created_in_tensors() {
             let new = [PLACE, Place::Disk].map(|place| BlockPages::create(&mut batch, of_store, place));
             engine.write_new(&mut batch, &of_store, &[(4, 0, &new[0]), (2, 1, &new[1])]).unwrap();
             let refused = engine.write_new(&mut batch, &of_store, &[(0, 0, &[])]).unwrap_err();
-            assert!(matches!(refused, Error::Layout(LayoutError::RegionCount { found: 0, .. })), "{refused}");
+            assert!(
+                matches!(refused, Error::Invalid(Invalid::Layout(LayoutError::RegionCount { found: 0, .. }))),
+                "{refused}"
+            );
             let created = store.commit(batch).unwrap().pages;
             for (pages, (block, target)) in created.chunks(of_store.region_count()).zip([(4, 0), (2, 1)]) {
                 let pages = BlockPages::new(&store, of_store, pages.to_vec()).unwrap();
@@ -345,7 +349,7 @@ fn pages_live_in_engine_tensors() {
         assert!(bytes_in(engine.tensors()) == expected);
         // The store alone writes there.
         let refused = engine.load(&store, &[(source.block(0), 0)]).unwrap_err();
-        assert!(matches!(refused, Error::MemoryInUse { .. }), "{refused}");
+        assert!(matches!(refused, Error::Refused(Refused::MemoryInUse { .. })), "{refused}");
     }
 }
 
@@ -360,10 +364,13 @@ fn pages_and_tensors_that_do_not_hold_the_layout_are_refused() {
     let (found, expected) = (layout.region_len(), longer.region_len());
     assert!(matches!(
         taken(longer, held.pages()),
-        Error::Layout(LayoutError::RegionLen { region: 0, found: at, expected: of }) if (at, of) == (found, expected)
+        Error::Invalid(Invalid::Layout(LayoutError::RegionLen { region: 0, found: at, expected: of })) if (at, of) == (found, expected)
     ));
     let few = taken(layout, &held.pages()[1..]);
-    assert!(matches!(few, Error::Layout(LayoutError::RegionCount { found: 2, expected: 3 })), "{few}");
+    assert!(
+        matches!(few, Error::Invalid(Invalid::Layout(LayoutError::RegionCount { found: 2, expected: 3 }))),
+        "{few}"
+    );
     assert!(matches!(taken(layout, &[PageId(99); 3]), Error::UnknownPage { page: PageId(99) }));
 
     let engine = tensors(&store, layout, &regions);
@@ -375,12 +382,15 @@ fn pages_and_tensors_that_do_not_hold_the_layout_are_refused() {
     // Nothing is in the batch if one of the blocks is not there, or of another shape.
     let mut batch = store.batch();
     let outside = engine.write(&mut batch, &[(0, held.block(0)), (1, held.block(2))]).unwrap_err();
-    assert!(matches!(outside, Error::Layout(LayoutError::OutOfRange { index: 2, .. })), "{outside}");
+    assert!(
+        matches!(outside, Error::Invalid(Invalid::Layout(LayoutError::OutOfRange { index: 2, .. }))),
+        "{outside}"
+    );
     let other = BlockLayout::new(BlockShape { layers: 1, ..SHAPE }, 1, Arrangement::Contiguous, 1).unwrap();
     let of_other = pages(&store, other, PLACE, &vec![vec![0; other.region_len() as usize]]);
     let pairs = [(held.block(0), held.block(1)), (of_other.block(0), held.block(0))];
     let refused = BlockPages::import(&mut batch, &store, &pairs).unwrap_err();
-    assert!(matches!(refused, Error::Layout(LayoutError::OtherShape { .. })), "{refused}");
+    assert!(matches!(refused, Error::Invalid(Invalid::Layout(LayoutError::OtherShape { .. }))), "{refused}");
     store.commit(batch).unwrap();
     assert_eq!(contents(&store, &held), regions);
     let refused = engine

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use remanent::disk::Disk;
-use remanent::error::{FileName, Folder};
+use remanent::error::{FileName, Folder, NoSuchState};
 use remanent::options::LogOptions;
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{Error, Lsn, Options, PageId, Place, Retention, SnapshotOptions, StatePoint, Store, View};
@@ -413,19 +413,23 @@ fn states_below_floor_are_unreachable_except_named() {
     let check = |when: &str| {
         let error = View::open_on(&source, Some(&StatePoint::Lsn(gone))).map(|_| ()).unwrap_err();
         let said = error.to_string();
-        let Error::OutsideWindow { requested, oldest, newest, below } = error else {
+        let Error::NoSuchState(NoSuchState::OutsideWindow { requested, oldest, newest, below }) = error
+        else {
             panic!("{when}: {said}")
         };
         assert_eq!((requested, oldest, newest), (gone, Lsn(3), Lsn(3)), "{when}");
         assert_eq!(below, [named.end], "{when}");
-        assert!(said.ends_with("of older states it has that at batch 1"), "{said}");
+        assert!(said.contains("of the older states, that at batch 1 is kept; "), "{said}");
         let first = View::open_on(&source, Some(&StatePoint::Name("first".to_owned()))).unwrap();
         let bytes = read(&first, page);
         assert_eq!((first.lsn(), &bytes), (named.end, &then.contents[&page]), "{when}");
     };
     check("as it is");
     assert!(disk.bytes(FileName::Segment(1)).is_some(), "the log itself is all there");
-    assert!(matches!(store.restore(StatePoint::Lsn(gone)), Err(Error::OutsideWindow { .. })));
+    assert!(matches!(
+        store.restore(StatePoint::Lsn(gone)),
+        Err(Error::NoSuchState(NoSuchState::OutsideWindow { .. }))
+    ));
     store.close().unwrap();
     check("closed");
     // A restart writes a new seal, which contains the floor.
@@ -458,9 +462,15 @@ fn states_after_restore_without_table_are_unreachable() {
     let source: Arc<dyn Disk> = Arc::new(disk.clone());
     for requested in [first, behind] {
         let error = View::open_on(&source, Some(&StatePoint::Lsn(requested))).map(|_| ()).unwrap_err();
-        assert!(matches!(error, Error::OutsideWindow { .. }), "{requested}: {error}");
         assert!(
-            matches!(store.restore(StatePoint::Lsn(requested)), Err(Error::OutsideWindow { .. })),
+            matches!(error, Error::NoSuchState(NoSuchState::OutsideWindow { .. })),
+            "{requested}: {error}"
+        );
+        assert!(
+            matches!(
+                store.restore(StatePoint::Lsn(requested)),
+                Err(Error::NoSuchState(NoSuchState::OutsideWindow { .. }))
+            ),
             "{requested}"
         );
     }

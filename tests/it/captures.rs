@@ -9,6 +9,7 @@ use remanent::batch::{InitialCopy, Shadow, Width, WorkingCopy};
 use remanent::device::host::HostDevice;
 use remanent::device::{CallerMemory, DeviceBytes, HostMemory};
 use remanent::device::{Command, CommandList, Device, Lane, Pending, RawStream};
+use remanent::error::{Invalid, Refused};
 use remanent::options::MemoryOptions;
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
@@ -469,7 +470,7 @@ fn captured_page_allows_no_other_change_in_batch() {
     cloned.clone_page(page);
     for batch in [writes, twice, resized, cloned] {
         let error = store.commit(batch).unwrap_err();
-        assert!(matches!(error, Error::InvalidOperation { .. }), "{error}");
+        assert!(matches!(error, Error::Invalid(Invalid::Operation { .. })), "{error}");
     }
     assert_eq!(content(&store, page), [0; 40]);
     capture(&store, &copy).unwrap();
@@ -567,20 +568,23 @@ fn memory_without_working_copy_is_refused() {
         ("half an element", store.working_copy(page, Width::W8, Shadow::Page).map(drop)),
     ];
     for (what, refused) in rows {
-        assert!(matches!(refused, Err(Error::MemoryRefused { .. })), "{what}: {refused:?}");
+        assert!(matches!(refused, Err(Error::Refused(Refused::Memory { .. }))), "{what}: {refused:?}");
     }
     let (_, late) = late();
     let of_late = self::page(&late, &[0; 12]);
     let shifted = late.device_bytes(13, PLACE).unwrap().part(1..13).unwrap();
     let odd = late.working_copy_in(of_late, &shifted, Width::W4, Shadow::Page, InitialCopy::Load);
-    assert!(matches!(odd, Err(Error::MemoryRefused { len: 12, .. })), "elements off their boundary: {odd:?}");
+    assert!(
+        matches!(odd, Err(Error::Refused(Refused::Memory { len: 12, .. }))),
+        "elements off their boundary: {odd:?}"
+    );
     // A page that has another length by now.
     let copy = store.working_copy(page, Width::W4, Shadow::Page).unwrap();
     let mut batch = store.batch();
     batch.resize(page, 16);
     store.commit(batch).unwrap();
     assert!(matches!(capture(&store, &copy), Err(Error::Conflict { .. })));
-    assert!(matches!(store.reload(&copy), Err(Error::MemoryRefused { len: 12, .. })));
+    assert!(matches!(store.reload(&copy), Err(Error::Refused(Refused::Memory { len: 12, .. }))));
     // A half loaded copy is of no state.
     assert!(matches!(capture(&store, &copy), Err(Error::Conflict { expected: Epoch(0), .. })));
 }

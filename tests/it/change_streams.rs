@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use remanent::batch::Width;
 use remanent::device::host::HostDevice;
+use remanent::error::Unavailable;
 use remanent::follow::{AppliedBatch, AppliedChange, AppliedPage, ChangeEvent, ChangeStream};
 use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::sim_disk::SimDisk;
@@ -274,7 +275,10 @@ fn ensure_moves_only_pages_at_other_places() {
     let unknown = store.ensure(&[pages[0], PageId(99)], Place::Host).unwrap_err();
     assert!(matches!(unknown, Error::UnknownPage { page: PageId(99) }), "{unknown}");
     let refused = store.ensure(&pages, Place::Device(64)).unwrap_err();
-    assert!(matches!(refused, Error::PlaceUnavailable { place: Place::Device(64), .. }), "{refused}");
+    assert!(
+        matches!(refused, Error::Unavailable(Unavailable::Place { place: Place::Device(64), .. })),
+        "{refused}"
+    );
     assert_eq!(store.lsn(), lsn, "nothing was logged");
 
     let twice = [&pages[..], &pages[..]].concat();

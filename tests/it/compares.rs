@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use remanent::batch::Width;
 use remanent::device::Device;
 use remanent::device::host::HostDevice;
+use remanent::error::Invalid;
 use remanent::options::{MemoryOptions, SnapshotSchedule};
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
@@ -111,8 +112,7 @@ fn pages_that_cannot_be_compared_are_named() {
         for places in [[PLACE; 2], [PLACE, Place::Pinned]] {
             let pages = pair(&store, [&[1; 64], &[1; 65]], places);
             let error = store.compare(pages[0], pages[1], Width::W1).unwrap_err();
-            let is_it =
-                matches!(error, Error::LengthsDiffer { pages: named, lens: [64, 65] } if named == pages);
+            let is_it = matches!(error, Error::Invalid(Invalid::LengthsDiffer { pages: named, lens: [64, 65] }) if named == pages);
             assert!(is_it, "{error}");
             let error = store.compare(pages[0], PageId(99), Width::W1).unwrap_err();
             assert!(matches!(error, Error::UnknownPage { page: PageId(99) }), "{error}");

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use remanent::batch::PageRef;
 use remanent::device::host::HostDevice;
+use remanent::error::Invalid;
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{Error, Options, PageId, Place, Store, WriteBatch};
@@ -138,7 +139,7 @@ fn a_wrong_copy_changes_nothing() {
             "a range that ends before it begins",
             #[allow(clippy::reversed_empty_ranges, reason = "a caller may")]
             |_, batch, [one, other]| _ = batch.copy(one, 9..3, other, 0),
-            |error| matches!(error, Error::InvalidOperation { index: 0, .. }),
+            |error| matches!(error, Error::Invalid(Invalid::Operation { index: 0, .. })),
         ),
         (
             "more than a frame holds",
@@ -164,7 +165,7 @@ fn a_wrong_copy_changes_nothing() {
                 let memory = store.device_bytes(4, Place::Device(0)).unwrap();
                 batch.write_device(one, 0, &memory).copy(one, 0..1, other, 0);
             },
-            |error| matches!(error, Error::InvalidOperation { index: 0, .. }),
+            |error| matches!(error, Error::Invalid(Invalid::Operation { index: 0, .. })),
         ),
     ];
     let lsn = store.lsn();

@@ -7,6 +7,7 @@ use remanent::device::CallerMemory;
 use remanent::device::DeviceBytes;
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
+use remanent::error::{IoObject, Refused};
 use remanent::history::DeviceCopier;
 use remanent::options::{Compression, SnapshotSchedule};
 use remanent::testing::late_device::LateDevice;
@@ -169,7 +170,7 @@ fn page_of_any_store_is_created_from_device_memory() {
         let mut batch = store.batch();
         batch.create_from_source(10, short, PLACE);
         let failed = store.commit(batch).unwrap_err();
-        assert!(matches!(failed, Error::SourceFailed { .. }), "{failed}");
+        assert!(matches!(failed, Error::Io { object: IoObject::Source { .. }, .. }), "{failed}");
         assert_eq!(store.pages().unwrap().len(), 0);
     }
 }
@@ -186,7 +187,7 @@ fn unfillable_request_is_refused() {
     let part = |at: u64, len: u64| memory.part(at..at + len).unwrap();
     let (short, first, whole, beside) = (part(0, 4), part(0, 5), part(0, 4096), part(4096, 4096));
     let refusal = |wanted: &[(PageId, &DeviceBytes)]| match copier.load(&view, wanted).unwrap_err() {
-        Error::MemoryRefused { reason, .. } => reason,
+        Error::Refused(Refused::Memory { reason, .. }) => reason,
         error => panic!("{error}"),
     };
     let (five, long) = (pages[0].0, pages[2].0);

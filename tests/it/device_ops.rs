@@ -7,6 +7,7 @@ use remanent::batch::Width;
 use remanent::device::DeviceBytes;
 use remanent::device::host::HostDevice;
 use remanent::device::{Command, CommandList, Device, Lane};
+use remanent::error::{Invalid, Refused};
 use remanent::options::{LogOptions, MemoryOptions, SnapshotSchedule};
 use remanent::testing::faulty_device::{DeviceFault, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
@@ -214,7 +215,8 @@ fn unwritable_target_is_refused_without_changes() {
         let before = store.lsn();
         let indices = |indices: &[u32]| born(&store, &index_bytes(indices));
         let bytes = |len: usize| born(&store, &vec![1; len]);
-        let invalid: fn(&Error) -> bool = |error| matches!(error, Error::InvalidOperation { index: 1, .. });
+        let invalid: fn(&Error) -> bool =
+            |error| matches!(error, Error::Invalid(Invalid::Operation { index: 1, .. }));
         type Row<'a> = (&'a str, Box<dyn Fn(&mut WriteBatch) + 'a>, fn(&Error) -> bool);
         let scatter = |list: &[u32], len| {
             let (indices, values) = (indices(list), bytes(len));
@@ -250,7 +252,7 @@ fn unwritable_target_is_refused_without_changes() {
             (
                 "another store's memory",
                 Box::new(|batch| _ = batch.write_device(page, 0, &born(&other, &[1]))),
-                |error| matches!(error, Error::MemoryRefused { len: 1, .. }),
+                |error| matches!(error, Error::Refused(Refused::Memory { len: 1, .. })),
             ),
         ];
         for (what, add, expected) in rows {
@@ -263,10 +265,10 @@ fn unwritable_target_is_refused_without_changes() {
         assert_eq!((store.lsn(), content(&store, page)), (before, vec![7; 64]));
         let memory = bytes(8);
         for (from, to) in [(9, 9), (3, 9), (4, 3)] {
-            assert!(matches!(memory.part(from..to), Err(Error::MemoryRefused { len: 8, .. })));
+            assert!(matches!(memory.part(from..to), Err(Error::Refused(Refused::Memory { len: 8, .. }))));
         }
-        assert!(matches!(memory.write(5, &[0; 4]), Err(Error::MemoryRefused { .. })));
-        assert!(matches!(memory.read(u64::MAX, &mut [0]), Err(Error::MemoryRefused { .. })));
+        assert!(matches!(memory.write(5, &[0; 4]), Err(Error::Refused(Refused::Memory { .. }))));
+        assert!(matches!(memory.read(u64::MAX, &mut [0]), Err(Error::Refused(Refused::Memory { .. }))));
     }
 }
 

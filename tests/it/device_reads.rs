@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use remanent::device::DeviceBytes;
 use remanent::device::host::HostDevice;
+use remanent::error::Refused;
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{Ack, Error, PageId, Place, Store};
@@ -117,16 +118,18 @@ fn unreadable_source_or_target_is_refused() {
     let (left, right) = (memory.part(0..60).unwrap(), memory.part(59..100).unwrap());
     let overlap = refused(&[(one, 0, &right), (one, 0, &left)]);
     assert!(
-        matches!(&overlap, Error::MemoryRefused { reason, .. } if reason.contains("overlaps")),
+        matches!(&overlap, Error::Refused(Refused::Memory { reason, .. }) if reason.contains("overlaps")),
         "{overlap}"
     );
     let foreign = Store::temporary().unwrap().device_bytes(100, PLACE).unwrap();
-    assert!(matches!(refused(&[(one, 0, &foreign)]), Error::MemoryRefused { .. }));
+    assert!(matches!(refused(&[(one, 0, &foreign)]), Error::Refused(Refused::Memory { .. })));
     // A page lives there.
     let mut batch = store.batch();
     batch.create_in(&memory);
     let lent = store.commit(batch).unwrap().pages[0];
-    assert!(matches!(refused(&[(one, 0, &memory)]), Error::MemoryInUse { page, .. } if page == lent));
+    assert!(
+        matches!(refused(&[(one, 0, &memory)]), Error::Refused(Refused::MemoryInUse { page, .. }) if page == lent)
+    );
     assert_eq!(store.read_to_vec(lent).unwrap(), [0; 100]);
     // Nothing at all is fine.
     store.read_device(&[]).unwrap();

@@ -12,7 +12,7 @@ use remanent::device::{
     Command, CommandList, Device, Fence, IndexList, Lane, MemoryId, PageBytes, Payload, Pending, Piece,
     PieceKind, RawStream, Selection, Span, Staging, StagingMemory, StagingSpan,
 };
-use remanent::error::Remedy;
+use remanent::error::{Refused, Remedy, Unavailable};
 use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::late_device::{LateDevice, POISON};
 use remanent::{Error, Place};
@@ -72,7 +72,10 @@ fn absurd_lengths_return_out_of_memory() {
 fn no_device_has_pages_on_disk() {
     for device in devices() {
         let error = device.allocate(Place::Disk, 1).unwrap_err();
-        assert!(matches!(error, Error::PlaceUnavailable { place: Place::Disk, .. }), "{error}");
+        assert!(
+            matches!(error, Error::Unavailable(Unavailable::Place { place: Place::Disk, .. })),
+            "{error}"
+        );
     }
 }
 
@@ -426,7 +429,7 @@ fn the_host_refuses_streams_and_has_no_addresses() {
     ];
     for refused in requested {
         let error = refused.unwrap_err();
-        assert!(matches!(error, Error::StreamRefused { .. }), "{error}");
+        assert!(matches!(error, Error::Refused(Refused::Stream { .. })), "{error}");
         assert_eq!(error.remedy(), Remedy::ChangeCall);
     }
     assert_eq!(device.address(memory), None);
@@ -491,7 +494,7 @@ fn a_stream_from_which_a_graph_is_captured_is_refused() {
     device.capture(stream, true);
     for refused in calls() {
         let error = refused.unwrap_err();
-        assert!(matches!(error, Error::StreamRefused { .. }), "{error}");
+        assert!(matches!(error, Error::Refused(Refused::Stream { .. })), "{error}");
     }
     device.capture(stream, false);
     calls().into_iter().for_each(|allowed| allowed.unwrap());

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use remanent::batch::{InitialCopy, Shadow, Width};
 use remanent::device::Device;
 use remanent::device::host::HostDevice;
-use remanent::error::FileName;
+use remanent::error::{FileName, Unavailable};
 use remanent::options::MemoryOptions;
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
@@ -66,7 +66,7 @@ fn stands_for_a_page_on_disk(shadow: Shadow, device: &Arc<dyn Device>) {
     let memory = tensor(&store, &[0; LEN]);
     let refused = store.working_copy_in(page, &memory, Width::W4, Shadow::Page, InitialCopy::Load);
     assert!(
-        matches!(&refused, Err(Error::PlaceUnavailable { place: Place::Disk, reason }) if reason.contains("Shadow::Kept")),
+        matches!(&refused, Err(Error::Unavailable(Unavailable::Place { place: Place::Disk, reason })) if reason.contains("Shadow::Kept")),
         "{refused:?}"
     );
     let copy = store.working_copy_in(page, &memory, Width::W4, shadow, InitialCopy::Load).unwrap();

@@ -10,7 +10,7 @@ use crate::with_options::With;
 use remanent::device::host::HostDevice;
 use remanent::disk::dir::{DirDisk, DirReader};
 use remanent::disk::{Disk, DiskFile};
-use remanent::error::{FileName, Folder, Remedy};
+use remanent::error::{FileName, Folder, IoObject, Remedy};
 use remanent::options::{Create, LogIo, LogOptions};
 use remanent::testing::sim_disk::{DiskFault, Operation, SimDisk};
 use remanent::{Error, Options, Place, Result, SnapshotOptions, StatePoint, Store, View};
@@ -41,7 +41,7 @@ fn refused<T>(result: Result<T>, file: FileName, offset: Option<u64>, kind: Erro
 #[track_caller]
 fn folder_refused<T>(result: Result<T>, folder: &Path, reason: ErrorKind) {
     match result.map(drop).unwrap_err() {
-        Error::Folder { path, source, .. } => {
+        Error::Io { object: IoObject::Folder { path }, source, .. } => {
             assert_eq!((Path::new(&path), source.kind()), (folder, reason));
         }
         other => panic!("not an error of a folder: {other}"),
@@ -197,10 +197,16 @@ fn a_file_opened_for_reading_is_not_written() {
     let (_directory, disk) = with_folders();
     disk.create(SEGMENT).unwrap().write_at(0, &[1; 4096]).unwrap();
     let file = disk.open(SEGMENT, false).unwrap();
-    assert!(matches!(file.write_at(0, b"x"), Err(Error::Io { offset: Some(0), .. })));
+    assert!(matches!(
+        file.write_at(0, b"x"),
+        Err(Error::Io { object: IoObject::File { offset: Some(0), .. }, .. })
+    ));
     refused(file.window(LogIo::Mapped), SEGMENT, None, ErrorKind::PermissionDenied);
     let window = file.window(LogIo::Buffered).unwrap();
-    assert!(matches!(window.put(5, b"x"), Err(Error::Io { offset: Some(5), .. })));
+    assert!(matches!(
+        window.put(5, b"x"),
+        Err(Error::Io { object: IoObject::File { offset: Some(5), .. }, .. })
+    ));
 }
 
 #[test]
@@ -253,7 +259,7 @@ fn store_creation_creates_parent_directories() {
     let path = directory.path().join("not/there/yet/store");
     let options = || Options::new().log(LogOptions::new().segment_len(16 << 10));
     let refused = options().create(Create::Never).open(&path).unwrap_err();
-    assert!(matches!(refused, Error::NoStore { .. }), "{refused}");
+    assert!(matches!(refused, Error::NoStore { found: None, .. }), "{refused}");
     assert!(!directory.path().join("not").exists(), "where nothing may be made, nothing is");
     options().open(&path).unwrap().close().unwrap();
     options().create(Create::Never).open(&path).unwrap();
@@ -278,9 +284,9 @@ fn messages_state_the_problem() {
     store.commit(store.batch()).unwrap();
     let refused = store.fork(directory.path().join("store"), StatePoint::Lsn(store.lsn())).unwrap_err();
     let text = refused.to_string();
-    assert!(text.contains("not empty (it holds STORE)") && !text.contains("no file of a store"), "{text}");
+    assert!(text.contains("not empty (it contains STORE)") && !text.contains("no file of a store"), "{text}");
     let text = options().open("").unwrap_err().to_string();
-    assert!(text.starts_with("cannot make an empty path: "), "{text}");
+    assert!(text.starts_with("cannot create an empty path: "), "{text}");
     let path = directory.path().join("another");
     std::fs::create_dir_all(path.join("LOCK")).unwrap();
     let text = options().open(&path).unwrap_err().to_string();

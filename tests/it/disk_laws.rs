@@ -70,7 +70,7 @@ type Answer = std::result::Result<Vec<u8>, ErrorKind>;
 
 fn answer(result: Result<Vec<u8>>) -> Answer {
     result.map_err(|error| match error {
-        Error::Io { source, .. } | Error::Folder { source, .. } => source.kind(),
+        Error::Io { source, .. } => source.kind(),
         other => panic!("{other}"),
     })
 }

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, Once};
 use std::time::{Duration, Instant};
 
 use remanent::disk::{Disk, DiskFile, DiskLock, Hold};
-use remanent::error::{FileName, Folder};
+use remanent::error::{FileName, Folder, NoSuchState};
 use remanent::history::{ChangeCause, ValueChange};
 use remanent::options::{Compression, ImageIo, ImageOptions, LogIo, LogOptions, Retention};
 use remanent::testing::sim_disk::{Moment, SimDisk};
@@ -97,23 +97,23 @@ fn every_batch_in_window_can_be_viewed() {
     let (requested, newest) = (Lsn(window.end() + 1), last);
     let error = at(&disk, &StatePoint::Lsn(requested)).unwrap_err();
     assert!(
-        matches!(error, Error::OutsideWindow { requested: a, newest: n, .. } if a == requested && n == newest),
+        matches!(error, Error::NoSuchState(NoSuchState::OutsideWindow { requested: a, newest: n, .. }) if a == requested && n == newest),
         "{error}"
     );
     let gone = at(&disk, &StatePoint::Snapshot(SnapshotId(99))).unwrap_err();
-    assert!(matches!(gone, Error::NoSnapshot { snapshot: SnapshotId(99) }), "{gone}");
+    assert!(matches!(gone, Error::NoSuchState(NoSuchState::Snapshot { snapshot: SnapshotId(99) })), "{gone}");
     let unknown = at(&disk, &StatePoint::Name("unknown".to_owned())).unwrap_err();
-    assert!(matches!(unknown, Error::NoSnapshotNamed { .. }), "{unknown}");
+    assert!(matches!(unknown, Error::NoSuchState(NoSuchState::Name { .. })), "{unknown}");
     assert_eq!(disk.events(), events, "a look writes nothing");
 }
 
 #[test]
 fn view_without_store_is_refused() {
     let disk = SimDisk::new();
-    assert!(matches!(newest(&disk), Err(Error::NoStore { .. })));
+    assert!(matches!(newest(&disk), Err(Error::NoStore { found: None, .. })));
     assert_eq!(disk.events(), 0);
     let directory = tempfile::tempdir().unwrap();
-    assert!(matches!(Store::open_read_only(directory.path()), Err(Error::NoStore { .. })));
+    assert!(matches!(Store::open_read_only(directory.path()), Err(Error::NoStore { found: None, .. })));
     assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
 }
 
@@ -389,7 +389,7 @@ fn held_pages_stay_until_released() {
     store.snapshot().unwrap();
     assert!(disk.bytes(manifest).is_none(), "no reader holds it any more");
     let window = at(&disk, &StatePoint::Lsn(first.end)).unwrap_err();
-    assert!(matches!(window, Error::OutsideWindow { .. }), "{window}");
+    assert!(matches!(window, Error::NoSuchState(NoSuchState::OutsideWindow { .. })), "{window}");
 }
 
 /// The writer takes the first segment for something else after a reader surveyed the store, and before the
@@ -495,7 +495,10 @@ fn log_beginning_can_be_held() {
     drop(old);
     rewrite(&store, &pages);
     store.snapshot().unwrap();
-    assert!(matches!(at(&disk, &StatePoint::Lsn(Lsn(2))), Err(Error::OutsideWindow { .. })));
+    assert!(matches!(
+        at(&disk, &StatePoint::Lsn(Lsn(2))),
+        Err(Error::NoSuchState(NoSuchState::OutsideWindow { .. }))
+    ));
 }
 
 /// A restore keeps the state that it leaves, so that a later restore can return to it.
@@ -512,7 +515,10 @@ fn restore_can_be_undone() {
         store.read(page, 0, &mut bytes).unwrap();
         bytes
     };
-    assert!(matches!(store.restore(StatePoint::Lsn(lsns[0])), Err(Error::OutsideWindow { .. })));
+    assert!(matches!(
+        store.restore(StatePoint::Lsn(lsns[0])),
+        Err(Error::NoSuchState(NoSuchState::OutsideWindow { .. }))
+    ));
     store.restore(StatePoint::Lsn(later[1])).unwrap();
     assert_eq!(read(pages[0]), content(pages[0], later[1].0));
     store.restore(StatePoint::Lsn(later[4])).unwrap();

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use remanent::disk::Disk;
-use remanent::error::FileName;
+use remanent::error::{FileName, NoSuchState};
 use remanent::options::{Create, Retention};
 use remanent::testing::sim_disk::{CrashPlan, SimDisk};
 use remanent::{Error, Lsn, PageId, Place, StatePoint, Store, View};
@@ -75,7 +75,7 @@ fn fork_is_complete_or_absent() {
                     assert_eq!((fork.id(), fork.lsn()), (id, lsn));
                     assert_eq!(State::of(&fork), expected);
                 }
-                Err(Error::NoStore { .. }) => {
+                Err(Error::NoStore { found: None, .. }) => {
                     absent += 1;
                     // Each seventh of them: they differ in what was not synced yet.
                     if absent % 7 == 1 {
@@ -148,7 +148,10 @@ fn fork_is_independent_store() {
     let forked = open(&target).unwrap();
     assert_eq!(State::of(&forked), now);
     // Nothing leads to a state before the fork.
-    assert!(matches!(forked.restore(StatePoint::Lsn(Lsn(lsn.0 - 1))), Err(Error::OutsideWindow { .. })));
+    assert!(matches!(
+        forked.restore(StatePoint::Lsn(Lsn(lsn.0 - 1))),
+        Err(Error::NoSuchState(NoSuchState::OutsideWindow { .. }))
+    ));
     forked.restore(StatePoint::Lsn(lsn)).unwrap();
     assert_eq!(State::of(&forked).contents, expected.contents);
 }
@@ -165,9 +168,9 @@ fn fork_into_nonempty_directory_is_refused() {
     // An open store makes room on its own.
     other.close().unwrap();
     let events = target.events();
-    assert!(matches!(fork(&old, &target), Err(Error::ForeignDirectory { .. })));
+    assert!(matches!(fork(&old, &target), Err(Error::NoStore { found: Some(_), .. })));
     assert_eq!(target.events(), events);
-    assert!(matches!(fork(&old, &source), Err(Error::ForeignDirectory { .. })));
+    assert!(matches!(fork(&old, &source), Err(Error::NoStore { found: Some(_), .. })));
 }
 
 /// Image files are shared, until one of the stores lets go of them.

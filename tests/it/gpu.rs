@@ -13,6 +13,7 @@ use remanent::Error;
 use remanent::device::cuda::CudaDevice;
 use remanent::device::host::HostDevice;
 use remanent::device::{Device, RawStream};
+use remanent::error::Unavailable;
 
 use crate::machine;
 
@@ -20,7 +21,7 @@ use crate::machine;
 pub fn device() -> Option<Arc<CudaDevice>> {
     match CudaDevice::open(0) {
         Ok(device) => Some(Arc::new(device)),
-        Err(Error::DeviceUnavailable { reason, .. }) => {
+        Err(Error::Unavailable(Unavailable::Device { reason, .. })) => {
             skipped(&reason);
             None
         }
@@ -73,7 +74,7 @@ fn with_first(other: u32) -> Option<[Arc<dyn Device>; 2]> {
     let first = device()?;
     match CudaDevice::open(other) {
         Ok(other) => Some([first, Arc::new(other)]),
-        Err(Error::DeviceUnavailable { reason, .. }) => {
+        Err(Error::Unavailable(Unavailable::Device { reason, .. })) => {
             skipped(&reason);
             None
         }

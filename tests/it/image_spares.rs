@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use remanent::disk::Disk;
-use remanent::error::{FileName, Folder};
+use remanent::error::{FileName, Folder, Invalid};
 use remanent::follow::{FollowFrom, Follower};
 use remanent::options::{Compression, ImageIo, ImageOptions};
 use remanent::testing::sim_disk::{CrashPlan, SimDisk, SyncPoint, Tears};
@@ -86,7 +86,7 @@ fn files_that_snapshots_free_are_written_again_in_place() {
     for io in WAYS {
         let directory = tempfile::tempdir().unwrap();
         let open = || match options().with(|options| options.images.io = io).open(directory.path()) {
-            Err(Error::InvalidOption { .. }) => {
+            Err(Error::Invalid(Invalid::Option { .. })) => {
                 eprintln!("SKIPPED: {io} images in {}", directory.path().display());
                 None
             }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use remanent::disk::Disk;
-use remanent::error::{FileName, Folder};
+use remanent::error::{FileName, Folder, Invalid};
 use remanent::options::{Compression, ImageIo, ImageOptions, Retention};
 use remanent::testing::sim_disk::{Moment, Operation, SimDisk};
 use remanent::{Error, Options, PageId, Place, Store};
@@ -94,7 +94,7 @@ fn unsupported_log_io_is_invalid_option() {
         let disk = SimDisk::new();
         disk.refuse_images(io);
         let refused = open_with(&disk, options().images(ImageOptions::new().io(io))).unwrap_err();
-        assert!(matches!(refused, Error::InvalidOption { option: "images.io", .. }), "{refused}");
+        assert!(matches!(refused, Error::Invalid(Invalid::Option { option: "images.io", .. })), "{refused}");
         assert!(refused.to_string().contains(&io.to_string()), "{refused}");
         // Nothing was made, and another way is not refused.
         assert!(Disk::list(&disk, Folder::Log).unwrap().is_empty());

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use remanent::device::Device;
 use remanent::device::host::HostDevice;
 use remanent::device::multi::MultiDevice;
-use remanent::error::{FileName, Folder};
+use remanent::error::{FileName, Folder, Invalid};
 use remanent::options::{Compression, ImageIo, ImageOptions, MemoryOptions};
 use remanent::stats::Purpose;
 use remanent::testing::faulty_device::{BitFlip, BusTransfer, DeviceCall, DeviceFault, FaultyDevice};
@@ -489,7 +489,9 @@ fn registration_is_skipped_if_host_needs_bytes() {
     std::fs::create_dir_all(on_medium).unwrap();
     let folder = tempfile::tempdir_in(on_medium).unwrap();
     match in_place().open_with(folder.path(), host()) {
-        Err(Error::InvalidOption { .. }) => skipped("mapped images on a medium", "it refuses them"),
+        Err(Error::Invalid(Invalid::Option { .. })) => {
+            skipped("mapped images on a medium", "it refuses them")
+        }
         opened => {
             let store = opened.unwrap();
             let pages = create(&store, Place::Device(0));

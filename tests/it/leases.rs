@@ -8,6 +8,7 @@ use std::thread;
 
 use remanent::device::host::HostDevice;
 use remanent::device::{Command, CommandList, Device, Lane, RawStream, Span, StagingSpan};
+use remanent::error::Refused;
 use remanent::options::{LogOptions, MemoryOptions, SnapshotSchedule};
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
@@ -154,7 +155,7 @@ fn a_ticket_lets_a_stream_wait_for_its_batch() {
     bench.device.synchronize(stream).unwrap();
     assert_eq!(*seen.lock().unwrap(), [page_of(2)]);
     bench.device.capture(stream, true);
-    assert!(matches!(ticket.wait_on(stream), Err(Error::StreamRefused { .. })));
+    assert!(matches!(ticket.wait_on(stream), Err(Error::Refused(Refused::Stream { .. }))));
 }
 
 #[test]
@@ -365,14 +366,14 @@ fn unwaitable_streams_are_refused_and_lease_continues() {
     bench.device.capture(stream, true);
     for refused in [lease.on(stream), lease.on(foreign)] {
         let error = refused.unwrap_err();
-        assert!(matches!(error, Error::StreamRefused { .. }), "{error}");
+        assert!(matches!(error, Error::Refused(Refused::Stream { .. })), "{error}");
     }
     assert_eq!(lease.bytes().unwrap(), page_of(1));
     bench.device.capture(stream, false);
     lease.on(stream).unwrap();
     bench.device.capture(stream, true);
     // The end of the stream's work cannot be known, so the memory is never touched again.
-    assert!(matches!(lease.end(), Err(Error::StreamRefused { .. })));
+    assert!(matches!(lease.end(), Err(Error::Refused(Refused::Stream { .. }))));
     bench.fill(2).unwrap();
     assert_eq!((bench.read(), bench.memory()), (page_of(2), (2 * LEN, 0)));
     bench.store.close().unwrap();

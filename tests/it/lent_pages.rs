@@ -12,6 +12,7 @@ use remanent::device::Device;
 use remanent::device::cuda::CudaDevice;
 use remanent::device::host::HostDevice;
 use remanent::device::{CallerMemory, DeviceBytes};
+use remanent::error::Refused;
 use remanent::options::{LogOptions, MemoryOptions, SnapshotSchedule};
 use remanent::stats::Purpose;
 use remanent::testing::late_device::LateDevice;
@@ -292,7 +293,7 @@ fn memory_of_existing_page_is_refused() {
     for device in devices() {
         let bench = Bench::new(device);
         let in_use = |result: remanent::Result<()>| match result {
-            Err(Error::MemoryInUse { page, .. }) => page,
+            Err(Error::Refused(Refused::MemoryInUse { page, .. })) => page,
             other => panic!("{other:?}"),
         };
         let create =
@@ -339,9 +340,9 @@ fn foreign_device_or_store_memory_is_refused() {
     let other_device = Bench::new(devices()[1].clone());
     let create = |other: &Bench| bench.commit(|batch| _ = batch.create_in(&other.whole));
     let refused = create(&other_device);
-    assert!(matches!(refused, Err(Error::MemoryRefused { .. })), "{refused:?}");
+    assert!(matches!(refused, Err(Error::Refused(Refused::Memory { .. }))), "{refused:?}");
     let refused = create(&same_device);
-    assert!(matches!(refused, Err(Error::MemoryInUse { .. })), "{refused:?}");
+    assert!(matches!(refused, Err(Error::Refused(Refused::MemoryInUse { .. }))), "{refused:?}");
     assert_eq!(bench.store.page_count().unwrap(), 1);
 }
 
@@ -429,7 +430,10 @@ fn page_lives_in_gpu_tensor_until_moved() {
         // The same memory, told to the store a second time.
         let again = store.caller_bytes(&tensor()).unwrap();
         let refused = commit(&store, |batch| _ = batch.create_in(&again.part(8..9).unwrap()));
-        assert!(matches!(refused, Err(Error::MemoryInUse { page: of, .. }) if of == page), "{refused:?}");
+        assert!(
+            matches!(refused, Err(Error::Refused(Refused::MemoryInUse { page: of, .. })) if of == page),
+            "{refused:?}"
+        );
         drop((again, bytes));
         dropped.lock().unwrap().clear();
         store.snapshot().unwrap();

@@ -111,7 +111,7 @@ fn view_of_removed_directory_reports_missing_store() {
     let read = view.read(page, 0, &mut [0; LEN as usize]).unwrap_err();
     let blamed = view.blame(page, 0..1).unwrap_err();
     for error in [read, blamed] {
-        assert!(matches!(error, Error::NoStore { .. }), "{error}");
+        assert!(matches!(error, Error::NoStore { found: None, .. }), "{error}");
     }
 }
 
@@ -142,7 +142,7 @@ fn removed_store_directory_does_not_affect_others() {
     let error = (0..=255).find_map(|byte| write(&store, page, byte).err()).unwrap();
     assert_eq!(error.remedy(), Remedy::Reopen, "{error}");
     assert!(error.to_string().contains(path.to_str().unwrap()), "{error}");
-    assert!(matches!(store.directory(), Err(Error::NoStore { .. })));
+    assert!(matches!(store.directory(), Err(Error::NoStore { found: None, .. })));
     store.close().unwrap_err();
     assert_eq!(State::of(&open(&path)), other);
 }

@@ -11,7 +11,7 @@ use remanent::device::{
     Command, CommandList, Device, Fence, Lane, MemoryId, Payload, Pending, Piece, PieceKind, Span,
     StagingSpan,
 };
-use remanent::error::Remedy;
+use remanent::error::{Refused, Remedy, Unavailable};
 use remanent::options::{LogOptions, Retention, SnapshotSchedule};
 use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
@@ -147,7 +147,10 @@ fn slot_without_device_is_refused() {
     batch.create(1, Place::Device(1));
     batch.create(1, Place::Device(2));
     let error = store.commit(batch).unwrap_err();
-    assert!(matches!(error, Error::PlaceUnavailable { place: Place::Device(2), .. }), "{error}");
+    assert!(
+        matches!(error, Error::Unavailable(Unavailable::Place { place: Place::Device(2), .. })),
+        "{error}"
+    );
     assert_eq!((store.lsn().0, error.remedy()), (0, Remedy::ChangeCall));
     let mut batch = store.batch();
     batch.create(1, Place::Device(1));
@@ -155,7 +158,10 @@ fn slot_without_device_is_refused() {
     drop(store);
     let one: Arc<dyn Device> = Arc::new(MultiDevice::new(vec![host()]));
     let error = open(&disk, &one).unwrap_err();
-    assert!(matches!(error, Error::PlaceUnavailable { place: Place::Device(1), .. }), "{error}");
+    assert!(
+        matches!(error, Error::Unavailable(Unavailable::Place { place: Place::Device(1), .. })),
+        "{error}"
+    );
     assert_eq!(open(&disk, &pair).unwrap().lsn().0, 1);
 }
 
@@ -171,7 +177,10 @@ fn slots_are_bound_at_open() {
     let page = store.commit(batch).unwrap().pages[0];
     drop(store);
     let refused = options().slots([DeviceChoice::Host]).open(directory.path()).unwrap_err();
-    assert!(matches!(refused, Error::PlaceUnavailable { place: Place::Device(1), .. }), "{refused}");
+    assert!(
+        matches!(refused, Error::Unavailable(Unavailable::Place { place: Place::Device(1), .. })),
+        "{refused}"
+    );
     let store = options().device(DeviceChoice::Host).open(directory.path()).unwrap();
     assert_eq!(bytes(&store, page), b"kept");
 }
@@ -339,7 +348,7 @@ fn a_lease_on_the_second_device_waits_for_no_lane() {
     second.synchronize(stream).unwrap();
     assert_eq!(*seen.lock().unwrap(), [1; 8]);
     let foreign = LateDevice::new(host()).stream();
-    assert!(matches!(store.lease(page).unwrap().on(foreign), Err(Error::StreamRefused { .. })));
+    assert!(matches!(store.lease(page).unwrap().on(foreign), Err(Error::Refused(Refused::Stream { .. }))));
     store.close().unwrap();
 }
 
@@ -423,7 +432,7 @@ fn device_stream_waits_for_other_devices() {
     assert_eq!(one.reached(Lane::Apply), 1);
     let foreign = LateDevice::new(host()).stream();
     let refused = pair.signal_external(foreign, list.fence()).unwrap_err();
-    assert!(matches!(refused, Error::StreamRefused { .. }), "{refused}");
+    assert!(matches!(refused, Error::Refused(Refused::Stream { .. })), "{refused}");
 }
 
 #[test]

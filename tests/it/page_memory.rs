@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use remanent::device::CallerMemory;
 use remanent::device::Device;
 use remanent::device::host::HostDevice;
-use remanent::error::Remedy;
+use remanent::error::{Refused, Remedy};
 use remanent::options::{Compression, ImageOptions, LogOptions, MemoryOptions, PageLoad, SnapshotSchedule};
 use remanent::stats::Purpose;
 use remanent::testing::late_device::LateDevice;
@@ -122,7 +122,10 @@ fn pages_recover_into_given_memory() {
                     assert!(found == *bytes, "{what}: the tensor of page {page}");
                     assert_eq!(tensor.page(), Some(*page), "{what}");
                     let refused = tensor.write(0, &[1]);
-                    assert!(matches!(refused, Err(Error::MemoryInUse { .. })), "{what}: {refused:?}");
+                    assert!(
+                        matches!(refused, Err(Error::Refused(Refused::MemoryInUse { .. }))),
+                        "{what}: {refused:?}"
+                    );
                 }
                 let usage = store.stats().places[0].1;
                 assert_eq!(
@@ -157,19 +160,19 @@ fn unusable_page_memory_fails_open_harmlessly() {
     let shared = CallerMemory::from_vec(vec![0; 64], PLACE);
     let rows: [Row; 6] = [
         ("too short", Box::new(|info| tensor(info.len - 1, PLACE)), |error| {
-            matches!(error, Error::MemoryRefused { .. })
+            matches!(error, Error::Refused(Refused::Memory { .. }))
         }),
         ("too long", Box::new(|info| tensor(info.len + 1, PLACE)), |error| {
-            matches!(error, Error::MemoryRefused { .. })
+            matches!(error, Error::Refused(Refused::Memory { .. }))
         }),
         ("another place", Box::new(|info| tensor(info.len, Place::Pinned)), |error| {
-            matches!(error, Error::MemoryRefused { .. })
+            matches!(error, Error::Refused(Refused::Memory { .. }))
         }),
         ("nowhere", Box::new(|info| Some(nowhere(info.len))), |error| {
-            matches!(error, Error::MemoryRefused { .. })
+            matches!(error, Error::Refused(Refused::Memory { .. }))
         }),
         ("the same for two", Box::new(move |_| Some(shared.clone())), |error| {
-            matches!(error, Error::MemoryInUse { page: PageId(1), .. })
+            matches!(error, Error::Refused(Refused::MemoryInUse { page: PageId(1), .. }))
         }),
         ("a panic", Box::new(|info| if info.page.0 == 2 { panic!("as arranged") } else { None }), |error| {
             matches!(error, Error::Panicked { .. }) && error.to_string().contains("page_memory")

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use remanent::batch::Width;
 use remanent::device::host::HostDevice;
-use remanent::error::{FileName, Folder, Remedy};
+use remanent::error::{FileName, Folder, Invalid, Remedy, Unavailable};
 use remanent::options::{Compression, ImageOptions, MemoryOptions, PageLoad, Retention};
 use remanent::testing::sim_disk::{Operation, SimDisk};
 use remanent::{Ack, Error, Options, PageId, Place, SnapshotOptions, StatePoint, Store};
@@ -213,7 +213,10 @@ fn pages_round_trip_through_disk() {
     assert!(store.read_to_vec(pages[0]).unwrap() == long && store.read_to_vec(pages[1]).unwrap() == short);
     for refused in [store.lease(pages[1]).map(drop), store.pin(pages[1]).map(drop)] {
         let refused = refused.unwrap_err();
-        assert!(matches!(refused, Error::PlaceUnavailable { place: Place::Disk, .. }), "{refused}");
+        assert!(
+            matches!(refused, Error::Unavailable(Unavailable::Place { place: Place::Disk, .. })),
+            "{refused}"
+        );
         assert_eq!(refused.remedy(), Remedy::ChangeCall);
     }
     // Memory is the other pages' now.
@@ -232,7 +235,7 @@ fn pages_round_trip_through_disk() {
     let mut batch = store.batch();
     batch.write(pages[0], 0, b"before").move_to(pages[0], Place::Disk);
     let refused = store.commit(batch).unwrap_err();
-    assert!(matches!(refused, Error::InvalidOperation { index: 1, .. }), "{refused}");
+    assert!(matches!(refused, Error::Invalid(Invalid::Operation { index: 1, .. })), "{refused}");
     store.snapshot().unwrap();
     drop(store);
     let store = opened(&disk, small().memory(memory));

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use remanent::device::host::HostDevice;
 use remanent::device::{Command, CommandList, Lane, StagingSpan};
-use remanent::error::Remedy;
+use remanent::error::{Remedy, Unavailable};
 use remanent::options::{LogOptions, SnapshotSchedule};
 use remanent::store::MemoryKind;
 use remanent::testing::late_device::LateDevice;
@@ -173,7 +173,7 @@ fn descriptor_tells_transport_page_address() {
     // Nothing is made up where there is no address.
     let nowhere = |found: remanent::Result<remanent::store::MemoryDescriptor>, why: &str| {
         assert!(
-            matches!(&found, Err(Error::PlaceUnavailable { reason, .. }) if reason.contains(why)),
+            matches!(&found, Err(Error::Unavailable(Unavailable::Place { reason, .. })) if reason.contains(why)),
             "{found:?}"
         );
     };

@@ -6,6 +6,7 @@ use std::thread;
 
 use remanent::device::host::HostDevice;
 use remanent::device::{Command, CommandList, Device, Lane, StagingSpan};
+use remanent::error::Unavailable;
 use remanent::options::{MemoryOptions, PageLoad};
 use remanent::stats::Purpose;
 use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
@@ -157,7 +158,10 @@ fn releasing_disk_page_is_refused() {
         let (_, store, page) = bench(device);
         commit(&store, |batch| _ = batch.move_to(page, Place::Disk)).unwrap();
         let lsn = store.lsn();
-        assert!(matches!(store.release(page), Err(Error::PlaceUnavailable { place: Place::Disk, .. })));
+        assert!(matches!(
+            store.release(page),
+            Err(Error::Unavailable(Unavailable::Place { place: Place::Disk, .. }))
+        ));
         assert_eq!((store.lsn(), content(&store, page).unwrap()), (lsn, vec![1; LEN as usize]));
         commit(&store, |batch| _ = batch.move_to(page, PLACE)).unwrap();
         assert_eq!(bytes_of(&store.release(page).unwrap()), vec![1; LEN as usize]);

@@ -352,7 +352,7 @@ fn founded_store_is_complete_or_no_store() {
         Ok::<_, Error>(())
     });
     let id = founded.unwrap();
-    assert!(matches!(Store::check_create_at(&path), Err(Error::ForeignDirectory { .. })));
+    assert!(matches!(Store::check_create_at(&path), Err(Error::NoStore { found: Some(_), .. })));
     let store = small().open(&path).unwrap();
     assert_eq!(State::of(&store), victim.states[&victim.last]);
     assert_eq!((store.id(), store.lsn()), (id, victim.last));

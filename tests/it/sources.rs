@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 
 use remanent::batch::ByteSource;
 use remanent::device::host::HostDevice;
-use remanent::error::{FileName, Remedy};
+use remanent::error::{FileName, Invalid, IoObject, Remedy, Unavailable};
 use remanent::options::{Compression, ImageOptions, MemoryOptions};
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::{DiskFault, EIO, Operation, SimDisk};
@@ -259,7 +259,7 @@ fn failed_source_is_named_and_leaves_nothing() {
     let broken = || io::Error::other("the tape broke");
     let failed_at = |at: u64, says: &'static str, remedy| {
         move |error: &Error| {
-            let Error::SourceFailed { index: 3, offset, .. } = error else { return false };
+            let Error::Io { object: IoObject::Source { index: 3, offset }, .. } = error else { return false };
             *offset == at && error.to_string().contains(says) && error.remedy() == remedy
         }
     };
@@ -267,7 +267,8 @@ fn failed_source_is_named_and_leaves_nothing() {
     // goes to the log.
     let second = failed_at(4 << 20, "the tape broke", Remedy::Permit);
     refuses("in the middle", &raw(), |b, _, _| create(b, LONG, FailsFrom(5 << 20, broken)), second);
-    let is_told = |error: &Error| matches!(error, Error::SourceFailed { index: 3, .. });
+    let is_told =
+        |error: &Error| matches!(error, Error::Io { object: IoObject::Source { index: 3, .. }, .. });
     refuses("compressed", &small(), |b, _, _| create(b, LONG, FailsFrom(5 << 20, broken)), is_told);
     let at_once = failed_at(0, "the tape broke", Remedy::Permit);
     refuses("a short one", &raw(), |b, _, _| create(b, 5000, FailsFrom(5, broken)), at_once);
@@ -312,7 +313,7 @@ fn refused_source_batch_removes_its_images() {
     ];
     for (why, fill) in rows {
         let is_it = |error: &Error| {
-            matches!(error, Error::InvalidOperation { .. }) && error.remedy() == Remedy::ChangeCall
+            matches!(error, Error::Invalid(Invalid::Operation { .. })) && error.remedy() == Remedy::ChangeCall
         };
         refuses(why, &raw(), |batch, page, _| fill(batch, page), is_it);
     }
@@ -346,7 +347,7 @@ fn refused_source_batch_removes_its_images() {
         (
             "no such place",
             |b, _| _ = b.create_from_source(LEN, some(), Place::Device(64)),
-            |error| matches!(error, Error::PlaceUnavailable { .. }),
+            |error| matches!(error, Error::Unavailable(Unavailable::Place { .. })),
         ),
     ];
     let tight = raw().memory(MemoryOptions::new().budget(Place::Host, 4 << 20));

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use crate::with_options::With;
 use remanent::batch::Width;
 use remanent::disk::dir::{DirDisk, DirReader};
-use remanent::error::{FileName, Folder};
+use remanent::error::{FileName, Folder, Invalid, NoSuchState, Taken, Unavailable};
 use remanent::options::{LogOptions, SnapshotSchedule};
 use remanent::{
     Ack, Error, Key, Lsn, Metadata, Options, PageId, Place, SnapshotId, StatePoint, Store, Value,
@@ -117,11 +117,11 @@ fn a_refused_batch_changes_nothing() {
     let twice = refuse(&|batch| {
         batch.scatter(page, Width::W1, &[1, 2, 1], &[0; 3]);
     });
-    assert!(matches!(twice, Error::InvalidOperation { index: 1, .. }), "{twice}");
+    assert!(matches!(twice, Error::Invalid(Invalid::Operation { index: 1, .. })), "{twice}");
     let key_taken = refuse(&|batch| {
         batch.create(1, Place::Host).key(key("a"));
     });
-    assert!(matches!(key_taken, Error::KeyTaken { .. }), "{key_taken}");
+    assert!(matches!(key_taken, Error::Taken(Taken::Key { .. })), "{key_taken}");
     let conflict = refuse(&|batch| {
         batch.expect_epoch(page, remanent::Epoch(3)).write(page, 0, &[1]);
     });
@@ -129,11 +129,11 @@ fn a_refused_batch_changes_nothing() {
     let pattern = refuse(&|batch| {
         batch.fill(page, 0, 6, &[1, 2, 3]);
     });
-    assert!(matches!(pattern, Error::InvalidOperation { .. }), "{pattern}");
+    assert!(matches!(pattern, Error::Invalid(Invalid::Operation { .. })), "{pattern}");
     let nowhere = refuse(&|batch| {
         batch.create(1, Place::Device(64));
     });
-    assert!(matches!(nowhere, Error::PlaceUnavailable { .. }), "{nowhere}");
+    assert!(matches!(nowhere, Error::Unavailable(Unavailable::Place { .. })), "{nowhere}");
 }
 
 #[test]
@@ -233,7 +233,10 @@ fn restore_is_a_new_batch() {
     let mut batch = store.batch();
     batch.create(1, Place::Host);
     assert!(store.commit(batch).unwrap().pages[0] > late, "an id was used again");
-    assert!(matches!(store.restore(StatePoint::Snapshot(SnapshotId(99))), Err(Error::NoSnapshot { .. })));
+    assert!(matches!(
+        store.restore(StatePoint::Snapshot(SnapshotId(99))),
+        Err(Error::NoSuchState(NoSuchState::Snapshot { .. }))
+    ));
 }
 
 #[test]

@@ -11,6 +11,7 @@ use remanent::batch::Width;
 use remanent::device::host::HostDevice;
 use remanent::device::{Access, CallerMemory, DeviceBytes};
 use remanent::device::{Command, CommandList, Device, Lane, RawStream, Span, StagingSpan};
+use remanent::error::Refused;
 use remanent::options::{LogOptions, SnapshotSchedule};
 use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
@@ -225,7 +226,10 @@ fn page_guard_reads_after_earlier_batches_and_forbids_writes() {
         assert_eq!(*seen.lock().unwrap(), page_of(byte));
     }
     let refused = bench.memory.part(5..6).unwrap().begin(stream, Access::Write);
-    assert!(matches!(refused, Err(Error::MemoryInUse { page: of, .. }) if of == page), "{refused:?}");
+    assert!(
+        matches!(refused, Err(Error::Refused(Refused::MemoryInUse { page: of, .. })) if of == page),
+        "{refused:?}"
+    );
     // The page goes; a kernel that a guard let in still finds the memory, for the handle keeps it.
     bench.commit(|batch| _ = batch.delete(page)).unwrap();
     bench.store.trim().unwrap();
@@ -238,7 +242,7 @@ fn store_does_not_use_bytes_while_guard_is_open() {
     let stream = bench.device.stream();
     let page = bench.commit(|batch| _ = batch.create(LEN, PLACE)).unwrap()[0];
     let refused = |result: remanent::Result<()>| match result {
-        Err(Error::MemoryRefused { reason, .. }) => assert!(reason.contains("stream"), "{reason}"),
+        Err(Error::Refused(Refused::Memory { reason, .. })) => assert!(reason.contains("stream"), "{reason}"),
         other => panic!("{other:?}"),
     };
     let take = |memory: &DeviceBytes| bench.commit(|batch| _ = batch.write_device(page, 0, memory)).map(drop);
@@ -271,12 +275,12 @@ fn a_guard_whose_end_cannot_be_recorded_keeps_the_memory() {
     let guard = memory.begin(stream, Access::Write).unwrap();
     bench.device.capture(stream, true);
     let refused = memory.begin(stream, Access::Read);
-    assert!(matches!(refused, Err(Error::StreamRefused { .. })), "{refused:?}");
+    assert!(matches!(refused, Err(Error::Refused(Refused::Stream { .. }))), "{refused:?}");
     let refused = guard.end();
-    assert!(matches!(refused, Err(Error::StreamRefused { .. })), "{refused:?}");
+    assert!(matches!(refused, Err(Error::Refused(Refused::Stream { .. }))), "{refused:?}");
     bench.device.capture(stream, false);
     let refused = bench.commit(|batch| _ = batch.create_in(&memory));
-    assert!(matches!(refused, Err(Error::MemoryRefused { .. })), "{refused:?}");
+    assert!(matches!(refused, Err(Error::Refused(Refused::Memory { .. }))), "{refused:?}");
     drop(memory);
     bench.store.trim().unwrap();
     let usage = bench.store.stats().places[0].1;
@@ -290,7 +294,7 @@ fn device_without_streams_reports_it() {
     assert!(!store.supports_streams() && Bench::new().store.supports_streams());
     let memory = store.device_bytes(LEN, PLACE).unwrap();
     let refused = memory.begin(late.stream(), Access::Read);
-    assert!(matches!(refused, Err(Error::StreamRefused { .. })), "{refused:?}");
+    assert!(matches!(refused, Err(Error::Refused(Refused::Stream { .. }))), "{refused:?}");
     memory.write(0, &[1]).unwrap();
 }
 

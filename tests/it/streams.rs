@@ -9,6 +9,7 @@ use std::thread;
 use remanent::batch::{InitialCopy, Shadow, Width, WorkingCopy};
 use remanent::device::Lane;
 use remanent::device::cuda::CudaDevice;
+use remanent::error::Refused;
 use remanent::options::LogOptions;
 use remanent::{DeviceChoice, Error, Lease, Options, PageId, Place, Store};
 
@@ -141,7 +142,7 @@ fn graph_capture_survives_store_calls() {
     let refused = [lease.on(stream.raw()).map(drop), ticket.wait_on(stream.raw())];
     for refused in refused {
         let error = refused.unwrap_err();
-        assert!(matches!(error, Error::StreamRefused { .. }), "{error}");
+        assert!(matches!(error, Error::Refused(Refused::Stream { .. })), "{error}");
     }
     // All that the store does, on this thread and on another: memory, copies, fences, streams.
     let work = |store: &Store| {

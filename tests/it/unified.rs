@@ -6,6 +6,7 @@ use remanent::device::Device;
 use remanent::device::host::HostDevice;
 use remanent::device::multi::MultiDevice;
 use remanent::device::{UnifiedHint, UnifiedSide};
+use remanent::error::Refused;
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{Error, Options, PageId, Place, Store};
 
@@ -31,7 +32,7 @@ fn page_in(store: &Store, place: Place, byte: u8) -> PageId {
 
 fn reason(refused: Result<(), Error>) -> (Place, &'static str) {
     match refused.unwrap_err() {
-        Error::HintRefused { place, reason } => (place, reason),
+        Error::Refused(Refused::Hint { place, reason }) => (place, reason),
         other => panic!("{other}"),
     }
 }

@@ -17,7 +17,7 @@ use remanent_format::Place;
 use super::context::{Context, ContextGuard};
 use super::resource::Kind;
 use crate::device::CallerMemory;
-use crate::error::{Error, Result};
+use crate::error::{Error, Refused, Result};
 
 /// Pointer attributes, by the driver's numbers.
 mod attribute {
@@ -56,7 +56,7 @@ impl CallerMemory {
 /// # Errors
 /// `MemoryRefused`, a device error.
 pub(super) fn kind_of(context: &Context, entered: &ContextGuard<'_>, memory: &CallerMemory) -> Result<Kind> {
-    let refused = |reason: String| Err(Error::MemoryRefused { len: memory.len, reason });
+    let refused = |reason: String| Err(Error::Refused(Refused::Memory { len: memory.len, reason }));
     if memory.len == 0 {
         return refused("it is empty".to_owned());
     }

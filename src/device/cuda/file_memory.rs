@@ -12,7 +12,7 @@ use super::context::Context;
 use super::errors::Code;
 use crate::base::sync::Mutex;
 use crate::disk::FileMemory;
-use crate::error::{Error, Result};
+use crate::error::{Error, Refused, Result};
 
 /// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`: for every GPU, at the host's address.
 const FLAGS: u32 = 3;
@@ -30,7 +30,7 @@ impl RegisteredMappings {
     /// `MemoryRefused`, `OutOfMemory`, a device error. On failure the mapping is removed.
     pub fn register(&self, context: &Context, mapping: Box<dyn FileMemory>) -> Result<()> {
         let (address, len) = (mapping.address(), mapping.byte_len());
-        let refused = |reason: String| Error::MemoryRefused { len, reason };
+        let refused = |reason: String| Error::Refused(Refused::Memory { len, reason });
         if !context.knows_host_addresses {
             return Err(refused("this GPU gives registered memory addresses of its own".to_owned()));
         }

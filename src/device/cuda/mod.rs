@@ -68,7 +68,7 @@ use super::{
 };
 use crate::base::sync::Mutex;
 use crate::disk::FileMemory;
-use crate::error::{Error, Result};
+use crate::error::{Error, Refused, Result, Unavailable};
 
 /// The length of the longest slab of pinned memory, rounded up to whole blocks. A driver pins 1.5 GB/s
 /// regardless of the number of calls, and no other part of the process can use the unused rest of a slab.
@@ -128,7 +128,8 @@ impl CudaDevice {
     /// # Errors
     /// Same as `open`.
     pub fn open_with(ordinal: u32, on_gpu: Arc<dyn MemoryResource>) -> Result<Self> {
-        let unavailable = |reason| Error::DeviceUnavailable { device: format!("cuda:{ordinal}"), reason };
+        let unavailable =
+            |reason| Error::Unavailable(Unavailable::Device { device: format!("cuda:{ordinal}"), reason });
         let context = Context::of(ordinal).map_err(unavailable)?;
         let driver = |kind| DriverMemory::new(context, kind);
         let pinned = Pool::with_slabs_up_to(PINNED_SLAB_LEN_MAX, driver(Kind::Pinned));
@@ -156,7 +157,8 @@ impl CudaDevice {
     /// # Errors
     /// `DeviceUnavailable` if the driver is missing or too old.
     pub fn count() -> Result<u32> {
-        let unavailable = |reason| Error::DeviceUnavailable { device: "cuda".to_owned(), reason };
+        let unavailable =
+            |reason| Error::Unavailable(Unavailable::Device { device: "cuda".to_owned(), reason });
         let driver = Driver::get().map_err(unavailable)?;
         driver.count().map_err(|code| unavailable(code.to_string()))
     }
@@ -221,12 +223,13 @@ impl CudaDevice {
             Place::Device(_) => Ok(Kind::Device),
             Place::Pinned | Place::Host => Ok(Kind::Pinned),
             Place::Unified if self.context.has_managed_memory => Ok(Kind::Managed),
-            Place::Unified => {
-                Err(Error::PlaceUnavailable { place, reason: "this GPU has no managed memory" })
-            }
+            Place::Unified => Err(Error::Unavailable(Unavailable::Place {
+                place,
+                reason: "this GPU has no managed memory",
+            })),
             _ => {
                 let reason = "a GPU keeps pages in its own memory and in the host's only";
-                Err(Error::PlaceUnavailable { place, reason })
+                Err(Error::Unavailable(Unavailable::Place { place, reason }))
             }
         }
     }
@@ -523,7 +526,7 @@ impl Device for CudaDevice {
 
     fn hint_unified(&self, memory: MemoryId, hint: UnifiedHint) -> Result<()> {
         let page = self.pages.named(memory);
-        let refused = |reason| Err(Error::HintRefused { place: self.place_of(memory), reason });
+        let refused = |reason| Err(Error::Refused(Refused::Hint { place: self.place_of(memory), reason }));
         if page.kind != Kind::Managed {
             return refused("only a page in unified memory moves between a GPU and the host by itself");
         }

@@ -11,7 +11,7 @@ use super::driver::CUstream;
 use super::errors::Code;
 use super::event::CudaEvent;
 use crate::device::RawStream;
-use crate::error::{Error, Result};
+use crate::error::{Error, Refused, Result};
 
 impl RawStream {
     /// Wraps the CUDA stream with this handle. 0 and 1 are the legacy default stream; 2 is the per-thread
@@ -79,7 +79,7 @@ pub(super) fn refused(context: &Context, stream: RawStream, code: Code) -> Error
         captured(stream)
     } else if code.is_foreign_handle() {
         let reason = "it is not a stream of the GPU that holds the page";
-        Error::StreamRefused { stream: stream.handle(), reason }
+        Error::Refused(Refused::Stream { stream: stream.handle(), reason })
     } else {
         context.fault(code)
     }
@@ -87,5 +87,5 @@ pub(super) fn refused(context: &Context, stream: RawStream, code: Code) -> Error
 
 fn captured(stream: RawStream) -> Error {
     let reason = "a graph is being captured from it: use it before the capture, or after";
-    Error::StreamRefused { stream: stream.handle(), reason }
+    Error::Refused(Refused::Stream { stream: stream.handle(), reason })
 }

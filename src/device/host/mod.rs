@@ -33,7 +33,7 @@ use crate::base::sync::Mutex;
 use crate::base::sync::locks::RwLock;
 use crate::device::HostMemory;
 use crate::disk::FileMemory;
-use crate::error::{Error, Result};
+use crate::error::{Error, Refused, Result, Unavailable};
 
 /// Bytes of consecutive deltas in a list from which several threads apply them.
 const WIDE_BYTES_MIN: u64 = 4 << 20;
@@ -100,7 +100,7 @@ impl HostDevice {
             Place::Device(_) | Place::Pinned | Place::Host | Place::Unified => Ok(()),
             _ => {
                 let reason = "the host device keeps pages in host memory only";
-                Err(Error::PlaceUnavailable { place, reason })
+                Err(Error::Unavailable(Unavailable::Place { place, reason }))
             }
         }
     }
@@ -251,7 +251,7 @@ impl Device for HostDevice {
     fn adopt(&self, memory: &CallerMemory) -> Result<(MemoryId, Place)> {
         let Ok(bytes) = memory.owner().downcast::<CallerBytes>() else {
             let reason = "it is a GPU's, and pages live in host memory here".to_owned();
-            return Err(Error::MemoryRefused { len: memory.byte_len(), reason });
+            return Err(Error::Refused(Refused::Memory { len: memory.byte_len(), reason }));
         };
         let adopted = self.memories.write().insert(HostAllocation::of(bytes.block.clone(), bytes.place));
         Ok((adopted, bytes.place))
@@ -390,7 +390,10 @@ impl CallerMemory {
 }
 
 fn no_streams(stream: RawStream) -> Error {
-    Error::StreamRefused { stream: stream.handle(), reason: "pages live in host memory, not on a GPU" }
+    Error::Refused(Refused::Stream {
+        stream: stream.handle(),
+        reason: "pages live in host memory, not on a GPU",
+    })
 }
 
 /// Staging that direct reads can fill without a copy.

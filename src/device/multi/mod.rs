@@ -26,7 +26,7 @@ use super::{
 };
 use crate::base::sync::{Mutex, RwLock};
 use crate::disk::FileMemory;
-use crate::error::{Error, Result};
+use crate::error::{Error, Refused, Result, Unavailable};
 
 /// The longest piece, in bytes, that is copied between devices through staging.
 const ACROSS_LEN_MAX: u64 = 4 << 20;
@@ -108,7 +108,7 @@ impl MultiDevice {
     ) -> Result<MemoryId> {
         let part = part_of(place);
         let reason = "no device is bound to this slot";
-        let device = self.parts.get(part).ok_or(Error::PlaceUnavailable { place, reason })?;
+        let device = self.parts.get(part).ok_or(Error::Unavailable(Unavailable::Place { place, reason }))?;
         Ok(self.name(DeviceAddress { part, memory: allocate(&**device)? }))
     }
 
@@ -267,7 +267,7 @@ impl MultiDevice {
             match call(&**device) {
                 Ok(answer) => accepted.push((part, answer)),
                 // The stream may belong to another part.
-                Err(error @ Error::StreamRefused { .. }) => _ = refused.get_or_insert(error),
+                Err(error @ Error::Refused(Refused::Stream { .. })) => _ = refused.get_or_insert(error),
                 Err(error) => return Err(error),
             }
             if !accepted.is_empty() && !stream.is_default() {
@@ -393,7 +393,7 @@ impl Device for MultiDevice {
             let point = points.get(&part).copied().unwrap_or(Fence { value: 0, ..fence });
             match device.signal_external(stream, point) {
                 Ok(()) => accepted = true,
-                Err(error @ Error::StreamRefused { .. }) => refused.push((device, point, error)),
+                Err(error @ Error::Refused(Refused::Stream { .. })) => refused.push((device, point, error)),
                 Err(error) => return Err(error),
             }
         }
@@ -435,7 +435,7 @@ impl Device for MultiDevice {
             match self.parts[*part].hold_stream(stream, point) {
                 // The stream belongs to another part, which cannot wait for this point, so this thread waits
                 // instead.
-                Err(Error::StreamRefused { .. }) => {
+                Err(Error::Refused(Refused::Stream { .. })) => {
                     self.with_stream(stream, |device| device.stream_event(stream))?;
                     self.parts[*part].wait_event(point)?;
                 }
@@ -476,7 +476,7 @@ impl Device for MultiDevice {
         for (part, device) in self.parts.iter().enumerate() {
             match device.adopt(memory) {
                 // The memory may belong to another part.
-                Err(error @ Error::MemoryRefused { .. }) => _ = refused.get_or_insert(error),
+                Err(error @ Error::Refused(Refused::Memory { .. })) => _ = refused.get_or_insert(error),
                 Err(error) => return Err(error),
                 Ok((own, place)) => {
                     return Ok((self.name(DeviceAddress { part, memory: own }), placed(part, place)));

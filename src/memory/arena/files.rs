@@ -19,7 +19,7 @@ use crate::base::sync::atomic::{AtomicBool, Ordering};
 use crate::device::sums::{sums_in, sums_len, transfer_corrupted};
 use crate::device::{Command, CommandList, Fence, Lane, MemoryId, Pending, Span};
 use crate::disk::DiskFile;
-use crate::error::{Error, Result};
+use crate::error::{Error, Refused, Result};
 use crate::memory::staging::StagingPool;
 
 /// The registered files.
@@ -87,7 +87,7 @@ impl Arena {
             Ok(registered) => registered,
             Err(error) => {
                 tracing::debug!(%error, "an image file stays without registered memory");
-                if matches!(error, Error::MemoryRefused { .. }) {
+                if matches!(error, Error::Refused(Refused::Memory { .. })) {
                     self.files.is_refused.store(true, Ordering::Relaxed);
                 }
                 None

@@ -34,7 +34,7 @@ use crate::base::queue::Queue;
 use crate::base::sync::atomic::{AtomicUsize, Ordering};
 use crate::base::sync::{Condvar, Mutex, RwLock};
 use crate::device::{Device, DeviceBytes, Fence, Lane, MemoryLink, MemoryOwner};
-use crate::error::{Error, Result};
+use crate::error::{Error, Refused, Result};
 use crate::options::Budget;
 
 /// The lanes that never wait for a caller.
@@ -109,8 +109,12 @@ impl Arena {
             Some(memory) => memory,
             None => {
                 self.reap_all()?;
-                let in_use =
-                    || Error::MemoryInUse { len: bytes.byte_len(), page: bytes.page().unwrap_or(page) };
+                let in_use = || {
+                    Error::Refused(Refused::MemoryInUse {
+                        len: bytes.byte_len(),
+                        page: bytes.page().unwrap_or(page),
+                    })
+                };
                 bytes.lend(page)?.ok_or_else(in_use)?
             }
         };

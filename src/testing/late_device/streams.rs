@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::device::{Device, Fence, RawStream};
-use crate::error::{Error, Result};
+use crate::error::{Error, Refused, Result};
 
 /// A unit of work on a stream, which runs on the underlying device.
 pub type StreamWork = Box<dyn FnOnce(&dyn Device) + Send>;
@@ -61,7 +61,7 @@ impl Streams {
     /// # Errors
     /// `StreamRefused` if the stream belongs to another device or is being captured.
     pub fn usable(&mut self, stream: RawStream) -> Result<&mut LateStream> {
-        let refused = |reason| Err(Error::StreamRefused { stream: stream.handle(), reason });
+        let refused = |reason| Err(Error::Refused(Refused::Stream { stream: stream.handle(), reason }));
         match self.0.get_mut(&stream) {
             None => refused("it is no stream of this device"),
             Some(late) if late.is_captured => refused("a graph is being captured from it"),

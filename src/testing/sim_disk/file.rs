@@ -14,7 +14,7 @@ use crate::base::aligned_buf::is_aligned;
 use crate::base::sync::Mutex;
 use crate::base::sync::atomic::Ordering;
 use crate::disk::{Disk, DiskFile, Window};
-use crate::error::Result;
+use crate::error::{IoAction, Result};
 use crate::options::LogIo;
 
 /// An open file, with the name by which it was opened.
@@ -83,7 +83,7 @@ impl SimFile {
             shared.age(self.id, offset, out);
             if whole { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
         });
-        read.map_err(file_failed("read", self.file, Some(offset)))
+        read.map_err(file_failed(IoAction::Read, self.file, Some(offset)))
     }
 }
 
@@ -102,7 +102,11 @@ impl DiskFile for SimFile {
 
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         self.disk.check_writer()?;
-        self.store(Operation::Write, offset, bytes).map_err(file_failed("write", self.file, Some(offset)))
+        self.store(Operation::Write, offset, bytes).map_err(file_failed(
+            IoAction::Write,
+            self.file,
+            Some(offset),
+        ))
     }
 
     fn read_at(&self, offset: u64, out: &mut [u8]) -> Result<()> {
@@ -161,7 +165,7 @@ impl DiskFile for SimFile {
                 None => Ok(true),
             }
         };
-        reserve().map_err(file_failed("make space in", self.file, Some(offset)))
+        reserve().map_err(file_failed(IoAction::Allocate, self.file, Some(offset)))
     }
 
     /// Makes the bytes visible to every reader. The bytes are pending until they are synced.
@@ -169,13 +173,13 @@ impl DiskFile for SimFile {
         self.disk.check_writer()?;
         assert!(is_aligned(offset, blocks), "direct writes go in whole blocks, from aligned memory");
         let written = self.store(Operation::WriteDirect, offset, blocks);
-        written.map_err(file_failed("write", self.file, Some(offset)))
+        written.map_err(file_failed(IoAction::Write, self.file, Some(offset)))
     }
 
     fn cut(&self, len: u64) -> Result<()> {
         self.disk.check_writer()?;
         let mut shared = self.disk.shared.lock();
-        shared.check(Operation::Cut).map_err(file_failed("cut", self.file, Some(len)))?;
+        shared.check(Operation::Cut).map_err(file_failed(IoAction::Truncate, self.file, Some(len)))?;
         assert!(!shared.mapped.contains_key(&self.id), "a file that is mapped is not cut");
         let (file, id) = (self.file, self.id);
         shared.record(DiskEvent::SetLen { file, id, len });
@@ -185,7 +189,7 @@ impl DiskFile for SimFile {
     fn mapped_part(&self, range: Range<u64>) -> Result<Box<dyn Window>> {
         self.disk.check_writer()?;
         let mut shared = self.disk.shared.lock();
-        shared.check(Operation::MapPart).map_err(file_failed("map", self.file, Some(range.start)))?;
+        shared.check(Operation::MapPart).map_err(file_failed(IoAction::Map, self.file, Some(range.start)))?;
         let len = shared.now.node(self.id).visible.len();
         assert!(range.end <= len, "a part of {} bytes that has no space is mapped", range.end - len);
         *shared.mapped.entry(self.id).or_default() += 1;
@@ -195,15 +199,15 @@ impl DiskFile for SimFile {
     fn sync(&self) -> Result<()> {
         let point = SyncPoint::File(self.file);
         let len = self.len()?;
-        self.sync_range(Operation::Sync, point, 0, len).map_err(file_failed("sync", self.file, None))
+        self.sync_range(Operation::Sync, point, 0, len).map_err(file_failed(IoAction::Sync, self.file, None))
     }
 
     fn window(&self, io: LogIo) -> Result<Box<dyn Window>> {
         if !self.write {
-            return Err(file_failed("map", self.file, None)(io::Error::from_raw_os_error(EBADF)));
+            return Err(file_failed(IoAction::Map, self.file, None)(io::Error::from_raw_os_error(EBADF)));
         }
         let checked = self.disk.shared.lock().check(Operation::Window);
-        checked.map_err(file_failed("map", self.file, None))?;
+        checked.map_err(file_failed(IoAction::Map, self.file, None))?;
         let window = SimWindow { len: self.len()?, file: self.clone() };
         Ok(match io {
             LogIo::Mapped | LogIo::Buffered => Box::new(window),
@@ -223,7 +227,11 @@ impl Window for SimWindow {
         let end = offset.checked_add(bytes.len() as u64);
         assert!(end.is_some_and(|end| end <= self.len), "a put lies within its window");
         let name = self.file.file;
-        self.file.store(Operation::Put, offset, bytes).map_err(file_failed("write", name, Some(offset)))
+        self.file.store(Operation::Put, offset, bytes).map_err(file_failed(
+            IoAction::Write,
+            name,
+            Some(offset),
+        ))
     }
 
     fn sync(&self, offset: u64, len: u64) -> Result<()> {
@@ -231,7 +239,7 @@ impl Window for SimWindow {
         assert!(end.is_some_and(|end| end <= self.len), "a sync lies within its window");
         let point = SyncPoint::Window(self.file.file);
         let synced = self.file.sync_range(Operation::SyncWindow, point, offset, len);
-        synced.map_err(file_failed("sync", self.file.file, Some(offset)))
+        synced.map_err(file_failed(IoAction::Sync, self.file.file, Some(offset)))
     }
 }
 
@@ -245,13 +253,17 @@ impl Window for SimPart {
     fn put(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         let at = self.range.start + offset;
         assert!(at + bytes.len() as u64 <= self.range.end, "a put lies within its part");
-        self.file.store(Operation::Put, at, bytes).map_err(file_failed("write", self.file.file, Some(at)))
+        self.file.store(Operation::Put, at, bytes).map_err(file_failed(
+            IoAction::Write,
+            self.file.file,
+            Some(at),
+        ))
     }
 
     fn sync(&self, offset: u64, len: u64) -> Result<()> {
         let (at, name) = (self.range.start + offset, self.file.file);
         let synced = self.file.sync_range(Operation::SyncWindow, SyncPoint::Window(name), at, len);
-        synced.map_err(file_failed("sync", name, Some(at)))
+        synced.map_err(file_failed(IoAction::Sync, name, Some(at)))
     }
 }
 

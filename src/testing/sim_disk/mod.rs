@@ -26,7 +26,7 @@ use crate::base::process::Process;
 use crate::base::sync::Mutex;
 use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::disk::{Disk, DiskFile, DiskLock, Hold};
-use crate::error::{Error, Result};
+use crate::error::{Error, IoAction, Result};
 use crate::options::{ImageIo, LogIo};
 
 pub use crash::{Crash, CrashImage, CrashPlan};
@@ -301,11 +301,11 @@ fn not_found() -> io::Error {
     io::ErrorKind::NotFound.into()
 }
 
-fn folder_failed(action: &'static str, folder: Folder) -> impl FnOnce(io::Error) -> Error {
-    move |source| Error::Folder { action, path: format!("sim/{}", folder.name()), source: Arc::new(source) }
+fn folder_failed(action: IoAction, folder: Folder) -> impl FnOnce(io::Error) -> Error {
+    move |source| Error::folder(action, format!("sim/{}", folder.name()), source)
 }
 
-fn file_failed(action: &'static str, file: FileName, offset: Option<u64>) -> impl FnOnce(io::Error) -> Error {
+fn file_failed(action: IoAction, file: FileName, offset: Option<u64>) -> impl FnOnce(io::Error) -> Error {
     move |source| Error::io(action, file, offset, source)
 }
 
@@ -375,7 +375,7 @@ impl Disk for SimDisk {
     fn make_folder(&self, folder: Folder) -> Result<()> {
         let mut shared = self.shared.lock();
         self.check_newest(&shared)?;
-        shared.check(Operation::MakeFolder).map_err(folder_failed("make", folder))?;
+        shared.check(Operation::MakeFolder).map_err(folder_failed(IoAction::Create, folder))?;
         if !shared.now.has_folder(folder) {
             shared.record(DiskEvent::MakeFolder { folder });
         }
@@ -384,9 +384,9 @@ impl Disk for SimDisk {
 
     fn sync_folder(&self, folder: Folder) -> Result<()> {
         let mut shared = self.shared.lock();
-        shared.check(Operation::SyncFolder).map_err(folder_failed("sync", folder))?;
+        shared.check(Operation::SyncFolder).map_err(folder_failed(IoAction::Sync, folder))?;
         if !shared.now.has_folder(folder) {
-            return Err(folder_failed("sync", folder)(not_found()));
+            return Err(folder_failed(IoAction::Sync, folder)(not_found()));
         }
         if !shared.skips(SyncPoint::Folder(folder)) {
             shared.record(DiskEvent::SyncFolder { folder });
@@ -398,9 +398,9 @@ impl Disk for SimDisk {
         let mut shared = self.shared.lock();
         self.check_newest(&shared)?;
         let checked = shared.check(Operation::Create).and_then(|()| shared.check_for_file());
-        checked.map_err(file_failed("create", file, None))?;
+        checked.map_err(file_failed(IoAction::Create, file, None))?;
         if !shared.now.has_folder(file.folder()) {
-            return Err(file_failed("create", file, None)(not_found()));
+            return Err(file_failed(IoAction::Create, file, None)(not_found()));
         }
         let id = shared.now.find(file).unwrap_or_else(|| shared.now.new_id());
         shared.record(DiskEvent::Create { file, id });
@@ -413,7 +413,7 @@ impl Disk for SimDisk {
             self.check_newest(&shared)?;
         }
         let opened = shared.check(Operation::Open).and_then(|()| shared.now.find(file).ok_or_else(not_found));
-        let id = opened.map_err(file_failed("open", file, None))?;
+        let id = opened.map_err(file_failed(IoAction::Open, file, None))?;
         Ok(Arc::new(self.handle(file, id, write)))
     }
 
@@ -433,7 +433,7 @@ impl Disk for SimDisk {
             let node = node.filter(|_| shared.now.has_folder(file.folder())).ok_or_else(not_found)?;
             if shared.now.find(file).is_some() { Err(io::ErrorKind::AlreadyExists.into()) } else { Ok(node) }
         });
-        let (node, id) = (linked.map_err(file_failed("link", file, None))?, shared.now.new_id());
+        let (node, id) = (linked.map_err(file_failed(IoAction::Link, file, None))?, shared.now.new_id());
         node.is_shared.store(true, Ordering::Relaxed);
         shared.record(DiskEvent::Link { file, id, node });
         Ok(true)
@@ -443,7 +443,7 @@ impl Disk for SimDisk {
         let mut shared = self.shared.lock();
         self.check_newest(&shared)?;
         let found = shared.check(Operation::Rename).and_then(|()| shared.find_for_name(source));
-        found.map_err(file_failed("rename", source, None))?;
+        found.map_err(file_failed(IoAction::Rename, source, None))?;
         if source != target {
             shared.record(DiskEvent::Rename { source, target });
         }
@@ -455,7 +455,7 @@ impl Disk for SimDisk {
         self.check_newest(&shared)?;
         let found =
             shared.check(Operation::Remove).and_then(|()| shared.now.find(file).ok_or_else(not_found));
-        found.map_err(file_failed("remove", file, None))?;
+        found.map_err(file_failed(IoAction::Remove, file, None))?;
         shared.record(DiskEvent::Remove { file });
         Ok(())
     }

@@ -14,7 +14,7 @@ use remanent_format::{Metadata, PageId, Place};
 use super::encode::Encoder;
 use super::{BatchStep, PageRef, WriteBatch};
 use crate::base::allocation::{copied, push};
-use crate::error::{Error, Result};
+use crate::error::{Error, Invalid, Result};
 
 /// A page whose bytes are all in memory, with the effects of the batch's previous operations.
 #[derive(Clone, Debug)]
@@ -113,7 +113,7 @@ impl WriteBatch {
                 BatchStep::Copy { source, range, .. } => {
                     let Some(len) = range.end.checked_sub(range.start) else {
                         let reason = format!("the range {range:?} ends before it begins");
-                        return Err(Error::InvalidOperation { index, reason });
+                        return Err(Error::Invalid(Invalid::Operation { index, reason }));
                     };
                     let source = source.resolve(pages);
                     found = len.saturating_add(found);

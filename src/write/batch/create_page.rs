@@ -33,7 +33,7 @@ impl<'b> CreatePage<'b> {
     }
 
     /// Sets the key of the page, which no other page may have. A key consists of 1 to 64 bytes, often text. With any
-    /// other length the commit fails with [`Error::InvalidKey`].
+    /// other length the commit fails with [`Error::Invalid`].
     pub fn key<K>(self, key: K) -> Self
     where
         K: TryInto<Key>,

@@ -13,7 +13,7 @@ use super::encode::{Encoder, zeroed};
 use super::sparse::SparseElements;
 use super::{BatchStep, PageRef, WorkingCopy, WriteBatch};
 use crate::device::{DIGEST_CHUNK_LEN, DeviceBytes, Span, digest_count};
-use crate::error::{Error, Result};
+use crate::error::{Error, Invalid, Result};
 
 /// A range of a payload that the device fills.
 #[derive(Clone, Debug)]
@@ -205,7 +205,7 @@ impl WriteBatch {
                 let page = copy.page();
                 let reason =
                     format!("page {page} is captured, and changed by another operation of the batch too");
-                return Err(Error::InvalidOperation { index, reason });
+                return Err(Error::Invalid(Invalid::Operation { index, reason }));
             }
         }
         Ok(())
@@ -238,7 +238,7 @@ impl<'f, B: PayloadBytes> Encoder<'f, B> {
                 values.len,
                 width.bytes()
             );
-            return Err(Error::InvalidOperation { index: self.index, reason });
+            return Err(Error::Invalid(Invalid::Operation { index: self.index, reason }));
         }
         let page_len = *self.lens.get(&page).ok_or(Error::UnknownPage { page })?;
         let blank = self.blank(page, indices.len.saturating_add(values.len))?;
@@ -305,7 +305,7 @@ impl<'f, B: PayloadBytes> Encoder<'f, B> {
             let reason = format!(
                 "page {page} is copied by this batch, so the batch cannot write bytes of a device to it"
             );
-            return Err(Error::InvalidOperation { index: self.index, reason });
+            return Err(Error::Invalid(Invalid::Operation { index: self.index, reason }));
         }
         Ok(())
     }

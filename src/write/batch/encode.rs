@@ -12,7 +12,7 @@ use zerocopy::FromZeros;
 use super::sparse::{CodedIndices, ascending};
 use super::{BatchStep, CapturedPart, CopiedBytes, CopiedPage, DeviceFill, OpImages, WriteBatch};
 use crate::base::allocation::{copied, insert};
-use crate::error::{Error, Result};
+use crate::error::{Error, Invalid, Result, Unavailable};
 
 /// The data that must be determined before a batch is encoded.
 pub(crate) struct BatchFacts<'a> {
@@ -64,7 +64,7 @@ impl WriteBatch {
         let mut next_new = || new_pages.next().expect("as many ids as new pages");
         for (index, step) in self.steps.iter().enumerate() {
             encoder.index = index;
-            let invalid = |reason: String| Error::InvalidOperation { index, reason };
+            let invalid = |reason: String| Error::Invalid(Invalid::Operation { index, reason });
             match step {
                 BatchStep::Create { len, place, key, metadata } => {
                     let (page, key, metadata) = (next_new(), key.clone(), metadata.clone());
@@ -270,7 +270,10 @@ impl<B: PayloadBytes> Encoder<'_, B> {
             && let Place::Device(ordinal) = place
             && ordinal > DEVICE_ORDINAL_MAX
         {
-            return Err(Error::PlaceUnavailable { place, reason: "device slots go from 0 to 63" });
+            return Err(Error::Unavailable(Unavailable::Place {
+                place,
+                reason: "device slots go from 0 to 63",
+            }));
         }
         Ok(())
     }
@@ -285,7 +288,7 @@ impl<B: PayloadBytes> Encoder<'_, B> {
         pushed.map_err(|defect| match defect {
             Defect::Limit { what, found, limit } => Error::Limit { what, found, limit },
             Defect::Memory { needed } => Error::no_memory(needed),
-            other => Error::InvalidOperation { index: self.index, reason: other.to_string() },
+            other => Error::Invalid(Invalid::Operation { index: self.index, reason: other.to_string() }),
         })
     }
 

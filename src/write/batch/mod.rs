@@ -321,10 +321,9 @@ impl WriteBatch {
     /// # Ok::<(), remanent::Error>(())
     /// ```
     ///
-    /// The commit fails and leaves the store unchanged with these errors: [`Error::MemoryInUse`] if another page is in
-    /// part of the memory, even one that the same batch deletes; [`Error::MemoryRefused`] if the memory belongs to
-    /// another store or is being written; and [`Error::StreamRefused`] if the store cannot wait for the work on the
-    /// stream that fills the memory.
+    /// The commit fails and leaves the store unchanged with [`Error::Refused`] if another page is in part of the memory,
+    /// even one that the same batch deletes; if the memory belongs to another store or is being written; or if the store
+    /// cannot wait for the work on the stream that fills the memory.
     ///
     /// [`Store::pin`]: crate::Store::pin
     /// [`Store::lease`]: crate::Store::lease
@@ -446,7 +445,7 @@ impl WriteBatch {
     /// # Ok::<(), remanent::Error>(())
     /// ```
     ///
-    /// The commit fails with [`Error::OverBudget`], [`Error::OutOfMemory`] or [`Error::PlaceUnavailable`], and leaves
+    /// The commit fails with [`Error::OverBudget`], [`Error::OutOfMemory`] or [`Error::Unavailable`], and leaves
     /// the store unchanged, if the destination cannot hold the page.
     pub fn move_to(&mut self, page: impl Into<PageRef>, place: Place) -> &mut Self {
         self.step(BatchStep::Move { page: self.own(page), place })

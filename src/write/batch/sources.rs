@@ -12,7 +12,7 @@ use remanent_format::{PageId, Place};
 
 use super::{BatchStep, CopySources, CreatePage, NO_PAGE, PageRef, WriteBatch};
 use crate::base::allocation::push;
-use crate::error::{Error, Result};
+use crate::error::{Error, Invalid, IoAction, IoObject, Result};
 
 /// A source of bytes that is read when a batch is committed, used by [`WriteBatch::create_from_source`] and
 /// [`WriteBatch::replace_from_source`]. A [`File`] is a source.
@@ -27,7 +27,7 @@ pub trait ByteSource: Debug + Send + Sync {
     /// that turns out to be incompressible. The page contains the bytes of one complete pass from start to end.
     ///
     /// # Errors
-    /// An error if the bytes cannot all be read. The commit then fails with [`Error::SourceFailed`] and leaves the
+    /// An error if the bytes cannot all be read. The commit then fails with [`Error::Io`] and leaves the
     /// store unchanged.
     fn read_at(&self, offset: u64, bytes: &mut [u8]) -> io::Result<()>;
 }
@@ -90,7 +90,7 @@ impl WriteBatch {
     /// # Ok::<(), remanent::Error>(())
     /// ```
     ///
-    /// The commit fails with [`Error::SourceFailed`] and leaves the store unchanged if the source does not supply `len`
+    /// The commit fails with [`Error::Io`] and leaves the store unchanged if the source does not supply `len`
     /// bytes.
     pub fn create_from_source(
         &mut self,
@@ -158,7 +158,7 @@ impl WriteBatch {
             }
             if page_effects[&page].whole != Some(step) || copied.whole.contains(&page) {
                 let reason = "another operation changes or copies the page that a source fills".to_owned();
-                return Err(Error::InvalidOperation { index: step, reason });
+                return Err(Error::Invalid(Invalid::Operation { index: step, reason }));
             }
             if len > 0 {
                 push(&mut found, SourcePage { step, page, len, source: &**source })?;
@@ -174,10 +174,8 @@ impl SourcePage<'_> {
     /// # Errors
     /// `SourceFailed`.
     pub fn read_at(&self, offset: u64, bytes: &mut [u8]) -> Result<()> {
-        self.source.read_at(offset, bytes).map_err(|source| Error::SourceFailed {
-            index: self.step,
-            offset,
-            source: Arc::new(source),
+        self.source.read_at(offset, bytes).map_err(|source| {
+            Error::system(IoAction::Read, IoObject::Source { index: self.step, offset }, source)
         })
     }
 }

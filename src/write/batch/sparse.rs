@@ -119,12 +119,13 @@ impl Default for SparseElements {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::Invalid;
 
     #[test]
     fn elements_are_sorted() {
         const VALUES: [u8; 6] = [1, 1, 2, 2, 3, 3];
         let ascending = |width, indices: &'static [u32], values: &'static [u8]| {
-            let invalid = |reason| Error::InvalidOperation { index: 0, reason };
+            let invalid = |reason| Error::Invalid(Invalid::Operation { index: 0, reason });
             ascending(width, indices, values, invalid)
                 .map(|(indices, values)| (indices.to_vec(), values.to_vec()))
         };

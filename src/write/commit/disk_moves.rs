@@ -26,7 +26,7 @@ use crate::base::phases::{self, Phase};
 use crate::device::Span;
 use crate::disk::source::DiskSource;
 use crate::engine::Engine;
-use crate::error::{Error, Result};
+use crate::error::{Error, Invalid, Result};
 use crate::images::PendingImages;
 use crate::images::disk_pages::{DiskImage, DiskPage, PendingClaim, pending_bytes_of};
 use crate::images::read::{damaged, prove};
@@ -81,7 +81,7 @@ impl DiskOps {
                     if before.has_moved || before.is_changed {
                         let reason = "the batch moves a page to disk or from there after it changed or moved it: \
                                       move it first";
-                        return Err(Error::InvalidOperation { index, reason: reason.to_owned() });
+                        return Err(Error::Invalid(Invalid::Operation { index, reason: reason.to_owned() }));
                     }
                     (state.is_on_disk, state.has_moved) = (!before.is_on_disk, true);
                 }

@@ -17,7 +17,7 @@ use super::page_memory::{
 };
 use crate::applier::{ApplyWork, Provision};
 use crate::engine::Engine;
-use crate::error::{Error, Result};
+use crate::error::{Error, Invalid, Result, Taken, Unavailable};
 use crate::log::SpacePurpose;
 use crate::memory::arena::PageMemory;
 use crate::memory::staging::GrownBytes;
@@ -111,7 +111,7 @@ impl Committer {
             self.engine.leases.check_unleased(handover.page)?;
             if location_of(handover.page).is_some_and(|(place, _)| place == Place::Disk) {
                 let reason = "a page on disk has no memory to release: move it to memory first";
-                return Err(Error::PlaceUnavailable { place: Place::Disk, reason });
+                return Err(Error::Unavailable(Unavailable::Place { place: Place::Disk, reason }));
             }
         }
         // A pinned page keeps its address, which callers use in captured graphs.
@@ -200,9 +200,9 @@ fn refused(index: usize, refusal: Refusal) -> Error {
         Refusal::OutOfBounds { page, offset, len, page_len } => {
             Error::OutOfBounds { page, offset, len, page_len }
         }
-        Refusal::KeyTaken { key, holder } => Error::KeyTaken { key, holder },
+        Refusal::KeyTaken { key, holder } => Error::Taken(Taken::Key { key, holder }),
         Refusal::Limit { what, found, limit } => Error::Limit { what, found, limit },
         Refusal::Memory { needed } => Error::no_memory(needed),
-        other => Error::InvalidOperation { index, reason: other.to_string() },
+        other => Error::Invalid(Invalid::Operation { index, reason: other.to_string() }),
     }
 }

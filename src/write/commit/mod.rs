@@ -39,7 +39,7 @@ use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::base::sync::{Mutex, MutexGuard};
 use crate::catalog::KnownImages;
 use crate::engine::Engine;
-use crate::error::{Error, Result};
+use crate::error::{Error, Invalid, Result};
 use crate::images::numbers::ImageFiles;
 use crate::memory::staging::GrownBytes;
 use crate::options::ImageOptions;
@@ -116,7 +116,7 @@ impl Committer {
     ) -> Result<Option<LogPoint>> {
         let encoded = |defect: Defect| match defect {
             Defect::Memory { needed } => Error::no_memory(needed),
-            defect => Error::InvalidOperation { index: 0, reason: defect.to_string() },
+            defect => Error::Invalid(Invalid::Operation { index: 0, reason: defect.to_string() }),
         };
         // The payload is decoded as recovery would decode it, because an undecodable payload must not reach the log.
         let ops = decode_payload(&draft.payload).map_err(encoded)?;

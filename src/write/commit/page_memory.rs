@@ -14,7 +14,7 @@ use super::Committer;
 use crate::applier::Provision;
 use crate::base::allocation::{collected, insert, make_room, map_of};
 use crate::device::{CommandList, DeviceBytes, Lane, MemoryId};
-use crate::error::{Error, Result};
+use crate::error::{Error, Refused, Result};
 use crate::memory::arena::{PageMemory, Purpose};
 
 impl Committer {
@@ -74,7 +74,7 @@ impl Committer {
     /// applier may not have reached a delete that is already logged.
     fn lend(&self, page: PageId, bytes: &DeviceBytes) -> Result<PageMemory> {
         match self.engine.arena.lend(page, bytes) {
-            Err(Error::MemoryInUse { .. }) => {
+            Err(Error::Refused(Refused::MemoryInUse { .. })) => {
                 self.engine.applier.turn(|_| Ok(()))?;
                 self.engine.arena.lend(page, bytes)
             }

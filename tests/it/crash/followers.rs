@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use remanent::disk::Disk;
+use remanent::error::Invalid;
 use remanent::follow::{Follower, Replica};
 use remanent::options::Retention;
 use remanent::testing::sim_disk::{Crash, CrashImage, Moment, SimDisk};
@@ -136,7 +137,7 @@ fn catch_up(disk: &Arc<dyn Disk>, replica: &mut Replica, line: &Line) -> Result<
         };
         match replica.apply(&batch) {
             Ok(()) => {}
-            Err(error @ Error::OutOfOrder { .. }) => {
+            Err(error @ Error::Invalid(Invalid::OutOfOrder { .. })) => {
                 return Err(Violation::new(Kind::Lost, error.to_string()));
             }
             Err(error) => return ended(error),

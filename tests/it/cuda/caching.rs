@@ -8,6 +8,7 @@ use remanent::device::cuda::CudaDevice;
 use remanent::device::cuda::resource::{
     CacheStats, CachingMemory, DriverMemory, LimitedMemory, MemoryResource,
 };
+use remanent::error::Refused;
 use remanent::options::SnapshotSchedule;
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{Ack, Error, Options, PageId, Place, Result, Store};
@@ -240,7 +241,7 @@ fn block_in_captured_graph_is_not_reclaimed() {
         let capture = stream.capture();
         // SAFETY: nothing uses it.
         let refused = unsafe { memory.free_on(block, MIB, &[stream.raw()]) }.unwrap_err();
-        assert!(matches!(refused, Error::StreamRefused { .. }), "{refused}");
+        assert!(matches!(refused, Error::Refused(Refused::Stream { .. })), "{refused}");
         let stats = memory.cache_stats();
         assert_eq!((stats.blocks, stats.waiting_blocks), (1, 0), "it is still the caller's");
         drop(capture.end());

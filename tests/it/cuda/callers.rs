@@ -7,6 +7,7 @@ use remanent::device::CallerMemory;
 use remanent::device::host::HostDevice;
 use remanent::device::multi::MultiDevice;
 use remanent::device::{Command, CommandList, Device, Lane, Span};
+use remanent::error::Refused;
 use remanent::testing::faulty_device::FaultyDevice;
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
@@ -48,7 +49,7 @@ fn caller_memory_is_used_in_place_if_known_to_driver() {
             ("empty", address, 0),
         ] {
             let refused = adopt(address, len).unwrap_err();
-            assert!(matches!(refused, Error::MemoryRefused { .. }), "{what}: {refused}");
+            assert!(matches!(refused, Error::Refused(Refused::Memory { .. })), "{what}: {refused}");
         }
         // It was left to its owner: the store takes none of its own from there.
         let own = store.device_bytes(4096, place).unwrap();
@@ -65,7 +66,7 @@ fn memory_of_another_gpu_is_refused() {
     let address = other.address(memory).unwrap();
     // SAFETY: the device keeps it until it is released, below.
     let refused = store.caller_bytes(&unsafe { CallerMemory::from_cuda(address, 4096, ()) }).unwrap_err();
-    assert!(matches!(refused, Error::MemoryRefused { .. }), "{refused}");
+    assert!(matches!(refused, Error::Refused(Refused::Memory { .. })), "{refused}");
     other.release(memory).unwrap();
 }
 
@@ -93,7 +94,7 @@ fn wrapped_gpu_accepts_caller_memory() {
         // SAFETY: no command reads it.
         let nowhere = unsafe { CallerMemory::from_cuda(64, 64, ()) };
         let refused = device.adopt(&nowhere).unwrap_err();
-        assert!(matches!(refused, Error::MemoryRefused { .. }), "{refused}");
+        assert!(matches!(refused, Error::Refused(Refused::Memory { .. })), "{refused}");
         device.release(adopted).unwrap();
         callers.release(memory).unwrap();
     }

@@ -9,7 +9,7 @@ use std::process::Command as Process;
 
 use remanent::device::Device;
 use remanent::device::cuda::CudaDevice;
-use remanent::error::Remedy;
+use remanent::error::{Remedy, Unavailable};
 use remanent::{DeviceChoice, Error, Options, Store};
 
 use super::{ERRAND, assert_success, in_a_child};
@@ -61,7 +61,7 @@ fn unusable_driver_is_an_error() {
         assert!(store.recovered().device.contains(&reason), "{}", store.recovered().device);
         let refused = Options::new().device(DeviceChoice::Cuda(0)).open_temporary().unwrap_err();
         assert!(
-            matches!(&refused, Error::DeviceUnavailable { device, .. } if device == "cuda:0"),
+            matches!(&refused, Error::Unavailable(Unavailable::Device { device, .. }) if device == "cuda:0"),
             "{refused}"
         );
         return;
@@ -108,7 +108,10 @@ fn the_choice_of_a_device_is_kept_and_reported() {
     };
     assert_eq!(device(DeviceChoice::Host), "host");
     let beyond = Options::new().device(DeviceChoice::Cuda(1000)).open_temporary().unwrap_err();
-    assert!(matches!(&beyond, Error::DeviceUnavailable { device, .. } if device == "cuda:1000"), "{beyond}");
+    assert!(
+        matches!(&beyond, Error::Unavailable(Unavailable::Device { device, .. }) if device == "cuda:1000"),
+        "{beyond}"
+    );
     match gpu::device() {
         Some(gpu) => {
             assert!(gpu.label().starts_with("cuda:0 (") && CudaDevice::count().unwrap() > 0);

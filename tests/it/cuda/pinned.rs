@@ -8,6 +8,7 @@ use remanent::device::cuda::CudaDevice;
 use remanent::device::{
     Command, CommandList, Device, Lane, Payload, Piece, PieceKind, Selection, Span, StagingSpan,
 };
+use remanent::error::Unavailable;
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{Error, Options, Place, Store};
 
@@ -166,7 +167,9 @@ fn leased_host_page_is_readable_at_its_address() {
         let page = store.commit(batch).unwrap().pages[0];
         let lease = store.lease(page).unwrap();
         let refused = lease.bytes().unwrap_err();
-        let Error::PlaceUnavailable { place: named, reason } = refused else { panic!("{refused}") };
+        let Error::Unavailable(Unavailable::Place { place: named, reason }) = refused else {
+            panic!("{refused}")
+        };
         assert_eq!((named, reason.contains("the host's as well")), (place, place != PLACE), "{reason}");
         let told = lease.descriptor().unwrap();
         assert_eq!((Some(told.address), told.len, told.gpu), (lease.address(), LEN, Some(0)), "{place}");

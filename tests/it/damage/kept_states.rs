@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use remanent::disk::Disk;
-use remanent::error::FileName;
+use remanent::error::{FileName, NoSuchState};
 use remanent::options::{Compression, ImageIo};
 use remanent::{Error, Lsn, Place, Retention, SnapshotOptions, StatePoint, View};
 use remanent_format::judge::{ImageProofs, Start, Verdict, judge};
@@ -83,10 +83,7 @@ fn state_at(what: &str, disk: &Arc<dyn Disk>, lsn: Lsn, expected: &State) -> boo
     let is_damage = |error: &Error| {
         matches!(
             error,
-            Error::Damaged(_)
-                | Error::OutsideWindow { .. }
-                | Error::NoStore { .. }
-                | Error::ForeignDirectory { .. }
+            Error::Damaged(_) | Error::NoSuchState(NoSuchState::OutsideWindow { .. }) | Error::NoStore { .. }
         )
     };
     let view = match View::open_on(disk, Some(&StatePoint::Lsn(lsn))) {

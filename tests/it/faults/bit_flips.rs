@@ -12,6 +12,7 @@ use std::sync::OnceLock;
 use remanent::batch::{ByteSource, InitialCopy, Shadow, Width};
 use remanent::device::CallerMemory;
 use remanent::disk::Disk;
+use remanent::error::IoObject;
 use remanent::history::DeviceCopier;
 use remanent::options::{MemoryOptions, PageLoad, SnapshotSchedule};
 use remanent::testing::faulty_device::{BitFlip, BusTransfer, FaultyDevice};
@@ -162,7 +163,7 @@ fn flip_once(flip: BitFlip, late: bool, mended: u64, work: impl Fn(&Bus, &dyn Fn
     match &outcome {
         Ok(()) => assert!(flipped <= mended, "{flipped} copies changed, and nothing was said"),
         Err(Error::Poisoned(cause)) => assert!(is_told(cause), "{cause}"),
-        Err(error @ Error::SourceFailed { .. }) => assert!(is_told(error), "{error}"),
+        Err(error @ Error::Io { object: IoObject::Source { .. }, .. }) => assert!(is_told(error), "{error}"),
         Err(error) => assert!(matches!(error, Error::Device { .. }) && is_told(error), "{error}"),
     }
     assert!(outcome.is_ok() || flipped > mended, "{flipped} copies changed: {outcome:?}");

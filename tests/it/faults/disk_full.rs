@@ -1,7 +1,7 @@
 //! A full disk: commits fail cleanly, everything else goes on, and no store has to be opened anew.
 
 use remanent::disk::Disk;
-use remanent::error::{FileName, Folder};
+use remanent::error::{FileName, Folder, IoAction};
 use remanent::options::{Compression, ImageIo, ImageOptions, Retention};
 use remanent::testing::sim_disk::ENOSPC;
 use remanent::{PageInfo, WriteBatch};
@@ -320,7 +320,7 @@ fn enospc_at_image_sync_is_clean_only_at_first_allocation() {
                     store.snapshot().unwrap();
                 } else {
                     let cause = poisoned(&store);
-                    assert!(matches!(&*cause, Error::Io { action: "sync", .. }), "{cause}");
+                    assert!(matches!(&*cause, Error::Io { action: IoAction::Sync, .. }), "{cause}");
                 }
                 drop(store);
                 line.check(&open_on_host(&disk).unwrap(), line.logged);

@@ -4,7 +4,7 @@
 
 use std::path::Path;
 
-use remanent::error::{FileName, Folder, Remedy};
+use remanent::error::{FileName, Folder, IoObject, Remedy};
 use remanent::follow::{FollowFrom, Follower};
 use remanent::options::{LogIo, MemoryOptions, PageLoad, ScrubSchedule};
 use remanent::testing::sim_disk::{DiskFault, Operation};
@@ -301,7 +301,10 @@ fn open_failing_to_start_thread_leaves_nothing() {
             thread_refusals::refuse(Some(&format!("remanent-{name}")));
             let error = open_with(&disk, device.clone(), options()).unwrap_err();
             assert_eq!(thread_refusals::refuse(None), [format!("remanent-{name}")]);
-            assert!(matches!(error, Error::Thread { .. }) && is_the_shortage(&error), "{error}");
+            assert!(
+                matches!(error, Error::Io { object: IoObject::Thread { .. }, .. }) && is_the_shortage(&error),
+                "{error}"
+            );
             assert_eq!(error.remedy(), Remedy::Retry, "{error}");
             assert!(error.to_string().contains("of the store in a simulated disk"), "{error}");
             assert_eq!(device.live(), 0, "{name}");
@@ -351,7 +354,7 @@ fn store_continues_without_new_threads() {
         line.commit(&store, Ack::Logged).unwrap();
         assert_eq!(follower.next(Duration::from_secs(60)).unwrap().unwrap().lsn(), store.lsn());
         let refused = options().open(&fork).unwrap_err();
-        assert!(matches!(&refused, Error::Thread { .. }), "{refused}");
+        assert!(matches!(&refused, Error::Io { object: IoObject::Thread { .. }, .. }), "{refused}");
         assert!(refused.to_string().contains(fork.to_str().unwrap()), "{refused}");
         store.close().unwrap();
         let refused = thread_refusals::refuse(None);

@@ -4,6 +4,7 @@ use std::sync::Barrier;
 use std::sync::mpsc::sync_channel;
 
 use remanent::Ticket;
+use remanent::error::NoSuchState;
 use remanent::testing::faulty_device::{DeviceCall, FaultyDevice};
 use remanent::testing::sim_disk::{EIO, Operation, SyncPoint};
 
@@ -165,7 +166,13 @@ fn a_wait_for_a_batch_that_does_not_exist_is_refused() {
         Line::begin(&store);
         store.wait_durable(Lsn(1)).unwrap();
         let error = store.wait_durable(Lsn(2)).unwrap_err();
-        assert!(matches!(error, Error::Limit { found: 2, limit: 1, .. }), "{error}");
+        assert!(
+            matches!(
+                error,
+                Error::NoSuchState(NoSuchState::NotCommitted { requested: Lsn(2), newest: Lsn(1) })
+            ),
+            "{error}"
+        );
         store.wait_durable(Lsn(0)).unwrap();
     });
 }

@@ -18,6 +18,7 @@ use remanent::batch::Op;
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::disk::dir::DirDisk;
+use remanent::error::Invalid;
 use remanent::follow::{FollowFrom, FollowedBatch, Follower, FollowerPosition, Replica};
 use remanent::options::{ImageOptions, LogIo, LogOptions};
 use remanent::testing::sim_disk::{Moment, SimDisk};
@@ -326,7 +327,7 @@ fn follower_receives_restore_as_one_batch() {
         }
     };
     check(&replica);
-    assert!(matches!(replica.apply(&batch), Err(Error::OutOfOrder { .. })));
+    assert!(matches!(replica.apply(&batch), Err(Error::Invalid(Invalid::OutOfOrder { .. }))));
 
     // Epochs go on from the restored ones.
     let mut batch = store.batch();
@@ -389,9 +390,9 @@ fn following_without_store_is_refused() {
     let directory = tempfile::tempdir().unwrap();
     for from in [FollowFrom::Beginning, FollowFrom::Snapshot] {
         let refused = Follower::open(directory.path(), from).map(drop);
-        assert!(matches!(refused, Err(Error::NoStore { .. })), "{refused:?}");
+        assert!(matches!(refused, Err(Error::NoStore { found: None, .. })), "{refused:?}");
     }
-    assert!(matches!(Replica::from_snapshot(directory.path()), Err(Error::NoStore { .. })));
+    assert!(matches!(Replica::from_snapshot(directory.path()), Err(Error::NoStore { found: None, .. })));
     assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
 }
 

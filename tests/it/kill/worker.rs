@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use remanent::disk::{Disk, dir::DirDisk};
+use remanent::error::NoSuchState;
 use remanent::options::{Compression, ImageIo, LogIo, LogOptions, PageLoad, Retention, SnapshotSchedule};
 use remanent::{
     Ack, Error, Lsn, Options, Position, Result, SnapshotOptions, StatePoint, Store, Ticket, WriteBatch,
@@ -251,7 +252,9 @@ impl<'a> Work<'a> {
         let position = match restored {
             Some(Ok(position)) => position,
             // None was picked, or another thread's snapshot has retired it.
-            None | Some(Err(Error::NoSnapshot { .. })) => self.restore_to(n, restore_target(n))?,
+            None | Some(Err(Error::NoSuchState(NoSuchState::Snapshot { .. }))) => {
+                self.restore_to(n, restore_target(n))?
+            }
             Some(Err(error)) => return Err(error),
         };
         assert_eq!(position.lsn, n);
@@ -267,7 +270,9 @@ impl<'a> Work<'a> {
         loop {
             self.diary.write(&Entry::Restore { lsn: n, target });
             match self.store.restore(StatePoint::Lsn(target)) {
-                Err(Error::OutsideWindow { oldest, .. }) if oldest > target => target = oldest,
+                Err(Error::NoSuchState(NoSuchState::OutsideWindow { oldest, .. })) if oldest > target => {
+                    target = oldest
+                }
                 ended => return ended,
             }
         }
@@ -305,7 +310,7 @@ impl<'a> Work<'a> {
         match self.store.fork(&directory, StatePoint::Lsn(lsn)) {
             Ok(_) => self.diary.write(&Entry::Forked { lsn }),
             // Meanwhile the other threads have gone on, and the batch is outside of the window.
-            Err(Error::OutsideWindow { oldest, .. }) if oldest > lsn => {}
+            Err(Error::NoSuchState(NoSuchState::OutsideWindow { oldest, .. })) if oldest > lsn => {}
             Err(error) => {
                 self.fork_failed.store(true, Ordering::Relaxed);
                 return Err(error);

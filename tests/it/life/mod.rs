@@ -41,6 +41,7 @@ use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use remanent::error::NoSuchState;
 use remanent::options::LogIo;
 use remanent::{Error, Lsn, StatePoint, Store};
 
@@ -401,7 +402,9 @@ impl Life {
         let folder = self.ground.path().join("fork");
         let point = StatePoint::Lsn(Lsn(lsn));
         let made = Store::open_at(self.store(), &point).and_then(|old| old.fork(&folder));
-        if matches!(made, Err(Error::OutsideWindow { .. })) && self.is_in_background() {
+        if matches!(made, Err(Error::NoSuchState(NoSuchState::OutsideWindow { .. })))
+            && self.is_in_background()
+        {
             return;
         }
         let opened = made.and_then(|_| worker::options(&self.with).open(&folder));

@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 
 use remanent::batch::{NewPage, PageRef, Width};
+use remanent::error::{Invalid, Taken, Unavailable};
 use remanent::snapshot::SnapshotInfo;
 use remanent::{Epoch, Error, Key, Metadata, PageId, Place, SnapshotId, Value, WriteBatch};
 
@@ -87,9 +88,9 @@ impl Refusal {
             Error::Conflict { .. } => Refusal::Conflict,
             Error::OutOfBounds { .. } => Refusal::OutOfBounds,
             Error::UnknownPage { .. } => Refusal::UnknownPage,
-            Error::KeyTaken { .. } => Refusal::KeyTaken,
-            Error::InvalidOperation { .. } => Refusal::Invalid,
-            Error::PlaceUnavailable { .. } => Refusal::Place,
+            Error::Taken(Taken::Key { .. }) => Refusal::KeyTaken,
+            Error::Invalid(Invalid::Operation { .. }) => Refusal::Invalid,
+            Error::Unavailable(Unavailable::Place { .. }) => Refusal::Place,
             Error::Limit { .. } => Refusal::Limit,
             _ => return false,
         };

@@ -7,6 +7,7 @@ use crate::with_options::With;
 use remanent::batch::{InitialCopy, Shadow, Width};
 use remanent::device::Device;
 use remanent::disk::Disk;
+use remanent::error::{NoSuchState, Taken};
 use remanent::options::{MemoryOptions, SnapshotSchedule};
 use remanent::snapshot::SnapshotInfo;
 use remanent::tiers::Tiers;
@@ -210,7 +211,7 @@ pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tall
                         verified(&store, &snapshot, &model, tally);
                         model.keep(snapshot.id, Some(name), SNAPSHOTS_KEPT);
                     }
-                    (Err(Error::NameTaken { snapshot, .. }), Some(holder)) => {
+                    (Err(Error::Taken(Taken::Name { snapshot, .. })), Some(holder)) => {
                         assert_eq!(snapshot, holder, "the snapshot named {name:?}");
                     }
                     (result, holder) => panic!("{name:?}, which {holder:?} has: {result:?}"),
@@ -247,7 +248,7 @@ pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tall
                 let Some(snapshot) = model.snapshot(*pick) else { continue };
                 let position = match store.restore(StatePoint::Snapshot(snapshot)) {
                     Ok(position) => position,
-                    Err(Error::NoSnapshot { .. }) if model.in_background => continue,
+                    Err(Error::NoSuchState(NoSuchState::Snapshot { .. })) if model.in_background => continue,
                     Err(Error::OverBudget { .. }) if setting.is_cramped => {
                         tally.without_room += 1;
                         continue;
@@ -262,7 +263,8 @@ pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tall
             Action::RestoreTo(pick) => {
                 let beyond = Lsn(model.lsn + if setting.is_cramped { 1 << 30 } else { 1 });
                 let refused = store.restore(StatePoint::Lsn(beyond));
-                let Err(Error::OutsideWindow { requested, newest, .. }) = refused else {
+                let Err(Error::NoSuchState(NoSuchState::OutsideWindow { requested, newest, .. })) = refused
+                else {
                     panic!("a restore of batch {beyond}, which is yet to come: {refused:?}")
                 };
                 assert_eq!(requested, beyond, "asked");
@@ -270,7 +272,9 @@ pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tall
                 let lsn = in_window(&model, *pick);
                 let position = match store.restore(StatePoint::Lsn(Lsn(lsn))) {
                     Ok(position) => position,
-                    Err(Error::OutsideWindow { oldest, .. }) if model.in_background && oldest > Lsn(lsn) => {
+                    Err(Error::NoSuchState(NoSuchState::OutsideWindow { oldest, .. }))
+                        if model.in_background && oldest > Lsn(lsn) =>
+                    {
                         continue;
                     }
                     Err(Error::OverBudget { .. }) if setting.is_cramped => {
@@ -287,7 +291,9 @@ pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tall
                 let lsn = in_window(&model, *pick);
                 let fork = match ground.fork(&store, &StatePoint::Lsn(Lsn(lsn))) {
                     Ok(fork) => fork,
-                    Err(Error::OutsideWindow { oldest, .. }) if model.in_background && oldest > Lsn(lsn) => {
+                    Err(Error::NoSuchState(NoSuchState::OutsideWindow { oldest, .. }))
+                        if model.in_background && oldest > Lsn(lsn) =>
+                    {
                         continue;
                     }
                     Err(error) => panic!("a fork of batch {lsn}: {error}"),
@@ -523,7 +529,7 @@ fn check_view(disk: &Arc<dyn Disk>, model: &Model, lsn: u64) {
     match View::open_on(disk, Some(&StatePoint::Lsn(Lsn(lsn)))) {
         Ok(old) => compare_snapshot(&old, &model.at(lsn)),
         // A state that is older than the window may be there still.
-        Err(Error::OutsideWindow { requested, oldest, newest, .. }) => {
+        Err(Error::NoSuchState(NoSuchState::OutsideWindow { requested, oldest, newest, .. })) => {
             assert_eq!(requested, Lsn(lsn), "asked");
             assert_lsn(newest, model, "newest");
             assert!(Lsn(lsn) < oldest, "batch {lsn} was refused, and the window begins at {oldest}");

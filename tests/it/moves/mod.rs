@@ -11,7 +11,7 @@ use remanent::batch::Width;
 use remanent::device::Device;
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
-use remanent::error::Remedy;
+use remanent::error::{Remedy, Unavailable};
 use remanent::follow::{FollowFrom, Follower, Replica};
 use remanent::options::{Compression, ImageOptions, MemoryOptions, Retention};
 use remanent::testing::sim_disk::SimDisk;
@@ -325,7 +325,10 @@ fn impossible_move_is_refused_without_changes() {
     assert!(over && error.remedy() == Remedy::FreeSpace, "{error}");
     for place in [Place::Device(2), Place::Device(64)] {
         let error = refused(&|batch| _ = batch.move_to(page, place));
-        assert!(matches!(error, Error::PlaceUnavailable { place: found, .. } if found == place), "{error}");
+        assert!(
+            matches!(error, Error::Unavailable(Unavailable::Place { place: found, .. }) if found == place),
+            "{error}"
+        );
         assert_eq!(error.remedy(), Remedy::ChangeCall, "{error}");
     }
     let error = refused(&|batch| _ = batch.move_to(PageId(99), Place::Pinned));

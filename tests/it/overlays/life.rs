@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use remanent::disk::Disk;
+use remanent::error::NoSuchState;
 use remanent::options::ImageIo;
 use remanent::store::ReadPages;
 use remanent::testing::sim_disk::SimDisk;
@@ -169,14 +170,21 @@ impl Life {
         if restores {
             match self.store().restore(&point) {
                 Ok(_) => (self.plain, seen.points) = (then, seen.points + 1),
-                Err(error) => assert!(matches!(error, Error::OutsideWindow { .. }), "{error}"),
+                Err(error) => {
+                    assert!(matches!(error, Error::NoSuchState(NoSuchState::OutsideWindow { .. })), "{error}")
+                }
             }
             return;
         }
         let shared: Arc<dyn Disk> = Arc::new(self.disk.clone());
         let view = match View::open_on(&shared, Some(&point)) {
             Ok(view) => view,
-            Err(error) => return assert!(matches!(error, Error::OutsideWindow { .. }), "{error}"),
+            Err(error) => {
+                return assert!(
+                    matches!(error, Error::NoSuchState(NoSuchState::OutsideWindow { .. })),
+                    "{error}"
+                );
+            }
         };
         seen.points += 1;
         let forked = SimDisk::new();

@@ -15,7 +15,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use remanent::disk::Disk;
-use remanent::error::{Defect, FileName, Folder, Remedy};
+use remanent::error::{Defect, FileName, Folder, Mismatch, Remedy};
 use remanent::options::Create;
 use remanent::testing::sim_disk::{CrashPlan, DiskFault, Operation, SimDisk};
 use remanent::{Error, Lsn, Place, View};
@@ -52,7 +52,7 @@ fn foreign_directory_is_refused() {
     let directory = tempfile::tempdir().unwrap();
     std::fs::write(directory.path().join("thesis.tex"), "years of work").unwrap();
     let error = small().open(directory.path()).expect_err("the directory is refused");
-    let Error::ForeignDirectory { path, found } = &error else { panic!("{error}") };
+    let Error::NoStore { path, found: Some(found) } = &error else { panic!("{error}") };
     assert_eq!((Path::new(path), found.as_str()), (directory.path(), "thesis.tex"));
     assert_eq!(error.remedy(), Remedy::ChangeCall);
     let names: Vec<_> =
@@ -60,7 +60,7 @@ fn foreign_directory_is_refused() {
     assert_eq!(names, [directory.path().join("thesis.tex")], "not even a LOCK is left there");
 
     let error = refused(&SimDisk::new(), small().create(Create::Never));
-    assert!(matches!(error, Error::NoStore { .. }), "{error}");
+    assert!(matches!(error, Error::NoStore { found: None, .. }), "{error}");
 }
 
 #[test]
@@ -78,7 +78,7 @@ fn interrupted_creation_starts_over() {
         // A reader that comes first finds the new store, or none.
         let view = View::open_on(&(Arc::new(image.disk.clone()) as Arc<dyn Disk>), None);
         match view {
-            Err(Error::NoStore { .. }) => assert!(!had_store, "{name}"),
+            Err(Error::NoStore { found: None, .. }) => assert!(!had_store, "{name}"),
             found => assert!(found.is_ok() && had_store, "{name}: {:?}", found.err()),
         }
         let store = open(&image.disk).unwrap_or_else(|error| panic!("{name}: {error}"));
@@ -104,7 +104,7 @@ fn interrupted_fork_starts_over() {
     View::open_on(&source, None).unwrap().fork_on(&forked).unwrap();
     target.rename(FileName::Store, FileName::Temporary(Folder::Root, 0)).unwrap();
     let unfinished: Arc<dyn Disk> = Arc::new(target.clone());
-    assert!(matches!(View::open_on(&unfinished, None), Err(Error::NoStore { .. })));
+    assert!(matches!(View::open_on(&unfinished, None), Err(Error::NoStore { found: None, .. })));
     let claimed = Files::of(&target);
     assert!(claimed.0.contains_key(&FileName::Manifest(1)));
     let store = open(&claimed.disk()).unwrap();
@@ -250,11 +250,11 @@ fn other_identity_is_refused() {
     open_with(&disk, ours()).unwrap().close().unwrap();
 
     let error = refused(&disk, ours().identity(*b"mistral"));
-    assert!(matches!(&error, Error::IdentityMismatch { found } if found == b"llama"), "{error}");
+    assert!(matches!(&error, Error::Mismatch(Mismatch::Identity { found }) if found == b"llama"), "{error}");
     assert_eq!(error.remedy(), Remedy::ChangeCall);
     let error = refused(&disk, ours().layout_fingerprint([8; 32]));
     assert!(
-        matches!(&error, Error::LayoutMismatch { found: Some(found), .. } if *found == [7; 32]),
+        matches!(&error, Error::Mismatch(Mismatch::Layout { found: Some(found), .. }) if *found == [7; 32]),
         "{error}"
     );
     assert_eq!(error.remedy(), Remedy::ChangeCall);

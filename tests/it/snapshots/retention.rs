@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::with_options::With;
 use remanent::disk::{Disk, Hold};
-use remanent::error::Folder;
+use remanent::error::{Folder, NoSuchState, Taken};
 use remanent::options::Retention;
 use remanent::testing::sim_disk::Moment;
 use remanent::{Lsn, SnapshotOptions, StatePoint, View};
@@ -31,7 +31,7 @@ fn named_snapshot_stays_until_name_is_dropped() {
     let before = State::of(&store);
     assert_eq!((named.name.as_deref(), named.redo), (Some("before"), named.end));
     assert!(
-        matches!(store.snapshot_with(SnapshotOptions::new().name("before")), Err(Error::NameTaken { snapshot, .. }) if snapshot == named.id)
+        matches!(store.snapshot_with(SnapshotOptions::new().name("before")), Err(Error::Taken(Taken::Name { snapshot, .. })) if snapshot == named.id)
     );
     for name in [String::new(), "x".repeat(65)] {
         assert!(
@@ -70,7 +70,10 @@ fn named_snapshot_stays_until_name_is_dropped() {
     assert_eq!(store.prune(&given_up).unwrap(), would_go);
     let gone: BTreeSet<FileName> = would_go.files.iter().map(|(file, _)| *file).collect();
     assert!(listed().is_disjoint(&gone));
-    assert!(matches!(store.restore(StatePoint::Snapshot(named.id)), Err(Error::NoSnapshot { .. })));
+    assert!(matches!(
+        store.restore(StatePoint::Snapshot(named.id)),
+        Err(Error::NoSuchState(NoSuchState::Snapshot { .. }))
+    ));
     let state = State::of(&store);
     store.close().unwrap();
     let store = open_with(&disk, options()).unwrap();
@@ -197,7 +200,7 @@ fn the_log_after_a_named_snapshot_stays_while_a_reader_holds_it() {
     let pruned = store.prune(&store.retention()).unwrap();
     assert!(pruned.files.iter().any(|(file, _)| matches!(file, FileName::Segment(_))), "{pruned:?}");
     let gone = View::open_on(&shared, Some(&at)).unwrap_err();
-    assert!(matches!(gone, Error::OutsideWindow { .. }), "{gone}");
+    assert!(matches!(gone, Error::NoSuchState(NoSuchState::OutsideWindow { .. })), "{gone}");
     // The state that the name keeps is there all the time.
     View::open_on(&shared, Some(&StatePoint::Snapshot(named.id))).unwrap();
 }
@@ -216,7 +219,7 @@ fn files_read_through_link_stay_until_reader_ends() {
     // No reader begins there any more, but one that looked around before the floor was above it may hold it
     // now.
     let outside = View::open_on(&shared, Some(&at)).unwrap_err();
-    assert!(matches!(outside, Error::OutsideWindow { .. }), "{outside}");
+    assert!(matches!(outside, Error::NoSuchState(NoSuchState::OutsideWindow { .. })), "{outside}");
     let Hold::Held(seen) = shared.hold(link.id).unwrap() else { panic!("nothing is going") };
     let needed = Files::of(&disk).names(|file| file.folder() == Folder::Pages);
     for value in 3..50 {
@@ -229,7 +232,7 @@ fn files_read_through_link_stay_until_reader_ends() {
     assert!(needed.iter().all(|file| disk.bytes(*file).is_none()));
     assert_eq!(ids(&store).len(), 1);
     let gone = View::open_on(&shared, Some(&at)).unwrap_err();
-    assert!(matches!(gone, Error::OutsideWindow { .. }), "{gone}");
+    assert!(matches!(gone, Error::NoSuchState(NoSuchState::OutsideWindow { .. })), "{gone}");
 }
 
 #[test]
@@ -351,7 +354,7 @@ fn state_after_link_without_images_is_unreachable() {
 
     let shared: Arc<dyn Disk> = Arc::new(disk.clone());
     let outside = |requested: Lsn, error: Error| match error {
-        Error::OutsideWindow { requested: named, oldest, newest, .. } => {
+        Error::NoSuchState(NoSuchState::OutsideWindow { requested: named, oldest, newest, .. }) => {
             assert_eq!((named, oldest, newest), (requested, kept.end, store.lsn()));
         }
         other => panic!("{other}"),

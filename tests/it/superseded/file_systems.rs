@@ -7,6 +7,7 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use remanent::error::Invalid;
 use remanent::options::LogIo;
 use remanent::{Ack, DeviceChoice, Error, Options, PageId, Place, Store};
 
@@ -102,7 +103,7 @@ fn two_writers(name: &str, root: &Path) {
         for (failure, fail) in failures {
             let path = root.join(format!("{io}-{failure}"));
             let store = match options(io).open(&path) {
-                Err(error @ Error::InvalidOption { .. }) => {
+                Err(error @ Error::Invalid(Invalid::Option { .. })) => {
                     skipped(&format!("{io} on {name}"), &error.to_string());
                     continue;
                 }

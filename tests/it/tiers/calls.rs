@@ -3,6 +3,7 @@
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use remanent::error::Unavailable;
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{Error, PageId, Place};
 
@@ -113,7 +114,10 @@ fn leases_and_pins_bring_pages_from_disk() {
     let store = open(&SimDisk::new(), small());
     let page = put(&store, 0, 0, Place::Disk);
     for refused in [store.lease(page).map(drop), store.pin(page).map(drop)] {
-        assert!(matches!(refused, Err(Error::PlaceUnavailable { place: Place::Disk, .. })), "{refused:?}");
+        assert!(
+            matches!(refused, Err(Error::Unavailable(Unavailable::Place { place: Place::Disk, .. }))),
+            "{refused:?}"
+        );
     }
     assert!(matches!(store.lease(PageId(999)), Err(Error::UnknownPage { .. })));
 }

@@ -11,6 +11,7 @@ mod sources;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use remanent::error::Invalid;
 use remanent::options::{MemoryOptions, Retention};
 use remanent::stats::TierStats;
 use remanent::testing::sim_disk::{CrashImage, CrashPlan, SimDisk, Tears};
@@ -200,11 +201,11 @@ fn impossible_orders_are_refused() {
         (Tiers::new([DEVICE, Place::Disk]).free_part(0), "kept free"),
     ] {
         let refused = Options::new().memory(memory()).tiers(tiers).open_temporary().unwrap_err();
-        let Error::InvalidOption { option: "tiers", .. } = refused else { panic!("{refused}") };
+        let Error::Invalid(Invalid::Option { option: "tiers", .. }) = refused else { panic!("{refused}") };
         assert!(refused.to_string().contains(reason), "{refused}");
     }
     let store = Store::temporary().unwrap();
-    assert!(matches!(store.demote(&[]), Err(Error::InvalidOption { option: "tiers", .. })));
+    assert!(matches!(store.demote(&[]), Err(Error::Invalid(Invalid::Option { option: "tiers", .. }))));
     let tiers = Tiers::new([DEVICE, Place::Host]);
     assert_eq!(tiers.places(), [DEVICE, Place::Host]);
     Options::new().memory(memory()).tiers(tiers).open_temporary().unwrap();

@@ -5,7 +5,7 @@
 
 use std::cell::OnceCell;
 
-use remanent::error::nearest;
+use remanent::error::{NoSuchState, nearest};
 use remanent::{Error, StatePoint};
 use remanent_format::state::follow::Resolution;
 use remanent_format::state::reach::Reach;
@@ -63,7 +63,9 @@ impl<'d> KeptStates<'d> {
             Some(StatePoint::Snapshot(snapshot)) if self.survey.links.contains_key(snapshot) => {
                 self.survey.snapshot(*snapshot).map(|manifest| Some(manifest.end)).map_err(damaged)
             }
-            Some(StatePoint::Snapshot(snapshot)) => Err(refused(&Error::NoSnapshot { snapshot: *snapshot })),
+            Some(StatePoint::Snapshot(snapshot)) => {
+                Err(refused(&Error::NoSuchState(NoSuchState::Snapshot { snapshot: *snapshot })))
+            }
             Some(StatePoint::Name(name)) => {
                 let names = || self.survey.readable().filter_map(|manifest| manifest.name.as_deref());
                 let mut named = self.survey.readable().rev();
@@ -141,7 +143,13 @@ impl<'d> KeptStates<'d> {
             {
                 let (oldest, below) = (reach.opens_at().unwrap_or_default(), reach.below());
                 Failure::Environment(
-                    Error::OutsideWindow { requested, oldest, newest: *newest, below }.to_string(),
+                    Error::NoSuchState(NoSuchState::OutsideWindow {
+                        requested,
+                        oldest,
+                        newest: *newest,
+                        below,
+                    })
+                    .to_string(),
                 )
             }
             (Some(damage), ..) => damaged(damage),
@@ -152,12 +160,15 @@ impl<'d> KeptStates<'d> {
 
 /// Returns the error that no snapshot has this name, which suggests the most similar name in `known`.
 pub fn no_snapshot_named<'n>(name: &str, known: impl IntoIterator<Item = &'n str>) -> Error {
-    Error::NoSnapshotNamed { name: name.to_owned(), nearest: nearest(name, known).map(str::to_owned) }
+    Error::NoSuchState(NoSuchState::Name {
+        name: name.to_owned(),
+        nearest: nearest(name, known).map(str::to_owned),
+    })
 }
 
-/// Converts an error of the engine to a failure that includes the remedy.
+/// Converts an error of the engine to a failure.
 pub fn refused(error: &Error) -> Failure {
-    Failure::Environment(format!("{error}; {}", error.advice()))
+    Failure::Environment(error.to_string())
 }
 
 /// Converts damage to a failure. Insufficient memory is not damage.

@@ -8,6 +8,7 @@ use std::fs;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use remanent::error::Mismatch;
 use remanent::options::Create;
 use remanent::{Error, Options};
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
@@ -327,9 +328,8 @@ fn is_refusal(error: &Error) -> bool {
         error,
         Error::Damaged(_)
             | Error::NoStore { .. }
-            | Error::ForeignDirectory { .. }
-            | Error::IdentityMismatch { .. }
-            | Error::LayoutMismatch { .. }
+            | Error::Mismatch(Mismatch::Identity { .. })
+            | Error::Mismatch(Mismatch::Layout { .. })
     )
 }
 

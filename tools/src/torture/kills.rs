@@ -1,5 +1,6 @@
 //! Kills. A replay is killed at random moments, with each way to write the log.
 
+use remanent::error::Invalid;
 use remanent::options::{LogIo, LogOptions};
 use remanent::{Error, Options};
 
@@ -37,7 +38,7 @@ impl TortureContext<'_> {
         let folder = self.folder.join(format!("asks-{way}"));
         let refusal = match Options::new().log(LogOptions::new().io(way)).open(&folder) {
             Ok(store) => store.close().map(|()| None).map_err(engine_failure)?,
-            Err(Error::InvalidOption { reason, .. }) => Some(reason.to_string()),
+            Err(Error::Invalid(Invalid::Option { reason, .. })) => Some(reason.to_string()),
             Err(error) => return Err(engine_failure(error)),
         };
         super::remove(&folder)?;

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use indicatif::ProgressBar;
 use remanent::batch::{PageChanges, Width};
-use remanent::error::{FileName, Folder};
+use remanent::error::{FileName, Folder, IoObject};
 use remanent::options::Create;
 use remanent::{Error, Key, Lsn, PageInfo, Place, Store, Value, WriteBatch};
 
@@ -219,8 +219,12 @@ fn import_file(
             version.batch.note(note);
         });
         let committed = match store.commit(version.batch) {
-            Err(Error::SourceFailed { .. }) if interrupt.is_noted() => return Ok(None),
-            Err(Error::SourceFailed { source, .. }) => return Err(file.cannot_read(&source)),
+            Err(Error::Io { object: IoObject::Source { .. }, .. }) if interrupt.is_noted() => {
+                return Ok(None);
+            }
+            Err(Error::Io { object: IoObject::Source { .. }, source, .. }) => {
+                return Err(file.cannot_read(&source));
+            }
             committed => committed.map_err(engine_failure)?,
         };
         store.wait_durable(committed.position.lsn).map_err(engine_failure)?;

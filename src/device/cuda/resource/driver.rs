@@ -13,7 +13,7 @@ use crate::device::cuda::context::Context;
 use crate::device::cuda::errors::Code;
 use crate::device::cuda::event::CudaEvent;
 use crate::device::cuda::stream;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Unavailable};
 
 /// `CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP`: for every GPU, at the same address. The host
 /// caches the memory, because it reads downloaded bytes.
@@ -52,7 +52,8 @@ impl DriverMemory {
     /// # Errors
     /// `DeviceUnavailable`, which names the missing part.
     pub fn of(ordinal: u32) -> Result<Self> {
-        let unavailable = |reason| Error::DeviceUnavailable { device: format!("cuda:{ordinal}"), reason };
+        let unavailable =
+            |reason| Error::Unavailable(Unavailable::Device { device: format!("cuda:{ordinal}"), reason });
         Ok(Self::new(Context::of(ordinal).map_err(unavailable)?, Kind::Device))
     }
 

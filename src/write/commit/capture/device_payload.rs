@@ -21,7 +21,7 @@ use crate::device::{
     Access, Command, CommandList, DIGEST_CHUNK_LEN, DIGEST_LEN, DeviceBytes, INDEX_OUT_OF_BOUNDS, IndexList,
     Lane, Span, Staging, StagingSpan, digest_count,
 };
-use crate::error::{Error, Result};
+use crate::error::{Error, Invalid, Result};
 use crate::memory::arena::Purpose;
 use crate::memory::staging::{GrowingStaging, GrownBytes, StagingBuf};
 use crate::write::batch::{ChunkDigests, DeviceFill, FillSource, WriteBatch};
@@ -270,7 +270,7 @@ impl Committer {
             } else {
                 "an element is given twice".to_owned()
             };
-            return Err(Error::InvalidOperation { index, reason });
+            return Err(Error::Invalid(Invalid::Operation { index, reason }));
         }
         let is_summed = device.crosses_bus();
         let mut arrived = proven_sums(&landed, copies, is_summed.then_some(&*sums))?;

@@ -29,7 +29,7 @@ use super::Committer;
 use super::disk_moves::is_on_disk;
 use crate::base::allocation::{collected, push};
 use crate::device::{Access, Command, CommandList, DIGEST_CHUNK_LEN, Lane, Pending, Span};
-use crate::error::{Error, Result};
+use crate::error::{Error, Refused, Result, Unavailable};
 use crate::images::disk_pages::{DiskPage, pending_bytes_of_elements, pending_bytes_of_write};
 use crate::memory::arena::Purpose;
 use crate::write::batch::{CapturedPart, CopyShadow, SparseElements, WorkingCopy, WriteBatch};
@@ -319,17 +319,20 @@ impl Committer {
         // Changes are found by elements, so the copy must be a whole number of elements and aligned to them.
         if !len.is_multiple_of(width.bytes() as u64) {
             let reason = format!("that is no whole number of elements of {} bytes", width.bytes());
-            return Err(Error::MemoryRefused { len, reason });
+            return Err(Error::Refused(Refused::Memory { len, reason }));
         }
         if memory.address().is_some_and(|address| !address.is_multiple_of(width.bytes() as u64)) {
             let reason = format!("it does not begin on a boundary of {} bytes", width.bytes());
-            return Err(Error::MemoryRefused { len, reason });
+            return Err(Error::Refused(Refused::Memory { len, reason }));
         }
         let shadow = match shadow {
             Shadow::Page if is_on_disk(&self.submitted.lock(), page) => {
                 let reason = "a page on disk has no memory to compare a working copy with: keep a shadow \
                               (`Shadow::Kept`) or digests (`Shadow::Digest`), or move the page to memory";
-                return Err(Error::PlaceUnavailable { place: remanent_format::Place::Disk, reason });
+                return Err(Error::Unavailable(Unavailable::Place {
+                    place: remanent_format::Place::Disk,
+                    reason,
+                }));
             }
             Shadow::Page => CopyShadow::Page,
             Shadow::Kept(place) => CopyShadow::Kept(self.device_bytes(place, len)?),
@@ -369,7 +372,7 @@ impl Committer {
             let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;
             if info.len != len {
                 let reason = format!("page {page} is {} bytes long", info.len);
-                return Err(Error::MemoryRefused { len, reason });
+                return Err(Error::Refused(Refused::Memory { len, reason }));
             }
             if let Some(on_disk) = turn.applied.on_disk.get(page) {
                 return Ok((info.epoch, LoadedFrom::Disk(on_disk.clone())));

@@ -440,7 +440,7 @@ pub const LIST: &[Defence] = &[
     defence(
         "a store into a mapping without memory is an error, not a signal",
         "src/disk/mapped.rs",
-        "populated.map_err(|source| Error::io(\"map\", self.0.name, Some(offset), source))?",
+        "populated.map_err(|source| Error::io(IoAction::Map, self.0.name, Some(offset), source))?",
         "drop(populated)",
         unit("disk::mapped::tests::write_to_truncated_mapping_is_an_error"),
     ),

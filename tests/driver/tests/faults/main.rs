@@ -16,8 +16,8 @@ use std::time::Duration;
 use remanent::device::Device;
 use remanent::device::cuda::CudaDevice;
 use remanent::device::host::HostDevice;
-use remanent::error::Remedy;
 use remanent::options::{Compression, ImageIo, ImageOptions, Retention, SnapshotSchedule};
+use remanent::error::{Remedy, Unavailable};
 use remanent::{Error, Options, Place, Result, SnapshotId, StatePoint};
 
 use self::driver::{CallerStream, Driver};
@@ -84,7 +84,7 @@ fn live_through(driver: &'static Driver, life: Life<'_>, nth: u64, code: u32) ->
         assert!(struck, "{label}: an error without a fault: {error}");
         // A device that was never opened may be found by another test.
         let is_new_process = error.remedy() == Remedy::NewProcess;
-        let never_opened = matches!(error, Error::DeviceUnavailable { .. });
+        let never_opened = matches!(error, Error::Unavailable(Unavailable::Device { .. }));
         assert!(never_opened || is_new_process == (code == LAUNCH_FAILED), "{label}: {error}");
     }
     // All acknowledged batches are on the disk whatever became of the GPU.

@@ -27,7 +27,7 @@ pub use self::stats::CacheStats;
 use super::MemoryResource;
 use crate::base::sync::Mutex;
 use crate::device::{MemoryStats, RawStream};
-use crate::error::{Error, Result};
+use crate::error::{Error, Refused, Result};
 
 /// The shortest block, in bytes, that has a segment of its own.
 const DEDICATED_LEN_MIN: u64 = 10 << 20;
@@ -101,7 +101,7 @@ impl<R: MemoryResource> CachingMemory<R> {
     /// Frees memory that work already queued on these streams may still use.
     ///
     /// # Errors
-    /// [`Error::StreamRefused`], with nothing freed, if the cache has no stream support or a graph is being
+    /// [`Error::Refused`], with nothing freed, if the cache has no stream support or a graph is being
     /// captured from a stream; a device error.
     ///
     /// # Safety
@@ -113,7 +113,7 @@ impl<R: MemoryResource> CachingMemory<R> {
             Some(points) => Ok((stream.handle(), points.point(*stream)?)),
             None => {
                 let reason = "this memory was made without streams";
-                Err(Error::StreamRefused { stream: stream.handle(), reason })
+                Err(Error::Refused(Refused::Stream { stream: stream.handle(), reason }))
             }
         };
         let points = streams.iter().map(point).collect::<Result<Vec<_>>>()?;

@@ -6,6 +6,7 @@ use super::super::{ALIGN, HostMemory, LimitedMemory};
 use super::blocks::{BlockState, list_of};
 use super::*;
 use crate::base::sync::atomic::{AtomicU64, Ordering};
+use crate::error::Refused;
 
 const MIB: u64 = 1 << 20;
 
@@ -165,7 +166,7 @@ fn a_block_waits_for_the_work_that_uses_it() {
     let address = without.allocate(1).unwrap();
     // SAFETY: allocated above, and nothing uses it.
     let refused = unsafe { without.free_on(address, 1, &[one]) };
-    assert!(matches!(refused, Err(Error::StreamRefused { stream: 7, .. })), "{refused:?}");
+    assert!(matches!(refused, Err(Error::Refused(Refused::Stream { stream: 7, .. }))), "{refused:?}");
     free(&without, address, 1, &[]);
 }
 
