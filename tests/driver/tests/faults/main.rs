@@ -16,8 +16,8 @@ use std::time::Duration;
 use remanent::device::Device;
 use remanent::device::cuda::CudaDevice;
 use remanent::device::host::HostDevice;
-use remanent::options::{Compression, ImageIo, ImageOptions, Retention, SnapshotSchedule};
 use remanent::error::{Remedy, Unavailable};
+use remanent::options::{Compression, ImageIo, ImageOptions, Retention, SnapshotSchedule};
 use remanent::{Error, Options, Place, Result, SnapshotId, StatePoint};
 
 use self::driver::{CallerStream, Driver};
