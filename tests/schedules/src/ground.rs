@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use remanent::options::{LogOptions, ScrubSchedule, SnapshotSchedule};
 use remanent::device::Device;
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::error::{FileName, Folder};
+use remanent::options::{LogOptions, ScrubSchedule, SnapshotSchedule};
 use remanent::testing::sim_disk::{SimDisk, Tears};
 use remanent::testing::sync::{Instant, Mutex};
 use remanent::{Ack, Lsn, Options, PageId, Place, Store, Value, WriteBatch};

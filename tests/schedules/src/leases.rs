@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use remanent::options::MemoryOptions;
 use remanent::device::host::HostDevice;
+use remanent::options::MemoryOptions;
 use remanent::testing::late_device::LateDevice;
 use remanent::{Ack, Lsn, Place};
 use shuttle::thread;

@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use remanent::options::{Retention, ScrubSchedule};
 use remanent::disk::Disk;
 use remanent::error::{FileName, Folder};
+use remanent::options::{Retention, ScrubSchedule};
 use remanent::snapshot::ScrubReport;
 use remanent::{Ack, Lsn, SnapshotId};
 use remanent_format::image::ImageRef;
@@ -105,7 +105,8 @@ fn scrub_ignores_concurrently_recycled_files() {
     explore(|time| {
         // A scrub takes longer than the time between two, so that one follows the other; and it waits after
         // each frame.
-        let slow = options().scrubs(ScrubSchedule::new().interval(Duration::from_millis(1)).bytes_per_second(1000));
+        let slow =
+            options().scrubs(ScrubSchedule::new().interval(Duration::from_millis(1)).bytes_per_second(1000));
         let ground = Ground::new(time, slow.retention(Retention::new().snapshots_kept(1)), 1);
         // A segment each.
         let write = |count| {

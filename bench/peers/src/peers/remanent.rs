@@ -64,7 +64,11 @@ impl Commit for (Store, Vec<PageId>) {
 /// A store whose pages are in host memory up to `cache` bytes, and on disk below that.
 pub fn open_blocks(directory: &Path, cache: u64, is_lru: bool) -> Result<Box<dyn Blocks>> {
     let tiers = Tiers::new([Place::Host, Place::Disk]);
-    let options = Options::new().device(DeviceChoice::Host).images(ImageOptions::new().compression(Compression::Off)).memory(MemoryOptions::new().budget(Place::Host, cache)).tiers(if is_lru { tiers.lru() } else { tiers });
+    let options = Options::new()
+        .device(DeviceChoice::Host)
+        .images(ImageOptions::new().compression(Compression::Off))
+        .memory(MemoryOptions::new().budget(Place::Host, cache))
+        .tiers(if is_lru { tiers.lru() } else { tiers });
     Ok(Box::new(options.ack(Ack::Applied).open(directory)?))
 }
 
