@@ -20,7 +20,7 @@ use crate::error::{Error, Result, Unavailable};
 ///
 /// The bytes do not change while the lease is held. Batches that change the page still commit, and the first of them
 /// moves the page to other memory, for which the budget must have room. From then on, the lease's address contains an
-/// old version; compare [`Lease::epoch`] with the epoch of [`Store::page`].
+/// old version. To detect this, compare [`Lease::epoch`] with the epoch of [`Store::page`].
 ///
 /// A lease belongs to the value that holds it and not to a thread. Tasks that share a worker thread can lease and
 /// commit independently, and the holder of a lease may itself change the page.

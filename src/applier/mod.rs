@@ -5,7 +5,7 @@
 //! thread as a *turn* between batches.
 //!
 //! If the device did not accept or complete a list, the list is lost, and memory no longer matches the table. The
-//! pages' bytes can only be read from memory, so the store is poisoned: no later list is submitted and no page is read.
+//! pages' bytes can only be read from memory, so the store is poisoned. No later list is submitted and no page is read.
 //! The log still contains every batch.
 
 pub(crate) mod lease;

@@ -52,7 +52,7 @@ struct LoadStates {
     /// The pages in the order of their files, with `None` for a page that was taken.
     waiting: Vec<Option<UnloadedPage>>,
     /// For each index of `waiting`, the next index with a waiting page, or an earlier index from which the search
-    /// continues. The last entry stands for the end of the list.
+    /// continues. The last entry represents the end of the list.
     following: Vec<usize>,
     /// The index at which loading continues, after the pages that were taken last.
     next: usize,

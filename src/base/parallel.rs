@@ -268,7 +268,7 @@ mod tests {
         }
     }
 
-    /// Tests a full and an empty channel: no thread waits for a piece that never comes.
+    /// Tests a full and an empty channel. No thread may wait for a piece that never comes.
     #[test]
     fn panic_in_producer_is_an_error() {
         if threads(2) < 2 {

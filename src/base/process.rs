@@ -1,11 +1,11 @@
 //! Detects the use of a handle in a forked child.
 //!
 //! A forked child inherits a copy of every handle, but none of the threads that serve the handle. The copied state of
-//! the log is immediately out of date: a child that synced its copy of a group overwrote later groups of the parent,
-//! and acknowledged batches were lost. A lock that another thread held at the fork is never released in the child.
-//! Therefore a handle records the process that created it. In any other process, a call returns [`Error::Forked`]
-//! before it writes a byte or takes a lock. A value that the handle owns is dropped only in the process that created it
-//! ([`ForkGuard`]).
+//! the log is immediately out of date. When a child synced its copy of a group, it overwrote later groups of the
+//! parent, and acknowledged batches were lost. A lock that another thread held at the fork is never released in the
+//! child. Therefore a handle records the process that created it. In any other process, a call returns
+//! [`Error::Forked`] before it writes a byte or takes a lock. A value that the handle owns is dropped only in the
+//! process that created it ([`ForkGuard`]).
 //!
 //! A check costs two loads. A system call instead would take a tenth of the time of a small commit.
 

@@ -406,7 +406,7 @@ mod tests {
     }
 
     /// Batches are applied between two groups. After any of them, a replay from the snapshot's beginning produces the
-    /// current state: the snapshot contains the current or an earlier version of each page that existed.
+    /// current state, because the snapshot contains the current or an earlier version of each page that existed.
     #[test]
     fn concurrent_batches_are_distinguished_from_earlier() {
         let kinds = ["all is new", "a few", "half", "no link holds", "carried", "folded"];

@@ -1,12 +1,12 @@
 //! The images that are already on disk, which determine the pages that the next snapshot need not gather.
 //!
-//! The bytes of a page equal those of an image while no batch has changed the page, which its Lsn shows: for a given
-//! page, an Lsn identifies one content. A snapshot therefore gathers the pages whose Lsn differs from that of the known
-//! image, and names the known image for all other pages. An epoch also identifies one content, and a batch that only
-//! moves a page does not change its epoch. For such a page, the snapshot records the new place and names the previous
-//! image. The memory cost is 56 bytes per page.
+//! The bytes of a page equal those of an image until a batch changes the page. The page's Lsn shows such a change,
+//! because for a given page an Lsn identifies one content. A snapshot therefore gathers the pages whose Lsn differs
+//! from that of the known image, and names the known image for all other pages. An epoch also identifies one content,
+//! and a batch that only moves a page does not change its epoch. For such a page, the snapshot records the new place
+//! and names the previous image. The memory cost is 56 bytes per page.
 //!
-//! None of this is on disk: each open rebuilds it from the loaded snapshot and the log after it.
+//! None of this is on disk. Each open rebuilds the known images from the loaded snapshot and the log after it.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -47,8 +47,8 @@ pub(super) fn mapping_refused(path: &Path) -> rustix::io::Result<Option<String>>
 }
 
 /// Returns the reason why a file system must not be written through a shared mapping, according to its magic number.
-/// The criterion is whether a write to a synced page can need new space: on a full disk, such a write kills the process
-/// with SIGBUS.
+/// The criterion is whether a write to a synced page can need new space, because on a full disk such a write kills the
+/// process with SIGBUS.
 fn refusal(
     magic: u64,
     shares_extents: impl FnOnce() -> rustix::io::Result<bool>,

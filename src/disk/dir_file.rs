@@ -119,9 +119,9 @@ impl DiskFile for DirFile {
     /// Writes zeros in pieces whose length suits the window.
     ///
     /// The kernel may keep the bytes of one write in its page cache as a single folio of that length. A folio is
-    /// written back as a whole: with zeros in a mapped log written 256 KiB at a time, syncing 4 KiB of the log wrote
-    /// 256 KiB (Linux 6.18, ext4), and a store into the same folio waited for that write. Therefore zeros in a mapped
-    /// log are written page by page.
+    /// written back as a whole. When zeros in a mapped log were written 256 KiB at a time, syncing 4 KiB of the log
+    /// wrote 256 KiB (Linux 6.18, ext4), and a store into the same folio waited for that write. Therefore zeros in a
+    /// mapped log are written page by page.
     fn write_zeros(&self, offset: u64, end: u64, io: LogIo) -> Result<()> {
         let piece_len = match io {
             LogIo::Mapped => rustix::param::page_size() as u64,

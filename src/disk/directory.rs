@@ -147,7 +147,7 @@ impl Directory<'_> {
     }
 
     /// Returns the sorted names in a folder, or an empty list if the folder does not exist. Bytes that are not UTF-8
-    /// are replaced; the store uses no such names.
+    /// are replaced, because the store uses no such names.
     pub fn list(&self, folder: Folder) -> io::Result<Vec<String>> {
         let folder = match self.open_folder(folder) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),

@@ -9,14 +9,14 @@
 //!
 //! 1. **Rename** a free file to its spare name, and **sync** the folder. If the file were overwritten before that, a
 //!    power cut could restore the old name, and a reader that still uses the old name would find other bytes.
-//! 2. **Check** the spare. The check must follow the rename: a fork links files by name, and can no longer link this
-//!    one.
+//! 2. **Check** the spare. The check must follow the rename, because a fork links files by name, and can no longer link
+//!    this file.
 //! 3. **Rename** the spare to its new name, and **sync** the folder.
 //! 4. **Write** header and chunks, as for a new file. The heads of chunks contain the file's number. If they were
 //!    written before the sync of step 3, a power cut could undo the rename and leave these chunks in the spare. The
 //!    number would be assigned again, and the old chunks would look like new chunks.
 //!
-//! A crash leaves the file under one of its names, without references to it: a manifest refers to the file only after
+//! A crash leaves the file under one of its names, without references to it. A manifest refers to the file only after
 //! header, chunks and name are synced. After a crash in step 4 the file may still have its old header, on which no
 //! image depends.
 
@@ -68,7 +68,7 @@ pub(crate) struct ReusedFile {
 }
 
 impl ImageSpares {
-    /// Lists the spares of earlier runs, without changing them: an open that fails changes nothing.
+    /// Lists the spares of earlier runs, without changing them, because an open that fails must change nothing.
     pub fn open(disk: Arc<dyn Disk>, store: StoreId) -> Result<Self> {
         let mut files = Vec::new();
         for name in disk.list(Folder::Pages)? {
@@ -200,7 +200,7 @@ impl ImageSpares {
     }
 
     /// Removes all spares to free their space, and returns whether there were any. The removals are not durable
-    /// immediately: after a crash, spares may reappear, which costs only their space.
+    /// immediately. After a crash, spares may reappear, which costs only their space.
     pub fn release(&self) -> Result<bool> {
         let mut files = self.files.lock();
         let had_any = !files.is_empty();

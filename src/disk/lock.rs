@@ -114,8 +114,8 @@ fn id(directory: Directory<'_>) -> io::Result<DirectoryId> {
     directory.status(Folder::Root).map(|root| (root.st_dev, root.st_ino))
 }
 
-/// Returns whether any process holds the lock of the store directory. The registry is checked first: in the process
-/// that holds the lock, closing a descriptor of `LOCK` would release the process's lock.
+/// Returns whether any process holds the lock of the store directory. The registry is checked first, because in the
+/// process that holds the lock, closing a descriptor of `LOCK` would release the process's lock.
 pub(super) fn is_locked(directory: Directory<'_>) -> Result<bool> {
     let failed = |action| move |source| Error::io(action, FileName::Lock, None, source);
     let id = match id(directory) {
@@ -138,8 +138,8 @@ pub(super) fn is_locked(directory: Directory<'_>) -> Result<bool> {
 
 /// The writer lock, consisting of all three locks. The fields drop in order. The file is closed while the registry
 /// still contains the directory, because this close must not release the lock of a thread that locks the directory
-/// next. A forked child closes nothing: it may have locked the same file itself after its parent's death, and would
-/// release that lock.
+/// next. A forked child closes nothing, because it may have locked the same file itself after its parent's death, and
+/// would release that lock.
 struct DirLock {
     file: Arc<ClosedOnFork>,
     /// The directory in which the writer's names are resolved while the lock is held. Its claim also owns the lock

@@ -27,7 +27,7 @@ use crate::error::{Error, IoAction, Result};
 ///
 /// The mapping is accessed only through a raw pointer. No Rust reference to its bytes ever exists, so a store cannot
 /// invalidate one. Only `put` stores bytes, and the mutex allows one put at a time. `sync` is a system call that reads
-/// no byte of the mapping in this process: the kernel writes the dirty pages in their current state. A page may thus
+/// no byte of the mapping in this process. The kernel writes the dirty pages in their current state. A page may thus
 /// reach the medium while a put is copying into it, half old and half new. The log's checksums detect such a torn group
 /// (I3). No caller treats bytes as durable before the end of a sync that began after their put returned.
 ///
@@ -123,7 +123,8 @@ impl PartWindow {
 
 impl Window for PartWindow {
     /// Stores bytes, after populating their memory. One call populates all pages, and a failing page fault is an error
-    /// here instead of SIGBUS in the store: a file system may not provide space that it has allocated.
+    /// here instead of SIGBUS in the store. Such a fault is possible, because a file system may not provide space that
+    /// it has allocated.
     fn put(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         let (start, len) = self.0.range(offset, bytes.len() as u64);
         match self.0.map.advise_range(Advice::PopulateWrite, start, len) {
@@ -142,7 +143,7 @@ impl Window for PartWindow {
 }
 
 /// The memory of a whole file in an in-memory file system, through a shared mapping. The mapping is excluded from
-/// forked children: otherwise the next store to a pinned page would copy the page for one of the two processes.
+/// forked children. Otherwise the next store to a pinned page would copy the page for one of the two processes.
 pub(super) struct MappedFile {
     map: ForkGuard<MmapRaw>,
 }

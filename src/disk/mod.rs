@@ -298,14 +298,14 @@ pub trait DiskFile: Send + Sync {
     fn reserve(&self, offset: u64, end: u64) -> Result<bool>;
 
     /// Writes whole blocks past the system's cache, from memory that is aligned to blocks. The blocks are durable after
-    /// a sync. Fails if the file system does not support such writes; see [`Disk::refuses_images`].
+    /// a sync. Fails if the file system does not support such writes, which [`Disk::refuses_images`] determines.
     ///
     /// # Errors
     /// I/O errors.
     fn write_direct(&self, offset: u64, blocks: &[u8]) -> Result<()>;
 
-    /// Truncates the file to `len` bytes, or extends it with a hole. The file must not be mapped: a store past its end
-    /// would kill the process.
+    /// Truncates the file to `len` bytes, or extends it with a hole. The file must not be mapped, because a store past
+    /// its end would kill the process.
     ///
     /// # Errors
     /// I/O errors.
@@ -351,8 +351,8 @@ pub trait DiskFile: Send + Sync {
 }
 
 /// The memory of a whole file, to which a device can copy. Its bytes are those of the file. The owner of this value is
-/// the only writer through it. During its lifetime, the file must be neither truncated nor punched: bytes that a device
-/// writes to a removed page are lost without an error.
+/// the only writer through it. During its lifetime, the file must be neither truncated nor punched, because bytes that
+/// a device writes to a removed page are lost without an error.
 pub trait FileMemory: Any + Send + Sync {
     /// Returns the page-aligned address of the first byte.
     fn address(&self) -> u64;
@@ -443,7 +443,7 @@ pub trait Watch: Send {
     fn wait(&mut self, timeout: Duration) -> bool;
 }
 
-/// A watch without notifications: each wait takes its full time.
+/// A watch without notifications, in which each wait takes its full time.
 struct SleepOnlyWatch;
 
 impl Watch for SleepOnlyWatch {

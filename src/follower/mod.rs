@@ -6,7 +6,7 @@
 //! 1. A returned batch is verified: its frame by its checksums, its position and the chain hash of the previous frame
 //!    (I3). A file that was recycled during the read fails these checks.
 //! 2. An incomplete frame is treated as not yet written. The frame counts as damaged only if the check of the log's end
-//!    (I4) finds the same frame damaged twice, without a rename in between: data that the first check considered
+//!    (I4) finds the same frame damaged twice, without a rename in between. Data that the first check considered
 //!    durable was written before the second check began.
 //! 3. A missing batch was overtaken if a snapshot states that the batch is no longer needed. The opening of the next
 //!    incarnation states which batches of the previous incarnation were lost in a crash. A follower that had read such
@@ -396,8 +396,8 @@ impl Follower {
 
     /// Checks whether the next frame must exist but is missing (I4). The log is read twice, because the first read may
     /// have seen the successors of a frame before the frame itself. The check is repeated if names have changed in the
-    /// meantime: for a while after an open, a writer repeatedly creates, replaces and recycles segments by renaming
-    /// them.
+    /// meantime, because for a while after an open, a writer repeatedly creates, replaces and recycles segments by
+    /// renaming them.
     fn judge(&mut self) -> Result<()> {
         for _ in 0..JUDGEMENTS {
             let names = self.disk.list(Folder::Log)?;

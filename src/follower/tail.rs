@@ -1,5 +1,5 @@
-//! Takes the next frame, if it is complete: one step along the log, by the rules of the walk (I3), while a writer
-//! appends. An incomplete frame is treated as not yet written, and never reported as damage by this module.
+//! Takes the next frame if it is complete, by the rules of the walk (I3), while a writer may be appending. An
+//! incomplete frame is treated as not yet written, and never reported as damage by this module.
 
 use std::sync::Arc;
 

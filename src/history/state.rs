@@ -92,7 +92,7 @@ struct NotFound {
     error: Error,
     /// The last batch up to which the log could be followed.
     reached: Lsn,
-    /// Whether a snapshot, or the log after it, was just being removed.
+    /// Whether a writer was removing a snapshot, or the log after it, during the search.
     is_being_removed: bool,
 }
 
@@ -319,9 +319,10 @@ impl PastState {
         Ok((!had_files || past.has_files()?).then_some(past))
     }
 
-    /// Returns whether all images from which the pages are composed exist. Images can be missing for three reasons:
-    /// they were lost; the snapshot's link is kept only for later snapshots, in which case an older snapshot and the
-    /// log after it provide the state; or the writer removed them before the snapshot was held.
+    /// Returns whether all images from which the pages are composed exist. Images can be missing for three reasons.
+    /// They may have been lost, or the writer may have removed them before the snapshot was held. In the third case,
+    /// the snapshot's link is kept only for later snapshots, and an older snapshot and the log after it provide the
+    /// state.
     fn has_images(&self) -> Result<bool> {
         let present: BTreeSet<String> = self.disk.list(Folder::Pages)?.into_iter().collect();
         let images = self.resolved.bases.iter().filter_map(|(_, base)| base.image);

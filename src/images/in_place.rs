@@ -71,8 +71,9 @@ impl ImageWriter {
         self.growing.write_at(at, bytes).map_err(|error| no_space(self.number, end, error))
     }
 
-    /// Verifies a chunk whose images a device copied: the host reads its head back, and the device its images (I7). If
-    /// the sums differ, the device computes them once more, because a transient bit flip must not stop a store.
+    /// Verifies a chunk whose images a device copied. The host reads the chunk's head back, and the device reads its
+    /// images back (I7). If the sums differ, the device computes them once more, because a transient bit flip must not
+    /// stop a store.
     pub(super) fn verify_in_place(&self, chunk: &Chunk, from: Place) -> Result<()> {
         let len = Chunk::head_len(chunk.images.len() as u64);
         let no_memory = || Error::OutOfMemory { place: Place::Host, len };

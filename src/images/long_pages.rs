@@ -28,7 +28,7 @@ pub(crate) type Sink<'s> = &'s mut dyn FnMut(&[u8], u32) -> Result<()>;
 /// Whether a source may be asked again for the same bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ReadPass {
-    /// The bytes may be requested again: they are a sample, or belong to a page that is stored uncompressed if
+    /// The bytes may be requested again, because they are a sample, or belong to a page that is stored uncompressed if
     /// compression does not save enough.
     First,
     /// Neither these bytes nor any before them will be requested again.

@@ -431,7 +431,8 @@ pub(crate) fn resize(bytes: &mut Vec<u8>, len: u64) -> Result<()> {
     Ok(())
 }
 
-/// Converts a lack of space to an error that leaves the store unchanged: no record names images that are being written.
+/// Converts a lack of space to an error that leaves the store unchanged, because no record names images that are being
+/// written.
 fn no_space(number: u64, needed: u64, error: Error) -> Error {
     if error.is_no_space() { Error::disk_full(FileName::Pages(number), needed) } else { error }
 }

@@ -5,7 +5,7 @@
 //! own memory, so a batch of a direct log is `Logged` only once its group is synced.
 //!
 //! The frames of one group are contiguous. A sync closes the group, and the next frame starts on a new 4096-byte
-//! boundary, so that no synced byte is written again (I5): a power cut during such a write could destroy bytes that
+//! boundary, so that no synced byte is written again (I5). A power cut during such a write could destroy bytes that
 //! were already durable.
 //!
 //! A device or a snapshot may poison the store while the log is sound. The store then accepts no more batches, but all
@@ -58,9 +58,10 @@ pub(crate) struct Log {
     pub(super) progress: Condvar,
     /// The tasks that wait for batches to become durable.
     pub(super) wakers: Wakers,
-    /// Notify committers that their batches are durable. The two alternate: one serves the committers of the current
-    /// sync, the other those of the next sync. A committer of the next sync is woken before all others, because it
-    /// begins that sync. When it was woken last, each of 8 threads waited half a sync longer.
+    /// Notify committers that their batches are durable. One condition variable serves the committers of the current
+    /// sync, and the other serves those of the next sync. The two alternate. A committer of the next sync is woken
+    /// before all others, because it begins that sync. When it was woken last, each of 8 threads waited half a sync
+    /// longer.
     pub(super) synced: [Condvar; 2],
     /// Notifies the maker that a segment or a spare must be created.
     pub(super) room: Condvar,
@@ -263,7 +264,8 @@ impl Log {
     }
 
     /// Creates segments until two are ready, the first of which is long enough for a frame with this payload. If a
-    /// created segment already contains the payload, returns its number; the frame must become that segment's first.
+    /// created segment already contains the payload, returns its number. The frame must then become the first frame of
+    /// that segment.
     pub(super) fn grow(&self, payload: &[u8], purpose: SpacePurpose) -> Result<Option<u64>> {
         let _one_maker = self.growth.lock();
         loop {
@@ -314,8 +316,8 @@ impl Log {
     }
 
     /// Fails the log because a segment could not be created, unless the error is transient. A full disk and a shortage
-    /// are transient: the new file has no name yet, or is empty and will be created again. After any other error the
-    /// state of the folder is unknown.
+    /// are transient, because the new file has no name yet, or is empty and will be created again. After any other
+    /// error the state of the folder is unknown.
     fn unless_passing(&self, error: Error) -> Error {
         if error.is_passing() { error } else { self.fail(error) }
     }

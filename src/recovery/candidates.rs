@@ -32,7 +32,7 @@ pub(super) struct BestCandidate<'s, 'a> {
 }
 
 /// The damaged images that prevented the open from starting at a snapshot. An older snapshot that names such an image
-/// is skipped immediately: no batch in between can have given the page another image, or the newer snapshot would not
+/// is skipped immediately. No batch in between can have given the page another image, or the newer snapshot would not
 /// name the damaged image. Otherwise each snapshot that shares a damaged image would be loaded.
 #[derive(Default)]
 struct BlockingImages(Vec<(ImageRef, Damage)>);
@@ -132,7 +132,7 @@ impl Recovery<'_> {
         Ok(following.finish(stopped.end, stopped.point)?)
     }
 
-    /// Returns a reader of the log's frames from `source`. The reader includes the durable mark of the manifests: a log
+    /// Returns a reader of the log's frames from `source`. The reader includes the durable mark of the manifests. A log
     /// that ends below that mark is not torn but has lost durable batches (I4).
     pub(super) fn frames<'s>(&'s self, source: &'s DiskSource, survey: &'s Survey) -> Frames<'s> {
         let window_len = self.options.log.replay_window_len;

@@ -48,8 +48,8 @@ pub(super) struct CatalogDraft<'s> {
     known: KnownImages,
     /// The image files that batches may name, each with the newest such batch.
     for_batches: BTreeMap<u64, Lsn>,
-    /// The lowest number above those of all image files and tables. A number is never assigned twice: a removed frame
-    /// may name a file, and must not find the images of another file under that name.
+    /// The lowest number above those of all image files and tables. A number is never assigned twice, because a removed
+    /// frame may name a file, and must not find the images of another file under that name.
     next_file: u64,
     /// The lowest `redo` at which replay may start. With `None`, replay may also start at the beginning of the log.
     floor: Option<Lsn>,

@@ -33,7 +33,7 @@ use crate::options::Create;
 /// and without this claim they would look like a store that lost its STORE.
 pub(crate) const CLAIM: FileName = FileName::Temporary(Folder::Root, 0);
 
-/// Returns an error for a directory that is not a store and must not become one. Changes nothing: this check precedes
+/// Returns an error for a directory that is not a store and must not become one. Changes nothing. This check precedes
 /// locking, because a lock file in a foreign directory would already be a change.
 pub(crate) fn check_directory(disk: &dyn Disk, create: Create) -> Result<()> {
     let names = disk.list(Folder::Root)?;

@@ -31,8 +31,8 @@ pub(super) enum ResizedPage {
 /// The pages whose bases are newer than the start of the replay. Every replayed batch applies to all other pages.
 ///
 /// A snapshot is gathered while batches continue, so its image of a page may contain batches after `redo`. Usually,
-/// applying them again gives the same bytes, because the log contains after-images (I2). However, a batch that precedes
-/// a resize may write past the end of the page in the image.
+/// applying these batches again produces the same bytes, because the log contains after-images (I2). However, a batch
+/// that precedes a resize may write past the end of the page in the image.
 #[derive(Default)]
 pub(super) struct NewerBases {
     /// The newest batch that the base of each such page contains.

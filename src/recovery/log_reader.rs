@@ -42,7 +42,7 @@ const WINDOWS_READY_MAX: usize = 1;
 /// The maximum number of threads that read and checksum windows.
 const THREADS_MAX: usize = 16;
 /// The minimum number of threads that benefit from windows. Two threads are kept busy by reading one run and using
-/// another: on two busy cores, windows took 1.2 times the CPU time without a gain.
+/// another. On two busy cores, windows took 1.2 times the CPU time without a gain.
 const THREADS_MIN: usize = 4;
 /// The number of bytes of a window per thread. Each step of a window ends when the last thread has completed its part,
 /// so a window must not be short. Several windows should fit in the last-level cache.

@@ -5,7 +5,7 @@
 //! loaded. A page demoted to disk stays in its image. The new incarnation logs the moves as its first batch, before the
 //! store can be used.
 //!
-//! A crash before that batch loses nothing: the next open finds the pages in their old places, and decides again.
+//! A crash before that batch loses nothing. The next open finds the pages in their old places, and decides again.
 
 use std::collections::BTreeMap;
 

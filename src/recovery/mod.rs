@@ -451,8 +451,8 @@ impl Recovery<'_> {
 /// Returns the end of the log without its newest incarnation, which is where that incarnation began. Returns `None` if
 /// the incarnation must be kept.
 ///
-/// Without this, a store that is opened repeatedly without commits would fill its disk: each open uses a segment, and
-/// only a snapshot after further commits would free the segment.
+/// Without this, a store that is opened repeatedly without commits would fill its disk, because each open uses a
+/// segment, and only a snapshot after further commits would free the segment.
 ///
 /// The incarnation may be omitted only if no data relies on it. The incarnation must have accepted no batch, not even
 /// as a copy, so that it ends where it began. No manifest's `redo` may be in it, because a replay begins there. All

@@ -230,8 +230,8 @@ mod tests {
         memory.into_items().for_each(|(_, memory)| arena.discard(memory).unwrap());
     }
 
-    /// The parts must cover all pages exactly once: a page in no part would never be loaded, and a page in two would be
-    /// loaded twice.
+    /// The parts must cover all pages exactly once. A page in no part would never be loaded, and a page in two parts
+    /// would be loaded twice.
     #[test]
     fn parts_cover_all_pages_once() {
         // There are two pages per row.

@@ -31,7 +31,7 @@ pub(super) struct SourceSorter<'a> {
     pub snapshot: Option<&'a Manifest>,
     /// Whether a frame records that snapshot as verified (I7).
     pub is_verified: bool,
-    /// Whether pages that are not needed now may stay unloaded.
+    /// Whether pages may stay unloaded until they are needed.
     pub may_be_unloaded: bool,
     /// The batch after which replay begins.
     pub from: Lsn,
@@ -59,7 +59,7 @@ pub(super) struct ImageGroup {
     /// Images that were verified past the cache together with their snapshot.
     pub proven: Vec<Vec<ImageRequest>>,
     pub unproven: Vec<Vec<ImageRequest>>,
-    /// Images that are not loaded now.
+    /// Images that are not loaded during the open.
     pub unloaded: Vec<(PageId, ImageRef)>,
 }
 

@@ -16,7 +16,7 @@
 //! 7. **Recycle** the files that neither a kept snapshot nor the log after the oldest kept snapshot needs (I8). The
 //!    next snapshot writes over the image files freed here (I13).
 //!
-//! An exact snapshot ends where it begins: a page that a batch is about to change is kept aside until it is gathered
+//! An exact snapshot ends where it begins. A page that a batch is about to change is kept aside until it is gathered
 //! (`applier/exact_cut.rs`). Phase 1 is then a single turn that includes phase 3.
 //!
 //! A crash in phases 1 to 4 leaves image files that no manifest names. A crash in phases 5 to 7 leaves a snapshot that
@@ -253,8 +253,8 @@ impl Snapshots {
 
     /// Runs phases 1 to 5: writes a snapshot and publishes it.
     ///
-    /// a. **Prove** the images that batches wrote in advance: the manifest will name them, so they are read back first
-    /// (I7).
+    /// a. **Prove** the images that batches wrote in advance. The manifest will name these images, so they are read
+    /// back first (I7).
     ///
     /// b. **Begin** (phase 1). `redo` is known only now, and with it the files that may belong to later batches. A
     /// batch that takes a file number after this point is above `redo`.
@@ -266,13 +266,14 @@ impl Snapshots {
     /// and to keep pages aside for a snapshot that is never finished.
     ///
     /// e. **Publish** (phases 4 and 5), once all named snapshots are recorded. The manifest number counts as used
-    /// before the attempt: after a failure the file may exist on disk, and a file name is never used for two contents.
+    /// before the attempt, because after a failure the file may exist on disk, and a file name is never used for two
+    /// contents.
     ///
     /// f. **Keep** the snapshot: from here on it counts for retention and waits to be verified (phase 6).
     ///
     /// Sets `is_unreadable` if the snapshot fails because a page cannot be read from its image. Such a failure affects
-    /// the page alone: no record names the files written so far, and the log is intact. A snapshot can be taken again
-    /// once the page is overwritten or deleted.
+    /// the page alone, because no record names the files written so far, and the log is intact. A snapshot can be taken
+    /// again once the page is overwritten or deleted.
     fn write(
         &self,
         catalog: &mut Catalog,

@@ -38,7 +38,7 @@ pub struct SnapshotStats {
     pub bytes_total: u64,
     /// The number of image files since the open that reused spare files.
     pub files_reused: u64,
-    /// The number of page bytes since the open that the device copied directly to the memory of image files; see
+    /// The number of page bytes since the open that the device copied directly to the memory of image files, with
     /// [`ImageIo::Mapped`](crate::options::ImageIo::Mapped).
     pub bytes_in_place: u64,
     /// The number of snapshots taken since the open.

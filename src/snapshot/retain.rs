@@ -91,8 +91,8 @@ impl Snapshots {
         self.record(catalog, catalog.floor, |_| true)
     }
 
-    /// Runs phase 7, including the record of phase 6. While any page is unloaded, writes only the record: if an image
-    /// is damaged, an older snapshot and more log can replace it.
+    /// Runs phase 7, including the record of phase 6. While any page is unloaded, writes only the record, because an
+    /// older snapshot and more log can replace a damaged image.
     pub fn retain(&self, catalog: &mut Catalog) -> Result<()> {
         if self.engine.applier.unloaded().is_any() {
             self.record(catalog, catalog.floor, |_| true)?;
@@ -241,7 +241,8 @@ impl Snapshots {
         assert!(starts.all(|kept| *newest < kept.redo.segment));
     }
 
-    /// Removes a folder's files and syncs the folder: the next step must not reach the disk before these removals.
+    /// Removes a folder's files and syncs the folder, because the next step must not reach the disk before these
+    /// removals.
     fn remove_all(&self, folder: Folder, pruned: &PruneReport) -> Result<()> {
         let files = || pruned.files.iter().map(|(file, _)| *file).filter(|file| file.folder() == folder);
         files().try_for_each(|file| self.engine.disk.remove(file))?;
@@ -265,7 +266,7 @@ impl RetentionContext<'_> {
         Ok(pruned)
     }
 
-    /// Determines what is kept and what is removed. `is_free` returns whether no reader holds a snapshot; number 0
+    /// Determines what is kept and what is removed. `is_free` returns whether no reader holds a snapshot. Number 0
     /// represents the beginning of the log.
     fn plan(
         &self,

@@ -73,7 +73,7 @@ impl WrittenSnapshot {
 struct VerifyQueue {
     /// The snapshots that wait to be read back, in order of publication.
     written: VecDeque<WrittenSnapshot>,
-    /// Whether a thread will check the queue again before it ends. The flag has the same lock as the queue: otherwise a
+    /// Whether a thread will check the queue again before it ends. The flag has the same lock as the queue. Otherwise a
     /// snapshot pushed while the thread ends would wait for the next thread.
     is_attended: bool,
     /// Whether retention must still run for a published snapshot.

@@ -58,8 +58,8 @@ impl Store {
     /// Returns the page and the batch's position in the log.
     ///
     /// An existing page keeps its place and metadata. The change is one batch, and the call waits for the
-    /// acknowledgement set by [`Options::ack`]. Other threads may put, resize or delete the same key concurrently:
-    /// their batches take effect entirely before or after this batch.
+    /// acknowledgement set by [`Options::ack`]. Other threads may put, resize or delete the same key concurrently.
+    /// Their batches take effect entirely before or after this batch.
     ///
     /// ```
     /// use remanent::{Key, Place, Store};
@@ -150,13 +150,12 @@ impl Store {
 
     /// Moves `pages` to `place` and waits for the acknowledgement set by [`Options::ack`].
     ///
-    /// Pages already at `place` are unchanged; if all of them are, nothing is logged. The others move in one
-    /// batch, as with [`WriteBatch::move_to`]. More than 4,096 pages or 256 MiB move in several batches,
-    /// provided that `place` has room for all of them. With [`Tiers`], other pages are evicted from `place`
-    /// first if it lacks room.
+    /// Pages already at `place` are unchanged. If all pages are at `place`, nothing is logged. The others move in one
+    /// batch, as with [`WriteBatch::move_to`]. More than 4,096 pages or 256 MiB move in several batches, provided that
+    /// `place` has room for all of them. With [`Tiers`], other pages are evicted from `place` first if it lacks room.
     ///
-    /// Returns the position of the last batch in the log, or `None` if nothing was logged. Concurrent batches
-    /// may move the pages elsewhere afterwards.
+    /// Returns the position of the last batch in the log, or `None` if nothing was logged. Concurrent batches may move
+    /// the pages elsewhere afterwards.
     ///
     /// ```
     /// use remanent::{Place, Store};

@@ -23,7 +23,7 @@ impl Store {
     /// Fills `out` with the page's bytes starting at `offset`, and returns the newest batch that the bytes reflect.
     ///
     /// The returned batch is at least as new as every batch that any call had acknowledged as logged before this call
-    /// began; see [`Store::page`].
+    /// began, like for [`Store::page`].
     ///
     /// The calling thread reads pages in host memory, and waits only for batches of this page that are logged but not
     /// yet applied. Pinned pages in a store with a single GPU are read in the same way, unless the GPU is writing to
@@ -45,8 +45,7 @@ impl Store {
     /// Reads from the page with key `key` like [`Store::read`], and returns the page's information that belongs to the
     /// bytes.
     ///
-    /// Key and bytes belong to the same state: no concurrent delete or reuse of the key can come between the lookup and
-    /// the read.
+    /// Key and bytes belong to the same state, even if the key is deleted or reused concurrently.
     ///
     /// ```
     /// use remanent::{Key, Place, Store};

@@ -20,8 +20,8 @@ impl Store {
     /// Takes a snapshot while commits continue, verifies the snapshot, and removes data that retention no longer keeps.
     ///
     /// The snapshot writes the pages that changed since the previous snapshot, and shares the images of all other pages
-    /// with that snapshot. Snapshots run one at a time: a second caller waits. If a rate-limited background snapshot is
-    /// in progress, it first completes at full speed.
+    /// with that snapshot. Snapshots run one at a time, and a second caller waits. If a rate-limited background
+    /// snapshot is in progress, it first completes at full speed.
     ///
     /// If less than half of an image file is still in use, the snapshot also rewrites the file's remaining images, so
     /// that the file can be removed. The snapshot rewrites at most as many bytes as the changed pages have, or 4 MiB if

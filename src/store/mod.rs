@@ -11,7 +11,7 @@
 //! | `bytes` | reads the bytes of one page |
 //! | `read_many` | reads many ranges in one call |
 //! | `device_reads` | reads into device memory |
-//! | `read_pages` | the trait for everything that pages can be read from |
+//! | `read_pages` | the trait of all types from which pages can be read |
 //! | `compare` | compares two pages |
 //! | `changes` | reports the changes of each batch |
 //! | `view` | looks up and reads pages in their state after one batch |

@@ -200,7 +200,7 @@ impl Store {
     }
 
     /// Returns an iterator over all pages, in the order of their ids, in their state after the newest logged batch.
-    /// Pages are looked up as the iterator advances; concurrent batches do not affect the result.
+    /// Pages are looked up as the iterator advances. Concurrent batches do not affect the result.
     ///
     /// ```
     /// use remanent::{Place, Store};

@@ -15,7 +15,7 @@ impl Store {
     ///
     /// A scrub reads STORE, the kept snapshots with their images, and the log from the oldest kept snapshot to the last
     /// durable batch. If a snapshot or the log is damaged, the scrub takes a new snapshot that needs none of the
-    /// damaged data. Commits continue. Scrubs run one at a time: a second caller waits. If a background scrub is in
+    /// damaged data. Commits continue. Scrubs run one at a time, and a second caller waits. If a background scrub is in
     /// progress, it completes at full speed. [`Options::scrubs`] schedules background scrubs.
     ///
     /// Memory no longer contains the earlier state of a damaged snapshot, so that snapshot remains damaged. Retention

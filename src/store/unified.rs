@@ -1,4 +1,4 @@
-//! Hints for pages in unified memory. Hints affect only the device: they are not logged, and a crash discards them.
+//! Hints for pages in unified memory. Hints affect only the device. They are not logged, and a crash discards them.
 
 use remanent_format::{PageId, Place};
 
@@ -21,9 +21,9 @@ impl Store {
     /// no epoch, and are not logged, so a newly opened store has no hints.
     ///
     /// A hint covers the page's memory in whole system pages of 4 or 64 KiB, so other short pages in the same system
-    /// page are affected too. A hint ends when the page gets other memory: when the page is moved, resized, or changed
-    /// while it is leased. [`move_to`](crate::WriteBatch::move_to) moves a page into or out of unified memory, without
-    /// its hints.
+    /// page are affected too. A hint ends when the page gets other memory, which happens when the page is moved,
+    /// resized, or changed while it is leased. [`move_to`](crate::WriteBatch::move_to) moves a page into or out of
+    /// unified memory, without its hints.
     ///
     /// ```
     /// use remanent::device::{UnifiedHint, UnifiedSide};

@@ -29,7 +29,7 @@ use crate::write::commit::Committer;
 /// The maximum number of bytes and pages that one batch evicts. A longer page is evicted alone.
 const BATCH_BYTES: u64 = 32 << 20;
 const BATCH_PAGES: usize = 4096;
-/// The number of consecutive batches without an evicted page after which the thread gives up on a place.
+/// The number of consecutive batches without an evicted page after which the thread stops evicting from a place.
 const FUTILE_BATCHES_MAX: usize = 3;
 /// The number of unprocessed changes at which the thread is woken.
 const UNPROCESSED_MIN: usize = 64 << 10;

@@ -6,7 +6,7 @@
 //! wait for that thread (`mover`). Requested pages are promoted by the caller's own thread, or in advance by a
 //! background thread (`prefetch`), early enough for the time that they take to arrive (`read_ahead`).
 //!
-//! Eviction policies are notified of all changes and most reads (`residents`). None of this is on disk: an open starts
+//! Eviction policies are notified of all changes and most reads (`residents`). None of this is on disk. An open starts
 //! with the pages ordered by their last change.
 
 mod keeper;

@@ -39,7 +39,7 @@ pub(crate) struct PageMover {
 pub(crate) enum Hits {
     /// The page is reported as used.
     Uses,
-    /// The page is not reported: the same caller has just moved it there.
+    /// The page is not reported, because the same caller has just moved it there.
     Arrivals,
 }
 
@@ -59,7 +59,7 @@ impl PageMover {
     }
 
     /// Returns the keeper if a call failed for lack of room that evictions could free. The caller must then try again
-    /// while no other call moves pages: pages in use by other calls cannot be evicted, so concurrent calls may make
+    /// while no other call moves pages. Pages in use by other calls cannot be evicted, so concurrent calls may make
     /// each other fail although each of them alone has room.
     fn waits_for_others<T>(&self, tried: &Result<T>) -> Option<&TierKeeper> {
         let Err(Error::OverBudget { place, requested, .. }) = tried else { return None };

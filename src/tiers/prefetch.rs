@@ -82,8 +82,8 @@ impl Prefetch {
         Ok(())
     }
 
-    /// Returns the times at which the first page began to move and at which all pages had arrived, as far as that has
-    /// happened. Returns `None` if the prefetch failed.
+    /// Returns the time at which the first page began to move, and the time at which all pages had arrived, if they
+    /// have. Returns `None` if no page has begun to move, or if the prefetch failed.
     pub(super) fn moving_since(&self) -> Result<Option<(Instant, Option<Instant>)>> {
         let state = self.job.check()?.state.lock();
         let has_failed = matches!(state.outcome, Some(Err(_)));

@@ -28,10 +28,10 @@
 //! 5. A writer suspended halfway blocks no reader, because the other state is the newest installed one.
 //!
 //! One writer at a time, the holder of the submission lock, installs and unlinks versions. The bytes of pages are
-//! stored elsewhere: the applier publishes the memory of a page ([`Versions::moved`]), and after reading the bytes, a
+//! stored elsewhere. The applier publishes the memory of a page ([`Versions::moved`]), and after reading the bytes, a
 //! reader checks whether the page still has the requested version.
 //!
-//! None of this is on disk, so a crash loses nothing: an open creates the versions again.
+//! None of this is on disk, so a crash loses nothing. An open creates the versions again.
 
 mod chain;
 mod directory;

@@ -1,8 +1,8 @@
 //! Records the uses of pages for eviction policies: the current place of each page, and reads of pages.
 //!
 //! The writer of versions records all changes of pages, in batch order. Any thread records reads. Some reads are not
-//! recorded, because another thread is recording a read at the same time, or because too many are unprocessed: a hint
-//! must not delay a read.
+//! recorded, because another thread is recording a read at the same time, or because too many are unprocessed. A record
+//! is only a hint, and must not delay a read.
 
 use std::collections::VecDeque;
 

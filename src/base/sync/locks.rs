@@ -72,8 +72,8 @@ impl<T> DerefMut for MutexGuard<'_, T> {
 
 const HELD: &str = "a guard holds its lock except during a wait";
 
-/// A reader-writer lock. A thread that holds read access must not request it again: if a writer waits in between, the
-/// thread deadlocks.
+/// A reader-writer lock. A thread that holds read access must not request it again, because the thread deadlocks if a
+/// writer waits in between.
 #[derive(Debug, Default)]
 pub struct RwLock<T>(system::RwLock<T>);
 

@@ -65,7 +65,7 @@ impl GrowingFile {
     }
 
     /// Starts overwriting a file whose memory a device copies to. Writes through this value fill the bytes in between.
-    /// The file keeps its length: bytes after its last chunk have no meaning (SPEC).
+    /// The file keeps its length, because bytes after its last chunk have no meaning (SPEC).
     pub fn in_place(file: Arc<dyn DiskFile>) -> Self {
         Self { file, way: WriteWay::InPlace, is_finished: AtomicBool::new(false) }
     }
@@ -128,7 +128,7 @@ struct Space {
 
 #[derive(Clone, Copy)]
 struct MadeSpace {
-    /// The end of the allocated space: every byte below this offset is allocated.
+    /// The end of the allocated space. Every byte below this offset is allocated.
     end: u64,
     /// Whether the file system can allocate space without writing. True until an attempt shows otherwise.
     is_possible: bool,

@@ -4,7 +4,7 @@
 //! belongs to a snapshot or was written in advance of a batch. Later writes are kept in host memory, block by block,
 //! until a snapshot writes a new image.
 //!
-//! None of this state is on disk, so a crash loses nothing: an open finds the image through the newest snapshot and the
+//! None of this state is on disk, so a crash loses nothing. An open finds the image through the newest snapshot and the
 //! log, and replays the log over the image.
 //!
 //! If little of a page changed, its new image may be an overlay over an older image (`overlay.rs`).

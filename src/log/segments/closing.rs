@@ -111,7 +111,7 @@ impl SegmentPool {
         spares + empty + (end.len - end.needed.end) + (end.needed.start - SEGMENT_HEADER_BLOCK)
     }
 
-    /// Cuts the shortest spares and removes the others. The changes are not synced: after a power cut, a spare may have
+    /// Cuts the shortest spares and removes the others. The changes are not synced. After a power cut, a spare may have
     /// its old length or name again, which costs only its space.
     fn shrink_spares(&self) -> Result<()> {
         let mut spares = self.spares.lock();
@@ -174,7 +174,7 @@ impl SegmentPool {
         self.replace(number)
     }
 
-    /// Renames the synced temporary file of a segment to the segment's name. The folder is not synced: after a power
+    /// Renames the synced temporary file of a segment to the segment's name. The folder is not synced. After a power
     /// cut the longer file may have the name again, which costs only its space.
     fn replace(&self, number: u64) -> Result<()> {
         let temporary = FileName::Temporary(Folder::Log, number);

@@ -23,7 +23,7 @@ pub(crate) struct SegmentFile {
 }
 
 impl SegmentFile {
-    /// Opens a segment's window. This call must precede the rename to the segment's name: if the window were refused
+    /// Opens a segment's window. This call must precede the rename to the segment's name. If the window were refused
     /// after the rename, the log would continue with the replaced segment, and its frames would be in a file without a
     /// name.
     pub(super) fn new(number: u64, len: u64, file: Arc<dyn DiskFile>, io: LogIo) -> Result<Self> {

@@ -85,9 +85,10 @@ pub(crate) struct SegmentPool {
 }
 
 impl SegmentPool {
-    /// Creates a pool with the spares of earlier runs. Spares that cannot be used are removed: spares longer than the
-    /// current maximum of segments; spares that were copied with holes, because a hole in a mapped file turns a full
-    /// disk into SIGBUS; and spares with a second name, because a hard-linked copy of the directory reads them.
+    /// Creates a pool with the spares of earlier runs. Three kinds of spares are removed, because they cannot be used.
+    /// Spares may be longer than the current maximum of segments. Spares may have been copied with holes, and on a full
+    /// disk a store into a hole of a mapped file raises SIGBUS. Spares may have a second name, through which a
+    /// hard-linked copy of the directory reads them.
     pub fn new(
         disk: Arc<dyn Disk>,
         store: StoreId,
@@ -126,7 +127,7 @@ impl SegmentPool {
         Ok(Self { disk, store, rules, io, spares: Mutex::new(spares), count, image_spares })
     }
 
-    /// Returns the free space as reported by the system. The value is only a hint: another process may take the space
+    /// Returns the free space as reported by the system. The value is only a hint. Another process may take the space
     /// at any moment, so every caller also handles a failed write.
     fn free_bytes(&self) -> u64 {
         self.disk

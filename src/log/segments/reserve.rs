@@ -264,7 +264,7 @@ impl SegmentPool {
         }
     }
 
-    /// Removes a spare for its space. The removal is not durable immediately: after a crash the spare may reappear,
+    /// Removes a spare for its space. The removal is not durable immediately. After a crash the spare may reappear,
     /// which costs only its space.
     pub(super) fn give_up(&self, spares: &mut Spares, at: usize) -> Result<()> {
         let spare = spares.take(at);

@@ -49,8 +49,8 @@ struct FileState {
     is_end_unknown: bool,
 }
 
-/// A direction of copies between the device and a file. Each direction has a separate lane: a copy queued behind a
-/// read-back in the same lane would hold the queue of long copies.
+/// A direction of copies between the device and a file. Each direction has a separate lane, because a copy queued
+/// behind a read-back in the same lane would hold the queue of long copies.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum CopyDirection {
     To,

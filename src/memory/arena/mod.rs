@@ -52,7 +52,7 @@ pub struct Arena {
     /// The scratch memory in use, and the number of threads that wait for it.
     scratch: Mutex<ScratchMemory>,
     scratch_returned: Condvar,
-    /// The locks that are held while reaping a lane, so that a thread that asks how much memory is free waits until the
+    /// The locks that are held while reaping a lane, so that a thread that queries the free memory waits until the
     /// release is counted. There is one lock for each lane, so that a thread that waits for callers does not delay
     /// threads that reap the other lanes.
     reaping: [Mutex<()>; Lane::ALL.len()],
@@ -180,7 +180,7 @@ impl Arena {
     }
 
     /// Allocates memory like [`allocate`](Self::allocate), for a thread that submits to the lanes. The call waits only
-    /// for lanes that never wait for a caller: otherwise a stalled caller's stream would stall all batches.
+    /// for lanes that never wait for a caller. Otherwise a stalled caller's stream would stall all batches.
     ///
     /// # Errors
     /// Same as [`allocate`](Self::allocate).

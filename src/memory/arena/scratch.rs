@@ -24,7 +24,7 @@ pub(super) const SCRATCH_BYTES_MAX: u64 = 1 << 30;
 /// never completes, the device has stopped, and the next call of the waiting thread reports that.
 pub(super) const SCRATCH_WAIT_MAX: Duration = Duration::from_secs(10);
 
-/// The scratch memory in use. Scratch may use all free memory, so it must not prevent other allocations: an allocation
+/// The scratch memory in use. Scratch may use all free memory, so it must not prevent other allocations. An allocation
 /// that would fit without scratch waits until scratch is freed, which never depends on a commit. No scratch is
 /// allocated during that wait.
 #[derive(Default)]

@@ -15,7 +15,7 @@
 //! | the log, a restore's table, an image that a batch names | recovery begins after it |
 //!
 //! The last three repairs take a snapshot. A snapshot that needs damaged bytes no longer counts
-//! ([`RetainedSnapshot::is_sound`](crate::catalog::RetainedSnapshot::is_sound)): it displaces no sound snapshot, and is
+//! ([`RetainedSnapshot::is_sound`](crate::catalog::RetainedSnapshot::is_sound)). It displaces no sound snapshot, and is
 //! removed once there are enough sound snapshots. A damaged snapshot that is kept for its name remains unchanged.
 //!
 //! Damage causes no file to be overwritten or removed. A crash at any point leaves either the state without the scrub,

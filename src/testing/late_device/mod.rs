@@ -1,9 +1,9 @@
 //! A device that does everything as late as its fences permit, to detect callers that do not wait.
 //!
-//! The host device is so fast that no missing wait is detected: every list is complete when `submit` returns. This
-//! device only queues lists. A list runs when a caller waits for a fence after it, on its own lane or through `after`,
-//! or, with a seeded device, when the random schedule selects it. The device also overwrites all bytes that no caller
-//! may rely on: new page memory, staging before a download, and staging after an upload. A caller that reads such bytes
+//! With the host device, no missing wait is detected, because every list is complete when `submit` returns. This device
+//! only queues lists. A list runs when a caller waits for a fence after it, on its own lane or through `after`, or,
+//! with a seeded device, when the random schedule selects it. The device also overwrites all bytes that no caller may
+//! rely on: new page memory, staging before a download, and staging after an upload. A caller that reads such bytes
 //! finds [`POISON`].
 //!
 //! The device also emulates callers' streams (`streams`).

@@ -21,9 +21,9 @@ use super::state::DiskState;
 /// A kind of crash, which determines the possible states after it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Crash {
-    /// The process dies: bytes in the page cache stay visible.
+    /// The process dies. Bytes in the page cache stay visible.
     Kill,
-    /// The power fails: bytes that were not synced may be lost.
+    /// The power fails. Bytes that were not synced may be lost.
     Power,
 }
 

@@ -2,7 +2,7 @@
 //!
 //! `file.rs` and `state.rs` define the state after a failed operation. A failed write stores half of the bytes. After a
 //! failed sync, no later sync makes the affected sectors durable although it succeeds. A *short* write is not a fault
-//! at this interface: an implementation continues where the write stopped, so a crash in between is a torn write.
+//! at this interface. An implementation continues where the write stopped, so a crash in between is a torn write.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -39,11 +39,11 @@ pub enum Operation {
     ReadPastCache,
     /// A call to `DiskFile::read_proven`.
     ReadProven,
-    /// A call to `DiskFile::write_at`; half of the bytes are written.
+    /// A call to `DiskFile::write_at`. A failed call writes half of the bytes.
     Write,
-    /// A call to `DiskFile::write_direct`; half of the bytes are written.
+    /// A call to `DiskFile::write_direct`. A failed call writes half of the bytes.
     WriteDirect,
-    /// A call to `DiskFile::reserve`; half of the space is allocated.
+    /// A call to `DiskFile::reserve`. A failed call allocates half of the space.
     Reserve,
     /// A call to `DiskFile::cut`.
     Cut,
@@ -51,7 +51,7 @@ pub enum Operation {
     MapPart,
     /// A call to `DiskFile::sync`.
     Sync,
-    /// A call to `Window::put`; half of the bytes are stored.
+    /// A call to `Window::put`. A failed call stores half of the bytes.
     Put,
     /// A call to `Window::sync`.
     SyncWindow,

@@ -143,7 +143,7 @@ impl DiskFile for SimFile {
         ranges
     }
 
-    /// Allocates as much of the space as is available. The file's length shows how much that was.
+    /// Allocates as much of the space as is available. The file is extended to the end of the allocated space.
     fn reserve(&self, offset: u64, end: u64) -> Result<bool> {
         self.disk.check_writer()?;
         let reserve = || {

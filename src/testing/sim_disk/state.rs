@@ -13,7 +13,7 @@
 //! - A link gives a file of another disk a name on this disk. A power cut may lose the name.
 //! - A lying medium (`lies.rs`) reports a sector as written although it was not, or writes it elsewhere, or returns an
 //!   older version of a sector to the next read.
-//! - A failed sync makes nothing durable, and a later sync does not include the affected bytes: they stay pending until
+//! - A failed sync makes nothing durable, and a later sync does not include the affected bytes. They stay pending until
 //!   they are written again. This is the behavior of ext4.
 
 use std::collections::{BTreeMap, BTreeSet};

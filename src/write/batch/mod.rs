@@ -149,7 +149,7 @@ enum BatchStep {
         offset: u64,
         bytes: Vec<u8>,
     },
-    /// Sets all bytes of a page from a source. Follows the operation that gives the page this length.
+    /// Sets all bytes of a page from a source. Follows the operation that sets this length.
     Source {
         page: PageRef,
         len: u64,

@@ -180,7 +180,7 @@ impl PageChanges {
     }
 
     /// Returns an upper bound of the host memory, in bytes, that these changes take until the next snapshot if the page
-    /// is on disk. The commit claims this much.
+    /// is on disk. The commit claims this number of bytes.
     pub fn pending_bytes(&mut self) -> u64 {
         self.settle();
         let ranges = self.ranges.iter().map(|range| (range.offset, range.bytes.len() as u64));

@@ -23,8 +23,8 @@ use crate::error::{Error, Invalid, IoAction, IoObject, Result};
 pub trait ByteSource: Debug + Send + Sync {
     /// Fills `bytes` with the source's bytes starting at `offset`.
     ///
-    /// A range may be requested again: the store samples a page to decide whether to compress it, and rereads a page
-    /// that turns out to be incompressible. The page contains the bytes of one complete pass from start to end.
+    /// A range may be requested again, because the store samples a page to decide whether to compress it, and rereads a
+    /// page that turns out to be incompressible. The page contains the bytes of one complete pass from start to end.
     ///
     /// # Errors
     /// An error if the bytes cannot all be read. The commit then fails with [`Error::Io`] and leaves the
@@ -38,7 +38,7 @@ impl ByteSource for File {
     }
 }
 
-/// A page whose bytes come from a source.
+/// A page whose bytes are read from a source.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SourcePage<'a> {
     /// The operation's index in the batch.
@@ -135,7 +135,7 @@ impl WriteBatch {
         self.resize(page, len).step(BatchStep::Source { page, len, source })
     }
 
-    /// Returns the pages whose bytes come from sources, in the order of the operations, except those of length 0.
+    /// Returns the pages whose bytes are read from sources, in the order of the operations, except those of length 0.
     /// `pages` contains the ids of the new pages, and `copied` the pages and ranges that the batch copies.
     ///
     /// # Errors

@@ -4,7 +4,7 @@
 //! snapshot or is written in advance. No frame names it. If a crash loses the image, the next open rebuilds the page
 //! from an older image and the log.
 //!
-//! For a page that comes from disk, new memory is filled with the page's bytes before the batch is logged, so the
+//! For a page that moves from disk, new memory is filled with the page's bytes before the batch is logged, so the
 //! applier never reads the disk.
 //!
 //! Both directions read the page without the submission lock. If another batch changes the page before this batch is
@@ -312,7 +312,7 @@ impl Committer {
         }
     }
 
-    /// Fills the new memory of pages that come from disk. Returns the versions that were read, and adds the pages to
+    /// Fills the new memory of pages that move from disk. Returns the versions that were read, and adds the pages to
     /// `filled`. If a page has changed in the meantime, its memory is not filled, and its version makes the draft
     /// stale.
     pub(super) fn fill_from_disk(

@@ -28,9 +28,9 @@ use crate::recovery::image_loader::ImageLoader;
 const THREADS_MAX: usize = 4;
 /// The sources from which the new memory of a batch is filled.
 pub(super) struct FillSources<'a> {
-    /// The pages that come from sources.
+    /// The pages whose bytes are read from sources.
     pub sources: &'a SourceImages<'a>,
-    /// The operations with pages that come from disk.
+    /// The operations that move pages from disk.
     pub disk_ops: &'a DiskOps,
 }
 
@@ -66,7 +66,7 @@ impl Committer {
         versions
     }
 
-    /// Fills the memory of pages that come from sources.
+    /// Fills the memory of pages whose bytes are read from sources.
     fn fill_from_sources(
         &self,
         from: &FillSources<'_>,

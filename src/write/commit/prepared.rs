@@ -41,7 +41,7 @@ pub(super) struct PreparedBatch<'a> {
     pub captured: CapturedImages<'a>,
     /// The digests of captured chunks, for copies that keep digests.
     digests: CapturedDigests,
-    /// The pages whose bytes come from sources.
+    /// The pages whose bytes are read from sources.
     pub sources: SourceImages<'a>,
     /// The place in which bytes that only the device has are gathered, or `None` if the batch has no such bytes.
     gathered_in: Option<Place>,

@@ -108,8 +108,8 @@ impl Committer {
     /// Then the host sums the arrived bytes. The batch continues only if both sums agree: logged with the device's sum,
     /// bytes that changed in transit would look like damage on disk at the next open.
     ///
-    /// A long payload whose bytes all belong to pages on disk stays in ordinary memory: no list names it, and a GPU
-    /// would pin staging for this batch alone. Its waves are copied to separate staging, which is kept for the next
+    /// A long payload whose bytes all belong to pages on disk stays in ordinary memory, because no list names it, and a
+    /// GPU would pin staging for this batch alone. Its waves are copied to separate staging, which is kept for the next
     /// batch unless it is longer than a wave.
     pub(in crate::write::commit) fn fill(
         &self,
@@ -366,8 +366,8 @@ impl<'b> Wave<'b> {
         Ok(Self { blanks, area, copies: collected(blanks.iter().map(copy_of))? })
     }
 
-    /// Copies the arrived bytes to the blanks of a payload, with several threads: the first write to new memory takes
-    /// several times as long as the copy.
+    /// Copies the arrived bytes to the blanks of a payload, with several threads, because the first write to new memory
+    /// takes several times as long as the copy.
     fn take_to(&self, payload: &mut [u8], landed: &[u8]) -> Result<()> {
         let (mut rest, mut rest_at) = (payload, 0);
         let mut pieces = Vec::new();
