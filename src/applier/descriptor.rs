@@ -59,7 +59,7 @@ impl MemoryDescriptor {
     /// Describes a page's memory.
     ///
     /// # Errors
-    /// `PlaceUnavailable` if the memory has no permanent address, as on a host-only device.
+    /// `Unavailable` if the memory has no permanent address, as on a host-only device.
     pub(crate) fn of(device: &dyn Device, memory: MemoryId, store: StoreId, info: &PageInfo) -> Result<Self> {
         let kind = match info.place {
             Place::Device(_) => MemoryKind::Device,

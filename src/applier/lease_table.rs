@@ -67,7 +67,7 @@ impl Leases {
     /// Makes later work of a caller's stream wait until `fence` has passed.
     ///
     /// # Errors
-    /// `StreamRefused`; a device error, which poisons the store.
+    /// `Refused`; a device error, which poisons the store.
     pub fn signal(&self, stream: RawStream, fence: Fence) -> Result<()> {
         let signalled = self.device.signal_external(stream, fence);
         signalled.map_err(|error| self.poison.set_by_device(error))
@@ -184,7 +184,7 @@ impl Leases {
     /// Ends a lease that was used on these streams.
     ///
     /// # Errors
-    /// `StreamRefused`; a device error, which poisons the store. The memory then stays leased, because the end of its
+    /// `Refused`; a device error, which poisons the store. The memory then stays leased, because the end of its
     /// use is unknown.
     pub fn end(&self, page: PageId, id: LeaseId, streams: &[RawStream]) -> Result<()> {
         self.end_on(page, id, streams).map_err(|error| self.poison.set_by_device(error))

@@ -112,7 +112,7 @@ impl AppliedState {
     /// Returns the memory of a loaded page.
     ///
     /// # Errors
-    /// `PlaceUnavailable` if the page is on disk and has no memory.
+    /// `Unavailable` if the page is on disk and has no memory.
     pub fn memory_of(&self, page: PageId) -> Result<&PageMemory> {
         if self.on_disk.contains(page) {
             let reason = "a page on disk has no memory: move it to another place first";

@@ -30,7 +30,7 @@ impl<'a> LentPages<'a> {
     /// Asks the caller for memory for each non-empty page, and adopts the memory that the caller returns.
     ///
     /// # Errors
-    /// `MemoryRefused`, `MemoryInUse`, `Panicked`; a device error.
+    /// `Refused`, `Panicked`; a device error.
     pub fn ask(
         arena: &'a Arena,
         device: &Arc<dyn Device>,

@@ -115,7 +115,7 @@ impl<'a> PageMemories<'a> {
     /// Returns a page's memory, and waits until it is allocated.
     ///
     /// # Errors
-    /// `OutOfMemory`, `PlaceUnavailable`, a device error.
+    /// `OutOfMemory`, `Unavailable`, a device error.
     ///
     /// # Panics
     /// If the table has no such page.

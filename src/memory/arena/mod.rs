@@ -103,7 +103,7 @@ impl Arena {
     /// is in flight.
     ///
     /// # Errors
-    /// `MemoryInUse` if a page is in a part of the memory or has just given it up; a device error.
+    /// `Refused` if a page is in a part of the memory or has just given it up; a device error.
     pub fn lend(&self, page: PageId, bytes: &DeviceBytes) -> Result<PageMemory> {
         let memory = match bytes.lend(page)? {
             Some(memory) => memory,
@@ -174,7 +174,7 @@ impl Arena {
     /// whether a batch fits must not depend on the progress of the lanes.
     ///
     /// # Errors
-    /// `OverBudget`, `OutOfMemory`, `PlaceUnavailable`, a device error. On failure no memory is allocated.
+    /// `OverBudget`, `OutOfMemory`, `Unavailable`, a device error. On failure no memory is allocated.
     pub fn allocate(&self, purpose: Purpose, place: Place, len: u64) -> Result<PageMemory> {
         self.reserve(purpose, &[(place, len)])?.allocate(place, len)
     }

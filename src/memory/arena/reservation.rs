@@ -48,7 +48,7 @@ impl Reservation<'_> {
     /// one reservation.
     ///
     /// # Errors
-    /// `OutOfMemory`, `PlaceUnavailable`, a device error. The bytes stay reserved.
+    /// `OutOfMemory`, `Unavailable`, a device error. The bytes stay reserved.
     ///
     /// # Panics
     /// If fewer than `len` bytes are left for the place.

@@ -48,7 +48,7 @@ impl Arena {
     /// the device have immediately available. None is allocated while another allocation waits for scratch.
     ///
     /// # Errors
-    /// `OverBudget`, also if the total exceeds [`SCRATCH_BYTES_MAX`]; `OutOfMemory`, `PlaceUnavailable`, a device
+    /// `OverBudget`, also if the total exceeds [`SCRATCH_BYTES_MAX`]; `OutOfMemory`, `Unavailable`, a device
     /// error. On failure no scratch is allocated.
     pub(super) fn allocate_scratch(&self, place: Place, len: u64) -> Result<Vec<PageMemory>> {
         if len == 0 {
@@ -88,7 +88,7 @@ impl Arena {
     /// Every user of scratch can do without it.
     ///
     /// # Errors
-    /// `PlaceUnavailable`, a device error.
+    /// `Unavailable`, a device error.
     pub(crate) fn try_scratch(&self, place: Place, len: u64) -> Result<Option<Vec<PageMemory>>> {
         match self.allocate_scratch(place, len) {
             Err(Error::OverBudget { .. } | Error::OutOfMemory { .. }) => Ok(None),

@@ -59,7 +59,7 @@ impl Streams {
     /// Returns the stream if it can be synchronized with lanes.
     ///
     /// # Errors
-    /// `StreamRefused` if the stream belongs to another device or is being captured.
+    /// `Refused` if the stream belongs to another device or is being captured.
     pub fn usable(&mut self, stream: RawStream) -> Result<&mut LateStream> {
         let refused = |reason| Err(Error::Refused(Refused::Stream { stream: stream.handle(), reason }));
         match self.0.get_mut(&stream) {

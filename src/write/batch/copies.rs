@@ -97,7 +97,7 @@ impl WriteBatch {
     /// Returns the pages and ranges to read for the batch's copies. `pages` contains the ids of the new pages.
     ///
     /// # Errors
-    /// `InvalidOperation` for a range that ends before it begins; `Limit` for ranges that do not fit into a frame,
+    /// `Invalid` for a range that ends before it begins; `Limit` for ranges that do not fit into a frame,
     /// checked before they are read; `OutOfMemory`.
     pub(crate) fn copy_sources(&self, pages: &[PageId]) -> Result<CopySources> {
         let mut sources = CopySources::default();

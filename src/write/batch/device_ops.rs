@@ -196,7 +196,7 @@ impl WriteBatch {
     /// match no state of the page.
     ///
     /// # Errors
-    /// `InvalidOperation`.
+    /// `Invalid`.
     pub(crate) fn check_captures(&self, pages: &[PageId]) -> Result<()> {
         for (index, copy, _) in self.captures() {
             let mut new_pages = pages.iter().copied();
@@ -294,7 +294,7 @@ impl<'f, B: PayloadBytes> Encoder<'f, B> {
     /// Returns an error if the device cannot fill in bytes of a page.
     ///
     /// # Errors
-    /// `Limit`; `InvalidOperation` for a page that the batch copies as a whole, whose bytes must be known at this
+    /// `Limit`; `Invalid` for a page that the batch copies as a whole, whose bytes must be known at this
     /// point.
     fn check_blank(&self, page: PageId, len: u64) -> Result<()> {
         let found = len.saturating_add(self.writer.len() as u64);

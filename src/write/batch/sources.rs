@@ -139,7 +139,7 @@ impl WriteBatch {
     /// `pages` contains the ids of the new pages, and `copied` the pages and ranges that the batch copies.
     ///
     /// # Errors
-    /// `InvalidOperation` for a page that another operation changes or copies, because its image would differ from the
+    /// `Invalid` for a page that another operation changes or copies, because its image would differ from the
     /// page after the batch; `Limit`, `UnknownPage`, `OutOfMemory`.
     pub(crate) fn source_pages(&self, pages: &[PageId], copied: &CopySources) -> Result<Vec<SourcePage<'_>>> {
         let mut found = Vec::new();
@@ -172,7 +172,7 @@ impl SourcePage<'_> {
     /// Fills a slice with the page's bytes starting at `offset`.
     ///
     /// # Errors
-    /// `SourceFailed`.
+    /// `Io`.
     pub fn read_at(&self, offset: u64, bytes: &mut [u8]) -> Result<()> {
         self.source.read_at(offset, bytes).map_err(|source| {
             Error::system(IoAction::Read, IoObject::Source { index: self.step, offset }, source)

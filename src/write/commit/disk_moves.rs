@@ -57,7 +57,7 @@ impl DiskOps {
     /// Finds the operations that affect pages on disk. `place_of` returns the places of pages before the batch.
     ///
     /// # Errors
-    /// `InvalidOperation` if the batch moves a page to or from disk after it changed the page's bytes, because the
+    /// `Invalid` if the batch moves a page to or from disk after it changed the page's bytes, because the
     /// bytes that move are those before the batch.
     pub fn find(ops: &[OpAt<'_>], place_of: impl Fn(PageId) -> Option<Place>) -> Result<Self> {
         let mut found = Self::default();

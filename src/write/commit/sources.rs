@@ -62,7 +62,7 @@ impl Committer {
     /// its name are durable.
     ///
     /// # Errors
-    /// `SourceFailed`; the errors of a contradictory batch; no space or no memory. In all cases no files remain.
+    /// `Io`; the errors of a contradictory batch; no space or no memory. In all cases no files remain.
     pub(super) fn read_sources<'a>(
         &'a self,
         batch: &'a WriteBatch,

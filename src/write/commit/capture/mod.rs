@@ -304,7 +304,7 @@ impl Committer {
     /// Turns caller-owned memory into a working copy of a page.
     ///
     /// # Errors
-    /// `UnknownPage`, `MemoryRefused`; the errors of allocating a shadow; a device error.
+    /// `UnknownPage`, `Refused`; the errors of allocating a shadow; a device error.
     pub fn working_copy(
         &self,
         page: PageId,
@@ -346,7 +346,7 @@ impl Committer {
     /// Copies the page's bytes to a working copy and its shadow, or to the shadow alone.
     ///
     /// # Errors
-    /// `UnknownPage`; `MemoryRefused` if the page and the copy differ in length; a device error.
+    /// `UnknownPage`; `Refused` if the page and the copy differ in length; a device error.
     pub fn load(&self, copy: &WorkingCopy, initial_copy: InitialCopy) -> Result<()> {
         copy.bytes().check_device(&self.engine.device)?;
         copy.bytes().check_unused()?;

@@ -76,7 +76,7 @@ impl Committer {
     /// Allocates device memory for a caller. The memory is zeroed, so that its old contents are not disclosed.
     ///
     /// # Errors
-    /// `OverBudget`, `OutOfMemory`, `PlaceUnavailable`; a device error.
+    /// `OverBudget`, `OutOfMemory`, `Unavailable`; a device error.
     pub fn device_bytes(&self, place: Place, len: u64) -> Result<DeviceBytes> {
         // The memory is counted as the caller's, in the same budget as pages (I10).
         let owner = self.stage_memory(Purpose::Caller, place, len)?;
@@ -90,7 +90,7 @@ impl Committer {
     /// Registers memory that the caller allocated with the device.
     ///
     /// # Errors
-    /// `MemoryRefused`; a device error.
+    /// `Refused`; a device error.
     pub fn adopt(&self, memory: &CallerMemory) -> Result<DeviceBytes> {
         let Engine { device, arena, .. } = &*self.engine;
         DeviceBytes::adopt(device, memory, arena.link())
