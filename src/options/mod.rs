@@ -1,4 +1,4 @@
-//! Options of a store, in groups: [`MemoryOptions`], [`Tiers`](crate::tiers::Tiers), [`LogOptions`],
+//! Options of a store, in groups: [`MemoryOptions`], [`Tiers`], [`LogOptions`],
 //! [`ImageOptions`], [`SnapshotSchedule`], [`Retention`] and [`ScrubSchedule`].
 
 mod choices;
