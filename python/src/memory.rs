@@ -102,7 +102,7 @@ impl CudaBytes {
     /// Returns the bytes as a source for a batch of a store whose pages are not on this GPU.
     ///
     /// # Errors
-    /// `MemoryRefused` if the producer does not provide the number of its GPU.
+    /// `Refused` if the producer does not provide the number of its GPU.
     pub fn source(self) -> remanent::Result<Arc<dyn ByteSource>> {
         let Some(ordinal) = self.ordinal else {
             let reason = "its producer does not state the GPU; pass a tensor with __dlpack__".to_owned();
@@ -116,7 +116,7 @@ impl CudaBytes {
     /// Returns the bytes after a store's device has adopted the memory.
     ///
     /// # Errors
-    /// `MemoryRefused` if pages are in host memory, or if the device does not know the memory.
+    /// `Refused` if pages are in host memory, or if the device does not know the memory.
     pub fn adopt(self, store: &Store) -> remanent::Result<DeviceBytes> {
         self.adopt_by(|memory| store.caller_bytes(memory))
     }
@@ -237,7 +237,7 @@ impl Input {
     /// Returns the memory after a store's device has adopted it.
     ///
     /// # Errors
-    /// `MemoryRefused` if the device does not know the memory.
+    /// `Refused` if the device does not know the memory.
     pub fn adopt(self, store: &Store) -> remanent::Result<DeviceBytes> {
         match self {
             Input::Host(bytes) => store.caller_bytes(&CallerMemory::from_host(Output(bytes), Place::Host)),

@@ -387,7 +387,11 @@ impl Life {
         match self.try_ask(&Command::RestoreTo(lsn)) {
             Ok(_) => self.model.restore(lsn),
             // A snapshot that the store took by itself has moved the window on.
-            Err(refusal) if refusal.starts_with("refused OutsideWindow") && self.is_in_background() => return,
+            Err(refusal)
+                if refusal.starts_with("refused NoSuchState(OutsideWindow") && self.is_in_background() =>
+            {
+                return;
+            }
             Err(refusal) => self.fail(&refusal),
         }
         self.tally.restores += 1;

@@ -69,7 +69,7 @@ pub fn work(directory: &Path) -> ! {
             Ok(answer) => format!("ok {answer}"),
             Err(error) => {
                 let debug = format!("{error:?}");
-                let kind = debug.split([' ', '(', '{']).next().unwrap();
+                let kind = debug.split([' ', '{']).next().unwrap();
                 format!("refused {kind} {error}").replace('\n', " ")
             }
         };
