@@ -23,6 +23,8 @@ mod snapshots;
 mod salvage;
 #[path = "stores/far.rs"]
 mod far;
+#[path = "support/far_store.rs"]
+mod far_store;
 #[path = "stores/statements.rs"]
 mod statements;
 #[path = "stores/verdicts.rs"]

@@ -37,6 +37,8 @@ mod disk_laws;
 mod docs;
 mod durable_marks;
 mod earlier_states;
+#[path = "../../format/tests/support/far_store.rs"]
+mod far_store;
 mod faults;
 mod files;
 #[path = "../../fuzz/src/fit.rs"]
@@ -45,6 +47,8 @@ mod follow;
 mod fork;
 mod footprints;
 mod forks;
+#[path = "../../format/tests/support/frames.rs"]
+mod frames;
 mod full_file_systems;
 mod fuzz_inputs;
 mod gpu;
@@ -64,6 +68,9 @@ mod life;
 mod loading;
 mod long_payloads;
 mod machine;
+#[expect(dead_code, reason = "the tests of the format crate use all of it")]
+#[path = "../../format/tests/support/maker.rs"]
+mod maker;
 mod many_reads;
 mod model;
 mod moved_directories;
@@ -72,6 +79,7 @@ mod multi_device;
 mod on_demand;
 mod overlays;
 mod page_memory;
+mod past_4_gib;
 mod pages_on_disk;
 mod pins;
 mod readme;

@@ -1,137 +1,16 @@
-//! Logs and images beyond 4 GiB: frames and payloads at offsets that exceed 32 bits, in sparse files that
-//! take no space.
+//! Damage to logs and images beyond 4 GiB.
 
-use std::collections::BTreeMap;
-use std::io;
-
-use remanent_format::frame::{FrameHeader, FrameKind};
-use remanent_format::image::{Codec, ImageRef};
 use remanent_format::judge::{ImageProofs, judge};
-use remanent_format::manifest::Manifest;
-use remanent_format::op::{Op, PayloadWriter};
-use remanent_format::segment::{Opening, SegmentHeader};
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 use remanent_format::state::survey::Survey;
-use remanent_format::{FileName, Folder, Incarnation, LogPoint, Lsn, ReadAt, SnapshotId};
+use remanent_format::{FileName, Place};
 
-use crate::maker::{Maker, PAGE, STORE, content};
-
-/// A file of zeros with some bytes in it, by their offsets.
-#[derive(Clone, Default)]
-struct SparseFile {
-    len: u64,
-    pieces: BTreeMap<u64, Vec<u8>>,
-}
-
-#[derive(Clone, Default)]
-struct SparseFiles(BTreeMap<FileName, SparseFile>);
-
-impl ReadAt for SparseFiles {
-    fn list(&self, folder: Folder) -> io::Result<Vec<String>> {
-        Ok(self.0.keys().filter(|file| file.folder() == folder).map(|file| file.name()).collect())
-    }
-
-    fn len(&self, file: FileName) -> io::Result<Option<u64>> {
-        Ok(self.0.get(&file).map(|file| file.len))
-    }
-
-    fn read_at(&self, file: FileName, offset: u64, out: &mut [u8]) -> io::Result<()> {
-        let file = self.0.get(&file).ok_or(io::ErrorKind::NotFound)?;
-        let end = offset + out.len() as u64;
-        if end > file.len {
-            return Err(io::ErrorKind::UnexpectedEof.into());
-        }
-        out.fill(0);
-        for (at, bytes) in file.pieces.range(..end) {
-            let piece_end = at + bytes.len() as u64;
-            let (from, to) = (offset.max(*at), end.min(piece_end));
-            if from < to {
-                let source = &bytes[(from - at) as usize..(to - at) as usize];
-                out[(from - offset) as usize..(to - offset) as usize].copy_from_slice(source);
-            }
-        }
-        Ok(())
-    }
-}
-
-/// An offset that exceeds 32 bits, and a multiple of 4096.
-const FAR: u64 = (1 << 32) + (3 << 12);
-
-/// A store with batches 1 to 3, of which the last two are far into segment 1, and a snapshot of batch 1 whose
-/// image is far into its file. The last frame states that the one before it was durable.
-struct FarStore {
-    files: SparseFiles,
-    /// Offsets of the frames of batches 2 and 3.
-    frames: [u64; 2],
-}
-
-fn far() -> FarStore {
-    let mut maker = Maker::new();
-    maker.batch();
-    let near = maker.files.0.clone();
-    let mut files = SparseFiles::default();
-    let whole = |bytes: &[u8]| SparseFile { len: bytes.len() as u64, pieces: [(0, bytes.to_vec())].into() };
-    files.0.insert(FileName::Store, whole(&near[&FileName::Store]));
-    let incarnation = Incarnation { number: 1, random: 5 };
-    let opening =
-        Opening { incarnation, predecessor: LogPoint::default(), accepted: Lsn(0), accepted_chain: 0 };
-    let segment_len = FAR + (64 << 10);
-    let header =
-        |segment, segment_len, opening| SegmentHeader { store: STORE, segment, segment_len, opening };
-    let first = header(1, segment_len, Some(opening)).encode().to_vec();
-    let mut segment = SparseFile { len: segment_len, pieces: [(0, first)].into() };
-    // The walk starts as if 4 GiB of frames came before. An own frame near the start of the segment keeps the
-    // search for one short.
-    let redo = LogPoint { incarnation, lsn: Lsn(1), segment: 1, offset: FAR - 16, chain: 77 };
-    let mut chain_prev = 0;
-    let mut frame = |lsn: u64, durable: u64, op: Op<'_>, offset: u64| {
-        let mut writer = PayloadWriter::default();
-        writer.push(&op).unwrap();
-        let payload = writer.finish();
-        let header = FrameHeader {
-            kind: FrameKind::Batch,
-            group_start: true,
-            incarnation,
-            store: STORE,
-            segment: 1,
-            offset,
-            lsn: Lsn(lsn),
-            durable: Lsn(durable),
-            payload_len: payload.len() as u32,
-            payload_crc: crc32fast::hash(&payload),
-            chain_prev,
-        };
-        let (bytes, chain) = header.encode();
-        segment.pieces.insert(offset, [&bytes[..], &payload].concat());
-        chain_prev = if lsn == 1 { redo.chain } else { chain };
-        offset
-    };
-    let write = |bytes| Op::Write { page: PAGE, offset: 0, bytes };
-    frame(1, 0, Op::Note { text: "the first" }, 4096);
-    let second = frame(2, 1, write(&[2; 8]), FAR);
-    let third = frame(3, 2, write(&[3; 8]), FAR + 4096);
-    files.0.insert(FileName::Segment(1), segment);
-    let next = header(2, 16 << 10, None).encode().to_vec();
-    files.0.insert(FileName::Segment(2), SparseFile { len: 16 << 10, pieces: [(0, next)].into() });
-
-    let mut manifest = maker.manifest(1, 1, 1, 1);
-    manifest.redo = redo;
-    let bytes = content(1);
-    let crc = crc32fast::hash(&bytes);
-    let stored_len = bytes.len() as u64;
-    let image =
-        ImageRef { file: 1, offset: FAR, stored_len, stored_crc: crc, raw_crc: crc, codec: Codec::Raw };
-    manifest.entries[0].image = Some(image);
-    let manifest = Manifest { snapshot: SnapshotId(1), ..manifest };
-    files.0.insert(FileName::Manifest(1), whole(&manifest.encode().unwrap()));
-    let pages = SparseFile { len: FAR + stored_len, pieces: [(FAR, bytes)].into() };
-    files.0.insert(FileName::Pages(1), pages);
-    FarStore { files, frames: [second, third] }
-}
+use crate::far_store::{FAR, FarStore, SparseFiles, far_store};
+use crate::maker::{PAGE, PAGE_LEN, content};
 
 #[test]
 fn damage_beyond_four_gibibytes_has_its_offset() {
-    let FarStore { files, frames } = far();
+    let FarStore { files, frames } = far_store(PAGE_LEN as u64, Place::Host);
     assert!(frames.iter().all(|at| *at > u64::from(u32::MAX)));
     let found = |files: &SparseFiles| {
         let verdict = judge(&Survey::read(files).unwrap(), files, &mut ImageProofs::new(files));

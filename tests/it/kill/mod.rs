@@ -12,6 +12,7 @@ mod calls;
 mod diary;
 mod errors;
 mod followers;
+mod growth;
 mod leftovers;
 pub mod model;
 mod power;
