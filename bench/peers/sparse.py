@@ -41,7 +41,7 @@ def settle(device):
 class Ours:
     def __init__(self, directory, state, **options):
         self.run = Checkpointer(directory, extra={"state": state}, rng=False, model=torch.nn.ParameterDict(state),
-                                spare_bytes=256 << 20, **options)
+                                log={"spare_bytes": 256 << 20}, **options)
 
     def save(self, step):
         self.saved = self.run.save(step, wait=False)

@@ -91,6 +91,16 @@ from remanent._native import (
 )
 from remanent._store.bisect import bisect
 from remanent._store.log import flush_logging, update_logging
+from remanent._store.options import (
+    ImageOptions,
+    LogOptions,
+    MemoryOptions,
+    RetentionOptions,
+    ScrubSchedule,
+    SnapshotSchedule,
+    StoreOptions,
+    TierOptions,
+)
 
 __all__ = [
     "AppliedBatch",
@@ -109,6 +119,7 @@ __all__ = [
     "Follower",
     "ForeignDirectoryError",
     "ForkedError",
+    "ImageOptions",
     "InUseError",
     "InvalidError",
     "InvalidTypeError",
@@ -117,7 +128,9 @@ __all__ = [
     "LeasedError",
     "LiveView",
     "LockedError",
+    "LogOptions",
     "ManyBytes",
+    "MemoryOptions",
     "MemoryRefusedError",
     "MismatchError",
     "NewPage",
@@ -141,12 +154,17 @@ __all__ = [
     "RefusedError",
     "Replica",
     "RestoreFailedError",
+    "RetentionOptions",
+    "ScrubSchedule",
     "SnapshotInfo",
+    "SnapshotSchedule",
     "Store",
     "StoreIOError",
+    "StoreOptions",
     "SupersededError",
     "TakenError",
     "Ticket",
+    "TierOptions",
     "UnknownKeyError",
     "UnknownPageError",
     "ValueChange",

@@ -6,6 +6,16 @@ from typing import Any, Literal, Self, TypedDict, final
 import numpy as np
 from typing_extensions import disjoint_base
 
+from remanent._store.options import (
+    ImageOptions,
+    LogOptions,
+    MemoryOptions,
+    RetentionOptions,
+    ScrubSchedule,
+    SnapshotSchedule,
+    TierOptions,
+)
+
 __all__ = [
     "AppliedBatch",
     "AppliedPage",
@@ -63,7 +73,6 @@ __version__: str
 
 _Path = str | PathLike[str]
 _Ack = Literal["applied", "logged", "durable"]
-_Io = Literal["mapped", "buffered", "direct"]
 _Key = str | bytes
 _Page = int | str | bytes | PageInfo
 _BatchPage = _Page | NewPage
@@ -130,27 +139,15 @@ class Store(Reader):
         ack: _Ack = "logged",
         device: str = "auto",
         slots: Sequence[str] | None = None,
-        log_io: _Io | None = None,
-        image_io: _Io = "buffered",
-        segment_len: int = 16777216,
-        reserve_bytes: int | None = None,
-        spare_bytes: int | None = None,
-        budget: Mapping[str, int] | None = None,
-        tiers: Sequence[str] | None = None,
-        eviction: Literal["s3-fifo", "lru"] = "s3-fifo",
         identity: bytes | None = None,
         layout_fingerprint: bytes | None = None,
-        snapshots_kept: int = 2,
-        snapshots_kept_for: float = 0.0,
-        log_kept: int = 0,
-        compression: bool = True,
-        page_load: Literal["eager", "on_demand"] = "eager",
-        snapshot_log_bytes: int | None = 268435456,
-        snapshot_interval: float | None = 60.0,
-        snapshot_bytes_per_second: int | None = None,
-        scrub_interval: float | None = 86400.0,
-        scrub_bytes_per_second: int | None = 67108864,
-        page_memory: Callable[[PageInfo], Any] | None = None,
+        memory: MemoryOptions = {"budget": None, "load": "eager", "page_memory": None},
+        tiers: TierOptions | None = None,
+        log: LogOptions = {"io": None, "segment_len": 16777216, "reserve_bytes": None, "spare_bytes": None},
+        images: ImageOptions = {"io": "buffered", "compression": True},
+        snapshots: SnapshotSchedule = {"log_bytes": 268435456, "interval": 60.0, "bytes_per_second": None},
+        retention: RetentionOptions = {"snapshots_kept": 2, "snapshots_kept_for": 0.0, "log_kept": 0},
+        scrubs: ScrubSchedule = {"interval": 86400.0, "bytes_per_second": 67108864},
     ) -> Self: ...
     @property
     def path(self) -> str: ...
@@ -190,6 +187,7 @@ class Store(Reader):
     def prove_written_ahead(self) -> int: ...
     def snapshots(self) -> list[SnapshotInfo]: ...
     def restore(self, at: _At) -> int: ...
+    def restore_from_snapshot(self, snapshot: int | SnapshotInfo) -> int: ...
     def fork(self, path: _Path, at: _At) -> str: ...
     def prune(
         self,

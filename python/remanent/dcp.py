@@ -40,7 +40,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 import torch.distributed as dist
@@ -70,6 +70,7 @@ from remanent._dcp.formats import (
 from remanent._dcp.stager import Stager
 from remanent._errors import DamagedError, Error, LockedError, NoStateError, RefusedError, TakenError
 from remanent._state import page_tree
+from remanent._store.options import StoreOptions, merged
 from remanent._tensors import conversion
 from remanent._tensors.storages import extents_there
 from remanent._util import checksummed_json, durable_files
@@ -155,7 +156,7 @@ class StorageWriter(_AtPath, storage.StorageWriter):
         complete until the new one is complete.
     :param verify: whether to read back everything from the disk before the save returns. Loads verify every byte in
         either case.
-    :param options: options of `Store`, such as `image_io`.
+    :param options: options of `Store`, such as `images={"io": "direct"}`.
 
     >>> import torch, torch.distributed.checkpoint as dcp
     >>> from remanent.dcp import StorageReader, StorageWriter
@@ -169,7 +170,8 @@ class StorageWriter(_AtPath, storage.StorageWriter):
     (6.0, 1)
     """
 
-    def __init__(self, path: _Path, *, overwrite: bool = True, verify: bool = False, **options: Any) -> None:
+    def __init__(self, path: _Path, *, overwrite: bool = True, verify: bool = False,
+                 **options: Unpack[StoreOptions]) -> None:
         super().__init__()
         self._go_to(path)
         self._overwrite, self._verify, self._options = overwrite, verify, options
@@ -232,9 +234,9 @@ class StorageWriter(_AtPath, storage.StorageWriter):
         self._end_saving()
         # The save is announced before the checkpoints are listed, so that another save that lists them later finds it.
         self._saving = _Saving(self._stores, self.save_id)
-        own = {"device": "host", "page_load": "on_demand", "snapshots_kept": 1, "compression": False,
-               "spare_bytes": 0}
-        with _open_store(self._stores / store_name, {**own, **self._options}) as store:
+        own: StoreOptions = {"device": "host", "memory": {"load": "on_demand"}, "retention": {"snapshots_kept": 1},
+                             "images": {"compression": False}, "log": {"spare_bytes": 0}}
+        with _open_store(self._stores / store_name, merged(own, self._options)) as store:
             # This happens before anything is written, so that the space of removed checkpoints is available.
             _give_up(store, store_name, self._path.parent)
             keys = _write_items(store, plan, planner)
@@ -580,7 +582,7 @@ def _row_blocks(view: _native.View, key: str, item: ReadItem, target: torch.Tens
 
 # Stores.
 
-def _open_store(directory: Path, options: dict[str, Any]) -> _native.Store:
+def _open_store(directory: Path, options: StoreOptions) -> _native.Store:
     until = time.monotonic() + _LOCK_WAIT
     while True:
         try:

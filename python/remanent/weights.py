@@ -21,6 +21,7 @@ import torch
 from remanent import _native
 from remanent._errors import DivergedError, InvalidError, OvertakenError
 from remanent._state import page_tree
+from remanent._store.options import merged
 from remanent._tensors.conversion import blocks, bytes_of, tensor_of
 from remanent._tensors.live_tensors import Live, Place, Uploads
 from remanent._tensors.storages import extents_there
@@ -99,7 +100,8 @@ class Publisher:
             raise InvalidError("device: \"auto\" is not supported by a publisher",
                                remedy="pass the device of the weights, such as \"cuda:0\"")
         self._check = check
-        self.store = _native.Store(directory, device=device, log_kept=log_kept, **options)
+        opened = merged({"device": device, "retention": {"log_kept": log_kept}}, options)
+        self.store = _native.Store(directory, **opened)
         self._manifest = page_tree.LastManifest()
         self._copies = None if device == "host" else Copies(self.store, torch.device(device), "page")
 

@@ -15,26 +15,23 @@ use crate::errors::{invalid, invalid_type};
 use crate::follower::PyFollowedBatch;
 use crate::working_copy::PyWorkingCopy;
 
-const UNSIGNED: &str = "an int from 0 to 2^64 - 1";
-const UNSIGNED_OR_NONE: &str = "an int from 0 to 2^64 - 1, or None";
+pub const UNSIGNED: &str = "an int from 0 to 2^64 - 1";
+pub const UNSIGNED_OR_NONE: &str = "an int from 0 to 2^64 - 1, or None";
 const INDEX: &str = "an int";
-const SECONDS: &str = "a number of seconds";
-const SECONDS_OR_NONE: &str = "a number of seconds, or None";
-const TEXT: &str = "a str";
-const TEXT_OR_NONE: &str = "a str or None";
-const TEXTS: &str = "a list of str";
-const TEXTS_OR_NONE: &str = "a list of str, or None";
-const BOOL: &str = "True or False";
+pub const SECONDS: &str = "a number of seconds";
+pub const SECONDS_OR_NONE: &str = "a number of seconds, or None";
+pub const TEXT: &str = "a str";
+pub const TEXT_OR_NONE: &str = "a str or None";
+pub const TEXTS: &str = "a list of str";
+pub const BOOL: &str = "True or False";
 const BOOL_OR_NONE: &str = "True, False or None";
 const PATH: &str = "a path (str or os.PathLike)";
 const PATH_OR_NONE: &str = "a path (str or os.PathLike), or None";
 const SHAPE_OR_NONE: &str = "a list of lengths (int), or None";
 const RANGES_OR_NONE: &str = "a list of pairs of int, or None";
-const DICT: &str = "a dict";
-const DICT_OR_NONE: &str = "a dict or None";
+pub const DICT: &str = "a dict";
+pub const DICT_OR_NONE: &str = "a dict or None";
 const BYTES: &str = "bytes";
-const BYTES_OR_NONE: &str = "bytes or None";
-const FINGERPRINT_OR_NONE: &str = "32 bytes, or None";
 
 /// The largest length of a value that an error repeats, in bytes.
 const SHOWN_MAX: usize = 60;
@@ -136,36 +133,15 @@ arguments! {
     names: Vec<String>, TEXTS;
     path: PathBuf, PATH;
     optional_path as "path": Option<PathBuf>, PATH_OR_NONE;
-    create: bool, BOOL;
-    slots: Option<Vec<String>>, TEXTS_OR_NONE;
-    log_io: Option<String>, TEXT_OR_NONE;
-    segment_len: u64, UNSIGNED;
-    reserve_bytes: Option<u64>, UNSIGNED_OR_NONE;
-    spare_bytes: Option<u64>, UNSIGNED_OR_NONE;
-    tiers: Option<Vec<String>>, TEXTS_OR_NONE;
-    identity: Option<Vec<u8>>, BYTES_OR_NONE;
-    layout_fingerprint: Option<[u8; 32]>, FINGERPRINT_OR_NONE;
-    snapshots_kept: usize, UNSIGNED;
     optional_snapshots_kept as "snapshots_kept": Option<usize>, UNSIGNED_OR_NONE;
-    snapshots_kept_for: f64, SECONDS;
     optional_snapshots_kept_for as "snapshots_kept_for": Option<f64>, SECONDS_OR_NONE;
-    log_kept: u64, UNSIGNED;
     optional_log_kept as "log_kept": Option<u64>, UNSIGNED_OR_NONE;
-    compression: bool, BOOL;
-    snapshot_log_bytes: Option<u64>, UNSIGNED_OR_NONE;
-    snapshot_interval: Option<f64>, SECONDS_OR_NONE;
-    snapshot_bytes_per_second: Option<u64>, UNSIGNED_OR_NONE;
-    scrub_interval: Option<f64>, SECONDS_OR_NONE;
-    scrub_bytes_per_second: Option<u64>, UNSIGNED_OR_NONE;
 }
 
 borrowed! {
     ack: TEXT;
     place: TEXT;
     device: TEXT;
-    image_io: TEXT;
-    eviction: TEXT;
-    page_load: TEXT;
     shadow: TEXT;
     name: TEXT;
     text: TEXT;
@@ -188,10 +164,6 @@ objects! {
 
 pub fn metadata<'py>(object: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyDict>>> {
     optional_dict(object, "metadata")
-}
-
-pub fn budget<'py>(object: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyDict>>> {
-    optional_dict(object, "budget")
 }
 
 fn optional_dict<'py>(object: &Bound<'py, PyAny>, name: &str) -> PyResult<Option<Bound<'py, PyDict>>> {

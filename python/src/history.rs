@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use remanent::{Error, Retention, SnapshotOptions, Store};
+use remanent::{Error, Retention, SnapshotOptions, StatePoint, Store};
 
 use crate::blame::PyValueChange;
 use crate::gate::Gate;
@@ -66,9 +66,8 @@ pub fn snapshot(
 }
 
 /// Restores all pages and the root to an earlier state. Returns the Lsn of the restoring batch.
-pub fn restore(py: Python<'_>, gate: &Gate, at: &Bound<'_, PyAny>) -> PyResult<u64> {
-    let point = state_point(at)?;
-    gate.call(py, |store| store.restore(&point).map(|position| position.lsn.0))
+pub fn restore(py: Python<'_>, gate: &Gate, point: &StatePoint) -> PyResult<u64> {
+    gate.call(py, |store| store.restore(point).map(|position| position.lsn.0))
 }
 
 /// Creates a store whose history begins at an earlier state, and returns its id.

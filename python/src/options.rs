@@ -1,5 +1,6 @@
-//! Options as Python passes them: strings for choices, seconds for times, `None` for off.
+//! Options as Python passes them: keywords and dicts, strings for choices, seconds for times, `None` for off.
 
+use std::mem;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,13 +11,29 @@ use remanent::options::{Compression, Create, ImageIo, LogIo, PageLoad};
 use remanent::tiers::Tiers;
 use remanent::{Ack, DeviceChoice, Options, Place};
 
-use crate::arguments;
+use crate::arguments::{
+    self, BOOL, DICT, DICT_OR_NONE, SECONDS, SECONDS_OR_NONE, TEXT, TEXT_OR_NONE, TEXTS, UNSIGNED,
+    UNSIGNED_OR_NONE,
+};
 use crate::errors::{OrRaise, invalid, invalid_type};
 use crate::gate::{Gate, seconds};
 use crate::page_memory::{Raised, page_memory};
 
 /// The remedy for an unknown place.
 const PLACES: &str = "give \"host\", \"pinned\", \"disk\" or \"device:N\"";
+
+const TEXTS_OR_NONE: &str = "a list of str, or None";
+const BYTES_OR_NONE: &str = "bytes or None";
+const FINGERPRINT_OR_NONE: &str = "32 bytes, or None";
+
+const ACKS: &[(&str, Ack)] = &[("applied", Ack::Applied), ("logged", Ack::Logged), ("durable", Ack::Durable)];
+const LOG_IOS: &[(&str, LogIo)] =
+    &[("mapped", LogIo::Mapped), ("buffered", LogIo::Buffered), ("direct", LogIo::Direct)];
+const IMAGE_IOS: &[(&str, ImageIo)] =
+    &[("mapped", ImageIo::Mapped), ("buffered", ImageIo::Buffered), ("direct", ImageIo::Direct)];
+const LOADS: &[(&str, PageLoad)] = &[("eager", PageLoad::Eager), ("on_demand", PageLoad::OnDemand)];
+/// Whether an eviction policy is LRU.
+const EVICTIONS: &[(&str, bool)] = &[("s3-fifo", false), ("lru", true)];
 
 fn one_of<T: Copy>(option: &str, word: &str, choices: &[(&str, T)]) -> PyResult<T> {
     choices.iter().find(|(name, _)| *name == word).map(|(_, choice)| *choice).ok_or_else(|| {
@@ -28,7 +45,7 @@ fn one_of<T: Copy>(option: &str, word: &str, choices: &[(&str, T)]) -> PyResult<
 
 /// Parses the name of an acknowledgement.
 pub fn ack(word: &str) -> PyResult<Ack> {
-    one_of("ack", word, &[("applied", Ack::Applied), ("logged", Ack::Logged), ("durable", Ack::Durable)])
+    one_of("ack", word, ACKS)
 }
 
 /// Parses the name of a place.
@@ -45,109 +62,222 @@ pub fn width(bytes: usize) -> PyResult<remanent::batch::Width> {
     })
 }
 
-/// Opens a store.
+/// Opens a store with the given keyword options.
 ///
 /// # Errors
-/// `ValueError`, `InvalidError` for options; what `page_memory` raises; errors of an open.
-pub fn open(py: Python<'_>, path: &Path, given: OpenKeywords<'_>) -> PyResult<Arc<Gate>> {
-    let (raised, ack) = (Raised::default(), ack(&given.ack)?);
-    let options = given.into_options(py, &raised)?;
-    let shown = path.display().to_string();
+/// `TypeError`, `ValueError` for options; what `page_memory` raises; errors of an open.
+pub fn open(py: Python<'_>, path: &Path, given: Option<&Bound<'_, PyDict>>) -> PyResult<Arc<Gate>> {
+    let raised = Raised::default();
+    let options = options(py, given, &raised)?;
+    let (ack, shown) = (options.ack, path.display().to_string());
     crate::log::update_level(py)?;
     let store = raised.or(py.detach(|| options.open(path)).or_raise(py, Some(&shown)))?;
     Ok(Gate::new(store, path, ack))
 }
 
-/// All options of an open, as passed by keyword.
-pub struct OpenKeywords<'py> {
-    pub create: bool,
-    pub ack: String,
-    pub device: String,
-    pub slots: Option<Vec<String>>,
-    pub log_io: Option<String>,
-    pub image_io: String,
-    pub segment_len: u64,
-    pub reserve_bytes: Option<u64>,
-    pub spare_bytes: Option<u64>,
-    pub budget: Option<Bound<'py, PyDict>>,
-    pub tiers: Option<Vec<String>>,
-    pub eviction: String,
-    pub identity: Option<Vec<u8>>,
-    pub layout_fingerprint: Option<[u8; 32]>,
-    pub snapshots_kept: usize,
-    pub snapshots_kept_for: f64,
-    pub log_kept: u64,
-    pub compression: bool,
-    pub page_load: String,
-    pub snapshot_log_bytes: Option<u64>,
-    pub snapshot_interval: Option<f64>,
-    pub snapshot_bytes_per_second: Option<u64>,
-    pub scrub_interval: Option<f64>,
-    pub scrub_bytes_per_second: Option<u64>,
-    pub page_memory: Option<Py<PyAny>>,
+/// Options of one group by name, or all options. Each one is taken out under its name; those that remain are
+/// unknown.
+struct Given<'py> {
+    /// The name of the group followed by a dot, or nothing.
+    prefix: &'static str,
+    is_given: bool,
+    values: Bound<'py, PyDict>,
+    /// The names that were asked for, with their groups.
+    known: Vec<String>,
 }
 
-impl OpenKeywords<'_> {
-    /// Converts these to engine options. What `page_memory` raises is stored in `raised`.
-    fn into_options(self, py: Python<'_>, raised: &Raised) -> PyResult<Options> {
-        let choice = |text: &str| text.parse::<DeviceChoice>().or_raise(py, None);
-        let images =
-            [("mapped", ImageIo::Mapped), ("buffered", ImageIo::Buffered), ("direct", ImageIo::Direct)];
-        let loads = [("eager", PageLoad::Eager), ("on_demand", PageLoad::OnDemand)];
-        let mut options = Options::new().ack(ack(&self.ack)?).device(choice(&self.device)?);
-        options.create = if self.create { Create::IfEmpty } else { Create::Never };
-        options.images.io = one_of("image_io", &self.image_io, &images)?;
-        options.images.compression = if self.compression { Compression::Zstd } else { Compression::Off };
-        options.log.segment_len = self.segment_len;
-        options.log.reserve_bytes = self.reserve_bytes;
-        options.log.spare_bytes = self.spare_bytes;
-        options.retention.snapshots_kept = self.snapshots_kept;
-        options.retention.snapshots_kept_for =
-            seconds(Some(self.snapshots_kept_for))?.unwrap_or(Duration::ZERO);
-        options.retention.log_kept = self.log_kept;
-        options.memory.load = one_of("page_load", &self.page_load, &loads)?;
-        options.snapshots.log_bytes = self.snapshot_log_bytes;
-        options.snapshots.interval = seconds(self.snapshot_interval)?;
-        options.snapshots.bytes_per_second = self.snapshot_bytes_per_second;
-        options.scrubs.interval = seconds(self.scrub_interval)?;
-        options.scrubs.bytes_per_second = self.scrub_bytes_per_second;
-        if let Some(slots) = self.slots {
-            options = options.slots(slots.iter().map(|slot| choice(slot)).collect::<PyResult<Vec<_>>>()?);
+impl<'py> Given<'py> {
+    fn new(py: Python<'py>, prefix: &'static str, values: Option<&Bound<'py, PyDict>>) -> PyResult<Self> {
+        let is_given = values.is_some();
+        let values = values.map_or_else(|| Ok(PyDict::new(py)), PyDictMethods::copy)?;
+        Ok(Self { prefix, is_given, values, known: Vec::new() })
+    }
+
+    /// Returns the value of an option, if it is given.
+    fn take<T>(&mut self, name: &str, expected: &str) -> PyResult<Option<T>>
+    where
+        T: for<'a> FromPyObject<'a, 'py>,
+    {
+        let full = format!("{}{name}", self.prefix);
+        let value = match self.values.get_item(name)? {
+            Some(value) => {
+                self.values.del_item(name)?;
+                Some(arguments::value(&value, &full, expected)?)
+            }
+            None => None,
+        };
+        self.known.push(full);
+        Ok(value)
+    }
+
+    /// Sets `target` to the value of an option, if it is given.
+    fn set<T>(&mut self, name: &str, expected: &str, target: &mut T) -> PyResult<()>
+    where
+        T: for<'a> FromPyObject<'a, 'py>,
+    {
+        if let Some(value) = self.take(name, expected)? {
+            *target = value;
         }
-        if let Some(word) = self.log_io {
-            let ways = [("mapped", LogIo::Mapped), ("buffered", LogIo::Buffered), ("direct", LogIo::Direct)];
-            options.log.io = Some(one_of("log_io", &word, &ways)?);
+        Ok(())
+    }
+
+    /// Sets `target` to one of `choices`, if the option is given.
+    fn choose<T: Copy>(&mut self, name: &str, choices: &[(&str, T)], target: &mut T) -> PyResult<()> {
+        if let Some(word) = self.take::<String>(name, TEXT)? {
+            *target = one_of(&format!("{}{name}", self.prefix), &word, choices)?;
         }
-        if let Some(limits) = self.budget {
+        Ok(())
+    }
+
+    /// Sets `target` to a time in seconds or `None`, if the option is given.
+    fn set_interval(&mut self, name: &str, target: &mut Option<Duration>) -> PyResult<()> {
+        if let Some(given) = self.take(name, SECONDS_OR_NONE)? {
+            *target = seconds(given)?;
+        }
+        Ok(())
+    }
+
+    /// Removes an option whose value is `None`.
+    fn remove_none(&self, name: &str) -> PyResult<()> {
+        match self.values.get_item(name)? {
+            Some(value) if value.is_none() => self.values.del_item(name),
+            _ => Ok(()),
+        }
+    }
+
+    /// Reads the options of a group.
+    fn group(
+        &mut self,
+        (name, prefix): (&str, &'static str),
+        read: impl FnOnce(&mut Given<'py>) -> PyResult<()>,
+    ) -> PyResult<()> {
+        let py = self.values.py();
+        let values = self.take::<Bound<'py, PyDict>>(name, DICT)?;
+        let mut group = Given::new(py, prefix, values.as_ref())?;
+        read(&mut group)?;
+        group.refuse_unknown()?;
+        self.known.append(&mut group.known);
+        Ok(())
+    }
+
+    /// Rejects names that were not taken, with the known name that is most like the first of them.
+    fn refuse_unknown(&self) -> PyResult<()> {
+        let Some((name, _)) = self.values.iter().next() else { return Ok(()) };
+        let name = name.str()?.to_string();
+        let full = format!("{}{name}", self.prefix);
+        // An option without its group is most often meant.
+        let in_group = self.known.iter().find(|known| known.split('.').nth(1) == Some(&name));
+        let nearest = match in_group {
+            Some(known) => Some(known.clone()),
+            None => {
+                let found = self.values.py().import("difflib")?.getattr("get_close_matches")?.call1((
+                    &full,
+                    self.known.clone(),
+                    1,
+                    0.5,
+                ))?;
+                found.extract::<Vec<String>>()?.pop()
+            }
+        };
+        let hint = nearest.map_or_else(String::new, |nearest| match nearest.split_once('.') {
+            Some((group, name)) if self.prefix.is_empty() => {
+                format!("; did you mean {group}={{{name:?}: …}}?")
+            }
+            Some((_, name)) => format!("; did you mean {name:?}?"),
+            None => format!("; did you mean {nearest}?"),
+        });
+        let known = self.known.join(", ");
+        Err(invalid_type(format!("unknown option {full}{hint}"), format!("give one of {known}")))
+    }
+}
+
+/// Converts keyword options to engine options. An exception that `page_memory` raises is stored in `raised`.
+fn options(py: Python<'_>, given: Option<&Bound<'_, PyDict>>, raised: &Raised) -> PyResult<Options> {
+    let device = |text: &str| text.parse::<DeviceChoice>().or_raise(py, None);
+    let mut given = Given::new(py, "", given)?;
+    let mut options = Options::new();
+    if let Some(create) = given.take("create", BOOL)? {
+        options.create = if create { Create::IfEmpty } else { Create::Never };
+    }
+    given.choose("ack", ACKS, &mut options.ack)?;
+    if let Some(text) = given.take::<String>("device", TEXT)? {
+        options.device = device(&text)?;
+    }
+    if let Some(slots) = given.take::<Option<Vec<String>>>("slots", TEXTS_OR_NONE)?.flatten() {
+        options.slots = slots.iter().map(|slot| device(slot)).collect::<PyResult<_>>()?;
+    }
+    given.set("identity", BYTES_OR_NONE, &mut options.identity)?;
+    given.set("layout_fingerprint", FINGERPRINT_OR_NONE, &mut options.layout_fingerprint)?;
+    given.group(("memory", "memory."), |memory| {
+        if let Some(limits) = memory.take::<Option<Bound<'_, PyDict>>>("budget", DICT_OR_NONE)?.flatten() {
             for (name, bytes) in limits.iter() {
-                let name: String = arguments::value(&name, "a place in budget", "a str")?;
+                let name: String = arguments::value(&name, "a place in memory.budget", TEXT)?;
                 let bytes =
-                    arguments::value(&bytes, &format!("budget[{name:?}]"), "a number of bytes (int)")?;
-                options.memory = options.memory.budget(place(py, &name)?, bytes);
+                    arguments::value(&bytes, &format!("memory.budget[{name:?}]"), "a number of bytes (int)")?;
+                options.memory = mem::take(&mut options.memory).budget(place(py, &name)?, bytes);
             }
         }
-        let policies = [("s3-fifo", false), ("lru", true)];
-        let is_lru = one_of("eviction", &self.eviction, &policies)?;
-        if let Some(names) = self.tiers {
-            let places = names.iter().map(|name| place(py, name)).collect::<PyResult<Vec<_>>>()?;
-            let tiers = Tiers::new(places);
-            options = options.tiers(if is_lru { tiers.lru() } else { tiers });
-        }
-        if let Some(identity) = self.identity {
-            options = options.identity(identity);
-        }
-        if let Some(fingerprint) = self.layout_fingerprint {
-            options = options.layout_fingerprint(fingerprint);
-        }
-        if let Some(source) = self.page_memory {
+        memory.choose("load", LOADS, &mut options.memory.load)?;
+        let source = memory.take::<Option<Py<PyAny>>>("page_memory", "a callable or None")?.flatten();
+        if let Some(source) = source {
             if !source.bind(py).is_callable() {
                 return Err(invalid_type(
-                    "page_memory is a callable or None",
-                    "give a function that takes a PageInfo",
+                    "memory.page_memory must be a callable or None",
+                    "pass a function that takes a PageInfo",
                 ));
             }
-            options.memory = page_memory(options.memory, source, raised);
+            options.memory = page_memory(mem::take(&mut options.memory), source, raised);
         }
-        Ok(options)
-    }
+        Ok(())
+    })?;
+    given.remove_none("tiers")?;
+    given.group(("tiers", "tiers."), |tiers| {
+        let places = tiers.take::<Vec<String>>("places", TEXTS)?;
+        let mut is_lru = false;
+        tiers.choose("eviction", EVICTIONS, &mut is_lru)?;
+        if let Some(places) = places {
+            let places = places.iter().map(|name| place(py, name)).collect::<PyResult<Vec<_>>>()?;
+            let tiers = Tiers::new(places);
+            options.tiers = Some(if is_lru { tiers.lru() } else { tiers });
+        } else if tiers.is_given {
+            return Err(invalid_type(
+                "tiers has no places",
+                "pass tiers.places, such as [\"host\", \"disk\"]",
+            ));
+        }
+        Ok(())
+    })?;
+    given.group(("log", "log."), |log| {
+        if let Some(word) = log.take::<Option<String>>("io", TEXT_OR_NONE)? {
+            options.log.io = word.map(|word| one_of("log.io", &word, LOG_IOS)).transpose()?;
+        }
+        log.set("segment_len", UNSIGNED, &mut options.log.segment_len)?;
+        log.set("reserve_bytes", UNSIGNED_OR_NONE, &mut options.log.reserve_bytes)?;
+        log.set("spare_bytes", UNSIGNED_OR_NONE, &mut options.log.spare_bytes)
+    })?;
+    given.group(("images", "images."), |images| {
+        images.choose("io", IMAGE_IOS, &mut options.images.io)?;
+        if let Some(is_compressed) = images.take("compression", BOOL)? {
+            options.images.compression = if is_compressed { Compression::Zstd } else { Compression::Off };
+        }
+        Ok(())
+    })?;
+    given.group(("snapshots", "snapshots."), |snapshots| {
+        snapshots.set("log_bytes", UNSIGNED_OR_NONE, &mut options.snapshots.log_bytes)?;
+        snapshots.set_interval("interval", &mut options.snapshots.interval)?;
+        snapshots.set("bytes_per_second", UNSIGNED_OR_NONE, &mut options.snapshots.bytes_per_second)
+    })?;
+    given.group(("retention", "retention."), |retention| {
+        retention.set("snapshots_kept", UNSIGNED, &mut options.retention.snapshots_kept)?;
+        if let Some(age) = retention.take("snapshots_kept_for", SECONDS)? {
+            options.retention.snapshots_kept_for = seconds(Some(age))?.unwrap_or_default();
+        }
+        retention.set("log_kept", UNSIGNED, &mut options.retention.log_kept)
+    })?;
+    given.group(("scrubs", "scrubs."), |scrubs| {
+        scrubs.set_interval("interval", &mut options.scrubs.interval)?;
+        scrubs.set("bytes_per_second", UNSIGNED_OR_NONE, &mut options.scrubs.bytes_per_second)
+    })?;
+    given.refuse_unknown()?;
+    Ok(options)
 }

@@ -5,6 +5,7 @@ use pyo3::types::{PyBytes, PyInt, PyIterator, PyString};
 use remanent::store::ReadPages;
 use remanent::{Error, Key, PageId, PageInfo, Result, StatePoint, Store};
 
+use crate::arguments;
 use crate::errors::{OrRaise, invalid, invalid_type};
 use crate::page_info::Info;
 
@@ -85,6 +86,15 @@ pub fn state_point(object: &Bound<'_, PyAny>) -> PyResult<StatePoint> {
             STATES,
         )),
     }
+}
+
+/// Returns the state of a snapshot, given by its number or its `SnapshotInfo`.
+pub fn snapshot_point(object: &Bound<'_, PyAny>) -> PyResult<StatePoint> {
+    let id = match object.cast::<crate::snapshot::SnapshotInfo>() {
+        Ok(snapshot) => snapshot.get().id,
+        Err(_) => arguments::value(object, "snapshot", "the number of a snapshot (int) or a SnapshotInfo")?,
+    };
+    Ok(StatePoint::Snapshot(remanent::SnapshotId(id)))
 }
 
 pub fn prefix_of(object: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {

@@ -279,12 +279,12 @@ impl PendingBatch {
 
     /// Returns the state of the batch as text for `repr`.
     pub fn state_text(&self) -> String {
-        match self.lock().batch.as_ref().err() {
-            None => "open".to_owned(),
-            Some(BatchEnd::Submitting) => "submitting".to_owned(),
-            Some(BatchEnd::Committed(lsn)) => format!("committed, lsn={lsn}"),
-            Some(BatchEnd::Refused) => "refused".to_owned(),
-            Some(BatchEnd::GivenUp) => "discarded".to_owned(),
+        match self.lock().batch.as_ref() {
+            Ok(batch) => format!("open, operations={}", batch.operations()),
+            Err(BatchEnd::Submitting) => "submitting".to_owned(),
+            Err(BatchEnd::Committed(lsn)) => format!("committed, lsn={lsn}"),
+            Err(BatchEnd::Refused) => "refused".to_owned(),
+            Err(BatchEnd::GivenUp) => "discarded".to_owned(),
         }
     }
 

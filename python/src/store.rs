@@ -35,9 +35,9 @@ use crate::history::{self, here};
 use crate::lease::PyLease;
 use crate::loading::wait_loaded;
 use crate::memory::Input;
-use crate::options::{OpenKeywords, ack, open, place, width};
+use crate::options::{ack, open, place, width};
 use crate::page_memory::PyPageMemory;
-use crate::page_name::key;
+use crate::page_name::{key, snapshot_point, state_point};
 use crate::pin::PyPin;
 use crate::placement::move_pages;
 use crate::read_many::{FoundRanges, PyReadMany, fill};
@@ -63,38 +63,17 @@ use crate::working_copy::PyWorkingCopy;
 /// :param device: the device that holds the pages: "auto", "host" or "cuda:N".
 /// :param slots: a list of devices to which the places "device:0", "device:1", … refer. None binds all of
 ///     them to `device`.
-/// :param log_io: how the log is written: "mapped", "buffered" or "direct"; None chooses automatically.
-/// :param image_io: how images of pages are written: "mapped", "buffered" or "direct".
-/// :param segment_len: the largest length of a log segment, a multiple of 4096 of at least 16 KiB.
-/// :param reserve_bytes: the disk space reserved for deletes on a full disk; None reserves two segments.
-/// :param spare_bytes: the obsolete log segments kept for reuse; None keeps a hundredth of the file system,
-///     at most 512 MiB.
-/// :param budget: limits in bytes by place, such as `{"host": 1 << 30}`. A place without an entry has no
-///     limit.
-/// :param tiers: places in order, such as `["device:0", "pinned", "disk"]`. When one is full, unused pages
-///     are moved to the next one automatically.
-/// :param eviction: which pages leave a full tier first: "s3-fifo" or "lru".
 /// :param identity: the caller's own description of the store. If given again, it must be the same.
 /// :param layout_fingerprint: 32 bytes that identify what the meaning of the pages depends on. If given
 ///     again, they must be the same.
-/// :param snapshots_kept: the number of newest snapshots to keep.
-/// :param snapshots_kept_for: the age in seconds up to which snapshots are kept in addition.
-/// :param log_kept: the smallest number of bytes of log to keep.
-/// :param compression: whether snapshots compress the images of pages.
-/// :param page_load: "eager" loads all pages before the open returns. "on_demand" loads only pages that the
-///     log changed before it returns, and all others in the background, requested pages first.
-/// :param snapshot_log_bytes: the bytes of log after which a background snapshot is taken; None disables this
-///     trigger.
-/// :param snapshot_interval: the seconds after which a background snapshot is taken; None disables this
-///     trigger.
-/// :param snapshot_bytes_per_second: the rate limit of background snapshots; None sets no limit.
-/// :param scrub_interval: the seconds between background scrubs; None disables them.
-/// :param scrub_bytes_per_second: the rate limit of background scrubs; None sets no limit.
-/// :param page_memory: a callable that provides memory for pages, such as a model's tensors. For each page
-///     with bytes, the open calls it with the page's PageInfo; it returns writable memory of the page's
-///     length in the page's place, or None to use the store's own memory. No work may be in flight on this
-///     memory. The page then lives there as after `Batch.create_in`. The callable runs on other threads; an
-///     exception from it ends the open.
+/// :param memory: how much memory pages may use, and how an open loads them; see `MemoryOptions`.
+/// :param tiers: the order of places through which unused pages are demoted; see `TierOptions`. None demotes
+///     nothing.
+/// :param log: how the log is written; see `LogOptions`.
+/// :param images: how images of pages are written; see `ImageOptions`.
+/// :param snapshots: when snapshots are taken in the background; see `SnapshotSchedule`.
+/// :param retention: which snapshots and how much log are kept; see `RetentionOptions`.
+/// :param scrubs: when the data on disk is scrubbed in the background; see `ScrubSchedule`.
 /// :raises LockedError: another process has the store open.
 /// :raises NoStoreError, ForeignDirectoryError, MismatchError, InvalidError, DeviceError, OverBudgetError:
 ///     the store cannot be opened with these arguments.
@@ -113,70 +92,20 @@ pub struct PyStore {
 #[pymethods]
 impl PyStore {
     #[new]
-    #[pyo3(signature = (path, *, create=true, ack="logged", device="auto", slots=None, log_io=None,
-        image_io="buffered", segment_len=16777216, reserve_bytes=None, spare_bytes=None, budget=None, tiers=None,
-        eviction="s3-fifo", identity=None, layout_fingerprint=None, snapshots_kept=2, snapshots_kept_for=0.0, log_kept=0, compression=true,
-        page_load="eager", snapshot_log_bytes=268435456, snapshot_interval=60.0,
-        snapshot_bytes_per_second=None, scrub_interval=86400.0, scrub_bytes_per_second=67108864,
-        page_memory=None))]
-    #[allow(clippy::too_many_arguments, reason = "each is an option, given by its name")]
+    #[pyo3(signature = (path, **options), text_signature = "(path, *, create=True, ack='logged', device='auto', \
+slots=None, identity=None, layout_fingerprint=None, \
+memory={'budget': None, 'load': 'eager', 'page_memory': None}, tiers=None, \
+log={'io': None, 'segment_len': 16777216, 'reserve_bytes': None, 'spare_bytes': None}, \
+images={'io': 'buffered', 'compression': True}, \
+snapshots={'log_bytes': 268435456, 'interval': 60.0, 'bytes_per_second': None}, \
+retention={'snapshots_kept': 2, 'snapshots_kept_for': 0.0, 'log_kept': 0}, \
+scrubs={'interval': 86400.0, 'bytes_per_second': 67108864})")]
     fn new(
         py: Python<'_>,
         #[pyo3(from_py_with = arguments::path)] path: PathBuf,
-        #[pyo3(from_py_with = arguments::create)] create: bool,
-        #[pyo3(from_py_with = arguments::ack)] ack: &str,
-        #[pyo3(from_py_with = arguments::device)] device: &str,
-        #[pyo3(from_py_with = arguments::slots)] slots: Option<Vec<String>>,
-        #[pyo3(from_py_with = arguments::log_io)] log_io: Option<String>,
-        #[pyo3(from_py_with = arguments::image_io)] image_io: &str,
-        #[pyo3(from_py_with = arguments::segment_len)] segment_len: u64,
-        #[pyo3(from_py_with = arguments::reserve_bytes)] reserve_bytes: Option<u64>,
-        #[pyo3(from_py_with = arguments::spare_bytes)] spare_bytes: Option<u64>,
-        #[pyo3(from_py_with = arguments::budget)] budget: Option<Bound<'_, PyDict>>,
-        #[pyo3(from_py_with = arguments::tiers)] tiers: Option<Vec<String>>,
-        #[pyo3(from_py_with = arguments::eviction)] eviction: &str,
-        #[pyo3(from_py_with = arguments::identity)] identity: Option<Vec<u8>>,
-        #[pyo3(from_py_with = arguments::layout_fingerprint)] layout_fingerprint: Option<[u8; 32]>,
-        #[pyo3(from_py_with = arguments::snapshots_kept)] snapshots_kept: usize,
-        #[pyo3(from_py_with = arguments::snapshots_kept_for)] snapshots_kept_for: f64,
-        #[pyo3(from_py_with = arguments::log_kept)] log_kept: u64,
-        #[pyo3(from_py_with = arguments::compression)] compression: bool,
-        #[pyo3(from_py_with = arguments::page_load)] page_load: &str,
-        #[pyo3(from_py_with = arguments::snapshot_log_bytes)] snapshot_log_bytes: Option<u64>,
-        #[pyo3(from_py_with = arguments::snapshot_interval)] snapshot_interval: Option<f64>,
-        #[pyo3(from_py_with = arguments::snapshot_bytes_per_second)] snapshot_bytes_per_second: Option<u64>,
-        #[pyo3(from_py_with = arguments::scrub_interval)] scrub_interval: Option<f64>,
-        #[pyo3(from_py_with = arguments::scrub_bytes_per_second)] scrub_bytes_per_second: Option<u64>,
-        page_memory: Option<Py<PyAny>>,
+        options: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<PyClassInitializer<Self>> {
-        let given = OpenKeywords {
-            create,
-            ack: ack.to_owned(),
-            device: device.to_owned(),
-            slots,
-            log_io,
-            image_io: image_io.to_owned(),
-            segment_len,
-            reserve_bytes,
-            spare_bytes,
-            budget,
-            tiers,
-            eviction: eviction.to_owned(),
-            identity,
-            layout_fingerprint,
-            snapshots_kept,
-            snapshots_kept_for,
-            log_kept,
-            compression,
-            page_load: page_load.to_owned(),
-            snapshot_log_bytes,
-            snapshot_interval,
-            snapshot_bytes_per_second,
-            scrub_interval,
-            scrub_bytes_per_second,
-            page_memory,
-        };
-        let gate = open(py, &path, given)?;
+        let gate = open(py, &path, options)?;
         let reader = Reader::new(Source::Store(gate.clone()));
         Ok(PyClassInitializer::from(reader).add_subclass(Self { gate }))
     }
@@ -427,7 +356,7 @@ impl PyStore {
     ///
     /// :raises InvalidError: the store was opened without tiers. Other errors are those of `ensure`.
     ///
-    /// >>> options = {"device": "host", "tiers": ["host", "disk"], "budget": {"host": 4096}}
+    /// >>> options = {"device": "host", "tiers": {"places": ["host", "disk"]}, "memory": {"budget": {"host": 4096}}}
     /// >>> with remanent.Store(directory, **options) as store:
     /// ...     for number in range(4):
     /// ...         store[f"{number}"] = bytes(2048)
@@ -625,7 +554,7 @@ impl PyStore {
     /// Returns the Lsn of the first bad state of this store; see `remanent.bisect`. If `bad` is None, the
     /// search ends at the newest state.
     ///
-    /// >>> with remanent.Store(directory, log_kept=1 << 30) as store:
+    /// >>> with remanent.Store(directory, retention={"log_kept": 1 << 30}) as store:
     /// ...     for step in range(20):
     /// ...         store["loss"] = b"nan" if step >= 13 else b"0.5"
     /// ...     store.bisect(lambda view: view["loss"] != b"nan", good=1)
@@ -702,7 +631,24 @@ impl PyStore {
     /// ...     store.restore("lsn:1"), store["k"]
     /// (3, b'good')
     fn restore(&self, py: Python<'_>, at: &Bound<'_, PyAny>) -> PyResult<u64> {
-        history::restore(py, &self.gate, at)
+        history::restore(py, &self.gate, &state_point(at)?)
+    }
+
+    /// Restores all pages and the root to the state at the end of a kept snapshot. Does the same as `restore`
+    /// with the snapshot, and returns the Lsn of the restoring batch.
+    ///
+    /// :param snapshot: the number of the snapshot, or its `SnapshotInfo`.
+    /// :raises NoStateError: the snapshot is not kept. Nothing changed.
+    /// :raises LeasedError: a page is leased or pinned. Nothing changed.
+    ///
+    /// >>> with remanent.Store(directory) as store:
+    /// ...     store["k"] = b"good"
+    /// ...     snapshot = store.snapshot()
+    /// ...     store["k"] = b"bad!"
+    /// ...     store.restore_from_snapshot(snapshot.id), store["k"]
+    /// (3, b'good')
+    fn restore_from_snapshot(&self, py: Python<'_>, snapshot: &Bound<'_, PyAny>) -> PyResult<u64> {
+        history::restore(py, &self.gate, &snapshot_point(snapshot)?)
     }
 
     /// Creates a store at `path` whose history begins at a state of this store, and returns the new store's

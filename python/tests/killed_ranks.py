@@ -249,7 +249,7 @@ def main(kind: str, directory: Path, kills: int, seed: int) -> None:
     stores = directory if kind == "checkpointer" else directory / ".remanent"
     kept = []
     for rank in range(RANKS_MAX):
-        with remanent.Store(stores / f"rank-{rank}", device="host", page_load="on_demand") as store:
+        with remanent.Store(stores / f"rank-{rank}", device="host", memory={"load": "on_demand"}) as store:
             kept.append(sum(info.name is not None for info in store.snapshots()))
     if kind == "checkpointer":
         ranks = [len(json.loads(path.read_bytes().splitlines()[1])["parts"])

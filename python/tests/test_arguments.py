@@ -97,4 +97,4 @@ def test_out_of_range_ids_and_lsns_are_rejected(store: remanent.Store, directory
     with pytest.raises(TypeError, match="float"):
         store[1.0]  # type: ignore[index]
     with pytest.raises(TypeError, match="callable"):
-        remanent.Store(directory + "2", page_memory=5)  # type: ignore[arg-type]
+        remanent.Store(directory + "2", memory={"page_memory": 5})  # type: ignore[arg-type]

@@ -64,7 +64,7 @@ def folder_bytes(run: Checkpointer) -> int:
 def test_run_continues_without_writing_frozen_layers(directory: str, options: dict[str, Any]) -> None:
     model, optimizer = make()
     states = {}
-    with Checkpointer(directory, model, optimizer, keep=3, digests=True, spare_bytes=0) as run:
+    with Checkpointer(directory, model, optimizer, keep=3, digests=True, log={"spare_bytes": 0}) as run:
         for step in range(6):
             train(model, optimizer)
             if step == 4:
@@ -102,7 +102,7 @@ def test_only_changed_chunks_are_written(directory: str) -> None:
     state = {"w": torch.randn(400 * CHUNK // 4)}
     changed = [0, 3, 4, 77, 399]
     # What one save captures may wait in memory, and not what two do.
-    options: dict[str, Any] = {"keep": 20, "spare_bytes": 0, "budget": {"disk": 1200 << 10}}
+    options: dict[str, Any] = {"keep": 20, "log": {"spare_bytes": 0}, "memory": {"budget": {"disk": 1200 << 10}}}
     with Checkpointer(directory, extra={"state": state}, rng=False, digests=True, **options) as run:
         run.save(0)
         run.save(1)
@@ -124,7 +124,8 @@ def test_only_changed_chunks_are_written(directory: str) -> None:
 def test_changes_beyond_memory_limit_are_written(directory: str, keep: int) -> None:
     state = {f"w{at}": torch.randn(20 * CHUNK // 4) for at in range(8)}
     budget = {"disk": 4 << 20}
-    with Checkpointer(directory, extra={"state": state}, rng=False, keep=keep, digests=True, budget=budget) as run:
+    with Checkpointer(directory, extra={"state": state}, rng=False, keep=keep, digests=True,
+                      memory={"budget": budget}) as run:
         for step, count in enumerate([0, 3, 3, 3, 5, 20, 3]):
             for tensor in state.values():
                 tensor.view(20, -1)[:count] += 1
@@ -238,7 +239,8 @@ def test_small_tensors_are_saved_with_many_changes(directory: str) -> None:
     state = {f"w{at}": torch.randn(25 * CHUNK // 4) for at in range(8)}
     state |= {f"small {at}": torch.zeros(64) for at in range(100)}
     state |= {f"packed {at}": torch.zeros(10, 20).T for at in range(100)}
-    with Checkpointer(directory, extra={"state": state}, rng=False, digests=True, budget={"disk": 8 << 20}) as run:
+    with Checkpointer(directory, extra={"state": state}, rng=False, digests=True,
+                      memory={"budget": {"disk": 8 << 20}}) as run:
         for step in range(6):
             for name, tensor in state.items():
                 (tensor.view(25, -1)[:5] if name.startswith("w") else tensor).add_(1)

@@ -139,14 +139,14 @@ def test_pages_use_memory_of_gpu_tensors(directory: str) -> None:
     held = torch.zeros_like(weight)
     torch.cuda.synchronize()
     with remanent.Store(directory, device="cuda:0",
-                        page_memory=lambda info: held if info.key == "w" else None) as store:
+                        memory={"page_memory": lambda info: held if info.key == "w" else None}) as store:
         assert torch.equal(held, expected) and list(store) == ["w"]
         with store.batch(ack="applied") as batch:
             batch.fill("w", 0, 8, bytes(8))
         assert held[:3].tolist() == [0, 0, 3]
     for wrong in (held[1:], torch.zeros(100_000)):
         with pytest.raises(remanent.MemoryRefusedError):
-            remanent.Store(directory, device="cuda:0", page_memory=lambda info, wrong=wrong: wrong)
+            remanent.Store(directory, device="cuda:0", memory={"page_memory": lambda info, wrong=wrong: wrong})
 
 
 def test_tensor_files_load_and_save_on_gpu(directory: str) -> None:

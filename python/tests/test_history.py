@@ -13,7 +13,7 @@ import remanent
 
 
 def test_blame_lists_each_batch_that_changed_element(directory: str) -> None:
-    with remanent.Store(directory, device="host", log_kept=1 << 30) as store:
+    with remanent.Store(directory, device="host", retention={"log_kept": 1 << 30}) as store:
         with store.batch(note="start") as batch:
             batch.create(np.arange(4, dtype=np.float32), key="w", metadata={"dtype": "F32", "shape": [4]})
             batch.set_root("step", 0)
@@ -50,7 +50,7 @@ def test_blame_lists_each_batch_that_changed_element(directory: str) -> None:
 
 def test_blame_works_after_chdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with remanent.Store("here", device="host", log_kept=1 << 30) as store:
+    with remanent.Store("here", device="host", retention={"log_kept": 1 << 30}) as store:
         (tmp_path / "elsewhere").mkdir()
         os.chdir("elsewhere")
         for value in (b"good", b"bad!"):
@@ -61,7 +61,7 @@ def test_blame_works_after_chdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_bisect_finds_every_first_bad_version(directory: str) -> None:
-    with remanent.Store(directory, device="host", log_kept=1 << 30) as store:
+    with remanent.Store(directory, device="host", retention={"log_kept": 1 << 30}) as store:
         for step in range(1, 33):
             with store.batch() as batch:
                 batch.set_root("step", step)

@@ -116,7 +116,7 @@ def test_later_versions_survive_removed_name(directory: str) -> None:
 
 
 def test_base_of_other_versions_is_not_removed(directory: str) -> None:
-    with remanent.Store(directory, device="host", snapshots_kept=1) as store:
+    with remanent.Store(directory, device="host", retention={"snapshots_kept": 1}) as store:
         for number in range(1, 6):
             store["w"] = bytes([number])
             if number in (2, 3):

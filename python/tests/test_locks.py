@@ -101,7 +101,7 @@ def held(store: remanent.Store) -> int:
 
 
 def test_closed_view_leaves_no_hold_in_child(tmp_path: Path) -> None:
-    with remanent.Store(tmp_path / "store", snapshots_kept=1) as store:
+    with remanent.Store(tmp_path / "store", retention={"snapshots_kept": 1}) as store:
         store["k"] = b"1"
         store.snapshot()
         view = remanent.View(tmp_path / "store", f"snapshot:{store.snapshots()[-1].id}")
@@ -112,7 +112,7 @@ def test_closed_view_leaves_no_hold_in_child(tmp_path: Path) -> None:
 
 
 def test_killed_reader_leaves_no_hold_in_child(tmp_path: Path) -> None:
-    with remanent.Store(tmp_path / "store", snapshots_kept=1) as store:
+    with remanent.Store(tmp_path / "store", retention={"snapshots_kept": 1}) as store:
         store["k"] = b"1"
         store.snapshot()
         viewed = f"view = remanent.View(sys.argv[1], 'snapshot:{store.snapshots()[-1].id}')"

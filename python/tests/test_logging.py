@@ -36,7 +36,7 @@ class Kept(logging.Handler):
 
 def opened(directory: str) -> remanent.Store:
     """A store with one page, which can be restored to its first batch as often as one likes."""
-    store = remanent.Store(directory, device="host", log_kept=1 << 30)
+    store = remanent.Store(directory, device="host", retention={"log_kept": 1 << 30})
     store["a"] = b"x"
     return store
 
@@ -177,7 +177,7 @@ def test_events_before_exit_reach_handlers(directory: str, last: str) -> None:
     done = run_script(f"""
         import logging, sys, threading, remanent
         logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(name)s %(message)s")
-        store = remanent.Store(sys.argv[1], log_kept=1 << 30)
+        store = remanent.Store(sys.argv[1], retention={"log_kept": 1 << 30})
         store["a"] = b"x"
         for _ in range(20):
             store.restore(1)

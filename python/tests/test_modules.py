@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import pickle
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -87,4 +88,24 @@ def test_signatures_state_defaults() -> None:
             unknown += [(name, member, each) for each in parameters.values() if each.default is ...]
     assert unknown == []
     defaults = inspect.signature(remanent.Store).parameters
-    assert defaults["snapshot_log_bytes"].default == 256 << 20 and defaults["snapshot_interval"].default == 60
+    assert defaults["snapshots"].default == {"log_bytes": 256 << 20, "interval": 60, "bytes_per_second": None}
+    assert defaults["log"].default["segment_len"] == 16 << 20
+
+
+def test_groups_of_options_state_the_defaults() -> None:
+    parameters = inspect.signature(remanent.Store).parameters
+    groups = {"memory": remanent.MemoryOptions, "log": remanent.LogOptions, "images": remanent.ImageOptions,
+              "snapshots": remanent.SnapshotSchedule, "retention": remanent.RetentionOptions,
+              "scrubs": remanent.ScrubSchedule, "tiers": remanent.TierOptions}
+    assert set(parameters) - {"path"} == set(remanent.StoreOptions.__annotations__)
+    for name, kind in groups.items():
+        entries = dict(re.findall(r"^ *- `(\w+)`: (.*?)(?=\n *- |\n *\n|\Z)", kind.__doc__ or "", re.M | re.S))
+        assert list(entries) == list(kind.__annotations__), name
+        default = parameters[name].default
+        if default is None:
+            continue
+        assert list(default) == list(entries), name
+        for option, value in default.items():
+            stated = f'"{value}"' if isinstance(value, str) else repr(value)
+            if value is not None:
+                assert f"Default: {stated}" in " ".join(entries[option].split()), (name, option)

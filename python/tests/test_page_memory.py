@@ -130,7 +130,7 @@ def test_objects_without_memory_are_rejected(directory: str) -> None:
 
 
 def test_release_removes_page_and_returns_memory(directory: str) -> None:
-    with remanent.Store(directory, device="host", budget={"host": 4096}) as store:
+    with remanent.Store(directory, device="host", memory={"budget": {"host": 4096}}) as store:
         store["w"] = bytes(range(100)) * 40
         with store.lease("w"), pytest.raises(remanent.LeasedError):
             store.release("w")
@@ -158,7 +158,7 @@ def test_release_removes_page_and_returns_memory(directory: str) -> None:
         assert repr(held) == 'PageMemory(place="host", nbytes=4000)'
     # And lives longer than the store.
     assert memory.read(3999) == b"!"
-    with remanent.Store(directory, device="host", budget={"host": 4096}) as store:
+    with remanent.Store(directory, device="host", memory={"budget": {"host": 4096}}) as store:
         assert store.page_count == 0
         store["other"] = bytes(4000)
         del store["other"]
@@ -182,7 +182,7 @@ def test_open_places_pages_in_caller_memory(directory: str, make: Any, page_load
         asked.append((info.key, info.length, info.place, dict(info.metadata)))
         return memory if info.key == "a" else None
 
-    with remanent.Store(directory, device="host", page_load=page_load, page_memory=source) as store:
+    with remanent.Store(directory, device="host", memory={"load": page_load, "page_memory": source}) as store:
         assert store.wait_loaded(60)
         assert memory[3] == 8 and memory[0] == 4 and store["a"] == bytes_of(memory)
         assert {each[0] for each in asked} >= {"a", "b"} and ("a", 4000, "host", {"name": "first", "dtype": "F32", "shape": [1000]}) in asked
@@ -192,10 +192,11 @@ def test_open_places_pages_in_caller_memory(directory: str, make: Any, page_load
         assert memory[0] == 1 and store["b"] == bytes_of(array(500, 5))
     for wrong, error in ((make(999), remanent.MemoryRefusedError), (b"x" * 4000, BufferError), (3, TypeError)):
         with pytest.raises(error):
-            remanent.Store(directory, device="host", page_memory=lambda info: wrong if info.key == "a" else None)
+            remanent.Store(directory, device="host",
+                           memory={"page_memory": lambda info: wrong if info.key == "a" else None})
     # One for two pages.
     with pytest.raises(remanent.MemoryRefusedError):
-        remanent.Store(directory, device="host", page_memory=lambda info: memory[:info.length // 4])
+        remanent.Store(directory, device="host", memory={"page_memory": lambda info: memory[:info.length // 4]})
     with remanent.Store(directory, device="host") as store:
         assert store.numpy("a").view("float32")[:4].tolist() == [1, 4, 4, 8]
 
@@ -208,9 +209,9 @@ def test_page_memory_error_ends_open(directory: str, capfd: pytest.CaptureFixtur
         raise KeyError(info.key)
 
     with pytest.raises(KeyError, match="a"):
-        remanent.Store(directory, device="host", page_memory=source)
+        remanent.Store(directory, device="host", memory={"page_memory": source})
     assert capfd.readouterr() == ("", "")
-    with remanent.Store(directory, device="host", page_memory=lambda info: None) as store:
+    with remanent.Store(directory, device="host", memory={"page_memory": lambda info: None}) as store:
         assert store["a"] == b"bytes"
 
 
@@ -264,4 +265,4 @@ def test_gpu_memory_is_rejected_by_host_store(directory: str) -> None:
         with pytest.raises(remanent.OutOfBoundsError):
             store.read_into("w", Cuda(0), 8)
     with pytest.raises(remanent.MemoryRefusedError):
-        remanent.Store(directory, device="host", page_memory=lambda info: Cuda(7))
+        remanent.Store(directory, device="host", memory={"page_memory": lambda info: Cuda(7)})

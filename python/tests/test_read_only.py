@@ -30,7 +30,7 @@ CHANGES: list[Callable[[Any], Any]] = [
 
 def objects(path: Path) -> dict[str, Any]:
     """An object of each class of the package that has properties."""
-    store = remanent.Store(path, device="host", log_kept=1 << 20)
+    store = remanent.Store(path, device="host", retention={"log_kept": 1 << 20})
     changes = store.changes()
     with store.batch() as batch:
         batch.create(b"ab", key="k", metadata={"list": [1, {"deep": 2}]})

@@ -161,7 +161,7 @@ def test_progress_counts_saves_loads_and_waits(directory: str, monkeypatch: pyte
         made.clear()
     with remanent.Store(directory, device="host") as store:
         store.snapshot()
-    with remanent.Store(directory, device="host", page_load="on_demand") as store:
+    with remanent.Store(directory, device="host", memory={"load": "on_demand"}) as store:
         assert store.wait_loaded(60, progress=False)
     ((what, total, shown, counts),) = made
     assert (what, shown) == ("loading", False) and sum(counts) <= total
@@ -182,8 +182,10 @@ def test_python_classes_describe_themselves() -> None:
 
 def test_batch_repr_shows_state(store: remanent.Store, directory: str) -> None:
     batch = store.batch()
-    assert repr(batch) == f'Batch("{directory}", open)'
+    assert repr(batch) == f'Batch("{directory}", open, operations=0)'
     batch.set_root("step", 1)
+    batch.note("first")
+    assert repr(batch) == f'Batch("{directory}", open, operations=2)'
     store.commit(batch)
     assert repr(batch) == f'Batch("{directory}", committed, lsn=1)'
     refused = store.batch()

@@ -27,7 +27,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def filled(path: Path) -> Any:
-    with remanent.Store(path, device="host", log_kept=1 << 20) as store:
+    with remanent.Store(path, device="host", retention={"log_kept": 1 << 20}) as store:
         store["k"] = b"one"
         store.snapshot("warm")
         store["k"] = b"two"

@@ -171,8 +171,8 @@ def test_errors_are_typed_with_remedy(directory: str, store: remanent.Store, tmp
     with pytest.raises(remanent.ForeignDirectoryError):
         remanent.Store(tmp_path / "foreign")
     with pytest.raises(remanent.InvalidError):
-        remanent.Store(tmp_path / "other", segment_len=5)
-    for options in ({"ack": "soon"}, {"device": "abacus"}, {"page_load": "never"}, {"log_io": "by hand"}):
+        remanent.Store(tmp_path / "other", log={"segment_len": 5})
+    for options in ({"ack": "soon"}, {"device": "abacus"}, {"memory": {"load": "never"}}, {"log": {"io": "by hand"}}):
         with pytest.raises(ValueError):
             remanent.Store(tmp_path / "other", **options)
     with pytest.raises(remanent.UnknownPageError):
@@ -182,7 +182,7 @@ def test_errors_are_typed_with_remedy(directory: str, store: remanent.Store, tmp
     with pytest.raises(remanent.NoStateError):
         store.restore("name:nothing")
     with pytest.raises(remanent.OverBudgetError) as over:
-        with remanent.Store(tmp_path / "small", device="host", budget={"host": 100}) as small:
+        with remanent.Store(tmp_path / "small", device="host", memory={"budget": {"host": 100}}) as small:
             small["a"] = bytes(101)
     assert over.value.available == 100 and over.value.place == "host"
     with remanent.Store(tmp_path / "own", identity=b"mine"):
@@ -275,10 +275,10 @@ def test_wheel_contains_command(store: remanent.Store, directory: str) -> None:
 def test_tiers_hold_more_pages_than_memory(tmp_path: Path) -> None:
     room, length = 8, 4096
     pages = {f"page {number}": bytes([number]) * length for number in range(4 * room)}
-    options = {"device": "host", "budget": {"host": room * length}, "tiers": ["host", "disk"]}
+    options = {"device": "host", "memory": {"budget": {"host": room * length}}}
     for eviction in ("lru", "s3-fifo"):
         path = tmp_path / eviction
-        with remanent.Store(path, eviction=eviction, **options) as store:
+        with remanent.Store(path, tiers={"places": ["host", "disk"], "eviction": eviction}, **options) as store:
             for key, data in pages.items():
                 store[key] = data
             assert {key: store[key] for key in store} == pages
@@ -293,7 +293,7 @@ def test_tiers_hold_more_pages_than_memory(tmp_path: Path) -> None:
             assert store.info(on_disk[0]).place == "disk"
             lsn = store.ensure([store.info(on_disk[0]).page], "host")
             assert lsn == store.lsn and store.ensure(iter([on_disk[0]]), "host") is None
-        with remanent.Store(path, eviction=eviction, **options) as store:
+        with remanent.Store(path, tiers={"places": ["host", "disk"], "eviction": eviction}, **options) as store:
             assert {key: store[key] for key in store} == pages
 
 
@@ -302,19 +302,19 @@ def test_open_with_less_memory_demotes_pages(directory: str) -> None:
         for number in range(32):
             store[f"block {number}"] = bytes([number]) * 4096
         store.snapshot()
-    small = {"device": "host", "budget": {"host": 8 * 4096}}
+    small = {"device": "host", "memory": {"budget": {"host": 8 * 4096}}}
     with pytest.raises(remanent.OverBudgetError):
         remanent.Store(directory, **small)
-    with remanent.Store(directory, **small, tiers=["host", "disk"]) as store:
+    with remanent.Store(directory, **small, tiers={"places": ["host", "disk"]}) as store:
         assert store.recovered["lowered_pages"] == 32 - 7, "a part of eight is kept free"
         assert all(store[f"block {number}"] == bytes([number]) * 4096 for number in range(32))
         assert [store.info(f"block {number}").place for number in (0, 31)] == ["disk", "host"]
 
 
 def test_invalid_tiers_are_rejected(tmp_path: Path) -> None:
-    for options in ({"tiers": ["host", "shelf"]}, {"tiers": ["host", "disk"], "eviction": "random"}, {"tiers": []}):
+    for tiers in ({"places": ["host", "shelf"]}, {"places": ["host", "disk"], "eviction": "random"}, {"places": []}):
         with pytest.raises((remanent.InvalidError, ValueError)):
-            remanent.Store(tmp_path / "store", device="host", **options)
+            remanent.Store(tmp_path / "store", device="host", tiers=tiers)
     with remanent.Store(tmp_path / "store", device="host") as store:
         store["a"] = b"1"
         for call in (store.promote, store.demote):
@@ -423,7 +423,8 @@ def test_metadata_may_change_during_conversion(store: remanent.Store) -> None:
 
 
 def test_newest_snapshot_survives_removed_name(directory: str) -> None:
-    with remanent.Store(directory, device="host", snapshots_kept=1, snapshot_log_bytes=None) as store:
+    options = {"retention": {"snapshots_kept": 1}, "snapshots": {"log_bytes": None}}
+    with remanent.Store(directory, device="host", **options) as store:
         for number in range(20):
             store[f"k{number}"] = bytes(5000)
         store.snapshot("a", verify=False)

@@ -90,7 +90,7 @@ def is_busy(error: RuntimeError) -> bool:
 
 
 def test_threads_share_store(directory: str) -> None:
-    store = remanent.Store(directory, device="host", log_kept=1 << 20)
+    store = remanent.Store(directory, device="host", retention={"log_kept": 1 << 20})
     store.put("shared", bytes(5000))
     store.put("far", b"far" * 1000, place="disk")
     written = [0] * 4

@@ -432,7 +432,7 @@ def test_damaged_version_changes_nothing(directory: str) -> None:
         model.big.fill_(5)
         model.embed.weight.fill_(6)
     with pytest.raises(remanent.DamagedError):
-        with Checkpointer(directory, model, optimizer, scheduler, page_load="on_demand") as run:
+        with Checkpointer(directory, model, optimizer, scheduler, memory={"load": "on_demand"}) as run:
             run.restore()
     assert (model.big == 5).all() and (model.embed.weight == 6).all()
 
@@ -536,7 +536,7 @@ def test_many_short_pages_stay_within_memory_limit(
     state = {f"t{at}": torch.full((100,), float(at)) for at in range(3000)}
     model = torch.nn.Linear(1, 1)
     with Checkpointer(directory, model, extra={"state": state}, rng=False, digests=digests,
-                      budget={"disk": 8 << 20}) as run:
+                      memory={"budget": {"disk": 8 << 20}}) as run:
         for step in range(3):
             for tensor in state.values():
                 tensor += 1

@@ -130,7 +130,8 @@ def test_subscriber_applies_changed_elements(directory: str) -> None:
 
 def test_overtaken_subscriber_restarts(directory: str) -> None:
     source, target = make(1), make(2)
-    with Publisher(directory, check=True, log_kept=0, snapshots_kept=1, segment_len=16384, spare_bytes=0) as publisher:
+    with Publisher(directory, check=True, log_kept=0, retention={"snapshots_kept": 1},
+                   log={"segment_len": 16384, "spare_bytes": 0}) as publisher:
         publisher.publish(source, 0)
         subscriber = Subscriber(directory)
         subscriber.apply_to(target)
@@ -149,7 +150,7 @@ def test_tied_weights_and_whole_tensors_are_applied(directory: str) -> None:
         return {"embed": weight, "head": weight, "row": weight[3]}
 
     source, target, untied = tied(1), tied(2), {name: tensor.clone() for name, tensor in tied(3).items()}
-    with Publisher(directory, check=True, segment_len=16384) as publisher:
+    with Publisher(directory, check=True, log={"segment_len": 16384}) as publisher:
         publisher.publish(source, 1)
         subscribers = [(Subscriber(directory), target), (Subscriber(directory), untied)]
         for number in range(2, 5):

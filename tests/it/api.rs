@@ -10,7 +10,7 @@ use std::time::Duration;
 use remanent::device::host::HostDevice;
 use remanent::error::{Invalid, NoSuchState, Remedy, Taken};
 use remanent::follow::{FollowFrom, Follower, Replica};
-use remanent::options::{LogIo, LogOptions};
+use remanent::options::{Compression, ImageIo, LogIo, LogOptions, PageLoad};
 use remanent::store::ReadPages;
 use remanent::testing::sim_disk::{DiskFault, Operation, SimDisk};
 use remanent::{
@@ -185,6 +185,45 @@ fn options_debug_shows_values() {
     assert_eq!((&options.retention, options.identity.as_deref()), (&rules, Some(&b"me"[..])));
     assert_eq!((options.log.segment_len, options.log.reserve_bytes), (16 << 20, None));
     assert_eq!(options.open_temporary().unwrap().retention(), rules);
+}
+
+#[test]
+fn python_signature_states_the_defaults() {
+    let signature = include_str!("../../python/src/store.rs");
+    let Options { log, images, snapshots, retention, scrubs, memory, .. } = Options::new();
+    let number = |value: Option<u64>| value.map_or_else(|| "None".to_owned(), |value| value.to_string());
+    let seconds = |time: Option<Duration>| format!("{:?}", time.unwrap().as_secs_f64());
+    assert_eq!((memory.load, memory.budget.limit(Place::Host)), (PageLoad::Eager, u64::MAX));
+    assert_eq!((log.io, images.io, images.compression), (None, ImageIo::Buffered, Compression::Zstd));
+    for group in [
+        "memory={'budget': None, 'load': 'eager', 'page_memory': None}".to_owned(),
+        format!(
+            "log={{'io': None, 'segment_len': {}, 'reserve_bytes': {}, 'spare_bytes': {}}}",
+            log.segment_len,
+            number(log.reserve_bytes),
+            number(log.spare_bytes)
+        ),
+        "images={'io': 'buffered', 'compression': True}".to_owned(),
+        format!(
+            "snapshots={{'log_bytes': {}, 'interval': {}, 'bytes_per_second': {}}}",
+            number(snapshots.log_bytes),
+            seconds(snapshots.interval),
+            number(snapshots.bytes_per_second)
+        ),
+        format!(
+            "retention={{'snapshots_kept': {}, 'snapshots_kept_for': {}, 'log_kept': {}}}",
+            retention.snapshots_kept,
+            seconds(Some(retention.snapshots_kept_for)),
+            retention.log_kept
+        ),
+        format!(
+            "scrubs={{'interval': {}, 'bytes_per_second': {}}}",
+            seconds(scrubs.interval),
+            number(scrubs.bytes_per_second)
+        ),
+    ] {
+        assert!(signature.contains(&group), "{group}");
+    }
 }
 
 /// Reads everything in the one way that all readers have.

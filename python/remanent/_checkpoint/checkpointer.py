@@ -10,7 +10,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Unpack
 
 import torch
 
@@ -34,6 +34,7 @@ from remanent._state import page_tree
 from remanent._state.put_back import PutBack
 from remanent._state.rng import rng_state
 from remanent._state.run_state import flatten_state, layouts_of
+from remanent._store.options import StoreOptions, merged
 from remanent._tensors.conversion import blocks
 from remanent._tensors.copy_streams import CurrentStreams, Moment
 from remanent._tensors.storages import extents_there
@@ -108,14 +109,14 @@ class Checkpointer:
         changed since the previous save, and only these chunks are copied to the host. These chunks are logged before
         the call returns and need no `room`. Use digests if only a small part of the state changes, for example if
         layers are frozen. The first save of a process and the first save after `restore` write everything. Changes are
-        held in host memory until their version is on disk, in up to half of `budget={"disk": bytes}`, which is 512 MiB
-        by default. Tensors beyond that are written completely. Tensors of more than 2 GiB, non-contiguous tensors and
-        tensors on other devices are saved without digests. The memory of captured tensors is kept alive until the next
-        save. For a model on the host, the host finds the changes.
+        held in host memory until their version is on disk, in up to half of `memory={"budget": {"disk": bytes}}`,
+        which is 512 MiB by default. Tensors beyond that are written completely. Tensors of more than 2 GiB,
+        non-contiguous tensors and tensors on other devices are saved without digests. The memory of captured tensors
+        is kept alive until the next save. For a model on the host, the host finds the changes.
     :param process_group: the ranks that save together, each with its own state; see below.
-    :param options: options of `Store`, such as `log_io`. A `budget={"disk": bytes}` of less than 32 MiB may be too
-        small for one batch of a save, which is then rejected. `compression=True` reduces the disk space of bfloat16
-        weights by a fifth and makes saves two to three times slower.
+    :param options: options of `Store`, such as `log={"io": "direct"}`. A budget of less than 32 MiB for "disk" may be
+        too small for one batch of a save, which is then rejected. `images={"compression": True}` reduces the disk space
+        of bfloat16 weights by a fifth and makes saves two to three times slower.
 
     With `process_group`, each rank creates one checkpointer for the same directory, which all ranks must be able to
     access. All ranks make the same calls in the same order. Only `versions` and `close` may be called by a single rank.
@@ -157,7 +158,7 @@ class Checkpointer:
                  extra: Mapping[str, Any] | None = None, rng: bool = True, keep: int = 2,
                  keep_for: float | None = None, room: int = 256 << 20, device_room: int = 0, overlap: bool = False,
                  digests: bool = False, process_group: torch.distributed.ProcessGroup | None = None,
-                 **options: Any) -> None:
+                 **options: Unpack[StoreOptions]) -> None:
         self._opener = os.getpid()
         self._worker = concurrent.futures.ThreadPoolExecutor(1, "remanent-checkpoint")
         self._ranks: Ranks | None = None
@@ -188,11 +189,12 @@ class Checkpointer:
                 self._parts = checked()
             self._rng = rng
             # Each save takes a snapshot, so periodic ones are not needed.
-            own: dict[str, Any] = {"device": "host" if device.type == "cpu" else str(device), "compression": False,
-                                   "snapshot_log_bytes": None, "snapshot_interval": None, "snapshots_kept": 1}
+            own: StoreOptions = {"device": "host" if device.type == "cpu" else str(device),
+                                 "images": {"compression": False}, "retention": {"snapshots_kept": 1},
+                                 "snapshots": {"log_bytes": None, "interval": None}}
             if digests:
-                own["budget"] = {"disk": _PENDING_BYTES}
-            opened = {**own, **options}
+                own["memory"] = {"budget": {"disk": _PENDING_BYTES}}
+            opened = merged(own, options)
             kept = Keep(keep, keep_for)
             if process_group is not None:
                 shared = self._waited(lambda: SharedVersions(ranks, process_group, directory, kept, opened,
@@ -207,7 +209,8 @@ class Checkpointer:
             self._worker.shutdown(wait=False)
             raise
         # The engine's default is 128 MiB.
-        self._pending_max: int = (opened.get("budget") or {}).get("disk", 128 << 20)
+        budget = opened.get("memory", {}).get("budget") or {}
+        self._pending_max: int = budget.get("disk", 128 << 20)
         self._copies = Copies(self.store, device, "digests") if digests else None
         self._writers = concurrent.futures.ThreadPoolExecutor(_WRITERS + 1, "remanent-checkpoint-write")
         self._sender = concurrent.futures.ThreadPoolExecutor(1, "remanent-checkpoint-copy")

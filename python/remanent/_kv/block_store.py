@@ -36,8 +36,8 @@ def open_store(path: str | os.PathLike[str], identity: Mapping[str, Any], interv
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidError(f"identity: the values cannot be converted to JSON: {error}") from error
     try:
-        store = Store(path, device="host", identity=text.encode(), compression=False, snapshots_kept=1,
-                      snapshot_log_bytes=interval)
+        store = Store(path, device="host", identity=text.encode(), images={"compression": False},
+                      retention={"snapshots_kept": 1}, snapshots={"log_bytes": interval})
     except MismatchError as error:
         there = None
         with contextlib.suppress(Error), View(path) as view:

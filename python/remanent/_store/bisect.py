@@ -29,7 +29,7 @@ def bisect(path: str | os.PathLike[str], is_good: Callable[[_native.View], bool 
     :raises NoStoreError: the directory contains no store.
     :raises DamagedError: a file of the store is damaged.
 
-    >>> with remanent.Store(directory, log_kept=1 << 30) as store:
+    >>> with remanent.Store(directory, retention={"log_kept": 1 << 30}) as store:
     ...     for step in range(100):
     ...         with store.batch(note=f"step {step}") as batch:
     ...             batch.set_root("loss", 0.5 if step < 70 else float("nan"))

@@ -31,6 +31,7 @@ from remanent._errors import (
     RankFailedError,
     RefusedError,
 )
+from remanent._store.options import StoreOptions
 from remanent._util import checksummed_json, durable_files
 from remanent._versions.removal import Removal
 from remanent._versions.run_versions import Keep, Version, Views, no_version, of_step, unnamed
@@ -77,7 +78,7 @@ class SharedVersions:
     `check_name` and `listed`."""
 
     def __init__(self, ranks: Ranks, process_group: dist.ProcessGroup, directory: _Path, keep: Keep,
-                 options: Mapping[str, Any], *, always_prune: bool) -> None:
+                 options: StoreOptions, *, always_prune: bool) -> None:
         self._ranks, self._keep = ranks, keep
         self._held = durable_files.HeldDirectory(Path(directory))
         self._points = _Points(lambda: self._held.path)
@@ -103,7 +104,7 @@ class SharedVersions:
             raise RefusedError(f"{self._held.path} is a store, so it cannot contain the stores of ranks",
                                remedy="use another directory")
 
-    def _open(self, options: Mapping[str, Any]) -> _native.Store:
+    def _open(self, options: StoreOptions) -> _native.Store:
         self._held.make()
         return _native.Store(_store_of(self._held.path, self._ranks.rank), **options)
 
@@ -319,7 +320,7 @@ def _check_free(directory: Path) -> None:
 def _forked(view: _native.View, step: int, target: Path) -> Part:
     durable_files.make_folder(target.parent)
     view.fork(target)
-    with _native.Store(target, device="host", page_load="on_demand") as store:
+    with _native.Store(target, device="host", memory={"load": "on_demand"}) as store:
         snapshot = of_step(step, store.lsn)
         store.snapshot(snapshot, verify=False)
         return Part(store.id, snapshot, store.lsn)

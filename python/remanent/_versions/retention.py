@@ -275,5 +275,6 @@ PENDING_BYTES = 1 << 30
 
 def open_store(directory: _Path, *, create: bool = True) -> _native.Store:
     """Opens a directory of versions for a save. The store itself removes nothing; only `KeptVersions` does."""
-    return _native.Store(directory, create=create, device="host", page_load="on_demand", snapshots_kept=_ALL,
-                         log_kept=_ALL_BYTES, spare_bytes=0, budget={"disk": PENDING_BYTES})
+    return _native.Store(directory, create=create, device="host",
+                         memory={"load": "on_demand", "budget": {"disk": PENDING_BYTES}}, log={"spare_bytes": 0},
+                         retention={"snapshots_kept": _ALL, "log_kept": _ALL_BYTES})

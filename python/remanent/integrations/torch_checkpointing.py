@@ -51,6 +51,7 @@ from typing import Any
 
 from remanent._errors import DamagedError, DiskFullError, Error, InvalidError, LockedError
 from remanent._native import Store, View
+from remanent._store.options import StoreOptions
 from remanent._util import durable_files
 from remanent.integrations import _hosts
 
@@ -67,7 +68,8 @@ _MARK_BYTES_MAX = 4096
 _MARK_END = re.compile(rb"}\n[0-9a-f]{8}\n\Z")
 # The bytes of a page. A file consists of as many pages as it needs.
 _PAGE_BYTES = 32 << 20
-_OPTIONS: dict[str, Any] = {"device": "host", "compression": False, "snapshots_kept": 1, "spare_bytes": 0}
+_OPTIONS: StoreOptions = {"device": "host", "images": {"compression": False}, "retention": {"snapshots_kept": 1},
+                          "log": {"spare_bytes": 0}}
 # Seconds of writing for each second spent on finding removed files.
 _WRITING_PER_LOOK = 20.0
 # The number of attempts to read a file that others replace.
