@@ -106,7 +106,9 @@ fn details<'py>(py: Python<'py>, error: &Error, path: Option<&str>) -> PyResult<
             fields.set_item("newest", newest.0)?;
         }
         Error::Overtaken { snapshot, .. } => fields.set_item("snapshot", snapshot.map(|id| id.0))?,
-        Error::NoSuchState(NoSuchState::NotCommitted { newest, .. }) => fields.set_item("newest", newest.0)?,
+        Error::NoSuchState(NoSuchState::NotCommitted { newest, .. }) => {
+            fields.set_item("newest", newest.0)?
+        }
         Error::Io { source, .. } => fields.set_item("errno", source.raw_os_error())?,
         _ => {}
     }

@@ -11,10 +11,10 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use remanent::error::{Refused};
 use remanent::batch::ByteSource;
 use remanent::device::RawStream;
 use remanent::device::{CallerMemory, DeviceBytes, HostMemory};
+use remanent::error::Refused;
 use remanent::{DeviceChoice, Place, Store};
 
 use crate::buffer_view::BufferView;

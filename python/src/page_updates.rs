@@ -4,8 +4,8 @@
 use std::sync::Arc;
 
 use pyo3::prelude::*;
-use remanent::error::{IoAction, IoObject};
 use remanent::batch::{ByteSource, PageChanges, Width};
+use remanent::error::{IoAction, IoObject};
 use remanent::{Error, PageId, PageInfo, Place, Store, WriteBatch};
 
 use crate::elements::{Elements, PageLayout};
@@ -67,8 +67,12 @@ impl NewBytes {
             Self::Host(bytes) => Ok(&bytes.as_slice()[at..at + len]),
             Self::External(source, _) => {
                 held.resize(len, 0);
-                let refused =
-                    |error| Error::Io { action: IoAction::Read, object: IoObject::Source { index: 0, offset: at as u64 }, store: None, source: Arc::new(error) };
+                let refused = |error| Error::Io {
+                    action: IoAction::Read,
+                    object: IoObject::Source { index: 0, offset: at as u64 },
+                    store: None,
+                    source: Arc::new(error),
+                };
                 source.read_at(at as u64, held).map_err(refused)?;
                 Ok(held)
             }
