@@ -13,7 +13,7 @@ use remanent_format::{LogPoint, PageTable, StoreId};
 
 use crate::applier::{AppliedState, Applier, ApplierParts, Leases};
 use crate::base::poison::Poison;
-use crate::device::{Device, DeviceCounts, Fence, MemoryOwner, StoreHandle};
+use crate::device::{EngineDevice, Fence, MemoryOwner, StoreHandle};
 use crate::disk::Disk;
 use crate::error::{Error, Result};
 use crate::images::disk_pages::DiskPages;
@@ -29,10 +29,8 @@ pub(crate) struct Engine {
     pub store: StoreId,
     /// The directory with the store's files.
     pub disk: Arc<dyn Disk>,
-    /// The device that contains the pages.
-    pub device: Arc<dyn Device>,
-    /// Counters of device operations since the store was opened.
-    pub counts: Arc<DeviceCounts>,
+    /// The device that contains the pages, and the counters of its operations.
+    pub device: Arc<EngineDevice>,
     /// Page memory, limited by the budget.
     pub arena: Arc<Arena>,
     /// The staging memory through which lanes copy.
@@ -54,7 +52,7 @@ pub(crate) struct Engine {
 pub(crate) struct EngineStart<'a> {
     pub store: StoreId,
     pub disk: Arc<dyn Disk>,
-    pub device: Arc<dyn Device>,
+    pub device: Arc<EngineDevice>,
     pub arena: Arc<Arena>,
     pub staging: Arc<StagingPool>,
     pub disk_pages: Arc<DiskPages>,
@@ -69,8 +67,6 @@ pub(crate) struct EngineStart<'a> {
     pub applied: AppliedState,
     /// The same pages, in the table of committers.
     pub submitted: &'a PageTable,
-    /// Counters of device operations.
-    pub counts: Arc<DeviceCounts>,
     /// The recorder of page uses for eviction policies, if there are any.
     pub uses: Option<Arc<PageUses>>,
 }
@@ -94,7 +90,6 @@ impl Engine {
             first_batch,
             mut applied,
             submitted,
-            counts,
             uses,
         } = start;
         let poison = Arc::new(Poison::none_in(disk.label()));
@@ -141,7 +136,6 @@ impl Engine {
             store,
             disk,
             device,
-            counts,
             arena,
             staging,
             disk_pages,

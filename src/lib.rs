@@ -237,7 +237,7 @@ pub mod follow {
 
 /// The counters that [`Store::stats`] returns.
 pub mod stats {
-    pub use crate::device::counted::{AllocationStats, LaneStats, TransferStats};
+    pub use crate::device::counts::{AllocationStats, LaneStats, TransferStats};
     pub use crate::images::disk_pages::DiskUsage;
     pub use crate::log::LogStats;
     pub use crate::memory::arena::{PlaceUsage, Purpose};

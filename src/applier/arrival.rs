@@ -10,7 +10,7 @@ use remanent_format::op::Op;
 
 use crate::base::allocation::push;
 use crate::device::sums::{PROVEN_LEN_MIN, sums_in, sums_len, transfer_corrupted};
-use crate::device::{Command, Device, Span, Staging, StagingSpan};
+use crate::device::{Command, EngineDevice, Span, Staging, StagingSpan};
 use crate::error::Result;
 use crate::memory::staging::{StagingBuf, StagingPool};
 
@@ -103,7 +103,7 @@ impl ArrivalProof {
     ///
     /// # Errors
     /// A device error.
-    pub fn check(&self, returned: &[Staging], device: &dyn Device) -> Result<()> {
+    pub fn check(&self, returned: &[Staging], device: &EngineDevice) -> Result<()> {
         assert!(self.requested == self.sums.len()); // I12: no long write was sent without its sum.
         let of_device = &returned[self.index][..sums_len(self.sums.len())];
         let holds = sums_in(of_device).eq(self.sums.iter().copied());

@@ -2,7 +2,7 @@
 
 use remanent_format::{Epoch, PageId, PageInfo, Place, StoreId};
 
-use crate::device::{Device, MemoryId};
+use crate::device::{EngineDevice, MemoryId};
 use crate::error::{Error, Result, Unavailable};
 
 /// The kind of memory that contains a page's bytes, named as in transport libraries.
@@ -60,7 +60,12 @@ impl MemoryDescriptor {
     ///
     /// # Errors
     /// `Unavailable` if the memory has no permanent address, as on a host-only device.
-    pub(crate) fn of(device: &dyn Device, memory: MemoryId, store: StoreId, info: &PageInfo) -> Result<Self> {
+    pub(crate) fn of(
+        device: &EngineDevice,
+        memory: MemoryId,
+        store: StoreId,
+        info: &PageInfo,
+    ) -> Result<Self> {
         let kind = match info.place {
             Place::Device(_) => MemoryKind::Device,
             Place::Pinned => MemoryKind::Pinned,
@@ -73,9 +78,11 @@ impl MemoryDescriptor {
             _ => "pages in memory of the host alone have no address that lasts: read them by `Store::read`",
         };
         let nowhere = Error::Unavailable(Unavailable::Place { place: info.place, reason });
-        let address = device.address(memory).ok_or(nowhere)?;
+        let addresses = device.abilities().addresses;
+        let address = addresses.and_then(|addresses| addresses.address(memory)).ok_or(nowhere)?;
+        let gpu = addresses.and_then(|addresses| addresses.gpu_of(memory));
         let (page, len, epoch) = (info.page, info.len, info.epoch);
-        Ok(Self { address, len, kind, gpu: device.gpu_of(memory), store, page, epoch })
+        Ok(Self { address, len, kind, gpu, store, page, epoch })
     }
 
     /// Returns the description as a JSON object, for another process or language. Numbers are decimal, and the store's

@@ -9,7 +9,7 @@ use remanent_format::Lsn;
 
 use super::arrival::ArrivalProof;
 use super::changes::AppliedBatch;
-use crate::device::{Device, Pending, Staging};
+use crate::device::{EngineDevice, Pending, Staging};
 use crate::error::Result;
 
 /// The lists in flight and the batches to report, both in the order of the lane.
@@ -66,9 +66,9 @@ impl InFlight {
     ///
     /// # Errors
     /// A device error.
-    pub fn finish_oldest(&mut self, device: &dyn Device) -> Result<Option<(Vec<Staging>, Result<()>)>> {
+    pub fn finish_oldest(&mut self, device: &EngineDevice) -> Result<Option<(Vec<Staging>, Result<()>)>> {
         let Some(SubmittedList { pending, proofs }) = self.lists.pop_front() else { return Ok(None) };
-        let staging = pending.finish(device)?;
+        let staging = device.finish(pending)?;
         let proven = proofs.iter().try_for_each(|proof| proof.check(&staging, device));
         Ok(Some((staging, proven)))
     }

@@ -12,7 +12,7 @@ use crate::applier::descriptor::MemoryDescriptor;
 use crate::applier::{Applier, LeaseId, Leases};
 use crate::base::process::Process;
 use crate::base::sync::Mutex;
-use crate::device::{Device, Fence, MemoryId, PageBytes, RawStream};
+use crate::device::{EngineDevice, Fence, MemoryId, PageBytes, RawStream};
 use crate::error::{Error, Result, Unavailable};
 
 /// The right to read a page in place, at an address on the device or as a slice of host memory. Returned by
@@ -63,7 +63,7 @@ pub struct Lease<'s> {
     opener: Process,
     store: StoreId,
     leases: Arc<Leases>,
-    device: Arc<dyn Device>,
+    device: Arc<EngineDevice>,
     /// The lifetime of the store, which must not end before the lease.
     _store: PhantomData<&'s ()>,
 }
@@ -74,7 +74,7 @@ impl<'s> Lease<'s> {
     pub(crate) fn take(
         applier: &Applier,
         leases: &Arc<Leases>,
-        device: &Arc<dyn Device>,
+        device: &Arc<EngineDevice>,
         store: StoreId,
         page: PageId,
         id: LeaseId,
@@ -146,7 +146,7 @@ impl<'s> Lease<'s> {
     pub fn descriptor(&self) -> Result<MemoryDescriptor> {
         self.opener.check()?;
         self.device.wait(self.ready)?;
-        MemoryDescriptor::of(&*self.device, self.memory, self.store, &self.info)
+        MemoryDescriptor::of(&self.device, self.memory, self.store, &self.info)
     }
 
     /// Permits work that is enqueued on `stream` after this call to read the page. The stream waits on the device for
@@ -177,7 +177,7 @@ impl<'s> Lease<'s> {
     pub fn bytes(&self) -> Result<&[u8]> {
         self.opener.check()?;
         self.device.wait(self.ready)?;
-        match self.bytes.get_or_init(|| self.device.bytes(self.memory)) {
+        match self.bytes.get_or_init(|| self.device.abilities().bytes?.bytes(self.memory)) {
             Some(bytes) => Ok((**bytes).as_ref()),
             None => {
                 let reason = match self.info.place {

@@ -21,13 +21,13 @@ use remanent_format::PageId;
 use crate::base::poison::Poison;
 use crate::base::sync::Mutex;
 use crate::base::sync::atomic::{AtomicUsize, Ordering};
-use crate::device::{CommandList, Device, Fence, Lane, MemoryId, RawStream};
+use crate::device::{CommandList, EngineDevice, Fence, Lane, MemoryId, RawStream};
 use crate::error::{Error, Result};
 use crate::memory::arena::{Arena, PageMemory};
 
 /// The leases and pins of one store, shared by threads.
 pub(crate) struct Leases {
-    device: Arc<dyn Device>,
+    device: Arc<EngineDevice>,
     arena: Arc<Arena>,
     poison: Arc<Poison>,
     /// The number of leased pages. If it is 0, batches need no lock.
@@ -60,7 +60,7 @@ struct Record {
 }
 
 impl Leases {
-    pub fn new(device: Arc<dyn Device>, arena: Arc<Arena>, poison: Arc<Poison>) -> Self {
+    pub fn new(device: Arc<EngineDevice>, arena: Arc<Arena>, poison: Arc<Poison>) -> Self {
         Self { device, arena, poison, leased_pages: AtomicUsize::new(0), state: Mutex::default() }
     }
 
@@ -69,7 +69,8 @@ impl Leases {
     /// # Errors
     /// `Refused`; a device error, which poisons the store.
     pub fn signal(&self, stream: RawStream, fence: Fence) -> Result<()> {
-        let signalled = self.device.signal_external(stream, fence);
+        let signalled =
+            self.device.streams(stream).and_then(|streams| streams.signal_external(stream, fence));
         signalled.map_err(|error| self.poison.set_by_device(error))
     }
 
@@ -195,7 +196,9 @@ impl Leases {
             self.cancel(page, id);
         } else {
             // If another lease ends concurrently, this fence only comes later.
-            streams.iter().try_for_each(|stream| self.device.wait_external(Lane::Callers, *stream))?;
+            for stream in streams {
+                self.device.streams(*stream)?.wait_external(Lane::Callers, *stream)?;
+            }
             let fence = self.device.submit(Lane::Callers, CommandList::default())?.fence();
             self.state.lock().record(page, id).ended = Some(fence.value);
         }
@@ -324,10 +327,11 @@ mod tests {
 
     #[test]
     fn read_leases_leave_no_records() {
-        let device = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));
+        let late = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));
+        let device = EngineDevice::new(late.clone());
         let arena = Arc::new(Arena::new(device.clone(), Budget::default()));
-        let leases = Leases::new(device.clone(), arena, Arc::new(Poison::default()));
-        let (stream, page) = (device.stream(), PageId(1));
+        let leases = Leases::new(device, arena, Arc::new(Poison::default()));
+        let (stream, page) = (late.stream(), PageId(1));
         for _ in 0..10 {
             let id = leases.begin(page).unwrap();
             leases.name(page, id, MemoryId(1));

@@ -58,7 +58,7 @@ use crate::base::sync::thread::JoinHandle;
 use crate::base::sync::threads;
 use crate::base::sync::{Condvar, Instant, Mutex, mpsc};
 use crate::device::sums::transfer_corrupted;
-use crate::device::{CommandList, Device, Fence, Lane, Pending, SHORT_COPY_LEN_MAX, Span};
+use crate::device::{CommandList, EngineDevice, Fence, Lane, Pending, SHORT_COPY_LEN_MAX, Span};
 use crate::error::{Error, Result, Unavailable};
 use crate::images::disk_pages::{DiskImage, DiskPage, DiskPageTable, DiskPages};
 use crate::memory::arena::{Arena, PageMemory};
@@ -131,7 +131,7 @@ impl AppliedState {
 /// The parts of a store that the applier uses.
 #[derive(Clone)]
 pub(crate) struct ApplierParts {
-    pub device: Arc<dyn Device>,
+    pub device: Arc<EngineDevice>,
     pub arena: Arc<Arena>,
     pub staging: Arc<StagingPool>,
     pub poison: Arc<Poison>,
@@ -150,7 +150,7 @@ pub(crate) struct Turn<'a> {
     pub arena: &'a Arc<Arena>,
     /// The versions of pages for readers, to be updated when a page's bytes move.
     pub versions: &'a Versions,
-    device: &'a dyn Device,
+    device: &'a EngineDevice,
     lost: &'a mut Option<Error>,
 }
 
@@ -301,7 +301,7 @@ impl Applier {
     /// deltas continue.
     pub fn read(
         &self,
-        device: &dyn Device,
+        device: &EngineDevice,
         staging: &Arc<StagingPool>,
         page: PageId,
         len_known: u64,
@@ -317,7 +317,7 @@ impl Applier {
     /// Same as `read`.
     pub fn read_proven(
         &self,
-        device: &dyn Device,
+        device: &EngineDevice,
         staging: &Arc<StagingPool>,
         page: PageId,
         len_known: u64,
@@ -486,7 +486,7 @@ enum GatheredRange {
 
 impl GatheredRange {
     /// Waits for the bytes. Must not be called on the applier's thread.
-    fn finish(self, device: &dyn Device) -> Result<StagingBuf> {
+    fn finish(self, device: &EngineDevice) -> Result<StagingBuf> {
         match self {
             GatheredRange::InMemory(drain) => Ok(drain.finish(device)?.bytes),
             GatheredRange::OnDisk(page, offset, staged) => read_from_disk(&page, offset, staged),
@@ -494,7 +494,7 @@ impl GatheredRange {
     }
 
     /// Waits like [`finish`](Self::finish), and returns `None` if the bytes changed in transit.
-    fn finish_once(self, device: &dyn Device) -> Result<Option<StagingBuf>> {
+    fn finish_once(self, device: &EngineDevice) -> Result<Option<StagingBuf>> {
         match self {
             GatheredRange::InMemory(drain) => Ok(drain.finish_once(device)?.map(|drained| drained.bytes)),
             GatheredRange::OnDisk(page, offset, staged) => read_from_disk(&page, offset, staged).map(Some),

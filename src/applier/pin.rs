@@ -10,7 +10,7 @@ use remanent_format::{PageId, PageInfo, StoreId};
 use crate::applier::descriptor::MemoryDescriptor;
 use crate::applier::{Applier, Leases};
 use crate::base::process::ForkGuard;
-use crate::device::{Device, MemoryId, RawStream};
+use crate::device::{EngineDevice, MemoryId, RawStream};
 use crate::error::{Error, Result};
 
 /// A guarantee that a page keeps its address, as needed by a captured CUDA graph, or by a framework that holds pointers
@@ -55,7 +55,7 @@ pub struct Pin<'s> {
 pub(crate) struct PinSource<'s> {
     pub applier: &'s Applier,
     pub leases: &'s Arc<Leases>,
-    pub device: &'s Arc<dyn Device>,
+    pub device: &'s Arc<EngineDevice>,
     /// The store's id.
     pub id: StoreId,
 }
@@ -105,7 +105,7 @@ impl<'s> Pin<'s> {
     /// [`Error::Unavailable`] if [`Pin::address`] returns `None`; [`Error::Forked`].
     pub fn descriptor(&self) -> Result<MemoryDescriptor> {
         self.pinned.check()?;
-        MemoryDescriptor::of(&**self.store.device, self.memory, self.store.id, &self.info)
+        MemoryDescriptor::of(self.store.device, self.memory, self.store.id, &self.info)
     }
 
     /// Makes `stream` wait on the device for every batch submitted before this call, so that work enqueued on the

@@ -17,7 +17,7 @@ use remanent_format::{Place, Width};
 use super::Turn;
 use crate::base::allocation::{collected, push};
 use crate::device::sums::{sums_in, sums_len, transfer_corrupted};
-use crate::device::{Command, CommandList, Device, Fence, Lane, Pending, Span, StagingSpan};
+use crate::device::{Command, CommandList, EngineDevice, Fence, Lane, Pending, Span, StagingSpan};
 use crate::error::Result;
 use crate::memory::arena::{Arena, CopyDirection, FileTarget, PageMemory};
 use crate::memory::staging::{StagingBuf, StagingPool};
@@ -225,7 +225,7 @@ impl Drain {
     ///
     /// # Errors
     /// A device error, also if the arrived bytes differ from those that the device sent.
-    pub fn finish(self, device: &dyn Device) -> Result<Drained> {
+    pub fn finish(self, device: &EngineDevice) -> Result<Drained> {
         self.finish_once(device)?.ok_or_else(|| transfer_corrupted(device, "bytes of pages"))
     }
 
@@ -234,7 +234,7 @@ impl Drain {
     ///
     /// # Errors
     /// A device error.
-    pub fn finish_once(self, device: &dyn Device) -> Result<Option<Drained>> {
+    pub fn finish_once(self, device: &EngineDevice) -> Result<Option<Drained>> {
         let Self { len, copies, summed } = self;
         match copies {
             // The pages may have changed since, so only the caller knows whether it may capture them again.
@@ -280,7 +280,7 @@ impl CopiesAside {
     /// A device error; `OutOfMemory`.
     pub fn finish_in_place(
         self,
-        device: &dyn Device,
+        device: &EngineDevice,
         target: &FileTarget,
         offset: u64,
         gaps: &[Range<u64>],
@@ -309,8 +309,8 @@ impl CopiesAside {
             }
             let sent = target.submit(CopyDirection::To, Some(last_use), list)?;
             last_use = sent.fence();
-            sent.finish(device)?;
-            let words = sums.finish(device)?.into_iter().next().expect("one staging went in");
+            device.finish(sent)?;
+            let words = device.finish(sums)?.into_iter().next().expect("one staging went in");
             let sums = summed.by_source(sums_in(&words[..sums_len(summed.spans.len())]))?;
             summed.pool.put(words);
             Ok(sums)
@@ -328,7 +328,7 @@ impl CopiesAside {
 impl AsideBuffer {
     fn finish(
         self,
-        device: &dyn Device,
+        device: &EngineDevice,
         staging: StagingBuf,
         from: u64,
         summed: &Option<SummedCopies>,
@@ -362,7 +362,7 @@ impl AsideBuffer {
 }
 
 impl SummedCopies {
-    fn new(device: &dyn Device, pool: &Arc<StagingPool>, sources: usize) -> Self {
+    fn new(device: &EngineDevice, pool: &Arc<StagingPool>, sources: usize) -> Self {
         let (crosses_bus, pool) = (device.crosses_bus(), pool.clone());
         Self { spans: Vec::new(), crosses_bus, arrivals: Vec::new(), sources, pool }
     }
@@ -433,12 +433,12 @@ fn with_sums(mut list: CommandList, summed: &Option<SummedCopies>) -> Result<Com
 /// Waits for a list that transfers bytes to its first staging buffer, and checks them. Returns `None` if they changed
 /// in transit.
 fn arrived(
-    device: &dyn Device,
+    device: &EngineDevice,
     pending: Pending,
     len: usize,
     summed: &Option<SummedCopies>,
 ) -> Result<Option<Drained>> {
-    let mut returned = pending.finish(device)?.into_iter();
+    let mut returned = device.finish(pending)?.into_iter();
     let bytes = StagingBuf::new(returned.next().expect("one staging went in"), len);
     let Some(summed) = summed else { return Ok(Some(Drained { bytes, sums: Vec::new() })) };
     let of_device = returned.next();
@@ -455,7 +455,7 @@ fn arrived(
 }
 
 fn queue(
-    device: &dyn Device,
+    device: &EngineDevice,
     pieces: &[PageMemory],
     gathered: Fence,
     staging: StagingBuf,

@@ -22,7 +22,7 @@ use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::base::sync::thread::JoinHandle;
 use crate::base::sync::threads;
 use crate::base::sync::{Condvar, Instant, Mutex};
-use crate::device::{Device, SHORT_COPY_LEN_MAX};
+use crate::device::{EngineDevice, SHORT_COPY_LEN_MAX};
 use crate::error::{Error, Result};
 use crate::images::disk_pages::DiskPage;
 use crate::memory::staging::{StagingBuf, StagingPool};
@@ -36,7 +36,7 @@ pub(crate) type PageRanges = Vec<(PageId, Range<u64>)>;
 /// The thread that completes reads, and its queue.
 pub(crate) struct Reads {
     applier: Arc<Applier>,
-    device: Arc<dyn Device>,
+    device: Arc<EngineDevice>,
     staging: Arc<StagingPool>,
     poison: Arc<Poison>,
     shared: Arc<ReadQueue>,
@@ -134,7 +134,7 @@ impl Reads {
     /// Creates a reader, whose thread is started by the first read.
     pub fn new(
         applier: Arc<Applier>,
-        device: Arc<dyn Device>,
+        device: Arc<EngineDevice>,
         staging: Arc<StagingPool>,
         poison: Arc<Poison>,
     ) -> Self {
@@ -184,7 +184,7 @@ impl Reads {
         let mut thread = self.thread.lock();
         if thread.is_none() {
             let (shared, device, staging) = (self.shared.clone(), self.device.clone(), self.staging.clone());
-            let life = move || shared.run(&*device, &staging);
+            let life = move || shared.run(&device, &staging);
             let started = threads::start("remanent-read", life);
             *thread = Some(started.map_err(|error| Error::thread("the thread for reads", error))?);
         }
@@ -218,7 +218,7 @@ impl ReadQueue {
         self.more.notify_one();
     }
 
-    fn run(&self, device: &dyn Device, staging: &Arc<StagingPool>) {
+    fn run(&self, device: &EngineDevice, staging: &Arc<StagingPool>) {
         // A panic must leave no read waiting: the guard drops the reads in the queue, and later ones are dropped too.
         let _end_guard = QueueGuard(self);
         while let Some(CaughtRead { lsn, drain, on_disk, mut open }) = self.next() {

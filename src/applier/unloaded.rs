@@ -288,6 +288,7 @@ mod tests {
     use remanent_format::{Defect, FileName, Place};
 
     use super::*;
+    use crate::device::EngineDevice;
     use crate::device::host::HostDevice;
     use crate::memory::arena::{Arena, Purpose};
     use crate::options::Budget;
@@ -314,7 +315,7 @@ mod tests {
     }
 
     fn arena() -> Arena {
-        Arena::new(Arc::new(HostDevice::new()), Budget::default())
+        Arena::new(EngineDevice::new(Arc::new(HostDevice::new())), Budget::default())
     }
 
     fn numbers(taken: &[UnloadedPage]) -> Vec<u64> {

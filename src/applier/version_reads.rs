@@ -9,7 +9,7 @@ use remanent_format::{Lsn, PageId, Place};
 use super::Applier;
 use super::reads::{gather_ranges, len_of};
 use crate::base::allocation::{collected, push};
-use crate::device::Device;
+use crate::device::EngineDevice;
 use crate::device::sums::transfer_corrupted;
 use crate::error::Result;
 use crate::memory::staging::{StagingBuf, StagingPool};
@@ -32,7 +32,7 @@ impl Applier {
     /// `OutOfMemory`; a device error, also if the bytes changed in transit twice.
     pub fn read_versions(
         &self,
-        device: &dyn Device,
+        device: &EngineDevice,
         staging: &Arc<StagingPool>,
         ranges: &[VersionRange],
     ) -> Result<Option<StagingBuf>> {

@@ -16,7 +16,7 @@ use super::{
     NewDiskImages, Provision, Turn,
 };
 use crate::base::queue::Queue;
-use crate::device::{CommandList, Device, Lane};
+use crate::device::{CommandList, EngineDevice, Lane};
 use crate::error::{Error, Result};
 use crate::images::disk_pages::{DiskPage, DiskPages};
 use crate::memory::arena::{Arena, PageMemory};
@@ -29,7 +29,7 @@ const IN_FLIGHT_MAX: usize = 32;
 /// The state that only the applier's thread uses.
 pub(super) struct Worker {
     shared: Arc<Applier>,
-    device: Arc<dyn Device>,
+    device: Arc<EngineDevice>,
     arena: Arc<Arena>,
     staging: Arc<StagingPool>,
     leases: Arc<Leases>,
@@ -114,7 +114,7 @@ impl Worker {
                             applied: &mut self.applied,
                             arena: &self.arena,
                             versions: &self.versions,
-                            device: &*self.device,
+                            device: &self.device,
                             lost: &mut self.lost,
                         });
                         // A caller that waits for bytes that the turn lost is notified.
@@ -132,7 +132,7 @@ impl Worker {
         // Lists of other threads, such as reads and gathers, may be in flight too. When one more list completes, all of
         // them have. If it fails, they may still run, and the memory that they name is not freed.
         let last = self.device.submit(Lane::Apply, CommandList::default());
-        let last = last.and_then(|pending| pending.finish(&*self.device));
+        let last = last.and_then(|pending| self.device.finish(pending));
         match last.and_then(|_| self.leases.wait_ended()) {
             Ok(()) => self.release_pages(),
             Err(error) => tracing::warn!(%error, "page memory stays allocated"),
@@ -500,7 +500,7 @@ impl Worker {
 
     /// Waits for the oldest list, and returns its staging to the pool.
     fn finish_oldest(&mut self) {
-        let proven = match self.in_flight.finish_oldest(&*self.device) {
+        let proven = match self.in_flight.finish_oldest(&self.device) {
             Ok(Some((staging, proven))) => {
                 self.staging.put_all(staging);
                 proven

@@ -6,16 +6,14 @@
 use std::any::Any;
 use std::fmt;
 use std::ops::Range;
-use std::ptr;
 use std::sync::Arc;
 
 use remanent_format::{PageId, Place};
 
-use super::counted::inner_device;
 use super::lent_ranges::{CallerUse, MemoryRange, RangeInUse, RangeUse};
 use super::memory_link::{MemoryLink, MemoryOwner};
 use super::stream_uses::{Access, LastUse, StreamUses};
-use super::{CallerMemory, Command, CommandList, Device, Lane, MemoryId, RawStream, Span, StagingSpan};
+use super::{CallerMemory, Command, CommandList, EngineDevice, Lane, MemoryId, RawStream, Span, StagingSpan};
 use crate::base::allocation::collected;
 use crate::base::process::ForkGuard;
 use crate::error::{Error, Refused, Result};
@@ -47,7 +45,7 @@ pub struct DeviceBytes {
 
 /// An allocation, and the owner that frees it.
 struct OwnedMemory {
-    device: Arc<dyn Device>,
+    device: Arc<EngineDevice>,
     memory: MemoryId,
     place: Place,
     /// The location of the first byte: the space, and the offset in it.
@@ -62,7 +60,7 @@ struct OwnedMemory {
 
 /// Caller-owned memory that a device adopted. It returns to its owner and never to the arena.
 struct AdoptedMemory {
-    device: Arc<dyn Device>,
+    device: Arc<EngineDevice>,
     memory: MemoryId,
     link: Arc<MemoryLink>,
     uses: Arc<StreamUses>,
@@ -79,7 +77,7 @@ impl Drop for AdoptedMemory {
         let Some(owner) = self.owner.take() else { return };
         match self.uses.last() {
             LastUse::None => drop(owner),
-            LastUse::At(fence) => self.link.drop_after(&*self.device, owner, fence),
+            LastUse::At(fence) => self.link.drop_after(&self.device, owner, fence),
             // The end of the uses is unknown, so the owner can never be dropped.
             LastUse::Unknown => std::mem::forget(owner),
         }
@@ -90,7 +88,7 @@ impl DeviceBytes {
     /// Wraps all bytes of an allocation. Dropping `owner` frees the memory after the stream uses recorded in
     /// `uses`.
     pub(crate) fn new(
-        device: Arc<dyn Device>,
+        device: Arc<EngineDevice>,
         memory: MemoryId,
         place: Place,
         len: u64,
@@ -108,7 +106,7 @@ impl DeviceBytes {
     /// # Errors
     /// `MemoryRefused`; a device error.
     pub(crate) fn adopt(
-        device: &Arc<dyn Device>,
+        device: &Arc<EngineDevice>,
         memory: &CallerMemory,
         link: &Arc<MemoryLink>,
     ) -> Result<Self> {
@@ -228,9 +226,10 @@ impl DeviceBytes {
             let reason = "a stream uses it: end the guard first".to_owned();
             return Err(Error::Refused(Refused::Memory { len: self.len, reason }));
         }
-        let device = &*self.memory.device;
-        let points = self.memory.uses.before(device, &self.offsets(), access)?;
-        points.iter().try_for_each(|point| device.wait_event(point))
+        // Without streams there are no uses by streams.
+        let Some(streams) = self.memory.device.abilities().streams else { return Ok(()) };
+        let points = self.memory.uses.before(streams, &self.offsets(), access)?;
+        points.iter().try_for_each(|point| streams.wait_event(point))
     }
 
     /// Returns the range's offsets within its allocation.
@@ -238,7 +237,7 @@ impl DeviceBytes {
         self.offset..self.offset + self.len
     }
 
-    pub(super) fn device(&self) -> &Arc<dyn Device> {
+    pub(super) fn device(&self) -> &Arc<EngineDevice> {
         &self.memory.device
     }
 
@@ -274,7 +273,7 @@ impl DeviceBytes {
                 return Err(Error::Refused(Refused::Memory { len: self.len, reason }));
             }
         }
-        let named = self.memory.device.alias(self.span());
+        let named = self.memory.device.alias(self.memory.place, self.span());
         named.map(Some).inspect_err(|_| self.end_loan())
     }
 
@@ -371,9 +370,8 @@ impl DeviceBytes {
     ///
     /// # Errors
     /// [`Error::Refused`] if it belongs to another device.
-    pub(crate) fn check_device(&self, device: &Arc<dyn Device>) -> Result<()> {
-        // Each store wraps the device in a counter of its own; stores on the same device share its memory.
-        if ptr::addr_eq(inner_device(&self.memory.device), inner_device(device)) {
+    pub(crate) fn check_device(&self, device: &Arc<EngineDevice>) -> Result<()> {
+        if self.memory.device.is_same(device) {
             return Ok(());
         }
         let reason = "it is another store's: make it with this one's `device_bytes`".to_owned();
@@ -383,7 +381,7 @@ impl DeviceBytes {
     fn run(&self, command: Command, staging: super::Staging) -> Result<super::Staging> {
         let list = CommandList { commands: vec![command], staging: vec![staging] };
         let device = &*self.memory.device;
-        let mut returned = device.submit(Lane::Stage, list)?.finish(device)?;
+        let mut returned = device.finish(device.submit(Lane::Stage, list)?)?;
         Ok(returned.pop().expect("one staging went in"))
     }
 }

@@ -8,7 +8,7 @@ use std::any::Any;
 use std::sync::{Arc, OnceLock};
 
 use super::lent_ranges::LentRanges;
-use super::{Device, Fence};
+use super::{EngineDevice, Fence};
 use crate::error::{Error, Result};
 
 /// The store's end of the link.
@@ -62,7 +62,7 @@ impl MemoryLink {
 
     /// Drops an owner after the fence has passed. If the store no longer exists, blocks this thread until
     /// then.
-    pub fn drop_after(&self, device: &dyn Device, owner: MemoryOwner, fence: Fence) {
+    pub fn drop_after(&self, device: &EngineDevice, owner: MemoryOwner, fence: Fence) {
         let kept = match self.store.get() {
             Some(store) => store.keep(owner, fence),
             None => Err(owner),
@@ -74,7 +74,7 @@ impl MemoryLink {
 }
 
 /// Waits until the fence has passed, then drops an owner. The owner is leaked if the fence never passes.
-pub(crate) fn drop_when_passed(device: &dyn Device, owner: MemoryOwner, fence: Fence) {
+pub(crate) fn drop_when_passed(device: &EngineDevice, owner: MemoryOwner, fence: Fence) {
     if let Err(error) = device.wait(fence) {
         tracing::warn!(%error, "a caller's memory stays held: a stream may still use it");
         std::mem::forget(owner);

@@ -88,8 +88,13 @@ impl Pending {
     ///
     /// # Errors
     /// A device error.
-    pub fn finish(self, device: &dyn Device) -> Result<Vec<Staging>> {
+    pub fn finish(self, device: &(impl Device + ?Sized)) -> Result<Vec<Staging>> {
         device.wait(self.fence)?;
-        Ok(std::mem::take(&mut *self.returned.lock()))
+        Ok(self.take())
+    }
+
+    /// Returns the staging of a list that is done.
+    pub(super) fn take(self) -> Vec<Staging> {
+        std::mem::take(&mut *self.returned.lock())
     }
 }

@@ -75,9 +75,10 @@ impl DeviceBytes {
         let passed = Fence { lane: Lane::Callers, value: 0 };
         let after = if self.page().is_some() { self.link().applied()? } else { passed };
         let device = self.device();
-        device.signal_external(stream, after)?;
-        for point in self.uses().before(&**device, &self.offsets(), access)? {
-            device.hold_stream(stream, &point)?;
+        let streams = device.streams(stream)?;
+        streams.signal_external(stream, after)?;
+        for point in self.uses().before(streams, &self.offsets(), access)? {
+            streams.hold_stream(stream, &point)?;
         }
         Ok(StreamGuard { bytes: self.clone(), stream, access, in_use: Some(in_use) })
     }
@@ -118,11 +119,12 @@ impl StreamGuard {
 
     fn record(&self) -> Result<()> {
         let device = &**self.bytes.device();
-        let point = device.stream_event(self.stream)?;
+        let streams = device.streams(self.stream)?;
+        let point = streams.stream_event(self.stream)?;
         // No other lane waits for this one, so a stalled stream delays nothing else.
-        device.wait_external(Lane::Callers, self.stream)?;
+        streams.wait_external(Lane::Callers, self.stream)?;
         let fence = device.submit(Lane::Callers, CommandList::default())?.fence();
-        self.bytes.uses().end(device, self.bytes.offsets(), self.access, point, fence)
+        self.bytes.uses().end(streams, self.bytes.offsets(), self.access, point, fence)
     }
 }
 

@@ -7,7 +7,7 @@
 
 use std::ops::Range;
 
-use super::{Device, Fence, StreamEvent};
+use super::{DeviceStreams, Fence, StreamEvent};
 use crate::base::allocation::push;
 use crate::base::sync::Mutex;
 use crate::error::Result;
@@ -64,14 +64,14 @@ impl StreamUses {
     /// `OutOfMemory`; a device error. The memory is then never freed.
     pub fn end(
         &self,
-        device: &dyn Device,
+        streams: &dyn DeviceStreams,
         range: Range<u64>,
         access: Access,
         point: StreamEvent,
         fence: Fence,
     ) -> Result<()> {
         let mut ended = self.0.lock();
-        let noted = drop_passed(device, &mut ended.uses)
+        let noted = drop_passed(streams, &mut ended.uses)
             .and_then(|()| push(&mut ended.uses, EndedUse { range, access, point }));
         ended.last = match (ended.last, &noted) {
             (LastUse::Unknown, _) | (_, Err(_)) => LastUse::Unknown,
@@ -97,12 +97,12 @@ impl StreamUses {
     /// A device error.
     pub fn before(
         &self,
-        device: &dyn Device,
+        streams: &dyn DeviceStreams,
         range: &Range<u64>,
         access: Access,
     ) -> Result<Vec<StreamEvent>> {
         let mut ended = self.0.lock();
-        drop_passed(device, &mut ended.uses)?;
+        drop_passed(streams, &mut ended.uses)?;
         let in_the_way = |ended: &&EndedUse| {
             access.excludes(ended.access) && ended.range.start < range.end && range.start < ended.range.end
         };
@@ -111,10 +111,10 @@ impl StreamUses {
 }
 
 /// Removes uses that are done, because memory in use for a long time accumulates many.
-fn drop_passed(device: &dyn Device, uses: &mut Vec<EndedUse>) -> Result<()> {
+fn drop_passed(streams: &dyn DeviceStreams, uses: &mut Vec<EndedUse>) -> Result<()> {
     let mut checked = Ok(());
     uses.retain(|ended| {
-        let has_passed = device.has_passed(&ended.point);
+        let has_passed = streams.has_passed(&ended.point);
         match has_passed {
             Ok(has_passed) => !has_passed,
             Err(error) => {

@@ -8,7 +8,7 @@
 //!
 //! A checksum is four little-endian bytes and comes back in staging of its own.
 
-use super::{Command, Device, Span, StagingSpan};
+use super::{Command, EngineDevice, Span, StagingSpan};
 use crate::error::Error;
 
 /// The shortest write, in bytes, whose arrival is verified. Writing fewer bytes takes a GPU less time than
@@ -33,7 +33,7 @@ pub(crate) fn sums_in(staged: &[u8]) -> impl ExactSizeIterator<Item = u32> {
 
 /// Returns the error for bytes that changed between host and device, and changed again if they could be sent
 /// a second time. The data on disk is not at fault: it matches the host's checksum.
-pub(crate) fn transfer_corrupted(device: &dyn Device, what: &str) -> Error {
+pub(crate) fn transfer_corrupted(device: &EngineDevice, what: &str) -> Error {
     let label = device.label();
     Error::Device {
         reason: format!(

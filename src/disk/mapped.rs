@@ -20,6 +20,7 @@ use super::{FileMemory, Window};
 use crate::base::process::ForkGuard;
 use crate::base::sync::Mutex;
 use crate::error::{Error, IoAction, Result};
+use crate::options::caller_memory::HostMemory;
 
 /// A window onto a whole file, through a shared mapping.
 ///
@@ -171,16 +172,20 @@ impl FileMemory for MappedFile {
     fn address(&self) -> u64 {
         self.map.as_ptr() as u64
     }
+}
 
+impl HostMemory for MappedFile {
     fn byte_len(&self) -> u64 {
         self.map.len() as u64
     }
 
     fn bytes(&self, range: Range<usize>) -> &[u8] {
         let start = self.at(&range);
-        // SAFETY: the range is in the mapping, which is readable and lives as long as `self`. These bytes do not change
-        // during the borrow: the store has the lock on its directory, no thread writes to a chunk that a command list
-        // names, and only this value writes through the mapping.
+        // SAFETY: the range lies in the mapping, which is readable and lives as long as `self`. Nothing else
+        // changes these bytes meanwhile. The store has the lock on its directory. The owner of this value is
+        // the host device, all of whose lanes write through `bytes_mut`, under the lock of the memory's block.
+        // A GPU's lanes, `Drain` and `Load`, write to the address instead, and then the owner,
+        // `RegisteredMappings`, borrows no bytes.
         unsafe { std::slice::from_raw_parts(start, range.len()) }
     }
 

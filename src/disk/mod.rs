@@ -35,6 +35,7 @@ use remanent_format::{FileName, Folder, SnapshotId};
 
 use crate::base::aligned_buf::AlignedBuf;
 use crate::error::Result;
+use crate::options::caller_memory::HostMemory;
 use crate::options::{ImageIo, LogIo};
 
 /// A store directory. `Any` is a supertrait so that [`link`](Disk::link) can recognize directories of the same type.
@@ -351,26 +352,14 @@ pub trait DiskFile: Send + Sync {
 }
 
 /// The memory of a whole file, to which a device can copy. Its bytes are those of the file. The owner of this value is
-/// the only writer through it. During its lifetime, the file must be neither truncated nor punched, because bytes that
-/// a device writes to a removed page are lost without an error.
-pub trait FileMemory: Any + Send + Sync {
+/// the only writer through it. During its lifetime, the file must be neither truncated nor punched: bytes that a device
+/// writes to a removed page are lost without an error.
+///
+/// The owner is the device that registered the file. A device either borrows the bytes or writes to the address in its
+/// lanes, but not both: a borrow would not exclude the lanes.
+pub trait FileMemory: Any + HostMemory {
     /// Returns the page-aligned address of the first byte.
     fn address(&self) -> u64;
-
-    /// Returns the length in bytes.
-    fn byte_len(&self) -> u64;
-
-    /// Returns a range of the bytes for reading.
-    ///
-    /// # Panics
-    /// If the range is not within the file.
-    fn bytes(&self, range: Range<usize>) -> &[u8];
-
-    /// Returns a range of the bytes for writing.
-    ///
-    /// # Panics
-    /// Same as [`bytes`](Self::bytes).
-    fn bytes_mut(&mut self, range: Range<usize>) -> &mut [u8];
 }
 
 /// The maximum number of zeros written at a time, a compromise between latency and throughput. The log's syncs wait for

@@ -151,7 +151,7 @@ impl Auditor<'_> {
             let pending = turn.submit(CommandList { commands, staging: vec![staging] })?;
             Ok((infos, on_disk, turn.applied.point.lsn, pending))
         })?;
-        let staging = pending.finish(&*self.engine.device)?.pop().expect("one staging went in");
+        let staging = self.engine.device.finish(pending)?.pop().expect("one staging went in");
         let found = StagingBuf::new(staging, sums_len(infos.len()));
         let mut pages = collected(infos.into_iter().zip(sums_in(&found)))?;
         self.engine.staging.put(found.into_staging());
@@ -202,7 +202,7 @@ impl Auditor<'_> {
                 let (epoch, len) = (info.epoch, expected.len() as u64);
                 let range = move |now: &PageInfo| if now.epoch == epoch { (at, len) } else { (0, 0) };
                 let (now, _, found) = match self.engine.applier.read(
-                    &*self.engine.device,
+                    &self.engine.device,
                     &self.engine.staging,
                     info.page,
                     len,

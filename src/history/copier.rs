@@ -14,7 +14,7 @@ use super::view::View;
 use crate::base::allocation::push;
 use crate::base::parallel;
 use crate::base::process::{ForkGuard, Process};
-use crate::device::{Access, CallerMemory, Device, DeviceBytes, Lane, MemoryLink, Span};
+use crate::device::{Access, CallerMemory, Device, DeviceBytes, EngineDevice, Lane, MemoryLink, Span};
 use crate::error::{Error, Refused, Result};
 use crate::images::read::{ImageRequest, SummedBy};
 use crate::memory::staging::StagingPool;
@@ -56,7 +56,7 @@ pub struct DeviceCopier {
 }
 
 struct CopierParts {
-    device: Arc<dyn Device>,
+    device: Arc<EngineDevice>,
     staging: StagingPool,
     link: Arc<MemoryLink>,
 }
@@ -67,6 +67,7 @@ impl DeviceCopier {
     #[doc(hidden)]
     #[must_use]
     pub fn open_on(device: Arc<dyn Device>) -> Self {
+        let device = EngineDevice::new(device);
         let staging = StagingPool::new(device.clone(), STAGING_IDLE_BYTES);
         let parts = CopierParts { device, staging, link: Arc::default() };
         Self { opener: Process::current(), parts: Arc::new(ForkGuard::new(parts)) }
@@ -149,7 +150,7 @@ impl DeviceCopier {
             let reason = format!("page {} is named twice", pair[0].0);
             return Err(Error::Refused(Refused::Memory { len: pair[0].1.len, reason }));
         }
-        LoadRun { past, device: &**device, staging, targets }.load()
+        LoadRun { past, device: device, staging, targets }.load()
     }
 }
 
@@ -193,7 +194,7 @@ impl fmt::Debug for DeviceSource {
 /// A load of pages into device memory.
 struct LoadRun<'a> {
     past: &'a PastState,
-    device: &'a dyn Device,
+    device: &'a EngineDevice,
     staging: &'a StagingPool,
     /// The memory for each page, sorted by page.
     targets: Vec<(PageId, Span)>,

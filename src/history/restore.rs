@@ -31,7 +31,7 @@ use crate::base::allocation::{collected, push, set_of};
 use crate::base::wall_clock::unix_ms;
 use crate::catalog::publish::{publish_manifest, without_spare};
 use crate::catalog::{Catalog, RetainedTable, entry};
-use crate::device::{CommandList, Device, Lane};
+use crate::device::{CommandList, EngineDevice, Lane};
 use crate::disk::source::DiskSource;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
@@ -199,7 +199,7 @@ impl RestoreRun<'_> {
         let disk_pages = self.engine.disk_pages.clone();
         let overwritten = self.engine.applier.turn(move |turn| {
             overwrite_on_disk(turn, &disk_pages, &target, point);
-            overwrite(turn, &source, &*device, &staging, &target, point)
+            overwrite(turn, &source, &device, &staging, &target, point)
                 .inspect_err(|error| turn.mark_unknown(error))
         });
         overwritten.map_err(|error| self.record_loss(error))
@@ -252,7 +252,7 @@ fn overwrite_on_disk(turn: &mut Turn<'_>, disk_pages: &DiskPages, target: &Resto
 fn overwrite(
     turn: &mut Turn<'_>,
     source: &DiskSource,
-    device: &dyn Device,
+    device: &EngineDevice,
     staging: &StagingPool,
     target: &RestoreTarget,
     point: LogPoint,

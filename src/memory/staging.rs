@@ -18,7 +18,7 @@ use crate::base::allocation::{collected, make_room, push};
 use crate::base::cache_padded::CachePadded;
 use crate::base::sync::Mutex;
 use crate::device::sums::{sum_each, sums_in, sums_len, transfer_corrupted};
-use crate::device::{Command, CommandList, Device, Lane, Span, Staging, StagingSpan};
+use crate::device::{Command, CommandList, EngineDevice, Lane, Span, Staging, StagingSpan};
 use crate::error::{Error, Result};
 
 /// The length in bytes of the smallest class, which fits the payloads of small batches. A smallest class of 4 KiB was
@@ -36,7 +36,7 @@ const CLASS_LEN_MAX: usize = 64 << 20;
 /// The limit applies to idle staging only. Staging in use is limited by its users, because with a limit here one user
 /// might wait for another user that waits for the first.
 pub struct StagingPool {
-    device: Arc<dyn Device>,
+    device: Arc<EngineDevice>,
     idle_bytes_max: usize,
     idle: CachePadded<Mutex<IdleStagings>>,
 }
@@ -88,7 +88,7 @@ pub enum GrownBytes {
 impl StagingPool {
     /// Creates an empty pool that keeps at most `idle_bytes_max` bytes.
     #[must_use]
-    pub fn new(device: Arc<dyn Device>, idle_bytes_max: usize) -> Self {
+    pub fn new(device: Arc<EngineDevice>, idle_bytes_max: usize) -> Self {
         Self { device, idle_bytes_max, idle: CachePadded::default() }
     }
 
@@ -208,7 +208,7 @@ impl StagingPool {
             if self.device.crosses_bus() {
                 self.add_sums(&mut list, collected(parts.iter().map(|(target, _)| *target))?)?;
             }
-            let returned = self.device.submit(lane, list)?.finish(&*self.device)?;
+            let returned = self.device.finish(self.device.submit(lane, list)?)?;
             let as_sent = |sums: &Staging| {
                 let sent = parts.iter().map(|(_, bytes)| crc32fast::hash(bytes));
                 sums_in(&sums[..sums_len(parts.len())]).eq(sent)
@@ -217,7 +217,7 @@ impl StagingPool {
             self.put_all(returned);
             Ok::<_, Error>(is_proven)
         };
-        if once()? || once()? { Ok(()) } else { Err(transfer_corrupted(&*self.device, "pages")) }
+        if once()? || once()? { Ok(()) } else { Err(transfer_corrupted(&self.device, "pages")) }
     }
 
     /// Copies bytes of device memory to the host and waits for them. If they cross a bus, the device checksums the
@@ -236,13 +236,13 @@ impl StagingPool {
             if self.device.crosses_bus() {
                 self.add_sums(&mut list, vec![source])?;
             }
-            let returned = self.device.submit(lane, list)?.finish(&*self.device)?;
+            let returned = self.device.finish(self.device.submit(lane, list)?)?;
             out.copy_from_slice(&returned[0][..out.len()]);
             let sent = returned.get(1).and_then(|sums| sums_in(sums).next());
             self.put_all(returned);
             Ok::<_, Error>(sent.is_none_or(|sum| sum == crc32fast::hash(out)))
         };
-        if once()? || once()? { Ok(()) } else { Err(transfer_corrupted(&*self.device, "bytes of a page")) }
+        if once()? || once()? { Ok(()) } else { Err(transfer_corrupted(&self.device, "bytes of a page")) }
     }
 
     /// Returns the buffer with a length of `len` bytes, or another buffer if it is too short.
@@ -482,7 +482,7 @@ mod tests {
     use crate::device::host::HostDevice;
 
     fn pool(idle_bytes_max: usize) -> StagingPool {
-        StagingPool::new(Arc::new(HostDevice::new()), idle_bytes_max)
+        StagingPool::new(EngineDevice::new(Arc::new(HostDevice::new())), idle_bytes_max)
     }
 
     #[test]

@@ -23,7 +23,7 @@ use crate::base::parallel;
 use crate::base::sync::Mutex;
 use crate::base::sync::atomic::{AtomicUsize, Ordering};
 use crate::device::sums::{sums_in, sums_len, transfer_corrupted};
-use crate::device::{Command, CommandList, Device, Fence, Lane, Pending, Span, StagingSpan};
+use crate::device::{Command, CommandList, EngineDevice, Fence, Lane, Pending, Span, StagingSpan};
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 use crate::images::read::{FilePiece, ImageRequest, ImageRun, RUN_BYTES, SUMMED_AT_ONCE, SummedBy, runs};
@@ -40,7 +40,7 @@ const COPIES_MAX: usize = 12;
 /// Loads images into the memory of their pages.
 #[derive(Clone, Copy)]
 pub(crate) struct ImageLoader<'a> {
-    pub device: &'a dyn Device,
+    pub device: &'a EngineDevice,
     pub staging: &'a StagingPool,
     /// The source of images, which reads past the cache or through it, depending on what is known about the images
     /// (I6).
@@ -368,7 +368,7 @@ impl PendingCopies<'_> {
             if is_due { under_way.pop_front() } else { None }
         };
         while let Some(Copies { pending, summed }) = oldest() {
-            let staging = pending.finish(self.loader.device)?;
+            let staging = self.loader.device.finish(pending)?;
             if !summed.is_empty() {
                 let sums = &staging[1][..sums_len(summed.len())];
                 let mut found = self.found.lock();

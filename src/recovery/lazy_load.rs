@@ -204,7 +204,7 @@ impl Loads {
         let mut lanes = LANES;
         lanes.rotate_left(self.begun.fetch_add(1, Ordering::Relaxed) % LANES.len());
         let loader = ImageLoader {
-            device: &*self.engine.device,
+            device: &self.engine.device,
             staging: &self.engine.staging,
             source,
             lanes: &lanes,
@@ -247,7 +247,7 @@ impl Loads {
         // fails at that, the memory stays counted and a warning is logged.
         let device = &*self.engine.device;
         let last = |lane: &Lane| {
-            device.submit(*lane, CommandList::default()).and_then(|last| last.finish(device)).map(drop)
+            device.submit(*lane, CommandList::default()).and_then(|last| device.finish(last)).map(drop)
         };
         if let Err(error) = LANES.iter().try_for_each(last) {
             tracing::warn!(%error, "memory of pages that were not loaded stays allocated");

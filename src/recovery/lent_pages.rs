@@ -10,7 +10,7 @@ use std::sync::Arc;
 use remanent_format::{PageId, PageInfo, PageTable};
 
 use crate::base::sync::Mutex;
-use crate::device::{CallerMemory, Device, DeviceBytes};
+use crate::device::{CallerMemory, DeviceBytes, EngineDevice};
 use crate::error::{Error, Refused, Result};
 use crate::memory::arena::{Arena, PageMemory};
 use crate::options::PageMemorySource;
@@ -33,7 +33,7 @@ impl<'a> LentPages<'a> {
     /// `Refused`, `Panicked`; a device error.
     pub fn ask(
         arena: &'a Arena,
-        device: &Arc<dyn Device>,
+        device: &Arc<EngineDevice>,
         source: Option<&PageMemorySource>,
         table: &PageTable,
     ) -> Result<Self> {
@@ -55,7 +55,7 @@ impl<'a> LentPages<'a> {
     }
 
     /// Checks and adopts caller-owned memory for a page.
-    fn take(&self, device: &Arc<dyn Device>, info: &PageInfo, memory: &CallerMemory) -> Result<PageMemory> {
+    fn take(&self, device: &Arc<EngineDevice>, info: &PageInfo, memory: &CallerMemory) -> Result<PageMemory> {
         let refused = |reason| Err(Error::Refused(Refused::Memory { len: memory.byte_len(), reason }));
         let PageInfo { page, len, place, .. } = *info;
         if memory.byte_len() != len {

@@ -211,7 +211,7 @@ impl<'a> Loader<'a> {
         let target = |page: PageId| memories.of(page);
         let load = |source: &DiskSource, images: &mut [Vec<ImageRequest>]| {
             ImageLoader {
-                device: &**device,
+                device: device,
                 staging,
                 source,
                 lanes: &[Lane::Apply, Lane::Drain, Lane::Load],
@@ -356,7 +356,7 @@ impl<'a> Loader<'a> {
             // freed, a list of the failed open could write to it after another page was placed there.
             let device = self.in_flight.device;
             let drained =
-                device.submit(Lane::Apply, CommandList::default()).and_then(|last| last.finish(device));
+                device.submit(Lane::Apply, CommandList::default()).and_then(|last| device.finish(last));
             if drained.is_ok() {
                 std::mem::take(&mut self.pages).give_back(arena);
             }

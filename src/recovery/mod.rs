@@ -107,7 +107,7 @@ use crate::base::phases::Phase;
 use crate::base::sync::Instant;
 use crate::catalog::Catalog;
 use crate::catalog::publish::{CreateFromSpare, publish, publish_manifest};
-use crate::device::Device;
+use crate::device::EngineDevice;
 use crate::disk::image_spares::ImageSpares;
 use crate::disk::source::DiskSource;
 use crate::disk::{Disk, DiskLock};
@@ -193,7 +193,7 @@ const SPARE_BYTES_MAX: u64 = 512 << 20;
 pub(crate) struct Recovery<'a> {
     /// The directory, which the caller must have locked.
     pub disk: Arc<dyn Disk>,
-    pub device: Arc<dyn Device>,
+    pub device: Arc<EngineDevice>,
     /// Page memory, with its budget (I10).
     pub arena: &'a Arena,
     /// The staging memory through which lanes copy.

@@ -183,6 +183,7 @@ mod tests {
     use remanent_format::{Epoch, Lsn, PageInfo};
 
     use super::*;
+    use crate::device::EngineDevice;
     use crate::device::host::HostDevice;
     use crate::device::multi::MultiDevice;
     use crate::error::Unavailable;
@@ -200,7 +201,7 @@ mod tests {
 
     /// Returns an arena of ordinary host memory without a limit.
     fn arena() -> Arena {
-        Arena::new(Arc::new(HostDevice::new()), Budget::default())
+        Arena::new(EngineDevice::new(Arc::new(HostDevice::new())), Budget::default())
     }
 
     /// A loading thread may arrive before the allocation. The thread must wait and get the page's final memory, because
@@ -251,7 +252,7 @@ mod tests {
     #[test]
     fn pages_after_a_refused_one_are_refused() {
         // No device is bound to the slot.
-        let device = Arc::new(MultiDevice::new(vec![Arc::new(HostDevice::new())]));
+        let device = EngineDevice::new(Arc::new(MultiDevice::new(vec![Arc::new(HostDevice::new())])));
         let (arena, table) = (Arena::new(device, Budget::default()), table(Place::Device(1)));
         let memories = PageMemories::reserve(&arena, &table, LentPages::none(&arena)).unwrap();
         let refused = |page| {

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use crate::applier::ArrivalProof;
-use crate::device::{CommandList, Device, Lane, Pending};
+use crate::device::{CommandList, EngineDevice, Lane, Pending};
 use crate::error::Result;
 use crate::memory::staging::StagingPool;
 
@@ -15,7 +15,7 @@ const IN_FLIGHT_BYTES_MAX: usize = 16 << 20;
 
 /// A queue of lists that were submitted and not waited for.
 pub(super) struct SubmittedLists<'a> {
-    pub device: &'a dyn Device,
+    pub device: &'a EngineDevice,
     staging: &'a StagingPool,
     /// The lists, oldest first.
     pending: VecDeque<SubmittedList>,
@@ -32,7 +32,7 @@ struct SubmittedList {
 }
 
 impl<'a> SubmittedLists<'a> {
-    pub fn new(device: &'a dyn Device, staging: &'a StagingPool) -> Self {
+    pub fn new(device: &'a EngineDevice, staging: &'a StagingPool) -> Self {
         Self { device, staging, pending: VecDeque::new(), pending_bytes: 0 }
     }
 
@@ -66,7 +66,7 @@ impl<'a> SubmittedLists<'a> {
     fn finish_oldest(&mut self) -> Result<()> {
         let Some(SubmittedList { pending, bytes, proofs }) = self.pending.pop_front() else { return Ok(()) };
         self.pending_bytes -= bytes;
-        let staging = pending.finish(self.device)?;
+        let staging = self.device.finish(pending)?;
         let proven = proofs.iter().try_for_each(|proof| proof.check(&staging, self.device));
         self.staging.put_all(staging);
         proven

@@ -296,7 +296,7 @@ impl Snapshots {
             })?;
             let Some(drain) = drain else { return Ok(false) };
             // The wait is outside the lane, so batches are applied concurrently.
-            let drained = drain.finish(&*self.engine.device)?;
+            let drained = drain.finish(&self.engine.device)?;
             // The staging buffer is returned before the error is checked.
             let taken = sink(&drained.bytes, drained.sum());
             self.engine.staging.put(drained.bytes.into_staging());
@@ -330,7 +330,7 @@ impl Snapshots {
         let staged = self.engine.staging.take(chunk_len as usize)?;
         let gathered_part = self.gather(collected(chunk.iter().map(|(page, _)| *page))?, staged)?;
         // The copies of the non-empty pages, in page order, each with its checksum.
-        let Drained { mut bytes, sums } = gathered_part.copies.finish(&*self.engine.device)?;
+        let Drained { mut bytes, sums } = gathered_part.copies.finish(&self.engine.device)?;
         // Empty pages have an entry but no image.
         let images = gathered_part.pages.iter().filter(|(info, _)| info.len > 0).zip(sums);
         let images: Vec<(&PageInfo, usize, u32)> =

@@ -47,7 +47,7 @@ impl Snapshots {
                 Vec::new()
             }
             (true, GatheredBytes::Staged(drain)) => {
-                self.engine.staging.put(drain.finish(&*self.engine.device)?.bytes.into_staging());
+                self.engine.staging.put(drain.finish(&self.engine.device)?.bytes.into_staging());
                 Vec::new()
             }
             (false, GatheredBytes::Staged(drain)) => {
@@ -65,7 +65,7 @@ impl Snapshots {
                     return self.write_drained(file, &images, drain);
                 };
                 let gaps = gaps(&images, chunk_len)?;
-                let sums = copies.finish_in_place(&*self.engine.device, target, offset, &gaps)?;
+                let sums = copies.finish_in_place(&self.engine.device, target, offset, &gaps)?;
                 let summed = images.iter().zip(sums).map(|((info, _), sum)| (info, sum.finalize()));
                 let summed: Vec<(&PageInfo, u32)> = collected(summed)?;
                 let references = file.finish_in_place(offset, chunk_len, &summed, Some(place))?;
@@ -83,7 +83,7 @@ impl Snapshots {
         images: &[&(PageInfo, usize)],
         drain: Drain,
     ) -> Result<Vec<ImageRef>> {
-        let Drained { mut bytes, sums } = drain.finish(&*self.engine.device)?;
+        let Drained { mut bytes, sums } = drain.finish(&self.engine.device)?;
         let images = images.iter().zip(sums).map(|((info, at), sum)| (info, *at, sum.finalize()));
         let images: Vec<(&PageInfo, usize, u32)> = collected(images)?;
         let written = file.write_staged(&images, &mut bytes);

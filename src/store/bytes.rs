@@ -149,7 +149,7 @@ impl Store {
             }
         }
         let Engine { applier, device, staging, poison, .. } = self.engine();
-        let read = applier.read(&**device, staging, page, buffer.len() as u64, |info| (0, info.len));
+        let read = applier.read(device, staging, page, buffer.len() as u64, |info| (0, info.len));
         let (info, _, bytes) = read.map_err(|error| poison.set_by_device(error))?;
         make_room(buffer, info.len)?;
         buffer.copy_from_slice(&bytes);
@@ -172,7 +172,7 @@ impl Store {
             }
         }
         let Engine { applier, device, staging, poison, .. } = self.engine();
-        let read = applier.read(&**device, staging, page, len, move |_| (offset, len));
+        let read = applier.read(device, staging, page, len, move |_| (offset, len));
         let (info, lsn, bytes) = read.map_err(|error| poison.set_by_device(error))?;
         out.copy_from_slice(&bytes);
         staging.put(bytes.into_staging());
@@ -199,7 +199,7 @@ impl Store {
         let Engine { applier, device, staging, poison, .. } = self.engine();
         // If the page was shortened or deleted in between, its Lsn differs, and nothing is read.
         let range = move |now: &PageInfo| if now.lsn == lsn { (offset, len) } else { (0, 0) };
-        match applier.read(&**device, staging, page, len, range) {
+        match applier.read(device, staging, page, len, range) {
             Ok((now, _, bytes)) => {
                 let is_it = now.lsn == lsn;
                 if is_it {
@@ -228,14 +228,15 @@ impl Store {
             return self.read_on_disk(info, offset, out);
         }
         // After a command list has failed, page memory is not read. The applier reports the error.
-        if !device.reads_now() || !applier.has_applied(info.lsn) {
+        if !applier.has_applied(info.lsn) {
             return Ok(None);
         }
+        let Some(reads) = device.abilities().direct_reads else { return Ok(None) };
         let Some(memory) = versions.memory(info.page) else { return Ok(None) };
         let lsn = versions.visible();
         let mut at = offset;
         for piece in out.chunks_mut(PIECE_LEN) {
-            if !device.read_now(memory, at, piece) || !versions.is_at(info.page, info.lsn) {
+            if !reads.read_now(memory, at, piece) || !versions.is_at(info.page, info.lsn) {
                 return Ok(None);
             }
             at += piece.len() as u64;

@@ -141,7 +141,7 @@ impl Store {
         };
         let Comparing { pending, scratch, parts, lsn } = comparing;
         let fence = pending.fence();
-        let mut returned = match pending.finish(&**device) {
+        let mut returned = match device.finish(pending) {
             Ok(returned) => returned,
             // The command list may still use the bitmap.
             Err(error) => {

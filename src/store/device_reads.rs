@@ -88,7 +88,7 @@ impl Store {
         })?;
         // Even after a failed read, the command list must finish before the caller may use the memory again.
         let read = on_disk.iter().try_for_each(|read| read.page.upload(read.offset, staging, read.target));
-        pending.finish(&**device)?;
+        device.finish(pending)?;
         read.map(|()| lsn)
     }
 }

@@ -41,7 +41,7 @@ impl Store {
     /// [`Lease::on`]: crate::Lease::on
     #[must_use]
     pub fn supports_streams(&self) -> bool {
-        self.engine().device.supports_streams()
+        self.engine().device.abilities().streams.is_some()
     }
 
     /// Returns a handle to the caller's own memory, from which batches can take bytes. The owner of the memory is kept

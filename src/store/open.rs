@@ -13,7 +13,7 @@ use crate::base::process::ForkGuard;
 use crate::base::sync::atomic::AtomicU64;
 use crate::base::sync::{Instant, Mutex};
 use crate::catalog::CatalogLock;
-use crate::device::{CountedDevice, Device};
+use crate::device::{Device, EngineDevice};
 use crate::disk::Disk;
 use crate::engine::{Engine, EngineStart};
 use crate::error::{Error, Invalid, Result};
@@ -67,9 +67,7 @@ impl Store {
         options.check()?;
         options.retention = options.retention.standing();
         let _span = tracing::info_span!("open", directory = disk.label()).entered();
-        let counted = Arc::new(CountedDevice::new(device));
-        let counts = counted.counts().clone();
-        let device: Arc<dyn Device> = counted;
+        let device = EngineDevice::new(device);
         check_directory(&*disk, options.create)?;
         if options.create == Create::IfEmpty {
             disk.make_parents()?;
@@ -127,7 +125,6 @@ impl Store {
             first_batch,
             applied,
             submitted: &submitted,
-            counts,
             uses: tiers.as_ref().map(|(_, uses, _)| uses.clone()),
         };
         let running = Engine::start(start)?;

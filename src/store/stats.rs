@@ -3,7 +3,7 @@
 use remanent_format::{Lsn, Place};
 
 use super::{Store, StoreParts};
-use crate::device::counted::{AllocationStats, LaneStats, TransferStats};
+use crate::device::counts::{AllocationStats, LaneStats, TransferStats};
 use crate::device::{Lane, MemoryStats};
 use crate::engine::Engine;
 use crate::error::Result;
@@ -84,7 +84,7 @@ impl Store {
         if self.check_process().is_err() {
             return Stats::default();
         }
-        let Engine { log, applier, device, arena, staging, disk_pages, counts, .. } = self.engine();
+        let Engine { log, applier, device, arena, staging, disk_pages, .. } = self.engine();
         let StoreParts { snapshots, scrub, mover, .. } = &*self.parts;
         Stats {
             logged: self.lsn(),
@@ -97,10 +97,10 @@ impl Store {
             moves: mover.counts.moves(),
             on_disk: disk_pages.usage(),
             pending_bytes: disk_pages.pending_bytes(),
-            device_memory: device.memory_stats(),
-            allocations: counts.allocations(),
-            transfers: counts.transfers(),
-            lanes: counts.lanes(),
+            device_memory: device.abilities().cache.map_or_else(Vec::new, |cache| cache.memory_stats()),
+            allocations: device.counts().allocations(),
+            transfers: device.counts().transfers(),
+            lanes: device.counts().lanes(),
             staging_idle_bytes: staging.idle_bytes(),
             snapshots: snapshots.progress.stats(),
             scrubs: scrub.stats(),
@@ -142,7 +142,7 @@ impl Store {
         // The previous drop retired memory that kept a page alive for a caller.
         arena.reap_all()?;
         staging.trim();
-        device.trim()
+        device.abilities().cache.map_or(Ok(0), |cache| cache.trim())
     }
 
     /// Resets the recorded peak usage of every place to its current usage. [`Stats::places`] then reports the peak

@@ -14,7 +14,7 @@ impl Store {
         if self.check_process().is_err() {
             return UnifiedSupport::default();
         }
-        self.engine().device.unified()
+        self.engine().device.unified_support()
     }
 
     /// Passes the device a hint on where to keep the memory of a page in [`Place::Unified`]. Hints change no bytes and

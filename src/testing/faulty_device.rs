@@ -13,9 +13,9 @@ use remanent_format::{Place, Width};
 use crate::base::sync::Mutex;
 use crate::device::sums::PROVEN_LEN_MIN;
 use crate::device::{
-    CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Payload,
-    Pending, Piece, PieceKind, RawStream, Span, Staging, StagingSpan, StreamEvent, UnifiedHint,
-    UnifiedSupport,
+    Abilities, CallerMemory, Command, CommandList, Device, DeviceFiles, DeviceStreams, DirectReads, Fence,
+    Lane, LentMemory, MemoryCache, MemoryId, MemoryStats, Payload, Pending, Piece, PieceKind, RawStream,
+    Span, Staging, StagingSpan, StreamEvent,
 };
 use crate::disk::FileMemory;
 use crate::error::{Error, Result};
@@ -42,27 +42,25 @@ pub enum DeviceCall {
     Wait,
     /// A call to [`Device::after`].
     After,
-    /// A call to [`Device::wait_external`].
+    /// A call to [`DeviceStreams::wait_external`].
     WaitExternal,
-    /// A call to [`Device::signal_external`].
+    /// A call to [`DeviceStreams::signal_external`].
     SignalExternal,
-    /// A call to [`Device::adopt`].
+    /// A call to [`LentMemory::adopt`].
     Adopt,
-    /// A call to [`Device::wait_stream`].
-    WaitStream,
-    /// A call to [`Device::alias`].
+    /// A call to [`LentMemory::alias`].
     Alias,
-    /// A call to [`Device::rename`].
+    /// A call to [`DirectReads::rename`].
     Rename,
-    /// A call to [`Device::stream_event`].
+    /// A call to [`DeviceStreams::stream_event`].
     StreamEvent,
-    /// A call to [`Device::wait_event`].
+    /// A call to [`DeviceStreams::wait_event`].
     WaitEvent,
-    /// A call to [`Device::hold_stream`].
+    /// A call to [`DeviceStreams::hold_stream`].
     HoldStream,
-    /// A call to [`Device::register`].
+    /// A call to [`DeviceFiles::register`].
     Register,
-    /// A call to [`Device::unregister`].
+    /// A call to [`DeviceFiles::unregister`].
     Unregister,
 }
 
@@ -225,7 +223,8 @@ impl FaultyDevice {
             if state.copies >= flip.nth && state.flipped < flip.times {
                 state.flipped += 1;
                 let middle = source.len / 2;
-                let bytes = self.inner.bytes(source.memory).expect("page memory of the host");
+                let host = self.inner.abilities().bytes.expect("a device of the host");
+                let bytes = host.bytes(source.memory).expect("page memory of the host");
                 let byte = (*bytes).as_ref()[(source.offset + middle) as usize] ^ 0x10;
                 let target = Span { offset: target.offset + middle, len: 1, ..target };
                 flipped.push(Command::Fill { target, pattern: [byte; 16], width: Width::W1 });
@@ -280,13 +279,6 @@ impl Device for FaultyDevice {
     fn allocate(&self, place: Place, len: u64) -> Result<MemoryId> {
         self.enter(DeviceCall::Allocate)?;
         let memory = self.inner.allocate(place, len)?;
-        self.state.lock().allocated(memory, place, len);
-        Ok(memory)
-    }
-
-    fn allocate_at_once(&self, place: Place, len: u64) -> Result<MemoryId> {
-        self.enter(DeviceCall::Allocate)?;
-        let memory = self.inner.allocate_at_once(place, len)?;
         self.state.lock().allocated(memory, place, len);
         Ok(memory)
     }
@@ -348,72 +340,62 @@ impl Device for FaultyDevice {
         self.inner.after(lane, fence)
     }
 
-    fn wait_external(&self, lane: Lane, stream: RawStream) -> Result<()> {
-        self.enter(DeviceCall::WaitExternal)?;
-        self.inner.wait_external(lane, stream)
+    fn places_of(&self, memory: &[MemoryId]) -> Vec<Place> {
+        self.inner.places_of(memory)
     }
 
-    fn signal_external(&self, stream: RawStream, fence: Fence) -> Result<()> {
-        self.enter(DeviceCall::SignalExternal)?;
-        self.inner.signal_external(stream, fence)
+    fn abilities(&self) -> Abilities<'_> {
+        let inner = self.inner.abilities();
+        Abilities {
+            bulk: None,
+            cache: Some(self),
+            lent: inner.lent.and(Some(self)),
+            files: inner.files.and(Some(self)),
+            streams: inner.streams.and(Some(self)),
+            direct_reads: Some(self),
+            peers: None,
+            ..inner
+        }
     }
+}
 
-    fn wait_stream(&self, stream: RawStream) -> Result<()> {
-        self.enter(DeviceCall::WaitStream)?;
-        self.inner.wait_stream(stream)
-    }
-
-    fn supports_streams(&self) -> bool {
-        self.inner.supports_streams()
-    }
-
-    fn stream_event(&self, stream: RawStream) -> Result<StreamEvent> {
-        self.enter(DeviceCall::StreamEvent)?;
-        self.inner.stream_event(stream)
-    }
-
-    fn wait_event(&self, point: &StreamEvent) -> Result<()> {
-        self.enter(DeviceCall::WaitEvent)?;
-        self.inner.wait_event(point)
-    }
-
-    fn has_passed(&self, point: &StreamEvent) -> Result<bool> {
-        self.inner.has_passed(point)
-    }
-
-    fn hold_stream(&self, stream: RawStream, point: &StreamEvent) -> Result<()> {
-        self.enter(DeviceCall::HoldStream)?;
-        self.inner.hold_stream(stream, point)
-    }
-
-    fn address(&self, memory: MemoryId) -> Option<u64> {
-        self.inner.address(memory)
-    }
-
-    fn gpu_of(&self, memory: MemoryId) -> Option<u32> {
-        self.inner.gpu_of(memory)
-    }
-
-    fn bytes(&self, memory: MemoryId) -> Option<PageBytes> {
-        self.inner.bytes(memory)
+impl MemoryCache for FaultyDevice {
+    fn allocate_at_once(&self, place: Place, len: u64) -> Result<MemoryId> {
+        self.enter(DeviceCall::Allocate)?;
+        let memory = self.inner.allocate_at_once(place, len)?;
+        self.state.lock().allocated(memory, place, len);
+        Ok(memory)
     }
 
     fn trim(&self) -> Result<u64> {
-        self.inner.trim()
+        self.inner.abilities().cache.map_or(Ok(0), |cache| cache.trim())
     }
 
     fn memory_stats(&self) -> Vec<(Place, MemoryStats)> {
-        self.inner.memory_stats()
+        self.inner.abilities().cache.map_or_else(Vec::new, |cache| cache.memory_stats())
     }
+}
 
+impl LentMemory for FaultyDevice {
     fn adopt(&self, memory: &CallerMemory) -> Result<(MemoryId, Place)> {
         self.enter(DeviceCall::Adopt)?;
-        self.inner.adopt(memory)
+        self.inner.lent(memory.byte_len())?.adopt(memory)
     }
 
+    fn alias(&self, span: Span) -> Result<MemoryId> {
+        self.enter(DeviceCall::Alias)?;
+        self.inner.lent(span.len)?.alias(span)
+    }
+
+    fn origin(&self, memory: MemoryId) -> (u64, u64) {
+        self.inner.origin(memory)
+    }
+}
+
+impl DeviceFiles for FaultyDevice {
     fn register(&self, memory: Box<dyn FileMemory>) -> Result<MemoryId> {
         self.enter(DeviceCall::Register)?;
-        let file = self.inner.register(memory)?;
+        let file = self.inner.files(memory.byte_len())?.register(memory)?;
         self.state.lock().files.insert(file);
         Ok(file)
     }
@@ -421,33 +403,50 @@ impl Device for FaultyDevice {
     fn unregister(&self, memory: MemoryId) -> Result<()> {
         self.enter(DeviceCall::Unregister)?;
         self.state.lock().files.remove(&memory);
-        self.inner.unregister(memory)
+        self.inner.abilities().files.expect("it registered the memory").unregister(memory)
+    }
+}
+
+impl DeviceStreams for FaultyDevice {
+    fn wait_external(&self, lane: Lane, stream: RawStream) -> Result<()> {
+        self.enter(DeviceCall::WaitExternal)?;
+        self.inner.streams(stream)?.wait_external(lane, stream)
     }
 
-    fn unified(&self) -> UnifiedSupport {
-        self.inner.unified()
+    fn signal_external(&self, stream: RawStream, fence: Fence) -> Result<()> {
+        self.enter(DeviceCall::SignalExternal)?;
+        self.inner.streams(stream)?.signal_external(stream, fence)
     }
 
-    fn hint_unified(&self, memory: MemoryId, hint: UnifiedHint) -> Result<()> {
-        self.inner.hint_unified(memory, hint)
+    fn stream_event(&self, stream: RawStream) -> Result<StreamEvent> {
+        self.enter(DeviceCall::StreamEvent)?;
+        self.inner.streams(stream)?.stream_event(stream)
     }
 
-    fn place_of(&self, memory: MemoryId) -> Place {
-        self.inner.place_of(memory)
+    fn wait_event(&self, point: &StreamEvent) -> Result<()> {
+        self.enter(DeviceCall::WaitEvent)?;
+        self.inner.abilities().streams.expect("it recorded the point").wait_event(point)
     }
 
-    fn alias(&self, span: Span) -> Result<MemoryId> {
-        self.enter(DeviceCall::Alias)?;
-        self.inner.alias(span)
+    fn has_passed(&self, point: &StreamEvent) -> Result<bool> {
+        self.inner.abilities().streams.expect("it recorded the point").has_passed(point)
+    }
+
+    fn hold_stream(&self, stream: RawStream, point: &StreamEvent) -> Result<()> {
+        self.enter(DeviceCall::HoldStream)?;
+        self.inner.streams(stream)?.hold_stream(stream, point)
+    }
+}
+
+impl DirectReads for FaultyDevice {
+    /// Returns `false`, so that all reads pass through lanes, whose calls can fail.
+    fn read_now(&self, _memory: MemoryId, _offset: u64, _out: &mut [u8]) -> bool {
+        false
     }
 
     fn rename(&self, memory: MemoryId) -> Result<MemoryId> {
         self.enter(DeviceCall::Rename)?;
         self.inner.rename(memory)
-    }
-
-    fn origin(&self, memory: MemoryId) -> (u64, u64) {
-        self.inner.origin(memory)
     }
 }
 

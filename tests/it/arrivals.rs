@@ -160,7 +160,7 @@ fn capturing_stream_is_refused_without_changes() {
 
 #[test]
 fn device_error_on_byte_access_poisons_store() {
-    for call in [DeviceCall::WaitStream, DeviceCall::Staging, DeviceCall::Submit, DeviceCall::Wait] {
+    for call in [DeviceCall::StreamEvent, DeviceCall::Staging, DeviceCall::Submit, DeviceCall::Wait] {
         for reads in [false, true] {
             let late = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));
             let device = Arc::new(FaultyDevice::new(late.clone()));

@@ -55,7 +55,7 @@ impl Rogue {
 }
 
 impl Device for Rogue {
-    forward!(late: label allocate release staging reached after streams_and_memory);
+    forward!(late: label allocate release staging reached after places_and_abilities);
 
     fn submit(&self, lane: Lane, list: CommandList) -> Result<Pending> {
         if lane == Lane::Apply && matches!(list.commands[..], [Command::Crc { .. }]) {

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use remanent::batch::{InitialCopy, Shadow, Width, WorkingCopy};
 use remanent::device::host::HostDevice;
 use remanent::device::{CallerMemory, DeviceBytes, HostMemory};
-use remanent::device::{Command, CommandList, Device, Lane, Pending, RawStream};
+use remanent::device::{Command, CommandList, Device, DeviceStreams, Lane, Pending, RawStream};
 use remanent::error::{Invalid, Refused};
 use remanent::options::MemoryOptions;
 use remanent::testing::late_device::LateDevice;
@@ -234,7 +234,7 @@ struct Counting {
 }
 
 impl Device for Counting {
-    forward!(inner: label allocate release staging reached wait after streams_and_memory);
+    forward!(inner: label allocate release staging reached wait after places_and_abilities);
 
     fn submit(&self, lane: Lane, list: CommandList) -> remanent::Result<Pending> {
         let brought = list.commands.iter().map(|command| match command {

@@ -9,13 +9,14 @@ use std::time::Duration;
 use remanent::batch::Width;
 use remanent::device::host::HostDevice;
 use remanent::device::{
-    Command, CommandList, Device, Fence, IndexList, Lane, MemoryId, PageBytes, Payload, Pending, Piece,
-    PieceKind, RawStream, Selection, Span, Staging, StagingMemory, StagingSpan,
+    Access, Command, CommandList, Device, DeviceStreams, Fence, IndexList, KernelAddresses, Lane, MemoryId,
+    Payload, Pending, Piece, PieceKind, RawStream, Selection, Span, Staging, StagingMemory, StagingSpan,
 };
 use remanent::error::{Refused, Remedy, Unavailable};
 use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::late_device::{LateDevice, POISON};
-use remanent::{Error, Place};
+use remanent::testing::sim_disk::SimDisk;
+use remanent::{Error, Options, Place, Store};
 
 use crate::gpu;
 
@@ -336,20 +337,8 @@ impl Device for DoesNothing {
     fn after(&self, _lane: Lane, _fence: Fence) -> remanent::Result<()> {
         Ok(())
     }
-    fn wait_external(&self, _lane: Lane, _stream: RawStream) -> remanent::Result<()> {
-        Ok(())
-    }
-    fn signal_external(&self, _stream: RawStream, _fence: Fence) -> remanent::Result<()> {
-        Ok(())
-    }
-    fn wait_stream(&self, _stream: RawStream) -> remanent::Result<()> {
-        Ok(())
-    }
-    fn address(&self, _memory: MemoryId) -> Option<u64> {
-        None
-    }
-    fn bytes(&self, _memory: MemoryId) -> Option<PageBytes> {
-        None
+    fn places_of(&self, memory: &[MemoryId]) -> Vec<Place> {
+        vec![PLACE; memory.len()]
     }
 }
 
@@ -377,35 +366,37 @@ fn polling_seeded_late_device_makes_progress() {
 
 #[test]
 fn injected_fault_hits_its_call_and_propagates() {
-    type Make = fn(&dyn Device, MemoryId) -> remanent::Result<()>;
+    type Make = fn(&FaultyDevice, MemoryId, RawStream) -> remanent::Result<()>;
     let rows: [(DeviceCall, Make); 9] = [
-        (DeviceCall::Allocate, |device, _| device.allocate(PLACE, 1).map(drop)),
-        (DeviceCall::Release, |device, memory| device.release(memory)),
-        (DeviceCall::Staging, |device, _| device.staging(1).map(drop)),
-        (DeviceCall::Submit, |device, _| device.submit(Lane::Apply, CommandList::default()).map(drop)),
-        (DeviceCall::Wait, |device, _| device.wait(Fence { lane: Lane::Apply, value: 0 })),
-        (DeviceCall::After, |device, _| device.after(Lane::Apply, Fence { lane: Lane::Drain, value: 0 })),
-        (DeviceCall::WaitExternal, |device, _| device.wait_external(Lane::Callers, unknown_stream())),
-        (DeviceCall::SignalExternal, |device, _| {
-            device.signal_external(unknown_stream(), Fence { lane: Lane::Apply, value: 0 })
+        (DeviceCall::Allocate, |device, _, _| device.allocate(PLACE, 1).map(drop)),
+        (DeviceCall::Release, |device, memory, _| device.release(memory)),
+        (DeviceCall::Staging, |device, _, _| device.staging(1).map(drop)),
+        (DeviceCall::Submit, |device, _, _| device.submit(Lane::Apply, CommandList::default()).map(drop)),
+        (DeviceCall::Wait, |device, _, _| device.wait(Fence { lane: Lane::Apply, value: 0 })),
+        (DeviceCall::After, |device, _, _| device.after(Lane::Apply, Fence { lane: Lane::Drain, value: 0 })),
+        (DeviceCall::WaitExternal, |device, _, stream| device.wait_external(Lane::Callers, stream)),
+        (DeviceCall::SignalExternal, |device, _, stream| {
+            device.signal_external(stream, Fence { lane: Lane::Apply, value: 0 })
         }),
-        (DeviceCall::WaitStream, |device, _| device.wait_stream(unknown_stream())),
+        (DeviceCall::StreamEvent, |device, _, stream| device.stream_event(stream).map(drop)),
     ];
     for context_lost in [false, true] {
         for counted in [true, false] {
             for (call, make) in rows {
-                let device = FaultyDevice::new(Arc::new(DoesNothing));
+                let late = Arc::new(LateDevice::new(host()));
+                let stream = late.stream();
+                let device = FaultyDevice::new(late);
                 let memories = [(); 3].map(|()| device.allocate(PLACE, 1).unwrap());
                 device.arm(DeviceFault { call: counted.then_some(call), nth: 2, context_lost });
-                make(&device, memories[0]).unwrap();
+                make(&device, memories[0], stream).unwrap();
                 assert!(!device.struck());
-                let error = make(&device, memories[1]).unwrap_err();
+                let error = make(&device, memories[1], stream).unwrap_err();
                 assert!(device.struck());
                 let remedy = if context_lost { Remedy::NewProcess } else { Remedy::Reopen };
                 assert_eq!(error.remedy(), remedy, "{error}");
                 assert!(error.to_string().contains(&format!("{call:?}")), "{error}");
                 // A lost context stays lost.
-                assert_eq!(make(&device, memories[2]).is_err(), context_lost, "{call:?}");
+                assert_eq!(make(&device, memories[2], stream).is_err(), context_lost, "{call:?}");
             }
         }
     }
@@ -419,20 +410,26 @@ fn unknown_stream() -> RawStream {
 #[test]
 fn the_host_refuses_streams_and_has_no_addresses() {
     let device = host();
-    let memory = device.allocate(PLACE, 8).unwrap();
+    let abilities = device.abilities();
+    assert!(abilities.streams.is_none() && abilities.addresses.is_none());
     let stream = unknown_stream();
-    let fence = submit(&*device, Lane::Apply, fill(span(memory, 0, 8), 1), vec![]).fence();
+    let store = Store::open_on(Arc::new(SimDisk::new()), device, Options::default()).unwrap();
+    let memory = store.device_bytes(8, PLACE).unwrap();
+    assert_eq!(memory.address(), None);
+    let mut batch = store.batch();
+    batch.create(8, PLACE);
+    let page = store.commit(batch).unwrap().pages[0];
     let requested = [
-        device.wait_external(Lane::Callers, stream),
-        device.signal_external(stream, fence),
-        device.wait_stream(stream),
+        memory.begin(stream, Access::Read).map(drop),
+        memory.on(stream).read(0, &mut [0]),
+        store.lease(page).unwrap().on(stream).map(drop),
+        store.commit(store.batch().write_device(page, 0, &memory.on(stream))).map(drop),
     ];
     for refused in requested {
         let error = refused.unwrap_err();
         assert!(matches!(error, Error::Refused(Refused::Stream { .. })), "{error}");
         assert_eq!(error.remedy(), Remedy::ChangeCall);
     }
-    assert_eq!(device.address(memory), None);
 }
 
 #[test]

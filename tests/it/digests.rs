@@ -145,7 +145,7 @@ impl Meddling {
 }
 
 impl Device for Meddling {
-    forward!(inner: label allocate release staging reached wait after streams_and_memory);
+    forward!(inner: label allocate release staging reached wait after places_and_abilities);
 
     fn submit(&self, lane: Lane, mut list: CommandList) -> remanent::Result<Pending> {
         let mut at = self.at.lock().unwrap();

@@ -49,38 +49,15 @@ macro_rules! forward {
             self.$inner.after(lane, fence)
         }
     };
-    // The methods for callers' streams, and for looking at memory: no test's device does these differently.
-    (@streams_and_memory $inner:ident) => {
-        fn wait_external(
-            &self,
-            lane: remanent::device::Lane,
-            stream: remanent::device::RawStream,
-        ) -> remanent::Result<()> {
-            self.$inner.wait_external(lane, stream)
+    // Streams, addresses and bytes only: with its other abilities, the inner device would be called directly.
+    (@places_and_abilities $inner:ident) => {
+        fn places_of(&self, memory: &[remanent::device::MemoryId]) -> Vec<remanent::Place> {
+            self.$inner.places_of(memory)
         }
 
-        fn signal_external(
-            &self,
-            stream: remanent::device::RawStream,
-            fence: remanent::device::Fence,
-        ) -> remanent::Result<()> {
-            self.$inner.signal_external(stream, fence)
-        }
-
-        fn wait_stream(&self, stream: remanent::device::RawStream) -> remanent::Result<()> {
-            self.$inner.wait_stream(stream)
-        }
-
-        fn gpu_of(&self, memory: remanent::device::MemoryId) -> Option<u32> {
-            self.$inner.gpu_of(memory)
-        }
-
-        fn address(&self, memory: remanent::device::MemoryId) -> Option<u64> {
-            self.$inner.address(memory)
-        }
-
-        fn bytes(&self, memory: remanent::device::MemoryId) -> Option<remanent::device::PageBytes> {
-            self.$inner.bytes(memory)
+        fn abilities(&self) -> remanent::device::Abilities<'_> {
+            let remanent::device::Abilities { streams, addresses, bytes, .. } = self.$inner.abilities();
+            remanent::device::Abilities { streams, addresses, bytes, ..Default::default() }
         }
     };
 }

@@ -11,7 +11,7 @@ use remanent::batch::{InitialCopy, Shadow, Width};
 use remanent::device::Device;
 use remanent::device::cuda::CudaDevice;
 use remanent::device::host::HostDevice;
-use remanent::device::{CallerMemory, DeviceBytes};
+use remanent::device::{CallerMemory, DeviceBytes, KernelAddresses};
 use remanent::error::Refused;
 use remanent::options::{LogOptions, MemoryOptions, SnapshotSchedule};
 use remanent::stats::Purpose;

@@ -165,7 +165,7 @@ struct Gate {
 }
 
 impl Device for Gate {
-    forward!(inner: label allocate release staging submit reached after streams_and_memory);
+    forward!(inner: label allocate release staging submit reached after places_and_abilities);
 
     fn wait(&self, fence: Fence) -> remanent::Result<()> {
         if fence.lane == Lane::Drain {

@@ -8,8 +8,8 @@ use remanent::batch::Width;
 use remanent::device::host::HostDevice;
 use remanent::device::multi::MultiDevice;
 use remanent::device::{
-    Command, CommandList, Device, Fence, Lane, MemoryId, Payload, Pending, Piece, PieceKind, Span,
-    StagingSpan,
+    Abilities, Command, CommandList, Device, DeviceStreams, Fence, Lane, MemoryCache, MemoryId, MemoryStats,
+    Payload, Pending, Piece, PieceKind, Span, StagingSpan,
 };
 use remanent::error::{Refused, Remedy, Unavailable};
 use remanent::options::{LogOptions, Retention, SnapshotSchedule};
@@ -42,6 +42,10 @@ fn late_pair() -> ([Arc<LateDevice>; 2], Arc<dyn Device>) {
 }
 
 /// Memory of `len` bytes on each of two devices.
+fn streams(pair: &Arc<dyn Device>) -> &dyn DeviceStreams {
+    pair.abilities().streams.expect("GPUs and late devices have streams")
+}
+
 fn memories(pair: &Arc<dyn Device>, len: u64) -> [Span; 2] {
     let memory = |slot| pair.allocate(Place::Device(slot), len).unwrap();
     [0, 1].map(|slot| Span { memory: memory(slot), offset: 0, len })
@@ -236,7 +240,7 @@ fn peer_copy_blocks_neither_gpu() {
             submit(&pair, Lane::Callers, zero).unwrap().finish(&*pair).unwrap();
             let stream = caller.stream();
             let hold = stream.hold();
-            pair.wait_external(Lane::Callers, stream.raw()).unwrap();
+            streams(&pair).wait_external(Lane::Callers, stream.raw()).unwrap();
             let copy = |source, target| Command::Copy { source, target };
             let commands = vec![
                 fill(first, 1),
@@ -424,14 +428,14 @@ fn device_stream_waits_for_other_devices() {
     let spans = memories(&pair, 8);
     let list = submit(&pair, Lane::Apply, spans.map(|span| fill(span, 1)).into()).unwrap();
     let stream = one.stream();
-    pair.signal_external(stream, list.fence()).unwrap();
+    streams(&pair).signal_external(stream, list.fence()).unwrap();
     // The second device cannot tell that stream to wait, so the host has waited for it. For the first one's
     // part the stream itself waits.
     assert_eq!([&one, &other].map(|part| part.reached(Lane::Apply)), [0, 1]);
     one.synchronize(stream).unwrap();
     assert_eq!(one.reached(Lane::Apply), 1);
     let foreign = LateDevice::new(host()).stream();
-    let refused = pair.signal_external(foreign, list.fence()).unwrap_err();
+    let refused = streams(&pair).signal_external(foreign, list.fence()).unwrap_err();
     assert!(matches!(refused, Error::Refused(Refused::Stream { .. })), "{refused}");
 }
 
@@ -518,10 +522,28 @@ struct Busy {
 }
 
 impl Device for Busy {
-    forward!(inner: label allocate release staging submit reached wait after streams_and_memory);
+    forward!(inner: label allocate release staging submit reached wait after);
 
+    fn places_of(&self, memory: &[MemoryId]) -> Vec<Place> {
+        self.inner.places_of(memory)
+    }
+
+    fn abilities(&self) -> Abilities<'_> {
+        Abilities { cache: Some(self), ..Abilities::default() }
+    }
+}
+
+impl MemoryCache for Busy {
     fn allocate_at_once(&self, place: Place, len: u64) -> remanent::Result<MemoryId> {
         Err(Error::OutOfMemory { place, len })
+    }
+
+    fn trim(&self) -> remanent::Result<u64> {
+        Ok(0)
+    }
+
+    fn memory_stats(&self) -> Vec<(Place, MemoryStats)> {
+        Vec::new()
     }
 }
 
@@ -529,7 +551,8 @@ impl Device for Busy {
 fn an_immediate_allocation_waits_for_no_inner_device() {
     let busy = || Arc::new(Busy { inner: HostDevice::new() }) as Arc<dyn Device>;
     for device in [two_of(busy(), busy()), Arc::new(FaultyDevice::new(busy()))] {
-        let refused = device.allocate_at_once(Place::Device(0), LEN).unwrap_err();
+        let cache = device.abilities().cache.expect("it caches memory");
+        let refused = cache.allocate_at_once(Place::Device(0), LEN).unwrap_err();
         assert!(matches!(refused, Error::OutOfMemory { len: LEN, .. }), "{}: {refused}", device.label());
         device.release(device.allocate(Place::Device(0), LEN).unwrap()).unwrap();
     }
@@ -540,7 +563,7 @@ fn statistics_are_reported_per_slot() {
     let Some([one, other]) = gpu::two() else { return };
     let pair = two_of(one, other);
     let spans = memories(&pair, 1000);
-    let stats = pair.memory_stats();
+    let stats = pair.abilities().cache.unwrap().memory_stats();
     for slot in [0, 1] {
         let of_slot =
             stats.iter().filter(|(place, stats)| *place == Place::Device(slot) && stats.used_bytes > 0);

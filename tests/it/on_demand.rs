@@ -64,7 +64,7 @@ impl Drop for OpenAtLast {
 }
 
 impl Device for Gate {
-    forward!(inner: label staging reached wait after streams_and_memory);
+    forward!(inner: label staging reached wait after places_and_abilities);
 
     fn allocate(&self, place: Place, len: u64) -> Result<MemoryId> {
         *self.live.lock().unwrap() += 1;

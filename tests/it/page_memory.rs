@@ -3,9 +3,8 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use remanent::device::CallerMemory;
-use remanent::device::Device;
 use remanent::device::host::HostDevice;
+use remanent::device::{CallerMemory, Device, KernelAddresses};
 use remanent::error::{Refused, Remedy};
 use remanent::options::{Compression, ImageOptions, LogOptions, MemoryOptions, PageLoad, SnapshotSchedule};
 use remanent::stats::Purpose;

@@ -5,7 +5,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 
 use remanent::device::host::HostDevice;
-use remanent::device::{CommandList, Device, Lane, MemoryId, Pending};
+use remanent::device::{Abilities, CommandList, Device, Lane, MemoryId, Pending};
 use remanent::options::{LogIo, LogOptions, ScrubSchedule, SnapshotSchedule};
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{Ack, Error, Key, Lsn, Options, PageId, PageInfo, Place, Result, StatePoint, Store, Value};
@@ -34,7 +34,7 @@ impl Shut {
 }
 
 impl Device for Shut {
-    forward!(inner: label allocate release staging reached wait after streams_and_memory);
+    forward!(inner: label allocate release staging reached wait after);
 
     fn submit(&self, lane: Lane, list: CommandList) -> Result<Pending> {
         if lane == Lane::Apply && !list.commands.is_empty() {
@@ -44,12 +44,13 @@ impl Device for Shut {
         self.inner.submit(lane, list)
     }
 
-    fn reads_now(&self) -> bool {
-        true
+    fn places_of(&self, memory: &[MemoryId]) -> Vec<Place> {
+        self.inner.places_of(memory)
     }
 
-    fn read_now(&self, memory: MemoryId, offset: u64, out: &mut [u8]) -> bool {
-        self.inner.read_now(memory, offset, out)
+    fn abilities(&self) -> Abilities<'_> {
+        let Abilities { bytes, direct_reads, .. } = self.inner.abilities();
+        Abilities { bytes, direct_reads, ..Abilities::default() }
     }
 }
 

@@ -18,7 +18,7 @@ struct Filling {
 }
 
 impl Device for Filling {
-    forward!(inner: label allocate release staging reached wait after streams_and_memory);
+    forward!(inner: label allocate release staging reached wait after places_and_abilities);
 
     fn allocates_zeros(&self, place: Place, len: u64) -> bool {
         self.inner.allocates_zeros(place, len)

@@ -49,7 +49,11 @@ impl BulkQueue {
     ///
     /// # Errors
     /// A device error; earlier pieces may have been queued.
-    pub fn down(
+    ///
+    /// # Safety
+    /// Page memory contains the source, staging the target. Both stay allocated, and their owners use them for
+    /// nothing else, until the lane's next value has passed.
+    pub unsafe fn down(
         &self,
         entered: &ContextGuard<'_>,
         lane: &Timeline,
@@ -72,8 +76,7 @@ impl BulkQueue {
                 word.wait(*value)?;
                 under_way.pop_front();
             }
-            // SAFETY: the context is current; the list's page memory and staging were checked to contain the
-            // ranges, and stay valid until the lane's next value has passed.
+            // SAFETY: the context is current; the ranges are the caller's promise.
             let queued = unsafe {
                 entered.copy_to_host(
                     (target + begin) as *mut c_void,

@@ -35,7 +35,8 @@ impl RegisteredMappings {
             return Err(refused("this GPU gives registered memory addresses of its own".to_owned()));
         }
         let entered = context.enter()?;
-        // SAFETY: the context is current. The range is a mapping, which stays until it is unregistered.
+        // SAFETY: the context is current. The range is a mapping, which this table owns and leaves in place
+        // until it is unregistered. The table borrows no bytes of it, so only lanes access them.
         let registered = unsafe { entered.register_host(address as *mut c_void, len as usize, FLAGS) };
         match registered {
             Ok(()) => {
@@ -58,7 +59,7 @@ impl RegisteredMappings {
         let mapping = ManuallyDrop::new(mapping);
         let entered = context.enter()?;
         // SAFETY: the context is current. The mapping was registered at this address, and the caller has
-        // waited for its last use.
+        // waited for its last use in the lanes.
         let unregistered = unsafe { entered.unregister_host(address as *mut c_void) };
         unregistered.map_err(|code: Code| context.fault(code))?;
         drop(ManuallyDrop::into_inner(mapping));

@@ -76,22 +76,32 @@ impl Layout {
         }
     }
 
-    /// Writes a plan's tables to pinned memory of at least `len` bytes.
-    pub fn write(&self, plan: &LaunchPlan, tables: &DeviceBlock) {
-        write_runs(&plan.pieces, tables.address + self.pieces as u64);
-        write_runs(&plan.parts, tables.address + self.parts as u64);
-        write_rows(&plan.crcs, tables.address + self.crcs as u64);
-        write_rows(&plan.combines, tables.address + self.combines as u64);
-        write_rows(&plan.diffs, tables.address + self.diffs as u64);
-        write_rows(&plan.digests, tables.address + self.digests as u64);
-        write_rows(&plan.selects, tables.address + self.selects as u64);
-        write_rows(&plan.scans, tables.address + self.scans as u64);
-        write_rows(&plan.indices, tables.address + self.indices as u64);
+    /// Writes a plan's tables.
+    ///
+    /// # Safety
+    /// `tables` is pinned memory of at least `len` bytes, and no queued work uses it.
+    pub unsafe fn write(&self, plan: &LaunchPlan, tables: &mut DeviceBlock) {
+        let at = |table: usize| tables.address + table as u64;
+        // SAFETY: `of` made room for each table at its offset, which is aligned; the rest is the caller's promise.
+        unsafe {
+            write_runs(&plan.pieces, at(self.pieces));
+            write_runs(&plan.parts, at(self.parts));
+            write_rows(&plan.crcs, at(self.crcs));
+            write_rows(&plan.combines, at(self.combines));
+            write_rows(&plan.diffs, at(self.diffs));
+            write_rows(&plan.digests, at(self.digests));
+            write_rows(&plan.selects, at(self.selects));
+            write_rows(&plan.scans, at(self.scans));
+            write_rows(&plan.indices, at(self.indices));
+        }
     }
 }
 
 /// Copies the runs of a table, with several threads if it is long.
-fn write_runs<R: Copy + Sync>(rows: &Rows<R>, address: u64) {
+///
+/// # Safety
+/// Same as [`write_rows`], for all rows together.
+unsafe fn write_runs<R: Copy + Sync>(rows: &Rows<R>, address: u64) {
     let mut at = address;
     let placed: Vec<(&[R], u64)> = rows
         .runs()
@@ -106,49 +116,60 @@ fn write_runs<R: Copy + Sync>(rows: &Rows<R>, address: u64) {
     let threads = if is_long { parallel::threads(THREADS_MAX) } else { 1 };
     let write = |(): &mut (), index: usize| {
         let (rows, address) = placed[index];
-        write_rows(rows, address);
+        // SAFETY: the caller's promise; the runs are placed one after the other.
+        unsafe { write_rows(rows, address) };
         Ok::<_, Infallible>(())
     };
     let Ok(_) = parallel::map_indexed(threads, placed.len(), || (), write);
 }
 
-/// Copies rows, which are plain numbers, to pinned memory allocated for them.
-fn write_rows<R: Copy>(rows: &[R], address: u64) {
-    // SAFETY: the caller's layout leaves room for the rows at this address, which is aligned for them, and no
-    // other code has the block until work that uses it is queued.
+/// Copies rows, which are plain numbers, to pinned memory.
+///
+/// # Safety
+/// The address is aligned for a row, in memory that the caller owns and that has room for all rows. No other
+/// code, and no queued work, uses that memory.
+unsafe fn write_rows<R: Copy>(rows: &[R], address: u64) {
+    // SAFETY: the caller's promise.
     unsafe { std::ptr::copy_nonoverlapping(rows.as_ptr(), address as *mut R, rows.len()) }
 }
 
 impl Launcher<'_> {
-    /// Queues a plan's steps. Memory that they access must stay valid until the lane's next value has passed.
+    /// Queues a plan's steps.
     ///
     /// # Errors
     /// A device error; earlier steps may have been queued.
-    pub fn run(&self, plan: &LaunchPlan, layout: &Layout, tables: Option<&DeviceBlock>) -> Result<()> {
+    ///
+    /// # Safety
+    /// `tables` contains the plan's tables. All memory that the plan and its tables name contains the ranges.
+    /// It stays allocated, and its owner uses it for nothing else, until the lane's next value has passed.
+    pub unsafe fn run(&self, plan: &LaunchPlan, layout: &Layout, tables: Option<&DeviceBlock>) -> Result<()> {
         let base = tables.map_or(0, |tables| tables.address);
         let row = |table: usize, number: usize, row_len: usize| base + (table + number * row_len) as u64;
+        // SAFETY: the caller's promise for the whole plan.
+        let launch =
+            |kernel, rows, row_count, pieces| unsafe { self.launch(kernel, rows, row_count, pieces) };
         for step in &plan.steps {
             match step {
                 LaunchStep::Apply(kernel, parts) => {
                     let rows = row(layout.parts, parts.start, size_of::<PartRow>());
                     let pieces = base + layout.pieces as u64;
-                    self.launch(*kernel, rows, parts.len() as u32, Some(pieces))?;
+                    launch(*kernel, rows, parts.len() as u32, Some(pieces))?;
                 }
                 LaunchStep::Crc(range) => {
                     let rows = row(layout.crcs, range.start, size_of_val(&plan.crcs[0]));
-                    self.launch(CRC_CHUNKS, rows, range.len() as u32, None)?;
+                    launch(CRC_CHUNKS, rows, range.len() as u32, None)?;
                 }
                 LaunchStep::Combine(range) => {
                     let rows = row(layout.combines, range.start, size_of_val(&plan.combines[0]));
-                    self.launch(CRC_COMBINE, rows, range.len() as u32, None)?;
+                    launch(CRC_COMBINE, rows, range.len() as u32, None)?;
                 }
                 LaunchStep::Diff(range) => {
                     let rows = row(layout.diffs, range.start, size_of_val(&plan.diffs[0]));
-                    self.launch(DIFF, rows, range.len() as u32, None)?;
+                    launch(DIFF, rows, range.len() as u32, None)?;
                 }
                 LaunchStep::Digest(range) => {
                     let rows = row(layout.digests, range.start, size_of_val(&plan.digests[0]));
-                    self.launch(DIGEST, rows, range.len() as u32, None)?;
+                    launch(DIGEST, rows, range.len() as u32, None)?;
                 }
                 LaunchStep::Select(range, scans) => {
                     let rows = row(layout.selects, range.start, size_of::<SelectRow>());
@@ -156,29 +177,40 @@ impl Launcher<'_> {
                     // Empty bitmaps have no rows but still a total, which the scan writes. The driver rejects
                     // a launch without rows.
                     if row_count > 0 {
-                        self.launch(SELECT_COUNT, rows, row_count, None)?;
+                        launch(SELECT_COUNT, rows, row_count, None)?;
                     }
                     let scans = row(layout.scans, scans.start, size_of::<ScanRow>());
-                    self.launch(SELECT_SCAN, scans, scan_count, None)?;
+                    launch(SELECT_SCAN, scans, scan_count, None)?;
                     if row_count > 0 {
-                        self.launch(SELECT_EMIT, rows, row_count, None)?;
+                        launch(SELECT_EMIT, rows, row_count, None)?;
                     }
                 }
                 LaunchStep::Validate(range) => {
                     let rows = row(layout.indices, range.start, size_of_val(&plan.indices[0]));
-                    self.launch(VALIDATE, rows, range.len() as u32, None)?;
+                    launch(VALIDATE, rows, range.len() as u32, None)?;
                 }
-                LaunchStep::Within { source, target, len } => self.within(*source, *target, *len)?,
-                LaunchStep::Up { source, target, len } => self.up(*source, *target, *len)?,
+                LaunchStep::Within { source, target, len } => {
+                    // SAFETY: the same; `plan.rs` makes this step only for ranges that do not overlap.
+                    unsafe { self.within(*source, *target, *len) }?;
+                }
+                LaunchStep::Up { source, target, len } => {
+                    // SAFETY: the same.
+                    unsafe { self.up(*source, *target, *len) }?;
+                }
                 LaunchStep::Down { source, target, len } => {
-                    self.bulk.down(self.entered, self.lane, *source, *target, *len)?;
+                    // SAFETY: the same.
+                    unsafe { self.bulk.down(self.entered, self.lane, *source, *target, *len) }?;
                 }
             }
         }
         Ok(())
     }
 
-    fn launch(&self, kernel: Kernel, rows: u64, row_count: u32, pieces: Option<u64>) -> Result<()> {
+    /// Queues a kernel over rows of a table.
+    ///
+    /// # Safety
+    /// Same as [`run`](Self::run), for the memory of the rows and all memory that they name.
+    unsafe fn launch(&self, kernel: Kernel, rows: u64, row_count: u32, pieces: Option<u64>) -> Result<()> {
         let (mut rows, mut row_count, mut pieces_at): (CUdeviceptr, u32, CUdeviceptr) =
             (rows, row_count, pieces.unwrap_or(0));
         let grid = kernel.grid(row_count);
@@ -188,9 +220,8 @@ impl Launcher<'_> {
         let function = self.functions.get(kernel);
         let launch = |parameters: *mut *mut c_void| {
             // SAFETY: the context is current, the function belongs to its modules, the parameters are those
-            // of the kernel's signature in `abi.rs`, and the driver copies them before it returns. All memory
-            // that the rows name was checked to contain the ranges, and stays valid until the lane's next
-            // value has passed.
+            // of the kernel's signature in `abi.rs`, and the driver copies them before it returns. The rows
+            // are the caller's promise.
             unsafe {
                 self.entered.launch(
                     function,
@@ -210,16 +241,22 @@ impl Launcher<'_> {
         launch(parameters.as_mut_ptr()).map_err(|code| self.context.fault(code))
     }
 
-    fn within(&self, source: u64, target: u64, len: u64) -> Result<()> {
-        // SAFETY: the context is current; both ranges were checked to be in page memory, do not overlap, and
-        // stay valid until the lane's next value has passed.
+    /// Queues a copy between two ranges of page memory.
+    ///
+    /// # Safety
+    /// Same as [`run`](Self::run), for both ranges, which do not overlap.
+    unsafe fn within(&self, source: u64, target: u64, len: u64) -> Result<()> {
+        // SAFETY: the context is current; the ranges are the caller's promise.
         let queued = unsafe { self.entered.copy_within(target, source, len as usize, self.lane.stream()) };
         queued.map_err(|code| self.context.fault(code))
     }
 
-    fn up(&self, source: u64, target: u64, len: u64) -> Result<()> {
-        // SAFETY: the context is current; the list's staging and page memory were checked to contain the
-        // ranges, and stay valid until the lane's next value has passed.
+    /// Queues a copy from staging to page memory.
+    ///
+    /// # Safety
+    /// Same as [`run`](Self::run), for both ranges.
+    unsafe fn up(&self, source: u64, target: u64, len: u64) -> Result<()> {
+        // SAFETY: the context is current; the ranges are the caller's promise.
         let queued = unsafe {
             self.entered.copy_to_device(target, source as *const c_void, len as usize, self.lane.stream())
         };

@@ -10,7 +10,7 @@
 //!
 //! A list becomes a few launches over tables in pinned memory, followed by one write of the lane's fence.
 //! Nothing uses the default stream. Nothing waits for the whole GPU except freeing memory to the driver,
-//! which happens only in a shortage and in [`Device::trim`]. A crash loses all pages, and the log restores
+//! which happens only in a shortage and in [`MemoryCache::trim`]. A crash loses all pages, and the log restores
 //! them.
 //!
 //! [`HostDevice`]: super::host::HostDevice
@@ -63,8 +63,9 @@ use self::resource::{DriverMemory, Kind, MemoryResource, Pool};
 use self::translate::StagedBytes;
 use self::unified::UnifiedHints;
 use super::{
-    CallerMemory, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending, RawStream,
-    ReturnedStaging, Span, Staging, StreamEvent, UnifiedHint, UnifiedSupport,
+    Abilities, BulkMemory, CallerMemory, CommandList, Device, DeviceFiles, DeviceStreams, DirectReads, Fence,
+    KernelAddresses, Lane, LentMemory, MemoryCache, MemoryId, MemoryStats, PeerCopies, Pending, RawStream,
+    ReturnedStaging, Span, Staging, StreamEvent, UnifiedHint, UnifiedMemory, UnifiedSupport,
 };
 use crate::base::sync::Mutex;
 use crate::disk::FileMemory;
@@ -251,9 +252,13 @@ impl CudaDevice {
         ended
     }
 
-    /// Queues a plan. All memory that the plan accesses, other than `staging` and `blocks`, must stay valid
-    /// until the fence has passed.
-    fn queue(
+    /// Queues a plan. The lane keeps `staging` and `blocks` until the fence has passed.
+    ///
+    /// # Safety
+    /// The memory that the plan names contains the ranges. What is neither `staging` nor one of `blocks` stays
+    /// allocated until the fence has passed, and until then its owner uses it only in lists of this lane, or of
+    /// lanes that are ordered with this one by fences.
+    unsafe fn queue(
         &self,
         lane: Lane,
         plan: &LaunchPlan,
@@ -262,8 +267,9 @@ impl CudaDevice {
     ) -> Result<Pending> {
         let layout = Layout::of(plan);
         if layout.len > 0 {
-            let tables = self.block(Kind::Pinned, layout.len as u64)?;
-            layout.write(plan, &tables);
+            let mut tables = self.block(Kind::Pinned, layout.len as u64)?;
+            // SAFETY: the block was allocated with this length just now, and no list names it yet.
+            unsafe { layout.write(plan, &mut tables) };
             blocks.push(tables);
         }
         let tables = if layout.len > 0 { blocks.last() } else { None };
@@ -280,7 +286,9 @@ impl CudaDevice {
             lane: timeline,
         };
         // After a failure the effect of the list is unknown, so no fence is returned for it.
-        let queued = launcher.run(plan, &layout, tables);
+        // SAFETY: the tables were written above, and `end` gives their block and the staging to the lane. The
+        // rest is the caller's promise.
+        let queued = unsafe { launcher.run(plan, &layout, tables) };
         let value = self.end(turn, &entered, &returned, blocks, queued)?;
         Ok(Pending::new(Fence { lane, value }, returned))
     }
@@ -334,6 +342,11 @@ impl CudaDevice {
     }
 }
 
+/// Returns the place of page memory.
+fn place_of(page: &Allocation) -> Place {
+    if page.is_file { Place::Host } else { caller_memory::place_of(page.kind) }
+}
+
 /// Adds the place of an allocation to its error.
 fn refused_in(place: Place, error: Error) -> Error {
     match error {
@@ -359,15 +372,6 @@ impl Device for CudaDevice {
         self.page(place, len, |kind| self.block(kind, len))
     }
 
-    fn allocate_at_once(&self, place: Place, len: u64) -> Result<MemoryId> {
-        self.page(place, len, |kind| self.memory(kind).allocate(len))
-    }
-
-    fn allocate_all(&self, pages: &[(Place, u64)], made: &mut Vec<MemoryId>) -> Result<()> {
-        let mut runs = pages.chunk_by(|one, next| one == next).flat_map(|alike| alike.chunks(AT_ONCE));
-        runs.try_for_each(|alike| self.pages(alike[0], alike.len(), made))
-    }
-
     fn crosses_bus(&self) -> bool {
         true
     }
@@ -378,12 +382,82 @@ impl Device for CudaDevice {
         self.free(page.unwrap_or_else(|| panic!("{memory:?} is no memory of this device")))
     }
 
-    fn release_all(&self, memory: &[(Place, MemoryId)], failed: &mut dyn FnMut(usize, Error)) {
+    fn staging(&self, len: usize) -> Result<Staging> {
+        match staging::staging(&self.pinned, len) {
+            Err(Error::OutOfMemory { .. }) if self.trim()? > 0 => staging::staging(&self.pinned, len),
+            other => other,
+        }
+    }
+
+    fn submit(&self, lane: Lane, list: CommandList) -> Result<Pending> {
+        self.check_running()?;
+        let CommandList { commands, staging } = list;
+        // Planned before anything is queued: a list that violates the contract panics here.
+        let mut blocks = Vec::new();
+        let mut scratch = 0;
+        let scratch_len = translate::scratch_len(&commands);
+        if scratch_len > 0 {
+            let block = self.block(Kind::Device, scratch_len)?;
+            scratch = block.address;
+            blocks.push(block);
+        }
+        let staged: Vec<StagedBytes<'_>> =
+            staging.iter().map(|bytes| StagedBytes { bytes, address: staging::address_of(bytes) }).collect();
+        let plan = translate::plan(&commands, &self.pages, &staged, scratch);
+        // SAFETY: `translate::plan` checked that page memory and staging contain the ranges. The owner of page
+        // memory is the engine's arena, which releases memory, and uses it in other lanes, only after the
+        // fences of the lists that name it, as `release` and `after` require.
+        let queue = || unsafe { self.queue(lane, &plan, staging, blocks) };
+        self.writing(lane, plan.pinned, queue, |pending| pending.fence().value)
+    }
+
+    fn reached(&self, lane: Lane) -> u64 {
+        self.lane(lane).fences().reached()
+    }
+
+    fn wait(&self, fence: Fence) -> Result<()> {
+        self.assert_given(fence);
+        self.lane(fence.lane).fences().wait(fence.value)
+    }
+
+    fn after(&self, lane: Lane, fence: Fence) -> Result<()> {
+        self.assert_given(fence);
+        if lane == fence.lane || self.reached(fence.lane) >= fence.value {
+            return Ok(());
+        }
+        self.lane(lane).follow(self.lane(fence.lane))
+    }
+
+    fn places_of(&self, memory: &[MemoryId]) -> Vec<Place> {
+        memory.iter().map(|memory| place_of(&self.pages.named(*memory))).collect()
+    }
+
+    fn abilities(&self) -> Abilities<'_> {
+        Abilities {
+            bulk: Some(self),
+            cache: Some(self),
+            lent: Some(self),
+            files: Some(self),
+            streams: Some(self),
+            addresses: Some(self),
+            bytes: None,
+            direct_reads: Some(self),
+            unified: Some(self),
+            peers: Some(self),
+        }
+    }
+}
+
+impl BulkMemory for CudaDevice {
+    fn allocate_all(&self, pages: &[(Place, u64)], made: &mut Vec<MemoryId>) -> Result<()> {
+        let mut runs = pages.chunk_by(|one, next| one == next).flat_map(|alike| alike.chunks(AT_ONCE));
+        runs.try_for_each(|alike| self.pages(alike[0], alike.len(), made))
+    }
+
+    fn release_all(&self, memory: &[MemoryId], failed: &mut dyn FnMut(usize, Error)) {
         // Threads that read any of the memory found it by its id, and finish before the id is removed.
-        let removed = self
-            .pinned_reads
-            .without_any_reader(|| self.pages.remove_all(memory.iter().map(|(_, memory)| *memory)));
-        let named = |(page, (_, memory)): (Option<Allocation>, &(Place, MemoryId))| {
+        let removed = self.pinned_reads.without_any_reader(|| self.pages.remove_all(memory.iter().copied()));
+        let named = |(page, memory): (Option<Allocation>, &MemoryId)| {
             page.unwrap_or_else(|| panic!("{memory:?} is no memory of this device"))
         };
         let pages: Vec<Allocation> = removed.into_iter().zip(memory).map(named).collect();
@@ -409,50 +483,60 @@ impl Device for CudaDevice {
             first += alike.len();
         }
     }
+}
 
-    fn staging(&self, len: usize) -> Result<Staging> {
-        match staging::staging(&self.pinned, len) {
-            Err(Error::OutOfMemory { .. }) if self.trim()? > 0 => staging::staging(&self.pinned, len),
-            other => other,
-        }
+impl MemoryCache for CudaDevice {
+    fn allocate_at_once(&self, place: Place, len: u64) -> Result<MemoryId> {
+        self.page(place, len, |kind| self.memory(kind).allocate(len))
     }
 
-    fn submit(&self, lane: Lane, list: CommandList) -> Result<Pending> {
-        self.check_running()?;
-        let CommandList { commands, staging } = list;
-        // Planned before anything is queued: a list that violates the contract panics here.
-        let mut blocks = Vec::new();
-        let mut scratch = 0;
-        let scratch_len = translate::scratch_len(&commands);
-        if scratch_len > 0 {
-            let block = self.block(Kind::Device, scratch_len)?;
-            scratch = block.address;
-            blocks.push(block);
-        }
-        let staged: Vec<StagedBytes<'_>> =
-            staging.iter().map(|bytes| StagedBytes { bytes, address: staging::address_of(bytes) }).collect();
-        let plan = translate::plan(&commands, &self.pages, &staged, scratch);
-        let queue = || self.queue(lane, &plan, staging, blocks);
-        self.writing(lane, plan.pinned, queue, |pending| pending.fence().value)
+    fn trim(&self) -> Result<u64> {
+        Ok(self.on_gpu.trim()? + self.managed.trim()? + self.pinned.trim()?)
     }
 
-    fn reached(&self, lane: Lane) -> u64 {
-        self.lane(lane).fences().reached()
+    fn memory_stats(&self) -> Vec<(Place, MemoryStats)> {
+        [&self.on_gpu, &self.managed, &self.pinned].map(|memory| (memory.place, memory.stats())).to_vec()
+    }
+}
+
+impl LentMemory for CudaDevice {
+    fn adopt(&self, memory: &CallerMemory) -> Result<(MemoryId, Place)> {
+        let kind = caller_memory::kind_of(self.context, &self.context.enter()?, memory)?;
+        let (address, len) = (memory.address(), memory.byte_len());
+        let id = self.pages.insert(Allocation { address, len, kind, is_adopted: true, is_file: false });
+        Ok((id, caller_memory::place_of(kind)))
     }
 
-    fn wait(&self, fence: Fence) -> Result<()> {
-        self.assert_given(fence);
-        self.lane(fence.lane).fences().wait(fence.value)
+    fn alias(&self, span: Span) -> Result<MemoryId> {
+        let whole = self.pages.named(span.memory);
+        let (address, kind) = (whole.at(span), whole.kind);
+        // Adopted, so that a release leaves the bytes to the memory that contains them.
+        let alias = Allocation { address, len: span.len, kind, is_adopted: true, is_file: false };
+        Ok(self.pages.insert(alias))
     }
 
-    fn after(&self, lane: Lane, fence: Fence) -> Result<()> {
-        self.assert_given(fence);
-        if lane == fence.lane || self.reached(fence.lane) >= fence.value {
-            return Ok(());
-        }
-        self.lane(lane).follow(self.lane(fence.lane))
+    /// Returns one space for all memory, because the driver's addresses cover all GPUs and pinned memory.
+    fn origin(&self, memory: MemoryId) -> (u64, u64) {
+        (0, self.pages.named(memory).address)
+    }
+}
+
+impl DeviceFiles for CudaDevice {
+    fn register(&self, memory: Box<dyn FileMemory>) -> Result<MemoryId> {
+        let (address, len) = (memory.address(), memory.byte_len());
+        self.files.register(self.context, memory)?;
+        let file = Allocation { address, len, kind: Kind::Pinned, is_adopted: true, is_file: true };
+        Ok(self.pages.insert(file))
     }
 
+    fn unregister(&self, memory: MemoryId) -> Result<()> {
+        let file = self.pages.remove(memory).filter(|file| file.is_file);
+        let file = file.unwrap_or_else(|| panic!("{memory:?} is no file's memory of this device"));
+        self.files.unregister(self.context, file.address)
+    }
+}
+
+impl DeviceStreams for CudaDevice {
     fn wait_external(&self, lane: Lane, stream: RawStream) -> Result<()> {
         self.lane(lane).follow_stream(stream)
     }
@@ -464,14 +548,6 @@ impl Device for CudaDevice {
             return stream::check(self.context, &self.context.enter()?, stream);
         }
         self.lane(fence.lane).lead_stream(stream)
-    }
-
-    fn wait_stream(&self, stream: RawStream) -> Result<()> {
-        stream::point(self.context, stream)?.wait()
-    }
-
-    fn supports_streams(&self) -> bool {
-        true
     }
 
     fn stream_event(&self, stream: RawStream) -> Result<StreamEvent> {
@@ -489,7 +565,9 @@ impl Device for CudaDevice {
     fn hold_stream(&self, stream: RawStream, point: &StreamEvent) -> Result<()> {
         stream::hold(self.context, stream, point.of::<CudaEvent>())
     }
+}
 
+impl KernelAddresses for CudaDevice {
     fn address(&self, memory: MemoryId) -> Option<u64> {
         let page = self.pages.named(memory);
         (page.len > 0).then_some(page.address)
@@ -498,103 +576,9 @@ impl Device for CudaDevice {
     fn gpu_of(&self, _memory: MemoryId) -> Option<u32> {
         Some(self.context.ordinal)
     }
+}
 
-    fn adopt(&self, memory: &CallerMemory) -> Result<(MemoryId, Place)> {
-        let kind = caller_memory::kind_of(self.context, &self.context.enter()?, memory)?;
-        let (address, len) = (memory.address(), memory.byte_len());
-        let id = self.pages.insert(Allocation { address, len, kind, is_adopted: true, is_file: false });
-        Ok((id, caller_memory::place_of(kind)))
-    }
-
-    fn register(&self, memory: Box<dyn FileMemory>) -> Result<MemoryId> {
-        let (address, len) = (memory.address(), memory.byte_len());
-        self.files.register(self.context, memory)?;
-        let file = Allocation { address, len, kind: Kind::Pinned, is_adopted: true, is_file: true };
-        Ok(self.pages.insert(file))
-    }
-
-    fn unregister(&self, memory: MemoryId) -> Result<()> {
-        let file = self.pages.remove(memory).filter(|file| file.is_file);
-        let file = file.unwrap_or_else(|| panic!("{memory:?} is no file's memory of this device"));
-        self.files.unregister(self.context, file.address)
-    }
-
-    fn unified(&self) -> UnifiedSupport {
-        let Context { has_managed_memory, takes_hints, .. } = *self.context;
-        UnifiedSupport { has_pages: has_managed_memory, takes_hints: has_managed_memory && takes_hints }
-    }
-
-    fn hint_unified(&self, memory: MemoryId, hint: UnifiedHint) -> Result<()> {
-        let page = self.pages.named(memory);
-        let refused = |reason| Err(Error::Refused(Refused::Hint { place: self.place_of(memory), reason }));
-        if page.kind != Kind::Managed {
-            return refused("only a page in unified memory moves between a GPU and the host by itself");
-        }
-        if !self.context.takes_hints {
-            return refused("this GPU does not share memory with the host page by page");
-        }
-        if page.len == 0 {
-            return Ok(());
-        }
-        self.hints.apply(self.context, &page, hint, self.lane(Lane::Load).stream())
-    }
-
-    fn place_of(&self, memory: MemoryId) -> Place {
-        match self.pages.named(memory) {
-            file if file.is_file => Place::Host,
-            page => caller_memory::place_of(page.kind),
-        }
-    }
-
-    fn alias(&self, span: Span) -> Result<MemoryId> {
-        let whole = self.pages.named(span.memory);
-        let (address, kind) = (whole.at(span), whole.kind);
-        // Adopted, so that a release leaves the bytes to the memory that contains them.
-        let alias = Allocation { address, len: span.len, kind, is_adopted: true, is_file: false };
-        Ok(self.pages.insert(alias))
-    }
-
-    fn rename(&self, memory: MemoryId) -> Result<MemoryId> {
-        let renamed = self.pinned_reads.without_readers(memory, || self.pages.remove(memory));
-        Ok(self.pages.insert(renamed.unwrap_or_else(|| panic!("{memory:?} is no memory of this device"))))
-    }
-
-    /// Returns one space for all memory, because the driver's addresses cover all GPUs and pinned memory.
-    fn origin(&self, memory: MemoryId) -> (u64, u64) {
-        (0, self.pages.named(memory).address)
-    }
-
-    fn copy_from(
-        &self,
-        lane: Lane,
-        other: &dyn Device,
-        source: Span,
-        target: Span,
-    ) -> Result<Option<Pending>> {
-        self.check_running()?;
-        let Some(other) = (other as &dyn Any).downcast_ref::<Self>() else { return Ok(None) };
-        let queue = || peer_copy::copy(self, other, lane, source, target);
-        let fence = |queued: &Option<Pending>| queued.as_ref().map_or(0, |pending| pending.fence().value);
-        let written = WrittenStripes::of(self.pages.named(target.memory).kind, target.memory);
-        self.writing(lane, written, queue, fence)
-    }
-
-    fn trim(&self) -> Result<u64> {
-        Ok(self.on_gpu.trim()? + self.managed.trim()? + self.pinned.trim()?)
-    }
-
-    fn memory_stats(&self) -> Vec<(Place, MemoryStats)> {
-        [&self.on_gpu, &self.managed, &self.pinned].map(|memory| (memory.place, memory.stats())).to_vec()
-    }
-
-    fn bytes(&self, _memory: MemoryId) -> Option<PageBytes> {
-        None
-    }
-
-    fn reads_now(&self) -> bool {
-        true
-    }
-
+impl DirectReads for CudaDevice {
     fn read_now(&self, memory: MemoryId, offset: u64, out: &mut [u8]) -> bool {
         let read = self.pinned_reads.read(memory, &self.lanes, || {
             let Some(page) = self.pages.get(memory) else { return false };
@@ -614,6 +598,50 @@ impl Device for CudaDevice {
             true
         });
         read == Some(true)
+    }
+
+    fn rename(&self, memory: MemoryId) -> Result<MemoryId> {
+        let renamed = self.pinned_reads.without_readers(memory, || self.pages.remove(memory));
+        Ok(self.pages.insert(renamed.unwrap_or_else(|| panic!("{memory:?} is no memory of this device"))))
+    }
+}
+
+impl UnifiedMemory for CudaDevice {
+    fn support(&self) -> UnifiedSupport {
+        let Context { has_managed_memory, takes_hints, .. } = *self.context;
+        UnifiedSupport { has_pages: has_managed_memory, takes_hints: has_managed_memory && takes_hints }
+    }
+
+    fn hint(&self, memory: MemoryId, hint: UnifiedHint) -> Result<()> {
+        let page = self.pages.named(memory);
+        let refused = |reason| Err(Error::Refused(Refused::Hint { place: place_of(&page), reason }));
+        if page.kind != Kind::Managed {
+            return refused("only a page in unified memory moves between a GPU and the host by itself");
+        }
+        if !self.context.takes_hints {
+            return refused("this GPU does not share memory with the host page by page");
+        }
+        if page.len == 0 {
+            return Ok(());
+        }
+        self.hints.apply(self.context, &page, hint, self.lane(Lane::Load).stream())
+    }
+}
+
+impl PeerCopies for CudaDevice {
+    fn copy_from(
+        &self,
+        lane: Lane,
+        other: &dyn Device,
+        source: Span,
+        target: Span,
+    ) -> Result<Option<Pending>> {
+        self.check_running()?;
+        let Some(other) = (other as &dyn Any).downcast_ref::<Self>() else { return Ok(None) };
+        let queue = || peer_copy::copy(self, other, lane, source, target);
+        let fence = |queued: &Option<Pending>| queued.as_ref().map_or(0, |pending| pending.fence().value);
+        let written = WrittenStripes::of(self.pages.named(target.memory).kind, target.memory);
+        self.writing(lane, written, queue, fence)
     }
 }
 

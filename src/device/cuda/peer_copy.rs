@@ -60,11 +60,14 @@ pub(super) fn copy(
         (Kind::Device, Kind::Device) => relay(to, from, lane, bytes)?,
         (Kind::Device, _) => {
             writer.follow(reader)?;
-            from.queue(lane, &bytes.plan(), Vec::new(), Vec::new())?;
+            // SAFETY: both ranges were checked by `at`. Their owner neither releases nor changes them before the
+            // copy's fence, as `copy_from` requires, and the lanes of both devices follow each other.
+            unsafe { from.queue(lane, &bytes.plan(), Vec::new(), Vec::new()) }?;
             reader.follow(writer)?;
             to.submit(lane, CommandList::default())?
         }
-        _ => to.queue(lane, &bytes.plan(), Vec::new(), Vec::new())?,
+        // SAFETY: the same.
+        _ => unsafe { to.queue(lane, &bytes.plan(), Vec::new(), Vec::new()) }?,
     };
     writer.follow(reader)?;
     Ok(Some(copied))
@@ -143,13 +146,16 @@ fn relay_by(
         let len = RELAY_LEN.min(bytes.len - begin);
         // 1. Write the block. Reads of the other block may be in flight; reads of this one are done.
         let write = PeerCopy { source: bytes.source + begin, target: block.address, len };
-        from.queue(lane, &write.plan(), Vec::new(), Vec::new())?;
+        // SAFETY: the source is page memory, as in `copy`. `relay` owns the blocks, and gives them to the lane
+        // of `to`, which follows all writes, or leaks them.
+        unsafe { from.queue(lane, &write.plan(), Vec::new(), Vec::new()) }?;
         // 2. The next write, to the other block, waits for the reads of that block, which are already queued.
         writer.follow(reader)?;
         // 3. Read the block, after the write.
         reader.follow(writer)?;
         let read = PeerCopy { source: block.address, target: bytes.target + begin, len };
-        to.queue(lane, &read.plan(), Vec::new(), Vec::new())?;
+        // SAFETY: the same; the target is page memory, as in `copy`.
+        unsafe { to.queue(lane, &read.plan(), Vec::new(), Vec::new()) }?;
     }
     Ok(())
 }

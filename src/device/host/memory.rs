@@ -18,7 +18,6 @@ use zerocopy::FromZeros;
 use super::super::{MemoryId, Span};
 use crate::base::sync::locks::RwLock;
 use crate::device::HostMemory;
-use crate::disk::FileMemory;
 use crate::error::{Error, Result};
 
 /// The longest allocation, in bytes, that is placed in a slab.
@@ -96,23 +95,6 @@ pub struct External(Box<dyn HostMemory>);
 impl fmt::Debug for External {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "External({} bytes)", self.0.byte_len())
-    }
-}
-
-/// The memory of a registered file.
-struct FileBytes(Box<dyn FileMemory>);
-
-impl HostMemory for FileBytes {
-    fn byte_len(&self) -> u64 {
-        self.0.byte_len()
-    }
-
-    fn bytes(&self, range: Range<usize>) -> &[u8] {
-        self.0.bytes(range)
-    }
-
-    fn bytes_mut(&mut self, range: Range<usize>) -> &mut [u8] {
-        self.0.bytes_mut(range)
     }
 }
 
@@ -275,11 +257,6 @@ impl HostBlock {
     pub fn of(bytes: Vec<u8>) -> Self {
         let len = bytes.len() as u64;
         Self { bytes: RwLock::new(SharedBytes::Ours(bytes)), len, number: 0, within: None }
-    }
-
-    /// Creates a block of a file's bytes.
-    pub fn of_file(memory: Box<dyn FileMemory>) -> Self {
-        Self::external(Box::new(FileBytes(memory)))
     }
 
     /// Creates a block of bytes that another object owns.

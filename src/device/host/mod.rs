@@ -23,10 +23,9 @@ use remanent_format::limits::GROUP_ALIGN;
 use zerocopy::FromZeros;
 
 use self::memory::{HostAllocation, HostBlock, HostMemories};
-use super::counted::moves;
 use super::{
-    CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, PageBytes, Pending, RawStream, Span,
-    Staging, StagingMemory, UnifiedSupport,
+    Abilities, BulkMemory, CallerMemory, CommandList, Device, DeviceFiles, DirectReads, Fence, HostBytes,
+    Lane, LentMemory, MemoryId, PageBytes, Pending, Span, Staging, StagingMemory,
 };
 use crate::base::aligned_buf::AlignedBuf;
 use crate::base::sync::Mutex;
@@ -130,34 +129,6 @@ impl Device for HostDevice {
         }
     }
 
-    /// Allocates the long memory of each chunk first and without the lock, because the system may have to
-    /// zero it.
-    fn allocate_all(&self, pages: &[(Place, u64)], made: &mut Vec<MemoryId>) -> Result<()> {
-        for pages in pages.chunks(AT_ONCE) {
-            let (mut long, mut refused) = (Vec::new(), None);
-            for (place, len) in pages {
-                match self.check_place(*place).and_then(|()| HostAllocation::long_only(*place, *len)) {
-                    Ok(memory) => long.push((*place, *len, memory)),
-                    Err(error) => {
-                        refused = Some(error);
-                        break;
-                    }
-                }
-            }
-            let mut memories = self.memories.write();
-            for (place, len, memory) in long {
-                made.push(match memory {
-                    Some(memory) => memories.insert(memory),
-                    None => memories.insert_short(place, len)?,
-                });
-            }
-            if let Some(error) = refused {
-                return Err(error);
-            }
-        }
-        Ok(())
-    }
-
     /// Returns `true` only for long memory, which the system zeroes on first access. A slab's slot may
     /// contain bytes of an earlier page.
     fn allocates_zeros(&self, _place: Place, len: u64) -> bool {
@@ -169,15 +140,6 @@ impl Device for HostDevice {
         let released = self.memories.write().remove(memory);
         drop(released);
         Ok(())
-    }
-
-    fn release_all(&self, memory: &[(Place, MemoryId)], _failed: &mut dyn FnMut(usize, Error)) {
-        for memory in memory.chunks(AT_ONCE) {
-            let mut memories = self.memories.write();
-            let released: Vec<_> = memory.iter().map(|(_, memory)| memories.remove(*memory)).collect();
-            drop(memories);
-            drop(released);
-        }
     }
 
     fn staging(&self, len: usize) -> Result<Staging> {
@@ -216,74 +178,76 @@ impl Device for HostDevice {
         Ok(())
     }
 
-    fn wait_external(&self, _lane: Lane, stream: RawStream) -> Result<()> {
-        Err(no_streams(stream))
+    /// Holds one lock for all lookups, because lists name thousands of allocations.
+    fn places_of(&self, memory: &[MemoryId]) -> Vec<Place> {
+        let memories = self.memories.read();
+        memory.iter().map(|memory| memories.get(*memory).place()).collect()
     }
 
-    fn signal_external(&self, stream: RawStream, _fence: Fence) -> Result<()> {
-        Err(no_streams(stream))
+    fn abilities(&self) -> Abilities<'_> {
+        Abilities {
+            bulk: Some(self),
+            lent: Some(self),
+            files: Some(self),
+            bytes: Some(self),
+            direct_reads: Some(self),
+            ..Abilities::default()
+        }
+    }
+}
+
+impl BulkMemory for HostDevice {
+    /// Allocates the long memory of each chunk first and without the lock, because the system may have to
+    /// zero it.
+    fn allocate_all(&self, pages: &[(Place, u64)], made: &mut Vec<MemoryId>) -> Result<()> {
+        for pages in pages.chunks(AT_ONCE) {
+            let (mut long, mut refused) = (Vec::new(), None);
+            for (place, len) in pages {
+                match self.check_place(*place).and_then(|()| HostAllocation::long_only(*place, *len)) {
+                    Ok(memory) => long.push((*place, *len, memory)),
+                    Err(error) => {
+                        refused = Some(error);
+                        break;
+                    }
+                }
+            }
+            let mut memories = self.memories.write();
+            for (place, len, memory) in long {
+                made.push(match memory {
+                    Some(memory) => memories.insert(memory),
+                    None => memories.insert_short(place, len)?,
+                });
+            }
+            if let Some(error) = refused {
+                return Err(error);
+            }
+        }
+        Ok(())
     }
 
-    fn wait_stream(&self, stream: RawStream) -> Result<()> {
-        Err(no_streams(stream))
+    fn release_all(&self, memory: &[MemoryId], _failed: &mut dyn FnMut(usize, Error)) {
+        for memory in memory.chunks(AT_ONCE) {
+            let mut memories = self.memories.write();
+            let released: Vec<_> = memory.iter().map(|memory| memories.remove(*memory)).collect();
+            drop(memories);
+            drop(released);
+        }
     }
+}
 
-    fn address(&self, _memory: MemoryId) -> Option<u64> {
-        None
+impl HostBytes for HostDevice {
+    fn bytes(&self, memory: MemoryId) -> Option<PageBytes> {
+        let bytes = self.memory(memory).share();
+        Some(bytes)
     }
+}
 
-    fn reads_now(&self) -> bool {
-        true
-    }
-
+impl DirectReads for HostDevice {
     fn read_now(&self, memory: MemoryId, offset: u64, out: &mut [u8]) -> bool {
         let found = self.memories.read().find(memory).cloned();
         let Some(found) = found.filter(|found| found.has(offset, out.len() as u64)) else { return false };
         found.read(Span { memory, offset, len: out.len() as u64 }, |bytes| out.copy_from_slice(bytes));
         true
-    }
-
-    fn bytes(&self, memory: MemoryId) -> Option<PageBytes> {
-        let bytes = self.memory(memory).share();
-        Some(bytes)
-    }
-
-    fn adopt(&self, memory: &CallerMemory) -> Result<(MemoryId, Place)> {
-        let Ok(bytes) = memory.owner().downcast::<CallerBytes>() else {
-            let reason = "it is a GPU's, and pages live in host memory here".to_owned();
-            return Err(Error::Refused(Refused::Memory { len: memory.byte_len(), reason }));
-        };
-        let adopted = self.memories.write().insert(HostAllocation::of(bytes.block.clone(), bytes.place));
-        Ok((adopted, bytes.place))
-    }
-
-    fn register(&self, memory: Box<dyn FileMemory>) -> Result<MemoryId> {
-        let block = Arc::new(HostBlock::of_file(memory));
-        Ok(self.memories.write().insert(HostAllocation::of(block, Place::Host)))
-    }
-
-    fn unregister(&self, memory: MemoryId) -> Result<()> {
-        self.release(memory)
-    }
-
-    fn place_of(&self, memory: MemoryId) -> Place {
-        self.memories.read().get(memory).place()
-    }
-
-    fn unified(&self) -> UnifiedSupport {
-        UnifiedSupport { has_pages: true, takes_hints: false }
-    }
-
-    /// Holds one lock for all lookups, because lists name thousands of allocations.
-    fn for_each_move(&self, commands: &[Command], each: &mut dyn FnMut(Place, Place, u64)) {
-        let memories = self.memories.read();
-        moves(commands, |memory| memories.get(memory).place(), each);
-    }
-
-    fn alias(&self, span: Span) -> Result<MemoryId> {
-        let mut memories = self.memories.write();
-        let alias = memories.get(span.memory).alias(span);
-        Ok(memories.insert(alias))
     }
 
     fn rename(&self, memory: MemoryId) -> Result<MemoryId> {
@@ -295,6 +259,23 @@ impl Device for HostDevice {
         drop(block.bytes.write());
         Ok(renamed)
     }
+}
+
+impl LentMemory for HostDevice {
+    fn adopt(&self, memory: &CallerMemory) -> Result<(MemoryId, Place)> {
+        let Ok(bytes) = memory.owner().downcast::<CallerBytes>() else {
+            let reason = "it is a GPU's, and pages live in host memory here".to_owned();
+            return Err(Error::Refused(Refused::Memory { len: memory.byte_len(), reason }));
+        };
+        let adopted = self.memories.write().insert(HostAllocation::of(bytes.block.clone(), bytes.place));
+        Ok((adopted, bytes.place))
+    }
+
+    fn alias(&self, span: Span) -> Result<MemoryId> {
+        let mut memories = self.memories.write();
+        let alias = memories.get(span.memory).alias(span);
+        Ok(memories.insert(alias))
+    }
 
     fn origin(&self, memory: MemoryId) -> (u64, u64) {
         let memory = self.memory(memory);
@@ -304,6 +285,17 @@ impl Device for HostDevice {
             Some(address) => (0, address + within),
             None => (Arc::as_ptr(block).addr() as u64, within),
         }
+    }
+}
+
+impl DeviceFiles for HostDevice {
+    fn register(&self, memory: Box<dyn FileMemory>) -> Result<MemoryId> {
+        let block = Arc::new(HostBlock::external(memory));
+        Ok(self.memories.write().insert(HostAllocation::of(block, Place::Host)))
+    }
+
+    fn unregister(&self, memory: MemoryId) -> Result<()> {
+        self.release(memory)
     }
 }
 
@@ -389,13 +381,6 @@ impl CallerMemory {
     }
 }
 
-fn no_streams(stream: RawStream) -> Error {
-    Error::Refused(Refused::Stream {
-        stream: stream.handle(),
-        reason: "pages live in host memory, not on a GPU",
-    })
-}
-
 /// Staging that direct reads can fill without a copy.
 struct HostStaging(AlignedBuf);
 
@@ -412,7 +397,7 @@ impl StagingMemory for HostStaging {
 mod tests {
     use remanent_format::Width;
 
-    use super::super::{Payload, Piece, PieceKind};
+    use super::super::{Command, Payload, Piece, PieceKind};
     use super::*;
 
     #[test]

@@ -21,8 +21,10 @@ use remanent_format::Place;
 use self::share::Shares;
 use self::split::{PartSpan, SplitPlanner, SplitStep};
 use super::{
-    CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending,
-    RawStream, ReturnedStaging, Span, Staging, StagingSpan, StreamEvent, UnifiedHint, UnifiedSupport,
+    Abilities, CallerMemory, Command, CommandList, Device, DeviceFiles, DeviceStreams, DirectReads, Fence,
+    HostBytes, KernelAddresses, Lane, LentMemory, MemoryCache, MemoryId, MemoryStats, PageBytes, Pending,
+    RawStream, ReturnedStaging, Span, Staging, StagingSpan, StreamEvent, UnifiedHint, UnifiedMemory,
+    UnifiedSupport,
 };
 use crate::base::sync::{Mutex, RwLock};
 use crate::disk::FileMemory;
@@ -187,7 +189,9 @@ impl MultiDevice {
     /// Copies bytes from one part to another. Returns the copy if it is still in flight.
     fn copy_across_parts(&self, lane: Lane, source: PartSpan, target: PartSpan) -> Result<Option<Shares>> {
         let [from, to] = [source.part, target.part].map(|part| &*self.parts[part]);
-        if let Some(copy) = to.copy_from(lane, from, source.span, target.span)? {
+        if let Some(peers) = to.abilities().peers
+            && let Some(copy) = peers.copy_from(lane, from, source.span, target.span)?
+        {
             return Ok(Some(Shares::copy(target.part, copy)));
         }
         self.by_staging(lane, source, target).map(|()| None)
@@ -260,11 +264,11 @@ impl MultiDevice {
     fn with_stream<T>(
         &self,
         stream: RawStream,
-        call: impl Fn(&dyn Device) -> Result<T>,
+        call: impl Fn(&dyn DeviceStreams) -> Result<T>,
     ) -> Result<Vec<(usize, T)>> {
         let (mut accepted, mut refused) = (Vec::new(), None);
         for (part, device) in self.parts.iter().enumerate() {
-            match call(&**device) {
+            match device.streams(stream).and_then(&call) {
                 Ok(answer) => accepted.push((part, answer)),
                 // The stream may belong to another part.
                 Err(error @ Error::Refused(Refused::Stream { .. })) => _ = refused.get_or_insert(error),
@@ -278,6 +282,11 @@ impl MultiDevice {
             return Err(refused.expect("there is at least one device, and it refused"));
         }
         Ok(accepted)
+    }
+
+    /// Returns the streams of a part that recorded a point.
+    fn streams_of(&self, part: usize) -> &dyn DeviceStreams {
+        self.parts[part].abilities().streams.expect("it recorded the point")
     }
 
     fn release_all(&self, memory: Vec<DeviceAddress>) {
@@ -314,10 +323,6 @@ impl Device for MultiDevice {
 
     fn allocate(&self, place: Place, len: u64) -> Result<MemoryId> {
         self.allocated(place, |device| device.allocate(place, len))
-    }
-
-    fn allocate_at_once(&self, place: Place, len: u64) -> Result<MemoryId> {
-        self.allocated(place, |device| device.allocate_at_once(place, len))
     }
 
     fn allocates_zeros(&self, place: Place, len: u64) -> bool {
@@ -380,8 +385,93 @@ impl Device for MultiDevice {
         Ok(())
     }
 
+    fn places_of(&self, memory: &[MemoryId]) -> Vec<Place> {
+        let place_of = |memory: &MemoryId| {
+            let DeviceAddress { part, memory } = self.address_of(*memory);
+            placed(part, self.parts[part].places_of(&[memory])[0])
+        };
+        memory.iter().map(place_of).collect()
+    }
+
+    fn abilities(&self) -> Abilities<'_> {
+        let has_streams = self.parts.iter().any(|part| part.abilities().streams.is_some());
+        Abilities {
+            cache: Some(self),
+            lent: Some(self),
+            files: self.parts[0].abilities().files.and(Some(self)),
+            streams: has_streams.then_some(self as &dyn DeviceStreams),
+            addresses: Some(self),
+            bytes: Some(self),
+            direct_reads: Some(self),
+            unified: Some(self),
+            ..Abilities::default()
+        }
+    }
+}
+
+impl MemoryCache for MultiDevice {
+    fn allocate_at_once(&self, place: Place, len: u64) -> Result<MemoryId> {
+        self.allocated(place, |device| device.allocate_at_once(place, len))
+    }
+
+    fn trim(&self) -> Result<u64> {
+        self.parts.iter().filter_map(|part| part.abilities().cache).map(|cache| cache.trim()).sum()
+    }
+
+    fn memory_stats(&self) -> Vec<(Place, MemoryStats)> {
+        let of_part = |(part, device): (usize, &Arc<dyn Device>)| {
+            let stats = device.abilities().cache.map_or_else(Vec::new, |cache| cache.memory_stats());
+            stats.into_iter().map(move |(place, stats)| (placed(part, place), stats))
+        };
+        self.parts.iter().enumerate().flat_map(of_part).collect()
+    }
+}
+
+impl LentMemory for MultiDevice {
+    fn adopt(&self, memory: &CallerMemory) -> Result<(MemoryId, Place)> {
+        let mut refused = None;
+        for (part, device) in self.parts.iter().enumerate() {
+            match device.lent(memory.byte_len()).and_then(|lent| lent.adopt(memory)) {
+                // The memory may belong to another part.
+                Err(error @ Error::Refused(Refused::Memory { .. })) => _ = refused.get_or_insert(error),
+                Err(error) => return Err(error),
+                Ok((own, place)) => {
+                    return Ok((self.name(DeviceAddress { part, memory: own }), placed(part, place)));
+                }
+            }
+        }
+        Err(refused.expect("at least one device was asked"))
+    }
+
+    fn alias(&self, span: Span) -> Result<MemoryId> {
+        let DeviceAddress { part, memory } = self.address_of(span.memory);
+        let alias = self.parts[part].lent(span.len)?.alias(Span { memory, ..span })?;
+        Ok(self.name(DeviceAddress { part, memory: alias }))
+    }
+
+    fn origin(&self, memory: MemoryId) -> (u64, u64) {
+        let DeviceAddress { part, memory } = self.address_of(memory);
+        self.parts[part].origin(memory)
+    }
+}
+
+impl DeviceFiles for MultiDevice {
+    /// Registers the file with the first device, which also pins staging for all.
+    fn register(&self, memory: Box<dyn FileMemory>) -> Result<MemoryId> {
+        let memory = self.parts[0].files(memory.byte_len())?.register(memory)?;
+        Ok(self.name(DeviceAddress { part: 0, memory }))
+    }
+
+    fn unregister(&self, memory: MemoryId) -> Result<()> {
+        let DeviceAddress { part, memory: own } = self.address_of(memory);
+        self.memories.write().remove(&memory);
+        self.parts[part].abilities().files.expect("it registered the memory").unregister(own)
+    }
+}
+
+impl DeviceStreams for MultiDevice {
     fn wait_external(&self, lane: Lane, stream: RawStream) -> Result<()> {
-        let parts = self.with_stream(stream, |device| device.wait_external(lane, stream))?;
+        let parts = self.with_stream(stream, |streams| streams.wait_external(lane, stream))?;
         self.lane(lane).state.lock().waiting_parts.extend(parts.into_iter().map(|(part, ())| part));
         Ok(())
     }
@@ -391,7 +481,7 @@ impl Device for MultiDevice {
         let (mut accepted, mut refused) = (false, Vec::new());
         for (part, device) in self.parts.iter().enumerate() {
             let point = points.get(&part).copied().unwrap_or(Fence { value: 0, ..fence });
-            match device.signal_external(stream, point) {
+            match device.streams(stream).and_then(|streams| streams.signal_external(stream, point)) {
                 Ok(()) => accepted = true,
                 Err(error @ Error::Refused(Refused::Stream { .. })) => refused.push((device, point, error)),
                 Err(error) => return Err(error),
@@ -404,26 +494,18 @@ impl Device for MultiDevice {
         refused.into_iter().try_for_each(|(device, point, _)| device.wait(point))
     }
 
-    fn wait_stream(&self, stream: RawStream) -> Result<()> {
-        self.with_stream(stream, |device| device.wait_stream(stream)).map(drop)
-    }
-
-    fn supports_streams(&self) -> bool {
-        self.parts.iter().any(|part| part.supports_streams())
-    }
-
     fn stream_event(&self, stream: RawStream) -> Result<StreamEvent> {
-        let points: PartPoints = self.with_stream(stream, |device| device.stream_event(stream))?;
+        let points: PartPoints = self.with_stream(stream, |streams| streams.stream_event(stream))?;
         Ok(StreamEvent::new(points))
     }
 
     fn wait_event(&self, point: &StreamEvent) -> Result<()> {
-        point.of::<PartPoints>().iter().try_for_each(|(part, point)| self.parts[*part].wait_event(point))
+        point.of::<PartPoints>().iter().try_for_each(|(part, point)| self.streams_of(*part).wait_event(point))
     }
 
     fn has_passed(&self, point: &StreamEvent) -> Result<bool> {
         for (part, point) in point.of::<PartPoints>() {
-            if !self.parts[*part].has_passed(point)? {
+            if !self.streams_of(*part).has_passed(point)? {
                 return Ok(false);
             }
         }
@@ -432,90 +514,43 @@ impl Device for MultiDevice {
 
     fn hold_stream(&self, stream: RawStream, point: &StreamEvent) -> Result<()> {
         for (part, point) in point.of::<PartPoints>() {
-            match self.parts[*part].hold_stream(stream, point) {
+            match self.streams_of(*part).hold_stream(stream, point) {
                 // The stream belongs to another part, which cannot wait for this point, so this thread waits
                 // instead.
                 Err(Error::Refused(Refused::Stream { .. })) => {
-                    self.with_stream(stream, |device| device.stream_event(stream))?;
-                    self.parts[*part].wait_event(point)?;
+                    self.with_stream(stream, |streams| streams.stream_event(stream))?;
+                    self.streams_of(*part).wait_event(point)?;
                 }
                 held => held?,
             }
         }
         Ok(())
     }
+}
 
+impl KernelAddresses for MultiDevice {
     fn address(&self, memory: MemoryId) -> Option<u64> {
         let DeviceAddress { part, memory } = self.address_of(memory);
-        self.parts[part].address(memory)
+        self.parts[part].abilities().addresses?.address(memory)
     }
 
     fn gpu_of(&self, memory: MemoryId) -> Option<u32> {
         let DeviceAddress { part, memory } = self.address_of(memory);
-        self.parts[part].gpu_of(memory)
+        self.parts[part].abilities().addresses?.gpu_of(memory)
     }
+}
 
+impl HostBytes for MultiDevice {
     fn bytes(&self, memory: MemoryId) -> Option<PageBytes> {
         let DeviceAddress { part, memory } = self.address_of(memory);
-        self.parts[part].bytes(memory)
+        self.parts[part].abilities().bytes?.bytes(memory)
     }
+}
 
-    fn trim(&self) -> Result<u64> {
-        self.parts.iter().map(|part| part.trim()).sum()
-    }
-
-    fn memory_stats(&self) -> Vec<(Place, MemoryStats)> {
-        let of_part = |(part, device): (usize, &Arc<dyn Device>)| {
-            device.memory_stats().into_iter().map(move |(place, stats)| (placed(part, place), stats))
-        };
-        self.parts.iter().enumerate().flat_map(of_part).collect()
-    }
-
-    fn adopt(&self, memory: &CallerMemory) -> Result<(MemoryId, Place)> {
-        let mut refused = None;
-        for (part, device) in self.parts.iter().enumerate() {
-            match device.adopt(memory) {
-                // The memory may belong to another part.
-                Err(error @ Error::Refused(Refused::Memory { .. })) => _ = refused.get_or_insert(error),
-                Err(error) => return Err(error),
-                Ok((own, place)) => {
-                    return Ok((self.name(DeviceAddress { part, memory: own }), placed(part, place)));
-                }
-            }
-        }
-        Err(refused.expect("at least one device was asked"))
-    }
-
-    /// Returns the capabilities of the part that owns [`Place::Unified`].
-    fn unified(&self) -> UnifiedSupport {
-        self.parts[part_of(Place::Unified)].unified()
-    }
-
-    fn hint_unified(&self, memory: MemoryId, hint: UnifiedHint) -> Result<()> {
-        let DeviceAddress { part, memory } = self.address_of(memory);
-        self.parts[part].hint_unified(memory, hint)
-    }
-
-    fn place_of(&self, memory: MemoryId) -> Place {
-        let DeviceAddress { part, memory } = self.address_of(memory);
-        placed(part, self.parts[part].place_of(memory))
-    }
-
-    /// Registers the file with the first device, which also pins staging for all.
-    fn register(&self, memory: Box<dyn FileMemory>) -> Result<MemoryId> {
-        Ok(self.name(DeviceAddress { part: 0, memory: self.parts[0].register(memory)? }))
-    }
-
-    fn unregister(&self, memory: MemoryId) -> Result<()> {
-        let DeviceAddress { part, memory: own } = self.address_of(memory);
-        self.memories.write().remove(&memory);
-        self.parts[part].unregister(own)
-    }
-
-    fn alias(&self, span: Span) -> Result<MemoryId> {
-        let DeviceAddress { part, memory } = self.address_of(span.memory);
-        let alias = self.parts[part].alias(Span { memory, ..span })?;
-        Ok(self.name(DeviceAddress { part, memory: alias }))
+impl DirectReads for MultiDevice {
+    /// Returns `false`: all reads pass through lanes.
+    fn read_now(&self, _memory: MemoryId, _offset: u64, _out: &mut [u8]) -> bool {
+        false
     }
 
     fn rename(&self, memory: MemoryId) -> Result<MemoryId> {
@@ -524,10 +559,17 @@ impl Device for MultiDevice {
         self.memories.write().remove(&memory);
         Ok(self.name(DeviceAddress { part, memory: renamed }))
     }
+}
 
-    fn origin(&self, memory: MemoryId) -> (u64, u64) {
+impl UnifiedMemory for MultiDevice {
+    /// Returns the capabilities of the part that owns [`Place::Unified`].
+    fn support(&self) -> UnifiedSupport {
+        self.parts[part_of(Place::Unified)].unified_support()
+    }
+
+    fn hint(&self, memory: MemoryId, hint: UnifiedHint) -> Result<()> {
         let DeviceAddress { part, memory } = self.address_of(memory);
-        self.parts[part].origin(memory)
+        self.parts[part].hint_unified(memory, hint)
     }
 }
 

@@ -104,7 +104,11 @@ impl Arena {
         let (len, account) = (mapping.byte_len(), self.account(Place::Pinned));
         // The budget is claimed before the device is called (I10).
         account.claim(len)?;
-        let memory = self.device.register(mapping).inspect_err(|_| account.unclaim(len))?;
+        let memory = self
+            .device
+            .files(len)
+            .and_then(|files| files.register(mapping))
+            .inspect_err(|_| account.unclaim(len))?;
         account.allocated(Purpose::Image, 1, len);
         let last_uses = FILE_LANES.map(|lane| Fence { lane, value: 0 });
         let state = FileState { memory: Some(memory), users: 0, last_uses, is_end_unknown: false };
@@ -163,7 +167,7 @@ impl RegisteredFile {
             return false;
         }
         let ended = state.last_uses.into_iter().try_for_each(|fence| device.wait(fence));
-        match ended.and_then(|()| device.unregister(memory)) {
+        match ended.and_then(|()| device.files(self.len)?.unregister(memory)) {
             Ok(()) => {
                 let account = self.arena.account(Place::Pinned);
                 account.retired(Purpose::Image, 1, self.len);
@@ -270,7 +274,7 @@ impl FileTarget {
             staging.add_sums(&mut list, collected(parts.iter().map(|(part, _)| bytes_of(part)))?)?;
             let pending = self.submit(CopyDirection::From, None, list)?;
             last_use = pending.fence();
-            Ok::<_, Error>(pending.finish(&*arena.device)?.into_iter().next().expect("one staging went in"))
+            Ok::<_, Error>(arena.device.finish(pending)?.into_iter().next().expect("one staging went in"))
         };
         let words = sum();
         match &words {
@@ -288,7 +292,7 @@ impl FileTarget {
 
     /// Returns the error for a device that copied different bytes to the file, or read different bytes from the file.
     pub fn transfer_corrupted(&self) -> Error {
-        transfer_corrupted(&*self.file.arena.device, "bytes of pages")
+        transfer_corrupted(&self.file.arena.device, "bytes of pages")
     }
 
     /// Allocates memory into which parts of the file are read back. Returns an empty list if kernels checksum the file

@@ -9,7 +9,7 @@ use std::collections::HashMap;
 
 use crate::base::sync::Mutex;
 use crate::base::sync::atomic::{AtomicUsize, Ordering};
-use crate::device::{Device, DeviceBytes, Fence, MemoryId, MemoryOwner, drop_when_passed};
+use crate::device::{DeviceBytes, EngineDevice, Fence, MemoryId, MemoryOwner, drop_when_passed};
 
 /// The handles of caller-owned memory in which pages are stored, shared by threads.
 #[derive(Default)]
@@ -56,7 +56,7 @@ impl LentMemories {
 
     /// Drops the released handles, and the owners whose fences have passed. The calling thread must be allowed to run a
     /// caller's code.
-    pub fn drop_released(&self, device: &dyn Device) {
+    pub fn drop_released(&self, device: &EngineDevice) {
         if self.waiting_count.load(Ordering::Acquire) == 0 {
             return;
         }
@@ -69,7 +69,7 @@ impl LentMemories {
     }
 
     /// Drops each owner once its fence has passed. An owner whose fence never passes is leaked.
-    pub fn drop_leaving(&mut self, device: &dyn Device) {
+    pub fn drop_leaving(&mut self, device: &EngineDevice) {
         for (owner, fence) in self.leaving.get_mut().drain(..) {
             drop_when_passed(device, owner, fence);
         }

@@ -4,7 +4,7 @@
 //! the fence of its last use and released once that fence has passed. Until then the memory still exists and counts
 //! against the budget (I10). No memory is stored on disk: recovery allocates new memory.
 //!
-//! The device may cache released memory, which [`Device::trim`] frees.
+//! The device may cache released memory, which [`MemoryCache::trim`](crate::device::MemoryCache::trim) frees.
 
 mod account;
 mod page_memory;
@@ -33,7 +33,7 @@ use crate::base::allocation::make_room;
 use crate::base::queue::Queue;
 use crate::base::sync::atomic::{AtomicUsize, Ordering};
 use crate::base::sync::{Condvar, Mutex, RwLock};
-use crate::device::{Device, DeviceBytes, Fence, Lane, MemoryLink, MemoryOwner};
+use crate::device::{DeviceBytes, EngineDevice, Fence, Lane, MemoryLink, MemoryOwner};
 use crate::error::{Error, Refused, Result};
 use crate::options::Budget;
 
@@ -42,7 +42,7 @@ const OWN_LANES: [Lane; 4] = [Lane::Apply, Lane::Drain, Lane::Stage, Lane::Load]
 
 /// The page memory of one device, under one budget, shared by threads.
 pub struct Arena {
-    device: Arc<dyn Device>,
+    device: Arc<EngineDevice>,
     budget: Budget,
     accounts: RwLock<BTreeMap<Place, Arc<Account>>>,
     /// Retired memory by lane, in the order of retirement. An entry after an entry with a later fence waits for that
@@ -82,7 +82,7 @@ const RELEASED_AT_ONCE: usize = 1024;
 impl Arena {
     /// Creates an arena without pages.
     #[must_use]
-    pub fn new(device: Arc<dyn Device>, budget: Budget) -> Self {
+    pub fn new(device: Arc<EngineDevice>, budget: Budget) -> Self {
         Self {
             device,
             budget,
@@ -164,7 +164,7 @@ impl Arena {
     /// Drops handles of caller-owned memory in which no page is stored any more. The call may run a caller's code, so
     /// it must be made on a caller's thread that holds no lock.
     pub fn drop_released(&self) {
-        self.lent.drop_released(&*self.device);
+        self.lent.drop_released(&self.device);
     }
 
     #[cfg(test)]
@@ -438,8 +438,7 @@ impl Arena {
     fn release(&self, mut pages: Vec<PageMemory>) -> Result<()> {
         let memory: Vec<_> = pages.iter().map(|page| (page.place(), page.memory)).collect();
         pages.iter_mut().for_each(|page| page.is_returned = true);
-        let mut kept = Vec::new();
-        self.device.release_all(&memory, &mut |index, error| kept.push((index, error)));
+        let kept = self.device.release_all(&memory);
         let mut sums = AccountSums::default();
         for (index, page) in pages.iter().enumerate() {
             if kept.iter().any(|(kept, _)| *kept == index) {
@@ -501,6 +500,6 @@ impl Drop for Arena {
         if let Err(error) = self.reap_all() {
             tracing::warn!(%error, "retired page memory could not be released");
         }
-        self.lent.drop_leaving(&*self.device);
+        self.lent.drop_leaving(&self.device);
     }
 }

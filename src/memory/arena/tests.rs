@@ -13,13 +13,13 @@ use remanent_format::Width;
 const PLACE: Place = Place::Device(0);
 
 /// Returns a device that defers all work as long as possible, and an arena of 100 bytes on it.
-fn late_arena() -> (Arc<dyn Device>, Arena) {
-    let device: Arc<dyn Device> = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));
+fn late_arena() -> (Arc<EngineDevice>, Arena) {
+    let device = EngineDevice::new(Arc::new(LateDevice::new(Arc::new(HostDevice::new()))));
     (device.clone(), Arena::new(device, Budget::default().with(PLACE, 100)))
 }
 
 /// Submits a list that uses the page and is not complete yet.
-fn use_page(device: &dyn Device, page: &PageMemory) -> Fence {
+fn use_page(device: &EngineDevice, page: &PageMemory) -> Fence {
     let fill = Command::Fill { target: page.span(), pattern: [1; 16], width: Width::W1 };
     let list = CommandList { commands: vec![fill], staging: Vec::new() };
     device.submit(Lane::Apply, list).unwrap().fence()
@@ -40,15 +40,16 @@ fn usage(arena: &Arena) -> (u64, u64, u64, u64) {
 /// memory is.
 #[test]
 fn only_memory_kept_by_device_stays_counted() {
-    let device = Arc::new(FaultyDevice::new(Arc::new(HostDevice::new())));
+    let faulty = Arc::new(FaultyDevice::new(Arc::new(HostDevice::new())));
+    let device = EngineDevice::new(faulty.clone());
     let arena = Arena::new(device.clone(), Budget::default().with(PLACE, 100));
     let pages = [(PLACE, 10), (PLACE, 20), (PLACE, 5), (Place::Host, 7), (PLACE, 8)];
     let memory = arena.allocate_all(Purpose::Page, &pages).unwrap();
     assert_eq!(memory.iter().map(|page| (page.place(), page.byte_len())).collect::<Vec<_>>(), pages);
-    let fence = use_page(&*device, &memory[0]);
+    let fence = use_page(&device, &memory[0]);
     arena.retire_all(memory, fence);
     assert_eq!(usage(&arena), (0, 43, 43, 0));
-    device.arm(DeviceFault { call: Some(DeviceCall::Release), nth: 3, context_lost: false });
+    faulty.arm(DeviceFault { call: Some(DeviceCall::Release), nth: 3, context_lost: false });
     assert!(arena.reap_all().is_err());
     assert_eq!((usage(&arena), arena.available(PLACE)), ((0, 5, 43, 0), 95));
     assert_eq!(arena.usage(Place::Host).used(), 0);
@@ -92,7 +93,7 @@ fn empty_pages_cost_nothing_even_when_the_budget_is_used_up() {
 fn retired_memory_counts_until_its_fence_has_passed() {
     let (device, arena) = late_arena();
     let page = arena.allocate(Purpose::Page, PLACE, 60).unwrap();
-    let fence = use_page(&*device, &page);
+    let fence = use_page(&device, &page);
     arena.retire(page, fence);
     // The late device panics if the memory is released before the list has run.
     arena.reap().unwrap();
@@ -106,7 +107,7 @@ fn retired_memory_counts_until_its_fence_has_passed() {
 fn allocation_waits_for_retired_memory_that_makes_it_fit() {
     let (device, arena) = late_arena();
     let page = arena.allocate(Purpose::Page, PLACE, 60).unwrap();
-    let fence = use_page(&*device, &page);
+    let fence = use_page(&device, &page);
     arena.retire(page, fence);
     let next = arena.allocate(Purpose::Page, PLACE, 100).unwrap();
     assert_eq!((device.reached(Lane::Apply), usage(&arena)), (fence.value, (100, 0, 100, 1)));
@@ -117,7 +118,7 @@ fn allocation_waits_for_retired_memory_that_makes_it_fit() {
 fn an_allocation_that_can_never_fit_does_not_wait() {
     let (device, arena) = late_arena();
     let page = arena.allocate(Purpose::Page, PLACE, 60).unwrap();
-    let fence = use_page(&*device, &page);
+    let fence = use_page(&device, &page);
     arena.retire(page, fence);
     let error = arena.allocate(Purpose::Page, PLACE, 101).unwrap_err();
     assert!(matches!(error, Error::OverBudget { requested: 101, available: 40, budget: 100, .. }), "{error}");
@@ -152,7 +153,7 @@ fn submitter_does_not_wait_for_thread_waiting_on_callers() {
     let (device, arena) = late_arena();
     let _waits_for_a_caller = arena.reaping[Lane::Callers as usize].lock();
     let page = arena.allocate(Purpose::Page, PLACE, 60).unwrap();
-    let fence = use_page(&*device, &page);
+    let fence = use_page(&device, &page);
     arena.retire(page, fence);
     arena.discard(arena.allocate_for_lane(Purpose::Aside, PLACE, 50).unwrap()).unwrap();
 }
@@ -187,7 +188,7 @@ fn scratch_wait_blocks_other_scratch() {
 fn scratch_is_immediate_or_none() {
     let (device, arena) = late_arena();
     let page = arena.allocate(Purpose::Page, PLACE, 60).unwrap();
-    let fence = use_page(&*device, &page);
+    let fence = use_page(&device, &page);
     arena.retire(page, fence);
     let refused = arena.allocate_scratch(PLACE, 50).unwrap_err();
     assert!(matches!(refused, Error::OverBudget { requested: 50, available: 40, .. }), "{refused}");
@@ -199,7 +200,7 @@ fn scratch_is_immediate_or_none() {
 
 #[test]
 fn long_scratch_is_limited_and_in_equal_pieces() {
-    let arena = Arena::new(Arc::new(HostDevice::new()), Budget::default());
+    let arena = Arena::new(EngineDevice::new(Arc::new(HostDevice::new())), Budget::default());
     let lens = |len| {
         let pieces = arena.allocate_scratch(PLACE, len).unwrap();
         let lens: Vec<u64> = pieces.iter().map(PageMemory::byte_len).collect();
@@ -226,7 +227,7 @@ fn long_scratch_is_limited_and_in_equal_pieces() {
 #[test]
 fn incomplete_scratch_is_returned() {
     let faulty = Arc::new(FaultyDevice::new(Arc::new(HostDevice::new())));
-    let arena = Arena::new(faulty.clone(), Budget::default());
+    let arena = Arena::new(EngineDevice::new(faulty.clone()), Budget::default());
     faulty.arm(DeviceFault { call: Some(DeviceCall::Allocate), nth: 3, context_lost: false });
     let refused = arena.allocate_scratch(PLACE, 3 * SCRATCH_PIECE_LEN).unwrap_err();
     assert!(matches!(refused, Error::Device { .. }), "{refused}");
@@ -236,10 +237,10 @@ fn incomplete_scratch_is_returned() {
 
 #[test]
 fn full_device_is_retried_after_reaping() {
-    let device: Arc<dyn Device> = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));
+    let device = EngineDevice::new(Arc::new(LateDevice::new(Arc::new(HostDevice::new()))));
     let arena = Arena::new(device.clone(), Budget::default());
     let page = arena.allocate(Purpose::Page, PLACE, 60).unwrap();
-    let fence = use_page(&*device, &page);
+    let fence = use_page(&device, &page);
     arena.retire(page, fence);
     // The length exceeds any address space, so the second attempt fails too, and no bytes stay counted.
     let error = arena.allocate(Purpose::Page, PLACE, 1 << 60).unwrap_err();
@@ -252,7 +253,7 @@ fn full_device_is_retried_after_reaping() {
 fn a_dropped_arena_leaves_no_retired_memory_on_the_device() {
     let (device, arena) = late_arena();
     let page = arena.allocate(Purpose::Page, PLACE, 60).unwrap();
-    let (memory, fence) = (page.span().memory, use_page(&*device, &page));
+    let (memory, fence) = (page.span().memory, use_page(&device, &page));
     arena.retire(page, fence);
     drop(arena);
     // The late device would reject an early release. This release is in time.
@@ -304,7 +305,7 @@ fn several_pages_are_reserved_together_or_not_at_all() {
 
 #[test]
 fn device_out_of_memory_midway_frees_all_pages_of_request() {
-    let device: Arc<dyn Device> = Arc::new(HostDevice::new());
+    let device = EngineDevice::new(Arc::new(HostDevice::new()));
     let arena = Arena::new(device, Budget::default());
     let error = arena.allocate_all(Purpose::Page, &[(PLACE, 60), (PLACE, 1 << 60)]).unwrap_err();
     assert!(matches!(error, Error::OutOfMemory { len, .. } if len == 1 << 60), "{error}");
@@ -326,7 +327,7 @@ fn usage_is_reported_by_purpose_and_peaks_reset() {
     let aside = arena.allocate(Purpose::Aside, PLACE, 20).unwrap();
     let by_purpose = || Purpose::ALL.map(|purpose| arena.usage(PLACE).bytes_for(purpose));
     assert_eq!(by_purpose(), [50, 0, 20, 0, 0, 0, 0, 0]);
-    let fence = use_page(&*device, &aside);
+    let fence = use_page(&device, &aside);
     arena.retire(aside, fence);
     assert_eq!((by_purpose(), usage(&arena)), ([50, 0, 0, 0, 0, 0, 0, 0], (50, 20, 70, 1)));
     arena.reset_peaks();
@@ -341,7 +342,7 @@ fn usage_is_reported_by_purpose_and_peaks_reset() {
 /// next allocation, which waits for their lists.
 #[test]
 fn threads_never_exceed_the_budget_together() {
-    let device: Arc<dyn Device> = Arc::new(HostDevice::new());
+    let device = EngineDevice::new(Arc::new(HostDevice::new()));
     let arena = Arena::new(device.clone(), Budget::default().with(PLACE, 1000));
     std::thread::scope(|scope| {
         for thread in 0..4_u64 {
@@ -351,7 +352,7 @@ fn threads_never_exceed_the_budget_together() {
                     match arena.allocate(Purpose::Page, PLACE, 200 + (thread + round) % 200) {
                         Ok(page) if round % 2 == 0 => arena.discard(page).unwrap(),
                         Ok(page) => {
-                            let fence = use_page(&**device, &page);
+                            let fence = use_page(device, &page);
                             arena.retire(page, fence);
                         }
                         Err(error) => {
@@ -373,7 +374,7 @@ fn threads_never_exceed_the_budget_together() {
 fn fitting_pages_are_never_refused_during_concurrent_release() {
     // The page is so long that its release takes time, because the system reclaims its memory immediately.
     const BUDGET: u64 = 64 << 20;
-    let device: Arc<dyn Device> = Arc::new(HostDevice::new());
+    let device = EngineDevice::new(Arc::new(HostDevice::new()));
     let arena = Arena::new(device.clone(), Budget::default().with(PLACE, BUDGET));
     let (barrier, refused) = (Barrier::new(4), Mutex::new(Vec::new()));
     std::thread::scope(|scope| {
@@ -405,7 +406,7 @@ fn fitting_pages_are_never_refused_during_concurrent_release() {
 #[test]
 fn unused_reservation_is_freed_on_drop() {
     let budget = Budget::default().with(Place::Host, 100);
-    let arena = Arena::new(Arc::new(HostDevice::new()), budget);
+    let arena = Arena::new(EngineDevice::new(Arc::new(HostDevice::new())), budget);
     let reserved = arena.reserve(Purpose::Page, &[(Place::Host, 60), (Place::Host, 30)]).unwrap();
     let page = reserved.allocate(Place::Host, 60).unwrap();
     assert_eq!(arena.available(Place::Host), 10);

@@ -22,8 +22,9 @@ use self::streams::{StreamEntry, Streams};
 use crate::base::sync::{Condvar, Mutex};
 use crate::device::spans::{overlap, staged_spans};
 use crate::device::{
-    CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending,
-    RawStream, ReturnedStaging, Span, Staging, StagingSpan, StreamEvent, UnifiedHint, UnifiedSupport,
+    Abilities, CallerMemory, Command, CommandList, Device, DeviceFiles, DeviceStreams, DirectReads, Fence,
+    KernelAddresses, Lane, LentMemory, MemoryId, Pending, RawStream, ReturnedStaging, Span, Staging,
+    StagingSpan, StreamEvent,
 };
 use crate::disk::FileMemory;
 use crate::error::{Error, Result};
@@ -347,6 +348,56 @@ impl Device for LateDevice {
         Ok(())
     }
 
+    fn places_of(&self, memory: &[MemoryId]) -> Vec<Place> {
+        self.inner.places_of(memory)
+    }
+
+    fn abilities(&self) -> Abilities<'_> {
+        let Abilities { lent, files, bytes, unified, .. } = self.inner.abilities();
+        Abilities {
+            lent: lent.and(Some(self)),
+            files: files.and(Some(self)),
+            streams: Some(self),
+            addresses: Some(self),
+            bytes,
+            direct_reads: Some(self),
+            unified,
+            ..Abilities::default()
+        }
+    }
+}
+
+impl LentMemory for LateDevice {
+    fn adopt(&self, memory: &CallerMemory) -> Result<(MemoryId, Place)> {
+        let (id, place) = self.inner.lent(memory.byte_len())?.adopt(memory)?;
+        self.state.lock().lens.insert(id, memory.byte_len());
+        Ok((id, place))
+    }
+
+    fn alias(&self, span: Span) -> Result<MemoryId> {
+        let id = self.inner.lent(span.len)?.alias(span)?;
+        self.state.lock().lens.insert(id, span.len);
+        Ok(id)
+    }
+
+    fn origin(&self, memory: MemoryId) -> (u64, u64) {
+        self.inner.origin(memory)
+    }
+}
+
+impl DeviceFiles for LateDevice {
+    fn register(&self, memory: Box<dyn FileMemory>) -> Result<MemoryId> {
+        self.inner.files(memory.byte_len())?.register(memory)
+    }
+
+    fn unregister(&self, memory: MemoryId) -> Result<()> {
+        let state = self.state.lock();
+        state.assert_unused(memory);
+        self.inner.abilities().files.expect("it registered the memory").unregister(memory)
+    }
+}
+
+impl DeviceStreams for LateDevice {
     fn wait_external(&self, lane: Lane, stream: RawStream) -> Result<()> {
         let mut state = self.state.lock();
         let position = state.streams.usable(stream)?.given;
@@ -360,14 +411,6 @@ impl Device for LateDevice {
         assert!(fence.value <= given, "{fence:?} was not handed out: the lane gave {given}");
         state.streams.usable(stream)?.push(StreamEntry::After(fence));
         Ok(())
-    }
-
-    fn wait_stream(&self, stream: RawStream) -> Result<()> {
-        self.wait_event(&self.stream_event(stream)?)
-    }
-
-    fn supports_streams(&self) -> bool {
-        true
     }
 
     fn stream_event(&self, stream: RawStream) -> Result<StreamEvent> {
@@ -398,7 +441,9 @@ impl Device for LateDevice {
         state.streams.usable(stream)?.push(StreamEntry::AfterStream(other, position));
         Ok(())
     }
+}
 
+impl KernelAddresses for LateDevice {
     /// Returns an emulated address. The address cannot be accessed, but [`LateDevice::span_at`] maps it to its bytes.
     fn address(&self, memory: MemoryId) -> Option<u64> {
         let state = self.state.lock();
@@ -407,53 +452,14 @@ impl Device for LateDevice {
     }
 
     fn gpu_of(&self, memory: MemoryId) -> Option<u32> {
-        self.inner.gpu_of(memory)
+        self.inner.abilities().addresses?.gpu_of(memory)
     }
+}
 
-    fn bytes(&self, memory: MemoryId) -> Option<PageBytes> {
-        self.inner.bytes(memory)
-    }
-
-    fn trim(&self) -> Result<u64> {
-        self.inner.trim()
-    }
-
-    fn memory_stats(&self) -> Vec<(Place, MemoryStats)> {
-        self.inner.memory_stats()
-    }
-
-    fn adopt(&self, memory: &CallerMemory) -> Result<(MemoryId, Place)> {
-        let (id, place) = self.inner.adopt(memory)?;
-        self.state.lock().lens.insert(id, memory.byte_len());
-        Ok((id, place))
-    }
-
-    fn unified(&self) -> UnifiedSupport {
-        self.inner.unified()
-    }
-
-    fn hint_unified(&self, memory: MemoryId, hint: UnifiedHint) -> Result<()> {
-        self.inner.hint_unified(memory, hint)
-    }
-
-    fn place_of(&self, memory: MemoryId) -> Place {
-        self.inner.place_of(memory)
-    }
-
-    fn register(&self, memory: Box<dyn FileMemory>) -> Result<MemoryId> {
-        self.inner.register(memory)
-    }
-
-    fn unregister(&self, memory: MemoryId) -> Result<()> {
-        let state = self.state.lock();
-        state.assert_unused(memory);
-        self.inner.unregister(memory)
-    }
-
-    fn alias(&self, span: Span) -> Result<MemoryId> {
-        let id = self.inner.alias(span)?;
-        self.state.lock().lens.insert(id, span.len);
-        Ok(id)
+impl DirectReads for LateDevice {
+    /// Returns `false`: a list that was not run yet may write to any memory.
+    fn read_now(&self, _memory: MemoryId, _offset: u64, _out: &mut [u8]) -> bool {
+        false
     }
 
     fn rename(&self, memory: MemoryId) -> Result<MemoryId> {
@@ -463,10 +469,6 @@ impl Device for LateDevice {
         let len = state.lens.remove(&memory).expect("memory of this device");
         state.lens.insert(renamed, len);
         Ok(renamed)
-    }
-
-    fn origin(&self, memory: MemoryId) -> (u64, u64) {
-        self.inner.origin(memory)
     }
 }
 

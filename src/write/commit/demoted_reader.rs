@@ -59,7 +59,7 @@ impl<'r> ReadPages<'r> {
     fn read_ranges(&self, ranges: &[VersionRange]) -> Result<StagingBuf> {
         let Engine { applier, device, staging, .. } = self.engine;
         let lsn = ranges[0].lsn;
-        applier.read_versions(&**device, staging, ranges)?.ok_or_else(|| {
+        applier.read_versions(device, staging, ranges)?.ok_or_else(|| {
             self.is_stale.store(true, Ordering::Relaxed);
             Error::Overtaken { lsn, snapshot: None }
         })

@@ -114,7 +114,7 @@ impl Committer {
         let target = |page: PageId| Ok(targets[&page]);
         let mut load = |source: &DiskSource| {
             let loader = ImageLoader {
-                device: &*self.engine.device,
+                device: &self.engine.device,
                 staging: &self.engine.staging,
                 source,
                 lanes: &LANES,

@@ -132,7 +132,7 @@ impl Committer {
         // When one more list in each lane has completed, all earlier ones have, too. If the device fails at that, the
         // memory stays counted, and a warning is logged.
         let last = |lane: &Lane| {
-            device.submit(*lane, CommandList::default()).and_then(|last| last.finish(device)).map(drop)
+            device.submit(*lane, CommandList::default()).and_then(|last| device.finish(last)).map(drop)
         };
         match LANES.iter().try_for_each(last) {
             Ok(()) => self.engine.arena.discard_all(memory),

@@ -183,7 +183,7 @@ impl Committer {
         range: impl Fn(&PageInfo) -> (u64, u64) + Clone + Send + 'static,
     ) -> Result<(PageInfo, Vec<u8>)> {
         let Engine { applier, device, staging, .. } = &*self.engine;
-        let (info, bytes) = applier.read_proven(&**device, staging, page, len, range)?;
+        let (info, bytes) = applier.read_proven(device, staging, page, len, range)?;
         let read = copied(&bytes)?;
         staging.put(bytes.into_staging());
         Ok((info, read))

@@ -37,7 +37,7 @@ struct Gathering {
 }
 
 impl Device for Gathering {
-    forward!(inner: label allocate release staging reached wait after streams_and_memory);
+    forward!(inner: label allocate release staging reached wait after places_and_abilities);
 
     fn submit(&self, lane: Lane, list: CommandList) -> Result<Pending> {
         for command in &list.commands {

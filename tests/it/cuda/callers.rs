@@ -3,10 +3,9 @@
 use std::sync::Arc;
 
 use remanent::batch::Width;
-use remanent::device::CallerMemory;
 use remanent::device::host::HostDevice;
 use remanent::device::multi::MultiDevice;
-use remanent::device::{Command, CommandList, Device, Lane, Span};
+use remanent::device::{CallerMemory, Command, CommandList, Device, KernelAddresses, Lane, Span};
 use remanent::error::Refused;
 use remanent::testing::faulty_device::FaultyDevice;
 use remanent::testing::late_device::LateDevice;
@@ -63,7 +62,7 @@ fn memory_of_another_gpu_is_refused() {
     let Some([one, other]) = gpu::two() else { return };
     let store = Store::open_on(Arc::new(SimDisk::new()), one, Options::new()).unwrap();
     let memory = other.allocate(PLACE, 4096).unwrap();
-    let address = other.address(memory).unwrap();
+    let address = other.abilities().addresses.unwrap().address(memory).unwrap();
     // SAFETY: the device keeps it until it is released, below.
     let refused = store.caller_bytes(&unsafe { CallerMemory::from_cuda(address, 4096, ()) }).unwrap_err();
     assert!(matches!(refused, Error::Refused(Refused::Memory { .. })), "{refused}");
@@ -84,7 +83,8 @@ fn wrapped_gpu_accepts_caller_memory() {
         let memory = callers.allocate(PLACE, 64).unwrap();
         let address = callers.address(memory).unwrap();
         // SAFETY: the device keeps it until it is released, below.
-        let (adopted, found) = device.adopt(&unsafe { CallerMemory::from_cuda(address, 64, ()) }).unwrap();
+        let lent = device.abilities().lent.expect("all these devices adopt memory");
+        let (adopted, found) = lent.adopt(&unsafe { CallerMemory::from_cuda(address, 64, ()) }).unwrap();
         assert_eq!(found, place, "{}", device.label());
         let target = Span { memory: adopted, offset: 0, len: 64 };
         let fill = Command::Fill { target, pattern: [7; 16], width: Width::W1 };
@@ -93,7 +93,7 @@ fn wrapped_gpu_accepts_caller_memory() {
         assert_eq!(content(&*callers, memory, 64), [7; 64], "{}", device.label());
         // SAFETY: no command reads it.
         let nowhere = unsafe { CallerMemory::from_cuda(64, 64, ()) };
-        let refused = device.adopt(&nowhere).unwrap_err();
+        let refused = lent.adopt(&nowhere).unwrap_err();
         assert!(matches!(refused, Error::Refused(Refused::Memory { .. })), "{refused}");
         device.release(adopted).unwrap();
         callers.release(memory).unwrap();

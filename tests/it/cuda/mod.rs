@@ -15,7 +15,8 @@ use remanent::device::cuda::CudaDevice;
 use remanent::device::cuda::resource::{DriverMemory, LimitedMemory, Pool};
 use remanent::device::host::HostDevice;
 use remanent::device::{
-    Command, CommandList, Device, Lane, MemoryId, Payload, Piece, PieceKind, Span, Staging, StagingSpan,
+    Command, CommandList, Device, DeviceStreams, Lane, MemoryCache, MemoryId, Payload, Piece, PieceKind,
+    Span, Staging, StagingSpan,
 };
 use remanent::error::Remedy;
 use remanent::testing::sim_disk::SimDisk;

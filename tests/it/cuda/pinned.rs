@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use remanent::batch::Width;
 use remanent::device::cuda::CudaDevice;
 use remanent::device::{
-    Command, CommandList, Device, Lane, Payload, Piece, PieceKind, Selection, Span, StagingSpan,
+    Command, CommandList, Device, DeviceStreams, DirectReads, Lane, Payload, Piece, PieceKind, Selection,
+    Span, StagingSpan,
 };
 use remanent::error::Unavailable;
 use remanent::testing::sim_disk::SimDisk;

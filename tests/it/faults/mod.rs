@@ -266,7 +266,7 @@ impl Gauge {
 }
 
 impl Device for Gauge {
-    forward!(inner: label staging reached wait after streams_and_memory);
+    forward!(inner: label staging reached wait after places_and_abilities);
 
     fn allocate(&self, place: Place, len: u64) -> Result<MemoryId> {
         let left = self

@@ -21,8 +21,8 @@ use remanent::device::cuda::resource::{
 use remanent::device::host::HostDevice;
 use remanent::device::multi::MultiDevice;
 use remanent::device::{
-    Command, CommandList, Device, IndexList, Lane, MemoryId, Payload, Pending, Piece, PieceKind, Selection,
-    Span, Staging, StagingSpan,
+    Command, CommandList, Device, IndexList, KernelAddresses, Lane, MemoryCache, MemoryId, Payload, Pending,
+    Piece, PieceKind, Selection, Span, Staging, StagingSpan,
 };
 use remanent::testing::faulty_device::FaultyDevice;
 use remanent::testing::late_device::LateDevice;

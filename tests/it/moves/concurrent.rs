@@ -72,7 +72,7 @@ struct Meddling {
 type Meddle = Box<dyn FnOnce(&Store) + Send>;
 
 impl Device for Meddling {
-    forward!(inner: label release staging submit reached wait after streams_and_memory);
+    forward!(inner: label release staging submit reached wait after places_and_abilities);
 
     fn allocate(&self, place: Place, len: u64) -> Result<MemoryId> {
         let before = self.before.lock().unwrap().take();

@@ -40,10 +40,8 @@ impl Committer {
     /// Runs commands in the lane for staging and waits for them. In the lane of deltas, other batches would wait for
     /// this batch.
     pub(super) fn run(&self, commands: Vec<Command>, staging: Vec<Staging>) -> Result<Vec<Staging>> {
-        self.engine
-            .device
-            .submit(Lane::Stage, CommandList { commands, staging })?
-            .finish(&*self.engine.device)
+        let device = &self.engine.device;
+        device.finish(device.submit(Lane::Stage, CommandList { commands, staging })?)
     }
 
     /// Waits for the streams on which the batch's bytes are produced. Returns the place in which these bytes are

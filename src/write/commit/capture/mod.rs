@@ -382,7 +382,7 @@ impl Committer {
             Ok((info.epoch, LoadedFrom::Memory(turn.submit(CommandList { commands, staging: Vec::new() })?)))
         })?;
         match bytes {
-            LoadedFrom::Memory(pending) => _ = pending.finish(&*self.engine.device)?,
+            LoadedFrom::Memory(pending) => _ = self.engine.device.finish(pending)?,
             LoadedFrom::Disk(on_disk) => self.load_from_disk(page, &on_disk, &targets)?,
         }
         let digests = match key {

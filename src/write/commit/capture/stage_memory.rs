@@ -8,7 +8,7 @@ use std::sync::Arc;
 use remanent_format::Place;
 
 use crate::device::{
-    CallerMemory, Command, CommandList, Device, DeviceBytes, Fence, Lane, LastUse, Span, StreamUses,
+    CallerMemory, Command, CommandList, DeviceBytes, EngineDevice, Fence, Lane, LastUse, Span, StreamUses,
 };
 use crate::engine::Engine;
 use crate::error::Result;
@@ -18,7 +18,7 @@ use crate::write::commit::Committer;
 /// Memory other than pages that counts toward the budget (I10). When this value is dropped, the memory is freed after
 /// all work in the lane at that time.
 pub(super) struct StageMemory {
-    device: Arc<dyn Device>,
+    device: Arc<EngineDevice>,
     arena: Arc<Arena>,
     memory: Option<PageMemory>,
     /// The uses of the memory by callers' streams.

@@ -218,7 +218,7 @@ pub const LIST: &[Defence] = &[
     check(
         "a stream comes after another one's write",
         "src/device/stream_guard.rs",
-        "device.hold_stream(stream, &point)?;",
+        "streams.hold_stream(stream, &point)?;",
         it("stream_guards::streams_are_ordered_if_one_writes"),
     ),
     defence(

@@ -1,14 +1,16 @@
-//! A device that counts allocations, the bytes that lists move between places, and the time that lists take.
+//! The device of an engine, and the counts of its work: allocations, the bytes that lists move between places,
+//! and the time that lists take.
 //!
-//! It wraps any other device, so the host device counts like a GPU. A list is counted when it is queued, by
-//! the ranges that its commands name. Its time is recorded by the first thread that observes that its fence
-//! has passed. A GPU notifies no thread of this, so the recorded time is an upper bound.
+//! All devices are counted alike, the host device too. A list is counted when it is queued, by the ranges that
+//! its commands name. Its time is recorded by the first thread that observes that its fence has passed. A GPU
+//! notifies no thread of this, so the recorded time is an upper bound.
 //!
 //! Counting costs one lookup for each range, one lock for each list, and one addition for each allocation.
-//! Bytes that a caller's thread [reads directly](Device::read_now) belong to no list and are not counted.
+//! Bytes that a caller's thread [reads directly](super::DirectReads) belong to no list and are not counted.
 
-use std::any::Any;
 use std::collections::{BTreeMap, VecDeque};
+use std::ops::Deref;
+use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -17,11 +19,9 @@ use remanent_format::Place;
 
 use super::many_deltas::map_slices;
 use super::{
-    CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Payload,
-    Pending, RawStream, Span, Staging, StreamEvent, UnifiedHint, UnifiedSupport,
+    CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, Payload, Pending, Span, Staging,
 };
 use crate::base::sync::{Instant, Mutex};
-use crate::disk::FileMemory;
 use crate::error::{Error, Result};
 
 /// Counts of one place's allocations since the store was opened.
@@ -72,10 +72,11 @@ pub struct LaneStats {
     pub wait_time: Duration,
 }
 
-/// A device that counts the work of another device.
-pub(crate) struct CountedDevice {
+/// The device of an engine, whose work is counted from the open on. The engine calls no device but through
+/// this type.
+pub(crate) struct EngineDevice {
     inner: Arc<dyn Device>,
-    counts: Arc<DeviceCounts>,
+    counts: DeviceCounts,
 }
 
 /// The counts, shared by threads.
@@ -154,16 +155,16 @@ impl DeviceCounts {
         Lane::ALL.iter().map(|lane| (*lane, self.lanes[*lane as usize].lock().stats)).collect()
     }
 
-    fn allocated(&self, place: Place, count: u64) {
-        self.allocations[number_of(place)].allocations.fetch_add(count, Ordering::Relaxed);
+    fn allocated(&self, place: Place) {
+        self.allocations[number_of(place)].allocations.fetch_add(1, Ordering::Relaxed);
     }
 
     fn refused(&self, place: Place) {
         self.allocations[number_of(place)].refusals.fetch_add(1, Ordering::Relaxed);
     }
 
-    fn freed(&self, place: Place, count: u64) {
-        self.allocations[number_of(place)].frees.fetch_add(count, Ordering::Relaxed);
+    fn freed(&self, place: Place) {
+        self.allocations[number_of(place)].frees.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Counts a queued list.
@@ -212,39 +213,36 @@ impl DeviceCounts {
     }
 }
 
-/// Calls `each` for each move that the commands make, with the places of the allocations that they name.
-/// Empty ranges are skipped.
-pub(super) fn moves(
-    commands: &[Command],
-    place_of: impl Fn(MemoryId) -> Place,
-    each: &mut dyn FnMut(Place, Place, u64),
-) {
-    let place = |span: &Span| place_of(span.memory);
-    let mut add = |from: Place, to: Place, bytes: u64| {
+/// A move that a command makes: the memory of the source and of the target, which is `None` for staging, and
+/// the number of bytes.
+type Move = (Option<MemoryId>, Option<MemoryId>, u64);
+
+/// Returns the moves that the commands make, in order. Empty ranges are skipped.
+fn moves(commands: &[Command]) -> Vec<Move> {
+    let mut moves = Vec::new();
+    let mut add = |from: Option<&Span>, to: Option<&Span>, bytes: u64| {
         if bytes > 0 {
-            each(from, to, bytes);
+            moves.push((from.map(|span| span.memory), to.map(|span| span.memory), bytes));
         }
     };
     for command in commands {
         match command {
-            Command::Upload { target, .. } => add(Place::Host, place(target), target.len),
-            Command::Download { source, .. } => add(place(source), Place::Host, source.len),
-            Command::Copy { source, target } => add(place(source), place(target), source.len),
+            Command::Upload { target, .. } => add(None, Some(target), target.len),
+            Command::Download { source, .. } => add(Some(source), None, source.len),
+            Command::Copy { source, target } => add(Some(source), Some(target), source.len),
             Command::Gather { sources, target } => {
-                let to = place(target);
-                sources.iter().for_each(|(source, _)| add(place(source), to, source.len));
+                sources.iter().for_each(|(source, _)| add(Some(source), Some(target), source.len));
             }
             Command::Scatter { source, targets } => {
-                let from = place(source);
-                targets.iter().for_each(|(_, target)| add(from, place(target), target.len));
+                targets.iter().for_each(|(_, target)| add(Some(source), Some(target), target.len));
             }
             Command::Apply { pieces } => {
                 for piece in pieces {
                     let from = match &piece.payload {
-                        Payload::Staging { .. } => Place::Host,
-                        Payload::Device(span) => place(span),
+                        Payload::Staging { .. } => None,
+                        Payload::Device(span) => Some(span),
                     };
-                    add(from, place(&piece.target), piece.target.len);
+                    add(from, Some(&piece.target), piece.target.len);
                 }
             }
             // These move only bits, checksums and picked elements between allocations.
@@ -257,6 +255,7 @@ pub(super) fn moves(
             | Command::Validate { .. } => {}
         }
     }
+    moves
 }
 
 fn add_moves(moves: &mut ListMoves, places: (Place, Place), more: Moved) {
@@ -266,12 +265,6 @@ fn add_moves(moves: &mut ListMoves, places: (Place, Place), more: Moved) {
     });
     moves[at].1.pages += more.pages;
     moves[at].1.bytes += more.bytes;
-}
-
-/// Returns the underlying device, without its counter.
-pub(super) fn inner_device(device: &Arc<dyn Device>) -> *const dyn Device {
-    let any: &dyn Any = &**device;
-    Arc::as_ptr(any.downcast_ref::<CountedDevice>().map_or(device, |counted| &counted.inner))
 }
 
 fn number_of(place: Place) -> usize {
@@ -294,24 +287,111 @@ fn place_of(number: usize) -> Place {
     }
 }
 
-impl CountedDevice {
-    /// Wraps `inner` and counts its work from now on.
-    pub fn new(inner: Arc<dyn Device>) -> Self {
-        Self { inner, counts: Arc::new(DeviceCounts::new()) }
+impl EngineDevice {
+    pub fn new(inner: Arc<dyn Device>) -> Arc<Self> {
+        Arc::new(Self { inner, counts: DeviceCounts::new() })
     }
 
-    /// Returns the counts, which outlive the device.
-    pub fn counts(&self) -> &Arc<DeviceCounts> {
+    pub fn counts(&self) -> &DeviceCounts {
         &self.counts
     }
 
-    /// Returns the moves that a list makes.
+    /// Returns whether two engines share their device, and with it the device's memory.
+    pub fn is_same(&self, other: &Self) -> bool {
+        ptr::addr_eq(Arc::as_ptr(&self.inner), Arc::as_ptr(&other.inner))
+    }
+
+    pub fn allocate(&self, place: Place, len: u64) -> Result<MemoryId> {
+        self.counted(place, self.inner.allocate(place, len))
+    }
+
+    pub fn allocate_at_once(&self, place: Place, len: u64) -> Result<MemoryId> {
+        self.counted(place, self.inner.allocate_at_once(place, len))
+    }
+
+    pub fn allocate_all(&self, pages: &[(Place, u64)], made: &mut Vec<MemoryId>) -> Result<()> {
+        let before = made.len();
+        let allocated = match self.inner.abilities().bulk {
+            Some(bulk) => bulk.allocate_all(pages, made),
+            None => pages.iter().try_for_each(|(place, len)| {
+                made.push(self.inner.allocate(*place, *len)?);
+                Ok(())
+            }),
+        };
+        let count = made.len() - before;
+        pages[..count].iter().for_each(|(place, _)| self.counts.allocated(*place));
+        allocated.inspect_err(|_| self.counts.refused(pages[count].0))
+    }
+
+    fn counted(&self, place: Place, allocated: Result<MemoryId>) -> Result<MemoryId> {
+        match &allocated {
+            Ok(_) => self.counts.allocated(place),
+            Err(_) => self.counts.refused(place),
+        }
+        allocated
+    }
+
+    pub fn adopt(&self, memory: &CallerMemory) -> Result<(MemoryId, Place)> {
+        let (id, place) = self.inner.lent(memory.byte_len())?.adopt(memory)?;
+        self.counts.allocated(place);
+        Ok((id, place))
+    }
+
+    pub fn alias(&self, place: Place, span: Span) -> Result<MemoryId> {
+        let alias = self.inner.lent(span.len)?.alias(span)?;
+        self.counts.allocated(place);
+        Ok(alias)
+    }
+
+    pub fn release(&self, memory: MemoryId) -> Result<()> {
+        let places = self.inner.places_of(&[memory]);
+        self.inner.release(memory)?;
+        places.into_iter().for_each(|place| self.counts.freed(place));
+        Ok(())
+    }
+
+    /// Frees the memory of several pages, each given with its place. Returns the indexes of those that the
+    /// device could not free, with their errors.
+    pub fn release_all(&self, memory: &[(Place, MemoryId)]) -> Vec<(usize, Error)> {
+        let ids: Vec<MemoryId> = memory.iter().map(|(_, memory)| *memory).collect();
+        let mut kept = Vec::new();
+        match self.inner.abilities().bulk {
+            Some(bulk) => bulk.release_all(&ids, &mut |index, error| kept.push((index, error))),
+            None => {
+                let released = ids.iter().map(|memory| self.inner.release(*memory));
+                kept.extend(released.enumerate().filter_map(|(index, result)| Some((index, result.err()?))));
+            }
+        }
+        for (index, (place, _)) in memory.iter().enumerate() {
+            if !kept.iter().any(|(kept, _)| *kept == index) {
+                self.counts.freed(*place);
+            }
+        }
+        kept
+    }
+
+    pub fn submit(&self, lane: Lane, list: CommandList) -> Result<Pending> {
+        let moved = self.moves(&list.commands);
+        let submitted = Instant::now();
+        let pending = self.inner.submit(lane, list)?;
+        self.counts.queued(pending.fence(), submitted, moved);
+        Ok(pending)
+    }
+
     fn moves(&self, commands: &[Command]) -> ListMoves {
         let of_some = map_slices(commands, |commands| {
+            let moved = moves(commands);
+            let memory: Vec<MemoryId> =
+                moved.iter().flat_map(|(from, to, _)| from.iter().chain(to)).copied().collect();
+            let mut places = self.inner.places_of(&memory).into_iter();
+            let mut place = |memory: Option<MemoryId>| {
+                memory.map_or(Place::Host, |_| places.next().expect("a place for each memory"))
+            };
             let mut moves = ListMoves::new();
-            self.inner.for_each_move(commands, &mut |from, to, bytes| {
-                add_moves(&mut moves, (from, to), Moved { pages: 1, bytes, ..Moved::default() });
-            });
+            for (from, to, bytes) in moved {
+                let places = (place(from), place(to));
+                add_moves(&mut moves, places, Moved { pages: 1, bytes, ..Moved::default() });
+            }
             moves
         });
         let mut moves = ListMoves::new();
@@ -321,87 +401,13 @@ impl CountedDevice {
         moves
     }
 
-    fn counted(&self, place: Place, allocated: Result<MemoryId>) -> Result<MemoryId> {
-        match &allocated {
-            Ok(_) => self.counts.allocated(place, 1),
-            Err(_) => self.counts.refused(place),
-        }
-        allocated
-    }
-}
-
-impl Device for CountedDevice {
-    fn label(&self) -> String {
-        self.inner.label()
-    }
-
-    fn allocate(&self, place: Place, len: u64) -> Result<MemoryId> {
-        self.counted(place, self.inner.allocate(place, len))
-    }
-
-    fn allocate_at_once(&self, place: Place, len: u64) -> Result<MemoryId> {
-        self.counted(place, self.inner.allocate_at_once(place, len))
-    }
-
-    fn allocate_all(&self, pages: &[(Place, u64)], made: &mut Vec<MemoryId>) -> Result<()> {
-        let before = made.len();
-        let allocated = self.inner.allocate_all(pages, made);
-        let count = made.len() - before;
-        for of_place in pages[..count].chunk_by(|(one, _), (next, _)| one == next) {
-            self.counts.allocated(of_place[0].0, of_place.len() as u64);
-        }
-        allocated.inspect_err(|_| self.counts.refused(pages[count].0))
-    }
-
-    fn allocates_zeros(&self, place: Place, len: u64) -> bool {
-        self.inner.allocates_zeros(place, len)
-    }
-
-    fn crosses_bus(&self) -> bool {
-        self.inner.crosses_bus()
-    }
-
-    fn release(&self, memory: MemoryId) -> Result<()> {
-        let place = self.inner.place_of(memory);
-        self.inner.release(memory)?;
-        self.counts.freed(place, 1);
-        Ok(())
-    }
-
-    fn release_all(&self, memory: &[(Place, MemoryId)], failed: &mut dyn FnMut(usize, Error)) {
-        let mut kept = Vec::new();
-        self.inner.release_all(memory, &mut |index, error| {
-            kept.push(index);
-            failed(index, error);
-        });
-        let mut counted = 0;
-        for of_place in memory.chunk_by(|(one, _), (next, _)| one == next) {
-            let here = counted..counted + of_place.len();
-            let kept_here = kept.iter().filter(|index| here.contains(index)).count();
-            self.counts.freed(of_place[0].0, (of_place.len() - kept_here) as u64);
-            counted = here.end;
-        }
-    }
-
-    fn staging(&self, len: usize) -> Result<Staging> {
-        self.inner.staging(len)
-    }
-
-    fn submit(&self, lane: Lane, list: CommandList) -> Result<Pending> {
-        let moved = self.moves(&list.commands);
-        let submitted = Instant::now();
-        let pending = self.inner.submit(lane, list)?;
-        self.counts.queued(pending.fence(), submitted, moved);
-        Ok(pending)
-    }
-
-    fn reached(&self, lane: Lane) -> u64 {
+    pub fn reached(&self, lane: Lane) -> u64 {
         let reached = self.inner.reached(lane);
         self.counts.reached(lane, reached);
         reached
     }
 
-    fn wait(&self, fence: Fence) -> Result<()> {
+    pub fn wait(&self, fence: Fence) -> Result<()> {
         if self.reached(fence.lane) >= fence.value {
             // The device may have to retire its lists even if the fence has passed.
             return self.inner.wait(fence);
@@ -415,119 +421,17 @@ impl Device for CountedDevice {
         Ok(())
     }
 
-    fn after(&self, lane: Lane, fence: Fence) -> Result<()> {
-        self.inner.after(lane, fence)
+    pub fn finish(&self, pending: Pending) -> Result<Vec<Staging>> {
+        self.wait(pending.fence())?;
+        Ok(pending.take())
     }
+}
 
-    fn wait_external(&self, lane: Lane, stream: RawStream) -> Result<()> {
-        self.inner.wait_external(lane, stream)
-    }
+/// Calls that are not counted. A [`Pending`] is finished with [`EngineDevice::finish`], which counts the wait.
+impl Deref for EngineDevice {
+    type Target = dyn Device;
 
-    fn signal_external(&self, stream: RawStream, fence: Fence) -> Result<()> {
-        self.inner.signal_external(stream, fence)
-    }
-
-    fn wait_stream(&self, stream: RawStream) -> Result<()> {
-        self.inner.wait_stream(stream)
-    }
-
-    fn supports_streams(&self) -> bool {
-        self.inner.supports_streams()
-    }
-
-    fn stream_event(&self, stream: RawStream) -> Result<StreamEvent> {
-        self.inner.stream_event(stream)
-    }
-
-    fn wait_event(&self, point: &StreamEvent) -> Result<()> {
-        self.inner.wait_event(point)
-    }
-
-    fn has_passed(&self, point: &StreamEvent) -> Result<bool> {
-        self.inner.has_passed(point)
-    }
-
-    fn hold_stream(&self, stream: RawStream, point: &StreamEvent) -> Result<()> {
-        self.inner.hold_stream(stream, point)
-    }
-
-    fn address(&self, memory: MemoryId) -> Option<u64> {
-        self.inner.address(memory)
-    }
-
-    fn gpu_of(&self, memory: MemoryId) -> Option<u32> {
-        self.inner.gpu_of(memory)
-    }
-
-    fn bytes(&self, memory: MemoryId) -> Option<PageBytes> {
-        self.inner.bytes(memory)
-    }
-
-    fn reads_now(&self) -> bool {
-        self.inner.reads_now()
-    }
-
-    fn read_now(&self, memory: MemoryId, offset: u64, out: &mut [u8]) -> bool {
-        self.inner.read_now(memory, offset, out)
-    }
-
-    fn trim(&self) -> Result<u64> {
-        self.inner.trim()
-    }
-
-    fn memory_stats(&self) -> Vec<(Place, MemoryStats)> {
-        self.inner.memory_stats()
-    }
-
-    fn unified(&self) -> UnifiedSupport {
-        self.inner.unified()
-    }
-
-    fn hint_unified(&self, memory: MemoryId, hint: UnifiedHint) -> Result<()> {
-        self.inner.hint_unified(memory, hint)
-    }
-
-    fn place_of(&self, memory: MemoryId) -> Place {
-        self.inner.place_of(memory)
-    }
-
-    fn adopt(&self, memory: &CallerMemory) -> Result<(MemoryId, Place)> {
-        let (id, place) = self.inner.adopt(memory)?;
-        self.counts.allocated(place, 1);
-        Ok((id, place))
-    }
-
-    fn register(&self, memory: Box<dyn FileMemory>) -> Result<MemoryId> {
-        self.inner.register(memory)
-    }
-
-    fn unregister(&self, memory: MemoryId) -> Result<()> {
-        self.inner.unregister(memory)
-    }
-
-    fn alias(&self, span: Span) -> Result<MemoryId> {
-        let alias = self.inner.alias(span)?;
-        self.counts.allocated(self.inner.place_of(alias), 1);
-        Ok(alias)
-    }
-
-    fn rename(&self, memory: MemoryId) -> Result<MemoryId> {
-        self.inner.rename(memory)
-    }
-
-    fn origin(&self, memory: MemoryId) -> (u64, u64) {
-        self.inner.origin(memory)
-    }
-
-    fn copy_from(
-        &self,
-        lane: Lane,
-        other: &dyn Device,
-        source: Span,
-        target: Span,
-    ) -> Result<Option<Pending>> {
-        // `other` is a counted device only if the caller wrapped it.
-        let other = (other as &dyn Any).downcast_ref::<Self>().map_or(other, |other| &*other.inner);
-        self.inner.copy_from(lane, other, source, target)
+    fn deref(&self) -> &Self::Target {
+        &*self.inner
     }
 }
