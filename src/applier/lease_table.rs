@@ -19,8 +19,8 @@ use std::sync::Arc;
 use remanent_format::PageId;
 
 use crate::base::poison::Poison;
-use crate::base::sync::Mutex;
 use crate::base::sync::atomic::{AtomicUsize, Ordering};
+use crate::base::sync::{Mutex, Rank};
 use crate::device::{CommandList, EngineDevice, Fence, Lane, MemoryId, RawStream};
 use crate::error::{Error, Result};
 use crate::memory::arena::{Arena, PageMemory};
@@ -61,7 +61,13 @@ struct Record {
 
 impl Leases {
     pub fn new(device: Arc<EngineDevice>, arena: Arc<Arena>, poison: Arc<Poison>) -> Self {
-        Self { device, arena, poison, leased_pages: AtomicUsize::new(0), state: Mutex::default() }
+        Self {
+            device,
+            arena,
+            poison,
+            leased_pages: AtomicUsize::new(0),
+            state: Mutex::ranked(Rank::LEASES, LeaseState::default()),
+        }
     }
 
     /// Makes later work of a caller's stream wait until `fence` has passed.

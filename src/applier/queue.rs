@@ -10,7 +10,7 @@ use std::time::Duration;
 use remanent_format::Lsn;
 
 use super::{ApplyWork, LIST_BYTES, Turn};
-use crate::base::sync::{Condvar, Instant, Mutex, MutexGuard};
+use crate::base::sync::{Condvar, Instant, Mutex, MutexGuard, Rank};
 
 /// The time for which the applier collects batches without a waiter. The timer wakes it instead of the committers,
 /// because a wake-up is a system call that costs as much as all other work of a small commit.
@@ -68,7 +68,11 @@ enum WakeState {
 
 impl Requests {
     pub fn new() -> Self {
-        Self { queue: Mutex::default(), wake: Condvar::new(), taken: Condvar::new() }
+        Self {
+            queue: Mutex::ranked(Rank::STATE, RequestQueue::default()),
+            wake: Condvar::new(),
+            taken: Condvar::new(),
+        }
     }
 
     /// Queues a batch. Waits while too many bytes are queued. `show` runs under the queue lock, so that a thread that

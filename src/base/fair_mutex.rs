@@ -1,6 +1,6 @@
 //! A fair mutex.
 
-use super::sync::{Mutex, MutexGuard};
+use super::sync::{Mutex, MutexGuard, Rank};
 
 /// A mutex that a waiting thread acquires before a thread that has just released the mutex.
 ///
@@ -14,8 +14,9 @@ pub(crate) struct FairMutex<T> {
 }
 
 impl<T> FairMutex<T> {
-    pub fn new(value: T) -> Self {
-        Self { turn: Mutex::new(()), value: Mutex::new(value) }
+    /// Makes a mutex with the ranks of its two locks.
+    pub fn ranked([turn, rank]: [Rank; 2], value: T) -> Self {
+        Self { turn: Mutex::ranked(turn, ()), value: Mutex::ranked(rank, value) }
     }
 
     /// Waits for the lock and acquires it.
@@ -31,7 +32,7 @@ mod tests {
 
     #[test]
     fn waiting_thread_precedes_repeat_requester() {
-        let lock = FairMutex::new(Vec::new());
+        let lock = FairMutex::ranked([Rank::CATALOG_TURN, Rank::CATALOG], Vec::new());
         std::thread::scope(|scope| {
             let held = lock.lock();
             scope.spawn(|| lock.lock().push("waited"));

@@ -142,7 +142,7 @@ impl KnownImages {
         for (file, bytes) in carry {
             if *bytes <= room {
                 room -= bytes;
-                let mut pages = self.newest().pages_in(*file)?;
+                let mut pages = self.lock().newest.pages_in(*file)?;
                 sorted.visited += pages.len();
                 // The pages of previous files are included, because an overlay is in one file, and its base in another.
                 mentioned = sorted.mentioned()?;
@@ -160,7 +160,7 @@ impl KnownImages {
         assert!(mentioned.windows(2).all(|pair| pair[0] < pair[1]), "a page is spoken of twice");
 
         let rest = {
-            let newest = self.newest();
+            let newest = &self.lock().newest;
             if let Some((link, folded)) = newest.fold(&mentioned, count)? {
                 sorted.visited += folded.len();
                 sorted.follows = Some((link.snapshot, link.manifest_crc));
@@ -288,7 +288,7 @@ mod tests {
                 }
             };
             // The totals updated link by link equal those of all entries together.
-            let newest = self.known.newest();
+            let newest = &self.known.lock().newest;
             let images = newest.pages().map(|page| newest.get(page).unwrap().known.image);
             assert_eq!(sums, ImageTotals::of(images));
         }
@@ -364,7 +364,7 @@ mod tests {
         assert_eq!(pages(&sorted), in_third);
         assert_eq!(sorted.visited, 1 + in_third.len());
         subject.publish(sorted);
-        assert!(!subject.known.newest().sums().files.contains_key(&3));
+        assert!(!subject.known.lock().newest.sums().files.contains_key(&3));
         let sorted = subject.plan_work(&[(3, 0)]);
         assert_eq!((sorted.gather.len(), sorted.visited), (0, 1));
     }
@@ -386,7 +386,7 @@ mod tests {
             assert!(sorted.visited <= mentioned + 2, "round {round}");
             named += mentioned;
             subject.publish(sorted);
-            let newest = subject.known.newest();
+            let newest = &subject.known.lock().newest;
             assert!(newest.links.len() <= LINKS_MAX);
             // A page that changed in any link since the base is in one of the remaining links.
             let in_links: usize = newest.links.iter().map(|link| link.pages.len()).sum();
@@ -402,7 +402,7 @@ mod tests {
             assert!(sorted.follows.is_some());
             subject.publish(sorted);
         });
-        assert_eq!(subject.known.newest().get(PageId(9999)).unwrap().known.lsn, subject.table.lsn());
+        assert_eq!(subject.known.lock().newest.get(PageId(9999)).unwrap().known.lsn, subject.table.lsn());
     }
 
     /// Batches are applied between two groups. After any of them, a replay from the snapshot's beginning produces the
@@ -457,7 +457,8 @@ mod tests {
             });
             assert!(at > 116, "{kind}: it was looked more than once");
 
-            let newest = subject.known.newest();
+            let state = subject.known.lock();
+            let newest = &state.newest;
             let gathers = |page: &PageId| sorted.gather.binary_search_by_key(page, |(page, _)| *page).is_ok();
             let entries: BTreeMap<PageId, &ManifestEntry> =
                 sorted.entries.iter().map(|entry| (entry.page, entry)).collect();
@@ -486,9 +487,9 @@ mod tests {
                 }
             }
             // Pages that changed after they were checked remain marked as changed.
-            drop(newest);
+            drop(state);
             let changed = subject.table.changed().unwrap();
-            let newest = subject.known.newest();
+            let newest = &subject.known.lock().newest;
             for info in subject.table.pages() {
                 let is_known = newest.get(info.page).is_some_and(|named| named.known.lsn == info.lsn);
                 assert!(is_known || changed.binary_search(&info.page).is_ok(), "{kind}: page {}", info.page);

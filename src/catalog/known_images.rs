@@ -21,7 +21,7 @@ use remanent_format::{Damage, Epoch, Lsn, PageId, PageTable, SnapshotId};
 use super::classify::PageClass;
 use super::newest::{ImageTotals, KnownImage, Link, NewestSnapshot};
 use crate::base::allocation::{append, collected, map_of, push};
-use crate::base::sync::{Mutex, MutexGuard};
+use crate::base::sync::{Mutex, MutexGuard, Rank};
 use crate::disk::source::DiskSource;
 use crate::error::Result;
 use crate::images::read::{ImageRequest, damaged};
@@ -30,17 +30,19 @@ use crate::images::read::{ImageRequest, damaged};
 const NOTED_AT_ONCE: usize = 1024;
 
 /// The images on disk that contain current or recent bytes of pages.
+pub(crate) struct KnownImages(Mutex<KnownState>);
+
 #[derive(Default)]
-pub(crate) struct KnownImages {
-    newest: Mutex<NewestSnapshot>,
+pub(super) struct KnownState {
+    pub newest: NewestSnapshot,
     /// The images that the newest snapshot does not name: images from a restore's table, and images written before
     /// their batch was logged.
-    unnamed: Mutex<BTreeMap<PageId, KnownImage>>,
+    unnamed: BTreeMap<PageId, KnownImage>,
     /// The images that were written before their batch was logged and were not read back yet, with the lengths of the
     /// pages.
-    unverified: Mutex<BTreeMap<PageId, (KnownImage, u64)>>,
+    unverified: BTreeMap<PageId, (KnownImage, u64)>,
     /// The damaged images by file and offset, with their pages. No snapshot names them again (I7).
-    damaged_images: Mutex<BTreeMap<(u64, u64), PageId>>,
+    damaged_images: BTreeMap<(u64, u64), PageId>,
 }
 
 /// The images of current pages that replay took from a restore's table or from the log instead of the snapshot.
@@ -69,6 +71,12 @@ impl ReplayImages {
     }
 }
 
+impl Default for KnownImages {
+    fn default() -> Self {
+        Self(Mutex::ranked(Rank::STATE, KnownState::default()))
+    }
+}
+
 impl KnownImages {
     /// Returns the images that are known after an open has followed the log from a snapshot. `base` is the complete
     /// manifest of that snapshot.
@@ -83,7 +91,10 @@ impl KnownImages {
             }
             None => NewestSnapshot::default(),
         };
-        Ok(Self { newest: Mutex::new(newest), unnamed: Mutex::new(unnamed.0), ..Self::default() })
+        Ok(Self(Mutex::ranked(
+            Rank::STATE,
+            KnownState { newest, unnamed: unnamed.0, ..KnownState::default() },
+        )))
     }
 
     /// Returns the pages of a table that differ from the newest snapshot. A caller that tracks changes to the table
@@ -92,9 +103,9 @@ impl KnownImages {
     /// # Errors
     /// `OutOfMemory`.
     pub fn changed(&self, table: &PageTable) -> Result<Vec<PageId>> {
-        let newest = self.newest.lock();
+        let state = self.0.lock();
         // Both lists are sorted by page.
-        let mut named = newest.iter().peekable();
+        let mut named = state.newest.iter().peekable();
         let mut changed = Vec::new();
         for (page, lsn) in table.lsns() {
             while let Some((gone, _)) = named.next_if(|(named, _)| *named < page) {
@@ -111,35 +122,35 @@ impl KnownImages {
 
     /// Returns the totals of the newest snapshot's images.
     pub fn sums(&self) -> ImageTotals {
-        self.newest.lock().sums().clone()
+        self.0.lock().newest.sums().clone()
     }
 
     /// Records an image of a page after batch `lsn` that no snapshot names yet. The caller must ensure that the image's
     /// file is kept until a snapshot names it.
     pub fn note(&self, page: PageId, lsn: Lsn, image: Option<ImageRef>) {
-        self.unnamed.lock().insert(page, KnownImage { lsn, image });
+        self.0.lock().unnamed.insert(page, KnownImage { lsn, image });
     }
 
     /// Records an image written in advance of batch `lsn`, for a page of length `len`.
     pub fn note_ahead(&self, page: PageId, lsn: Lsn, image: ImageRef, len: u64) {
-        self.unverified.lock().insert(page, (KnownImage { lsn, image: Some(image) }, len));
+        self.0.lock().unverified.insert(page, (KnownImage { lsn, image: Some(image) }, len));
     }
 
     /// Returns the image that the newest snapshot names for this version of a page, unless the image is known to be
     /// damaged.
     pub fn image_of(&self, page: PageId, epoch: Epoch) -> Option<ImageRef> {
-        let newest = self.newest.lock();
-        let image = newest.get(page).filter(|named| named.epoch == epoch)?.known.image?;
-        (!is_damaged(&self.damaged_images.lock(), page, &image)).then_some(image)
+        let state = self.0.lock();
+        let image = state.newest.get(page).filter(|named| named.epoch == epoch)?.known.image?;
+        (!is_damaged(&state.damaged_images, page, &image)).then_some(image)
     }
 
     /// Returns whether the next snapshot may write an overlay over an image of a page. The image must be sound, and so
     /// must the image that the newest snapshot names for the page. The two must be the same unless the image was read
     /// back.
     pub fn may_be_base(&self, page: PageId, image: &ImageRef, is_proven: bool) -> bool {
-        let named = self.newest.lock().get(page).and_then(|named| named.known.image);
-        let damaged_images = self.damaged_images.lock();
-        let is_sound = |image: &ImageRef| !is_damaged(&damaged_images, page, image);
+        let state = self.0.lock();
+        let named = state.newest.get(page).and_then(|named| named.known.image);
+        let is_sound = |image: &ImageRef| !is_damaged(&state.damaged_images, page, image);
         // A damaged overlay is replaced with a whole image, because the damage may be in its base.
         is_sound(image) && named.is_some_and(|named| is_sound(&named) && (is_proven || named == *image))
     }
@@ -151,9 +162,10 @@ impl KnownImages {
     /// # Errors
     /// `OutOfMemory`, without any change.
     pub fn prove(&self, source: &DiskSource, threads_max: usize) -> Result<u64> {
-        let noted = self.unverified.lock();
-        let unverified = collected(noted.iter().map(|(page, (known, len))| (*page, *known, *len)))?;
-        drop(noted);
+        let state = self.0.lock();
+        let unverified =
+            collected(state.unverified.iter().map(|(page, (known, len))| (*page, *known, *len)))?;
+        drop(state);
         let request = |(page, known, len): &(PageId, KnownImage, u64)| {
             Some(ImageRequest { page: *page, len: *len, image: known.image? })
         };
@@ -162,14 +174,13 @@ impl KnownImages {
         let damaged = damaged(source, &mut wanted, threads_max)?;
         let damaged: BTreeMap<(u64, u64), Damage> =
             map_of(damaged.into_iter().map(|(image, damage)| (location(&image), damage)));
-        // The images are processed in chunks, because commits wait for these locks.
+        // The images are processed in chunks, because commits wait for the lock.
         for some in unverified.chunks(NOTED_AT_ONCE) {
-            let (mut noted, mut unnamed) = (self.unverified.lock(), self.unnamed.lock());
-            let damaged_images = self.damaged_images.lock();
+            let KnownState { unnamed, unverified, damaged_images, .. } = &mut *self.0.lock();
             for (page, known, _) in some {
                 // Batches may have rewritten the page in the meantime.
-                if noted.get(page).is_some_and(|(newest, _)| newest == known) {
-                    noted.remove(page);
+                if unverified.get(page).is_some_and(|(newest, _)| newest == known) {
+                    unverified.remove(page);
                 }
                 let Some(image) = known.image else { continue };
                 match damaged.get(&location(&image)) {
@@ -177,7 +188,7 @@ impl KnownImages {
                         tracing::warn!(%damage, %page, "an image that a batch names does not hold");
                     }
                     // A scrub may have found damage that this read did not find, and the next read may find it, too.
-                    None if is_damaged(&damaged_images, *page, &image) => {}
+                    None if is_damaged(damaged_images, *page, &image) => {}
                     None => _ = unnamed.insert(*page, *known),
                 }
             }
@@ -189,29 +200,29 @@ impl KnownImages {
     /// is the location of the damage.
     pub fn mark_damaged(&self, page: PageId, image: &ImageRef, at: (u64, u64)) {
         let is_it = |known: &KnownImage| known.image.is_some_and(|known| location(&known) == location(image));
+        let mut state = self.0.lock();
         // The image remains among the newest snapshot's images: if its page is deleted, the next snapshot must record
         // the delete.
-        self.damaged_images.lock().extend([(location(image), page), (at, page)]);
-        // This must come last, so that an image verified in the meantime is not recorded again.
-        self.unnamed.lock().retain(|_, known| !is_it(known));
+        state.damaged_images.extend([(location(image), page), (at, page)]);
+        state.unnamed.retain(|_, known| !is_it(known));
     }
 
     /// Returns the newest snapshot's own link and its checksum, for a thin snapshot to follow. Returns `None` if the
     /// newest snapshot already follows too many links.
     pub fn newest_link(&self) -> Option<(SnapshotId, u32)> {
-        let newest = self.newest.lock();
+        let newest = &self.0.lock().newest;
         let link = newest.links.last().filter(|_| newest.links.len() < CHAIN_LINKS_MAX / 2)?;
         Some((link.snapshot, link.manifest_crc))
     }
 
     /// Returns whether the newest snapshot names only images of these pages in some image file.
     pub fn has_file_of(&self, pages: &[PageId]) -> bool {
-        self.newest.lock().has_file_of(pages)
+        self.0.lock().newest.has_file_of(pages)
     }
 
     /// Makes the next snapshot follow no link, because an earlier link is damaged.
     pub fn unlink(&self) {
-        self.newest.lock().links.clear();
+        self.0.lock().newest.links.clear();
     }
 
     /// Classifies pages of a change-tracked table for the next snapshot. `deleted` contains the pages that a batch has
@@ -228,10 +239,9 @@ impl KnownImages {
         deleted: Option<&BTreeMap<PageId, Lsn>>,
         pages: &[PageId],
     ) -> Result<Vec<PageClass>> {
-        let (newest, unnamed, damaged_images) =
-            (self.newest.lock(), self.unnamed.lock(), self.damaged_images.lock());
+        let KnownState { newest, unnamed, damaged_images, .. } = &*self.0.lock();
         let holds = |page: PageId, known: &KnownImage| {
-            known.image.is_none_or(|image| !is_damaged(&damaged_images, page, &image))
+            known.image.is_none_or(|image| !is_damaged(damaged_images, page, &image))
         };
         let class = |page: PageId| {
             let named = newest.get(page);
@@ -258,13 +268,14 @@ impl KnownImages {
         Ok(classes)
     }
 
-    pub(super) fn newest(&self) -> MutexGuard<'_, NewestSnapshot> {
-        self.newest.lock()
+    /// Returns the state, locked.
+    pub(super) fn lock(&self) -> MutexGuard<'_, KnownState> {
+        self.0.lock()
     }
 
     /// Returns the pages with a damaged image.
     pub(super) fn damaged_images(&self) -> Vec<PageId> {
-        self.damaged_images.lock().values().copied().collect()
+        self.0.lock().damaged_images.values().copied().collect()
     }
 
     /// Advances to a published snapshot that follows no other. `base` is the result of [`NewestSnapshot::of_base`] for
@@ -275,9 +286,9 @@ impl KnownImages {
         manifest_crc: u32,
         base: NewestSnapshot,
     ) -> (ImageTotals, Vec<SnapshotId>) {
-        let mut newest = self.newest.lock();
-        newest.advance_to_base(manifest, manifest_crc, base);
-        self.advanced(&newest, manifest)
+        let mut state = self.0.lock();
+        state.newest.advance_to_base(manifest, manifest_crc, base);
+        state.advanced(manifest)
     }
 
     /// Advances to a published snapshot that follows `previous`. `link` must be created from `manifest` before the
@@ -289,16 +300,18 @@ impl KnownImages {
         link: Link,
         previous: SnapshotId,
     ) -> (ImageTotals, Vec<SnapshotId>) {
-        let mut newest = self.newest.lock();
-        newest.advance_by_change(manifest, link, previous);
-        self.advanced(&newest, manifest)
+        let mut state = self.0.lock();
+        state.newest.advance_by_change(manifest, link, previous);
+        state.advanced(manifest)
     }
+}
 
-    fn advanced(&self, newest: &NewestSnapshot, manifest: &Manifest) -> (ImageTotals, Vec<SnapshotId>) {
+impl KnownState {
+    fn advanced(&mut self, manifest: &Manifest) -> (ImageTotals, Vec<SnapshotId>) {
         // An image known up to that batch is named by this snapshot, or belongs to an older version of its page.
-        self.unnamed.lock().retain(|_, known| known.lsn > manifest.redo.lsn);
-        let before = newest.links.iter().rev().skip(1).map(|link| link.snapshot).collect();
-        (newest.sums().clone(), before)
+        self.unnamed.retain(|_, known| known.lsn > manifest.redo.lsn);
+        let before = self.newest.links.iter().rev().skip(1).map(|link| link.snapshot).collect();
+        (self.newest.sums().clone(), before)
     }
 }
 
@@ -365,7 +378,7 @@ mod tests {
         known.mark_damaged(PageId(6), &image(6), (1, image(6).offset));
         let source = DiskSource::past_cache(Arc::new(disk));
         assert_eq!(known.prove(&source, 2).unwrap(), 8 * LEN as u64);
-        let found: Vec<u64> = known.unnamed.lock().keys().map(|page| page.0).collect();
+        let found: Vec<u64> = known.0.lock().unnamed.keys().map(|page| page.0).collect();
         assert_eq!(found, [0, 1, 3, 7]);
         assert_eq!(known.prove(&source, 2).unwrap(), 0, "none is read back twice");
     }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use super::{Catalog, SnapshotInfo};
 use crate::base::fair_mutex::FairMutex;
 use crate::base::pace::Pace;
-use crate::base::sync::{Mutex, MutexGuard};
+use crate::base::sync::{Mutex, MutexGuard, Rank};
 
 /// The catalog with its lock, and a copy that can be read without waiting.
 pub(crate) struct CatalogLock {
@@ -35,7 +35,11 @@ impl CatalogCopy {
 
 impl CatalogLock {
     pub fn new(catalog: Catalog, pace: Arc<Pace>) -> Self {
-        Self { latest: Mutex::new(CatalogCopy::of(&catalog)), catalog: FairMutex::new(catalog), pace }
+        Self {
+            latest: Mutex::new(CatalogCopy::of(&catalog)),
+            catalog: FairMutex::ranked([Rank::CATALOG_TURN, Rank::CATALOG], catalog),
+            pace,
+        }
     }
 
     /// Waits for the lock. A background snapshot runs at full speed in the meantime.

@@ -29,7 +29,7 @@ use remanent_format::image::{ImageFileHeader, ImageFileHeaderRaw};
 use remanent_format::{FileName, Folder, StoreId};
 
 use super::{Disk, DiskFile};
-use crate::base::sync::Mutex;
+use crate::base::sync::{Mutex, Rank};
 use crate::error::{Error, Result};
 
 /// The maximum number of spares to keep. A snapshot writes up to four files at a time.
@@ -77,12 +77,22 @@ impl ImageSpares {
             }
         }
         files.sort_unstable_by_key(|spare| spare.len);
-        Ok(Self { disk, store, files: Mutex::new(files), kept_ready: Mutex::default() })
+        Ok(Self {
+            disk,
+            store,
+            files: Mutex::ranked(Rank::IMAGE_SPARES, files),
+            kept_ready: Mutex::ranked(Rank::IMAGE_SPARES_READY, BTreeMap::new()),
+        })
     }
 
     /// Creates an empty set, for a store that is opened read-only or was just created.
     pub fn none(disk: Arc<dyn Disk>, store: StoreId) -> Self {
-        Self { disk, store, files: Mutex::default(), kept_ready: Mutex::default() }
+        Self {
+            disk,
+            store,
+            files: Mutex::ranked(Rank::IMAGE_SPARES, Vec::new()),
+            kept_ready: Mutex::ranked(Rank::IMAGE_SPARES_READY, BTreeMap::new()),
+        }
     }
 
     pub fn is_empty(&self) -> bool {

@@ -30,7 +30,7 @@ pub(crate) use self::writers::{ImageWriters, file_count};
 use crate::base::aligned_buf::AlignedBuf;
 use crate::base::allocation::{collected, make_room, push};
 use crate::base::parallel;
-use crate::base::sync::Mutex;
+use crate::base::sync::{Mutex, Rank};
 use crate::disk::growing::GrowingFile;
 use crate::disk::image_spares::ReusedFile;
 use crate::disk::{Disk, DiskFile};
@@ -153,7 +153,8 @@ impl ImageWriter {
         let none = WrittenChunks { end: IMAGE_HEADER_BLOCK, chunks: Vec::new(), placed: BTreeMap::new() };
         let written = Mutex::new(none);
         let ImageOptions { compression, io, .. } = options;
-        let (tail, areas, threads_max) = (Mutex::default(), Mutex::default(), usize::MAX);
+        let (areas, threads_max) = (Mutex::default(), usize::MAX);
+        let tail = Mutex::ranked(Rank::IMAGE_TAIL, ());
         let growing = match &target {
             Some(_) => GrowingFile::in_place(file.clone()),
             None => GrowingFile::new(file.clone(), io, space_len),

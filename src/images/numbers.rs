@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use remanent_format::{FileName, Lsn};
 
-use crate::base::sync::{Mutex, MutexGuard};
+use crate::base::sync::{Mutex, MutexGuard, Rank};
 use crate::disk::Disk;
 use crate::disk::image_spares::ImageSpares;
 use crate::images::disk_pages::DiskPages;
@@ -51,8 +51,15 @@ impl ImageFiles {
         for_batches: impl IntoIterator<Item = (u64, Lsn)>,
     ) -> Self {
         let for_batches = for_batches.into_iter().map(|(file, lsn)| (file, Some(lsn))).collect();
-        let state = Mutex::new(NumberState { next, for_batches });
-        Self { disk, spares, disk_pages, state, first: next, removals: Mutex::new(()) }
+        let state = Mutex::ranked(Rank::IMAGE_NUMBERS, NumberState { next, for_batches });
+        Self {
+            disk,
+            spares,
+            disk_pages,
+            state,
+            first: next,
+            removals: Mutex::ranked(Rank::IMAGE_REMOVALS, ()),
+        }
     }
 
     pub fn disk(&self) -> &Arc<dyn Disk> {

@@ -30,7 +30,7 @@ use crate::base::poison::Poison;
 use crate::base::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::base::sync::thread::JoinHandle;
 use crate::base::sync::threads;
-use crate::base::sync::{Condvar, Instant, Mutex};
+use crate::base::sync::{Condvar, Instant, Mutex, Rank};
 use crate::base::wakers::Wakers;
 use crate::disk::DiskFile;
 use crate::error::{Error, Result};
@@ -87,8 +87,8 @@ impl Log {
             pool,
             poison,
             failed: AtomicBool::new(false),
-            state: CachePadded(Mutex::new(LogState::new(start))),
-            growth: Mutex::new(()),
+            state: CachePadded(Mutex::ranked(Rank::STATE, LogState::new(start))),
+            growth: Mutex::ranked(Rank::LOG_GROWTH, ()),
             work: Condvar::new(),
             progress: Condvar::new(),
             wakers: Wakers::default(),

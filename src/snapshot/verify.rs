@@ -21,9 +21,9 @@ use super::gather::GatheredDiskPage;
 use crate::base::allocation::collected;
 use crate::base::parallel;
 use crate::base::poison::PoisonOnPanic;
-use crate::base::sync::Mutex;
 use crate::base::sync::thread::JoinHandle;
 use crate::base::sync::threads;
+use crate::base::sync::{Mutex, Rank};
 use crate::catalog::Catalog;
 use crate::catalog::publish::PublishedFile;
 use crate::error::{Error, Result};
@@ -36,7 +36,6 @@ const UNVERIFIED_MAX: usize = 2;
 pub(crate) const PROVERS_MAX: usize = 2;
 
 /// Published snapshots that are not verified yet.
-#[derive(Default)]
 pub(crate) struct UnverifiedSnapshots {
     /// The waiting snapshots, and whether a thread is processing them.
     queue: Mutex<VerifyQueue>,
@@ -45,6 +44,13 @@ pub(crate) struct UnverifiedSnapshots {
     proven: Mutex<Vec<SnapshotId>>,
     /// The verifying thread, running or ended. `None` before the first thread was started.
     thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Default for UnverifiedSnapshots {
+    fn default() -> Self {
+        let (queue, thread) = Default::default();
+        Self { queue, proven: Mutex::ranked(Rank::WAITING, Vec::new()), thread }
+    }
 }
 
 /// The files of a published snapshot. The value takes about 200 bytes of memory per page until all files are read back.

@@ -11,7 +11,7 @@ use crate::base::cache_padded::CachePadded;
 use crate::base::pace::Pace;
 use crate::base::process::ForkGuard;
 use crate::base::sync::atomic::AtomicU64;
-use crate::base::sync::{Instant, Mutex};
+use crate::base::sync::{Instant, Mutex, Rank};
 use crate::catalog::CatalogLock;
 use crate::device::{Device, EngineDevice};
 use crate::disk::Disk;
@@ -29,7 +29,7 @@ use crate::snapshot::{
 };
 use crate::tiers::{PageMover, PrefetchThread, TierCounts, TierKeeper, TierThread};
 use crate::versions::uses::PageUses;
-use crate::write::commit::{CombineQueue, Committer};
+use crate::write::commit::{CombineQueue, Committer, DigestKeys};
 
 /// The inverse of the share of a segment from which a batch's whole pages are written to an image file. Written to the
 /// log, their bytes would remain until a snapshot wrote them a second time.
@@ -135,12 +135,12 @@ impl Store {
         let committer = Arc::new(Committer {
             engine: engine.clone(),
             next_page: CachePadded(AtomicU64::new(submitted.next_page())),
-            submitted: CachePadded(Mutex::new(submitted)),
+            submitted: CachePadded(Mutex::ranked(Rank::SUBMITTED, submitted)),
             waiting: CachePadded(CombineQueue::new()),
             files: catalog.files.clone(),
             known: catalog.known.clone(),
             takes_snapshots: options.snapshots.is_enabled(),
-            digest_keys: Mutex::default(),
+            digest_keys: Mutex::ranked(Rank::WAITING, DigestKeys::default()),
             images,
             ahead_bytes_min: engine.log.pool.segment_len() / BULK_SHARE,
         });

@@ -18,7 +18,7 @@ use super::residents::Residents;
 use super::stats::TierCounts;
 use crate::base::poison::PoisonOnPanic;
 use crate::base::sync::thread::JoinHandle;
-use crate::base::sync::{Condvar, Instant, Mutex, RwLock, threads};
+use crate::base::sync::{Condvar, Instant, Mutex, Rank, RwLock, threads};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::memory::arena::PlaceRoom;
@@ -124,11 +124,11 @@ impl TierKeeper {
             committer,
             tiers,
             uses,
-            residents: Mutex::new(residents),
-            calls: Mutex::default(),
+            residents: Mutex::ranked(Rank::STATE, residents),
+            calls: Mutex::ranked(Rank::STATE, Calls::default()),
             called: Condvar::new(),
             round_ended: Condvar::new(),
-            moves_in_progress: RwLock::default(),
+            moves_in_progress: RwLock::ranked(Rank::CALL, ()),
             counts,
         }
     }

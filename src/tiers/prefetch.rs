@@ -11,7 +11,7 @@ use remanent_format::{PageId, Place};
 use super::mover::{Hits, PageMover};
 use crate::base::process::ForkGuard;
 use crate::base::sync::thread::JoinHandle;
-use crate::base::sync::{Condvar, Instant, Mutex, MutexGuard, threads};
+use crate::base::sync::{Condvar, Instant, Mutex, MutexGuard, Rank, threads};
 use crate::error::{Error, Result};
 
 /// The maximum number of pages and bytes that one batch moves. Canceling waits for no more than that.
@@ -212,7 +212,7 @@ struct JobQueue {
 
 impl PrefetchThread {
     pub fn new(mover: Arc<PageMover>) -> Self {
-        Self { mover, jobs: Arc::default(), thread: Mutex::default() }
+        Self { mover, jobs: Arc::default(), thread: Mutex::ranked(Rank::STATE, None) }
     }
 
     /// Starts moving pages to a place.

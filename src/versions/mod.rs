@@ -54,7 +54,7 @@ use self::uses::PageUses;
 use crate::base::allocation::set_of;
 use crate::base::queue::Queue;
 use crate::base::sync::atomic::{AtomicU64, Ordering};
-use crate::base::sync::{Map, Mutex, Swap};
+use crate::base::sync::{Map, Mutex, Rank, Swap};
 use crate::device::MemoryId;
 
 /// The minimum number of superseded versions before unneeded versions are unlinked.
@@ -87,7 +87,7 @@ struct WriterLine {
     writer: Mutex<Writer>,
 }
 
-#[cfg(not(shuttle))]
+#[cfg(not(any(shuttle, debug_assertions)))]
 const _: () = assert!(size_of::<WriterLine>() == 64);
 
 /// The number of views by Lsn, on a separate cache line from the fields that every reader loads.
@@ -144,7 +144,10 @@ impl Versions {
             keys,
             root: Swap::new(Some(Version::new(root, None))),
             logged,
-            written: WriterLine { installed: AtomicU64::new(table.lsn().0), writer: Mutex::default() },
+            written: WriterLine {
+                installed: AtomicU64::new(table.lsn().0),
+                writer: Mutex::ranked(Rank::STATE, Writer::default()),
+            },
             views: Views::default(),
             uses,
         }

@@ -10,6 +10,7 @@
 //! over one list ([`crate::base::parallel`]) uses one thread under a scheduler.
 
 pub mod locks;
+mod ranks;
 #[cfg(shuttle)]
 mod scheduled;
 #[cfg(not(shuttle))]
@@ -30,11 +31,12 @@ pub use std::thread;
 pub use std::time::Instant;
 
 #[cfg(not(shuttle))]
-pub use locks::{Condvar, Mutex, MutexGuard, RwLock};
+pub use locks::Condvar;
+pub use ranks::{Mutex, MutexGuard, Rank, RwLock};
 pub use shared::{Map, Swap, SwapGuard};
 
 #[cfg(shuttle)]
-pub use scheduled::{Condvar, Instant, Mutex, MutexGuard, RwLock, atomic, cores, mpsc, sleeps_until, thread};
+pub use scheduled::{Condvar, Instant, atomic, cores, mpsc, sleeps_until, thread};
 
 /// Returns the number of processor cores that the process can use.
 #[cfg(not(shuttle))]

@@ -18,7 +18,9 @@ use shuttle::rand::{Rng, thread_rng};
 use shuttle::scheduler::TaskId;
 use shuttle_parking_lot::{self as parking_lot};
 
-pub use parking_lot::{Mutex, MutexGuard, RwLock};
+use super::ranks;
+
+pub use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 pub use shuttle::sync::{atomic, mpsc};
 
 /// Threads of the test scheduler, which simulates a single processor.
@@ -120,17 +122,17 @@ impl Condvar {
     }
 
     /// Releases the lock, waits for a notification, and reacquires the lock.
-    pub fn wait<T>(&self, guard: &mut MutexGuard<'_, T>) {
+    pub fn wait<T>(&self, guard: &mut ranks::MutexGuard<'_, T>) {
         let waiter = self.join();
-        MutexGuard::unlocked(guard, || {
+        MutexGuard::unlocked(&mut guard.guard, || {
             waiter.call.acquire_blocking(1).expect("it is not closed");
         });
     }
 
     /// Waits like [`wait`](Self::wait), but at most until the given time.
-    pub fn wait_until<T>(&self, guard: &mut MutexGuard<'_, T>, until: Instant) -> WaitTimeoutResult {
+    pub fn wait_until<T>(&self, guard: &mut ranks::MutexGuard<'_, T>, until: Instant) -> WaitTimeoutResult {
         let waiter = self.join();
-        let timed_out = MutexGuard::unlocked(guard, || {
+        let timed_out = MutexGuard::unlocked(&mut guard.guard, || {
             SLEEPERS.with_borrow_mut(|sleepers| sleepers.insert(waiter.thread, until));
             if !waiter.is_called() {
                 thread::yield_now();
@@ -150,7 +152,7 @@ impl Condvar {
     /// Waits while `condition` returns true, for at most the given time.
     pub fn wait_while_for<T>(
         &self,
-        guard: &mut MutexGuard<'_, T>,
+        guard: &mut ranks::MutexGuard<'_, T>,
         mut condition: impl FnMut(&mut T) -> bool,
         timeout: Duration,
     ) -> WaitTimeoutResult {

@@ -38,8 +38,8 @@ pub(crate) use self::spares::SegmentRules;
 use self::spares::{FIRST_LEN, Spare, Spares};
 use crate::base::phases;
 use crate::base::phases::Phase;
-use crate::base::sync::Mutex;
 use crate::base::sync::atomic::AtomicUsize;
+use crate::base::sync::{Mutex, Rank};
 use crate::disk::Disk;
 use crate::disk::image_spares::ImageSpares;
 use crate::error::{Error, Result};
@@ -124,7 +124,15 @@ impl SegmentPool {
             disk.remove(FileName::Spare(spare.number))?;
         }
         let count = spares.count.clone();
-        Ok(Self { disk, store, rules, io, spares: Mutex::new(spares), count, image_spares })
+        Ok(Self {
+            disk,
+            store,
+            rules,
+            io,
+            spares: Mutex::ranked(Rank::SEGMENT_SPARES, spares),
+            count,
+            image_spares,
+        })
     }
 
     /// Returns the free space as reported by the system. The value is only a hint. Another process may take the space

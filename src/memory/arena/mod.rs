@@ -32,7 +32,7 @@ use self::scratch::{SCRATCH_WAIT_MAX, ScratchMemory};
 use crate::base::allocation::make_room;
 use crate::base::queue::Queue;
 use crate::base::sync::atomic::{AtomicUsize, Ordering};
-use crate::base::sync::{Condvar, Mutex, RwLock};
+use crate::base::sync::{Condvar, Mutex, Rank, RwLock};
 use crate::device::{DeviceBytes, EngineDevice, Fence, Lane, MemoryLink, MemoryOwner};
 use crate::error::{Error, Refused, Result};
 use crate::options::Budget;
@@ -86,12 +86,12 @@ impl Arena {
         Self {
             device,
             budget,
-            accounts: RwLock::default(),
-            retired: Default::default(),
+            accounts: RwLock::ranked(Rank::ARENA, BTreeMap::new()),
+            retired: std::array::from_fn(|_| Mutex::ranked(Rank::ARENA_RETIRED, Queue::default())),
             retired_count: AtomicUsize::new(0),
-            scratch: Mutex::default(),
+            scratch: Mutex::ranked(Rank::ARENA_SCRATCH, ScratchMemory::default()),
             scratch_returned: Condvar::new(),
-            reaping: Default::default(),
+            reaping: std::array::from_fn(|_| Mutex::ranked(Rank::ARENA_REAPING, ())),
             lent: LentMemories::default(),
             files: RegisteredFiles::default(),
             link: Arc::default(),

@@ -35,7 +35,7 @@ pub(crate) use self::background::Scrubber;
 use self::pass::{ScrubFindings, ScrubPass};
 use super::{SnapshotRequest, Snapshots};
 use crate::base::pace::Pace;
-use crate::base::sync::{Condvar, Mutex};
+use crate::base::sync::{Condvar, Mutex, Rank};
 use crate::catalog::publish::{publish, without_spare};
 use crate::catalog::{Catalog, RetainedSnapshot};
 use crate::disk::source::DiskSource;
@@ -89,7 +89,7 @@ pub(crate) struct Scrub {
 
 impl Scrub {
     pub fn new(snapshots: Arc<Snapshots>, store: StoreFile, pace: Pace) -> Self {
-        let (running, stats, ended) = (Mutex::default(), Mutex::default(), Condvar::new());
+        let (running, stats, ended) = (Mutex::ranked(Rank::CALL, ()), Mutex::default(), Condvar::new());
         Self { snapshots, store, pace, running, stats, ended }
     }
 

@@ -1,0 +1,283 @@
+//! The order in which a thread takes locks, asserted in builds with debug assertions.
+//!
+//! A thread that holds a lock takes only locks of a higher rank, so no two threads wait for each other. A lock of the
+//! highest rank, [`Rank::LEAF`], protects only its own fields. While a thread holds such a lock, it takes no lock of a
+//! lower rank. `docs/concurrency.md` lists the locks and explains the order.
+
+use std::ops::{Deref, DerefMut};
+
+#[cfg(debug_assertions)]
+use std::cell::Cell;
+
+#[cfg(not(shuttle))]
+use super::locks as backend;
+#[cfg(shuttle)]
+use super::scheduled as backend;
+
+/// The position of a lock in the order of locks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Rank(u8);
+
+impl Rank {
+    /// One call that moves pages, or one scrub, at a time.
+    pub const CALL: Self = Self(0);
+    pub const CATALOG_TURN: Self = Self(1);
+    pub const CATALOG: Self = Self(2);
+    pub const SUBMITTED: Self = Self(3);
+    /// Drafts that wait for the lock holder; snapshots that were read back; the keys of digests.
+    pub const WAITING: Self = Self(4);
+    /// The end of an image file that is being written.
+    pub const IMAGE_TAIL: Self = Self(5);
+    pub const IMAGE_REMOVALS: Self = Self(6);
+    pub const IMAGE_NUMBERS: Self = Self(7);
+    pub const LOG_GROWTH: Self = Self(8);
+    pub const SEGMENT_SPARES: Self = Self(9);
+    pub const IMAGE_SPARES: Self = Self(10);
+    pub const IMAGE_SPARES_READY: Self = Self(11);
+    /// The states of the log, the known images, the versions, the applier's queue, prefetches and eviction. A thread
+    /// holds one of them at a time.
+    pub const STATE: Self = Self(12);
+    pub const LEASES: Self = Self(13);
+    pub const ARENA_SCRATCH: Self = Self(14);
+    pub const ARENA_REAPING: Self = Self(15);
+    pub const ARENA_RETIRED: Self = Self(16);
+    pub const ARENA: Self = Self(17);
+    /// The rank of every lock that was not given another one.
+    pub const LEAF: Self = Self(18);
+}
+
+/// A lock with a rank. In builds without debug assertions it is only the lock.
+#[derive(Debug)]
+pub struct Ranked<Lock> {
+    #[cfg(debug_assertions)]
+    rank: Rank,
+    lock: Lock,
+}
+
+/// The guard of a locked [`Ranked`].
+#[derive(Debug)]
+pub struct RankedGuard<Guard> {
+    pub(super) guard: Guard,
+    _held: Held,
+}
+
+/// A mutual exclusion lock.
+pub type Mutex<T> = Ranked<backend::Mutex<T>>;
+/// The guard of a locked [`Mutex`].
+pub type MutexGuard<'a, T> = RankedGuard<backend::MutexGuard<'a, T>>;
+/// A reader-writer lock. A thread that holds read access must not request it again: if a writer waits in between, the
+/// thread deadlocks.
+pub type RwLock<T> = Ranked<backend::RwLock<T>>;
+
+impl<Lock> Ranked<Lock> {
+    const fn with_rank(lock: Lock, rank: Rank) -> Self {
+        let _ = rank;
+        Self {
+            #[cfg(debug_assertions)]
+            rank,
+            lock,
+        }
+    }
+
+    /// Asserts that this thread may take the lock now, takes it by `take`, and records that it is held.
+    fn take<Guard>(&self, take: impl FnOnce() -> Guard) -> RankedGuard<Guard> {
+        #[cfg(debug_assertions)]
+        self.check();
+        RankedGuard { guard: take(), _held: self.held() }
+    }
+
+    fn held(&self) -> Held {
+        Held::new(
+            #[cfg(debug_assertions)]
+            self.rank,
+        )
+    }
+}
+
+impl<Lock: Default> Default for Ranked<Lock> {
+    fn default() -> Self {
+        Self::with_rank(Lock::default(), Rank::LEAF)
+    }
+}
+
+impl<T> Mutex<T> {
+    /// Makes a mutex that protects only its own fields.
+    pub const fn new(value: T) -> Self {
+        Self::ranked(Rank::LEAF, value)
+    }
+
+    /// Makes a mutex of the given rank.
+    pub const fn ranked(rank: Rank, value: T) -> Self {
+        Self::with_rank(backend::Mutex::new(value), rank)
+    }
+
+    /// Waits for the lock and acquires it.
+    pub fn lock(&self) -> MutexGuard<'_, T> {
+        self.take(|| self.lock.lock())
+    }
+
+    /// Acquires the lock, or returns `None` if another thread holds it. Never waits, so it may be called whatever locks
+    /// the thread holds.
+    pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
+        self.lock.try_lock().map(|guard| RankedGuard { guard, _held: self.held() })
+    }
+
+    pub fn get_mut(&mut self) -> &mut T {
+        self.lock.get_mut()
+    }
+
+    pub fn into_inner(self) -> T {
+        self.lock.into_inner()
+    }
+}
+
+impl<T> From<T> for Mutex<T> {
+    fn from(value: T) -> Self {
+        Self::new(value)
+    }
+}
+
+impl<T> RwLock<T> {
+    /// Makes a lock that protects only its own fields.
+    pub const fn new(value: T) -> Self {
+        Self::ranked(Rank::LEAF, value)
+    }
+
+    /// Makes a lock of the given rank.
+    pub const fn ranked(rank: Rank, value: T) -> Self {
+        Self::with_rank(backend::RwLock::new(value), rank)
+    }
+
+    /// Waits for shared access and acquires it.
+    pub fn read(&self) -> RankedGuard<backend::RwLockReadGuard<'_, T>> {
+        self.take(|| self.lock.read())
+    }
+
+    /// Waits for exclusive access and acquires it.
+    pub fn write(&self) -> RankedGuard<backend::RwLockWriteGuard<'_, T>> {
+        self.take(|| self.lock.write())
+    }
+
+    /// Acquires exclusive access, or returns `None` if another thread has access.
+    pub fn try_write(&self) -> Option<RankedGuard<backend::RwLockWriteGuard<'_, T>>> {
+        self.lock.try_write().map(|guard| RankedGuard { guard, _held: self.held() })
+    }
+}
+
+impl<Guard: Deref> Deref for RankedGuard<Guard> {
+    type Target = Guard::Target;
+
+    fn deref(&self) -> &Guard::Target {
+        &self.guard
+    }
+}
+
+impl<Guard: DerefMut> DerefMut for RankedGuard<Guard> {
+    fn deref_mut(&mut self) -> &mut Guard::Target {
+        &mut self.guard
+    }
+}
+
+/// The record that a thread holds a lock.
+#[derive(Debug)]
+struct Held {
+    #[cfg(debug_assertions)]
+    rank: Rank,
+}
+
+impl Held {
+    #[cfg(not(debug_assertions))]
+    fn new() -> Self {
+        Self {}
+    }
+}
+
+/// The locks that a thread holds.
+#[cfg(debug_assertions)]
+#[derive(Clone, Copy, Default)]
+struct HeldRanks {
+    /// One bit for each rank below [`Rank::LEAF`].
+    ranks: u32,
+    leaves: u32,
+}
+
+#[cfg(all(debug_assertions, not(shuttle)))]
+std::thread_local! {
+    static HELD: Cell<HeldRanks> = const { Cell::new(HeldRanks { ranks: 0, leaves: 0 }) };
+}
+#[cfg(all(debug_assertions, shuttle))]
+shuttle::thread_local! {
+    static HELD: Cell<HeldRanks> = Cell::new(HeldRanks::default());
+}
+
+#[cfg(debug_assertions)]
+impl<Lock> Ranked<Lock> {
+    fn check(&self) {
+        let held = HELD.with(Cell::get);
+        if self.rank == Rank::LEAF {
+            return;
+        }
+        let highest = held.ranks.checked_ilog2();
+        assert!(
+            held.leaves == 0 && highest.is_none_or(|highest| highest < u32::from(self.rank.0)),
+            "a lock of rank {} is taken while locks of the ranks in {:#b} and {} of the highest rank are held",
+            self.rank.0,
+            held.ranks,
+            held.leaves,
+        );
+    }
+}
+
+#[cfg(debug_assertions)]
+impl Held {
+    fn new(rank: Rank) -> Self {
+        let mut held = HELD.with(Cell::get);
+        match rank {
+            Rank::LEAF => held.leaves += 1,
+            Rank(rank) => held.ranks |= 1 << rank,
+        }
+        HELD.with(|cell| cell.set(held));
+        Self { rank }
+    }
+}
+
+#[cfg(debug_assertions)]
+impl Drop for Held {
+    fn drop(&mut self) {
+        let mut held = HELD.with(Cell::get);
+        match self.rank {
+            Rank::LEAF => held.leaves -= 1,
+            Rank(rank) => held.ranks &= !(1 << rank),
+        }
+        HELD.with(|cell| cell.set(held));
+    }
+}
+
+#[cfg(all(test, debug_assertions, not(shuttle)))]
+mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    use super::*;
+
+    fn is_refused(take: impl FnOnce()) -> bool {
+        catch_unwind(AssertUnwindSafe(take)).is_err()
+    }
+
+    #[test]
+    fn locks_are_taken_in_the_order_of_their_ranks() {
+        let (first, second) = (Mutex::ranked(Rank::CATALOG, ()), Mutex::ranked(Rank::SUBMITTED, ()));
+        let (leaf, other_leaf) = (Mutex::new(()), RwLock::new(()));
+        {
+            let _held = (first.lock(), second.lock(), leaf.lock(), other_leaf.read());
+        }
+        let held = second.lock();
+        assert!(is_refused(|| drop(first.lock())), "a lower rank");
+        assert!(is_refused(|| drop(Mutex::ranked(Rank::SUBMITTED, ()).lock())), "the same rank");
+        assert!(first.try_lock().is_some(), "an attempt never waits");
+        drop(held);
+        let held = other_leaf.write();
+        assert!(is_refused(|| drop(first.lock())), "any rank while a leaf is held");
+        drop(held);
+        drop(first.lock());
+    }
+}
