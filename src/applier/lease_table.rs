@@ -66,7 +66,7 @@ impl Leases {
             arena,
             poison,
             leased_pages: AtomicUsize::new(0),
-            state: Mutex::ranked(Rank::LEASES, LeaseState::default()),
+            state: Mutex::of_rank(Rank::LEASES, LeaseState::default()),
         }
     }
 

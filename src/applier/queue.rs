@@ -69,7 +69,7 @@ enum WakeState {
 impl Requests {
     pub fn new() -> Self {
         Self {
-            queue: Mutex::ranked(Rank::STATE, RequestQueue::default()),
+            queue: Mutex::of_rank(Rank::STATE, RequestQueue::default()),
             wake: Condvar::new(),
             taken: Condvar::new(),
         }

@@ -15,8 +15,8 @@ pub(crate) struct FairMutex<T> {
 
 impl<T> FairMutex<T> {
     /// Makes a mutex with the ranks of its two locks.
-    pub fn ranked([turn, rank]: [Rank; 2], value: T) -> Self {
-        Self { turn: Mutex::ranked(turn, ()), value: Mutex::ranked(rank, value) }
+    pub fn of_rank([turn, rank]: [Rank; 2], value: T) -> Self {
+        Self { turn: Mutex::of_rank(turn, ()), value: Mutex::of_rank(rank, value) }
     }
 
     /// Waits for the lock and acquires it.
@@ -32,7 +32,7 @@ mod tests {
 
     #[test]
     fn waiting_thread_precedes_repeat_requester() {
-        let lock = FairMutex::ranked([Rank::CATALOG_TURN, Rank::CATALOG], Vec::new());
+        let lock = FairMutex::of_rank([Rank::CATALOG_TURN, Rank::CATALOG], Vec::new());
         std::thread::scope(|scope| {
             let held = lock.lock();
             scope.spawn(|| lock.lock().push("waited"));

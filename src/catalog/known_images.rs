@@ -73,7 +73,7 @@ impl ReplayImages {
 
 impl Default for KnownImages {
     fn default() -> Self {
-        Self(Mutex::ranked(Rank::STATE, KnownState::default()))
+        Self(Mutex::of_rank(Rank::STATE, KnownState::default()))
     }
 }
 
@@ -91,7 +91,7 @@ impl KnownImages {
             }
             None => NewestSnapshot::default(),
         };
-        Ok(Self(Mutex::ranked(
+        Ok(Self(Mutex::of_rank(
             Rank::STATE,
             KnownState { newest, unnamed: unnamed.0, ..KnownState::default() },
         )))

@@ -37,7 +37,7 @@ impl CatalogLock {
     pub fn new(catalog: Catalog, pace: Arc<Pace>) -> Self {
         Self {
             latest: Mutex::new(CatalogCopy::of(&catalog)),
-            catalog: FairMutex::ranked([Rank::CATALOG_TURN, Rank::CATALOG], catalog),
+            catalog: FairMutex::of_rank([Rank::CATALOG_TURN, Rank::CATALOG], catalog),
             pace,
         }
     }

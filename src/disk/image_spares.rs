@@ -80,8 +80,8 @@ impl ImageSpares {
         Ok(Self {
             disk,
             store,
-            files: Mutex::ranked(Rank::IMAGE_SPARES, files),
-            kept_ready: Mutex::ranked(Rank::IMAGE_SPARES_READY, BTreeMap::new()),
+            files: Mutex::of_rank(Rank::IMAGE_SPARES, files),
+            kept_ready: Mutex::of_rank(Rank::IMAGE_SPARES_READY, BTreeMap::new()),
         })
     }
 
@@ -90,8 +90,8 @@ impl ImageSpares {
         Self {
             disk,
             store,
-            files: Mutex::ranked(Rank::IMAGE_SPARES, Vec::new()),
-            kept_ready: Mutex::ranked(Rank::IMAGE_SPARES_READY, BTreeMap::new()),
+            files: Mutex::of_rank(Rank::IMAGE_SPARES, Vec::new()),
+            kept_ready: Mutex::of_rank(Rank::IMAGE_SPARES_READY, BTreeMap::new()),
         }
     }
 

@@ -150,7 +150,7 @@ impl DeviceCopier {
             let reason = format!("page {} is named twice", pair[0].0);
             return Err(Error::Refused(Refused::Memory { len: pair[0].1.len, reason }));
         }
-        LoadRun { past, device: device, staging, targets }.load()
+        LoadRun { past, device, staging, targets }.load()
     }
 }
 

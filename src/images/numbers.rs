@@ -51,14 +51,14 @@ impl ImageFiles {
         for_batches: impl IntoIterator<Item = (u64, Lsn)>,
     ) -> Self {
         let for_batches = for_batches.into_iter().map(|(file, lsn)| (file, Some(lsn))).collect();
-        let state = Mutex::ranked(Rank::IMAGE_NUMBERS, NumberState { next, for_batches });
+        let state = Mutex::of_rank(Rank::IMAGE_NUMBERS, NumberState { next, for_batches });
         Self {
             disk,
             spares,
             disk_pages,
             state,
             first: next,
-            removals: Mutex::ranked(Rank::IMAGE_REMOVALS, ()),
+            removals: Mutex::of_rank(Rank::IMAGE_REMOVALS, ()),
         }
     }
 

@@ -211,7 +211,7 @@ impl<'a> Loader<'a> {
         let target = |page: PageId| memories.of(page);
         let load = |source: &DiskSource, images: &mut [Vec<ImageRequest>]| {
             ImageLoader {
-                device: device,
+                device,
                 staging,
                 source,
                 lanes: &[Lane::Apply, Lane::Drain, Lane::Load],

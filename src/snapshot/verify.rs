@@ -49,7 +49,7 @@ pub(crate) struct UnverifiedSnapshots {
 impl Default for UnverifiedSnapshots {
     fn default() -> Self {
         let (queue, thread) = Default::default();
-        Self { queue, proven: Mutex::ranked(Rank::WAITING, Vec::new()), thread }
+        Self { queue, proven: Mutex::of_rank(Rank::WAITING, Vec::new()), thread }
     }
 }
 

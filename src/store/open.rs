@@ -135,12 +135,12 @@ impl Store {
         let committer = Arc::new(Committer {
             engine: engine.clone(),
             next_page: CachePadded(AtomicU64::new(submitted.next_page())),
-            submitted: CachePadded(Mutex::ranked(Rank::SUBMITTED, submitted)),
+            submitted: CachePadded(Mutex::of_rank(Rank::SUBMITTED, submitted)),
             waiting: CachePadded(CombineQueue::new()),
             files: catalog.files.clone(),
             known: catalog.known.clone(),
             takes_snapshots: options.snapshots.is_enabled(),
-            digest_keys: Mutex::ranked(Rank::WAITING, DigestKeys::default()),
+            digest_keys: Mutex::of_rank(Rank::WAITING, DigestKeys::default()),
             images,
             ahead_bytes_min: engine.log.pool.segment_len() / BULK_SHARE,
         });

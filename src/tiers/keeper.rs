@@ -124,11 +124,11 @@ impl TierKeeper {
             committer,
             tiers,
             uses,
-            residents: Mutex::ranked(Rank::STATE, residents),
-            calls: Mutex::ranked(Rank::STATE, Calls::default()),
+            residents: Mutex::of_rank(Rank::STATE, residents),
+            calls: Mutex::of_rank(Rank::STATE, Calls::default()),
             called: Condvar::new(),
             round_ended: Condvar::new(),
-            moves_in_progress: RwLock::ranked(Rank::CALL, ()),
+            moves_in_progress: RwLock::of_rank(Rank::CALL, ()),
             counts,
         }
     }

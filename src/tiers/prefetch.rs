@@ -212,7 +212,7 @@ struct JobQueue {
 
 impl PrefetchThread {
     pub fn new(mover: Arc<PageMover>) -> Self {
-        Self { mover, jobs: Arc::default(), thread: Mutex::ranked(Rank::STATE, None) }
+        Self { mover, jobs: Arc::default(), thread: Mutex::of_rank(Rank::STATE, None) }
     }
 
     /// Starts moving pages to a place.

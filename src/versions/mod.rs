@@ -146,7 +146,7 @@ impl Versions {
             logged,
             written: WriterLine {
                 installed: AtomicU64::new(table.lsn().0),
-                writer: Mutex::ranked(Rank::STATE, Writer::default()),
+                writer: Mutex::of_rank(Rank::STATE, Writer::default()),
             },
             views: Views::default(),
             uses,

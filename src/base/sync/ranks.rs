@@ -103,11 +103,11 @@ impl<Lock: Default> Default for Ranked<Lock> {
 impl<T> Mutex<T> {
     /// Makes a mutex that protects only its own fields.
     pub const fn new(value: T) -> Self {
-        Self::ranked(Rank::LEAF, value)
+        Self::of_rank(Rank::LEAF, value)
     }
 
     /// Makes a mutex of the given rank.
-    pub const fn ranked(rank: Rank, value: T) -> Self {
+    pub const fn of_rank(rank: Rank, value: T) -> Self {
         Self::with_rank(backend::Mutex::new(value), rank)
     }
 
@@ -140,11 +140,11 @@ impl<T> From<T> for Mutex<T> {
 impl<T> RwLock<T> {
     /// Makes a lock that protects only its own fields.
     pub const fn new(value: T) -> Self {
-        Self::ranked(Rank::LEAF, value)
+        Self::of_rank(Rank::LEAF, value)
     }
 
     /// Makes a lock of the given rank.
-    pub const fn ranked(rank: Rank, value: T) -> Self {
+    pub const fn of_rank(rank: Rank, value: T) -> Self {
         Self::with_rank(backend::RwLock::new(value), rank)
     }
 
@@ -265,14 +265,14 @@ mod tests {
 
     #[test]
     fn locks_are_taken_in_the_order_of_their_ranks() {
-        let (first, second) = (Mutex::ranked(Rank::CATALOG, ()), Mutex::ranked(Rank::SUBMITTED, ()));
+        let (first, second) = (Mutex::of_rank(Rank::CATALOG, ()), Mutex::of_rank(Rank::SUBMITTED, ()));
         let (leaf, other_leaf) = (Mutex::new(()), RwLock::new(()));
         {
             let _held = (first.lock(), second.lock(), leaf.lock(), other_leaf.read());
         }
         let held = second.lock();
         assert!(is_refused(|| drop(first.lock())), "a lower rank");
-        assert!(is_refused(|| drop(Mutex::ranked(Rank::SUBMITTED, ()).lock())), "the same rank");
+        assert!(is_refused(|| drop(Mutex::of_rank(Rank::SUBMITTED, ()).lock())), "the same rank");
         assert!(first.try_lock().is_some(), "an attempt never waits");
         drop(held);
         let held = other_leaf.write();

@@ -80,6 +80,10 @@ impl Layout {
     ///
     /// # Safety
     /// `tables` is pinned memory of at least `len` bytes, and no queued work uses it.
+    #[expect(
+        clippy::multiple_unsafe_ops_per_block,
+        reason = "the same call for each table, under one contract"
+    )]
     pub unsafe fn write(&self, plan: &LaunchPlan, tables: &mut DeviceBlock) {
         let at = |table: usize| tables.address + table as u64;
         // SAFETY: `of` made room for each table at its offset, which is aligned; the rest is the caller's promise.

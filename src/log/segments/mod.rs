@@ -129,7 +129,7 @@ impl SegmentPool {
             store,
             rules,
             io,
-            spares: Mutex::ranked(Rank::SEGMENT_SPARES, spares),
+            spares: Mutex::of_rank(Rank::SEGMENT_SPARES, spares),
             count,
             image_spares,
         })

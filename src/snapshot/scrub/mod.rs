@@ -89,7 +89,7 @@ pub(crate) struct Scrub {
 
 impl Scrub {
     pub fn new(snapshots: Arc<Snapshots>, store: StoreFile, pace: Pace) -> Self {
-        let (running, stats, ended) = (Mutex::ranked(Rank::CALL, ()), Mutex::default(), Condvar::new());
+        let (running, stats, ended) = (Mutex::of_rank(Rank::CALL, ()), Mutex::default(), Condvar::new());
         Self { snapshots, store, pace, running, stats, ended }
     }
 

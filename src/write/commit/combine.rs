@@ -68,13 +68,13 @@ impl CombineQueue {
     pub fn new() -> Self {
         let cores = sync::cores();
         let spinner_max = if cores < CORES_TO_SPIN { 0 } else { cores / 2 };
-        Self { count: AtomicUsize::new(0), entries: Mutex::ranked(Rank::WAITING, Vec::new()), spinner_max }
+        Self { count: AtomicUsize::new(0), entries: Mutex::of_rank(Rank::WAITING, Vec::new()), spinner_max }
     }
 
     /// Adds a draft to the queue. The count is stored after the draft is in its slot, so a holder that observes the
     /// count finds the draft.
     fn leave(&self, draft: Draft) -> Arc<Entry> {
-        let entry = Arc::new(Entry(Mutex::ranked(Rank::WAITING, DraftState::Draft(draft))));
+        let entry = Arc::new(Entry(Mutex::of_rank(Rank::WAITING, DraftState::Draft(draft))));
         let mut entries = self.entries.lock();
         entries.push(entry.clone());
         self.count.store(entries.len(), Ordering::Release);

@@ -82,8 +82,8 @@ fn wrapped_gpu_accepts_caller_memory() {
     for (device, place) in wrapped {
         let memory = callers.allocate(PLACE, 64).unwrap();
         let address = callers.address(memory).unwrap();
-        // SAFETY: the device keeps it until it is released, below.
         let lent = device.abilities().lent.expect("all these devices adopt memory");
+        // SAFETY: the device keeps it until it is released, below.
         let (adopted, found) = lent.adopt(&unsafe { CallerMemory::from_cuda(address, 64, ()) }).unwrap();
         assert_eq!(found, place, "{}", device.label());
         let target = Span { memory: adopted, offset: 0, len: 64 };
