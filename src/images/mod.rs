@@ -154,7 +154,7 @@ impl ImageWriter {
         let written = Mutex::new(none);
         let ImageOptions { compression, io, .. } = options;
         let (areas, threads_max) = (Mutex::default(), usize::MAX);
-        let tail = Mutex::of_rank(Rank::IMAGE_TAIL, ());
+        let tail = Mutex::of_rank(Rank::CREW, ());
         let growing = match &target {
             Some(_) => GrowingFile::in_place(file.clone()),
             None => GrowingFile::new(file.clone(), io, space_len),

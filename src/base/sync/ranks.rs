@@ -26,24 +26,27 @@ impl Rank {
     pub const SUBMITTED: Self = Self(3);
     /// Drafts that wait for the lock holder; snapshots that were read back; the keys of digests.
     pub const WAITING: Self = Self(4);
-    /// The end of an image file that is being written.
-    pub const IMAGE_TAIL: Self = Self(5);
-    pub const IMAGE_REMOVALS: Self = Self(6);
-    pub const IMAGE_NUMBERS: Self = Self(7);
-    pub const LOG_GROWTH: Self = Self(8);
-    pub const SEGMENT_SPARES: Self = Self(9);
-    pub const IMAGE_SPARES: Self = Self(10);
-    pub const IMAGE_SPARES_READY: Self = Self(11);
+    pub const IMAGE_REMOVALS: Self = Self(5);
+    pub const IMAGE_NUMBERS: Self = Self(6);
+    pub const LOG_GROWTH: Self = Self(7);
+    pub const SEGMENT_SPARES: Self = Self(8);
+    pub const IMAGE_SPARES: Self = Self(9);
+    pub const IMAGE_SPARES_READY: Self = Self(10);
     /// The states of the log, the known images, the versions, the applier's queue, prefetches and eviction. A thread
     /// holds one of them at a time.
-    pub const STATE: Self = Self(12);
-    pub const LEASES: Self = Self(13);
+    pub const STATE: Self = Self(11);
+    pub const LEASES: Self = Self(12);
+    /// A file in whose memory images are written.
+    pub const REGISTERED_FILE: Self = Self(13);
     pub const ARENA_SCRATCH: Self = Self(14);
     pub const ARENA_REAPING: Self = Self(15);
     pub const ARENA_RETIRED: Self = Self(16);
     pub const ARENA: Self = Self(17);
     /// The rank of every lock that was not given another one.
     pub const LEAF: Self = Self(18);
+    /// A lock that only the threads of one call share, such as the threads that write one image file. It is not part of
+    /// the order.
+    pub const CREW: Self = Self(19);
 }
 
 /// A lock with a rank. In builds without debug assertions it is only the lock.
@@ -214,7 +217,7 @@ shuttle::thread_local! {
 impl<Lock> Ranked<Lock> {
     fn check(&self) {
         let held = HELD.with(Cell::get);
-        if self.rank == Rank::LEAF {
+        if self.rank >= Rank::LEAF {
             return;
         }
         let highest = held.ranks.checked_ilog2();
@@ -233,6 +236,7 @@ impl Held {
     fn new(rank: Rank) -> Self {
         let mut held = HELD.with(Cell::get);
         match rank {
+            Rank::CREW => {}
             Rank::LEAF => held.leaves += 1,
             Rank(rank) => held.ranks |= 1 << rank,
         }
@@ -246,6 +250,7 @@ impl Drop for Held {
     fn drop(&mut self) {
         let mut held = HELD.with(Cell::get);
         match self.rank {
+            Rank::CREW => {}
             Rank::LEAF => held.leaves -= 1,
             Rank(rank) => held.ranks &= !(1 << rank),
         }

@@ -14,8 +14,8 @@ use remanent_format::Place;
 use super::scratch::SCRATCH_PIECE_LEN;
 use super::{Arena, PageMemory, Purpose};
 use crate::base::allocation::{collected, push};
-use crate::base::sync::Mutex;
 use crate::base::sync::atomic::{AtomicBool, Ordering};
+use crate::base::sync::{Mutex, Rank};
 use crate::device::sums::{sums_in, sums_len, transfer_corrupted};
 use crate::device::{Command, CommandList, Fence, Lane, MemoryId, Pending, Span};
 use crate::disk::DiskFile;
@@ -113,7 +113,12 @@ impl Arena {
         let last_uses = FILE_LANES.map(|lane| Fence { lane, value: 0 });
         let state = FileState { memory: Some(memory), users: 0, last_uses, is_end_unknown: false };
         let (arena, staging) = (self.clone(), staging.clone());
-        let registered = Arc::new(RegisteredFile { arena, staging, len, state: Mutex::new(state) });
+        let registered = Arc::new(RegisteredFile {
+            arena,
+            staging,
+            len,
+            state: Mutex::of_rank(Rank::REGISTERED_FILE, state),
+        });
         let mut files = self.files.files.lock();
         files.retain(|file| file.strong_count() > 0);
         files.push(Arc::downgrade(&registered));
