@@ -30,7 +30,7 @@ pub(crate) use self::writers::{ImageWriters, file_count};
 use crate::base::aligned_buf::AlignedBuf;
 use crate::base::allocation::{collected, make_room, push};
 use crate::base::parallel;
-use crate::base::sync::{Mutex, Rank};
+use crate::base::sync::Mutex;
 use crate::disk::growing::GrowingFile;
 use crate::disk::image_spares::ReusedFile;
 use crate::disk::{Disk, DiskFile};
@@ -154,7 +154,7 @@ impl ImageWriter {
         let written = Mutex::new(none);
         let ImageOptions { compression, io, .. } = options;
         let (areas, threads_max) = (Mutex::default(), usize::MAX);
-        let tail = Mutex::of_rank(Rank::CREW, ());
+        let tail = Mutex::new(());
         let growing = match &target {
             Some(_) => GrowingFile::in_place(file.clone()),
             None => GrowingFile::new(file.clone(), io, space_len),

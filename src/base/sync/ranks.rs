@@ -1,8 +1,8 @@
 //! The order in which a thread takes locks, asserted in builds with debug assertions.
 //!
-//! A thread that holds a lock takes only locks of a higher rank, so no two threads wait for each other. A lock of the
-//! highest rank, [`Rank::LEAF`], protects only its own fields. While a thread holds such a lock, it takes no lock of a
-//! lower rank. `docs/concurrency.md` lists the locks and explains the order.
+//! A thread that holds a lock takes only locks of a higher rank, so no two threads wait for each other. A lock without
+//! a rank is not part of the order: it protects only its own fields, or only the threads of one call share it.
+//! `docs/concurrency.md` lists the locks and explains the order.
 
 use std::ops::{Deref, DerefMut};
 
@@ -42,11 +42,8 @@ impl Rank {
     pub const ARENA_REAPING: Self = Self(15);
     pub const ARENA_RETIRED: Self = Self(16);
     pub const ARENA: Self = Self(17);
-    /// The rank of every lock that was not given another one.
-    pub const LEAF: Self = Self(18);
-    /// A lock that only the threads of one call share, such as the threads that write one image file. It is not part of
-    /// the order.
-    pub const CREW: Self = Self(19);
+    /// The rank of every lock that is not part of the order.
+    pub const NONE: Self = Self(u8::MAX);
 }
 
 /// A lock with a rank. In builds without debug assertions it is only the lock.
@@ -99,14 +96,14 @@ impl<Lock> Ranked<Lock> {
 
 impl<Lock: Default> Default for Ranked<Lock> {
     fn default() -> Self {
-        Self::with_rank(Lock::default(), Rank::LEAF)
+        Self::with_rank(Lock::default(), Rank::NONE)
     }
 }
 
 impl<T> Mutex<T> {
-    /// Makes a mutex that protects only its own fields.
+    /// Makes a mutex that is not part of the order of locks.
     pub const fn new(value: T) -> Self {
-        Self::of_rank(Rank::LEAF, value)
+        Self::of_rank(Rank::NONE, value)
     }
 
     /// Makes a mutex of the given rank.
@@ -141,9 +138,9 @@ impl<T> From<T> for Mutex<T> {
 }
 
 impl<T> RwLock<T> {
-    /// Makes a lock that protects only its own fields.
+    /// Makes a lock that is not part of the order of locks.
     pub const fn new(value: T) -> Self {
-        Self::of_rank(Rank::LEAF, value)
+        Self::of_rank(Rank::NONE, value)
     }
 
     /// Makes a lock of the given rank.
@@ -195,38 +192,27 @@ impl Held {
     }
 }
 
-/// The locks that a thread holds.
-#[cfg(debug_assertions)]
-#[derive(Clone, Copy, Default)]
-struct HeldRanks {
-    /// One bit for each rank below [`Rank::LEAF`].
-    ranks: u32,
-    leaves: u32,
-}
-
 #[cfg(all(debug_assertions, not(shuttle)))]
 std::thread_local! {
-    static HELD: Cell<HeldRanks> = const { Cell::new(HeldRanks { ranks: 0, leaves: 0 }) };
+    /// The ranks of the locks that the thread holds: one bit for each rank.
+    static HELD: Cell<u32> = const { Cell::new(0) };
 }
 #[cfg(all(debug_assertions, shuttle))]
 shuttle::thread_local! {
-    static HELD: Cell<HeldRanks> = Cell::new(HeldRanks::default());
+    static HELD: Cell<u32> = Cell::new(0);
 }
 
 #[cfg(debug_assertions)]
 impl<Lock> Ranked<Lock> {
     fn check(&self) {
-        let held = HELD.with(Cell::get);
-        if self.rank >= Rank::LEAF {
+        if self.rank == Rank::NONE {
             return;
         }
-        let highest = held.ranks.checked_ilog2();
+        let held = HELD.with(Cell::get);
         assert!(
-            held.leaves == 0 && highest.is_none_or(|highest| highest < u32::from(self.rank.0)),
-            "a lock of rank {} is taken while locks of the ranks in {:#b} and {} of the highest rank are held",
+            held.checked_ilog2().is_none_or(|highest| highest < u32::from(self.rank.0)),
+            "a lock of rank {} is taken while locks of the ranks in {held:#b} are held",
             self.rank.0,
-            held.ranks,
-            held.leaves,
         );
     }
 }
@@ -234,13 +220,9 @@ impl<Lock> Ranked<Lock> {
 #[cfg(debug_assertions)]
 impl Held {
     fn new(rank: Rank) -> Self {
-        let mut held = HELD.with(Cell::get);
-        match rank {
-            Rank::CREW => {}
-            Rank::LEAF => held.leaves += 1,
-            Rank(rank) => held.ranks |= 1 << rank,
+        if rank != Rank::NONE {
+            HELD.with(|held| held.set(held.get() | 1 << rank.0));
         }
-        HELD.with(|cell| cell.set(held));
         Self { rank }
     }
 }
@@ -248,13 +230,9 @@ impl Held {
 #[cfg(debug_assertions)]
 impl Drop for Held {
     fn drop(&mut self) {
-        let mut held = HELD.with(Cell::get);
-        match self.rank {
-            Rank::CREW => {}
-            Rank::LEAF => held.leaves -= 1,
-            Rank(rank) => held.ranks &= !(1 << rank),
+        if self.rank != Rank::NONE {
+            HELD.with(|held| held.set(held.get() & !(1 << self.rank.0)));
         }
-        HELD.with(|cell| cell.set(held));
     }
 }
 
@@ -271,17 +249,17 @@ mod tests {
     #[test]
     fn locks_are_taken_in_the_order_of_their_ranks() {
         let (first, second) = (Mutex::of_rank(Rank::CATALOG, ()), Mutex::of_rank(Rank::SUBMITTED, ()));
-        let (leaf, other_leaf) = (Mutex::new(()), RwLock::new(()));
+        let (unordered, shared) = (Mutex::new(()), RwLock::of_rank(Rank::ARENA, ()));
         {
-            let _held = (first.lock(), second.lock(), leaf.lock(), other_leaf.read());
+            let _held = (unordered.lock(), first.lock(), second.lock(), shared.read());
         }
         let held = second.lock();
         assert!(is_refused(|| drop(first.lock())), "a lower rank");
         assert!(is_refused(|| drop(Mutex::of_rank(Rank::SUBMITTED, ()).lock())), "the same rank");
         assert!(first.try_lock().is_some(), "an attempt never waits");
         drop(held);
-        let held = other_leaf.write();
-        assert!(is_refused(|| drop(first.lock())), "any rank while a leaf is held");
+        let held = shared.write();
+        assert!(is_refused(|| drop(first.lock())), "a lower rank than that of a reader-writer lock");
         drop(held);
         drop(first.lock());
     }

@@ -17,7 +17,7 @@ use super::device_payload::CapturedDigests;
 use super::digests::CopyWaves;
 use super::{CapturedBytes, Captures, WholeCapture};
 use crate::base::allocation::{collected, copied, insert, push, set_of};
-use crate::base::sync::{Mutex, Rank};
+use crate::base::sync::Mutex;
 use crate::device::{Lane, Span};
 use crate::error::Result;
 use crate::write::batch::{ChunkDigests, CopySources, OpImages, WHOLE_PAGE_LEN_MIN};
@@ -140,7 +140,7 @@ impl Committer {
         let lens = collected(whole.iter().map(|capture| (capture.page, capture.bytes.byte_len())))?;
         let mut sources: HashMap<PageId, (CapturedBytes<'_>, Mutex<ChunkDigests>)> = HashMap::new();
         for capture in &whole {
-            let digests = Mutex::of_rank(Rank::CREW, ChunkDigests { first: 0, digests: Vec::new() });
+            let digests = Mutex::new(ChunkDigests { first: 0, digests: Vec::new() });
             insert(&mut sources, capture.page, (capture.bytes, digests))?;
         }
         let read = |waves: &mut CopyWaves<'_>, info: &PageInfo, offset: u64, out: &mut [u8]| {
