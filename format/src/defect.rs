@@ -29,7 +29,7 @@ pub enum Defect {
     Checksum {
         /// Name of the structure that the checksum covers.
         what: &'static str,
-        /// The checksum recorded on disk.
+        /// The checksum that is stored on disk.
         found: u32,
         /// The checksum computed from the bytes.
         computed: u32,
@@ -63,7 +63,7 @@ pub enum Defect {
         /// Value that was found in the field.
         found: u64,
     },
-    /// A field does not contain the value that its position requires.
+    /// A field does not have the value that its position in the store requires.
     #[error("{what} is {found}, expected {expected}")]
     Mismatch {
         /// Name of the field.
@@ -82,10 +82,11 @@ pub enum Defect {
     /// A batch cannot be applied to the state that precedes the batch.
     #[error("the batch does not apply: {0}")]
     Batch(String),
-    /// A required file does not exist.
+    /// A file that must exist does not exist.
     #[error("missing")]
     Missing,
-    /// There is not enough memory for the bytes. The bytes may be intact, or their recorded length may be corrupt.
+    /// An allocation for the bytes failed. Either the bytes are intact and memory is short, or their recorded length is
+    /// corrupt.
     #[error("there is no memory for {needed} bytes")]
     Memory {
         /// Number of bytes that were requested.
@@ -102,7 +103,8 @@ pub enum Defect {
     },
 }
 
-/// Error numbers that report a temporary shortage of a system resource: EAGAIN, ENOMEM, ENFILE and EMFILE.
+/// Error numbers that report a temporary shortage of a system resource: EAGAIN, ENOMEM, ENFILE and EMFILE. The bytes
+/// that could not be read may be intact.
 pub const SHORTAGES: [i32; 4] = [11, 12, 23, 24];
 
 /// A defect in a file of a store, with its location.
@@ -142,7 +144,7 @@ impl Defect {
         }
     }
 
-    /// Returns true if the bytes could not be read. The bytes may still be valid.
+    /// Returns true if the bytes could not be read into memory. The bytes may still be valid.
     #[must_use]
     pub fn is_unreadable(&self) -> bool {
         matches!(self, Defect::Unreadable(_) | Defect::Shortage { .. } | Defect::Memory { .. })
@@ -161,25 +163,26 @@ impl Defect {
     }
 }
 
-/// Returns `len` bytes from `offset`, or [`Defect::Truncated`] if there are fewer.
+/// Returns `len` bytes of `bytes` from `offset` on, or [`Defect::Truncated`] if `bytes` ends earlier.
 pub(crate) fn slice(bytes: &[u8], offset: usize, len: usize) -> Result<&[u8], Defect> {
     let end = offset.checked_add(len).ok_or(Defect::Field { what: "length", found: len as u64 })?;
     bytes.get(offset..end).ok_or(Defect::Truncated { needed: end as u64, have: bytes.len() as u64 })
 }
 
-/// Returns `N` bytes from `offset` as an array, or [`Defect::Truncated`] if there are fewer.
+/// Returns `N` bytes of `bytes` from `offset` on as an array, or [`Defect::Truncated`] if `bytes` ends earlier.
 pub(crate) fn array<const N: usize>(bytes: &[u8], offset: usize) -> Result<&[u8; N], Defect> {
     Ok(slice(bytes, offset, N)?.try_into().expect("slice returned N bytes"))
 }
 
-/// Reserves capacity for `len` bytes in total. Returns an error instead of aborting, because `len` may come from disk.
+/// Reserves capacity for `len` bytes in total. Returns an error instead of aborting the process, because `len` may come
+/// from disk.
 pub(crate) fn reserve(bytes: &mut Vec<u8>, len: u64) -> Result<(), Defect> {
     let no_memory = Defect::Memory { needed: len };
     let Ok(len) = usize::try_from(len) else { return Err(no_memory) };
     bytes.try_reserve_exact(len.saturating_sub(bytes.len())).map_err(|_| no_memory)
 }
 
-/// Returns `len` zero bytes, or an error instead of aborting if there is not enough memory.
+/// Returns `len` zero bytes. Returns an error instead of aborting the process if there is not enough memory.
 pub(crate) fn zeros(len: u64) -> Result<Vec<u8>, Defect> {
     let mut bytes = Vec::new();
     reserve(&mut bytes, len)?;
@@ -187,13 +190,13 @@ pub(crate) fn zeros(len: u64) -> Result<Vec<u8>, Defect> {
     Ok(bytes)
 }
 
-/// Reserves capacity for `count` additional items. Returns an error instead of aborting.
+/// Reserves capacity for `count` additional items. Returns an error instead of aborting the process.
 pub(crate) fn reserve_items<T>(items: &mut Vec<T>, count: usize) -> Result<(), Defect> {
     let needed = items.len().saturating_add(count).saturating_mul(size_of::<T>()) as u64;
     items.try_reserve_exact(count).map_err(|_| Defect::Memory { needed })
 }
 
-/// Appends an item. Returns an error instead of aborting if the list cannot grow.
+/// Appends an item. Returns an error instead of aborting the process if the list cannot grow.
 pub(crate) fn push<T>(items: &mut Vec<T>, item: T) -> Result<(), Defect> {
     let needed = 2 * items.len() * size_of::<T>();
     items.try_reserve(1).map_err(|_| Defect::Memory { needed: needed as u64 })?;
@@ -201,7 +204,7 @@ pub(crate) fn push<T>(items: &mut Vec<T>, item: T) -> Result<(), Defect> {
     Ok(())
 }
 
-/// Collects items into a list. Returns an error instead of aborting if the list cannot grow.
+/// Collects items into a list. Returns an error instead of aborting the process if the list cannot grow.
 pub(crate) fn collected<T>(items: impl IntoIterator<Item = T>) -> Result<Vec<T>, Defect> {
     let items = items.into_iter();
     let mut all = Vec::new();
@@ -231,8 +234,8 @@ pub(crate) fn check_equal(what: &'static str, found: u64, expected: u64) -> Resu
     if found == expected { Ok(()) } else { Err(Defect::Mismatch { what, found, expected }) }
 }
 
-/// Checks that the numbers of a point in the log are within their limits, so that arithmetic on them cannot overflow. A
-/// valid point need not exist in the log.
+/// Checks that the numbers of a log point are within their limits, so that arithmetic with them cannot overflow. Does
+/// not check that the log contains the point.
 ///
 /// # Errors
 /// Returns [`Defect::Limit`] for the first number that exceeds its limit.

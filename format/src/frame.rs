@@ -1,9 +1,9 @@
 //! Frames of the log. A frame contains one batch, or it is a seal.
 //!
-//! A frame is valid in the order of the log if and only if its header checksum, payload checksum, store, incarnation,
-//! position, Lsn and the chain hash of the previous frame are all correct (I3). The chain hash of a frame is its header
-//! checksum. The header covers the payload checksum and the previous chain hash, so chaining adds no cost per payload
-//! byte. The chain detects accidental damage, not tampering.
+//! A frame is valid in the order of the log if and only if all of these are correct (I3): its header checksum, payload
+//! checksum, store, incarnation, position and Lsn, and the chain hash of the previous frame. The chain hash of a frame
+//! is its header checksum. The header checksum covers the payload checksum and the previous chain hash, so chaining
+//! adds no cost per payload byte. The chain detects accidental damage, not tampering.
 
 use std::collections::BTreeSet;
 
@@ -56,7 +56,7 @@ layout! {
     }
 }
 
-/// The kind of a frame in the log.
+/// The kind of a frame in the log: batch or seal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FrameKind {
     /// A frame that contains the operations of one batch.
@@ -92,8 +92,8 @@ pub struct FrameHeader {
     pub chain_prev: u32,
 }
 
-/// A frame header whose checksum is correct. The payload may be damaged, and the frame may belong at another location
-/// (I9).
+/// A frame header whose checksum is correct. Its payload has not been checked, and its position in the log has not been
+/// compared with the position where the header was read (I9).
 #[derive(Clone, Copy, Debug)]
 pub struct UncheckedFrame {
     header: FrameHeader,
@@ -185,21 +185,21 @@ impl UncheckedFrame {
         Ok(Self { header, chain: raw.header_crc })
     }
 
-    /// Returns true if the header names this store, segment and offset. The incarnation is not compared.
+    /// Returns true if the header contains this store, segment and offset. The incarnation is not compared.
     #[must_use]
     pub fn is_at(&self, store: StoreId, segment: u64, offset: u64) -> bool {
         self.header.store == store && self.header.segment == segment && self.header.offset == offset
     }
 
-    /// Returns the header for display, and for the durable mark as testimony (I4). The header must not be used for
-    /// replay.
+    /// Returns the header without checking the frame's order or payload. Tools display this header, and recovery uses
+    /// its durable mark (I4). Replay must not use it.
     #[must_use]
     pub fn unproven(&self) -> &FrameHeader {
         &self.header
     }
 
-    /// Checks that the frame follows `before` in the order of the log, except for its payload (I3, SPEC F1 to F5).
-    /// Returns the header and the point after the frame.
+    /// Checks that the frame follows the point `before` in the order of the log (I3, SPEC F1 to F5). The payload is not
+    /// checked. Returns the header and the point at the end of the frame.
     ///
     /// # Errors
     /// Returns [`Defect::Foreign`] for a frame of another store, [`Defect::Mismatch`] with the first field that breaks
@@ -261,19 +261,20 @@ pub fn check_payload_crc(header: &FrameHeader, computed: u32) -> Result<(), Defe
     if found == computed { Ok(()) } else { Err(Defect::Checksum { what: "payload", found, computed }) }
 }
 
-/// A snapshot that a seal lists as verified: its files were read back from the medium, not from the page cache.
+/// An entry of a seal, which names a verified snapshot. A snapshot is verified once its files were read back from the
+/// medium, bypassing the page cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VerifiedSnapshot {
     /// The number of the snapshot.
     pub snapshot: SnapshotId,
-    /// The checksum of the header of its manifest.
+    /// The checksum of the header of the snapshot's manifest.
     pub manifest_crc: u32,
-    /// Whether the log after the snapshot's `redo` is kept, so that replay can start at the snapshot. A seal in which
-    /// no snapshot has this flag records no floor; see [`crate::state::reach`].
+    /// Whether the log after the snapshot's `redo` is kept, so that replay can start at the snapshot. If no entry of a
+    /// seal has this flag, the seal does not limit where replay can start; see [`crate::state::reach`].
     pub log_kept: bool,
 }
 
-/// Flag of a snapshot after which the log is kept.
+/// Bit of `flags` that is set if the log after the snapshot's `redo` is kept.
 const LOG_KEPT: u32 = 1;
 
 layout! {
@@ -281,7 +282,7 @@ layout! {
     pub struct VerifiedSnapshotRaw: 16 {
         /// The number of the snapshot.
         0 => snapshot: SnapshotId,
-        /// Checksum of the header of its manifest.
+        /// Checksum of the header of the snapshot's manifest.
         8 => manifest_crc: u32,
         /// Bit 0: the log after the snapshot's `redo` is kept.
         12 => flags: u32,
@@ -322,7 +323,7 @@ pub fn decode_seal(payload: &[u8]) -> Result<Vec<VerifiedSnapshot>, Defect> {
         .collect()
 }
 
-/// Removes all but the first entry of each snapshot. Only the first entry counts.
+/// Keeps only the first entry of each snapshot. A reader ignores repeated entries.
 #[must_use]
 pub fn counting_entries(mut entries: Vec<VerifiedSnapshot>) -> Vec<VerifiedSnapshot> {
     let mut named = BTreeSet::new();
@@ -330,10 +331,10 @@ pub fn counting_entries(mut entries: Vec<VerifiedSnapshot>) -> Vec<VerifiedSnaps
     entries
 }
 
-/// Returns true if the bytes resemble a frame header that was written at this position, even if the header is damaged.
-/// A frame that names another position was written before the segment was recycled.
+/// Returns true if the bytes resemble a frame header for this segment and offset, even if the header is damaged. A
+/// header with another segment or offset is left from before the segment was recycled.
 ///
-/// The result is suitable only for reports, because damaged bytes prove nothing.
+/// Use the result only in reports, because damaged bytes prove nothing.
 #[must_use]
 pub fn looks_like_frame(
     bytes: &[u8],

@@ -42,7 +42,7 @@ layout! {
         0 => page: PageId,
         /// Epoch of the page at the time of the capture, or zero if it is unknown.
         8 => epoch: Epoch,
-        /// Newest batch that the image includes, or zero if the image was written ahead of its batch.
+        /// Lsn of the newest batch that the image includes. Zero if the image was written before its batch was logged.
         16 => lsn: Lsn,
         /// Length of the page in bytes.
         24 => len: u64,
@@ -61,18 +61,18 @@ layout! {
     }
 }
 
-/// The description of an image that is to be written to a chunk.
+/// The description of an image that the caller will write to a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NewImage {
     /// The id of the page, or zero if it is unknown.
     pub page: PageId,
     /// The epoch of the page, or zero if it is unknown.
     pub epoch: Epoch,
-    /// The newest batch that the image includes, or zero if the image is written ahead of its batch.
+    /// The newest batch that the image includes. Zero if the image is written before its batch is logged.
     pub lsn: Lsn,
-    /// Length of the uncompressed bytes, which must be at least 1.
+    /// Length of the uncompressed page in bytes, at least 1.
     pub len: u64,
-    /// CRC-32 of the uncompressed bytes.
+    /// CRC-32 of the uncompressed page.
     pub crc: u32,
     /// The length and checksum of the compressed bytes, or `None` to store the bytes uncompressed.
     pub compressed: Option<CompressedBytes>,
@@ -94,7 +94,7 @@ pub struct ImageHeader {
     pub page: PageId,
     /// The epoch of the page, or zero if it is unknown.
     pub epoch: Epoch,
-    /// The newest batch that the image includes, or zero if the image was written ahead of its batch.
+    /// The newest batch that the image includes. Zero if the image was written before its batch was logged.
     pub lsn: Lsn,
     /// The length of the page in bytes.
     pub len: u64,
@@ -136,7 +136,7 @@ impl ImageHeader {
     }
 }
 
-/// The layout of a chunk, which contains the positions of its payloads.
+/// The layout of a chunk: its location, and the locations of the payloads of its images.
 ///
 /// ```
 /// use remanent_format::image::{Chunk, ChunkHeader, NewImage};
@@ -174,10 +174,10 @@ pub struct Chunk {
 }
 
 impl Chunk {
-    /// Computes the layout of a chunk of images at `offset` of image file `file`.
+    /// Computes the layout of a chunk at `offset` of image file `file`.
     ///
     /// # Errors
-    /// Returns a [`Defect`] if `offset` is invalid, if there are no images or too many, or if an image is empty or
+    /// Returns a [`Defect`] if `offset` is invalid, if `images` is empty or too long, or if an image is empty or
     /// exceeds a limit. Returns [`Defect::Memory`] if there is not enough memory.
     pub fn plan(file: u64, offset: u64, images: &[NewImage]) -> Result<Self, Defect> {
         check_chunk_offset(offset)?;
@@ -248,7 +248,7 @@ impl Chunk {
     }
 }
 
-/// The decoded header of a chunk. The table of images is not yet checked.
+/// The decoded header of a chunk. [`ChunkHeader::decode_table`] decodes and checks the table of images.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChunkHeader {
     /// The id of the store.
@@ -291,11 +291,10 @@ impl ChunkHeader {
         })
     }
 
-    /// Checks that the header names this store, image file and offset (SPEC C2).
+    /// Checks that the header contains this store, image file and offset (SPEC C2).
     ///
     /// # Errors
-    /// Returns [`Defect::Foreign`] if the header names another store, and [`Defect::Mismatch`] if it names another
-    /// position.
+    /// Returns [`Defect::Foreign`] if the store differs, and [`Defect::Mismatch`] if the file or the offset differs.
     pub fn check_location(&self, store: StoreId, file: u64, offset: u64) -> Result<(), Defect> {
         if self.store != store {
             return Err(Defect::Foreign);
@@ -304,7 +303,7 @@ impl ChunkHeader {
         check_equal("chunk's offset", self.offset, offset)
     }
 
-    /// Returns the length in bytes of the header and the table of images.
+    /// Returns the length in bytes of the header and the table of images together.
     #[must_use]
     pub fn table_end(&self) -> usize {
         ChunkHeaderRaw::LEN + self.image_count as usize * ImageHeaderRaw::LEN
@@ -345,12 +344,12 @@ fn check_image_count(count: u64) -> Result<(), Defect> {
     if count == 0 { Err(Defect::Field { what: "image count", found: 0 }) } else { Ok(()) }
 }
 
-/// Returns the offset of the first payload of a chunk at `offset`.
+/// Returns the offset in the file of the first payload. `offset` is the offset of the chunk.
 fn payloads_at(offset: u64, image_count: u64) -> u64 {
     offset + ChunkHeaderRaw::LEN as u64 + image_count * ImageHeaderRaw::LEN as u64
 }
 
-/// Returns the offset after a payload and its padding, which is the offset of the next payload.
+/// Returns the offset at which the payload and its padding end. The next payload starts at this offset.
 fn payload_end(image: &ImageRef) -> u64 {
     align_up(image.offset + image.stored_len, FRAME_ALIGN)
 }

@@ -1,4 +1,4 @@
-//! The walk along the log, which returns the frames that are valid in order (I3) and decides how the log ends (I4).
+//! The walk along the log. It returns the frames that are valid in order (I3), and decides how the log ends (I4).
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -16,19 +16,19 @@ use crate::limits::{FRAME_ALIGN, align_up};
 use crate::names::{FileName, ReadAt};
 use crate::segment::SEGMENT_HEADER_BLOCK;
 
-/// A frame that is valid in the order of the log.
+/// A valid frame that a walk returned, with its payload in memory.
 #[derive(Debug)]
 pub struct Frame<'w, B = Vec<u8>> {
     /// The decoded header of the frame.
     pub header: FrameHeader,
     /// The bytes of the payload.
     pub payload: &'w [u8],
-    /// The memory that contains the payload. While the caller keeps a clone of the `Arc`, the memory stays unchanged
-    /// and the walk reads into other memory.
+    /// The buffer that contains the payload. While the caller keeps a clone of the `Arc`, the buffer stays unchanged
+    /// and the walk reads into another buffer.
     pub memory: &'w Arc<B>,
     /// Offset in bytes of the payload in `memory`.
     pub payload_at: usize,
-    /// The point after the frame.
+    /// The point at the end of the frame.
     pub end: LogPoint,
     /// Whether the frame belongs to the newest incarnation.
     pub newest: bool,
@@ -40,18 +40,19 @@ pub struct LogEnd {
     /// The end of the last valid batch.
     pub accepted: LogPoint,
     /// The end of the last batch that a durable mark proves. Batches between `proven` and `accepted` may exist only in
-    /// a cache (I6).
+    /// the page cache (I6).
     pub proven: LogPoint,
     /// The torn tail after `accepted`, or `None` if no trace of a torn tail was found.
     pub torn: Option<TornTail>,
     /// The snapshots that the last seal lists as verified. Empty if the walk read no seal.
     pub verified: Vec<VerifiedSnapshot>,
-    /// Damage without consequences, such as an invalid header of an empty segment.
+    /// Damage that does not affect any batch, such as an invalid header of an empty segment.
     pub harmless: Vec<Damage>,
 }
 
-/// Bytes that were cut off at the end of the log. No batch in them was acknowledged as durable. The tail is reported
-/// because damage to the last groups, which no mark covers yet, looks the same.
+/// Bytes after the last valid frame that a walk cuts off because their writing was interrupted. No batch in the tail
+/// was acknowledged as durable. A walk reports the tail, because damage to batches that no mark covers yet looks the
+/// same.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TornTail {
@@ -61,24 +62,24 @@ pub struct TornTail {
     pub offset: u64,
     /// The first batch that was cut off.
     pub first: Lsn,
-    /// The last batch of which the tail contains a trace.
+    /// The last batch whose frame header was found in the tail.
     pub last: Lsn,
     /// The reason why the first frame of the tail is invalid.
     pub defect: Defect,
 }
 
-/// A location at which the next frame could have started, and the reason why there is no valid frame.
+/// A location where the next frame could start but no valid frame was found, with the reason.
 struct Break {
     segment: u64,
     offset: u64,
-    /// Whether the bytes at this location resemble a frame or cannot be read. If so, reports name this location.
+    /// Whether the bytes at this location resemble a frame or cannot be read. If true, reports name this location.
     is_frame_like: bool,
     defect: Defect,
 }
 
 impl Break {
-    /// Returns the location to report. An unreadable location precedes one that resembles a frame (SPEC E6), and the
-    /// earlier of two equal locations is returned.
+    /// Returns the one of two locations that a report names. Prefers an unreadable location to one that resembles a
+    /// frame (SPEC E6), and otherwise prefers `self`.
     fn or(self, other: Self) -> Self {
         let rank = |of: &Self| (of.defect.is_unreadable(), of.is_frame_like);
         if rank(&other) > rank(&self) { other } else { self }
@@ -99,28 +100,30 @@ pub struct LogWalk<'s, B = Vec<u8>> {
     /// End of the last batch. Seals do not change this point.
     accepted: LogPoint,
     mark: Lsn,
-    /// Ends of the batches that no durable mark covers yet.
+    /// Ends of the returned batches that no durable mark covers yet.
     unproven: Vec<LogPoint>,
     proven: LogPoint,
     verified: Vec<VerifiedSnapshot>,
     end: Option<LogEnd>,
-    /// Start of this walk, and the start points of failed walks. `None` unless the walk shares outcomes.
+    /// The start point of this walk, and the damage that earlier walks found from their start points. `None` unless the
+    /// walk shares outcomes.
     shared: Option<(LogPoint, HashMap<LogPoint, Damage>)>,
 }
 
 impl<'s> LogWalk<'s> {
-    /// Starts a walk after the point `from`. `mark` is the highest durable mark from other sources, such as the `end`
-    /// of valid manifests.
+    /// Starts a walk at the point `from`. `mark` is the highest durable mark from other sources, such as the `end` of
+    /// valid manifests.
     ///
     /// # Errors
-    /// Returns [`Damage`] if `from` is not on the line, its segment is missing or invalid, or its offset is invalid.
+    /// Returns [`Damage`] if no frame can end at `from`, or if the segment of `from` is missing or invalid.
     pub fn new(source: &'s dyn ReadAt, map: &'s LogMap, from: LogPoint, mark: Lsn) -> Result<Self, Damage> {
         Self::reading_into(source, map, from, mark, Reading::single_threaded(ORDINARY))
     }
 }
 
 impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
-    /// Starts a walk that reads as `reading` configures: into the caller's memory, and optionally on several threads.
+    /// Starts a walk that reads as `reading` configures. The configuration supplies buffers, and optionally several
+    /// threads.
     ///
     /// # Errors
     /// Returns the same [`Damage`] as [`LogWalk::new`].
@@ -165,10 +168,10 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         Ok(walk)
     }
 
-    /// Shares the outcome of this walk with other walks of the same map that lead to the same end. This walk fails when
-    /// it reaches the start of a walk that found damage, and records its own damage.
+    /// Shares damage that this walk finds with other walks of the same [`LogMap`]. This walk fails as soon as it
+    /// reaches the start point of a walk that failed, because both would find the same damage.
     ///
-    /// A second walk from the same start reads all frames again, because its caller needs the batches before the
+    /// A second walk from the same start point reads all frames again, because its caller needs the batches before the
     /// damage.
     #[must_use]
     pub fn sharing_outcomes(self) -> Self {
@@ -176,7 +179,8 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         Self { shared, ..self }
     }
 
-    /// Returns the next valid frame, or `None` at the end of the log, which [`LogWalk::end`] describes.
+    /// Returns the next valid frame. Returns `None` at the end of the log, after which [`LogWalk::end`] describes the
+    /// end.
     ///
     /// # Errors
     /// Returns [`Damage`] if the log is damaged at the next frame.
@@ -238,13 +242,13 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         self.point
     }
 
-    /// Returns the snapshots that the last seal so far lists as verified.
+    /// Returns the snapshots that the last returned seal lists as verified.
     #[must_use]
     pub fn verified(&self) -> &[VerifiedSnapshot] {
         &self.verified
     }
 
-    /// Moves to the opening of the next incarnation if the walk is at the end that the opening names (SPEC W2).
+    /// If the walk is at the end of its incarnation, moves to the first segment of the next incarnation (SPEC W2).
     fn cross_to_successors(&mut self) -> Result<(), Damage> {
         while let Some((segment, opening)) = self.map.successor(self.point.incarnation) {
             let last = opening.predecessor;
@@ -283,7 +287,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         Ok(())
     }
 
-    /// Creates a reader for a segment. A segment without frames is not read in parallel.
+    /// Creates a reader for a segment. Several threads are used only if the segment contains frames.
     fn reader_of(&self, segment: u64) -> SegmentReader<'s, B> {
         let has_frames = self.map.segments.get(&segment).is_some_and(|segment| segment.frames.is_some());
         let windows = self.reading.windows.filter(|_| has_frames);
@@ -296,7 +300,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         }
     }
 
-    /// Returns the next frame in order, and checks its payload (SPEC W3).
+    /// Finds the next frame in order, and checks its payload (SPEC W3).
     fn find_next(&mut self) -> Result<(FrameHeader, LogPoint), Break> {
         let [(here, after), (_, group), (next, start)] = next_locations(&self.point);
         let mut at_break = match self.try_or_break(here, after) {
@@ -369,7 +373,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         Ok(())
     }
 
-    /// Advances the proven point to the last batch that the mark covers.
+    /// Advances `proven` to the last batch that the durable mark covers.
     fn settle(&mut self) {
         let covered = self.unproven.partition_point(|point| point.lsn <= self.mark);
         if covered > 0 {

@@ -1,7 +1,7 @@
 //! Payload of a batch, which contains a 16-byte head and then operations.
 //!
-//! An operation is a 32-byte header and a body, padded with zeros to a multiple of 16 bytes. Bodies are therefore
-//! aligned for a device that reads them in place.
+//! An operation is a 32-byte header and a body. The body is padded with zeros to a multiple of 16 bytes, so that a
+//! device can read every body at an aligned address.
 //!
 //! The log contains after-images only (I2). A body contains the bytes to store, and no operation computes bytes from
 //! other bytes.
@@ -67,15 +67,16 @@ layout! {
         4 => body_len: u32,
         /// Page that the operation changes, or zero if it changes no single page.
         8 => page: PageId,
-        /// First argument: an offset, a length, the number of a table file, or the kind of a place.
+        /// First argument of the operation. Depends on `kind`: an offset, a length, the number of a table file, or the
+        /// kind of a place.
         16 => first: u64,
-        /// Second argument: a length, a count, or the ordinal of a place.
+        /// Second argument of the operation. Depends on `kind`: a length, a count, or the ordinal of a place.
         24 => second: u64,
     }
 }
 
 layout! {
-    /// The fixed part of the body of a create. The key and the metadata envelope follow.
+    /// The fixed part of the body of a create operation. The key and the metadata envelope follow it.
     pub struct CreateBodyRaw: 16 {
         /// Number that represents the kind of the new page's place.
         0 => place_kind: u8,
@@ -93,11 +94,11 @@ layout! {
 }
 
 layout! {
-    /// The encoded body of a restore.
+    /// The encoded body of a restore operation.
     pub struct RestoreBodyRaw: 16 {
         /// Lsn of the restored state.
         0 => restored: Lsn,
-        /// Checksum of the header of the table file.
+        /// Checksum of the header of the table file that describes the restored state.
         8 => table_crc: u32,
         /// Reserved, always zero.
         12 => reserved: u32,
@@ -161,7 +162,7 @@ pub enum Op<'a> {
         /// The new bytes of the range.
         bytes: &'a [u8],
     },
-    /// Replaces those elements of a range whose bits are set in a mask.
+    /// Replaces those elements of a range whose bits in a mask are 1.
     Masked {
         /// The id of the page.
         page: PageId,
@@ -245,8 +246,8 @@ pub enum Op<'a> {
     },
     /// Replaces all bytes of a page with the bytes of an image.
     ///
-    /// The image is durable before the batch is logged, so the log need not contain the bytes. The page already has the
-    /// image's length, and no other operation of the batch changes its bytes.
+    /// The image file is synced before the batch is logged, so the log need not contain the bytes. The length of the
+    /// image is the current length of the page. No other operation of the batch changes the bytes of the page.
     Image {
         /// The id of the page.
         page: PageId,
@@ -262,8 +263,8 @@ pub enum Op<'a> {
         /// The new place of the page.
         place: Place,
     },
-    /// Replaces all pages and the root with those of a table file, which describes an earlier state. A restore is the
-    /// only operation of its batch.
+    /// Replaces all pages and the root with the content of a table file. The table file describes an earlier state of
+    /// the store. A restore is the only operation of its batch.
     Restore {
         /// The number of the table file.
         table: u64,
@@ -274,7 +275,7 @@ pub enum Op<'a> {
     },
 }
 
-/// An operation with the offset of its body in the payload.
+/// A decoded operation, and the location of its body in the payload.
 #[derive(Clone, Debug, PartialEq)]
 pub struct OpAt<'a> {
     /// The decoded operation.
@@ -303,7 +304,7 @@ impl Op<'_> {
         }
     }
 
-    /// Returns the offset and the length of the range that the operation can write, in bytes. Returns `None` for
+    /// Returns the offset and the length in bytes of the page's range that the operation can write. Returns `None` for
     /// operations without a range.
     #[must_use]
     pub fn range(&self) -> Option<(u64, u64)> {
@@ -321,8 +322,8 @@ impl Op<'_> {
         }
     }
 
-    /// Returns true if the operation changes existing bytes of a page. Returns false for a create or an image, which
-    /// supply bytes that later operations change.
+    /// Returns true if the operation changes bytes that the page already has. Returns false for a create or an image,
+    /// because they supply all bytes of the page.
     #[must_use]
     pub fn changes_bytes(&self) -> bool {
         match self {
@@ -344,15 +345,15 @@ impl Op<'_> {
         }
     }
 
-    /// Returns the range of a page that the operation changes. Returns `None` for a resize, and for operations that do
-    /// not change existing bytes.
+    /// Returns the range of existing bytes that the operation changes. Returns `None` for a resize, and for operations
+    /// that do not change existing bytes.
     #[must_use]
     pub fn byte_change(&self) -> Option<ByteChange> {
         let (offset, len) = self.range().filter(|_| self.changes_bytes())?;
         Some(ByteChange { page: self.page()?, offset, len })
     }
 
-    /// Returns the name of the operation that tools print.
+    /// Returns the name of the kind of operation, for output of tools.
     #[must_use]
     pub fn kind(&self) -> &'static str {
         match self {
@@ -375,14 +376,14 @@ impl Op<'_> {
     }
 }
 
-/// Returns the offset of the bytes in the body of a masked delta, for a mask of `mask_len` bytes.
+/// Returns the offset of the new bytes in the body of a masked delta. `mask_len` is the length of the mask in bytes.
 #[must_use]
 pub const fn masked_bytes_at(mask_len: usize) -> usize {
     align_up(mask_len as u64, FRAME_ALIGN) as usize
 }
 
-/// Returns the offset of the values in the body of a sparse delta, for encoded indices of `indices_len` bytes. Padding
-/// separates the indices from the values.
+/// Returns the offset of the values in the body of a sparse delta. `indices_len` is the length of the encoded indices
+/// in bytes, without the padding that precedes the values.
 #[must_use]
 pub const fn scatter_values_at(indices_len: usize) -> usize {
     align_up(indices_len as u64, FRAME_ALIGN) as usize

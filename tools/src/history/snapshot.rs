@@ -32,7 +32,7 @@ pub struct Snapshot {
     /// Capture all pages as of one batch, so that the snapshot can be restored without the log
     #[arg(long)]
     exact: bool,
-    /// Name of the snapshot, which keeps the snapshot until the name is given up (implies --exact)
+    /// Name of the snapshot. A named snapshot is exact, and is kept until `remanent prune` gives up its name
     #[arg(long)]
     name: Option<String>,
     /// Print the result as a JSON object

@@ -1,8 +1,9 @@
-//! Damage. A part of a copy of a store is destroyed, and the store must then be correct or be refused.
+//! The damage test. It damages one file of a copy of a store. Reading the copy must then return the correct requests,
+//! or fail with an error that names the damaged file.
 //!
-//! There are two kinds of stores: a store that was closed, so that a mark covers all requests, and a store whose
-//! process was killed, so that its last requests may be cut off. Every damaged copy is read without the engine. One of
-//! every [`ENGINE_EVERY`] copies is also opened with the engine, so that its pages are copied to the device.
+//! The test uses two kinds of stores. A closed store has a mark that covers all requests. A store whose process was
+//! killed may have lost its last requests. Every damaged copy is read without the engine. One of every [`ENGINE_EVERY`]
+//! copies is also opened with the engine, which copies the pages to the device.
 
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -26,10 +27,10 @@ use crate::replay::simulate::SplitMix64;
 const ENGINE_EVERY: u64 = 10;
 const SECTOR_LEN: u64 = 512;
 const DRAWS: usize = 64;
-/// Number of kills before a store is damaged.
+/// Number of times that the process of a new store is killed before copies of the store are damaged.
 const KILLS: u64 = 3;
 
-/// A kind of damage to a file.
+/// The ways in which the test damages a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Bit,
@@ -53,28 +54,28 @@ impl Kind {
     ];
 }
 
-/// The result of one damage.
+/// What a read or an open of a damaged copy returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum DamageVerdict {
-    /// The store contains all requests.
+    /// The copy contains all requests.
     Right,
-    /// The store was refused, and the error named the damaged file.
+    /// Reading or opening the copy failed, and the error named the damaged file.
     Refused,
-    /// The last requests were cut off, but no mark covered them.
+    /// The copy lacks the last requests, which no mark covered.
     Cut,
-    /// Requests were lost although a mark covered them.
+    /// The copy lacks requests that a mark covered.
     Lost,
-    /// The store returned bytes of a state that never existed.
+    /// The copy contains bytes of a state that never existed.
     Wrong,
 }
 
-/// A closed store whose copies are damaged.
+/// A store that is not running, with the copy that the test damages repeatedly.
 struct Victim<'c> {
     course: &'c KillRun,
     original: PathBuf,
     /// A copy of the store from an earlier time.
     earlier: PathBuf,
-    /// The copy that is damaged.
+    /// The copy whose files are damaged and then repaired.
     copy: PathBuf,
     files: Vec<(PathBuf, u64)>,
     /// Last request in the store.
@@ -124,7 +125,7 @@ impl TortureContext<'_> {
         Ok(())
     }
 
-    /// Damages copies of a store `times` times, and counts the results.
+    /// Damages the copy `times` times, and counts the verdicts.
     fn damage(
         &mut self,
         victim: &Victim<'_>,
@@ -231,7 +232,7 @@ impl<'c> Victim<'c> {
         Ok(format!("{name} at offset {sector}"))
     }
 
-    /// Returns a random offset in a file. Tries to find written bytes, because most of a log segment is zeros.
+    /// Returns a random offset in a file. Prefers bytes that are not zero, because most of a log segment is zeros.
     fn written(&self, file: &Path, len: u64, random: &mut SplitMix64) -> Result<u64, Failure> {
         let path = self.original.join(file);
         let told = |error: std::io::Error| cannot("read", &path, &error);
@@ -256,7 +257,7 @@ impl<'c> Victim<'c> {
         copied.map(drop).map_err(|error| cannot("copy", file, &error))
     }
 
-    /// Returns the result of reading the copy without the engine.
+    /// Reads the copy without the engine, and returns the verdict.
     fn judge_decoder(&self) -> Result<DamageVerdict, Failure> {
         let options = RebuildOptions { page_bytes_max: available(), ..RebuildOptions::default() };
         let Ok(rebuilt) = rebuild(&StoreDir::open(&self.copy)?, &options) else {
@@ -268,8 +269,8 @@ impl<'c> Victim<'c> {
         Ok(self.judge(found, accepted, is_exact))
     }
 
-    /// Returns the result of opening the copy with the engine. The engine may refuse a copy that was readable without
-    /// the engine, but must not accept a copy that was refused.
+    /// Opens the copy with the engine, and returns the verdict. The engine may report damage that the read without the
+    /// engine did not find. If the read without the engine failed, the open must fail, too.
     fn judge_engine(
         &self,
         device: remanent::DeviceChoice,
@@ -304,8 +305,8 @@ impl<'c> Victim<'c> {
     }
 }
 
-/// Determines the result for an opened store. Each pair contains the value that was found and the value that was
-/// expected: the last request, and the last batch. `is_exact` states whether all pages are correct.
+/// Returns the verdict for a copy that could be read. The pairs contain the found and the expected number of the last
+/// request, and the found and the expected Lsn of the last batch. `is_exact` states whether all pages are correct.
 fn judge(
     (found, last): (Option<u64>, Option<u64>),
     (accepted, marked): (Lsn, Lsn),
@@ -322,7 +323,7 @@ fn judge(
     }
 }
 
-/// Returns true if the engine reports damage to the files of the store, and not a failure to read them.
+/// Returns true if the error reports damage to a file of the store. Returns false if the files could not be read.
 fn is_refusal(error: &Error) -> bool {
     matches!(
         error,

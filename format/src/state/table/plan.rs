@@ -14,13 +14,13 @@ use crate::limits::{DEVICE_ORDINAL_MAX, METADATA_LEN_MAX, NUMBER_MAX, PAGE_LEN_M
 use crate::op::{Op, OpAt};
 use crate::value::{Metadata, encode_metadata};
 
-/// The changes that one batch makes to a page table.
+/// The changes that one batch makes to a page table, as [`PageTable::plan`] computes them.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Changes {
     /// The Lsn of the batch.
     pub lsn: Lsn,
-    /// Final states of the pages that the batch touches. A single page, which is the most common case, is stored
-    /// inline. A committing thread allocates this list and the applier frees it, which can make both wait for the lock
+    /// Final states of the pages that the batch changes, in the order of their first operation. A list of one page, the
+    /// most common case, is stored inline, because a heap allocation can make the committing thread wait for the lock
     /// of the allocator.
     pages: SmallVec<[(PageId, Option<PageInfo>); 1]>,
     /// The new root, or `None` if the batch does not change the root.
@@ -30,21 +30,22 @@ pub struct Changes {
 }
 
 impl Changes {
-    /// Returns the touched pages in the order of their first operation. The description of a deleted page is `None`.
+    /// Returns the pages that the batch changes, in the order of their first operation. The description of a deleted
+    /// page is `None`.
     #[must_use]
     pub fn pages(&self) -> &[(PageId, Option<PageInfo>)] {
         &self.pages
     }
 }
 
-/// The reason why a batch cannot be applied to a state. The state is unchanged.
+/// The reason why a batch cannot be applied to a page table. The table is unchanged.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Refusal {
     /// An operation names a page that does not exist.
     #[error("there is no page {0}")]
     UnknownPage(PageId),
-    /// A create names a page that exists, or a page that the batch deleted.
+    /// A create operation names a page that already exists, or a page that the batch deleted.
     #[error("page {0} exists")]
     PageExists(PageId),
     /// The range of an operation exceeds its page.
@@ -59,7 +60,7 @@ pub enum Refusal {
         /// The length of the page in bytes.
         page_len: u64,
     },
-    /// A create requests a key that belongs to another page.
+    /// A create operation requests a key that belongs to another page.
     #[error("key {key} is page {holder}'s")]
     KeyTaken {
         /// The requested key.
@@ -90,7 +91,8 @@ pub enum Refusal {
         /// The length of the page in bytes.
         page_len: u64,
     },
-    /// A restore must be the only operation of its batch, and cannot be planned.
+    /// The batch contains a restore. [`PageTable::plan`] does not plan restores, because a restore replaces the whole
+    /// table.
     #[error("a restore stands alone in its batch")]
     Restore,
     /// There is not enough memory for the plan.
@@ -115,33 +117,34 @@ fn no_memory<T>(count: usize) -> Refusal {
     Refusal::Memory { needed: (count.saturating_mul(size_of::<T>())) as u64 }
 }
 
-/// The rules that a plan checks.
+/// Selects the checks of [`PageTable::plan`]: those for a new batch, or those for a batch that replay reads from the
+/// log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PlanMode {
-    /// All rules, which apply to a new batch.
+    /// Checks all rules. Used for a new batch.
     Commit,
-    /// The rules for a batch from the log. Pages may already include later batches, so keys are not checked until
-    /// [`PageTable::index_keys`].
+    /// Checks all rules except those about keys. Used for a batch from the log, because the pages may already include
+    /// later batches. [`PageTable::index_keys`] checks the keys after replay.
     Replay,
 }
 
-/// The states of pages while a batch is planned, as changes over a table.
+/// The page states that a plan has computed so far. Pages that the batch has not changed are read from the table.
 struct Overlay<'a> {
     table: &'a PageTable,
     lsn: Lsn,
-    /// Current states of the touched pages, in the order of their first operation, or `None` for a deleted page. The
-    /// plan returns this list without copying it, because a copy for a long batch needs much memory.
+    /// Current states of the changed pages, in the order of their first operation. The state of a deleted page is
+    /// `None`. The plan returns this list without copying it, because a copy for a long batch needs much memory.
     pages: SmallVec<[(PageId, Option<PageInfo>); 1]>,
-    /// Effects of the batch on each touched page.
+    /// Effects of the batch on each changed page, in the order of `pages`.
     marks: SmallVec<[PageMark; 8]>,
-    /// Whether the ids of the touched pages ascend, so that binary search finds a page. Long batches usually touch
-    /// pages in order. Hashing each page took a third of the time to plan such a batch.
+    /// Whether the ids in `pages` ascend, so that binary search finds a page. Long batches usually change pages in
+    /// ascending order, and a hash lookup for each page would take a third of the time to plan such a batch.
     is_rising: bool,
-    /// Index of each touched page in the list. Used only for many pages whose ids do not ascend.
+    /// Index in `pages` of each changed page. Used only for many pages whose ids do not ascend.
     index: HashMap<PageId, usize>,
 }
 
-/// Maximum number of touched pages for a linear search.
+/// Maximum number of changed pages that are searched linearly.
 const UNINDEXED_MAX: usize = 8;
 
 /// The effect of a batch on one page so far.
@@ -179,7 +182,7 @@ impl Overlay<'_> {
         }
     }
 
-    /// Returns the current state of a touched page, unless it was deleted.
+    /// Returns the current state of a changed page, or `None` if the batch deleted the page or has not changed it.
     fn get(&self, page: PageId) -> Option<&PageInfo> {
         self.pages[self.position(page)?].1.as_ref()
     }
@@ -211,14 +214,14 @@ impl Overlay<'_> {
         Ok(at)
     }
 
-    /// Returns the state of the touched page at an index. Returns an error if the page was deleted.
+    /// Returns the state of the page at an index of `pages`. Returns an error if the batch deleted the page.
     fn state(&mut self, at: usize) -> Result<&mut PageInfo, Refusal> {
         let (page, state) = &mut self.pages[at];
         state.as_mut().ok_or(Refusal::UnknownPage(*page))
     }
 
-    /// Adds a page that moves to the changes of the batch, and returns the index of the page. The epoch of the page is
-    /// unchanged.
+    /// Adds a page that changes its place to `pages`, and returns the index of the page. Does not raise the epoch of
+    /// the page.
     fn touch_place(&mut self, page: PageId) -> Result<usize, Refusal> {
         if let Some(at) = self.position(page) {
             return Ok(at);
@@ -228,8 +231,7 @@ impl Overlay<'_> {
         self.push(page, Some(info), PageMark { content: Content::Kept, is_raised: false })
     }
 
-    /// Adds a page to the changes of the batch, and returns the index of the page. Raises the epoch of the page once
-    /// per batch.
+    /// Adds a page to `pages`, and returns the index of the page. Raises the epoch of the page once per batch.
     fn touch(&mut self, page: PageId) -> Result<usize, Refusal> {
         let at = self.touch_place(page)?;
         let is_raised = std::mem::replace(&mut self.marks[at].is_raised, true);
@@ -240,15 +242,14 @@ impl Overlay<'_> {
         Ok(at)
     }
 
-    /// Adds a page to the changes of the batch, and returns its state for modification. Raises the epoch of the page
-    /// once per batch.
+    /// Adds a page to `pages`, and returns its state for modification. Raises the epoch of the page once per batch.
     fn touch_info(&mut self, page: PageId) -> Result<&mut PageInfo, Refusal> {
         let at = self.touch(page)?;
         self.state(at)
     }
 
-    /// Adds a page whose bytes change to the changes of the batch, and returns its state for modification. Returns an
-    /// error if an image is combined with another change.
+    /// Adds a page whose bytes change to `pages`, and returns its state for modification. Returns an error if the batch
+    /// combines an image of the page with another change of the page's bytes.
     fn touch_content(&mut self, page: PageId, content: Content) -> Result<&mut PageInfo, Refusal> {
         let at = self.touch(page)?;
         let before = &mut self.marks[at].content;
@@ -261,7 +262,7 @@ impl Overlay<'_> {
         self.state(at)
     }
 
-    /// Adds a page that an image replaces to the changes of the batch. Checks the length of the image.
+    /// Adds a page that an image replaces to `pages`. Checks that the image has the length of the page.
     fn touch_image(&mut self, page: PageId, len: u64) -> Result<(), Refusal> {
         let page_len = self.touch_content(page, Content::Image)?.len;
         if len == page_len { Ok(()) } else { Err(Refusal::ImageLen { page, len, page_len }) }
