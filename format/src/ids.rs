@@ -8,7 +8,7 @@ use std::sync::Arc;
 use crate::layout::Field;
 use crate::limits::{DEVICE_ORDINAL_MAX, KEY_LEN_MAX};
 
-/// A type that wraps an identifying number.
+/// A type that wraps a number as an identifier, such as [`PageId`] or [`Lsn`].
 pub trait Number: Copy {
     /// Returns the wrapped number.
     fn number(self) -> u64;
@@ -64,7 +64,7 @@ number! {
     Epoch
 }
 number! {
-    /// The number of a snapshot. Numbers rise from 1; 0 means no snapshot.
+    /// The number of a snapshot. Numbers rise from 1. The number 0 means no snapshot.
     SnapshotId
 }
 
@@ -103,9 +103,9 @@ impl Field for StoreId {
     }
 }
 
-/// A run of the log. Every open for writing begins a new incarnation with a higher number.
+/// One run of a writer, as recorded in the log. Every open for writing begins a new incarnation with a higher number.
 ///
-/// The random part distinguishes an open from an earlier open with the same number that crashed before it completed.
+/// If an open crashes before it completes, the next open may use the same number. The random part distinguishes the two.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Incarnation {
     /// Number of the incarnation, rising from 1; 0 means none.
@@ -131,7 +131,7 @@ impl Field for Incarnation {
     }
 }
 
-/// A batch, and the incarnation that committed the batch.
+/// The position of a batch: its Lsn, and the incarnation that committed the batch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Position {
     /// Incarnation that committed the batch.
@@ -146,16 +146,15 @@ impl fmt::Display for Position {
     }
 }
 
-/// A point in the log: the end of a frame, and the chain hash that the next frame must name.
-///
-/// A reader can continue from this point without other information.
+/// A point in the log at which a frame ends. It contains all information that a reader needs to continue with the next
+/// frame.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct LogPoint {
     /// Incarnation that wrote the frame.
     pub incarnation: Incarnation,
-    /// Last batch at or before the point.
+    /// Last batch that ends at or before the point.
     pub lsn: Lsn,
-    /// Number of the segment.
+    /// Number of the segment that contains the frame.
     pub segment: u64,
     /// End of the frame, in bytes from the start of the segment.
     pub offset: u64,
@@ -183,7 +182,7 @@ impl Field for LogPoint {
     }
 }
 
-/// A page name that the caller assigns. A key has 1 to 64 bytes and is unique among the pages of a store.
+/// A name for a page that the caller assigns. A key has 1 to 64 bytes and is unique among the pages of a store.
 ///
 /// ```
 /// use remanent_format::Key;
@@ -301,7 +300,7 @@ pub enum Place {
 }
 
 impl Place {
-    /// Returns the kind and the ordinal that represent the place on disk.
+    /// Returns the two numbers that represent the place on disk: the kind and the ordinal.
     #[must_use]
     pub fn to_raw(self) -> (u8, u32) {
         match self {
@@ -313,7 +312,7 @@ impl Place {
         }
     }
 
-    /// Returns the place that this kind and ordinal represent, or `None` if there is no such place.
+    /// Returns the place that a kind and an ordinal represent on disk, or `None` if there is no such place.
     ///
     /// The ordinal of a device is not compared with [`DEVICE_ORDINAL_MAX`].
     #[must_use]
@@ -328,7 +327,7 @@ impl Place {
         }
     }
 
-    /// Packs the place into two bytes, for tables in memory that contain one place per page.
+    /// Packs the place into two bytes. Page tables in memory store one packed place per page.
     ///
     /// # Panics
     /// Panics if the device ordinal is above [`DEVICE_ORDINAL_MAX`].
@@ -346,7 +345,7 @@ impl Place {
     }
 }
 
-/// Number of bits for the kind of a place. The remaining bits contain the ordinal.
+/// Number of bits for the kind in a packed place. The remaining bits contain the ordinal.
 const PLACE_KIND_BITS: u32 = 3;
 const _: () = assert!(DEVICE_ORDINAL_MAX < 1 << (u16::BITS - PLACE_KIND_BITS));
 

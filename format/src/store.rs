@@ -1,11 +1,11 @@
 //! The STORE file, which contains the identity of a store and the features that a build must support to open the store.
 //!
 //! The file contains a 64-byte header and a record encoded with serde and bincode. The layout of the header is the same
-//! in all future versions, so that an old build can always state why it refuses a store:
+//! in all future versions, so that an old build can always state why it cannot open a store:
 //!
 //! | found in STORE | effect on the build |
 //! |---|---|
-//! | a version above its own, or an unknown incompatible feature | refuses the store: [`Defect::Version`] |
+//! | a version above its own, or an unknown incompatible feature | opening fails with [`Defect::Version`] |
 //! | an unknown read-compatible feature | may read but not write: [`StoreFile::is_writable`] |
 //! | an unknown compatible feature | ignores the bit, and keeps it |
 //!
@@ -13,7 +13,7 @@
 //!
 //! A new store has all features that its build writes. A writer that opens an older store adds its own features to
 //! STORE and syncs the file before it writes anything else ([`Features::with_written`]). A new feature requires one
-//! entry in the list below and one row in the table of SPEC.md.
+//! entry in [`INCOMPATIBLE`] and one row in the table of SPEC.md.
 
 use serde::{Deserialize, Serialize};
 
@@ -89,7 +89,7 @@ impl Features {
         Self { compatible: 0, read_compatible: KNOWN_READ_COMPATIBLE, incompatible: KNOWN_INCOMPATIBLE };
 
     /// Returns the union of these features and the features of this build. The caller must write the result to STORE
-    /// before it writes anything else.
+    /// before the caller writes any other file.
     #[must_use]
     pub const fn with_written(self) -> Self {
         Self {
@@ -106,12 +106,13 @@ impl Features {
     }
 }
 
-/// The record in STORE, which the creator of the store supplies.
+/// The part of STORE that the creator of the store supplies.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StoreRecord {
-    /// Fingerprint of the layout of the caller's data within pages. An open compares the fingerprint with the caller's.
+    /// Fingerprint of the layout of the caller's data within pages, or `None` if the creator supplied no fingerprint.
+    /// An open compares this value with the fingerprint in its options.
     pub layout_fingerprint: Option<[u8; 32]>,
-    /// Identity blob, whose content only the caller interprets.
+    /// Bytes that identify the application. Only the caller interprets them.
     #[serde(
         serialize_with = "crate::value::serialize_bytes",
         deserialize_with = "crate::value::deserialize_bytes"
@@ -119,7 +120,7 @@ pub struct StoreRecord {
     pub identity: Vec<u8>,
     /// Time at which the store was created, in milliseconds since 1970.
     pub created_unix_ms: u64,
-    /// Ids of the stores with which this fork shares image files.
+    /// Ids of the stores that this store was forked from. This store may use their image files.
     pub ancestors: Vec<StoreId>,
 }
 
@@ -211,14 +212,14 @@ impl StoreFile {
         Ok(Self { store: raw.store, features, record })
     }
 
-    /// Returns true if `store` is this store or one of its ancestors. The directory can contain image files of these
-    /// stores.
+    /// Returns true if `store` is this store or one of its ancestors. Image files of these stores may be in the
+    /// directory of this store.
     #[must_use]
     pub fn shares_images_of(&self, store: StoreId) -> bool {
         store == self.store || self.record.ancestors.contains(&store)
     }
 
-    /// Returns true if this build supports every feature that a writer must support.
+    /// Returns true if this build may write to the store, which requires support for all read-compatible features.
     #[must_use]
     pub fn is_writable(&self) -> bool {
         self.features.read_compatible & !KNOWN_READ_COMPATIBLE == 0

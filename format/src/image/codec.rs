@@ -19,16 +19,18 @@ const CODEC_OVERLAY: u8 = 2;
 /// Maximum number of page bytes per compressed frame. A writer splits a longer page, so that several threads can
 /// compress the page.
 pub const COMPRESSED_PIECE_LEN: usize = 1 << 20;
-/// Base-2 logarithm of the largest window of a frame in bytes. A decompressor needs memory for one window.
+/// Base-2 logarithm of the largest permitted window of a frame in bytes. A decompressor allocates memory for one
+/// window.
 const WINDOW_LOG_MAX: u32 = 23;
-/// Maximum ratio of compression. The shortest block of zstd has 4 bytes and represents at most 128 KiB.
+/// Maximum ratio of the uncompressed to the compressed length. The shortest block of zstd has 4 bytes and represents at
+/// most 128 KiB.
 pub(super) const EXPANSION_MAX: u64 = (128 << 10) / 4;
 /// Maximum number of bytes that are decompressed in one step.
 const DECOMPRESSED_AT_ONCE: u64 = 128 << 10;
 
 const _: () = assert!(COMPRESSED_PIECE_LEN <= 1 << WINDOW_LOG_MAX);
 
-/// The base of an overlay, as named by an entry of a manifest.
+/// The base of an overlay, as recorded in an entry of a manifest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OverlayBase {
     /// Number of the image file that contains the base.
@@ -61,8 +63,8 @@ pub enum Codec {
     Raw,
     /// A sequence of zstd frames.
     Zstd,
-    /// An [overlay](super::Overlay), which contains pieces of the page and names a base image. Only manifests can name
-    /// overlays.
+    /// An [overlay](super::Overlay), which contains pieces of the page and refers to a base image. Only a manifest can
+    /// name an image with this encoding.
     Overlay(OverlayBase),
 }
 
@@ -110,8 +112,8 @@ impl Compressor {
     /// Compresses up to [`COMPRESSED_PIECE_LEN`] bytes into one frame.
     ///
     /// # Errors
-    /// Returns [`Defect::Limit`] if `bytes` is longer, or [`Defect::Memory`] or [`Defect::Compression`] if there is not
-    /// enough memory.
+    /// Returns [`Defect::Limit`] if `bytes` is longer. Returns [`Defect::Memory`] or [`Defect::Compression`] if there
+    /// is not enough memory.
     pub fn frame(&mut self, bytes: &[u8]) -> Result<Vec<u8>, Defect> {
         check_limit("length of a piece to compress", bytes.len() as u64, COMPRESSED_PIECE_LEN as u64)?;
         let mut frame = Vec::new();
@@ -121,8 +123,8 @@ impl Compressor {
     }
 }
 
-/// Decompresses `frames` to exactly `len` bytes and passes the bytes to `sink` in pieces. The lengths in frames are not
-/// trusted (I9).
+/// Decompresses `frames` to exactly `len` bytes and passes the bytes to `sink` in pieces. The lengths that the frames
+/// record are not trusted (I9).
 pub(super) fn decompress(frames: &[u8], len: u64, mut sink: impl FnMut(&[u8])) -> Result<(), Defect> {
     decompress_from(frames, len, |piece| {
         sink(piece);
@@ -130,7 +132,7 @@ pub(super) fn decompress(frames: &[u8], len: u64, mut sink: impl FnMut(&[u8])) -
     })
 }
 
-/// Decompresses as [`decompress`] does, until `sink` returns `Break`.
+/// Decompresses as [`decompress`] does, but stops when `sink` returns `Break`.
 pub(crate) fn decompress_from(
     frames: impl BufRead,
     len: u64,
@@ -145,8 +147,8 @@ pub(crate) fn decompress_from(
     )
 }
 
-/// Decompresses as [`decompress_from`] does. If a piece is the last of its frame, `sink` also receives the number of
-/// payload bytes up to the end of the frame.
+/// Decompresses as [`decompress_from`] does. With the last piece of a frame, `sink` also receives the offset in the
+/// payload of the end of the frame.
 pub(crate) fn decompress_frames(
     mut frames: impl BufRead,
     len: u64,

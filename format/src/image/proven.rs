@@ -1,4 +1,4 @@
-//! Images that are proven once as a whole, and can then be read in parts.
+//! Images whose bytes are verified once. Parts of such an image can then be read without reading the whole image.
 //!
 //! An image has one checksum, so proving any part of the image requires all of its bytes. The first read records the
 //! checksums of pieces. Later reads verify these checksums, and return the proven bytes or an error.
@@ -8,8 +8,8 @@
 //! their start. Another writer may have produced longer frames. A read from such a frame decompresses more than was
 //! requested, but needs only a few hundred KiB of memory.
 //!
-//! The payload of an overlay is proven, and so is its base. The table of the overlay stays in memory with about 24
-//! bytes per piece, because it determines which bytes of the page come from the overlay.
+//! Proving an overlay proves its payload and its base. The table of the overlay stays in memory with about 24 bytes per
+//! piece, because it determines which bytes of the page come from the overlay.
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -25,22 +25,22 @@ use crate::names::{FileName, ReadAt};
 
 /// Length of a piece of an uncompressed image in bytes. The last piece may be shorter.
 const PIECE_LEN: u64 = 64 << 10;
-/// Minimum number of page bytes in a piece of a compressed image. The last piece may contain fewer.
+/// Minimum number of page bytes in a piece of a compressed image, except the last piece.
 const FRAMES_LEN: u64 = CHECKED_AT_ONCE;
 
-/// Checksums of the pieces of an image.
+/// Checksums of the pieces of an image, which verify later reads.
 #[derive(Clone, Debug)]
 enum Pieces {
     /// CRC-32 of every [`PIECE_LEN`] bytes of an uncompressed image.
     Even(Vec<u32>),
-    /// Pieces of a compressed image.
+    /// Pieces of a compressed image, in the order of their offsets.
     Frames(Vec<Piece>),
 }
 
-/// A part of an image that has a checksum of its own.
+/// A part of a compressed image that has its own checksum.
 #[derive(Clone, Copy, Debug)]
 struct Piece {
-    /// Offset of the piece in the page, and offset of its frames in the payload, both in bytes.
+    /// Offset of the piece in the page, in bytes.
     page_at: u64,
     stored_at: u64,
     /// CRC-32 of the page bytes in the piece.
@@ -58,7 +58,7 @@ impl Pieces {
         }
     }
 
-    /// Returns the index of the piece that contains the page's byte at `offset`.
+    /// Returns the index of the piece that contains the byte at `offset` of the page.
     fn number_at(&self, offset: u64) -> usize {
         match self {
             Self::Even(_) => (offset / PIECE_LEN) as usize,
@@ -67,12 +67,13 @@ impl Pieces {
     }
 }
 
-/// An image that was proven once, with the checksums of its pieces.
+/// An image whose bytes were verified, with the checksums of its pieces. Later reads of parts of the image are verified
+/// against these checksums.
 #[derive(Clone, Debug)]
 pub struct ProvenImage {
     image: ImageRef,
     len: u64,
-    /// Checksums of the pieces. Empty for an overlay, whose payload and base have their own.
+    /// Checksums of the pieces. Empty for an overlay, whose pieces are in `overlay_proof`.
     pieces: Pieces,
     overlay_proof: Option<Box<ProvenOverlay>>,
 }
@@ -81,7 +82,7 @@ pub struct ProvenImage {
 #[derive(Clone, Debug)]
 struct ProvenOverlay {
     base: Arc<ProvenImage>,
-    /// Payload of the overlay, proven as if it were the image of a page.
+    /// The payload of the overlay. It is proven like the image of a page.
     payload: ProvenImage,
     overlay: Overlay,
 }
@@ -96,8 +97,8 @@ impl ProvenImage {
         Self::prove_over(source, image, len, None)
     }
 
-    /// Proves an image as [`prove`](Self::prove) does. If the image is an overlay over the base `known`, most of the
-    /// base is not read again.
+    /// Proves an image as [`prove`](Self::prove) does. If the image is an overlay over the proven base `known`, this
+    /// method does not read most of the base again.
     ///
     /// # Errors
     /// Returns the same [`Damage`] as [`prove`](Self::prove).
@@ -168,7 +169,7 @@ impl ProvenImage {
         Ok(Self { image: *image, len, pieces, overlay_proof: None })
     }
 
-    /// Computes the checksums of the pieces of an uncompressed image, and of the whole image.
+    /// Reads an uncompressed image. Returns the checksums of its pieces, and the checksum of the whole image.
     fn sum_stored(source: &dyn ReadAt, image: &ImageRef) -> Result<(Pieces, u32), Damage> {
         let at = |defect: Defect| defect.at(FileName::Pages(image.file), image.offset);
         let (mut sums, mut whole) = (Vec::new(), crc32fast::Hasher::new());
@@ -189,7 +190,7 @@ impl ProvenImage {
         Ok((Pieces::Even(sums), computed))
     }
 
-    /// Computes the checksums of the pieces of a compressed image, and of the whole page.
+    /// Reads a compressed image. Returns the checksums of its pieces, and the checksum of the whole page.
     fn sum_frames(source: &dyn ReadAt, image: &ImageRef, len: u64) -> Result<(Pieces, u32), Damage> {
         let at = |defect: Defect| defect.at(FileName::Pages(image.file), image.offset);
         stream_stored(source, image, |_| -> Result<(), Damage> { Ok(()) })?;
@@ -210,7 +211,8 @@ impl ProvenImage {
         Ok((Pieces::Frames(frames.done), frames.whole.finalize()))
     }
 
-    /// Returns the recommended length of a read, in bytes of the page. Reads should start at multiples of this length.
+    /// Returns the recommended length of a read, in bytes of the page. Reads that start at multiples of this length are
+    /// fastest.
     #[must_use]
     pub fn window_len(&self) -> u64 {
         match &self.overlay_proof {
@@ -309,8 +311,8 @@ impl ProvenOverlay {
         self.overlay.apply_pieces(offset, bytes, read, |defect| defect.at(file, image_at))
     }
 
-    /// Computes the CRC-32 of a page of `len` bytes. Reads those windows of an uncompressed base that pieces cover in
-    /// part, and those windows of a compressed base that pieces touch.
+    /// Computes the CRC-32 of a page of `len` bytes. Of an uncompressed base, only windows that the pieces of the
+    /// overlay partly cover are read. Of a compressed base, all windows that the pieces touch are read.
     fn sum(&self, source: &dyn ReadAt, len: u64) -> Result<u32, Damage> {
         let (file, image_at) = self.payload.location();
         let (mut sum, mut bytes, mut summed_to) = (self.base.image.raw_crc, Vec::new(), 0);
@@ -344,15 +346,15 @@ impl ProvenOverlay {
     }
 }
 
-/// Number of bytes that are read at a time to decompress a part of an image.
+/// Number of compressed bytes that are read at a time to decompress a part of an image.
 const DECOMPRESSED_FROM: u64 = 256 << 10;
 
-/// Checksums of a compressed image, while its frames are decompressed.
+/// Computes the checksums of the pieces of a compressed image while its frames are decompressed.
 struct FrameSums {
     done: Vec<Piece>,
     start: Piece,
     sum: crc32fast::Hasher,
-    /// Number of page bytes so far.
+    /// Number of page bytes that were decompressed so far.
     page_at: u64,
     whole: crc32fast::Hasher,
 }

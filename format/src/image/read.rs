@@ -1,5 +1,5 @@
-//! Reads of images: the whole image, its first bytes, or all bytes in pieces. A read that returns `Ok` has proven all
-//! bytes that it returned.
+//! Reads of images: the whole image, its first bytes, or all bytes in pieces. If a read returns `Ok`, all bytes that it
+//! returned are verified.
 
 use std::borrow::Cow;
 use std::io::{self, BufRead};
@@ -22,8 +22,8 @@ pub fn check_image(source: &dyn ReadAt, image: &ImageRef, len: u64) -> Result<()
     stream_image(source, image, len, |_| Ok(()))
 }
 
-/// Reads and checks the image of a page of length `len`, and returns at most the first `len_max` bytes of the page.
-/// Memory is allocated only for these bytes.
+/// Reads and checks the image of a page of length `len`, and returns the first bytes of the page, at most `len_max`.
+/// Memory is allocated only for the returned bytes.
 ///
 /// # Errors
 /// Returns [`Damage`] if the image is missing, truncated or damaged.
@@ -49,9 +49,8 @@ pub(crate) fn read_image_head(
 /// Reads the image of a page of length `len`, and passes the bytes of the page to `sink` in order and in pieces. Memory
 /// is allocated for one piece only.
 ///
-/// The bytes are not proven until this function returns `Ok`. A compressed image is read twice, because its stored
-/// payload is verified before it is decompressed. The payload of an overlay is also read twice, and so is a compressed
-/// base.
+/// The bytes are not proven until this function returns `Ok`. The payload of a compressed image or an overlay is read
+/// twice, because its checksum is verified before it is decoded.
 ///
 /// # Errors
 /// Returns [`Damage`] if the image is missing, truncated or damaged, or the error that `sink` returned.
@@ -132,8 +131,8 @@ fn stream_overlaid<E: From<Damage>>(
     check_sum("page", image.raw_crc, sum).map_err(at)
 }
 
-/// Reads the header and the table of the overlay of a page of length `len`. The checksum of the payload is not
-/// verified.
+/// Reads the header and the table of the overlay of a page of length `len`. Does not verify the checksum of the
+/// payload.
 ///
 /// # Errors
 /// Returns [`Damage`] if the header or the table is invalid, contradicts the base in `image`, or belongs to a page of
@@ -152,8 +151,8 @@ pub(super) fn read_overlay(source: &dyn ReadAt, image: &ImageRef, len: u64) -> R
     read().map_err(|defect: Defect| defect.at(file, offset))
 }
 
-/// Passes the stored payload of an image to `sink` in pieces. The payload is not proven until this function returns
-/// `Ok`.
+/// Passes the stored payload of an image to `sink` in pieces, and verifies its checksum at the end. The payload is not
+/// proven until this function returns `Ok`.
 pub(super) fn stream_stored<E: From<Damage>>(
     source: &dyn ReadAt,
     image: &ImageRef,
@@ -168,8 +167,8 @@ pub(super) fn stream_stored<E: From<Damage>>(
     check_sum("image", image.stored_crc, sum).map_err(at)
 }
 
-/// Reads as [`stream_stored`] does, but leaves the checksum to the caller. All pieces but the last have
-/// [`CHECKED_AT_ONCE`] bytes.
+/// Passes the stored payload of an image to `sink` in pieces, without verifying its checksum. All pieces except the
+/// last have [`CHECKED_AT_ONCE`] bytes.
 pub(super) fn read_stored<E: From<Damage>>(
     source: &dyn ReadAt,
     image: &ImageRef,
@@ -193,18 +192,18 @@ fn check_sum(what: &'static str, found: u32, sum: crc32fast::Hasher) -> Result<(
     if found == computed { Ok(()) } else { Err(Defect::Checksum { what, found, computed }) }
 }
 
-/// A reader of the stored payload of an image, from start to end.
+/// A buffered reader of the stored payload of an image.
 pub(super) struct StoredBytes<'s> {
     source: &'s dyn ReadAt,
     file: FileName,
-    /// Offset of the next read from the file.
+    /// Offset in the file of the next read.
     at: u64,
     end: u64,
-    /// A buffer of its own, because `BufReader` cannot report a failed allocation.
+    /// Buffer for the bytes of one read. `BufReader` is not used, because it cannot report a failed allocation.
     buffer: Vec<u8>,
     /// Range of the buffer that was read but not yet consumed.
     buffered: Range<usize>,
-    /// The reason why a read failed, or `None`.
+    /// The defect of the read that failed, or `None` if no read has failed.
     pub refused: Option<Defect>,
 }
 
@@ -303,14 +302,14 @@ pub fn read_image_into(source: &dyn ReadAt, image: &ImageRef, out: &mut [u8]) ->
     check_sum("image", image.stored_crc, sum).map_err(at)
 }
 
-/// Checks that `image` is a valid reference for a page of length `len`, and that the payload is within its file. A
-/// truncated image is thus reported before any read.
+/// Checks that `image` is a valid reference for a page of length `len`, and that the image file contains the whole
+/// payload. A truncated image is therefore reported before any read.
 pub(super) fn check_lies(source: &dyn ReadAt, image: &ImageRef, len: u64) -> Result<(), Defect> {
     image.check(len)?;
     check_range(source, FileName::Pages(image.file), image.offset, image.stored_len)
 }
 
-/// Checks that a range is within its file.
+/// Checks that the file contains the whole range.
 pub(super) fn check_range(source: &dyn ReadAt, file: FileName, offset: u64, len: u64) -> Result<(), Defect> {
     let file_len = source.len(file).map_err(unreadable)?.ok_or(Defect::Missing)?;
     let end = offset.saturating_add(len);
@@ -334,8 +333,8 @@ pub(crate) fn unreadable(error: std::io::Error) -> Defect {
     Defect::of_read(&error)
 }
 
-/// Copies the bytes that two ranges of a page have in common. `bytes` start at `bytes_at` of the page, and `target`
-/// starts at `target_at`.
+/// Copies the bytes of a page that both slices contain from `bytes` to `target`. `bytes` starts at `bytes_at` of the
+/// page, and `target` starts at `target_at`.
 pub(crate) fn copy_common(target: &mut [u8], target_at: u64, bytes: &[u8], bytes_at: u64) {
     let end = target_at.saturating_add(target.len() as u64).min(bytes_at.saturating_add(bytes.len() as u64));
     let start = target_at.max(bytes_at);

@@ -39,7 +39,7 @@ use crate::state::reach::{Reach, Role};
 use crate::state::survey::Survey;
 use crate::state::trail::OpLocations;
 
-/// The snapshots that the newest seal of the log lists as verified.
+/// The entries of the newest seal of the log, which name the verified snapshots.
 #[derive(Clone, Copy, Debug)]
 pub struct Record<'r>(pub &'r [VerifiedSnapshot]);
 
@@ -60,10 +60,10 @@ impl Record<'_> {
         is_named && survey.chain(snapshot).is_ok()
     }
 
-    /// Returns the damage to manifests of recorded snapshots. Such a manifest is missing or unreadable, or differs from
-    /// the verified manifest.
+    /// Returns the damage to manifests that the newest seal lists. Such a manifest is missing, unreadable, or different
+    /// from the verified manifest.
     ///
-    /// No other check detects this loss, because recovery starts from another snapshot. The name of the snapshot is
+    /// No other check detects this damage, because recovery starts from another snapshot. The name of the snapshot is
     /// lost as well, because only the manifest contains the name.
     #[must_use]
     pub fn lost(self, survey: &Survey) -> Vec<Damage> {
@@ -94,32 +94,33 @@ impl Record<'_> {
 pub struct Start {
     /// The snapshot, or `None` for the beginning of the log.
     pub snapshot: Option<SnapshotId>,
-    /// The states that the newest seal promises to keep available from this candidate.
+    /// How far the newest seal keeps states available from this candidate.
     pub role: Role,
-    /// The damage that prevents recovery from starting here. Empty for candidates that are not checked, because
-    /// recovery starts from an earlier candidate.
+    /// The damage that prevents recovery from starting at this candidate. Empty for a candidate that recovery does not
+    /// reach, because such candidates are not checked.
     pub blocked_by: Vec<Damage>,
-    /// Damage to images of pages on disk that an open does not read. Reads of such a page fail until a batch replaces
-    /// or deletes the page.
+    /// Pages on disk whose images are damaged but are not read by an open. Reads of such a page fail until a batch
+    /// replaces or deletes the page.
     pub damaged_pages: Vec<(PageId, Damage)>,
-    /// The damage that prevents the computation of the candidate's own state.
+    /// The damage that prevents the computation of the candidate's own state, which is the state at the snapshot's
+    /// `end`.
     pub lost_by: Vec<Damage>,
     /// Ranges of states between this candidate and the next start that cannot be computed.
     pub gaps: Vec<Gap>,
 }
 
-/// The result of [`judge`].
+/// The result of [`judge`]: where recovery starts, and what is damaged.
 #[derive(Debug)]
 pub struct Verdict {
-    /// All candidates, in the order in which recovery tries them.
+    /// All candidates for the start of recovery, in the order in which recovery tries them.
     pub starts: Vec<Start>,
     /// The index in `starts` of the candidate that recovery starts from, or `None` if the store cannot be opened.
     pub opens_from: Option<usize>,
-    /// The state that recovery produces, or `None` if the store cannot be opened.
+    /// The state that recovery computes, or `None` if the store cannot be opened.
     pub state: Option<Resolution>,
-    /// Damage to the manifests of snapshots that the newest seal lists.
+    /// Damage to the manifests of snapshots that the newest seal lists as verified.
     pub lost: Vec<Damage>,
-    /// The damage to the beginning of the log, or `None` if a seal has given the beginning up.
+    /// The damage to the beginning of the log. `None` if the beginning is intact or is no longer needed.
     pub lost_beginning: Option<Damage>,
 }
 
@@ -131,21 +132,21 @@ impl Verdict {
     }
 }
 
-/// The outcome of an open from one candidate.
+/// The state that an open computes from one candidate, and the damage that the open finds.
 struct Attempt {
-    /// State at the end of the log.
+    /// The state at the end of the log.
     state: Resolution,
     /// Damage that prevents recovery from starting at the candidate.
     blocked_by: Vec<Damage>,
-    /// Damage that does not prevent an open, as in [`Start::damaged_pages`].
+    /// Damage to images that an open does not read, as in [`Start::damaged_pages`].
     damaged_pages: Vec<(PageId, Damage)>,
 }
 
 /// Images that prevented recovery from starting at a candidate, keyed by file and offset.
 type Blocking = HashMap<(u64, u64), ImageRef>;
 
-/// Checks a candidate as an open does. Reads the log from the candidate to the end, and the images of the resulting
-/// pages.
+/// Computes the state at the end of the log from a candidate, as an open does. Checks the images of all pages of the
+/// state.
 ///
 /// # Errors
 /// Returns the [`Damage`] to the log, or to a table that a restore names.
@@ -176,8 +177,8 @@ fn attempt(
     Ok(Attempt { state, blocked_by, damaged_pages })
 }
 
-/// Determines the verdict on a store from a survey of its files. Reads the log, and the images that `images` does not
-/// contain yet.
+/// Determines the verdict on a store from a survey of its files. Reads the log, and all images that are not yet in the
+/// cache `images`.
 #[must_use]
 pub fn judge(survey: &Survey, source: &dyn ReadAt, images: &mut ImageProofs<'_>) -> Verdict {
     let mut verdict =
@@ -270,8 +271,8 @@ pub fn judge(survey: &Survey, source: &dyn ReadAt, images: &mut ImageProofs<'_>)
     verdict
 }
 
-/// Returns true if the snapshot names an image that prevented a start from a newer snapshot. No batch in between can
-/// have replaced the image, so the final state uses this image here, too. The log need not be read again.
+/// Returns true if the snapshot names an image that prevented recovery from a newer snapshot. The final state then uses
+/// the same image, so recovery from this snapshot fails, too. The log need not be read again.
 fn is_blocked(base: &Manifest, blocking: &Blocking) -> bool {
     !blocking.is_empty() && base.entries.iter().any(|entry| is_blocking(entry.image, blocking))
 }
@@ -280,8 +281,8 @@ fn is_blocking(image: Option<ImageRef>, blocking: &Blocking) -> bool {
     image.is_some_and(|image| blocking.get(&(image.file, image.offset)) == Some(&image))
 }
 
-/// Records the damaged images of a state. Images of pages on disk are excluded, because another snapshot that names
-/// such an image may be verified.
+/// Adds the damaged images of a state to `blocking`. Images of pages on disk are not added, because another snapshot
+/// may list such an image as verified.
 fn note_blocking(state: &Resolution, images: &mut ImageProofs<'_>, blocking: &mut Blocking) {
     for (page, _) in images_of(state, images) {
         let base = state.resolved.bases.get(page).and_then(|base| base.image);
@@ -296,7 +297,7 @@ fn role_of_beginning(reach: &Reach) -> Role {
     if reach.is_start(None) { Role::Start } else { Role::Link }
 }
 
-/// Returns the entries of the last seal of a state at the end of the log.
+/// Returns the snapshots that the last seal before the end of the log lists as verified.
 fn recorded(state: &Resolution) -> &[VerifiedSnapshot] {
     state.end.as_ref().map(|end| &end.verified[..]).unwrap_or_default()
 }

@@ -1,4 +1,4 @@
-//! Buffered reading of a segment, and the search for its own frames.
+//! Buffered reading of a segment, and the search for the frames of a segment.
 
 use std::io;
 use std::ops::Range;
@@ -12,42 +12,43 @@ use crate::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};
 use crate::names::{FileName, ReadAt};
 use crate::segment::SEGMENT_HEADER_BLOCK;
 
-/// Minimum length of a read, in bytes. Shorter reads fit into the second-level cache of a processor, but copy from the
-/// page cache hardly faster (6.7 GB/s instead of 6.2 GB/s). Shorter reads do not shorten a replay.
+/// Minimum length of a read, in bytes. Shorter reads would fit into the second-level cache of a processor, but they
+/// copy from the page cache hardly faster (6.7 GB/s instead of 6.2 GB/s) and do not shorten a replay.
 const READ_AHEAD: u64 = 1 << 20;
 /// Length in bytes of the first read of a search. A search usually needs only the start of a segment.
 const FIRST_READ_LEN: u64 = 64 << 10;
-/// Length in bytes of all later reads of a search. A search of an empty segment of 16 MiB takes 1.8 ms, of which 1.2 ms
-/// are spent copying from the page cache. With reads of 1 MiB, the search takes 2.2 ms.
+/// Length in bytes of all reads of a search after the first. With this length, a search of an empty segment of 16 MiB
+/// takes 1.8 ms, of which copying from the page cache takes 1.2 ms. With reads of 1 MiB, the search takes 2.2 ms.
 const NEXT_READ_LEN: u64 = 256 << 10;
-/// Maximum length of a read, in bytes. Reads grow from the minimum to the length of the longest frame so far, up to
-/// this limit.
+/// Maximum length of a read, in bytes. Reads are as long as the longest frame so far, but within the minimum and this
+/// maximum.
 const READ_AHEAD_MAX: u64 = 8 << 20;
 
-/// Allocates a buffer of at least the given length in bytes, with any content.
+/// A function that allocates a buffer of at least the given length in bytes. The initial content of the buffer is
+/// unspecified.
 pub type AllocateBuffer<'s, B> = &'s dyn Fn(usize) -> io::Result<B>;
 
-/// Fills memory with bytes of a segment and computes their checksums, on several threads. The arguments are the number
-/// of the segment, the offset of the first byte, and the memory. The result contains the checksums in the order of
-/// their offsets.
+/// A function that fills memory with bytes of a segment and computes their checksums, on several threads. The arguments
+/// are the number of the segment, the offset of the first byte, and the memory. The result contains the checksums in
+/// the order of their offsets.
 pub type ReadChunks<'s> = &'s dyn Fn(u64, u64, &mut [u8]) -> io::Result<Vec<ChunkSums>>;
 
-/// Configuration of how a walk reads segments.
+/// How a walk reads segments: where its buffers come from, and whether several threads read.
 #[expect(missing_debug_implementations, reason = "it is functions")]
 pub struct Reading<'s, B> {
-    /// Allocates the buffers that segments are read into.
+    /// The function that allocates the buffers for the bytes of segments.
     pub allocate: AllocateBuffer<'s, B>,
-    /// Reads on several threads, or `None` to read on the thread of the walk only.
+    /// The configuration for reading on several threads. `None` to read only on the thread of the walk.
     pub windows: Option<Windows<'s>>,
 }
 
-/// Configuration of windows. A window is a range of a segment that several threads read and checksum.
+/// Configuration for reading a segment on several threads. A window is the range of a segment that is read at a time.
 #[derive(Clone, Copy)]
 #[expect(missing_debug_implementations, reason = "it is a function")]
 pub struct Windows<'s> {
     /// Length of a window in bytes. A frame that is longer gets a window of its own length.
     pub len: u64,
-    /// Reads a window on several threads.
+    /// The function that reads a window on several threads.
     pub read: ReadChunks<'s>,
 }
 
@@ -66,12 +67,12 @@ impl<'s, B> Reading<'s, B> {
     }
 }
 
-/// Maximum length in bytes of an allocation that cannot return an error. A search skips unreadable headers, and must
-/// not skip a valid frame because memory is short. Allocations for headers therefore never fail. If a longer allocation
-/// fails, the reader allocates only the requested length.
+/// Maximum length in bytes of an allocation that aborts the process if it fails. A search skips headers that cannot be
+/// read, and must not skip a valid frame because memory is short. Allocations for headers therefore never return an error.
+/// If a longer allocation fails, the reader allocates only the requested length.
 const NEVER_REFUSED_LEN: usize = FIRST_READ_LEN as usize;
 
-/// Allocates from the global allocator.
+/// The allocation function that uses the global allocator.
 pub(super) const ORDINARY: AllocateBuffer<'static, Vec<u8>> = &|len| {
     if len <= NEVER_REFUSED_LEN {
         return Ok(vec![0; len]);
@@ -94,7 +95,7 @@ pub(super) struct SegmentReader<'s, B = Vec<u8>> {
     /// Checksums of parts of the buffered range.
     sums: BufferedSums,
     read_ahead: u64,
-    /// Length of the longest request so far plus that of the next header, in bytes. Windows are multiples of this
+    /// Length in bytes of the longest request so far, plus the length of a frame header. Windows are multiples of this
     /// length.
     longest: u64,
 }
@@ -125,8 +126,8 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
         }
     }
 
-    /// Discards the buffered bytes with their checksums, and reads on one thread from now on. The end of the log is
-    /// usually the reason, and no further frame is read.
+    /// Discards the buffered bytes and their checksums, and reads only on the calling thread from now on. A walk calls
+    /// this method at the end of the log, where usually no further frame follows.
     pub fn forget(&mut self) {
         self.buffered = 0..0;
         self.reading.windows = None;
@@ -142,16 +143,16 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
         }
     }
 
-    /// Returns `len` bytes at `offset`, which must be within the file. The buffer is therefore never longer than the
-    /// file.
+    /// Returns `len` bytes at `offset`. Returns an error if the range exceeds the file, so the buffer is never longer
+    /// than the file.
     pub fn bytes(&mut self, offset: u64, len: usize) -> Result<&[u8], Defect> {
         let (buffer, at) = self.shared(offset, len)?;
         Ok(&(**buffer).as_ref()[at..at + len])
     }
 
-    /// Returns the buffer that contains `len` bytes from `offset`, and the position of these bytes in the buffer. The
-    /// buffer does not change while a caller shares it; later reads use another buffer. Returns the same errors as
-    /// [`bytes`](Self::bytes).
+    /// Returns the buffer that contains `len` bytes from `offset`, and the position of the first of them in the buffer.
+    /// The buffer does not change while a caller keeps a clone of the `Arc`, because later reads then use another
+    /// buffer. Returns the same errors as [`bytes`](Self::bytes).
     pub fn shared(&mut self, offset: u64, len: usize) -> Result<(&Arc<B>, usize), Defect> {
         let file_len = self.file_len()?;
         let end = offset.saturating_add(len as u64);
@@ -172,7 +173,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
         Ok(self.sums.crc(offset..offset + len as u64, bytes))
     }
 
-    /// Returns true if no read has failed so far, apart from failed allocations.
+    /// Returns true if no read has failed so far. Failed allocations do not count.
     pub fn all_is_readable(&self) -> bool {
         self.read_ahead > 0
     }
@@ -186,8 +187,8 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
         })
     }
 
-    /// Fills the buffer with at least this range. Reads start and end at block boundaries, so that direct I/O needs no
-    /// copy.
+    /// Fills the buffer with at least the bytes from `offset` to `end`. Reads start and end at block boundaries, so
+    /// that direct I/O needs no copy.
     fn fill(&mut self, offset: u64, end: u64, file_len: u64) -> Result<(), Defect> {
         let start = offset - offset % GROUP_ALIGN;
         if let Some(windows) = self.reading.windows {
@@ -262,8 +263,8 @@ fn unreadable(error: io::Error) -> Defect {
     Defect::of_read(&error)
 }
 
-/// Returns the own frames of a segment from `offset` on, which are the frames that name their location. Unreadable
-/// bytes are skipped.
+/// Returns the frames of a segment from `offset` on whose headers name their own location. Unreadable bytes are
+/// skipped.
 pub(super) fn own_frames<'r>(
     reader: &'r mut SegmentReader<'_>,
     store: StoreId,
@@ -297,8 +298,8 @@ pub(super) fn own_frames<'r>(
     })
 }
 
-/// Returns all own frames of a segment, even if the frames around them or the header of the segment are damaged. Only
-/// the checksums of the frame headers are verified.
+/// Returns all frames of a segment whose headers name their own location, even if other frames or the header of the
+/// segment are damaged. Only the checksums of the frame headers are verified.
 pub fn frames_of_segment(source: &dyn ReadAt, store: StoreId, number: u64) -> Vec<UncheckedFrame> {
     let mut reader = SegmentReader::new(source, number);
     let mut end = 0;

@@ -1,9 +1,10 @@
-//! Chains of links. A base and the changes that follow it form one snapshot (SPEC L1 to L4).
+//! Chains of manifests. A base and the changes that follow it form one snapshot (SPEC L1 to L4).
 //!
 //! A change lists the pages that changed since the previous link. Its other fields, such as `redo`, `end` and the root,
-//! apply to the whole snapshot, so merging combines only pages. The tombstones of older links are dropped once their
-//! pages are removed, because replay starts at the `redo` of the newest link, after these deletions. A change with the
-//! same `redo` as the previous link repeats the tombstones that replay may still need.
+//! apply to the whole snapshot, so merging combines only pages. Merging removes the pages that older links list as
+//! deleted, and then drops the tombstones of these links, because replay starts at the `redo` of the newest link, after
+//! these deletions. A change with the same `redo` as the previous link repeats the tombstones that replay may still
+//! need.
 
 use std::collections::BTreeMap;
 
@@ -77,7 +78,8 @@ pub(crate) fn merged_entries<'m>(
     Ok(apply_changes(of_base, changed.into_iter()).map(|(_, entry)| entry))
 }
 
-/// Merges changes into entries, where `None` removes a page. Both iterators must be in the order of their page ids.
+/// Merges two sequences of pages. A change replaces the entry of its page, and the change `None` removes it. Both
+/// iterators must be in the order of their page ids.
 pub(crate) fn apply_changes<T>(
     before: impl Iterator<Item = (PageId, T)>,
     changes: impl Iterator<Item = (PageId, Option<T>)>,

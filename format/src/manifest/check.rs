@@ -48,7 +48,7 @@ impl Manifest {
         self.tombstones.iter().try_for_each(|tombstone| self.check_range(tombstone.page, tombstone.lsn))
     }
 
-    /// Checks that this manifest is the table of the restore at batch `lsn` (SPEC M9).
+    /// Checks that this manifest is the table that the restore in batch `lsn` names (SPEC M9).
     ///
     /// # Errors
     /// Returns [`Defect::Mismatch`] if the manifest has another end or contains tombstones.
@@ -72,9 +72,8 @@ impl Manifest {
         }
     }
 
-    /// Checks that tombstones ascend strictly by page and that none of their pages has an entry (SPEC M5). If the
-    /// entries are out of order, this check may overlook a page, but the check of the entries then rejects the
-    /// manifest.
+    /// Checks that the tombstones ascend strictly by page, and that no page has both a tombstone and an entry (SPEC
+    /// M5). The check of the second condition requires ordered entries, which [`Self::check_entries`] verifies.
     fn check_tombstones(&self) -> Result<(), Defect> {
         if let Some(pair) = self.tombstones.windows(2).find(|pair| pair[0].page >= pair[1].page) {
             return descends("tombstone that does not ascend", pair[1].page);

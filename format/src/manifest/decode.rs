@@ -18,12 +18,13 @@ use crate::limits::{
 use crate::segment::FORMAT_VERSION;
 use crate::value::{Metadata, SharedMetadata, decode_metadata};
 
-/// A set of threads that share the work on many entries.
+/// A set of threads that share the work of decoding a manifest. The engine implements this trait, because this crate
+/// starts no threads.
 pub trait WorkPool {
-    /// Returns the number of entries per piece of work, which is at least 1.
+    /// Returns the number of entries that one thread decodes at a time, which is at least 1.
     fn pieces_len(&self) -> usize;
 
-    /// Applies `work` to all pieces, on several threads if possible. Returns the results in the order of the pieces.
+    /// Applies `work` to every piece, on several threads if possible. Returns the results in the order of the pieces.
     ///
     /// # Errors
     /// Returns the error of a call of `work`.
@@ -78,22 +79,23 @@ impl Manifest {
         }
     }
 
-    /// Decodes the first half of a file, which is the first copy. Returns the manifest and the checksum of its header,
-    /// or `None` if the copy is invalid.
+    /// Decodes the first copy, given the first half of a file. Returns the manifest and the checksum of its header, or
+    /// `None` if the copy is invalid.
     pub(crate) fn decode_first(half: &[u8]) -> Option<(Self, u32)> {
         Self::decode_first_by(half, &SingleThread)
     }
 
-    /// Decodes the first half of a file, which is the first copy, on several threads. Returns `None` if the copy is
-    /// invalid. [`Manifest::decode`] returns the defect.
+    /// Decodes the first copy on several threads, given the first half of a file. Returns `None` if the copy is
+    /// invalid. [`Manifest::decode`] then returns the defect.
     #[must_use]
     pub fn decode_first_by(half: &[u8], threads: &impl WorkPool) -> Option<(Self, u32)> {
         let is_half = Self::copy_len(array(half, 0).ok()?) == Some(half.len() as u64);
         is_half.then(|| Self::decode_copy_by(half, 0, threads).ok()).flatten()
     }
 
-    /// Returns the length of a copy in bytes, including padding, or `None` if `header` is not a valid manifest header.
-    /// The caller can compare twice this length with the length of the file before it reads a copy.
+    /// Returns the length of a manifest copy in bytes, including padding. Returns `None` if `header` is not a valid
+    /// manifest header. A file contains two copies, so a reader can check the length of the file before it reads a
+    /// copy.
     #[must_use]
     pub fn copy_len(header: &[u8; ManifestHeaderRaw::LEN]) -> Option<u64> {
         let raw = ManifestHeaderRaw::from_bytes(header);
@@ -101,8 +103,9 @@ impl Manifest {
         (is_proven && raw.body_len <= MANIFEST_BODY_LEN_MAX).then(|| copy_len(raw.body_len))
     }
 
-    /// Decodes the first copy (`which` is 0) or the second (1). Returns the manifest and the checksum of its header
-    /// (SPEC M1 to M7). The second copy is found even if the first is damaged, because both have the same length.
+    /// Decodes the first copy of a manifest file if `which` is 0, or the second if `which` is 1. Returns the manifest
+    /// and the checksum of its header (SPEC M1 to M7). The second copy is found even if the first is damaged, because
+    /// both copies have the same length.
     ///
     /// # Errors
     /// Returns a [`Defect`] if the copy is invalid.
@@ -312,7 +315,7 @@ fn blank_entries(count: u64) -> Result<Vec<ManifestEntry>, Defect> {
     Ok(entries)
 }
 
-/// Decodes entries from offset `at` on into the slice. Returns the offset after the last entry.
+/// Decodes as many entries as `entries` has, from offset `at` of the body. Returns the offset after the last entry.
 fn decode_entries(body: &[u8], mut at: usize, entries: &mut [ManifestEntry]) -> Result<usize, Defect> {
     for entry in entries {
         (*entry, at) = ManifestEntry::decode(body, at)?;
@@ -320,8 +323,7 @@ fn decode_entries(body: &[u8], mut at: usize, entries: &mut [ManifestEntry]) -> 
     Ok(at)
 }
 
-/// Returns the offset at which each piece of the entries starts. Reads only the lengths of the entries before the last
-/// piece.
+/// Returns the offsets at which the pieces of the entries start. A piece has `at_once` entries.
 fn starts(body: &[u8], count: usize, at_once: usize) -> Result<Vec<usize>, Defect> {
     let mut starts = Vec::new();
     let mut at = 0;
@@ -339,8 +341,8 @@ fn starts(body: &[u8], count: usize, at_once: usize) -> Result<Vec<usize>, Defec
     Ok(starts)
 }
 
-/// Returns the offset of a copy. The second copy is located by the header of the first, or at half of the file's length
-/// if that header is damaged.
+/// Returns the offset of a copy in a manifest file. The header of the first copy determines the offset of the second.
+/// If that header is damaged, the second copy starts at half of the file's length.
 fn copy_at(bytes: &[u8], which: usize) -> usize {
     if which == 0 {
         return 0;

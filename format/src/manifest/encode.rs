@@ -14,7 +14,7 @@ use crate::limits::{MANIFEST_BODY_LEN_MAX, METADATA_LEN_MAX, ROOT_LEN_MAX, SNAPS
 use crate::segment::FORMAT_VERSION;
 use crate::value::{Metadata, encode_metadata};
 
-/// The encoding of a range of entries, with its checksum.
+/// The encoded entries of a part of a manifest, with their checksum.
 #[derive(Debug)]
 pub struct EncodedEntries {
     bytes: Vec<u8>,
@@ -23,11 +23,11 @@ pub struct EncodedEntries {
 }
 
 impl Manifest {
-    /// Encodes a manifest file, which contains two copies.
+    /// Encodes a manifest file, which contains two copies of the manifest.
     ///
     /// # Errors
-    /// Returns the [`Defect`] that decoding would find: an exceeded limit, entries out of order, or inconsistent
-    /// fields.
+    /// Returns a [`Defect`] if a field exceeds its limit, if the entries or tombstones are out of order, or if fields
+    /// contradict each other.
     pub fn encode(&self) -> Result<Vec<u8>, Defect> {
         self.check_header_fields()?;
         let entries = self.encode_entries(0..self.entries.len())?;
@@ -38,7 +38,8 @@ impl Manifest {
         Ok(out)
     }
 
-    /// Encodes a range of the entries for [`Manifest::encode_around`]. Several threads can each encode a range.
+    /// Encodes a range of the entries, so that several threads can share the work. [`Manifest::encode_around`] joins
+    /// the results.
     ///
     /// # Errors
     /// Returns the same [`Defect`] as [`Manifest::encode`] if one of these entries is invalid.
@@ -61,8 +62,8 @@ impl Manifest {
         Ok(EncodedEntries { bytes, crc, range })
     }
 
-    /// Encodes one copy of the manifest around its encoded entries. Returns the copy in as many pieces as `entries`
-    /// has. The file must contain the copy twice.
+    /// Encodes one copy of the manifest from its encoded entries. Returns the copy in as many pieces as `entries` has.
+    /// The caller must write the copy to the file twice.
     ///
     /// # Errors
     /// Returns the same [`Defect`] as [`Manifest::encode`].
@@ -132,8 +133,7 @@ impl Manifest {
         raw
     }
 
-    /// Returns the header checksum of an encoded manifest file. Other structures identify the manifest by this
-    /// checksum.
+    /// Returns the header checksum of an encoded manifest file. Seals and links identify the manifest by this checksum.
     ///
     /// # Errors
     /// Returns [`Defect::Truncated`] if `encoded` is shorter than a header.
@@ -155,8 +155,8 @@ impl Manifest {
 }
 
 impl ManifestEntry {
-    /// Appends the encoded entry to `body`, whose length must be a multiple of [`ENTRY_ALIGN`]. `no_metadata` is the
-    /// encoding of empty metadata.
+    /// Appends the encoded entry to `body`. The length of `body` must be a multiple of [`ENTRY_ALIGN`]. `no_metadata`
+    /// is the encoding of empty metadata.
     fn encode(&self, body: &mut Vec<u8>, no_metadata: &[u8]) -> Result<(), Defect> {
         let metadata: Cow<'_, [u8]> = if self.metadata.is_empty() {
             no_metadata.into()

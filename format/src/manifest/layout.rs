@@ -7,7 +7,7 @@ use crate::limits::{GROUP_ALIGN, align_up};
 
 /// Magic bytes at the start of each copy of a manifest.
 pub const MANIFEST_MAGIC: [u8; 8] = *b"RMNTMANI";
-/// Alignment of entries in bytes, counted from the start of the body.
+/// Alignment in bytes of the entries in the body of a manifest.
 pub const ENTRY_ALIGN: u64 = 8;
 
 pub(super) const KIND_BASE: u32 = 1;
@@ -25,11 +25,11 @@ layout! {
         12 => kind: u32,
         /// The id of the store.
         16 => store: StoreId,
-        /// Number of the snapshot or table, which the file name repeats.
+        /// Number of the snapshot or table. The file name contains the same number.
         32 => snapshot: SnapshotId,
-        /// Previous link of a change; zero for other kinds.
+        /// Number of the previous link if the kind is a change; zero for other kinds.
         40 => previous: SnapshotId,
-        /// Header checksum of the previous link of a change; zero for other kinds.
+        /// Header checksum of the previous link if the kind is a change; zero for other kinds.
         48 => previous_crc: u32,
         /// Reserved, always zero.
         52 => flags: u32,
@@ -37,7 +37,7 @@ layout! {
         56 => created_unix_ms: u64,
         /// Point after which replay starts. The images include every batch up to this point.
         64 => redo: LogPoint,
-        /// Reserved, always zero.
+        /// Durable mark. Replay must apply all batches up to this Lsn.
         100 => reserved: u32,
         /// Lsn up to which replay must continue at least.
         104 => end: Lsn,
@@ -65,24 +65,24 @@ layout! {
         232 => ahead_from: u64,
         /// Reserved, always zero.
         240 => reserved_3: [u8; 12],
-        /// CRC-32 of the preceding bytes. Other structures identify this link by this checksum.
+        /// CRC-32 of the preceding bytes. Seals and the next link identify this manifest by this checksum.
         252 => header_crc: u32,
     }
 }
 
 layout! {
-    /// The fixed part of an encoded entry. The base of an overlay, the key, the metadata envelope, and zeros up to a
-    /// multiple of 8 follow.
+    /// The fixed part of an encoded entry. It is followed by the base of an overlay, the key, the metadata envelope,
+    /// and zeros up to a multiple of 8.
     pub struct ManifestEntryRaw: 80 {
         /// Id of the page.
         0 => page: PageId,
         /// Epoch of the page in the image.
         8 => epoch: Epoch,
-        /// Newest batch in the image that changed or moved the page.
+        /// Lsn of the newest batch in the image that changed or moved the page.
         16 => lsn: Lsn,
         /// Length of the page in bytes.
         24 => len: u64,
-        /// Number of the image file. This and all other image fields are zero if the page is empty.
+        /// Number of the image file. Zero if the page is empty, as are all other image fields.
         32 => image_file: u64,
         /// Offset of the payload, in bytes from the start of the image file.
         40 => image_offset: u64,
@@ -96,7 +96,7 @@ layout! {
         64 => place_ordinal: u32,
         /// Length of the metadata envelope in bytes.
         68 => metadata_len: u32,
-        /// Encoding of the payload. 0: uncompressed, 1: zstd, 2: overlay, whose base follows the fixed part.
+        /// Encoding of the payload. 0: uncompressed, 1: zstd, 2: overlay.
         72 => codec: u8,
         /// Number that represents the kind of the page's place.
         73 => place_kind: u8,
@@ -108,7 +108,7 @@ layout! {
 }
 
 layout! {
-    /// The encoded base of an overlay in an entry.
+    /// The encoded reference to the base of an overlay, which follows the fixed part of an entry.
     pub struct OverlayBaseRaw: 16 {
         /// Number of the image file that contains the base.
         0 => file: u64,

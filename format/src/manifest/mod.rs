@@ -1,8 +1,8 @@
 //! Manifests, which list the pages of a snapshot and their images.
 //!
-//! A snapshot is a base, or a base with a chain of changes. The base and each change are files of their own, and each
-//! change names the previous link by number and checksum. The table of an earlier state has the same layout and another
-//! kind, and a restore names it.
+//! A snapshot consists of a base, or of a base and a chain of changes. The base and each change are separate files.
+//! Each change names the previous link by number and checksum. The table of an earlier state has the layout of a base
+//! and another kind; a restore names it.
 //!
 //! ```text
 //! snapshots/<n>.manifest
@@ -51,7 +51,7 @@ pub enum ManifestKind {
         /// The header checksum of the previous link.
         previous_crc: u32,
     },
-    /// The table of an earlier state, which names all pages. A restore names the table.
+    /// The page table of an earlier state, which lists all pages. A restore operation names this manifest.
     Table,
 }
 
@@ -67,7 +67,7 @@ impl ManifestKind {
     }
 }
 
-/// A page that a snapshot captured.
+/// The description of one page in a snapshot, with the reference to its image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ManifestEntry {
     /// The id of the page.
@@ -76,7 +76,7 @@ pub struct ManifestEntry {
     pub key: Option<Key>,
     /// The length of the page in bytes.
     pub len: u64,
-    /// The epoch of the page.
+    /// The Lsn of the newest batch that changed or moved the page.
     pub epoch: Epoch,
     /// The newest batch that changed or moved the page.
     pub lsn: Lsn,
@@ -88,8 +88,7 @@ pub struct ManifestEntry {
     pub image: Option<ImageRef>,
 }
 
-/// A page that was deleted while the snapshot was taken, or since the previous link. Replay skips operations on this
-/// page up to the deletion.
+/// A record of a deleted page in a manifest. Replay skips operations on this page up to the deletion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tombstone {
     /// The id of the deleted page.
@@ -113,7 +112,7 @@ pub struct Manifest {
     pub created_unix_ms: u64,
     /// The point after which replay starts. The images include every batch up to this point.
     pub redo: LogPoint,
-    /// The batch up to which replay must continue at least. This Lsn is a durable mark (I4).
+    /// The durable mark of the manifest (I4). Replay must apply all batches up to this Lsn.
     pub end: Lsn,
     /// The next page id to assign. All lower ids have been assigned.
     pub next_page: u64,
@@ -121,9 +120,9 @@ pub struct Manifest {
     pub epoch_high: Epoch,
     /// The next number to assign to an image file.
     pub next_file: u64,
-    /// A lower bound for the image files of batches after `redo`. No frame after `redo` names an image file that was
-    /// written for a batch and has a lower number, and no such file was being written when the snapshot began. Zero if
-    /// the bound is unknown, as in tables and in manifests of older builds.
+    /// A lower bound for the numbers of image files that batches after `redo` name. Zero if the bound is unknown, as in
+    /// tables and in manifests of older builds. A file with a lower number was not being written for a batch when the
+    /// snapshot began.
     pub ahead_from: u64,
     /// The pages, in the order of their ids.
     pub entries: Vec<ManifestEntry>,
@@ -133,18 +132,18 @@ pub struct Manifest {
     pub root: Arc<Metadata>,
 }
 
-/// The condition of the two copies in a manifest file.
+/// The defects of the two copies in a manifest file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CopyHealth {
-    /// The defects of the first and the second copy, or `None` for a valid copy.
+    /// The defects of the first and the second copy, in this order. `None` for a valid copy.
     pub defects: [Option<Defect>; 2],
-    /// The header checksum of the copy that was decoded. The next link and seals identify the manifest by this
+    /// The header checksum of the copy that was decoded. Seals and the next link identify the manifest by this
     /// checksum.
     pub header_crc: u32,
 }
 
 impl CopyHealth {
-    /// Returns the condition of a file whose two copies are valid.
+    /// Returns the result for a file whose two copies are valid.
     pub(crate) fn whole(header_crc: u32) -> Self {
         Self { defects: [None, None], header_crc }
     }
@@ -157,8 +156,8 @@ impl CopyHealth {
 }
 
 impl Manifest {
-    /// Returns the number of pages that the manifest names, including deleted pages. The cost of reading a change
-    /// depends on this number.
+    /// Returns the number of entries and tombstones in the manifest. The cost of reading a change depends on this
+    /// number.
     #[must_use]
     pub fn changes(&self) -> usize {
         self.entries.len() + self.tombstones.len()

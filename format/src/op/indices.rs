@@ -1,4 +1,4 @@
-//! Element indices of a sparse delta. An encoding stores four bytes per index, or the gaps between the indices.
+//! Element indices of a sparse delta. There are two encodings: four bytes per index, or the gaps between the indices.
 //!
 //! If one element in a hundred changes, a gap takes 1.3 bytes on average, whereas an index takes 4 bytes.
 
@@ -6,16 +6,17 @@ use crate::defect::{Defect, check_limit};
 
 /// Encoding 0, which stores each index in four little-endian bytes.
 pub(super) const PLAIN: u8 = 0;
-/// Encoding 1, which stores the number of elements skipped before each element as a varint.
+/// Encoding 1, which stores a gap per index as a varint. A gap is the number of elements between an index and the
+/// previous index.
 pub(super) const GAPS: u8 = 1;
 
 /// Length of a plain index in bytes.
 const PLAIN_LEN: usize = size_of::<u32>();
-/// Maximum length of a gap in bytes, which contains 32 bits at seven bits per byte.
+/// Maximum length of an encoded gap in bytes. Five bytes of seven bits contain 32 bits.
 const GAP_LEN_MAX: usize = 5;
 
-/// The indices of the elements that a sparse delta replaces, in either encoding. [`Indices::gaps`] validates the
-/// encoding.
+/// The encoded indices of the elements that a sparse delta replaces. [`Indices::plain`] and [`Indices::gaps`] wrap the
+/// two encodings.
 ///
 /// ```
 /// use remanent_format::op::{Indices, gap_coded};
@@ -58,7 +59,7 @@ impl<'a> Indices<'a> {
         }
     }
 
-    /// Reads `count` gaps from the start of `bytes`, which may be longer.
+    /// Reads `count` gaps from the start of `bytes`. Bytes after the last gap are ignored.
     pub(super) fn read_gaps(bytes: &'a [u8], count: usize) -> Result<Self, Defect> {
         // `next` is one more than the highest index so far.
         let (mut at, mut next, mut left) = (0, 0, count);
@@ -97,22 +98,22 @@ impl<'a> Indices<'a> {
         self.highest
     }
 
-    /// Returns the lowest index, or `None` if there are no indices. Reads all indices unless the indices are stored as
-    /// gaps.
+    /// Returns the lowest index, or `None` if there are no indices. Reads every index unless the encoding is gaps,
+    /// which ascend.
     #[must_use]
     pub fn lowest(&self) -> Option<u32> {
         if self.is_gap_coded() { self.iter().next() } else { self.iter().min() }
     }
 
-    /// Returns true if the indices are stored as gaps. A device needs four bytes per index, so gaps must be expanded
-    /// for a device.
+    /// Returns true if the indices are encoded as gaps. A device needs four bytes per index, so [`Self::copy_to`] must
+    /// decode gaps before they are copied to a device.
     #[must_use]
     pub fn is_gap_coded(&self) -> bool {
         self.encoding == GAPS
     }
 
-    /// Returns an iterator over the indices, in the order of their elements in the delta. [`Self::copy_to`] is faster
-    /// if all indices are needed.
+    /// Returns an iterator over the indices, in the order of the new values in the delta. [`Self::copy_to`] is faster
+    /// if the caller needs all indices.
     pub fn iter(&self) -> impl Iterator<Item = u32> + use<'a> {
         let (encoding, mut rest, mut next) = (self.encoding, self.bytes, 0);
         (0..self.count).map(move |_| {
@@ -130,7 +131,7 @@ impl<'a> Indices<'a> {
         })
     }
 
-    /// Writes the indices to `out` in four little-endian bytes each, in the order of their elements in the delta.
+    /// Writes the indices to `out` in four little-endian bytes each, in the order of the new values in the delta.
     ///
     /// # Panics
     /// Panics if the length of `out` is not four times the number of indices.
@@ -160,7 +161,7 @@ impl<'a> Indices<'a> {
         self.encoding
     }
 
-    /// Returns the encoded indices.
+    /// Returns the bytes of the encoded indices, without padding.
     #[must_use]
     pub fn as_bytes(&self) -> &'a [u8] {
         self.bytes
@@ -212,15 +213,16 @@ pub fn gap_code(indices: &[u32], out: &mut [u8]) {
     }
 }
 
-/// Number of bytes from which gaps are decoded in one step.
+/// Number of bytes that [`GapWord`] decodes in one step.
 const WORD_LEN: usize = 8;
 
-/// The gaps that end within one eight-byte word, if each takes one or two bytes. Nearly all deltas have only such gaps.
+/// The gaps that end within one eight-byte word, if each gap has one or two bytes. Nearly all deltas have only such
+/// gaps.
 struct GapWord {
     /// Total length of the gaps in bytes.
     len: usize,
     count: usize,
-    /// Sum of the gaps plus their count, by which the next index advances.
+    /// Sum of the gaps plus their number. The next index rises by this value.
     skipped: u64,
 }
 
@@ -257,10 +259,11 @@ fn sum_of_bytes(word: u64) -> u64 {
     pairs.wrapping_mul(0x0001_0001_0001_0001) >> 48
 }
 
-/// Decodes four gaps from the start of `bytes` and writes their indices. `next` is the index of a first gap of zero.
+/// Decodes four gaps from the start of `bytes`, and writes the four indices to `out`. `next` is one more than the
+/// previous index.
 ///
-/// Returns the length of the gaps, and one more than the last index. Returns `None` if there are fewer than eight bytes
-/// or a gap takes more than two; the content of `out` is then unspecified.
+/// Returns the length of the gaps in bytes, and one more than the last index. Returns `None` if there are fewer than
+/// eight bytes, or if a gap has more than two bytes; the content of `out` is then unspecified.
 fn four_indices(bytes: &[u8], mut next: u32, out: &mut [[u8; PLAIN_LEN]; 4]) -> Option<(usize, u32)> {
     let mut word = u64::from_le_bytes(*bytes.first_chunk::<WORD_LEN>()?);
     let (mut len, mut is_longer) = (0, 0);
@@ -278,8 +281,8 @@ fn four_indices(bytes: &[u8], mut next: u32, out: &mut [[u8; PLAIN_LEN]; 4]) -> 
     (is_longer == 0).then_some((len, next))
 }
 
-/// Decodes the gap at the start of `bytes`. Returns the gap and its length. Only the shortest encoding of a gap is
-/// valid.
+/// Decodes the gap at the start of `bytes`. Returns the gap and the length of its encoding in bytes. Only the shortest
+/// encoding of a gap is valid.
 fn read_gap(bytes: &[u8]) -> Result<(u64, usize), Defect> {
     let mut gap = 0;
     for (at, &byte) in bytes.iter().take(GAP_LEN_MAX).enumerate() {

@@ -28,11 +28,11 @@ pub fn decode_payload(payload: &[u8]) -> Result<Vec<OpAt<'_>>, Defect> {
     Ok(ops)
 }
 
-/// Calls `each` with every byte range that the payload changes. Returns true if all operations only change existing
-/// bytes of pages.
+/// Calls `each` with every byte range that the payload changes. Returns true if all operations of the payload only
+/// change existing bytes of pages.
 ///
-/// If the result is false, `each` may have been called for some ranges. [`decode_payload`] returns the defect of an
-/// invalid payload.
+/// Returns false if there is another operation or the payload is invalid. `each` may then have been called for some
+/// ranges. [`decode_payload`] returns the defect of an invalid payload.
 pub fn for_each_byte_change(payload: &[u8], mut each: impl FnMut(ByteChange)) -> bool {
     let mut are_all = true;
     let read = for_each_op(payload, |at| match at.op.byte_change() {
@@ -43,16 +43,16 @@ pub fn for_each_byte_change(payload: &[u8], mut each: impl FnMut(ByteChange)) ->
     read.is_ok() && are_all
 }
 
-/// Returns the number of operations that a payload states, or 0 if its head is invalid or the payload is too short for
-/// that number.
+/// Returns the number of operations that the head of a payload states. Returns 0 if the head is invalid, or if the payload is
+/// too short for this number of operations.
 ///
-/// The operations are not decoded, so the result is suitable only for reserving memory.
+/// The operations are not decoded, so use the result only to reserve memory.
 #[must_use]
 pub fn claimed_ops(payload: &[u8]) -> usize {
     op_count(payload).unwrap_or(0)
 }
 
-/// Returns the number of operations that a payload states. Checks that the payload is long enough for that number.
+/// Returns the number of operations that the head of a payload states. Checks that the payload is long enough for this number.
 fn op_count(payload: &[u8]) -> Result<usize, Defect> {
     let head = PayloadHeadRaw::from_bytes(array(payload, 0)?);
     check_zero("reserved payload bytes", u64::from(head.reserved) | head.reserved_2)?;
@@ -94,7 +94,8 @@ pub fn for_each_op<'p>(payload: &'p [u8], mut each: impl FnMut(OpAt<'p>)) -> Res
     check_end(payload, at)
 }
 
-/// A separate function, so that the compiler emits a branch. A conditional move would wait for both values.
+/// Returns `end - at`. This function is separate so that the compiler emits a branch at the call. A conditional move
+/// would wait for both values.
 #[cold]
 #[inline(never)]
 fn other_len(end: usize, at: usize) -> usize {
@@ -119,7 +120,7 @@ fn check_end(payload: &[u8], at: usize) -> Result<(), Defect> {
     Err(Defect::Field { what: "bytes after the last operation", found: (payload.len() - at) as u64 })
 }
 
-/// Returns the header and the body of the operation at offset `at`, and the offset after its padding.
+/// Returns the header and the body of the operation at offset `at`, and the offset of the next operation.
 #[inline(always)]
 fn take(payload: &[u8], at: usize) -> Result<(OpHeaderRaw, &[u8], usize), Defect> {
     let header = OpHeaderRaw::from_bytes(array(payload, at)?);
@@ -309,7 +310,7 @@ fn decode_op<'a>(header: &OpHeaderRaw, body: &'a [u8]) -> Result<Op<'a>, Defect>
     }
 }
 
-/// Returns the place that a kind and an ordinal represent. Checks the limit of the ordinal.
+/// Returns the place that a kind and an ordinal represent. Checks that the ordinal is within its limit.
 fn read_place(kind: u64, ordinal: u64) -> Result<Place, Defect> {
     let raw = u8::try_from(kind).ok().zip(u32::try_from(ordinal).ok());
     let place = raw.and_then(|(kind, ordinal)| Place::from_raw(kind, ordinal));

@@ -11,7 +11,8 @@ use crate::image::Codec;
 use crate::limits::{FRAME_ALIGN, METADATA_LEN_MAX, NAME_LEN_MAX, NOTE_LEN_MAX, ROOT_LEN_MAX, align_up};
 use crate::value::{encode_entry, encode_metadata};
 
-/// A growable buffer that a payload is written to.
+/// A growable buffer into which [`PayloadWriter`] encodes a payload. The engine implements this trait for its own
+/// memory.
 pub trait PayloadBytes: AsMut<[u8]> {
     /// Returns the length of the buffer in bytes.
     fn byte_len(&self) -> usize;
@@ -64,13 +65,14 @@ where
     }
 }
 
-/// Reserves capacity for `count` more bytes. The capacity grows geometrically. Returns an error instead of aborting.
+/// Reserves capacity for `count` more bytes. The capacity grows geometrically. Returns an error instead of aborting the
+/// process.
 fn make_room(bytes: &mut Vec<u8>, count: usize) -> Result<(), Defect> {
     let needed = (bytes.len() + count) as u64;
     bytes.try_reserve(count).map_err(|_| Defect::Memory { needed })
 }
 
-/// An encoder that appends operations to a payload.
+/// An encoder that appends operations to the payload of one batch.
 #[derive(Debug)]
 pub struct PayloadWriter<B = Vec<u8>> {
     bytes: B,
@@ -199,8 +201,8 @@ impl<B: PayloadBytes> PayloadWriter<B> {
         self.end(header, body_at)
     }
 
-    /// Appends a write of `len` zeros, which the caller replaces later. The zeros start [`OP_HEADER_LEN`] bytes after
-    /// the previous end of the payload.
+    /// Appends a write of `len` zeros, so that the caller can write the new bytes into the payload later. The zeros
+    /// start [`OP_HEADER_LEN`] bytes after the previous end of the payload.
     ///
     /// # Errors
     /// Returns [`Defect::Memory`] if the buffer cannot grow, or [`Defect::Limit`] if `len` exceeds a limit of the
@@ -213,9 +215,9 @@ impl<B: PayloadBytes> PayloadWriter<B> {
         self.end(header, body_at)
     }
 
-    /// Appends a sparse delta whose values are zeros, which the caller replaces later. The values start
-    /// [`OP_HEADER_LEN`] plus `scatter_values_at(indices.as_bytes().len())` bytes after the previous end of the
-    /// payload.
+    /// Appends a sparse delta whose values are zeros, so that the caller can write the new values into the payload
+    /// later. The values start [`OP_HEADER_LEN`] plus `scatter_values_at(indices.as_bytes().len())` bytes after the
+    /// previous end of the payload.
     ///
     /// # Errors
     /// Returns [`Defect::Memory`] if the buffer cannot grow, or [`Defect::Limit`] if the operation exceeds a limit of
@@ -248,14 +250,15 @@ impl<B: PayloadBytes> PayloadWriter<B> {
         self.pad_to(values_at)
     }
 
-    /// Appends space for the header of an operation. Returns an incomplete header and the offset of the body.
+    /// Appends zeros for the header of an operation. Returns a header whose remaining fields the caller sets, and the
+    /// offset of the body.
     fn begin(&mut self, page: PageId) -> Result<(OpHeaderRaw, usize), Defect> {
         self.bytes.append_zeros(OP_HEADER_LEN)?;
         let header = OpHeaderRaw { kind: 0, width: 0, encoding: 0, body_len: 0, page, first: 0, second: 0 };
         Ok((header, self.bytes.byte_len()))
     }
 
-    /// Completes an operation whose body consists of all bytes after `body_at`.
+    /// Writes the header of an operation. The body consists of all bytes from `body_at` on.
     fn end(&mut self, mut header: OpHeaderRaw, body_at: usize) -> Result<(), Defect> {
         let body_len = (self.bytes.byte_len() - body_at) as u64;
         check_limit("operation length", body_len, crate::limits::FRAME_PAYLOAD_LEN_MAX)?;
@@ -278,7 +281,7 @@ impl<B: PayloadBytes> PayloadWriter<B> {
         self.op_count == 0
     }
 
-    /// Writes the head and returns the payload.
+    /// Writes the head of the payload, and returns the buffer.
     #[must_use]
     pub fn finish(mut self) -> B {
         let head = PayloadHeadRaw { op_count: self.op_count, reserved: 0, reserved_2: 0 };

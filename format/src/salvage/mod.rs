@@ -65,18 +65,18 @@ use crate::state::survey::Survey;
 use crate::state::table::PageTable;
 use crate::store::StoreFile;
 
-/// A damaged store from which pages are salvaged.
+/// The log, manifests and tables of a damaged store, from which pages are salvaged.
 pub struct Salvage<'s> {
     source: &'s dyn ReadAt,
     survey: Survey,
     log: KnownLog,
-    /// Versions of each page that manifests and tables name, newest first.
+    /// Versions of each page in manifests and tables, newest first.
     known_versions: BTreeMap<PageId, Vec<KnownVersion>>,
     page_bytes_max: u64,
     state: State,
 }
 
-/// The newest state of a damaged store that can be computed.
+/// The newest state that salvage can compute for a damaged store.
 #[derive(Clone, Debug)]
 pub struct State {
     /// The snapshot from which the state was computed. `None` if the state was computed from the beginning of the log
@@ -86,36 +86,36 @@ pub struct State {
     pub table: PageTable,
     /// The end of the state's last batch in the log.
     pub point: LogPoint,
-    /// Whether this is the state after a batch. If not, the table combines pages as of different batches. No page is
-    /// then exact, and pages that no structure mentions may be missing.
+    /// Whether the table is the state after one batch. If false, the table combines pages as of different batches, no
+    /// page is exact, and pages that no structure mentions may be missing.
     pub is_whole: bool,
 }
 
-/// Evidence of batches after the salvaged state.
+/// What the damaged store reveals about batches after the salvaged state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LogRemainder {
-    /// The newest batch that was durable, according to any structure on disk. Batches after the state up to this batch
-    /// are lost.
+    /// The newest batch that any structure on disk proves to be durable. If this batch is above the state, the batches
+    /// between the two are lost.
     pub durable: Lsn,
-    /// The newest batch of which a frame was found. Batches above `durable` are a torn tail.
+    /// The newest batch whose frame header was found. Batches above `durable` are a torn tail.
     pub seen: Lsn,
-    /// The damage of a segment that must exist but is missing, truncated or without a valid header. The segment may
-    /// have contained batches of which there is no other evidence.
+    /// The damage to a segment that must exist but is missing, truncated or without a valid header. `None` if there is
+    /// no such segment. The segment may have contained batches of which no other structure gives evidence.
     pub hidden: Option<Damage>,
 }
 
 /// The result of salvaging one page.
 #[derive(Clone, Debug)]
 pub enum PageRemains {
-    /// The bytes of the page in the state, which are proven.
+    /// The version of the page in the state is proven.
     Exact(FoundBytes),
-    /// An earlier version of the page, because the version in the state cannot be proven.
+    /// Only an earlier version of the page is proven.
     Older {
         /// The description of the earlier version.
         version: crate::state::table::PageInfo,
         /// The proven bytes of the earlier version.
         bytes: FoundBytes,
-        /// The damage to the version in the state.
+        /// The damage that prevents the proof of the version in the state.
         why: Damage,
     },
     /// No version of the page can be proven because of this damage.
@@ -161,7 +161,7 @@ impl<'s> Salvage<'s> {
         LogRemainder { durable: self.log.durable, seen: self.log.seen, hidden: self.log.hidden.clone() }
     }
 
-    /// Computes the state with the highest Lsn, from the newest snapshot that leads to it.
+    /// Computes the state with the highest Lsn. If several snapshots lead to this state, the newest of them is used.
     fn newest_state(&self) -> Result<Option<State>, Damage> {
         let mut best: Option<State> = None;
         let snapshots = self.survey.links.keys().rev().map(|link| self.survey.snapshot(*link));
@@ -188,8 +188,8 @@ impl<'s> Salvage<'s> {
         Ok(best)
     }
 
-    /// Computes the state from a snapshot over known batches up to `until`, or as far as possible. Returns `None` if
-    /// the snapshot needs more batches.
+    /// Computes the state from a snapshot and the known batches up to `until`. If a batch before `until` is not known,
+    /// the state ends before that batch. Returns `None` if the snapshot needs a batch that is not known.
     fn follow(&self, base: Option<&Arc<Manifest>>, until: Lsn) -> Result<Option<State>, Damage> {
         let mut resolver = base.map_or_else(Resolver::new, Resolver::from_manifest);
         let mut point = base.map_or_else(LogPoint::default, |manifest| manifest.redo);
@@ -218,7 +218,7 @@ impl<'s> Salvage<'s> {
         Ok(end)
     }
 
-    /// Combines the newest known version of every page, for a store without a computable state. The root is that of the
+    /// Combines the newest known version of every page. Used if no state can be computed. The root is that of the
     /// newest link.
     fn pieces(&self) -> Result<State, Damage> {
         let newest = self.survey.readable().max_by_key(|link| link.end);
@@ -235,7 +235,7 @@ impl<'s> Salvage<'s> {
     }
 }
 
-/// Returns true if there was not enough memory, in which case the file may be intact.
+/// Returns true if the damage is a failed allocation. The file may be intact.
 fn is_memory(damage: &Damage) -> bool {
     matches!(damage.defect, Defect::Memory { .. })
 }

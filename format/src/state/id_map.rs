@@ -1,9 +1,9 @@
 //! A map from ids to items, which are stored in rows of 256 consecutive ids.
 //!
-//! Ids are assigned in ascending order, so neighbors share a row. A lookup among ten million items causes hardly more
-//! cache misses than among a thousand, and the overhead per item is a few bytes. With one tree entry per page instead, a
-//! commit among a million pages takes 2.8 times as long as among a thousand, and half of the tree is empty, because
-//! ascending ids fill tree nodes only halfway.
+//! Ids are assigned in ascending order, so consecutive pages share a row. A lookup among ten million items causes hardly more
+//! cache misses than a lookup among a thousand items. The overhead per item is a few bytes. With a tree that has one
+//! entry per page, a commit among a million pages takes 2.8 times as long as among a thousand pages, and ascending ids
+//! fill the nodes of the tree only halfway.
 //!
 //! Ids can be *flagged* for later processing. An id stays flagged when its item is removed.
 
@@ -14,9 +14,9 @@ use std::ops::Index;
 use crate::defect::{Defect, collected};
 use crate::ids::Number;
 
-/// Number of ids in a row, which has one bit for each.
+/// Number of consecutive ids in a row.
 pub const ROW: u64 = WORDS as u64 * WORD;
-/// Number of words that contain the bits of a row.
+/// Number of words in a set of [`ROW`] bits.
 const WORDS: usize = 4;
 /// Number of bits in a word.
 const WORD: u64 = u64::BITS as u64;
@@ -51,14 +51,14 @@ impl Bits {
         self.0 == [0; WORDS]
     }
 
-    /// Returns the number of members below `number`.
+    /// Returns the number of ids in the set that are below `number`.
     fn count_below(&self, number: u64) -> usize {
         let (word, bit) = Self::at(number);
         let of_words: u32 = self.0[..word].iter().map(|word| word.count_ones()).sum();
         (of_words + (self.0[word] & (bit - 1)).count_ones()) as usize
     }
 
-    /// Returns the members in ascending order. `first` is the first id of the row.
+    /// Returns the ids in the set in ascending order. `first` is the first id of the row.
     fn numbers(self, first: u64) -> impl Iterator<Item = u64> {
         self.0.into_iter().enumerate().flat_map(move |(at, mut word)| {
             std::iter::from_fn(move || {
@@ -125,7 +125,7 @@ impl<T> Row<T> {
     }
 }
 
-/// The items and flags of [`ROW`] consecutive ids.
+/// The items and the flags of [`ROW`] consecutive ids.
 #[derive(Clone, Debug)]
 struct IdChunk<T> {
     /// First id of the chunk, divided by [`ROW`].
@@ -134,14 +134,14 @@ struct IdChunk<T> {
     flagged: Bits,
 }
 
-/// A map from ids to items, in the order of the ids.
+/// A map from ids to items in the order of the ids, with a set of flagged ids.
 #[derive(Clone, Debug)]
 pub struct IdMap<K, T> {
     /// Rows of chunks, keyed by the first id divided by the square of [`ROW`]. No row is empty, and every chunk
     /// contains an item or a flag.
     rows: BTreeMap<u64, Row<IdChunk<T>>>,
     count: usize,
-    /// Numbers of the chunks that may contain flagged ids.
+    /// Numbers of the chunks that may contain flagged ids, in ascending order.
     flagged: BTreeSet<u64>,
     numbers: PhantomData<K>,
 }
@@ -270,15 +270,15 @@ impl<K: Number, T> IdMap<K, T> {
         chunks.flat_map(|chunk| chunk.row.present.numbers(chunk.number * ROW).map(K::of).zip(chunk.row.items))
     }
 
-    /// Removes all items for which `wanted` returns false.
+    /// Keeps only the items for which `wanted` returns true.
     pub fn retain(&mut self, mut wanted: impl FnMut(K, &T) -> bool) {
         let gone: Vec<K> =
             self.iter().filter(|(key, item)| !wanted(*key, item)).map(|(key, _)| key).collect();
         gone.into_iter().for_each(|key| _ = self.remove(key));
     }
 
-    /// Moves all items and flags of another map into this map. An item of `other` replaces an item with the same id.
-    /// Chunks that only one map contains are moved without reading their items.
+    /// Moves all items and flags of another map into this map. An item of `other` replaces an item with the same id. A
+    /// chunk that exists in only one of the maps is moved without reading its items.
     pub fn absorb(&mut self, other: Self) {
         for chunk in other.rows.into_values().flat_map(|row| row.items) {
             let first = chunk.number * ROW;

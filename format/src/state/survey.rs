@@ -1,6 +1,7 @@
-//! Surveys of a store directory. A survey contains the readable parts of STORE, the log, and the links of snapshots.
+//! Surveys of a store directory. A survey contains the readable parts of STORE, the log, and the manifests.
 //!
-//! A [`Survey`] reads the files but gives no verdict. The `follow` module computes states from a survey.
+//! A [`Survey`] reads the files but does not decide whether the store can be opened. The `follow` module computes
+//! states from a survey.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -16,26 +17,28 @@ use crate::manifest::{
 use crate::names::{FileName, Folder, ReadAt};
 use crate::store::StoreFile;
 
-/// The readable parts of a store directory.
+/// The readable parts of a store directory: the content of STORE, the segments of the log, and the manifests.
 #[derive(Debug)]
 pub struct Survey {
     /// The decoded content of STORE.
     pub store: StoreFile,
     /// The segments of the log, and the line of incarnations.
     pub log: LogMap,
-    /// The links of all snapshots. [`Survey::snapshot`] merges the links of one snapshot.
+    /// The manifests of all snapshots, which are the links of chains. [`Survey::snapshot`] merges the links of one
+    /// snapshot.
     pub links: Links,
 }
 
-/// The links of snapshots, one per file. Each link is a manifest with the condition of its copies, or the damage that
-/// prevents reading the manifest. A link may exist only for the snapshots that follow it.
+/// The manifests in the directory, keyed by snapshot number. A value contains the manifest and the defects of its
+/// copies, or the damage if neither copy is valid. Some of these manifests may only be links of later snapshots.
 pub type Links = BTreeMap<SnapshotId, Result<(Arc<Manifest>, CopyHealth), Damage>>;
 
-/// Reads a manifest file whose two copies are valid. Returns the manifest and its header checksum, or `None` if the
-/// file has any defect.
+/// A function that reads a manifest file. Returns the manifest and its header checksum, or `None` if either copy has a
+/// defect.
 pub type LinkReader<'a> = &'a dyn Fn(FileName) -> Option<(Manifest, u32)>;
 
-/// A candidate for the start of recovery, which is a snapshot, or `None` for the beginning of the log.
+/// A candidate for the start of recovery: the number of a snapshot and its merged manifest, or its damage. Both are
+/// `None` for the beginning of the log.
 pub(crate) type Candidate = (Option<SnapshotId>, Result<Option<Arc<Manifest>>, Damage>);
 
 impl Survey {
@@ -47,8 +50,8 @@ impl Survey {
         Self::read_as(source, read_store(source)?)
     }
 
-    /// Reads all segment headers and all manifests, given the content of STORE. If STORE is lost, an inspector can pass
-    /// a guess of the store's id.
+    /// Reads all segment headers and all manifests. `store` is the content of STORE. If STORE is lost, an inspector can
+    /// pass a guess of the store's id.
     ///
     /// # Errors
     /// Returns [`Damage`] if a folder cannot be listed, or the system lacks a resource.
@@ -58,14 +61,15 @@ impl Survey {
         Ok(Self { store, log, links })
     }
 
-    /// Returns the highest durable mark of the manifests, which is the highest `end`. A manifest is published only when
-    /// the log is durable up to its `end` (I7).
+    /// Returns the highest durable mark of the manifests, which is the highest `end`. A manifest is published only
+    /// after the log is durable up to its `end` (I7).
     #[must_use]
     pub fn mark(&self) -> Lsn {
         self.readable().map(|manifest| manifest.end).max().unwrap_or_default()
     }
 
-    /// Returns the readable manifests without merging them, oldest first. A change names only the pages that changed.
+    /// Returns the readable manifests, oldest first. The links of a snapshot are not merged, so a change lists only the
+    /// pages that changed.
     pub fn readable(&self) -> impl DoubleEndedIterator<Item = &Arc<Manifest>> + Clone {
         self.links.values().filter_map(|read| read.as_ref().ok()).map(|(manifest, _)| manifest)
     }
@@ -91,8 +95,8 @@ impl Survey {
         Ok(chain)
     }
 
-    /// Returns the manifest of a snapshot with all its pages. Each call merges the links of the snapshot again, unless
-    /// the snapshot is a base.
+    /// Returns the manifest of a snapshot, which lists all pages of the snapshot. Each call merges the links of the
+    /// snapshot again, unless the snapshot is a base.
     ///
     /// # Errors
     /// Returns the same [`Damage`] as [`Survey::chain`], or [`Damage`] if the merged manifest exceeds a limit.
@@ -105,7 +109,7 @@ impl Survey {
         merge(&links).map(Arc::new).map_err(|defect| defect.at(FileName::Manifest(snapshot.0), 0))
     }
 
-    /// Returns references to the entries of a snapshot, in the order of their page ids. This function copies no entries
+    /// Returns references to the entries of a snapshot, in the order of their page ids. This method copies no entries
     /// and is faster than [`Survey::snapshot`].
     ///
     /// # Errors
@@ -123,8 +127,8 @@ impl Survey {
     }
 
     /// Returns the candidates for the start of recovery (SPEC R1): the snapshots from the newest to the oldest, then
-    /// `None` for the beginning of the log. An unreadable snapshot is returned as its damage. The iterator merges each
-    /// snapshot when it reaches it.
+    /// `None` for the beginning of the log. The item for an unreadable snapshot is its damage. The iterator merges the
+    /// links of a snapshot when it returns the snapshot.
     pub fn candidates(&self) -> impl Iterator<Item = Result<Option<Arc<Manifest>>, Damage>> + '_ {
         self.named_candidates().map(|(_, candidate)| candidate)
     }
@@ -136,8 +140,8 @@ impl Survey {
         snapshots.chain(self.beginning().map(|beginning| (None, beginning)))
     }
 
-    /// Returns the beginning of the log as a candidate for recovery. Returns `None` if the beginning was recycled, or
-    /// its damage if its header is invalid.
+    /// Returns the beginning of the log as a candidate for the start of recovery. Returns `None` if the beginning was
+    /// recycled, or its damage if its header is invalid.
     pub(crate) fn beginning(&self) -> Option<Result<Option<Arc<Manifest>>, Damage>> {
         match (self.log.beginning(), self.log.chain_break()) {
             (Some(_), _) => Some(Ok(None)),
@@ -155,8 +159,8 @@ pub fn read_store(source: &dyn ReadAt) -> Result<StoreFile, Damage> {
     StoreFile::decode(&bytes).map_err(|defect| defect.at(FileName::Store, 0))
 }
 
-/// Reads the links of all snapshots. `faster` is tried first for each file. For files for which `faster` returns
-/// `None`, [`read_manifest`] determines the defect.
+/// Reads the manifests of all snapshots. `faster` is called first for each file. If `faster` returns `None`,
+/// [`read_manifest`] reads the file again and determines the defect.
 ///
 /// # Errors
 /// Returns [`Damage`] if the folder cannot be listed, or [`Damage`] with [`Defect::Shortage`] if the system lacks a
@@ -186,8 +190,8 @@ pub fn read_links(source: &dyn ReadAt, store: &StoreFile, faster: LinkReader<'_>
     Ok(links)
 }
 
-/// Reads a manifest file, which is a link of a snapshot or the table of a restore. A change alone is not a state;
-/// [`Survey::snapshot`] merges the links.
+/// Reads a manifest file. A change alone does not describe a state; [`Survey::snapshot`] merges the links of a
+/// snapshot.
 ///
 /// # Errors
 /// Returns [`Damage`] if neither copy is valid, or if the manifest belongs to another store or another file.
@@ -204,7 +208,7 @@ pub fn read_manifest(
     Ok((manifest, health))
 }
 
-/// Checks that a manifest belongs to this store and this file (SPEC M8).
+/// Checks that a manifest belongs to this store and has the number and kind that the file name requires (SPEC M8).
 fn check_file(manifest: &Manifest, file: FileName, store: &StoreFile) -> Result<(), Damage> {
     if manifest.store != store.store {
         return Err(Defect::Foreign.at(file, 0));
@@ -225,8 +229,8 @@ fn check_file(manifest: &Manifest, file: FileName, store: &StoreFile) -> Result<
     Ok(())
 }
 
-/// Reads a manifest file whose two copies are equal. Only one piece of the second copy is in memory at a time. Returns
-/// `None` if the file has any defect, which a read of the whole file then determines.
+/// Reads a manifest file whose two copies are equal. Memory for only one piece of the second copy is allocated at a
+/// time. Returns `None` if the file has any defect. The caller then reads the whole file to determine the defect.
 fn read_copies(source: &dyn ReadAt, file: FileName) -> Option<(Manifest, CopyHealth)> {
     let len = source.len(file).ok()??;
     let mut header = [0; ManifestHeaderRaw::LEN];

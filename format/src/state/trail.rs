@@ -1,9 +1,9 @@
-//! Access to single pages of a state, without reading the bytes of all pages. Each page is read from its base and from
-//! the recorded locations of its operations in the log.
+//! Reads single pages of a state, without reading the bytes of all pages. A page is computed from its base and from the
+//! operations on the page, whose locations in the log are recorded.
 //!
 //! [`Survey::resolve`] walks the log once and keeps only the page table. [`OpLocations::follow`] also records the
-//! locations of all operations, with 56 bytes per operation, or per MiB of a long write. [`OpLocations::load`] then
-//! reads the base and the operations of one page.
+//! locations of all operations. A location has 56 bytes. An operation has one location, except that a long write has
+//! one per MiB. [`OpLocations::load`] then reads the base and the operations of one page.
 //!
 //! A window of a long page can be read without the other bytes of the page. [`OpLocations::prove`] proves the image of
 //! the page once. [`OpLocations::window`] then reads the window from the image, and the operations that overlap the
@@ -33,27 +33,27 @@ use crate::state::replay::{ResolvedState, Resolver};
 use crate::state::survey::Survey;
 use crate::state::window::{PageWindow, load_base, load_window};
 
-/// Maximum number of bytes per location of a write. Longer writes are split, so that a read of a window reads few bytes
-/// outside the window.
+/// Maximum number of bytes of a write per location. Longer writes have several locations, so that a read of a window
+/// reads few bytes outside the window.
 const WRITTEN_AT_ONCE: usize = 1 << 20;
 
 /// The location of an operation in the log, or of a part of a write.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OpLocation {
     segment: u64,
-    /// Offset of the bytes, from the start of the segment.
+    /// Offset of the operation's bytes, from the start of the segment.
     offset: u64,
     pub lsn: Lsn,
-    /// Range of the page that the operation can change, in bytes.
+    /// Start of the range of the page that the operation can change, in bytes.
     from: u64,
     to: u64,
     len: u32,
     crc: u32,
-    /// Whether the location contains bytes to write at `from`, and not an encoded operation.
+    /// Whether the location is that of bytes to write at `from`. If false, it is that of an encoded operation.
     is_part: bool,
 }
 
-/// A frame whose operations are being located.
+/// A frame and its payload, from which the locations of operations are computed.
 struct FramePart<'p> {
     header: &'p FrameHeader,
     payload: &'p [u8],
@@ -109,7 +109,7 @@ impl OpLocation {
         whole.into_iter().chain(parts)
     }
 
-    /// Returns true if the operation can change bytes of a window of its page.
+    /// Returns true if the operation can change bytes inside `window`, a range of its page.
     pub fn reaches(&self, window: &Range<u64>) -> bool {
         self.from < window.end && window.start < self.to
     }
@@ -128,7 +128,7 @@ impl OpLocation {
         Ok(())
     }
 
-    /// Records the bytes of the page that the operation writes.
+    /// Adds the ranges of the page that the operation writes to `coverage`.
     fn note_in(&self, source: &dyn ReadAt, coverage: &mut Coverage) -> Result<(), Damage> {
         if self.is_part {
             coverage.write(self.from..self.to);
@@ -139,7 +139,7 @@ impl OpLocation {
         Ok(())
     }
 
-    /// Reads the encoded operation, which [`decode_single`] decodes.
+    /// Reads the bytes of the encoded operation. [`decode_single`] can decode them.
     ///
     /// # Errors
     /// Returns [`Damage`] if the bytes have changed since the location was recorded.
@@ -173,7 +173,7 @@ pub(crate) fn reach(op: &Op<'_>) -> Range<u64> {
     }
 }
 
-/// A page whose base is proven, so that windows of the page can be read.
+/// A page whose base is proven. The bytes of the page can be read in windows.
 #[derive(Clone, Debug)]
 pub struct ProvenPage {
     page: PageId,
@@ -193,7 +193,7 @@ impl ProvenPage {
         Ok(Self { page, base_len, image })
     }
 
-    /// Reads a window of the page, after the operations at `locations`.
+    /// Computes a window of the page from the base and the operations at `locations`.
     pub(crate) fn window(
         &self,
         source: &dyn ReadAt,
@@ -208,8 +208,8 @@ impl ProvenPage {
     }
 }
 
-/// A page that is too long for memory, with a proven base and the locations of later operations. The caller records the
-/// locations while it walks the log.
+/// A page that is too long for memory. It consists of a proven base and the locations of later operations, which the
+/// caller adds while it walks the log.
 #[derive(Debug)]
 pub struct PageTrail {
     proven: ProvenPage,
@@ -225,8 +225,8 @@ impl PageTrail {
         Ok(Self { proven: ProvenPage::prove(source, page, base.image, base.len)?, locations: Vec::new() })
     }
 
-    /// Records the location of operation `index` of a batch. The payload must have been checked, and the operation must
-    /// change this page and follow its base.
+    /// Records the location of operation `index` of a batch. The caller must have checked the payload. The operation
+    /// must change this page, and its batch must be after the base.
     ///
     /// # Errors
     /// Returns [`Defect::Memory`] if there is not enough memory.
@@ -240,11 +240,11 @@ impl PageTrail {
         note(&mut self.locations, header, payload, ops, index)
     }
 
-    /// Reads a window of the page, after the recorded operations. The window must be within the page.
+    /// Reads a window of the page as of the last recorded operation. The window must be within the page.
     ///
     /// # Errors
-    /// Returns [`Damage`] if bytes have changed since the page was proven and its operations were recorded, or if there
-    /// is not enough memory.
+    /// Returns [`Damage`] if the image or an operation has changed on disk since it was proven, or if there is not
+    /// enough memory.
     pub fn window(&self, source: &dyn ReadAt, window: &Range<u64>) -> Result<Vec<u8>, Damage> {
         self.proven.window(source, &self.locations, window)
     }
@@ -266,7 +266,8 @@ fn note(
     Ok(())
 }
 
-/// The locations of the operations after the bases, for all pages of a state.
+/// The locations in the log of all operations on the pages of a state. An operation that the base of its page includes
+/// is not recorded.
 #[derive(Debug, Default)]
 pub struct OpLocations {
     pages: HashMap<PageId, Vec<OpLocation>>,
@@ -385,8 +386,8 @@ impl OpLocations {
         })
     }
 
-    /// Returns true if batches have overwritten every byte of a page's image. Returns false if an operation can no
-    /// longer be read.
+    /// Returns true if later operations have overwritten every byte of a page's image. Returns false if an operation
+    /// can no longer be read.
     ///
     /// # Panics
     /// Panics if the page is not in the table of the state.

@@ -1,8 +1,8 @@
 //! Overlays. An overlay stores the changed pieces of a long page, and refers to an image of the whole page.
 //!
 //! If only a small part of a page on disk changes, a snapshot does not write the whole page. It writes an *overlay*,
-//! which contains the changed pieces and a reference to the *base*, the image that the pieces modify. A base is
-//! uncompressed or compressed but never an overlay, so a read of a page needs at most two images.
+//! which contains the changed pieces and a reference to the *base*, the image that the pieces modify. The base is never
+//! an overlay itself, so a read of a page needs at most two images.
 //!
 //! ```text
 //! 0      header (64 bytes): the base, and the number of pieces
@@ -10,8 +10,8 @@
 //! ...    the pieces' bytes, back to back
 //! ```
 //!
-//! The payload has one checksum, as every image does. The checksum of the page is that of the base with the pieces
-//! applied.
+//! The payload of an overlay has one checksum, like the payload of every image. A second checksum covers the page that
+//! results from applying the pieces to the base.
 
 use std::ops::Range;
 
@@ -20,7 +20,7 @@ use super::image_ref::ImageRef;
 use crate::defect::{Defect, array, check_equal, check_limit, check_zeros, reserve, reserve_items, slice};
 use crate::layout::layout;
 
-/// Number of bytes of a page whose pieces are read in one step.
+/// Length in bytes of the part of a page whose pieces one call reads.
 const READ_TOGETHER: usize = 1 << 20;
 
 /// Magic bytes at the start of an overlay's payload.
@@ -31,7 +31,7 @@ layout! {
     pub struct OverlayHeaderRaw: 64 {
         /// Magic bytes, always `RMNTOVER`.
         0 => magic: [u8; 8],
-        /// Number of the image file that contains the base.
+        /// Offset of the base's payload, in bytes from the start of the image file `base_file`.
         8 => base_file: u64,
         /// Offset of the base's payload, in bytes from the start of that file.
         16 => base_offset: u64,
@@ -41,7 +41,7 @@ layout! {
         32 => base_stored_crc: u32,
         /// CRC-32 of the page's bytes in the base.
         36 => base_raw_crc: u32,
-        /// Length of the page in bytes, which is also the length in the base.
+        /// Length in bytes of the page. The page has the same length in the base.
         40 => page_len: u64,
         /// Number of pieces in the overlay.
         48 => piece_count: u32,
@@ -62,7 +62,7 @@ layout! {
     }
 }
 
-/// The header and the table of an overlay: its base, and the ranges of its pieces.
+/// The decoded header and table of an overlay: the reference to its base, and the ranges of its pieces.
 ///
 /// ```
 /// use remanent_format::image::{Codec, ImageRef, Overlay};
@@ -80,16 +80,17 @@ pub struct Overlay {
     base: ImageRef,
     len: u64,
     pieces: Vec<Range<u64>>,
-    /// Offset of each piece's bytes in the payload, followed by the end of the payload.
+    /// Offset in the payload of each piece's bytes. The last element is the length of the payload.
     stored_at: Vec<u64>,
 }
 
 impl Overlay {
-    /// Creates an overlay of `pieces` over `base`, for a page of length `len`.
+    /// Creates an overlay that replaces the ranges `pieces` of `base`, for a page of `len` bytes.
     ///
     /// # Errors
-    /// Returns a [`Defect`] if the base is not a whole image of such a page, or if the pieces are empty, do not ascend
-    /// or exceed the page. Also returns an error if there are no pieces, too many pieces, or too little memory.
+    /// Returns a [`Defect`] if the base is an overlay or an image of a page of another length. Returns a [`Defect`] if
+    /// there are no pieces or too many, or if the pieces are empty, do not ascend or exceed the page. Returns
+    /// [`Defect::Memory`] if there is not enough memory.
     pub fn new(base: ImageRef, len: u64, pieces: Vec<Range<u64>>) -> Result<Self, Defect> {
         if let Codec::Overlay(_) = base.codec {
             return Err(Defect::Field {
@@ -137,16 +138,16 @@ impl Overlay {
         *self.stored_at.last().expect("the end at least")
     }
 
-    /// Returns the reference to this overlay. `payload` is the reference to the stored payload, and `page_crc` is the
-    /// CRC-32 of the resulting page.
+    /// Returns the reference to this overlay, for an entry of a manifest. `payload` is the reference to the stored
+    /// payload, and `page_crc` is the CRC-32 of the resulting page.
     #[must_use]
     pub fn reference(&self, payload: &ImageRef, page_crc: u32) -> ImageRef {
         let base = OverlayBase { file: self.base.file, stored_len: self.base.stored_len };
         ImageRef { raw_crc: page_crc, codec: Codec::Overlay(base), ..*payload }
     }
 
-    /// Returns the parts of the pieces that a range of the payload contains, in order. Each item is an offset in the
-    /// payload and a range of the page.
+    /// Finds the pieces in a range of the payload, in order. Each item is an offset in the payload, and the range of
+    /// the page whose bytes are stored at this offset.
     pub fn stored_in(&self, stored: Range<u64>) -> impl Iterator<Item = (u64, Range<u64>)> {
         let first = self.stored_at.partition_point(|at| *at <= stored.start).saturating_sub(1);
         let pieces = self.pieces[first.min(self.pieces.len())..].iter().zip(&self.stored_at[first..]);
@@ -158,8 +159,8 @@ impl Overlay {
         })
     }
 
-    /// Returns the parts of the pieces that a range of the page contains, in order. Each item is an offset in the
-    /// payload and a range of the page.
+    /// Finds the pieces that overlap a range of the page, in order, and clips them to the range. Each item is an offset
+    /// in the payload, and the range of the page whose bytes are stored at this offset.
     pub(super) fn pieces_in(&self, range: Range<u64>) -> impl Iterator<Item = (u64, Range<u64>)> {
         let first = self.pieces.partition_point(|piece| piece.end <= range.start);
         let pieces = self.pieces[first..].iter().zip(&self.stored_at[first..]);
@@ -169,9 +170,9 @@ impl Overlay {
         })
     }
 
-    /// Applies the pieces to `bytes` of the base, which start at `offset` of the page.
+    /// Overwrites `bytes`, a part of the base that starts at `offset` of the page, with the pieces.
     ///
-    /// `read` fills a slice from an offset of the payload. One call reads all pieces of [`READ_TOGETHER`] bytes of the
+    /// `read` fills a slice from an offset of the payload. One call reads all pieces in [`READ_TOGETHER`] bytes of the
     /// page, because the payload stores the pieces back to back. `refused` converts the defect of a failed allocation.
     pub(super) fn apply_pieces<E>(
         &self,
@@ -250,7 +251,7 @@ impl Overlay {
         Self::new(base, raw.page_len, pieces)
     }
 
-    /// Returns the length in bytes of the header and the table, which the encoded header determines.
+    /// Decodes the header of an overlay, and returns the length in bytes of the header and the table together.
     ///
     /// # Errors
     /// Returns a [`Defect`] if the header is invalid, or if the table is longer than the payload (I9).
@@ -289,8 +290,8 @@ fn head_len(piece_count: u64) -> u64 {
     OverlayHeaderRaw::LEN as u64 + piece_count * OverlayPieceRaw::LEN as u64
 }
 
-/// Returns the CRC-32 of a page of length `len` after one piece of the page changed. `before` is the checksum of the
-/// page before the change. `was` and `is` are the checksums of the piece before and after the change.
+/// Returns the CRC-32 of a page of `len` bytes after the range `piece` changed. `before` is the checksum of the page
+/// before the change. `was` and `is` are the checksums of the range before and after the change.
 ///
 /// ```
 /// use remanent_format::image::sum_after_change;

@@ -1,7 +1,8 @@
 //! The page table, and the effects of batches on it.
 //!
-//! A pure function, [`PageTable::plan`], determines what a batch changes, or why the batch is refused. Commits, the
-//! applier, recovery and `rebuild` all use this function, so that a batch has only one interpretation.
+//! A pure function, [`PageTable::plan`], computes the changes that a batch makes, or the reason why the batch is
+//! invalid. Commits, the applier, recovery and `rebuild` all use this function, so that a batch has only one
+//! interpretation.
 
 mod entry;
 mod key_index;
@@ -21,7 +22,7 @@ use crate::state::id_map::IdMap;
 use crate::state::page_changes::{PageChange, PageChanges};
 use crate::value::{Metadata, SharedMetadata};
 
-/// The description of a page, which contains all properties but the bytes.
+/// The description of a page, which contains all properties except the bytes.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct PageInfo {
@@ -31,7 +32,7 @@ pub struct PageInfo {
     pub key: Option<Key>,
     /// The length of the page in bytes.
     pub len: u64,
-    /// The version of the page.
+    /// The epoch of the page, which is its version.
     pub epoch: Epoch,
     /// The batch that last changed or moved the page.
     pub lsn: Lsn,
@@ -57,11 +58,11 @@ impl PageInfo {
     }
 }
 
-/// The pages and the root of a state, with the counters that never decrease.
+/// The pages and the root of a state, and two counters that never decrease: the next page id and the highest epoch.
 #[derive(Clone, Debug, Default)]
 pub struct PageTable {
     pages: IdMap<PageId, PageEntry>,
-    /// Whether the table flags changed pages.
+    /// Whether the table flags the pages that batches change.
     is_watched: bool,
     keys: KeyIndex,
     root: Arc<Metadata>,
@@ -70,7 +71,7 @@ pub struct PageTable {
     lsn: Lsn,
 }
 
-/// Compares the states but not the flags of changed pages.
+/// Compares the pages, the root and the counters. Flags of changed pages are not compared.
 impl PartialEq for PageTable {
     fn eq(&self, other: &Self) -> bool {
         let numbers = |table: &Self| (table.next_page, table.epoch_high, table.lsn);
@@ -88,8 +89,8 @@ impl PageTable {
         Self { next_page: 1, ..Self::default() }
     }
 
-    /// Creates a table from the contents of a manifest. The table finds no keys until [`PageTable::index_keys`] is
-    /// called.
+    /// Creates a table from the contents of a manifest. [`PageTable::get_key`] finds no page until
+    /// [`PageTable::index_keys`] is called.
     ///
     /// # Panics
     /// Panics if the length of a page or the ordinal of its place exceeds a limit of the format.
@@ -110,7 +111,7 @@ impl PageTable {
         Self { pages, is_watched: false, keys: KeyIndex::default(), root, next_page, epoch_high, lsn }
     }
 
-    /// Appends the pages of another table. The ids of these pages must be above all ids of this table.
+    /// Adds the pages of another table. All their ids must be above the ids of this table.
     #[must_use]
     pub(crate) fn joined(mut self, behind: Self) -> Self {
         self.pages.absorb(behind.pages);
@@ -131,7 +132,7 @@ impl PageTable {
         self.pages.get(page)
     }
 
-    /// Returns the description of the page with a key, or `None` if no page has the key.
+    /// Returns the description of the page that has this key, or `None` if no page has the key.
     #[must_use]
     pub fn get_key(&self, key: impl AsRef<[u8]>) -> Option<PageInfo> {
         self.keys.get(key.as_ref()).and_then(|page| self.get(*page))
@@ -157,7 +158,7 @@ impl PageTable {
         self.pages.range(first, last).map(|(page, entry)| (page, entry.place(), entry.len()))
     }
 
-    /// Returns each page's id with the batch that last changed or moved the page, in the order of the ids.
+    /// Returns the id of each page and the batch that last changed or moved the page, in the order of the ids.
     pub fn lsns(&self) -> impl ExactSizeIterator<Item = (PageId, Lsn)> {
         self.pages.iter().map(|(page, entry)| (page, entry.lsn))
     }
@@ -180,7 +181,7 @@ impl PageTable {
         self.epoch_high
     }
 
-    /// Returns the last batch that was installed.
+    /// Returns the Lsn of the last batch that was installed.
     #[must_use]
     pub fn lsn(&self) -> Lsn {
         self.lsn
@@ -221,8 +222,8 @@ impl PageTable {
         self.lsn = self.lsn.max(changes.lsn);
     }
 
-    /// Plans and installs a batch that only changes bytes of pages, which nearly all batches of a long log do. The
-    /// entries are updated in place. Copying the entries took an eighth of the time to replay 256-byte deltas.
+    /// Plans and installs a batch that only changes bytes of pages, as nearly all batches of a long log do. The entries
+    /// are modified in place, because copying the entries took an eighth of the time to replay 256-byte deltas.
     ///
     /// Returns `None`, with nothing changed, if the batch has other operations. No page may already include this batch
     /// or a later batch.
@@ -258,8 +259,9 @@ impl PageTable {
         Some(Ok(()))
     }
 
-    /// Applies a summary of batches, with the same result as [`change_bytes`](Self::change_bytes) for each. Returns
-    /// false, with nothing changed, if the table already includes one of the batches, or if a batch is invalid.
+    /// Installs the batches that a summary describes. The result is the same as that of calling
+    /// [`change_bytes`](Self::change_bytes) for each batch. Returns false, with nothing changed, if the table already
+    /// includes one of the batches, or if a batch is invalid.
     pub(crate) fn change_pages(&mut self, changes: &PageChanges) -> bool {
         let fits = |change: &PageChange| {
             self.pages.get(change.page).is_some_and(|entry| {
@@ -283,7 +285,8 @@ impl PageTable {
         do_follow
     }
 
-    /// Replaces the pages and the root with those of an earlier state. The counters that never decrease are kept.
+    /// Replaces the pages and the root with those of an earlier state. The next page id and the highest epoch do not
+    /// decrease.
     ///
     /// # Panics
     /// Panics as [`PageTable::from_parts`] does.
@@ -297,15 +300,15 @@ impl PageTable {
         }
     }
 
-    /// Starts to flag the pages that [`PageTable::install`] and [`PageTable::replace`] change. The pages in `changed`
-    /// are flagged immediately.
+    /// Starts flagging the pages that [`PageTable::install`] and [`PageTable::replace`] change. Flags the pages in
+    /// `changed` immediately.
     pub fn watch(&mut self, changed: impl IntoIterator<Item = PageId>) {
         self.is_watched = true;
         changed.into_iter().for_each(|page| self.pages.flag(page));
     }
 
-    /// Returns the flagged pages in ascending order, including deleted ones. The list is empty unless
-    /// [`PageTable::watch`] was called.
+    /// Returns the ids of the flagged pages in ascending order, including ids of deleted pages. The list is empty
+    /// unless [`PageTable::watch`] was called.
     ///
     /// # Errors
     /// Returns [`Defect::Memory`] if there is not enough memory for the list.
@@ -313,12 +316,12 @@ impl PageTable {
         self.pages.flagged()
     }
 
-    /// Removes the flags of `pages`, whose changes the caller has processed.
+    /// Removes the flags of `pages`. Call this method once the changes of these pages are processed.
     pub fn settle(&mut self, pages: impl IntoIterator<Item = PageId>) {
         pages.into_iter().for_each(|page| self.pages.unflag(page));
     }
 
-    /// Builds the index from keys to pages.
+    /// Builds the index that maps keys to pages.
     ///
     /// # Errors
     /// Returns [`Refusal::KeyTaken`] if two pages have the same key.
