@@ -47,7 +47,7 @@ impl<const N: usize> Field for [u8; N] {
     }
 }
 
-/// A row of a layout table, which describes one field of a structure.
+/// The name, offset and length of one field of a structure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FieldRow {
     /// Name of the field, as in SPEC.md.
@@ -58,7 +58,7 @@ pub struct FieldRow {
     pub size: usize,
 }
 
-/// The layout of a structure on disk, for documentation and tests.
+/// The layout of a structure on disk. A test compares it with the table in SPEC.md.
 #[derive(Clone, Copy, Debug)]
 pub struct LayoutTable {
     /// Name of the structure, as in SPEC.md.
@@ -69,8 +69,8 @@ pub struct LayoutTable {
     pub fields: &'static [FieldRow],
 }
 
-/// Defines a structure with a fixed layout. Each field states its offset. A compile-time check verifies that the fields
-/// are contiguous.
+/// Defines a structure with a fixed layout. Each field states its offset, and a compile-time check verifies that there
+/// are no gaps between the fields.
 macro_rules! layout {
     (
         $(#[$meta:meta])*
@@ -87,7 +87,7 @@ macro_rules! layout {
         impl $name {
             /// Length of the encoded structure in bytes.
             pub const LEN: usize = $len;
-            /// Names, offsets and lengths of the fields.
+            /// The fields of the structure, for comparison with SPEC.md.
             pub const TABLE: $crate::layout::LayoutTable = $crate::layout::LayoutTable {
                 name: stringify!($name),
                 len: $len,

@@ -2,8 +2,8 @@
 //!
 //! `SPEC.md`, in this crate's directory, specifies the same format in prose.
 //!
-//! The crate does no I/O and contains no unsafe code, so an inspector built on it can open stores that the
-//! engine refuses.
+//! The crate does no I/O and contains no unsafe code. An inspector that uses only this crate can read stores that the
+//! engine cannot open.
 //!
 //! # Map
 //!

@@ -1,4 +1,4 @@
-//! Alignments and limits of the format. Readers compare every length from disk with its limit before they use the
+//! Alignments and limits of the format. A reader compares every length from disk with its limit before using the
 //! length.
 
 /// Alignment in bytes of groups, segment headers, chunks and manifest copies.
@@ -8,12 +8,12 @@ pub const FRAME_ALIGN: u64 = 16;
 /// Size of the smallest write that a medium performs atomically, in bytes.
 pub const SECTOR_LEN: usize = 512;
 
-/// Maximum of an Lsn, an epoch or a file number. Page ids are below this value. Counting up from it cannot overflow a
-/// `u64`.
+/// Maximum of an Lsn, an epoch or a file number. Page ids are below this value. Adding small numbers to it cannot
+/// overflow a `u64`.
 pub const NUMBER_MAX: u64 = 1 << 62;
 /// Minimum length of a segment, in bytes.
 pub const SEGMENT_LEN_MIN: u64 = 16 << 10;
-/// Maximum length of an ordinary segment, in bytes. A segment that contains one longer frame can be twice as long.
+/// Maximum length of a segment, in bytes. Exception: a segment that contains one longer frame can be twice as long.
 pub const SEGMENT_LEN_MAX: u64 = 4 << 30;
 /// Maximum length of a frame payload, in bytes.
 pub const FRAME_PAYLOAD_LEN_MAX: u64 = 1 << 30;
@@ -48,7 +48,7 @@ pub const CHUNK_LEN_MAX: u64 = 2 * PAGE_LEN_MAX;
 pub const CHAIN_LINKS_MAX: usize = 64;
 /// Maximum length of a snapshot name, in bytes.
 pub const SNAPSHOT_NAME_LEN_MAX: usize = 64;
-/// Maximum number of entries in a manifest, and also of its tombstones.
+/// Maximum number of entries in a manifest. The number of tombstones has the same maximum.
 pub const MANIFEST_ENTRIES_MAX: u64 = 1 << 32;
 /// Maximum length of the body of one manifest copy, in bytes.
 pub const MANIFEST_BODY_LEN_MAX: u64 = 1 << 40;

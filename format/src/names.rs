@@ -4,7 +4,7 @@ use std::fmt;
 
 use crate::limits::NUMBER_MAX;
 
-/// A folder in the directory of a store, or that directory.
+/// A folder of a store: the store directory, or one of the folders in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Folder {
     /// The directory of the store.
@@ -38,10 +38,10 @@ impl Folder {
 pub enum FileName {
     /// `STORE`, the file that contains the identity of the store.
     Store,
-    /// `LOCK`, the file that the writer locks while the store is open.
+    /// `LOCK`, the file that a writer locks while it has the store open.
     Lock,
-    /// `READERS`, the lock file of readers. A reader of snapshot *n* locks the byte at offset *n*. The content of the
-    /// file has no meaning.
+    /// `READERS`, the lock file of readers. A reader of snapshot *n* locks the byte at offset *n*. The bytes of the
+    /// file have no meaning.
     Readers,
     /// `log/<n>.log`, a segment of the log.
     Segment(u64),
@@ -88,7 +88,7 @@ impl FileName {
         }
     }
 
-    /// Parses the name of a file in `folder`. Returns `None` if a store has no file of this name.
+    /// Parses the name of a file in `folder`. Returns `None` if the name is not that of a file of a store.
     #[must_use]
     pub fn parse(folder: Folder, name: &str) -> Option<Self> {
         let file = match (folder, name) {
@@ -124,7 +124,8 @@ impl fmt::Display for FileName {
     }
 }
 
-/// Read access to the directory of a store. Decoding needs no other access to the file system.
+/// Read access to the directory of a store. This crate reads stores only through this trait, so that a caller can
+/// supply the files from disk, from memory or from a test.
 pub trait ReadAt {
     /// Returns the names of all files in a folder, in any order. The list is empty if the folder does not exist.
     ///

@@ -1,22 +1,22 @@
 //! Headers of log segments. A segment is a file that contains a header block of 4096 bytes and then groups of frames.
 //!
 //! Only the first segment of an incarnation, its *opening* segment, names the incarnation. An open writes the opening
-//! segment completely and then renames it into place, which starts the incarnation. The headers of all other segments
-//! are written before their frames. Such a header must not name an incarnation, because an open that a crash
-//! interrupted could then be mistaken for the newest run.
+//! segment completely and then renames it to its final name, which starts the incarnation. The headers of all other
+//! segments are written before their frames. These headers must not name an incarnation, because a header that a
+//! crashed open left behind could then be mistaken for the start of the newest incarnation.
 
 use crate::defect::{Defect, array, check_crc, check_equal, check_limit, check_point, check_zero};
 use crate::ids::{Incarnation, LogPoint, Lsn, StoreId};
 use crate::layout::layout;
 use crate::limits::{GROUP_ALIGN, NUMBER_MAX, SEGMENT_LEN_MAX, SEGMENT_LEN_MIN};
 
-/// Version of the format. STORE and the header of every other file record this version.
+/// Version of the format. STORE and the headers of segments, image files and manifests contain this version.
 pub const FORMAT_VERSION: u32 = 1;
 /// Length of the header block of a segment in bytes. The first group starts at this offset.
 pub const SEGMENT_HEADER_BLOCK: u64 = 4096;
 /// Magic bytes at the start of a segment.
 pub const SEGMENT_MAGIC: [u8; 8] = *b"RMNTSEGM";
-/// Flag in the header of an opening segment.
+/// Bit of `flags` that is set in the header of an opening segment.
 pub const FLAG_OPENING: u32 = 1;
 
 layout! {
@@ -30,15 +30,15 @@ layout! {
         12 => flags: u32,
         /// The id of the store.
         16 => store: StoreId,
-        /// Number of this segment, which its file name repeats.
+        /// Number of this segment. The file name contains the same number.
         32 => segment: u64,
         /// Length of the segment file in bytes.
         40 => segment_len: u64,
-        /// Incarnation that starts with this segment, or zero.
+        /// Incarnation that starts with this segment. Zero if this is not an opening segment.
         48 => incarnation: Incarnation,
         /// End of the last proven batch of the previous incarnation, or zero if there was none.
         56 => predecessor: LogPoint,
-        /// Last batch that recovery accepted from the previous incarnation.
+        /// Lsn of the last batch that recovery accepted from the previous incarnation.
         92 => accepted: Lsn,
         /// Chain hash of the frame of the last accepted batch, as the previous incarnation wrote the frame.
         100 => accepted_chain: u32,
@@ -62,12 +62,13 @@ pub struct SegmentHeader {
     pub opening: Option<Opening>,
 }
 
-/// The start of an incarnation, which its opening segment records.
+/// The start of an incarnation, as recorded in the header of its opening segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Opening {
     /// The incarnation that starts with the segment.
     pub incarnation: Incarnation,
-    /// The end of the last batch of the previous incarnation that a durable mark proved. Zero in a new store.
+    /// The end of the last batch of the previous incarnation that a durable mark proved. Zero in the first incarnation
+    /// of a store.
     pub predecessor: LogPoint,
     /// The last batch that recovery accepted from the previous incarnation. The opening segment contains copies of the
     /// accepted batches that no mark proved, so this Lsn is a durable mark.
@@ -77,7 +78,7 @@ pub struct Opening {
 }
 
 impl Opening {
-    /// Returns the point from which the first frame of the incarnation is read. `segment` is the number of the opening
+    /// Returns the point at which the first frame of the incarnation starts. `segment` is the number of the opening
     /// segment.
     #[must_use]
     pub fn start(&self, segment: u64) -> LogPoint {
@@ -114,8 +115,8 @@ impl SegmentHeader {
         raw.to_bytes()
     }
 
-    /// Decodes the header of segment `number` of `store`, and checks it against the file name and the length of the
-    /// file (SPEC S1 to S5).
+    /// Decodes the header of segment `number` of `store`. Checks that the header agrees with the file name and the
+    /// length of the file (SPEC S1 to S5).
     ///
     /// # Errors
     /// Returns a [`Defect`] if [`SegmentHeader::decode`] fails, or if the header names another segment, file length or

@@ -1,8 +1,8 @@
 //! The known log. It consists of the batches that can be proven even if the frames around them are damaged.
 //!
-//! The walk of [`crate::log`] must interpret the remains of a crash, so it stops at the first frame that does not
-//! follow the previous one. In a damaged log, that would be too early. Here a frame is known if its header, position
-//! and payload are valid and it meets one of these conditions:
+//! The walk of [`crate::log`] stops at the first frame that does not follow the previous frame. In a damaged log, valid
+//! batches can exist after that frame. This module finds them. A frame is known if its header, position and payload are
+//! valid and it meets one of these conditions:
 //!
 //! - A structure of its own incarnation states that the batch was durable. No recovery cuts such a batch off (I5).
 //! - Its chain hash shows that it follows a known frame, and it is located before the end of its incarnation.
@@ -27,20 +27,20 @@ struct KnownBatch {
     header: FrameHeader,
     end: LogPoint,
     touches: Vec<(PageId, OpLocation)>,
-    /// Number and checksum of the table that the batch restores, or `None`.
+    /// Number and checksum of the table that the batch restores, or `None` if the batch is not a restore.
     restores: Option<(u64, u32)>,
 }
 
-/// All known batches of the log.
+/// All known batches of the log, indexed by Lsn and by page.
 pub(super) struct KnownLog {
     batches: BTreeMap<Lsn, KnownBatch>,
-    /// Runs of batches without a hole, as a map from the first batch to the last.
+    /// Runs of consecutive known batches. The key is the first Lsn of the run, and the value is the last.
     runs: BTreeMap<Lsn, Lsn>,
-    /// Batches that restore an earlier state.
+    /// Lsns of the batches that restore an earlier state.
     restores: BTreeSet<Lsn>,
     /// Operations on each page, in the order of the log.
     touches: BTreeMap<PageId, Vec<OpLocation>>,
-    /// Newest batch that a structure proves to be durable; see [`super::LogRemainder`].
+    /// Lsn of the newest batch that a structure proves to be durable; see [`super::LogRemainder`].
     pub durable: Lsn,
     pub seen: Lsn,
     pub hidden: Option<Damage>,
@@ -123,8 +123,8 @@ impl KnownLog {
         Self { batches, runs, restores, touches, durable, seen, hidden }
     }
 
-    /// Returns the last batch of the run of known batches that contains `lsn` or the next batch. Returns `lsn` if the
-    /// next batch is not known.
+    /// Returns the Lsn of the last batch in the run of known batches after `lsn`. Returns `lsn` if the next batch is
+    /// not known.
     pub fn reach(&self, lsn: Lsn) -> Lsn {
         match self.runs.range(..=lsn.next()).next_back() {
             Some((_, last)) if *last > lsn => *last,
@@ -132,8 +132,8 @@ impl KnownLog {
         }
     }
 
-    /// Returns the same batch as [`KnownLog::reach`], but at most the batch before the next restore, because a restore
-    /// can replace pages.
+    /// Returns the same Lsn as [`KnownLog::reach`], but stops before the next restore, because a restore can replace
+    /// pages.
     pub fn reach_before_restore(&self, lsn: Lsn) -> Lsn {
         let reach = self.reach(lsn);
         self.restores.range(lsn.next()..).next().map_or(reach, |restore| reach.min(Lsn(restore.0 - 1)))
@@ -150,7 +150,7 @@ impl KnownLog {
         Ok((read_payload(source, &batch.header).map_err(at)?, batch.end))
     }
 
-    /// Returns the known operations on a page after batch `after` and up to batch `until`.
+    /// Returns the known operations on a page in the batches after `after` and up to `until`.
     pub fn touches(&self, page: PageId, after: Lsn, until: Lsn) -> &[OpLocation] {
         let locations = self.touches.get(&page).map_or(&[][..], Vec::as_slice);
         let start = locations.partition_point(|location| location.lsn <= after);
@@ -168,7 +168,7 @@ impl KnownLog {
         self.restores.iter().filter_map(|lsn| self.batches[lsn].restores)
     }
 
-    /// Returns the damage that batch `lsn` is missing. The location is the end of the last known batch before `lsn`.
+    /// Returns damage that reports batch `lsn` as missing, located at the end of the last known batch before `lsn`.
     pub fn hole(&self, lsn: Lsn) -> Damage {
         let (segment, offset) = self
             .batches
@@ -193,7 +193,7 @@ impl KnownBatch {
     }
 }
 
-/// Returns the newest durable batch of each incarnation, according to all structures on disk.
+/// Returns the newest durable Lsn of each incarnation, according to all structures on disk.
 fn marks(
     frames: &[UncheckedFrame],
     openings: &[(u64, Opening)],
@@ -217,7 +217,8 @@ fn marks(
     marks
 }
 
-/// Returns the Lsn and the chain hash of each point that a known frame can follow although no known frame ends there.
+/// Returns the points that a known frame can follow although no known frame ends at them. A point is an Lsn and a chain
+/// hash.
 fn starts(openings: &[(u64, Opening)], survey: &Survey) -> HashSet<(Lsn, u32)> {
     let of_openings = openings.iter().map(|(number, opening)| opening.start(*number));
     let of_manifests = survey.readable().map(|manifest| manifest.redo);
@@ -235,8 +236,8 @@ fn is_past_end(header: &FrameHeader, openings: &[(u64, Opening)]) -> bool {
     })
 }
 
-/// Returns the damage of the first segment that is missing or empty although it must contain frames (I8). If a segment
-/// is truncated, frames that no other structure mentions may be lost.
+/// Returns the damage of the first segment that must contain frames but is missing, empty or truncated (I8). Frames
+/// that no other structure mentions may be lost.
 fn hidden(survey: &Survey, frames: &[UncheckedFrame]) -> Option<Damage> {
     let segments = survey.log.segments();
     let highest = segments.keys().next_back().copied().unwrap_or(0);

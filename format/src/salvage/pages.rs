@@ -1,4 +1,5 @@
-//! Salvage of pages. A version of a page is computed from an image of the page, or from its creation.
+//! Salvage of pages. A version of a page is computed from an image of the page or from its creation, and from later
+//! operations in the log.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -17,21 +18,21 @@ use crate::state::survey::Survey;
 use crate::state::table::{PageInfo, PageTable, PlanMode};
 use crate::state::trail::{OpLocation, ProvenPage};
 
-/// A version of a page that a manifest or a table names, with its image.
+/// A version of a page in a manifest or a table, with the reference to its image.
 #[derive(Clone, Debug)]
 pub(super) struct KnownVersion {
     info: PageInfo,
     image: Option<ImageRef>,
 }
 
-/// The image to which operations are applied, or zeros if there is no image.
+/// The image to which operations are applied, or zeros if `image` is `None`.
 #[derive(Clone, Copy, Debug)]
 struct Start {
     image: Option<ImageRef>,
     len: u64,
 }
 
-/// The proven bytes of a version of a page, which [`Salvage::window`] reads.
+/// The proven bytes of a version of a page. [`Salvage::window`] reads them.
 #[derive(Clone, Debug)]
 pub struct FoundBytes {
     start: Start,
@@ -42,8 +43,8 @@ pub struct FoundBytes {
 /// Number of page bytes whose checksum is computed in one step.
 const SUMMED_AT_ONCE: u64 = 16 << 20;
 
-/// Collects the versions that manifests and tables name, newest first for each page. A manifest is used even if its
-/// chain is broken. A table is used only if a known restore names it, because the versions in the table of an
+/// Collects the versions of pages in manifests and tables, newest first for each page. A manifest is used even if its
+/// chain is broken. A table is used only if a known restore names the table, because the versions in the table of an
 /// uncommitted restore never existed.
 pub(super) fn known_versions(
     source: &dyn ReadAt,
@@ -114,7 +115,7 @@ impl Salvage<'_> {
         Err(first.unwrap_or_else(|| self.log.hole(wanted.lsn)))
     }
 
-    /// Computes a version over known batches from `start`, or from the creation of the page.
+    /// Computes a version of a page from `start`, or from the creation of the page, by applying known batches.
     fn lead(
         &self,
         page: PageId,
@@ -167,8 +168,8 @@ impl Salvage<'_> {
         Ok(sum.finalize())
     }
 
-    /// Reads a window of a page. The window must be within the page. Returns the bytes that were proven, or an error.
-    /// Allocates memory for the window only.
+    /// Reads a window of a page, and verifies its bytes. The window must be within the page. Memory is allocated for
+    /// the window only.
     ///
     /// # Errors
     /// Returns [`Damage`] if the bytes have changed since they were proven, or if there is not enough memory.
@@ -176,8 +177,8 @@ impl Salvage<'_> {
         bytes.proven.window(self.source, &bytes.locations, &window)
     }
 
-    /// Returns the newest provable version before `wanted`. The search starts from the versions that manifests and
-    /// tables name, or from the creation of the page, and applies known batches without a hole.
+    /// Returns the newest version before `wanted` that can be proven. The search starts from the versions in manifests
+    /// and tables, or from the creation of the page, and applies known batches as long as none is missing.
     fn newest_before(&self, wanted: &PageInfo) -> Option<(PageInfo, FoundBytes)> {
         let is_before = |known_version: &&KnownVersion| {
             known_version.info.lsn < wanted.lsn && known_version.info.epoch < wanted.epoch
@@ -209,7 +210,8 @@ impl Salvage<'_> {
         later().or_else(|| Some((info.clone(), bytes.clone())))
     }
 
-    /// Returns the batch that created a page, or `None` if the batch is not known. No earlier batch can touch the page.
+    /// Returns the Lsn of the batch that created a page, or `None` if that batch is not known. No earlier batch can
+    /// change the page.
     fn creation(&self, page: PageId) -> Option<Lsn> {
         let first = self.log.touches(page, Lsn(0), Lsn(u64::MAX)).first()?;
         matches!(decode_single(&first.read(self.source).ok()?), Ok(Op::Create { .. })).then_some(first.lsn)
@@ -221,8 +223,8 @@ impl Salvage<'_> {
         Ok(self.log.touches(page, Lsn(created.0 - 1), until))
     }
 
-    /// Computes the description of the version that known operations produce from another version. Planning the
-    /// operations checks that their ranges are within the page.
+    /// Computes the description of the page after known operations. Planning the operations checks that their ranges
+    /// are within the page.
     fn outcome(
         &self,
         page: PageId,
@@ -250,8 +252,8 @@ impl Salvage<'_> {
         table.get(page).ok_or_else(|| at(gone()))
     }
 
-    /// Proves the bytes of the version that these operations produce. `final_len` is the length of that version. An
-    /// image or a create replaces all bytes, so earlier operations are ignored.
+    /// Proves the bytes of the page after these operations. `final_len` is the length of the page after the last
+    /// operation. An image or a create replaces all bytes, so earlier operations are ignored.
     fn bytes(
         &self,
         start: Result<Start, Damage>,
@@ -278,7 +280,7 @@ impl Salvage<'_> {
         Ok(FoundBytes { start, proven, locations: locations[since..].to_vec() })
     }
 
-    /// Checks that a page is not longer than the caller permits.
+    /// Checks that the page is at most `page_bytes_max` bytes long.
     fn check_len(&self, final_len: u64) -> Result<(), Defect> {
         check_limit("page length", final_len, self.page_bytes_max)
     }
@@ -287,8 +289,8 @@ impl Salvage<'_> {
         self.known_versions.get(&page).map_or(&[], Vec::as_slice)
     }
 
-    /// Returns the newest known version of every page, except for pages that are known to be deleted. They form the
-    /// table if no state can be computed.
+    /// Returns the newest known version of every page. Pages that are known to be deleted are excluded. These versions
+    /// form the table if no state can be computed.
     ///
     /// # Errors
     /// Returns [`Defect::Memory`] if there is not enough memory for the list.
@@ -326,7 +328,7 @@ impl Salvage<'_> {
         self.outcome(page, known_version.as_ref(), locations).ok().or(known_version)
     }
 
-    /// Returns true if a base that began at or after batch `lsn` does not name the page.
+    /// Returns true if the log of a base starts at or after batch `lsn` and the base does not list the page.
     fn is_passed_over(&self, page: PageId, lsn: Lsn) -> bool {
         self.survey.readable().rev().any(|link| {
             link.kind == ManifestKind::Base

@@ -1,5 +1,5 @@
-//! Bases of pages. A base is the image to which later batches are applied. The snapshot names the bases of nearly all
-//! pages, so only those that batches changed are stored here.
+//! Bases of pages. A base is the image to which later batches are applied. The manifest of the snapshot contains the
+//! bases of nearly all pages, so this module stores only the bases that batches changed.
 
 use std::sync::Arc;
 
@@ -8,32 +8,33 @@ use crate::image::ImageRef;
 use crate::manifest::{Manifest, ManifestEntry, apply_changes};
 use crate::state::id_map::IdMap;
 
-/// The base of a page's bytes, which is an image or zeros. Later batches are applied to the base.
+/// The initial bytes of a page: an image or zeros. Replay applies later batches to these bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Base {
-    /// The image, which was written by a snapshot or for a batch, or `None` for zeros.
+    /// The image of the page, or `None` if the initial bytes are zeros. A snapshot or a batch wrote the image.
     pub image: Option<ImageRef>,
-    /// The length of the base in bytes.
+    /// The initial length of the page in bytes.
     pub len: u64,
-    /// The newest batch that the base includes. Only later batches are applied.
+    /// The newest batch that the base includes. Replay applies only later batches.
     pub lsn: Lsn,
     /// Whether a later batch changes the length of the page.
     pub resized: bool,
 }
 
-/// The bases of all pages of a state. The manifest that names most of the bases stays in memory.
+/// The bases of all pages of a state. A manifest in memory contains most of the bases.
 #[derive(Clone, Debug, Default)]
 pub struct Bases {
     named: Option<ManifestPages>,
-    /// Bases that batches after the manifest changed, or `None` for a deleted page.
+    /// Bases that batches after the manifest changed. `None` for a deleted page.
     since: IdMap<PageId, Option<Base>>,
 }
 
-/// A manifest whose entries are bases.
+/// A manifest whose entries are the bases of pages.
 #[derive(Clone, Debug)]
 struct ManifestPages {
     manifest: Arc<Manifest>,
-    /// Batch of the restore that names the manifest, or `None` for a snapshot. Each page then includes this batch.
+    /// Lsn of the batch whose restore names the manifest. The bases then include this batch. `None` if the manifest is
+    /// a snapshot.
     restored: Option<Lsn>,
 }
 
@@ -104,7 +105,7 @@ impl Bases {
         };
     }
 
-    /// Removes the bases of all pages but those that `wanted` selects, which should be few.
+    /// Keeps only the bases of the pages that `wanted` selects, which should be few.
     pub fn retain(&mut self, wanted: impl Fn(PageId) -> bool) {
         let kept = self.iter().filter(|(page, _)| wanted(*page));
         let since = kept.map(|(page, base)| (page, Some(base))).collect();

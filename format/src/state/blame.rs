@@ -1,8 +1,8 @@
-//! The history of a range of a page. It lists the batches that changed the value of the range, for example to find the
-//! cause of a wrong number in a weight.
+//! The history of a byte range of a page. It lists the batches that changed the bytes, for example to find the cause of
+//! a wrong number in a weight.
 //!
-//! The history extends back as far as the log is kept without a gap, and further back over the kept snapshots. Memory
-//! is allocated for the range only, and nothing is written. Bytes are proven before they are used (I9).
+//! The history starts where the log is kept without a gap. Before that point, it compares the kept snapshots. Memory is
+//! allocated for the range only, and nothing is written. Bytes are proven before they are used (I9).
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -21,41 +21,42 @@ use crate::state::survey::Survey;
 use crate::state::window::{PageWindow, load_window};
 use crate::value::Metadata;
 
-/// The cause of a change of a value.
+/// What changed the bytes of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ChangeCause {
     /// A batch changed the value.
     Batch,
     /// A restore of an earlier state changed the value.
     Restore,
-    /// A snapshot contains the value. The batch that changed the value is no longer kept.
+    /// The bytes differ between two kept snapshots. The batch that changed them is no longer kept.
     Snapshot,
 }
 
-/// A change of the value of a range.
+/// A change of the bytes of a range.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ValueChange {
-    /// The batch that changed the value. For [`ChangeCause::Snapshot`], the batch that last changed the page.
+    /// The Lsn of the batch that changed the bytes. For [`ChangeCause::Snapshot`], the Lsn of the last batch that
+    /// changed the page.
     pub lsn: Lsn,
-    /// The cause of the change.
+    /// What changed the bytes.
     pub cause: ChangeCause,
     /// The bytes before the change, or `None` if the page did not exist or did not contain the whole range.
     pub before: Option<Vec<u8>>,
     /// The bytes after the change, or `None` if the page does not exist or does not contain the whole range.
     pub after: Option<Vec<u8>>,
-    /// The note of the batch, or `None` if it has no note.
+    /// The note of the batch, or `None` if the batch has no note.
     pub note: Option<String>,
-    /// The root after the batch, or `None` if it is not known.
+    /// The root of the store after the batch, or `None` if the root is not known.
     pub root: Option<Arc<Metadata>>,
 }
 
-/// Returns the changes of a range of a page up to batch `until`, oldest first. A batch that writes the same bytes again
-/// is not listed.
+/// Returns the changes of a range of a page up to batch `until`, oldest first. A batch that writes bytes equal to the
+/// previous bytes is not listed.
 ///
 /// # Errors
-/// Returns [`Damage`] if the log to batch `until` is damaged or missing from every start, if an image of the page is
-/// damaged, or if there is not enough memory for the range.
+/// Returns [`Damage`] if the log up to batch `until` cannot be read from any start. Also returns [`Damage`] if an image
+/// of the page is damaged, or if there is not enough memory for the range.
 pub fn changes_of(
     source: &dyn ReadAt,
     survey: &Survey,
@@ -74,15 +75,15 @@ struct History<'h> {
     until: Lsn,
 }
 
-/// The value of the range while the log is read.
+/// The bytes of the range at the current point of the log, with the changes so far.
 struct Follower<'h> {
     history: &'h History<'h>,
     /// Current bytes of the range, or `None` while the page does not exist.
     window: Option<PageWindow>,
-    /// Newest batch whose changes the bytes include.
+    /// Lsn of the newest batch whose changes `window` includes.
     window_lsn: Lsn,
     root: Arc<Metadata>,
-    /// Batch from which on the root is known.
+    /// Lsn from which on `root` is known.
     root_lsn: Lsn,
     changes: Vec<ValueChange>,
 }
@@ -142,7 +143,8 @@ impl<'h> Follower<'h> {
         }
     }
 
-    /// Returns the current bytes of the range.
+    /// Returns the current bytes of the range. Returns `None` if the page does not exist or does not contain the whole
+    /// range.
     fn value(&self) -> Option<Vec<u8>> {
         let bytes = self.window.as_ref()?.bytes();
         let Range { start, end } = &self.history.range;
@@ -150,7 +152,7 @@ impl<'h> Follower<'h> {
         (bytes.len() as u64 == end - start).then(|| bytes.to_vec())
     }
 
-    /// Records a change if the value differs from `before`.
+    /// Records a change if the current bytes differ from `before`.
     fn note(&mut self, lsn: Lsn, cause: ChangeCause, before: Option<Vec<u8>>, note: Option<String>) {
         let after = self.value();
         if before != after {
@@ -159,7 +161,7 @@ impl<'h> Follower<'h> {
         }
     }
 
-    /// Replaces the page with its version in a snapshot.
+    /// Replaces the page with its version in a snapshot, and records a change if the bytes differ.
     fn begin(&mut self, manifest: &Manifest) -> Result<(), Damage> {
         let before = self.value();
         let page = self.history.page;
@@ -171,7 +173,8 @@ impl<'h> Follower<'h> {
         Ok(())
     }
 
-    /// Reads the log from a snapshot, or from its beginning, up to the requested batch.
+    /// Reads the log from a snapshot up to the requested batch, and records the changes. `None` means the beginning of
+    /// the log.
     fn follow(&mut self, start: Option<&Arc<Manifest>>) -> Result<(), Damage> {
         let History { source, survey, until, .. } = *self.history;
         let missing = Defect::Missing.at_lsn(FileName::Segment(1), 0, Lsn(1));

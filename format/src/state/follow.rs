@@ -1,5 +1,5 @@
-//! Computes a state, without the bytes of its pages, from a snapshot and the batches after it. The caller walks the log
-//! and passes each batch, so the walk can run on another thread.
+//! Computes a state from a snapshot and the batches after the snapshot. The bytes of pages are not read. The caller
+//! walks the log and passes each batch, so that the walk can run on another thread.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -16,21 +16,21 @@ use crate::state::replay::{ResolvedState, Resolver};
 use crate::state::survey::{Survey, read_manifest};
 use crate::state::window::{PageWindow, load_base};
 
-/// A state without the bytes of its pages, with statistics of the replay.
+/// A computed state without the bytes of its pages, and totals of the batches that were replayed.
 #[derive(Debug)]
 pub struct Resolution {
     /// The snapshot from which the state was computed, or `None` for the beginning of the log.
     pub base: Option<SnapshotId>,
-    /// The page table and the bases of the state.
+    /// The page table of the state, and the base of each page.
     pub resolved: ResolvedState,
-    /// The end of the log, or `None` if the walk stopped earlier, at the requested batch. Its verified snapshots are
-    /// those of the last seal in the log, even if that seal precedes the base.
+    /// The end of the log, or `None` if the caller requested an earlier batch and the walk stopped there. The verified
+    /// snapshots are those of the last seal in the log, even if that seal precedes the base.
     pub end: Option<LogEnd>,
     /// Number of replayed batches.
     pub batches: u64,
     /// Total length of the replayed frames in bytes.
     pub bytes: u64,
-    /// The image files that the replayed batches name, with the last batch that names each file.
+    /// The image files that the replayed batches name. The value is the Lsn of the last batch that names the file.
     pub ahead: BTreeMap<u64, Lsn>,
     /// Total stored length in bytes of the images that the replayed batches name.
     pub ahead_bytes: u64,
@@ -48,7 +48,7 @@ impl Resolution {
     }
 }
 
-/// A computation of a state, to which batches are passed in the order of the log.
+/// Computes a state from batches, which the caller passes in the order of the log.
 pub struct StateWalk<'s> {
     survey: &'s Survey,
     source: &'s dyn ReadAt,
@@ -74,7 +74,7 @@ impl<'s> StateWalk<'s> {
         Self::new_by(survey, source, base, &SingleThread)
     }
 
-    /// Starts as [`StateWalk::new`] does, on several threads.
+    /// Starts as [`StateWalk::new`] does. The threads of a pool share the work.
     ///
     /// # Errors
     /// Returns the same [`Damage`] as [`StateWalk::new`].
@@ -109,13 +109,13 @@ impl<'s> StateWalk<'s> {
         })
     }
 
-    /// Returns the point after which the walk of the log must start.
+    /// Returns the point in the log at which the caller must start the walk.
     #[must_use]
     pub fn start(&self) -> LogPoint {
         self.start
     }
 
-    /// Returns the page table and the bases so far.
+    /// Returns the page table and the bases as of the last batch that was passed.
     #[must_use]
     pub fn resolver(&self) -> &Resolver {
         &self.resolver
@@ -147,8 +147,8 @@ impl<'s> StateWalk<'s> {
         Ok(ops)
     }
 
-    /// Applies the next batches of the log from their summary. Returns `false`, with no batch applied, if each batch
-    /// must be passed to [`batch`](Self::batch).
+    /// Applies the next batches of the log, given their summary. Returns `false`, with no batch applied, if the caller
+    /// must pass each of these batches to [`batch`](Self::batch).
     pub fn page_changes(&mut self, changes: &PageChanges) -> bool {
         let followed = self.resolver.page_changes(changes);
         if followed {
@@ -158,8 +158,8 @@ impl<'s> StateWalk<'s> {
         followed
     }
 
-    /// Returns the state at `point`, at which the walk stopped. `end` is the end of the log, or `None` if the walk
-    /// stopped earlier.
+    /// Returns the state after the last batch that was passed. `point` is the point at which the walk of the log
+    /// stopped. `end` is the end of the log, or `None` if the walk stopped at an earlier batch.
     ///
     /// # Errors
     /// Returns [`Damage`] if the walk stopped before the `end` of the snapshot, or if two pages have the same key.
@@ -173,7 +173,8 @@ impl<'s> StateWalk<'s> {
         self.resolve(end, |defect| defect.at_lsn(here, point.offset, point.lsn.next()))
     }
 
-    /// Returns the snapshot's own state without reading the log. The snapshot must have been captured at one moment.
+    /// Returns the state of the snapshot without reading the log. All pages of the snapshot must have been captured at
+    /// one moment.
     ///
     /// # Errors
     /// Returns [`Damage`] if the snapshot was not captured at one moment, or if two pages have the same key.
@@ -198,8 +199,8 @@ impl<'s> StateWalk<'s> {
 
     /// Returns the verified snapshots of the last seal before a snapshot's `redo`.
     ///
-    /// The seal that lists a snapshot is written before the next snapshot begins. After a crash, there may be no seal
-    /// after the `redo` of the newest snapshot. The list must then come from a seal before that point.
+    /// The seal that lists a snapshot is written before the next snapshot begins. A crash can remove all seals after
+    /// the `redo` of the newest snapshot, so the list must then come from a seal before that point.
     fn recorded_before(&self, base: &Manifest) -> Vec<VerifiedSnapshot> {
         let Self { survey, source, .. } = self;
         let place = |point: LogPoint| (point.segment, point.offset);
@@ -218,12 +219,13 @@ impl<'s> StateWalk<'s> {
     }
 }
 
-/// A callback after each batch. Its arguments are the state, the frame and the operations of the batch.
+/// A function that is called after each batch. Its arguments are the state after the batch, the frame, and the
+/// operations of the batch.
 pub(crate) type BatchNote<'n> = &'n mut dyn FnMut(&Resolver, &Frame<'_>, &[OpAt<'_>]) -> Result<(), Damage>;
 
 impl Survey {
-    /// Computes the state at the end of the log, or at batch `until`. `base` must name all pages. The log is not read
-    /// if the snapshot was captured at one moment and `until` is that moment.
+    /// Computes the state after batch `until`, or at the end of the log if `until` is `None`. `base` must name all
+    /// pages. The log is not read if all pages of the snapshot were captured at batch `until`.
     ///
     /// # Errors
     /// Returns [`Damage`] if the log or a restored table is damaged, or if `base` is a change.
@@ -314,7 +316,8 @@ impl Survey {
         Ok(bytes(heads))
     }
 
-    /// Reads the page table of an earlier state, which a restore names by number and checksum.
+    /// Reads the page table of an earlier state. The number and the checksum of the table come from a restore
+    /// operation.
     ///
     /// # Errors
     /// Returns [`Damage`] if the table is missing or damaged, or if its checksum differs.

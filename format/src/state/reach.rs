@@ -1,9 +1,9 @@
-//! The reach of a store into the past. It determines the snapshots from which replay can start, and the snapshots that
-//! provide only their own state.
+//! The reach of a store into the past: the snapshots from which replay can start, and the snapshots that provide only
+//! their own state.
 //!
-//! The files on disk do not determine the reach, because a segment may still exist after the images of its batches were
-//! deleted, and a link may exist only for the links that follow it. The last seal of the log determines the reach. It
-//! lists the kept snapshots, and flags those after which the log is kept. The lowest `redo` of a flagged snapshot is
+//! The files on disk do not determine the reach. A segment may still exist after the images of its batches were
+//! deleted, and a manifest may exist only as a link of later snapshots. The last seal of the log determines the reach.
+//! It lists the kept snapshots, and flags those after which the log is kept. The lowest `redo` of a flagged snapshot is
 //! the **floor**.
 //!
 //! | the last seal flags | role of a snapshot | the log's beginning is a start |
@@ -24,30 +24,31 @@ use crate::names::{FileName, ReadAt};
 use crate::state::follow::Resolution;
 use crate::state::survey::Survey;
 
-/// The role of a snapshot's manifest on disk.
+/// What the store can compute from a snapshot's manifest on disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// Replay can start from the snapshot. The log after it is kept, with everything that the log names, so every state
-    /// from the snapshot's end on can be computed.
+    /// Replay can start from the snapshot. The log after the snapshot is kept, and so are the files that its batches
+    /// name. Every state from the snapshot's end on can be computed.
     Start,
-    /// The snapshot provides only its own state. It was captured at one moment, and the log after it may be deleted.
+    /// Only the state of the snapshot itself can be computed. All its pages were captured at one moment, and the log
+    /// after the snapshot may be deleted.
     OwnEnd,
-    /// The manifest provides no state. It exists for the snapshots that follow it, or is about to be deleted. Its
-    /// images may already be deleted.
+    /// No state can be computed. The manifest exists only as a link of later snapshots, or will be deleted. Its images
+    /// may already be deleted.
     Link,
 }
 
-/// The reach of a store into the past, which the last seal of the log determines.
+/// The states of the past that a store can compute, as determined by the last seal of the log.
 #[derive(Clone, Debug)]
 pub struct Reach {
-    /// Roles of the readable links, with the end of each link.
+    /// Role and end of each readable manifest.
     roles: BTreeMap<SnapshotId, (Role, Lsn)>,
     beginning: Option<LogPoint>,
     floor: Option<Lsn>,
 }
 
 impl Reach {
-    /// Determines the reach of a surveyed store. `recorded` contains the entries of the last seal of the log.
+    /// Determines the reach of a store. `recorded` contains the entries of the last seal of the log.
     #[must_use]
     pub fn of(survey: &Survey, recorded: &[VerifiedSnapshot]) -> Self {
         let has_floor = recorded.iter().any(|entry| entry.log_kept);
@@ -72,8 +73,8 @@ impl Reach {
         Self { roles, beginning, floor }
     }
 
-    /// Returns the newest batch of the log, and the reach that the last seal of the log determines. Returns `None` if
-    /// no candidate leads to the end of the log.
+    /// Returns the Lsn of the newest batch, and the reach of the store. Reads the log to find its last seal. Returns
+    /// `None` if the log cannot be read to its end from any candidate.
     #[must_use]
     pub fn at_the_end(survey: &Survey, source: &dyn ReadAt) -> Option<(Lsn, Self)> {
         let end_from = |base: Option<Arc<Manifest>>| survey.resolve(source, base.as_ref(), None).ok();
@@ -82,12 +83,12 @@ impl Reach {
         Some((resolution.resolved.table.lsn(), Self::of(survey, &end.verified)))
     }
 
-    /// Computes the state at the end of the log from a candidate. Checks that the last seal permits this start, as an
-    /// open does.
+    /// Computes the state at the end of the log from a candidate, as an open does. Checks that the last seal permits a
+    /// start from this candidate.
     ///
     /// # Errors
-    /// Returns the same [`Damage`] as [`Survey::resolve`], or reports the log after the candidate as missing if the
-    /// seal does not permit this start.
+    /// Returns the same [`Damage`] as [`Survey::resolve`]. If the seal does not permit the start, returns [`Damage`]
+    /// that reports the log after the candidate as missing.
     pub fn follow(
         survey: &Survey,
         source: &dyn ReadAt,
@@ -99,20 +100,20 @@ impl Reach {
         Ok(resolution)
     }
 
-    /// Returns the role of a snapshot's manifest, which is [`Role::Link`] if the manifest cannot be read.
+    /// Returns the role of a snapshot's manifest. The role is [`Role::Link`] if the manifest cannot be read.
     #[must_use]
     pub fn role(&self, snapshot: SnapshotId) -> Role {
         self.roles.get(&snapshot).map_or(Role::Link, |(role, _)| *role)
     }
 
-    /// Returns true if replay can start from a snapshot, or from the beginning of the log if `base` is `None`.
+    /// Returns true if replay can start from the snapshot `base`, or from the beginning of the log if `base` is `None`.
     #[must_use]
     pub fn is_start(&self, base: Option<SnapshotId>) -> bool {
         base.map_or(self.beginning.is_some(), |base| self.role(base) == Role::Start)
     }
 
-    /// Returns true if the state at batch `until` can be computed from a candidate. `None` as `until` means the newest
-    /// state.
+    /// Returns true if the state after batch `until` can be computed from a candidate. The newest state is meant if
+    /// `until` is `None`.
     #[must_use]
     pub fn leads_to(&self, base: Option<SnapshotId>, until: Option<Lsn>) -> bool {
         let Some(base) = base else { return self.beginning.is_some() };
@@ -123,8 +124,8 @@ impl Reach {
         }
     }
 
-    /// Checks that replay can start from a candidate. After any other candidate, images of batches may be missing, and
-    /// the log may be deleted at any time.
+    /// Checks that replay can start from a candidate. The log after a candidate that is not a start may be deleted at
+    /// any time, and so may the images that its batches name.
     ///
     /// # Errors
     /// Returns [`Damage`] that reports the log after the candidate as missing.
@@ -133,7 +134,8 @@ impl Reach {
         if is_start { Ok(()) } else { Err(missing_log(base)) }
     }
 
-    /// Checks that the state at batch `until` can be computed from a candidate, as [`leads_to`](Self::leads_to) does.
+    /// Checks that the state after batch `until` can be computed from a candidate, as [`leads_to`](Self::leads_to)
+    /// does.
     ///
     /// # Errors
     /// Returns the same [`Damage`] as [`check_start`](Self::check_start).
@@ -142,7 +144,7 @@ impl Reach {
         if leads_there { Ok(()) } else { Err(missing_log(base)) }
     }
 
-    /// Returns the beginning of the log, or `None` if replay cannot start there.
+    /// Returns the beginning of the log, or `None` if replay cannot start at the beginning.
     #[must_use]
     pub fn beginning(&self) -> Option<LogPoint> {
         self.beginning
@@ -154,14 +156,15 @@ impl Reach {
         self.floor
     }
 
-    /// Returns the oldest state from which on every state can be computed, or `None` if there is no start.
+    /// Returns the oldest Lsn from which on every state can be computed, or `None` if replay cannot start from any
+    /// candidate.
     #[must_use]
     pub fn opens_at(&self) -> Option<Lsn> {
         let starts = self.roles.values().filter(|(role, _)| *role == Role::Start).map(|(_, end)| *end);
         self.beginning.map(|_| Lsn(0)).or_else(|| starts.min())
     }
 
-    /// Returns the states below [`opens_at`](Self::opens_at) that can be computed individually, in ascending order.
+    /// Returns the Lsns of the states below [`opens_at`](Self::opens_at) that can be computed, in ascending order.
     #[must_use]
     pub fn below(&self) -> Vec<Lsn> {
         let opens_at = self.opens_at();
@@ -174,7 +177,7 @@ impl Reach {
     }
 }
 
-/// Returns the damage that the log after a start is missing.
+/// Returns damage that reports the log after a candidate as missing.
 fn missing_log(base: Option<&Manifest>) -> Damage {
     let redo = base.map_or(LogPoint::default(), |base| base.redo);
     Defect::Missing.at_lsn(FileName::Segment(redo.segment.max(1)), redo.offset, redo.lsn.next())

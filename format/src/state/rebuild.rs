@@ -1,5 +1,5 @@
 //! Rebuilds the state of a store from [`ReadAt`] alone, without a device, memory mapping or writes. Inspectors and
-//! read-only opens use this module, and tests compare the engine's recovery with it.
+//! read-only opens use this module, and tests compare the engine's recovery with its results.
 //!
 //! [`rebuild`] tries the snapshots from the newest to the oldest, then the beginning of the log, and reads the bytes of
 //! all pages. It never starts below the floor, because the images of earlier batches may have been deleted
@@ -20,15 +20,15 @@ use crate::state::reach::Reach;
 use crate::state::survey::Survey;
 use crate::state::table::PageTable;
 
-/// Options of [`rebuild`], which select the state and limit its size.
+/// Options of [`rebuild`]: which state to rebuild, and the limit of its size.
 #[derive(Clone, Copy, Debug)]
 pub struct RebuildOptions {
-    /// The snapshot to start from, or `None` to try all candidates.
+    /// The snapshot from which replay starts, or `None` to try all candidates.
     pub base: Option<SnapshotId>,
     /// The last batch to apply, or `None` for the end of the log. Snapshots that end later are not used.
     pub until: Option<Lsn>,
-    /// Maximum total length of all pages in bytes. A larger state is rejected. Set this limit for untrusted files,
-    /// because a file without page bytes can state lengths up to [`crate::limits::PAGE_LEN_MAX`].
+    /// Maximum total length of all pages in bytes. [`rebuild`] fails with [`Damage`] if the pages are longer. Set this
+    /// limit for untrusted files, because a small file can state lengths up to [`crate::limits::PAGE_LEN_MAX`].
     pub page_bytes_max: u64,
 }
 
@@ -47,20 +47,20 @@ pub struct RebuiltStore {
     pub table: PageTable,
     /// The bytes of each page.
     pub contents: BTreeMap<PageId, Vec<u8>>,
-    /// The end of the log, or `None` if the rebuild stopped earlier, at the requested batch.
+    /// The end of the log, or `None` if [`RebuildOptions::until`] is before the end.
     pub end: Option<LogEnd>,
     /// Number of batches that were replayed after the base.
     pub batches: u64,
-    /// Damage to candidates that could not be used, in the order in which they were tried. No data was lost, because
-    /// another candidate produced the state.
+    /// Damage to candidates that could not be used, in the order in which [`rebuild`] tried them. No data was lost,
+    /// because another candidate produced the state.
     pub skipped: Vec<Damage>,
 }
 
-/// Rebuilds the state of a store.
+/// Rebuilds the state of a store, with the bytes of all pages.
 ///
 /// # Errors
-/// Returns the [`Damage`] of the first candidate if none can be used. The log after a start below the floor is reported
-/// as missing.
+/// Returns the [`Damage`] of the first candidate if none can be used. For a candidate below the floor, the damage
+/// reports the log after the candidate as missing.
 pub fn rebuild(source: &dyn ReadAt, options: &RebuildOptions) -> Result<RebuiltStore, Damage> {
     let survey = Survey::read(source)?;
     let mut skipped = Vec::new();
@@ -89,12 +89,12 @@ pub fn rebuild(source: &dyn ReadAt, options: &RebuildOptions) -> Result<RebuiltS
     Err(skipped.into_iter().next().or(of_line).unwrap_or_else(nothing))
 }
 
-/// Computes states only from the candidates that the last seal of the log permits.
+/// Computes states, but only from candidates that the last seal of the log permits.
 struct Promise<'s> {
     survey: &'s Survey,
     source: &'s dyn ReadAt,
-    /// Newest batch and reach at the end of the log, computed when a state before the end is first requested. `None`
-    /// inside the cell if no candidate leads to the end. No seal is then known, and every candidate is tried.
+    /// Newest Lsn, and the reach of the store. Computed when a state before the end is first requested. The inner value
+    /// is `None` if the log cannot be read to its end, so that no seal is known and every candidate is tried.
     at_the_end: OnceCell<Option<(Lsn, Reach)>>,
 }
 
@@ -103,7 +103,8 @@ impl<'s> Promise<'s> {
         Self { survey, source, at_the_end: OnceCell::new() }
     }
 
-    /// Computes the state at the end of the log or at `until` from a candidate, if the last seal permits this start.
+    /// Computes the state after batch `until`, or at the end of the log, from a candidate. Returns an error if the last
+    /// seal does not permit a start from this candidate.
     fn follow(&self, base: Option<&Arc<Manifest>>, until: Option<Lsn>) -> Result<Resolution, Damage> {
         let Some(until) = until else { return Reach::follow(self.survey, self.source, base) };
         let at_the_end = self.at_the_end.get_or_init(|| Reach::at_the_end(self.survey, self.source));

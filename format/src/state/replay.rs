@@ -1,10 +1,10 @@
-//! Replay, which computes the final page table from a snapshot and the log after it. The bytes of the pages are not
-//! read.
+//! Replay, which computes the final page table from a snapshot and the log after the snapshot. The bytes of the pages
+//! are not read.
 //!
-//! The pages of a snapshot are captured at different Lsns. Replay therefore skips operations that an image includes,
-//! and operations on pages that were deleted before they were captured (tombstones). An operation on any other unknown
-//! page is damage (SPEC R2). The table is computed before pages are loaded, so that budgets can be checked and memory
-//! is allocated for the final length of each page (I10).
+//! The pages of a snapshot are captured at different Lsns. Replay therefore skips operations that an image includes. It
+//! also skips operations on pages that were deleted before they were captured, which tombstones record. An operation on
+//! any other unknown page is damage (SPEC R2). The table is computed before pages are loaded, so that budgets can be
+//! checked and memory is allocated for the final length of each page (I10).
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -18,21 +18,21 @@ use crate::state::bases::{Base, Bases};
 use crate::state::page_changes::PageChanges;
 use crate::state::table::{PageInfo, PageTable, PlanMode};
 
-/// A page table with its bases, to which batches are applied in the order of the log.
+/// Computes a page table and the bases of its pages from batches, which the caller passes in the order of the log.
 #[derive(Clone, Debug)]
 pub struct Resolver {
     table: PageTable,
     bases: Bases,
     tombstones: HashMap<PageId, Lsn>,
-    /// Newest batch whose changes of the root the snapshot includes.
+    /// Lsn up to which the root of the snapshot includes all changes.
     root_lsn: Lsn,
-    /// Batch that replay must reach, so that all pages represent the same Lsn.
+    /// Lsn of the batch that replay must reach, so that all pages represent the same Lsn.
     end: Lsn,
-    /// Newest batch that a captured page may include. All later batches apply to every page.
+    /// Highest Lsn that a captured page may include. Every later batch applies to all pages.
     caught_newest: Lsn,
 }
 
-/// The final state without the bytes of its pages.
+/// A computed state: the page table, and the base of each page. The bytes of the pages are not read.
 #[derive(Clone, Debug)]
 pub struct ResolvedState {
     /// The descriptions of the pages, the root, and the counters that never decrease.
@@ -68,19 +68,19 @@ impl Default for Resolver {
 }
 
 impl Resolver {
-    /// Starts from the empty store.
+    /// Starts replay from the empty store.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Starts from a snapshot. The manifest must name all pages.
+    /// Starts replay from a snapshot. The manifest must name all pages.
     #[must_use]
     pub fn from_manifest(manifest: &Arc<Manifest>) -> Self {
         Self::from_manifest_by(manifest, &SingleThread)
     }
 
-    /// Starts from a snapshot as [`Resolver::from_manifest`] does, on several threads.
+    /// Starts replay from a snapshot as [`Resolver::from_manifest`] does. The threads of a pool share the work.
     #[must_use]
     pub fn from_manifest_by(manifest: &Arc<Manifest>, threads: &impl WorkPool) -> Self {
         Self {
@@ -151,14 +151,15 @@ impl Resolver {
         lsn > self.caught_newest
     }
 
-    /// Applies a summary of batches, with the same result as [`batch`](Self::batch) for each. Returns `false`, with no
-    /// batch applied, if a captured page may include one of the batches, or if a batch cannot be applied.
+    /// Applies the batches that a summary describes. The result is the same as that of calling [`batch`](Self::batch)
+    /// for each batch. Returns `false`, with no batch applied, if a captured page may include one of the batches, or if
+    /// a batch cannot be applied.
     pub fn page_changes(&mut self, changes: &PageChanges) -> bool {
         self.is_news(changes.first) && self.table.change_pages(changes)
     }
 
-    /// Applies a restore, whose table the caller has read and checked. The table contains the complete state, because
-    /// no snapshot spans a restore.
+    /// Replaces the pages and the root with the table that the restore in batch `lsn` names. The caller must have read
+    /// and checked the table. The table contains the complete state, because no snapshot spans a restore.
     ///
     /// # Errors
     /// Returns [`Defect::Mismatch`] if the table belongs to another batch. Returns [`Defect::Batch`] if replay started
@@ -177,20 +178,20 @@ impl Resolver {
         Ok(())
     }
 
-    /// Returns true if the operations of batch `lsn` must be applied to the bytes of `page`. Batch `lsn` must have been
-    /// applied to the table before.
+    /// Returns true if the operations of batch `lsn` must be applied to the bytes of `page`. The caller must have
+    /// passed the batch to [`batch`](Self::batch) before.
     #[must_use]
     pub fn applies(&self, page: PageId, lsn: Lsn) -> bool {
         self.bases.get(page).is_some_and(|base| lsn > base.lsn)
     }
 
-    /// Returns the last batch that was applied.
+    /// Returns the Lsn of the last batch that was applied.
     #[must_use]
     pub fn lsn(&self) -> Lsn {
         self.table.lsn()
     }
 
-    /// Returns the bases of all pages, as of the last batch.
+    /// Returns the bases of all pages, as of the last batch that was applied.
     #[must_use]
     pub fn bases(&self) -> &Bases {
         &self.bases

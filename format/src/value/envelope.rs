@@ -1,5 +1,5 @@
-//! Envelopes of metadata. An envelope contains the length and the checksum of an encoding, which are checked before the
-//! encoding is decoded.
+//! Envelopes of metadata. An envelope contains the length, the CRC-32 and the bytes of an encoding. A decoder checks
+//! the length and the CRC-32 before it decodes the bytes.
 
 use bincode::error::DecodeError;
 use serde::Serialize;
@@ -51,8 +51,8 @@ pub fn decode_entry(bytes: &[u8], limit: usize) -> Result<((String, Value), usiz
 /// Length in bytes of the head of an envelope, which contains the length and the CRC-32 of the content.
 pub const ENVELOPE_HEAD_LEN: usize = 8;
 
-/// Returns the configuration of all bincode encodings in the format. Its limit is a second check, because callers check
-/// the length of the input first.
+/// Returns the bincode configuration for all encodings in the format. Callers check the length of the input first; the
+/// limit in this configuration is a second check.
 pub(crate) const fn bincode_config() -> impl bincode::config::Config {
     bincode::config::standard()
         .with_little_endian()
@@ -85,7 +85,7 @@ where
     Ok((decode_all(seed, content)?, ENVELOPE_HEAD_LEN + content.len()))
 }
 
-/// Decodes `content`. Returns an error if bytes are left over.
+/// Decodes `content`. Returns an error if `content` is longer than the encoding.
 pub(crate) fn decode_all<'a, S>(seed: S, content: &'a [u8]) -> Result<S::Value, Defect>
 where
     S: DeserializeSeed<'a>,

@@ -1,9 +1,10 @@
 //! Metadata values, their encoding, and the envelope that protects the encoding.
 //!
-//! A value is encoded with serde and bincode, with fixed-width little-endian integers, which can be specified byte by
-//! byte. The encoding is canonical: the names in a map ascend, and no bytes may follow. Decoding and re-encoding
-//! therefore produces the same bytes. An encoding has at most [`METADATA_LEN_MAX`](crate::limits::METADATA_LEN_MAX)
-//! bytes for a page and at most [`ROOT_LEN_MAX`](crate::limits::ROOT_LEN_MAX) bytes for the root.
+//! A value is encoded with serde and bincode, with fixed-width little-endian integers. SPEC.md specifies the encoding
+//! byte by byte. The encoding is canonical: the names in a map ascend, and no bytes may follow. Decoding and
+//! re-encoding therefore produces the same bytes. An encoding has at most
+//! [`METADATA_LEN_MAX`](crate::limits::METADATA_LEN_MAX) bytes for a page and at most
+//! [`ROOT_LEN_MAX`](crate::limits::ROOT_LEN_MAX) bytes for the root.
 //!
 //! Decoding is safe for all input. Nesting is bounded, text and bytes are borrowed from the input before they are
 //! copied, and no memory is allocated for a count before the items are decoded.
@@ -57,7 +58,7 @@ pub enum Value {
     Map(BTreeMap<String, Value>),
 }
 
-/// A map from names to values, which is the metadata of a page or the root.
+/// Named values: the metadata of a page, or the root of a store.
 pub type Metadata = BTreeMap<String, Value>;
 
 impl PartialEq for Value {
@@ -110,8 +111,8 @@ impl From<usize> for Value {
     }
 }
 
-/// Typed access to a value. Each method returns `None` for a value of another kind. Signed and unsigned integers
-/// convert to each other if the number is in range, and no other kinds convert.
+/// Typed access to a value. A method returns `None` for a value of another kind. Integers are the only exception: a
+/// signed integer can be read as unsigned and the reverse, if the number is in range.
 ///
 /// ```
 /// use remanent_format::Value;
@@ -178,7 +179,7 @@ impl Value {
     }
 }
 
-/// Serializes a byte string. By default, serde serializes a `Vec<u8>` as a list of numbers.
+/// Serializes a byte string. Without this function, serde would serialize a `Vec<u8>` as a list of numbers.
 pub(crate) fn serialize_bytes<S: Serializer>(bytes: &[u8], serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_bytes(bytes)
 }

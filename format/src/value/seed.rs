@@ -9,7 +9,7 @@ use serde::{Deserialize, Deserializer};
 use super::{Metadata, Value};
 use crate::limits::{NAME_LEN_MAX, ROOT_LEN_MAX, VALUE_DEPTH_MAX};
 
-/// Deserializes a byte string, which [`serialize_bytes`](super::serialize_bytes) serialized.
+/// Deserializes a byte string that [`serialize_bytes`](super::serialize_bytes) serialized.
 pub(crate) fn deserialize_bytes<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<u8>, D::Error> {
     BytesSeed.deserialize(deserializer)
 }
@@ -120,7 +120,7 @@ impl<'de> Visitor<'de> for ListSeed {
     }
 }
 
-/// Decodes a map, whose names must ascend strictly.
+/// Decodes a map. Returns an error if its names do not ascend strictly.
 pub(super) struct MapSeed {
     pub depth_left: usize,
 }

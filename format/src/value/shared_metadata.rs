@@ -27,7 +27,7 @@ impl SharedMetadata {
         Arc::make_mut(self.0.get_or_insert_default())
     }
 
-    /// Returns true if both values share the same metadata or are empty. The contents are not compared.
+    /// Returns true if both values share one allocation, or if both are empty. The contents are not compared.
     #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {
         match (&self.0, &other.0) {

@@ -1,5 +1,5 @@
-//! Compact entries of pages. An entry is half the size of a [`PageInfo`], because each table of an open store contains
-//! one entry per page.
+//! Compact entries of pages. An entry is half the size of a [`PageInfo`], because an open store keeps several tables
+//! with one entry per page.
 
 use std::sync::Arc;
 
@@ -12,14 +12,14 @@ use super::{PageInfo, Refusal};
 /// The entry of a page in a table. Its position in the table determines the page's id.
 #[derive(Clone, Debug)]
 pub struct PageEntry {
-    /// The version of the page.
+    /// The epoch of the page, which is its version.
     pub epoch: Epoch,
     /// The batch that last changed or moved the page.
     pub lsn: Lsn,
     shape: PageShape,
 }
 
-/// The length, place, key and metadata of a page.
+/// The length, place, key and metadata of a page, in a compact form. Excludes the epoch and the Lsn.
 #[derive(Clone, Debug)]
 pub struct PageShape {
     /// Length of the page in the low bits, and its place in the high bits.
@@ -34,7 +34,7 @@ struct NamedEntry {
     metadata: SharedMetadata,
 }
 
-/// Lowest bit of the place. The bits below it contain the length.
+/// Lowest bit of the place in `len_and_place`. The lower bits contain the length.
 const PLACE_BIT: u32 = u64::BITS - u16::BITS;
 const _: () = assert!(PAGE_LEN_MAX < 1 << PLACE_BIT);
 const _: () = assert!(size_of::<PageEntry>() == 32);
@@ -68,15 +68,15 @@ impl PageShape {
         self.named.as_ref().map(|named| named.metadata.clone()).unwrap_or_default()
     }
 
-    /// Returns a [`PageInfo`] of the page with this epoch and Lsn.
+    /// Returns the description of the page, given its id, epoch and Lsn.
     #[must_use]
     pub fn info(&self, page: PageId, epoch: Epoch, lsn: Lsn) -> PageInfo {
         let (key, metadata) = (self.key().cloned(), self.metadata());
         PageInfo { page, key, len: self.len(), epoch, lsn, place: self.place(), metadata }
     }
 
-    /// Updates the shape to that of a newer version of the same page. Shared parts that are equal are not replaced,
-    /// because several threads that change their reference counts would slow each other down.
+    /// Replaces the shape with that of a newer version of the same page. Keeps a shared key or metadata that is equal,
+    /// because threads that change reference counts at the same time slow each other down.
     pub fn become_newer(&mut self, newer: &PageInfo) {
         self.len_and_place = pack(newer.len, newer.place);
         let is_same = match &self.named {
@@ -88,8 +88,8 @@ impl PageShape {
         }
     }
 
-    /// Returns true if `newer` has the same length, key and metadata. The contents of the metadata are not compared, so
-    /// the result is false if equal metadata is not shared.
+    /// Returns true if `newer` has the same length, key and metadata. The place may differ. The contents of the
+    /// metadata are not compared, so the result is false if equal metadata is not shared.
     #[must_use]
     pub fn is_same_but_place(&self, newer: &PageInfo) -> bool {
         let is_same = match &self.named {
@@ -144,7 +144,7 @@ impl PageEntry {
         &self.shape
     }
 
-    /// Returns a [`PageInfo`] of the page.
+    /// Returns the description of the page, given its id.
     #[must_use]
     pub fn info(&self, page: PageId) -> PageInfo {
         self.shape.info(page, self.epoch, self.lsn)
