@@ -21,7 +21,7 @@ layout! {
         12 => purpose: u32,
         /// The id of the store.
         16 => store: StoreId,
-        /// Number of this file, which its name repeats.
+        /// Number of this file. The file name contains the same number.
         32 => file: u64,
         /// Reserved, always zero.
         40 => reserved: [u8; 20],
@@ -30,14 +30,14 @@ layout! {
     }
 }
 
-/// The purpose of an image file. The log may still need a file of purpose [`Batch`](Self::Batch) that no manifest or
-/// table names.
+/// The reason why an image file was written. A file of purpose [`Batch`](Self::Batch) must be kept while the log names
+/// it, even if no manifest or table names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ImagePurpose {
     /// The file was written for a snapshot, or for the table of an earlier state.
     Snapshot,
-    /// The file was written ahead of a batch, which names its images once they are durable.
+    /// The file was written for a batch. The file is synced before the batch that names its images is logged.
     Batch,
 }
 
@@ -92,8 +92,8 @@ impl ImageFileHeader {
         raw.to_bytes()
     }
 
-    /// Decodes a header from the start of an image file (SPEC H1). The caller must check the store id (SPEC H2) and
-    /// compare the number with the file name (SPEC H3).
+    /// Decodes a header from the start of an image file (SPEC H1). The caller must check the store id (SPEC H2), and
+    /// that the file name contains the same number (SPEC H3).
     ///
     /// # Errors
     /// Returns a [`Defect`] if the header is invalid.

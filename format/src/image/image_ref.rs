@@ -7,7 +7,7 @@ use super::file::IMAGE_HEADER_BLOCK;
 use crate::defect::{Defect, check_crc, check_equal, check_limit, reserve};
 use crate::limits::{CHUNK_LEN_MAX, FRAME_ALIGN, PAGE_LEN_MAX};
 
-/// Maximum offset of a chunk in bytes. Offsets up to this limit can be added to lengths without overflow.
+/// Maximum offset of a chunk in bytes. The sum of such an offset and a length cannot overflow.
 pub(super) const CHUNK_OFFSET_MAX: u64 = 1 << 62;
 
 /// A reference to an image, as recorded in manifests and frames.
@@ -28,8 +28,8 @@ pub struct ImageRef {
 }
 
 impl ImageRef {
-    /// Returns the image files that contain this image, each with the number of stored bytes. An overlay has two files,
-    /// its own and that of its base.
+    /// Returns the image files that contain this image, and the number of stored bytes in each file. An overlay has two
+    /// files: its own file, and the file of its base.
     pub fn files(&self) -> impl Iterator<Item = (u64, u64)> + use<> {
         let base = match self.codec {
             Codec::Raw | Codec::Zstd => None,
@@ -38,7 +38,7 @@ impl ImageRef {
         std::iter::once((self.file, self.stored_len)).chain(base)
     }
 
-    /// Returns true if the payload contains the whole page, which is the case for all images but overlays.
+    /// Returns true if the payload contains all bytes of the page. Only overlays do not.
     #[must_use]
     pub fn is_whole(&self) -> bool {
         !matches!(self.codec, Codec::Overlay(_))
@@ -113,8 +113,8 @@ impl ImageRef {
         self.content_pieces(stored, len, |_| {})
     }
 
-    /// Checks a payload as [`ImageRef::check_content`] does, and passes the bytes of the page to `sink` in pieces. The
-    /// bytes are not proven until this function returns `Ok`.
+    /// Checks a payload as [`ImageRef::check_content`] does, and passes the bytes of the page to `sink` in pieces.
+    /// Until this function returns `Ok`, the bytes are not verified.
     pub(crate) fn content_pieces(
         &self,
         stored: &[u8],
@@ -146,7 +146,7 @@ impl ImageRef {
     }
 }
 
-/// Returns the defect for the payload of an overlay that is decoded without its base.
+/// Returns the defect for an overlay that is decoded without its base.
 fn without_base() -> Defect {
     Defect::Field { what: "codec of a payload that is to be a whole page", found: 2 }
 }

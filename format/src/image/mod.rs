@@ -1,4 +1,5 @@
-//! Image files, which contain the bytes of pages. Snapshots write images, and commits write images ahead of batches.
+//! Image files, which contain the bytes of pages. Snapshots write images of pages. A commit can also write images,
+//! before its batch is logged.
 //!
 //! ```text
 //! pages/<n>.pages

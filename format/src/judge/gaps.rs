@@ -1,8 +1,8 @@
 //! Gaps, which are ranges of states that cannot be computed.
 //!
 //! A state is computed from the newest start that ends at or before the state. The computation needs the images of that
-//! start, the log after it, and the images and tables that the batches of that log name, even where a later batch
-//! replaces them.
+//! start, the log after it, and all images and tables that the batches of that log name. An image is needed even if a
+//! later batch replaces its page.
 
 use std::sync::Arc;
 
@@ -19,19 +19,19 @@ use crate::state::survey::Survey;
 /// A range of states that cannot be computed, and the reason.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Gap {
-    /// The first state of the range.
+    /// The last state that is known to be in the range. Later states may be in the range, too.
     pub first: Lsn,
     /// The last state that is known to be in the range.
     pub last: Lsn,
-    /// The damage that prevents the computation.
+    /// The damage that prevents the computation of these states.
     pub damage: Damage,
 }
 
-/// Bit of the feature that lets a seal record the floor of the log.
+/// Number of the feature bit that lets a seal record the floor of the log.
 const FLOOR: u32 = 0;
 
-/// Finds the gaps from a start, or from the beginning of the log, to batch `until` or to the end of the log. Reads and
-/// proves the images that batches after the start's own state name.
+/// Finds the gaps between a start and batch `until`, or the end of the log. `None` as the start means the beginning of
+/// the log. Reads and proves the images that batches after the state of the start name.
 pub(super) fn gaps(
     survey: &Survey,
     source: &dyn ReadAt,
@@ -61,7 +61,7 @@ pub(super) fn gaps(
     found
 }
 
-/// Returns the damage of the images that a batch names and that are part of the state after the batch.
+/// Returns the damage of those images that a batch names and that the state after the batch uses.
 fn damaged_images(
     resolver: &Resolver,
     lsn: Lsn,
@@ -83,9 +83,9 @@ fn damaged_images(
     stands.filter_map(|(_, len, image)| images.check(lsn, Some(image), len)).collect()
 }
 
-/// Returns damage if the beginning of the log is missing, although the last seal lists snapshots and does not give the
-/// beginning up. A seal without snapshots proves nothing, because a fork has no beginning until its first open writes a
-/// seal.
+/// Returns damage if the beginning of the log is missing although it must exist. It must exist if the last seal lists
+/// snapshots but flags none, so that the seal records no floor. A seal without snapshots proves nothing, because a fork
+/// has no beginning until its first open writes a seal.
 pub(super) fn lost_beginning(survey: &Survey, record: &[VerifiedSnapshot]) -> Option<Damage> {
     let is_given_up = record.iter().any(|entry| entry.log_kept);
     let is_kept = survey.store.features.has(FLOOR) && !record.is_empty() && !is_given_up;

@@ -1,4 +1,4 @@
-//! A cache of proven and damaged images.
+//! A cache of the results of image checks.
 
 use std::collections::BTreeMap;
 
@@ -8,8 +8,8 @@ use crate::image::ImageRef;
 use crate::image::read::check_image;
 use crate::names::{FileName, ReadAt};
 
-/// A cache of image checks, which reads each image once and records its defect. Several snapshots and batches can name
-/// the same image.
+/// A cache of the results of image checks. Several snapshots and batches can name the same image, and the cache reads
+/// each image once.
 pub struct ImageProofs<'s> {
     source: &'s dyn ReadAt,
     read: BTreeMap<(u64, u64, u64, u32), Option<Defect>>,
@@ -23,8 +23,7 @@ impl<'s> ImageProofs<'s> {
         Self { source, read: BTreeMap::new(), bytes: 0 }
     }
 
-    /// Checks the image of a page of length `len`. Returns its damage, which names batch `lsn`, or `None` if the image
-    /// is valid.
+    /// Checks the image of a page of length `len`. Returns `None` if the image is valid, or damage with the Lsn `lsn`.
     pub fn check(&mut self, lsn: Lsn, image: Option<ImageRef>, len: u64) -> Option<Damage> {
         let image = image?;
         let name = (image.file, image.offset, image.stored_len, image.stored_crc);
@@ -40,24 +39,25 @@ impl<'s> ImageProofs<'s> {
         defect.map(|defect| defect.at_lsn(FileName::Pages(image.file), image.offset, lsn))
     }
 
-    /// Removes damaged images from the cache. A running writer may have deleted these images during the reads.
+    /// Removes damaged images from the cache, so that they are read again. A running writer may have deleted these
+    /// images during the first read.
     pub fn forget_damaged(&mut self) {
         self.read.retain(|_, defect| defect.is_none());
     }
 
-    /// Returns the number of images that were read.
+    /// Returns the number of images in the cache.
     #[must_use]
     pub fn count(&self) -> usize {
         self.read.len()
     }
 
-    /// Returns the total stored length of the images that were read, in bytes.
+    /// Returns the total stored length of the images that the cache has read, in bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Returns the numbers of the image files that were read, in ascending order.
+    /// Returns the numbers of the image files that contain images in the cache, in ascending order.
     pub fn files(&self) -> impl Iterator<Item = u64> {
         let mut files: Vec<u64> = self.read.keys().map(|(file, ..)| *file).collect();
         files.dedup();

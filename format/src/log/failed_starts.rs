@@ -1,6 +1,6 @@
 //! Start points of walks that did not reach the end of the log.
 //!
-//! All walks to the end of the log read the same last frames. Without this record, a walk from every snapshot would
+//! All walks to the end of the log read the same last frames. Without these points, the walk from every snapshot would
 //! read up to the same damage.
 
 use std::collections::HashMap;
@@ -9,21 +9,21 @@ use std::sync::{Arc, Mutex, PoisonError};
 use crate::defect::Damage;
 use crate::ids::LogPoint;
 
-/// Start points of failed walks, with the damage that each walk found. A walk that starts earlier and reaches one of
-/// these points fails in the same way, because it has read at least the same durable marks.
+/// Start points of failed walks. The value is the damage that the walk found. An earlier walk that reaches one of these
+/// points fails in the same way, because it has read at least the same durable marks.
 #[derive(Clone, Debug, Default)]
 pub(super) struct FailedStarts(Arc<Mutex<HashMap<LogPoint, Damage>>>);
 
 impl FailedStarts {
-    /// Records that the walk from `from` found `damage`. Unreadable bytes are not recorded, because a later attempt may
-    /// succeed.
+    /// Records that the walk from the point `from` found `damage`. Damage from failed reads is not recorded, because a
+    /// later attempt may succeed.
     pub fn note(&self, from: LogPoint, damage: &Damage) {
         if !damage.defect.is_unreadable() {
             self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(from, damage.clone());
         }
     }
 
-    /// Returns a copy of all recorded points.
+    /// Returns a copy of the recorded points and their damage.
     pub fn known(&self) -> HashMap<LogPoint, Damage> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }

@@ -1,4 +1,4 @@
-//! The map of the log, which lists its segments and the line of incarnations.
+//! The map of the log: its segments, and the line of incarnations.
 
 use std::collections::BTreeMap;
 
@@ -11,18 +11,19 @@ use crate::limits::GROUP_ALIGN;
 use crate::names::{FileName, Folder, ReadAt};
 use crate::segment::{Opening, SEGMENT_HEADER_BLOCK, SegmentHeader, SegmentHeaderRaw};
 
-/// A segment file that was found on disk.
+/// A segment file in the log folder: its length, its header, and whether it contains frames.
 #[derive(Clone, Debug)]
 pub struct Segment {
     /// The length of the file in bytes.
     pub file_len: u64,
     /// The decoded header, or the reason why the header is invalid.
     pub header: Result<SegmentHeader, Defect>,
-    /// The incarnation of the first own frame at a multiple of 4096, or `None` if there is no such frame.
+    /// The incarnation of the first frame at a multiple of 4096 whose header names its own location. `None` if there is
+    /// no such frame.
     pub frames: Option<Incarnation>,
-    /// Whether the segment is readable, has a valid header and contains no own frame. Such a segment contains no
-    /// testimony (I4), so it need not be searched again. Frames that a running writer adds later are found by the next
-    /// map.
+    /// Whether the segment is readable, has a valid header, and contains no frame of its own. A blank segment contains
+    /// no testimony (I4), so a walk does not search it again. The next map finds frames that a running writer adds
+    /// later.
     pub(super) is_blank: bool,
 }
 
@@ -39,17 +40,18 @@ impl Segment {
     }
 }
 
-/// The segments of a store, and the line of incarnations that leads to the newest incarnation.
+/// The segments of a store, and the line of incarnations. The line leads from the oldest incarnation whose opening
+/// exists to the newest incarnation.
 #[derive(Clone, Debug)]
 pub struct LogMap {
     pub(super) store: StoreId,
     pub(super) segments: BTreeMap<u64, Segment>,
     pub(super) newest: Option<Incarnation>,
-    /// Openings on the line with the numbers of their segments, oldest first.
+    /// Openings of the incarnations on the line, with the numbers of their segments, oldest first.
     line: Vec<(u64, Opening)>,
-    /// Damaged header at which the line ends, or `None`.
+    /// Damaged segment header at which the line ends. `None` if there is no such header.
     pub(super) chain_break: Option<Damage>,
-    /// Start points of failed walks, for the walks of this map that share outcomes.
+    /// Start points of failed walks. Walks of this map that share outcomes use these points.
     pub(super) failed_starts: FailedStarts,
 }
 
@@ -111,21 +113,21 @@ impl LogMap {
         self.newest
     }
 
-    /// Returns the openings on the line with the numbers of their segments, oldest first. Earlier openings may have
-    /// been recycled.
+    /// Returns the openings of the incarnations on the line, with the numbers of their segments, oldest first. Segments
+    /// with earlier openings may have been recycled.
     #[must_use]
     pub fn line(&self) -> &[(u64, Opening)] {
         &self.line
     }
 
-    /// Returns the damaged header at which the line ends. Returns `None` if the last opening on the line has no
-    /// predecessor, or if the opening of the predecessor was recycled.
+    /// Returns the damaged segment header at which the line ends. Returns `None` if the oldest opening on the line has
+    /// no predecessor, or if the segment with the opening of the predecessor was recycled.
     #[must_use]
     pub fn chain_break(&self) -> Option<&Damage> {
         self.chain_break.as_ref()
     }
 
-    /// Returns the start of the first incarnation of the store, or `None` if its opening was recycled.
+    /// Returns the point at which the log of the store begins, or `None` if the first opening segment was recycled.
     #[must_use]
     pub fn beginning(&self) -> Option<LogPoint> {
         let (segment, opening) = self.line.first()?;
@@ -134,7 +136,7 @@ impl LogMap {
         (opening.predecessor == LogPoint::default()).then(|| opening.start(*segment))
     }
 
-    /// Returns true if a segment contains an own frame at a multiple of 4096.
+    /// Returns true if any segment contains a frame of its own at a multiple of 4096.
     #[must_use]
     pub fn has_frames(&self) -> bool {
         self.segments.values().any(|segment| segment.frames.is_some())
@@ -147,8 +149,8 @@ impl LogMap {
     }
 }
 
-/// Returns the damage of the first segment that contains frames of `incarnation`, if its header is invalid. That
-/// segment may have been the opening.
+/// Finds the first segment that contains frames of `incarnation`. Returns its damage if its header is invalid, because
+/// the segment may have been the opening of the incarnation.
 fn damaged_opening(segments: &BTreeMap<u64, Segment>, incarnation: Incarnation) -> Option<Damage> {
     let (number, segment) = segments.iter().find(|(_, segment)| segment.frames == Some(incarnation))?;
     let defect = segment.header.as_ref().err()?;

@@ -7,9 +7,9 @@ use crate::ids::{LogPoint, StoreId};
 use crate::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};
 use crate::segment::SEGMENT_HEADER_BLOCK;
 
-/// Returns the three locations at which the frame after `point` can start (SPEC W3): directly after `point`, at the
-/// next group boundary, and at the start of the next segment. Each location is a segment number and an offset. The next
-/// frame is at the first location that contains a valid frame.
+/// Returns the three locations at which the frame after `point` can start, in the order in which a reader must try them
+/// (SPEC W3): directly after `point`, at the next group boundary, and at the start of the next segment. A location is a
+/// segment number and an offset.
 #[must_use]
 pub fn next_locations(point: &LogPoint) -> [(u64, u64); 3] {
     [
@@ -19,13 +19,13 @@ pub fn next_locations(point: &LogPoint) -> [(u64, u64); 3] {
     ]
 }
 
-/// Decodes a frame header that was read at `offset` of `segment`, and checks that its frame follows `before` (SPEC F1
-/// to F6). Returns the header and the point after the frame.
+/// Decodes a frame header that was read at `offset` of `segment`, and checks that the frame follows the point `before`
+/// in the order of the log (SPEC F1 to F6). Returns the header and the point at the end of the frame.
 ///
 /// The payload is not checked; see [`crate::frame::check_payload`].
 ///
 /// # Errors
-/// Returns a [`Defect`] if the header is not readable or its frame is not the next one.
+/// Returns a [`Defect`] if the bytes are not a valid header, or if the frame is not the next in the order of the log.
 pub fn header_in_order(
     bytes: &[u8],
     before: &LogPoint,

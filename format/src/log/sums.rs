@@ -1,11 +1,13 @@
 //! Checksums of parts of a segment, computed while the segment is read.
 //!
 //! A walk must check frames in order, because each header contains the chain hash of the previous frame. The checksum
-//! of a payload, however, depends on no other frame. Threads that read a segment in chunks checksum each chunk while it
-//! is in their caches. The walk combines these checksums into the checksums of payloads.
+//! of a payload, however, depends on no other frame. Threads that read a segment in chunks compute the checksums of
+//! each chunk while the chunk is in their processor caches. The walk combines these checksums into the checksums of
+//! payloads.
 //!
-//! A checksum is correct for its bytes even if they are not a payload, so a payload that resembles a frame costs only
-//! time. Only the walk decides which frames are valid, in the order of the log (I3, I4).
+//! A checksum is correct for its bytes even if they are not a payload. If bytes in a payload resemble a frame, the
+//! unnecessary checksum costs only time. Only the walk decides which frames are valid, in the order of the log (I3,
+//! I4).
 
 use std::ops::Range;
 
@@ -13,15 +15,16 @@ use crate::frame::{FRAME_HEADER_LEN, FRAME_MAGIC, UncheckedFrame};
 use crate::ids::StoreId;
 use crate::limits::{FRAME_ALIGN, align_up};
 
-/// Minimum length in bytes of a checksum that is combined with others. Combining two checksums takes about as long as
-/// computing one over this many bytes. A shorter checksum is used only if it covers a whole payload.
+/// Minimum length in bytes of a range whose checksum is combined with others. Combining two checksums takes about as
+/// long as computing the checksum of this many bytes. The checksum of a shorter range is used only if the range is a
+/// whole payload.
 const JOINED_LEN_MIN: u64 = 16 << 10;
 
-/// Checksums of some ranges of a chunk of a segment, in the order of their offsets.
+/// Checksums of some ranges of a segment chunk, in the order of their offsets.
 #[derive(Clone, Debug, Default)]
 pub struct ChunkSums(Vec<RangeSum>);
 
-/// The CRC-32 of a range of a segment. The start and the length are in bytes.
+/// The CRC-32 of a range of a segment.
 #[derive(Clone, Copy, Debug)]
 struct RangeSum {
     start: u64,
@@ -36,8 +39,8 @@ impl RangeSum {
 }
 
 impl ChunkSums {
-    /// Computes the checksums of a chunk of a segment that starts at `offset`. The checksums cover the payload of each
-    /// frame in the chunk, and the bytes before the first frame, which may belong to an earlier payload.
+    /// Computes checksums of the segment chunk that starts at `offset` of the segment. The checksums cover the payload
+    /// of each frame in the chunk, and the bytes before the first frame, which may belong to an earlier payload.
     #[must_use]
     pub fn of(chunk: &[u8], store: StoreId, segment: u64, offset: u64) -> Self {
         let mut sums = Self::default();
@@ -85,24 +88,24 @@ impl ChunkSums {
     }
 }
 
-/// Checksums of parts of a reader's buffer.
+/// Checksums of ranges of the buffer of a [`SegmentReader`](super::reader::SegmentReader).
 #[derive(Debug, Default)]
 pub(super) struct BufferedSums {
     /// Checksums in the order of their offsets, without overlaps.
     sums: Vec<RangeSum>,
-    /// Index of the checksum that was used last. A walk moves forward, so each search starts here.
+    /// Index of the checksum that was used last. Each search starts here, because a walk moves forward.
     last: usize,
 }
 
 impl BufferedSums {
-    /// Drops all checksums outside `held`, the range that stays in the buffer.
+    /// Drops the checksums of bytes outside `held`. The bytes in `held` stay in the buffer.
     pub fn keep(&mut self, held: &Range<u64>) {
         self.sums.retain(|sum| held.start <= sum.start && sum.end() <= held.end);
         self.last = 0;
     }
 
-    /// Adds the checksums of bytes that were appended to the buffer. If memory is short, the checksums are dropped and
-    /// computed again on use.
+    /// Adds the checksums of bytes that were appended to the buffer. If memory is short, the checksums are dropped, and
+    /// [`Self::crc`] computes them from the bytes.
     pub fn extend(&mut self, chunks: Vec<ChunkSums>) {
         if self.sums.try_reserve(chunks.iter().map(|chunk| chunk.0.len()).sum()).is_err() {
             return;
@@ -110,7 +113,7 @@ impl BufferedSums {
         self.sums.extend(chunks.into_iter().flat_map(|chunk| chunk.0));
     }
 
-    /// Returns the CRC-32 of `range`, which contains `bytes`.
+    /// Returns the CRC-32 of `range`. `bytes` are the bytes of the range.
     pub fn crc(&mut self, range: Range<u64>, bytes: &[u8]) -> u32 {
         if self.sums.get(self.last).is_none_or(|last| last.start > range.start) {
             self.last = 0;
@@ -127,7 +130,8 @@ impl BufferedSums {
         }
     }
 
-    /// Computes the CRC-32 of `range` from the checksums of its parts, and from its bytes where there are none.
+    /// Computes the CRC-32 of `range` by combining checksums of its parts. Parts without a checksum are computed from
+    /// `bytes`.
     fn joined(&self, range: Range<u64>, bytes: &[u8]) -> u32 {
         let mut whole = crc32fast::Hasher::new();
         let mut at = range.start;
@@ -143,8 +147,8 @@ impl BufferedSums {
     }
 }
 
-/// Returns the distance in bytes to the next aligned position that starts with the frame magic. If there is none,
-/// returns the length of all whole alignment steps.
+/// Returns the distance in bytes to the next aligned position that starts with the frame magic. If there is no such
+/// position, returns the length of all whole alignment steps.
 ///
 /// Frame headers are rare, so 64 positions are compared at once and examined individually only after a match. The
 /// compiler vectorizes the comparison of integers: a scan of 16 MiB takes 0.2 ms, and a byte-wise scan 0.6 ms.

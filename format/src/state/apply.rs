@@ -1,5 +1,5 @@
 //! The effect of operations on the bytes of a page, in the simplest possible code. `rebuild` uses this module, and
-//! tests compare devices with it.
+//! tests compare the results of devices with it.
 
 use std::ops::Range;
 
@@ -10,8 +10,8 @@ use crate::op::Op;
 const FILL_RUN_LEN: usize = 4 << 10;
 
 /// Applies an operation to the bytes of its page. The caller must have checked the bounds with
-/// [`crate::state::table::PageTable::plan`]. Operations that change no bytes are ignored. An image operation is ignored
-/// as well, because a reader of the log loads its bytes from the image.
+/// [`crate::state::table::PageTable::plan`]. Operations that change no bytes have no effect. An image operation also
+/// has no effect, because a reader of the log loads the bytes from the image.
 ///
 /// # Panics
 /// Panics if the range of the operation exceeds the page.
@@ -28,8 +28,8 @@ pub(crate) fn assert_fits(op: &Op<'_>, page_len: u64) {
     }
 }
 
-/// Applies an operation to `content`, which is the part of its page inside `window`. Bytes of an element outside the
-/// window are not written.
+/// Applies an operation to the part of its page inside `window`, whose bytes are `content`. If an element crosses a
+/// boundary of the window, only its bytes inside the window are written.
 pub(crate) fn apply_clipped(op: &Op<'_>, content: &mut Vec<u8>, window: &Range<u64>) {
     let from = window.start;
     match op {
@@ -103,13 +103,13 @@ pub fn each_write(op: &Op<'_>, mut write: impl FnMut(u64, &[u8])) {
     }
 }
 
-/// Returns the number of bytes inside a window that a page of length `page_len` has.
+/// Returns the number of bytes inside `window` that exist in a page of length `page_len`.
 pub(crate) fn part_len(page_len: u64, window: &Range<u64>) -> usize {
     page_len.min(window.end).saturating_sub(window.start) as usize
 }
 
-/// Returns the range of elements that overlap `content`, as indices. The first element starts at `offset` of the page,
-/// and `content` starts at `from`.
+/// Returns the indices of the elements that overlap `content`. The first element starts at `offset` of the page, and
+/// `content` starts at `from` of the page.
 fn elements_within(content: &[u8], from: u64, offset: u64, len: u64, width: usize) -> Range<usize> {
     let (width, to) = (width as u64, from + content.len() as u64);
     let last = to.saturating_sub(offset).min(len).div_ceil(width);

@@ -1,10 +1,10 @@
-//! Bisection, which searches for the first bad version.
+//! Bisection, a binary search for the first bad version.
 
 use std::collections::BTreeSet;
 
 use crate::ids::Lsn;
 
-/// The verdict on one version in a bisection.
+/// The result of testing one version in a bisection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BisectVerdict {
     /// The version does not have the fault.
@@ -66,8 +66,8 @@ impl Bisection {
         Lsn(self.good)
     }
 
-    /// Returns the oldest version that is known to be bad. When the search is complete, this is the first bad version,
-    /// unless versions after the good one were skipped.
+    /// Returns the oldest version that is known to be bad. When the search is complete, this version is the first bad
+    /// version, unless skipped versions directly precede it.
     #[must_use]
     pub fn bad(&self) -> Lsn {
         Lsn(self.bad)

@@ -1,4 +1,4 @@
-//! Tracks which bytes of a page's image later operations have not overwritten.
+//! Tracks which bytes of a page's image are still part of the page after later operations.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -6,17 +6,17 @@ use std::ops::Range;
 use crate::op::Op;
 use crate::state::apply::each_write;
 
-/// The visible part of an image, and the ranges that operations have written over it.
+/// The ranges of a page that operations have written, and the length of the image under them.
 #[derive(Clone, Debug)]
 pub(crate) struct Coverage {
-    /// Number of bytes at the start of the image that no resize has cut off.
+    /// Number of bytes at the start of the image that remained after the shortest resize.
     image_len: u64,
-    /// Written ranges, as a map from start to end. No two ranges overlap or touch.
+    /// Written ranges. The key is the start and the value is the end of a range. No two ranges overlap or touch.
     written: BTreeMap<u64, u64>,
 }
 
 impl Coverage {
-    /// Creates the coverage of a page that consists of an image.
+    /// Creates the coverage of a page that consists of an image of `image_len` bytes.
     pub fn new(image_len: u64) -> Self {
         Self { image_len, written: BTreeMap::new() }
     }
@@ -47,7 +47,7 @@ impl Coverage {
         self.written.insert(start, end);
     }
 
-    /// Returns true if no byte of the image is visible any more.
+    /// Returns true if operations have overwritten or cut off every byte of the image.
     pub fn is_whole(&self) -> bool {
         self.image_len == 0 || self.written.get(&0).is_some_and(|end| *end >= self.image_len)
     }

@@ -1,20 +1,20 @@
-//! The index from keys to pages, which is divided among many small maps.
+//! The index from keys to pages, divided into many small hash maps.
 //!
-//! A hash map that grows temporarily needs memory for twice as many keys. A failed allocation cannot be returned while
-//! a logged batch is installed, so every map must stay small.
+//! A hash map that grows temporarily needs memory for twice as many keys. While a logged batch is installed, a failed
+//! allocation cannot be reported as an error, so every map must stay small.
 
 use std::collections::HashMap;
 
 use crate::ids::{Key, PageId};
 
-/// Number of maps. Each map is smaller than 64 KiB for up to half a million keys in total, and smaller than 1 MiB for
-/// up to ten million.
+/// Number of hash maps. Each map uses less than 64 KiB for up to half a million keys in total, and less than 1 MiB for
+/// up to ten million keys.
 const SHARDS: usize = 512;
 
 /// A map from keys to page ids.
 #[derive(Clone, Debug, Default)]
 pub(super) struct KeyIndex {
-    /// Maps, selected by a hash of the key. Empty until the first key is inserted.
+    /// Hash maps, selected by a hash of the key. The list is empty until the first key is inserted.
     shards: Vec<HashMap<Key, PageId>>,
 }
 

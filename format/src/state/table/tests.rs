@@ -77,7 +77,7 @@ fn frames(first: u64, payloads: &[Vec<u8>]) -> Vec<FrameHeader> {
     payloads.iter().zip(first..).map(header).collect()
 }
 
-/// Applies batches with [`PageTable::change_bytes`] until one is refused.
+/// Applies batches with [`PageTable::change_bytes`] until a batch is invalid.
 fn followed(mut table: PageTable, first: u64, payloads: &[Vec<u8>]) -> Result<PageTable, Refusal> {
     for (payload, lsn) in payloads.iter().zip(first..) {
         table.change_bytes(Lsn(lsn), &decode_payload(payload).unwrap()).expect("bytes alone")?;

@@ -1,4 +1,4 @@
-//! Windows of pages. A window contains the requested bytes of a page while operations are applied to the page.
+//! Windows of pages. A window is a byte range of a page that a caller reads without the other bytes of the page.
 
 use std::ops::Range;
 
@@ -10,10 +10,10 @@ use crate::op::Op;
 use crate::state::apply::{apply_clipped, assert_fits, part_len};
 use crate::state::bases::Base;
 
-/// The bytes of a page inside a window, to which operations are applied.
+/// The bytes of a page inside a window. Operations are applied to these bytes.
 ///
-/// No operation reads bytes of a page, so bytes outside the window never affect bytes inside, and intermediate lengths
-/// of the page do not matter. Memory is allocated once, for the length of the window (I10).
+/// No operation reads bytes of a page. Bytes outside the window therefore never affect bytes inside, and intermediate
+/// lengths of the page do not matter. Memory is allocated once, for the length of the window (I10).
 ///
 /// ```
 /// use remanent_format::PageId;
@@ -30,7 +30,7 @@ use crate::state::bases::Base;
 #[derive(Clone, Debug)]
 pub struct PageWindow {
     bytes: Vec<u8>,
-    /// Current length of the page in bytes. `bytes` is the part of the page inside the window.
+    /// Current length of the page in bytes.
     page_len: u64,
     window: Range<u64>,
 }
@@ -39,8 +39,8 @@ impl PageWindow {
     /// Creates a window of a page whose current length is `page_len`. The window must be within the final length of the
     /// page.
     ///
-    /// `bytes` contains the part of the page from the start of the window on. Bytes after the window are dropped.
-    /// Operations allocate no more memory.
+    /// `bytes` are the bytes of the page from the start of the window on. Bytes after the end of the window are
+    /// dropped. Operations allocate no more memory.
     ///
     /// # Errors
     /// Returns [`Defect::Memory`] if there is not enough memory for the window.
@@ -59,7 +59,8 @@ impl PageWindow {
         Ok(Self { bytes, page_len, window })
     }
 
-    /// Applies an operation to the page, as [`crate::state::apply::apply`] does to all of its bytes.
+    /// Applies an operation to the bytes inside the window, with the same result as [`crate::state::apply::apply`] for
+    /// the whole page.
     ///
     /// # Panics
     /// Panics if the range of the operation exceeds the current length of the page.
@@ -95,7 +96,7 @@ impl PageWindow {
 #[cfg(test)]
 mod tests;
 
-/// Reads and proves the base of a page. Returns a window with the first `final_len` bytes of the page.
+/// Reads and proves the base of a page. Returns a window that covers the first `final_len` bytes of the page.
 ///
 /// # Errors
 /// Returns [`Damage`] if the image is damaged, or if there is not enough memory.
@@ -110,8 +111,8 @@ pub fn load_base(source: &dyn ReadAt, base: &Base, final_len: u64) -> Result<Pag
     PageWindow::new(bytes, base.len, 0..final_len).map_err(at)
 }
 
-/// Reads a window of a base of `base_len` bytes. `image` is the proven image of the base, or `None` for zeros. Only the
-/// bytes inside the window are read.
+/// Reads a window of a base of `base_len` bytes. `image` is the proven image of the base, or `None` if the base is
+/// zeros. Only the bytes inside the window are read.
 ///
 /// # Errors
 /// Returns [`Damage`] if the image has changed since it was proven, or if there is not enough memory.

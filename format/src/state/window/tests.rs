@@ -1,4 +1,4 @@
-//! Compares the first bytes of a page with those of the whole page.
+//! Compares windows of pages with the same bytes of whole pages.
 
 use super::{PageWindow, load_window};
 use crate::defect::Defect;
