@@ -44,7 +44,7 @@ use crate::replay::demo;
 pub use crate::weights::import::import;
 pub use crate::weights::versions::{Version, versions};
 
-/// The parts of the command that `remanent-bench` uses. They may change at any time.
+/// Parts of the command that the `remanent-bench` program uses. They have no stable API and may change in any release.
 #[doc(hidden)]
 pub mod shared {
     pub use crate::cli::{
@@ -118,7 +118,7 @@ enum Command {
 }
 
 impl Command {
-    /// Returns true if the command handles Ctrl-C itself, because it must finish or undo the current step.
+    /// Returns true if the command handles Ctrl-C itself. Such a command first finishes or undoes its current step.
     fn listens(&self) -> bool {
         matches!(
             self,
@@ -188,8 +188,8 @@ fn parse(arguments: Vec<OsString>) -> Result<Cli, clap::Error> {
     Cli::try_parse_from(std::iter::once(name).chain(arguments))
 }
 
-/// Runs the command inside the process of another program, such as a Python interpreter. Returns the exit code with
-/// which the process should end.
+/// Runs the command inside the process of another program, such as a Python interpreter. Returns the exit code for the
+/// process.
 ///
 /// `program` is the command line that starts this command, because some commands start themselves as child processes.
 /// `arguments` are the arguments after the program's name.

@@ -1,4 +1,4 @@
-//! Compares a store with the state that a trace produces: its pages, their epochs and their bytes.
+//! Compares a store with the state that a trace produces: the pages, their epochs and their bytes.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -14,7 +14,7 @@ use crate::read::store_dir::StoreDir;
 use crate::replay::simulate::{Expected, Rule, Simulation};
 use crate::replay::trace::Trace;
 
-/// Root entry that contains the number of the last request.
+/// Name of the root entry that contains the number of the last request.
 pub const REQUEST: &str = "request";
 
 /// A page that was found in a store.
@@ -37,10 +37,10 @@ pub enum Difference {
     Root {
         /// The expected request number, or `None` before the first request.
         expected: Option<u64>,
-        /// The value that the root contains, if any.
+        /// The value of the root entry, or `None` if there is no entry.
         found: Option<Value>,
     },
-    /// The page with this hash id is missing.
+    /// The page with this hash id is missing from the store.
     Missing(u64),
     /// The store contains a page that the trace does not produce.
     Unexpected(PageId, Option<Key>),
@@ -96,17 +96,17 @@ impl fmt::Display for Difference {
     }
 }
 
-/// The comparison of epochs.
+/// How the epochs of the store are compared with the expected epochs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Epochs {
     /// Epochs must be equal.
     Exact,
-    /// Epochs may be higher than expected, because the store was restored to a snapshot.
+    /// Epochs may be higher than expected, because restoring a snapshot raises epochs.
     AtLeast,
 }
 
-/// Returns the number of the last request in a root, or `None` before the first request. Returns an error if the entry
-/// is not a number.
+/// Returns the number of the last request that a root contains, or `None` if no request was replayed. Returns an error
+/// if the root entry is not a number.
 pub fn last_request(root: &Metadata) -> Result<Option<u64>, String> {
     match root.get(REQUEST) {
         None => Ok(None),
@@ -127,7 +127,7 @@ pub fn key_of(hash_id: u64) -> Key {
     Key::new(hash_id.to_string()).expect("a number has 1 to 20 digits")
 }
 
-/// Simulates a trace up to request `last`. Returns an error if the trace is shorter.
+/// Simulates a trace up to and including request `last`. Returns an error if the trace ends earlier.
 pub fn simulate(rule: Rule, trace: &mut Trace, last: Option<u64>) -> Result<Simulation, Failure> {
     let mut simulation = Simulation::new(rule);
     while simulation.last_request() < last {
@@ -142,7 +142,7 @@ pub fn simulate(rule: Rule, trace: &mut Trace, last: Option<u64>) -> Result<Simu
     Ok(simulation)
 }
 
-/// Computes the state that recovery would find in a directory, without the engine.
+/// Computes the state to which recovery would bring the store in a directory. The engine is not used.
 pub fn recovered(dir: &Path) -> Result<RebuiltStore, Failure> {
     let options = RebuildOptions { page_bytes_max: available(), ..RebuildOptions::default() };
     let dir = StoreDir::open(dir)?;
@@ -214,7 +214,7 @@ fn differences<'a>(
     differences
 }
 
-/// Returns the differences of one page in its epoch, and in its length or bytes.
+/// Returns the differences of one page: its epoch, and its length or its bytes.
 fn page_differences(
     page_len: usize,
     epochs: Epochs,

@@ -1,4 +1,4 @@
-//! A child process that runs `remanent replay`. The parent reads its acknowledgements and kills it.
+//! A child process that runs `remanent replay`. The parent process reads its acknowledgements and kills it.
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::PathBuf;
@@ -13,10 +13,10 @@ use crate::cli::exit::Failure;
 use crate::cli::program;
 use crate::replay::simulate::Rule;
 
-/// Maximum time until Ctrl-C is detected while a replay acknowledges no request.
+/// Maximum time between two checks for Ctrl-C while the child acknowledges no request.
 const NOTICE: Duration = Duration::from_millis(10);
 
-/// The parameters of all replays in a run.
+/// The parameters with which every child process of a run replays the trace.
 #[derive(Clone)]
 pub struct ReplayParams {
     /// The directory of the store.
@@ -31,10 +31,10 @@ pub struct ReplayParams {
     pub snapshot_every: u64,
     /// The device whose memory contains the pages.
     pub device: DeviceChoice,
-    /// Whether a request is acknowledged only when it is durable.
+    /// Whether the child acknowledges a request only when the request is durable.
     pub durable: bool,
-    /// The way to write the log, or `None` to let the store choose. With [`LogIo::Direct`], every acknowledgement is
-    /// durable.
+    /// How the child writes the log, or `None` to let the store choose. With [`LogIo::Direct`], every acknowledgement
+    /// means that the request is durable.
     pub log_io: Option<LogIo>,
 }
 
@@ -59,7 +59,7 @@ pub enum WatchEnd {
 }
 
 impl ReplayParams {
-    /// Starts a replay that continues after the last request in the store.
+    /// Starts a child process. It continues after the last request in the store.
     pub fn start(&self) -> Result<Replayer, Failure> {
         let mut command = program::again().map_err(|error| cannot("find this program", &error))?;
         let log_io = self.log_io.map(|log_io| ["--log-io".to_owned(), log_io.to_string()]);
@@ -87,7 +87,8 @@ impl ReplayParams {
     }
 }
 
-/// Reads lines of the form `lsn request` until the process exits, and sends the requests to the parent.
+/// Reads lines of the form `lsn request` from the child until it exits, and sends the request numbers to the parent's
+/// channel.
 fn forward(stdout: ChildStdout, acks: &Sender<u64>) {
     for line in BufReader::new(stdout).lines().map_while(Result::ok) {
         // Skip all other lines that the replay prints.
@@ -103,7 +104,7 @@ fn forward(stdout: ChildStdout, acks: &Sender<u64>) {
 
 impl Replayer {
     /// Waits until `moment` returns true, the process exits, or `stop` returns true. The arguments of `moment` are the
-    /// last acknowledged request and the time since the start.
+    /// last acknowledged request and the time since the start of the process.
     pub fn watch(
         &mut self,
         stop: impl Fn() -> bool,
@@ -125,7 +126,7 @@ impl Replayer {
         }
     }
 
-    /// Lets the process continue for `duration`, or until it exits.
+    /// Lets the process continue for `duration`. Returns earlier if the process exits.
     pub fn run_on(&mut self, duration: Duration) {
         let until = Instant::now() + duration;
         while let Some(left) = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) {
@@ -135,7 +136,7 @@ impl Replayer {
         }
     }
 
-    /// Waits up to `patience` for one acknowledgement. Returns `false` if the process has closed its output.
+    /// Waits up to `patience` for one acknowledgement. Returns `false` if the process has closed its standard output.
     fn listen(&mut self, patience: Duration) -> bool {
         match self.acks.recv_timeout(patience) {
             Ok(request) => {
@@ -173,7 +174,7 @@ impl Replayer {
         self.first_ack_after
     }
 
-    /// Returns the failure that represents the exit status of the process, with its error messages.
+    /// Returns the failure for the exit status of the process. The message contains the error output of the process.
     pub fn failure(&mut self, status: ExitStatus) -> Failure {
         let mut said = String::new();
         if let Some(stderr) = &mut self.process.stderr {
@@ -190,8 +191,8 @@ impl Replayer {
 }
 
 impl Drop for Replayer {
-    /// Kills the process, so that no replay continues after its parent. Errors are ignored, because the process may
-    /// have exited.
+    /// Kills the process, so that no child outlives its parent. Errors are ignored, because the process may have
+    /// exited.
     fn drop(&mut self) {
         let _ = self.process.kill();
         let _ = self.process.wait();

@@ -54,7 +54,7 @@ pub struct Demo {
     seed: Option<u64>,
 }
 
-/// The state of a running demo.
+/// The replays of a running demo, and the output to which it prints.
 struct DemoRun<'o, 'w> {
     course: KillRun,
     bar: ProgressBar,
@@ -127,7 +127,7 @@ impl Demo {
         Ok(DemoRun { course, bar, out })
     }
 
-    /// Runs the parts of the demo in order.
+    /// Runs the steps of the demo in order.
     fn show(&self, show: &mut DemoRun<'_, '_>) -> Result<(), KillRunStop> {
         show.heading()?;
         for kill in 1..=self.kills {
@@ -153,7 +153,8 @@ impl DemoRun<'_, '_> {
         self.print_line(line)
     }
 
-    /// Runs a replay and kills it. Returns `false` if the replay ended before the kill.
+    /// Runs a replay, kills it, and prints the result of the check. Returns `false` if the replay ended before the
+    /// kill.
     fn run_and_kill(&mut self, kill: u64, kills: u64) -> Result<bool, KillRunStop> {
         let Some(checked) = self.course.run_and_kill(kill, kills)? else { return Ok(false) };
         self.report(&format!("kill {kill} of {kills}"), &checked)?;
@@ -165,7 +166,7 @@ impl DemoRun<'_, '_> {
         self.report("without a kill", &checked)
     }
 
-    /// Restores the oldest snapshot of the store, and resets the simulation to the restored state.
+    /// Restores the oldest snapshot of the store, and sets the simulation to the restored state.
     fn go_back(&mut self) -> Result<(), KillRunStop> {
         let started = Instant::now();
         let options = Options::new().create(Create::Never).device(self.course.errand.device);

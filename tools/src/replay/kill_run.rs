@@ -1,8 +1,8 @@
-//! A replay that is killed repeatedly, and the simulation with which its store is compared. `demo` prints the results,
-//! and `torture` counts them.
+//! A store whose replays are killed repeatedly, and the simulation with which the store is compared. `demo` prints the
+//! results, and `torture` counts them.
 //!
-//! Child processes run `remanent replay`, as a user could. Between two processes, the directory is only read, without
-//! the engine.
+//! Each replay is a child process that runs `remanent replay`, as a user could. Between two child processes, the
+//! directory is only read, without the engine.
 
 use std::path::Path;
 use std::time::Duration;
@@ -19,11 +19,11 @@ use crate::replay::child::{ReplayParams, Replayer, WatchEnd};
 use crate::replay::simulate::{Simulation, SplitMix64};
 use crate::replay::trace::Trace;
 
-/// A store, the parameters of its replays, and its expected content.
+/// A store, the parameters of its replays, and the expected content of the store.
 pub struct KillRun {
     /// The parameters of every replay.
     pub errand: ReplayParams,
-    /// The source of the random moments of the kills.
+    /// The generator of the random moments at which replays are killed.
     pub random: SplitMix64,
     requests: Vec<Vec<u64>>,
     /// Expected content of the store at the last check.
@@ -40,20 +40,20 @@ pub struct KillRunTotals {
     pub replaying: Duration,
     /// The number of replayed requests.
     pub replayed: u64,
-    /// The time from the start of each process to its first acknowledgement.
+    /// The time from the start of each child process to its first acknowledgement.
     pub back_after: Vec<Duration>,
 }
 
-/// The result of a check that found no difference.
+/// The result of checking the store after a replay, if the check found no difference.
 #[derive(Debug)]
 pub struct CheckReport {
-    /// The time for which the replay ran.
+    /// The time from the start of the replay to its end.
     pub lived: Duration,
     /// The last request that the replay acknowledged.
     pub acknowledged: Option<u64>,
-    /// The last request in the store.
+    /// The last request that the store contains.
     pub found: Option<u64>,
-    /// The rebuilt store, or `None` if the replay was killed before it created the store.
+    /// The state of the store, or `None` if the replay was killed before it created the store.
     pub rebuilt: Option<RebuiltStore>,
 }
 
@@ -62,7 +62,7 @@ pub struct CheckReport {
 pub enum KillRunStop {
     /// Ctrl-C was pressed.
     Interrupted,
-    /// The store has these differences from its expected content.
+    /// The store differs from its expected content. Each string describes one difference.
     Differs(Vec<String>),
     /// The run failed for another reason.
     Failed(Failure),
@@ -95,7 +95,7 @@ impl KillRun {
         })
     }
 
-    /// Returns the expected content of the store at the last check.
+    /// Returns the expected content of the store as of the last check.
     pub fn simulation(&self) -> &Simulation {
         &self.simulation
     }
@@ -105,8 +105,8 @@ impl KillRun {
         &self.totals
     }
 
-    /// Runs a replay, kills it, and checks the store. This is kill number `kill` of `kills`. Returns `None` if the
-    /// replay ended before the kill.
+    /// Runs a replay, kills it, and checks the store. `kill` is the number of this kill, and `kills` is the total
+    /// number. Returns `None` if the replay ended before the kill.
     pub fn run_and_kill(&mut self, kill: u64, kills: u64) -> Result<Option<CheckReport>, KillRunStop> {
         let done = self.run_until_then_kill(kill, kills, |_| Ok(()))?;
         Ok(done.map(|((), checked)| checked))
@@ -155,8 +155,8 @@ impl KillRun {
         Ok(checked)
     }
 
-    /// Waits until `moment` returns true or the replay ends, and shows its progress. Returns an error if the replay
-    /// fails.
+    /// Waits until `moment` returns true or the replay ends, and updates the progress bar. Returns an error if the
+    /// replay fails.
     pub fn watch(
         &self,
         replayer: &mut Replayer,
@@ -179,8 +179,8 @@ impl KillRun {
         }
     }
 
-    /// Compares the store with the simulation. The store must contain all acknowledged requests, at most the one
-    /// request in flight, and nothing else.
+    /// Compares the store with the simulation after a replay ended. The store must contain all acknowledged requests.
+    /// It may contain one more request, which was in progress.
     fn check(&mut self, lived: Duration, replayer: &Replayer) -> Result<CheckReport, KillRunStop> {
         let before = self.simulation.next_request();
         let acknowledged = replayer.last_ack();
@@ -195,8 +195,8 @@ impl KillRun {
         Ok(CheckReport { lived, acknowledged, found: self.simulation.last_request(), rebuilt })
     }
 
-    /// Compares the state that recovery finds in a directory with the simulation, byte for byte. The last request must
-    /// be between `certain` and `begun`, inclusive. Returns the simulation of this state.
+    /// Compares the state that recovery would find in a directory with the simulation, byte for byte. The last request
+    /// must be between `certain` and `begun`, inclusive. Returns the simulation of this state.
     pub fn check_at(
         &self,
         store: &Path,
@@ -226,8 +226,8 @@ impl KillRun {
         Ok((simulation, rebuilt))
     }
 
-    /// Returns the simulation after request `last`. The result is valid for all states since the store was created or
-    /// restored.
+    /// Returns the simulation after request `last`. Request `last` must not precede the creation or the last restore of
+    /// the store.
     pub fn simulation_at(&self, last: Option<u64>) -> Simulation {
         // The simulation of the last check contains the epochs that a restore assigned.
         let is_ahead = last >= self.simulation.last_request();
@@ -241,7 +241,7 @@ impl KillRun {
         simulation
     }
 
-    /// Resets the simulation to the restored state, and checks the store.
+    /// Sets the simulation to the restored state, and checks the store.
     pub fn gone_back(&mut self) -> Result<CheckReport, KillRunStop> {
         let rebuilt = check::recovered(&self.errand.store)?;
         let request = last_request(rebuilt.table.root()).map_err(Failure::Damage)?;
@@ -257,7 +257,7 @@ impl KillRun {
     }
 }
 
-/// Returns the differences between a store and a simulation as an error, if there are any.
+/// Compares a rebuilt store with a simulation. Returns the differences as an error.
 fn hold(simulation: &Simulation, epochs: Epochs, rebuilt: &RebuiltStore) -> Result<(), KillRunStop> {
     let differences = check::compare(simulation, epochs, rebuilt);
     if differences.is_empty() {
@@ -268,5 +268,5 @@ fn hold(simulation: &Simulation, epochs: Epochs, rebuilt: &RebuiltStore) -> Resu
     Err(KillRunStop::Differs(told))
 }
 
-/// Maximum number of differences that are listed.
+/// Maximum number of differences that are printed.
 const DIFFERENCES_SHOWN: usize = 20;

@@ -1,6 +1,6 @@
-//! `remanent replay` drives a store with a cache trace, and commits one batch per request.
+//! `remanent replay` replays a cache trace into a store, and commits one batch per request.
 //!
-//! `simulate.rs` decides the steps of a request, and this file executes them. The process may be killed at any
+//! `simulate.rs` computes the steps of a request, and this file executes them. The process may be killed at any
 //! instruction. The root entry `request` contains the number of the last request in the store, which determines the
 //! expected state.
 
@@ -205,10 +205,10 @@ impl Replay {
     }
 }
 
-/// Maximum number of differences that are listed.
+/// Maximum number of differences that are printed.
 const DIFFERENCES_SHOWN: usize = 20;
 
-/// An open store and its simulation.
+/// An open store into which a trace is replayed, and the simulation of its content.
 struct Driver {
     store: Store,
     /// Place of new pages.
@@ -228,7 +228,8 @@ struct ReplayTotals {
 }
 
 impl Driver {
-    /// Simulates the trace up to the last request in the store. Returns an error if the pages of the store differ.
+    /// Simulates the trace up to the last request in the store, so that the replay can continue. Returns an error if
+    /// the pages of the store differ from the simulation.
     fn take_up(
         store: Store,
         place: Place,
@@ -256,7 +257,7 @@ impl Driver {
         Ok(Self { store, place, simulation, pages, totals: ReplayTotals::default() })
     }
 
-    /// Commits the next request as one batch.
+    /// Commits the next request of the trace as one batch.
     fn request(&mut self, hash_ids: &[u64]) -> Result<Position, Failure> {
         let request = self.simulation.next_request();
         let page_len = self.simulation.rule().page_len;
@@ -314,7 +315,7 @@ impl Driver {
     }
 }
 
-/// Returns a line of text that describes the recovery.
+/// Returns a line of text that describes what recovery did.
 fn recovery_line(recovered: &RecoveryReport) -> String {
     let RecoveryReport { snapshot, replayed_batches, copied_batches, elapsed, .. } = recovered;
     let base = snapshot.map_or("the log's beginning".to_owned(), |snapshot| format!("snapshot {snapshot}"));
@@ -328,7 +329,7 @@ fn recovery_line(recovered: &RecoveryReport) -> String {
     )
 }
 
-/// The file to which acknowledged requests are written.
+/// The file to which a replay writes acknowledgements.
 struct AckFile {
     file: File,
     path: PathBuf,
@@ -356,7 +357,7 @@ impl AckFile {
     }
 }
 
-/// Returns the failure that the pages of the store differ from those of the trace.
+/// Returns the failure for a store whose pages differ from the simulation.
 fn differs() -> Failure {
     Failure::Damage(
         "the pages of the store differ from those of the trace; use --check to list them".to_owned(),

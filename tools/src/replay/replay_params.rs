@@ -1,5 +1,5 @@
-//! The replay rule of a store. The identity blob of the store records the rule, so that a store is not continued or
-//! checked with a different rule.
+//! The rule with which a store is replayed. The identity blob of the store contains the rule, so that the store cannot
+//! be continued or checked with another rule.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use crate::cli::exit::Failure;
 use crate::read::store_dir::StoreDir;
 use crate::replay::simulate::Rule;
 
-/// Rule of a new store for which no rule is specified.
+/// Rule of a new store if the user specifies no rule.
 const DEFAULT: Rule = Rule { page_len: 4096, pages_max: 4096 };
 
 /// Returns the identity blob of a store that is replayed with a rule.
@@ -27,8 +27,8 @@ fn parse(identity: &[u8]) -> Option<Rule> {
     (self::identity(rule) == text).then_some(rule)
 }
 
-/// Returns the rule of the store in `dir`, or the specified rule if there is no store. Returns an error if the two
-/// differ.
+/// Returns the rule of the store in `dir`. If there is no store, returns the rule that the user specified. Returns an
+/// error if the two differ.
 pub fn choose(dir: &Path, page_len: Option<usize>, pages_max: Option<usize>) -> Result<Rule, Failure> {
     let own = if dir.exists() { own_rule(&StoreDir::open(dir)?)? } else { None };
     let base = own.unwrap_or(DEFAULT);

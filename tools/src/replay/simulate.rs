@@ -14,7 +14,7 @@ use std::collections::{BTreeMap, HashMap};
 /// Number of bytes that a hit overwrites.
 pub const HIT_LEN: usize = 64;
 
-/// The length and the maximum number of pages in a replay.
+/// The rule of a replay: the length of pages, and the maximum number of pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rule {
     /// Length of every page in bytes.
@@ -24,7 +24,7 @@ pub struct Rule {
 }
 
 impl Rule {
-    /// Checks that every request can be replayed with the rule. `longest` is the number of pages that the longest
+    /// Checks that every request can be replayed with the rule. `longest` is the largest number of pages that one
     /// request names.
     pub fn check(self, longest: usize) -> Result<Self, String> {
         if self.page_len < HIT_LEN || !self.page_len.is_multiple_of(8) {
@@ -41,7 +41,7 @@ impl Rule {
     }
 }
 
-/// A step of a request. The value is the hash id of the page.
+/// A step of a request. The value of each variant is the hash id of the page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
     /// Create the page and write all its bytes.
@@ -52,16 +52,16 @@ pub enum Step {
     Evict(u64),
 }
 
-/// The expected state of a page.
+/// The expected state of a page: the requests that determine its bytes, and its epoch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Expected {
     /// The request that created the page.
     pub created: u64,
-    /// The last request that hit the page, or `None`.
+    /// The last request that hit the page, or `None` if no request hit the page.
     pub hit: Option<u64>,
     /// The expected epoch: 1 at creation, and 1 more for every later request that hits the page.
     pub epoch: u64,
-    /// Number of the page's last use, in the order of all uses.
+    /// Number of the last use of the page. All uses of pages are numbered in order.
     used: u64,
 }
 
@@ -76,13 +76,13 @@ impl Expected {
     }
 }
 
-/// The expected pages after a number of requests.
+/// The expected pages after the requests that were processed so far.
 #[derive(Clone, Debug)]
 pub struct Simulation {
     rule: Rule,
     requests: u64,
     pages: HashMap<u64, Expected>,
-    /// Hash ids, keyed by the number of their last use.
+    /// Hash ids of the existing pages, keyed by the number of their last use.
     by_use: BTreeMap<u64, u64>,
     uses: u64,
 }
@@ -127,7 +127,7 @@ impl Simulation {
         steps
     }
 
-    /// Makes a page the most recently used one. Returns a create or a hit.
+    /// Makes a page the most recently used page. Returns the step: a hit if the page exists, otherwise a create.
     fn touch(&mut self, hash_id: u64, request: u64) -> Step {
         self.uses += 1;
         self.by_use.insert(self.uses, hash_id);
@@ -146,8 +146,8 @@ impl Simulation {
         Step::Hit(hash_id)
     }
 
-    /// Sets the expected epoch of a page. Restoring a snapshot raises the epochs of changed pages above all earlier
-    /// ones.
+    /// Sets the expected epoch of a page. Used after a restore, which raises the epochs of changed pages above all
+    /// earlier epochs.
     pub fn set_epoch(&mut self, hash_id: u64, epoch: u64) {
         if let Some(page) = self.pages.get_mut(&hash_id) {
             page.epoch = epoch;
@@ -155,7 +155,7 @@ impl Simulation {
     }
 }
 
-/// Returns the first `len` bytes of the stream of a page and a request. `len` must be a multiple of 8.
+/// Returns the first `len` bytes that request `request` writes to a page. `len` must be a multiple of 8.
 pub fn stream(hash_id: u64, request: u64, len: usize) -> Vec<u8> {
     let mut words = SplitMix64::new(hash_id ^ (request << 32));
     let mut bytes = vec![0; len];
@@ -165,7 +165,7 @@ pub fn stream(hash_id: u64, request: u64, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// The random number generator of Steele, Lea and Flood (OOPSLA 2014).
+/// The SplitMix64 random number generator of Steele, Lea and Flood (OOPSLA 2014).
 #[derive(Clone, Debug)]
 pub struct SplitMix64(u64);
 

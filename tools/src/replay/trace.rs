@@ -1,7 +1,7 @@
 //! A cache trace, which is a file with one JSON object per line, plain or compressed with zstd.
 //!
-//! Of each request, only the field `hash_ids` is used, which lists the cache blocks of the prompt in order. A trace is
-//! not trusted. The length of lines is limited, and an error in a line is reported with the file and the line number.
+//! Only the field `hash_ids` of a request is used. It lists the cache blocks of the prompt in order. A trace is not
+//! trusted. The length of lines is limited, and an error in a line is reported with the file and the line number.
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -21,7 +21,7 @@ const ZSTD_MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
 /// The trace of one hour of a production chat service. `data/README.md` names the source.
 const BUNDLED: &[u8] = include_bytes!("../../data/mooncake_conversation_trace.jsonl.zst");
 
-/// Writes the trace that is part of the program to a folder, and returns its path.
+/// Writes the trace that is part of this program to a folder, and returns the path of the file.
 pub fn bundled(folder: &Path) -> Result<PathBuf, Failure> {
     let path = folder.join("trace.jsonl.zst");
     match std::fs::write(&path, BUNDLED) {
@@ -42,7 +42,7 @@ pub struct Trace {
     left: u64,
 }
 
-/// The lines of a trace file, each of which is a JSON value.
+/// An iterator over the lines of a trace file. Each line is parsed as a JSON value.
 pub struct TraceLines {
     name: PathBuf,
     lines: Box<dyn BufRead>,
@@ -110,8 +110,8 @@ impl Trace {
         Ok(Self { lines: TraceLines::open(path)?, left: limit.unwrap_or(u64::MAX) })
     }
 
-    /// Reads the first `limit` requests and returns their statistics. An invalid line is thus found before any request
-    /// is replayed.
+    /// Parses the first `limit` requests of a trace file, and returns their statistics. A caller can thus find an
+    /// invalid line before it replays any request.
     pub fn survey(path: &Path, limit: Option<u64>) -> Result<Survey, Failure> {
         let mut survey = Survey { requests: 0, longest: 0 };
         for request in Self::open(path, limit)? {

@@ -1,4 +1,4 @@
-//! Elements of tensors: their widths, and their values as text and JSON.
+//! Data types of tensor elements: their widths, and the values of elements as text and JSON.
 
 use remanent_format::Width;
 use safetensors::Dtype;
@@ -9,8 +9,8 @@ pub fn parse(name: &str) -> Option<Dtype> {
     serde_json::from_value(Value::from(name)).ok()
 }
 
-/// Returns the width with which elements are compared and logged. An element narrower than 8 bits shares a byte with
-/// others.
+/// Returns the width of the units that are compared and logged for a dtype. If an element has fewer than 8 bits, the
+/// unit is a byte with several elements.
 pub fn width(dtype: Dtype) -> Width {
     match dtype.bitsize() {
         64 => Width::W8,
@@ -28,7 +28,7 @@ struct SmallFloat {
     specials: Specials,
 }
 
-/// The bit patterns that represent infinity and NaN.
+/// The rule for which bit patterns of a float represent infinity and NaN.
 #[derive(PartialEq)]
 enum Specials {
     /// The highest exponent represents infinity, or NaN if the mantissa is not zero.
@@ -66,7 +66,7 @@ impl SmallFloat {
     }
 }
 
-/// Returns the value of a real float, or `None` for any other dtype.
+/// Returns the value of a float element, or `None` if the dtype is not a real float.
 ///
 /// # Panics
 /// Panics if `bytes` is not one element.
@@ -89,7 +89,7 @@ pub fn float(dtype: Dtype, bytes: &[u8]) -> Option<f64> {
     }
 }
 
-/// Returns an element as text.
+/// Returns the value of an element as text.
 ///
 /// # Panics
 /// Panics if `bytes` is not one element.
@@ -108,7 +108,7 @@ pub fn text(dtype: Dtype, bytes: &[u8]) -> String {
     }
 }
 
-/// Returns an element as a JSON number, or as a string if the number cannot be represented.
+/// Returns the value of an element as a JSON number, or as a JSON string if no JSON number represents the value.
 ///
 /// # Panics
 /// Panics if `bytes` is not one element.

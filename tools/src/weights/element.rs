@@ -1,4 +1,4 @@
-//! An element of a page, its name on the command line, and its location.
+//! One element of a tensor: its name on the command line, and its location in a page.
 
 use std::ops::Range;
 use std::str::FromStr;
@@ -15,7 +15,7 @@ use crate::weights::{dtype_of, label, shape_of};
 pub struct ElementName {
     /// The page that contains the element.
     pub page: Selector,
-    /// One index per dimension, or one index into all elements.
+    /// Indices of the element: one per dimension of the tensor, or a single index into all elements in order.
     pub index: Vec<u64>,
 }
 
@@ -33,12 +33,13 @@ impl FromStr for ElementName {
     }
 }
 
-/// An element of an existing page.
+/// The location and the dtype of an element in an existing page.
 #[derive(Clone, Debug)]
 pub struct Element {
     /// The page that contains the element.
     pub info: PageInfo,
-    /// The dtype of the element, or `None` if the metadata of the page states no dtype. The element is then a byte.
+    /// The dtype of the element. `None` if the metadata of the page states no dtype, in which case the element is one
+    /// byte.
     pub dtype: Option<Dtype>,
     /// Offset of the element in the page, in bytes.
     pub offset: u64,
@@ -47,7 +48,7 @@ pub struct Element {
 }
 
 impl ElementName {
-    /// Returns the location of the element in the page `info`. Returns a message if the page has no such element.
+    /// Finds the element in the page `info`. Returns an error message if the page has no such element.
     pub fn find(&self, info: &PageInfo) -> Result<Element, String> {
         let dtype = dtype_of(info);
         let width = dtype.map_or(1, |dtype| dtype::width(dtype).bytes());
@@ -82,12 +83,12 @@ impl Element {
         self.offset..self.offset + self.width as u64
     }
 
-    /// Returns the value of the element as text.
+    /// Returns the value of the element as text, given its bytes.
     pub fn text(&self, bytes: &[u8]) -> String {
         self.dtype.map_or_else(|| bytes[0].to_string(), |dtype| dtype::text(dtype, bytes))
     }
 
-    /// Returns the value of the element as JSON.
+    /// Returns the value of the element as JSON, given its bytes.
     pub fn json(&self, bytes: &[u8]) -> serde_json::Value {
         self.dtype.map_or_else(|| bytes[0].into(), |dtype| dtype::json(dtype, bytes))
     }

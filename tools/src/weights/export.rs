@@ -72,7 +72,7 @@ impl Export {
 pub struct ExportVersion<'d> {
     header: Header,
     bytes: PageBytes<'d>,
-    /// Pages in the order of the file: the header, then the tensors.
+    /// Pages in the order of their bytes in the file: the header, then the tensors.
     pages: Vec<PageInfo>,
 }
 
@@ -114,12 +114,12 @@ impl<'d> ExportVersion<'d> {
         Ok(Self { header, bytes, pages })
     }
 
-    /// Returns the batch after which the store is in this version.
+    /// Returns the Lsn of the batch that completed the version.
     pub fn lsn(&self) -> Lsn {
         self.bytes.table().lsn()
     }
 
-    /// Writes the version to a file. Returns `false`, without creating the file, if Ctrl-C was pressed.
+    /// Writes the version to a safetensors file. If Ctrl-C was pressed, returns `false` and creates no file.
     pub fn write_file(&self, path: &Path, interrupt: &Interrupt) -> Result<bool, Failure> {
         let cannot =
             |error: std::io::Error| Failure::Environment(format!("cannot write {}: {error}", path.display()));

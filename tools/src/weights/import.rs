@@ -1,7 +1,7 @@
 //! `remanent import` adds a safetensors file to a store as its newest version, in one batch.
 //!
 //! The command is the only writer of the store while it runs, so the pages cannot change after they were compared. A
-//! version is one batch, so readers and recovery see either the previous version or this one, even after a kill. If the
+//! version is one batch, so readers and recovery see either the previous or the new version, even after a kill. If an
 //! import did not complete, importing the file again adds the missing version.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -80,17 +80,19 @@ fn parse_root(text: &str) -> Result<(String, Value), String> {
 
 /// Number of bytes that are compared at a time, a multiple of every element width.
 const PIECE_LEN: usize = 1 << 20;
-/// Share of a page's length, in eighths, above which the cost of its changes causes the whole page to be written.
+/// Limit for logging the changes of a page, in eighths of the length of the page. If the changes cost more, the whole
+/// page is written.
 const WHOLE_FROM_EIGHTHS: u64 = 7;
-/// Maximum length in bytes of a page whose changes are always kept in memory, because an image file is not worthwhile.
+/// Maximum length in bytes of a page whose changes are always kept in memory. An image file is not worthwhile for so
+/// short a page.
 const SHORT_LEN_MAX: u64 = 64 << 10;
-/// Maximum cost in bytes of the changes that a version keeps in memory until the commit. A change uses up to two and a
-/// half times its cost. Above this limit, whole pages are written from the file.
+/// Maximum total cost in bytes of the changes that an import keeps in memory until the commit. The memory use is up to
+/// two and a half times this cost. If the changes cost more, whole pages are written from the file.
 const HELD_COST_MAX: u64 = 32 << 20;
 /// Number of bytes that are compared before the cost of a page's changes is evaluated.
 const LOOKED_AT_LEN: u64 = 16 << 20;
 
-/// The result of an import.
+/// The result of an import: whether a version was added, and what changed.
 struct ImportReport {
     /// Whether the version differs from the newest version in the store.
     is_new: bool,
@@ -164,8 +166,8 @@ impl Import {
     }
 }
 
-/// Removes a store that was just created and is empty. Only files of the store, and folders that are then empty, are
-/// removed. Errors are ignored, because the caller reports why the import failed.
+/// Removes a store that was just created and is empty. Only files of the store are removed, and the folders that become
+/// empty. Errors are ignored, because the caller reports why the import failed.
 fn remove_empty_store(dir: &Path, was_there: bool) {
     for folder in Folder::INNER.into_iter().chain([Folder::Root]) {
         let path = dir.join(folder.name());
@@ -181,13 +183,13 @@ fn remove_empty_store(dir: &Path, was_there: bool) {
     }
 }
 
-/// Imports a safetensors file into an open store as its newest version. Returns `false` if the store already contained
-/// the version, or if Ctrl-C was pressed.
+/// Imports a safetensors file into an open store as its newest version. Returns `false` if the newest version in the
+/// store is equal to the file, or if Ctrl-C was pressed.
 ///
 /// # Errors
 ///
-/// Returns [`Failure::Environment`] if the file is not a safetensors file or cannot be read, or if the store refuses
-/// the batch. Returns [`Failure::Damage`] if the page with the header of an earlier file is damaged.
+/// Returns [`Failure::Environment`] if the file is not a safetensors file or cannot be read, or if the commit of the
+/// batch fails. Returns [`Failure::Damage`] if the page with the header of an earlier file is damaged.
 pub fn import(store: &Store, file: &Path) -> Result<bool, Failure> {
     let interrupt = Interrupt::listen()?;
     let along = ImportExtras { note: None, root: Vec::new(), place: Place::Host };
@@ -195,8 +197,8 @@ pub fn import(store: &Store, file: &Path) -> Result<bool, Failure> {
     Ok(imported.is_some_and(|imported| imported.is_new))
 }
 
-/// Commits a file as the newest version of a store, and waits until it is durable. Returns `None` if Ctrl-C was
-/// pressed.
+/// Commits a file as the newest version of a store, and waits until the version is durable. Returns `None` if Ctrl-C
+/// was pressed.
 fn import_file(
     store: &Store,
     file: &WeightsFile,
@@ -232,7 +234,7 @@ fn import_file(
     Ok(Some(ImportReport { is_new: version.is_new, totals: version.totals }))
 }
 
-/// A new version, which is prepared by comparing a file with the store.
+/// A new version of the weights while it is prepared. Its batch contains the differences between a file and the store.
 struct ImportVersion<'a> {
     store: &'a Store,
     file: &'a WeightsFile,
@@ -240,7 +242,7 @@ struct ImportVersion<'a> {
     /// Place of new tensors.
     place: Place,
     batch: WriteBatch,
-    /// Cost in bytes of the changes in the batch.
+    /// Cost in bytes of the changes that `batch` contains.
     held_cost: u64,
     is_new: bool,
     totals: ImportTotals,
@@ -296,8 +298,8 @@ impl<'a> ImportVersion<'a> {
         Ok(Some(version))
     }
 
-    /// Returns the pages of the newest version in the store, keyed by tensor name. Other pages are never changed, even
-    /// if they have the same keys.
+    /// Returns the pages of the newest version in the store, keyed by tensor name. Pages that contain no tensor are
+    /// excluded and never changed, even if their key is the name of a tensor.
     fn tensors_before<'p>(
         &self,
         pages: &'p [PageInfo],
@@ -406,7 +408,7 @@ impl<'a> ImportVersion<'a> {
         Ok((count, changes))
     }
 
-    /// Returns true if the whole page must be written. The page has at least these changes.
+    /// Returns true if the whole page must be written. `changes` are the changes that were found so far.
     fn is_written_whole(&self, changes: &mut PageChanges, tensor: &Tensor) -> bool {
         let cost = changes.cost();
         let is_most = tensor.len > SHORT_LEN_MAX && cost * 8 > tensor.len * WHOLE_FROM_EIGHTHS;

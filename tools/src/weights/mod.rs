@@ -2,8 +2,8 @@
 //!
 //! A safetensors file contains the length of a JSON header in 8 bytes, the header, and the bytes of all tensors back to
 //! back. In a store, each tensor is a page whose metadata contains `dtype` and `shape`. One more page contains the
-//! unchanged header with its 8 bytes. The file can therefore be restored byte for byte, and the header has versions, as
-//! every page has.
+//! unchanged header with its 8 bytes, so an export can restore the file byte for byte. The header has versions, like
+//! every page.
 
 pub(crate) mod dtype;
 pub(crate) mod element;
@@ -38,7 +38,7 @@ const LEN_LEN: u64 = 8;
 const DTYPE: &str = "dtype";
 /// Metadata entry that contains the shape of a tensor.
 const SHAPE: &str = "shape";
-/// Metadata entry that contains the full name of a tensor. The key of the page is the same name if possible.
+/// Metadata entry that contains the full name of a tensor. If possible, the key of the page is the same name.
 const NAME: &str = "name";
 
 /// A tensor that the header of a file describes.
@@ -50,7 +50,7 @@ pub struct Tensor {
     pub dtype: Dtype,
     /// Number of elements in each dimension.
     pub shape: Vec<u64>,
-    /// Offset of the tensor's bytes from the start of the file.
+    /// Offset of the tensor in bytes from the start of the file.
     pub offset: u64,
     /// Length of the tensor in bytes.
     pub len: u64,
@@ -71,7 +71,7 @@ impl Tensor {
 /// The parsed header of a safetensors file.
 #[derive(Clone, Debug)]
 pub struct Header {
-    /// Bytes of the header as in the file, preceded by its length.
+    /// Bytes of the header as in the file, starting with the 8 bytes of its length.
     pub bytes: Vec<u8>,
     /// Tensors, in the order of their bytes.
     pub tensors: Vec<Tensor>,
@@ -105,7 +105,7 @@ impl Header {
     }
 }
 
-/// A safetensors file that was opened for reading.
+/// A safetensors file that is open for reading, with its checked header.
 pub struct WeightsFile {
     /// Parsed and checked header of the file.
     pub header: Header,
@@ -153,19 +153,20 @@ impl WeightsFile {
         self.file.read_exact_at(out, offset).map_err(|error| self.cannot_read(&error))
     }
 
-    /// Returns the failure that the file cannot be read.
+    /// Returns the failure for a read error of the file.
     pub fn cannot_read(&self, error: &io::Error) -> Failure {
         Failure::Environment(format!("{}: cannot read: {error}", self.path.display()))
     }
 
-    /// Returns a source of the tensor's bytes, which are read when a batch is committed. Reads fail after Ctrl-C.
+    /// Returns a source that reads the tensor's bytes from the file when a batch is committed. A read fails if Ctrl-C
+    /// was pressed.
     pub fn source(&self, tensor: &Tensor, interrupt: &Interrupt) -> Arc<dyn ByteSource> {
         let (file, interrupt) = (self.file.clone(), interrupt.clone());
         Arc::new(TensorSource { file, start: tensor.offset, interrupt })
     }
 }
 
-/// The bytes of one tensor in its file.
+/// A byte source for a commit, which reads one tensor from its file.
 #[derive(Debug)]
 struct TensorSource {
     file: Arc<File>,
@@ -184,7 +185,7 @@ impl ByteSource for TensorSource {
 }
 
 /// Returns the key of the page for a tensor. The key is the name of the tensor if possible, otherwise the start of the
-/// name and a checksum. `taken` must return true for a key that another page has.
+/// name and a checksum. `taken` must return true for a key that belongs to another page.
 pub fn key_of(name: &str, taken: impl Fn(&Key) -> bool) -> Key {
     if name != HEADER_KEY
         && let Ok(key) = Key::new(name)
@@ -215,7 +216,7 @@ pub fn name_of(info: &PageInfo) -> Option<&str> {
     }
 }
 
-/// Returns the dtype in the metadata of a page, or `None` if there is no valid dtype.
+/// Returns the dtype in the metadata of a page, or `None` if the metadata contains no valid dtype.
 pub fn dtype_of(info: &PageInfo) -> Option<Dtype> {
     match info.metadata.get(DTYPE) {
         Some(Value::String(name)) => dtype::parse(name),
@@ -223,7 +224,7 @@ pub fn dtype_of(info: &PageInfo) -> Option<Dtype> {
     }
 }
 
-/// Returns the name and the dtype of the tensor in a page if safetensors does not support the dtype.
+/// Returns the name and the dtype of a page's tensor if the safetensors format does not support the dtype.
 pub fn foreign_dtype(info: &PageInfo) -> Option<(&str, &str)> {
     match (name_of(info), info.metadata.get(DTYPE)) {
         (Some(name), Some(Value::String(dtype))) if dtype::parse(dtype).is_none() => Some((name, dtype)),
@@ -231,7 +232,7 @@ pub fn foreign_dtype(info: &PageInfo) -> Option<(&str, &str)> {
     }
 }
 
-/// Returns the shape in the metadata of a page, or `None` if there is no valid shape.
+/// Returns the shape in the metadata of a page, or `None` if the metadata contains no valid shape.
 pub fn shape_of(info: &PageInfo) -> Option<Vec<u64>> {
     let Some(Value::List(dimensions)) = info.metadata.get(SHAPE) else { return None };
     let number = |dimension: &Value| match dimension {

@@ -1,5 +1,5 @@
-//! The versions of a run of several ranks. A version is a small JSON file in the folder `points`, which names a
-//! snapshot in the store of every rank. The first line of the file contains a checksum of the remaining lines.
+//! The versions of a run of several ranks. A version is a small JSON file in the folder `points`. It names one snapshot
+//! in the store of each rank. The first line of the file contains a checksum of the remaining lines.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -11,19 +11,20 @@ use serde::Deserialize;
 
 use crate::cli::exit::Failure;
 
-/// Maximum length of the file of a version in bytes, far above that of a run of 100,000 ranks.
+/// Maximum length in bytes of the file of a version. The file of a run of 100,000 ranks is far shorter.
 const POINT_LEN_MAX: u64 = 64 << 20;
 
-/// A version of all ranks.
+/// A version of a run of several ranks.
 #[derive(Deserialize)]
 pub struct Point {
     /// The step of the run.
     pub step: u64,
-    /// The name that the caller assigned, if any.
+    /// The name that the caller assigned to the version, if any.
     pub name: Option<String>,
     /// The time at which the version was saved, in seconds since 1970.
     pub created: f64,
-    /// The identity of the store, the name of the snapshot, and the last batch in the snapshot, for each rank.
+    /// For each rank: the identity of its store, the name of the snapshot, and the Lsn of the last batch in the
+    /// snapshot.
     pub parts: Vec<(String, String, u64)>,
 }
 
@@ -33,7 +34,7 @@ pub fn folder(run: &Path) -> Option<PathBuf> {
     folder.is_dir().then_some(folder)
 }
 
-/// Reads the versions of a run, oldest first. Returns the versions and a message for each damaged file.
+/// Reads all versions of a run, oldest first. Returns the versions, and one message for each damaged file.
 pub fn read(folder: &Path) -> Result<(Vec<Point>, Vec<String>), Failure> {
     let cannot = |error| Failure::Environment(format!("cannot read {}: {error}", folder.display()));
     let mut numbered: Vec<(u64, PathBuf)> = Vec::new();

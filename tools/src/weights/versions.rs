@@ -1,8 +1,7 @@
 //! `remanent versions` lists the versions that can be loaded, oldest first.
 //!
-//! A version is the state after a batch from which on the log is kept, or the state at the end of an earlier kept
-//! snapshot. While a save of several batches is in progress, the root contains a mark. The states in between are not
-//! versions.
+//! The state after each batch of the kept log is a version, and so is the state at the end of an earlier kept snapshot.
+//! While a save of several batches is in progress, the root contains a mark. States with this mark are not versions.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -37,11 +36,12 @@ Examples:
   remanent versions weights --json | jq .lsn
   remanent export weights then.safetensors --at lsn:7";
 
-/// Root entry that exists while a save has written only a part of its version.
+/// Root entry that marks the states between the batches of one save.
 const SAVING: &str = "saving";
 /// Root entry that contains the step of a run.
 const STEP: &str = "step";
-/// Root entry that contains the time of a version, in seconds since 1970. The entry is not part of the saved state.
+/// Root entry that contains the time at which a version was saved, in seconds since 1970. The entry is not part of the
+/// saved state.
 pub(crate) const SAVED_AT: &str = "saved at";
 /// Prefix of the names that a run assigns to snapshots automatically.
 const OWN_NAME: &str = "step ";
@@ -60,20 +60,20 @@ pub struct Versions {
 /// A version of the weights that can be loaded.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Version {
-    /// The batch after which the store is in this version. For a run of several ranks, the batch in the store of the
-    /// first rank.
+    /// The Lsn of the batch that completed the version. For a run of several ranks, the Lsn in the store of the first
+    /// rank.
     pub lsn: u64,
     /// The step of the run, or `None` if the version does not belong to a run.
     pub step: Option<u64>,
-    /// The name of the snapshot that keeps the version, if any.
+    /// The name of the snapshot that contains the version, or `None` if no named snapshot contains it.
     pub name: Option<String>,
-    /// The note that was saved with the version, if its batch is still in the log.
+    /// The note that was saved with the version. `None` if there was no note, or if the batch is no longer in the log.
     pub note: Option<String>,
-    /// The time at which the version was saved, in milliseconds since 1970, if known.
+    /// The time at which the version was saved, in milliseconds since 1970. `None` if the time is not known.
     pub created_unix_ms: Option<u64>,
-    /// The number of bytes that the version's batch wrote, if the batch is still in the log.
+    /// The number of bytes that the version's batch wrote. `None` if the batch is no longer in the log.
     pub bytes: Option<u64>,
-    /// The batch in the store of each rank. Empty unless the run has several ranks.
+    /// The Lsn of the version in the store of each rank. Empty unless the run has several ranks.
     pub ranks: Vec<u64>,
 }
 
@@ -128,8 +128,8 @@ fn of_ranks(point: points::Point) -> Version {
     }
 }
 
-/// Returns the versions of a store: the ends of kept snapshots, and each batch after the oldest state from which on the
-/// log is kept.
+/// Returns the versions of one store. The end of each kept snapshot is a version, and so is the state after each batch
+/// of the kept log.
 fn of_store(dir: &StoreDir, view: &PartialView) -> Result<Vec<Version>, Failure> {
     let Some(end) = view.end() else { return Ok(Vec::new()) };
     let reach = Reach::of(&view.survey, &end.verified);
@@ -190,19 +190,19 @@ fn of_snapshot(manifest: &Manifest) -> Version {
     }
 }
 
-/// The parts of a batch that describe its version.
+/// The parts of a batch that describe the version after the batch.
 struct Batch {
     note: Option<String>,
     bytes: u64,
     saved_at: Option<u64>,
     /// Root entries that the batch sets, or removes if the value is `None`.
     root: Vec<(String, Option<Value>)>,
-    /// Lsn of the state that the batch restores, or `None`.
+    /// Lsn of the state that the batch restores, or `None` if the batch is not a restore.
     restored: Option<Lsn>,
 }
 
 impl Batch {
-    /// Decodes a frame. Returns `None` if the payload is invalid.
+    /// Decodes the batch in a frame. Returns `None` if the payload is invalid.
     fn of(frame: &ScannedFrame) -> Option<Self> {
         let payload = frame.payload.as_ref().ok()?;
         let mut batch = Self {
@@ -233,7 +233,8 @@ impl Batch {
         Some(batch)
     }
 
-    /// Applies the changes of the batch to `root`. `roots` contains the roots of earlier states.
+    /// Applies the changes of the batch to `root`. `roots` contains the roots of earlier states, for a batch that
+    /// restores one.
     fn apply(&self, root: &mut Metadata, roots: &BTreeMap<Lsn, Metadata>) {
         if let Some(restored) = self.restored {
             *root = roots.get(&restored).cloned().unwrap_or_default();
