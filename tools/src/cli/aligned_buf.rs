@@ -2,7 +2,7 @@
 
 use std::ops::{Deref, DerefMut};
 
-/// Alignment in bytes of memory, offsets and lengths that direct I/O accepts on every medium.
+/// Alignment in bytes that direct I/O requires of memory, offsets and lengths. Every medium accepts this alignment.
 pub const ALIGN: usize = 4096;
 
 /// A byte buffer that starts at a multiple of [`ALIGN`] and initially contains zeros.

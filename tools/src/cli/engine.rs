@@ -9,7 +9,7 @@ use remanent::{Error, Options, Retention, Store};
 
 use crate::cli::exit::Failure;
 
-/// Opens a store for writing. All snapshots and the whole log are kept, so that every batch can be restored.
+/// Opens a store for writing. The options keep all snapshots and the whole log, so that every batch can be restored.
 pub fn open(dir: &Path, create: Create) -> Result<Store, Failure> {
     let options = Options::new()
         .create(create)
@@ -18,7 +18,7 @@ pub fn open(dir: &Path, create: Create) -> Result<Store, Failure> {
 }
 
 /// Returns the files that an open or a prune would remove because they are not needed. Returns an empty set if the
-/// engine refuses the store, because its files are then evidence.
+/// engine cannot open the store, because all files of a damaged store may be evidence.
 pub fn unneeded(dir: &Path) -> BTreeSet<FileName> {
     let pruned = Store::would_prune_at(dir, &Retention::default().names_only(true));
     pruned.map(|pruned| pruned.files.into_iter().map(|(file, _)| file).collect()).unwrap_or_default()

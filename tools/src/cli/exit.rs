@@ -25,7 +25,7 @@ pub enum Ending {
 /// The reason why a command stopped before completion.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Failure {
-    /// The reader of standard output closed it, which is not an error.
+    /// The reader of standard output closed the pipe. The exit code is 0.
     ClosedPipe,
     /// The bytes of the store are damaged.
     Damage(String),
@@ -35,10 +35,10 @@ pub enum Failure {
     Locked(String),
 }
 
-/// The result of a command, or the reason why it stopped.
+/// The result of a command: how it ended, or why it stopped before completion.
 pub type Outcome = Result<Ending, Failure>;
 
-/// Exit code after Ctrl-C, which is 128 plus the number of SIGINT.
+/// Exit code after Ctrl-C: 128 plus the signal number of SIGINT.
 pub const INTERRUPTED: u8 = 130;
 
 /// Prints a failure to standard error and returns the exit code.

@@ -1,4 +1,4 @@
-//! Handling of Ctrl-C. A command that only reads ends immediately. A command that changes a store first finishes the
+//! Handling of Ctrl-C. A command that only reads ends immediately. A command that changes a store first finishes its
 //! current step.
 
 use std::io;
@@ -20,7 +20,7 @@ pub fn end_at_once() -> Result<(), Failure> {
         .map_err(cannot_listen)
 }
 
-/// A flag that is set when Ctrl-C is pressed. The command polls the flag.
+/// A flag that Ctrl-C sets. A command that changes a store polls the flag between its steps.
 #[derive(Clone, Debug)]
 pub struct Interrupt(Arc<InterruptGuard>);
 
@@ -28,7 +28,7 @@ pub struct Interrupt(Arc<InterruptGuard>);
 #[derive(Debug)]
 struct InterruptGuard {
     is_noted: Arc<AtomicBool>,
-    /// Becomes readable when Ctrl-C is pressed.
+    /// Socket that becomes readable when Ctrl-C is pressed.
     pressed: UnixStream,
     registered: [SigId; 2],
 }
@@ -42,7 +42,7 @@ impl Drop for InterruptGuard {
 }
 
 impl Interrupt {
-    /// Starts to record Ctrl-C, which no longer ends the process.
+    /// Starts to record Ctrl-C in a flag. Ctrl-C no longer ends the process.
     pub fn listen() -> Result<Self, Failure> {
         let (pressed, told) = UnixStream::pair().map_err(cannot_listen)?;
         let is_noted = Arc::new(AtomicBool::new(false));

@@ -10,7 +10,7 @@ use remanent_format::Key;
 use remanent_format::value::{Metadata, Value};
 use serde_json::{Map, json};
 
-/// Version of the objects that `--json` prints. Adding a field does not change the version.
+/// Version of the objects that `--json` prints. Adding a field to an object does not change the version.
 pub const SCHEMA: u32 = 1;
 
 /// Builds an object of the current schema that contains the given fields in order.
@@ -26,12 +26,13 @@ pub fn bytes(bytes: &[u8]) -> serde_json::Value {
     json!({ "$bytes": STANDARD.encode(bytes) })
 }
 
-/// Returns the key of a page as a string, or as bytes if it is not UTF-8. Returns null if the page has no key.
+/// Returns the key of a page as a JSON string, or as an object with its bytes if the key is not UTF-8. Returns null if
+/// the page has no key.
 pub fn key(key: Option<&Key>) -> serde_json::Value {
     key.map_or(serde_json::Value::Null, |key| key.as_str().map_or_else(|| bytes(key.as_bytes()), Into::into))
 }
 
-/// Returns a float as a number, or as a string if JSON cannot represent the number.
+/// Returns a float as a JSON number, or as a JSON string if no JSON number represents the float.
 pub fn float(value: f64) -> serde_json::Value {
     if value.is_finite() {
         value.into()

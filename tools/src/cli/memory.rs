@@ -1,12 +1,12 @@
 //! The limit on the memory that an inspecting command may use.
 //!
-//! A page can be up to a TiB long although its zeros use no space on disk. Commands that assemble whole pages therefore
-//! check lengths against this limit before they allocate memory. Commands that read pages in windows need no limit, but
-//! apply one that the user specifies.
+//! A page can be up to a TiB long although its zeros use no space on disk. Commands that assemble all bytes of a page
+//! therefore check lengths against this limit before they allocate memory. Commands that read pages in windows need no
+//! limit, and apply one only if the user specifies it.
 
 use std::fs;
 
-/// The option that limits the memory of pages.
+/// The option that limits the memory for page bytes.
 #[derive(Clone, Copy, Debug, clap::Args)]
 pub struct MemoryLimit {
     /// Maximum total length of the pages that are read, in bytes
@@ -15,20 +15,20 @@ pub struct MemoryLimit {
 }
 
 impl MemoryLimit {
-    /// Returns the limit in bytes that the user specified, or `u64::MAX`. For commands whose memory use does not depend
-    /// on page lengths.
+    /// Returns the limit in bytes that the user specified, or `u64::MAX`. Used by commands whose memory use does not
+    /// depend on page lengths.
     pub fn given(self) -> u64 {
         self.memory_max.unwrap_or(u64::MAX)
     }
 
-    /// Returns the limit in bytes that the user specified, or the available memory.
+    /// Returns the limit in bytes that the user specified, or the available memory of the machine.
     pub fn limit(self) -> u64 {
         self.memory_max.unwrap_or_else(available)
     }
 }
 
-/// Returns the number of bytes that programs can allocate without swapping, according to the kernel, or `u64::MAX` if
-/// it is unknown.
+/// Returns the number of bytes that programs can allocate without swapping, as reported by the kernel. Returns
+/// `u64::MAX` if the kernel does not report the number.
 pub fn available() -> u64 {
     fs::read_to_string("/proc/meminfo").ok().and_then(|text| parse(&text)).unwrap_or(u64::MAX)
 }

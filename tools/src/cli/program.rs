@@ -1,5 +1,5 @@
-//! The command line of this program. Some commands start it again as a child process, to kill a store or to measure an
-//! open.
+//! The command line that starts this program. Some commands start the program again as a child process, to kill a store
+//! or to measure an open.
 
 use std::ffi::OsString;
 use std::io;
@@ -8,8 +8,8 @@ use std::sync::OnceLock;
 
 static PROGRAM: OnceLock<Vec<OsString>> = OnceLock::new();
 
-/// Sets the program and the leading arguments that start the command, if they differ from the executable of this
-/// process. Only the first call has an effect.
+/// Sets the command line that starts this program. Needed only if the executable of this process is another program,
+/// such as a Python interpreter. Later calls have no effect.
 pub fn set(program: Vec<OsString>) {
     let _ = PROGRAM.set(program);
 }

@@ -7,7 +7,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 /// Whether bars are hidden even on a terminal.
 static QUIET: AtomicBool = AtomicBool::new(false);
 
-/// Hides all bars that are created from now on.
+/// Hides all bars that are created after this call.
 pub fn be_quiet() {
     QUIET.store(true, Ordering::Relaxed);
 }

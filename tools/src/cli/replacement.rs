@@ -1,4 +1,5 @@
-//! A file that a command writes for the user. The file appears complete or not at all, and may replace an older file.
+//! An output file that a command writes for the user. The file appears complete or not at all, and can replace an older
+//! file.
 
 use std::fs::{self, File, Metadata, Permissions};
 use std::io;
@@ -10,8 +11,8 @@ use tempfile::{Builder, NamedTempFile};
 /// Permissions of a new file before the umask is applied.
 const NEW_MODE: u32 = 0o666;
 
-/// A file that is written next to its target and renamed over it by [`Replacement::put`]. Dropping the value before
-/// that removes the file.
+/// An output file that is written under a temporary name. [`Replacement::put`] renames the file to its final name. If
+/// the value is dropped before, the temporary file is removed.
 pub struct Replacement {
     target: PathBuf,
     /// Metadata of the file that will be replaced, or `None` if the target does not exist.
@@ -20,7 +21,8 @@ pub struct Replacement {
 }
 
 impl Replacement {
-    /// Creates the temporary file. If `path` is a symbolic link, the file that it points to will be replaced.
+    /// Creates the temporary file in the folder of the target. If `path` is a symbolic link, the target is the file
+    /// that the link points to.
     ///
     /// # Errors
     /// Returns `InvalidInput` if the target is not a regular file, or an error of the system.
@@ -53,8 +55,8 @@ impl Replacement {
         self.file.as_file()
     }
 
-    /// Syncs the file, sets the owner, group and permissions of the replaced file, and renames the file over its
-    /// target.
+    /// Syncs the temporary file and renames it to its final name. If it replaces a file, it first receives the owner,
+    /// group and permissions of that file.
     ///
     /// # Errors
     /// Returns an error of the system. The replaced file is then unchanged.

@@ -6,8 +6,8 @@ use remanent_format::PageInfo;
 /// Headings of the first columns in every table of pages.
 const PAGE_COLUMNS: [&str; 5] = ["PAGE", "KEY", "LEN", "EPOCH", "LSN"];
 
-/// Creates a table without rows. `numbers` are the indices of the columns that contain numbers, which are aligned to
-/// the right.
+/// Creates a table without rows. `numbers` contains the indices of the columns whose cells are numbers. These columns
+/// are aligned to the right.
 pub fn with_header<const N: usize>(header: [&str; N], numbers: impl IntoIterator<Item = usize>) -> Table {
     with_columns(&header, numbers)
 }
@@ -22,7 +22,7 @@ fn with_columns(header: &[&str], numbers: impl IntoIterator<Item = usize>) -> Ta
     table
 }
 
-/// Creates a table of pages without rows. The columns of [`page_cells`] are followed by `more`.
+/// Creates a table of pages without rows. The columns are those of [`page_cells`], then those in `more`.
 pub fn page_table<const N: usize>(more: [&str; N]) -> Table {
     let header: Vec<&str> = PAGE_COLUMNS.into_iter().chain(more).collect();
     with_columns(&header, [0, 2, 3, 4])

@@ -1,5 +1,5 @@
-//! The level of messages on standard error. The failure of a command is always printed. Output is never colored, so
-//! `NO_COLOR` has no effect.
+//! The level of messages on standard error. A command always prints its failure. Output is never colored, so `NO_COLOR`
+//! has no effect.
 
 use std::io;
 
@@ -19,7 +19,8 @@ pub struct Verbosity {
 }
 
 impl Verbosity {
-    /// Sets the level of messages. `expects_warnings` hides warnings, for commands that cause them deliberately.
+    /// Sets the level of messages. If `expects_warnings` is true, warnings are hidden, because the command causes them
+    /// deliberately.
     pub fn begin(self, expects_warnings: bool) {
         if self.quiet {
             progress::be_quiet();

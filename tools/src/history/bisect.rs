@@ -122,7 +122,7 @@ impl Bisect {
         note.map_or(Ok(()), |note| out.line(format_args!("note  {}", note.escape_debug())))
     }
 
-    /// Runs the command on a file and returns its verdict, or `None` if Ctrl-C was pressed.
+    /// Runs the user's command on a file and returns its verdict. Returns `None` if Ctrl-C was pressed.
     fn verdict(&self, file: &Path, interrupt: &Interrupt) -> Result<Option<BisectVerdict>, Failure> {
         let cannot = |error: io::Error| Failure::Environment(format!("cannot run {:?}: {error}", self.run));
         // The path is passed as an argument of the shell, so its characters need no quoting.

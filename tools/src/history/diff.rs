@@ -52,28 +52,28 @@ pub struct Diff {
     memory: MemoryLimit,
 }
 
-/// The difference between two states of a page.
+/// How a page differs between the two states.
 enum Change {
     Created,
     Deleted,
     Content(ContentDiff),
 }
 
-/// The differences between the contents of a page in two states.
+/// The differences of one page that exists in both states.
 struct ContentDiff {
-    /// Earlier length of the page in bytes, or `None` if the length is unchanged.
+    /// Length of the page in the earlier state, in bytes. `None` if both states have the same length.
     len_before: Option<u64>,
     metadata: bool,
     /// Number of elements that both states contain.
     elements: u64,
-    /// Number of these elements that differ.
+    /// Number of elements that both states contain and whose bytes differ.
     changed: u64,
-    /// Largest difference between an old and a new value, for floats. NaN if a value that differs is NaN in either
-    /// state.
+    /// Largest absolute difference between an old and a new value. NaN if a value that differs is NaN in one of the
+    /// states. `None` if the elements are not floats.
     largest: Option<f64>,
-    /// Number of elements that differ and are NaN in either state, for floats.
+    /// Number of elements that differ and are NaN in one of the states. `None` if the elements are not floats.
     nans: Option<u64>,
-    /// Number of bytes in elements that differ, plus the bytes that only one state contains.
+    /// Number of bytes in elements that differ, plus the number of bytes that only one of the states contains.
     bytes: u64,
 }
 
@@ -83,7 +83,7 @@ struct DiffLine {
     change: Change,
 }
 
-/// An entry of the root that differs, as its name, old value and new value.
+/// An entry of the root that differs: its name, its old value and its new value.
 type RootLine = (String, Option<Value>, Option<Value>);
 
 impl Diff {
@@ -160,7 +160,7 @@ impl ContentDiff {
     }
 }
 
-/// Compares the bytes of a page in both states, window by window.
+/// Compares the bytes that a page has in the two states, window by window.
 fn content(
     old: &PageInfo,
     before: &PageBytes<'_>,
@@ -204,7 +204,7 @@ fn content(
     })
 }
 
-/// Returns the absolute difference of two floats, or `None` for elements of other dtypes.
+/// Returns the absolute difference of two float elements, or `None` if the dtype is not a float.
 fn value_change(dtype: Dtype, before: &[u8], after: &[u8]) -> Option<f64> {
     Some((dtype::float(dtype, after)? - dtype::float(dtype, before)?).abs())
 }
@@ -241,7 +241,7 @@ fn bytes(lines: &[DiffLine]) -> u64 {
     lines.iter().map(of).fold(0, u64::saturating_add)
 }
 
-/// Returns the last line of the text output.
+/// Returns the last line of the text output, which contains the totals.
 fn total(lines: &[DiffLine], root_entries: usize) -> String {
     let bytes = bytes(lines);
     let root = match root_entries {

@@ -1,4 +1,4 @@
-//! `remanent fork` creates a store that begins at a state of another store.
+//! `remanent fork` creates a store whose first state is a state of another store.
 
 use std::path::PathBuf;
 

@@ -1,4 +1,4 @@
-//! `remanent prune` removes snapshots and log that need not be kept, or lists them.
+//! `remanent prune` removes the snapshots and the part of the log that no rule keeps, or lists them.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -111,8 +111,8 @@ impl Prune {
         Ok(Ending::Fine)
     }
 
-    /// Returns the snapshots whose names are given up. Returns an error for a name that no snapshot has, because the
-    /// intended snapshot would be kept.
+    /// Returns the snapshots whose names the user gives up. Returns an error for a name that no snapshot has. A
+    /// misspelled name would otherwise keep the snapshot silently.
     fn holders(&self, named: impl Iterator<Item = (String, SnapshotId)>) -> Result<Vec<SnapshotId>, Failure> {
         let named: BTreeMap<String, SnapshotId> = named.collect();
         let none = |name: &String| Failure::Environment(format!("there is no snapshot named {name:?}"));
@@ -139,7 +139,8 @@ impl Prune {
             .log_kept(self.log_bytes.unwrap_or_default())
     }
 
-    /// Prints the result. `kept` lists the snapshots whose names are given up but that other rules keep.
+    /// Prints the result. `kept` contains the snapshots that remain because of other rules although their names are
+    /// given up.
     fn report(&self, pruned: &PruneReport, kept: &[SnapshotId], out: &mut Output) -> Result<(), Failure> {
         if self.json {
             let file = |(file, bytes): &(FileName, u64)| json!({ "file": file.to_string(), "bytes": bytes });

@@ -4,12 +4,12 @@
 //! Pages keep their ids, epochs and Lsns, so users of the old store find them in the new store. The new store has its
 //! own identity, because it may lack pages of the old store.
 //!
-//! Each page is proven twice, once for the report, before anything is written, and again when its bytes are written in
+//! Each page is proven twice: for the report, before anything is written, and again when its bytes are written in
 //! pieces. If the medium deteriorates in between, the command fails and writes no wrong page. The memory use does not
 //! depend on page lengths.
 //!
-//! If only an earlier version of a page is provable, the page is copied only with `--older`, because the new store does
-//! not mark the page as older than other pages.
+//! If only an earlier version of a page is provable, the page is copied only with `--older`. The new store does not
+//! record that such a page is older than the other pages.
 
 use std::path::{Path, PathBuf};
 
@@ -74,23 +74,23 @@ pub struct Salvage {
     memory: MemoryLimit,
 }
 
-/// A page whose version in the state cannot be proven.
+/// A page whose version in the state cannot be proven. An earlier version may be proven.
 struct InexactPage {
     /// Description of the page in the state.
     info: PageInfo,
-    /// Earlier version that is proven, or `None` if no version is proven.
+    /// Earlier version that is proven, or `None` if no version of the page is proven.
     left: Option<PageInfo>,
     why: Damage,
 }
 
-/// The pages of the state, divided into exact and inexact pages.
+/// The pages of the salvaged state: those that are proven, and those of which at most an earlier version is proven.
 #[derive(Default)]
 struct Remains {
     exact: Vec<PageInfo>,
     damaged_pages: Vec<InexactPage>,
 }
 
-/// The reason why no new store was created.
+/// The reason why the command stopped before the new store was complete.
 enum SalvageStop {
     Interrupted,
     Failed(Failure),
@@ -150,7 +150,7 @@ impl Salvage {
         Ok(if report.is_all() { Ending::Fine } else { Ending::Difference })
     }
 
-    /// Returns true if an inexact page is copied into the new store.
+    /// Returns true if an earlier version of the page is copied into the new store.
     fn carries(&self, damaged_page: &InexactPage) -> bool {
         self.older && damaged_page.left.is_some()
     }
@@ -251,7 +251,7 @@ fn find_remains(search: &Search<'_>, interrupt: &Interrupt) -> Option<Remains> {
     Some(remains)
 }
 
-/// Proves a page again and returns its bytes. Returns an error if the result differs from the first time.
+/// Proves a page again and returns its bytes. Returns an error if the result differs from the first proof.
 fn find_again(search: &Search<'_>, info: &PageInfo, bar: &ProgressBar) -> Result<FoundBytes, SalvageStop> {
     let wanted = search.state().table.get(info.page).expect("it was found there");
     let (left, bytes) = match search.find(&wanted) {
@@ -267,7 +267,7 @@ fn find_again(search: &Search<'_>, info: &PageInfo, bar: &ProgressBar) -> Result
     Ok(bytes)
 }
 
-/// The report of a salvage, which is printed as text or JSON.
+/// The report of a salvage. It is printed as text or JSON.
 struct SalvageReport<'a> {
     search: &'a Search<'a>,
     remains: &'a Remains,
@@ -281,14 +281,14 @@ impl SalvageReport<'_> {
         self.search.state().table.lsn()
     }
 
-    /// Returns the first and the last batch that are known to be lost after the state.
+    /// Returns the Lsns of the first and the last batch that are known to be lost after the state.
     fn lost_batches(&self) -> Option<(u64, u64)> {
         let LogRemainder { durable, seen, .. } = self.search.beyond();
         (durable > self.lsn()).then(|| (self.lsn().0 + 1, durable.max(seen).0))
     }
 
-    /// Returns the first and the last batch that a crash cut off. Returns `None` if there is no such batch, or if a
-    /// batch after the state was durable.
+    /// Returns the Lsns of the first and the last batch that a crash cut off. Returns `None` if there is no such batch,
+    /// or if a batch after the state was durable.
     fn torn_batches(&self) -> Option<(u64, u64)> {
         let LogRemainder { durable, seen, .. } = self.search.beyond();
         (durable <= self.lsn() && seen > self.lsn()).then(|| (self.lsn().0 + 1, seen.0))

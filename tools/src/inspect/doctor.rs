@@ -41,7 +41,7 @@ pub struct Doctor {
     json: bool,
 }
 
-/// One line of the report.
+/// One line of the report, which describes one property of the machine or the directory.
 struct DoctorFinding {
     name: &'static str,
     /// Value for the JSON output.
@@ -122,16 +122,17 @@ impl Doctor {
     }
 }
 
-/// The choices of a store that was opened in the directory.
+/// The methods that a store in the directory uses by default.
 struct Choices {
     log: String,
     images: String,
-    /// The other ways to write images, each with the reason if the file system does not support it.
+    /// The methods of writing images that the store does not use. If the file system does not support a method, the
+    /// text contains the reason.
     other_images: String,
     device: String,
 }
 
-/// Creates a store in `dir` and returns its choices.
+/// Creates a store in `dir` and returns the methods that the store uses.
 fn choices(dir: &Path) -> Result<Choices, Failure> {
     let options = Options::new().log(LogOptions::new().segment_len(64 << 10));
     let store = options.open(dir.join("store")).map_err(engine_failure)?;
@@ -155,7 +156,7 @@ fn choices(dir: &Path) -> Result<Choices, Failure> {
     Ok(choices)
 }
 
-/// Writes a block with direct I/O and reads it back.
+/// Writes a block with direct I/O and reads it back. Returns an error if the file system does not support direct I/O.
 fn direct_works(dir: &Path) -> io::Result<()> {
     let mut options = OpenOptions::new();
     options.read(true).write(true).create(true).truncate(true);
@@ -165,16 +166,16 @@ fn direct_works(dir: &Path) -> io::Result<()> {
     file.read_exact_at(&mut bytes, 0)
 }
 
-/// Number of timed syncs.
+/// Number of syncs that are timed.
 const SYNCS: usize = 20;
 
-/// The measured durations of a sync.
+/// The measured durations of syncs.
 struct SyncTimes {
     median: Duration,
     longest: Duration,
 }
 
-/// Measures syncs of small overwrites, which a log performs.
+/// Measures syncs of small overwrites, like those of a log.
 fn sync_times(dir: &Path) -> io::Result<SyncTimes> {
     let file = File::create(dir.join("synced"))?;
     file.write_all_at(&[0; ALIGN * SYNCS], 0)?;
@@ -210,7 +211,7 @@ fn machine() -> Vec<DoctorFinding> {
     ]
 }
 
-/// Returns the version of the GPU driver, or the reason why none is found.
+/// Returns the version of the GPU driver, or the reason why no driver was found.
 fn driver() -> DoctorFinding {
     const VERSION: &str = "/proc/driver/nvidia/version";
     match fs::read_to_string(VERSION) {

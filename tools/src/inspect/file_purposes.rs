@@ -12,7 +12,7 @@ use crate::read::partial_view::PartialView;
 use crate::read::scan::Scan;
 use crate::read::store_dir::StoreDir;
 
-/// The purpose of one file.
+/// Why one file of a store directory exists, and whether the file can be deleted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Reason {
     /// Path relative to the store directory.
@@ -25,19 +25,19 @@ pub struct Reason {
     pub may_go: bool,
 }
 
-/// References from snapshots and batches to the files of a store.
+/// What the files of a store are needed for: references from snapshots and batches, and the state of the log.
 struct References {
-    /// First log segment that each readable snapshot needs.
+    /// Number of the first log segment that each readable snapshot needs.
     log_from: BTreeMap<SnapshotId, u64>,
-    /// Snapshots and batches that name each image file.
+    /// The snapshots and batches that name each image file, as text.
     images: BTreeMap<u64, BTreeSet<String>>,
-    /// Batch that restores each table.
+    /// Lsn of the batch that restores each table.
     restores: BTreeMap<u64, Lsn>,
     /// Highest segment number, or `None` if there is no segment.
     last_segment: Option<u64>,
     /// Highest number of a segment that contains frames.
     last_frames: u64,
-    /// Files that an open, or a prune without rules, removes.
+    /// Files that an open would remove, or a prune without rules.
     unneeded: BTreeSet<FileName>,
     /// Whether a process has the store open.
     is_open: bool,
@@ -100,7 +100,7 @@ impl References {
         }
     }
 
-    /// Records the files that batches name: tables, and images that were written ahead of batches.
+    /// Records the files that batches name: tables, and image files that were written before their batches were logged.
     fn read_log(&mut self, dir: &StoreDir, view: &PartialView) {
         for frame in Scan::new(dir, view.survey.store.store, &view.survey.log) {
             let payload = frame.payload.unwrap_or_default();
@@ -120,7 +120,7 @@ impl References {
         }
     }
 
-    /// Returns the purpose of a file, and true if the file may be deleted.
+    /// Returns the purpose of a file, and whether the file can be deleted.
     fn why(&self, view: &PartialView, file: FileName) -> (String, bool) {
         // A temporary file is a leftover unless a writer has the store open.
         let is_leftover = matches!(file, FileName::Temporary(..)) && !self.is_open;

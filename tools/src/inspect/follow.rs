@@ -28,7 +28,7 @@ Examples:
   remanent follow store --from 3-0badcafe:17:5eedf00d --timeout 0
                                              batches logged since that position, without waiting";
 
-/// Maximum time until Ctrl-C is detected.
+/// Maximum time between two checks for Ctrl-C.
 const SLICE: Duration = Duration::from_millis(100);
 
 /// Print the batches of a store as they are logged
@@ -94,7 +94,7 @@ impl Follow {
         Ok(Ending::Fine)
     }
 
-    /// Prints a batch and flushes the output, because a reader may be waiting for the line.
+    /// Prints a batch and flushes the output, because another program may be waiting for the line.
     fn show(&self, batch: &FollowedBatch, out: &mut Output) -> Result<(), Failure> {
         if self.json {
             out.line(batch_json(batch))?;

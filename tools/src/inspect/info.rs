@@ -40,7 +40,7 @@ pub struct Info {
     json: bool,
 }
 
-/// The content of the report.
+/// The content of the report: the readable parts of the store, and the purposes of its files.
 struct InfoReport {
     view: PartialView,
     files: Vec<Reason>,
@@ -73,7 +73,7 @@ impl InfoReport {
         verified.iter().any(|entry| entry.snapshot == snapshot)
     }
 
-    /// Returns the manifests of all snapshots that can be read completely.
+    /// Returns the manifests of all snapshots whose manifests are readable.
     fn snapshots(&self) -> impl Iterator<Item = Arc<Manifest>> {
         self.view.snapshots().filter_map(|snapshot| self.view.survey.snapshot(snapshot).ok())
     }

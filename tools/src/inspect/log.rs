@@ -90,7 +90,7 @@ impl Log {
         Ok(if view.damage.is_empty() { Ending::Fine } else { Ending::Difference })
     }
 
-    /// Reports damage and the end of the log. The JSON output contains an object for the end only if there is a torn
+    /// Prints damage and the end of the log. The JSON output contains an object for the end only if there is a torn
     /// tail.
     fn report_end(&self, view: &PartialView, end: Option<&LogEnd>, out: &mut Output) -> Result<(), Failure> {
         for damage in &view.damage {

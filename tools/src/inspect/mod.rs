@@ -1,5 +1,5 @@
-//! Commands that show the content of a store. They read the files without the engine, and can therefore open stores
-//! that the engine refuses.
+//! Commands that show the content of a store. They read the files without the engine, and can therefore read stores
+//! that the engine cannot open.
 
 pub(crate) mod file_purposes;
 pub(crate) mod info;

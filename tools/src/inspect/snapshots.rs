@@ -36,11 +36,11 @@ pub struct Snapshots {
     json: bool,
 }
 
-/// A snapshot on disk, readable or not.
+/// One line of the output, which describes a snapshot on disk. The snapshot may be unreadable.
 struct SnapshotLine {
     snapshot: SnapshotId,
     is_verified: bool,
-    /// The manifest and the number of its links, or the damage that makes the snapshot unreadable.
+    /// The merged manifest and the number of its links, or the damage that makes the snapshot unreadable.
     content: Result<(Arc<Manifest>, usize), Damage>,
 }
 
@@ -93,13 +93,13 @@ impl SnapshotLine {
     }
 }
 
-/// Returns the total stored length of all images that a snapshot names, in bytes.
+/// Returns the total stored length in bytes of all images that a snapshot names.
 pub fn image_bytes(manifest: &Manifest) -> u64 {
     let images = manifest.entries.iter().filter_map(|entry| entry.image);
     images.flat_map(|image| image.files()).map(|(_, stored_len)| stored_len).sum()
 }
 
-/// Returns the time since `unix_ms` as text.
+/// Returns the time since `unix_ms` as text. `unix_ms` is in milliseconds since 1970.
 fn age(unix_ms: u64) -> String {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     format!("{} ago", HumanDuration(now.saturating_sub(Duration::from_millis(unix_ms))))

@@ -1,4 +1,4 @@
-//! `remanent verify` reads everything that a store needs, and reports each defect with its cost.
+//! `remanent verify` reads everything that a store needs, and reports the consequences of each defect.
 
 use std::path::PathBuf;
 
@@ -40,7 +40,7 @@ pub struct Verify {
     memory: MemoryLimit,
 }
 
-/// A defect, and its cost as text.
+/// A defect, and its consequences as text.
 struct VerifyFinding {
     damage: Damage,
     cost: String,
@@ -131,14 +131,14 @@ impl Verify {
     }
 }
 
-/// The result of a verification.
+/// The result of a verification: the readable parts of the store, and all findings.
 struct VerifyReport {
     view: PartialView,
     verdict: Verdict,
     findings: Vec<VerifyFinding>,
 }
 
-/// Verifies a store. Repeats the verification while a concurrent writer may have caused a finding.
+/// Verifies a store. If a finding may be due to a concurrent writer, the verification is repeated.
 fn read_report(dir: &StoreDir, images: &mut ImageProofs<'_>) -> Result<VerifyReport, Failure> {
     let read_once = |before: Option<&[Damage]>| {
         images.forget_damaged();
@@ -148,7 +148,7 @@ fn read_report(dir: &StoreDir, images: &mut ImageProofs<'_>) -> Result<VerifyRep
     stable::read_until_stable(dir, read_once, damage).map(|(report, _)| report)
 }
 
-/// Verifies a store once. If `before` is given, all other damage is ignored.
+/// Verifies a store once. If `before` is `Some`, damage that it does not contain is ignored.
 fn read_once(
     dir: &StoreDir,
     images: &mut ImageProofs<'_>,
@@ -185,7 +185,7 @@ fn start_name(snapshot: Option<SnapshotId>) -> String {
     snapshot.map_or("the log's beginning".to_owned(), |snapshot| format!("snapshot {snapshot}"))
 }
 
-/// Returns all findings. Each location is listed once, with its first and most severe cost.
+/// Returns all findings. Each location is listed once, with its first and most severe consequence.
 fn findings(
     dir: &StoreDir,
     view: &PartialView,
@@ -270,7 +270,7 @@ fn findings(
     findings
 }
 
-/// Groups the damage by image. Returns each damage with the list of affected pages.
+/// Groups damage by image. Each item contains the damage and the list of affected pages as text.
 fn by_image(damaged: &[(PageId, Damage)]) -> Vec<(&Damage, String)> {
     let mut found: Vec<(&Damage, String)> = Vec::new();
     for (page, damage) in damaged {
@@ -282,7 +282,7 @@ fn by_image(damaged: &[(PageId, Damage)]) -> Vec<(&Damage, String)> {
     found
 }
 
-/// Returns the damage of manifest copies whose other copy is valid.
+/// Returns the damage of manifest copies. If both copies of a manifest are invalid, the manifest is not listed.
 fn second_copies(dir: &StoreDir, view: &PartialView) -> Vec<Damage> {
     let mut found = Vec::new();
     for (snapshot, read) in &view.survey.links {

@@ -1,4 +1,4 @@
-//! Read access to store directories for inspecting commands: files, frames and states, damaged or not.
+//! Read access to store directories for the inspecting commands. The files, frames and states may be damaged.
 
 pub(crate) mod writer_lock;
 pub(crate) mod store_dir;

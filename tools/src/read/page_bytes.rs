@@ -1,5 +1,5 @@
-//! The bytes of a state's pages, read in windows. The base of a page is proven before any of its bytes are returned,
-//! and memory is allocated for one window only.
+//! The bytes of the pages in a state, read in windows. The base of a page is proven before any of its bytes are
+//! returned. Memory is allocated for one window only.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -19,7 +19,7 @@ pub fn windows(len: u64) -> impl Iterator<Item = Range<u64>> {
     (0..len).step_by(WINDOW_LEN as usize).map(move |from| from..len.min(from.saturating_add(WINDOW_LEN)))
 }
 
-/// Selected pages of a state, whose bytes are proven or lost.
+/// The bytes of selected pages of a state. The bytes of each page are proven, or their damage is known.
 pub struct PageBytes<'d> {
     dir: &'d StoreDir,
     base: Option<SnapshotId>,
@@ -48,7 +48,7 @@ impl<'d> PageBytes<'d> {
         Ok(Self { dir, base, resolved, op_locations, pages })
     }
 
-    /// Returns `self`, or the damage of the first lost page.
+    /// Returns `self` if no page is lost, otherwise the damage of the first lost page.
     pub fn whole(self) -> Result<Self, Damage> {
         let first = self.damage().next().cloned();
         first.map_or(Ok(self), Err)
@@ -95,8 +95,8 @@ impl<'d> PageBytes<'d> {
         windows(info.len).try_for_each(|window| sink(&self.window(info.page, &window)?))
     }
 
-    /// Returns the CRC-32 of a selected page. The checksum of an image is used if the page is unchanged since the
-    /// image.
+    /// Returns the CRC-32 of a selected page. If no batch has changed the page since its image, the checksum of the
+    /// image is returned without reading the page.
     pub fn crc32(&self, info: &PageInfo) -> Result<u32, Damage> {
         self.check(info.page)?;
         if let Some(image) = self.op_locations.exact_image(&self.resolved, info.page) {

@@ -26,21 +26,21 @@ use crate::read::store_dir::StoreDir;
 pub struct PartialView {
     /// The survey of all files.
     pub survey: Survey,
-    /// The newest state that can be computed, or `None` if there is none.
+    /// The newest state that can be computed, or `None` if no state can be computed.
     pub state: Option<Resolution>,
     /// The damage that was found, the most serious first.
     pub damage: Vec<Damage>,
 }
 
 impl PartialView {
-    /// Reads a directory without its images. Repeats the read if another process may be writing.
+    /// Reads the files of a store except its images. Repeats the read if another process may be writing to the store.
     pub fn take(dir: &StoreDir) -> Result<Self, Failure> {
         let read_once = |_: Option<&[Damage]>| Self::take_once(dir);
         let (view, damage) = read_until_stable(dir, read_once, |view| view.damage.clone())?;
         Ok(Self { damage, ..view })
     }
 
-    /// Reads a directory once, without its images.
+    /// Reads the files of a store except its images, once.
     pub fn take_once(dir: &StoreDir) -> Result<Self, Failure> {
         let (survey, identity_damage) = survey(dir)?;
         let mut damage: Vec<Damage> = identity_damage.into_iter().collect();
@@ -76,8 +76,8 @@ impl PartialView {
         Ok(Self { survey, state: arrived.or(furthest), damage })
     }
 
-    /// Reads a directory with its images. Returns the view and the bytes of all pages. The bytes are `None` if their
-    /// total length exceeds `page_bytes_max`.
+    /// Reads the files of a store with its images. Returns the view and the bytes of all pages. The bytes are `None` if
+    /// their total length exceeds `page_bytes_max`.
     pub fn with_bytes(dir: &StoreDir, page_bytes_max: u64) -> Result<(Self, Option<PageBytes<'_>>), Failure> {
         let read_once = |_: Option<&[Damage]>| Self::with_bytes_once(dir, page_bytes_max);
         let ((view, bytes), damage) = read_until_stable(dir, read_once, |(view, _)| view.damage.clone())?;
@@ -118,8 +118,7 @@ impl PartialView {
         }
     }
 
-    /// Proves the bytes of all pages as an open from `base` does. Damage to an image that an open does not read is not
-    /// an error.
+    /// Proves the bytes of all pages, as an open from `base` does. Ignores damage to images that an open does not read.
     fn opened<'d>(
         &self,
         dir: &'d StoreDir,
@@ -140,7 +139,7 @@ impl PartialView {
         blocking.map_or(Ok(bytes), Err)
     }
 
-    /// Proves the bytes of all pages as computed from `base` and the log.
+    /// Proves the bytes of all pages, computed from `base` and the log.
     fn bytes<'d>(
         &self,
         dir: &'d StoreDir,
@@ -153,7 +152,7 @@ impl PartialView {
         PageBytes::prove(dir, resolution, op_locations, page_bytes_max, |_| true)
     }
 
-    /// Adds damage unless it is already listed.
+    /// Adds damage to the list unless the list already contains it.
     fn add(&mut self, damage: Damage) {
         add(&mut self.damage, damage);
     }
@@ -163,8 +162,8 @@ impl PartialView {
         self.state.iter().flat_map(|state| state.resolved.table.pages())
     }
 
-    /// Returns the snapshots, oldest first, including unreadable snapshots. Links that exist only for later snapshots
-    /// are excluded.
+    /// Returns the snapshots, oldest first, including unreadable snapshots. Manifests that exist only as links of later
+    /// snapshots are excluded.
     pub fn snapshots(&self) -> impl Iterator<Item = SnapshotId> {
         let reach = self.end().map(|end| Reach::of(&self.survey, &end.verified));
         let links = self.survey.links.iter();
@@ -174,23 +173,23 @@ impl PartialView {
             .map(|(snapshot, _)| *snapshot)
     }
 
-    /// Returns the end of the log, or `None` if the end was not reached.
+    /// Returns the end of the log, or `None` if the log could not be read to its end.
     pub fn end(&self) -> Option<&LogEnd> {
         self.state.as_ref()?.end.as_ref()
     }
 
-    /// Returns all damage as an error, if there is any.
+    /// Returns an error that lists all damage, unless there is no damage.
     pub fn check_undamaged(&self) -> Result<(), Failure> {
         let lines: Vec<String> = self.damage.iter().map(ToString::to_string).collect();
         if lines.is_empty() { Ok(()) } else { Err(Failure::Damage(lines.join("\n"))) }
     }
 
-    /// Returns the last batch of the state.
+    /// Returns the Lsn of the last batch in the state.
     pub fn lsn(&self) -> Lsn {
         self.state.as_ref().map_or(Lsn(0), |state| state.resolved.table.lsn())
     }
 
-    /// Returns the newest batch that is known to be durable.
+    /// Returns the Lsn of the newest batch that is known to be durable.
     pub fn durable(&self) -> Lsn {
         self.end().map_or_else(|| self.survey.mark(), |end| end.proven.lsn)
     }
@@ -211,8 +210,8 @@ fn survey(dir: &StoreDir) -> Result<(Survey, Option<Damage>), Failure> {
     }
 }
 
-/// Reads the identity of a store. If STORE is damaged, the id is read from the log segments, and the other contents are
-/// lost.
+/// Reads the STORE file. If STORE is damaged, returns the store id that the log segments contain, and the damage. The
+/// other contents of STORE are then lost.
 pub fn identity(dir: &StoreDir) -> Result<(StoreFile, Option<Damage>), Failure> {
     let read = dir.read_whole(FileName::Store).map_err(|error| Defect::Unreadable(error.to_string()));
     let read = read.and_then(|bytes| StoreFile::decode(&bytes.ok_or(Defect::Missing)?));
@@ -245,7 +244,7 @@ fn store_of_segments(dir: &StoreDir) -> Option<StoreId> {
     votes.into_iter().max_by_key(|(_, count)| *count).map(|(store, _)| StoreId(store))
 }
 
-/// Computes the state before the batch at which the log is damaged. Returns `None` if the snapshot ends later.
+/// Computes the state directly before the damage in the log. Returns `None` if the snapshot ends after the damage.
 fn resolve_before(
     dir: &StoreDir,
     survey: &Survey,

@@ -1,8 +1,7 @@
-//! A scan of all own frames in the log, in the order of segments and offsets.
+//! A scan of all frames in the log whose headers name their own location, in the order of segments and offsets.
 //!
 //! Recovery stops at the first invalid frame. The inspection of a damaged store also needs the frames after it. The
-//! scan therefore requires only that a frame is at the location that it names, and reports its relation to the previous
-//! frame.
+//! scan therefore returns every such frame, and reports how the frame is related to the previous frame.
 
 use remanent_format::frame::{
     FRAME_HEADER_LEN, FrameHeader, FrameHeaderRaw, FrameKind, UncheckedFrame, check_payload,
@@ -12,34 +11,34 @@ use remanent_format::log::LogMap;
 use remanent_format::segment::SEGMENT_HEADER_BLOCK;
 use remanent_format::{Defect, FileName, Incarnation, LogPoint, Lsn, ReadAt, StoreId};
 
-/// The relation of a frame to the previous frames.
+/// How a frame is related to the frames before it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Chain {
     /// The frame names the chain hash of the previous frame.
     Follows,
-    /// The frame is the first kept frame.
+    /// The frame is the first frame that still exists in the log.
     First,
     /// The frame does not follow the previous frame because of this defect.
     Broken(Defect),
-    /// The frame is after the end of its incarnation, because a later open cut it off.
+    /// The frame is after the end of its incarnation. A later open cut the frame off.
     LeftBehind {
-        /// The incarnation that continues at the cut.
+        /// The incarnation that continues the log before the frame.
         by: Incarnation,
     },
 }
 
-/// A frame at the location that its header names.
+/// A frame whose header names the location where the frame was found.
 #[derive(Clone, Debug)]
 pub struct ScannedFrame {
     /// The decoded header of the frame.
     pub header: FrameHeader,
-    /// The relation to the previous frames.
+    /// How the frame is related to the previous frames.
     pub chain: Chain,
     /// The payload, or the reason why it is invalid.
     pub payload: Result<Vec<u8>, Defect>,
 }
 
-/// An iterator over all own frames of a log.
+/// An iterator over all frames of a log whose headers name their own location.
 pub struct Scan<'s> {
     source: &'s dyn ReadAt,
     store: StoreId,
@@ -72,7 +71,7 @@ impl<'s> Scan<'s> {
         Some(())
     }
 
-    /// Returns the frame at the current offset, or `None` if there is no own frame.
+    /// Returns the frame at the current offset, or `None` if no header at this offset names its own location.
     fn frame_here(&self) -> Option<UncheckedFrame> {
         let mut bytes = [0; FrameHeaderRaw::LEN];
         self.source.read_at(FileName::Segment(self.segment), self.offset, &mut bytes).ok()?;
@@ -94,7 +93,7 @@ impl<'s> Scan<'s> {
         Ok(payload)
     }
 
-    /// Returns the relation of a frame to the previous frames, and the point at its end.
+    /// Returns how a frame is related to the previous frames, and the point at the end of the frame.
     fn relate(&self, frame: UncheckedFrame) -> (Chain, Option<LogPoint>) {
         let header = *frame.unproven();
         let follow = |before: &LogPoint| frame.follow(before, self.store, self.segment, self.offset);

@@ -5,13 +5,13 @@ use std::str::FromStr;
 
 use remanent_format::{Key, PageId, PageInfo};
 
-/// A page that the user selects.
+/// A page that the user selects on the command line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Selector {
     /// The page with this id, given as `page:N` or as digits.
     Number(PageId),
-    /// The page with this key, given as `key:K`. K is the key's text, `0x` and the key's bytes in hexadecimal, or the
-    /// text with escaped unprintable characters.
+    /// The page with this key, given as `key:K`. K can be the key's text, the text with escaped unprintable characters,
+    /// or `0x` and the key's bytes in hexadecimal.
     Key(String),
     /// The page with this tensor name or key, given as any other text.
     Name(String),
@@ -88,17 +88,18 @@ impl Selector {
     }
 }
 
-/// Returns the full name of a page's tensor, which its metadata contains.
+/// Returns the full name of a page's tensor, or `None` if the metadata contains no name.
 fn name_of(info: &PageInfo) -> Option<&str> {
     info.metadata.get("name")?.as_str()
 }
 
-/// The result of comparing text with a key.
+/// How well text matches a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fit {
     /// The text equals the bytes of the key.
     Exact,
-    /// The text equals the displayed form of the key. An exact match of another key takes precedence.
+    /// The text equals the displayed form of the key. If the text equals the bytes of another key, the other key is
+    /// selected.
     Shown,
     /// The text does not match the key.
     No,

@@ -1,8 +1,8 @@
-//! Repeated reads of a store, without a lock, while other processes may be writing to it.
+//! Repeated reads of a store, without a lock, while other processes may be writing to the store.
 //!
-//! Files can appear and disappear between two reads, and a frame can be read while it is written. The store then seems
-//! damaged although it is not. Damage is therefore reported only if the directory did not change during the read, or if
-//! several reads found the same damage.
+//! Files can appear and disappear between two reads, and a frame can be read while a writer writes it. The store then
+//! seems damaged although it is not. Damage is therefore reported only if the directory did not change during the read,
+//! or if several reads found the same damage.
 
 use std::io;
 
@@ -11,10 +11,11 @@ use remanent_format::Folder;
 use crate::cli::exit::Failure;
 use crate::read::store_dir::StoreDir;
 
-/// Number of reads of a changing store before damage is reported.
+/// Maximum number of reads of a store that changes.
 const READS_MAX: usize = 5;
 
-/// The names and inodes of all files in a directory, and the process that has the store open.
+/// The names and inodes of all files in a directory, and the process that has the store open. Compared before and after
+/// a read, to detect writes.
 #[derive(PartialEq)]
 struct DirectoryState {
     holder: Option<u32>,
@@ -28,13 +29,13 @@ impl DirectoryState {
     }
 }
 
-/// Calls `read_once` until a read finds no damage, until no process can have written during the read, or until the
-/// limit is reached. Each call receives the damage that all earlier reads found. Returns the last result and the damage
-/// to report.
+/// Calls `read_once` until a call finds no damage, until no process can have written during a call, or until
+/// [`READS_MAX`] calls. Each call receives the damage that all earlier calls found. Returns the result of the last call
+/// and the damage to report.
 ///
 /// # Errors
-/// Returns an error of `read_once`. Returns [`Failure::Environment`] if every read found damage, but no damage was
-/// found by all reads.
+/// Returns an error of `read_once`. Returns [`Failure::Environment`] if every call found damage, but no damage was
+/// found by all calls.
 pub fn read_until_stable<T, D: PartialEq>(
     dir: &StoreDir,
     mut read_once: impl FnMut(Option<&[D]>) -> Result<T, Failure>,
@@ -75,9 +76,9 @@ mod tests {
     use super::*;
 
     struct Reads {
-        /// Damage that each call received.
+        /// Damage that each call of `read_once` received.
         told: Vec<Vec<u8>>,
-        /// Last result, and the damage to report.
+        /// Result of the last call, and the damage to report.
         outcome: Result<(usize, Vec<u8>), Failure>,
     }
 

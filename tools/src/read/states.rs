@@ -1,7 +1,7 @@
-//! The kept states of a store. This module resolves `--at` and computes states.
+//! The kept states of a store. This module resolves the argument of `--at`, and computes states.
 //!
 //! The state after a batch is computed from the newest snapshot that ends at or before the batch, and from the log up
-//! to the batch. If an image of that snapshot is damaged, an older snapshot produces the same state.
+//! to the batch. If an image of that snapshot is damaged, the same state is computed from an older snapshot.
 
 use std::cell::OnceCell;
 
@@ -18,7 +18,7 @@ use crate::read::page_bytes::PageBytes;
 use crate::read::stable;
 use crate::read::store_dir::StoreDir;
 
-/// The kept states of a store directory.
+/// A store directory whose kept states can be computed.
 pub struct KeptStates<'d> {
     dir: &'d StoreDir,
     /// The survey of all files.
@@ -26,8 +26,8 @@ pub struct KeptStates<'d> {
 }
 
 impl<'d> KeptStates<'d> {
-    /// Calls `read_states` with the kept states of a directory. Repeats the call if damage is found while a process may
-    /// be writing.
+    /// Calls `read_states` with the kept states of a directory. If the call finds damage and a process may be writing,
+    /// the call is repeated.
     pub fn with_retry<T>(
         dir: &'d StoreDir,
         mut read_states: impl FnMut(&KeptStates<'d>) -> Result<T, Failure>,
@@ -55,7 +55,7 @@ impl<'d> KeptStates<'d> {
         self.dir
     }
 
-    /// Returns the batch of the state that `at` names, or `None` for the newest state.
+    /// Returns the Lsn of the state that `at` names, or `None` for the newest state.
     pub fn lsn(&self, at: Option<&StatePoint>) -> Result<Option<Lsn>, Failure> {
         match at {
             None => Ok(None),
@@ -82,7 +82,7 @@ impl<'d> KeptStates<'d> {
         self.first_that_holds(until, |resolution, _| Ok(resolution.resolved.table))
     }
 
-    /// Proves the bytes of the pages that `wanted` selects, after batch `until`.
+    /// Proves the bytes of the pages that `wanted` selects, in the state after batch `until`.
     pub fn bytes(
         &self,
         until: Option<Lsn>,
@@ -94,7 +94,8 @@ impl<'d> KeptStates<'d> {
         })
     }
 
-    /// Computes the state after batch `until` from the first candidate for which `finish` succeeds.
+    /// Computes the state after batch `until`. Tries the candidates in order, and returns the first result for which
+    /// `finish` succeeds.
     fn first_that_holds<T>(
         &self,
         until: Option<Lsn>,
@@ -158,7 +159,7 @@ impl<'d> KeptStates<'d> {
     }
 }
 
-/// Returns the error that no snapshot has this name, which suggests the most similar name in `known`.
+/// Returns the error for a snapshot name that does not exist. The error suggests the most similar name in `known`.
 pub fn no_snapshot_named<'n>(name: &str, known: impl IntoIterator<Item = &'n str>) -> Error {
     Error::NoSuchState(NoSuchState::Name {
         name: name.to_owned(),
@@ -171,7 +172,7 @@ pub fn refused(error: &Error) -> Failure {
     Failure::Environment(error.to_string())
 }
 
-/// Converts damage to a failure. Insufficient memory is not damage.
+/// Converts damage to a failure. A failed allocation becomes [`Failure::Environment`].
 pub fn damaged(damage: Damage) -> Failure {
     match damage.defect {
         Defect::Memory { .. } | Defect::Limit { what: "bytes of all pages", .. } => {
@@ -181,8 +182,8 @@ pub fn damaged(damage: Damage) -> Failure {
     }
 }
 
-/// Converts damage to bytes that were proven before to a failure. If the file is missing, another process has removed
-/// it.
+/// Converts damage to a failure, for bytes that were proven before. If the file is missing, the message states that
+/// another process has removed it.
 pub fn damaged_since(damage: Damage) -> Failure {
     match damage.defect {
         Defect::Missing => Failure::Environment(format!(

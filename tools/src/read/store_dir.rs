@@ -13,12 +13,12 @@ use crate::cli::exit::Failure;
 use crate::cli::memory::available;
 use crate::read::writer_lock;
 
-/// A store directory that was opened for reading.
+/// A store directory that is open for reading.
 pub struct StoreDir {
     path: PathBuf,
     /// Maximum length of a file that is read as a whole, in bytes.
     whole_max: u64,
-    /// File that was read last. It stays open because most reads continue in the same file.
+    /// File that was read last. It stays open, because the next read is usually in the same file.
     last: RefCell<Option<(FileName, File)>>,
 }
 
@@ -35,8 +35,8 @@ impl StoreDir {
         &self.path
     }
 
-    /// Returns the failure that the directory is not a store. The message names the stores in its subfolders, such as
-    /// those of a run with several ranks.
+    /// Returns the failure for a directory that is not a store. If its subfolders are stores, such as those of a run
+    /// with several ranks, the message names them.
     pub fn no_store(&self) -> Failure {
         let here = self.path.display();
         let entries = fs::read_dir(&self.path).into_iter().flatten().filter_map(Result::ok);
@@ -118,7 +118,7 @@ impl StoreDir {
         Some(number.and_then(|number| number.parse().ok()).unwrap_or(0))
     }
 
-    /// Reads a whole file, or returns `None` if it does not exist.
+    /// Reads all bytes of a file. Returns `None` if the file does not exist.
     pub fn read_whole(&self, file: FileName) -> io::Result<Option<Vec<u8>>> {
         let Some(len) = self.len(file)? else { return Ok(None) };
         let len = usize::try_from(len).map_err(|_| io::Error::from(ErrorKind::FileTooLarge))?;
@@ -127,7 +127,8 @@ impl StoreDir {
         Ok(Some(bytes))
     }
 
-    /// Checks that an output file is outside the directory, because an inspecting command must not write to the store.
+    /// Returns an error if an output file is inside the directory, because an inspecting command must not write to the
+    /// store.
     pub fn refuse_to_write_into(&self, file: &Path) -> Result<(), Failure> {
         // A new file will be created in its parent folder. An existing file may be a symbolic link.
         let folder = match file.parent() {
@@ -198,7 +199,7 @@ impl ReadAt for StoreDir {
     }
 }
 
-/// Returns true if files of this kind are read as a whole.
+/// Returns true for files that are read with a single call.
 fn is_whole(file: FileName) -> bool {
     matches!(file, FileName::Store | FileName::Manifest(_) | FileName::Table(_))
 }

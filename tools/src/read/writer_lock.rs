@@ -1,4 +1,4 @@
-//! Detection of a writer. This module uses only the disk layer of the engine and opens no store.
+//! Detection of a writer. This module uses only the disk layer of the engine, and does not open the store.
 
 use std::path::Path;
 

@@ -1,4 +1,4 @@
-//! Kills. A replay is killed at random moments, with each way to write the log.
+//! The kill test. It kills replays at random moments, once with each way to write the log.
 
 use remanent::error::Invalid;
 use remanent::options::{LogIo, LogOptions};
@@ -9,9 +9,9 @@ use crate::cli::engine::engine_failure;
 use crate::cli::exit::Failure;
 use crate::replay::kill_run::KillRunStop;
 
-/// Number of kills per store.
+/// Number of kills before the test creates a new store.
 const KILLS_A_COURSE: u64 = 20;
-/// The ways to write a log.
+/// The ways to write a log that the test uses.
 const WAYS: [LogIo; 3] = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct];
 
 impl TortureContext<'_> {
@@ -33,7 +33,7 @@ impl TortureContext<'_> {
         Ok(())
     }
 
-    /// Returns the reason why the log cannot be written in this way, or `None` if it can.
+    /// Returns the reason why the store cannot write its log in this way, or `None` if the store can.
     fn refusal(&self, way: LogIo) -> Result<Option<String>, Failure> {
         let folder = self.folder.join(format!("asks-{way}"));
         let refusal = match Options::new().log(LogOptions::new().io(way)).open(&folder) {

@@ -1,8 +1,8 @@
 //! `remanent torture` kills stores on this disk and device, damages them, cuts their power, and checks all their bytes.
 //!
-//! `kills.rs`, `damage.rs` and `power.rs` contain the three tests. `mounts.rs` creates the file systems for the last
-//! test, and `loop_mounts.rs` mounts them. A simulation computes the expected content of a store, which is never read
-//! from the store.
+//! `kills.rs`, `damage.rs` and `power.rs` contain the three tests. `mounts.rs` creates the file systems for the power
+//! test, and `loop_mounts.rs` mounts them. A simulation computes the expected content of a store. The expected content
+//! is never read from the store.
 
 mod kills;
 mod damage;
@@ -80,12 +80,12 @@ pub struct Torture {
     json: bool,
 }
 
-/// The parameters and resources that all three tests share.
+/// The parameters and resources that the three tests share.
 struct TortureContext<'t> {
     /// A folder that only this run uses.
     folder: PathBuf,
     trace: PathBuf,
-    /// Number of distinct pages that the longest request names.
+    /// Largest number of distinct pages that one request names.
     longest: usize,
     requested: &'t Torture,
     interrupt: Interrupt,
@@ -93,15 +93,15 @@ struct TortureContext<'t> {
     random: SplitMix64,
 }
 
-/// The results of one test.
+/// The results of one test: a row of counts for each kind of kill, damage or power cut.
 struct TortureTable {
     name: &'static str,
     /// Names of the counts in a row.
     columns: &'static [&'static str],
     rows: Vec<(String, Vec<u64>)>,
-    /// Parts of the test that were skipped, with the reasons.
+    /// Parts of the test that were skipped, and the reason for each.
     skipped: Vec<String>,
-    /// Violations that were found, one sentence each.
+    /// Violations that the test found, one sentence each.
     wrong: Vec<String>,
 }
 
@@ -182,7 +182,7 @@ impl Torture {
 }
 
 impl TortureContext<'_> {
-    /// Creates a run of replays in a new store, with a random page length.
+    /// Creates a store with a random page length, and returns the run that replays into the store.
     fn course(&mut self, name: &str, log_io: Option<LogIo>, durable: bool) -> Result<KillRun, Failure> {
         self.course_in(self.folder.join(name), log_io, durable)
     }

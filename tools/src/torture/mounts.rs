@@ -1,8 +1,7 @@
-//! A temporary file system on a loop device, whose content at one moment can be captured.
+//! A temporary file system on a loop device. The content of the device at one moment can be captured.
 //!
-//! The file of the loop device is on an XFS file system, which can clone files. A clone captures the device at one
-//! moment while the device is written to. Both file systems are unmounted when this value is dropped, also after
-//! Ctrl-C.
+//! The file of the loop device is on an XFS file system, because XFS can clone files. A clone captures the device at
+//! one moment, even during writes. Dropping a [`Medium`] unmounts both file systems, also after Ctrl-C.
 
 use std::path::{Path, PathBuf};
 
@@ -12,17 +11,18 @@ use crate::cli::exit::Failure;
 const OUTER_LEN: u64 = 64 << 30;
 const INNER_LEN: u64 = 4 << 30;
 
-/// A mounted file system.
+/// A mounted file system. Dropping this value unmounts it.
 struct Mount(PathBuf);
 
-/// An ext4 file system whose device can be cloned. The fields are in the order in which they must be dropped.
+/// An ext4 file system for a test store. Its device can be cloned. The fields are in the order in which they must be
+/// dropped.
 pub struct Medium {
     inner: Mount,
     clones: u64,
     outer: Mount,
 }
 
-/// A clone of the device, which contains its state at one moment.
+/// A clone of the device, with the content that a power cut at this moment would leave.
 pub struct PowerCut {
     image: PathBuf,
     at: PathBuf,

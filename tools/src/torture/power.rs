@@ -1,10 +1,11 @@
-//! Power cuts. The content of a device, including its file system, is captured while a store is written to.
+//! The power test. It captures the content of a device, including its file system, while a store on the device is
+//! written.
 
 use super::mounts::Medium;
 use super::{TortureContext, TortureTable};
 use crate::replay::kill_run::{KillRun, KillRunStop};
 
-/// Number of power cuts per store.
+/// Number of power cuts before the test creates a new store.
 const CUTS_A_COURSE: u64 = 12;
 
 impl TortureContext<'_> {
@@ -48,8 +49,9 @@ impl TortureContext<'_> {
     }
 }
 
-/// Captures the device during a replay, then kills the replay. Returns the number of requests that were lost in the cut
-/// although they were in the page cache. Returns `None` if the replay ended before the cut.
+/// Captures the device during a replay, then kills the replay. Returns the number of requests that were only in the
+/// page cache and are therefore missing from the captured device. Returns `None` if the replay ended before the
+/// capture.
 fn cut_power(
     course: &mut KillRun,
     medium: &mut Medium,
