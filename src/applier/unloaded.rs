@@ -1,13 +1,12 @@
-//! Pages that are still only on disk, because the open did not wait for them.
+//! The set of pages that are still only on disk, because the open did not wait for them.
 //!
-//! An unloaded page has its memory and its entry in the table, but the applier has none of its bytes. A caller that
-//! needs the page requests it from this set first, and waits. The loader takes requested pages first, and then
-//! continues with the pages that follow them in the files, so that a caller that reads its pages in order finds the
-//! next pages loaded. A loaded page never becomes unloaded again, so a caller that has waited for a page need not check
-//! again. The applier never waits for the disk, because callers wait for their pages before they pass batches and turns
-//! to it.
+//! An unloaded page has memory and an entry in the table, but its bytes have not been read from disk. A caller that
+//! needs the page requests it from this set and waits. The loader loads requested pages first, and then continues with
+//! the pages that follow them in the files. Thus a caller that reads its pages in order finds the next pages loaded. A
+//! loaded page never becomes unloaded again, so a caller needs to wait only once for each page. The applier never waits
+//! for the disk, because callers wait for their pages before they pass batches and turns to the applier.
 //!
-//! A page that cannot be loaded stays unloaded, and every caller that requests it gets the error.
+//! A page that cannot be loaded stays unloaded, and every caller that requests it receives the error.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -23,9 +22,9 @@ use crate::base::sync::{Condvar, Instant, Mutex};
 use crate::error::{Error, Result};
 use crate::memory::arena::PageMemory;
 
-/// The maximum number of pages that are taken together, which also bounds the loader's lists.
+/// The maximum number of pages that the loader takes together. The limit also bounds the length of the loader's lists.
 const TAKEN_MAX: usize = 2048;
-/// The number of pages that are taken together if memory for a longer list is unavailable.
+/// The number of pages that the loader takes together if memory for a longer list is unavailable.
 const TAKEN_MIN: usize = 256;
 
 /// A page to load.
@@ -33,51 +32,51 @@ pub(crate) struct UnloadedPage {
     pub page: PageId,
     /// The image that contains exactly the page's bytes.
     pub image: ImageRef,
-    /// The memory for the page's bytes, with the length of the page.
+    /// The memory that receives the page's bytes.
     pub memory: PageMemory,
 }
 
 /// The unloaded pages of a store, shared by callers that need them and the threads that load them.
 #[derive(Default)]
 pub(crate) struct UnloadedSet {
-    /// The number of pages that are not loaded. A caller that reads 0 needs no lock.
+    /// The number of pages that are not loaded. A caller that finds 0 need not lock `state`.
     left: AtomicUsize,
     state: Mutex<LoadStates>,
-    /// A condition variable that is notified when a page was loaded, or cannot be loaded.
+    /// A condition variable that is notified when a page was loaded, or when loading a page failed.
     changed: Condvar,
 }
 
 #[derive(Default)]
 struct LoadStates {
-    /// The pages in the order of their files, with `None` for a page that was taken.
+    /// All pages in the order of their files. An entry becomes `None` when the loader takes its page.
     waiting: Vec<Option<UnloadedPage>>,
-    /// For each index of `waiting`, the next index with a waiting page, or an earlier index from which the search
-    /// continues. The last entry represents the end of the list.
+    /// For each index of `waiting`, the next index with a page, or an earlier index from which the search continues.
+    /// The last entry represents the end of the list.
     following: Vec<usize>,
     /// The index at which loading continues, after the pages that were taken last.
     next: usize,
-    /// Pages that are neither loaded nor failed, by their index in `waiting`.
+    /// The index in `waiting` of each page that is neither loaded nor failed.
     indices: IdMap<PageId, usize>,
-    /// The total length in bytes of these pages.
+    /// The total length in bytes of the pages in `indices`.
     bytes: u64,
-    /// Requested pages, which are taken first, by their index in `waiting`.
+    /// The indices in `waiting` of the requested pages. The loader takes these pages first.
     requested: Queue<usize>,
     failed: BTreeMap<PageId, Error>,
-    /// The memory of the pages that will not be loaded.
+    /// The memory of pages that were taken before loading stopped, and will not be loaded.
     abandoned: Queue<PageMemory>,
-    /// The error because of which no more pages are loaded, if any.
+    /// The error that stopped loading, or `None` while pages are being loaded.
     end_error: Option<Error>,
 }
 
 impl LoadStates {
-    /// Requests these pages, which are then taken first.
+    /// Requests pages, so that the loader takes them before other pages.
     fn ask(&mut self, pages: &[PageId]) {
         let Self { waiting, indices, requested, .. } = self;
         let wanted = pages.iter().filter_map(|page| indices.get(*page)).filter(|at| waiting[**at].is_some());
         wanted.for_each(|at| requested.push_back(*at));
     }
 
-    /// Returns the first index from `at` on with a waiting page, if any.
+    /// Returns the first index at or after `at` whose page has not been taken, if any.
     fn waiting_from(&mut self, mut at: usize) -> Option<usize> {
         let Self { waiting, following, .. } = self;
         while following[at] != at {
@@ -90,10 +89,10 @@ impl LoadStates {
 }
 
 impl UnloadedSet {
-    /// Creates a set of these pages, all unloaded.
+    /// Creates a set of unloaded pages.
     ///
     /// # Errors
-    /// `OutOfMemory`, with the pages.
+    /// `OutOfMemory`, together with the pages.
     pub fn new(pages: Vec<UnloadedPage>) -> Result<Self, (Error, Vec<UnloadedPage>)> {
         let bytes = pages.iter().map(|unloaded| unloaded.memory.byte_len()).sum();
         // All allocations come first, because dropping a page does not free its memory.
@@ -118,7 +117,7 @@ impl UnloadedSet {
         Ok(Self { left: AtomicUsize::new(state.indices.len()), state: Mutex::new(state), ..Self::default() })
     }
 
-    /// Allocates lists for the pages of each file, and for all of them.
+    /// Allocates the lists that [`new`](Self::new) fills: the pages of each file, `waiting`, and `following`.
     #[expect(clippy::type_complexity, reason = "three lists, named where they are used")]
     fn room_for(
         pages: &[UnloadedPage],
@@ -134,7 +133,7 @@ impl UnloadedSet {
         Ok((files, waiting, following))
     }
 
-    /// Returns whether any page is not loaded.
+    /// Returns whether any page is not loaded yet.
     pub fn is_any(&self) -> bool {
         // Acquire: a caller that finds a page loaded also finds the applier's memory for the page.
         self.left.load(Ordering::Acquire) > 0
@@ -146,10 +145,10 @@ impl UnloadedSet {
         (state.indices.len() as u64, state.bytes)
     }
 
-    /// Waits until these pages are loaded. The loader loads them first, in this order.
+    /// Waits until `pages` are loaded. The loader loads these pages first, in the given order.
     ///
     /// # Errors
-    /// The error that prevents one of them from being loaded; `Closed`.
+    /// The error that prevents one of the pages from being loaded; `Closed`.
     pub fn wait(&self, pages: impl IntoIterator<Item = PageId>) -> Result<()> {
         if !self.is_any() {
             return Ok(());
@@ -186,11 +185,13 @@ impl UnloadedSet {
         state.failed.values().next().map_or(Ok(()), |error| Err(error.clone()))
     }
 
-    /// Takes pages to load, which are adjacent in one file. Returns `None` if there are no more pages to take.
+    /// Takes pages to load, all adjacent in one file. Returns `None` if there are no more pages to take.
     ///
-    /// A requested page is taken first, with the pages after it in the file up to a total of `asked_bytes_max` bytes.
-    /// Without a request, takes up to `bytes_max` bytes of pages after the pages taken last, and continues with the
-    /// first page after the last page. A longer page is taken alone.
+    /// - If a page was requested, takes this page and the pages after it in the file, up to `asked_bytes_max` bytes.
+    /// - Otherwise, takes up to `bytes_max` bytes of pages after the pages that were taken last. After the last page of
+    ///   the set, continues with the first page.
+    ///
+    /// A page that is longer than the maximum is taken alone.
     pub fn take(&self, asked_bytes_max: u64, bytes_max: u64) -> Option<Vec<UnloadedPage>> {
         let mut state = self.state.lock();
         if state.end_error.is_some() {
@@ -224,7 +225,7 @@ impl UnloadedSet {
         Some(taken)
     }
 
-    /// Records that the applier now has these pages, each given with its length in bytes.
+    /// Records that pages are loaded. Each page is given with its length in bytes.
     pub fn loaded(&self, pages: impl IntoIterator<Item = (PageId, u64)>) {
         let mut state = self.state.lock();
         for (page, len) in pages {
@@ -249,13 +250,13 @@ impl UnloadedSet {
         self.changed.notify_all();
     }
 
-    /// Stops loading because of `error`, which callers that wait for unloaded pages receive.
+    /// Stops loading. Callers that wait for unloaded pages receive `error`.
     pub fn end(&self, error: Error) {
         self.state.lock().end_error.get_or_insert(error);
         self.changed.notify_all();
     }
 
-    /// Waits for `time`. Returns `true` immediately once loading has stopped.
+    /// Waits for `time`, or until loading has stopped. Returns whether loading has stopped.
     pub fn is_over_within(&self, time: Duration) -> bool {
         let until = Instant::now() + time;
         let mut state = self.state.lock();
@@ -265,7 +266,8 @@ impl UnloadedSet {
         state.end_error.is_some()
     }
 
-    /// Returns taken pages to the set after loading has stopped, so that these pages stay on disk.
+    /// Accepts taken pages that will not be loaded because loading has stopped, and keeps their memory for
+    /// [`take_memory`](Self::take_memory).
     pub fn give_up(&self, pages: Vec<UnloadedPage>) {
         let mut state = self.state.lock();
         pages.into_iter().for_each(|unloaded| state.abandoned.push_back(unloaded.memory));
@@ -295,7 +297,7 @@ mod tests {
 
     const LEN: u64 = 4096;
 
-    /// Returns pages 0 to 9 of 4 KiB, five per file, passed in another order.
+    /// Returns a set of pages 0 to 9 of 4 KiB, five in each file. The pages are passed in another order.
     fn ten(arena: &Arena) -> UnloadedSet {
         let unloaded = |number: u64| UnloadedPage {
             page: PageId(number),
@@ -322,7 +324,7 @@ mod tests {
         taken.iter().map(|unloaded| unloaded.page.0).collect()
     }
 
-    /// Loads pages like a loader without errors.
+    /// Loads pages like a loader that encounters no errors.
     fn load(unloaded: &UnloadedSet, arena: &Arena, taken: Vec<UnloadedPage>) {
         unloaded.loaded(taken.iter().map(|unloaded| (unloaded.page, unloaded.memory.byte_len())));
         taken.into_iter().try_for_each(|unloaded| arena.discard(unloaded.memory)).unwrap();

@@ -1,4 +1,4 @@
-//! Submits batches and moves that wait for room in the tiers.
+//! Submits batches and moves pages. If a place has no room, waits until the keeper has evicted pages from it.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -17,24 +17,23 @@ use crate::write::commit::Committer;
 
 /// The maximum number of attempts to submit a batch for which room was made. Other threads may take the room each time.
 const TRIES_MAX: usize = 100;
-/// The maximum number of pages and bytes that one batch moves if there is room for all pages of a call. A longer page
-/// is moved alone.
+/// The maximum number of pages that one batch moves if there is room for all pages of a call.
 const BATCH_PAGES: usize = 4096;
 const BATCH_BYTES: u64 = 256 << 20;
-/// The maximum number of threads that submit the batches of a call.
+/// The maximum number of threads that concurrently submit the batches of one call.
 const MOVERS_MAX: usize = 4;
 
 /// Submits batches, and moves pages to the places that callers request.
 pub(crate) struct PageMover {
     pub engine: Arc<Engine>,
     pub committer: Arc<Committer>,
-    /// The keeper that makes room, or `None` without tiers.
+    /// The keeper that evicts pages to make room, or `None` if the store has no tiers.
     pub keeper: Option<Arc<TierKeeper>>,
     /// The statistics, shared with the keeper.
     pub counts: Arc<TierCounts>,
 }
 
-/// How a page that is already in its place is reported to the policy.
+/// How a call reports a requested page to the eviction policy if the page is already in the requested place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Hits {
     /// The page is reported as used.
@@ -43,7 +42,7 @@ pub(crate) enum Hits {
     Arrivals,
 }
 
-/// A guard for pages that must not be evicted while other pages are moved to the same place.
+/// A guard that prevents the eviction of pages while a call moves other pages to the same place.
 struct HeldPages<'m>(Option<&'m TierKeeper>, &'m [PageId]);
 
 impl PageMover {
@@ -58,9 +57,9 @@ impl PageMover {
         self.submit_with_others(batch)
     }
 
-    /// Returns the keeper if a call failed for lack of room that evictions could free. The caller must then try again
+    /// Returns the keeper if `tried` failed for lack of room that evictions could free. The caller must then try again
     /// while no other call moves pages. Pages in use by other calls cannot be evicted, so concurrent calls may make
-    /// each other fail although each of them alone has room.
+    /// each other fail although there is room for each call alone.
     fn waits_for_others<T>(&self, tried: &Result<T>) -> Option<&TierKeeper> {
         let Err(Error::OverBudget { place, requested, .. }) = tried else { return None };
         self.keeper.as_deref().filter(|keeper| keeper.may_make_room(*place, *requested))
@@ -86,9 +85,9 @@ impl PageMover {
         }
     }
 
-    /// Demotes pages that the batch resizes or clones, if their place can never have all the requested room. A move by
-    /// the store may have put them there, and whether a batch fits must not depend on such moves. Returns whether any
-    /// page was demoted.
+    /// Demotes pages that the batch resizes or clones, if all the requested room would exceed the budget of their
+    /// place. An earlier move by the store may have promoted the pages, and such moves must not determine whether a
+    /// batch fits. Returns whether any page was demoted.
     fn demote_for(&self, keeper: &TierKeeper, batch: &WriteBatch, place: Place, bytes: u64) -> Result<bool> {
         let Some(below) = keeper.place_below(place, bytes) else { return Ok(false) };
         let begun = Instant::now();
@@ -107,9 +106,9 @@ impl PageMover {
     /// Moves pages to a place, given the current place and the length of each page. Returns the position of the last
     /// batch that moved pages, or `None` if there are no pages.
     ///
-    /// Many pages are moved by several batches, submitted concurrently: while one batch is planned and copied, the next
-    /// is prepared. If there is no room for all pages, a single batch requests the room. Thus a call that cannot get
-    /// the room moves nothing, and calls of several threads do not take each other's room.
+    /// Many pages are moved by several batches that are submitted concurrently: while one batch is planned and copied,
+    /// the next batch is prepared. If there is no room for all pages, a single batch requests the room. Thus a call
+    /// without enough room moves nothing, and concurrent calls do not take each other's room.
     fn move_all(
         &self,
         pages: &[(PageId, Place, u64)],
@@ -189,8 +188,8 @@ impl PageMover {
         Ok(point)
     }
 
-    /// Moves pages like [`move_to_place`](Self::move_to_place), in advance of a caller. Deleted pages are removed from
-    /// `pages`, and pages that an open has not loaded yet are loaded first.
+    /// Moves pages to a place before a caller needs them, like [`move_to_place`](Self::move_to_place). Removes deleted
+    /// pages from `pages`. Pages that are not loaded yet are loaded first.
     pub fn move_existing(&self, pages: &mut Vec<PageId>, place: Place, hits: Hits) -> Result<()> {
         loop {
             match self.move_counting(pages, place, hits) {
@@ -207,7 +206,7 @@ impl PageMover {
         }
     }
 
-    /// Stops loading pages that an open has not loaded yet, because the store closes.
+    /// Stops loading pages that are not loaded yet, because the store closes.
     pub fn end_loads(&self) {
         self.engine.applier.unloaded().end(Error::Closed);
     }
@@ -218,7 +217,7 @@ impl PageMover {
     }
 }
 
-/// Divides pages into batches of limited size.
+/// Divides pages into batches of at most `BATCH_PAGES` pages and `BATCH_BYTES` bytes.
 fn batches(pages: &[(PageId, Place, u64)]) -> Vec<&[(PageId, Place, u64)]> {
     let (mut batches, mut rest) = (Vec::new(), pages);
     while !rest.is_empty() {

@@ -1,4 +1,4 @@
-//! Moves pages in advance to the places where they will be needed.
+//! Prefetching: a background thread moves pages to the places in which callers will need them.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -14,7 +14,7 @@ use crate::base::sync::thread::JoinHandle;
 use crate::base::sync::{Condvar, Instant, Mutex, MutexGuard, Rank, threads};
 use crate::error::{Error, Result};
 
-/// The maximum number of pages and bytes that one batch moves. Canceling waits for no more than that.
+/// The maximum number of pages that one batch moves. A canceled prefetch waits for at most one batch.
 const BATCH_PAGES: usize = 64;
 const BATCH_BYTES: u64 = 16 << 20;
 
@@ -53,10 +53,11 @@ struct Job {
 struct JobState {
     /// The pages that have not been moved yet.
     left: VecDeque<PageId>,
-    /// Whether a batch is in progress.
+    /// Whether a batch that moves pages of this job is in progress.
     is_moving: bool,
-    /// The times at which the first batch began, and at which all pages had arrived.
+    /// The time at which the first batch began, or `None` before the first batch.
     begun: Option<Instant>,
+    /// The time at which all pages had arrived, or `None` before.
     ended: Option<Instant>,
     outcome: Option<Result<()>>,
     /// The waker of the task that waits for the result, if any.
@@ -90,7 +91,7 @@ impl Prefetch {
         Ok(state.begun.filter(|_| !has_failed).map(|begun| (begun, state.ended)))
     }
 
-    /// Cancels all moves that have not begun.
+    /// Cancels all moves that have not begun. Unlike [`cancel`](Self::cancel), does not wait for a batch in progress.
     pub(super) fn give_up(&self) -> Result<()> {
         self.job.check()?.state.lock().left.clear();
         Ok(())
@@ -152,8 +153,8 @@ impl Future for Prefetch {
     }
 }
 
-/// Wakes the task that waits for a job. The job's lock is released first, because an executor may poll the task in this
-/// call.
+/// Wakes the task that waits for a job. Releases the job's lock first, because an executor may poll the task inside the
+/// wake-up call.
 fn wake(mut state: MutexGuard<'_, JobState>) {
     let task = state.task.take();
     drop(state);
@@ -191,7 +192,8 @@ impl Job {
     }
 }
 
-/// The thread that moves pages in advance, started by the first call.
+/// The background thread that moves the pages of all prefetches, one prefetch after another. The first prefetch starts
+/// the thread.
 pub(crate) struct PrefetchThread {
     mover: Arc<PageMover>,
     jobs: Arc<Jobs>,
@@ -283,7 +285,7 @@ impl Drop for EndJobOnPanic<'_> {
     }
 }
 
-/// A guard that ends all jobs when the thread ends, so that no call waits for them.
+/// A guard that ends all waiting jobs when the thread ends, so that no call waits for a job forever.
 struct EndJobsOnDrop<'j>(&'j Jobs);
 
 impl Drop for EndJobsOnDrop<'_> {

@@ -1,8 +1,8 @@
-//! Read-ahead, which moves the pages of the next steps while a caller uses those of the current step.
+//! Read-ahead: moves the pages of a caller's next steps while the caller uses the pages of the current step.
 //!
 //! The number of steps in flight is computed from two measured times: the time that the pages of a step take to arrive,
 //! and the time that the caller takes between two steps. A fixed number would be too small for pages on disk. For pages
-//! in memory, it would evict other pages unnecessarily.
+//! in memory, a fixed number would evict other pages unnecessarily.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 
 /// The maximum number of steps in flight.
 const STEPS_MAX: usize = 64;
-/// The inverse of the share of the place's budget that steps in flight may take.
+/// The divisor of a place's budget that limits the total bytes of steps in flight.
 const BUDGET_PART: u64 = 4;
 
 /// A sequence of steps of a caller, created by [`Store::read_ahead`](crate::Store::read_ahead). Each step uses some
@@ -59,7 +59,7 @@ pub struct ReadAhead<'s> {
     /// The budget of the place in bytes.
     budget: u64,
     pace: Pace,
-    /// The time at which the caller received its last step.
+    /// The time at which the caller received its previous step.
     given: Option<Instant>,
     opener: Process,
 }
@@ -87,11 +87,11 @@ impl<'s> ReadAhead<'s> {
         }
     }
 
-    /// Returns whether another step should be pushed now. Call this again after each [`push`](Self::push).
+    /// Returns whether another step should be pushed now. Call this method again after each [`push`](Self::push).
     ///
     /// While one step is in use, another is in flight. If pages take longer to arrive than the caller takes for a step,
-    /// several are in flight, up to 64 steps and a quarter of the place's budget. After a step of more than half of the
-    /// budget, no step is requested.
+    /// several steps are in flight, up to 64 steps and a quarter of the place's budget. After a step of more than half
+    /// of the budget, the method returns `false`.
     #[must_use]
     pub fn wants_more(&self) -> bool {
         // The first step is used next, and the other steps follow it.
@@ -121,12 +121,12 @@ impl<'s> ReadAhead<'s> {
         Ok(())
     }
 
-    /// Returns the pages of the first step once they have arrived, or `None` if there are no steps. Pages that have not
-    /// begun to move are moved by this call. Pages that were deleted in the meantime are omitted.
+    /// Waits until the pages of the first step have arrived, and returns them. Returns `None` if there are no steps.
+    /// This call itself moves pages that have not begun to move. Pages that were deleted in the meantime are omitted.
     ///
     /// # Errors
-    /// [`Error::Forked`]; the errors of [`Store::ensure`](crate::Store::ensure), after which the step is lost. Pages
-    /// that are loaded on demand may be [`Error::Damaged`].
+    /// [`Error::Forked`]; the errors of [`Store::ensure`](crate::Store::ensure), after which the step is lost.
+    /// [`Error::Damaged`] if a page that is loaded on demand cannot be read.
     pub fn next_step(&mut self) -> Result<Option<Vec<PageId>>> {
         self.opener.check()?;
         let called = Instant::now();
@@ -176,7 +176,7 @@ impl std::fmt::Debug for ReadAhead<'_> {
     }
 }
 
-/// The measured speed of moves and of the caller.
+/// The measured times from which the number of steps in flight is computed.
 #[derive(Debug, Default)]
 struct Pace {
     latency: Estimate,
@@ -184,8 +184,8 @@ struct Pace {
 }
 
 impl Pace {
-    /// Returns the number of steps to keep in flight so that the next step arrives in time: the number of steps that
-    /// the caller uses while a slow step arrives.
+    /// Returns the number of steps to keep in flight so that the next step arrives in time. This is the number of steps
+    /// that the caller uses while a slow step arrives.
     fn distance(&self) -> usize {
         let (Some(latency), Some(interval)) = (self.latency.late(), self.interval.mean()) else { return 1 };
         let steps = latency.as_secs_f64() / interval.as_secs_f64().max(1e-9);
@@ -194,8 +194,8 @@ impl Pace {
     }
 }
 
-/// An estimate of a repeatedly measured time: its mean and deviation, with the weights that TCP uses to
-/// estimate round-trip times (RFC 6298).
+/// A running estimate of the mean and deviation of a repeatedly measured time. The weights are those with which TCP
+/// estimates round-trip times (RFC 6298).
 #[derive(Debug, Default)]
 struct Estimate(Option<(f64, f64)>);
 
@@ -212,7 +212,7 @@ impl Estimate {
         self.0.map(|(mean, _)| Duration::from_secs_f64(mean))
     }
 
-    /// Returns a time that few measurements exceed.
+    /// Returns the mean plus four deviations, a time that few measurements exceed.
     fn late(&self) -> Option<Duration> {
         self.0.map(|(mean, stray)| Duration::from_secs_f64(mean + 4.0 * stray))
     }

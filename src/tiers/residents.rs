@@ -7,11 +7,11 @@ use remanent_format::{PageId, Place};
 use crate::eviction::EvictionPolicy;
 use crate::versions::uses::PageUse;
 
-/// The pages of all places but the last, with an eviction policy for each place.
+/// The pages of all places except the last, with an eviction policy for each of these places.
 pub(crate) struct Residents {
     tiers: Vec<(Place, Box<dyn EvictionPolicy>)>,
     pages: HashMap<PageId, Resident>,
-    /// The pages that calls are moving to a place, which are not evicted, each with the number of such calls.
+    /// The number of calls that currently prevent the eviction of each page, because they move pages to its place.
     held: HashMap<PageId, usize>,
 }
 
@@ -59,9 +59,9 @@ impl Residents {
         }
     }
 
-    /// Chooses victims from a tier until they have at least `bytes` bytes or there are `count` of them. Held pages, and
-    /// pages for which `may_leave` returns `false`, are not chosen. The policy forgets the chosen pages. A chosen page
-    /// that is not evicted after all must be returned with [`return_to_policy`](Self::return_to_policy).
+    /// Chooses victims from a tier until they have at least `bytes` bytes or there are `count` victims. Held pages, and
+    /// pages for which `may_leave` returns `false`, are not chosen. The policy forgets the chosen pages. If a chosen
+    /// page is not evicted, the caller must pass it to [`return_to_policy`](Self::return_to_policy).
     pub fn choose(
         &mut self,
         tier: usize,
@@ -93,12 +93,12 @@ impl Residents {
         }
     }
 
-    /// Prevents the eviction of pages until they are released.
+    /// Prevents the eviction of pages until [`release`](Self::release).
     pub fn hold(&mut self, pages: &[PageId]) {
         pages.iter().for_each(|page| *self.held.entry(*page).or_default() += 1);
     }
 
-    /// Releases held pages.
+    /// Allows the eviction of pages again, once each call that held them has released them.
     pub fn release(&mut self, pages: &[PageId]) {
         for page in pages {
             let holds = self.held.get_mut(page).expect("a page that is held");

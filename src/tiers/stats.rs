@@ -16,14 +16,14 @@ pub struct TierStats {
     /// The number of pages that [`Store::ensure`](crate::Store::ensure) and [`Store::prefetch`](crate::Store::prefetch)
     /// requested in this place and found in it.
     pub hits: u64,
-    /// The number of pages that were requested in this place and found elsewhere.
-    /// [`Stats::moves`](crate::stats::Stats::moves) states where.
+    /// The number of pages that were requested in this place and found in another place.
+    /// [`Stats::moves`](crate::stats::Stats::moves) states in which places they were found.
     pub misses: u64,
-    /// The number of pages evicted to make room.
+    /// The number of pages evicted from this place to make room.
     pub evictions: u64,
-    /// The number of commits and other calls that waited for room.
+    /// The number of commits and other calls that waited for room in this place.
     pub waits: u64,
-    /// The total time that these calls waited.
+    /// The total time for which commits and other calls waited for room in this place.
     pub waited: Duration,
 }
 
@@ -33,8 +33,9 @@ impl TierStats {
     }
 }
 
-/// Statistics of moves between two places since the store was opened. The statistics include moves requested by
-/// callers, and evictions. Moves in a caller's own batches are not counted.
+/// Statistics of moves between two places since the store was opened. The statistics include evictions and the moves
+/// that [`Store::ensure`](crate::Store::ensure) and [`Store::prefetch`](crate::Store::prefetch) request. Moves in a
+/// caller's own batches are not counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MoveStats {
@@ -46,11 +47,11 @@ pub struct MoveStats {
     pub pages: u64,
     /// The total length of the moved pages in bytes.
     pub bytes: u64,
-    /// The total time of the moves. An eviction ends when its room is free. A requested move ends when it is logged, at
-    /// which time pages from disk have arrived. The time of a batch that moves pages from several places is divided
-    /// among the places in proportion to their bytes.
+    /// The total time of the moves. The time of an eviction ends when its room is free. The time of a requested move
+    /// ends when the move is logged. Pages from disk have arrived by then. If a batch moves pages from several places,
+    /// its time is divided among the places in proportion to their bytes.
     ///
-    /// A device copies pages from one memory to another after that, while the caller continues.
+    /// A device copies pages from one memory to another after the move is logged, while the caller continues.
     /// [`TransferStats::time`](crate::stats::TransferStats::time) of the same two places includes that copy.
     pub took: Duration,
 }
