@@ -1,11 +1,11 @@
 //! Streams that report the changes of each applied batch to callers in this process, such as caches and mirrors of
 //! pages.
 //!
-//! A stream has a queue, which the applier fills and the caller drains. The applier never waits for a caller. A batch
-//! that finds the queue full is omitted, and so are all later batches until the caller has been notified of the gap.
-//! While there are no streams, a batch costs the applier one load.
+//! Each stream has a queue. The applier adds changes to the queue, and the caller removes them. The applier never waits
+//! for a caller. If the queue is full, batches are omitted until the caller has been notified of the gap. While there
+//! are no streams, a batch costs the applier one atomic load.
 //!
-//! Streams end with the process. To receive the same batches across processes, use a follower.
+//! Streams end with the process. To receive the same batches in another process, use a follower.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -23,11 +23,11 @@ use crate::base::sync::atomic::{AtomicUsize, Ordering};
 use crate::base::sync::{Condvar, Instant, Mutex};
 use crate::error::{Error, Result};
 
-/// The maximum number of changes in a queue, beyond which batches are omitted. Each batch, page and range counts as one
-/// change, and takes up to some 100 bytes.
+/// The maximum number of changes in a queue. Further batches are omitted. Each batch, page and range counts as one
+/// change, and takes up to about 100 bytes.
 const QUEUED_MAX: usize = 64 << 10;
 
-/// The changes of one batch.
+/// The changes that one batch made, reported by [`ChangeEvent::Applied`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct AppliedBatch {
@@ -84,10 +84,11 @@ pub enum AppliedChange {
 pub enum ChangeEvent {
     /// A batch was applied.
     Applied(Arc<AppliedBatch>),
-    /// Batches were omitted, from `from` up to the next batch that is reported. The reasons are a caller that did not
-    /// keep up, a lack of memory to report the batch, or a restore, which replaces all pages. Read all pages again.
+    /// Batches were omitted, from `from` up to the next batch that is reported. The caller must read all pages again.
+    /// Batches are omitted if the caller did not keep up, if there was no memory to report a batch, or after a restore,
+    /// which replaces all pages.
     Lagged {
-        /// The first omitted batch.
+        /// The Lsn of the first omitted batch.
         from: Lsn,
     },
 }
@@ -95,7 +96,8 @@ pub enum ChangeEvent {
 /// A stream of the changes that applied batches make, in batch order. The stream reports every batch, or a
 /// [`ChangeEvent::Lagged`] where batches are omitted. Returned by [`Store::changes`].
 ///
-/// As an iterator, it waits for the next event, and ends when the store is closed or has failed.
+/// The stream is also an iterator. Its `next` waits for the next event, and returns `None` when the store is closed or
+/// has failed.
 ///
 /// [`Store::changes`]: crate::Store::changes
 pub struct ChangeStream {
@@ -103,10 +105,10 @@ pub struct ChangeStream {
     begin: Lsn,
 }
 
-/// The set of streams of a store.
+/// The open change streams of a store. The applier publishes each batch to all of them.
 #[derive(Default)]
 pub(crate) struct ChangeFeed {
-    /// The number of streams, so that a batch costs one load if there are none.
+    /// The number of streams. A batch without streams costs one load of this value.
     count: AtomicUsize,
     queues: Mutex<Vec<Arc<ChangeQueue>>>,
 }
@@ -120,9 +122,9 @@ struct ChangeQueue {
 #[derive(Default)]
 struct QueueState {
     batches: VecDeque<Arc<AppliedBatch>>,
-    /// The number of changes in the batches.
+    /// The total number of changes in `batches`, limited by `QUEUED_MAX`.
     count: usize,
-    /// The first batch that was omitted, until the caller is notified of the gap.
+    /// The Lsn of the first omitted batch, until the caller is notified of the gap.
     lagged: Option<Lsn>,
     is_over: bool,
 }
@@ -136,7 +138,7 @@ pub(super) struct WrittenRanges {
 }
 
 impl WrittenRanges {
-    /// Records one operation of the batch.
+    /// Records the range that an operation of the batch writes.
     pub fn note(&mut self, op: &Op<'_>) {
         let Some(page) = op.page() else { return };
         let noted = match (op, op.range()) {
@@ -169,8 +171,8 @@ impl WrittenRanges {
 }
 
 impl AppliedBatch {
-    /// Collects the changes of a batch. `before` is the table in which the batch is not installed yet. If there is no
-    /// memory for the changes, returns the batch's Lsn as the error.
+    /// Collects the changes of a batch. `before` is the page table before the batch. If there is no memory for the
+    /// changes, returns the batch's Lsn as the error.
     pub(super) fn of(changes: &Changes, before: &PageTable, mut written: WrittenRanges) -> Result<Self, Lsn> {
         Self::try_of(changes, before, &mut written).ok().filter(|_| !written.no_memory).ok_or(changes.lsn)
     }
@@ -187,7 +189,7 @@ impl AppliedBatch {
         Ok(Self { lsn: changes.lsn, pages, root_changed: changes.root.is_some() })
     }
 
-    /// Returns the number of changes with which the batch counts toward the limit of a queue.
+    /// Returns the number of changes that the batch adds to a queue.
     fn count(&self) -> usize {
         let ranges = |change: &AppliedChange| match change {
             AppliedChange::Written { ranges } => ranges.len(),
@@ -199,7 +201,7 @@ impl AppliedBatch {
 }
 
 impl AppliedPage {
-    /// Returns the changes to a page, or `None` if the same batch creates and deletes it.
+    /// Returns the changes to a page, or `None` if the batch both creates and deletes the page.
     fn of(
         page: PageId,
         before: Option<&PageInfo>,
@@ -245,7 +247,7 @@ impl ChangeFeed {
         self.count.load(Ordering::Relaxed) > 0
     }
 
-    /// Adds a stream, which reports every batch after the current turn. Must be called on the applier's thread.
+    /// Adds a stream. The stream reports every batch after the current turn. Must be called on the applier's thread.
     fn add(&self, queue: Arc<ChangeQueue>) {
         let mut queues = self.queues.lock();
         queues.push(queue);
@@ -258,7 +260,7 @@ impl ChangeFeed {
         self.count.store(queues.len(), Ordering::Relaxed);
     }
 
-    /// Reports a batch, or an omitted batch, to all streams.
+    /// Adds a batch to the queues of all streams. An error is the Lsn of a batch that must be omitted.
     pub fn publish(&self, item: Result<AppliedBatch, Lsn>) {
         let item = item.map(Arc::new);
         self.queues.lock().iter().for_each(|queue| queue.push(&item));
@@ -327,7 +329,7 @@ impl ChangeQueue {
 }
 
 impl ChangeStream {
-    /// Begins a stream after the batches passed to the applier so far.
+    /// Begins a stream of all batches after those that were already passed to the applier.
     pub(crate) fn begin(applier: &Arc<Applier>) -> Result<Self> {
         let queue = Arc::new(ChangeQueue::default());
         let (added, feed) = (queue.clone(), applier.changes().clone());
@@ -339,14 +341,14 @@ impl ChangeStream {
         Ok(Self { feed: ForkGuard::new((applier.clone(), queue)), begin })
     }
 
-    /// Returns the batch after which the stream begins.
+    /// Returns the Lsn of the last batch before the stream. The stream reports all later batches.
     #[must_use]
     pub fn begin_lsn(&self) -> Lsn {
         self.begin
     }
 
-    /// Returns the next event, or `None` if there is no event within `timeout`. With a timeout of zero, the call never
-    /// waits.
+    /// Returns the next event, or `None` if there is no event within `timeout`. With a timeout of zero, the call does
+    /// not wait.
     ///
     /// # Errors
     /// [`Error::Closed`] or [`Error::Poisoned`] if the stream has ended; [`Error::Forked`].
@@ -392,7 +394,7 @@ mod tests {
         Ok(AppliedBatch { lsn: Lsn(lsn), pages: vec![page], root_changed: false })
     }
 
-    /// Returns up to `count` events of a queue: the Lsn of a batch, or the negated Lsn of a gap.
+    /// Returns up to `count` events of a queue. A batch is returned as its Lsn, and a gap as its negated Lsn.
     fn events(queue: &ChangeQueue, count: usize) -> Vec<i64> {
         let number = |event: ChangeEvent| match event {
             ChangeEvent::Applied(batch) => batch.lsn.0 as i64,

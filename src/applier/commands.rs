@@ -1,6 +1,7 @@
-//! Translates a batch's operations to a device's commands.
+//! Translates the operations of batches to commands for a device.
 //!
-//! Only operations on bytes become commands. The format crate defines the effect of an operation on the table.
+//! Only operations that change pages' bytes become commands. The format crate defines the effect of an operation on the
+//! page table.
 
 use std::collections::BTreeMap;
 
@@ -14,33 +15,34 @@ use crate::error::Result;
 use crate::memory::arena::PageMemory;
 use crate::memory::staging::{StagingBuf, StagingPool};
 
-/// A command list under construction. The pieces of consecutive operations become one command, so that a
-/// device can apply many deltas in one launch.
+/// Builds the command list that applies one or more batches. The pieces of consecutive operations become one command,
+/// so that a device can apply many deltas in one launch.
 #[derive(Default)]
 pub(crate) struct ListBuilder {
     list: CommandList,
-    /// Staging buffers with the converted bytes of the next payload's operations.
+    /// The staging buffers that contain the converted bytes of the next payload's operations.
     asides: Vec<StagingBuf>,
     payload_bytes: usize,
-    /// The expected sums of long writes, with one proof for each batch that has any.
+    /// The expected sums of long writes. Each batch with long writes adds one proof.
     proofs: Vec<ArrivalProof>,
-    /// The long writes that the list does not sum yet.
+    /// The long writes for which the list contains no sum command yet.
     unsummed: UnsummedWrites,
-    /// The number of commands that copy page memory to page memory.
+    /// The number of commands that copy from page memory to page memory.
     copies: usize,
 }
 
-/// The location of a batch's payload in a list's staging.
+/// The location of an operation's payload within the staging buffers of a command list.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PayloadAt {
     /// The index of the payload's staging buffer in the list.
     pub index: usize,
-    /// The offset of the payload's first byte in that buffer.
+    /// The offset of the payload's first byte in the staging buffer.
     pub offset: usize,
 }
 
-/// Memory for the list of a batch with many operations. The memory is allocated before the batch is logged, when a
-/// failed allocation can still refuse the batch. A list of fewer operations needs only short allocations.
+/// Memory for the command list of a batch with many operations. The committer allocates this memory before the batch is
+/// logged, because a batch can no longer fail once it is logged. Batches with fewer operations need only short
+/// allocations.
 #[derive(Default)]
 pub(crate) struct ListRoom {
     commands: Vec<Command>,
@@ -48,18 +50,18 @@ pub(crate) struct ListRoom {
     asides: Vec<StagingBuf>,
 }
 
-/// The maximum number of operations for which a batch brings no memory for its list. Also the number of commands at
-/// which a list accepts no further batch.
+/// The maximum number of operations of a batch that allocates no [`ListRoom`]. A list with more commands accepts no
+/// further batch.
 const SHORT_LIST: usize = 128;
-/// The number of copies between pages after which a list is submitted, even if its batch has more of them, so that the
-/// device copies while the host prepares the next list.
+/// The number of copies between pages after which a list is submitted, so that the device copies while the host
+/// prepares the next list. A batch with more copies is divided between lists.
 const COPIES_MAX: usize = if cfg!(shuttle) { 1 } else { 4096 };
-/// The number of staging buffers at which a list accepts no further batch.
+/// The maximum number of staging buffers in a list that accepts a further batch.
 const STAGINGS_MAX: usize = 1024;
 
 impl ListRoom {
-    /// Allocates memory for the maximum number of commands that these operations can become: a copy for a cut, a copy
-    /// to a relocation or to new memory, zeros or a delta, and its sum.
+    /// Allocates memory for the maximum number of commands that `ops` can become. An operation needs up to four
+    /// commands: a copy for a cut, a copy to a relocation or to new memory, zeros or a delta, and its sum.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -75,18 +77,18 @@ impl ListRoom {
         Ok(room)
     }
 
-    /// Returns whether the batch brings no memory for its list.
+    /// Returns whether no memory was allocated, because the batch has few operations.
     pub fn is_empty(&self) -> bool {
         self.commands.capacity() == 0
     }
 }
 
-/// Returns how many of these operations are verified on arrival.
+/// Returns the number of operations whose bytes are verified on arrival.
 fn proven_count(ops: &[OpAt<'_>]) -> usize {
     ops.iter().filter(|at| is_proven(&at.op)).count()
 }
 
-/// Returns whether the payload contains the operation's bytes in a form that a device cannot read.
+/// Returns whether the operation's bytes must be converted, because the device cannot read their form in the payload.
 pub(crate) fn needs_aside(op: &Op<'_>) -> bool {
     match op {
         Op::Scatter { indices, .. } => indices.is_gap_coded() && !indices.is_empty(),
@@ -95,16 +97,16 @@ pub(crate) fn needs_aside(op: &Op<'_>) -> bool {
     }
 }
 
-/// Returns whether the applier needs only the payload for these operations, provided that they allocate no page memory
-/// and change no leased pages.
+/// Returns whether the applier can apply `ops` with the payload alone. Page memory and relocations of leased pages are
+/// not considered.
 pub(crate) fn is_payload_enough(ops: &[OpAt<'_>], crosses_bus: bool) -> bool {
     let takes_more = |op: &Op<'_>| needs_aside(op) || (crosses_bus && is_proven(op));
     ops.len() <= SHORT_LIST && !ops.iter().any(|at| takes_more(&at.op))
 }
 
-/// Converts the operation's bytes to the form that a device reads, in a staging buffer, if the payload contains another
-/// form. Gap-coded indices become indices of four bytes, followed by the elements. `whole` contains the bytes of pages
-/// with images.
+/// Converts an operation's bytes to the form that a device reads, in a staging buffer. Gap-coded indices become indices
+/// of four bytes, followed by the elements. The bytes of a page with an image are copied from `whole`. Returns `None`
+/// if the device can read the bytes from the payload.
 ///
 /// # Errors
 /// `OutOfMemory`, a device error.
@@ -133,21 +135,22 @@ pub(crate) fn stage_aside(
 }
 
 impl ListBuilder {
-    /// Returns whether the list can accept a batch that brings the memory `room`.
+    /// Returns whether a batch with the memory `room` can be added to the list. A batch with its own memory needs an
+    /// empty list.
     pub fn has_room(&self, room: &ListRoom) -> bool {
         let is_short = self.list.commands.len() + self.unsummed.len() <= SHORT_LIST
             && self.list.staging.len() <= STAGINGS_MAX;
         room.is_empty() && is_short
     }
 
-    /// Begins an empty list in the memory that a batch brought.
+    /// Begins an empty list in the memory that a batch allocated for it.
     pub fn begin_in(&mut self, room: ListRoom) {
         assert!(self.is_empty());
         let ListRoom { commands, staging, asides } = room;
         *self = Self { list: CommandList { commands, staging }, asides, ..Self::default() };
     }
 
-    /// Allocates memory for a delta for each of these operations, and its sum.
+    /// Allocates memory for one delta and one sum for each of the operations.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -157,7 +160,8 @@ impl ListBuilder {
         make_room(&mut self.list.staging, self.asides.capacity() + 1)
     }
 
-    /// Appends the operations of another builder for the same payload. Neither builder may have taken a payload yet.
+    /// Appends the operations of another builder, which belong to the same payload. The payload must not have been
+    /// added to either builder yet.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -194,19 +198,22 @@ impl ListBuilder {
         Ok(())
     }
 
-    /// Returns the index of the next payload's staging buffer, by which its operations refer to it.
+    /// Returns the index that the staging buffer of the next payload will have. Operations of that payload refer to the
+    /// index.
     pub fn payload_index(&self) -> usize {
         self.list.staging.len()
     }
 
-    /// Adds the expected sums of the long writes among the following operations, up to the next payload.
+    /// Adds the expected sums of the long writes in the next payload. Must be called before the operations of that
+    /// payload are added.
     pub fn prove(&mut self, sums: ArrivalSums) {
         self.asides.push(sums.staging);
         let index = self.payload_index() + self.asides.len();
         self.proofs.push(ArrivalProof::new(index, sums.sums));
     }
 
-    /// Adds the staging buffer of a payload, after the operations of one or more batches in it were added.
+    /// Adds the staging buffer of a payload. Must be called after the operations of all batches in the payload were
+    /// added.
     pub fn payload(&mut self, payload: StagingBuf) {
         for staged in std::iter::once(payload).chain(self.asides.drain(..)) {
             self.payload_bytes += staged.len();
@@ -223,8 +230,9 @@ impl ListBuilder {
         self.list.commands.is_empty() && self.list.staging.is_empty() && self.asides.is_empty()
     }
 
-    /// Removes and returns the commands so far as a separate list, if they are many copies and nothing else. Copies
-    /// need no staging. Returns `None` if there are other commands, or no memory for the list, and keeps the commands.
+    /// Removes the commands so far and returns them as a separate list, if they are at least `COPIES_MAX` copies and
+    /// nothing else. Copies need no staging. Otherwise, or if no memory for the list is available, returns `None` and
+    /// keeps the commands.
     pub fn take_copies(&mut self) -> Option<CommandList> {
         let commands = &mut self.list.commands;
         let is_due =
@@ -239,15 +247,15 @@ impl ListBuilder {
         Some(CommandList { commands: taken, staging: Vec::new() })
     }
 
-    /// Removes and returns the list, and the sums that it computes.
+    /// Removes and returns the list, with the expected sums of its long writes.
     pub fn take(&mut self) -> (CommandList, Vec<ArrivalProof>) {
         self.sum_writes();
         let Self { list, proofs, .. } = std::mem::take(self);
         (list, proofs)
     }
 
-    /// Adds the operation's change to the bytes of its page, if it changes any. `payload` is the location of the
-    /// operation's payload, and `aside` the result of [`stage_aside`].
+    /// Adds the commands that change the bytes of the operation's page, if the operation changes any. `payload` is the
+    /// location of the operation's payload, and `aside` the result of [`stage_aside`].
     pub fn data(
         &mut self,
         at: &OpAt<'_>,
@@ -301,8 +309,8 @@ impl ListBuilder {
         }
     }
 
-    /// Adds the sums of all long writes if the next command changes bytes of such a write, because each sum must cover
-    /// its own write.
+    /// Adds the sum commands of all long writes if the next command changes bytes of one of these writes. Each sum must
+    /// be computed before a later command changes the summed bytes.
     fn sum_before(&mut self, target: Span) {
         if self.unsummed.any_in(target) {
             self.sum_writes();
@@ -313,7 +321,7 @@ impl ListBuilder {
         self.list.commands.extend(self.unsummed.commands());
     }
 
-    /// Adds a command that zeroes a range.
+    /// Adds a command that fills a range with zeros.
     pub fn zero(&mut self, target: Span) {
         if target.len > 0 {
             self.sum_before(target);
@@ -321,7 +329,8 @@ impl ListBuilder {
         }
     }
 
-    /// Zeroes a range like [`zero`](Self::zero), in a list for which no batch allocated memory.
+    /// Adds a command that fills a range with zeros, like [`zero`](Self::zero). For lists for which no batch allocated
+    /// memory.
     ///
     /// # Errors
     /// `OutOfMemory`.

@@ -1,4 +1,5 @@
-//! The exact cut: keeps pages in their state after one batch for a snapshot to gather, while later batches continue.
+//! The exact cut: preserves pages in their state after one batch until a snapshot has gathered them, while later
+//! batches continue.
 //!
 //! Nothing is copied at the moment of the cut. Just before a batch changes a page that is not gathered yet, the page is
 //! copied aside on the device. A page that is deleted or moved leaves its memory to the cut. If there is no room for a
@@ -15,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::images::disk_pages::DiskPage;
 use crate::memory::arena::{Arena, PageMemory, Purpose};
 
-/// Pages that are kept in their state after one batch until a snapshot has gathered them.
+/// Pages that an exact snapshot has not gathered yet, preserved in their state after one batch.
 pub(crate) struct ExactCut {
     /// Pages that have not changed since the cut.
     untouched: BTreeSet<PageId>,
@@ -23,20 +24,20 @@ pub(crate) struct ExactCut {
     aside: BTreeMap<PageId, (PageInfo, PageMemory)>,
     /// Pages on disk that have changed since the cut, in their state at the cut.
     on_disk: BTreeMap<PageId, (PageInfo, DiskPage)>,
-    /// Copies that a list uses which is not submitted yet.
+    /// Copies that a command list reads. The list is not submitted yet.
     used: Vec<PageMemory>,
-    /// The error because of which a page could not be kept, if any.
+    /// The error that prevented a page from being preserved, if any. The snapshot then fails.
     failed: Option<Error>,
 }
 
 impl ExactCut {
-    /// Keeps these pages in their current state.
+    /// Creates a cut that preserves `pages` in their current state.
     pub fn new(pages: impl IntoIterator<Item = PageId>) -> Self {
         let untouched = set_of(pages);
         Self { untouched, aside: BTreeMap::new(), on_disk: BTreeMap::new(), used: Vec::new(), failed: None }
     }
 
-    /// Keeps a page that is about to be changed in place.
+    /// Copies a page aside before a batch changes the page in place, unless the page was already gathered or copied.
     pub fn before_change(
         &mut self,
         info: &PageInfo,
@@ -61,7 +62,7 @@ impl ExactCut {
         }
     }
 
-    /// Keeps the memory that a page is about to leave. Returns the memory if the page need not be kept.
+    /// Keeps the memory that a page is about to leave. Returns the memory if the cut does not need it.
     pub fn before_removal(&mut self, info: &PageInfo, memory: PageMemory) -> Option<PageMemory> {
         if !self.untouched.remove(&info.page) {
             return Some(memory);
@@ -70,7 +71,7 @@ impl ExactCut {
         None
     }
 
-    /// Keeps a page on disk that is about to be changed or removed.
+    /// Keeps the current state of a page on disk before a batch changes or removes the page.
     pub fn before_change_on_disk(&mut self, info: &PageInfo, page: &DiskPage) {
         if self.untouched.remove(&info.page) {
             self.on_disk.insert(info.page, (info.clone(), page.clone()));
@@ -78,10 +79,10 @@ impl ExactCut {
     }
 
     /// Removes and returns a page on disk in its state at the cut, for gathering. Returns `None` if the page has not
-    /// changed since the cut, or was not on disk then.
+    /// changed since the cut, or was not on disk at the cut.
     ///
     /// # Errors
-    /// The error because of which a page could not be kept.
+    /// The error that prevented a page from being preserved.
     pub fn take_on_disk(&mut self, page: PageId) -> Result<Option<(PageInfo, DiskPage)>> {
         match &self.failed {
             Some(error) => Err(error.clone()),
@@ -93,7 +94,7 @@ impl ExactCut {
     /// since the cut.
     ///
     /// # Errors
-    /// The error because of which a page could not be kept.
+    /// The error that prevented a page from being preserved.
     pub fn take(&mut self, page: PageId) -> Result<Option<(PageInfo, &PageMemory)>> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
@@ -107,7 +108,7 @@ impl ExactCut {
         Ok(self.used.last().map(|memory| (info, memory)))
     }
 
-    /// Returns a page like [`take`](Self::take), but continues to keep it, for a page that is gathered later.
+    /// Returns a page like [`take`](Self::take), but continues to preserve the page, because it will be gathered later.
     ///
     /// # Errors
     /// Same as `take`.
@@ -118,14 +119,14 @@ impl ExactCut {
         Ok(self.aside.get(&page).map(|(info, memory)| (info.clone(), memory)))
     }
 
-    /// Frees the copies that were taken, after this fence of their last use.
+    /// Frees the copies that [`take`](Self::take) returned. Their last use must end before `fence`.
     pub fn retire_used(&mut self, arena: &Arena, fence: Fence) {
         for memory in self.used.drain(..) {
             arena.retire(memory, fence);
         }
     }
 
-    /// Frees all copies. None of them may be used after this fence.
+    /// Frees all copies. The last use of every copy must end before `fence`.
     pub fn retire(mut self, arena: &Arena, fence: Fence) {
         self.retire_used(arena, fence);
         for (_, (_, memory)) in self.aside {

@@ -1,5 +1,5 @@
-//! New memory of a batch that already contains its page's bytes before the batch is logged. The applier leaves such
-//! memory unchanged. A crash loses all memory, and replay fills it again.
+//! Records which new page memory was filled with bytes before its batch is logged. The applier leaves such memory
+//! unchanged. A crash loses all memory, and replay fills it again.
 
 use remanent_format::PageId;
 
@@ -7,18 +7,18 @@ use crate::base::allocation::push;
 use crate::device::MemoryId;
 use crate::error::Result;
 
-/// The filled memory of a batch, by page. A page may get several pieces of memory in one batch, some of which are
-/// filled.
+/// The pieces of new page memory that were filled before the batch is logged. A page may get several pieces of memory
+/// in one batch, and each piece may or may not be filled.
 #[derive(Debug, Default)]
 pub(crate) struct FilledMemory {
-    /// Memory with the bytes of the batch's image of the page, in ascending order.
+    /// Memory that contains the bytes of a page's image in the batch, sorted by page and memory.
     images: Vec<(PageId, MemoryId)>,
-    /// Memory with the page's bytes before the batch, in ascending order.
+    /// Memory that contains a page's bytes before the batch, sorted by page and memory.
     moved: Vec<(PageId, MemoryId)>,
 }
 
 impl FilledMemory {
-    /// Adds memory that contains the bytes of images.
+    /// Records memory that contains the bytes of images.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -26,7 +26,7 @@ impl FilledMemory {
         add(&mut self.images, memory)
     }
 
-    /// Adds memory that contains the bytes of pages before the batch.
+    /// Records memory that contains the bytes of pages before the batch.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -34,12 +34,12 @@ impl FilledMemory {
         add(&mut self.moved, memory)
     }
 
-    /// Returns whether new memory of a page already contains the bytes that the page will have.
+    /// Returns whether `memory`, which the batch allocated for the page, was filled.
     pub fn has(&self, page: PageId, memory: MemoryId) -> bool {
         self.has_image(page, memory) || self.moved.binary_search(&(page, memory)).is_ok()
     }
 
-    /// Returns whether the page's memory contains the bytes of the batch's image of the page.
+    /// Returns whether `memory` contains the bytes of the batch's image of the page.
     pub fn has_image(&self, page: PageId, memory: MemoryId) -> bool {
         self.images.binary_search(&(page, memory)).is_ok()
     }
@@ -52,7 +52,7 @@ impl FilledMemory {
     }
 }
 
-/// Adds items to a list, and keeps the list in ascending order.
+/// Adds items to a sorted list and keeps the list sorted.
 fn add(
     list: &mut Vec<(PageId, MemoryId)>,
     memory: impl IntoIterator<Item = (PageId, MemoryId)>,

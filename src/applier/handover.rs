@@ -1,7 +1,7 @@
-//! Passes a page's memory to the caller that released the page.
+//! Passes a deleted page's memory from the applier to the caller that released the page.
 //!
-//! The applier leaves the memory here when the batch that deletes the page is in the lane. If the caller no longer
-//! waits for the memory, the memory returns to the arena. A crash loses all memory.
+//! The applier delivers the memory when the batch that deletes the page is in the lane. If the caller no longer waits
+//! for the memory, the memory returns to the arena. A crash loses all memory.
 
 use remanent_format::PageId;
 
@@ -9,7 +9,7 @@ use crate::base::sync::Mutex;
 use crate::device::Fence;
 use crate::memory::arena::PageMemory;
 
-/// The receiver for the memory of one page, which a batch deletes.
+/// The slot through which a caller receives the memory of a page that its batch deletes.
 #[derive(Debug)]
 pub(crate) struct Handover {
     pub page: PageId,
@@ -18,11 +18,11 @@ pub(crate) struct Handover {
 
 #[derive(Debug)]
 enum HandoverState {
-    /// The applier has not reached the batch.
+    /// The applier has not applied the batch yet.
     Waiting,
-    /// The memory, and the fence of its last use.
+    /// The memory of the page, with the fence of the memory's last use.
     Given(PageMemory, Fence),
-    /// No caller waits for the memory, or it was taken.
+    /// No caller waits for the memory, or the caller has received it.
     Over,
 }
 
@@ -31,7 +31,8 @@ impl Handover {
         Self { page, state: Mutex::new(HandoverState::Waiting) }
     }
 
-    /// Leaves the memory, whose last use ends with the fence. Returns the memory as an error if no caller waits for it.
+    /// Delivers the memory to the waiting caller. `fence` ends the memory's last use. Returns the memory as an error if
+    /// no caller waits for it.
     pub fn deliver(&self, memory: PageMemory, fence: Fence) -> Result<(), PageMemory> {
         let mut state = self.state.lock();
         match *state {

@@ -1,7 +1,8 @@
-//! Lists in flight, and batches that are not reported yet.
+//! Command lists in flight, and batches that are not reported as applied yet.
 //!
-//! The applier's thread submits list after list, and waits only when it must. A list with long writes is verified when
-//! it completes (I12). Until then, neither its batches nor any later batches are reported as applied, and no turn runs.
+//! The applier's thread submits one list after another, and waits only when it must. A list with long writes is
+//! verified when it completes (I12). Until then, neither its batches nor any later batches are reported as applied, and
+//! no turn runs.
 
 use std::collections::VecDeque;
 
@@ -12,7 +13,8 @@ use super::changes::AppliedBatch;
 use crate::device::{EngineDevice, Pending, Staging};
 use crate::error::Result;
 
-/// The lists in flight and the batches to report, both in the order of the lane.
+/// The submitted lists that are not complete, and the batches that are not reported as applied, in the order of the
+/// lane.
 #[derive(Default)]
 pub(super) struct InFlight {
     lists: VecDeque<SubmittedList>,
@@ -21,17 +23,17 @@ pub(super) struct InFlight {
 
 struct SubmittedList {
     pending: Pending,
-    /// The expected sums of the list's long writes.
+    /// The expected sums of the list's long writes. Empty if the list has no long writes.
     proofs: Vec<ArrivalProof>,
 }
 
-/// Batches that are in the lane and not reported yet.
+/// Batches whose lists are submitted, and that are not reported as applied yet.
 pub(super) struct UnreportedBatches {
-    /// The newest of the batches.
+    /// The Lsn of the newest of the batches.
     pub applied: Lsn,
-    /// The value of a fence after the lists of the batches.
+    /// The value of a fence that passes after the lists of all these batches.
     pub fence: u64,
-    /// The changes of the batches, for streams, or only a batch's Lsn if there was no memory for its changes.
+    /// The changes of the batches, for streams. If there was no memory for a batch's changes, only its Lsn.
     pub changes: Vec<Result<AppliedBatch, Lsn>>,
 }
 
@@ -41,7 +43,7 @@ impl InFlight {
         self.lists.push_back(SubmittedList { pending, proofs });
     }
 
-    /// Adds batches whose lists were added.
+    /// Adds batches whose lists were all added with [`push`](Self::push).
     pub fn note(&mut self, batches: UnreportedBatches) {
         self.unreported.push_back(batches);
     }
@@ -51,7 +53,7 @@ impl InFlight {
         self.lists.len()
     }
 
-    /// Returns whether a list in flight remains to be verified.
+    /// Returns whether a list in flight has long writes that are not verified yet.
     pub fn is_unproven(&self) -> bool {
         self.lists.iter().any(|list| !list.proofs.is_empty())
     }
@@ -61,8 +63,8 @@ impl InFlight {
         self.lists.front().map(|list| list.pending.fence().value)
     }
 
-    /// Waits for the oldest list and verifies it. Returns its staging and the result of the verification, or `None` if
-    /// there is no list.
+    /// Waits for the oldest list and verifies its long writes. Returns the list's staging and the result of the
+    /// verification, or `None` if there is no list.
     ///
     /// # Errors
     /// A device error.
@@ -73,7 +75,8 @@ impl InFlight {
         Ok(Some((staging, proven)))
     }
 
-    /// Returns the next batches that may be reported, because no list up to theirs remains to be verified.
+    /// Removes and returns the next batches to report. Returns `None` if their lists or earlier lists must still be
+    /// verified.
     pub fn next_reportable(&mut self) -> Option<UnreportedBatches> {
         let unproven = self.lists.iter().find(|list| !list.proofs.is_empty());
         let bound = unproven.map_or(u64::MAX, |list| list.pending.fence().value);

@@ -1,9 +1,9 @@
-//! A long page that a snapshot gathers piece by piece while batches continue. The gathered bytes belong to a single
-//! moment.
+//! Gathers a long page for a snapshot piece by piece while batches continue. All gathered bytes belong to the state of
+//! the page at one moment.
 //!
 //! Just before a batch writes to a part that is not gathered yet, that part is copied aside on the device. If the
 //! copies would take too much memory, or if the page moves to other memory, the bytes of that moment are lost, and the
-//! snapshot starts over with the page. No batch waits or fails because of this.
+//! snapshot gathers the page again from the start. No batch waits or fails because of this.
 
 use std::collections::BTreeMap;
 
@@ -14,24 +14,24 @@ use crate::device::{CommandList, Fence, MemoryId, Span};
 use crate::error::Result;
 use crate::memory::arena::{Arena, PageMemory, Purpose};
 
-/// The length in bytes of the parts that are kept aside as a whole.
+/// The length in bytes of the parts that are copied aside.
 const PART_LEN: u64 = 64 << 10;
-/// The maximum number of bytes of one page that are kept aside.
+/// The maximum number of bytes of one page that are copied aside.
 const ASIDE_BYTES_MAX: u64 = 64 << 20;
 
-/// A page that is gathered piece by piece.
+/// The state of a long page that a snapshot gathers piece by piece.
 pub(crate) struct PageGather {
     info: PageInfo,
     memory: MemoryId,
-    /// The offset up to which the snapshot has gathered the page.
+    /// The offset in bytes up to which the snapshot has gathered the page.
     gathered: u64,
-    /// Copies of the parts that batches have modified since the start of the gather, by part number.
+    /// Copies of the parts that batches have modified since the start of the gather. The key is the part number.
     asides: BTreeMap<u64, PageMemory>,
     is_lost: bool,
 }
 
 impl PageGather {
-    /// Keeps this range of the page aside, before a batch writes to it.
+    /// Copies the parts in this range aside, before a batch writes to the range.
     pub fn before_write(
         &mut self,
         (offset, len): (u64, u64),
@@ -60,14 +60,14 @@ impl PageGather {
         }
     }
 
-    /// Gives up the page's bytes of the captured moment.
+    /// Marks the page's bytes at the captured moment as lost, so that the snapshot gathers the page again.
     pub fn mark_lost(&mut self) {
         self.is_lost = true;
     }
 }
 
 impl Turn<'_> {
-    /// Starts to capture a page in its current state.
+    /// Starts to gather a page in its current state.
     pub fn begin_gather(&mut self, info: PageInfo) {
         let memory = self.applied.memory[info.page].span().memory;
         let page = info.page;
@@ -77,7 +77,7 @@ impl Turn<'_> {
     }
 
     /// Returns the spans that contain a range of the page in its captured state, each with its offset in the range.
-    /// Returns `None` if these bytes are lost.
+    /// Returns `None` if the captured bytes are lost.
     pub fn gather_spans(&self, page: PageId, from: u64, to: u64) -> Option<Vec<(Span, u64)>> {
         let gather = self.applied.gathers.get(&page).filter(|gather| !gather.is_lost)?;
         let memory = self.applied.memory.get(page)?;
@@ -99,8 +99,8 @@ impl Turn<'_> {
         Some(sources)
     }
 
-    /// Records that the page is gathered up to `up_to`. The parts kept aside before that offset are freed after
-    /// `fence`.
+    /// Records that the page is gathered up to the offset `up_to`. The copies of parts before that offset are freed
+    /// after `fence`.
     pub fn gathered(&mut self, page: PageId, up_to: u64, fence: Fence) {
         let Some(gather) = self.applied.gathers.get_mut(&page) else { return };
         gather.gathered = up_to;
@@ -110,7 +110,7 @@ impl Turn<'_> {
         }
     }
 
-    /// Stops capturing the page.
+    /// Ends the gather of the page, and frees its copies.
     ///
     /// # Errors
     /// A device error.

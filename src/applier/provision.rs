@@ -1,7 +1,7 @@
-//! The resources, in addition to the payload, that are needed to apply a batch: page memory, staging, images.
+//! The resources, in addition to the payload, that the applier needs to apply a batch: page memory, staging, images.
 //!
-//! All of them are acquired before the batch is logged, because the applier cannot refuse a logged batch for a lack of
-//! memory (I10).
+//! The committer acquires all of them before it logs the batch, because the applier cannot reject a logged batch for a
+//! lack of memory (I10).
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -16,34 +16,34 @@ use crate::images::disk_pages::PendingClaim;
 use crate::memory::arena::{Arena, PageMemory};
 use crate::memory::staging::{StagingBuf, StagingPool};
 
-/// The resources, in addition to the payload, with which the applier applies a batch. A batch that only writes to pages
-/// in memory needs none.
+/// The resources, in addition to the payload, that a committer acquires for the applier before it logs a batch. A batch
+/// that only writes to pages in memory needs none.
 #[derive(Default)]
 pub(crate) struct Provision {
     /// Memory for the batch's creates, resizes and moves to another place, in order.
     pub memory: VecDeque<PageMemory>,
-    /// The part of that memory that already contains its page's bytes.
+    /// The parts of `memory` that already contain their page's bytes.
     pub filled: FilledMemory,
     /// The images of the pages that the batch moves to disk. An empty page has no image.
     pub to_disk: NewDiskImages,
-    /// The claim on memory for the batch's writes to pages on disk, held until they are applied.
+    /// The claim on host memory for the batch's writes to pages on disk. Released when the writes are applied.
     pub pending: Option<PendingClaim>,
-    /// Memory for the leased pages that the batch changes. Each page first moves there, so that its leases still show
-    /// the old bytes.
+    /// New memory for the leased pages that the batch changes. Each page is copied to this memory before the change, so
+    /// that its leases still show the old bytes.
     pub relocations: Vec<(PageId, PageMemory)>,
     /// The staging buffers that [`stage_aside`](super::stage_aside) created for the operations, in order.
     pub asides: VecDeque<StagingBuf>,
-    /// The sums of long writes, if the device can check whether they arrived intact.
+    /// The sums that long writes must have on arrival, or `None` if the device cannot verify the writes.
     pub sums: Option<ArrivalSums>,
-    /// Memory for the batch's list.
+    /// Memory for the command list of a batch with many operations.
     pub room: ListRoom,
-    /// The receiver for the memory of a page that the batch deletes. Without a receiver, the memory returns to the
+    /// The receiver for the memory of the page that the batch deletes. Without a receiver, the memory returns to the
     /// arena.
     pub handover: Option<Arc<Handover>>,
 }
 
 impl Provision {
-    /// Frees the resources of a batch that is not applied. No list may name its memory.
+    /// Frees the resources of a batch that is not applied. No command list may use the memory any more.
     pub fn give_back(self, staging: &StagingPool, arena: &Arena) {
         for staged in self.asides.into_iter().chain(self.sums.map(|sums| sums.staging)) {
             staging.put(staged.into_staging());

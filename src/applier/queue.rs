@@ -1,8 +1,8 @@
-//! The queue of requests to the applier, which also determines when the applier's thread is woken.
+//! The queue of requests to the applier. The queue also determines when the applier's thread is woken.
 //!
-//! Committers push without waking the thread, because its timer wakes it soon enough for any request without a waiter.
-//! Urgent requests are a turn, a batch with a waiter, and enough bytes for a list. A crash here loses nothing, because
-//! queued batches are logged.
+//! Committers add batches without waking the thread, because its timer wakes it soon enough for a batch without a
+//! waiter. The thread is woken for a turn, for a batch with a waiter, and when enough bytes for a list are queued. A
+//! crash loses no batch of the queue, because queued batches are logged.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -12,49 +12,50 @@ use remanent_format::Lsn;
 use super::{ApplyWork, LIST_BYTES, Turn};
 use crate::base::sync::{Condvar, Instant, Mutex, MutexGuard, Rank};
 
-/// The time for which the applier collects batches without a waiter. The timer wakes it instead of the committers,
-/// because a wake-up is a system call that costs as much as all other work of a small commit.
+/// The time for which the applier collects batches without a waiter. A timer wakes the applier's thread, because a
+/// wake-up by a committer is a system call that costs as much as all other work of a small commit.
 const BATCHING_DELAY: Duration = Duration::from_micros(200);
-/// The number of payload bytes in the queue at which committers wait for the applier, because these bytes are in memory
-/// until it takes them.
+/// The number of payload bytes in the queue above which committers wait for the applier. The limit bounds the memory of
+/// queued payloads.
 const QUEUED_BYTES_MAX: usize = 64 << 20;
-/// The maximum capacity of a queue that is reused, in requests.
+/// The maximum capacity, in requests, of a queue that is kept for reuse.
 const REQUESTS_KEPT: usize = 4 << 10;
 
 pub(super) type TurnFn = Box<dyn FnOnce(&mut Turn<'_>) + Send>;
 
-/// A request to the applier. Batches are not boxed, because one thread would allocate the boxes and another thread
-/// would free them.
+/// A request to the applier: a batch to apply, or a function to run between batches. Batches are not boxed, because one
+/// thread would allocate the boxes and another thread would free them.
 pub(super) enum Request {
     Batch(ApplyWork),
     Turn(TurnFn),
 }
 
-/// The queue to the applier's thread.
+/// The queue of requests that committers and readers share with the applier's thread.
 pub(super) struct Requests {
     queue: Mutex<RequestQueue>,
     wake: Condvar,
-    /// A condition variable that is notified when the applier has taken the queue.
+    /// A condition variable that is notified when the applier has taken all requests of the queue.
     taken: Condvar,
 }
 
 #[derive(Default)]
 struct RequestQueue {
     requests: VecDeque<Request>,
-    /// The number of payload bytes in the queue.
+    /// The total number of payload bytes of the queued batches.
     payload_bytes: usize,
-    /// Whether the queue should be taken immediately, because it has a waiter or enough bytes for a list.
+    /// Whether the applier should take the queue immediately, because a caller waits or there are enough bytes for a
+    /// list.
     is_urgent: bool,
-    /// The newest batch that any caller has waited for, which may not be queued yet.
+    /// The Lsn of the newest batch for which any caller has waited. The batch may not be queued yet.
     awaited: Lsn,
-    /// Whether and how the thread is waiting.
+    /// Whether the thread is waiting, and how it will be woken.
     wake_state: WakeState,
     must_stop: bool,
-    /// Whether the thread has ended, so that requests are no longer taken.
+    /// Whether the thread has ended. Requests are then no longer taken.
     has_ended: bool,
 }
 
-/// Whether the applier's thread must be woken.
+/// The state of the applier's thread, which determines whether a new request must wake it.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 enum WakeState {
     /// The thread is running, and will check the queue before it waits again.
@@ -75,8 +76,8 @@ impl Requests {
         }
     }
 
-    /// Queues a batch. Waits while too many bytes are queued. `show` runs under the queue lock, so that a thread that
-    /// observes its effects also finds the batch in the queue.
+    /// Queues a batch, after waiting while too many bytes are queued. `show` makes the batch visible and runs under the
+    /// queue lock, so that a thread that sees the batch also finds it in the queue.
     pub fn push(&self, work: ApplyWork, show: impl FnOnce()) {
         let mut queue = self.queue.lock();
         while queue.payload_bytes >= QUEUED_BYTES_MAX && !queue.has_ended {
@@ -93,12 +94,12 @@ impl Requests {
         self.queue.lock().requests.is_empty()
     }
 
-    /// Queues a turn.
+    /// Queues a turn, and wakes the thread.
     pub fn turn(&self, turn: TurnFn) {
         self.request(self.queue.lock(), Request::Turn(turn), true);
     }
 
-    /// Makes [`take`](Self::take) return `false` once the queue is empty.
+    /// Makes [`take`](Self::take) return `false` once all requests have been taken.
     pub fn stop(&self) {
         let mut queue = self.queue.lock();
         queue.must_stop = true;
@@ -135,7 +136,7 @@ impl Requests {
         }
     }
 
-    /// Wakes the thread if it would not check the queue in time.
+    /// Wakes the thread if its timer would not wake it in time for the queued requests.
     fn wake_for(&self, mut queue: MutexGuard<'_, RequestQueue>) {
         let must_wake = match queue.wake_state {
             WakeState::Awake => false,
@@ -150,9 +151,9 @@ impl Requests {
         }
     }
 
-    /// Takes all requests in exchange for an empty queue. Returns `false` if no requests are left and the store is
-    /// closing. The two queues are swapped repeatedly, because a new queue would grow under the committers' lock each
-    /// time.
+    /// Takes all requests, and leaves the emptied queue `requests` in their place. Returns `false` if no requests are
+    /// left and the store is closing. The two queues are swapped on every call, because a new queue would have to grow
+    /// while committers wait for its lock.
     pub fn take(&self, requests: &mut VecDeque<Request>) -> bool {
         if requests.capacity() > REQUESTS_KEPT {
             *requests = VecDeque::new();

@@ -1,12 +1,12 @@
 //! Transfers pages' bytes to the host without delaying the lane of deltas.
 //!
-//! A long transfer to the host takes milliseconds, and deltas queued after it would wait. Therefore, in lane order, the
-//! bytes are only copied aside on the device, which takes 30 µs for 64 MiB on an H200. From there they are transferred
+//! A long transfer to the host takes milliseconds, and deltas queued after it would wait. Therefore, the bytes are only
+//! copied aside on the device in lane order, which takes 30 µs for 64 MiB on an H200. The copies are then transferred
 //! to the host on a separate lane. If the budget has no room for the copies, the bytes are transferred in lane order.
 //! Deltas then wait longer, but a store that fills its budget can still be read and snapshotted.
 //!
-//! The caller supplies the staging buffer for the bytes, and allocates it before the turn. A GPU pins 1.5 GB/s, so
-//! allocating a long buffer takes seconds, during which neither deltas nor other users of the room for copies may wait.
+//! The caller allocates the staging buffer for the bytes before the turn. A GPU pins 1.5 GB/s, so allocating a long
+//! buffer takes seconds, during which neither deltas nor other users of the room for copies may wait.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -22,64 +22,65 @@ use crate::error::Result;
 use crate::memory::arena::{Arena, CopyDirection, FileTarget, PageMemory};
 use crate::memory::staging::{StagingBuf, StagingPool};
 
-/// Bytes that were captured between two batches, to be transferred to the host.
+/// A transfer of captured bytes to the host. The bytes were captured between two batches.
 pub(crate) struct Drain {
-    /// The number of bytes to transfer to staging.
+    /// The number of bytes to transfer to the staging buffer.
     len: usize,
     copies: CopySource,
-    /// The sums to compare, if the bytes are summed.
+    /// The ranges whose sums are compared after the transfer, or `None` if the bytes are not summed.
     summed: Option<SummedCopies>,
 }
 
-/// The location of the captured bytes.
+/// The source of the captured bytes of a [`Drain`].
 enum CopySource {
-    /// Copies on the device, the staging buffer to transfer them to, and the offset in it.
+    /// The bytes are in copies on the device. They are transferred to this staging buffer, starting at this offset.
     Aside(AsideBuffer, StagingBuf, u64),
     /// The bytes are in flight to the host.
     UnderWay(Pending),
 }
 
-/// Bytes that were copied aside on the device.
+/// Bytes of pages that were copied aside on the device, to be transferred later.
 struct AsideBuffer {
-    /// The copies, one after another.
+    /// The memory of the copies, in order.
     pieces: Vec<PageMemory>,
     /// The fence after which the copies are complete.
     gathered: Fence,
     arena: Arc<Arena>,
 }
 
-/// Bytes that were captured between two batches and whose destination is not chosen yet.
+/// Bytes that were captured between two batches, before the destination of their transfer is chosen.
 pub(crate) enum GatheredBytes {
-    /// The bytes were copied aside.
+    /// The bytes were copied aside on the device.
     Aside(CopiesAside),
     /// There was no room for copies, so the bytes are transferred to staging in lane order.
     Staged(Drain),
 }
 
-/// Ranges of pages that were copied aside.
+/// Ranges of pages that were copied aside on the device, for one chunk of a snapshot.
 pub(crate) struct CopiesAside {
     aside: AsideBuffer,
-    /// The offsets in a chunk at which the first copy begins and the last copy ends.
+    /// The range within the chunk from the start of the first copy to the end of the last copy.
     chunk_range: Range<u64>,
     summed: SummedCopies,
 }
 
-/// The ranges that are summed, in order. Each range is a source, or a part of a source if sources are divided.
+/// The ranges that are summed to detect bytes that change in transit. Each range is a source, or a part of a divided
+/// source.
 struct SummedCopies {
-    /// The copies on the device.
+    /// The location of each range's copy on the device.
     spans: Vec<Span>,
-    /// Whether the device also sums the bytes that it sends, because they cross a bus.
+    /// Whether the bytes cross a bus, so that the device must sum them as well.
     crosses_bus: bool,
-    /// The range of the staging in which each range arrives, and the index of its source.
+    /// The range of the staging buffer in which each range arrives, and the index of its source.
     arrivals: Vec<(Range<usize>, usize)>,
     /// The number of sources.
     sources: usize,
     pool: Arc<StagingPool>,
 }
 
-/// Bytes that arrived at the host.
+/// Captured bytes after their transfer to the host.
 pub(crate) struct Drained {
-    /// The arrived bytes, each source at its offset.
+    /// The staging buffer with the arrived bytes, each source at its offset.
     pub bytes: StagingBuf,
     /// The CRC-32 of each source, in order, if sums were requested. If the bytes crossed a bus, the sums were compared
     /// with those of the device.
@@ -97,8 +98,8 @@ impl Drained {
 
 impl Turn<'_> {
     /// Captures the current contents of ranges of pages. Each source has an offset among `len` bytes. Bytes that no
-    /// range covers are unspecified. The ranges are copied aside in `place`, and transferred from there to `staged`,
-    /// after its first `from` bytes.
+    /// range covers are unspecified. The ranges are copied aside in `place`, and then transferred to `staged`, after
+    /// the first `from` bytes of `staged`.
     ///
     /// If `sums` is present, each range is summed on the device and on arrival. The device sums the copy instead of the
     /// page, so that deltas do not wait for the sum.
@@ -123,8 +124,8 @@ impl Turn<'_> {
         Ok(Drain { len: staged.len(), copies: CopySource::Aside(aside, staged, from), summed })
     }
 
-    /// Captures ranges like [`drain`](Self::drain), without copies on the device. Deltas wait until all bytes are at
-    /// the host.
+    /// Captures ranges like [`drain`](Self::drain), but transfers them in lane order, without copies on the device.
+    /// Deltas wait until all bytes are at the host.
     ///
     /// # Errors
     /// Same as `drain`.
@@ -139,10 +140,10 @@ impl Turn<'_> {
         self.download(sources, staged, from, sums)
     }
 
-    /// Captures ranges like [`drain`](Self::drain), for a chunk of `chunk_len` bytes whose destination is not known
-    /// yet. The ranges are only copied aside. If there is no room for copies, they are transferred in lane order to a
-    /// staging buffer of the chunk's length, which is allocated here. The applier then waits for the allocation and the
-    /// transfer.
+    /// Captures ranges like [`drain`](Self::drain), for a chunk of `chunk_len` bytes whose destination is not chosen
+    /// yet. The ranges are only copied aside. If there is no room for copies, this method allocates a staging buffer of
+    /// the chunk's length, and transfers the ranges to the buffer in lane order. The applier then waits for the
+    /// allocation and the transfer.
     ///
     /// # Errors
     /// Same as `drain`.
@@ -224,13 +225,13 @@ impl Drain {
     /// Waits until the bytes are at the host, and sums them if requested. Must not be called on the applier's thread.
     ///
     /// # Errors
-    /// A device error, also if the arrived bytes differ from those that the device sent.
+    /// A device error, also if the arrived bytes differ from the bytes that the device sent.
     pub fn finish(self, device: &EngineDevice) -> Result<Drained> {
         self.finish_once(device)?.ok_or_else(|| transfer_corrupted(device, "bytes of pages"))
     }
 
-    /// Waits like [`finish`](Self::finish), for a caller that can capture the bytes again. Returns `None` if the bytes
-    /// changed in transit. Bytes that were copied aside have then been transferred twice.
+    /// Waits like [`finish`](Self::finish), but returns `None` if the bytes changed in transit, so that the caller can
+    /// capture them again. Bytes that were copied aside are first transferred a second time.
     ///
     /// # Errors
     /// A device error.
@@ -255,7 +256,7 @@ impl GatheredBytes {
 }
 
 impl CopiesAside {
-    /// Frees the copies.
+    /// Frees the copies without transferring them.
     pub fn give_up(self) {
         let AsideBuffer { pieces, gathered, arena } = self.aside;
         pieces.into_iter().for_each(|piece| arena.retire(piece, gathered));
@@ -270,11 +271,12 @@ impl CopiesAside {
     }
 
     /// Makes the device copy the bytes to a file's memory, for a chunk that begins at `offset` of the file. `gaps`
-    /// contains the ranges of the chunk between and after the copies, which are zeroed. Waits until the device has sent
-    /// everything, and returns the CRC-32 of each source, which the device computes from the copies (I12). The arrived
-    /// bytes are compared with these sums when the snapshot is verified. Must not be called on the applier's thread.
+    /// contains the ranges of the chunk between and after the copies, which are filled with zeros. Waits until the
+    /// device has sent all bytes, and returns the CRC-32 of each source. The device computes these sums from the copies
+    /// (I12), and the arrived bytes are compared with them when the snapshot is verified. Must not be called on the
+    /// applier's thread.
     ///
-    /// The sums run in another lane, because between two copies they took an eighth of a snapshot's time.
+    /// The sums are computed in another lane, because between two copies they took an eighth of a snapshot's time.
     ///
     /// # Errors
     /// A device error; `OutOfMemory`.
@@ -367,13 +369,13 @@ impl SummedCopies {
         Self { spans: Vec::new(), crosses_bus, arrivals: Vec::new(), sources, pool }
     }
 
-    /// Adds a range, given its bytes on the device, their offset in staging, and their source.
+    /// Adds a range, given its bytes on the device, their offset in the staging buffer, and the index of their source.
     fn add(&mut self, span: Span, at: usize, source: usize) -> Result<()> {
         push(&mut self.spans, span)?;
         push(&mut self.arrivals, (at..at + span.len as usize, source))
     }
 
-    /// Sums the arrived bytes. Returns `None` if the device's sums differ (I12).
+    /// Sums the arrived bytes. Returns the sum of each source, or `None` if the device's sums differ (I12).
     fn check(&self, bytes: &[u8], of_device: Option<&[u8]>) -> Result<Option<Vec<Hasher>>> {
         let sums = self.arrivals.iter().map(|(range, _)| crc32fast::hash(&bytes[range.clone()]));
         let sums = collected(sums)?;
@@ -394,7 +396,8 @@ impl SummedCopies {
     }
 }
 
-/// Returns the commands that copy sources aside. A source that crosses the end of a piece is divided there.
+/// Returns the commands that copy sources aside to `pieces`. A source that crosses the end of a piece is divided at
+/// that point.
 fn divide(
     pieces: &[PageMemory],
     sources: Vec<(Span, u64)>,
@@ -420,7 +423,7 @@ fn divide(
     Ok(pieces.iter().zip(parts).map(gather).collect())
 }
 
-/// Adds commands that sum the bytes that the list copies, with a separate staging buffer.
+/// Adds commands that sum the bytes that the list copies. The sums are written to a second staging buffer.
 fn with_sums(mut list: CommandList, summed: &Option<SummedCopies>) -> Result<CommandList> {
     if let Some(SummedCopies { spans, crosses_bus: true, pool, .. }) = summed
         && !spans.is_empty()
@@ -430,8 +433,8 @@ fn with_sums(mut list: CommandList, summed: &Option<SummedCopies>) -> Result<Com
     Ok(list)
 }
 
-/// Waits for a list that transfers bytes to its first staging buffer, and checks them. Returns `None` if they changed
-/// in transit.
+/// Waits for a list that transfers bytes to its first staging buffer, and verifies the bytes. Returns `None` if they
+/// changed in transit.
 fn arrived(
     device: &EngineDevice,
     pending: Pending,

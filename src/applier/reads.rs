@@ -1,11 +1,12 @@
-//! Reads of many ranges at once that do not block the caller. A thread of the store completes them.
+//! Reads of many ranges in one call that does not block the caller.
 //!
-//! 1. The caller's ranges become one turn of the applier, which captures all of them in the same state and starts their
-//!    transfer to the host.
-//! 2. The thread waits until the bytes arrive, read by read in the order of the turns, and notifies the handles.
+//! 1. The caller's ranges become one turn of the applier. The turn captures all ranges in the same state and starts
+//!    their transfer to the host.
+//! 2. A thread of the store waits until the bytes arrive, read by read in the order of the turns, and notifies the
+//!    handles.
 //!
-//! The first such read starts the thread. The total number of bytes of reads in flight or still held by callers is
-//! limited, because pinned memory is expensive, and a caller that forgets a handle must not exhaust it.
+//! The first such read starts the thread. The total number of bytes of reads in flight and of results that callers keep
+//! is limited, because pinned memory is expensive, and a caller that forgets a handle must not exhaust it.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -27,10 +28,10 @@ use crate::error::{Error, Result};
 use crate::images::disk_pages::DiskPage;
 use crate::memory::staging::{StagingBuf, StagingPool};
 
-/// The maximum number of bytes of reads that are in flight or held by callers.
+/// The maximum total number of bytes of reads in flight and of results that callers keep.
 pub(crate) const READ_BYTES_MAX: u64 = 256 << 20;
 
-/// Byte ranges of pages.
+/// Byte ranges of pages, to be read in one call.
 pub(crate) type PageRanges = Vec<(PageId, Range<u64>)>;
 
 /// The thread that completes reads, and its queue.
@@ -48,7 +49,7 @@ pub(crate) struct Reads {
 struct ReadQueue {
     state: Mutex<QueueState>,
     more: Condvar,
-    /// The number of bytes of reads that are in flight or held by callers.
+    /// The total number of bytes of reads in flight and of results that callers keep.
     bytes: AtomicU64,
 }
 
@@ -58,7 +59,7 @@ struct QueueState {
     is_over: bool,
 }
 
-/// A captured read, whose bytes are in flight.
+/// A read whose ranges were captured, and whose bytes are being transferred to the host.
 struct CaughtRead {
     lsn: Lsn,
     drain: Drain,
@@ -66,7 +67,7 @@ struct CaughtRead {
     open: OpenRead,
 }
 
-/// A range that must be read from disk.
+/// A range of a read that must be read from disk.
 pub(super) struct DiskRead {
     page: DiskPage,
     range: Range<u64>,
@@ -74,14 +75,14 @@ pub(super) struct DiskRead {
     at: usize,
 }
 
-/// The store's side of a read. If it is dropped without a result, the read fails with `Closed`.
+/// The writing end of a read, which sets the result. If it is dropped without a result, the read fails with `Closed`.
 struct OpenRead {
     state: Arc<ReadState>,
     reserved: Option<ReservedBytes>,
     poison: Arc<Poison>,
 }
 
-/// The result of a read, once available, and the waiters for it.
+/// The result of a read, shared by the caller's handle and the thread that completes the read.
 #[derive(Default)]
 pub(crate) struct ReadState {
     slot: Mutex<ReadSlot>,
@@ -103,7 +104,7 @@ pub(crate) struct ReadOutcome {
     _reserved: Option<ReservedBytes>,
 }
 
-/// A share of [`READ_BYTES_MAX`], which is returned on drop.
+/// A number of bytes reserved from [`READ_BYTES_MAX`]. Dropping this value releases the bytes.
 struct ReservedBytes {
     queue: Arc<ReadQueue>,
     len: u64,
@@ -141,8 +142,8 @@ impl Reads {
         Self { applier, device, staging, poison, shared: Arc::default(), thread: Mutex::new(None) }
     }
 
-    /// Begins a read. All its pages are read in the same state, which includes every batch passed to the applier so
-    /// far. Waits only for pages that are not loaded.
+    /// Begins a read of all ranges in the same state. The state includes every batch passed to the applier so far. The
+    /// call waits only for pages that are not loaded.
     ///
     /// # Errors
     /// `OutOfMemory`, with the requested length, if the read would exceed [`READ_BYTES_MAX`]; `Damaged` for a page that
@@ -239,7 +240,7 @@ impl ReadQueue {
         }
     }
 
-    /// Returns the next read, or `None` once the reader stops.
+    /// Returns the next captured read, or `None` when the store closes.
     fn next(&self) -> Option<CaughtRead> {
         let mut state = self.state.lock();
         loop {
@@ -268,8 +269,8 @@ impl Drop for QueueGuard<'_> {
 }
 
 impl OpenRead {
-    /// Frees the resources that the result does not contain, and then publishes the result, because a caller that
-    /// receives an error may immediately request as much again.
+    /// Frees the resources that the result does not contain, and then publishes the result. In this order, a caller
+    /// that receives an error can immediately request as many bytes again.
     fn finish(mut self, outcome: Result<ReadOutcome>) {
         self.reserved = None;
         self.state.finish(outcome);
@@ -284,7 +285,7 @@ impl Drop for OpenRead {
 }
 
 impl ReadState {
-    /// Sets the result, unless there is one.
+    /// Sets the result, unless a result was already set.
     fn finish(&self, outcome: Result<ReadOutcome>) {
         let waker = {
             let mut slot = self.slot.lock();
@@ -305,7 +306,7 @@ impl ReadState {
         self.slot.lock().is_done
     }
 
-    /// Waits for the result until the given time, or indefinitely if there is none. Returns whether there is a result.
+    /// Waits for the result until `until`, or without limit if `until` is `None`. Returns whether there is a result.
     pub fn wait(&self, until: Option<Instant>) -> bool {
         let mut slot = self.slot.lock();
         while !slot.is_done {
@@ -326,7 +327,7 @@ impl ReadState {
         self.slot.lock().outcome.take()
     }
 
-    /// Takes the result like [`take`](Self::take), for a task, which is woken when the result is available.
+    /// Takes the result like [`take`](Self::take). If there is no result yet, registers the task's waker.
     pub fn poll(&self, context: &Context<'_>) -> Poll<Result<ReadOutcome>> {
         let mut slot = self.slot.lock();
         if slot.is_done {
@@ -347,8 +348,8 @@ impl std::fmt::Debug for ReadState {
     }
 }
 
-/// Captures all ranges in the state of the turn, one after another in `staged`. If `sums` is present, they are summed
-/// on both sides of the bus.
+/// Captures all ranges in the state of the turn, and transfers them one after another to `staged`. If `sums` is
+/// present, the ranges are summed on the device and again on the host.
 pub(super) fn gather_ranges(
     turn: &Turn<'_>,
     ranges: &[(PageId, Range<u64>)],
@@ -397,7 +398,7 @@ pub(super) fn len_of(range: &Range<u64>) -> u64 {
     range.end.saturating_sub(range.start)
 }
 
-/// Returns the error for a read of this many bytes.
+/// Returns the error for a read of `len` bytes that would exceed [`READ_BYTES_MAX`].
 fn refused(len: u64) -> Error {
     Error::OutOfMemory { place: Place::Pinned, len }
 }

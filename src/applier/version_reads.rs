@@ -1,5 +1,5 @@
-//! Reads of many pages that must each have a given version. These reads supply the bytes that are written to disk
-//! before a batch that moves pages to disk.
+//! Reads ranges of many pages, on condition that each page still has a given version. The bytes are written to images
+//! before a batch that moves the pages to disk is logged.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,19 +14,19 @@ use crate::device::sums::transfer_corrupted;
 use crate::error::Result;
 use crate::memory::staging::{StagingBuf, StagingPool};
 
-/// A range of a page in memory, valid while the page has a given version.
+/// A range of a version of a page in memory.
 #[derive(Clone)]
 pub(crate) struct VersionRange {
     pub page: PageId,
-    /// The Lsn of the batch that created the version.
+    /// The Lsn of the batch that created this version. If the page has another Lsn, the read returns `None`.
     pub lsn: Lsn,
     /// The byte range within the page.
     pub range: Range<u64>,
 }
 
 impl Applier {
-    /// Reads the bytes of all ranges, one after another, in one turn and with sums on both sides of the bus. Returns
-    /// `None` if one of the pages now has another version, or is on disk.
+    /// Reads the bytes of all ranges, one after another, in one turn of the applier. The bytes are summed on both sides
+    /// of the bus. Returns `None` if one of the pages now has another version, or is on disk.
     ///
     /// # Errors
     /// `OutOfMemory`; a device error, also if the bytes changed in transit twice.

@@ -1,9 +1,9 @@
-//! The thread that keeps part of each place free.
+//! The thread that evicts pages so that part of each place stays free.
 //!
-//! The thread sleeps until a commit finds less free memory than there should be, or no room at all. Then it processes
-//! the places from last to first, so that each place finds room in the places below. An evicted page is moved to the
-//! next place with enough room. If that is the disk and no image contains exactly the page, the thread first writes
-//! such an image, without the submission lock.
+//! The thread sleeps until a commit finds too little free memory in a place. The thread then processes the places from
+//! last to first, so that pages evicted from one place find room in the places below. An evicted page is moved to the
+//! next place with enough room. Before a page is moved to disk, the thread writes an image of the page, unless an image
+//! with exactly its bytes exists. The submission lock is not held during that write.
 //!
 //! A page that another batch changes in the meantime is in use, and is not evicted.
 
@@ -26,18 +26,19 @@ use crate::versions::uses::{PageUse, PageUses};
 use crate::write::batch::WriteBatch;
 use crate::write::commit::Committer;
 
-/// The maximum number of bytes and pages that one batch evicts. A longer page is evicted alone.
+/// The maximum number of bytes of the pages that one batch evicts. A longer page is evicted alone.
 const BATCH_BYTES: u64 = 32 << 20;
 const BATCH_PAGES: usize = 4096;
 /// The number of consecutive batches without an evicted page after which the thread stops evicting from a place.
 const FUTILE_BATCHES_MAX: usize = 3;
-/// The number of unprocessed changes at which the thread is woken.
+/// The number of unprocessed changes and reads of pages at which the thread is woken.
 const UNPROCESSED_MIN: usize = 64 << 10;
-/// The time after a round that could not free enough memory, during which only a commit that finds no room wakes the
-/// thread.
+/// The time for which the thread pauses after a round that could not free enough memory. During the pause, only a
+/// commit that finds no room wakes the thread.
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// The places, their policies, and the requests to the thread.
+/// The tiers of a store with their eviction policies. Callers request room from the keeper, and its thread evicts
+/// pages.
 pub(crate) struct TierKeeper {
     engine: Arc<Engine>,
     committer: Arc<Committer>,
@@ -47,9 +48,9 @@ pub(crate) struct TierKeeper {
     calls: Mutex<Calls>,
     called: Condvar,
     round_ended: Condvar,
-    /// A lock that calls which move pages hold for reading, because the moved pages cannot be evicted in the meantime.
-    /// A call that found no room because of other moves locks it for writing. No caller-supplied code runs while it is
-    /// held.
+    /// A lock that keeps concurrent moves from starving each other. Calls that move pages lock it for reading, because
+    /// their pages cannot be evicted in the meantime. A call that found no room because of other moves locks it for
+    /// writing. No caller-supplied code runs while the lock is held.
     pub moves_in_progress: RwLock<()>,
     counts: Arc<TierCounts>,
 }
@@ -58,37 +59,37 @@ pub(crate) struct TierKeeper {
 struct Tier {
     place: Place,
     room: PlaceRoom,
-    /// The number of bytes to keep free, which is 0 in the last place.
+    /// The number of bytes that the thread keeps free in this place. 0 in the last place.
     free_bytes: u64,
 }
 
-/// The requests to the thread, and the results of its rounds.
+/// The requests to the thread, and the results of its rounds of eviction.
 #[derive(Default)]
 struct Calls {
-    /// Whether a place has less free memory than it should have.
+    /// Whether the thread must start a round because a place is short of free memory.
     is_called: bool,
-    /// The number of bytes for which commits wait, by the index of the place.
+    /// The number of bytes for which commits wait, by the index of the tier.
     requested: HashMap<usize, u64>,
-    /// The numbers of rounds that have begun and ended.
+    /// The number of rounds that have begun.
     begun: u64,
     ended: u64,
-    /// The places from which the last round could evict no more pages.
+    /// The indices of the tiers from which the last round could evict no more pages.
     stuck: Vec<usize>,
-    /// The failure of the last round, which the next waiting call returns.
+    /// The error of the last round, which the next waiting call returns.
     failure: Option<Error>,
-    /// The time before which another round would have the same result.
+    /// The time before which the thread starts no round without a waiting commit.
     not_before: Option<Instant>,
     is_over: bool,
 }
 
-/// A handle to the thread, owned by the store.
+/// The running thread of a [`TierKeeper`]. The store owns this handle, and dropping the handle ends the thread.
 pub(crate) struct TierThread {
     keeper: Arc<TierKeeper>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl TierKeeper {
-    /// Returns the existing pages at the open, with their last change as their last use.
+    /// Returns the pages that exist when the store is opened, with their last change as their last use.
     pub fn residents(options: &Tiers, table: &PageTable) -> Residents {
         let places = options.places();
         let left = &places[..places.len() - 1];
@@ -133,7 +134,7 @@ impl TierKeeper {
         }
     }
 
-    /// Wakes the thread if a place has less than half of its intended free memory.
+    /// Wakes the thread if less than half of a place's `free_bytes` is free.
     pub fn wake_if_short(&self) {
         let is_short = |tier: &Tier| tier.room.free_soon() < tier.free_bytes / 2;
         if !self.tiers.iter().any(is_short) && self.uses.waiting() < UNPROCESSED_MIN {
@@ -147,12 +148,13 @@ impl TierKeeper {
         self.called.notify_all();
     }
 
-    /// Returns whether pages can be evicted from this place and its budget is at least `bytes` bytes.
+    /// Returns whether pages can be evicted from `place`, and the budget of `place` is at least `bytes` bytes.
     pub fn may_make_room(&self, place: Place, bytes: u64) -> bool {
         self.tier_with_budget(place, bytes).is_some()
     }
 
-    /// Returns the index of the tier if pages can be evicted from this place and its budget is at least `bytes` bytes.
+    /// Returns the index of the tier of `place`, if pages can be evicted from `place` and its budget is at least
+    /// `bytes` bytes.
     fn tier_with_budget(&self, place: Place, bytes: u64) -> Option<usize> {
         let mut left = self.tiers[..self.tiers.len() - 1].iter();
         left.position(|tier| tier.place == place && bytes <= tier.room.budget())
@@ -166,11 +168,11 @@ impl TierKeeper {
         self.tiers[at..].iter().find(can_have).map(|tier| tier.place).filter(|below| *below != place)
     }
 
-    /// Waits until the thread has made room for `bytes` bytes in a place. Other threads may take the room before the
-    /// caller does. Returns `false` if no page can be evicted from the place.
+    /// Waits until the thread has freed `bytes` bytes in a place. Other threads may take the room before the caller
+    /// does. Returns `false` if no page can be evicted from the place.
     ///
     /// # Errors
-    /// The error because of which the thread could not move pages.
+    /// The error that prevented the thread from moving pages.
     pub fn make_room(&self, place: Place, bytes: u64) -> Result<bool> {
         let Some(tier) = self.tier_with_budget(place, bytes) else { return Ok(false) };
         let room = &self.tiers[tier].room;
@@ -198,17 +200,17 @@ impl TierKeeper {
         }
     }
 
-    /// Prevents the eviction of pages while a call moves other pages to the same place.
+    /// Prevents the eviction of `pages` until [`release`](Self::release), while a call moves other pages to the same
+    /// place.
     pub fn hold(&self, pages: &[PageId]) {
         self.residents.lock().hold(pages);
     }
 
-    /// Releases held pages.
+    /// Allows the eviction of pages that [`hold`](Self::hold) protected.
     pub fn release(&self, pages: &[PageId]) {
         self.residents.lock().release(pages);
     }
 
-    /// Runs the thread.
     fn live(&self) {
         let mut calls = self.calls.lock();
         loop {
@@ -245,8 +247,8 @@ impl TierKeeper {
         }
     }
 
-    /// Frees the intended or requested amount in each place. Returns the places from which no more pages can be
-    /// evicted.
+    /// Evicts pages from each place until its `free_bytes`, or the requested number of bytes if larger, are free.
+    /// Returns the tiers from which no more pages can be evicted.
     fn round(&self, requested: &HashMap<usize, u64>) -> Result<Vec<usize>> {
         let _span = tracing::debug_span!("make_room").entered();
         let mut stuck = Vec::new();
@@ -259,8 +261,8 @@ impl TierKeeper {
         Ok(stuck)
     }
 
-    /// Evicts pages from a place until `goal` bytes are free. Returns `false` if no more pages can be evicted. Also
-    /// stops if all victims keep being changed, because they are in use.
+    /// Evicts pages from a tier until `goal` bytes are free. Returns `false` if no more pages can be evicted. Also
+    /// stops after several batches in which every victim was changed by other calls, because such pages are in use.
     fn free_up(&self, at: usize, goal: u64) -> Result<bool> {
         let mut futile = 0;
         while futile < FUTILE_BATCHES_MAX {
@@ -285,15 +287,15 @@ impl TierKeeper {
         Ok(true)
     }
 
-    /// Notifies the policies of recorded changes and reads.
+    /// Reports the recorded changes and reads of pages to the eviction policies.
     fn update_policies(&self) {
         let uses = self.uses.take();
         let mut residents = self.residents.lock();
         uses.into_iter().for_each(|page_use| residents.record(page_use));
     }
 
-    /// Moves pages to the next place that has room for them. Pages that are not moved are returned to the policy.
-    /// Returns the number of moved pages, or `None` if no place has room.
+    /// Moves pages from a tier to the next place that has room for them. Pages that are not moved are returned to the
+    /// policy. Returns the number of moved pages, or `None` if no place has room.
     fn move_down(&self, at: usize, mut pages: Vec<(PageId, u64)>) -> Result<Option<usize>> {
         // Evicting pages from caller-owned memory would gain nothing, because this memory does not count toward the
         // budget, and the caller wants the pages to use it.
@@ -315,7 +317,7 @@ impl TierKeeper {
         }
     }
 
-    /// Returns the next place with room for `bytes` bytes, if any.
+    /// Returns the next place below a tier with room for `bytes` bytes, if any.
     fn room_below(&self, at: usize, bytes: u64) -> Result<Option<Place>> {
         for below in at + 1..self.tiers.len() {
             if self.has_room(below, bytes)? {
@@ -325,7 +327,7 @@ impl TierKeeper {
         Ok(None)
     }
 
-    /// Returns whether a place has room for `bytes` bytes, after evicting pages from it if needed.
+    /// Returns whether a tier has room for `bytes` bytes, after evicting pages from the tier if needed.
     fn has_room(&self, at: usize, bytes: u64) -> Result<bool> {
         let Tier { place, room, .. } = &self.tiers[at];
         if *place == Place::Disk {
@@ -388,7 +390,7 @@ impl TierKeeper {
 }
 
 impl TierThread {
-    /// Starts the thread.
+    /// Starts the thread of a keeper.
     ///
     /// # Errors
     /// [`Error::Io`] if the thread cannot be started.
@@ -405,7 +407,7 @@ impl TierThread {
     }
 }
 
-/// A guard that wakes waiting calls when the thread ends.
+/// A guard that wakes the calls waiting for room when the thread ends.
 struct EndCallsOnDrop<'k>(&'k TierKeeper);
 
 impl Drop for EndCallsOnDrop<'_> {
