@@ -1,10 +1,10 @@
-//! Verifies that long writes arrived intact (I12).
+//! Verifies that long writes arrived intact in page memory (I12).
 //!
 //! The log contains a batch's bytes with their checksum, and the host sends the bytes to the device from its own
-//! memory. The device sums the arrived bytes in the same list, many writes with one command, but before a later write
-//! changes the same bytes. Until the sums have been compared, no batch of the list is reported as applied, and no turn
-//! runs. Thus no read, snapshot or ticket ever includes bytes that changed in transit, and the next open rebuilds such
-//! bytes from the log.
+//! memory. The device sums the arrived bytes in the same command list, many writes with one command, but before a later
+//! write changes the same bytes. Until the sums have been compared, no batch of the list is reported as applied, and no
+//! turn runs. Thus no read, snapshot or ticket ever includes bytes that changed in transit, and the next open rebuilds
+//! such bytes from the log.
 
 use remanent_format::op::Op;
 
@@ -14,37 +14,37 @@ use crate::device::{Command, EngineDevice, Span, Staging, StagingSpan};
 use crate::error::Result;
 use crate::memory::staging::{StagingBuf, StagingPool};
 
-/// The sums that the long writes of a batch must have on arrival. The sums are computed before the batch is logged,
-/// when a failed allocation can still refuse the batch.
+/// The sums that the long writes of a batch must have on arrival. The committer computes them before the batch is
+/// logged, because the batch can no longer fail once it is logged.
 pub(crate) struct ArrivalSums {
-    /// The CRC-32 of the bytes of each write, in the order of the operations.
+    /// The CRC-32 of each long write's bytes, in the order of the operations.
     pub sums: Vec<u32>,
-    /// The staging buffer that receives the device's sums.
+    /// The staging buffer that receives the sums computed by the device.
     pub staging: StagingBuf,
 }
 
-/// The expected sums of a list's long writes.
+/// The expected sums of the long writes of a command list, and the staging buffer that receives the device's sums.
 pub(crate) struct ArrivalProof {
-    /// The index of the list's staging buffer that receives the sums.
+    /// The index of that staging buffer in the list.
     index: usize,
-    /// The expected sums.
+    /// The expected CRC-32 of each long write, in order.
     sums: Vec<u32>,
-    /// The number of sums that commands in the list compute so far.
+    /// The number of long writes for which the list has a sum command or will get one.
     requested: usize,
 }
 
-/// The long writes of a list that are not summed yet.
+/// The long writes of a command list for which the list contains no sum command yet.
 #[derive(Default)]
 pub(crate) struct UnsummedWrites(Vec<UnsummedWrite>);
 
 struct UnsummedWrite {
     source: Span,
-    /// The location that receives the sum.
+    /// The location in a staging buffer that receives the write's sum.
     target: StagingSpan,
 }
 
-/// The maximum number of writes that are summed together. Each later operation of the list is compared with all of
-/// them.
+/// The maximum number of writes that are summed together. The limit matters because each later operation of the list is
+/// compared with every unsummed write.
 const SUMMED_TOGETHER_MAX: usize = 128;
 
 /// Returns whether the operation's bytes are verified on arrival. Masked and scattered elements change only a part of
@@ -55,7 +55,7 @@ pub(crate) fn is_proven(op: &Op<'_>) -> bool {
 }
 
 impl ArrivalSums {
-    /// Sums the long writes among these operations. Returns `None` if there are none.
+    /// Computes the sums of the long writes among these operations. Returns `None` if there are no long writes.
     ///
     /// # Errors
     /// `OutOfMemory`, a device error.
@@ -82,7 +82,7 @@ impl ArrivalProof {
         Self { index, sums, requested: 0 }
     }
 
-    /// Returns the location that receives the sum of the list's next long write.
+    /// Returns the location that receives the sum of the next long write.
     pub fn next_sum(&mut self) -> StagingSpan {
         let offset = sums_len(self.requested);
         self.requested += 1;
@@ -94,12 +94,13 @@ impl ArrivalProof {
         self.index
     }
 
-    /// Adjusts the proof to a list that has `count` more staging buffers before those of this proof.
+    /// Adjusts the index of the staging buffer after `count` staging buffers were inserted before it in the list.
     pub fn shift(&mut self, count: usize) {
         self.index += count;
     }
 
-    /// Returns an error if the arrived bytes differ from those sent. `returned` contains the list's staging buffers.
+    /// Returns an error if the device's sums differ from the expected sums. `returned` contains the list's staging
+    /// buffers.
     ///
     /// # Errors
     /// A device error.
@@ -112,7 +113,8 @@ impl ArrivalProof {
 }
 
 impl UnsummedWrites {
-    /// Adds a long write that is already in the list. Returns whether all added writes should be summed now.
+    /// Adds a long write that is already in the list. Returns whether the number of writes has reached
+    /// `SUMMED_TOGETHER_MAX`, so that they should be summed now.
     pub fn push(&mut self, source: Span, target: StagingSpan) -> bool {
         self.0.push(UnsummedWrite { source, target });
         self.0.len() >= SUMMED_TOGETHER_MAX
@@ -128,8 +130,8 @@ impl UnsummedWrites {
         self.0.len()
     }
 
-    /// Returns the commands that sum all writes, with one command for writes whose sums are adjacent. A device runs all
-    /// of them at once, because they are consecutive.
+    /// Removes all writes, and returns the commands that sum them. Writes whose sums are adjacent share one command.
+    /// The commands are consecutive, so a device runs all of them at once.
     pub fn commands(&mut self) -> impl Iterator<Item = Command> {
         let writes = std::mem::take(&mut self.0);
         let mut commands: Vec<(Vec<Span>, StagingSpan)> = Vec::new();

@@ -15,7 +15,7 @@ pub enum MemoryKind {
     Pinned,
     /// Ordinary host memory.
     Host,
-    /// Memory that the host and the GPU share by page faults.
+    /// Memory that moves between the host and the GPU on page faults.
     Unified,
 }
 
@@ -51,7 +51,7 @@ pub struct MemoryDescriptor {
     pub store: StoreId,
     /// The id of the page.
     pub page: PageId,
-    /// The version of a leased page. For a pinned page, this is its version when it was pinned.
+    /// The epoch of the page: the leased version, or the version at the time when the page was pinned.
     pub epoch: Epoch,
 }
 

@@ -54,7 +54,7 @@ pub struct Lease<'s> {
     lsn: Lsn,
     id: LeaseId,
     memory: MemoryId,
-    /// The fence after which the page has the leased version.
+    /// A fence that passes when the memory contains the leased version of the page.
     ready: Fence,
     streams: Mutex<Vec<RawStream>>,
     bytes: OnceLock<Option<PageBytes>>,
@@ -64,13 +64,13 @@ pub struct Lease<'s> {
     store: StoreId,
     leases: Arc<Leases>,
     device: Arc<EngineDevice>,
-    /// The lifetime of the store, which must not end before the lease.
+    /// Binds the lifetime of the lease to that of the store.
     _store: PhantomData<&'s ()>,
 }
 
 impl<'s> Lease<'s> {
     /// Leases a page in its state after every batch passed to the applier so far. The lease must already have begun in
-    /// the table.
+    /// [`Leases`].
     pub(crate) fn take(
         applier: &Applier,
         leases: &Arc<Leases>,
@@ -117,7 +117,7 @@ impl<'s> Lease<'s> {
         self.info.epoch
     }
 
-    /// Returns the newest batch that the lease reflects.
+    /// Returns the newest batch that the leased bytes reflect.
     #[must_use]
     pub fn lsn(&self) -> Lsn {
         self.lsn
@@ -192,12 +192,12 @@ impl<'s> Lease<'s> {
         }
     }
 
-    /// Ends the lease like a drop, and returns any error.
+    /// Ends the lease like a drop, but returns errors.
     ///
     /// # Errors
-    /// [`Error::Refused`] if a graph is being captured from one of the lease's streams; a device error. In both
-    /// cases the page's memory stays leased until the store is closed. [`Error::Forked`] in a forked child, in which
-    /// case the parent's lease continues.
+    /// [`Error::Refused`] if a graph is being captured from one of the lease's streams; a device error. In both cases
+    /// the page's memory stays leased until the store is closed. [`Error::Forked`] in a forked child, in which case the
+    /// parent's lease continues.
     pub fn end(mut self) -> Result<()> {
         self.opener.check()?;
         self.end_now()

@@ -1,4 +1,4 @@
-//! The table of page memory that callers use, which determines when they have finished using it.
+//! The table of leases and pins, which determines when callers have finished using page memory.
 //!
 //! Leased memory is never written. A batch that changes a leased page brings memory to which the page is copied first,
 //! and callers continue to see the old version. Thus no batch ever waits for a lease, and a batch without room for the
@@ -9,8 +9,8 @@
 //! - A lease ends on the streams on which it was used. The lane [`Lane::Callers`] waits for these streams, and its next
 //!   fence passes when they are done. A stream may be arbitrarily slow: until that fence has passed, the memory counts
 //!   as leased, and no other lane waits.
-//! - A pinned page cannot be leased, and a leased page cannot be pinned. A pinned page keeps its memory, and an
-//!   operation that would move it is refused before it is logged.
+//! - A pinned page cannot be leased, and a leased page cannot be pinned. A pinned page keeps its memory. A batch with
+//!   an operation that would move the page fails with `Leased` before it is logged.
 //! - Memory that its page has left is freed after the last lease, and after the store's own last use of the memory.
 
 use std::collections::HashMap;
@@ -25,17 +25,17 @@ use crate::device::{CommandList, EngineDevice, Fence, Lane, MemoryId, RawStream}
 use crate::error::{Error, Result};
 use crate::memory::arena::{Arena, PageMemory};
 
-/// The leases and pins of one store, shared by threads.
+/// The leases and pins of one store. Committers, readers and the applier share this table.
 pub(crate) struct Leases {
     device: Arc<EngineDevice>,
     arena: Arc<Arena>,
     poison: Arc<Poison>,
-    /// The number of leased pages. If it is 0, batches need no lock.
+    /// The number of leased pages. While it is 0, batches need not lock `state`.
     leased_pages: AtomicUsize,
     state: Mutex<LeaseState>,
 }
 
-/// The id of a lease among those of its page.
+/// The id of a lease, unique among the leases of the same page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct LeaseId(u64);
 
@@ -43,19 +43,20 @@ pub(crate) struct LeaseId(u64);
 struct LeaseState {
     begun: u64,
     pages: HashMap<PageId, Vec<Record>>,
-    /// Pages that must stay in place, with the number of pins on each.
+    /// The number of pins of each pinned page.
     pins: HashMap<PageId, usize>,
-    /// Memory that pages left while it was leased, each with the fence of the store's last use.
+    /// Memory that pages left while it was leased. Each piece has the fence of the store's last use.
     orphaned: Vec<(PageMemory, Fence)>,
 }
 
 struct Record {
     id: LeaseId,
-    /// The leased memory, or `None` until the applier has run the lease's turn.
+    /// The id of the leased memory, or `None` until the applier has run the lease's turn.
     memory: Option<MemoryId>,
-    /// Whether the page has left the leased memory, so that the page may be changed again.
+    /// Whether the page has moved from the leased memory to other memory. Batches may then change the page in place.
     is_old: bool,
-    /// The value of [`Lane::Callers`] at which the caller's streams are done, once the lease has ended.
+    /// The fence value of [`Lane::Callers`] at which the caller's streams are done, or `None` while the lease
+    /// continues.
     ended: Option<u64>,
 }
 
@@ -83,7 +84,7 @@ impl Leases {
     /// Begins a lease. The caller must hold the submission lock.
     ///
     /// # Errors
-    /// `Leased` if the page is pinned, because it could not move when it is changed.
+    /// `Leased` if the page is pinned, because a change to a leased page would move it.
     pub fn begin(&self, page: PageId) -> Result<LeaseId> {
         let reached = self.device.reached(Lane::Callers);
         let mut state = self.state.lock();
@@ -100,11 +101,11 @@ impl Leases {
         Ok(id)
     }
 
-    /// Pins a page to the memory in which it is after every batch passed to the applier so far. The caller must hold
-    /// the submission lock.
+    /// Pins a page, so that it stays in the memory that it has after every batch passed to the applier so far. The
+    /// caller must hold the submission lock.
     ///
     /// # Errors
-    /// `Leased` if the page is leased, because it would move when it is changed.
+    /// `Leased` if the page is leased, because a change would then move the page.
     pub fn pin(&self, page: PageId) -> Result<()> {
         if !self.leased([page]).is_empty() {
             return Err(Error::Leased { page });
@@ -123,13 +124,13 @@ impl Leases {
         }
     }
 
-    /// Returns whether callers use the page's memory, or rely on its address.
+    /// Returns whether callers use the page's memory through a lease, or rely on its address through a pin.
     pub fn is_used(&self, page: PageId) -> bool {
         let is_pinned = self.state.lock().pins.contains_key(&page);
         is_pinned || !self.leased([page]).is_empty()
     }
 
-    /// Returns an error if any of these pages is pinned, because it must stay in place. The caller must hold the
+    /// Returns an error if any of these pages is pinned and therefore must not move. The caller must hold the
     /// submission lock.
     ///
     /// # Errors
@@ -157,7 +158,7 @@ impl Leases {
         if records.any(|record| record.ended.is_none()) { Err(Error::Leased { page }) } else { Ok(()) }
     }
 
-    /// Waits for the streams of this page's ended leases.
+    /// Waits until the streams of the page's ended leases are done.
     ///
     /// # Errors
     /// A device error.
@@ -167,12 +168,12 @@ impl Leases {
         ended.map_or(Ok(()), |value| self.device.wait(Fence { lane: Lane::Callers, value }))
     }
 
-    /// Sets the memory of a lease to the page's memory between two batches.
+    /// Sets the memory of a lease to the memory that its page has between two batches.
     pub fn name(&self, page: PageId, id: LeaseId, memory: MemoryId) {
         self.state.lock().record(page, id).memory = Some(memory);
     }
 
-    /// Removes a lease that could not be taken.
+    /// Removes a lease whose creation failed.
     pub fn cancel(&self, page: PageId, id: LeaseId) {
         let mut state = self.state.lock();
         state.remove(page, |record| record.id == id);
@@ -183,7 +184,7 @@ impl Leases {
         self.leased_pages.store(state.pages.len(), Ordering::Release);
     }
 
-    /// Returns whether no page is leased. The holder of the submission lock finds every lease that has begun.
+    /// Returns whether no page is leased. A caller that holds the submission lock sees every lease that has begun.
     fn is_unused(&self) -> bool {
         self.leased_pages.load(Ordering::Acquire) == 0
     }
@@ -191,8 +192,8 @@ impl Leases {
     /// Ends a lease that was used on these streams.
     ///
     /// # Errors
-    /// `Refused`; a device error, which poisons the store. The memory then stays leased, because the end of its
-    /// use is unknown.
+    /// `Refused`; a device error, which poisons the store. After an error, the memory stays leased, because the end of
+    /// its use is unknown.
     pub fn end(&self, page: PageId, id: LeaseId, streams: &[RawStream]) -> Result<()> {
         self.end_on(page, id, streams).map_err(|error| self.poison.set_by_device(error))
     }
@@ -211,8 +212,8 @@ impl Leases {
         self.release_free()
     }
 
-    /// Returns the given pages whose memory callers use. A batch that changes one of these pages must bring a
-    /// relocation for the page.
+    /// Returns those of the given pages that are leased. A batch that changes one of these pages must bring memory to
+    /// which the page is copied first.
     pub fn leased(&self, pages: impl IntoIterator<Item = PageId>) -> Vec<PageId> {
         if self.is_unused() {
             return Vec::new();
@@ -232,7 +233,7 @@ impl Leases {
         leased
     }
 
-    /// Records that a page is about to leave this memory, or to be changed in it. Returns whether callers use that
+    /// Records that a page is about to leave `memory`, or to be changed in `memory`. Returns whether callers use the
     /// memory.
     pub fn leave(&self, page: PageId, memory: MemoryId) -> bool {
         if self.leased([page]).is_empty() {
@@ -248,8 +249,8 @@ impl Leases {
         is_used
     }
 
-    /// Returns an error while any lease is open or any page is pinned. Otherwise waits for the streams of ended leases.
-    /// The caller must hold the submission lock, so that no lease can begin.
+    /// Returns an error while any lease is open or any page is pinned. Otherwise waits until the streams of ended
+    /// leases are done. The caller must hold the submission lock, so that no lease can begin.
     ///
     /// # Errors
     /// `Leased`, a device error.
@@ -265,7 +266,8 @@ impl Leases {
         self.wait_ended()
     }
 
-    /// Adds memory that its page has left. The store's own last use of the memory ends with `fence`.
+    /// Adds memory that its page has left while it was leased. The store's own last use of the memory ends with
+    /// `fence`.
     pub fn give_up(&self, memory: PageMemory, fence: Fence) {
         self.state.lock().orphaned.push((memory, fence));
         if let Err(error) = self.release_free() {
@@ -274,7 +276,7 @@ impl Leases {
         }
     }
 
-    /// Waits for the streams of all ended leases.
+    /// Waits until the streams of all ended leases are done.
     ///
     /// # Errors
     /// A device error.
@@ -283,7 +285,7 @@ impl Leases {
         ended.map_or(Ok(()), |value| self.device.wait(Fence { lane: Lane::Callers, value }))
     }
 
-    /// Frees memory that pages have left and that no open lease names.
+    /// Frees memory that pages have left and that no lease uses any more.
     fn release_free(&self) -> Result<()> {
         let mut state = self.state.lock();
         let LeaseState { pages, orphaned, .. } = &mut *state;

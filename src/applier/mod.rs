@@ -1,8 +1,8 @@
 //! The applier: the only thread that submits to the apply lane, in log order.
 //!
-//! Committers pass `Logged` batches to it (I1). The applier combines all queued batches into one list, which makes one
-//! launch of many commits. Work that must be ordered with commits, such as reads and a snapshot's gathers, runs on this
-//! thread as a *turn* between batches.
+//! Committers pass `Logged` batches to the applier (I1). The applier combines all queued batches into one command list,
+//! so that one launch applies many commits. Work that must be ordered with commits, such as reads and a snapshot's
+//! gathers, runs on this thread as a *turn* between batches.
 //!
 //! If the device did not accept or complete a list, the list is lost, and memory no longer matches the table. The
 //! pages' bytes can only be read from memory, so the store is poisoned. No later list is submitted and no page is read.
@@ -68,43 +68,44 @@ use crate::base::poison::Poison;
 use crate::base::wakers::Wakers;
 use crate::memory::staging::{GrownBytes, StagingBuf, StagingPool};
 
-/// The number of payload bytes at which a list is submitted.
+/// The number of payload bytes at which the list under construction is submitted.
 const LIST_BYTES: usize = 256 << 10;
 
-/// Images of the pages that a batch moves to disk, each with the page's bytes before the batch, in ascending order of
-/// page id.
+/// The images of the pages that a batch moves to disk, in ascending order of page id. Each image contains the page's
+/// bytes before the batch. An empty page has no image.
 pub(crate) type NewDiskImages = Vec<(PageId, Option<Arc<DiskImage>>)>;
 
-/// A logged batch that is passed to the applier.
+/// A logged batch with everything that the applier needs to apply it. Committers pass it to [`Applier::push`].
 pub(crate) struct ApplyWork {
-    /// The end of the batch's frame.
+    /// The position of the end of the batch's frame in the log.
     pub point: LogPoint,
     /// The batch's payload, as logged.
     pub payload: GrownBytes,
-    /// The batch's changes to the table.
+    /// The changes that the batch makes to the page table.
     pub changes: Changes,
-    /// The other resources that are needed to apply the batch, if any.
+    /// The other resources that are needed to apply the batch, or `None` if the payload suffices.
     pub provision: Option<Box<Provision>>,
 }
 
-/// The state of the pages in the lane, after every list submitted so far.
+/// The state of the pages after all lists submitted so far. Only the applier's thread and its turns access this state.
 pub(crate) struct AppliedState {
-    /// The table of all pages.
+    /// The page table after the last applied batch.
     pub table: PageTable,
     /// The memory of all loaded pages.
     pub memory: IdMap<PageId, PageMemory>,
     /// The pages of [`Place::Disk`], which have no memory.
     pub on_disk: DiskPageTable,
-    /// The pages that are not loaded.
+    /// The pages that an open has not loaded yet.
     pub unloaded: Arc<UnloadedSet>,
-    /// The end of the last applied batch in the log.
+    /// The position of the end of the last applied batch in the log.
     pub point: LogPoint,
-    /// The pages deleted since a snapshot began, each with the batch that deleted it, or `None` while no snapshot needs
-    /// them.
+    /// The pages deleted since a snapshot began, each with the Lsn of the batch that deleted it. `None` while no
+    /// snapshot needs deleted pages.
     pub deleted: Option<BTreeMap<PageId, Lsn>>,
-    /// The pages that an exact snapshot in progress has not gathered yet, or `None` without such a snapshot.
+    /// The pages that an exact snapshot in progress has not gathered yet, or `None` if no exact snapshot is in
+    /// progress.
     pub cut: Option<ExactCut>,
-    /// The pages that a snapshot has partly gathered.
+    /// The long pages that a snapshot is gathering piece by piece.
     pub gathers: HashMap<PageId, PageGather>,
 }
 
@@ -121,14 +122,14 @@ impl AppliedState {
         Ok(&self.memory[page])
     }
 
-    /// Frees the memory of all pages after a failed open. No list may name it any more.
+    /// Frees the memory of all pages after a failed open. No command list may use the memory any more.
     pub fn give_back(self, arena: &Arena) {
         let loaded = self.memory.into_items().map(|(_, memory)| memory);
         arena.discard_all(loaded.chain(self.unloaded.take_memory()));
     }
 }
 
-/// The parts of a store that the applier uses.
+/// The components of a store from which [`Applier::start`] creates an applier.
 #[derive(Clone)]
 pub(crate) struct ApplierParts {
     pub device: Arc<EngineDevice>,
@@ -136,26 +137,26 @@ pub(crate) struct ApplierParts {
     pub staging: Arc<StagingPool>,
     pub poison: Arc<Poison>,
     pub leases: Arc<Leases>,
-    /// The versions of pages for readers. The applier publishes the memory of pages to them.
+    /// The versions of pages for readers. The applier publishes each page's memory in this table.
     pub versions: Arc<Versions>,
     /// The state that all pages on disk share.
     pub disk_pages: Arc<DiskPages>,
 }
 
-/// The parts that a turn may use: the state between two batches, and the lane.
+/// The access that a turn has to the applier: the state between two batches, and the lane.
 pub(crate) struct Turn<'a> {
-    /// The state between two batches.
+    /// The state of the pages after the batches before the turn.
     pub applied: &'a mut AppliedState,
     /// The allocator of page memory.
     pub arena: &'a Arc<Arena>,
-    /// The versions of pages for readers, to be updated when a page's bytes move.
+    /// The versions of pages for readers. A turn that moves a page's bytes must update the page's version.
     pub versions: &'a Versions,
     device: &'a EngineDevice,
     lost: &'a mut Option<Error>,
 }
 
 impl Turn<'_> {
-    /// Submits a list after every batch so far.
+    /// Submits a list to the lane, after every batch so far.
     ///
     /// # Errors
     /// A device error; the error because of which the pages' bytes were lost.
@@ -164,7 +165,7 @@ impl Turn<'_> {
         self.device.submit(Lane::Apply, list)
     }
 
-    /// Returns an error if memory does not match the table, in which case a page may have no memory at all.
+    /// Returns an error if memory does not match the table. A page may then have no memory at all.
     ///
     /// # Errors
     /// The error because of which the pages' bytes were lost.
@@ -172,19 +173,19 @@ impl Turn<'_> {
         self.lost.as_ref().map_or(Ok(()), |error| Err(error.clone()))
     }
 
-    /// Returns whether kernels can access this memory. Kernels cannot access memory of the host alone, or memory of
-    /// length 0.
+    /// Returns whether kernels can access the memory of `span`. Kernels cannot access ordinary host memory, or memory
+    /// of length 0.
     pub fn is_reached_by_kernels(&self, span: Span) -> bool {
         self.device.address(span.memory).is_some()
     }
 
-    /// Records that memory no longer matches the table because of `error`, so that it is no longer read.
+    /// Records that memory no longer matches the table because of `error`. Memory is not read afterwards.
     pub fn mark_unknown(&mut self, error: &Error) {
         self.lost.get_or_insert_with(|| error.clone());
     }
 }
 
-/// A handle to the applier.
+/// A handle to the applier's thread. Committers pass batches to it, and readers run turns on it.
 pub(crate) struct Applier {
     requests: CachePadded<Requests>,
     progress: CachePadded<Mutex<ApplierProgress>>,
@@ -192,7 +193,7 @@ pub(crate) struct Applier {
     moved: Condvar,
     /// The tasks that wait for a change of `progress`.
     wakers: Wakers,
-    /// The newest applied batch of `progress`, for readers that take no lock, or 0 once a list is lost.
+    /// The Lsn of the newest applied batch, for readers that take no lock, or 0 once a list is lost.
     applied: CachePadded<AtomicU64>,
     poison: Arc<Poison>,
     unloaded: Arc<UnloadedSet>,
@@ -202,17 +203,17 @@ pub(crate) struct Applier {
 }
 
 struct ApplierProgress {
-    /// The newest batch whose list is in the lane.
+    /// The Lsn of the newest batch whose list is in the lane.
     applied: Lsn,
-    /// The value of a fence after that batch's list.
+    /// The value of a fence that passes after the list of the batch `applied`.
     fence: u64,
-    /// Whether no later batch will be applied, in which case the store is poisoned.
+    /// Whether a list was lost, so that no later batch will be applied. The store is then poisoned.
     is_lost: bool,
 }
 
 impl Applier {
-    /// Starts the thread with the pages that recovery loaded. No batch is applied before `wait_logged` has returned for
-    /// it (I1).
+    /// Starts the applier's thread with the pages that recovery loaded. The thread applies a batch only after
+    /// `wait_logged` has returned for the batch (I1).
     pub fn start(
         parts: ApplierParts,
         wait_logged: impl Fn(Lsn) -> Result<()> + Send + 'static,
@@ -254,8 +255,8 @@ impl Applier {
         Ok(applier)
     }
 
-    /// Returns the set of pages that are not loaded yet. A caller must wait for a page in this set before its turn
-    /// looks up the page's memory.
+    /// Returns the set of pages that an open has not loaded yet. A caller must wait until a page is loaded before its
+    /// turn looks up the page's memory.
     pub fn unloaded(&self) -> &Arc<UnloadedSet> {
         &self.unloaded
     }
@@ -265,8 +266,8 @@ impl Applier {
         &self.changes
     }
 
-    /// Passes a batch to the applier. All its pages must be loaded, and calls must be in log order. Waits while too
-    /// many bytes are queued. The applier takes no lock of the caller, so the wait cannot deadlock.
+    /// Passes a batch to the applier. All pages of the batch must be loaded, and calls must be in log order. Waits
+    /// while too many bytes are queued. The applier takes no lock of the caller, so the wait cannot deadlock.
     ///
     /// `show` makes the batch visible and must not wait. Any turn that is queued after `show` also runs after the
     /// batch.
@@ -282,7 +283,8 @@ impl Applier {
         self.queue_turn(turn)()
     }
 
-    /// Queues `turn` after every batch passed to the applier so far. The returned function waits for its result.
+    /// Queues `turn` after every batch passed to the applier so far. Returns a function that waits for the turn's
+    /// result.
     pub fn queue_turn<T: Send + 'static>(
         &self,
         turn: impl FnOnce(&mut Turn<'_>) -> Result<T> + Send + 'static,
@@ -296,9 +298,9 @@ impl Applier {
         move || receiver.recv().unwrap_or_else(|_| self.poison.check().and(Err(Error::Closed)))
     }
 
-    /// Returns a page's information and a range of its bytes, both after the returned batch. `len_known` is the
-    /// caller's estimate of the range's length. A long range is transferred from a GPU on a separate lane, so that
-    /// deltas continue.
+    /// Reads a page's information and a range of its bytes. Returns both, together with the newest batch that they
+    /// reflect. `len_known` is the caller's estimate of the range's length. A long range is transferred from a GPU on a
+    /// separate lane, so that deltas continue.
     pub fn read(
         &self,
         device: &EngineDevice,
@@ -311,7 +313,7 @@ impl Applier {
         Ok((info, lsn, gathered.finish(device)?))
     }
 
-    /// Reads bytes like [`read`](Self::read), with sums on both sides of the bus, for bytes that will be logged.
+    /// Reads bytes that will be logged, like [`read`](Self::read). The bytes are summed on both sides of the bus.
     ///
     /// # Errors
     /// Same as `read`.
@@ -333,7 +335,7 @@ impl Applier {
         once()?.ok_or_else(|| transfer_corrupted(device, "bytes of a page"))
     }
 
-    /// Captures a range of a page after all batches so far.
+    /// Reads a range of a page after all batches so far, with or without sums.
     fn read_by(
         &self,
         staging: &Arc<StagingPool>,
@@ -371,7 +373,7 @@ impl Applier {
         })
     }
 
-    /// Waits until batch `lsn` is in the lane, and returns a fence after the batch.
+    /// Waits until batch `lsn` is in the lane, and returns a fence that passes after the batch.
     pub fn wait_applied(&self, lsn: Lsn) -> Result<Fence> {
         let mut progress = self.progress.lock();
         if progress.applied < lsn {
@@ -388,7 +390,7 @@ impl Applier {
         Ok(Fence { lane: Lane::Apply, value: progress.fence })
     }
 
-    /// Waits like [`wait_applied`](Self::wait_applied) until the given time at the latest. Returns whether the batch is
+    /// Waits until batch `lsn` is in the lane, but no longer than until the time `until`. Returns whether the batch is
     /// in the lane.
     pub fn wait_applied_until(&self, lsn: Lsn, until: Instant) -> Result<bool> {
         self.expedite(lsn);
@@ -404,7 +406,10 @@ impl Applier {
         Ok(true)
     }
 
-    /// Returns whether batch `lsn` is in the lane. Returns an error if it never will be.
+    /// Returns whether batch `lsn` is in the lane.
+    ///
+    /// # Errors
+    /// `Poisoned` if the batch will never be in the lane.
     pub fn is_applied(&self, lsn: Lsn) -> Result<bool> {
         let progress = self.progress.lock();
         if progress.applied < lsn && progress.is_lost {
@@ -420,17 +425,17 @@ impl Applier {
         }
     }
 
-    /// Returns the tasks that wait for batches to be in the lane.
+    /// Returns the set of tasks to wake when a batch enters the lane.
     pub fn wakers(&self) -> &Wakers {
         &self.wakers
     }
 
-    /// Returns the newest batch in the lane.
+    /// Returns the Lsn of the newest batch in the lane.
     pub fn applied(&self) -> Lsn {
         self.progress.lock().applied
     }
 
-    /// Ends the thread after the queue is empty, and waits for it.
+    /// Stops the thread once the queue is empty, and waits until the thread has ended.
     pub fn stop(&self) {
         self.requests.stop();
         let thread = self.thread.lock().take();
@@ -447,8 +452,8 @@ impl Applier {
         applied > 0 && applied >= lsn.0
     }
 
-    /// Changes the progress and wakes its waiters. The change is made under the lock, so that a waiter between its
-    /// check and its wait does not miss it.
+    /// Changes the progress and wakes its waiters. The change is made under the lock, so that a caller that is about to
+    /// wait cannot miss it.
     fn progress(&self, change: impl FnOnce(&mut ApplierProgress)) {
         let mut progress = self.progress.lock();
         change(&mut progress);
@@ -461,7 +466,7 @@ impl Applier {
     }
 }
 
-/// A guard that the thread holds for its lifetime. If the thread panics, the guard wakes the waiters, which would
+/// A guard that the applier's thread owns while it runs. If the thread panics, the guard wakes callers that would
 /// otherwise wait forever.
 struct ApplierGuard(Arc<Applier>);
 
@@ -476,16 +481,17 @@ impl Drop for ApplierGuard {
     }
 }
 
-/// A captured range of a page.
+/// A range of a page that a turn of the applier captured, before its bytes are at the host.
 enum GatheredRange {
-    /// The range is in flight from memory.
+    /// The range is being transferred from page memory.
     InMemory(Drain),
-    /// The range must be read from disk: the page, the offset, and a staging buffer with the length of the range.
+    /// The range must be read from the page on disk, starting at this offset. The staging buffer has the length of the
+    /// range.
     OnDisk(DiskPage, u64, StagingBuf),
 }
 
 impl GatheredRange {
-    /// Waits for the bytes. Must not be called on the applier's thread.
+    /// Waits until the range's bytes are at the host. Must not be called on the applier's thread.
     fn finish(self, device: &EngineDevice) -> Result<StagingBuf> {
         match self {
             GatheredRange::InMemory(drain) => Ok(drain.finish(device)?.bytes),
@@ -493,7 +499,7 @@ impl GatheredRange {
         }
     }
 
-    /// Waits like [`finish`](Self::finish), and returns `None` if the bytes changed in transit.
+    /// Waits like [`finish`](Self::finish), but returns `None` if the bytes changed in transit.
     fn finish_once(self, device: &EngineDevice) -> Result<Option<StagingBuf>> {
         match self {
             GatheredRange::InMemory(drain) => Ok(drain.finish_once(device)?.map(|drained| drained.bytes)),

@@ -1,7 +1,7 @@
-//! Pins: guarantees that a page stays in place while batches change it.
+//! Pins: guarantees that a page keeps its address while batches change it.
 //!
-//! A lease shows one version, so the page moves when it is changed. In contrast, a pin keeps one address, which always
-//! contains the newest version. A crash ends all pins.
+//! A lease shows one version, so the page moves to other memory when it is changed. In contrast, a pin keeps one
+//! address, which always contains the newest version. A crash ends all pins.
 
 use std::sync::Arc;
 
@@ -51,7 +51,7 @@ pub struct Pin<'s> {
     pinned: ForkGuard<PinGuard>,
 }
 
-/// The parts of a store that a pin needs.
+/// The parts of a store from which a pin is created.
 pub(crate) struct PinSource<'s> {
     pub applier: &'s Applier,
     pub leases: &'s Arc<Leases>,
@@ -67,7 +67,7 @@ struct PinGuard {
 }
 
 impl<'s> Pin<'s> {
-    /// Creates a pin of a page that was just pinned in the table. The page is unpinned if this fails.
+    /// Creates the handle of a page that was just pinned in the table of leases. On failure, the page is unpinned.
     pub(crate) fn take(store: PinSource<'s>, page: PageId) -> Result<Self> {
         let pinned = ForkGuard::new(PinGuard { page, leases: store.leases.clone() });
         // A turn runs after every batch that could still have moved the page.

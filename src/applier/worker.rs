@@ -1,5 +1,5 @@
-//! The applier's thread, which turns batches into lists and submits them to the lane. Memory is freed after the last
-//! list that uses it.
+//! The applier's thread, which encodes batches as command lists and submits the lists to the lane. Memory is freed
+//! after the last list that uses the memory.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -23,10 +23,10 @@ use crate::memory::arena::{Arena, PageMemory};
 use crate::memory::staging::{GrownBytes, StagingPool};
 use crate::versions::{PageWalk, Versions};
 
-/// The number of lists in flight at which the applier waits for the oldest.
+/// The number of lists in flight at which the applier waits for the oldest list.
 const IN_FLIGHT_MAX: usize = 32;
 
-/// The state that only the applier's thread uses.
+/// The applier's thread: the pages' state in the lane, and the command list under construction.
 pub(super) struct Worker {
     shared: Arc<Applier>,
     device: Arc<EngineDevice>,
@@ -38,19 +38,20 @@ pub(super) struct Worker {
     wait_logged: Box<dyn Fn(Lsn) -> Result<()> + Send>,
     applied: AppliedState,
     list: ListBuilder,
-    /// Memory whose last use is the list under construction.
+    /// Memory to free after the list under construction.
     retiring: Queue<PageMemory>,
-    /// Memory that callers also use, whose last use by the store is the list under construction.
+    /// Memory that callers also use, and that pages have left. The store's last use of the memory is the list under
+    /// construction.
     vacated: Queue<PageMemory>,
-    /// Memory that is passed to a caller after the list under construction, with its receiver.
+    /// Memory to pass to a caller after the list under construction, with its receiver.
     handed_over: Vec<(Arc<Handover>, PageMemory)>,
-    /// The changes of the batches in the list under construction, for streams, or only a batch's Lsn if there was no
-    /// memory for its changes. Empty while there are no streams.
+    /// The changes of the batches in the list under construction, for streams. If there was no memory for a batch's
+    /// changes, only its Lsn. Empty while there are no streams.
     unreported: Vec<Result<AppliedBatch, Lsn>>,
     in_flight: InFlight,
-    /// The value of the newest list's fence.
+    /// The fence value of the newest submitted list.
     fence: u64,
-    /// The error because of which memory no longer matches the table, if any.
+    /// The error after which memory no longer matches the table, or `None` while memory matches.
     lost: Option<Error>,
 }
 
@@ -139,7 +140,7 @@ impl Worker {
         }
     }
 
-    /// Moves the queued requests to `requests`, and waits if the queue is empty. Returns `false` once the applier is
+    /// Moves the queued requests to `requests`. Waits if the queue is empty. Returns `false` once the applier is
     /// stopped and the queue is empty.
     fn next(&mut self, requests: &mut VecDeque<Request>) -> bool {
         // No other thread checks whether a list is complete. If there are more requests, submitting the next list does.
@@ -149,7 +150,7 @@ impl Worker {
         self.shared.requests.take(requests)
     }
 
-    /// Discards a batch that the log lost. No reader observes it, and the logged batches can still be read.
+    /// Discards a batch whose logging failed. No reader sees the batch, and the logged batches can still be read.
     fn refuse(&mut self, work: ApplyWork) {
         // Logged batches are completed first, because a caller that waits for such a batch must not receive this error.
         self.flush();
@@ -162,7 +163,7 @@ impl Worker {
         }
     }
 
-    /// Adds a batch to the list and installs its changes in the table.
+    /// Adds a batch's commands to the list, and installs its changes in the table.
     fn batch(&mut self, work: ApplyWork) {
         let ApplyWork { point, payload, changes, provision } = work;
         let provision = provision.map_or_else(Provision::default, |provision| *provision);
@@ -286,7 +287,7 @@ impl Worker {
         self.applied.point = point;
     }
 
-    /// Changes a page on disk, after a cut has kept a copy if it needs one.
+    /// Changes a page on disk. If a cut must preserve the page, the cut first records the page's current state.
     fn change_on_disk(&mut self, page: PageId, change: impl FnOnce(&mut DiskPage)) {
         let AppliedState { table, on_disk, cut, .. } = &mut self.applied;
         // The table still contains the state before this batch, which the cut keeps.
@@ -298,7 +299,7 @@ impl Worker {
         on_disk.change(page, change).expect("planned on a page that exists");
     }
 
-    /// Moves a page to disk. An image already contains its bytes.
+    /// Moves a page to disk. An image of the page already contains its bytes.
     fn move_to_disk(&mut self, page: PageId, images: &NewDiskImages) {
         if self.applied.on_disk.contains(page) {
             return self.change_on_disk(page, |_| {});
@@ -317,8 +318,8 @@ impl Worker {
         filled.has_image(page, memory.span().memory)
     }
 
-    /// Moves a page to new memory, truncated or extended with zeros to the new length. Memory that is already filled is
-    /// unchanged.
+    /// Moves a page to new memory, and truncates it or extends it with zeros to the new length. If `is_filled`, the new
+    /// memory already contains the page's bytes, and nothing is copied.
     fn replace(&mut self, versions: &mut PageWalk<'_>, page: PageId, new: PageMemory, is_filled: bool) {
         if !is_filled {
             let old = self.applied.memory.get(page).expect("planned on a page that exists");
@@ -333,15 +334,16 @@ impl Worker {
         versions.moved(page, memory);
     }
 
-    /// Fills new memory with zeros starting at `from`, unless it already contains zeros, because writing gigabytes of
-    /// zeros would delay every later batch and read. Caller-owned memory may contain any bytes.
+    /// Fills new memory with zeros from offset `from` on. Skipped if the device allocates zeroed memory, because
+    /// writing gigabytes of zeros would delay every later batch and read. Caller-owned memory may contain any bytes and
+    /// is always filled.
     fn zero(&mut self, new: &PageMemory, from: u64) {
         if new.is_lent() || !self.device.allocates_zeros(new.place(), new.byte_len()) {
             self.list.zero(new.part(from, new.byte_len() - from));
         }
     }
 
-    /// Prepares a page for a change in place. A page that a cut keeps is copied aside, and a page that callers use
+    /// Prepares a page for a change in place. A page that a cut preserves is copied aside. A page that callers use
     /// moves to its relocation memory.
     fn before_change(&mut self, page: PageId, relocations: &mut Vec<(PageId, PageMemory)>) {
         let AppliedState { table, memory, cut, gathers, .. } = &mut self.applied;
@@ -369,7 +371,7 @@ impl Worker {
         }
     }
 
-    /// Prepares a range of a page for a write: keeps aside any part that a snapshot has not gathered yet.
+    /// Prepares a range of a page for a write: copies aside any part of the range that a snapshot has not gathered yet.
     fn before_write(&mut self, page: PageId, range: Option<(u64, u64)>) {
         let AppliedState { memory, gathers, .. } = &mut self.applied;
         if gathers.is_empty() {
@@ -380,7 +382,8 @@ impl Worker {
         }
     }
 
-    /// Passes on memory that its page has left: to a cut, to callers, or back to the arena.
+    /// Disposes of memory that its page has left: passes it to a cut, keeps it for its callers, or returns it to the
+    /// arena.
     fn give_up(&mut self, page: PageId, old: PageMemory) {
         let AppliedState { table, cut, gathers, .. } = &mut self.applied;
         if let Some(gather) = gathers.get_mut(&page) {
@@ -404,7 +407,8 @@ impl Worker {
     }
 
     /// Passes the memory of a deleted page to a caller, after the list under construction. The page must not be leased.
-    /// A cut gets a copy, because it would keep the memory itself for the duration of its snapshot.
+    /// If a cut preserves the page, the page is first copied for the cut, because a cut would keep the memory itself
+    /// until its snapshot is complete.
     fn hand_over(&mut self, old: PageMemory, handover: &Arc<Handover>) {
         let page = handover.page;
         let AppliedState { table, cut, gathers, .. } = &mut self.applied;
@@ -418,8 +422,8 @@ impl Worker {
         self.handed_over.push((handover.clone(), old));
     }
 
-    /// Submits the copies of a batch that moves many pages before the batch is complete. The batch is not reported
-    /// until its last list is in the lane, and the memory that its pages left is freed after that list.
+    /// Submits the copies of a batch that moves many pages before all of its commands are added. The batch is not
+    /// reported until its last list is in the lane, and the memory that its pages left is freed after that list.
     fn submit_copies(&mut self) {
         if self.lost.is_some() {
             return;
@@ -437,7 +441,7 @@ impl Worker {
         }
     }
 
-    /// Submits the list. Every later list observes its batches.
+    /// Submits the list under construction. Every later list observes the batches of this list.
     fn flush(&mut self) {
         // Memory that pages left needs a list, even an empty one, for its fence.
         let gives_up = !(self.retiring.is_empty() && self.vacated.is_empty() && self.handed_over.is_empty());
@@ -478,7 +482,7 @@ impl Worker {
         }
     }
 
-    /// Reports the batches that are applied and whose bytes are verified (I12).
+    /// Reports batches as applied once their lists are verified (I12).
     fn report(&mut self) {
         if self.lost.is_some() {
             return;
@@ -491,14 +495,14 @@ impl Worker {
         }
     }
 
-    /// Waits until no list in flight remains to be verified.
+    /// Waits until every list in flight is verified.
     fn prove_all(&mut self) {
         while self.in_flight.is_unproven() {
             self.finish_oldest();
         }
     }
 
-    /// Waits for the oldest list, and returns its staging to the pool.
+    /// Waits for the oldest list, verifies it, and returns its staging to the pool.
     fn finish_oldest(&mut self) {
         let proven = match self.in_flight.finish_oldest(&self.device) {
             Ok(Some((staging, proven))) => {
@@ -514,7 +518,7 @@ impl Worker {
         }
     }
 
-    /// Records that a list is lost.
+    /// Records that a list is lost because of `error`, and poisons the store.
     fn record_loss(&mut self, error: Error) {
         let error = self.shared.poison.set(error);
         self.lost.get_or_insert(error);
