@@ -1,4 +1,4 @@
-//! Blocks in pages of a store. These blocks can be written from memory of any layout, read to such memory, and copied
+//! Blocks in pages of a store. These blocks can be written from memory with any layout, read to such memory, and copied
 //! between pages.
 
 use std::ops::Range;
@@ -62,7 +62,7 @@ impl BlockPages {
     ///
     /// # Errors
     /// [`Error::UnknownPage`](crate::Error::UnknownPage); [`Error::Invalid`](crate::Error::Invalid) if the number of
-    /// pages differs from the number of regions, or a page is too short.
+    /// pages differs from the number of regions, or if a page is shorter than its region.
     pub fn new(store: &Store, layout: BlockLayout, pages: Vec<PageId>) -> Result<Self> {
         let mut lens = Vec::new();
         for page in &pages {
@@ -78,13 +78,13 @@ impl BlockPages {
         &self.layout
     }
 
-    /// Returns the pages that form the regions.
+    /// Returns the pages that form the regions of the layout, in order.
     #[must_use]
     pub fn pages(&self) -> &[PageId] {
         &self.pages
     }
 
-    /// Returns a handle to block `block`, without checking the index.
+    /// Returns a handle to block `block`. The index is checked by the calls that use the handle.
     #[must_use]
     pub fn block(&self, block: u64) -> PagedBlock<'_> {
         PagedBlock { pages: self, block }
@@ -113,8 +113,8 @@ impl BlockPages {
         Ok(())
     }
 
-    /// Adds copies to `batch` that set `block` to a block in other pages of the same store. If all pages are on one
-    /// device, the bytes stay on the device.
+    /// Adds copies to `batch` that set `block` to the contents of a block in other pages of the same store. If all
+    /// pages are on one device, the bytes stay on the device.
     ///
     /// # Errors
     /// A [`LayoutError`](crate::layout::LayoutError) if the shapes differ or a block is out of range.
@@ -214,7 +214,7 @@ impl BlockPages {
 }
 
 impl PagedBlock<'_> {
-    /// Returns the byte range of a page that `copy` reads.
+    /// Returns the page and the byte range that `copy` reads.
     fn range(&self, copy: &BlockCopy) -> (PageId, Range<u64>) {
         (self.pages.pages[copy.from.region], copy.from.range())
     }

@@ -1,4 +1,4 @@
-//! Blocks in an engine's tensors, which can be loaded from pages, written to pages, and captured to pages.
+//! Blocks in an engine's tensors. These blocks can be loaded from pages, written to pages, and captured to pages.
 
 use remanent_format::{Lsn, Width};
 
@@ -51,8 +51,8 @@ pub struct BlockTensors {
     tensors: Vec<DeviceBytes>,
 }
 
-/// Tensors that are working copies of pages with the same layout, so that changes which an engine makes in its blocks
-/// can be captured to the pages.
+/// Tensors that are working copies of pages with the same layout. After an engine has changed blocks in the tensors,
+/// [`capture`](Self::capture) adds the changes to a batch.
 #[derive(Clone, Debug)]
 pub struct WorkingBlocks {
     layout: BlockLayout,
@@ -75,27 +75,27 @@ impl BlockTensors {
         &self.layout
     }
 
-    /// Returns the memory of the regions.
+    /// Returns the tensors, one for each region of the layout.
     #[must_use]
     pub fn tensors(&self) -> &[DeviceBytes] {
         &self.tensors
     }
 
-    /// Creates pages in the memory of these tensors, like [`WriteBatch::create_in`]. From then on, only the store may
-    /// write to the memory. Pass the ids of the pages to [`BlockPages::new`].
+    /// Creates pages in the memory of these tensors, like [`WriteBatch::create_in`]. After the commit, only the store
+    /// may write to the memory. Pass the ids of the pages to [`BlockPages::new`].
     pub fn create_pages(&self, batch: &mut WriteBatch) -> Vec<NewPage> {
         self.tensors.iter().map(|tensor| batch.create_in(tensor).page()).collect()
     }
 
-    /// Loads blocks of pages into blocks of the tensors, given as pairs, all in the same state. Returns the newest
-    /// batch of that state.
+    /// Loads blocks of pages into blocks of the tensors. Each pair contains a source block and the index of its target
+    /// block. All blocks are read in the same state, and the newest batch of that state is returned.
     ///
     /// One command list loads all blocks, like [`Store::read_device`]. Pages on disk are read through the store's
     /// pinned memory.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) for blocks of another shape and for an index out of range; the errors of
-    /// [`Store::read_device`], after which the contents of the target blocks are undefined.
+    /// [`Error::Invalid`](crate::Error::Invalid) for blocks of another shape and for an index out of range; the errors
+    /// of [`Store::read_device`], after which the contents of the target blocks are undefined.
     pub fn load(&self, store: &Store, blocks: &[(PagedBlock<'_>, u64)]) -> Result<Lsn> {
         let mut ranges = Vec::new();
         for (source, block) in blocks {
@@ -109,8 +109,9 @@ impl BlockTensors {
         store.read_device(&ranges)
     }
 
-    /// Adds writes to `batch` that copy blocks of the tensors to blocks of pages, given as pairs. The bytes are read
-    /// when the batch is submitted, with one command list per 32 MiB for all runs of all blocks.
+    /// Adds writes to `batch` that copy blocks of the tensors to blocks of pages. Each pair contains the index of a
+    /// source block and its target block. The bytes are read when the batch is submitted, with one command list per 32
+    /// MiB for all runs of all blocks.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid), as in [`load`](Self::load); the batch is then unchanged.
@@ -124,8 +125,8 @@ impl BlockTensors {
     }
 
     /// Adds writes to `batch` that copy blocks of the tensors to pages that the same batch creates. Each entry of
-    /// `blocks` contains the block of the tensors, the target block, and the pages that form the regions of `layout`,
-    /// as returned by [`BlockPages::create`].
+    /// `blocks` contains the index of the source block, the index of the target block, and the pages that form the
+    /// regions of `layout`, as returned by [`BlockPages::create`].
     ///
     /// # Errors
     /// The errors of [`write`](Self::write); [`LayoutError::RegionCount`] if the number of pages differs from the
@@ -196,13 +197,13 @@ fn write_all<P: Copy + Into<PageRef>>(batch: &mut WriteBatch, writes: &[(P, u64,
 }
 
 impl WorkingBlocks {
-    /// Returns the working copies, one for each region.
+    /// Returns the working copies, one for each region of the layout.
     #[must_use]
     pub fn copies(&self) -> &[WorkingCopy] {
         &self.copies
     }
 
-    /// Captures the changes in these blocks since they were last loaded or captured, like
+    /// Adds the changes in these blocks since they were last loaded or captured to `batch`, like
     /// [`WriteBatch::capture_ranges`]. With [`Shadow::Digest`], whole chunks are compared, so changes of neighboring
     /// blocks may be captured, too.
     ///

@@ -1,4 +1,4 @@
-//! Least recently used: evicts the page that has not been used for the longest time.
+//! The least-recently-used policy, which evicts the page that has not been used for the longest time.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -9,11 +9,11 @@ use super::EvictionPolicy;
 /// An eviction policy that evicts the least recently used page first.
 #[derive(Debug, Default)]
 pub struct Lru {
-    /// The pages by the time of their last use.
+    /// The pages of the place, sorted by the time of their last use.
     pub(super) by_use: BTreeMap<u64, PageId>,
-    /// The time of each page's last use.
+    /// The time of each page's last use, as a key of `by_use`.
     pub(super) uses: HashMap<PageId, u64>,
-    /// The number of uses so far, which serves as the current time.
+    /// The number of uses so far. This number serves as the current time.
     now: u64,
 }
 

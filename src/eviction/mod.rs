@@ -14,10 +14,11 @@ use remanent_format::PageId;
 pub use lru::Lru;
 pub use s3_fifo::S3Fifo;
 
-/// A policy that chooses the pages to evict from a place.
+/// A policy that chooses the pages to evict from a place. Implement this trait to replace the built-in policies of
+/// [`Tiers`](crate::tiers::Tiers).
 ///
-/// A store has one policy for each place of its [`Tiers`](crate::tiers::Tiers) except the last, and notifies it of the
-/// pages in this place in batch order. Uses are reported with some delay, and some are omitted if there are very many.
+/// A store has one policy for each place of its tiers except the last. The store notifies the policy of the pages in
+/// this place, in batch order. Uses are reported with some delay, and some uses are omitted if there are very many.
 ///
 /// ```
 /// use remanent::tiers::{EvictionPolicy, Lru};
@@ -31,16 +32,16 @@ pub use s3_fifo::S3Fifo;
 /// assert_eq!(policy.victim(), None);
 /// ```
 pub trait EvictionPolicy: Send {
-    /// Called when a new page arrives in the place. `len` is its length in bytes.
+    /// Called when a page arrives in the place. `len` is the page's length in bytes.
     fn arrived(&mut self, page: PageId, len: u64);
 
-    /// Called when a page is read or changed. Must ignore pages that have not arrived.
+    /// Called when a page is read or changed. Must ignore pages that are not in the place.
     fn used(&mut self, page: PageId);
 
-    /// Called when a page is deleted or moved to another place. Must ignore pages that have not arrived.
+    /// Called when a page is deleted or moved to another place. Must ignore pages that are not in the place.
     fn left(&mut self, page: PageId);
 
-    /// Removes and returns the next page to evict, or returns `None` if there are no pages. If the page cannot be
-    /// evicted because a caller uses its memory, [`arrived`](Self::arrived) is called for it again.
+    /// Removes and returns the next page to evict, or returns `None` if there are no pages. If a caller uses the page's
+    /// memory, the page cannot be evicted, and the store calls [`arrived`](Self::arrived) for the page again.
     fn victim(&mut self) -> Option<PageId>;
 }

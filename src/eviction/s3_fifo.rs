@@ -1,9 +1,9 @@
-//! S3-FIFO: eviction with three queues and without an order of use.
+//! S3-FIFO: an eviction policy with three queues and without an order of use.
 //!
 //! A page begins in a small queue, which has a tenth of the bytes. At the end of this queue, a page that was used since
 //! its arrival moves to the main queue, and any other page is evicted. Thus a scan passes through without evicting
-//! pages that are used repeatedly. The ids of pages evicted from the small queue are remembered, and a remembered page
-//! that returns soon begins in the main queue. A used page is reinserted into the main queue once per use, up to three
+//! pages that are used repeatedly. The ids of pages evicted from the small queue are remembered. A remembered page that
+//! returns soon begins in the main queue. A used page is reinserted into the main queue once per use, up to three
 //! times.
 //!
 //! After Yang, Zhang, Qiu, Yue and Rashmi, "FIFO queues are all you need for cache eviction" (SOSP 2023).
@@ -14,29 +14,29 @@ use remanent_format::PageId;
 
 use super::EvictionPolicy;
 
-/// The inverse of the small queue's share of all bytes.
+/// The divisor of the total bytes that limits the small queue.
 const SMALL_SHARE: u64 = 10;
-/// The maximum number of uses that are counted.
+/// The maximum number of uses that are counted for a page.
 const USES_MAX: u8 = 3;
 /// The number of uses after which a page moves from the small queue to the main queue. The use that brings a page to
 /// the place counts as its arrival, so one more use suffices.
 const USES_TO_STAY: u8 = 1;
-/// The maximum number of stale entries in a queue, in excess of one for each resident page.
+/// The maximum number of stale entries that a queue may contain in addition to one for each resident page.
 pub(super) const STALE_MAX: usize = 64;
 
 /// An eviction policy with three first-in, first-out queues. The policy separates pages that are used repeatedly from
-/// pages that are used once, so that a scan of many pages does not evict the former pages.
+/// pages that are used once, so that a scan of many pages does not evict the repeatedly used pages.
 #[derive(Debug, Default)]
 pub struct S3Fifo {
     pub(super) pages: HashMap<PageId, Resident>,
     pub(super) small: Fifo,
     pub(super) main: Fifo,
     pub(super) ghosts: Ghosts,
-    /// The number of arrivals so far.
+    /// The number of arrivals so far, from which arrivals are numbered.
     arrivals: u64,
 }
 
-/// A page that is in the place.
+/// A page in the place.
 #[derive(Debug)]
 pub(super) struct Resident {
     pub len: u64,
@@ -46,16 +46,16 @@ pub(super) struct Resident {
     arrival: u64,
 }
 
-/// A queue of pages. Pages that were removed remain in it as stale entries.
+/// A first-in, first-out queue of pages. Pages that left the place remain in the queue as stale entries.
 #[derive(Debug, Default)]
 pub(super) struct Fifo {
     pub entries: VecDeque<(PageId, u64)>,
-    /// The number of resident pages in the queue, and their total length in bytes.
+    /// The number of resident pages in the queue.
     pub count: usize,
     pub bytes: u64,
 }
 
-/// The ids of pages evicted from the small queue, newest last.
+/// The ids of pages that were evicted from the small queue, from oldest to newest.
 #[derive(Debug, Default)]
 pub(super) struct Ghosts {
     pub order: VecDeque<PageId>,
@@ -76,7 +76,7 @@ impl Fifo {
 }
 
 impl Ghosts {
-    /// Remembers a page, and forgets the oldest remembered pages in excess of `limit`.
+    /// Remembers a page. Forgets the oldest remembered pages in excess of `limit`.
     fn remember(&mut self, page: PageId, limit: usize) {
         if self.known.insert(page) {
             self.order.push_back(page);
@@ -87,7 +87,8 @@ impl Ghosts {
         }
     }
 
-    /// Returns whether the page is remembered, and forgets it. Its entry in `order` remains until it reaches the front.
+    /// Returns whether the page is remembered, and forgets the page. The page's entry in `order` is removed later, when
+    /// it reaches the front.
     fn recall(&mut self, page: PageId) -> bool {
         self.known.remove(&page)
     }
@@ -98,7 +99,7 @@ impl S3Fifo {
         if is_in_main { &mut self.main } else { &mut self.small }
     }
 
-    /// Removes and returns the next page of a queue that is still resident.
+    /// Removes and returns the next page of a queue, skipping stale entries.
     fn next_of(&mut self, is_in_main: bool) -> Option<(PageId, Resident)> {
         loop {
             let (page, arrival) = self.queue(is_in_main).entries.pop_front()?;
@@ -141,7 +142,7 @@ impl S3Fifo {
         }
     }
 
-    /// Removes stale entries if there are too many.
+    /// Removes stale entries from a queue if there are too many.
     fn tidy(&mut self, is_in_main: bool) {
         let queue = if is_in_main { &mut self.main } else { &mut self.small };
         if queue.entries.len() > 2 * queue.count + STALE_MAX {

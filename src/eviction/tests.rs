@@ -5,7 +5,7 @@ use super::*;
 
 const LEN: u64 = 100;
 
-/// Returns a generator of the same numbers in each run.
+/// Returns a generator of pseudorandom numbers that are the same in each run.
 fn numbers(mut seed: u64) -> impl FnMut(u64) -> u64 {
     move |limit| {
         seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -13,7 +13,7 @@ fn numbers(mut seed: u64) -> impl FnMut(u64) -> u64 {
     }
 }
 
-/// A model of LRU: a list in the order of use.
+/// A simple model of LRU: a list of pages in the order of their last use.
 #[derive(Default)]
 struct ListLru(Vec<PageId>);
 
@@ -101,7 +101,7 @@ fn each_page_leaves_queues_once() {
     assert!(there.is_empty());
 }
 
-/// Returns the hits of a cache of `capacity` pages for a sequence of requests.
+/// Returns the number of requests that find their page in a cache of `capacity` pages.
 fn hits(policy: &mut dyn EvictionPolicy, capacity: usize, requests: impl Iterator<Item = u64>) -> usize {
     let mut there = std::collections::HashSet::new();
     let mut hits = 0;

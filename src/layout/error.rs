@@ -25,7 +25,7 @@ pub enum LayoutError {
         /// The name of the length.
         what: &'static str,
     },
-    /// An index is out of range for its dimension.
+    /// An index is not less than the length of its dimension.
     #[error("{dimension} {index} of {count}")]
     OutOfRange {
         /// The name of the dimension.
@@ -35,41 +35,41 @@ pub enum LayoutError {
         /// The length of the dimension.
         count: u64,
     },
-    /// The blocks of two layouts have different shapes, so they cannot be copied to each other.
+    /// The blocks of two layouts have different shapes, so blocks cannot be copied from one layout to the other.
     #[error("blocks of {from} cannot be copied to blocks of {to}")]
     OtherShape {
-        /// The layout to copy from.
+        /// A description of the layout to copy from.
         from: String,
-        /// The layout to copy to.
+        /// A description of the layout to copy to.
         to: String,
     },
     /// A working copy must have the layout of its pages, but the two layouts differ.
     #[error("tensors of {tensors} cannot be working copies of pages of {pages}")]
     OtherLayout {
-        /// The layout of the tensors.
+        /// A description of the layout of the tensors.
         tensors: String,
-        /// The layout of the pages.
+        /// A description of the layout of the pages.
         pages: String,
     },
-    /// The number of regions differs from that of the layout.
+    /// The number of regions differs from the number that the layout requires.
     #[error("{found} regions are given, and the layout has {expected}")]
     RegionCount {
         /// The number of regions given.
         found: usize,
-        /// The number of regions in the layout.
+        /// The number of regions that the layout requires.
         expected: usize,
     },
-    /// A region is too short.
+    /// A region is too short to contain its part of the layout.
     #[error("region {region} has {found} bytes, and the layout needs {expected}")]
     RegionLen {
         /// The index of the region.
         region: usize,
         /// The length of the region in bytes.
         found: u64,
-        /// The length that the layout needs, in bytes.
+        /// The length that the layout requires, in bytes.
         expected: u64,
     },
-    /// The 32 bytes do not encode a layout, or encode a layout of a later version.
+    /// The 32 bytes do not encode a layout, or were encoded with another version of the encoding.
     #[error("the fingerprint is not one of a block layout: {reason}")]
     Fingerprint {
         /// The reason why the bytes are invalid.

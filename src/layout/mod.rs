@@ -43,7 +43,7 @@ use std::ops::Range;
 use self::error::ALIGN_MAX;
 pub use self::error::LayoutError;
 
-/// The version of [`BlockLayout::fingerprint`] and [`BlockLayout::to_json`].
+/// The version of the encodings that [`BlockLayout::fingerprint`] and [`BlockLayout::to_json`] produce.
 const VERSION: u16 = 1;
 /// The first bytes of a fingerprint, which identify it as a block layout.
 const MAGIC: [u8; 2] = *b"BL";
@@ -74,12 +74,12 @@ pub enum Arrangement {
     },
 }
 
-/// A range of bytes in a region.
+/// A range of bytes in one region of a layout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Extent {
-    /// The index of the region.
+    /// The index of the region that contains the range.
     pub region: usize,
-    /// The offset of the first byte.
+    /// The offset of the first byte in the region.
     pub offset: u64,
     /// The number of bytes.
     pub len: u64,
@@ -104,7 +104,7 @@ pub struct BlockLayout {
     blocks: u64,
     arrangement: Arrangement,
     align: u32,
-    /// The length of a run in bytes.
+    /// The length of a run in bytes, without the gap after it.
     run_len: u64,
     /// The distance between the starts of consecutive runs, in bytes.
     run_stride: u64,
@@ -216,8 +216,8 @@ impl BlockLayout {
         Ok(self.copies(block, self, block)?.into_iter().map(|copy| copy.from).collect())
     }
 
-    /// Returns the minimal list of copies from a block of this layout to a block of `to`. Runs that are adjacent on
-    /// both sides are merged into one copy.
+    /// Returns the shortest list of copies that transfers a block of this layout to a block of `to`. Runs that are
+    /// adjacent on both sides are merged into one copy.
     ///
     /// # Errors
     /// [`LayoutError::OtherShape`] if the blocks' shapes differ; [`LayoutError::OutOfRange`].
@@ -349,7 +349,7 @@ impl fmt::Display for BlockLayout {
 }
 
 impl Extent {
-    /// Returns the range of the extent's bytes within the region.
+    /// Returns the byte range of the extent within its region.
     #[must_use]
     pub fn range(&self) -> Range<u64> {
         self.offset..self.offset + self.len

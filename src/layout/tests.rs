@@ -1,4 +1,4 @@
-//! Compares layouts with a slow element-by-element loop, and tests the errors of invalid layouts.
+//! Tests that layouts agree with a slow element-by-element loop, and that invalid layouts are rejected.
 
 use proptest::prelude::*;
 
@@ -21,8 +21,8 @@ fn layout(shape: BlockShape) -> impl Strategy<Value = BlockLayout> {
     })
 }
 
-/// Computes the position of a run from the definition of the arrangements alone, by counting the runs before it one by
-/// one.
+/// Computes the region and the offset of a run by counting the runs before it, from the definition of the arrangements
+/// alone.
 fn slow(layout: &BlockLayout, block: u64, layer: u32, outer: u8) -> (usize, u64) {
     let BlockShape { layers, outer: outers, tokens, inner, width } = layout.shape();
     let mut stride = u64::from(tokens) * u64::from(inner) * u64::from(width);
