@@ -1,10 +1,10 @@
 //! The engine: the components that all parts of an open store share.
 //!
 //! Commits, reads, snapshots, restores, loads and tickets have their own types. Each of these types contains the engine
-//! in an `Arc`, so that all of them use the same disk, memory and poison, and a ticket counts one reference instead of
+//! in an `Arc`, so that all of them use the same disk, memory and poison. A ticket then counts one reference instead of
 //! one per component.
 //!
-//! Two of the components have threads. The applier is started after the log and stopped before it, because a batch is
+//! The log and the applier have threads. The applier is started after the log and stopped before it, because a batch is
 //! applied only after it is logged, and the applier waits on the log for that (I1).
 
 use std::sync::{Arc, Weak};
@@ -24,7 +24,7 @@ use crate::options::LogIo;
 use crate::versions::Versions;
 use crate::versions::uses::PageUses;
 
-/// The shared components of an open store.
+/// The components that all parts of an open store share.
 pub(crate) struct Engine {
     pub store: StoreId,
     /// The directory with the store's files.
@@ -33,18 +33,18 @@ pub(crate) struct Engine {
     pub device: Arc<EngineDevice>,
     /// Page memory, limited by the budget.
     pub arena: Arc<Arena>,
-    /// The staging memory through which lanes copy.
+    /// The pool of staging memory for transfers between the host and the device.
     pub staging: Arc<StagingPool>,
-    /// The state that all pages on disk share.
+    /// The state that is common to all pages on disk.
     pub disk_pages: Arc<DiskPages>,
     pub log: Arc<Log>,
     /// The applier, whose thread changes the pages' bytes.
     pub applier: Arc<Applier>,
     /// The leases and pins of page memory.
     pub leases: Arc<Leases>,
-    /// The versions of pages and root, for lookups.
+    /// The versions of pages and of the root, for lookups without a lock.
     pub versions: Arc<Versions>,
-    /// The poison, set by every failure after which the state of disk or memory is unknown.
+    /// The store's poison. It is set by every failure after which the state of disk or memory is unknown.
     pub poison: Arc<Poison>,
 }
 
@@ -57,15 +57,16 @@ pub(crate) struct EngineStart<'a> {
     pub staging: Arc<StagingPool>,
     pub disk_pages: Arc<DiskPages>,
     pub log_io: LogIo,
-    /// The pool of log segments, including spares.
+    /// The pool of log segments, including spare segments.
     pub pool: Arc<SegmentPool>,
     /// The position at which the log continues.
     pub log: LogStart,
-    /// The payload of a batch that is in the pages but not in the log, if any. This payload is logged first.
+    /// The payload of a batch whose changes are already in the pages but not in the log, if any. The engine logs this
+    /// payload before any other batch.
     pub first_batch: Option<Vec<u8>>,
-    /// The applier's state: the pages and their memory.
+    /// The state of the pages from which the applier starts.
     pub applied: AppliedState,
-    /// The same pages, in the table of committers.
+    /// The table of the same pages, from which committers start.
     pub submitted: &'a PageTable,
     /// The recorder of page uses for eviction policies, if there are any.
     pub uses: Option<Arc<PageUses>>,
@@ -148,15 +149,16 @@ impl Engine {
     }
 }
 
-/// Logs a batch before the store is open to callers. On a full disk it may use the space reserved for deletes, so that
-/// a store with pages moved to slower places can be opened and emptied.
+/// Logs a batch before the store is available to callers. On a full disk the batch may use the space reserved for
+/// deletes, so that a store with pages moved to slower places can be opened and emptied.
 fn append_first(log: &Log, payload: &[u8]) -> Result<LogPoint> {
     let point = log.append(payload, crc32fast::hash(payload), SpacePurpose::Delete)?;
     log.wait_logged(point.lsn)?;
     Ok(point)
 }
 
-/// The engine's side of the link to caller-owned memory, which may outlive the engine.
+/// The access that caller-owned memory has to the engine. The memory may outlive the engine, so the references are
+/// weak.
 struct EngineHandle {
     poison: Arc<Poison>,
     applier: Weak<Applier>,
@@ -184,7 +186,8 @@ impl StoreHandle for EngineHandle {
     }
 }
 
-/// The owner of the engine's threads. Dropping it stops them, even if other references to the engine remain.
+/// The owner of the engine's threads. Dropping this value stops the threads, even if other references to the engine
+/// remain.
 pub(crate) struct RunningEngine(pub Arc<Engine>);
 
 impl Drop for RunningEngine {

@@ -143,13 +143,13 @@
 //! - **I3** In log order a frame is valid if and only if its header checksum, payload checksum, store, incarnation, own
 //!   position, Lsn and the chain hash of the previous frame are all correct.
 //! - **I4** Every frame carries the durable mark known when it was written. The first invalid frame is a torn tail only
-//!   if no mark covers it. Otherwise it is damage, and the open is refused.
+//!   if no mark covers it. Otherwise it is damage, and the open fails.
 //! - **I5** No sector with a synced frame is written again while its segment belongs to the log. STORE, manifests and
 //!   tables change by rename only. Recovery removes nothing that was acknowledged. Every writable open begins a new
 //!   incarnation, whose opening segment is built completely and then renamed into place. That rename is the only commit
 //!   point of recovery.
 //! - **I6** Recovery copies all batches above the last mark, because possibly only the page cache contains them. It
-//!   reads the bytes under a mark from the medium at least once: past the page cache, or by a read that found none of
+//!   reads the bytes under a mark from the medium at least once: bypassing the page cache, or by a read that found none of
 //!   these bytes cached.
 //! - **I7** A manifest is published only after everything that it names is synced and the log is durable up to the
 //!   manifest's `end`, and after a named snapshot before it was read back and recorded. The data that a snapshot
@@ -347,8 +347,8 @@ impl Store {
         Self::would_prune_on(&(Arc::new(DirDisk::new(directory)) as Arc<dyn Disk>), retention)
     }
 
-    /// Opens a store with default options in a new temporary directory, which is removed when the store is
-    /// dropped; for tests.
+    /// Opens a store with default options in a new temporary directory, for tests. The directory is removed when the
+    /// store is dropped.
     ///
     /// # Errors
     /// Same as [`Store::open`].
@@ -358,7 +358,7 @@ impl Store {
 }
 
 impl Options {
-    /// Opens the store in `directory` with these options; [`Store::open`] opens it with the defaults.
+    /// Opens the store in `directory` with these options. [`Store::open`] uses the default options.
     ///
     /// ```
     /// use remanent::{Ack, DeviceChoice, Options};
@@ -375,8 +375,8 @@ impl Options {
         self.open_with(directory, device)
     }
 
-    /// Opens the store in `directory` with pages on a device that the caller created: one that takes its
-    /// memory from the caller's allocator, several devices as one, or another implementation of [`Device`].
+    /// Opens the store in `directory` with pages on a device that the caller created. Such a device may take its memory
+    /// from the caller's allocator, combine several devices, or be another implementation of [`Device`]. The options
     /// [`device`](Self::device) and [`slots`](Self::slots) are ignored.
     ///
     /// ```
@@ -395,7 +395,8 @@ impl Options {
         Store::open_on(Arc::new(DirDisk::new(directory)), device, self)
     }
 
-    /// Opens a store in a new temporary directory, which is removed when the store is dropped; for tests.
+    /// Opens a store with these options in a new temporary directory, for tests. The directory is removed when the
+    /// store is dropped.
     ///
     /// # Errors
     /// Same as [`Store::open`].
@@ -474,7 +475,7 @@ impl Store {
 
 impl Store {
     /// Creates a new store from a state that was assembled outside the engine, for example salvaged from a store that
-    /// can no longer be opened, and returns the new store's id.
+    /// can no longer be opened. Returns the new store's id.
     ///
     /// `read` fills a slice with a page's bytes starting at an offset, and may be called twice for the same bytes. If
     /// `read` fails or the process crashes, the directory contains no store.
@@ -502,10 +503,10 @@ impl Store {
 }
 
 impl DeviceCopier {
-    /// Opens the chosen device.
+    /// Creates a copier on the chosen device.
     ///
     /// # Errors
-    /// [`Error::Unavailable`].
+    /// [`Error::Unavailable`] if the device cannot be opened.
     pub fn open(device: DeviceChoice) -> Result<Self> {
         Ok(Self::open_on(device_for(device)?))
     }
@@ -523,7 +524,7 @@ impl View {
         self.fork_on(&(Arc::new(DirDisk::new(directory_new)) as Arc<dyn Disk>))
     }
 
-    /// Forks the state like [`View::fork`], to any disk. Tests use this with simulated disks.
+    /// Forks the state like [`View::fork`], but onto any disk. Tests use this method with simulated disks.
     ///
     /// # Errors
     /// Same as [`View::fork`].

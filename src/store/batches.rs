@@ -15,7 +15,7 @@ use crate::write::batch::{PageRef, WriteBatch};
 use crate::options::{LogIo, Options};
 
 impl Store {
-    /// Returns an empty batch.
+    /// Returns an empty batch. Equivalent to `WriteBatch::default()`.
     pub fn batch(&self) -> WriteBatch {
         WriteBatch::default()
     }
@@ -150,9 +150,10 @@ impl Store {
 
     /// Moves `pages` to `place` and waits for the acknowledgement set by [`Options::ack`].
     ///
-    /// Pages already at `place` are unchanged. If all pages are at `place`, nothing is logged. The others move in one
-    /// batch, as with [`WriteBatch::move_to`]. More than 4,096 pages or 256 MiB move in several batches, provided that
-    /// `place` has room for all of them. With [`Tiers`], other pages are evicted from `place` first if it lacks room.
+    /// Pages already at `place` are unchanged. If all pages are at `place`, nothing is logged. The other pages move in
+    /// one batch, as with [`WriteBatch::move_to`]. More than 4,096 pages or 256 MiB move in several batches, provided
+    /// that `place` has room for all of them. With [`Tiers`], other pages are evicted from `place` first if it lacks
+    /// room.
     ///
     /// Returns the position of the last batch in the log, or `None` if nothing was logged. Concurrent batches may move
     /// the pages elsewhere afterwards.
@@ -172,9 +173,8 @@ impl Store {
     ///
     /// # Errors
     /// [`Error::UnknownPage`], with nothing moved; [`Error::OverBudget`], [`Error::OutOfMemory`],
-    /// [`Error::Unavailable`] and [`Error::Leased`] as for a move; the errors of [`Store::commit`]. A
-    /// batch that is rejected moves none of its pages, but others of the same call may have moved
-    /// theirs.
+    /// [`Error::Unavailable`] and [`Error::Leased`] as for a move; the errors of [`Store::commit`]. A batch that fails
+    /// moves none of its pages, but other batches of the same call may already have moved their pages.
     pub fn ensure(&self, pages: &[PageId], place: Place) -> Result<Option<Position>> {
         self.check_process()?;
         let _span = tracing::debug_span!("ensure", %place, pages = pages.len()).entered();

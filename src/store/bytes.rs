@@ -4,7 +4,7 @@
 //! checks after each piece that the page still has the same version. A batch installs its versions before the applier
 //! changes a byte, so an unchanged version proves that no batch wrote to the page during the read. Pinned pages in a
 //! store on a GPU are read in the same way while no command list in flight writes to them. The applier reads all other
-//! pages between two batches: pages in GPU memory, and pages that batches change during every attempt.
+//! pages between two batches. These are pages in GPU memory, and pages that batches change during every attempt.
 
 use remanent_format::{Lsn, PageId, PageInfo, Place};
 
@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 #[cfg(doc)]
 use crate::options::PageLoad;
 
-/// The number of bytes of a page that are copied under its lock at a time.
+/// The number of bytes of a page that the calling thread copies at a time under the memory's lock.
 const PIECE_LEN: usize = 64 << 10;
 /// The number of attempts by the calling thread before the applier reads the page.
 const TRIES: usize = 2;
@@ -42,10 +42,9 @@ impl Store {
         self.read_bytes(page, offset, out).map(|(_, lsn)| lsn)
     }
 
-    /// Reads from the page with key `key` like [`Store::read`], and returns the page's information that belongs to the
-    /// bytes.
+    /// Reads from the page with key `key` like [`Store::read`]. Returns the page's information.
     ///
-    /// Key and bytes belong to the same state, even if the key is deleted or reused concurrently.
+    /// Key, information and bytes belong to the same state, even if the key is deleted or reused concurrently.
     ///
     /// ```
     /// use remanent::{Key, Place, Store};
@@ -68,7 +67,7 @@ impl Store {
     }
 
     /// Calls `read` with the page that has the key `key`. If that page was deleted after the lookup, looks the key up
-    /// again, because another page may have the key by then.
+    /// again and retries, because another page may have the key by then.
     fn read_by_key<R>(&self, key: &[u8], mut read: impl FnMut(PageId) -> Result<R>) -> Result<R> {
         loop {
             match read(self.page_by_key(key)?.page) {
@@ -119,8 +118,8 @@ impl Store {
         Ok(bytes)
     }
 
-    /// Replaces the contents of `buffer` with all bytes of a page, reusing its allocation, and returns the page's
-    /// information that belongs to these bytes. If the read fails, the previous contents are lost too.
+    /// Replaces the contents of `buffer` with all bytes of a page, and reuses its allocation. Returns the page's
+    /// information in the same state. After an error, the previous contents of `buffer` are lost.
     ///
     /// ```
     /// use remanent::{Place, Store};
@@ -157,8 +156,8 @@ impl Store {
         Ok(info)
     }
 
-    /// Fills `out` with bytes of a page. Returns the page's information that belongs to these bytes, and the newest
-    /// batch that they reflect.
+    /// Fills `out` with bytes of a page. Returns the page's information in the same state, and the newest batch that
+    /// the bytes reflect.
     fn read_bytes(&self, page: PageId, offset: u64, out: &mut [u8]) -> Result<(PageInfo, Lsn)> {
         let len = out.len() as u64;
         self.engine().versions.used(page);
@@ -213,11 +212,11 @@ impl Store {
         }
     }
 
-    /// Fills `out` with bytes of the page version `info` on the calling thread, and returns the newest batch that the
-    /// bytes reflect. Returns `None`, with `out` unspecified, if the page has a newer version or the calling thread
-    /// cannot read the page.
+    /// Fills `out` with bytes of the page version `info` on the calling thread. Returns the newest batch that the bytes
+    /// reflect.
     ///
-    /// On return, the applier has applied the batch of this version in either case.
+    /// Returns `None`, with unspecified bytes in `out`, if the page has a newer version or the calling thread cannot
+    /// read the page. In all cases, the applier has applied the batch of this version on return.
     pub(super) fn read_version(&self, info: &PageInfo, offset: u64, out: &mut [u8]) -> Result<Option<Lsn>> {
         let Engine { applier, versions, device, .. } = self.engine();
         applier.unloaded().wait([info.page])?;

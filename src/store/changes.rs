@@ -1,4 +1,4 @@
-//! Subscribes to the changes of each batch, within this process.
+//! Reports the changes of each batch to subscribers within this process.
 
 use super::Store;
 use crate::applier::ChangeStream;

@@ -19,11 +19,13 @@ use crate::error::{Error, Invalid, Result};
 use crate::memory::arena::PageMemory;
 use crate::memory::staging::{StagingBuf, StagingPool};
 
-/// The number of bytes that the device compares with one pair of commands. Their bitmap occupies at most 8 MiB.
+/// The number of bytes of each page that the device compares with one pair of commands. The resulting bitmap occupies
+/// at most 8 MiB.
 const PART_LEN: u64 = 64 << 20;
 /// The number of bytes of each page that the calling thread compares at a time, a multiple of every element width.
 const PIECE_LEN: usize = 1 << 20;
-/// The number of attempts by the calling thread before it blocks batches.
+/// The number of attempts by the calling thread to compare pages while batches continue. The next attempt blocks
+/// batches.
 const TRIES: usize = 2;
 /// The size in bytes of a count or an index that the device returns.
 const WORD_LEN: u64 = 4;
@@ -47,7 +49,8 @@ impl Comparison {
         Self { is_equal: true, differing: 0, first: None, lsn }
     }
 
-    /// Adds `differing` elements, the first of which has index `first`. Calls must be in ascending order.
+    /// Adds the result for one range: `differing` elements, the first of which has index `first`. Ranges must be added
+    /// in ascending order.
     fn add(&mut self, differing: u64, first: u64) {
         if differing > 0 {
             self.is_equal = false;
@@ -57,16 +60,16 @@ impl Comparison {
     }
 }
 
-/// A comparison in flight on the device.
+/// A comparison that the device is running.
 struct Comparing {
     pending: Pending,
-    /// The memory of the bitmap, freed when the command list completes.
+    /// The memory of the bitmaps, freed when the command list completes.
     scratch: Vec<PageMemory>,
     parts: Vec<Part>,
     lsn: Lsn,
 }
 
-/// A range of both pages, compared by one pair of commands.
+/// A range of both pages that one pair of commands compares.
 #[derive(Clone, Copy)]
 struct Part {
     offset: u64,
@@ -93,7 +96,7 @@ impl Part {
         (self.len / self.width.bytes() as u64).div_ceil(8)
     }
 
-    /// Returns the span of this part within a page.
+    /// Returns the span of this part within `page`.
     fn of(&self, page: Span) -> Span {
         Span { offset: page.offset + self.offset, len: self.len, ..page }
     }
@@ -186,7 +189,7 @@ impl Store {
     /// Compares the newest versions of two pages.
     ///
     /// # Errors
-    /// `Overtaken` if a batch changes one of them during the comparison.
+    /// `Overtaken` if a batch changes one of the pages during the comparison.
     fn compare_versions(&self, pages: [PageId; 2], width: Width) -> Result<Comparison> {
         let view = self.view()?;
         let [left, right] = [view.page(pages[0])?, view.page(pages[1])?];

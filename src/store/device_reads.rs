@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::images::disk_pages::DiskPage;
 use crate::store::Store;
 
-/// A range of a page on disk, and the device memory to fill with it.
+/// A range of a page on disk, and the device memory that receives its bytes.
 struct DiskRead {
     page: DiskPage,
     offset: u64,

@@ -41,13 +41,13 @@ impl Store {
         self.snapshot_with(SnapshotOptions::new())
     }
 
-    /// Takes a snapshot like [`Store::snapshot`], with [`SnapshotOptions`] that give it a name, make it
+    /// Takes a snapshot like [`Store::snapshot`], with options. [`SnapshotOptions`] can name the snapshot, make it
     /// exact, or return before it is verified.
     ///
     /// # Errors
-    /// These leave the store unchanged: [`Error::Taken`]; [`Error::Limit`] for an empty name or one of
-    /// more than 64 bytes; [`Error::OverBudget`] and [`Error::OutOfMemory`] if an exact snapshot has no room
-    /// to copy pages aside. Otherwise the same as [`Store::snapshot`].
+    /// These leave the store unchanged: [`Error::Taken`]; [`Error::Limit`] for an empty name or a name of more than 64
+    /// bytes; [`Error::OverBudget`] and [`Error::OutOfMemory`] if an exact snapshot has no room to copy pages aside.
+    /// Otherwise the same as [`Store::snapshot`].
     pub fn snapshot_with(&self, options: impl Into<SnapshotOptions>) -> Result<SnapshotInfo> {
         self.check_process()?;
         let SnapshotOptions { name, exact, only_published } = options.into();
@@ -105,7 +105,7 @@ impl Store {
         snapshots.verify_pending_images(&snapshots.catalog.lock(), PROVERS_MAX)
     }
 
-    /// Waits until all published snapshots are verified and the data that they replace has been removed.
+    /// Waits until all published snapshots are verified, and the data that these snapshots replace has been removed.
     ///
     /// # Errors
     /// [`Error::Poisoned`] if a snapshot on the medium differs from what was written, or if the store has failed
@@ -147,7 +147,8 @@ impl Store {
         self.in_store(self.parts.snapshots.would_prune(retention))
     }
 
-    /// Does the work of [`Store::would_prune_at`] on any disk. Tests use this with simulated disks.
+    /// Returns what [`Store::would_prune_at`] would return for the store on `disk`. Tests use this function with
+    /// simulated disks.
     ///
     /// # Errors
     /// Same as [`Store::would_prune_at`].

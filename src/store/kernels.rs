@@ -1,4 +1,4 @@
-//! Serves the caller's kernels: device memory, working copies of pages, and audits of page memory.
+//! Calls for the caller's own kernels: device memory, working copies of pages, and audits of page memory.
 
 use std::sync::Arc;
 
@@ -17,10 +17,10 @@ use crate::write::commit::{InitialCopy, Shadow};
 use crate::write::batch::WriteBatch;
 
 impl Store {
-    /// Allocates `len` bytes of zeroed device memory, which kernels can write and batches can read from.
+    /// Allocates `len` bytes of zeroed device memory. Kernels can write to this memory, and batches can read from it.
     ///
-    /// The memory counts toward the budget of its place, together with the pages there. The memory is freed when the
-    /// last handle to it is dropped. By then the caller's kernels must have finished using the memory.
+    /// The memory counts toward the budget of its place, together with the pages in that place. The memory is freed
+    /// when the last handle to it is dropped. By then the caller's kernels must have finished using the memory.
     ///
     /// # Errors
     /// [`Error::OverBudget`], [`Error::OutOfMemory`], [`Error::Unavailable`]; a device error.
@@ -28,8 +28,8 @@ impl Store {
         self.of_device(|| self.committer().device_bytes(place, len))
     }
 
-    /// Returns whether the store can order its work with the caller's streams. If all pages are in host memory, it
-    /// cannot: [`DeviceBytes::begin`], [`Lease::on`] and similar calls then return [`Error::Refused`].
+    /// Returns whether the store can order its work with the caller's streams. Returns `false` if all pages are in host
+    /// memory. [`DeviceBytes::begin`], [`Lease::on`] and similar calls then return [`Error::Refused`].
     ///
     /// ```
     /// use remanent::{DeviceChoice, Options};
@@ -113,16 +113,16 @@ impl Store {
         })
     }
 
-    /// Copies a page to new memory in the same place, for kernels to modify. [`WriteBatch::capture`] commits their
-    /// changes.
+    /// Copies a page to new memory in the same place, for kernels to modify. [`WriteBatch::capture`] adds the kernels'
+    /// changes to a batch.
     ///
     /// `width` is the width of the page's elements, and must divide the page's length. An element always changes as a
     /// whole.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`]; [`Error::Refused`] if the page is not a whole number of elements;
-    /// [`Error::OverBudget`], [`Error::OutOfMemory`]; [`Error::Unavailable`] for a page on disk, which needs
-    /// memory from the caller ([`Store::working_copy_in`]); a device error.
+    /// [`Error::UnknownPage`]; [`Error::Refused`] if the page is not a whole number of elements; [`Error::OverBudget`],
+    /// [`Error::OutOfMemory`]; [`Error::Unavailable`] for a page on disk, which needs memory from the caller
+    /// ([`Store::working_copy_in`]); a device error.
     pub fn working_copy(&self, page: PageId, width: Width, shadow: Shadow) -> Result<WorkingCopy> {
         let info = self.page(page)?;
         let memory = self.device_bytes(info.len, info.place)?;
@@ -218,7 +218,7 @@ impl Store {
         self.of_device(|| self.auditor().run())
     }
 
-    /// Runs `call`, and poisons the store if it returns a device error.
+    /// Runs `call`. If `call` returns a device error, poisons the store.
     pub(super) fn of_device<T>(&self, call: impl FnOnce() -> Result<T>) -> Result<T> {
         self.check_process()?;
         self.in_store(call().map_err(|error| self.engine().poison.set_by_device(error)))

@@ -1,5 +1,5 @@
-//! Publishes a store's counters and sizes through the `metrics` facade, on request, so that commits do no work for
-//! metrics.
+//! Publishes a store's counters and sizes through the `metrics` facade. The caller requests each publication, so that
+//! commits do no work for metrics.
 
 use std::time::Duration;
 

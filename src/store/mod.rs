@@ -1,7 +1,7 @@
 //! The public handle of an open store.
 //!
-//! These files only connect the parts: `write::commit`, `snapshot`, `history::restore` and `recovery` describe how each
-//! part works.
+//! The modules below only connect the components. The modules `write::commit`, `snapshot`, `history::restore` and
+//! `recovery` describe how the components work.
 //!
 //! | module | contents |
 //! |---|---|
@@ -99,22 +99,21 @@ pub use crate::recovery::RecoveryReport;
 /// and `snapshot` (info), `sync` of the log (debug) and `commit` (trace). Without a subscriber a span costs
 /// one load.
 pub struct Store {
-    /// The guard does not drop the parts in a forked child, where the parent's threads do not exist and the files
-    /// belong to the parent.
+    /// The parts of the store. In a forked child, the guard does not drop them, because the parent's threads do not
+    /// exist and the files belong to the parent.
     parts: ForkGuard<StoreParts>,
     recovered: RecoveryReport,
-    /// The lock on the directory. The lock is the last field to be dropped, so that no other process can open the
-    /// directory earlier.
+    /// The lock on the directory. This field is dropped last, so that no other process can open the directory earlier.
     _lock: Box<dyn DiskLock>,
-    /// The directory of a temporary store, removed on drop.
+    /// The directory of a temporary store, or `None`. The directory is removed on drop.
     _directory: ForkGuard<Option<Box<dyn Any + Send + Sync>>>,
 }
 
-/// The parts of an open store. Fields that own threads are declared in drop order, so that no thread outlives
-/// a thread that it waits for.
+/// The parts of an open store. Fields that own threads are declared in drop order, so that no thread outlives another
+/// thread for which it waits.
 struct StoreParts {
     prefetcher: PrefetchThread,
-    /// The thread that evicts pages from full tiers, or `None` without tiers.
+    /// The thread that evicts pages from full tiers, or `None` if the store has no tiers.
     _tiers: Option<TierThread>,
     mover: Arc<PageMover>,
     /// The thread of background snapshots. This thread is dropped before the scrubber, because canceling a background
@@ -212,7 +211,7 @@ impl Store {
         poison.check()
     }
 
-    /// Adds the store's label to an error before it is returned to the caller.
+    /// Adds the store's label to the error of `result`, before the error is returned to the caller.
     fn in_store<T>(&self, result: Result<T>) -> Result<T> {
         result.map_err(|error| error.in_store(&self.disk().label()))
     }

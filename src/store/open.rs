@@ -31,15 +31,15 @@ use crate::tiers::{PageMover, PrefetchThread, TierCounts, TierKeeper, TierThread
 use crate::versions::uses::PageUses;
 use crate::write::commit::{CombineQueue, Committer, DigestKeys};
 
-/// The inverse of the share of a segment from which a batch's whole pages are written to an image file. Written to the
-/// log, their bytes would remain until a snapshot wrote them a second time.
+/// The divisor of a segment's length that gives the minimum length of whole pages for which a batch writes an image
+/// file. In the log, the bytes of these pages would remain until a snapshot wrote them a second time.
 const BULK_SHARE: u64 = 4;
-/// The maximum size of idle staging memory that is kept for reuse, in bytes.
+/// The maximum number of bytes of idle staging memory that is kept for reuse.
 const STAGING_IDLE_BYTES: usize = 64 << 20;
 
 impl Store {
-    /// Opens a store on any disk and device. Tests use this with a simulated disk or device. Other callers use
-    /// [`Store::open`].
+    /// Opens a store on any disk and device, like [`Store::open`]. Tests use this function with a simulated disk or
+    /// device.
     ///
     /// # Errors
     /// Same as [`Store::open`].
@@ -201,7 +201,7 @@ impl Store {
     }
 }
 
-/// Rejects a way to write images that the disk does not support.
+/// Returns an error if the disk does not support the chosen way to write images.
 fn check_image_io(disk: &dyn Disk, io: ImageIo) -> Result<()> {
     match disk.refuses_images(io)? {
         Some(reason) => {
@@ -211,7 +211,8 @@ fn check_image_io(disk: &dyn Disk, io: ImageIo) -> Result<()> {
     }
 }
 
-/// Chooses the log's I/O mode. Returns the mode and a text that explains the choice.
+/// Chooses the log's I/O mode from the options and the disk's features. Returns the mode and a text that explains the
+/// choice.
 fn choose_log_io(disk: &dyn Disk, options: &Options) -> Result<(LogIo, String)> {
     if let Some(io) = options.log.io {
         let refused = disk.refuses(io)?;

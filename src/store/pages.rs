@@ -13,7 +13,7 @@ use crate::error::{Error, Result, Unavailable};
 #[cfg(doc)]
 use crate::options::PageLoad;
 
-/// The maximum number of attempts of one call to move a page from disk to memory.
+/// The maximum number of times that one call moves a page from disk to memory, if the page is evicted each time.
 const PROMOTE_ATTEMPTS: usize = 8;
 
 /// The number and size of the pages that are not loaded yet, returned by [`Store::unloaded_pages`].
@@ -86,8 +86,8 @@ impl Store {
         self.in_memory(page, || self.take_pin(page))
     }
 
-    /// Moves the page to memory if it is on disk, and calls `take`. Retries several times, because other pages may
-    /// evict the page before `take` runs.
+    /// Moves the page to memory if it is on disk, and calls `take`. Retries several times, because other calls may
+    /// cause the page's eviction before `take` runs.
     fn in_memory<T>(&self, page: PageId, take: impl Fn() -> Result<T>) -> Result<T> {
         let tiers = self.parts.options.tiers.as_ref();
         let memory = tiers.and_then(|tiers| tiers.places().iter().find(|place| **place != Place::Disk));
@@ -128,8 +128,8 @@ impl Store {
     /// Waits until all pages are loaded.
     ///
     /// # Errors
-    /// [`Error::Damaged`] if a page cannot be loaded, after all other pages are; [`Error::Poisoned`] if
-    /// loading stopped.
+    /// [`Error::Damaged`] if a page cannot be loaded. The call returns this error after all other pages are loaded.
+    /// [`Error::Poisoned`] if loading stopped.
     pub fn wait_loaded(&self) -> Result<()> {
         self.check_process()?;
         self.engine().applier.unloaded().wait_all()

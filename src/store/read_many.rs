@@ -18,8 +18,8 @@ use crate::error::{Error, Result};
 
 /// A read of many ranges in flight, returned by [`Store::read_many`]. Poll, wait for, or await the handle.
 ///
-/// The handle reserves its share of the bytes that all such reads may use. The share is released when the bytes are
-/// dropped. If the handle is dropped first, the share is released when the read completes.
+/// All reads in flight and all results that callers keep share a limit of 256 MiB. The bytes of this read count toward
+/// the limit until the result is dropped. If the handle is dropped first, they count until the read completes.
 #[derive(Debug)]
 #[must_use = "the bytes are in it"]
 pub struct ReadMany {
@@ -29,8 +29,8 @@ pub struct ReadMany {
 
 /// The bytes of many ranges of pages from the same state, in one buffer. Returned by [`ReadMany::wait`].
 ///
-/// The buffer is pinned memory of the store, which gets it back on drop. In a forked child, an inherited value is
-/// empty.
+/// The buffer is pinned memory that belongs to the store and returns to it on drop. In a forked child, an inherited
+/// value is empty.
 pub struct ManyBytes {
     outcome: ForkGuard<ReadOutcome>,
     ranges: Vec<Range<usize>>,

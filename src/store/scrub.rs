@@ -10,7 +10,7 @@ use crate::options::Options;
 use crate::snapshot::{ScrubReport, SnapshotRequest};
 
 impl Store {
-    /// Reads all data on disk that the store needs, past the page cache and at full speed, and repairs damage from
+    /// Reads all data on disk that the store needs, bypassing the page cache and at full speed, and repairs damage from
     /// memory.
     ///
     /// A scrub reads STORE, the kept snapshots with their images, and the log from the oldest kept snapshot to the last

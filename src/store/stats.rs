@@ -37,11 +37,11 @@ use crate::tiers::stats::{MoveStats, TierStats};
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct Stats {
-    /// The newest logged batch.
+    /// The Lsn of the newest logged batch.
     pub logged: Lsn,
-    /// The newest batch in the device's queue.
+    /// The Lsn of the newest batch in the device's queue.
     pub applied: Lsn,
-    /// The newest batch that survives a power cut.
+    /// The Lsn of the newest batch that survives a power cut.
     pub durable: Lsn,
     /// Counters of the log since the store was opened.
     pub log: LogStats,
@@ -49,25 +49,26 @@ pub struct Stats {
     pub segment: u64,
     /// The usage of page memory, by place.
     pub places: Vec<(Place, PlaceUsage)>,
-    /// Hits, misses and evictions of each place that has had any of them.
+    /// Hits, misses and evictions of each place that has had a hit, miss or eviction.
     pub tiers: Vec<TierStats>,
     /// Counters of the pages that the store moved between places.
     pub moves: Vec<MoveStats>,
     /// The number and size of the pages in [`Place::Disk`].
     pub on_disk: DiskUsage,
-    /// Bytes of host memory that buffer writes to pages on disk until those pages get new images.
+    /// The number of bytes of host memory that buffer writes to pages on disk. The memory is freed when the pages get
+    /// new images.
     pub pending_bytes: u64,
     /// Memory that the device has allocated from its driver for places that share it, in use or idle. Empty if the
     /// device keeps no idle memory.
     pub device_memory: Vec<(Place, MemoryStats)>,
     /// Allocations and frees of page memory since the store was opened, by place.
     pub allocations: Vec<(Place, AllocationStats)>,
-    /// Transfers between places since the store was opened: deltas and images to pages, reads and snapshots to the
-    /// host, and moves between places. The host device counts them as well. Most reads of pages in host memory are done
-    /// by the calling thread and are not counted.
+    /// Counters of transfers between places since the store was opened. They include deltas and images to pages, reads
+    /// and snapshots to the host, and moves between places. The host device counts transfers as well. The calling
+    /// thread does most reads of pages in host memory, and these reads are not counted.
     pub transfers: Vec<TransferStats>,
-    /// Counters of each lane's command lists since the store was opened, including the number of queued lists and the
-    /// time that threads waited for lists.
+    /// Counters of each lane's command lists since the store was opened. They include the number of queued lists, and
+    /// the time that threads waited for lists.
     pub lanes: Vec<(Lane, LaneStats)>,
     /// The size of idle staging memory, in bytes.
     pub staging_idle_bytes: usize,
@@ -146,7 +147,7 @@ impl Store {
     }
 
     /// Resets the recorded peak usage of every place to its current usage. [`Stats::places`] then reports the peak
-    /// since this call.
+    /// usage since this call.
     pub fn reset_peaks(&self) {
         if self.check_process().is_ok() {
             self.engine().arena.reset_peaks();

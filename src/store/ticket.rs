@@ -28,7 +28,8 @@ pub struct CommitReceipt {
     pub pages: Vec<PageId>,
 }
 
-/// A handle to a submitted batch. Wait on it for an acknowledgement.
+/// A handle to a submitted batch, returned by [`Store::submit`](crate::Store::submit). Use the handle to wait until the
+/// batch is acknowledged.
 ///
 /// ```
 /// use std::time::Duration;
@@ -154,7 +155,7 @@ impl Ticket {
 }
 
 impl Acknowledged {
-    /// Returns the set of wakers to register with, which depends on the acknowledgement.
+    /// Returns the set of wakers with which the future must register for its acknowledgement level.
     fn wakers(&self) -> Result<&Wakers> {
         let Engine { log, applier, .. } = &**self.ticket.engine.check()?;
         Ok(if self.ack == Ack::Applied { applier.wakers() } else { log.wakers() })

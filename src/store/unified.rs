@@ -1,4 +1,4 @@
-//! Hints for pages in unified memory. Hints affect only the device. They are not logged, and a crash discards them.
+//! Passes hints about pages in unified memory to the device. Hints are not logged, and a crash discards them.
 
 use remanent_format::{PageId, Place};
 

@@ -35,7 +35,7 @@ use crate::versions::TableView;
 /// ```
 pub struct LiveView<'s> {
     store: &'s Store,
-    /// The view of the version table. The view is empty in a forked child.
+    /// The view of the version table. Empty in a forked child.
     table: ForkGuard<TableView<'s>>,
 }
 
@@ -47,7 +47,7 @@ pub struct Pages<'s> {
     left: u64,
 }
 
-/// The view that the iterator reads, owned or borrowed.
+/// The view that an iterator over pages reads. The iterator owns or borrows the view.
 enum PagesView<'s> {
     Own(LiveView<'s>),
     Borrowed(&'s LiveView<'s>),
