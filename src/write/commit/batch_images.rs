@@ -1,7 +1,7 @@
-//! The images of a batch that is not logged yet.
+//! The images that a batch writes before it is logged.
 //!
-//! The image files and their names are durable before the batch can be logged. A crash before that leaves unreferenced
-//! files, which the next open removes.
+//! The image files and their names are durable before the batch can be logged. A crash before the batch is logged
+//! leaves unreferenced files, which the next open removes.
 
 use remanent_format::image::ImageRef;
 use remanent_format::{LogPoint, PageId, PageInfo};
@@ -16,20 +16,20 @@ use crate::log::Log;
 /// [`logged`](Self::logged) or [`leave`](Self::leave) was called.
 #[derive(Default)]
 pub(super) struct BatchImages<'a> {
-    /// The images, or `None` for most batches. Boxed, because a batch has up to four values of this type.
+    /// The written images, or `None` for most batches. Boxed, because a batch has up to four values of this type.
     written: Option<Box<WrittenImages<'a>>>,
 }
 
 struct WrittenImages<'a> {
     ahead: PendingImages<'a>,
-    /// The page and the length of each image, in order. An element is `None` if the batch changes the page in other
-    /// ways, so that it differs from its image.
+    /// The page and the page's length in bytes for each image, in order. An element is `None` if the batch also changes
+    /// the page in other ways, so that the page differs from its image.
     pages: Vec<Option<(PageId, u64)>>,
 }
 
 impl Committer {
-    /// Calls `write`, which writes images before their batch is logged. The images use only space that no reserve
-    /// needs. A failure poisons the store unless it left the store unchanged.
+    /// Calls `write`, which writes images before their batch is logged. The images may use only space that no reserve
+    /// needs. If `write` fails, the store is poisoned unless the failure left it unchanged.
     pub(super) fn in_space<'a>(
         &self,
         write: impl FnMut() -> Result<PendingImages<'a>>,
@@ -44,8 +44,8 @@ impl Committer {
         })
     }
 
-    /// Writes images of pages with these lengths, before their batch is logged. `read` fills a slice with bytes of a
-    /// page.
+    /// Writes images of pages with the lengths `lens`, before their batch is logged. `read` fills a slice with bytes of
+    /// a page.
     pub(super) fn write_read<W>(
         &self,
         lens: &[(PageId, u64)],
@@ -58,13 +58,13 @@ impl Committer {
 }
 
 impl<'a> BatchImages<'a> {
-    /// Takes ownership of the images of these pages, with the pages' lengths in bytes.
+    /// Creates the value that owns the images of `pages`. Each element of `pages` contains the page's length in bytes.
     pub fn new(ahead: PendingImages<'a>, pages: Vec<Option<(PageId, u64)>>) -> Self {
         assert!(ahead.images().len() == pages.len()); // I7: each image is its page's.
         Self { written: Some(Box::new(WrittenImages { ahead, pages })) }
     }
 
-    /// Returns whether there are any images.
+    /// Returns whether any image was written.
     pub fn is_any(&self) -> bool {
         self.written.is_some()
     }
@@ -74,8 +74,8 @@ impl<'a> BatchImages<'a> {
         self.written.iter().flat_map(|written| written.ahead.images()).copied()
     }
 
-    /// Records that the batch is logged. Must be called under the submission lock, because a snapshot that begins after
-    /// this batch must include its images in its plan.
+    /// Records that the batch is logged, and keeps the files. Must be called under the submission lock, because a
+    /// snapshot that begins after this batch must include the images in its plan.
     pub fn logged(&mut self, known: &KnownImages, log: &Log, point: LogPoint) {
         let Some(written) = self.written.take() else { return };
         let WrittenImages { ahead, pages } = *written;
@@ -90,7 +90,7 @@ impl<'a> BatchImages<'a> {
         ahead.logged(point.lsn);
     }
 
-    /// Keeps the files, because it is unknown whether the batch is logged. Recovery determines this from the log.
+    /// Keeps the files, because it is unknown whether the batch is in the log. Recovery determines this from the log.
     pub fn leave(&mut self) {
         if let Some(written) = &mut self.written {
             written.ahead.leave();

@@ -1,11 +1,11 @@
-//! Flat combining: batches that wait to be logged are logged by the thread that holds the submission lock.
+//! Flat combining: the thread that holds the submission lock also logs the batches of threads that wait for the lock.
 //!
 //! The log has one order, so one thread at a time appends: the holder of the submission lock. If the lock passed from
 //! committer to committer, every batch would move the cache lines of the table, the log and the queue from core to
-//! core, and wake a sleeping thread. Instead, a committer that finds the lock taken leaves its draft here, and the lock
-//! holder logs it after its own:
+//! core, and wake a sleeping thread. Instead, a committer that finds the lock taken adds its draft to a queue, and the
+//! lock holder logs the draft after its own:
 //!
-//! 1. Leave the draft.
+//! 1. Add the draft to the queue.
 //! 2. Wait for the lock, or until the holder is done with the draft, whichever comes first.
 //! 3. A committer that gets the lock logs all waiting drafts, in the order of their arrival.
 //!
@@ -30,28 +30,30 @@ use crate::base::sync::atomic::{AtomicUsize, Ordering};
 use crate::base::sync::{Mutex, Rank};
 use crate::error::{Error, Result};
 
-/// The number of times that a holder takes the waiting drafts before it continues with its own work. Other threads hold
-/// the lock next.
+/// The number of times that a lock holder takes the waiting drafts before it releases the lock.
 const ROUNDS: usize = 4;
 
-/// The number of times that a committer checks its draft before it sleeps. These checks take some hundred microseconds,
-/// in which a holder logs a hundred batches.
+/// The number of times that a committer checks its draft before it sleeps. All checks together take some hundred
+/// microseconds. In that time, a lock holder logs a hundred batches.
 const SPINS_MAX: usize = 4096;
-/// The number of checks per attempt to take the lock. Each attempt takes the lock's cache line away from the holder.
+/// The number of checks of the draft between two attempts to take the lock. Each attempt takes the lock's cache line
+/// away from the holder.
 const SPINS_PER_TRY: usize = 8;
-/// The number of cores below which no committer spins, because it would take the holder's core.
+/// The minimum number of cores at which committers spin. With fewer cores, a spinning committer would take the holder's
+/// core.
 const CORES_TO_SPIN: usize = 8;
 
 /// The drafts that wait for a lock holder.
 pub(crate) struct CombineQueue {
-    /// The number of waiting drafts, so that a holder takes no lock if there are none.
+    /// The number of waiting drafts. A holder that finds 0 need not lock `entries`.
     count: AtomicUsize,
     entries: Mutex<Vec<Arc<Entry>>>,
-    /// The number of waiting drafts from which the next committer sleeps immediately, because spinning occupies a core.
+    /// The number of waiting drafts at which a further committer sleeps without spinning, because spinning occupies a
+    /// core.
     spinner_max: usize,
 }
 
-/// The slot in which a committer leaves a draft and finds its outcome.
+/// The slot through which a committer passes a draft to the lock holder and receives the outcome.
 ///
 /// When the holder is done, the committer alone owns the slot, so memory that the committer's thread allocated is freed
 /// by no other thread. If the slot contains no outcome at that point, the holder panicked.
@@ -59,7 +61,7 @@ struct Entry(Mutex<DraftState>);
 
 enum DraftState {
     Draft(Draft),
-    /// The holder is working on the draft.
+    /// A lock holder is logging the draft.
     Taken,
     Outcome(Outcome),
 }
@@ -81,8 +83,7 @@ impl CombineQueue {
         entry
     }
 
-    /// Takes all waiting drafts. The caller must hold the submission lock, so that two holders never take the same
-    /// draft.
+    /// Takes all waiting drafts. The caller must hold the submission lock, so that only one holder takes each draft.
     fn take(&self) -> Vec<Arc<Entry>> {
         if self.count.load(Ordering::Acquire) == 0 {
             return Vec::new();
@@ -97,7 +98,8 @@ impl CombineQueue {
 }
 
 impl Committer {
-    /// Waits until the next holder of the submission lock, possibly this thread, has logged a draft.
+    /// Adds a draft to the queue, and waits until a holder of the submission lock has logged it. The holder may be this
+    /// thread.
     ///
     /// # Errors
     /// `Poisoned` if the thread that logged the draft panicked. Its progress is unknown, so the batch may be in the
@@ -110,8 +112,8 @@ impl Committer {
         outcome(entry).ok_or_else(|| self.engine.poison.set(Error::panicked("a committer's thread")))
     }
 
-    /// Spins until the holder is done with a draft, and returns whether it is. If the lock becomes free first, the
-    /// calling thread logs the draft.
+    /// Spins until the holder is done with a draft. Returns whether the holder is done. If the lock becomes free first,
+    /// the calling thread logs the draft.
     fn is_logged_soon(&self, entry: &Arc<Entry>) -> bool {
         if self.waiting.count.load(Ordering::Relaxed) >= self.waiting.spinner_max {
             return false;
@@ -152,7 +154,8 @@ impl Committer {
     }
 }
 
-/// Returns the outcome in a slot that no other thread shares, or `None` if the holder panicked before it was done.
+/// Returns the outcome in a slot that no other thread shares, or `None` if the holder panicked before it set an
+/// outcome.
 fn outcome(entry: Arc<Entry>) -> Option<Outcome> {
     match Arc::into_inner(entry).expect("the holder has let go of it").0.into_inner() {
         DraftState::Outcome(outcome) => Some(outcome),
@@ -171,7 +174,7 @@ mod tests {
         Draft::new(GrownBytes::Plain(Vec::new()), payload_crc, SpacePurpose::User, Vec::new())
     }
 
-    /// Returns whether the committer alone owns the entry, which means that the holder is done.
+    /// Returns whether only the committer owns the entry, which means that the holder is done with it.
     fn is_alone(entry: &Arc<Entry>) -> bool {
         Arc::strong_count(entry) == 1
     }

@@ -1,5 +1,5 @@
-//! Reads the pages that move to disk, many with one command list. If pages were read one by one, each read would wait
-//! for the applier and for the device.
+//! Reads the pages that move to disk, many pages with one command list. If pages were read one by one, each read would
+//! wait for the applier and for the device.
 
 use std::ops::Range;
 
@@ -13,36 +13,37 @@ use crate::error::{Error, Result};
 use crate::images::{CHUNK_BYTES, chunks};
 use crate::memory::staging::StagingBuf;
 
-/// The pages that move to disk, shared by the threads that read them. Each thread reads the pages of one chunk of
-/// images together.
+/// The pages that a batch moves to disk, shared by the threads that read them. Each thread reads all pages of one chunk
+/// of images together.
 pub(super) struct ReadPages<'r> {
     engine: &'r Engine,
     chunks: Vec<&'r [PageInfo]>,
-    /// Whether a page was found to have a newer version.
+    /// Whether a read found that a page has a newer version.
     is_stale: AtomicBool,
 }
 
-/// The reader of one thread, which reads chunks in order.
+/// The reader of one thread, which reads the pages of its chunks in order.
 pub(super) struct DemotedReader<'r> {
     demoted: &'r ReadPages<'r>,
-    /// The current chunk, and the position in it of the page that was read last.
+    /// The index of the current chunk.
     chunk: usize,
+    /// The index within the chunk of the page that was read last.
     at: usize,
-    /// The pages of the chunk that were read together.
+    /// The pages of the current chunk that were read together, with their bytes, or `None` before the first read.
     group: Option<Group>,
 }
 
-/// Pages that were read together.
+/// The bytes of consecutive pages of a chunk that were read together.
 struct Group {
-    /// The position of the first page in the chunk.
+    /// The index within the chunk of the first page.
     first: usize,
-    /// The offset of each page's bytes, followed by the end of the last page.
+    /// The offset of each page's bytes in `bytes`, followed by the end of the last page.
     starts: Vec<usize>,
     bytes: StagingBuf,
 }
 
 impl<'r> ReadPages<'r> {
-    /// Prepares to read these versions of pages.
+    /// Prepares to read the page versions in `pages`.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -74,7 +75,7 @@ impl<'r> DemotedReader<'r> {
     /// Fills `out` with bytes of the page that was read last, or of a later page.
     ///
     /// # Errors
-    /// `Overtaken` if the page has a newer version; no memory; a device error.
+    /// `Overtaken` if the page has a newer version; `OutOfMemory`; a device error.
     pub fn read(&mut self, info: &PageInfo, offset: u64, out: &mut [u8]) -> Result<()> {
         while self.pages()[self.at].page != info.page {
             self.at += 1;
@@ -100,7 +101,7 @@ impl<'r> DemotedReader<'r> {
         Ok(())
     }
 
-    /// Reads the current page, together with the following pages of the chunk that are in the same place.
+    /// Reads the current page, and with it the following pages of the chunk that are in the same place.
     fn read_group(&mut self) -> Result<()> {
         self.give_back();
         let pages = self.pages();

@@ -1,13 +1,13 @@
 //! Pages that a batch moves to disk, or from disk to memory.
 //!
 //! Before the batch is logged, a page that moves to disk has an image with its bytes. The image belongs to the newest
-//! snapshot or is written in advance. No frame names it. If a crash loses the image, the next open rebuilds the page
-//! from an older image and the log.
+//! snapshot, or is written before the batch is logged. No frame names the image. If a crash loses the image, the next
+//! open rebuilds the page from an older image and the log.
 //!
 //! For a page that moves from disk, new memory is filled with the page's bytes before the batch is logged, so the
 //! applier never reads the disk.
 //!
-//! Both directions read the page without the submission lock. If another batch changes the page before this batch is
+//! In both cases, the page is read without the submission lock. If another batch changes the page before this batch is
 //! logged, the draft is stale and is prepared again.
 
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -35,7 +35,7 @@ use crate::memory::arena::PageMemory;
 /// The operations of a batch that affect pages on disk.
 #[derive(Debug, Default)]
 pub(super) struct DiskOps {
-    /// The indices of the operations whose page is on disk at that point.
+    /// The indices of the operations whose page is on disk when the operation is applied.
     pub on_disk: Vec<usize>,
     /// The pages that move to disk.
     pub to_disk: Vec<PageId>,
@@ -43,13 +43,13 @@ pub(super) struct DiskOps {
     pub from_disk: Vec<PageId>,
 }
 
-/// The state of a page during a batch.
+/// The state of a page after some operations of a batch.
 #[derive(Clone, Copy, Default)]
 struct PageState {
     is_on_disk: bool,
     /// Whether the batch created the page, or changed its bytes or length.
     is_changed: bool,
-    /// Whether the page moved to or from disk.
+    /// Whether the batch has moved the page to or from disk.
     has_moved: bool,
 }
 
@@ -100,7 +100,7 @@ impl DiskOps {
         Ok(found)
     }
 
-    /// Returns whether there are no such operations.
+    /// Returns whether no operation affects a page on disk.
     pub fn is_empty(&self) -> bool {
         self.on_disk.is_empty() && self.to_disk.is_empty() && self.from_disk.is_empty()
     }
@@ -115,12 +115,13 @@ impl DiskOps {
             && self.from_disk.iter().eq(&other.from_disk)
     }
 
-    /// Returns whether an operation's page is on disk at that point of the batch.
+    /// Returns whether an operation's page is on disk when the operation is applied.
     pub fn has(&self, index: usize) -> bool {
         self.on_disk.binary_search(&index).is_ok()
     }
 
-    /// Returns whether an operation has bytes in the payload for a page that is not on disk at that point.
+    /// Returns whether any operation has bytes in the payload for a page that is in memory when the operation is
+    /// applied.
     pub fn leaves_bytes(&self, ops: &[OpAt<'_>]) -> bool {
         let has_bytes = |op: &Op<'_>| match op {
             Op::Fill { .. } => false,
@@ -129,27 +130,27 @@ impl DiskOps {
         ops.iter().enumerate().any(|(index, at)| has_bytes(&at.op) && !self.has(index))
     }
 
-    /// Returns an upper bound of the bytes that may be pending after the batch.
+    /// Returns an upper bound of the bytes that the batch adds to pending writes of pages on disk.
     fn pending_bytes(&self, ops: &[OpAt<'_>]) -> u64 {
         let bytes = self.on_disk.iter().map(|index| pending_bytes_of(&ops[*index].op));
         bytes.fold(0, u64::saturating_add)
     }
 }
 
-/// The pages that a batch moves to disk, with images of their bytes.
+/// The pages that a batch moves to disk, and the images that contain their bytes.
 #[derive(Default)]
 pub(super) struct DemotedPages<'a> {
     /// The images, in ascending order of page id.
     pub images: NewDiskImages,
-    /// The page versions that the images contain.
+    /// The page versions whose bytes the images contain, each as the Lsn of the page's last change.
     pub versions: Vec<(PageId, Lsn)>,
-    /// The images that were written for this batch.
+    /// The image files that were written for this batch.
     pub file: BatchImages<'a>,
 }
 
 impl Committer {
-    /// Finds the operations of a batch that affect pages on disk. If there was never a page on disk, and the batch
-    /// moves none there, no page is looked up.
+    /// Finds the operations of a batch that affect pages on disk. Looks up no page if the store never had a page on
+    /// disk and the batch moves none to disk.
     pub(super) fn disk_ops(&self, ops: &[OpAt<'_>], locked: Option<&PageTable>) -> Result<DiskOps> {
         if !self.engine.disk_pages.is_any() && !new_places(ops).any(|place| place == Place::Disk) {
             return Ok(DiskOps::default());
@@ -161,8 +162,8 @@ impl Committer {
         })
     }
 
-    /// Claims room for the batch's writes to pages on disk, and waits until there is enough. A caller that holds the
-    /// submission lock does not wait.
+    /// Claims host memory for the batch's writes to pages on disk, and waits until there is enough. A caller that holds
+    /// the submission lock does not wait.
     pub(super) fn claim_pending(
         &self,
         found: &DiskOps,
@@ -237,8 +238,8 @@ impl Committer {
         Ok(Some(demoted))
     }
 
-    /// Writes images of the pages that move to disk without an image. Returns whether all of these pages are still
-    /// unchanged.
+    /// Writes images of those pages that move to disk and have no image yet. Returns whether all of these pages are
+    /// still unchanged.
     fn write_unwritten<'a>(
         &'a self,
         unwritten: &[PageInfo],
@@ -266,7 +267,7 @@ impl Committer {
         Ok(true)
     }
 
-    /// Returns the newest snapshot's image of a page if the image contains the page's current state.
+    /// Returns the newest snapshot's image of a page, if this image contains the page's current state.
     fn known_image(&self, info: &PageInfo) -> Option<Arc<DiskImage>> {
         let named = self.known.image_of(info.page, info.epoch)?;
         let image = self.engine.disk_pages.proven_image(named, info.len);
@@ -275,8 +276,8 @@ impl Committer {
         (self.known.image_of(info.page, info.epoch) == Some(named)).then_some(image)
     }
 
-    /// Verifies images on the medium. Keeps the intact images, and adds the pages of the other images to `unwritten`
-    /// (I7).
+    /// Verifies images on the medium. Keeps the intact images. The pages of damaged images are added to `unwritten`, so
+    /// that their images are written again (I7).
     fn keep_proven(
         &self,
         known: Vec<(PageInfo, Arc<DiskImage>)>,
@@ -298,7 +299,7 @@ impl Committer {
         Ok(())
     }
 
-    /// Writes images of pages to separate files. Returns `None` if one of the pages has changed in the meantime.
+    /// Writes images of pages to new files. Returns `None` if one of the pages has changed in the meantime.
     fn write_demoted(&self, pages: &[PageInfo]) -> Result<Option<PendingImages<'_>>> {
         let lens = collected(pages.iter().map(|info| (info.page, info.len)))?;
         let demoted = ReadPages::new(&self.engine, pages)?;
@@ -350,8 +351,8 @@ impl Committer {
         collected(copies.iter().map(|(page, lsn, _)| (*page, *lsn)))
     }
 
-    /// Fills memory with the bytes of pages. Skips pages that are now in memory or have another length, because they
-    /// have changed.
+    /// Fills memory with the bytes of pages on disk. Skips a page that is now in memory or has another length, because
+    /// the draft is then stale.
     fn fill_pages(
         &self,
         copies: &[(PageId, Lsn, Option<DiskPage>)],
@@ -381,7 +382,7 @@ pub(super) fn is_on_disk(table: &PageTable, page: PageId) -> bool {
     table.entry(page).is_some_and(|entry| entry.place() == Place::Disk)
 }
 
-/// Returns the places in which operations create pages, or to which they move pages.
+/// Returns the places in which the operations create pages, or to which they move pages.
 pub(super) fn new_places<'a>(ops: &'a [OpAt<'_>]) -> impl Iterator<Item = Place> + 'a {
     ops.iter().filter_map(|at| match at.op {
         Op::Create { place, .. } | Op::Move { place, .. } => Some(place),

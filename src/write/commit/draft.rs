@@ -1,5 +1,5 @@
-//! A batch that is ready to be logged: the remaining checks under the submission lock, the append, and the hand-over to
-//! the applier.
+//! A batch that is ready to be logged, and the steps under the submission lock: the remaining checks, the append, and
+//! the hand-over to the applier.
 //!
 //! A draft owns everything that these steps need, so any lock holder can log it: its own committer, or another
 //! committer on its behalf ([`super::combine`]).
@@ -22,42 +22,44 @@ use crate::log::SpacePurpose;
 use crate::memory::arena::PageMemory;
 use crate::memory::staging::GrownBytes;
 
-/// A batch that is about to be logged, with all memory that is needed to apply it.
+/// A batch that is ready to be logged, with all memory that the applier needs for it.
 pub(super) struct Draft {
     pub payload: GrownBytes,
     /// The payload's checksum, computed before an Lsn is assigned (I1).
     pub payload_crc: u32,
     pub purpose: SpacePurpose,
-    /// The epochs that pages must have.
+    /// The pages that must have a given epoch when the batch is logged, as preconditions of the batch.
     pub expected: Vec<(PageId, Epoch)>,
-    /// The pages from which bytes were copied, with their versions at that time.
+    /// The pages whose bytes were read while the draft was prepared, with the versions that were read.
     pub staged: SourceVersions,
-    /// The pages whose bytes are in images, with their lengths at the time when the images were written.
+    /// The pages whose bytes are in images, with their lengths when the images were written.
     pub lens: Vec<(PageId, Option<u64>)>,
-    /// The operations that affect pages on disk.
+    /// The operations that affect pages on disk, as found while the draft was prepared.
     pub disk_ops: DiskOps,
-    /// The other resources that are needed to apply the batch, if any.
+    /// The other resources that the applier needs, or `None` if the payload suffices.
     pub provision: Option<Box<Provision>>,
 }
 
-/// The Lsn of each page's last change, to its bytes, metadata or place, at the time when it was copied.
+/// Pages whose bytes were read, each with the Lsn of its last change when it was read. A change of bytes, metadata or
+/// place counts.
 pub(super) type SourceVersions = Vec<(PageId, Lsn)>;
 
 /// The outcome of an attempt to log a draft.
 pub(super) enum Outcome {
     /// The draft is in the log, and was passed to the applier.
     Logged(LogPoint),
-    /// Nothing is logged, because a page has changed since the draft was prepared. The committer prepares it again.
+    /// Nothing is logged, because a page has changed since the draft was prepared. The committer must prepare the draft
+    /// again.
     Stale(Draft),
-    /// Nothing is logged, and the batch fails.
+    /// Nothing is logged, because the batch fails with this error.
     Refused(Error, Draft),
 }
 
-/// The position of a draft in the log, and its changes to the table.
+/// The position of an appended draft in the log, and the changes that it makes to the page table.
 pub(super) type AppendResult = (LogPoint, Changes);
 
 impl Draft {
-    /// Creates the draft of a batch that depends only on the pages in `expected`.
+    /// Creates a draft without further resources. The batch depends only on the pages in `expected`.
     pub fn new(
         payload: GrownBytes,
         payload_crc: u32,
@@ -68,7 +70,7 @@ impl Draft {
         Self { payload, payload_crc, purpose, expected, staged, lens, disk_ops, provision: None }
     }
 
-    /// Returns the memory for the creates, resizes and moves, in order.
+    /// Returns the memory for the batch's creates, resizes and moves, in order.
     fn memory(&self) -> impl Iterator<Item = &PageMemory> {
         self.provision.iter().flat_map(|provision| &provision.memory)
     }
@@ -83,9 +85,13 @@ impl Committer {
     /// Checks a draft against the current state, and appends it to the log. `ops` contains the operations of the
     /// payload.
     ///
-    /// Returns `None` if the draft is stale: a page has changed since it was read for a copy, or its length or place
-    /// has changed since its bytes were written or its memory was allocated. Staleness is checked before preconditions
-    /// and plan, because the errors of a stale draft would describe a past state.
+    /// Returns `None` if the draft is stale. A draft is stale in two cases:
+    ///
+    /// - A page has changed since the draft copied its bytes.
+    /// - The length or place of a page has changed since its bytes were written or its memory was allocated.
+    ///
+    /// Staleness is checked before preconditions and plan, because the errors of a stale draft would describe a past
+    /// state.
     pub(super) fn append(
         &self,
         table: &PageTable,
@@ -156,9 +162,9 @@ impl Committer {
     }
 
     /// Installs an appended draft in the table and in the readers' versions, and passes it to the applier. Calls `then`
-    /// before that.
+    /// before these steps.
     ///
-    /// This must happen under the same lock as the append, because the next draft is planned on this table.
+    /// The caller must still hold the lock of the append, because the next draft is planned on this table.
     pub(super) fn hand_over(
         &self,
         table: &mut PageTable,
@@ -193,7 +199,7 @@ impl Committer {
     }
 }
 
-/// Converts the plan's refusal of an operation to an error.
+/// Converts the reason why an operation cannot be planned to an error.
 fn refused(index: usize, refusal: Refusal) -> Error {
     match refusal {
         Refusal::UnknownPage(page) => Error::UnknownPage { page },

@@ -1,8 +1,8 @@
 //! Fills new memory with its page's bytes before the batch that needs the memory is logged.
 //!
-//! The bytes belong to a page from a source, whose image was just written, or to a page that comes from disk. The bytes
-//! are uploaded piece by piece. The applier finds them in place, and later batches do not wait for them. A crash loses
-//! all memory, and the next open fills it from the images.
+//! The page's bytes are read from an image that was just written from a source, or from the page on disk. The bytes are
+//! uploaded piece by piece. The applier finds the memory filled, and later batches do not wait for the upload. A crash
+//! loses all memory, and the next open fills it from the images.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -24,11 +24,11 @@ use crate::images::read::{ImageRequest, SummedBy};
 use crate::memory::arena::PageMemory;
 use crate::recovery::image_loader::ImageLoader;
 
-/// The maximum number of threads that fill pages.
+/// The maximum number of threads that fill the memory of a batch's pages.
 const THREADS_MAX: usize = 4;
 /// The sources from which the new memory of a batch is filled.
 pub(super) struct FillSources<'a> {
-    /// The pages whose bytes are read from sources.
+    /// The images of the pages whose bytes were read from sources.
     pub sources: &'a SourceImages<'a>,
     /// The operations that move pages from disk.
     pub disk_ops: &'a DiskOps,
@@ -36,11 +36,11 @@ pub(super) struct FillSources<'a> {
 
 impl Committer {
     /// Fills new memory with the bytes of its pages, unless it is already filled. `made` lists the operations that need
-    /// memory, in the order of the memory. On failure the memory is freed. Returns the versions of the pages that were
-    /// read.
+    /// memory, in the order of the memory. Returns the versions of the pages that were read. After an error, the memory
+    /// is freed.
     ///
     /// # Errors
-    /// `Damaged` if a file does not contain the bytes that were written; no memory; a device error.
+    /// `Damaged` if a file does not contain the bytes that were written; `OutOfMemory`; a device error.
     pub(super) fn fill_memory(
         &self,
         provision: &mut Provision,
@@ -98,11 +98,11 @@ impl Committer {
         filled.add_images(targets.iter().map(|(page, span)| (*page, span.memory)))
     }
 
-    /// Fills the memory of these images' pages, and verifies the images.
+    /// Fills the memory of the pages of images with the images' bytes, and verifies the images.
     ///
     /// # Errors
-    /// `Damaged` if an image is damaged on the medium as well; no memory; a device error. Lists that name the memory
-    /// may then still be in flight.
+    /// `Damaged` if an image is damaged on the medium as well; `OutOfMemory`; a device error. Command lists that use
+    /// the memory may then still be in flight.
     pub(super) fn fill_from_images(
         &self,
         images: &mut [ImageRequest],

@@ -51,40 +51,41 @@ pub(crate) use combine::CombineQueue;
 use draft::{Draft, Outcome};
 use prepared::PreparedBatch;
 
-/// The maximum number of attempts to prepare a draft without the lock. After these attempts, the lock is held while the
-/// draft is prepared.
+/// The number of attempts to prepare a draft without the submission lock. After these attempts, the committer holds the
+/// lock while it prepares the draft.
 const UNLOCKED_TRIES: usize = 3;
 
-/// Commits batches, for any number of threads.
+/// Commits batches. All threads that commit to a store share one committer.
 pub(crate) struct Committer {
     pub engine: Arc<Engine>,
-    /// The state after the last logged batch. Its lock is the submission lock.
+    /// The page table after the last logged batch. The mutex is the submission lock.
     pub submitted: CachePadded<Mutex<PageTable>>,
-    /// The drafts that wait for the lock holder.
+    /// The drafts of threads that wait for the submission lock.
     pub waiting: CachePadded<CombineQueue>,
-    /// The next page id. Ids are allocated before a batch is known to succeed. A failed batch leaves a gap, which costs
-    /// nothing.
+    /// The id of the next new page. An id is allocated before its batch is known to succeed. A failed batch leaves a
+    /// gap, which costs nothing.
     pub next_page: CachePadded<AtomicU64>,
     pub files: Arc<ImageFiles>,
-    /// The images that the next snapshot need not write again.
+    /// The images that batches wrote and that the next snapshot can use without writing them again.
     pub known: Arc<KnownImages>,
     /// Whether a background thread takes snapshots when they are due.
     pub takes_snapshots: bool,
-    /// The key for digests of working copies.
+    /// The key for the digests of working copies.
     pub digest_keys: Mutex<DigestKeys>,
     /// The options for writing images of whole pages.
     pub images: ImageOptions,
-    /// The minimum total length of whole pages for which a batch writes their images in advance, in bytes.
+    /// The minimum total length in bytes of whole pages at which a batch writes images of them before it is logged.
     pub ahead_bytes_min: u64,
 }
 
 impl Committer {
-    /// Locks submission and returns the state. No batch is committed while the lock is held.
+    /// Acquires the submission lock and returns the page table. No batch is committed while the lock is held.
     pub fn lock(&self) -> MutexGuard<'_, PageTable> {
         self.submitted.lock()
     }
 
-    /// Logs a batch and passes it to the applier. Returns the end of its frame, and the ids of its new pages.
+    /// Logs a batch and passes it to the applier. Returns the position of the end of the batch's frame, and the ids of
+    /// its new pages.
     pub fn submit(&self, batch: &WriteBatch) -> Result<(LogPoint, Vec<PageId>)> {
         self.engine.poison.check()?;
         let _span = tracing::trace_span!("commit").entered();
@@ -107,7 +108,7 @@ impl Committer {
         collected((first..first + count).map(PageId))
     }
 
-    /// Runs the steps from the payload to the log. Returns `None` if the draft is stale.
+    /// Acquires the resources for an encoded batch, and logs the batch. Returns `None` if the draft is stale.
     fn log_draft<'s>(
         &'s self,
         mut draft: Draft,

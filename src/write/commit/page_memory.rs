@@ -1,8 +1,9 @@
-//! Page memory for a batch: for the pages that it creates, resizes and moves, and for leased pages that it changes.
+//! Allocates page memory for a batch: for pages that it creates, resizes or moves, and for leased pages that it
+//! changes.
 //!
 //! The memory is allocated before an Lsn is assigned, so that a batch without room fails and changes nothing (I10).
-//! Once the batch is logged, the applier cannot refuse it. The places of pages are read without the lock here, and
-//! checked again under the submission lock.
+//! Once the batch is logged, it must be applied. The places of pages are read without the lock, and checked again under
+//! the submission lock.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -18,9 +19,9 @@ use crate::error::{Error, Refused, Result};
 use crate::memory::arena::{PageMemory, Purpose};
 
 impl Committer {
-    /// Allocates page memory for the creates, resizes and moves of a batch, in order. Returns the operation that needs
-    /// each memory. A new page uses its memory from `lent`, or the memory in `ready`, which already contains the page's
-    /// bytes.
+    /// Allocates page memory for the creates, resizes and moves of a batch, in order. Returns the memory, and the
+    /// operation that needs each piece. A new page uses its memory from `lent`, or its memory from `ready`, which
+    /// already contains the page's bytes.
     pub(super) fn allocate(
         &self,
         provision: &mut Provision,
@@ -71,7 +72,7 @@ impl Committer {
     }
 
     /// Assigns caller-owned memory to a page. If the memory is in use, waits for the applier and retries, because the
-    /// applier may not have reached a delete that is already logged.
+    /// applier may not have applied a logged delete of the page in that memory.
     fn lend(&self, page: PageId, bytes: &DeviceBytes) -> Result<PageMemory> {
         match self.engine.arena.lend(page, bytes) {
             Err(Error::Refused(Refused::MemoryInUse { .. })) => {
@@ -82,7 +83,8 @@ impl Committer {
         }
     }
 
-    /// Allocates from the arena. If there is no room, waits for the applier and retries.
+    /// Allocates page memory from the arena. If there is no room, waits until the applier has applied all batches, and
+    /// retries.
     pub(super) fn allocate_all(&self, purpose: Purpose, pages: &[(Place, u64)]) -> Result<Vec<PageMemory>> {
         match self.engine.arena.allocate_all(purpose, pages) {
             // The applier may not have reached deletes that are already logged. Whether a batch fits must not depend on
@@ -97,8 +99,7 @@ impl Committer {
         }
     }
 
-    /// Allocates memory to which the leased pages move when a batch changes them. Allocates for all of the pages or for
-    /// none.
+    /// Allocates memory for the leased pages that a batch changes. Allocates memory for all of these pages or for none.
     pub(super) fn relocations(
         &self,
         ops: &[OpAt<'_>],
@@ -126,7 +127,7 @@ impl Committer {
         Ok(relocations)
     }
 
-    /// Frees memory that lists in flight may name, after these lists have completed.
+    /// Frees memory that command lists in flight may use, after these lists are complete.
     pub(super) fn discard_filling(&self, memory: impl IntoIterator<Item = PageMemory>) {
         let device = &*self.engine.device;
         // When one more list in each lane has completed, all earlier ones have, too. If the device fails at that, the
@@ -141,17 +142,18 @@ impl Committer {
     }
 }
 
-/// The lanes that fill new memory. No list of a batch names the memory yet, so it need not be filled in batch order.
+/// The lanes in which new memory is filled. The memory is not part of any logged batch yet, so it need not be filled in
+/// batch order.
 pub(super) const LANES: [Lane; 2] = [Lane::Drain, Lane::Load];
 
-/// The memory of new pages that already contains their bytes. Dropping this value frees the memory that no batch took.
+/// Memory of new pages that already contains the pages' bytes. Dropping this value frees the memory that was not taken.
 pub(super) struct ReadyMemory<'a> {
     committer: &'a Committer,
     memory: BTreeMap<PageId, PageMemory>,
 }
 
 impl<'a> ReadyMemory<'a> {
-    /// Takes ownership of the memory of pages.
+    /// Creates the value that owns the memory of the given pages.
     pub fn new(committer: &'a Committer, memory: impl IntoIterator<Item = (PageId, PageMemory)>) -> Self {
         Self { committer, memory: map_of(memory) }
     }
@@ -180,10 +182,10 @@ impl Drop for ReadyMemory<'_> {
     }
 }
 
-/// The caller-owned memory for new pages.
+/// The caller-owned memory in which a batch creates pages, by page.
 pub(super) type LentPages<'a> = BTreeMap<PageId, &'a DeviceBytes>;
 
-/// The memory that an operation needs.
+/// An operation that needs new page memory, and the place and length of that memory.
 pub(super) struct RequiredMemory {
     /// The operation's index in the payload.
     pub op: usize,
@@ -203,7 +205,8 @@ pub(super) fn location(memory: &PageMemory) -> PageLocation {
     (memory.place(), memory.byte_len())
 }
 
-/// Returns the memory that a batch's creates, resizes and moves need, in order, if the batch follows this table.
+/// Returns the memory that the creates, resizes and moves of a batch need, in order, if the batch is applied to
+/// `table`.
 pub(super) fn required_memory(ops: &[OpAt<'_>], table: &PageTable) -> Result<Vec<RequiredMemory>> {
     let mut made = Vec::new();
     let Some(first) = ops.iter().position(|at| may_take_memory(&at.op)) else { return Ok(made) };
@@ -244,8 +247,8 @@ pub(super) fn required_memory(ops: &[OpAt<'_>], table: &PageTable) -> Result<Vec
     Ok(made)
 }
 
-/// Returns whether it is evident that no page has two operations, because the operations are in page order. Batches
-/// that move thousands of pages have this order. For them, a table of pages would take a tenth of the time.
+/// Returns whether the operations are in ascending page order, so that no page has two operations. Batches that move
+/// thousands of pages have this order. For such batches, building a table of pages would take a tenth of the time.
 pub(super) fn each_comes_once(ops: &[OpAt<'_>]) -> bool {
     ops.is_sorted_by(|before, after| before.op.page() < after.op.page())
 }
@@ -260,7 +263,7 @@ pub(super) fn moves_to_other_memory(op: &Op<'_>) -> bool {
     matches!(op, Op::Resize { .. } | Op::Move { .. })
 }
 
-/// Returns the operation's page if the operation moves it out of its memory, which a pin forbids.
+/// Returns the operation's page if the operation moves it to other memory, which must fail for a pinned page.
 pub(super) fn page_moved_away(
     op: &Op<'_>,
     location_of: impl Fn(PageId) -> Option<PageLocation>,
@@ -277,8 +280,8 @@ fn reaches_bytes(op: &Op<'_>) -> bool {
     op.changes_bytes() || matches!(op, Op::Image { .. } | Op::Delete { .. } | Op::Move { .. })
 }
 
-/// Returns the pages that operations change in place. A lease on one of these pages needs a relocation. All other pages
-/// get new memory, or none.
+/// Returns the pages that operations change in place. If such a page is leased, the batch needs a relocation for it.
+/// All other pages get new memory, or none.
 pub(super) fn changed_in_place<'a>(ops: &'a [OpAt<'_>]) -> impl Iterator<Item = PageId> + 'a {
     let in_place =
         |op: &Op<'_>| reaches_bytes(op) && !moves_to_other_memory(op) && !matches!(op, Op::Delete { .. });

@@ -32,14 +32,14 @@ use crate::error::{Error, Result};
 use crate::log::Log;
 use crate::write::batch::{BatchFacts, CopiedBytes, CopiedPage, CopySources, WriteBatch};
 
-/// The resources of a batch in addition to its payload. Only the batch's own committer can pass them on when the batch
-/// is logged.
+/// The resources that a prepared batch has in addition to its payload, until the batch is logged. Only the batch's own
+/// committer can pass them on, so no other lock holder may log the batch.
 pub(super) struct PreparedBatch<'a> {
-    /// The changes in working copies.
+    /// The changes that were found in working copies.
     captures: Captures<'a>,
-    /// Captured pages on disk whose new bytes are in images.
+    /// The captured pages on disk whose new bytes are in images.
     pub captured: CapturedImages<'a>,
-    /// The digests of captured chunks, for copies that keep digests.
+    /// The digests of captured chunks, for working copies that are compared by digests.
     digests: CapturedDigests,
     /// The pages whose bytes are read from sources.
     pub sources: SourceImages<'a>,
@@ -47,16 +47,17 @@ pub(super) struct PreparedBatch<'a> {
     gathered_in: Option<Place>,
     /// The caller-owned memory for new pages.
     pub lent: LentPages<'a>,
-    /// The receiver for the memory of a page that the batch deletes.
+    /// The receiver for the memory of the page that the batch deletes, if the caller wants this memory.
     pub handover: Option<Arc<Handover>>,
-    /// The whole pages, whose bytes are already in images. The bytes of new pages are also in memory.
+    /// The pages that the batch writes as a whole, and whose bytes are already in images. The bytes of new pages are
+    /// also in memory.
     pub whole: WholePages<'a>,
-    /// The pages that move to disk.
+    /// The pages that the batch moves to disk, with their images.
     pub demoted: DemotedPages<'a>,
 }
 
 impl Committer {
-    /// Submits a batch that is not plain.
+    /// Commits a batch that is not [plain](WriteBatch::is_plain).
     pub(super) fn submit_prepared(&self, batch: &WriteBatch) -> Result<(LogPoint, Vec<PageId>)> {
         let pages = self.new_pages(batch.new_pages() as u64)?;
         let copies = batch.copy_sources(&pages)?;
@@ -89,7 +90,7 @@ impl Committer {
         }
     }
 
-    /// Runs the steps that are done once for a batch.
+    /// Runs step 1 of the module's procedure, once for a batch.
     fn prepare<'a>(
         &'a self,
         batch: &'a WriteBatch,
@@ -107,7 +108,7 @@ impl Committer {
         Ok(PreparedBatch { captures, captured, sources, gathered_in, lent, handover, ..none })
     }
 
-    /// Runs the steps that are repeated for each draft of a batch.
+    /// Runs step 2 of the module's procedure, for one draft of a batch.
     fn prepared_draft<'a>(
         &'a self,
         batch: &'a WriteBatch,
@@ -148,8 +149,8 @@ impl Committer {
         Ok(Draft { staged, lens, ..Draft::new(payload, crc, batch.space_purpose(), expected) })
     }
 
-    /// Reads the bytes that the batch copies, and records the versions of their pages. `pages` contains the new pages,
-    /// which are not read.
+    /// Reads the bytes that the batch copies, and records the versions of their pages. `pages` contains the ids of the
+    /// new pages, which are not read.
     fn read_copied(
         &self,
         sources: &CopySources,
@@ -191,7 +192,7 @@ impl Committer {
 }
 
 impl<'a> PreparedBatch<'a> {
-    /// Returns the resources of a batch that needs only its payload.
+    /// Returns no additional resources, for a batch that needs only its payload.
     pub fn none(committer: &'a Committer) -> Self {
         Self {
             captures: Captures::default(),
@@ -206,7 +207,7 @@ impl<'a> PreparedBatch<'a> {
         }
     }
 
-    /// Returns whether the batch's own committer must log it.
+    /// Returns whether there are any resources, so that the batch's own committer must log the batch.
     pub fn is_needed(&mut self) -> bool {
         !self.captures.is_empty() || self.files().iter().any(|file| file.is_any())
     }
@@ -215,13 +216,14 @@ impl<'a> PreparedBatch<'a> {
         [&mut self.whole.file, &mut self.sources.file, &mut self.captured.file, &mut self.demoted.file]
     }
 
-    /// Records that the batch is logged: working copies belong to the new state, and the files of images are kept.
+    /// Records that the batch is logged. Advances working copies to the new state of their pages, and keeps the image
+    /// files.
     pub fn logged(&mut self, known: &KnownImages, log: &Log, point: LogPoint, changes: &Changes) {
         self.captures.belong_to(changes, &self.digests);
         self.files().into_iter().for_each(|file| file.logged(known, log, point));
     }
 
-    /// Records that the batch was refused because of `error`. The files of images are kept if the log may name them.
+    /// Records that the batch failed with `error`. The image files are kept only if the log may name them.
     pub fn refused(&mut self, error: &Error) {
         // If the log has failed, it may contain a frame that names the images, so they must be kept. Otherwise dropping
         // them removes the files.

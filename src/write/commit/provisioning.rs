@@ -1,8 +1,8 @@
-//! Acquires all resources, in addition to the payload, that are needed to apply a batch, before the batch is logged.
+//! Acquires all resources, in addition to the payload, that the applier needs for a batch, before the batch is logged.
 //!
-//! If memory is unavailable, the batch must be refused, because a logged batch must be applied (I10). A batch that
-//! fails here leaves no state behind. Neither does a crash: memory ends with the process, and the next open removes
-//! images that no frame names.
+//! If memory is unavailable, the batch must fail before it is logged, because a logged batch must be applied (I10). A
+//! batch that fails in this step leaves no state behind. The same is true of a crash: memory ends with the process, and
+//! the next open removes images that no frame names.
 
 use std::collections::BTreeMap;
 
@@ -21,23 +21,22 @@ use crate::base::parallel;
 use crate::engine::Engine;
 use crate::error::Result;
 
-/// The number of bytes outside the payload per additional thread.
+/// The number of bytes outside the payload for which one more thread is used.
 const SHARE_LEN: usize = 1 << 20;
-/// The maximum number of threads that write these bytes.
+/// The maximum number of threads that write bytes outside the payload.
 const HOST_THREADS_MAX: usize = 8;
 
-/// The resources with which the applier applies a draft, or `None` for a batch that only writes to pages in memory.
+/// The resources for a draft in addition to its payload, or `None` for a batch that only writes to pages in memory.
 type DraftProvision = Option<Box<Provision>>;
 
 impl Committer {
-    /// Acquires the resources for the draft. The versions of pages that are read without the lock are added to
-    /// `staged`.
+    /// Acquires the resources for a draft. The versions of pages that are read without the lock are added to `staged`.
     ///
     /// Returns `None` if the draft is stale, because a page that it moves to disk has changed, or because a page has
     /// moved to memory.
     ///
     /// # Errors
-    /// `OutOfMemory`, `OverBudget`, no space; errors of the files that pages come from; a device error.
+    /// `OutOfMemory`, `OverBudget`, `DiskFull`; errors of the files that pages are read from; a device error.
     pub(super) fn provide<'s>(
         &'s self,
         disk_ops: &DiskOps,
@@ -81,8 +80,8 @@ impl Committer {
         }
     }
 
-    /// Acquires page memory and the applier's memory, and fills the memory of pages that come from sources or from
-    /// disk. Returns the versions of the pages that were read.
+    /// Acquires page memory and the applier's other memory. Fills the memory of pages that are read from sources or
+    /// from disk. Returns the versions of the pages that were read.
     fn provide_memory(
         &self,
         provision: &mut Provision,
@@ -127,7 +126,7 @@ impl Committer {
     }
 }
 
-/// Estimates the number of bytes that an operation needs in addition to the payload.
+/// Estimates the number of bytes that an operation needs in staging buffers outside the payload.
 fn aside_len(op: &Op<'_>) -> usize {
     match op {
         Op::Image { len, .. } => *len as usize,

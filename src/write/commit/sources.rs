@@ -1,11 +1,12 @@
-//! Pages that a batch reads from sources. The bytes of a long page are written to disk before they are in memory.
+//! Reads pages from sources when a batch is committed. The bytes of a long page are written to disk before they are
+//! copied to memory.
 //!
 //! 1. The sources are read piece by piece and written to an image file, which is synced together with its name. No lock
 //!    is held, because a source is the caller's code.
 //! 2. The frame names the images, as for other whole pages.
 //! 3. Memory of the pages is filled from the images ([`super::fills`]), and their sums are checked. A source that is
 //!    read again may return different bytes, so the page in memory would differ from the page in the log.
-//! 4. The batch is logged. The applier finds the bytes in place.
+//! 4. The batch is logged. The applier finds the memory filled.
 //!
 //! A failure or a crash before step 4 leaves neither batch nor memory, and the image file is removed.
 
@@ -21,26 +22,26 @@ use crate::base::allocation::{collected, insert, make_room, push, set_of};
 use crate::error::{Error, Result};
 use crate::write::batch::{CopySources, SourcePage, WHOLE_PAGE_LEN_MIN, WriteBatch};
 
-/// The pages of a batch that come from sources, after the sources were read.
+/// The bytes that a batch has read from sources: the images of long pages, and the bytes of short pages.
 #[derive(Default)]
 pub(super) struct SourceImages<'a> {
-    /// The pages whose bytes are in images, in the order of the images.
+    /// The long pages, whose bytes are in images, in the order of the images.
     pages: Vec<SourcePage<'a>>,
-    /// The images, whose files are removed if the batch is refused.
+    /// The images of the long pages. Their files are removed if the batch fails.
     pub file: BatchImages<'a>,
-    /// The ids of these pages.
+    /// The ids of the long pages.
     of_pages: BTreeSet<PageId>,
-    /// The bytes of the other pages, by the operation's index.
+    /// The bytes of the short pages, by the operation's index.
     pub short: BTreeMap<usize, Vec<u8>>,
 }
 
 impl SourceImages<'_> {
-    /// Returns whether any page's bytes are in an image.
+    /// Returns whether the bytes of any page are in an image.
     pub fn is_any(&self) -> bool {
         self.file.is_any()
     }
 
-    /// Returns how many pages have their bytes in images.
+    /// Returns the number of pages whose bytes are in images.
     pub fn count(&self) -> usize {
         self.pages.len()
     }
@@ -62,7 +63,7 @@ impl Committer {
     /// its name are durable.
     ///
     /// # Errors
-    /// `Io`; the errors of a contradictory batch; no space or no memory. In all cases no files remain.
+    /// `Io`; the errors of [`WriteBatch::source_pages`]; `DiskFull`; `OutOfMemory`. After an error, no files remain.
     pub(super) fn read_sources<'a>(
         &'a self,
         batch: &'a WriteBatch,
@@ -95,7 +96,8 @@ impl Committer {
         Ok(sources)
     }
 
-    /// Returns an error if a page does not exist, before its source is read, which may take minutes.
+    /// Returns an error if a page does not exist. This check precedes the read of the page's source, which may take
+    /// minutes.
     fn check_exists(&self, found: &[SourcePage<'_>], new_pages: &[PageId]) -> Result<()> {
         let mut old =
             found.iter().map(|page| page.page).filter(|page| new_pages.binary_search(page).is_err());
@@ -106,7 +108,7 @@ impl Committer {
         }
     }
 
-    /// Runs step 1: writes the images. Several threads read one page each.
+    /// Runs step 1: reads the sources of long pages and writes their images. Several threads read one page each.
     fn write_sources(&self, pages: &[SourcePage<'_>]) -> Result<BatchImages<'_>> {
         let lens = collected(pages.iter().map(|page| (page.page, page.len)))?;
         let mut by_id = HashMap::new();

@@ -1,9 +1,9 @@
-//! Writes the whole pages of a batch to images in advance, and concurrently fills the memory of the pages that the
-//! batch creates.
+//! Writes the whole pages of a batch to images before the batch is logged, and concurrently fills the memory of the
+//! pages that the batch creates.
 //!
 //! The memory is filled in pieces of a few megabytes, which bounds staging for a batch of any length. A GPU pins new
 //! staging at 1.5 GB/s, which for a batch of 512 MiB took longer than the transfer over the bus. The applier finds the
-//! bytes in place, and later batches do not wait for them.
+//! memory filled, and later batches do not wait for the transfer.
 //!
 //! An existing page may be read until the batch is logged. Its new bytes are staged, and the applier copies them.
 //!
@@ -24,19 +24,20 @@ use crate::write::batch::{WholePage, WriteBatch};
 
 /// The number of bytes that one list uploads, which is the length of a staging buffer.
 const PIECE_LEN: u64 = 4 << 20;
-/// The number of bytes that one list uploads if nothing crosses a bus. The bytes are then still in the processor's
-/// cache when they are copied the second time.
+/// The number of bytes that one list uploads if the transfer crosses no bus. The bytes are then still in the
+/// processor's cache when they are copied the second time.
 const CACHED_PIECE_LEN: u64 = 512 << 10;
-/// The maximum number of threads that fill memory. One more thread writes the images.
+/// The maximum number of threads that fill memory. One additional thread writes the images.
 const THREADS_MAX: usize = 3;
 
-/// The whole pages that a batch writes, if together they justify an image file.
+/// The pages that a batch writes as a whole, with their images. Empty if the pages are too short to justify an image
+/// file.
 pub(super) struct WholePages<'a> {
     /// The pages, in the order of their operations.
     pub pages: Vec<WholePage<'a>>,
-    /// The images, whose files are removed if the batch is refused.
+    /// The images of the pages. Their files are removed if the batch fails.
     pub file: BatchImages<'a>,
-    /// The memory of the pages that the batch creates.
+    /// The filled memory of the pages that the batch creates.
     pub memory: ReadyMemory<'a>,
 }
 
@@ -52,11 +53,11 @@ impl<'a> WholePages<'a> {
 type Part<'a> = (Span, &'a [u8]);
 
 impl Committer {
-    /// Writes the batch's whole pages to an image file, if they justify one, and fills the memory of new pages. On
-    /// return, the file and its name are durable, because a frame that names the file must never be found without it.
+    /// Writes the batch's whole pages to an image file, if they justify an image file, and fills the memory of new
+    /// pages. On return, the file and its name are durable, because recovery must find every file that a frame names.
     ///
-    /// The length of an existing page is read without the lock here. The length is checked again under the lock,
-    /// because a page that was resized in the meantime is no longer whole.
+    /// The length of an existing page is read without the lock. The length is checked again under the lock, because a
+    /// page that was resized in the meantime is no longer written as a whole.
     pub(super) fn write_ahead<'a>(
         &'a self,
         batch: &'a WriteBatch,
@@ -92,7 +93,7 @@ impl Committer {
         Ok(WholePages { pages: whole, file, memory })
     }
 
-    /// Allocates the first memory of the pages that the batch creates in the store's own memory.
+    /// Allocates memory for the pages that the batch creates in the store's own memory.
     fn allocate_ready<'a>(
         &self,
         whole: &[WholePage<'a>],
@@ -109,7 +110,7 @@ impl Committer {
         Ok((made, memory))
     }
 
-    /// Uploads bytes to device memory, piece by piece, with several threads.
+    /// Uploads bytes to page memory, piece by piece, with several threads.
     fn fill_parts(&self, parts: &[Part<'_>]) -> Result<()> {
         let at_once = if self.engine.device.crosses_bus() { PIECE_LEN } else { CACHED_PIECE_LEN };
         let pieces = pieces(parts, at_once)?;
@@ -120,7 +121,7 @@ impl Committer {
     }
 }
 
-/// Divides parts into pieces of bounded length. Short parts are combined, and long parts are split.
+/// Groups parts into pieces of at most `at_once` bytes. Short parts are combined, and long parts are split.
 fn pieces<'a>(parts: &[Part<'a>], at_once: u64) -> Result<Vec<Vec<Part<'a>>>> {
     let (mut pieces, mut piece, mut free) = (Vec::new(), Vec::new(), at_once);
     for (span, bytes) in parts {
