@@ -31,7 +31,7 @@ pub(crate) struct Engine {
     pub disk: Arc<dyn Disk>,
     /// The device that contains the pages, and the counters of its operations.
     pub device: Arc<EngineDevice>,
-    /// Page memory, limited by the budget.
+    /// The allocator of page memory, limited by the budget.
     pub arena: Arc<Arena>,
     /// The pool of staging memory for transfers between the host and the device.
     pub staging: Arc<StagingPool>,
@@ -68,7 +68,7 @@ pub(crate) struct EngineStart<'a> {
     pub applied: AppliedState,
     /// The table of the same pages, from which committers start.
     pub submitted: &'a PageTable,
-    /// The recorder of page uses for eviction policies, if there are any.
+    /// The recorder of page uses for the eviction policies, or `None` if the store has no eviction policies.
     pub uses: Option<Arc<PageUses>>,
 }
 
