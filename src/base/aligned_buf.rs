@@ -1,4 +1,4 @@
-//! Aligned buffers, which direct reads fill without a copy.
+//! Aligned buffers. Direct reads fill them without a copy.
 
 use std::ops::{Deref, DerefMut};
 
@@ -7,7 +7,7 @@ use zerocopy::FromZeros;
 
 const ALIGN: usize = GROUP_ALIGN as usize;
 
-/// A zero-initialized buffer whose address is a multiple of 4096.
+/// A zero-initialized buffer for direct I/O. Its address is a multiple of 4096.
 #[derive(Debug)]
 pub struct AlignedBuf {
     bytes: Vec<u8>,
@@ -47,7 +47,7 @@ impl DerefMut for AlignedBuf {
     }
 }
 
-/// Returns whether direct I/O at `offset` can read into `bytes` without a bounce buffer.
+/// Returns whether direct I/O at file offset `offset` can read into `bytes` without a bounce buffer.
 pub(crate) fn is_aligned(offset: u64, bytes: &[u8]) -> bool {
     offset.is_multiple_of(GROUP_ALIGN)
         && bytes.len().is_multiple_of(ALIGN)

@@ -1,12 +1,12 @@
-//! Fallible allocation for lists and maps that may grow large. A failed allocation is an error, and does not abort the
-//! process.
+//! Fallible allocation for lists and maps that may grow large. A failed allocation returns an error instead of aborting
+//! the process.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::Hash;
 
 use crate::error::{Error, Result};
 
-/// Reserves capacity for `count` more items.
+/// Reserves capacity for `count` more items in `items`.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`].
@@ -48,8 +48,8 @@ pub(crate) fn collected<T>(items: impl IntoIterator<Item = T>) -> Result<Vec<T>>
     Ok(all)
 }
 
-/// Collects items into a map with small allocations only. In contrast, `collect` sorts all items in a single
-/// allocation, whose failure aborts the process.
+/// Collects items into a map, with small allocations only. `collect` would instead sort all items in a single
+/// allocation, and a failure of that allocation would abort the process.
 pub(crate) fn map_of<K: Ord, T>(items: impl IntoIterator<Item = (K, T)>) -> BTreeMap<K, T> {
     let mut map = BTreeMap::new();
     map.extend(items);

@@ -1,7 +1,7 @@
 //! Aligns a value so that it shares no cache line with other values.
 //!
-//! Each write by another core invalidates the cached line. If a read-only field shared the line of a frequently written
-//! word, every commit would cause cache misses for the field's readers.
+//! Each write by another core invalidates the cached line. If a read-only field shared a cache line with a frequently
+//! written word, every commit would cause cache misses for the readers of the field.
 
 use std::ops::Deref;
 

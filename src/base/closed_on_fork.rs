@@ -23,16 +23,15 @@ use std::time::{Duration, Instant};
 use super::process::{ForkGuard, PerProcess};
 use super::sync::Mutex;
 
-/// A file whose descriptor is closed in every forked child. The value is dropped only in the process that opened the
-/// file.
+/// A file whose descriptor is closed in every forked child. Only the process that opened the file drops the value.
 #[derive(Debug)]
 pub(crate) struct ClosedOnFork {
     file: ForkGuard<File>,
     slot: &'static Slot,
 }
 
-/// The maximum time that [`ClosedOnFork::open`] waits for a moment without a fork. The wait is longer than one fork
-/// only if threads fork continuously and concurrently.
+/// The maximum time that [`ClosedOnFork::open`] waits for a moment in which no fork is in progress. The wait is longer
+/// than one fork only if several threads fork continuously.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The pause between two checks for forks in progress, about the duration of a fork.
@@ -89,8 +88,8 @@ impl Drop for ClosedOnFork {
     }
 }
 
-/// A registry entry for one descriptor that children close. Slots are reused and never freed, because the handler in a
-/// child traverses them without a lock.
+/// The registry entry of one descriptor that children must close. Slots are reused and never freed, because the handler
+/// in a child traverses them without a lock.
 #[derive(Debug)]
 struct Slot {
     /// The descriptor, or [`FREE`] if the slot is unused.
@@ -100,11 +99,11 @@ struct Slot {
 
 const FREE: i32 = -1;
 
-/// The head of the list of slots.
+/// The head of the linked list of slots.
 static SLOTS: AtomicPtr<Slot> = AtomicPtr::new(ptr::null_mut());
 
 impl Slot {
-    /// Registers a file's descriptor in a free slot or a new slot.
+    /// Registers the descriptor of `file` in a free slot, or in a new slot if none is free.
     fn take(file: &File) -> &'static Self {
         let descriptor = file.as_raw_fd();
         let is_taken = |slot: &&Slot| {
@@ -142,11 +141,11 @@ fn slots() -> impl Iterator<Item = &'static Slot> {
     std::iter::successors(slot(&SLOTS), move |previous| slot(&previous.next))
 }
 
-/// The numbers of forks that have begun and ended in this process.
+/// The number of forks that have begun in this process.
 static STARTED: AtomicU64 = AtomicU64::new(0);
 static ENDED: AtomicU64 = AtomicU64::new(0);
 
-/// Returns the number of forks so far, or `None` while a fork is in progress.
+/// Returns the number of completed forks, or `None` while a fork is in progress.
 fn forks_at_rest() -> Option<u64> {
     // The order of these loads matters: if a fork begins in between, the two counters differ.
     let ended = ENDED.load(Ordering::SeqCst);
@@ -157,12 +156,12 @@ extern "C" fn before_fork() {
     STARTED.fetch_add(1, Ordering::SeqCst);
 }
 
-/// Runs in the parent after each fork, even a failed one.
+/// Runs in the parent after each fork, including a failed fork.
 extern "C" fn after_fork() {
     ENDED.fetch_add(1, Ordering::SeqCst);
 }
 
-/// Runs in the forked child, where only the calling thread exists.
+/// Runs in the forked child. Only the calling thread exists there.
 extern "C" fn in_child() {
     // Forks by other threads are in progress only in the parent.
     ENDED.store(STARTED.load(Ordering::SeqCst), Ordering::SeqCst);
@@ -176,7 +175,7 @@ extern "C" fn in_child() {
     }
 }
 
-/// Registers the handlers, once for a process and its children.
+/// Registers the fork handlers, once for a process and its children.
 fn register_handlers() -> io::Result<()> {
     static ARE_REGISTERED: AtomicBool = AtomicBool::new(false);
     static REGISTERING: PerProcess<Mutex<()>> = PerProcess::new();

@@ -1,10 +1,11 @@
 //! Crews: threads that are started once for a long operation and execute its many short tasks.
 //!
-//! Starting a thread per task is slow because the start and the end of a thread change the process's memory map, which
-//! only one thread can do at a time. These changes took half the time of a replay of 1 GiB in windows of 16 MiB on 16
-//! cores.
+//! Starting a thread per task is slow because the start and the end of a thread change the process's memory map, and
+//! only one thread can change the map at a time. These changes took half the time of a replay of 1 GiB in windows of 16
+//! MiB on 16 cores.
 //!
-//! A crew exists only during one call, so a forked child never inherits a crew, whose threads would not exist there.
+//! A crew exists only during one call, so a forked child never inherits a crew, whose threads would not exist in the
+//! child.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -13,10 +14,10 @@ use rayon_core::{ThreadBuilder, ThreadPool, ThreadPoolBuilder};
 
 use crate::base::sync::threads;
 
-/// A pool of waiting threads.
+/// The threads that execute the short tasks of one long operation, or `None` if they could not be started.
 pub(crate) struct Crew(Option<Arc<ThreadPool>>);
 
-/// A thread's membership in a crew, which ends when this guard is dropped.
+/// A thread's membership in a crew. The membership ends when this guard is dropped.
 #[must_use = "the thread leaves the crew when this is dropped"]
 pub(crate) struct Membership;
 
@@ -24,8 +25,8 @@ thread_local! {
     static OWN: RefCell<Option<Arc<ThreadPool>>> = const { RefCell::new(None) };
 }
 
-/// Runs `work` with a crew of `count` threads. If the crew cannot be started, each task starts its own threads instead,
-/// as far as the system permits.
+/// Runs `work` with a crew of `count` threads. If the crew cannot be started, each task in `work` starts its own
+/// threads, as far as the system permits.
 pub(crate) fn with_crew<R>(count: usize, work: impl FnOnce(&Crew) -> R) -> R {
     std::thread::scope(|scope| {
         let start =
@@ -36,8 +37,8 @@ pub(crate) fn with_crew<R>(count: usize, work: impl FnOnce(&Crew) -> R) -> R {
 }
 
 impl Crew {
-    /// Makes the crew execute the tasks that the calling thread distributes through [`parallel`](super::parallel),
-    /// until the guard is dropped.
+    /// Adds the calling thread to the crew until the guard is dropped. The crew then executes the tasks that the thread
+    /// distributes through [`parallel`](super::parallel).
     pub fn join(&self) -> Membership {
         OWN.set(self.0.clone());
         Membership
@@ -51,7 +52,7 @@ impl Drop for Membership {
     }
 }
 
-/// Returns the crew that the calling thread has joined. Returns `None` without a crew, or while the thread exits.
+/// Returns the crew that the calling thread has joined. Returns `None` if the thread has joined no crew or is exiting.
 pub(super) fn own() -> Option<Arc<ThreadPool>> {
     OWN.try_with(|own| own.borrow().clone()).ok().flatten()
 }

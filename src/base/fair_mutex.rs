@@ -1,14 +1,14 @@
-//! A fair mutex.
+//! A mutex that threads acquire in turn.
 
 use super::sync::{Mutex, MutexGuard, Rank};
 
-/// A mutex that a waiting thread acquires before a thread that has just released the mutex.
+/// A mutex that prefers waiting threads to a thread that has just released the mutex.
 ///
 /// [`Mutex`] guarantees no order. A thread that took snapshots without a pause reacquired the lock each time before a
 /// woken thread could acquire it. As a result, a restore, and all commits that waited for the restore, took minutes.
 #[derive(Debug, Default)]
 pub(crate) struct FairMutex<T> {
-    /// A lock held by the next thread to acquire `value`, so that later threads wait here.
+    /// The lock of the thread that acquires `value` next. Later threads wait for this lock.
     turn: Mutex<()>,
     value: Mutex<T>,
 }
@@ -19,7 +19,7 @@ impl<T> FairMutex<T> {
         Self { turn: Mutex::of_rank(turn, ()), value: Mutex::of_rank(rank, value) }
     }
 
-    /// Waits for the lock and acquires it.
+    /// Blocks until the calling thread has acquired the mutex.
     pub fn lock(&self) -> MutexGuard<'_, T> {
         let _turn = self.turn.lock();
         self.value.lock()

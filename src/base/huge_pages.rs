@@ -1,4 +1,4 @@
-//! Backs memory with huge pages before it is filled.
+//! Advises the system to use huge pages for memory that is about to be filled.
 
 use std::ffi::c_void;
 
@@ -7,8 +7,8 @@ use rustix::mm::{Advice, madvise};
 /// The size of a huge page in bytes.
 const HUGE_LEN: usize = 2 << 20;
 
-/// Advises the system to back the whole huge pages within `memory` with huge pages. Call this before the memory is
-/// filled: page faults of 4 KiB pages took two thirds of the time of a read into fresh memory.
+/// Advises the system to back `memory` with huge pages where it covers whole huge pages. Call this function before the
+/// memory is filled, because page faults of 4 KiB pages took two thirds of the time of a read into fresh memory.
 ///
 /// The bytes do not change. The advice has no effect if the system does not support huge pages or the memory maps a
 /// file.

@@ -1,4 +1,4 @@
-//! The foundation of all other folders: locks, threads, parallel work, process identity, fallible allocation and
+//! Foundations that all other folders use: locks, threads, parallel work, process identity, fallible allocation and
 //! poison.
 
 pub(crate) mod aligned_buf;

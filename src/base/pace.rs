@@ -1,12 +1,12 @@
-//! Limits the rate of background reads and writes. The limit is suspended while a caller waits for the background work,
-//! which is canceled when the store closes.
+//! Limits the rate of background reads and writes. The limit is suspended while a caller waits for the background work.
+//! Closing the store cancels the work.
 
 use std::time::Duration;
 
 use crate::base::sync::{Condvar, Instant, Mutex};
 use crate::error::{Error, Result};
 
-/// A limit in bytes per second on background work, which leaves the remaining disk bandwidth to commits.
+/// A limit in bytes per second on background work, so that commits get the remaining disk bandwidth.
 #[derive(Default)]
 pub(crate) struct Pace {
     bytes_per_second: Option<u64>,
@@ -18,11 +18,12 @@ pub(crate) struct Pace {
 struct PaceState {
     /// Whether the store is closing.
     is_closing: bool,
-    /// The number of callers that wait for the background work. While it is not 0, the work runs at full speed.
+    /// The number of callers that wait for the background work. While this count is greater than 0, the rate limit is
+    /// suspended.
     callers: usize,
 }
 
-/// A guard of a caller that waits for the background work at full speed.
+/// A guard that suspends the rate limit while its owner waits for the background work.
 pub(crate) struct UrgentWaitGuard<'a>(&'a Pace);
 
 impl Drop for UrgentWaitGuard<'_> {
@@ -36,28 +37,25 @@ impl Pace {
         Self { bytes_per_second, ..Self::default() }
     }
 
-    /// Suspends the limit until the guard is dropped.
+    /// Suspends the rate limit until the returned guard is dropped.
     pub fn expedite(&self) -> UrgentWaitGuard<'_> {
         self.state.lock().callers += 1;
         self.changed.notify_all();
         UrgentWaitGuard(self)
     }
 
-    /// Waits until the limit permits `bytes` bytes for work that began at `since`, or until a caller waits for the
-    /// work.
+    /// Blocks until work that began at `since` has transferred `bytes` bytes no faster than the rate limit. Returns
+    /// early while the limit is suspended by [`expedite`](Self::expedite).
     ///
     /// # Errors
-    /// [`Error::Closed`] if the store closes; the caller must then abandon its work.
+    /// [`Error::Closed`] if the store closes. The caller must then abandon the background work.
     pub fn keep(&self, since: Instant, bytes: u64) -> Result<()> {
         self.wait(self.bytes_per_second.map(|limit| since + time_for(bytes, limit)), |state| {
             state.callers > 0
         })
     }
 
-    /// Waits until the given time, or indefinitely for `None`.
-    ///
-    /// # Errors
-    /// [`Error::Closed`] if the store closes.
+    /// Waits until the time `until`. `None` waits until the store closes or for [`LONGEST`].
     pub fn rest(&self, until: Option<Instant>) -> Result<()> {
         self.wait(Some(until.unwrap_or_else(|| Instant::now() + LONGEST)), |_| false)
     }
@@ -83,10 +81,11 @@ impl Pace {
     }
 }
 
-/// A time longer than any snapshot takes, and short enough to be added to any instant.
+/// The longest wait for the rate limit. The value exceeds the duration of any snapshot, and can be added to any
+/// `Instant` without overflow.
 const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
 
-/// Returns the minimum time for `bytes` bytes at the given rate.
+/// Returns the minimum duration of a transfer of `bytes` bytes at the given rate, at most [`LONGEST`].
 fn time_for(bytes: u64, bytes_per_second: u64) -> Duration {
     Duration::try_from_secs_f64(bytes as f64 / bytes_per_second as f64).unwrap_or(LONGEST).min(LONGEST)
 }

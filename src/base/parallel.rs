@@ -13,14 +13,14 @@ use crate::base::crew;
 use crate::base::sync::thread;
 use crate::base::sync::threads;
 
-/// Returns the number of threads that can run concurrently, but at most `at_most`.
+/// Returns the number of threads that can run concurrently on this system, limited to `at_most`.
 pub(crate) fn threads(at_most: usize) -> usize {
     // The number is queried once, because the system reads files to determine it.
     static COUNT: OnceLock<usize> = OnceLock::new();
     (*COUNT.get_or_init(|| thread::available_parallelism().map_or(1, NonZero::get))).min(at_most)
 }
 
-/// Returns whether the calling thread has joined a crew, in which case parallel work starts no threads.
+/// Returns whether the calling thread has joined a crew. Parallel work of such a thread starts no threads.
 pub(crate) fn has_crew() -> bool {
     crew::own().is_some()
 }
@@ -29,7 +29,8 @@ pub(crate) fn has_crew() -> bool {
 /// results in index order. Each thread creates its own state with `equip`. A single thread processes the indices in
 /// order, like a plain loop.
 ///
-/// If a thread cannot be started, the others do its work. If the caller belongs to a [`crew`], the crew does the work.
+/// If a thread cannot be started, the other threads do its work. If the caller belongs to a [`crew`], the crew does the
+/// work.
 ///
 /// # Errors
 /// The first error of any thread. No new work is started after an error.
@@ -87,7 +88,8 @@ pub(crate) fn map_indexed<W, T: Send, E: Send>(
     Ok(done.into_iter().map(|(_, result)| result).collect())
 }
 
-/// Calls `work` for each of `pieces`, passed by value, like [`map_indexed`]. The pieces may be mutable borrows.
+/// Calls `work` for each of `pieces` like [`map_indexed`], and passes the piece by value. Pieces may be mutable
+/// borrows.
 pub(crate) fn for_each<P: Send, T: Send, E: Send>(
     threads: usize,
     pieces: impl IntoIterator<Item = P>,
@@ -99,8 +101,8 @@ pub(crate) fn for_each<P: Send, T: Send, E: Send>(
     map_indexed(threads, pieces.len(), || (), each)
 }
 
-/// Runs two tasks concurrently, `there` on its own thread. If the system has a single core, or the thread cannot be
-/// started, `there` runs after `here`.
+/// Runs `there` and `here` concurrently and returns their results. `there` runs on its own thread. If the system has a
+/// single core, or the thread cannot be started, `there` runs after `here`.
 pub(crate) fn join<A: Send, B>(there: impl FnOnce() -> A + Send, here: impl FnOnce() -> B) -> (A, B) {
     let there = Mutex::new(Some(there));
     let run = || there.lock().unwrap_or_else(PoisonError::into_inner).take().map(|there| there());
@@ -116,12 +118,12 @@ pub(crate) fn join<A: Send, B>(there: impl FnOnce() -> A + Send, here: impl FnOn
     (done.or_else(run).expect("no thread has taken it"), here)
 }
 
-/// The error that reports a panic in the producer thread of [`pipeline`].
+/// The error that [`pipeline`] returns if its producer thread panics.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct ProducerPanic;
 
 /// Calls `take` with each piece that `make` produces, in order, and returns the result of `make`. `make` passes pieces
-/// to its callback, which returns `false` when no more pieces are needed.
+/// to its callback. The callback returns `false` when no more pieces are needed.
 ///
 /// `make` runs on its own thread and produces up to `count_max` pieces in advance. If `count_max` is 0, the system has
 /// a single core, or the thread cannot be started, each piece is taken as soon as it is produced.
@@ -226,7 +228,7 @@ mod tests {
         assert_eq!((there != caller, here), (threads(2) > 1, 2));
     }
 
-    /// Runs a pipeline over the numbers up to 100. Returns the numbers that were taken, and the pipeline's result.
+    /// Runs a pipeline over the numbers up to 100. Returns the numbers that `take` received, and the pipeline's result.
     fn numbers(count_max: usize, refused: u32) -> (Vec<u32>, Result<&'static str, Failure>) {
         let mut taken = Vec::new();
         let made = pipeline(

@@ -1,7 +1,7 @@
 //! Reports phases of the engine's work to a hook, so that the kill suite can kill the process during a phase. Without
-//! the feature `testing`, entering a phase does nothing.
+//! the feature `testing`, phases are not reported.
 
-/// A phase of the engine's work that a crash can interrupt.
+/// A phase of the engine's work during which a test can simulate a crash.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Phase {
@@ -25,7 +25,8 @@ pub enum Phase {
     Move,
 }
 
-/// The start or the end of a phase. Phases nest, and several threads can run the same phase concurrently.
+/// The event that a hook receives: the start or the end of a phase. Phases nest, and several threads can run the same
+/// phase concurrently.
 #[cfg(feature = "testing")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Edge {
@@ -41,7 +42,8 @@ type Hook = Box<dyn Fn(Phase, Edge) + Send + Sync>;
 #[cfg(feature = "testing")]
 static HOOK: std::sync::OnceLock<Hook> = std::sync::OnceLock::new();
 
-/// Registers a hook that each thread calls at the start and the end of a phase. Only the first registered hook is used.
+/// Registers a hook. Each thread calls the hook at the start and the end of each of its phases. Only the first
+/// registered hook is used.
 #[cfg(feature = "testing")]
 pub fn on_phase(hook: impl Fn(Phase, Edge) + Send + Sync + 'static) {
     let _first_stays = HOOK.set(Box::new(hook));
@@ -54,7 +56,7 @@ pub(crate) struct PhaseGuard {
     phase: Phase,
 }
 
-/// Starts a phase, which ends when the guard is dropped.
+/// Starts a phase. The phase ends when the returned guard is dropped.
 pub(crate) fn enter(phase: Phase) -> PhaseGuard {
     #[cfg(feature = "testing")]
     {

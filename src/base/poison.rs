@@ -7,11 +7,11 @@ use std::sync::{Arc, OnceLock};
 
 use crate::error::{Error, Result};
 
-/// The error that poisons a store, set by the first thread that fails.
+/// The error that poisons a store. The first thread that fails sets the error.
 #[derive(Debug, Default)]
 pub(crate) struct Poison {
     cause: OnceLock<Arc<Error>>,
-    /// The store's directory.
+    /// The directory of the store, for messages.
     store: String,
 }
 
@@ -37,15 +37,15 @@ impl Poison {
         Error::Poisoned(self.cause.get().unwrap_or(&error).clone())
     }
 
-    /// Poisons the store if `error` is a failure of a device call or a panic of a thread. Returns other errors
-    /// unchanged, because they concern only the caller.
+    /// Poisons the store if `error` is a failure of a device call or a panic of a thread. Other errors concern only the
+    /// caller, and are returned unchanged.
     pub fn set_by_device(&self, error: Error) -> Error {
         if matches!(error, Error::Device { .. } | Error::Panicked { .. }) { self.set(error) } else { error }
     }
 }
 
-/// A guard that a thread holds for its lifetime. If the thread panics, the guard poisons the store, because some of the
-/// thread's work may be incomplete.
+/// A guard that a thread of the store holds for its lifetime. If the thread panics, the guard poisons the store,
+/// because some of the thread's work may be incomplete.
 pub(crate) struct PoisonOnPanic {
     pub poison: Arc<Poison>,
     pub thread: &'static str,

@@ -20,14 +20,14 @@ use rustix::mm::{Advice, madvise};
 
 use crate::error::{Error, Result};
 
-/// The identity of the process that created a handle. The upper half is a generation number, greater than the parent's,
-/// and the lower half is the process id.
+/// The identity of a process, recorded by each handle that the process creates. The upper half is a generation number,
+/// greater than that of the parent process. The lower half is the process id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Process(u64);
 
 impl Process {
-    /// Returns the running process. Takes no lock, because a forked child also calls this function, and a lock might
-    /// have been held at the fork.
+    /// Returns the identity of the running process. Takes no lock, because a forked child also calls this function, and
+    /// another thread might have held the lock at the fork.
     pub fn current() -> Self {
         let Some(word) = word() else { return Self(std::process::id().into()) };
         Self(match word.load(Ordering::Relaxed) {
@@ -41,7 +41,8 @@ impl Process {
         })
     }
 
-    /// Returns whether `self` is the running process. In a forked child, the process of an inherited handle is not.
+    /// Returns whether `self` is the running process. For the process recorded in an inherited handle, a forked child
+    /// gets `false`.
     pub fn is_current(self) -> bool {
         self == Self::current()
     }
@@ -57,7 +58,7 @@ impl Process {
 
 #[cfg(test)]
 impl Process {
-    /// Returns a process other than the running one, such as an inherited handle records in a forked child.
+    /// Returns a process other than the running process, to simulate a handle that a forked child has inherited.
     pub fn parent() -> Self {
         Self(Self::current().0 + (1 << 32) + 1)
     }
@@ -69,10 +70,11 @@ static WORD: AtomicPtr<AtomicU64> = AtomicPtr::new(ptr::null_mut());
 /// The newest generation number. A child inherits this counter and increments it, so the child's generation is greater
 /// than those of all its ancestors.
 static NEWEST: AtomicU64 = AtomicU64::new(0);
-/// The target of `WORD` on a system that cannot reset memory on fork. Processes are then identified by process id only.
+/// The word that `WORD` points to on a system that cannot reset memory on fork. Processes are then identified by
+/// process id only.
 static NO_WORD: AtomicU64 = AtomicU64::new(0);
 
-/// Returns the word that is reset on fork, or `None` if the system does not support it.
+/// Returns the word that the kernel resets on fork, or `None` if the system does not support such a reset.
 fn word() -> Option<&'static AtomicU64> {
     let mut word = WORD.load(Ordering::Acquire);
     if word.is_null() {
@@ -87,7 +89,7 @@ fn word() -> Option<&'static AtomicU64> {
     (!ptr::eq(word, &NO_WORD)).then_some(word)
 }
 
-/// Allocates the word in its own page, which stays mapped for the lifetime of the process.
+/// Allocates the word in a separate page. The page stays mapped for the lifetime of the process.
 fn make_word() -> io::Result<*mut AtomicU64> {
     if cfg!(miri) {
         return Err(io::ErrorKind::Unsupported.into());
@@ -104,14 +106,14 @@ fn make_word() -> io::Result<*mut AtomicU64> {
     Ok(word)
 }
 
-/// Stores `word` in `WORD` unless another thread was first. Returns the word of the first thread.
+/// Stores `word` in `WORD` unless another thread has already stored a word. Returns the stored word.
 fn publish(word: *mut AtomicU64) -> *mut AtomicU64 {
     let stored = WORD.compare_exchange(ptr::null_mut(), word, Ordering::AcqRel, Ordering::Acquire);
     stored.map_or_else(|first| first, |_| word)
 }
 
-/// A value that is dropped only by the process that created it. A forked child leaks the value. As a result, the child
-/// does not unmap, free or close resources of the parent, and takes no lock for the value.
+/// A value that only the process that created it drops. A forked child leaks the value. As a result, the child does not
+/// unmap, free or close resources of the parent, and takes no lock for the value.
 #[derive(Debug)]
 pub(crate) struct ForkGuard<T> {
     value: ManuallyDrop<T>,
@@ -123,7 +125,7 @@ impl<T> ForkGuard<T> {
         Self { value: ManuallyDrop::new(value), process: Process::current() }
     }
 
-    /// Returns the value in the process that created it.
+    /// Returns the value if the calling process created it.
     ///
     /// # Errors
     /// [`Error::Forked`] in any other process.
@@ -138,15 +140,15 @@ impl<T> ForkGuard<T> {
 
 #[cfg(test)]
 impl<T> ForkGuard<T> {
-    /// Creates a guard in the state in which a forked child inherits it.
+    /// Creates a guard that appears to have been inherited by a forked child.
     pub fn inherited(value: T) -> Self {
         Self { value: ManuallyDrop::new(value), process: Process::parent() }
     }
 }
 
 impl<T: Clone> Clone for ForkGuard<T> {
-    /// Clones the value. A clone made in a forked child also belongs to the parent, and the child never drops the
-    /// clone.
+    /// Clones the value. A clone that is made in a forked child also belongs to the parent, so the child never drops
+    /// the clone.
     fn clone(&self) -> Self {
         Self { value: self.value.clone(), process: self.process }
     }
@@ -185,8 +187,8 @@ impl<T: Default + Sync> PerProcess<T> {
         Self(AtomicPtr::new(ptr::null_mut()))
     }
 
-    /// Returns the value of this process, and creates it on first use. An inherited value of the parent is not
-    /// accessed.
+    /// Returns the value of this process. The first call in a process creates the value, without access to the value
+    /// that the parent created.
     pub fn get(&'static self) -> &'static T {
         let mut newest = self.0.load(Ordering::Acquire);
         loop {

@@ -1,12 +1,12 @@
-//! A queue that makes only small allocations, regardless of its length. Batches are queued after they are logged, when
-//! a failed allocation could no longer be handled.
+//! A queue that makes only small allocations, regardless of its length. Batches are queued after they are logged, and a
+//! failed allocation can no longer be handled then.
 
 use std::collections::{LinkedList, VecDeque};
 
-/// The maximum size of a piece in bytes.
+/// The maximum size in bytes of a queue's piece.
 const PIECE_BYTES: usize = 32 << 10;
 
-/// A first-in, first-out queue, stored in pieces. Only the sole piece of a queue can be empty.
+/// A first-in, first-out queue, stored in pieces of limited size. No piece is empty unless it is the only piece.
 pub(crate) struct Queue<T> {
     pieces: LinkedList<VecDeque<T>>,
     len: usize,
@@ -19,7 +19,7 @@ impl<T> Default for Queue<T> {
 }
 
 impl<T> Queue<T> {
-    /// The maximum number of items in a piece.
+    /// The maximum number of items in a queue's piece.
     const PIECE_LEN: usize = PIECE_BYTES / size_of::<T>();
 
     pub fn len(&self) -> usize {

@@ -1,7 +1,7 @@
 //! The async tasks that wait for batches, each with the waker of its executor.
 //!
-//! When a batch reaches the awaited state, the thread that advances the state wakes all tasks that wait for this batch
-//! or an earlier batch.
+//! Tasks wait for a state of a batch, for example durable. The thread that advances this state wakes all tasks that wait
+//! for the batch or an earlier batch.
 
 use std::task::Waker;
 
@@ -10,13 +10,12 @@ use remanent_format::Lsn;
 use crate::base::sync::Mutex;
 use crate::base::sync::atomic::{AtomicUsize, Ordering};
 
-/// The set of waiting tasks.
+/// The async tasks that wait until a batch reaches some state.
 #[derive(Default)]
 pub(crate) struct Wakers {
     waiting: Mutex<Vec<WaitingTask>>,
-    /// The number of waiting tasks, so that [`wake`](Self::wake) takes the lock only if there are any. After adding
-    /// itself, a task checks again whether its batch was reached. Therefore either the task is woken or its check
-    /// succeeds.
+    /// The number of waiting tasks. If the number is 0, [`wake`](Self::wake) takes no lock. A task checks its batch
+    /// again after adding itself. Therefore the task is woken, or its check finds that the batch has reached the state.
     count: AtomicUsize,
     next: AtomicUsize,
 }
@@ -28,7 +27,7 @@ struct WaitingTask {
 }
 
 impl Wakers {
-    /// Returns a new id for a waiting task.
+    /// Returns a new id with which a task registers its waker.
     pub fn id(&self) -> usize {
         self.next.fetch_add(1, Ordering::Relaxed)
     }
@@ -50,8 +49,8 @@ impl Wakers {
         self.count.store(waiting.len(), Ordering::SeqCst);
     }
 
-    /// Wakes the tasks that wait for batch `reached` or an earlier batch, or all tasks for `Lsn(u64::MAX)`. Call this
-    /// only after changing the state that the tasks check.
+    /// Wakes the tasks that wait for batch `reached` or an earlier batch. `Lsn(u64::MAX)` wakes all tasks. The caller
+    /// must have changed the state that the tasks check before this call.
     pub fn wake(&self, reached: Lsn) {
         if self.count.load(Ordering::SeqCst) == 0 {
             return;

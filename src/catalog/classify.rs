@@ -1,9 +1,11 @@
-//! Classifies each page for the next snapshot: the page is gathered, its known image is named, or it is deleted.
+//! Classifies each page for the next snapshot. The snapshot gathers the page, names its known image, or records its
+//! deletion.
 //!
-//! A snapshot does not block batches, because pages are classified in groups, between batches. (Classifying all 260,000
-//! pages at once blocked a commit for 40 to 60 ms.) A page changed in the meantime is gathered in its newer version. A
-//! page deleted in the meantime is reported when the gather does not find it. Created pages are not searched for.
-//! Together with the log after the snapshot's beginning, the result is one consistent state.
+//! Pages are classified in groups, between batches, so that a snapshot does not block batches. (Classifying all 260,000
+//! pages at once blocked a commit for 40 to 60 ms.) A page that changes after its classification is gathered in its
+//! newer version. The gather reports a page that a batch has deleted after its classification. Pages created after the
+//! snapshot's beginning are not classified. Together with the log after the snapshot's beginning, the result is one
+//! consistent state.
 
 use remanent_format::image::ImageRef;
 use remanent_format::manifest::ManifestEntry;
@@ -17,52 +19,52 @@ use crate::error::{Error, Result};
 /// two groups.
 pub(crate) const CLASSIFIED_AT_ONCE: usize = 1024;
 
-/// The class of a page for the next snapshot.
+/// The class of a page, which determines what the next snapshot does with the page.
 pub(crate) enum PageClass {
-    /// The newest snapshot contains the current version of the page, with this image.
+    /// The newest snapshot names the current version of the page. The value contains the named image.
     Unchanged(PageInfo, Option<ImageRef>),
-    /// An image contains the page, but the newest snapshot does not name that image or states another place of the
-    /// page.
+    /// An image file contains the page, but the newest snapshot names no image or another image of the page, or records
+    /// another place.
     Known(PageInfo, Option<ImageRef>),
     /// No image contains the page. The value is its length in bytes.
     Changed(u64),
-    /// A batch deleted the page since the snapshot began.
+    /// A batch deleted the page after the snapshot began.
     Deleted,
     /// The page was already deleted when the snapshot began.
     Gone { is_named: bool },
 }
 
 impl PageClass {
-    /// Returns whether the page is deleted but still in the newest snapshot.
+    /// Returns whether the page is deleted although the newest snapshot still names it.
     pub fn is_gone(&self) -> bool {
         matches!(self, Self::Gone { is_named: true })
     }
 
-    /// Returns whether the newest snapshot is correct for the page, which then need not be checked again until it
+    /// Returns whether the newest snapshot is correct for the page. Such a page need not be classified again until it
     /// changes.
     pub fn is_settled(&self) -> bool {
         matches!(self, Self::Unchanged(..) | Self::Gone { is_named: false })
     }
 }
 
-/// The work of the next snapshot, by kind of page.
+/// The pages that the next snapshot must mention, by class.
 #[derive(Default)]
 pub(crate) struct SnapshotWork {
     /// The pages to gather, with their lengths in bytes.
     pub gather: Vec<(PageId, u64)>,
-    /// The entries of the pages that the snapshot must name and whose images are known.
+    /// The manifest entries of the pages with known images that the snapshot must name.
     pub entries: Vec<ManifestEntry>,
-    /// The pages of the newest snapshot that are now deleted.
+    /// The pages that the newest snapshot names and that are now deleted.
     pub tombstoned: Vec<PageId>,
-    /// The link that the snapshot follows, and its checksum. If `None`, the snapshot names all pages.
+    /// The link that precedes the snapshot, and the checksum of that link. If `None`, the snapshot names all pages.
     pub follows: Option<(SnapshotId, u32)>,
-    /// The number of pages that were checked. Unless the snapshot names all pages, these are the pages that changed
-    /// since the previous snapshot or in it, the pages of folded links, and the pages that are carried.
+    /// The number of pages that were classified. If the snapshot follows a link, these are the pages that changed
+    /// during or since the previous snapshot, the pages of folded links, and the pages whose images are written again.
     pub visited: usize,
 }
 
 impl SnapshotWork {
-    /// Adds the work for a page that the snapshot must mention.
+    /// Adds a page of class `class` to the work.
     fn note(&mut self, page: PageId, class: PageClass) -> Result<()> {
         match class {
             PageClass::Unchanged(info, image) | PageClass::Known(info, image) => {
@@ -85,22 +87,23 @@ impl SnapshotWork {
     }
 }
 
-/// The pages that exist or have changed at the beginning of a snapshot.
+/// The pages at the beginning of a snapshot.
 pub(crate) struct Beginning {
-    /// The pages that changed or were deleted since they were last settled.
+    /// The pages that may differ from the newest snapshot, because they changed or were deleted.
     pub changed: Vec<PageId>,
     /// The number of pages in the table.
     pub count: usize,
 }
 
 impl KnownImages {
-    /// Determines the work of a snapshot that begins with these pages. The checked pages are those that may have
-    /// changed according to the table, those with a damaged image, and others that the snapshot must mention.
+    /// Determines the work of a snapshot that begins with the given pages. Three kinds of pages are classified: pages
+    /// that may have changed according to the table, pages with a damaged image, and further pages that the snapshot
+    /// must mention.
     ///
-    /// `carry` lists image files whose images are to be written again, with the number of bytes that this takes, the
-    /// most wasteful first. Files are carried while they fit in `carry_bytes_max`, or in the number of bytes that the
-    /// snapshot writes anyway if that is greater. `classify` requests [`KnownImages::classify`] on the thread that
-    /// applies batches, and returns a function that waits for the result.
+    /// `carry` lists image files whose images are to be written again, with the number of bytes to write, the most
+    /// wasteful file first. Files are carried while their bytes fit in `carry_bytes_max`, or in the number of bytes
+    /// that the snapshot writes anyway if that is greater. `classify` requests [`KnownImages::classify`] on the thread
+    /// that applies batches, and returns a function that waits for the result.
     ///
     /// # Errors
     /// The errors of `classify`.
@@ -201,7 +204,7 @@ mod tests {
     const PAGES: u64 = 10_000;
     const LEN: u64 = 256;
 
-    /// A store without the bytes of pages.
+    /// A page table and the snapshots of a simulated store without page contents.
     struct TableWithoutBytes {
         table: PageTable,
         known: KnownImages,
@@ -230,8 +233,8 @@ mod tests {
             self.known.plan_work(beginning, carry, 0, classify).unwrap()
         }
 
-        /// Runs `meanwhile` before each group. Returns the work, the pages at the beginning, and the pages among them
-        /// that a batch has deleted since.
+        /// Plans a snapshot, and runs `meanwhile` before each group is classified. Returns the work, the pages at the
+        /// beginning, and those of the pages that a batch has deleted since.
         fn plan_work_while(
             &mut self,
             carry: &[(u64, u64)],
@@ -248,7 +251,7 @@ mod tests {
             (sorted, began, deleted)
         }
 
-        /// Publishes a snapshot that gathered into its own file.
+        /// Publishes a snapshot whose gathered images are in its own file.
         fn publish(&mut self, sorted: SnapshotWork) {
             self.snapshots += 1;
             let gathered = sorted.gather.iter().zip(1..).map(|((page, len), at)| {
@@ -369,7 +372,7 @@ mod tests {
         assert_eq!((sorted.gather.len(), sorted.visited), (0, 1));
     }
 
-    /// Snapshots that each follow one change never name all pages until half of them have changed.
+    /// Each snapshot follows a link until half of the pages have changed, even if each snapshot has only one change.
     #[test]
     fn links_are_folded_as_they_grow() {
         let mut subject = settled();

@@ -1,12 +1,13 @@
-//! The images that are already on disk, which determine the pages that the next snapshot need not gather.
+//! The images that are already on disk. The next snapshot need not gather a page whose current bytes are in such an
+//! image.
 //!
-//! The bytes of a page equal those of an image until a batch changes the page. The page's Lsn shows such a change,
-//! because for a given page an Lsn identifies one content. A snapshot therefore gathers the pages whose Lsn differs
-//! from that of the known image, and names the known image for all other pages. An epoch also identifies one content,
-//! and a batch that only moves a page does not change its epoch. For such a page, the snapshot records the new place
-//! and names the previous image. The memory cost is 56 bytes per page.
+//! The bytes of a page equal those of an image until a batch changes the page. A change sets the Lsn of the page, and
+//! for a given page an Lsn identifies one content. A snapshot therefore gathers the pages whose Lsn differs from that
+//! of the known image, and names the known image for all other pages. An epoch also identifies one content, and a batch
+//! that only moves a page does not change its epoch. For a moved page, the snapshot records the new place and names the
+//! previous image. The memory cost is 56 bytes per page.
 //!
-//! None of this is on disk. Each open rebuilds the known images from the loaded snapshot and the log after it.
+//! The known images are not stored on disk. Each open rebuilds them from the loaded snapshot and the log after it.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -26,7 +27,7 @@ use crate::disk::source::DiskSource;
 use crate::error::Result;
 use crate::images::read::{ImageRequest, damaged};
 
-/// The number of images that are recorded at a time after they were read back.
+/// The number of images that are recorded under one lock after they were read back.
 const NOTED_AT_ONCE: usize = 1024;
 
 /// The images on disk that contain current or recent bytes of pages.
@@ -45,13 +46,13 @@ pub(super) struct KnownState {
     damaged_images: BTreeMap<(u64, u64), PageId>,
 }
 
-/// The images of current pages that replay took from a restore's table or from the log instead of the snapshot.
+/// The images of current pages that replay found in a restore's table or in the log, and not in the snapshot.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct ReplayImages(BTreeMap<PageId, KnownImage>);
 
 impl ReplayImages {
-    /// Records the base of `page` if the base contains the page's current state and the snapshot does not name it.
-    /// `named` is the snapshot's entry for the page.
+    /// Records the image of `base` if it contains the current state of `page` and the snapshot does not name that
+    /// image. `named` is the snapshot's entry for the page.
     pub fn note(&mut self, page: PageId, named: Option<&ManifestEntry>, base: &Base, table: &PageTable) {
         // The snapshot already names the image of nearly all pages, so only the exceptions are stored.
         if named.is_some_and(|entry| entry.lsn == base.lsn && entry.image == base.image) {
@@ -65,7 +66,7 @@ impl ReplayImages {
         }
     }
 
-    /// Adds the records of `other`. No page may be in both sets.
+    /// Adds the images of `other`. No page may be in both sets.
     pub fn extend(&mut self, other: Self) {
         self.0.extend(other.0);
     }
@@ -78,8 +79,8 @@ impl Default for KnownImages {
 }
 
 impl KnownImages {
-    /// Returns the images that are known after an open has followed the log from a snapshot. `base` is the complete
-    /// manifest of that snapshot.
+    /// Returns the images that are known after an open has replayed the log from a snapshot. `base` is the complete
+    /// manifest of that snapshot. `unnamed` contains the images that replay found elsewhere.
     pub fn recovered(survey: &Survey, base: Option<&Manifest>, unnamed: ReplayImages) -> Result<Self> {
         let newest = match base {
             Some(base) => {
@@ -97,8 +98,8 @@ impl KnownImages {
         )))
     }
 
-    /// Returns the pages of a table that differ from the newest snapshot. A caller that tracks changes to the table
-    /// from now on need not search it again.
+    /// Returns the pages of `table` that differ from the newest snapshot. The function searches the whole table, so
+    /// callers run it once and track later changes.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -120,33 +121,35 @@ impl KnownImages {
         Ok(changed)
     }
 
-    /// Returns the totals of the newest snapshot's images.
+    /// Returns the number of pages and bytes of the images that the newest snapshot names.
     pub fn sums(&self) -> ImageTotals {
         self.0.lock().newest.sums().clone()
     }
 
-    /// Records an image of a page after batch `lsn` that no snapshot names yet. The caller must ensure that the image's
-    /// file is kept until a snapshot names it.
+    /// Records an image that contains `page` after batch `lsn` and that no snapshot names yet. The caller must ensure
+    /// that the image's file is kept until a snapshot names the image.
     pub fn note(&self, page: PageId, lsn: Lsn, image: Option<ImageRef>) {
         self.0.lock().unnamed.insert(page, KnownImage { lsn, image });
     }
 
-    /// Records an image written in advance of batch `lsn`, for a page of length `len`.
+    /// Records an image that was written before batch `lsn` was logged, for a page of `len` bytes.
     pub fn note_ahead(&self, page: PageId, lsn: Lsn, image: ImageRef, len: u64) {
         self.0.lock().unverified.insert(page, (KnownImage { lsn, image: Some(image) }, len));
     }
 
-    /// Returns the image that the newest snapshot names for this version of a page, unless the image is known to be
-    /// damaged.
+    /// Returns the image that the newest snapshot names for `page`. Returns `None` if that image contains another
+    /// version than `epoch`, or is known to be damaged.
     pub fn image_of(&self, page: PageId, epoch: Epoch) -> Option<ImageRef> {
         let state = self.0.lock();
         let image = state.newest.get(page).filter(|named| named.epoch == epoch)?.known.image?;
         (!is_damaged(&state.damaged_images, page, &image)).then_some(image)
     }
 
-    /// Returns whether the next snapshot may write an overlay over an image of a page. The image must be sound, and so
-    /// must the image that the newest snapshot names for the page. The two must be the same unless the image was read
-    /// back.
+    /// Returns whether the next snapshot may write an overlay over `image`. Three conditions apply:
+    ///
+    /// - `image` is not damaged.
+    /// - The newest snapshot names an image of the page that is not damaged.
+    /// - The two images are the same, unless `is_proven`: `image` was read back.
     pub fn may_be_base(&self, page: PageId, image: &ImageRef, is_proven: bool) -> bool {
         let state = self.0.lock();
         let named = state.newest.get(page).and_then(|named| named.known.image);
@@ -155,9 +158,9 @@ impl KnownImages {
         is_sound(image) && named.is_some_and(|named| is_sound(&named) && (is_proven || named == *image))
     }
 
-    /// Reads back the images written in advance of their batches, with up to `threads_max` threads. A snapshot may name
-    /// the intact images (I7). The pages of all other images are gathered, because their bytes are in memory. Returns
-    /// the number of page bytes read back.
+    /// Reads back the images that were written before their batch was logged, with up to `threads_max` threads. A
+    /// snapshot may name the intact images (I7). The next snapshot gathers the pages of all other images from memory.
+    /// Returns the number of page bytes read back.
     ///
     /// # Errors
     /// `OutOfMemory`, without any change.
@@ -196,8 +199,8 @@ impl KnownImages {
         Ok(bytes)
     }
 
-    /// Records that an image, or the base of an overlay, is damaged, so that the next snapshot gathers its page. `at`
-    /// is the location of the damage.
+    /// Records that `image` or its base is damaged, so that the next snapshot gathers `page`. `at` is the file number
+    /// and offset of the damage.
     pub fn mark_damaged(&self, page: PageId, image: &ImageRef, at: (u64, u64)) {
         let is_it = |known: &KnownImage| known.image.is_some_and(|known| location(&known) == location(image));
         let mut state = self.0.lock();
@@ -208,28 +211,28 @@ impl KnownImages {
     }
 
     /// Returns the newest snapshot's own link and its checksum, for a thin snapshot to follow. Returns `None` if the
-    /// newest snapshot already follows too many links.
+    /// newest snapshot already has too many links.
     pub fn newest_link(&self) -> Option<(SnapshotId, u32)> {
         let newest = &self.0.lock().newest;
         let link = newest.links.last().filter(|_| newest.links.len() < CHAIN_LINKS_MAX / 2)?;
         Some((link.snapshot, link.manifest_crc))
     }
 
-    /// Returns whether the newest snapshot names only images of these pages in some image file.
+    /// Returns whether the newest snapshot names an image file in which all named images belong to `pages`.
     pub fn has_file_of(&self, pages: &[PageId]) -> bool {
         self.0.lock().newest.has_file_of(pages)
     }
 
-    /// Makes the next snapshot follow no link, because an earlier link is damaged.
+    /// Makes the next snapshot a base, because a link of the newest snapshot is damaged.
     pub fn unlink(&self) {
         self.0.lock().newest.links.clear();
     }
 
-    /// Classifies pages of a change-tracked table for the next snapshot. `deleted` contains the pages that a batch has
-    /// deleted since the snapshot began.
+    /// Classifies `pages` of a change-tracked table for the next snapshot. `deleted` contains the pages that a batch
+    /// has deleted since the snapshot began.
     ///
-    /// A page for which the newest snapshot is correct need not be checked again until it changes. Only such pages are
-    /// marked as settled, so that no change is forgotten if the snapshot fails later.
+    /// Pages for which the newest snapshot is correct are marked as settled, and need not be classified again until
+    /// they change. No other page is marked, so that no change is forgotten if the snapshot fails later.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -278,8 +281,8 @@ impl KnownImages {
         self.0.lock().damaged_images.values().copied().collect()
     }
 
-    /// Advances to a published snapshot that follows no other. `base` is the result of [`NewestSnapshot::of_base`] for
-    /// this snapshot. Returns the totals of its images and an empty list of links.
+    /// Makes a published snapshot that follows no other the newest. `base` is the result of [`NewestSnapshot::of_base`]
+    /// for this snapshot. Returns the totals of its images and an empty list of links.
     pub fn advance_to_base(
         &self,
         manifest: &Manifest,
@@ -291,9 +294,9 @@ impl KnownImages {
         state.advanced(manifest)
     }
 
-    /// Advances to a published snapshot that follows `previous`. `link` must be created from `manifest` before the
-    /// publication, because after it a failed allocation could no longer be handled. Returns the totals of the
-    /// snapshot's images, and the links before it, newest first.
+    /// Makes a published snapshot that follows `previous` the newest. The caller must create `link` from `manifest`
+    /// before the publication, because a failed allocation after the publication could not be handled. Returns the
+    /// totals of the snapshot's images, and the links before its own link, newest first.
     pub fn advance_by_change(
         &self,
         manifest: &Manifest,
@@ -315,14 +318,14 @@ impl KnownState {
     }
 }
 
-/// Returns whether an image of a page, or the base of an overlay, is damaged. Only the file of the base is known, which
-/// is sufficient because a file contains one image of a page.
+/// Returns whether an image of `page` or the base of the image is damaged. Only the file of the base is known. The file
+/// is sufficient because it contains one image of a page.
 fn is_damaged(damaged_images: &BTreeMap<(u64, u64), PageId>, page: PageId, image: &ImageRef) -> bool {
     let of_base = |file| damaged_images.range((file, 0)..=(file, u64::MAX)).any(|(_, of)| *of == page);
     damaged_images.contains_key(&location(image)) || image.files().skip(1).any(|(file, _)| of_base(file))
 }
 
-/// Returns the location of an image, which identifies it: file numbers are never reused.
+/// Returns the file number and offset of an image. They identify the image, because file numbers are never reused.
 fn location(image: &ImageRef) -> (u64, u64) {
     (image.file, image.offset)
 }

@@ -1,7 +1,7 @@
-//! The lock on the catalog, which is held for the duration of a snapshot, a prune or a restore.
+//! The lock on the catalog, which a thread holds for the duration of a snapshot, a prune or a restore.
 //!
-//! A rate-limited background snapshot may take hours. While a caller waits for the lock, the snapshot is written at
-//! full speed ([`Pace`]). A caller that only reads the catalog does not wait ([`CatalogLock::latest`]).
+//! A rate-limited background snapshot may take hours. While a caller waits for the lock, the rate limit is suspended
+//! ([`Pace`]). A caller that only reads the catalog does not wait ([`CatalogLock::latest`]).
 
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
@@ -11,18 +11,19 @@ use crate::base::fair_mutex::FairMutex;
 use crate::base::pace::Pace;
 use crate::base::sync::{Mutex, MutexGuard, Rank};
 
-/// The catalog with its lock, and a copy that can be read without waiting.
+/// The catalog behind its lock, and a copy of the catalog for readers that must not wait for the lock.
 pub(crate) struct CatalogLock {
     catalog: FairMutex<Catalog>,
     latest: Mutex<Arc<CatalogCopy>>,
-    /// The rate limit of background snapshots.
+    /// The rate limit of background snapshots, suspended while a caller waits for the lock.
     pace: Arc<Pace>,
 }
 
-/// A copy of the catalog, made when its lock was last released.
+/// A copy of the catalog from the last release of the catalog's lock.
 pub(crate) struct CatalogCopy {
     pub catalog: Catalog,
-    /// The lowest number of image files and tables that are being written, or were written after the copy was made.
+    /// The number of the next file at the time of the copy. Image files and tables with this number or a greater number
+    /// may since have been written.
     pub next_file: u64,
 }
 
@@ -42,18 +43,20 @@ impl CatalogLock {
         }
     }
 
-    /// Waits for the lock. A background snapshot runs at full speed in the meantime.
+    /// Locks the catalog. While the caller waits, the rate limit of background snapshots is suspended.
     pub fn lock(&self) -> CatalogGuard<'_> {
         let _hurry = self.pace.expedite();
         self.lock_patiently()
     }
 
-    /// Waits for the lock without suspending the rate limit of a background snapshot, for background threads.
+    /// Locks the catalog for a background thread. The rate limit of a background snapshot stays in force while the
+    /// thread waits.
     pub fn lock_patiently(&self) -> CatalogGuard<'_> {
         CatalogGuard { catalog: self.catalog.lock(), latest: &self.latest, is_changed: false }
     }
 
-    /// Publishes a copy of the current catalog, for a lock holder that is about to report the end of an operation.
+    /// Publishes a copy of `catalog` before the lock is released. A lock holder calls this function before it reports
+    /// the end of an operation.
     pub fn publish_copy(&self, catalog: &Catalog) {
         *self.latest.lock() = CatalogCopy::of(catalog);
     }
@@ -69,7 +72,7 @@ impl CatalogLock {
     }
 }
 
-/// The guard of the locked catalog.
+/// A guard of the catalog's lock.
 pub(crate) struct CatalogGuard<'a> {
     catalog: MutexGuard<'a, Catalog>,
     latest: &'a Mutex<Arc<CatalogCopy>>,
@@ -92,8 +95,8 @@ impl DerefMut for CatalogGuard<'_> {
 }
 
 impl Drop for CatalogGuard<'_> {
-    /// Publishes a copy before the lock is released, so that a caller that acquires and releases the lock afterwards
-    /// finds these changes in the copy.
+    /// Publishes a copy of the changed catalog before the lock is released. A caller that locks the catalog afterwards
+    /// and releases the lock therefore finds these changes in the copy.
     fn drop(&mut self) {
         if self.is_changed {
             let latest = CatalogCopy::of(&self.catalog);

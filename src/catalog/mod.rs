@@ -1,5 +1,5 @@
-//! The catalog of the files that are kept on disk in addition to the log: snapshots, tables of restored states, and the
-//! images that these need.
+//! The catalog of the files that a store keeps in addition to the log: snapshots, tables of restored states, and the
+//! image files that the snapshots and tables name.
 
 pub(crate) mod publish;
 mod lock;
@@ -28,48 +28,50 @@ use crate::images::numbers::ImageFiles;
 pub struct SnapshotInfo {
     /// The id of the snapshot.
     pub id: SnapshotId,
-    /// The name of the snapshot, if it has one. A named snapshot is kept until its name is given up.
+    /// The name of the snapshot, or `None`. A named snapshot is kept until its name is removed.
     pub name: Option<String>,
-    /// The time of creation in milliseconds since 1970. A thin snapshot has the time of the snapshot that it replaces.
+    /// The creation time in milliseconds since the Unix epoch. A thin snapshot has the time of the snapshot that it
+    /// replaces.
     pub created_unix_ms: u64,
-    /// The batch after which replay starts.
+    /// The last batch applied before the snapshot began. Replay starts after this batch.
     pub redo: Lsn,
-    /// The batch whose state the snapshot and the log from `redo` on produce.
+    /// The last batch applied before the snapshot ended. Replaying the log from `redo` to this batch restores its
+    /// state.
     pub end: Lsn,
-    /// The number of pages.
+    /// The number of pages in the snapshot.
     pub pages: u64,
     /// The total size of the pages' images in bytes.
     pub bytes: u64,
-    /// The number of image bytes written for this snapshot, which contain the pages that had changed since the previous
-    /// snapshot. For the oldest snapshot found at an open, the number may include some images of the previous snapshot.
+    /// The total size in bytes of the images that were written for this snapshot. For the oldest snapshot that an open
+    /// found, the size may include images of the previous snapshot.
     pub bytes_written: u64,
-    /// Whether the snapshot was read back past the cache.
+    /// Whether the snapshot's files were read back from the disk, bypassing the page cache, and were intact.
     pub verified: bool,
 }
 
-/// A kept snapshot, with the files that it needs.
+/// The catalog entry of a kept snapshot, including the files that the snapshot needs.
 #[derive(Clone)]
 pub(crate) struct RetainedSnapshot {
     pub info: SnapshotInfo,
     pub redo: LogPoint,
-    /// A file number above those of all images of the snapshot.
+    /// A file number greater than that of every image file of the snapshot.
     pub next_file: u64,
-    /// The image files, with the number of bytes in each that the snapshot names.
+    /// The number of bytes that the snapshot names in each image file, by file number.
     pub files: BTreeMap<u64, u64>,
-    /// The links that the snapshot's own link follows, newest first.
+    /// The links that precede the snapshot's own link, newest first.
     pub links: Vec<SnapshotId>,
     pub manifest_crc: u32,
-    /// Whether a durable record names the snapshot. An open finds a snapshot through that record, unless it is the
-    /// newest (I7).
+    /// Whether a durable record names the snapshot. Without such a record, an open finds only the newest snapshot (I7).
     pub is_recorded: bool,
-    /// Whether no damage was found since the open in data that the snapshot needs. A snapshot that is not sound
-    /// replaces no other. The flag is not recorded on disk.
+    /// Whether the data that the snapshot needs is intact, as far as known since the open. A damaged snapshot does not
+    /// replace an older snapshot. This flag is not stored on disk.
     pub is_sound: bool,
 }
 
 impl RetainedSnapshot {
     /// Creates the catalog entry of a snapshot. `manifest` is the snapshot's own link, complete or not. `is_own`
-    /// returns whether an image file was written for the snapshot, and `sums` contains the totals of all its pages.
+    /// returns whether an image file was written for the snapshot. `sums` contains the totals of all images that the
+    /// snapshot names.
     pub fn new(
         manifest: &Manifest,
         is_own: impl Fn(u64) -> bool,
@@ -106,7 +108,7 @@ impl RetainedSnapshot {
     }
 }
 
-/// The table of a restored state, which a restore record names, with the files that it needs.
+/// The table of a restored state, and the files that the table needs. A restore record in the log names the table.
 #[derive(Clone)]
 pub(crate) struct RetainedTable {
     /// The Lsn of the restore.
@@ -114,39 +116,41 @@ pub(crate) struct RetainedTable {
     pub files: BTreeSet<u64>,
 }
 
-/// The catalog of an open store, and the next numbers of snapshots and files.
+/// The snapshots, tables and image files of an open store, and the numbers of the next snapshot and file.
 pub(crate) struct Catalog {
     pub snapshots: BTreeMap<SnapshotId, RetainedSnapshot>,
     pub tables: BTreeMap<u64, RetainedTable>,
-    /// The oldest `redo` from which replay may start, according to the last seal. `None` while the log is kept from its
-    /// beginning.
+    /// The oldest `redo` from which replay may start, according to the last seal. `None` if the log is kept from its
+    /// first batch.
     pub floor: Option<Lsn>,
-    /// The newest batch at the open, if a manifest or a table could not be read then. The files that it needs are
-    /// unknown (I8), so no file of an earlier run is removed until the floor has passed this batch.
+    /// The newest batch at the open if a manifest or a table could not be read during the open, otherwise `None`. The
+    /// files that the unreadable manifest or table needs are unknown (I8), so no file of an earlier run is removed
+    /// until the floor has passed this batch.
     pub unread: Option<Lsn>,
     pub next_snapshot: u64,
     pub files: Arc<ImageFiles>,
-    /// The images that need not be written again.
+    /// The images that are already on disk, so that a snapshot need not write them again.
     pub known: Arc<KnownImages>,
-    /// The lengths of image files in bytes, without their headers, as far as they were requested.
+    /// The lengths of image files in bytes, without their headers, by file number. Contains only lengths that were
+    /// requested before.
     pub file_lens: BTreeMap<u64, u64>,
 }
 
 impl Catalog {
-    /// Returns whether the log after a snapshot is kept.
+    /// Returns whether the log from the snapshot's `redo` on is kept.
     pub fn reaches(&self, kept: &RetainedSnapshot) -> bool {
         self.floor.is_none_or(|floor| kept.redo.lsn >= floor)
     }
 
-    /// Returns the point at which the kept log begins. Returns `None` if no snapshot begins at the floor, in which case
-    /// retention keeps log that no snapshot needs.
+    /// Returns the point at which the kept log begins. Returns `None` if no snapshot begins at the floor. The kept log
+    /// then begins earlier than any snapshot needs.
     pub fn replay_start(&self) -> Option<LogPoint> {
         let floor = self.floor?;
         let starts = self.snapshots.values().map(|kept| kept.redo).filter(|redo| redo.lsn == floor);
         starts.min_by_key(|redo| (redo.segment, redo.offset))
     }
 
-    /// Copies the catalog for read-only callers.
+    /// Copies the parts of the catalog that read-only callers need.
     fn copy(&self) -> Self {
         Self {
             snapshots: self.snapshots.clone(),
@@ -160,18 +164,19 @@ impl Catalog {
         }
     }
 
-    /// Returns the maximum number of bytes of an image file that any kept snapshot names. The bytes that only older
-    /// snapshots name are freed together with them.
+    /// Returns the largest number of bytes of image file `file` that a single kept snapshot names. Bytes that only
+    /// older snapshots name are freed when those snapshots are removed.
     pub fn live_bytes(&self, file: u64) -> u64 {
         self.snapshots.values().filter_map(|kept| kept.files.get(&file)).max().copied().unwrap_or(0)
     }
 
-    /// Returns whether a kept table names an image file. Tables do not record how many of its bytes they need.
+    /// Returns whether a kept table names image file `file`. A table does not record how many bytes of the file it
+    /// needs.
     pub fn is_in_table(&self, file: u64) -> bool {
         self.tables.values().any(|table| table.files.contains(&file))
     }
 
-    /// Returns the image files that a kept snapshot or table names.
+    /// Returns the numbers of the image files that a kept snapshot or table names.
     pub fn named_files(&self) -> BTreeSet<u64> {
         let by_snapshots = self.snapshots.values().flat_map(|kept| kept.files.keys());
         let by_tables = self.tables.values().flat_map(|table| &table.files);

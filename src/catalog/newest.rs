@@ -1,4 +1,4 @@
-//! The newest snapshot in memory: the images that it names, by page and by file.
+//! The newest snapshot in memory: the images that the snapshot names, by page and by file.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,9 +11,10 @@ use remanent_format::{Epoch, Lsn, PageId, SnapshotId};
 use crate::base::allocation::collected;
 use crate::error::Result;
 
-/// The maximum number of links of a snapshot, including its base and itself.
+/// The maximum number of links of a snapshot, including its base and its own link.
 pub(super) const LINKS_MAX: usize = 8;
-/// The inverse of the share of pages that all changes since the base may affect.
+/// The inverse of the maximum share of pages in the links after the base. When the links contain more pages, the next
+/// snapshot is a base.
 const CHANGED_SHARE: usize = 2;
 
 /// An image of a page after batch `lsn`, or no image if the page is empty.
@@ -23,24 +24,24 @@ pub(super) struct KnownImage {
     pub image: Option<ImageRef>,
 }
 
-/// The newest snapshot's entry for a page.
+/// The entry of one page in the newest snapshot.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct SnapshotPage {
-    /// The version of the page in the image.
+    /// The version of the page that the image contains.
     pub epoch: Epoch,
     pub known: KnownImage,
 }
 
-/// A link of the newest snapshot, with the pages in it.
+/// A link of the newest snapshot, and the pages that the link names.
 pub(crate) struct Link {
     pub snapshot: SnapshotId,
     pub manifest_crc: u32,
-    /// The pages in the link, existing or deleted. Empty for a base.
+    /// The existing and deleted pages that the link names. Empty for a base.
     pub pages: Vec<PageId>,
 }
 
 impl Link {
-    /// Returns the snapshot's own link.
+    /// Returns the link that `manifest` contains.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -60,12 +61,12 @@ pub(crate) struct ImageTotals {
     pub pages: u64,
     /// The total size of the pages' images in bytes.
     pub bytes: u64,
-    /// The image files, with the number of bytes in each that the snapshot names.
+    /// The number of bytes that the snapshot names in each image file, by file number.
     pub files: BTreeMap<u64, u64>,
 }
 
 impl ImageTotals {
-    /// Returns the totals of pages with these images.
+    /// Returns the number of pages and bytes of `images`. `None` counts as an empty page.
     pub fn of(images: impl Iterator<Item = Option<ImageRef>>) -> Self {
         let mut sums = Self::default();
         images.for_each(|image| sums.add(image));
@@ -82,7 +83,7 @@ impl ImageTotals {
         }
     }
 
-    /// Subtracts an image that was added before.
+    /// Removes a page with this image from the totals. The page must have been added before.
     fn subtract(&mut self, image: Option<ImageRef>) {
         self.pages -= 1;
         if let Some(image) = image {
@@ -98,36 +99,37 @@ impl ImageTotals {
     }
 }
 
-/// Returns the number of bytes that an image of this length takes in its file.
+/// Returns the number of bytes that an image of `stored_len` bytes occupies in its file, including header and padding.
 fn in_file(stored_len: u64) -> u64 {
     align_up(stored_len, FRAME_ALIGN) + ImageHeaderRaw::LEN as u64
 }
 
-/// The newest snapshot: its links, and the images that it names. The value is updated link by link, so that a snapshot
-/// with few changes is not read as a whole.
+/// The newest snapshot in memory: its links, and the images that it names. Each new snapshot updates this value with
+/// the pages in its own link, so that the cost is proportional to the changes.
 #[derive(Default)]
 pub(crate) struct NewestSnapshot {
-    /// The links, starting with the base. Empty if there is no snapshot, or none that the next snapshot may follow.
+    /// The links, starting with the base. Empty if the next snapshot must be a base.
     pub(super) links: Vec<Link>,
     pages: IdMap<PageId, SnapshotPage>,
     sums: ImageTotals,
-    /// The pages with an image in each file, as runs. Some of these pages may now have a newer image in another file. A
-    /// file is removed once none of its images is named.
+    /// The pages with an image in each file, as runs, by file number. A page in a run may now have a newer image in
+    /// another file. The entry of a file is removed when the snapshot names no image in the file.
     runs: BTreeMap<u64, FileRuns>,
 }
 
-/// The pages with an image in one file, as runs. A map makes only small allocations, which is required because the
-/// snapshot is already published when the pages are recorded, and a failed allocation could no longer be handled.
+/// The pages with an image in one file, as runs of consecutive pages. Runs are recorded after the snapshot is
+/// published, when a failed allocation can no longer be handled. A map therefore stores the runs, because a map makes
+/// only small allocations.
 #[derive(Default)]
 struct FileRuns {
-    /// The number of pages in each run, by its first page.
+    /// The number of pages in each run, by the first page of the run.
     counts: BTreeMap<PageId, u64>,
     /// The first page of the run that was extended last.
     newest: PageId,
 }
 
 impl FileRuns {
-    /// Records a page, which usually extends the last run.
+    /// Adds a page. Usually the page extends the run that was extended last.
     fn note(&mut self, page: PageId) {
         match self.counts.get_mut(&self.newest) {
             Some(count) if self.newest.0 + *count == page.0 => *count += 1,
@@ -145,7 +147,7 @@ impl FileRuns {
 }
 
 impl NewestSnapshot {
-    /// Assembles a snapshot from its links. `entries` contains all its pages.
+    /// Assembles a snapshot from its links. `entries` contains the entries of all pages of the snapshot.
     pub(super) fn of<'e>(links: Vec<Link>, entries: impl Iterator<Item = &'e ManifestEntry>) -> Self {
         let mut newest = Self { links, ..Self::default() };
         let noted = entries.inspect(|entry| {
@@ -156,21 +158,21 @@ impl NewestSnapshot {
         newest
     }
 
-    /// Prepares a snapshot without a predecessor before it becomes the newest. Only its link is omitted, whose checksum
-    /// may not be known yet.
+    /// Prepares the state for a snapshot without a predecessor, before the snapshot is published. The result has no
+    /// link yet, because the checksum of the link may not be known.
     pub fn of_base(manifest: &Manifest) -> Self {
         Self::of(Vec::new(), manifest.entries.iter())
     }
 
-    /// Advances to a snapshot that follows no other. `base` is the result of [`of_base`](Self::of_base) for this
-    /// snapshot.
+    /// Replaces this value with a snapshot that follows no other. `base` is the result of [`of_base`](Self::of_base)
+    /// for the new snapshot.
     pub fn advance_to_base(&mut self, manifest: &Manifest, manifest_crc: u32, base: Self) {
         *self = base;
         self.links = vec![Link { snapshot: manifest.snapshot, manifest_crc, pages: Vec::new() }];
     }
 
-    /// Advances to a snapshot that follows `previous`, which may be older than the newest snapshot. `manifest` is the
-    /// snapshot's own link.
+    /// Updates this value to a snapshot that follows `previous`, a snapshot that may be older than the newest.
+    /// `manifest` is the own link of the new snapshot.
     pub fn advance_by_change(&mut self, manifest: &Manifest, link: Link, previous: SnapshotId) {
         assert!(previous < manifest.snapshot); // I8: links ascend, and retention keeps the earlier ones.
         self.links.retain(|before| before.snapshot <= previous);
@@ -190,13 +192,13 @@ impl NewestSnapshot {
         self.runs.retain(|file, _| self.sums.files.contains_key(file));
     }
 
-    /// Returns the link that the next snapshot follows, with the other pages of the links that it replaces. `changed`
-    /// contains the pages that changed since the newest snapshot, in ascending order. Returns `None` if the next
-    /// snapshot must name all of `pages_max` pages.
+    /// Returns the link that the next snapshot follows, and the pages of the replaced links that `changed` does not
+    /// contain. `changed` contains the pages that changed since the newest snapshot, in ascending order. Returns `None`
+    /// if the next snapshot must name all of `pages_max` pages.
     ///
-    /// If there are too many links, the newest links are folded into the next link, as long as each of them is no
-    /// longer than the next link has become so far. Thus older links are longer, and few pages are named repeatedly. A
-    /// base is written only after enough changes that it costs little more.
+    /// At [`LINKS_MAX`] links, the newest link is folded into the next link. Each earlier link is folded as well, as
+    /// long as it has no more pages than the next link has so far. Older links are therefore longer, and few pages are
+    /// named repeatedly. A base is written only after enough changes that it costs little more than a link.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -219,7 +221,7 @@ impl NewestSnapshot {
         Ok(Some((&self.links[at], collected(folded)?)))
     }
 
-    /// Returns whether the snapshot names only images of these pages in some image file.
+    /// Returns whether the snapshot names an image file in which all named images belong to `pages`.
     pub fn has_file_of(&self, pages: &[PageId]) -> bool {
         let mut theirs = ImageTotals::default();
         let images = pages.iter().filter_map(|page| self.get(*page)).map(|named| named.known.image);
@@ -231,12 +233,12 @@ impl NewestSnapshot {
         self.pages.get(page)
     }
 
-    /// Returns the pages that the snapshot names.
+    /// Returns all pages that the snapshot names.
     pub fn pages(&self) -> impl Iterator<Item = PageId> + '_ {
         self.pages.iter().map(|(page, _)| page)
     }
 
-    /// Returns the pages that the snapshot names, with their entries.
+    /// Returns all pages that the snapshot names, with their entries.
     pub(super) fn iter(&self) -> impl Iterator<Item = (PageId, &SnapshotPage)> {
         self.pages.iter()
     }
@@ -245,7 +247,7 @@ impl NewestSnapshot {
         &self.sums
     }
 
-    /// Returns the pages with a named image in a file, each of them once.
+    /// Returns each page that has a named image in `file` once.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -262,8 +264,8 @@ impl NewestSnapshot {
     }
 }
 
-/// Records that the file of an entry's image contains an image of the page. Entries must be in ascending order, so that
-/// a file with adjacent pages has few runs.
+/// Adds the page of `entry` to the runs of its image's file. Callers must pass entries in ascending order, so that
+/// adjacent pages share a run.
 fn note(runs: &mut BTreeMap<u64, FileRuns>, entry: &ManifestEntry) {
     let Some(image) = entry.image else { return };
     image.files().for_each(|(file, _)| runs.entry(file).or_default().note(entry.page));

@@ -1,8 +1,8 @@
 //! Publishes small files: STORE, manifests, and tables.
 //!
-//! A file is written under a temporary name, synced and renamed, and the folder is synced. After a crash, the complete
-//! file exists if the rename was reached. Otherwise a temporary file may exist, which the next open removes. If there
-//! is no space for a new file, a spare of the log can be used for the temporary file.
+//! A file is written under a temporary name, synced and renamed, and the folder is synced. A crash after the rename
+//! leaves the complete file. A crash before the rename may leave a temporary file, which the next open removes. If
+//! there is no space for a new file, a spare of the log becomes the temporary file.
 
 use std::sync::Arc;
 
@@ -15,27 +15,27 @@ use crate::base::parallel;
 use crate::disk::{Disk, DiskFile};
 use crate::error::{Error, Result};
 
-/// The number of bytes that a thread reads back at a time. Allocating memory for all of a long manifest took longer
-/// than reading it.
+/// The number of bytes that a thread reads back at a time. Reading a long manifest in one piece took longer, because of
+/// the memory allocation.
 const READ_LEN: usize = (1 << 20) - (64 << 10);
 /// The number of manifest entries that a thread encodes at a time.
 const ENTRIES_AT_ONCE: usize = 8 << 10;
-/// The maximum number of threads that encode a manifest, read it back, or read back images that batches wrote in
-/// advance. No other part of a snapshot runs concurrently, and with small pages a single thread took a tenth of its
-/// time.
+/// The maximum number of threads that encode a manifest, read it back, or read back images that batches wrote before
+/// they were logged. No other part of a snapshot runs at the same time. With small pages, this work took a tenth of the
+/// snapshot's time on a single thread.
 pub(super) const THREADS_MAX: usize = 4;
 
-/// A function that creates a file with this temporary name and length from a spare, for use if there is no space for a
-/// new file. The function returns `None` if no spare is available.
+/// A function that turns a spare into a file with the given temporary name and length in bytes, if there is no space
+/// for a new file. The function returns `None` if no spare is available.
 pub(crate) type CreateFromSpare<'a> = dyn Fn(FileName, u64) -> Result<Option<Arc<dyn DiskFile>>> + 'a;
 
-/// A [`CreateFromSpare`] for callers that may not use spares.
+/// A [`CreateFromSpare`] for callers that must not use spares. Always returns `None`.
 pub(crate) fn without_spare(_temporary: FileName, _len: u64) -> Result<Option<Arc<dyn DiskFile>>> {
     Ok(None)
 }
 
-/// Publishes a manifest or a table and reads it back past the cache (I7), with up to `threads_max` threads. Returns the
-/// checksum of its header, by which other files refer to it.
+/// Publishes a manifest or a table and reads the file back with up to `threads_max` threads, bypassing the page cache
+/// (I7). Returns the checksum of the file's header, which other files state when they refer to this file.
 pub(crate) fn publish_manifest(
     disk: &Arc<dyn Disk>,
     manifest: &Manifest,
@@ -47,7 +47,8 @@ pub(crate) fn publish_manifest(
     Ok(published.header_crc)
 }
 
-/// Publishes a file like [`publish_manifest`], for a caller that reads it back later.
+/// Publishes a file like [`publish_manifest`], but does not read the file back. The caller does so later with
+/// [`PublishedFile::check`].
 pub(crate) fn publish_unchecked(
     disk: &Arc<dyn Disk>,
     manifest: &Manifest,
@@ -68,9 +69,9 @@ pub(crate) fn publish_unchecked(
     Ok(PublishedFile { header_crc, disk: disk.clone(), file, encoded, threads })
 }
 
-/// A manifest or a table that has its final name but was not read back yet.
+/// A manifest or a table that has been renamed to its final name but not yet been read back.
 pub(crate) struct PublishedFile {
-    /// The checksum of the file's header, by which other files refer to it.
+    /// The checksum of the file's header. Other files state this checksum when they refer to the file.
     pub header_crc: u32,
     disk: Arc<dyn Disk>,
     file: FileName,
@@ -79,20 +80,24 @@ pub(crate) struct PublishedFile {
 }
 
 impl PublishedFile {
-    /// Reads the file back past the cache and compares it with the expected bytes (I7).
+    /// Reads the file back from the disk, bypassing the page cache, and compares it with the bytes that were written
+    /// (I7).
+    ///
+    /// # Errors
+    /// Damage if the bytes differ, or the I/O error of the read.
     pub fn check(&self) -> Result<()> {
         check_published(&self.disk, self.file, &self.encoded.bytes(), self.threads)
     }
 }
 
-/// The encoded form of a manifest or a table, which the file contains twice.
+/// The encoded bytes of a manifest or a table, for a file that contains two copies of them.
 struct EncodedManifest {
-    /// The pieces of one copy, in order.
+    /// The parts of one copy, in order. Their concatenation is the encoded manifest.
     pieces: Vec<Vec<u8>>,
 }
 
 impl EncodedManifest {
-    /// Encodes the manifest that becomes `file`.
+    /// Encodes `manifest` for `file` with up to `threads` threads.
     fn of(manifest: &Manifest, file: FileName, threads: usize) -> Result<Self> {
         let count = manifest.entries.len();
         let encode = |(): &mut (), piece: usize| {
@@ -105,15 +110,15 @@ impl EncodedManifest {
         Ok(Self { pieces: pieces.map_err(|defect| Error::from(defect.at(file, 0)))? })
     }
 
-    /// Returns the pieces of the whole file.
+    /// Returns the parts of the file's content, in order: two copies of the encoded manifest.
     fn bytes(&self) -> Vec<&[u8]> {
         let copy = || self.pieces.iter().map(Vec::as_slice);
         copy().chain(copy()).collect()
     }
 }
 
-/// Durably writes `bytes`, in pieces, under a temporary name, then durably renames the file to `file`. A lack of space
-/// changes nothing except the spares.
+/// Writes the concatenation of `bytes` to a temporary file, syncs the file, and durably renames it to `file`. If there
+/// is no space, the call fails and at most the number of spares has changed.
 pub(crate) fn publish(
     disk: &Arc<dyn Disk>,
     file: FileName,
@@ -149,7 +154,7 @@ pub(crate) fn publish(
     disk.sync_folder(file.folder())
 }
 
-/// Reads a published manifest or table back past the cache, and compares it with the bytes written (I7).
+/// Reads a published manifest or table back, bypassing the page cache, and compares it with the bytes written (I7).
 fn check_published(disk: &Arc<dyn Disk>, file: FileName, written: &[&[u8]], threads: usize) -> Result<()> {
     let (open, len) = (disk.open(file, false)?, byte_len(written));
     let area_len = len.min(READ_LEN);
@@ -178,7 +183,7 @@ fn byte_len(pieces: &[&[u8]]) -> usize {
     pieces.iter().map(|piece| piece.len()).sum()
 }
 
-/// Returns whether the concatenated pieces contain `found` at offset `at`.
+/// Returns whether the concatenation of `pieces` contains `found` at offset `at`.
 fn is_at(mut at: usize, mut found: &[u8], pieces: &[&[u8]]) -> bool {
     for piece in pieces {
         let here = &piece[at.min(piece.len())..];

@@ -1,6 +1,6 @@
 //! A window that uses `pwrite` and `fdatasync`, for file systems on which a mapping is unsafe.
 //!
-//! After `pwrite` returns, bytes survive the death of the process, because they are in the page cache.
+//! After `pwrite` returns, the written bytes survive the death of the process, because they are in the page cache.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -10,7 +10,7 @@ use remanent_format::FileName;
 use super::Window;
 use crate::error::{Error, IoAction, Result};
 
-/// A window onto a file of fixed length.
+/// A window that writes to a file of fixed length through the page cache.
 pub(super) struct BufferedWindow {
     file: File,
     name: FileName,

@@ -1,9 +1,9 @@
-//! Reads the cached bytes of a file without reading the other bytes from the medium.
+//! Reads the cached bytes of a file without reading the uncached bytes from the medium.
 //!
-//! A non-blocking read (`RWF_NOWAIT`) stops at the end of the cached bytes. Since Linux 5.20 it still starts readahead
-//! for the following bytes. A caller that then reads these past the cache reads them twice: for 256 MiB of uncached
-//! bytes read 4 MiB at a time, 512 MiB came from the disk. Therefore this module requests a single page first, so that
-//! only 0.1 % of the uncached bytes is read twice.
+//! A non-blocking read (`RWF_NOWAIT`) stops at the end of the cached bytes. Since Linux 5.20, such a read still starts
+//! readahead for the following bytes. If the caller then reads the following bytes with direct I/O, the disk reads them
+//! twice: for 256 MiB of uncached bytes read 4 MiB at a time, 512 MiB came from the disk. Therefore this module
+//! requests a single page first, so that only 0.1 % of the uncached bytes is read twice.
 
 use std::fs::File;
 use std::io::IoSliceMut;
@@ -11,8 +11,8 @@ use std::io::IoSliceMut;
 use remanent_format::limits::GROUP_ALIGN;
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
 
-/// Fills `out` with the cached bytes of the file from `offset` on. Returns the number of bytes read. If it is less than
-/// the length of `out`, the first byte not read is at a block boundary.
+/// Fills `out` with the cached bytes of the file from `offset` on. Returns the number of bytes read. If fewer bytes
+/// than the length of `out` are read, the first missing byte is at a block boundary.
 pub(super) fn read_cached(file: &File, offset: u64, out: &mut [u8]) -> usize {
     let probed = out.len().min((GROUP_ALIGN - offset % GROUP_ALIGN) as usize);
     let mut done = 0;

@@ -1,5 +1,5 @@
-//! Determines before the first write which ways of writing the file system supports, and which of its answers can be
-//! trusted.
+//! Determines which kinds of writes the file system supports, before the store writes its first file. Also determines
+//! whether the file system's report of cached pages can be trusted.
 
 use std::fs::File;
 use std::io::{self, ErrorKind};
@@ -15,7 +15,7 @@ use super::direct;
 use super::direct_read::reopen;
 use crate::base::aligned_buf::AlignedBuf;
 
-/// The magic numbers of the known disk file systems. ext2, ext3 and ext4 share one number.
+/// The magic number that ext2, ext3 and ext4 share.
 const EXT: u64 = 0xef53;
 const XFS: u64 = 0x5846_5342;
 const BTRFS: u64 = 0x9123_683e;
@@ -36,19 +36,20 @@ pub(super) fn has_no_other_cache(file: &File) -> rustix::io::Result<bool> {
     Ok(is_known && system.f_bsize as u64 >= rustix::param::page_size() as u64)
 }
 
-/// Returns whether the file exists only in memory, in pages that a mapping shares.
+/// Returns whether `file` exists only in memory, in pages that a mapping of the file shares.
 pub(super) fn is_in_memory(file: &File) -> rustix::io::Result<bool> {
     Ok(magic(&rustix::fs::fstatfs(file)?) == TMPFS)
 }
 
-/// Returns the reason why files below `path` must not be written through a shared mapping, or `None` if they may be.
+/// Returns the reason why files below `path` must not be written through a shared mapping, or `None` if a mapping is
+/// safe.
 pub(super) fn mapping_refused(path: &Path) -> rustix::io::Result<Option<String>> {
     refusal(magic(&rustix::fs::statfs(path)?), || shares_extents(path))
 }
 
-/// Returns the reason why a file system must not be written through a shared mapping, according to its magic number.
-/// The criterion is whether a write to a synced page can need new space, because on a full disk such a write kills the
-/// process with SIGBUS.
+/// Returns the reason why files on the file system with this magic number must not be written through a shared mapping,
+/// or `None` if a mapping is safe. A mapping is unsafe if a write to a synced page can need new space, because on a
+/// full disk such a write kills the process with SIGBUS.
 fn refusal(
     magic: u64,
     shares_extents: impl FnOnce() -> rustix::io::Result<bool>,
@@ -70,8 +71,9 @@ fn refusal(
     Ok(Some(reason.to_owned()))
 }
 
-/// Returns whether files below `path` can share extents. Tries to clone one unnamed file into another. On a full disk,
-/// clones an existing file into itself, which changes nothing. An unknown result counts as shared.
+/// Returns whether files below `path` can share extents, by trying to clone one unnamed file into another. On a full
+/// disk, the function clones an existing file into itself instead, without changing the file. An unknown result counts
+/// as shared.
 fn shares_extents(path: &Path) -> rustix::io::Result<bool> {
     let nameless = || {
         let flags = OFlags::RDWR | OFlags::TMPFILE | OFlags::CLOEXEC;
@@ -96,15 +98,14 @@ fn shares_extents(path: &Path) -> rustix::io::Result<bool> {
     }
 }
 
-/// Returns the reason why files below `path` cannot be written past the page cache, or `None` if they can.
+/// Returns the reason why writes that bypass the page cache fail below `path`, or `None` if they succeed.
 ///
 /// Writes a block of an unnamed file, because some file systems accept the flags when a file is opened and reject the
 /// write. If there is no space for a block, reads the first block of an existing file instead, because a store on a
 /// full disk must open so that pages can be deleted.
 ///
 /// # Errors
-/// The disk's error if the disk fails, or if it has neither space for a block nor such a file. Another way of writing
-/// would fail as well.
+/// An I/O error if the disk fails. An error for lack of space if neither the write nor such a read is possible.
 pub(super) fn direct_refused(path: &Path) -> io::Result<Option<String>> {
     let flags = direct::FLAGS | OFlags::TMPFILE;
     let nameless = rustix::fs::openat(CWD, path, flags, Mode::RUSR | Mode::WUSR);
@@ -124,8 +125,8 @@ pub(super) fn direct_refused(path: &Path) -> io::Result<Option<String>> {
     })
 }
 
-/// Returns a file that is at least one block long: a log segment or an image file in `folder`, or else in the sibling
-/// log folder.
+/// Returns the path of a log segment or an image file that is at least one block long. Searches `folder` first, then
+/// the log folder next to `folder`.
 fn file_below(folder: &Path) -> io::Result<Option<PathBuf>> {
     let sibling = folder.with_file_name(Folder::Log.name());
     for folder in [folder, &sibling] {
@@ -144,7 +145,8 @@ fn file_below(folder: &Path) -> io::Result<Option<PathBuf>> {
     Ok(None)
 }
 
-/// Converts the result of a test write to the reason for refusal, or to an error of the disk.
+/// Converts the result of a test write to the reason why direct writes are unsupported, or to an I/O error if the disk
+/// failed.
 pub(super) fn direct_verdict(written: io::Result<()>) -> io::Result<Option<String>> {
     let says_the_disk = [Errno::IO, Errno::NOSPC, Errno::DQUOT].map(|errno| Some(errno.raw_os_error()));
     match written {

@@ -1,7 +1,8 @@
 //! `DirDisk`: a store directory in a real file system.
 //!
-//! Every method is one or two system calls. `directory.rs` resolves names: relative to the directory that a writer has
-//! locked or that a reader holds open, otherwise by path at each call. `dir_file.rs` contains open files.
+//! Every method is one or two system calls. `directory.rs` resolves the names of files. They are relative to the
+//! directory that a writer has locked or that a reader holds open. Without such a directory, each call resolves a path.
+//! `dir_file.rs` contains open files.
 
 use std::any::Any;
 use std::fs::File;
@@ -40,15 +41,15 @@ use crate::options::{ImageIo, LogIo};
 #[derive(Clone, Debug)]
 pub struct DirDisk {
     root: PathBuf,
-    /// The directory of the current writer lock. The reference is dangling while this disk holds no lock.
+    /// The directory of the current writer lock. The reference is dangling if this disk holds no lock.
     locked: Arc<Mutex<Weak<OpenDirectory>>>,
-    /// The directory that a reader holds open, if any.
+    /// The directory that a reader holds open, or `None`.
     held: Option<Arc<OpenDirectory>>,
 }
 
 impl DirDisk {
-    /// Creates a disk for the store directory at `path`, which need not exist. A relative path is resolved immediately,
-    /// so later changes of the working directory have no effect.
+    /// Creates a disk for the store directory at `path`. The directory need not exist. A relative path is resolved
+    /// immediately, so later changes of the working directory have no effect.
     #[must_use]
     pub fn new(path: impl AsRef<Path>) -> Self {
         let path = path.as_ref();
@@ -56,9 +57,9 @@ impl DirDisk {
         Self { root, locked: Arc::default(), held: None }
     }
 
-    /// Creates a disk for the store directory at `path`, and holds the directory open. Names are then resolved in this
-    /// directory even if it is moved, and never in another directory that replaces it. If there is no directory at
-    /// `path`, names are resolved by path.
+    /// Creates a disk for the store directory at `path`, and holds the directory open. The names of files are then
+    /// resolved in this directory even if it is moved, and never in another directory that replaces it. If there is no
+    /// directory at `path`, each call resolves the path.
     #[must_use]
     pub fn held(path: impl AsRef<Path>) -> Self {
         let disk = Self::new(path);
@@ -66,7 +67,7 @@ impl DirDisk {
         Self { held, ..disk }
     }
 
-    /// Returns the absolute path that the disk was created with.
+    /// Returns the absolute path of the store directory at the time when the disk was created.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.root
@@ -83,17 +84,17 @@ impl DirDisk {
         self.root.join(file_path(file))
     }
 
-    /// Returns the directory that is locked or held open, if any.
+    /// Returns the directory that is locked or held open, or `None`.
     fn kept_open(&self) -> Option<Arc<OpenDirectory>> {
         self.held.clone().or_else(|| self.locked.lock().upgrade())
     }
 
-    /// Returns the directory of the current writer, for the files that the writer opens.
+    /// Returns the locked directory of this writer, for the files that the writer opens.
     fn writer(&self) -> Weak<OpenDirectory> {
         self.locked.lock().clone()
     }
 
-    /// Calls `work` with the directory in which names are resolved.
+    /// Calls `work` with the directory in which file names are resolved.
     fn within<T>(&self, work: impl FnOnce(Directory<'_>) -> T) -> T {
         match self.kept_open() {
             Some(open) => work(Directory::Open(&open)),
@@ -107,7 +108,7 @@ impl DirDisk {
         Error::folder(action, shown.into_owned(), source)
     }
 
-    /// Converts an error of the test for direct writes.
+    /// Converts the I/O error of a test for direct writes.
     fn trial_failed(&self, folder: Folder, source: io::Error) -> Error {
         let error = self.folder_error(IoAction::WriteDirect, folder, source);
         if error.is_no_space() {
@@ -117,8 +118,8 @@ impl DirDisk {
         }
     }
 
-    /// Returns the path whose file system is queried: the folder's own path, because a folder may be a mount point, or
-    /// the store directory if the folder does not exist.
+    /// Returns the path to use in queries of the file system: the folder's own path, because a folder may be a mount
+    /// point, or the store directory if the folder does not exist.
     fn asked_path(&self, folder: Folder) -> PathBuf {
         let path = self.folder_path(folder);
         if path.is_dir() { path } else { self.root.clone() }
@@ -138,7 +139,7 @@ impl DirDisk {
             .map_err(|source| self.folder_error(IoAction::Inspect, Folder::Root, source))
     }
 
-    /// Returns the error for a file that could not be created or renamed.
+    /// Returns the error for a file that could not be created or renamed in this directory.
     fn naming_failed(&self, action: IoAction, file: FileName, source: io::Error) -> Error {
         if self.kept_open().is_some_and(|locked| locked.is_removed()) {
             return self.folder_error(IoAction::CreateInRemoved, Folder::Root, source);
@@ -330,8 +331,8 @@ impl Disk for DirDisk {
         watch::watch(&self.folder_path(folder))
     }
 
-    /// Opens the file for writing and closes it, which causes an event for watchers. The call takes two system calls
-    /// and changes nothing on disk.
+    /// Opens the file for writing and closes it, so that watchers receive an event. The call makes two system calls and
+    /// changes nothing on disk.
     fn notify_watchers(&self, file: FileName) {
         refuse_lock_file(file);
         if let Err(error) = self.within(|directory| directory.open(file, OFlags::WRONLY)) {
@@ -356,12 +357,13 @@ impl Disk for DirDisk {
     }
 }
 
-/// Panics for `LOCK`, which only `lock.rs` may open: closing any of its descriptors releases the process's record lock.
+/// Panics if `file` is `LOCK`. Only `lock.rs` may open `LOCK`, because closing any of its descriptors releases the
+/// process's record lock.
 fn refuse_lock_file(file: FileName) {
     assert!(file != FileName::Lock, "LOCK is opened by the lock alone");
 }
 
-/// A reader of a store directory for the pure decoders. The reader takes no lock.
+/// A reader of a store directory that acquires no lock, for the decoders of the format crate.
 ///
 /// The most recently read file is kept open, because decoders read a file in many small pieces.
 #[derive(Debug)]
@@ -371,7 +373,7 @@ pub struct DirReader {
 }
 
 impl DirReader {
-    /// Creates a reader of the store directory at `path`, which need not exist.
+    /// Creates a reader of the store directory at `path`. The directory need not exist.
     #[must_use]
     pub fn new(path: impl AsRef<Path>) -> Self {
         Self { disk: DirDisk::new(path), last: Mutex::new(None) }

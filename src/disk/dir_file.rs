@@ -1,4 +1,5 @@
-//! A file of a store directory, with access through the page cache, past the cache, and through a mapping.
+//! A file of a store directory. The file can be read and written through the page cache, with direct I/O, and through a
+//! mapping.
 //!
 //! Every method is one or two system calls. The standard library retries system calls that a signal interrupts. An open
 //! file is unaffected by renames.
@@ -27,18 +28,18 @@ use crate::base::sync::Mutex;
 use crate::error::{Error, IoAction, Result};
 use crate::options::LogIo;
 
-/// An open file of a store directory.
+/// An open file of a store directory in a real file system.
 pub(super) struct DirFile {
     file: File,
     name: FileName,
-    /// The directory of the writer that opened the file. The reference is dangling for a reader.
+    /// The directory of the writer that opened the file. The reference is dangling if a reader opened the file.
     writer: Weak<OpenDirectory>,
-    /// A second descriptor that reads past the page cache, opened on first use. The inner `None` means that
-    /// the file system does not support such reads.
+    /// A second descriptor for reads that bypass the page cache, opened on first use. The inner `None` means that the
+    /// file system does not support such reads.
     direct: Mutex<Option<Option<Arc<File>>>>,
-    /// A descriptor that writes past the page cache, opened on first use.
+    /// A descriptor for writes that bypass the page cache, opened on first use.
     direct_writes: Mutex<Option<Arc<File>>>,
-    /// Whether this handle has synced the file, so that the page cache contains no bytes that the medium lacks.
+    /// Whether this handle has synced the file. The page cache then contains no bytes that the medium lacks.
     is_synced: Mutex<bool>,
 }
 
@@ -75,8 +76,8 @@ impl DirFile {
         self.file.read_exact_at(out, offset)
     }
 
-    /// Returns an error to a writer if another writer has opened the store since, because the file may now belong to
-    /// the other writer.
+    /// Returns an error if a writer opened this file and another writer has opened the store later, because the file
+    /// may now belong to the other writer.
     fn check_writer(&self) -> Result<()> {
         self.writer.upgrade().map_or(Ok(()), |open| open.check_claim())
     }
@@ -116,7 +117,7 @@ impl DiskFile for DirFile {
         self.file.write_all_at(bytes, offset).map_err(self.failed(IoAction::Write, offset))
     }
 
-    /// Writes zeros in pieces whose length suits the window.
+    /// Writes zeros in pieces whose length suits a window with mode `io`.
     ///
     /// The kernel may keep the bytes of one write in its page cache as a single folio of that length. A folio is
     /// written back as a whole. When zeros in a mapped log were written 256 KiB at a time, syncing 4 KiB of the log
@@ -147,8 +148,9 @@ impl DiskFile for DirFile {
         self.past_cache(offset, out).map_err(self.failed(IoAction::Read, offset))
     }
 
-    /// Syncs the file once, and then reads cached bytes from the cache. A store that a program has just copied without
-    /// a sync may exist only in the cache, so the sync must come first (I6). For a clean file the sync costs nothing.
+    /// Reads cached bytes from the page cache and others from the medium, after syncing the file once. A store that a
+    /// program has just copied without a sync may exist only in the cache, so the sync must come first (I6). The sync
+    /// of a clean file is cheap.
     fn read_proven(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         let mut is_synced = self.is_synced.lock();
         if !*is_synced {
@@ -165,8 +167,8 @@ impl DiskFile for DirFile {
         }
     }
 
-    /// Returns the ranges that are not cached. If the system cannot be queried, the result is empty, so that all bytes
-    /// are read past the cache (I6).
+    /// Returns the ranges of the file that are not cached. If the system cannot report them, the result is empty, so
+    /// that readers read all bytes from the medium (I6).
     fn uncached(&self) -> Vec<Range<u64>> {
         mapped::uncached(&self.file).unwrap_or_default()
     }
@@ -219,7 +221,8 @@ impl DiskFile for DirFile {
         Ok(Some(Box::new(MappedFile::new(&self.file).map_err(failed)?)))
     }
 
-    /// Advises the kernel to drop the pages. The kernel starts to write dirty pages back, and the call does not wait.
+    /// Advises the kernel to drop the cached pages of the range. The kernel then starts to write dirty pages back, and
+    /// the call does not wait for these writes.
     fn write_back(&self, offset: u64, len: u64) {
         let _advice = rustix::fs::fadvise(&self.file, offset, NonZeroU64::new(len), Advice::DontNeed);
     }
@@ -308,7 +311,7 @@ mod tests {
         assert!(faults < len / page_len / 4, "{faults}");
     }
 
-    /// Reads past the cache return the same bytes for every alignment of offset, length and end of file.
+    /// Reads that bypass the page cache return the same bytes for every alignment of offset, length and end of file.
     #[test]
     fn reads_past_the_cache_need_no_alignment() {
         let directory = tempfile::tempdir().unwrap();

@@ -1,9 +1,9 @@
-//! A window that uses direct writes. A put copies bytes into the process's own memory. A sync is one write past the
-//! page cache, which returns when the bytes are on the medium.
+//! A window that uses direct writes. A put copies bytes into the process's own memory. A sync is one write that
+//! bypasses the page cache. The write returns when the bytes are on the medium.
 //!
 //! If every commit waits for a sync, this window needs one system call where the other kinds need two, and the kernel
 //! neither copies the bytes nor searches for pages to write back. The disadvantage is that unsynced bytes are lost with
-//! the process. A log written this way therefore reports `Logged` only when it can report `Durable`.
+//! the process. A log written through this window therefore reports `Logged` only when it can report `Durable`.
 //!
 //! `io_uring` gained at most a tenth, for long groups on one of two machines.
 //!
@@ -28,31 +28,31 @@ use crate::base::aligned_buf::AlignedBuf;
 use crate::base::sync::Mutex;
 use crate::error::{Error, IoAction, Result};
 
-/// The flags of a window's file. With these flags, bytes are on the medium when a write returns.
+/// The flags with which a window's file is opened. With these flags, bytes are on the medium when a write returns.
 pub(super) const FLAGS: OFlags =
     OFlags::RDWR.union(OFlags::DIRECT).union(OFlags::DSYNC).union(OFlags::CLOEXEC);
 
-/// The flags of a file that is written past the page cache before its window is opened.
+/// The flags with which a file is opened for direct writes of zeros and images, which a separate sync makes durable.
 const FILL_FLAGS: OFlags = OFlags::WRONLY.union(OFlags::DIRECT).union(OFlags::CLOEXEC);
 
-/// The minimum length in bytes of a window's memory, once allocated.
+/// The minimum length in bytes of a window's memory after the first put.
 const MEMORY_LEN_MIN: usize = 128 << 10;
-/// The maximum length in bytes of memory that is kept for the next group.
+/// The maximum length in bytes of the memory that a window keeps for its next group.
 const MEMORY_LEN_KEPT: usize = 4 << 20;
 
-/// A window onto a whole file, written past the page cache.
+/// A window that writes to a whole file with direct I/O.
 pub(super) struct DirectWindow {
     file: File,
     len: u64,
-    /// The bytes for the next sync. The lock is held during a put, so that puts run one at a time.
+    /// The bytes that the next sync writes. The lock is held during a put, so that puts run one at a time.
     unsynced: Mutex<Unsynced>,
-    /// Spare memory to exchange with `unsynced`. The lock is held during a sync, because bytes that another sync
-    /// requests may be in flight. `None` after a failed write, whose bytes are lost.
+    /// Spare memory to exchange with the memory of `unsynced`. The lock is held during a sync, because the device may
+    /// still read the memory. `None` after a failed write, whose bytes are lost.
     idle: Mutex<Option<AlignedBuf>>,
     name: FileName,
 }
 
-/// The bytes that were put since the last sync.
+/// The bytes that were put since the last sync, and their position in the file.
 struct Unsynced {
     /// The lowest file offset for the next put. Bytes below this offset are never written again (I5).
     closed: u64,
@@ -63,7 +63,8 @@ struct Unsynced {
 }
 
 impl DirectWindow {
-    /// Creates a window onto all of `file`, which was opened with [`FLAGS`] and is `len` bytes long.
+    /// Creates a window onto the whole `file`. The file must have been opened with [`FLAGS`], and must be `len` bytes
+    /// long.
     pub(super) fn new(file: File, name: FileName, len: u64) -> io::Result<Self> {
         if len == 0 || !len.is_multiple_of(GROUP_ALIGN) {
             let reason = format!("{len} bytes are not whole blocks of {GROUP_ALIGN}");
@@ -112,7 +113,7 @@ impl Window for DirectWindow {
 }
 
 impl Unsynced {
-    /// Stores bytes in the memory. Gaps before and after the bytes are zeroed.
+    /// Copies `bytes` to the memory at file offset `offset`. Gaps before and after the bytes are zeroed.
     fn put(&mut self, offset: u64, bytes: &[u8]) -> io::Result<()> {
         if bytes.is_empty() {
             return Ok(());
@@ -139,8 +140,8 @@ impl Unsynced {
         Ok(())
     }
 
-    /// Closes the bytes below `end`, a multiple of 4096, and exchanges the memory for `memory`. Returns the file offset
-    /// of the closed bytes, and their length rounded up to whole blocks.
+    /// Closes the bytes below `end`, a multiple of 4096, and exchanges the memory with `memory`. Returns the file
+    /// offset of the closed bytes, and their length rounded up to whole blocks.
     fn take(&mut self, end: u64, memory: &mut AlignedBuf) -> io::Result<(u64, usize)> {
         self.closed = self.closed.max(end);
         let (start, len) = (self.start, self.len.min(end.saturating_sub(self.start) as usize));
@@ -168,9 +169,8 @@ impl Unsynced {
     }
 }
 
-/// Writes zeros to whole blocks of a file, past the page cache. Writing zeros through the page cache takes six times
-/// the CPU time. Each later direct write then costs an eighth more, because the kernel has to find and drop the cached
-/// pages.
+/// Writes zeros to whole blocks of a file with direct I/O. Writing zeros through the page cache takes six times the CPU
+/// time. Each later direct write then costs an eighth more, because the kernel has to find and drop the cached pages.
 ///
 /// Allocating the space without writing zeros is no alternative, because each sync would then also wait for the file
 /// system's journal. With groups of 256 KiB, ext4 wrote 333 MB/s instead of 578 MB/s.
@@ -182,7 +182,7 @@ pub(super) fn write_zeros(file: &File, offset: u64, end: u64) -> io::Result<()> 
     zeros_by_pieces(offset, end, ZEROS_LEN_MAX, |at, zeros| write_blocks(&file, at, zeros))
 }
 
-/// Reopens the file for writes past the page cache.
+/// Reopens the file for writes that bypass the page cache.
 pub(super) fn open_writer(file: &File) -> io::Result<File> {
     Ok(reopen(file, FILL_FLAGS)?)
 }
@@ -192,8 +192,8 @@ pub(super) fn write_blocks(file: &File, offset: u64, blocks: &[u8]) -> io::Resul
     write_all(blocks, offset, |rest, at| rustix::io::pwrite(file, rest, at))
 }
 
-/// Writes whole blocks with `write`, which may be interrupted or write fewer bytes. Continues after such a write,
-/// unless it ended inside a block, which is an error.
+/// Writes whole blocks with `write`. Repeats a write that was interrupted or wrote fewer bytes. A write that ends
+/// inside a block is an error.
 fn write_all(
     blocks: &[u8],
     offset: u64,

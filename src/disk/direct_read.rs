@@ -1,7 +1,7 @@
-//! Reads past the page cache, for callers that need the bytes on the medium (I6).
+//! Reads that bypass the page cache, for callers that need the bytes on the medium (I6).
 //!
-//! Direct reads need aligned memory, offset and length. If the caller's are not aligned, the bytes are copied through
-//! an aligned buffer.
+//! Direct reads need aligned memory, offset and length. If one of them is not aligned, the bytes are read into an
+//! aligned buffer and copied.
 
 use std::fs::File;
 use std::io;
@@ -13,26 +13,28 @@ use rustix::fs::{CWD, Mode, OFlags};
 
 use crate::base::aligned_buf::{AlignedBuf, is_aligned};
 
-/// The maximum number of bytes that one read through the aligned buffer returns. With alignment, the read covers at
-/// most one mebibyte.
+/// The maximum number of bytes that one read through the aligned buffer returns. Rounded to whole blocks, the read
+/// covers at most one mebibyte.
 pub(super) const BOUNCE_LEN_MAX: usize = (1 << 20) - GROUP_ALIGN as usize;
 
-/// The value of [`BOUNCE_LEN_MAX`] if memory is short. An allocation of this length does not fail.
+/// The value that replaces [`BOUNCE_LEN_MAX`] if memory is short. An allocation of this length does not fail.
 const BOUNCE_LEN_SHORT: usize = 32 << 10;
 
-/// Reopens the file for reads past the page cache. Returns `None` if the file system does not support them.
+/// Reopens the file for reads that bypass the page cache. Returns `None` if the file system does not support such
+/// reads.
 pub(super) fn reopen_direct(file: &File) -> Option<File> {
     reopen(file, OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC).ok()
 }
 
-/// Reopens the same file with other flags. The path under `/proc` leads to the file even after a rename. Without
-/// `/proc`, the call fails.
+/// Reopens the same file with other flags. The path under `/proc` leads to the file even after a rename. On a system
+/// without `/proc`, the call fails.
 pub(super) fn reopen(file: &File, flags: OFlags) -> rustix::io::Result<File> {
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     rustix::fs::openat(CWD, path, flags, Mode::empty()).map(File::from)
 }
 
-/// Fills `out` from the medium: directly if memory, offset and length are aligned, otherwise through an aligned buffer.
+/// Fills `out` from the medium. If memory, offset and length are aligned, the read needs no copy. Otherwise the bytes
+/// are copied from an aligned buffer.
 pub(super) fn read_direct(file: &File, offset: u64, out: &mut [u8]) -> io::Result<()> {
     if is_aligned(offset, out) {
         return file.read_exact_at(out, offset);
@@ -40,7 +42,8 @@ pub(super) fn read_direct(file: &File, offset: u64, out: &mut [u8]) -> io::Resul
     read_through_area(offset, out, |area, at| file.read_at(area, at))
 }
 
-/// Fills `out` through an aligned buffer with `read`, which may be interrupted or read fewer bytes.
+/// Fills `out` through an aligned buffer. `read` may be interrupted or read fewer bytes than requested, and is then
+/// repeated.
 fn read_through_area(
     offset: u64,
     out: &mut [u8],

@@ -1,8 +1,9 @@
 //! The directory in which the names of a store's files are resolved.
 //!
 //! A writer resolves names relative to the descriptor of the directory that it locked. If the directory is moved, its
-//! lock file moves with it, and another store may be created at the old path. Resolved by path, the writer's files
-//! would then be created in that other store and destroy it. Without a lock, names are resolved by path at each call.
+//! lock file moves with it, and another store may be created at the old path. If the writer resolved names by path, it
+//! would then create its files in the other store and destroy that store. Without a lock, names are resolved by path at
+//! each call.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -19,21 +20,21 @@ use rustix::io::retry_on_intr;
 use super::claim::{Claim, superseded};
 use crate::error::{Error, IoAction, Result};
 
-/// The permissions of new files and folders before the process's umask. With a umask of 002, the members of a group can
-/// share a store.
+/// The permissions of new files before the process's umask. With a umask of 002, the members of a group can share a
+/// store.
 const FILE_MODE: Mode = Mode::from_raw_mode(0o666);
 const FOLDER_MODE: Mode = Mode::from_raw_mode(0o777);
 
 const FOLDER_FLAGS: OFlags = OFlags::DIRECTORY.union(OFlags::CLOEXEC);
 
-/// An open descriptor of a store directory, relative to which names are resolved.
+/// An open descriptor of a store directory, for calls that resolve names relative to the descriptor.
 #[derive(Debug)]
 pub(super) struct OpenDirectory {
     root: File,
-    /// The descriptors of inner folders, opened on first use or when a folder is synced, in the order of
-    /// [`Folder::INNER`].
+    /// The descriptors of inner folders, in the order of [`Folder::INNER`]. Each is opened on first use or when the
+    /// folder is synced.
     inner: [OnceLock<File>; Folder::INNER.len()],
-    /// The claim of the writer that opened the directory, set once it has the lock.
+    /// The claim of the writer that opened the directory, set after the writer has acquired the lock.
     claim: OnceLock<Claim>,
 }
 
@@ -46,13 +47,16 @@ impl OpenDirectory {
         })
     }
 
-    /// Records the claim of the writer that locked this directory. Panics on a second call.
+    /// Records the claim of the writer that locked this directory.
+    ///
+    /// # Panics
+    /// On a second call.
     pub fn claim(&self, claim: Claim) {
         let earlier = self.claim.set(claim);
         assert!(earlier.is_ok(), "a directory is opened anew for each lock");
     }
 
-    /// Returns an error if another writer has claimed the store after this writer's claim. Takes two system calls.
+    /// Returns an error if another writer has claimed the store after this writer. The check makes two system calls.
     pub fn check_claim(&self) -> Result<()> {
         let Some(claim) = self.claim.get() else { return Ok(()) };
         let directory = Directory::Open(self);
@@ -69,7 +73,7 @@ impl OpenDirectory {
         }
     }
 
-    /// Returns a folder's descriptor, which stays open.
+    /// Returns the descriptor of `folder`. The descriptor stays open as long as this directory.
     pub fn kept(&self, folder: Folder) -> io::Result<&File> {
         let Some(index) = Folder::INNER.iter().position(|inner| *inner == folder) else {
             return Ok(&self.root);
@@ -87,7 +91,7 @@ impl OpenDirectory {
         std::fs::read_link(format!("/proc/self/fd/{}", self.root.as_raw_fd())).ok()
     }
 
-    /// Returns whether the directory was removed, in which case no files can be created in it.
+    /// Returns whether the directory was removed. No files can be created in a removed directory.
     pub fn is_removed(&self) -> bool {
         rustix::fs::fstat(&self.root).is_ok_and(|root| root.st_nlink == 0)
     }
@@ -101,7 +105,8 @@ pub(super) enum Directory<'a> {
 }
 
 impl Directory<'_> {
-    /// Returns the descriptor and the path with which to look up `inner`, a path within the store directory.
+    /// Returns a descriptor, and the path relative to that descriptor at which `inner` can be looked up. `inner` is a
+    /// path within the store directory.
     fn at(&self, inner: &Path) -> (BorrowedFd<'_>, PathBuf) {
         match self {
             Self::Path(root) if inner.as_os_str().is_empty() => (CWD, root.to_path_buf()),
@@ -146,8 +151,8 @@ impl Directory<'_> {
         }?)
     }
 
-    /// Returns the sorted names in a folder, or an empty list if the folder does not exist. Bytes that are not UTF-8
-    /// are replaced, because the store uses no such names.
+    /// Returns the names in a folder, sorted. Returns an empty list if the folder does not exist. Bytes that are not
+    /// UTF-8 are replaced, because the store uses no such names.
     pub fn list(&self, folder: Folder) -> io::Result<Vec<String>> {
         let folder = match self.open_folder(folder) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -174,7 +179,7 @@ impl Directory<'_> {
         Ok(rustix::fs::unlinkat(directory, path, AtFlags::empty())?)
     }
 
-    /// Creates a hard link to file `file` of another store directory, under the same name.
+    /// Creates a hard link to `file` of the directory `other`, under the same name.
     pub fn link(&self, other: Directory<'_>, file: FileName) -> io::Result<()> {
         let file = file_path(file);
         let ((other, source), (directory, target)) = (other.at(&file), self.at(&file));

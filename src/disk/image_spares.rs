@@ -34,22 +34,22 @@ use crate::error::{Error, Result};
 
 /// The maximum number of spares to keep. A snapshot writes up to four files at a time.
 const FILES_MAX: usize = 8;
-/// The maximum length of a reused spare, as a multiple of the length of its new images. The remainder is truncated, and
-/// its space is lost for a longer file.
+/// The maximum length of a reused spare, as a multiple of the length of its new images. A longer spare is not reused,
+/// because the truncation would lose the space for a longer file.
 const LONGER_MAX: u64 = 2;
 
-/// The spare image files of an open store.
+/// The spare image files of an open store. Snapshots overwrite them instead of creating new image files.
 pub(crate) struct ImageSpares {
     disk: Arc<dyn Disk>,
     store: StoreId,
     /// The spares, in ascending order of length.
     files: Mutex<Vec<ImageSpare>>,
-    /// The resources that keep files ready for the next images, by file number. These files are spares, and image files
-    /// that were spares. A file's resource is dropped before the file is removed or truncated.
+    /// The resources that keep files ready for the next images, by file number. Each file is a spare, or an image file
+    /// that was a spare. The resource is dropped before the file is removed or truncated.
     kept_ready: Mutex<BTreeMap<u64, KeptReady>>,
 }
 
-/// An opaque resource that keeps a file ready for the next images until it is dropped.
+/// An opaque resource, for example a mapping, that keeps a file ready for the next images until the resource is dropped.
 pub(crate) type KeptReady = Arc<dyn Any + Send + Sync>;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,17 +58,17 @@ struct ImageSpare {
     len: u64,
 }
 
-/// A spare after its rename to an image file. Its old bytes are still in place.
+/// A spare that was renamed to an image file. The file still contains its old bytes.
 pub(crate) struct ReusedFile {
     pub file: Arc<dyn DiskFile>,
-    /// The number of bytes for which space is allocated.
+    /// The number of bytes from the start of the file for which space is allocated.
     pub space_len: u64,
-    /// The resource that keeps the file ready, if any.
+    /// The resource that keeps the file ready, or `None`.
     pub kept_ready: Option<KeptReady>,
 }
 
 impl ImageSpares {
-    /// Lists the spares of earlier runs, without changing them, because an open that fails must change nothing.
+    /// Lists the spares of earlier runs without changing them, because an open that fails must change nothing on disk.
     pub fn open(disk: Arc<dyn Disk>, store: StoreId) -> Result<Self> {
         let mut files = Vec::new();
         for name in disk.list(Folder::Pages)? {
@@ -85,7 +85,7 @@ impl ImageSpares {
         })
     }
 
-    /// Creates an empty set, for a store that is opened read-only or was just created.
+    /// Creates an empty set of spares, for a store that is opened read-only or was just created.
     pub fn none(disk: Arc<dyn Disk>, store: StoreId) -> Self {
         Self {
             disk,
@@ -99,11 +99,11 @@ impl ImageSpares {
         self.files.lock().is_empty()
     }
 
-    /// Keeps free image files as spares, as many as fit into `bytes_max` together with the existing spares. Removes all
-    /// other free files, and existing spares that no longer fit.
+    /// Turns free image files into spares while all spares together have at most `bytes_max` bytes. Removes the other
+    /// free files, and existing spares that exceed the limit.
     ///
-    /// `free` contains the numbers and lengths of the files. `is_changed` states whether other files were removed from
-    /// the folder. Syncs the folder if anything in it changed.
+    /// `free` contains the numbers and lengths of the free files. `is_changed` states whether other files were removed
+    /// from the folder before. Syncs the folder if any of its names changed.
     pub fn recycle(&self, free: &[(u64, u64)], bytes_max: u64, is_changed: bool) -> Result<()> {
         let mut files = self.files.lock();
         let count = files.len();
@@ -152,8 +152,9 @@ impl ImageSpares {
         Ok(())
     }
 
-    /// Renames spares of about `len` bytes each to image files with these numbers, as many as are available, and makes
-    /// the names durable. One sync of the folder covers all renames.
+    /// Renames spares of about `len` bytes each to image files with the given numbers, and makes the names durable. The
+    /// result contains fewer files than `numbers` if there are too few spares. One sync of the folder covers all
+    /// renames.
     pub fn reuse(&self, numbers: Range<u64>, len: u64) -> Result<BTreeMap<u64, ReusedFile>> {
         let mut reused = BTreeMap::new();
         for number in numbers {
@@ -209,8 +210,8 @@ impl ImageSpares {
         Ok(None)
     }
 
-    /// Removes all spares to free their space, and returns whether there were any. The removals are not durable
-    /// immediately. After a crash, spares may reappear, which costs only their space.
+    /// Removes all spares to free their space, and returns whether any spare existed. The removals are not durable on
+    /// return. After a crash, spares may exist again, at no cost except their space.
     pub fn release(&self) -> Result<bool> {
         let mut files = self.files.lock();
         let had_any = !files.is_empty();
@@ -221,8 +222,8 @@ impl ImageSpares {
         Ok(had_any)
     }
 
-    /// Calls `keep` to make each spare ready for the next images, the longest first, as far as possible. `is_ready`
-    /// returns whether a spare is already ready for all of its length.
+    /// Calls `keep` for each spare that is not yet ready for the next images, the longest first. `is_ready` returns
+    /// whether a resource makes a spare of the given length ready. `keep` returns `None` if it cannot make a file ready.
     ///
     /// The call is slow and holds no lock. If a spare is removed during the call, its new resource is dropped.
     pub fn keep_ready(
@@ -248,7 +249,8 @@ impl ImageSpares {
         }
     }
 
-    /// Drops the resource that keeps file `number` ready. Must be called before the file is removed or truncated.
+    /// Drops the resource that keeps file `number` ready. Callers must call this function before they remove or
+    /// truncate the file.
     pub fn drop_kept_ready(&self, number: u64) {
         // The resource is dropped outside the lock, because the drop is slow.
         let kept = self.kept_ready.lock().remove(&number);
@@ -260,8 +262,8 @@ impl ImageSpares {
         self.disk.remove(name)
     }
 
-    /// Runs `make`. If `make` returns that the disk is full, removes the spares and runs it once more. A `make` that
-    /// fails for lack of space must have changed nothing.
+    /// Runs `make`. If `make` fails because the disk is full, removes the spares and runs `make` once more. A `make`
+    /// that fails for lack of space must have changed nothing.
     pub fn retry_without_spares<T>(&self, mut make: impl FnMut() -> Result<T>) -> Result<T> {
         match make() {
             Err(Error::DiskFull { .. }) if self.release()? => make(),
@@ -269,7 +271,8 @@ impl ImageSpares {
         }
     }
 
-    /// Takes the shortest spare of at least `len` bytes, or else the longest spare.
+    /// Takes the shortest spare of at least `len` bytes, or the longest spare if all are shorter. Returns `None` if
+    /// that spare is more than [`LONGER_MAX`] times as long as `len`.
     fn take(&self, len: u64) -> Option<ImageSpare> {
         let mut files = self.files.lock();
         let long = files.partition_point(|spare| spare.len < len);
@@ -277,8 +280,11 @@ impl ImageSpares {
         (files[at].len <= len.saturating_mul(LONGER_MAX)).then(|| files.remove(at))
     }
 
-    /// Returns whether a file may be overwritten. A second name may belong to a fork. A file of an ancestor store may
-    /// have readers that take no locks here. A hole would turn a full disk into SIGBUS.
+    /// Returns whether a file may be overwritten. Three kinds of files must not be overwritten:
+    ///
+    /// - A file with a second name, because the name may belong to a fork.
+    /// - A file of an ancestor store, because it may have readers that acquire no locks here.
+    /// - A file with holes, because on a full disk a store into a hole raises SIGBUS.
     fn is_usable(&self, file: &dyn DiskFile) -> Result<bool> {
         if !file.has_one_name()? || !file.is_without_holes()? {
             return Ok(false);
@@ -297,7 +303,7 @@ impl ImageSpares {
     }
 }
 
-/// Inserts a spare, in ascending order of length.
+/// Inserts a spare, so that the spares remain in ascending order of length.
 fn insert(files: &mut Vec<ImageSpare>, spare: ImageSpare) {
     let at = files.partition_point(|other| other.len <= spare.len);
     files.insert(at, spare);

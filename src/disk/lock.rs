@@ -1,19 +1,20 @@
-//! The writer lock of a store directory, which permits a single writer, in any process and through any handle.
+//! The writer lock of a store directory. The lock permits a single writer, in any process and through any handle.
 //!
-//! It combines three locks, because each of them alone is insufficient:
+//! The writer lock combines three locks, because each of them alone is insufficient:
 //!
 //! 1. A lock of the open file description of `LOCK` (`F_OFD_SETLK`) excludes all other writers. The lock is held until
 //!    its descriptor is closed, whatever else this process opens and closes. A forked child closes its copy of the
 //!    descriptor ([`ClosedOnFork`]), so the lock ends with its owner.
-//! 2. A lock of the process (`F_SETLK`) identifies the owner to a process that is refused. If the kernel or the file
-//!    system does not support locks of open files, the lock of the process is the only lock. The system releases it as
-//!    soon as any code in the process closes any descriptor of `LOCK`, for example while copying the directory.
+//! 2. A lock of the process (`F_SETLK`) identifies the owner to a process that fails to acquire the writer lock. If the
+//!    kernel or the file system does not support locks of open files, the lock of the process is the only lock. The
+//!    system releases it as soon as any code in the process closes any descriptor of `LOCK`, for example while copying
+//!    the directory.
 //! 3. A registry in the process contains the device and inode of each locked directory, because locks of a process do
 //!    not conflict within that process. The registry is checked before `LOCK` is opened.
 //!
-//! The first two lock separate bytes, because a lock of a process conflicts with those of its own open files. Versions
-//! of the program that have only the second lock take it on all bytes. So they conflict with both locks, even after the
-//! system released the second lock.
+//! The lock of the open file and the lock of the process cover separate bytes, because a lock of a process conflicts
+//! with the locks of its own open files. Versions of the program that have only the lock of the process acquire it on
+//! all bytes. Such a lock conflicts with both locks, even after the system released the lock of the process.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -38,21 +39,21 @@ use crate::base::process::{ForkGuard, PerProcess};
 use crate::base::sync::Mutex;
 use crate::error::{Error, IoAction, Result};
 
-/// A directory's device and inode, which identify it regardless of its path.
+/// The device number and the inode number of a directory. They identify the directory regardless of its path.
 type DirectoryId = (u64, u64);
 
-/// The directories locked by this process. A forked child starts with an empty set, because it does not own its
+/// The directories that this process has locked. A forked child starts with an empty set, because it does not own its
 /// parent's locks.
 static LOCKED_HERE: PerProcess<Mutex<BTreeSet<DirectoryId>>> = PerProcess::new();
 
-/// The bytes of `LOCK` that the process and the open file lock. Together they cover all bytes.
+/// The byte of `LOCK` that the lock of the process covers.
 const OF_PROCESS: Range<u64> = 0..1;
 const OF_OPEN_FILE: Range<u64> = 1..NO_END;
 
-/// The maximum time that an open waits for an open-file lock whose owner is not among the living processes.
+/// The maximum time that an open waits for a lock of an open file if no living process owns the lock.
 const CHILD_PATIENCE: Duration = Duration::from_secs(1);
 
-/// Takes the lock of a store directory. The directory stays open until the lock is dropped.
+/// Acquires the writer lock of a store directory. The directory stays open until the lock is dropped.
 pub(super) fn acquire(directory: Arc<OpenDirectory>) -> Result<Box<dyn DiskLock>> {
     Ok(Box::new(lock_directory(directory)?))
 }
@@ -81,7 +82,7 @@ fn lock_directory(open: Arc<OpenDirectory>) -> Result<DirLock> {
     Ok(DirLock { file, _directory: open, _entry: ForkGuard::new(entry) })
 }
 
-/// Takes the lock of the process and that of the open file. Returns `false` if another writer holds either of them.
+/// Acquires the lock of the process and the lock of the open file. Returns `false` if another writer holds either lock.
 #[expect(clippy::disallowed_methods, reason = "the system reports no event when a child closes a descriptor")]
 fn take_both(file: &File) -> io::Result<bool> {
     // The lock that names its owner comes first: the system reports the oldest lock to a process that is refused.
@@ -103,8 +104,8 @@ fn take_both(file: &File) -> io::Result<bool> {
     }
 }
 
-/// Opens a lock file, creating it if needed. The file's content is kept, because another process may have written its
-/// description to it.
+/// Opens a lock file, or creates it if it does not exist. The file's content is kept, because another process may have
+/// written its description to the file.
 pub(super) fn open_lock_file(directory: Directory<'_>, name: FileName) -> Result<ClosedOnFork> {
     ClosedOnFork::open(|| directory.open(name, OFlags::RDWR | OFlags::CREATE))
         .map_err(|source| Error::io(IoAction::Open, name, None, source))
@@ -114,8 +115,8 @@ fn id(directory: Directory<'_>) -> io::Result<DirectoryId> {
     directory.status(Folder::Root).map(|root| (root.st_dev, root.st_ino))
 }
 
-/// Returns whether any process holds the lock of the store directory. The registry is checked first, because in the
-/// process that holds the lock, closing a descriptor of `LOCK` would release the process's lock.
+/// Returns whether any process holds the writer lock of the store directory. The registry is checked first, because in
+/// the process that holds the lock, closing a descriptor of `LOCK` would release the lock of the process.
 pub(super) fn is_locked(directory: Directory<'_>) -> Result<bool> {
     let failed = |action| move |source| Error::io(action, FileName::Lock, None, source);
     let id = match id(directory) {
@@ -136,14 +137,15 @@ pub(super) fn is_locked(directory: Directory<'_>) -> Result<bool> {
     Ok(conflict.is_some())
 }
 
-/// The writer lock, consisting of all three locks. The fields drop in order. The file is closed while the registry
-/// still contains the directory, because this close must not release the lock of a thread that locks the directory
-/// next. A forked child closes nothing, because it may have locked the same file itself after its parent's death, and
-/// would release that lock.
+/// The writer lock of a store directory, consisting of all three locks.
+///
+/// The fields drop in order. The file is closed while the registry still contains the directory. Otherwise this close
+/// could release the lock of a thread that locks the directory next. A forked child closes nothing: it may have locked
+/// the same file itself after its parent's death, and would release that lock.
 struct DirLock {
     file: Arc<ClosedOnFork>,
-    /// The directory in which the writer's names are resolved while the lock is held. Its claim also owns the lock
-    /// file.
+    /// The directory in which the writer's names are resolved while the lock is held. The directory's claim also owns
+    /// the lock file.
     _directory: Arc<OpenDirectory>,
     _entry: ForkGuard<RegistryEntry>,
 }
@@ -162,7 +164,7 @@ impl Drop for DirLock {
     }
 }
 
-/// A directory's entry in the registry, removed on drop.
+/// The entry of a locked directory in the registry. Dropping the entry removes it.
 struct RegistryEntry {
     directory: DirectoryId,
 }
@@ -185,12 +187,12 @@ impl Drop for RegistryEntry {
     }
 }
 
-/// The description of a lock holder, written to `LOCK`.
+/// The description of the process that holds the lock, written to `LOCK`.
 struct HolderInfo {
     process: u32,
     executable: String,
-    /// The start time of the process in seconds since 1970, which distinguishes it from a later process with the same
-    /// number.
+    /// The start time of the process in seconds since the Unix epoch. The start time distinguishes the process from a
+    /// later process with the same id.
     started: Option<u64>,
 }
 
@@ -213,7 +215,7 @@ impl fmt::Display for HolderInfo {
     }
 }
 
-/// Formats seconds since 1970 as a date and a time of day in UTC.
+/// A time in seconds since the Unix epoch, displayed as a date and a time of day in UTC.
 struct UtcTime(u64);
 
 impl fmt::Display for UtcTime {
@@ -232,7 +234,7 @@ impl fmt::Display for UtcTime {
     }
 }
 
-/// Returns the start time of this process in seconds since 1970, or `None` if `/proc` does not provide it.
+/// Returns the start time of this process in seconds since the Unix epoch, or `None` if `/proc` does not provide it.
 fn process_start() -> Option<u64> {
     let stat = std::fs::read_to_string("/proc/self/stat").ok()?;
     // The executable's name is in parentheses and may contain any character. The 22nd field is the 20th after the name.
@@ -242,8 +244,8 @@ fn process_start() -> Option<u64> {
     Some(boot + ticks / rustix::param::clock_ticks_per_second())
 }
 
-/// Writes this process's description to `LOCK`, over an earlier description. The file is not emptied first, because on
-/// a full disk the freed space may not be available again.
+/// Writes this process's description to `LOCK`, over an earlier description. The file is not truncated first, because
+/// on a full disk the freed space may not be available again.
 fn describe(file: &File) -> io::Result<()> {
     // A random second line distinguishes this open from others, because processes of two hosts or containers may have
     // the same number. Earlier versions read only the first line.
@@ -255,8 +257,8 @@ fn describe(file: &File) -> io::Result<()> {
         .inspect_err(|_| _ = file.set_len(0))
 }
 
-/// Returns a description of the lock's holder, or only its process number if the holder has not yet written its
-/// description.
+/// Returns the description of the lock's holder from `LOCK`. If the holder has not written its description yet, returns
+/// the holder's process id.
 fn holder(file: &File) -> String {
     let text = description(file);
     // No process is reported if the holder has just unlocked, has lost the process's lock, or is in a process namespace
@@ -421,7 +423,8 @@ mod tests {
         assert!(other.wait().unwrap().success());
     }
 
-    /// An older version locks all bytes for its process. Both versions exclude each other.
+    /// An older version locks all bytes of `LOCK` for its process. Its lock and this version's locks exclude each
+    /// other.
     #[test]
     fn whole_file_process_lock_excludes_both_ways() {
         if let Some(directory) = errand_directory() {

@@ -1,6 +1,6 @@
 //! A window that uses a shared mapping. A put copies bytes into memory, without a system call.
 //!
-//! The copied bytes survive the death of the process, because the pages belong to the file.
+//! The copied bytes survive the death of the process, because the mapped pages belong to the file.
 //!
 //! The caller guarantees these conditions for a mapped file (`Disk::window`): every byte was written and synced before,
 //! so that no store needs space; the file is neither truncated nor recycled while its window is in use; the file system
@@ -22,7 +22,7 @@ use crate::base::sync::Mutex;
 use crate::error::{Error, IoAction, Result};
 use crate::options::caller_memory::HostMemory;
 
-/// A window onto a whole file, through a shared mapping.
+/// A window that writes to a whole file through a shared mapping.
 ///
 /// # Why one thread may sync while another puts
 ///
@@ -34,18 +34,18 @@ use crate::options::caller_memory::HostMemory;
 ///
 /// The file is read through `pread`.
 pub(super) struct MappedWindow {
-    /// The mapping. In a forked child these addresses are unmapped or belong to other memory, so the child must not
-    /// unmap them.
+    /// The mapped memory. In a forked child, these addresses are unmapped or belong to other memory, so the child must
+    /// not unmap them.
     map: ForkGuard<MmapRaw>,
-    /// A lock that is held during a put. Uncontended, it costs a few nanoseconds, and makes this module sound
-    /// regardless of its callers.
+    /// A lock that is held during a put. The lock makes this module sound regardless of its callers, and costs a few
+    /// nanoseconds without contention.
     putting: Mutex<()>,
     name: FileName,
 }
 
 impl MappedWindow {
-    /// Maps all of `file`, shared. The mapping is excluded from forked children, whose stores would modify the parent's
-    /// log.
+    /// Maps the whole `file`, shared. Forked children do not inherit the mapping, because their stores would modify the
+    /// parent's log.
     pub(super) fn new(file: &File, name: FileName) -> io::Result<Self> {
         let window = Self::of(MmapRaw::map_raw(file)?, name)?;
         // Pages evicted from the page cache are read back one by one, for the reason given at `DirFile::write_zeros`.
@@ -62,7 +62,10 @@ impl MappedWindow {
         Ok(Self { map: ForkGuard::new(map), putting: Mutex::new(()), name })
     }
 
-    /// Returns the range as indices into the mapping. Panics if it is not within the mapping.
+    /// Returns the range as indices into the mapping.
+    ///
+    /// # Panics
+    /// If the range is not within the mapping.
     fn range(&self, offset: u64, len: u64) -> (usize, usize) {
         let end = offset.checked_add(len);
         assert!(end.is_some_and(|end| end <= self.map.len() as u64), "a range lies within its window");
@@ -106,11 +109,11 @@ impl Window for MappedWindow {
     }
 }
 
-/// A window onto a part of a file whose space is allocated, for bytes that are written once.
+/// A window that writes to a part of a file through a shared mapping. Space must be allocated for the part.
 pub(super) struct PartWindow(MappedWindow);
 
 impl PartWindow {
-    /// Maps `range` of `file`, like [`MappedWindow::new`] maps a whole file.
+    /// Maps `range` of `file`, shared, like [`MappedWindow::new`].
     pub(super) fn new(file: &File, name: FileName, range: Range<u64>) -> io::Result<Self> {
         // A mapping may extend past the end of the file, but a store must not.
         if range.end > file.metadata()?.len() {
@@ -123,9 +126,9 @@ impl PartWindow {
 }
 
 impl Window for PartWindow {
-    /// Stores bytes, after populating their memory. One call populates all pages, and a failing page fault is an error
-    /// here instead of SIGBUS in the store. Such a fault is possible, because a file system may not provide space that
-    /// it has allocated.
+    /// Stores bytes after populating their memory. A single call populates all pages. If a page fault fails, the call
+    /// returns an error, whereas a store would raise SIGBUS. A page fault can fail because a file system may not
+    /// provide space that it has allocated.
     fn put(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         let (start, len) = self.0.range(offset, bytes.len() as u64);
         match self.0.map.advise_range(Advice::PopulateWrite, start, len) {
@@ -143,14 +146,14 @@ impl Window for PartWindow {
     }
 }
 
-/// The memory of a whole file in an in-memory file system, through a shared mapping. The mapping is excluded from
-/// forked children. Otherwise the next store to a pinned page would copy the page for one of the two processes.
+/// The memory of a whole file in an in-memory file system, through a shared mapping. Forked children do not inherit the
+/// mapping. Otherwise the next store to a pinned page would copy the page for one of the two processes.
 pub(super) struct MappedFile {
     map: ForkGuard<MmapRaw>,
 }
 
 impl MappedFile {
-    /// Maps all of `file`, whose space must be fully allocated.
+    /// Maps the whole `file`. The file's space must be fully allocated.
     pub(super) fn new(file: &File) -> io::Result<Self> {
         let map = MmapRaw::map_raw(file)?;
         if map.len() == 0 {
@@ -160,7 +163,10 @@ impl MappedFile {
         Ok(Self { map: ForkGuard::new(map) })
     }
 
-    /// Returns the address of the first byte of a range. Panics if the range is not within the mapping.
+    /// Returns the address of the first byte of `range`.
+    ///
+    /// # Panics
+    /// If the range is not within the mapping.
     fn at(&self, range: &Range<usize>) -> *mut u8 {
         assert!(range.start <= range.end && range.end <= self.map.len(), "a range lies within its file");
         // SAFETY: the start is at most the mapping's length, by the assertion.
@@ -196,12 +202,12 @@ impl HostMemory for MappedFile {
     }
 }
 
-/// The maximum length of a file whose cached pages are queried. The query needs one byte per page.
+/// The maximum length of a file whose cached pages are queried, in bytes. The query needs one byte per page.
 const QUERIED_LEN_MAX: u64 = 1 << 30;
 
-/// Returns the parts of a file, in whole pages, that are not in the page cache. Some files always appear to be fully
-/// cached: files that the process neither owns nor may write, and files of a file system that may have a cache of its
-/// own.
+/// Returns the ranges of a file, in whole pages, that are not in the page cache. Two kinds of files always appear to be
+/// fully cached: files that the process neither owns nor may write, and files of a file system that may have a cache of
+/// its own.
 pub(super) fn uncached(file: &File) -> io::Result<Vec<Range<u64>>> {
     let len = file.metadata()?.len();
     if !(1..=QUERIED_LEN_MAX).contains(&len) || !has_no_other_cache(file)? {

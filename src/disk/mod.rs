@@ -1,4 +1,4 @@
-//! Storage abstraction: the files of a store, its folders, and mapped windows.
+//! Storage abstraction: the files of a store, its folders, and windows for in-place writes.
 //!
 //! The engine accesses storage only through these traits, so that `SimDisk` sees every write, sync and rename as a
 //! point at which a crash can occur. The engine uses `Arc<dyn Disk>` and is therefore compiled once instead of once per
@@ -38,9 +38,10 @@ use crate::error::Result;
 use crate::options::caller_memory::HostMemory;
 use crate::options::{ImageIo, LogIo};
 
-/// A store directory. `Any` is a supertrait so that [`link`](Disk::link) can recognize directories of the same type.
+/// A store directory, in a file system or simulated. `Any` is a supertrait so that [`link`](Disk::link) can recognize
+/// directories of the same type.
 pub trait Disk: Any + Send + Sync {
-    /// Returns the directory's name as it appears in errors and reports.
+    /// Returns the name of the directory for error messages and reports, such as its path.
     fn label(&self) -> String;
 
     /// Takes the store's writer lock, which is held until the guard is dropped. Creates the `LOCK` and `READERS` files
@@ -50,54 +51,54 @@ pub trait Disk: Any + Send + Sync {
     /// `Locked` with the holder; I/O errors.
     fn lock(&self) -> Result<Box<dyn DiskLock>>;
 
-    /// Returns an error if another writer has opened the store since this writer did, which is possible only where
+    /// Returns an error if another writer has opened the store after this writer. Two writers are possible only where
     /// locks do not work.
     ///
-    /// A writer announces itself before it reads the log. Therefore the other writer finds all batches that were synced
-    /// before a successful check. The disk itself performs this check before each change to a file or a name. Callers
-    /// must perform it only for [windows](DiskFile::window) and [mapped parts](DiskFile::mapped_part).
+    /// A writer writes its description to `LOCK` before it reads the log. Therefore the other writer finds all batches
+    /// that were synced before a successful check. The disk itself performs this check before each change to a file or
+    /// a name. Callers must perform the check only before they write through [windows](DiskFile::window) and [mapped
+    /// parts](DiskFile::mapped_part).
     ///
     /// # Errors
     /// [`Error::Superseded`](crate::Error::Superseded); I/O errors.
     fn check_writer(&self) -> Result<()>;
 
-    /// Returns whether any process holds the writer lock. Takes no lock and writes nothing.
+    /// Returns whether any process holds the writer lock. The check acquires no lock and writes nothing.
     ///
     /// # Errors
     /// I/O errors.
     fn is_locked(&self) -> Result<bool>;
 
     /// Prevents the writer from removing the files that snapshot `id` needs, including its log, until the guard is
-    /// dropped. Number 0 represents the beginning of the log. Several readers may hold the same snapshot. Writes
+    /// dropped. Id 0 represents the beginning of the log. Several readers may hold the same snapshot. The call writes
     /// nothing.
     ///
-    /// The writer may already have removed the snapshot, so the caller must check afterwards that the manifest still
-    /// exists.
+    /// The writer may already have removed the snapshot, so the caller must then check that the manifest still exists.
     ///
     /// # Errors
     /// I/O errors.
     fn hold(&self, id: SnapshotId) -> Result<Hold>;
 
-    /// Makes snapshot `id` unavailable to new readers until the guard is dropped. Returns `None` if a reader holds the
-    /// snapshot. The writer keeps the guard until the files that the snapshot needs are removed.
+    /// Prevents new readers from holding snapshot `id` until the guard is dropped. Returns `None` if a reader holds the
+    /// snapshot. The writer keeps the guard until it has removed the files that the snapshot needs.
     ///
     /// # Errors
     /// I/O errors.
     fn try_retire(&self, id: SnapshotId) -> Result<Option<Box<dyn DiskLock>>>;
 
-    /// Returns whether a reader holds snapshot `id`. Takes no lock and writes nothing.
+    /// Returns whether a reader holds snapshot `id`. The check acquires no lock and writes nothing.
     ///
     /// # Errors
     /// I/O errors.
     fn is_held(&self, id: SnapshotId) -> Result<bool>;
 
-    /// Returns the sorted names in a folder, or an empty list if the folder does not exist.
+    /// Returns the names in `folder`, sorted. Returns an empty list if the folder does not exist.
     ///
     /// # Errors
     /// I/O errors.
     fn list(&self, folder: Folder) -> Result<Vec<String>>;
 
-    /// Creates a folder of the store directory, or the directory itself. Does nothing if it exists.
+    /// Creates `folder` in the store directory, or the store directory itself. Does nothing if the folder exists.
     ///
     /// # Errors
     /// I/O errors.
@@ -111,14 +112,14 @@ pub trait Disk: Any + Send + Sync {
         Ok(())
     }
 
-    /// Makes all creations, renames and removals of names in a folder durable.
+    /// Makes all creations, renames and removals of names in `folder` durable.
     ///
     /// # Errors
     /// I/O errors.
     fn sync_folder(&self, folder: Folder) -> Result<()>;
 
     /// Opens the descriptors that [`sync_folder`](Self::sync_folder) needs, and keeps them open for the lifetime of
-    /// this disk. Therefore a sync after a rename does not fail because the process has too many open files.
+    /// this disk. A later sync of a folder then cannot fail because the process has too many open files.
     ///
     /// # Errors
     /// I/O errors.
@@ -142,8 +143,8 @@ pub trait Disk: Any + Send + Sync {
         Ok(None)
     }
 
-    /// Creates an empty file, open for reading and writing. Truncates an existing file, so the name must not be in use
-    /// (a `Temporary` name or a new number).
+    /// Creates an empty file that is open for reading and writing. An existing file with this name is truncated, so
+    /// callers must pass an unused name: a `Temporary` name or a new number.
     ///
     /// # Errors
     /// I/O errors.
@@ -155,8 +156,8 @@ pub trait Disk: Any + Send + Sync {
     /// I/O errors; `NotFound` inside `Io` if the file does not exist.
     fn open(&self, file: FileName, write: bool) -> Result<Arc<dyn DiskFile>>;
 
-    /// Returns the absolute path of the directory, or `None` if it is not in a file system. If a locked directory was
-    /// moved, this is its current path.
+    /// Returns the current absolute path of the store directory. Returns `None` if the directory is not in a file
+    /// system. If a locked directory was moved, the result is its new path.
     ///
     /// # Errors
     /// [`Error::NoStore`](crate::Error::NoStore) if the directory was removed.
@@ -164,8 +165,8 @@ pub trait Disk: Any + Send + Sync {
         Ok(None)
     }
 
-    /// Links file `file` of the directory `source` into this directory under the same name, so that both share its
-    /// bytes. Returns `false` if that is not possible.
+    /// Creates a hard link to `file` of the directory `source` in this directory, under the same name. Returns `false`
+    /// if the two directories do not support a common file.
     ///
     /// # Errors
     /// I/O errors.
@@ -175,10 +176,11 @@ pub trait Disk: Any + Send + Sync {
     }
 
     /// Renames a file, replacing `target`. A rename between folders becomes durable separately in each folder. Until
-    /// both folders are synced, a power cut may leave both names or none.
+    /// both folders are synced, a power cut may leave both names or neither.
     ///
     /// # Errors
-    /// I/O errors. If there is no space for the name, which XFS reports on a full disk, nothing has changed.
+    /// I/O errors. If there is no space for the new name, the rename fails without any change. XFS reports this error
+    /// on a full disk.
     fn rename(&self, source: FileName, target: FileName) -> Result<()>;
 
     /// Removes a file from its folder.
@@ -187,38 +189,38 @@ pub trait Disk: Any + Send + Sync {
     /// I/O errors.
     fn remove(&self, file: FileName) -> Result<()>;
 
-    /// Returns a watch that reports when files of a folder are written, created or renamed, as far as the system
-    /// supports it.
+    /// Returns a watch that reports when files of `folder` are written, created or renamed. On a system without such
+    /// notifications, the watch only waits.
     fn watch(&self, folder: Folder) -> Box<dyn Watch> {
         let _ = folder;
         Box::new(SleepOnlyWatch)
     }
 
-    /// Wakes every [watch](Self::watch) on the folder, in all processes, as if a system call had written to `file`. The
-    /// file is unchanged.
+    /// Wakes every [watch](Self::watch) on the folder of `file`, in all processes, as if a system call had written to
+    /// `file`. The file is unchanged.
     ///
-    /// Writers call this after stores into a mapping, which cause no event. If the call is not supported, watchers
-    /// poll.
+    /// Writers call this method after stores into a mapping, because such stores cause no event. Where this method is
+    /// not supported, watchers poll.
     fn notify_watchers(&self, file: FileName) {
         let _ = file;
     }
 
-    /// Returns the reason why this disk does not support `io` for the log, or `None` if it does. `Buffered` is always
-    /// supported.
+    /// Returns the reason why this disk does not support `io` for the log, or `None` if the disk supports `io`.
+    /// `Buffered` is always supported.
     ///
     /// # Errors
     /// I/O errors.
     fn refuses(&self, io: LogIo) -> Result<Option<String>>;
 
-    /// Returns the reason why this disk does not support `io` for image files, or `None` if it does. `Buffered` is
-    /// always supported.
+    /// Returns the reason why this disk does not support `io` for image files, or `None` if the disk supports `io`.
+    /// `Buffered` is always supported.
     ///
     /// # Errors
     /// I/O errors.
     fn refuses_images(&self, io: ImageIo) -> Result<Option<String>>;
 }
 
-/// An open file of a store directory.
+/// An open file of a store directory, for reads and writes at given offsets.
 #[expect(clippy::len_without_is_empty, reason = "a file is measured, which can fail; it is no collection")]
 pub trait DiskFile: Send + Sync {
     /// Returns the file's length in bytes.
@@ -227,8 +229,8 @@ pub trait DiskFile: Send + Sync {
     /// I/O errors.
     fn len(&self) -> Result<u64>;
 
-    /// Returns whether space is allocated for every byte of the file. For example, a copy that skips zeros has holes
-    /// without space.
+    /// Returns whether space is allocated for every byte of the file. The result is `false`, for example, for a copy
+    /// that was made without writing zeros.
     ///
     /// # Errors
     /// I/O errors.
@@ -236,8 +238,8 @@ pub trait DiskFile: Send + Sync {
         Ok(true)
     }
 
-    /// Returns whether the file has exactly one name. Files with a second name are not overwritten, because a fork may
-    /// read them.
+    /// Returns whether the file has exactly one name. The store does not overwrite a file with a second name, because a
+    /// fork may read the file.
     ///
     /// # Errors
     /// I/O errors.
@@ -249,7 +251,8 @@ pub trait DiskFile: Send + Sync {
     /// I/O errors.
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()>;
 
-    /// Writes zeros from `offset` to `end`, in the way that suits a window with mode `io` best.
+    /// Writes zeros from `offset` to `end`. `io` is the mode of the window that will be opened on the file, so that the
+    /// zeros can be written in the way that suits the window.
     ///
     /// # Errors
     /// I/O errors.
@@ -264,17 +267,18 @@ pub trait DiskFile: Send + Sync {
     /// `UnexpectedEof` inside `Io` if the file ends before the last byte; other I/O errors.
     fn read_at(&self, offset: u64, out: &mut [u8]) -> Result<()>;
 
-    /// Fills `out` with the bytes at `offset`, from the medium if the system allows a process to read past its cache.
-    /// All of these bytes must be synced.
+    /// Fills `out` with the bytes at `offset`, read from the medium. On a system where reads cannot bypass the page
+    /// cache, the bytes may come from the cache. The bytes must have been synced.
     ///
     /// # Errors
     /// Same as `read_at`.
     fn read_past_cache(&self, offset: u64, out: &mut [u8]) -> Result<()>;
 
-    /// Fills `out` with the bytes at `offset`, from the cache where they are cached, otherwise from the medium.
+    /// Fills `out` with the bytes at `offset`. Cached bytes are read from the page cache, and all others from the
+    /// medium.
     ///
-    /// Use this only for bytes that were read past the cache after their last sync, and that no writer modifies. For
-    /// other bytes, the cache does not prove what is on the medium (I6).
+    /// The bytes must have been read with [`read_past_cache`](Self::read_past_cache) after their last sync, and no
+    /// writer may modify them. For other bytes, the cache does not prove what is on the medium (I6).
     ///
     /// # Errors
     /// Same as `read_at`.
@@ -282,11 +286,11 @@ pub trait DiskFile: Send + Sync {
         self.read_past_cache(offset, out)
     }
 
-    /// Returns the byte ranges that are currently in no cache of the system, in ascending order, separated by gaps. A
-    /// later read takes these bytes from the medium, unless a writer modifies them.
+    /// Returns the byte ranges of the file that are currently in no cache of the system, in ascending order, separated
+    /// by gaps. A later read of such a range reads from the medium, unless a writer modifies the range.
     ///
-    /// A missing range only costs another read. In contrast, an extra range makes a reader trust cached bytes that may
-    /// differ from the medium (I6). Therefore the result is empty if the system cannot be queried.
+    /// A missing range only costs another read. An extra range would make a reader trust cached bytes that may differ
+    /// from the medium (I6). Therefore the result is empty if the system cannot report its cached pages.
     fn uncached(&self) -> Vec<Range<u64>> {
         Vec::new()
     }
@@ -295,35 +299,35 @@ pub trait DiskFile: Send + Sync {
     /// bytes are zero. Returns `false`, without any change, if the file system cannot allocate space without writing.
     ///
     /// # Errors
-    /// I/O errors. After a lack of space, a part of the range may be allocated, and the file partly extended.
+    /// I/O errors. If there is not enough space, a part of the range may be allocated, and the file partly extended.
     fn reserve(&self, offset: u64, end: u64) -> Result<bool>;
 
-    /// Writes whole blocks past the system's cache, from memory that is aligned to blocks. The blocks are durable after
-    /// a sync. Fails if the file system does not support such writes, which [`Disk::refuses_images`] determines.
+    /// Writes whole blocks at `offset`, bypassing the page cache. The memory of `blocks` must be aligned to blocks. The
+    /// bytes are durable after [`sync`](Self::sync).
     ///
     /// # Errors
-    /// I/O errors.
+    /// I/O errors, including the error of a file system without such writes ([`Disk::refuses_images`]).
     fn write_direct(&self, offset: u64, blocks: &[u8]) -> Result<()>;
 
-    /// Truncates the file to `len` bytes, or extends it with a hole. The file must not be mapped, because a store past
-    /// its end would kill the process.
+    /// Truncates the file to `len` bytes, or extends the file to `len` bytes with a hole. The file must not be mapped,
+    /// because a store past the end of the file would kill the process.
     ///
     /// # Errors
     /// I/O errors.
     fn cut(&self, len: u64) -> Result<()>;
 
-    /// Maps a part of the file for stores. Offsets in the window are relative to the start of the part.
+    /// Maps `range` of the file for stores. Offsets in the returned window are relative to the start of the range.
     ///
-    /// Space must be allocated for every byte of the part, so that no store needs space, and the file must not be
-    /// truncated during the lifetime of the window. A `sync` of the file covers the stores, even after the window is
-    /// dropped.
+    /// Space must be allocated for every byte of the range, because a store cannot report a full disk. The file must
+    /// not be truncated during the lifetime of the window. A `sync` of the file also makes the stores durable, even
+    /// after the window is dropped.
     ///
     /// # Errors
     /// I/O errors.
     fn mapped_part(&self, range: Range<u64>) -> Result<Box<dyn Window>>;
 
     /// Returns the memory of the file at its current length, if the file exists only in memory and is fully allocated.
-    /// Otherwise returns `None`, because files on a medium must be verified by reads past the cache (I7).
+    /// Otherwise returns `None`, because a file on a medium must be verified by reads that bypass the page cache (I7).
     ///
     /// # Errors
     /// I/O errors.
@@ -331,20 +335,21 @@ pub trait DiskFile: Send + Sync {
         Ok(None)
     }
 
-    /// Starts writing these bytes to the medium, so that `sync` takes less time. Failures are reported only by `sync`.
+    /// Starts writing the given range to the medium, so that a later [`sync`](Self::sync) takes less time. Only `sync`
+    /// reports failures.
     fn write_back(&self, offset: u64, len: u64) {
         let _ = (offset, len);
     }
 
-    /// Makes all bytes written so far and the length durable. A failed sync is never retried, because the system may
-    /// have dropped the bytes that it could not write.
+    /// Makes all bytes written so far and the file's length durable. Callers must not retry a failed sync, because the
+    /// system may have dropped the bytes that it could not write.
     ///
     /// # Errors
     /// I/O errors.
     fn sync(&self) -> Result<()>;
 
-    /// Opens a window onto the file, whose length must not change during the lifetime of the window. The disk must
-    /// support `io`. A `Mapped` window requires a file that is fully written.
+    /// Opens a window onto the file for in-place writes. The file's length must not change during the lifetime of the
+    /// window. The disk must support `io`. A `Mapped` window requires a file in which every byte was written.
     ///
     /// # Errors
     /// I/O errors.
@@ -362,8 +367,8 @@ pub trait FileMemory: Any + HostMemory {
     fn address(&self) -> u64;
 }
 
-/// The maximum number of zeros written at a time, a compromise between latency and throughput. The log's syncs wait for
-/// the zeros before them.
+/// The maximum number of zeros written at a time, a compromise between latency and throughput. A sync of the log waits
+/// for the zeros that were written before the sync.
 ///
 /// For 8 committing threads on 2 cores with ext4, the slowest hundredth of 4 KiB commits took 1.4 ms with pieces of 1
 /// MiB, and 1.0 ms with this length. For 64 KiB commits it took 4.0 and 2.3 ms, and this length made a tenth more
@@ -373,7 +378,7 @@ const ZEROS_LEN_MAX: u64 = 256 << 10;
 /// The value of [`ZEROS_LEN_MAX`] if memory is short. An allocation of this length does not fail.
 const ZEROS_LEN_SHORT: usize = 32 << 10;
 
-/// Calls `write` with zeros from `offset` to `end`, in aligned pieces that end at multiples of `piece_len`.
+/// Calls `write` with zeros for the range from `offset` to `end`. The range is divided at the multiples of `piece_len`.
 fn zeros_by_pieces<E>(
     offset: u64,
     end: u64,
@@ -394,11 +399,12 @@ fn zeros_by_pieces<E>(
     Ok(())
 }
 
-/// A window onto a file that is written in place. The log is always written through windows, and image files may be.
-/// Only one thread may put at a time. Another thread may sync concurrently.
+/// A view of a file for writes that neither extend nor truncate the file. The log is always written through windows,
+/// and image files may be. Only one thread may call [`put`](Self::put) at a time. Another thread may call
+/// [`sync`](Self::sync) concurrently.
 pub trait Window: Send + Sync {
-    /// Stores `bytes` at `offset`. On return the bytes survive the death of the process. In a `Direct` window, they
-    /// survive only after a sync.
+    /// Stores `bytes` at `offset` in the window. On return the bytes survive the death of the process. In a `Direct`
+    /// window, they survive only after a sync.
     ///
     /// # Errors
     /// I/O errors.
@@ -407,32 +413,36 @@ pub trait Window: Send + Sync {
     /// If the bytes are not within the window.
     fn put(&self, offset: u64, bytes: &[u8]) -> Result<()>;
 
-    /// Makes the bytes in `offset..offset + len` durable. In a `Direct` window, `offset` must be a multiple of 4096, no
-    /// later put may be below the end of the range, and the remainder of the last 4096 bytes is zeroed.
+    /// Makes the bytes in `offset..offset + len` durable. A `Direct` window has three further rules:
+    ///
+    /// - `offset` must be a multiple of 4096.
+    /// - A later put must not store bytes below the end of the range.
+    /// - The remainder of the last 4096-byte block is set to zero.
     ///
     /// # Errors
     /// I/O errors, after which no further batch may be acknowledged.
     fn sync(&self, offset: u64, len: u64) -> Result<()>;
 
-    /// Prepares the range for a first put, for example by causing its page faults in advance. Changes no byte. If this
-    /// is not supported, puts wait instead.
+    /// Prepares the range for a first put, for example by causing its page faults in advance. Changes no byte. Without
+    /// this preparation, the first put takes longer.
     ///
     /// # Panics
-    /// If the bytes are not within the window.
+    /// If the range is not within the window.
     fn prefault(&self, _offset: u64, _len: u64) {}
 }
 
-/// A watch that waits for changes in a folder.
+/// Waits for changes to the files of a folder, so that a follower of the log need not poll.
 pub trait Watch: Send {
-    /// Returns whether changes end a wait early. Stores into a mapping do not, unless the writer calls
-    /// [`Disk::notify_watchers`].
+    /// Returns whether a change in the folder ends a wait early. A store into a mapping ends a wait only if the writer
+    /// calls [`Disk::notify_watchers`].
     fn has_notifications(&self) -> bool;
 
-    /// Waits for a change, or for `timeout`. Returns whether names changed or may have changed.
+    /// Waits for a change in the folder, but at most for `timeout`. Returns whether names in the folder changed or may
+    /// have changed.
     fn wait(&mut self, timeout: Duration) -> bool;
 }
 
-/// A watch without notifications, in which each wait takes its full time.
+/// A watch for systems without notifications. Each wait lasts for its full timeout.
 struct SleepOnlyWatch;
 
 impl Watch for SleepOnlyWatch {
@@ -447,18 +457,18 @@ impl Watch for SleepOnlyWatch {
     }
 }
 
-/// A lock that is held until the process that took it drops this value. In a forked child, dropping the copy has no
-/// effect.
+/// A guard for a file lock, released when the process that acquired the lock drops the guard. Dropping a forked child's
+/// copy of the guard has no effect.
 pub trait DiskLock: Send + Sync {}
 
-/// The result of a reader's attempt to hold a snapshot.
+/// The result of [`Disk::hold`].
 pub enum Hold {
     /// The snapshot is held until the guard is dropped.
     Held(Box<dyn DiskLock>),
-    /// The writer is removing the snapshot.
+    /// The writer is removing the snapshot, so the reader cannot use it.
     Retiring,
-    /// No lock can be taken, because the store is on a read-only medium and has no lock file. A caller that reads
-    /// anyway must handle the removal of files.
+    /// No lock can be acquired, because the store is on a read-only medium and has no lock file. A caller that reads
+    /// the snapshot without a lock must handle the removal of its files.
     Impossible,
 }
 

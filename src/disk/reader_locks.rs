@@ -1,13 +1,13 @@
-//! Locks on bytes of `READERS`, with which readers prevent the writer from removing the files that they read.
+//! Locks on bytes of `READERS`. They let readers prevent the writer from removing the files that they read.
 //!
 //! A reader of snapshot *n* holds a shared lock on byte *n*. Byte 0 represents the beginning of the log. Before the
-//! writer removes files that only snapshot *n* needs, it tries to take the exclusive lock on that byte, and keeps the
-//! lock until the files are removed. Thus no reader starts reading files that are being removed (I8). The file stays
-//! empty.
+//! writer removes files that only snapshot *n* needs, it tries to acquire the exclusive lock on that byte, and holds
+//! the lock until the files are removed. Thus no reader starts reading files that are being removed (I8). The file
+//! `READERS` stays empty.
 //!
-//! The locks belong to open files, unlike the process lock on `LOCK`. These locks also conflict within a process, and
-//! closing another descriptor of the file does not release them. A forked child closes its copy of the descriptor, so a
-//! lock ends with the process that took it.
+//! The locks belong to open files, unlike the process lock on `LOCK`. Locks of open files also conflict within a
+//! process, and closing another descriptor of the file does not release them. A forked child closes its copy of the
+//! descriptor, so a lock ends with the process that acquired it.
 
 use std::io;
 use std::ops::Range;
@@ -22,12 +22,12 @@ use super::{DiskLock, Hold};
 use crate::base::closed_on_fork::ClosedOnFork;
 use crate::error::{Error, IoAction, Result};
 
-/// Creates `READERS` unless it exists. Only the writer calls this, because readers create no files.
+/// Creates `READERS` if it does not exist. Only the writer calls this function, because readers create no files.
 pub(super) fn make(directory: Directory<'_>) -> Result<()> {
     open_lock_file(directory, FileName::Readers).map(drop)
 }
 
-/// Holds the files that snapshot `id` needs, for a reader.
+/// Prevents the writer from removing the files that snapshot `id` needs, until the guard in the result is dropped.
 pub(super) fn hold(directory: Directory<'_>, id: SnapshotId) -> Result<Hold> {
     let file = match ClosedOnFork::open(|| directory.open(FileName::Readers, OFlags::RDONLY)) {
         Ok(file) => file,
@@ -45,7 +45,8 @@ pub(super) fn hold(directory: Directory<'_>, id: SnapshotId) -> Result<Hold> {
     }
 }
 
-/// Makes snapshot `id` unavailable to readers. Returns `None` if a reader holds it.
+/// Makes snapshot `id` unavailable to new readers until the guard is dropped. Returns `None` if a reader holds the
+/// snapshot.
 pub(super) fn try_retire(directory: Directory<'_>, id: SnapshotId) -> Result<Option<Box<dyn DiskLock>>> {
     let file = open_lock_file(directory, FileName::Readers)?;
     match ByteLock::take(file, Mode::Exclusive, id) {
@@ -57,7 +58,7 @@ pub(super) fn try_retire(directory: Directory<'_>, id: SnapshotId) -> Result<Opt
     }
 }
 
-/// Returns whether a reader holds snapshot `id`. Takes no lock.
+/// Returns whether a reader holds snapshot `id`. The check acquires no lock.
 pub(super) fn is_held(directory: Directory<'_>, id: SnapshotId) -> Result<bool> {
     let file = match directory.open(FileName::Readers, OFlags::RDONLY) {
         Ok(file) => file,
@@ -71,12 +72,12 @@ pub(super) fn is_held(directory: Directory<'_>, id: SnapshotId) -> Result<bool> 
     }
 }
 
-/// A placeholder for a lock on a system that does not support locks.
+/// The guard that replaces a lock on a system without support for locks.
 struct NoLock;
 
 impl DiskLock for NoLock {}
 
-/// Returns the byte range in `READERS` that represents a snapshot.
+/// Returns the byte range in `READERS` that represents snapshot `id`.
 fn byte(id: SnapshotId) -> Range<u64> {
     id.0..id.0 + 1
 }

@@ -1,13 +1,13 @@
-//! Locks on byte ranges of a file, with two kinds of owner.
+//! Locks on byte ranges of a file. A lock has one of two kinds of owner:
 //!
-//! | owner | dropped by the system | in a forked child |
+//! | owner | the system releases the lock | in a forked child |
 //! |---|---|---|
 //! | an open file (`F_OFD_SETLK`) | with the last descriptor of the open file | shared with the parent |
 //! | a process (`F_SETLK`) | when the process ends, or closes *any* descriptor of the file | not inherited |
 //!
-//! Two locks conflict if their ranges overlap, at least one of them is exclusive, and their owners differ. An
-//! open file and its process are different owners, so a process that takes both kinds of lock takes them on
-//! separate ranges.
+//! Two locks conflict if their ranges overlap, at least one of them is exclusive, and their owners differ. An open file
+//! and its process are different owners, so a process that acquires both kinds of lock acquires them on separate
+//! ranges.
 
 use std::fs::File;
 use std::io;
@@ -15,34 +15,35 @@ use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::ptr;
 
-/// The kind of owner of a lock.
+/// The kind of owner of a lock. The owner determines when the system releases the lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Owner {
     OpenFile,
     Process,
 }
 
-/// Whether other owners may hold locks on the same bytes.
+/// The mode of a lock: shared or exclusive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Mode {
-    /// Other shared locks are allowed.
+    /// Other owners may hold shared locks on the same bytes.
     Shared,
-    /// No other lock is allowed.
+    /// No other owner may hold a lock on the same bytes.
     Exclusive,
 }
 
-/// The end of a range that covers all bytes from its start on, even if the file grows.
+/// The end of a range without an upper bound. Such a range covers all later bytes, even if the file grows.
 pub(super) const NO_END: u64 = u64::MAX;
 
-/// A conflicting lock of another owner.
+/// A lock of another owner that conflicts with a requested lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Conflict {
     pub mode: Mode,
-    /// The process that owns the lock, or `None` if an open file or a process of another namespace owns it.
+    /// The id of the process that owns the lock, or `None` if an open file or a process of another namespace owns the
+    /// lock.
     pub process: Option<u32>,
 }
 
-/// Takes a lock. Returns `false` if another owner's lock conflicts with it.
+/// Acquires a lock on `range`. Returns `false` if another owner's lock conflicts with the request.
 pub(super) fn try_lock(file: &File, owner: Owner, mode: Mode, range: Range<u64>) -> io::Result<bool> {
     let command = match owner {
         Owner::OpenFile => libc::F_OFD_SETLK,
@@ -55,12 +56,13 @@ pub(super) fn try_lock(file: &File, owner: Owner, mode: Mode, range: Range<u64>)
     }
 }
 
-/// Releases an open file's lock, for all descriptors of the open file.
+/// Releases the lock of an open file on `range`. All descriptors of the open file lose the lock.
 pub(super) fn unlock(file: &File, range: Range<u64>) -> io::Result<()> {
     call(file, libc::F_OFD_SETLK, &mut described(libc::F_UNLCK, range)?)
 }
 
-/// Returns the first lock that prevents another open file from taking an exclusive lock on these bytes. Takes no lock.
+/// Returns the first lock that prevents another open file from acquiring an exclusive lock on `range`. The query
+/// acquires no lock.
 pub(super) fn conflict(file: &File, range: Range<u64>) -> io::Result<Option<Conflict>> {
     let mut lock = described(Mode::Exclusive.kind(), range)?;
     call(file, libc::F_OFD_GETLK, &mut lock).or_else(|error| {
@@ -77,7 +79,7 @@ pub(super) fn conflict(file: &File, range: Range<u64>) -> io::Result<Option<Conf
     Ok(Some(Conflict { mode, process }))
 }
 
-/// Returns whether the error means that the file system or the kernel does not support this kind of lock.
+/// Returns whether `error` means that the file system or the kernel does not support this kind of lock.
 pub(super) fn knows_no_locks(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOLCK | libc::EOPNOTSUPP))
 }
@@ -91,7 +93,7 @@ impl Mode {
     }
 }
 
-/// Builds the system's description of a lock.
+/// Builds the `flock` structure that describes a lock of type `kind` on `range`.
 fn described(kind: libc::c_int, range: Range<u64>) -> io::Result<libc::flock> {
     let offset = |at: u64| libc::off_t::try_from(at).map_err(io::Error::other);
     // A length of 0 represents all bytes from the start on.

@@ -1,4 +1,4 @@
-//! Implements `ReadAt` of the format crate on top of [`Disk`].
+//! Implements the format crate's `ReadAt` for the files of a [`Disk`].
 
 use std::collections::HashMap;
 use std::io;
@@ -11,34 +11,34 @@ use crate::base::sync::Mutex;
 use crate::disk::{Disk, DiskFile};
 use crate::error::Error;
 
-/// The maximum number of files that one source keeps open. The files of a long history would exceed the process's
-/// limit.
+/// The maximum number of files that one source keeps open. Keeping all files of a long history open would exceed the
+/// process's limit.
 const FILES_OPEN_MAX: usize = 64;
 
-/// A reader of a store directory, which keeps some files open between reads.
+/// A reader of a store directory for the decoders of the format crate. The source keeps some files open between reads.
 pub(crate) struct DiskSource {
     disk: Arc<dyn Disk>,
     way: ReadPath,
     files: Mutex<HashMap<FileName, Arc<dyn DiskFile>>>,
-    /// The uncached ranges of segments, if this source records them.
+    /// The record of the uncached ranges of segments, or `None` if this source does not record them.
     uncached: Option<Uncached>,
 }
 
-/// The byte ranges of segments that were not in the page cache when the recording source first opened them. That source
-/// read them from the medium, so a reader that needs the medium's bytes can skip them (I6). Skipping these bytes
-/// reduces the time to replay an uncached log from ext4 by a third.
+/// The byte ranges of segments that were not in the page cache when the recording source first opened each segment.
+/// That source read these ranges from the medium, so a reader that needs the medium's bytes can skip them (I6).
+/// Skipping the ranges reduces the time to replay an uncached log from ext4 by a third.
 type Uncached = Arc<Mutex<HashMap<FileName, Vec<Range<u64>>>>>;
 
-/// The path from the medium through which a source reads bytes.
+/// Where a source reads bytes from: the page cache, the medium, or a combination of them.
 #[derive(Clone, Copy)]
 enum ReadPath {
-    /// Through the page cache: the bytes that other processes see.
+    /// Through the page cache, so that the source sees the same bytes as other processes.
     Visible,
-    /// From the medium, if the system allows reads past its cache.
+    /// From the medium, if the system allows reads that bypass the page cache.
     PastCache,
-    /// From the cache where bytes are cached, otherwise from the medium.
+    /// From the page cache where bytes are cached, otherwise from the medium.
     Proven,
-    /// From the medium, except for bytes that another source has read from there.
+    /// From the medium, except for the bytes that the recording source has already read from the medium.
     PastCacheOnce,
 }
 
@@ -48,33 +48,34 @@ impl DiskSource {
         Self::by(disk, ReadPath::Visible)
     }
 
-    /// Creates a source that reads through the page cache, and records which bytes it reads from the medium. See
+    /// Creates a source that reads through the page cache and records the bytes that it reads from the medium, for
     /// [`past_cache_once`](Self::past_cache_once).
     pub fn noting(disk: Arc<dyn Disk>) -> Self {
         Self { uncached: Some(Arc::default()), ..Self::by(disk, ReadPath::Visible) }
     }
 
-    /// Creates a source that reads from the medium if the system allows it. Use this only for synced bytes.
+    /// Creates a source that reads from the medium, if the system allows reads that bypass the page cache. The bytes
+    /// must have been synced.
     pub fn past_cache(disk: Arc<dyn Disk>) -> Self {
         Self::by(disk, ReadPath::PastCache)
     }
 
-    /// Returns a source for the same directory that reads past the cache.
+    /// Returns a source for the same directory that reads from the medium.
     pub fn on_medium(&self) -> Self {
         Self::past_cache(self.disk.clone())
     }
 
-    /// Creates a source that reads cached bytes from the cache, and all others from the medium. Use this only for bytes
-    /// that were read past the cache after their last sync (I6).
+    /// Creates a source that reads cached bytes from the page cache, and all others from the medium. The bytes must
+    /// have been read from the medium after their last sync (I6).
     pub fn proven(disk: Arc<dyn Disk>) -> Self {
         Self::by(disk, ReadPath::Proven)
     }
 
-    /// Returns a source that completes the reads of this recording source, so that each byte is read from the medium
-    /// once (I6). The new source reads past the cache only the bytes that this source may have read from the cache.
+    /// Returns a source that reads from the medium the bytes that this recording source may have read from the page
+    /// cache. Together, the two sources read each byte from the medium once (I6).
     ///
-    /// Use this only for synced bytes that this source has read, and that no writer has modified since this source was
-    /// created.
+    /// The bytes must have been synced and read by this source, and no writer may have modified them since this source
+    /// was created.
     pub fn past_cache_once(&self) -> Self {
         let uncached = self.uncached.clone();
         Self { uncached, ..Self::by(self.disk.clone(), ReadPath::PastCacheOnce) }
@@ -84,9 +85,9 @@ impl DiskSource {
         Self { disk, way, files: Mutex::default(), uncached: None }
     }
 
-    /// Returns whether a file has lost its name, even if this source keeps the file open. An image file loses its name
-    /// before it is overwritten (I13), so bytes read from a file without a name prove nothing about the store. Returns
-    /// `false` if the system returns an error.
+    /// Returns whether a file no longer exists under its name, even if this source keeps the file open. An image file
+    /// loses its name before it is overwritten (I13), so bytes read from a file without a name prove nothing about the
+    /// store. Returns `false` if the system returns an error.
     pub fn is_gone(&self, file: FileName) -> bool {
         Self::new(self.disk.clone()).len(file).is_ok_and(|len| len.is_none())
     }

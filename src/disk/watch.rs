@@ -1,11 +1,12 @@
 //! Waits for changes in a folder, using inotify.
 //!
 //! A user may have a few hundred inotify instances. Therefore all followers of a folder in this process share one
-//! instance and one thread that reads from it ([`Hub`]). A forked child has no such thread, and starts without hubs.
+//! instance and one thread that reads from the instance ([`Hub`]). A forked child has no such thread, and starts
+//! without hubs.
 //!
 //! Notifications are best effort. Stores into a mapping cause no event, so their writer causes one
-//! ([`super::Disk::notify_watchers`]). Some file systems provide no events at all. If the system has no more watches, a
-//! wait takes its full time.
+//! ([`super::Disk::notify_watchers`]). Some file systems provide no events at all. If the system cannot add another
+//! watch, a wait lasts for its full timeout.
 
 use std::collections::HashMap;
 use std::io;
@@ -24,19 +25,19 @@ use crate::base::process::{ForkGuard, PerProcess};
 use crate::base::sync::threads;
 use crate::base::sync::{Condvar, Instant, Mutex};
 
-/// The events of writes, including the event that a writer causes to report stores into a mapping.
+/// The inotify events of writes. They include the event that a writer causes to report stores into a mapping.
 const WRITES: ReadFlags = ReadFlags::MODIFY.union(ReadFlags::CLOSE_WRITE);
 
 /// The size in bytes of the buffer for events, sufficient for a few dozen events.
 const EVENTS_LEN: usize = 4096;
 
-/// A folder's device and inode, which identify it regardless of its path.
+/// The device number and the inode number of a folder. They identify the folder regardless of its path.
 type FolderId = (u64, u64);
 
-/// The hubs of the folders that this process watches.
+/// The hubs of the folders that this process watches, by folder.
 static HUBS: PerProcess<Mutex<HashMap<FolderId, Weak<ForkGuard<Hub>>>>> = PerProcess::new();
 
-/// Watches the folder at `path`. If watching is not possible, each wait takes its full time.
+/// Watches the folder at `path`. If the folder cannot be watched, each wait lasts for its full timeout.
 pub(super) fn watch(path: &Path) -> Box<dyn Watch> {
     match subscribe(path) {
         Ok(hub) => {
@@ -50,7 +51,7 @@ pub(super) fn watch(path: &Path) -> Box<dyn Watch> {
     }
 }
 
-/// Returns the hub of a folder, and starts it if needed.
+/// Returns the hub of the folder at `path`, and starts the hub if it does not exist.
 fn subscribe(path: &Path) -> io::Result<Arc<ForkGuard<Hub>>> {
     let metadata = std::fs::metadata(path)?;
     let folder = (metadata.dev(), metadata.ino());
@@ -66,14 +67,14 @@ fn subscribe(path: &Path) -> io::Result<Arc<ForkGuard<Hub>>> {
     Ok(hub)
 }
 
-/// The event source of one folder, shared by all its subscribers.
+/// The inotify instance and thread that watch one folder, shared by all subscribers in this process.
 struct Hub {
     inotify: Arc<OwnedFd>,
     watch: i32,
     news: Arc<WatchState>,
 }
 
-/// The events of a folder so far, and a condition variable that reports new events.
+/// The number of events in a folder so far, and a condition variable that reports new events.
 #[derive(Default)]
 struct WatchState {
     count: Mutex<Count>,
@@ -82,9 +83,9 @@ struct WatchState {
 
 #[derive(Clone, Default)]
 struct Count {
-    /// The number of writes, creations, renames and removals of files so far.
+    /// The number of writes, creations, renames and removals of files in the folder so far.
     events: u64,
-    /// The number of events that changed a name.
+    /// The number of events so far that created, renamed or removed a name.
     names: u64,
     /// Whether no more events will arrive, because the folder was removed or the system cannot report events.
     is_over: bool,
@@ -104,7 +105,7 @@ impl Hub {
 }
 
 impl Drop for Hub {
-    /// Removes the watch. The removal causes an event, which ends the thread.
+    /// Removes the inotify watch. The removal causes an event, which ends the hub's thread.
     fn drop(&mut self) {
         if let Err(errno) = inotify::remove_watch(&*self.inotify, self.watch) {
             tracing::debug!(%errno, "the folder was gone before its watch");
@@ -112,7 +113,7 @@ impl Drop for Hub {
     }
 }
 
-/// Runs a hub's thread: counts events and wakes subscribers.
+/// Runs the thread of a hub: counts events, and wakes subscribers.
 fn report(inotify: &OwnedFd, news: &WatchState) {
     loop {
         let found = match poll(&mut [PollFd::new(inotify, PollFlags::IN)], None) {
@@ -141,7 +142,7 @@ fn report(inotify: &OwnedFd, news: &WatchState) {
     }
 }
 
-/// The kinds of events found in one read.
+/// The kinds of events that one read of the inotify instance returned.
 struct WatchEvents {
     names: bool,
     is_over: bool,
@@ -166,7 +167,7 @@ fn drain(inotify: &OwnedFd) -> rustix::io::Result<WatchEvents> {
     }
 }
 
-/// A subscriber to a folder's events, with the counts that it has observed.
+/// A subscription to the events of a folder. It contains the counts at the end of its last wait.
 struct Subscription {
     hub: Arc<ForkGuard<Hub>>,
     seen: Count,

@@ -1,4 +1,4 @@
-//! Chooses the images that a quick test finds worth compressing, and compresses them with several threads.
+//! Compresses the images of pages that a quick test finds compressible, with several threads.
 
 use std::convert::Infallible;
 use std::ops::Range;
@@ -11,29 +11,30 @@ use crate::base::parallel;
 use crate::error::Result;
 use crate::options::Compression;
 
-/// Zstd's fastest regular level. With a disk of 1 to 3 GB/s, a snapshot would have to wait for a slower level.
+/// The zstd compression level, the fastest of the regular levels. With a disk of 1 to 3 GB/s, a snapshot would have to
+/// wait for a slower level.
 const LEVEL: i32 = 1;
 /// The minimum percentage of bytes that compression must save for an image to be stored compressed.
 const SAVED_PERCENT_MIN: u64 = 12;
-/// The minimum length in bytes of a page to compress. Shorter pages gain little, because images start on 16-byte
+/// The minimum length in bytes of a page that is compressed. Shorter pages gain little, because images start on 16-byte
 /// boundaries and each decompression has a cost.
 const LEN_MIN: usize = 256;
-/// The minimum length in bytes of a page that is sampled before it is compressed.
+/// The minimum length in bytes of a page that is tested with samples before it is compressed.
 const SAMPLED_LEN_MIN: usize = 256 << 10;
-/// The number of samples of a page, and their length in bytes.
+/// The number of samples that test whether a page is compressible.
 const SAMPLES: u64 = 4;
 const SAMPLE_LEN: usize = 16 << 10;
-/// The number of pieces that are compressed together, which limits the length of the list of their frames.
+/// The number of pieces that are compressed together. This number limits the length of the list of compressed frames.
 const PIECES_AT_ONCE: usize = 1024;
-/// The number of bytes below which one thread suffices: starting another thread costs as much as compressing about 50
-/// KiB.
+/// The number of bytes below which one thread compresses a chunk. Starting another thread costs as much as compressing
+/// about 50 KiB.
 const PARALLEL_LEN_MIN: usize = 256 << 10;
 const THREADS_MAX: usize = 8;
 
 const _: () = assert!(SAMPLES as usize * SAMPLE_LEN < SAMPLED_LEN_MIN && SAMPLE_LEN <= COMPRESSED_PIECE_LEN);
 
-/// Compresses the pages for which compression saves enough, with up to `threads_max` threads. Returns `None` for all
-/// others.
+/// Compresses the pages for which compression saves enough, with up to `threads_max` threads. The result contains
+/// `None` for each other page.
 ///
 /// # Errors
 /// `OutOfMemory`.
@@ -69,13 +70,14 @@ pub(super) fn compress(
     Ok(images)
 }
 
-/// Returns whether storing `stored_len` bytes instead of `page_len` saves enough.
+/// Returns whether storing `stored_len` bytes instead of `page_len` bytes saves at least [`SAVED_PERCENT_MIN`] percent.
 pub(super) fn pays(page_len: u64, stored_len: u64) -> bool {
     stored_len
         <= page_len / 100 * (100 - SAVED_PERCENT_MIN) + page_len % 100 * (100 - SAVED_PERCENT_MIN) / 100
 }
 
-/// Returns whether samples of the page indicate that compression saves enough.
+/// Returns whether samples of the page indicate that compressing the page saves enough. Pages shorter than
+/// [`SAMPLED_LEN_MIN`] are not sampled.
 fn pays_by_samples(page: &[u8]) -> bool {
     if page.len() < SAMPLED_LEN_MIN {
         return page.len() >= LEN_MIN;
@@ -86,7 +88,7 @@ fn pays_by_samples(page: &[u8]) -> bool {
     pays_by_samples_of(&samples)
 }
 
-/// Returns the ranges of a page that are sampled.
+/// Returns the byte ranges of the samples of a page.
 pub(super) fn sample_ranges(page_len: u64) -> impl Iterator<Item = Range<u64>> {
     let len = (SAMPLE_LEN as u64).min(page_len);
     let apart = (page_len - len) / (SAMPLES - 1);
@@ -103,7 +105,8 @@ pub(super) fn pays_by_samples_of(samples: &[impl AsRef<[u8]>]) -> bool {
     frames.is_some_and(|frames| pays(bytes, frames.iter().map(|frame| frame.len() as u64).sum()))
 }
 
-/// Compresses each piece to a frame, in order. An element is `None` if zstd ran out of memory.
+/// Compresses each piece to a frame. Returns the frames in the order of the pieces, with `None` for a piece for which
+/// zstd ran out of memory.
 pub(super) fn compress_pieces(
     pages: &[&[u8]],
     pieces: &[(usize, Range<usize>)],

@@ -1,12 +1,13 @@
-//! Image chunks that a device copies directly to the file's memory. The host only reserves space for a chunk and writes
-//! its head.
+//! Image chunks whose images a device copies directly to the file's memory. The host only reserves space for a chunk
+//! and writes its head.
 //!
 //! 1. **Reserve**: a chunk reserves space of its final length after all other chunks.
 //! 2. **Copy**: the device copies the images to this space, and checksums the bytes that it sends
 //!    (`snapshot/in_place.rs`).
-//! 3. **Head**: the host writes the chunk's head, which contains the sums, before the images.
-//! 4. **Verify**: once the snapshot is published, the device checksums the bytes in the file (I7, I12). The copies on
-//!    the device are freed by then. If the file contains other bytes, the next open starts from the previous snapshot.
+//! 3. **Head**: the host writes the chunk's head, which contains the checksums, before the images.
+//! 4. **Verify**: once the snapshot is published, the device checksums the bytes in the file (I7, I12). The pages'
+//!    copies on the device are freed by then. If the file contains other bytes, the next open starts from the previous
+//!    snapshot.
 //!
 //! A crash in steps 1 to 3 leaves an unreferenced image file, whose chunks have no heads.
 
@@ -20,13 +21,14 @@ use crate::error::{Error, Result};
 use crate::memory::arena::FileTarget;
 
 impl ImageWriter {
-    /// Returns the file's memory if a device copies to it.
+    /// Returns the memory of the file if a device copies images to it, otherwise `None`.
     pub fn target(&self) -> Option<&FileTarget> {
         self.target.as_ref()
     }
 
-    /// Reserves space for a chunk of this length, and returns the offset of the chunk. Returns `None` if the chunk
-    /// would end past the file's memory. Reserved but unused space has no head, and is never read.
+    /// Reserves space for a chunk of `chunk_len` bytes, and returns the offset of the chunk in the file. Returns `None`
+    /// if the chunk would end after the end of the file's memory. Reserved space that is not used has no head, and is
+    /// never read.
     pub fn take_place(&self, chunk_len: u64) -> Option<u64> {
         let reach = self.target.as_ref()?.byte_len();
         let _no_other_appends = self.tail.lock();
@@ -37,11 +39,11 @@ impl ImageWriter {
         Some(offset)
     }
 
-    /// Writes the head of a chunk whose images are in place, each with the CRC-32 that the device computed. Returns the
-    /// references to the images in page order.
+    /// Writes the head of a chunk whose images are already in the file. Each image has the CRC-32 that the device
+    /// computed. Returns the references to the images in page order.
     ///
-    /// `from` is the place that the device copied the images from. If it is `None`, the device did not copy all images,
-    /// and the host reads them back.
+    /// `from` is the place from which the device copied the images. `None` means that the device did not copy all
+    /// images, and the host reads them back.
     pub fn finish_in_place(
         &self,
         offset: u64,
@@ -65,15 +67,15 @@ impl ImageWriter {
         Ok(references)
     }
 
-    /// Writes bytes of a chunk that no device copies.
+    /// Writes bytes at offset `at` of the file, for the parts of a chunk that no device copies.
     pub fn write_between(&self, at: u64, bytes: &[u8]) -> Result<()> {
         let end = at + bytes.len() as u64;
         self.growing.write_at(at, bytes).map_err(|error| no_space(self.number, end, error))
     }
 
-    /// Verifies a chunk whose images a device copied. The host reads the chunk's head back, and the device reads its
-    /// images back (I7). If the sums differ, the device computes them once more, because a transient bit flip must not
-    /// stop a store.
+    /// Verifies a chunk whose images a device copied from `from`. The host reads the chunk's head back, and the device
+    /// reads the images back (I7). If the checksums differ, the device computes them once more, because a transient bit
+    /// flip must not stop a store.
     pub(super) fn verify_in_place(&self, chunk: &Chunk, from: Place) -> Result<()> {
         let len = Chunk::head_len(chunk.images.len() as u64);
         let no_memory = || Error::OutOfMemory { place: Place::Host, len };

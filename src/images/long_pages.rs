@@ -1,8 +1,8 @@
-//! Images of long pages, written piece by piece, so that only one piece is in memory at a time.
+//! Images of long pages. They are written piece by piece, so that only one piece is in memory at a time.
 //!
 //! The length of the image is known only after its last piece is compressed. Therefore no other chunk is appended to
-//! the file in between, and the chunk's head, which states the length, is written last. An abandoned image leaves bytes
-//! that no head describes. The next chunk overwrites them, or no reader accesses them.
+//! the file in the meantime, and the chunk's head, which states the length, is written last. An abandoned image leaves
+//! bytes that no head describes. The next chunk overwrites these bytes, or no reader accesses them.
 //!
 //! A crash here leaves an unreferenced image file, as with any other chunk.
 
@@ -19,35 +19,35 @@ use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 use crate::options::Compression;
 
-/// The number of bytes of a page that are in memory at a time, and the maximum length of a page that is kept whole.
+/// The maximum number of bytes of a page that are in memory at a time. A page of at most this length is processed as a
+/// whole.
 pub(crate) const PIECE_BYTES: u64 = 4 << 20;
 
-/// A function that receives the bytes of one range of a page, with their CRC-32.
+/// A function that receives the bytes of one range of a page, and the CRC-32 of these bytes.
 pub(crate) type Sink<'s> = &'s mut dyn FnMut(&[u8], u32) -> Result<()>;
 
-/// Whether a source may be asked again for the same bytes.
+/// Whether a [`PieceSource`] may be called again for the same bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ReadPass {
-    /// The bytes may be requested again, because they are a sample, or belong to a page that is stored uncompressed if
-    /// compression does not save enough.
+    /// The bytes may be requested again. They are a sample, or the page will be stored uncompressed if compression does
+    /// not save enough.
     First,
-    /// Neither these bytes nor any before them will be requested again.
+    /// Neither these bytes nor earlier bytes of the page will be requested again.
     Last,
 }
 
-/// A function that passes the bytes of a range of a page to a sink. The function returns `false` if the bytes no longer
-/// exist.
+/// A function that passes the bytes of a range of a page to a sink. Returns `false` if the bytes no longer exist.
 pub(crate) type PieceSource<'s, E = Error> =
     &'s mut dyn FnMut(Range<u64>, ReadPass, Sink<'_>) -> Result<bool, E>;
 
-/// Returns the ranges of a page's pieces.
+/// Returns the ranges of a page of `len` bytes that are processed one at a time.
 fn pieces(len: u64, piece_len: u64) -> impl Iterator<Item = Range<u64>> {
     (0..len).step_by(piece_len as usize).map(move |from| from..len.min(from.saturating_add(piece_len)))
 }
 
 impl ImageWriter {
-    /// Writes one non-empty page as a separate chunk, and returns the reference to its image. Returns `None`, without
-    /// having written an image, if the source no longer had the bytes.
+    /// Writes one non-empty page as a separate chunk, and returns the reference to its image. Returns `None` if the
+    /// source no longer had the bytes. In this case, no image was written.
     pub fn write_long<E: From<Error>>(
         &self,
         info: &PageInfo,
@@ -77,7 +77,7 @@ impl ImageWriter {
         self.stream_uncompressed(info, piece_len, source)
     }
 
-    /// Writes a page in memory like [`write_long`](Self::write_long).
+    /// Writes a page that is in memory as a separate chunk, like [`write_long`](Self::write_long).
     pub(super) fn write_long_page(&self, info: &PageInfo, bytes: &[u8]) -> Result<ImageRef> {
         assert!(info.len == bytes.len() as u64);
         let mut source = |range: Range<u64>, _: ReadPass, sink: Sink<'_>| {
@@ -88,7 +88,7 @@ impl ImageWriter {
         Ok(written.expect("the bytes are at hand"))
     }
 
-    /// Writes bytes of any length like [`write_long`](Self::write_long), always uncompressed.
+    /// Writes bytes of any length as a separate, uncompressed chunk, like [`write_long`](Self::write_long).
     pub fn write_uncompressed_stream<E: From<Error>>(
         &self,
         info: &PageInfo,
@@ -185,7 +185,7 @@ impl ImageWriter {
         Ok(Streamed::Image(image))
     }
 
-    /// Reads the chunk of a long page back past the cache and verifies it (I7).
+    /// Reads the chunk of a long page back from the medium and verifies it (I7).
     pub(super) fn verify_long(&self, chunk: &Chunk) -> Result<()> {
         let mut head = AlignedBuf::new(Chunk::head_len(1) as usize);
         self.file.read_past_cache(chunk.offset, &mut head)?;
@@ -200,8 +200,8 @@ impl ImageWriter {
 /// The outcome of writing an image piece by piece.
 enum Streamed {
     Image(ImageRef),
-    /// The source no longer had the bytes.
+    /// The source no longer had the bytes of the page.
     Gone,
-    /// Compression does not save enough space.
+    /// No image was written, because compression does not save enough space.
     DoesNotPay,
 }

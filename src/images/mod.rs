@@ -1,7 +1,7 @@
-//! Writes image files: the bytes of pages are appended in chunks, and synced before any record names them.
+//! Writes image files. Images of pages are appended in chunks, and synced before any record names them.
 //!
-//! A crash here loses nothing. An image file that no manifest, table or batch names has no meaning, and the next open
-//! removes it.
+//! A crash here loses no data. An image file that no manifest, table or batch names has no meaning, and the next open
+//! removes the file.
 
 pub(crate) mod disk_pages;
 pub(crate) mod numbers;
@@ -38,20 +38,21 @@ use crate::error::{Error, IoAction, Result};
 use crate::memory::arena::FileTarget;
 use crate::options::{Compression, ImageOptions};
 
-/// The number of bytes of images at which a chunk is written. A longer page has its own chunk.
+/// The number of image bytes at which a chunk is complete and is written. A longer page has its own chunk.
 pub(crate) const CHUNK_BYTES: u64 = 2 << 20;
 /// The maximum number of images in a chunk, a bound for stores of tiny pages.
 const CHUNK_IMAGES: usize = 4096;
 const _: () = assert!(CHUNK_IMAGES <= CHUNK_IMAGES_MAX as usize);
 /// The maximum number of threads that create chunks or read them back. One thread checksums and copies more slowly than
-/// a disk writes. Four were faster than every disk that was measured.
+/// a disk writes. Four threads were faster than every disk that was measured.
 pub(crate) const THREADS_MAX: usize = 4;
 /// The maximum number of image files that a snapshot writes.
 pub(crate) const IMAGE_FILES_MAX: u64 = THREADS_MAX as u64;
-/// The maximum number of bytes of pages in chunks that are being created, unless a single page is longer.
+/// The maximum number of page bytes in all chunks that are being created at a time. A single longer page may exceed
+/// this number.
 const IN_FLIGHT_BYTES: u64 = 32 << 20;
 
-/// Divides pages into chunks of at most `bytes_max` bytes, in order. A longer page gets its own chunk.
+/// Divides pages into chunks of at most `bytes_max` bytes, in order. A page longer than `bytes_max` gets its own chunk.
 ///
 /// # Errors
 /// `OutOfMemory`.
@@ -66,8 +67,8 @@ pub(crate) fn chunks<T>(pages: &[T], bytes_max: u64, len: impl Fn(&T) -> u64) ->
     Ok(chunks)
 }
 
-/// Returns how many images with these lengths in bytes fit in the next chunk. The result is at least 1 if there are any
-/// images.
+/// Returns the number of the first images, with the given lengths in bytes, that fit in the next chunk. The result is
+/// at least 1 if there is any image.
 fn next_chunk(bytes_max: u64, lens: impl IntoIterator<Item = u64>) -> usize {
     let mut bytes = 0;
     let fits = lens.into_iter().take(CHUNK_IMAGES).take_while(|len| {
@@ -78,50 +79,51 @@ fn next_chunk(bytes_max: u64, lens: impl IntoIterator<Item = u64>) -> usize {
     fits.count()
 }
 
-/// Returns the number of threads that create chunks, given the length of the longest chunk in bytes.
+/// Returns the number of threads that may create chunks at a time. `longest` is the length of the longest chunk in
+/// bytes.
 pub(crate) fn chunk_threads(longest: u64) -> usize {
     let fit = IN_FLIGHT_BYTES / longest.max(CHUNK_BYTES);
     parallel::threads((fit as usize).clamp(1, THREADS_MAX))
 }
 
-/// A function that fills a slice with the bytes of a page, starting at an offset.
+/// A function that fills a slice with the bytes of a page, starting at the given offset of the page.
 pub(crate) type PageRead<'r, E> = &'r mut dyn FnMut(&PageInfo, u64, &mut [u8]) -> Result<(), E>;
 
-/// A writer that appends images to one file, which is new or was a spare. Several threads may share it. Each thread
-/// writes its own chunks, whose order in the file is the order of completion.
+/// A writer that appends images to one file. The file is new or was a spare. Several threads may share the writer. Each
+/// thread writes its own chunks, and chunks are in the file in the order in which they were completed.
 pub(crate) struct ImageWriter {
     disk: Arc<dyn Disk>,
     store: StoreId,
     compression: Compression,
-    /// The maximum number of threads that compress a chunk, or read chunks back.
+    /// The maximum number of threads that compress one chunk, or that read chunks back.
     threads_max: usize,
     number: u64,
-    /// The file, for reads after it is synced.
+    /// The image file, for reads after its sync.
     file: Arc<dyn DiskFile>,
-    /// The same file, for writing.
+    /// The image file, for writes before its sync.
     growing: GrowingFile,
     written: Mutex<WrittenChunks>,
-    /// A lock that is held while a chunk reserves its space, and while a chunk of yet unknown length is appended. This
-    /// lock is taken before `written`.
+    /// A lock that is held while a chunk reserves its space, and while a chunk of still unknown length is appended.
+    /// This lock is acquired before `written`.
     tail: Mutex<()>,
-    /// The file's memory, if a device copies to it.
+    /// The memory of the file if a device copies images to it, otherwise `None`.
     target: Option<FileTarget>,
-    /// Buffers in which chunks are assembled. The buffers are reused, because memory that was touched before is faster
-    /// to write to.
+    /// Buffers in which chunks are assembled. The buffers are reused, because writing to memory that was used before is
+    /// faster.
     areas: Mutex<Vec<Vec<u8>>>,
 }
 
 struct WrittenChunks {
-    /// The offset of the next chunk.
+    /// The file offset of the next chunk.
     end: u64,
     chunks: Vec<Chunk>,
-    /// The chunks whose images a device copied, by offset, with the place that they were copied from.
+    /// The chunks whose images a device copied, by file offset. The value is the place from which the device copied.
     placed: BTreeMap<u64, Place>,
 }
 
 impl ImageWriter {
-    /// Creates image file `number`. If this or a later call returns that the disk is full, the caller must abandon the
-    /// file.
+    /// Creates image file `number` and returns its writer. If this call or a call of the writer returns that the disk
+    /// is full, the caller must abandon the file.
     pub fn create(
         disk: Arc<dyn Disk>,
         store: StoreId,
@@ -135,8 +137,8 @@ impl ImageWriter {
         Self::over(disk, store, number, new, None, purpose, options)
     }
 
-    /// Starts image file `number` in a spare that already has its new name durably (I13). With a target, a device
-    /// writes to its memory.
+    /// Starts image file `number` in a spare that has been durably renamed to that file (I13). With a target, a device
+    /// writes images to the memory of the file.
     fn over(
         disk: Arc<dyn Disk>,
         store: StoreId,
@@ -184,7 +186,8 @@ impl ImageWriter {
     /// Writes non-empty pages chunk by chunk, and returns the references to their images in the same order. `read`
     /// fills a slice with a page's bytes, starting at an offset.
     ///
-    /// Only one chunk, or one piece of a long page, is in memory at a time. A piece may be requested twice.
+    /// At most one chunk, or one piece of a long page, is in memory at a time. `read` may be called twice for the same
+    /// piece.
     pub fn write_pages<E: From<Error>>(
         &self,
         pages: &[PageInfo],
@@ -198,7 +201,7 @@ impl ImageWriter {
         Ok(references)
     }
 
-    /// Writes the pages of one chunk like [`write_pages`](Self::write_pages).
+    /// Writes the pages of a single chunk like [`write_pages`](Self::write_pages).
     fn write_read_chunk<E: From<Error>>(
         &self,
         chunk: &[PageInfo],
@@ -229,17 +232,18 @@ impl ImageWriter {
         Ok(self.write_chunk(&images)?)
     }
 
-    /// Writes one chunk of images, and returns the references to them in the same order.
+    /// Writes one chunk with the images of `pages`, and returns the references to the images in the same order.
     pub fn write_chunk(&self, pages: &[(&PageInfo, &[u8])]) -> Result<Vec<ImageRef>> {
         let sums = collected(pages.iter().map(|(_, bytes)| crc32fast::hash(bytes)))?;
         self.write_frames(pages, &sums, &self.compress(pages)?)
     }
 
-    /// Writes one chunk of images like [`write_chunk`](Self::write_chunk), from pages that are in `staged` at the
-    /// positions of the chunk's payloads, each with the CRC-32 of its bytes.
+    /// Writes one chunk of images like [`write_chunk`](Self::write_chunk). The pages are already in `staged`, at the
+    /// positions of the chunk's payloads. Each page has the CRC-32 of its bytes.
     ///
-    /// The first page must follow the room for the head. Each other page must start on the first 16-byte boundary after
-    /// the previous one. If no page is compressed, `staged` becomes the chunk and is written without a copy.
+    /// The first page must follow the space for the chunk's head. Each other page must start on the first 16-byte
+    /// boundary after the previous page. If no page is compressed, `staged` becomes the chunk and is written without a
+    /// copy.
     pub fn write_staged(
         &self,
         pages: &[(&PageInfo, usize, u32)],
@@ -269,7 +273,7 @@ impl ImageWriter {
         self.write(chunk, staged)
     }
 
-    /// Writes one chunk of images, all of them uncompressed.
+    /// Writes one chunk with the images of `pages`, all uncompressed.
     pub fn write_uncompressed(&self, pages: &[(&PageInfo, &[u8])]) -> Result<Vec<ImageRef>> {
         let sums = collected(pages.iter().map(|(_, bytes)| crc32fast::hash(bytes)))?;
         self.write_frames(pages, &sums, &collected(pages.iter().map(|_| None))?)
@@ -284,7 +288,7 @@ impl ImageWriter {
         compress(self.compression, &pages, self.threads_max)
     }
 
-    /// Writes one chunk of images with these checksums, some of which are compressed.
+    /// Writes one chunk of images with the given checksums. Some of the images are compressed.
     fn write_frames(
         &self,
         pages: &[(&PageInfo, &[u8])],
@@ -312,7 +316,7 @@ impl ImageWriter {
         Ok(references)
     }
 
-    /// Writes a chunk, which consists of the first bytes of `bytes`.
+    /// Writes a chunk whose content is the first `chunk.len` bytes of `bytes`.
     fn write(&self, chunk: Chunk, bytes: &[u8]) -> Result<Vec<ImageRef>> {
         let (bytes, end) = (&bytes[..chunk.len as usize], chunk.offset + chunk.len);
         self.growing.write_at(chunk.offset, bytes).map_err(|error| no_space(self.number, end, error))?;
@@ -324,7 +328,7 @@ impl ImageWriter {
         Ok(references)
     }
 
-    /// Reserves space for a chunk after all other chunks.
+    /// Reserves space in the file for a chunk with `images`, after all other chunks.
     fn append_chunk(&self, images: &[NewImage]) -> Result<Chunk> {
         let _no_other_appends = self.tail.lock();
         let mut written = self.written.lock();
@@ -336,18 +340,18 @@ impl ImageWriter {
         Ok(chunk)
     }
 
-    /// Returns the number of bytes that were written so far or are being written.
+    /// Returns the number of bytes of the file that were written or are being written.
     pub fn byte_len(&self) -> u64 {
         self.written.lock().end
     }
 
-    /// Makes the file and its name durable.
+    /// Makes the image file and its name durable.
     pub fn sync(&self) -> Result<()> {
         self.sync_bytes()?;
         self.disk.sync_folder(Folder::Pages)
     }
 
-    /// Makes the file durable, but not its name. No further write may follow.
+    /// Makes the content of the image file durable, but not its name. No write may follow.
     fn sync_bytes(&self) -> Result<()> {
         let len = self.byte_len();
         self.growing.finish(len).map_err(|error| match error {
@@ -357,8 +361,8 @@ impl ImageWriter {
         })
     }
 
-    /// Reads all chunks back past the cache and verifies them (I7). The device reads back the images that it copied to
-    /// the file's memory.
+    /// Reads all chunks back from the medium and verifies them (I7). A device reads back the images that it copied to
+    /// the memory of the file.
     pub fn verify(&self) -> Result<()> {
         let WrittenChunks { chunks, placed, .. } = &*self.written.lock();
         let is_long = |chunk: &Chunk| chunk.images.iter().any(|image| image.len > PIECE_BYTES);
@@ -398,7 +402,7 @@ impl ImageWriter {
         Ok(())
     }
 
-    /// Checks that the first bytes of a chunk are its header and its table.
+    /// Checks that `bytes` begins with the chunk's header and table of images.
     fn check_head(&self, chunk: &Chunk, bytes: &[u8]) -> Result<()> {
         let damaged = |defect: Defect| Error::from(defect.at(FileName::Pages(self.number), chunk.offset));
         let header = ChunkHeader::decode(bytes).map_err(damaged)?;
@@ -410,7 +414,7 @@ impl ImageWriter {
         Ok(())
     }
 
-    /// Removes the unfinished file.
+    /// Removes the unfinished image file.
     pub fn abandon(self) {
         if let Err(error) = self.disk.remove(FileName::Pages(self.number)) {
             tracing::warn!(%error, "cannot remove an unfinished image file; the next open will");
@@ -418,22 +422,23 @@ impl ImageWriter {
     }
 }
 
-/// Describes a page that becomes an image. `crc` is the CRC-32 of its bytes, and `frames` its compressed form, if any.
+/// Describes a page for the image writer. `crc` is the CRC-32 of the page's bytes. `frames` is the compressed form of
+/// the page, or `None`.
 fn new_image(info: &PageInfo, crc: u32, frames: Option<&[u8]>) -> NewImage {
     let compressed =
         frames.map(|frames| CompressedBytes { len: frames.len() as u64, crc: crc32fast::hash(frames) });
     NewImage { page: info.page, epoch: info.epoch, lsn: info.lsn, len: info.len, crc, compressed }
 }
 
-/// Resizes a buffer to `len` bytes, with a fallible allocation.
+/// Resizes `bytes` to `len` bytes. Returns an error if the allocation fails.
 pub(crate) fn resize(bytes: &mut Vec<u8>, len: u64) -> Result<()> {
     make_room(bytes, (len as usize).saturating_sub(bytes.len()))?;
     bytes.resize(len as usize, 0);
     Ok(())
 }
 
-/// Converts a lack of space to an error that leaves the store unchanged, because no record names images that are being
-/// written.
+/// Converts an error for lack of space to an error that leaves the store unchanged. The store is unchanged because no
+/// record names an image that is still being written.
 fn no_space(number: u64, needed: u64, error: Error) -> Error {
     if error.is_no_space() { Error::disk_full(FileName::Pages(number), needed) } else { error }
 }

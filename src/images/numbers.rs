@@ -1,7 +1,7 @@
-//! The image files of an open store: their numbers, and the files that batches name.
+//! The image files of an open store: their numbers, and the files that were written for batches.
 //!
 //! A snapshot's manifest names the snapshot's images, so the kept manifests determine which of their files are kept.
-//! Until a snapshot takes over a batch's images, only the batch's frame names them. Their file is kept while replay may
+//! Until a snapshot names a batch's images, only the batch's frame names them. Their file is kept while replay may
 //! start before the frame, that is, while the frame's Lsn is above the floor, regardless of the frame's segment.
 //!
 //! A crash loses this list. Recovery rebuilds it from the frames that it replays. For other files of batches, recovery
@@ -19,30 +19,30 @@ use crate::disk::Disk;
 use crate::disk::image_spares::ImageSpares;
 use crate::images::disk_pages::DiskPages;
 
-/// The numbers of image files and tables, and the files that batches name.
+/// Assigns the numbers of image files and tables, and tracks the image files that batches name.
 pub(crate) struct ImageFiles {
     disk: Arc<dyn Disk>,
-    /// Spare files for future images.
+    /// The spare files for future images.
     spares: Arc<ImageSpares>,
-    /// The pages on disk, which use image files.
+    /// The pages on disk. Their images must not be removed.
     disk_pages: Arc<DiskPages>,
     state: Mutex<NumberState>,
-    /// The first file number of this run of the store.
+    /// The first number that this run of the store can assign.
     first: u64,
-    /// A lock that is held while files are listed and removed. This lock is taken before `state`.
+    /// A lock that is held while files are listed and removed. This lock is acquired before `state`.
     removals: Mutex<()>,
 }
 
 struct NumberState {
     next: u64,
-    /// The files written for batches, each with the newest batch that may name it, or `None` while its batch is not
-    /// logged.
+    /// The files that were written for batches, by number. The value is the newest batch that may name the file, or
+    /// `None` while the batch is not logged.
     for_batches: BTreeMap<u64, Option<Lsn>>,
 }
 
 impl ImageFiles {
     /// Creates the list of image files. `next` is the first free number. `for_batches` contains the files that existing
-    /// frames may name, each with the newest such batch.
+    /// frames may name. Each file has the newest batch that may name it.
     pub fn new(
         disk: Arc<dyn Disk>,
         spares: Arc<ImageSpares>,
@@ -70,7 +70,7 @@ impl ImageFiles {
         &self.spares
     }
 
-    /// Returns the next number that will be assigned.
+    /// Returns the number of the next file, without assigning the number.
     pub fn next_number(&self) -> u64 {
         self.state.lock().next
     }
@@ -81,7 +81,7 @@ impl ImageFiles {
         self.take_numbers(1).start
     }
 
-    /// Assigns `count` consecutive numbers.
+    /// Assigns `count` consecutive numbers, like [`take_number`](Self::take_number).
     pub fn take_numbers(&self, count: u64) -> Range<u64> {
         let mut state = self.state.lock();
         let first = state.next;
@@ -89,7 +89,7 @@ impl ImageFiles {
         first..state.next
     }
 
-    /// Assigns numbers for `count` files that are written for a batch. The files are kept while the batch is in
+    /// Assigns numbers for `count` files that are written for a batch. The files are not removed while the batch is in
     /// progress.
     pub fn begin_for_batch(&self, count: u64) -> Range<u64> {
         let mut state = self.state.lock();
@@ -102,19 +102,19 @@ impl ImageFiles {
         numbers
     }
 
-    /// Records that batch `lsn`, which names the file, is logged.
+    /// Records that the log contains batch `lsn`, which names image file `file`.
     pub fn logged(&self, file: u64, lsn: Lsn) {
         let before = self.state.lock().for_batches.insert(file, Some(lsn));
         assert!(before == Some(None)); // I8: the file was kept since its number was assigned.
     }
 
-    /// Returns the first file number of this run of the store. All files with this or a higher number were created in
-    /// this run.
+    /// Returns the first number that this run of the store can assign. Every file with this number or a greater number
+    /// was created in this run.
     pub fn first(&self) -> u64 {
         self.first
     }
 
-    /// Returns a number for the manifest of a snapshot that begins at `redo`. Every batch's file with a lower number
+    /// Returns a number for the manifest of a snapshot that begins at `redo`. Each batch's file with a lower number
     /// belongs to a logged batch up to `redo`. The caller must determine `redo` before the call, so that a batch that
     /// is assigned a number later is above `redo`.
     pub fn ahead_from(&self, redo: Lsn) -> u64 {
@@ -123,13 +123,13 @@ impl ImageFiles {
         ahead.next().map_or(state.next, |(file, _)| *file)
     }
 
-    /// Removes a file from the list that was not created.
+    /// Removes a file that was not created from the list of batches' files.
     pub fn forget(&self, file: u64) {
         let _none_is_looked_for = self.removals.lock();
         self.state.lock().for_batches.remove(&file);
     }
 
-    /// Removes a file whose batch was not logged, from the list and from the disk.
+    /// Removes `file` from the list and from the disk. The file's batch must not have been logged.
     pub fn abandon(&self, file: u64) {
         let _none_is_looked_for = self.removals.lock();
         self.state.lock().for_batches.remove(&file);
@@ -138,23 +138,24 @@ impl ImageFiles {
         }
     }
 
-    /// Prevents the removal of any batch's file until the guard is dropped, so that files found by the caller remain.
+    /// Prevents the removal of any batch's file until the guard is dropped, so that files that the caller has found
+    /// remain.
     pub fn block_removals(&self) -> MutexGuard<'_, ()> {
         self.removals.lock()
     }
 
-    /// Returns whether a page on disk uses an image in this file.
+    /// Returns whether a page on disk uses an image in `file`.
     pub fn is_read_from(&self, file: u64) -> bool {
         self.disk_pages.uses_file(file)
     }
 
-    /// Returns whether a file was written for a batch that is in progress or above `floor`.
+    /// Returns whether `file` was written for a batch that is in progress or above `floor`.
     pub fn is_for_batch(&self, file: u64, floor: Lsn) -> bool {
         let lsn = self.state.lock().for_batches.get(&file).copied();
         lsn.is_some_and(|lsn| lsn.is_none_or(|lsn| lsn > floor))
     }
 
-    /// Records that replay no longer starts below `floor`. Files that only batches up to `floor` name may then be
+    /// Records that replay no longer starts below batch `floor`. Files that only batches up to `floor` name may then be
     /// removed.
     pub fn recycled(&self, floor: Lsn) {
         self.state.lock().for_batches.retain(|_, lsn| lsn.is_none_or(|lsn| lsn > floor));

@@ -1,5 +1,5 @@
-//! Reads many images in file order, neighboring images with one read. Otherwise a store of tiny pages would read the
-//! medium once per page.
+//! Reads many images in file order, and reads neighboring images together. Otherwise a store of tiny pages would read
+//! from the medium once per page.
 
 use std::borrow::{Borrow, Cow};
 use std::collections::BTreeMap;
@@ -17,11 +17,11 @@ use crate::base::parallel;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 
-/// The maximum length of a run in bytes, unless its only image is longer. With the remainders of its first and last
-/// blocks, a run has at most 4 MiB, the length of a staging buffer.
+/// The maximum length of a run in bytes, unless the run has a single, longer image. With the remainders of its first
+/// and last blocks, a run has at most 4 MiB, the length of a staging buffer.
 pub(crate) const RUN_BYTES: u64 = (4 << 20) - 2 * GROUP_ALIGN;
 
-/// The maximum gap between two images of a run. A disk reads that many bytes in the time of another request.
+/// The maximum gap in bytes between two images of a run. A disk reads this many bytes in the time of another request.
 const GAP_BYTES: u64 = 64 << 10;
 
 /// The number of bytes that are read and checksummed at a time. This many bytes fit in a CPU's L2 cache, and longer
@@ -38,14 +38,14 @@ pub(crate) struct ImageRequest {
 }
 
 impl ImageRequest {
-    /// Returns whether the page is read piece by piece, because it is too long to keep in memory, or because its image
-    /// is an overlay over a base.
+    /// Returns whether the page is read piece by piece. This is the case for a page that is too long to keep in memory,
+    /// and for an image that is an overlay over a base.
     pub fn is_long(&self) -> bool {
         self.len > RUN_BYTES || !self.image.is_whole()
     }
 }
 
-/// Returns read requests for those of the given pages that have an image.
+/// Returns a read request for each of the given pages that has an image.
 pub(crate) fn wanted(
     pages: impl IntoIterator<Item = impl Borrow<PageInfo>>,
     images: &BTreeMap<PageId, ImageRef>,
@@ -58,11 +58,11 @@ pub(crate) fn wanted(
 
 /// Images that are close enough together in one file to be read with one read.
 pub(crate) struct ImageRun<'a> {
-    /// The requests, at least one, in file order.
+    /// The requests of the run, at least one, in file order.
     images: &'a [ImageRequest],
 }
 
-/// Groups images into runs. A long image is a separate run.
+/// Sorts the requests, and groups images that are close together into runs. A long image is a separate run.
 pub(crate) fn runs(wanted: &mut [ImageRequest]) -> impl Iterator<Item = ImageRun<'_>> {
     wanted.sort_unstable_by_key(|wanted| (wanted.image.file, wanted.image.offset));
     let same_run = |first: &ImageRef, reached: u64, image: &ImageRef| {
@@ -96,18 +96,18 @@ impl<'a> ImageRun<'a> {
         self.images[0].page
     }
 
-    /// Returns the number of stored bytes in the run's images, including the bases of overlays.
+    /// Returns the total stored length of the run's images in bytes, including the bases of overlays.
     pub fn bytes(&self) -> u64 {
         self.images.iter().flat_map(|wanted| wanted.image.files()).map(|(_, stored_len)| stored_len).sum()
     }
 
-    /// Returns the run's image if the run has a single image.
+    /// Returns the only image of the run, or `None` if the run has several images.
     pub fn only(&self) -> Option<&'a ImageRequest> {
         if let [only] = self.images { Some(only) } else { None }
     }
 
-    /// Returns the damaged images of the run, each with its damage. If a single read of the run fails, the images are
-    /// read one by one. An image that is longer than a run is read piece by piece.
+    /// Returns the damaged images of the run, each with its damage. If reading the run at once fails, the images are
+    /// read one by one. An image that is longer than [`RUN_BYTES`] is read piece by piece.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -125,7 +125,7 @@ impl<'a> ImageRun<'a> {
         }
     }
 
-    /// Reads the run into memory that `take` allocates. No memory is allocated if the file ends too early.
+    /// Reads the run into memory that `take` allocates. If the file ends too early, `take` is not called.
     pub fn read<B: DerefMut<Target = [u8]>>(
         &self,
         source: &DiskSource,
@@ -140,8 +140,8 @@ impl<'a> ImageRun<'a> {
     /// Returns the pages in the piece that [`ImageRun::read`] returned, each with the offset of its stored bytes in the
     /// piece.
     ///
-    /// Images that the host sums are verified by this call. This always includes compressed images, whose bytes are
-    /// verified before they are decompressed (I9).
+    /// This call verifies the images whose checksums the host compares. The host always compares those of compressed
+    /// images, before it decompresses the images (I9).
     pub fn pages<'b, B: DerefMut<Target = [u8]>>(
         &self,
         read: &'b FilePiece<B>,
@@ -161,19 +161,19 @@ impl<'a> ImageRun<'a> {
     }
 }
 
-/// The side that compares an image's bytes with its checksum.
+/// The processor that compares an image's bytes with its checksum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SummedBy {
-    /// The host compares them before it passes any byte on.
+    /// The host compares the bytes before it passes any of them on.
     Host,
-    /// The device compares them after the bytes have arrived.
+    /// The device compares the bytes after they have arrived in its memory.
     Device,
 }
 
-/// A piece of an image file in memory. The piece consists of whole blocks, except at the end of the file, so that a
-/// direct read fills the piece without a copy.
+/// A range of an image file in memory. The range consists of whole blocks, except at the end of the file, so that a
+/// direct read fills the memory without a copy.
 pub(crate) struct FilePiece<B> {
-    /// The offset of the piece in the file.
+    /// The offset of the range in the file.
     pub start: u64,
     pub bytes: B,
 }
@@ -190,7 +190,7 @@ impl<B: DerefMut<Target = [u8]>> FilePiece<B> {
     }
 
     /// Reads blocks like [`read`](Self::read), and also computes the CRC-32 of `range` while the bytes are in the CPU's
-    /// cache. Reading with sums from the page cache thus takes an eighth less time.
+    /// cache. Reading and checksumming from the page cache then takes an eighth less time than in two passes.
     pub fn read_summed(
         source: &DiskSource,
         file: u64,
@@ -207,7 +207,7 @@ impl<B: DerefMut<Target = [u8]>> FilePiece<B> {
         Ok((piece, sum.finalize()))
     }
 
-    /// Reads `at_once` bytes at a time, and passes them to `each`.
+    /// Reads the file `at_once` bytes at a time, and calls `each` with the bytes of each read.
     fn read_by(
         source: &DiskSource,
         file: u64,
@@ -237,22 +237,22 @@ impl<B: DerefMut<Target = [u8]>> FilePiece<B> {
     }
 }
 
-/// Allocates aligned host memory.
+/// Allocates aligned host memory of `len` bytes, or returns `OutOfMemory`.
 fn aligned(len: usize) -> Result<AlignedBuf> {
     AlignedBuf::try_new(len).ok_or(Error::OutOfMemory { place: Place::Host, len: len as u64 })
 }
 
-/// Verifies images by reading all of them with several threads.
+/// Reads and verifies all requested images, with several threads.
 ///
 /// # Errors
-/// [`crate::Error::Damaged`].
+/// [`crate::Error::Damaged`] if an image is damaged.
 pub(crate) fn prove(source: &DiskSource, wanted: impl IntoIterator<Item = ImageRequest>) -> Result<()> {
     let damaged = damaged(source, &mut collected(wanted)?, THREADS_MAX)?;
     damaged.into_iter().next().map_or(Ok(()), |(_, damage)| Err(damage.into()))
 }
 
-/// Returns the damaged images, each with its damage. Up to `threads_max` threads read them. An image longer than a run
-/// is read piece by piece.
+/// Reads the requested images with up to `threads_max` threads, and returns the damaged images, each with its damage.
+/// An image longer than [`RUN_BYTES`] is read piece by piece.
 ///
 /// # Errors
 /// `OutOfMemory`.

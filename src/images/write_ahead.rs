@@ -1,13 +1,13 @@
-//! Images that are written before their batch, which then contains only references to them.
+//! Images that are written before their batch is logged. The batch then contains only references to the images.
 //!
-//! 1. The files get their numbers, and are protected from removal from then on.
+//! 1. The image files get their numbers. From now on, the files are protected from removal.
 //! 2. The images and the files' names are written and synced, because a frame must never name a file that a crash could
 //!    remove (I7 for batches).
-//! 3. The batch is logged. From here on, the files are kept while replay may start before the batch.
+//! 3. The batch is logged. From now on, the files are kept while replay may start before the batch.
 //!
-//! If a batch is refused or finds no space, its files are removed. If it is unknown whether the frame is in the log,
-//! the files are left, because recovery may find the frame. A crash before step 3 leaves files that no frame names. The
-//! next open detects such files during replay.
+//! If logging the batch fails, the image files are removed. If it is unknown whether the frame is in the log, the files
+//! are kept, because recovery may find the frame. A crash before step 3 leaves files that no frame names. The next open
+//! detects such files during replay.
 
 use std::ops::Range;
 
@@ -23,7 +23,7 @@ use crate::error::Result;
 use crate::images::numbers::ImageFiles;
 use crate::options::ImageOptions;
 
-/// The images of a batch that is not logged yet. Dropping this value removes their files.
+/// The images of a batch that is not logged yet. Dropping this value removes the image files.
 pub(crate) struct PendingImages<'a> {
     files: &'a ImageFiles,
     numbers: Range<u64>,
@@ -32,7 +32,8 @@ pub(crate) struct PendingImages<'a> {
 }
 
 impl<'a> PendingImages<'a> {
-    /// Writes non-empty pages to new files, and makes the files durable. A lack of space changes nothing.
+    /// Writes non-empty pages to new image files, and makes the files durable. If there is no space, the call fails
+    /// without any change.
     pub fn write(
         files: &'a ImageFiles,
         store: StoreId,
@@ -45,12 +46,12 @@ impl<'a> PendingImages<'a> {
         Self::make(files, store, options, count, |writers| writers.write_all(&pages))
     }
 
-    /// Writes pages of these lengths like [`write`](Self::write), with bytes that `read` provides piece by piece. Each
-    /// page is read by one of several threads, with that thread's own state from `equip`. Only one piece of a long page
-    /// is in memory at a time.
+    /// Writes pages of the given lengths like [`write`](Self::write). `read` provides the bytes of a page piece by
+    /// piece. Each page is read by one of several threads, with the state that `equip` created for that thread. Only
+    /// one piece of a long page is in memory at a time.
     ///
     /// # Errors
-    /// The errors of `read` and of a full disk leave the store unchanged.
+    /// Any error of `read` and the error of a full disk leave the store unchanged.
     pub fn write_read<W>(
         files: &'a ImageFiles,
         store: StoreId,
@@ -88,20 +89,21 @@ impl<'a> PendingImages<'a> {
         &self.images
     }
 
-    /// 3. Records that batch `lsn` is logged, so that the files are kept.
+    /// Step 3. Records that batch `lsn` is logged, so that the image files are kept.
     pub fn logged(mut self, lsn: Lsn) {
         self.is_refused = false;
         self.numbers.clone().for_each(|file| self.files.logged(file, lsn));
     }
 
-    /// Keeps the files, because it is unknown whether the batch is logged. The next open determines this from the log.
+    /// Keeps the image files, because it is unknown whether the batch is logged. The next open determines this from the
+    /// log.
     pub fn leave(&mut self) {
         self.is_refused = false;
     }
 }
 
-/// Describes a page to the image writer. Epoch and Lsn are unknown before the batch is logged, and an image does not
-/// record its place.
+/// Describes a page for the image writer. The epoch and the Lsn are unknown before the batch is logged, and an image
+/// does not record the page's place.
 fn info(page: PageId, len: u64) -> PageInfo {
     PageInfo::new(page, len, Place::Host)
 }

@@ -1,9 +1,9 @@
-//! Several image files that are written concurrently, for one snapshot or one batch.
+//! Writes the images of one snapshot or one batch to several image files concurrently.
 //!
-//! The kernel allows one thread at a time to write to a file through its cache. Four threads that append to one file on
-//! tmpfs write no faster than one thread: 2.7 GB/s on 2 cores, compared with 5.7 GB/s if two threads have one file
-//! each. So each writing thread has its own file during a write. Writing through a mapping or past the cache gained
-//! less or nothing.
+//! The kernel allows one thread at a time to write to a file through the page cache. Four threads that append to one
+//! file on tmpfs write no faster than one thread: 2.7 GB/s on 2 cores, compared with 5.7 GB/s if two threads have one
+//! file each. So each writing thread has its own file during a write. Writing through a mapping or with direct I/O
+//! gained less or nothing.
 //!
 //! A crash here leaves unreferenced image files.
 
@@ -25,42 +25,44 @@ use crate::error::{Error, Result};
 use crate::memory::arena::{FileTarget, RegisteredFile};
 use crate::options::ImageOptions;
 
-/// The number of chunks per additional file. Without this limit a store would have many small files, and above a number
-/// of files, snapshots rewrite some of them.
+/// The minimum number of chunks for each additional file. Without this limit, a store would have many small files, and
+/// above a number of files, snapshots rewrite some of them.
 const CHUNKS_MIN: u64 = 8;
 
-/// The maximum excess length of a file written in place over its images: one byte in `TAIL_SHARE`, plus `TAIL_MIN`.
+/// The inverse of the share of its images' length by which a file written in place may be longer than its images, in
+/// addition to `TAIL_MIN` bytes.
 const TAIL_SHARE: u64 = 4;
 const TAIL_MIN: u64 = 64 << 10;
 
-/// Returns the number of files to write concurrently for `bytes` bytes in chunks of `chunk_len`.
+/// Returns the number of files to which `bytes` bytes are written concurrently, in chunks of `chunk_len` bytes.
 pub(crate) fn file_count(bytes: u64, chunk_len: u64, threads: usize) -> u64 {
     (bytes / (CHUNKS_MIN * chunk_len)).clamp(1, threads as u64)
 }
 
-/// Returns the number of files to write concurrently for a batch with pages of these lengths, so that no file is empty.
+/// Returns the number of files to which a batch's pages of the given lengths are written concurrently. No file is
+/// empty.
 pub(super) fn ahead_file_count<P>(pages: &[P], len: impl Fn(&P) -> u64) -> Result<u64> {
     let bytes = pages.iter().map(&len).sum();
     let chunks = chunks(pages, CHUNK_BYTES, len)?.len() as u64;
     Ok(file_count(bytes, CHUNK_BYTES, parallel::threads(THREADS_MAX)).min(chunks.max(1)))
 }
 
-/// A writer that appends images to one or more new files.
+/// A writer that distributes images among one or more image files.
 pub(crate) struct ImageWriters {
     disk: Arc<dyn Disk>,
     spares: Arc<ImageSpares>,
     files: Vec<ImageWriter>,
-    /// The number of files that were spares.
+    /// The number of files that were spares before.
     reused: usize,
-    /// For each file, the number of threads that append to it, and the sequence number of its last chunk among all
-    /// chunks.
+    /// The state of each file: the number of threads that append to the file, and the sequence number of its last chunk
+    /// among the chunks of all files.
     uses: Mutex<Vec<(usize, u64)>>,
 }
 
 impl ImageWriters {
-    /// Starts the image files with these numbers, for a snapshot that writes about `len` bytes. Up to `threads_max`
-    /// threads compress a chunk, or read chunks back. If this or a later call returns that the disk is full, the caller
-    /// must abandon the files.
+    /// Starts image files with the given numbers, for a snapshot that writes about `len` bytes. Up to `threads_max`
+    /// threads compress a chunk, or read chunks back. If this call or a call of the writer returns that the disk is
+    /// full, the caller must abandon the files.
     pub fn create(
         image_files: &ImageFiles,
         store: StoreId,
@@ -78,7 +80,8 @@ impl ImageWriters {
         Ok(writers)
     }
 
-    /// Starts the image files with these numbers, for a batch. A full disk is handled as for [`create`](Self::create).
+    /// Starts image files with the given numbers, for a batch. If this call or a call of the writer returns that the
+    /// disk is full, the caller must abandon the files.
     pub fn create_ahead(
         image_files: &ImageFiles,
         store: StoreId,
@@ -106,7 +109,7 @@ impl ImageWriters {
         Self { disk, spares, files: Vec::new(), reused: 0, uses }
     }
 
-    /// Starts each file, in a spare if there is one of about its length.
+    /// Starts each image file. A spare of about the file's length is reused, if one exists.
     fn begin_files(
         &mut self,
         store: StoreId,
@@ -137,8 +140,9 @@ impl ImageWriters {
         Ok(())
     }
 
-    /// Returns the memory of a spare if a device may copy to it. A file written in place keeps its length, so a spare
-    /// that is much too long is unregistered and will be truncated.
+    /// Returns the memory of a spare if a device may copy images to it. A file written in place keeps its length. A
+    /// spare that is much too long is therefore not written in place, and its resource is dropped so that the file can
+    /// be truncated.
     fn target(&self, number: u64, reused: &mut ReusedFile, file_len: u64) -> Option<FileTarget> {
         let kept = reused.kept_ready.take()?;
         let target = kept.downcast::<RegisteredFile>().ok().and_then(|file| file.target());
@@ -150,18 +154,18 @@ impl ImageWriters {
         target
     }
 
-    /// Returns whether a device copies images to the memory of one of the files.
+    /// Returns whether a device copies images to the memory of any of the files.
     pub fn is_in_place(&self) -> bool {
         self.files.iter().any(|file| file.target().is_some())
     }
 
-    /// Returns the number of files that were spares.
+    /// Returns the number of image files that were spares before.
     pub fn reused_count(&self) -> u64 {
         self.reused as u64
     }
 
-    /// Calls `append` with the file that has the fewest appending threads. Among several such files, uses the file with
-    /// the oldest last chunk. Thus no file is empty once there are as many chunks as files.
+    /// Calls `append` with the file to which the fewest threads are appending. Among several such files, chooses the
+    /// file with the oldest last chunk. Thus no file is empty once there are as many chunks as files.
     pub fn append<T>(&self, append: impl FnOnce(&ImageWriter) -> T) -> T {
         let file = {
             let mut uses = self.uses.lock();
@@ -175,8 +179,8 @@ impl ImageWriters {
         appended
     }
 
-    /// Writes non-empty pages in memory, with several threads. Returns the references to their images in the same
-    /// order.
+    /// Writes non-empty pages that are in memory, with several threads. Returns the references to their images in the
+    /// same order.
     pub fn write_all(&self, pages: &[(PageInfo, &[u8])]) -> Result<Vec<ImageRef>> {
         let write = |(): &mut (), file: &ImageWriter, chunk: &[(PageInfo, &[u8])]| match chunk {
             [(info, bytes)] if info.len > PIECE_BYTES => Ok(vec![file.write_long_page(info, bytes)?]),
@@ -185,8 +189,9 @@ impl ImageWriters {
         self.write_chunks(pages, |(info, _)| info.len, || (), write)
     }
 
-    /// Writes pages like [`write_all`](Self::write_all), with bytes that `read` provides: the pages of a chunk, or one
-    /// piece of a long page, at a time. Each page is read by one thread, with that thread's own state from `equip`.
+    /// Writes pages like [`write_all`](Self::write_all), with bytes that `read` provides. `read` provides the pages of
+    /// a chunk or one piece of a long page at a time. Each page is read by one thread, with the state that `equip`
+    /// created for that thread.
     pub fn write_read<W>(
         &self,
         pages: &[PageInfo],
@@ -217,13 +222,16 @@ impl ImageWriters {
         Ok(references)
     }
 
-    /// Returns the number of bytes that were written so far or are being written.
+    /// Returns the number of bytes of all files that were written or are being written.
     pub fn byte_len(&self) -> u64 {
         self.files.iter().map(ImageWriter::byte_len).sum()
     }
 
     /// Makes the files and their names durable (I7). All files are synced concurrently, so that a file system's journal
-    /// is written once. A lack of space leaves the store unchanged only if no other file failed in another way.
+    /// is written once.
+    ///
+    /// # Errors
+    /// I/O errors. A lack of space leaves the store unchanged only if no other file failed in another way.
     pub fn sync(&self) -> Result<()> {
         let count = self.files.len();
         let sync = |(): &mut (), index: usize| Ok::<_, Infallible>(self.files[index].sync_bytes());
@@ -236,12 +244,12 @@ impl ImageWriters {
         }
     }
 
-    /// Reads all files back past the cache and verifies them (I7).
+    /// Reads all files back from the medium and verifies them (I7).
     pub fn verify(&self) -> Result<()> {
         self.files.iter().try_for_each(ImageWriter::verify)
     }
 
-    /// Removes the unfinished files.
+    /// Removes the unfinished image files.
     pub fn abandon(self) {
         for mut file in self.files {
             // The file's space is freed only once no mapping refers to it.

@@ -14,8 +14,8 @@
 //! time in the same proportion. The disk should write one half while the CPUs prepare the other. Therefore no sync
 //! waits once it covers [`ENOUGH_BYTES`].
 //!
-//! The log's lock guards this state, and no function here blocks. A crash loses nothing, because the counted batches
-//! were not yet acknowledged as durable.
+//! The log's lock guards this state, and no function here blocks. A crash loses no acknowledged batch, because the
+//! counted batches were not yet acknowledged as durable.
 
 use std::time::Duration;
 
@@ -24,14 +24,14 @@ use crate::base::sync::Instant;
 /// The maximum number of syncs that begin immediately, after repeated unsuccessful waits, before the log waits again.
 const IMMEDIATE_SYNCS_LIMIT: u32 = 32;
 
-/// The length in bytes from which a group waits for no further committer.
+/// The number of bytes in a group from which the next sync no longer waits for further committers.
 ///
-/// Without this bound, 8 threads that committed 64 KiB each wrote six frames at a time, which took 320 us, and the disk
-/// was idle for 165 us before the next write. With the bound, a write contains four frames and takes 240 us, and the
-/// disk is idle for 40 us, as in the raw loop. The bound raised the commits from 0.80 to 0.92 of the raw loop's.
+/// Without this bound, 8 threads that committed 64 KiB each wrote six frames at a time. The write took 320 us, and the
+/// disk was idle for 165 us before the next write. With the bound, a write contains four frames and takes 240 us, and
+/// the disk is idle for 40 us, as in the raw loop. The bound raised the commits from 0.80 to 0.92 of the raw loop's.
 const ENOUGH_BYTES: u64 = 128 << 10;
 
-/// The committers that wait for their batches to become durable, and the time that the next sync waits for others.
+/// The committers that wait for a sync, and the time that the next sync waits for further committers.
 pub(super) struct Waiters {
     /// The number of committers that the current sync serves.
     served_now: usize,
@@ -39,21 +39,21 @@ pub(super) struct Waiters {
     served_next: usize,
     /// The number of committers that the last sync served.
     served_last: usize,
-    /// The number of committers that the last sync served and that have not appended another batch yet.
+    /// The number of committers that the last sync served and that have not yet appended another batch.
     away: usize,
-    /// Whether a waiting committer will wake at the end of `patience` to begin the sync.
+    /// Whether a waiting committer will wake at the end of `patience` to begin the next sync.
     pub is_watched: bool,
-    /// The times at which the last sync began and ended.
+    /// The time at which the last sync began.
     began: Instant,
     ended: Instant,
-    /// The maximum time after the last sync that the next sync waits for committers that are away.
+    /// The maximum time after the end of the last sync that the next sync waits for the committers counted in `away`.
     patience: Duration,
     /// The duration of the last sync.
     took: Duration,
-    /// The number of syncs that will still begin immediately, because waiting was unsuccessful.
+    /// The number of coming syncs that begin without a wait, because earlier waits were unsuccessful.
     immediate_syncs: u32,
-    /// The next initial value of `immediate_syncs`. The value doubles after each unsuccessful wait, so that a workload
-    /// whose threads never return rarely waits.
+    /// The next initial value of `immediate_syncs`. The value doubles after each unsuccessful wait, so that syncs
+    /// rarely wait if the committers never return.
     immediate_syncs_max: u32,
 }
 
@@ -86,19 +86,19 @@ impl Waiters {
         self.away = self.away.saturating_sub(1);
     }
 
-    /// Returns whether a committer is waiting that will begin the next sync.
+    /// Returns whether a waiting committer will begin the next sync.
     pub fn has_next(&self) -> bool {
         self.served_next > 0
     }
 
-    /// Returns the time until which the next sync waits for more committers, or `None` if it may begin now. `bytes` is
-    /// the number of bytes that the sync covers so far.
+    /// Returns the time until which the next sync waits for more committers. Returns `None` if the sync may begin now.
+    /// `bytes` is the number of bytes that the sync covers so far.
     pub fn more_until(&self, bytes: u64, now: Instant) -> Option<Instant> {
         let until = self.ended + self.patience;
         (self.away > 0 && bytes < ENOUGH_BYTES && self.immediate_syncs == 0 && now < until).then_some(until)
     }
 
-    /// Records that a sync begins, which serves all waiting committers.
+    /// Records the beginning of a sync that serves all waiting committers.
     pub fn begin(&mut self, now: Instant) {
         // The wait was unsuccessful only if it lasted for all of `patience`. A sync that began earlier because its
         // group was long enough gives no information about the committers that were away.
@@ -119,7 +119,7 @@ impl Waiters {
         self.began = now;
     }
 
-    /// Records that the sync has ended, and returns the number of committers that it served.
+    /// Records the end of the current sync, and returns the number of committers that it served.
     pub fn end(&mut self, now: Instant) -> usize {
         let took = now - self.began;
         // The shorter of the last two durations counts, because an unusually long sync is no indication for the next

@@ -1,8 +1,8 @@
 //! Writes the log to disk: segment files, appends, and the threads that sync, seal and create empty segments.
 //!
 //! An appended frame survives the death of the process, unless the log is direct. A synced frame survives a power cut.
-//! A crash in this folder loses no acknowledged frame, because each acknowledgement follows the write or sync that it
-//! confirms.
+//! A crash loses no acknowledged frame, because a frame is acknowledged only after the write or sync that makes it
+//! survive.
 //!
 //! The format crate (`remanent_format::log`) reads the log, so that a verifier uses the same rules as recovery.
 

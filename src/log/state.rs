@@ -1,4 +1,4 @@
-//! The state of the log: the current segment, the empty segments after it, and the bytes that are not synced.
+//! The state of the log: the current segment, the empty segments after it, and the ranges that are not synced.
 //!
 //! The lock of [`super::writer::Log`] guards this state. No function here blocks or accesses the disk, so a committer
 //! holds the lock for about the time to copy its frame.
@@ -20,13 +20,13 @@ use crate::base::sync::Instant;
 use crate::disk::Window;
 use crate::error::Error;
 
-/// The number of empty segments to keep after the current segment. I8 requires one empty segment. With two, the
-/// required successor already exists when the log enters the first of them, so no frame waits for it.
+/// The number of empty segments to keep after the current segment. I8 requires one. With two, the required successor of
+/// the next segment already exists when the log enters that segment, so no frame waits for its creation.
 pub(super) const EMPTY_COUNT: usize = 2;
 
-/// The state of the log after an open, from which [`Log`](super::writer::Log) starts.
+/// The state that an open passes to [`Log::start`](super::writer::Log::start).
 pub(crate) struct LogStart {
-    /// The point after the last batch.
+    /// The point after the last batch in the log.
     pub point: LogPoint,
     /// The chain hash that the next frame must state: the hash of the opening seal (I3).
     pub chain: u32,
@@ -40,22 +40,21 @@ pub(crate) struct LogStart {
     pub verified: Vec<VerifiedSnapshot>,
 }
 
-/// The minimum pause between two batches after which followers of a mapped log are notified of the second, because an
-/// append to a mapping makes no system call that would notify them. Followers poll for longer than this after each
-/// batch. At most 200 notifications per second are sent.
+/// The minimum pause between two batches after which a mapped log notifies its followers of the second batch. An append
+/// to a mapping makes no system call that would notify them. After each batch, followers poll for longer than this
+/// time, so that they need no notification. At most 200 notifications per second are sent.
 pub(crate) const NOTIFY_AFTER: Duration = Duration::from_millis(5);
 
-/// The time for which a check that no other writer has opened the store covers further writes to the log. Another
-/// writer cannot reuse one of this writer's segments that soon, because it first reads the log and syncs its opening. A
-/// check takes two system calls, which is more than a small frame takes.
+/// The time for which a successful check for another writer permits further writes without a new check. Another writer
+/// cannot reuse a segment of this writer within this time, because it first reads the log and syncs its opening. A
+/// check takes two system calls, more time than writing a small frame.
 const CHECK_AFTER: Duration = Duration::from_millis(1);
 
-/// The bounds of [`LogState::sync_after_bytes`]. After a crash, an open copies the bytes that no sync covered, so the
-/// upper bound applies regardless of the length of segments.
+/// The minimum of [`LogState::sync_after_bytes`].
 const SYNC_AFTER_MIN: u64 = 128 << 10;
 const SYNC_AFTER_MAX: u64 = 8 << 20;
 
-/// The bounds of [`LogState::upcoming_len`]: a minimum for a log that was idle, and at most one long segment.
+/// The minimum of [`LogState::upcoming_len`], used by a log that was idle.
 const UPCOMING_MIN: u64 = 64 << 10;
 const UPCOMING_MAX: u64 = 16 << 20;
 
@@ -67,11 +66,11 @@ pub struct LogStats {
     pub batches: u64,
     /// The number of seals appended.
     pub seals: u64,
-    /// The number of bytes in frames, including padding.
+    /// The number of bytes in appended frames, including padding.
     pub bytes: u64,
-    /// The number of groups made durable.
+    /// The number of groups of frames made durable.
     pub syncs: u64,
-    /// The number of segments entered.
+    /// The number of times that the log entered a new segment.
     pub rolls: u64,
 }
 
@@ -85,40 +84,41 @@ pub(super) struct LogState {
     /// Whether the next frame joins the group of the last frame. A sync closes the group, because the last block of a
     /// synced group must not be written again (I5).
     pub group_open: bool,
-    /// The ranges that no sync covers yet.
+    /// The ranges of frames that no sync covers yet.
     pub dirty: Vec<DirtyRange>,
     pub dirty_bytes: u64,
     pub dirty_since: Option<Instant>,
-    /// The time at which this writer was last verified to be the newest writer, or `None` if a check is required before
-    /// the next frame.
+    /// The time of the last check that no other writer has opened the store. If `None`, a check is required before the
+    /// next frame.
     pub checked: Option<Instant>,
-    /// The segments that the log has left, each with its last batch. A segment is removed once its last batch is
+    /// The segments that the log has left, each with the last batch in it. An entry is removed when that batch is
     /// durable.
     pub left_behind: VecDeque<(u64, Lsn)>,
-    /// The number of synced seals. A snapshot counts as recorded only after its seal is synced (I7).
+    /// The number of synced seals. A snapshot counts as recorded only after the seal that names it is synced (I7).
     pub seals_durable: u64,
-    /// The number of seals that were given up because the disk was full or the system short of a resource.
+    /// The number of seals that could not be written because the disk was full or another system resource was
+    /// exhausted.
     pub seals_refused: u64,
-    /// The reason why the last seal was given up.
+    /// The error of the last seal that could not be written.
     pub seal_refusal: Option<Error>,
     pub durable: Lsn,
-    /// Whether a thread is syncing. Other threads wait for it.
+    /// Whether a thread is syncing. Other threads must wait before they sync.
     pub is_syncing: bool,
-    /// The newest batch that the last sync covers. Later batches wait for the next sync.
+    /// The newest batch that the current or last sync covers. Later batches wait for the next sync.
     pub sync_target: Lsn,
     /// The number of syncs begun. Its parity selects the condition variable on which a committer waits.
     pub syncs_begun: usize,
     pub waiters: Waiters,
-    /// Whether the keeper sleeps until it is notified. If not, it will check again before the next frame is due, and an
-    /// append saves the system call that notifies it.
+    /// Whether the keeper sleeps until it is notified. If `false`, the keeper checks again before the next frame must
+    /// be synced, and an append need not make the system call that notifies the keeper.
     pub is_keeper_asleep: bool,
     /// Whether a task, or a thread with a time limit, waits for the next sync. The keeper must then begin the sync
     /// immediately.
     pub is_sync_wanted: bool,
-    /// Whether the last frame is a seal that covers all previous frames.
+    /// Whether the last frame is a seal that covers all earlier frames.
     pub sealed: bool,
     pub must_seal_now: bool,
-    /// Whether a seal was given up that may use the reserve when the store closes.
+    /// Whether a seal could not be written, so that the seal at close may use the reserve.
     pub is_seal_missed: bool,
     pub last_append: Instant,
     /// The time at which [`Self::ends_silence`] was last called for a batch.
@@ -129,13 +129,13 @@ pub(super) struct LogState {
     pub must_stop: bool,
     pub watch: GrowthWatch,
     pub stats: LogStats,
-    /// The number of bytes of images that were written in advance for appended batches.
+    /// The number of image bytes that were written before the appended batches that name them.
     pub ahead_bytes: u64,
-    /// The point before which the log is no longer kept, or `None` if retention has not determined one.
+    /// The point before which the log is no longer kept. `None` keeps all of the log.
     pub replay_start: Option<LogPoint>,
 }
 
-/// A segment that receives frames now or later. Only its window keeps the file open.
+/// A segment that receives frames now or later. Its window keeps the file open.
 pub(super) struct OpenSegment {
     pub number: u64,
     pub len: u64,
@@ -156,16 +156,16 @@ pub(super) struct UpcomingRange {
     pub len: u64,
 }
 
-/// The action that is required before a frame can be stored.
+/// The action that is required before a frame of a given length can be stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Room {
-    /// No action, because the frame fits in the current segment.
+    /// No action is required, because the frame fits in the current segment.
     Ready,
-    /// [`LogState::roll`] must enter the next segment, in which the frame fits.
+    /// The log must enter the next segment with [`LogState::roll`]. The frame fits there.
     NextSegment,
-    /// A segment must be created, which requires syncs and is done without the state lock.
+    /// A segment must be created. Creation requires syncs, so the caller creates the segment without the state lock.
     AfterGrowth,
-    /// This batch must become durable. Otherwise a power cut could find more than two unsynced segments.
+    /// The given batch must become durable first. Otherwise a power cut could find more than two unsynced segments.
     AfterSync(Lsn),
 }
 
@@ -215,17 +215,17 @@ impl LogState {
         }
     }
 
-    /// Returns whether the next write to the log requires a new check that this writer is the newest writer.
+    /// Returns whether this writer must check again for another writer before its next write to the log.
     pub fn is_check_due(&self, now: Instant) -> bool {
         self.checked.is_none_or(|at| now - at >= CHECK_AFTER)
     }
 
-    /// Determines where a frame of `frame_len` bytes fits. If it does not fit yet, the caller performs the returned
-    /// action without this lock, and calls again.
+    /// Determines where a frame of `frame_len` bytes fits. If the frame does not fit yet, the caller releases the lock,
+    /// performs the returned action and calls this function again.
     ///
-    /// The call changes nothing, because the frame may still be refused. If the log entered the next segment for a
-    /// refused frame, a later, longer frame could skip that segment, and the next open would treat the empty segment as
-    /// damage.
+    /// The function changes nothing, because storing the frame may still fail. If the log entered the next segment for
+    /// a frame that is not stored, a later, longer frame could skip that segment, and the next open would treat the
+    /// empty segment as damage.
     pub fn room_for(&self, frame_len: u64) -> Room {
         if self.next_offset() + frame_len <= self.current.len {
             return Room::Ready;
@@ -244,8 +244,8 @@ impl LogState {
         Room::NextSegment
     }
 
-    /// Enters the next segment, for a frame that is stored under the same lock. [`Self::room_for`] must have returned
-    /// [`Room::NextSegment`].
+    /// Enters the next segment, for a frame that the caller then stores under the same lock. [`Self::room_for`] must
+    /// have returned [`Room::NextSegment`].
     pub fn roll(&mut self) {
         let _phase = phases::enter(Phase::SegmentRoll);
         if self.point.lsn > self.durable {
@@ -270,12 +270,12 @@ impl LogState {
     }
 
     /// Returns the expected number of bytes of frames until the keeper checks again: four times the unsynced bytes,
-    /// because several syncs may run until then, within fixed bounds.
+    /// between [`UPCOMING_MIN`] and [`UPCOMING_MAX`]. The factor allows for several syncs until then.
     pub fn upcoming_len(&self) -> u64 {
         self.dirty_bytes.saturating_mul(4).clamp(UPCOMING_MIN, UPCOMING_MAX)
     }
 
-    /// Returns the ranges that the next `len` bytes of frames will fill.
+    /// Returns the ranges of segments that the next `len` bytes of frames will fill.
     pub fn upcoming(&self, len: u64) -> Vec<UpcomingRange> {
         let mut left = len;
         let here = (&self.current, self.offset);
@@ -288,24 +288,26 @@ impl LogState {
         upcoming.filter(|upcoming| upcoming.len > 0).collect()
     }
 
-    /// Returns the time until which the next sync waits for more committers, or `None` if it may begin now.
+    /// Returns the time until which the next sync waits for more committers, or `None` if the sync may begin now.
     pub fn more_until(&self) -> Option<Instant> {
         self.waiters.more_until(self.dirty_bytes, Instant::now())
     }
 
-    /// Returns the number of unsynced bytes at which the keeper syncs immediately. After a crash, an open copies these
-    /// bytes, and on a full disk only the reserve, whose segments have the length of the current segment, has space for
-    /// them.
+    /// Returns the number of unsynced bytes at which the keeper syncs immediately. After a crash, an open copies the
+    /// unsynced bytes. On a full disk, only the reserve has space for the copy, and its segments have the length of the
+    /// current segment.
     pub fn sync_after_bytes(&self) -> u64 {
         (self.current.len / 2).clamp(SYNC_AFTER_MIN, SYNC_AFTER_MAX)
     }
 
-    /// Returns the number of bytes that a replay of the appended batches reads: frames, and the images that they name.
+    /// Returns the number of bytes that a replay of the appended batches reads, including the images that the batches
+    /// name.
     pub fn replay_bytes(&self) -> u64 {
         self.stats.bytes + self.ahead_bytes
     }
 
-    /// Returns the end of a log that has stopped, or `None` if a frame is not synced.
+    /// Returns the end position of a log that has stopped, or `None` if the log is still running or a frame is not
+    /// synced.
     pub fn closed_end(&self) -> Option<ClosedEnd> {
         if !self.must_stop || self.is_syncing || !self.dirty.is_empty() {
             return None;
@@ -335,18 +337,19 @@ pub(super) fn live(segment: SegmentFile) -> OpenSegment {
     OpenSegment { number, len, window }
 }
 
-/// The growth of the log for which the watcher waits.
+/// The growth of the log that ends the watcher's wait.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct GrowthWatch {
-    /// A batch, and a number of bytes of frames and of images written in advance. Reaching either ends the wait. `None`
-    /// if no watcher waits.
+    /// The batch and the number of replay bytes at which the wait ends, whichever the log reaches first. `None` if no
+    /// watcher waits.
     pub(super) wanted: Option<(Lsn, u64)>,
-    /// Whether the watcher was called before it began to wait. Without this flag, such a call would be lost.
+    /// Whether another thread has asked the watcher to end its wait. The flag also ends a wait that has not begun yet.
     pub(super) is_called: bool,
 }
 
 impl GrowthWatch {
-    /// Returns whether the log has reached the growth that the watcher waits for.
+    /// Returns whether the log, with newest batch `lsn` and `bytes` replay bytes, has reached the growth that the
+    /// watcher waits for.
     pub fn is_reached(&self, lsn: Lsn, bytes: u64) -> bool {
         self.wanted.is_some_and(|wanted| lsn >= wanted.0 || bytes >= wanted.1)
     }
@@ -391,7 +394,7 @@ mod tests {
         }
     }
 
-    /// A frame may still be refused after its room is determined. The log must then be unchanged.
+    /// Storing a frame may fail after the call of `room_for`. The log must then be unchanged.
     #[test]
     fn room_request_does_not_move_log() {
         let mut state = opened();
@@ -412,7 +415,7 @@ mod tests {
         );
     }
 
-    /// A seal in between is not a batch, and followers are not notified of it.
+    /// A seal between two batches is not a batch, and followers are not notified of the seal.
     #[test]
     fn first_batch_and_batches_after_idle_are_notified() {
         let mut state = opened();

@@ -13,8 +13,8 @@ use crate::base::sync::Instant;
 use crate::base::sync::atomic::Ordering;
 use crate::error::{Error, Result};
 
-/// A guard for the exclusive right to sync. Two concurrent syncs could end in the wrong order, and the durable mark
-/// would move back (I4).
+/// The exclusive right to sync the log, released on drop. Two concurrent syncs could end in the wrong order, so that
+/// the durable mark would move back (I4).
 pub(super) struct SyncGuard<'a> {
     log: &'a Log,
     dirty: Vec<DirtyRange>,
@@ -25,8 +25,8 @@ pub(super) struct SyncGuard<'a> {
 }
 
 impl<'a> SyncGuard<'a> {
-    /// Begins a sync of all frames logged so far. Later frames form the next group. Returns `None` while another thread
-    /// syncs.
+    /// Begins a sync of all frames logged so far. Later frames form the next group. Returns `None` if another thread is
+    /// syncing.
     pub fn begin(log: &'a Log, state: &mut LogState) -> Option<Self> {
         if std::mem::replace(&mut state.is_syncing, true) {
             return None;
@@ -42,7 +42,7 @@ impl<'a> SyncGuard<'a> {
         Some(Self { log, dirty, target: state.point.lsn, seals: state.stats.seals })
     }
 
-    /// Makes the covered frames durable.
+    /// Makes the frames that this sync covers durable.
     ///
     /// # Errors
     /// I/O errors. The log has then failed permanently, because the system may have dropped the bytes that it could not
@@ -82,8 +82,8 @@ impl<'a> SyncGuard<'a> {
 }
 
 impl Drop for SyncGuard<'_> {
-    /// Wakes every thread that waits for this sync. Each of them then finds that its batch is durable or that the log
-    /// has failed, or begins the next sync.
+    /// Wakes every thread that waits for this sync. Each woken thread checks whether its batch is durable or the log
+    /// has failed, and otherwise begins the next sync.
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.log.fail(Error::panicked("a thread that syncs the log"));

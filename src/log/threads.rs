@@ -1,10 +1,10 @@
 //! The log's two threads: the keeper, which syncs and seals, and the maker, which creates empty segments.
 //!
-//! They are separate because creating a segment requires syncs. A frame must be synced at most [`SYNC_AFTER`] after it
-//! was logged, and filling the reserve takes longer than that.
+//! Creating segments has its own thread because it requires syncs. A frame must be synced at most [`SYNC_AFTER`] after
+//! it was logged, and filling the reserve takes longer than that.
 //!
-//! A crash here loses only frames that were not acknowledged as durable. A segment being created is a temporary file,
-//! which the next open removes.
+//! A crash here loses only frames that were not acknowledged as durable. A segment that is being created is a temporary
+//! file, which the next open removes.
 
 use std::time::Duration;
 
@@ -17,16 +17,16 @@ use super::writer::Log;
 use crate::base::sync::Instant;
 use crate::error::Result;
 
-/// The maximum delay from logging a frame to syncing it, if no committer waits for it earlier.
+/// The maximum time from logging a frame until the keeper syncs it, if no committer syncs earlier.
 const SYNC_AFTER: Duration = Duration::from_millis(10);
-/// The time without appends after which a busy period ends. A seal then records that all frames are durable.
+/// The time without appends after which the keeper writes a seal. The seal records that all frames are durable.
 const SEAL_AFTER: Duration = Duration::from_millis(10);
-/// The time that the maker waits after a full disk or another shortage. An immediate retry would only take CPU time
-/// from the thread that frees space.
+/// The time that the maker waits after a full disk or another shortage. An immediate retry would only compete for CPU
+/// time with the thread that frees space.
 const GROW_AGAIN_AFTER: Duration = Duration::from_millis(500);
 
 impl Log {
-    /// Runs the keeper: syncs when a sync is due and seals when the log is idle, until the log stops.
+    /// Runs the keeper thread until the log stops. The keeper syncs when a sync is due, and seals an idle log.
     pub fn keep(&self) {
         loop {
             match self.next_task() {
@@ -54,7 +54,7 @@ impl Log {
         self.progress.notify_all();
     }
 
-    /// Waits until a sync or a seal is due or the log stops, and returns the task.
+    /// Waits until a sync or a seal is due or the log stops, and returns the task to perform.
     fn next_task(&self) -> KeeperTask {
         let mut state = self.state.lock();
         loop {
@@ -115,8 +115,8 @@ impl Log {
     }
 
     /// Prefaults the memory of the next `len` bytes of frames, so that no committer waits for page faults. While a
-    /// snapshot kept the disk busy, a first store into a page sometimes took 2 to 4 ms, and 0.2 ms with prefaulting. No
-    /// byte is changed, so a segment may be recycled concurrently.
+    /// snapshot kept the disk busy, a first store into a page sometimes took 2 to 4 ms without prefaulting, and 0.2 ms
+    /// with it. Prefaulting changes no byte, so a segment may be recycled concurrently.
     fn prefault(&self, len: u64) {
         let upcoming = self.state.lock().upcoming(len);
         for range in upcoming {
@@ -143,12 +143,12 @@ impl Log {
 
     /// Appends a seal and syncs it.
     ///
-    /// The seal of an idle log states that all batches are durable (I4). If a batch arrives in between, the batch is
-    /// synced first, and the seal is retried later. A seal that records snapshots cannot wait for a pause, which may
-    /// never occur, and states which batches are durable so far.
+    /// The seal of an idle log states that all batches are durable (I4). If a batch arrives before the seal is
+    /// appended, the batch is synced first, and the seal is retried later. A seal that records snapshots does not wait
+    /// for an idle log, because the log may never be idle. Such a seal states which batches are durable so far.
     ///
     /// If the disk is too full for a seal, or the system is short of a resource, only the seal is lost. The batches
-    /// before it are durable, but the log does not record that yet.
+    /// before the seal are durable, but the log does not record that yet.
     fn seal(&self) -> Result<()> {
         loop {
             let mut state = self.state.lock();
@@ -205,7 +205,7 @@ impl Log {
         self.sync()
     }
 
-    /// Runs the maker, which keeps two empty segments ready and the reserve full, until the log stops.
+    /// Runs the maker thread until the log stops. The maker keeps two empty segments ready and the reserve full.
     pub fn keep_segments_ready(&self) {
         let mut state = self.state.lock();
         while !state.must_stop {
@@ -238,7 +238,7 @@ impl Log {
     }
 }
 
-/// The keeper's next task, chosen under the state lock and performed without it.
+/// The next task of the keeper thread, chosen under the state lock and performed without the lock.
 enum KeeperTask {
     Sync,
     Seal,

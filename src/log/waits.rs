@@ -1,6 +1,7 @@
 //! Waits until batches are logged or durable.
 //!
-//! The keeper ([`super::threads`]) syncs when a sync is due. A waiting committer syncs earlier if no other thread does.
+//! The keeper thread ([`super::threads`]) syncs when a sync is due. A waiting committer syncs earlier if no other
+//! thread is syncing.
 //!
 //! Until a sync, the frames of a direct log are in the process's own memory. Therefore a batch of a direct log is
 //! `Logged` only once it is `Durable` ([`Log::wait_logged`]).
@@ -26,7 +27,7 @@ impl Log {
         }
     }
 
-    /// Waits like [`wait_logged`](Self::wait_logged), with the lowest priority, for the applier.
+    /// Waits like [`wait_logged`](Self::wait_logged), but lets committers proceed first. For the applier thread.
     ///
     /// No committer waits for the applier, and copies made by the applier take CPU time from committers. Therefore, if
     /// a committer will sync, the applier leaves the sync to that committer, and is woken after all committers.
@@ -95,7 +96,10 @@ impl Log {
         Ok(())
     }
 
-    /// Returns whether batch `lsn` survives the death of the process. Returns an error if it never will.
+    /// Returns whether batch `lsn` survives the death of the process.
+    ///
+    /// # Errors
+    /// The log's error, if the log has failed and the batch can no longer be logged.
     pub fn is_logged(&self, lsn: Lsn) -> Result<bool> {
         match self.io {
             LogIo::Mapped | LogIo::Buffered => Ok(true),
@@ -103,7 +107,10 @@ impl Log {
         }
     }
 
-    /// Returns whether batch `lsn` survives a power cut. Returns an error if it never will.
+    /// Returns whether batch `lsn` survives a power cut.
+    ///
+    /// # Errors
+    /// The log's error, if the log has failed and the batch can no longer become durable.
     pub fn is_durable(&self, lsn: Lsn) -> Result<bool> {
         if self.durable() >= lsn {
             return Ok(true);
@@ -112,8 +119,7 @@ impl Log {
         Ok(false)
     }
 
-    /// Waits like [`wait_logged`](Self::wait_logged) until the given time at the latest, and returns whether the batch
-    /// is logged.
+    /// Waits until batch `lsn` is logged, or until the time `until`. Returns whether the batch is logged.
     pub fn wait_logged_until(&self, lsn: Lsn, until: Instant) -> Result<bool> {
         match self.io {
             LogIo::Mapped | LogIo::Buffered => Ok(true),
@@ -121,8 +127,8 @@ impl Log {
         }
     }
 
-    /// Waits like [`wait_durable`](Self::wait_durable) until the given time at the latest, and returns whether the
-    /// batch is durable. The keeper runs the sync, because a sync cannot be abandoned halfway.
+    /// Waits until batch `lsn` is durable, or until the time `until`. Returns whether the batch is durable. The keeper
+    /// runs the sync, because a caller that syncs could not stop at `until`.
     pub fn wait_durable_until(&self, lsn: Lsn, until: Instant) -> Result<bool> {
         self.ask_for_sync();
         let mut state = self.state.lock();
@@ -145,8 +151,8 @@ impl Log {
         }
     }
 
-    /// Records these snapshots as verified in a seal, and waits until that seal is durable. Only then may the files
-    /// that they supersede be removed (I7), because after an earlier crash an open would have no proof that the
+    /// Records `verified` snapshots in a seal, and waits until that seal is durable. The files that these snapshots
+    /// supersede must not be removed earlier (I7). After a crash before the seal, an open would have no proof that the
     /// snapshots are sound.
     pub fn record_verified(&self, verified: Vec<VerifiedSnapshot>) -> Result<()> {
         let mut state = self.state.lock();
@@ -170,8 +176,8 @@ impl Log {
         Ok(())
     }
 
-    /// Waits like [`wait_durable`](Self::wait_durable), for the holder of the submission lock. The sync waits for no
-    /// further committer, because none can append before the lock is released.
+    /// Waits until batch `lsn` is durable, for a caller that holds the submission lock. The sync waits for no further
+    /// committer, because no batch can be appended before the caller releases the lock.
     pub(super) fn sync_up_to(&self, lsn: Lsn) -> Result<()> {
         let mut state = self.state.lock();
         while state.durable < lsn {

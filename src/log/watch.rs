@@ -1,7 +1,7 @@
 //! Waits for growth of the log, for the thread that takes background snapshots.
 //!
-//! The thread sleeps until an append reaches the requested growth. In contrast, a polling thread would wake a CPU of an
-//! idle store, and would notice a burst of commits late.
+//! The thread sleeps until an append reaches the requested growth. A polling thread would instead wake a CPU of an idle
+//! store, and would notice a burst of commits late.
 
 use remanent_format::Lsn;
 
@@ -10,8 +10,8 @@ use super::writer::Log;
 use crate::base::sync::Instant;
 
 impl Log {
-    /// Waits until the log contains batch `lsn` or `bytes` bytes since it was opened, until the given time, or until
-    /// [`call_watcher`](Self::call_watcher) is called. Only one thread may watch.
+    /// Waits until the log contains batch `lsn`, until replaying the appended batches would read `bytes` bytes, until
+    /// the time `until`, or until a call of [`call_watcher`](Self::call_watcher). Only one thread may watch.
     pub fn watch(&self, lsn: Lsn, bytes: u64, until: Option<Instant>) {
         let mut state = self.state.lock();
         // The request is set before the log's growth is checked, under one lock, so no append in between is missed.
@@ -32,15 +32,15 @@ impl Log {
         state.watch = GrowthWatch::default();
     }
 
-    /// Returns the newest batch, and the number of bytes of frames and of images written in advance since the log was
-    /// opened.
+    /// Returns the newest batch, and the number of bytes that a replay of the batches appended since the open would
+    /// read.
     pub fn length(&self) -> (Lsn, u64) {
         let state = self.state.lock();
         (state.point.lsn, state.replay_bytes())
     }
 
-    /// Counts the bytes of the images that an appended batch names. A replay reads them, so they make a snapshot due
-    /// like frames.
+    /// Adds the bytes of the images that an appended batch names. A replay reads these images, so they count towards
+    /// the next snapshot like frames.
     pub fn count_ahead(&self, bytes: u64) {
         let mut state = self.state.lock();
         state.ahead_bytes += bytes;
@@ -49,7 +49,7 @@ impl Log {
         }
     }
 
-    /// Ends the watcher's wait, including a wait that has yet to begin.
+    /// Ends the watcher's wait. If the watcher is not waiting, its next wait ends immediately.
     pub fn call_watcher(&self) {
         self.state.lock().watch.is_called = true;
         self.grown.notify_one();

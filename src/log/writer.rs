@@ -36,32 +36,31 @@ use crate::disk::DiskFile;
 use crate::error::{Error, Result};
 use crate::options::LogIo;
 
-/// The log of an open store, including its keeper and maker threads.
+/// The log of an open store. Its keeper and maker threads run until [`stop`](Self::stop).
 pub(crate) struct Log {
     store: StoreId,
     pub(super) io: LogIo,
     pub pool: Arc<SegmentPool>,
     pub(super) poison: Arc<Poison>,
-    /// Whether a frame could not be written or synced, or a segment could not be created. No further batch becomes
-    /// durable. The store is poisoned before this is set, so that a thread that reads the flag finds the reason.
+    /// Whether writing or syncing a frame or creating a segment failed. No further batch then becomes durable. The
+    /// store is poisoned before this flag is set, so that a thread that reads the flag finds the error.
     pub(super) failed: AtomicBool,
     pub(super) state: CachePadded<Mutex<LogState>>,
-    /// The newest logged batch of a direct log, in which a batch is appended before it is logged. `None` for other
-    /// logs.
+    /// The newest logged batch of a direct log, where a batch is logged only after its sync. `None` for other logs,
+    /// which log a batch when they append it.
     pub(super) logged: Option<Arc<AtomicU64>>,
-    /// A lock that is held while segments are created, which requires syncs. `state` is not locked during that time, so
-    /// frames that fit are appended.
+    /// A lock that a thread holds while it creates segments. Creating segments requires syncs, so `state` stays
+    /// unlocked, and frames that fit are still appended.
     growth: Mutex<()>,
     /// Notifies the keeper that a sync or a seal is due.
     pub(super) work: Condvar,
     /// Notifies waiters that `durable`, `seals_durable` or `failed` changed.
     pub(super) progress: Condvar,
-    /// The tasks that wait for batches to become durable.
+    /// The async tasks that wait for batches to become durable.
     pub(super) wakers: Wakers,
-    /// Notify committers that their batches are durable. One condition variable serves the committers of the current
-    /// sync, and the other serves those of the next sync. The two alternate. A committer of the next sync is woken
-    /// before all others, because it begins that sync. When it was woken last, each of 8 threads waited half a sync
-    /// longer.
+    /// The condition variables that wake committers when their batches are durable. One serves the committers of the
+    /// current sync and the other those of the next sync, alternating. A committer of the next sync is woken before all
+    /// others, because it begins that sync. When it was woken last, each of 8 threads waited half a sync longer.
     pub(super) synced: [Condvar; 2],
     /// Notifies the maker that a segment or a spare must be created.
     pub(super) room: Condvar,
@@ -71,7 +70,7 @@ pub(crate) struct Log {
 }
 
 impl Log {
-    /// Creates the log in the state that recovery established, and starts the keeper and the maker.
+    /// Starts the log from the state that recovery established, including the keeper and maker threads.
     pub fn start(
         store: StoreId,
         io: LogIo,
@@ -120,11 +119,13 @@ impl Log {
     }
 
     /// Appends a batch and returns its position. The batch is `Logged` on return, unless the log is direct. Calls must
-    /// be serialized, in the order of the batches. A lack of space changes nothing. Any other failure poisons the
-    /// store.
+    /// be serialized, in the order of the batches.
     ///
-    /// Payload and checksum are complete before the batch gets its Lsn (I1), so a failure to encode a batch leaves no
-    /// gap in the Lsns.
+    /// The payload and its checksum are complete before the batch gets its Lsn (I1), so a failure to encode a batch
+    /// leaves no gap in the Lsns.
+    ///
+    /// # Errors
+    /// [`Error::DiskFull`] or another transient error, without any change. Any other failure poisons the store.
     pub fn append(&self, payload: &[u8], payload_crc: u32, purpose: SpacePurpose) -> Result<LogPoint> {
         let _phase = phases::enter(Phase::Commit);
         let frame_len = frame_len(payload.len() as u64);
@@ -194,8 +195,8 @@ impl Log {
         &self.wakers
     }
 
-    /// Returns the newest logged batch, a value that only increases, or `None` if each batch is logged once it is
-    /// appended.
+    /// Returns the newest logged batch of a direct log, as a counter that only increases. Returns `None` for other
+    /// logs, which log a batch when they append it.
     pub fn logged_lsn(&self) -> Option<Arc<AtomicU64>> {
         self.logged.clone()
     }
@@ -213,7 +214,8 @@ impl Log {
         self.state.lock().stats
     }
 
-    /// Creates a small file from a spare, unless the next open needs the spare ([`SegmentPool::make_small`]).
+    /// Creates a small file from a spare ([`SegmentPool::make_small`]). Returns `None` if the next open needs all
+    /// spares.
     pub fn make_small(
         &self,
         temporary: FileName,
@@ -231,8 +233,8 @@ impl Log {
         self.pool.release_one(empty, purpose)
     }
 
-    /// Makes all batches durable, seals the log, and ends its threads. Threads that were not started are skipped,
-    /// because a failed start also calls this.
+    /// Makes all batches durable, seals the log, and ends its threads. May be called after a failed start, when some
+    /// threads were not started.
     pub fn stop(&self) {
         // The keeper ends only after it has synced and sealed, so durable marks cover all of a closed log (I4).
         self.state.lock().must_stop = true;
@@ -245,8 +247,8 @@ impl Log {
         }
     }
 
-    /// Frees the space that only an open log needs. The log must have stopped. A log that failed or did not sync all
-    /// its frames is left unchanged.
+    /// Frees the space that only an open log needs. The log must have stopped. If the log failed or has unsynced
+    /// frames, its files are left unchanged.
     pub fn shrink(&self) {
         if self.check().is_err() || self.poison.check().is_err() {
             return;
@@ -263,9 +265,9 @@ impl Log {
         self.state.lock().replay_start = point;
     }
 
-    /// Creates segments until two are ready, the first of which is long enough for a frame with this payload. If a
-    /// created segment already contains the payload, returns its number. The frame must then become the first frame of
-    /// that segment.
+    /// Creates segments until two empty segments exist and the first of them is long enough for a frame with `payload`.
+    /// If a created segment already contains the payload, returns the segment's number. The caller must then store the
+    /// frame as the first frame of that segment.
     pub(super) fn grow(&self, payload: &[u8], purpose: SpacePurpose) -> Result<Option<u64>> {
         let _one_maker = self.growth.lock();
         loop {
@@ -315,15 +317,16 @@ impl Log {
         Ok(None)
     }
 
-    /// Fails the log because a segment could not be created, unless the error is transient. A full disk and a shortage
-    /// are transient, because the new file has no name yet, or is empty and will be created again. After any other
-    /// error the state of the folder is unknown.
+    /// Fails the log because a segment could not be created, unless the error is transient. A full disk or another
+    /// shortage is transient: the new file has no segment name yet, or is empty and will be created again. After any
+    /// other error, the state of the folder is unknown.
     fn unless_passing(&self, error: Error) -> Error {
         if error.is_passing() { error } else { self.fail(error) }
     }
 
-    /// Stores a frame where it fits, and advances the log's state. The caller must have checked [`LogState::room_for`]
-    /// under the same lock. `is_in_place` states that the payload is already in the file.
+    /// Stores a frame in the current segment, and advances the log's state. The caller must have checked
+    /// [`LogState::room_for`] under the same lock. If `is_in_place`, the file already contains the payload, and only
+    /// the header is written.
     pub(super) fn put(
         &self,
         state: &mut LogState,
@@ -401,7 +404,8 @@ impl Log {
         Ok(state.point)
     }
 
-    /// Returns an error if another writer has opened the store since. A recent check is not repeated.
+    /// Returns an error if another writer has opened the store after this writer. Does not repeat a check of the last
+    /// millisecond.
     pub(super) fn check_writer_again(&self) -> Result<()> {
         if self.state.lock().is_check_due(Instant::now()) { self.pool.check_writer() } else { Ok(()) }
     }
@@ -411,7 +415,8 @@ impl Log {
         if self.failed.load(Ordering::Acquire) { self.poison.check() } else { Ok(()) }
     }
 
-    /// Fails the log with `error`. Returns the error that every later call returns, which may be an earlier error.
+    /// Marks the log as failed with `error`. Returns the error that every later call returns. This error may be an
+    /// earlier one.
     ///
     /// The keeper wakes the waiting tasks, because the caller may hold locks, and an executor may poll a task in the
     /// call that wakes it.
@@ -425,7 +430,7 @@ impl Log {
         error
     }
 
-    /// Wakes all threads that wait for progress.
+    /// Wakes all threads that wait for progress of the log.
     pub(super) fn notify_threads(&self) {
         self.progress.notify_all();
         self.synced.iter().for_each(Condvar::notify_all);

@@ -21,7 +21,7 @@ pub use std::sync::{RwLockReadGuard, RwLockWriteGuard, WaitTimeoutResult};
 #[derive(Debug, Default)]
 pub struct Mutex<T>(system::Mutex<T>);
 
-/// The guard of a locked [`Mutex`].
+/// A guard of a locked [`Mutex`]. Dropping the guard releases the lock.
 #[derive(Debug)]
 pub struct MutexGuard<'a, T>(
     /// The guard of the standard library, which is `None` only during a wait.
@@ -33,7 +33,7 @@ impl<T> Mutex<T> {
         Self(system::Mutex::new(value))
     }
 
-    /// Waits for the lock and acquires it.
+    /// Blocks until the calling thread has acquired the lock.
     pub fn lock(&self) -> MutexGuard<'_, T> {
         MutexGuard(Some(self.0.lock().unwrap_or_else(PoisonError::into_inner)))
     }
@@ -68,8 +68,8 @@ impl<T> DerefMut for MutexGuard<'_, T> {
 
 const HELD: &str = "a guard holds its lock except during a wait";
 
-/// A reader-writer lock. A thread that holds read access must not request it again, because the thread deadlocks if a
-/// writer waits in between.
+/// A reader-writer lock. A thread with read access must not request read access again, because it deadlocks if a writer
+/// waits at that time.
 #[derive(Debug, Default)]
 pub struct RwLock<T>(system::RwLock<T>);
 
@@ -78,12 +78,12 @@ impl<T> RwLock<T> {
         Self(system::RwLock::new(value))
     }
 
-    /// Waits for shared access and acquires it.
+    /// Blocks until the calling thread has shared access.
     pub fn read(&self) -> RwLockReadGuard<'_, T> {
         self.0.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for exclusive access and acquires it.
+    /// Blocks until the calling thread has exclusive access.
     pub fn write(&self) -> RwLockWriteGuard<'_, T> {
         self.0.write().unwrap_or_else(PoisonError::into_inner)
     }
@@ -102,7 +102,8 @@ fn taken<Guard>(taken: Result<Guard, TryLockError<Guard>>) -> Option<Guard> {
     }
 }
 
-/// A condition variable. The state that threads wait for must change under the mutex that they wait with.
+/// A condition variable. Threads must change the awaited state under the mutex that the waiting threads pass to
+/// [`wait`](Self::wait).
 #[derive(Debug, Default)]
 pub struct Condvar {
     inner: system::Condvar,
@@ -129,7 +130,7 @@ impl Condvar {
         })
     }
 
-    /// Waits while `condition` returns true, for at most the given time.
+    /// Waits while `condition` returns `true`, but for at most the given time.
     pub fn wait_while_for<T>(
         &self,
         guard: &mut ranks::MutexGuard<'_, T>,

@@ -1,4 +1,4 @@
-//! Locks, threads and time under a test scheduler, with the interface of the system's.
+//! Locks, threads and time under a test scheduler, with the same interface as those of the system.
 //!
 //! This module implements its own condition variable, because the scheduler's has no waits with a timeout. Time
 //! advances only when a wait times out, to the end of that wait. The scheduler considers a thread in a timed wait
@@ -84,7 +84,8 @@ pub fn cores() -> usize {
     64
 }
 
-/// Returns when the wait of a thread times out, or `None` if the thread does not wait or its wait has no timeout.
+/// Returns the time at which the wait of thread `task` times out. Returns `None` if the thread does not wait, or waits
+/// without a timeout.
 pub fn sleeps_until(task: TaskId) -> Option<Instant> {
     SLEEPERS.with_borrow(|sleepers| sleepers.get(&task.into()).copied())
 }
@@ -101,7 +102,7 @@ pub struct Condvar {
 struct Waiter {
     thread: usize,
     is_called: AtomicBool,
-    /// The semaphore that wakes the thread. Parking is unsuitable, because a parked thread may wake spuriously.
+    /// The semaphore that wakes the waiting thread. Parking is unsuitable, because a parked thread may wake spuriously.
     call: BatchSemaphore,
 }
 
@@ -149,7 +150,7 @@ impl Condvar {
         WaitTimeoutResult(timed_out)
     }
 
-    /// Waits while `condition` returns true, for at most the given time.
+    /// Waits while `condition` returns `true`, but for at most the given time.
     pub fn wait_while_for<T>(
         &self,
         guard: &mut ranks::MutexGuard<'_, T>,

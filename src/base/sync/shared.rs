@@ -7,11 +7,11 @@ use std::sync::{Arc, OnceLock};
 
 use arc_swap::ArcSwapOption;
 
-/// A cell with an optional shared value. Readers never block and never delay a writer. A reader observes a stored value
-/// completely, together with everything that the writer did before the store.
+/// A cell with an optional shared value. Readers never block and never delay a writer. A reader of a stored value also
+/// observes everything that the writer did before the store.
 pub struct Swap<T>(ArcSwapOption<T>);
 
-/// A guard for the value that a cell contained at the time of the read.
+/// A guard for the value that a [`Swap`] contained at the time of the read.
 pub struct SwapGuard<T>(arc_swap::Guard<Option<Arc<T>>>);
 
 impl<T> Swap<T> {
@@ -33,7 +33,7 @@ impl<T> Swap<T> {
         self.0.store(value);
     }
 
-    /// Removes and returns the value.
+    /// Removes the value from the cell and returns it.
     pub fn take(&mut self) -> Option<Arc<T>> {
         self.0.swap(None)
     }
@@ -47,15 +47,15 @@ impl<T> Deref for SwapGuard<T> {
     }
 }
 
-/// The number of maps among which the keys are distributed. A growing map makes a single infallible allocation for its
-/// whole table. With this number of maps, each such allocation is below 64 KiB for up to half a million keys, and below
-/// 1 MiB for up to ten million keys.
+/// The number of maps among which a [`Map`] distributes its keys. A growing map makes a single infallible allocation
+/// for its table. With this number of maps, each such allocation is below 64 KiB for up to half a million keys, and
+/// below 1 MiB for up to ten million keys.
 const SHARDS: usize = 256;
 
 /// A hash map whose readers never block and never delay other threads.
 pub struct Map<K, V> {
     hasher: RandomState,
-    /// The maps, each of which is created when its first item is added.
+    /// The maps among which the keys are distributed. Each map is created when its first item is added.
     shards: Vec<OnceLock<papaya::HashMap<K, V>>>,
 }
 

@@ -9,11 +9,11 @@ use std::sync::Arc;
 
 use shuttle_parking_lot::Mutex;
 
-/// A cell with an optional shared value.
+/// A cell with an optional shared value, under the test scheduler.
 #[derive(Debug)]
 pub struct Swap<T>(Mutex<Option<Arc<T>>>);
 
-/// A guard for the value that a cell contained at the time of the read.
+/// A guard for the value that a [`Swap`] contained at the time of the read.
 #[derive(Debug)]
 pub struct SwapGuard<T>(Option<Arc<T>>);
 
@@ -34,7 +34,7 @@ impl<T> Swap<T> {
         let _before = std::mem::replace(&mut *self.0.lock(), value);
     }
 
-    /// Removes and returns the value.
+    /// Removes the value from the cell and returns it.
     pub fn take(&mut self) -> Option<Arc<T>> {
         self.0.get_mut().take()
     }

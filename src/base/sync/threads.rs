@@ -1,4 +1,4 @@
-//! Starts all threads of the crate, so that tests can simulate a system without free threads.
+//! Starts all threads of the crate in one place, so that tests can simulate a system that cannot start threads.
 
 use std::io;
 use std::thread::{Scope, ScopedJoinHandle};
@@ -44,20 +44,20 @@ pub mod refusals {
     use std::io;
     use std::sync::{Mutex, PoisonError};
 
-    /// The error "resource temporarily unavailable", which a system without free threads returns.
+    /// The error "resource temporarily unavailable", with which a system fails to start a thread.
     const EAGAIN: i32 = 11;
 
     static REFUSED: Mutex<Refused> = Mutex::new(Refused { begin: None, names: Vec::new() });
 
     struct Refused {
-        /// The prefix of the thread names to refuse, or `None` to refuse no thread.
+        /// The prefix of the names of threads whose start fails, or `None` if every start succeeds.
         begin: Option<String>,
-        /// The names of threads that were refused.
+        /// The names of threads whose start has failed.
         names: Vec<String>,
     }
 
-    /// Refuses to start all later threads whose names start with `begin`, or no thread if `begin` is `None`. Returns
-    /// the names of the threads refused since the last call.
+    /// Lets the start of every later thread whose name starts with `begin` fail. `None` lets every start succeed.
+    /// Returns the names of the threads whose start failed since the last call.
     pub fn refuse(begin: Option<&str>) -> Vec<String> {
         let mut refused = REFUSED.lock().unwrap_or_else(PoisonError::into_inner);
         refused.begin = begin.map(str::to_owned);

@@ -1,7 +1,8 @@
-//! Writes to a file past the page cache, in whole blocks.
+//! Writes whole blocks of a file with direct I/O.
 //!
 //! Chunks of images are whole blocks. Only the image of a long page is written in pieces of any length, with its head
-//! last. A block that a piece covers only in part is kept in memory until the other bytes of the block are written.
+//! last. If a piece covers only a part of a block, the part is kept in memory until the other bytes of the block are
+//! written.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -19,23 +20,23 @@ const BLOCK: usize = GROUP_ALIGN as usize;
 
 /// The maximum number of bytes that are copied to aligned memory at a time.
 const BOUNCE_LEN_MAX: usize = 1 << 20;
-/// The value of [`BOUNCE_LEN_MAX`] if memory is short. An allocation of this length does not fail.
+/// The value that replaces [`BOUNCE_LEN_MAX`] if memory is short. An allocation of this length does not fail.
 const BOUNCE_LEN_SHORT: usize = 32 << 10;
 
-/// A writer of a file past the page cache.
+/// Writes bytes of any offset and length to a file with direct I/O, which accepts only whole blocks.
 pub(super) struct BlockWriter {
     file: Arc<dyn DiskFile>,
     space: Space,
     blocks: Mutex<Blocks>,
-    /// Aligned buffers for reuse.
+    /// Aligned buffers that later writes reuse.
     areas: Mutex<Vec<AlignedBuf>>,
 }
 
 #[derive(Default)]
 struct Blocks {
-    /// The incomplete blocks, by file offset.
+    /// The incomplete blocks, by their file offset.
     waiting: BTreeMap<u64, WaitingBlock>,
-    /// The end of the highest block written to the file.
+    /// The end offset of the highest block written to the file.
     end: u64,
 }
 
@@ -46,7 +47,7 @@ struct WaitingBlock {
 }
 
 impl BlockWriter {
-    /// Creates a writer for a file to which no block was written.
+    /// Creates a writer for a file to which no block was written yet.
     pub fn new(file: Arc<dyn DiskFile>, space: Space) -> Self {
         Self { space, file, blocks: Mutex::default(), areas: Mutex::default() }
     }
@@ -73,7 +74,7 @@ impl BlockWriter {
         Ok(())
     }
 
-    /// Writes the incomplete blocks below `end`, and discards all others. No write may follow.
+    /// Writes the incomplete blocks below `end`, and discards the other incomplete blocks. No write may follow.
     pub fn flush(&self, end: u64) -> Result<()> {
         // The file stays open until it is read back, but its buffers are no longer needed.
         self.areas.lock().clear();
@@ -102,7 +103,7 @@ impl BlockWriter {
         Ok(())
     }
 
-    /// Stores a part of a block, and writes the block once it is complete.
+    /// Stores bytes of the block at offset `block`, and writes the block once all of its bytes are stored.
     fn put_part(&self, block: u64, within: usize, bytes: &[u8]) -> Result<()> {
         let mut blocks = self.blocks.lock();
         let mut waiting = match blocks.waiting.remove(&block) {

@@ -1,12 +1,12 @@
 //! Writes files that grow, in one of three ways. All image files are written by this module. The three ways use only
 //! operations that every file supports (`DiskFile`), so that the simulated disk sees each step as a point at which a
-//! crash can occur. All of them produce the same bytes.
+//! crash can occur. The bytes of the file do not depend on the way.
 //!
 //! The steps, for ways other than `Buffered`:
 //!
-//! 1. **Allocate space** in steps before the bytes are written. A full disk is reported here, as an error. Without
-//!    allocated space, a store into a mapping would kill the process, and a sync could fail.
-//! 2. **Write** the bytes, through a mapping or past the cache.
+//! 1. **Allocate space** in steps before the bytes are written. A full disk is reported in this step, as an error.
+//!    Without allocated space, a store into a mapping would kill the process, and a sync could fail.
+//! 2. **Write** the bytes, through a mapping or with direct I/O.
 //! 3. **Unmap**, then **truncate** the file to its length. If a file is truncated while it is mapped, the next store
 //!    kills the process.
 //! 4. **Sync** once. The sync also covers stores into mappings that were removed.
@@ -30,13 +30,13 @@ use crate::base::sync::atomic::{AtomicBool, Ordering};
 use crate::error::Result;
 use crate::options::ImageIo;
 
-/// The minimum and maximum number of bytes by which allocated space grows. In between, space doubles, so that a short
-/// file uses little space and a long file is extended rarely. Each step is a call that waits for the file system's
-/// journal, and starts a new mapping.
+/// The minimum number of bytes by which the allocated space grows. The allocated space doubles with each step, up to
+/// steps of `STEP_LEN_MAX`, so that a short file uses little space and a long file is extended rarely. Each step is a
+/// call that waits for the file system's journal, and starts a new mapping.
 const STEP_LEN_MIN: u64 = 64 << 10;
 const STEP_LEN_MAX: u64 = 16 << 20;
 
-/// A file that several threads write concurrently, and that is then truncated and synced by [`finish`](Self::finish).
+/// A file that several threads write concurrently. [`finish`](Self::finish) then truncates and syncs the file.
 pub(crate) struct GrowingFile {
     file: Arc<dyn DiskFile>,
     way: WriteWay,
@@ -48,7 +48,7 @@ enum WriteWay {
     Mapped(MappedParts),
     Buffered,
     Direct(BlockWriter),
-    /// A device writes most of the file through a mapping that other code owns, so the file is never truncated.
+    /// A device writes most of the file through a mapping that other code owns. The file is never truncated.
     InPlace,
 }
 
@@ -64,14 +64,14 @@ impl GrowingFile {
         Self { file, way, is_finished: AtomicBool::new(false) }
     }
 
-    /// Starts overwriting a file whose memory a device copies to. Writes through this value fill the bytes in between.
-    /// The file keeps its length, because bytes after its last chunk have no meaning (SPEC).
+    /// Starts overwriting a file into whose memory a device copies pages. Writes through this value fill the bytes
+    /// between the pages. The file keeps its length, because bytes after its last chunk have no meaning (SPEC).
     pub fn in_place(file: Arc<dyn DiskFile>) -> Self {
         Self { file, way: WriteWay::InPlace, is_finished: AtomicBool::new(false) }
     }
 
-    /// Writes all of `bytes` at `offset`, extending the file if needed. Before [`finish`](Self::finish) returns,
-    /// readers of the file may not see the bytes. Threads may write concurrently, but not to the same bytes.
+    /// Writes all of `bytes` at `offset`, extending the file if needed. Readers of the file may not see the bytes
+    /// before [`finish`](Self::finish) returns. Several threads may write concurrently, but not to the same bytes.
     ///
     /// # Errors
     /// I/O errors.
@@ -85,7 +85,7 @@ impl GrowingFile {
         }
     }
 
-    /// Starts writing these bytes to the medium, so that [`finish`](Self::finish) takes less time.
+    /// Starts writing the given range to the medium, so that [`finish`](Self::finish) takes less time.
     pub fn write_back(&self, offset: u64, len: u64) {
         match self.way {
             WriteWay::Mapped(_) | WriteWay::Buffered => self.file.write_back(offset, len),
@@ -93,13 +93,13 @@ impl GrowingFile {
         }
     }
 
-    /// Returns whether space may be allocated as late as the sync, in which case the sync may report a full disk.
+    /// Returns whether the file system may allocate space as late as the sync. The sync may then report a full disk.
     pub fn gets_space_at_sync(&self) -> bool {
         matches!(self.way, WriteWay::Buffered)
     }
 
-    /// Makes the first `len` bytes and the length durable, and truncates all later bytes. No write may be in flight or
-    /// follow. May be called only once, because a failed sync is never retried.
+    /// Makes the first `len` bytes and the length durable, and truncates all later bytes. No write may be in progress
+    /// or follow. May be called only once, because a failed sync is never retried.
     ///
     /// # Errors
     /// I/O errors.
@@ -120,7 +120,7 @@ impl GrowingFile {
     }
 }
 
-/// The allocated space of a file, which is extended in steps.
+/// Allocates the space of a file in steps, before bytes are written.
 struct Space {
     file: Arc<dyn DiskFile>,
     made: Mutex<MadeSpace>,
@@ -128,9 +128,9 @@ struct Space {
 
 #[derive(Clone, Copy)]
 struct MadeSpace {
-    /// The end of the allocated space. Every byte below this offset is allocated.
+    /// The end offset of the allocated space. Every byte below this offset is allocated.
     end: u64,
-    /// Whether the file system can allocate space without writing. True until an attempt shows otherwise.
+    /// Whether the file system can allocate space without writing. `true` until an attempt shows otherwise.
     is_possible: bool,
 }
 
@@ -141,8 +141,8 @@ impl Space {
         Self { file, made: Mutex::new(MadeSpace { end, is_possible: true }) }
     }
 
-    /// Allocates space for all bytes below `end`. Returns the end of the allocated space, which is less than `end` only
-    /// if the file system cannot allocate without writing.
+    /// Allocates space for all bytes below `end`. Returns the end of the allocated space. The result is less than `end`
+    /// only if the file system cannot allocate space without writing.
     fn reach(&self, end: u64) -> Result<u64> {
         let mut made = self.made.lock();
         if made.end >= end || !made.is_possible {
@@ -181,7 +181,7 @@ mod tests {
     const WAYS: [ImageIo; 3] = [ImageIo::Mapped, ImageIo::Buffered, ImageIo::Direct];
     const NAME: FileName = FileName::Pages(1);
 
-    /// Creates a file for writing, or returns `None` if the disk does not support this way.
+    /// Creates a file that is written in mode `io`, or returns `None` if the disk does not support the mode.
     fn growing(disk: &dyn Disk, io: ImageIo) -> Option<(Arc<dyn DiskFile>, GrowingFile)> {
         disk.make_folder(Folder::Root).unwrap();
         disk.make_folder(Folder::Pages).unwrap();

@@ -1,6 +1,6 @@
 //! Writes to a file through mappings of its parts.
 //!
-//! A part begins and ends at a step of the file's space allocation. Only a few parts are mapped at a time, because
+//! Each part begins and ends at a step of the file's space allocation. Only a few parts are mapped at a time, because
 //! mapped memory counts as the process's own, and a snapshot of any length should use little memory.
 
 use std::ops::Range;
@@ -12,18 +12,18 @@ use crate::disk::{DiskFile, Window};
 use crate::error::Result;
 use crate::options::LogIo;
 
-/// The maximum number of mapped parts of a file. The head of a long image is written last, after its part was unmapped,
-/// and maps that part again.
+/// The maximum number of parts of a file that are mapped at a time. The head of a long image is written last, after its
+/// part was unmapped, and maps that part again.
 const MAPPED_MAX: usize = 3;
 
-/// A writer of a file through mappings of its parts.
+/// Writes bytes to a file through mappings of its parts, at most [`MAPPED_MAX`] at a time.
 pub(super) struct MappedParts {
     file: Arc<dyn DiskFile>,
     space: Space,
     parts: Mutex<Vec<Part>>,
 }
 
-/// A range of the file that is mapped as one unit.
+/// A range of the file that is mapped and unmapped as a unit.
 struct Part {
     range: Range<u64>,
     window: Option<Arc<dyn Window>>,
@@ -34,7 +34,7 @@ impl MappedParts {
         Self { space, file, parts: Mutex::default() }
     }
 
-    /// Stores bytes at `offset`. A lack of space is returned as an error, and never raises a signal.
+    /// Stores bytes at `offset`. If there is no space, returns an error instead of raising a signal.
     pub fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         let end = offset + bytes.len() as u64;
         self.make_parts(end)?;
@@ -50,7 +50,7 @@ impl MappedParts {
         Ok(())
     }
 
-    /// Removes all mappings. No write may be in flight.
+    /// Removes all mappings. No write may be in progress.
     pub fn unmap(&self) {
         for part in self.parts.lock().iter_mut() {
             let window = part.window.take();
@@ -59,8 +59,8 @@ impl MappedParts {
         }
     }
 
-    /// Adds parts up to at least `end`, and allocates their space. Existing space is also mapped in steps, because the
-    /// whole length of a part counts as the process's memory.
+    /// Adds parts until they cover all bytes below `end`, and allocates their space. Space that is already allocated is
+    /// mapped in steps too, because the whole length of a part counts as the process's memory.
     fn make_parts(&self, end: u64) -> Result<()> {
         let mut parts = self.parts.lock();
         let start = parts.last().map_or(0, |part| part.range.end);
@@ -81,7 +81,7 @@ impl MappedParts {
         Ok(())
     }
 
-    /// Returns the part that contains the byte at offset `at`, and maps the part if needed.
+    /// Returns the range and the window of the part that contains offset `at`. Maps the part if needed.
     fn window_at(&self, at: u64) -> Result<(Range<u64>, Arc<dyn Window>)> {
         let mut parts = self.parts.lock();
         let index = parts.partition_point(|part| part.range.end <= at);

@@ -1,4 +1,4 @@
-//! An image from which a page on disk is read.
+//! An image in an image file, from which a page on disk is read.
 
 use std::sync::Arc;
 
@@ -14,21 +14,22 @@ use crate::disk::source::DiskSource;
 use crate::error::Result;
 use crate::images::read::ImageRequest;
 
-/// The maximum length of a page that is always read whole. For such a page, recording the sums of its pieces would take
-/// a second read.
+/// The maximum length in bytes of a page that is always read completely. For a page of this length, recording the
+/// checksums of its pieces would require a second read.
 const WHOLE_LEN_MAX: u64 = 1 << 20;
 
-/// An image of a page on disk. Its files are kept for the lifetime of this value.
+/// An image that contains the bytes of a page on disk. The image's files are not removed during the lifetime of this
+/// value.
 pub(crate) struct DiskImage {
     image: ImageRef,
-    /// The page's length in the image, in bytes.
+    /// The length of the page in the image, in bytes.
     len: u64,
     disk: Arc<dyn Disk>,
-    /// Whether the image was read back past the cache, so that a snapshot may name it (I7).
+    /// Whether the image was read back from the medium and was intact, so that a snapshot may name it (I7).
     is_proven: bool,
-    /// The sums of a long page's pieces, or `None` until the page is first read.
+    /// The checksums of a long page's pieces, or `None` until the page is first read.
     pieces: Mutex<Option<Arc<ProvenImage>>>,
-    /// The sums of the previous image, which may be the base of this image if this is an overlay.
+    /// The checksums of the base of the previous image. They are used if this image is an overlay over the same base.
     base: Option<Arc<ProvenImage>>,
     _files: Vec<FileUse>,
 }
@@ -50,23 +51,23 @@ impl DiskImage {
         &self.image
     }
 
-    /// Returns whether the image was read back past the cache.
+    /// Returns whether the image was read back from the medium and was intact.
     pub fn is_proven(&self) -> bool {
         self.is_proven
     }
 
-    /// Returns the page's length in the image, in bytes.
+    /// Returns the length of the page in the image, in bytes.
     pub fn page_len(&self) -> u64 {
         self.len
     }
 
-    /// Returns a request to read the image as the image of `page`.
+    /// Returns a request to read this image for `page`.
     pub fn request(&self, page: PageId) -> ImageRequest {
         ImageRequest { page, len: self.len, image: self.image }
     }
 
-    /// Fills `out` with verified bytes of the page. The first partial read of a long page reads all of the page, and
-    /// later reads only the pieces that contain the requested bytes.
+    /// Fills `out` with verified bytes of the page, starting at `offset`. The first partial read of a long page reads
+    /// the whole page. Later reads of the page read only the pieces that contain the requested bytes.
     ///
     /// # Errors
     /// `Damaged` if the bytes on the medium are also wrong; `OutOfMemory`.
@@ -92,7 +93,7 @@ impl DiskImage {
         self.pieces(source)?.read(source, offset, out)
     }
 
-    /// Returns the sums of the image's pieces, after verifying the whole image. The sums of a long page are cached.
+    /// Verifies the whole image and returns the checksums of its pieces. The checksums of a long page are cached.
     fn pieces(&self, source: &DiskSource) -> Result<Arc<ProvenImage>, Damage> {
         let prove =
             || ProvenImage::prove_over(source, &self.image, self.len, self.base.as_ref()).map(Arc::new);
@@ -107,7 +108,7 @@ impl DiskImage {
         }
     }
 
-    /// Verifies the whole image, including its base if it is an overlay, and returns the sums of its pieces.
+    /// Verifies the whole image and returns the checksums of its pieces. For an overlay, also verifies the base.
     ///
     /// # Errors
     /// Same as [`read`](Self::read).

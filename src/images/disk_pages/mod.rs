@@ -1,16 +1,16 @@
 //! Pages of [`Place::Disk`](remanent_format::Place::Disk), which have no memory.
 //!
 //! The current bytes of such a page are those of its newest image, overlaid with later writes of batches. The image
-//! belongs to a snapshot or was written in advance of a batch. Later writes are kept in host memory, block by block,
-//! until a snapshot writes a new image.
+//! belongs to a snapshot, or was written before its batch was logged. Later writes are kept in host memory, block by
+//! block, until a snapshot writes a new image.
 //!
-//! None of this state is on disk, so a crash loses nothing. An open finds the image through the newest snapshot and the
+//! None of this state is on disk, so a crash loses no data. An open finds the image through the newest snapshot and the
 //! log, and replays the log over the image.
 //!
 //! If little of a page changed, its new image may be an overlay over an older image (`overlay.rs`).
 //!
-//! A file is kept while one of its images is used, even if nothing else needs the file. Thus the bytes of a page, or of
-//! a reader that has captured a page, cannot be removed or overwritten by another snapshot (I13).
+//! A file is kept while one of its images is used, even if nothing else needs the file. Thus another snapshot cannot
+//! remove or overwrite the bytes of a page, or of a reader that has captured a page (I13).
 
 mod image;
 mod overlay;
@@ -36,57 +36,60 @@ use crate::base::sync::{Condvar, Instant, Mutex};
 use crate::disk::Disk;
 use crate::error::{Error, Result};
 
-/// The default maximum number of bytes of host memory for writes to pages on disk that are not in an image yet. The
+/// The default maximum number of bytes of host memory for writes to pages on disk that no image contains yet. The
 /// budget of [`Place::Disk`] overrides this value.
 const PENDING_BYTES_MAX: u64 = 128 << 20;
-/// The interval at which a committer that waits for room checks again. A snapshot, which frees room, takes longer.
+/// The interval at which a committer checks again whether its writes fit in host memory. A snapshot frees host memory,
+/// and takes longer than this interval.
 const CHECK_INTERVAL: Duration = Duration::from_millis(5);
 
-/// The state shared by all pages on disk of a store.
+/// The state that all pages on disk of a store share: their counters, the uses of image files, and the host memory for
+/// pending writes.
 pub(crate) struct DiskPages {
     disk: Arc<dyn Disk>,
     uses: Arc<FileUses>,
     counts: Arc<DiskCounts>,
     pending: Arc<PendingBytes>,
     pending_max: u64,
-    /// Whether a page on disk exists or has existed since the open. If not, committers need not look for such pages.
+    /// Whether a page on disk exists or has existed since the open. If not, committers need not search for such pages.
     is_any: AtomicBool,
-    /// The number of committers that wait for room.
+    /// The number of committers that wait for host memory for their writes.
     waiting: AtomicUsize,
-    /// The error because of which the last snapshot could not read a page, if any. Snapshots then free no room until
-    /// the page is rewritten or deleted.
+    /// The error with which the last snapshot failed to read a page, or `None`. After such an error, snapshots free no
+    /// host memory until the page is rewritten or deleted.
     unreadable: Mutex<Option<Error>>,
 }
 
-/// The number of images of pages on disk, by image file.
+/// The number of [`DiskImage`] values that use each image file, by file number.
 #[derive(Default)]
 struct FileUses(Mutex<BTreeMap<u64, usize>>);
 
-/// The number of bytes of host memory that buffer writes of batches.
+/// The host memory that buffers writes of batches to pages on disk, in bytes: used and claimed.
 #[derive(Default)]
 struct PendingBytes {
     bytes: AtomicU64,
     /// The number of bytes claimed for batches that are not applied yet. The applier adds the bytes of a batch to
-    /// `bytes` before it drops the claim, so that a reader under the lock always counts them.
+    /// `bytes` before it drops the batch's claim, so that a reader that holds the lock always counts the batch.
     claimed: Mutex<u64>,
     claim_reduced: Condvar,
 }
 
-/// Room for a batch's writes to pages on disk, reserved from the check of the batch until it is applied. Without
-/// claims, all batches would find the room that existed before the applier reached the first of them.
+/// Host memory that is reserved for a batch's writes to pages on disk, from the check of the batch until it is applied.
+/// Without claims, every batch that is checked before the applier reaches the first batch would find the same free
+/// memory.
 #[derive(Debug)]
 pub(crate) struct PendingClaim {
     pending: Arc<PendingBytes>,
     bytes: u64,
 }
 
-/// Returns the maximum number of pending bytes for a given budget of [`Place::Disk`].
+/// Returns the maximum number of pending bytes for a store whose budget of [`Place::Disk`] is `budget` bytes.
 pub(crate) fn pending_max(budget: u64) -> u64 {
     if budget == u64::MAX { PENDING_BYTES_MAX } else { budget }
 }
 
 impl DiskPages {
-    /// Creates the shared state for a store on this disk. `budget` is the budget of [`Place::Disk`] in bytes.
+    /// Creates the state for a store on `disk`. `budget` is the budget of [`Place::Disk`] in bytes.
     pub fn new(disk: Arc<dyn Disk>, budget: u64) -> Self {
         Self {
             disk,
@@ -100,19 +103,19 @@ impl DiskPages {
         }
     }
 
-    /// Returns an image of a page of length `len`. The image's files are kept until the last holder drops the image.
-    /// The caller must ensure that the files exist until this function returns.
+    /// Returns a handle to an image that contains a page of `len` bytes. The image's files are kept until the last
+    /// handle is dropped. The caller must ensure that the files exist until this function returns.
     pub fn image(&self, image: ImageRef, len: u64) -> Arc<DiskImage> {
         DiskImage::new(self.disk.clone(), self.files_of(&image), (image, len), false, None)
     }
 
-    /// Returns an image like [`image`](Self::image). The image must have been read back past the cache.
+    /// Returns a handle like [`image`](Self::image), to an image that was read back from the medium and was intact.
     pub fn proven_image(&self, image: ImageRef, len: u64) -> Arc<DiskImage> {
         DiskImage::new(self.disk.clone(), self.files_of(&image), (image, len), true, None)
     }
 
-    /// Returns an image like [`proven_image`](Self::proven_image), which replaces the image `before`. If both are
-    /// overlays over the same base, the new image inherits the known sums of the base.
+    /// Returns a handle like [`proven_image`](Self::proven_image), to an image that replaces `before`. If the two
+    /// images are overlays over the same base, the new handle inherits the known checksums of the base.
     pub fn image_after(&self, image: ImageRef, len: u64, before: Option<&DiskImage>) -> Arc<DiskImage> {
         DiskImage::new(self.disk.clone(), self.files_of(&image), (image, len), true, before)
     }
@@ -121,28 +124,29 @@ impl DiskPages {
         image.files().map(|(file, _)| FileUse::of(&self.uses, file)).collect()
     }
 
-    /// Creates a page of `len` zeros.
+    /// Creates a page of `len` zero bytes without an image.
     pub fn zeros(&self, len: u64) -> DiskPage {
         DiskPage::new(None, len, self.pending.clone())
     }
 
-    /// Creates a page with an image's bytes, or an empty page without an image.
+    /// Creates a page with the bytes of `image`, or a page of length 0 for `None`.
     pub fn page(&self, image: Option<Arc<DiskImage>>) -> DiskPage {
         let len = image.as_ref().map_or(0, |image| image.page_len());
         DiskPage::new(image, len, self.pending.clone())
     }
 
-    /// Creates the table of these pages, which [`usage`](Self::usage) counts from now on. A store has a single table.
+    /// Creates the table of pages on disk. [`usage`](Self::usage) counts the pages in this table from now on. A store
+    /// has a single table.
     pub fn table(&self, pages: IdMap<PageId, DiskPage>) -> DiskPageTable {
         DiskPageTable::new(pages, self.counts.clone())
     }
 
-    /// Returns the number of pages in the table, and their total length.
+    /// Returns the number of pages in the table, and their total length in bytes.
     pub fn usage(&self) -> DiskUsage {
         self.counts.usage()
     }
 
-    /// Records the places of new pages. The caller must hold the submission lock, or be the only thread.
+    /// Records the places of new pages. The caller must hold the submission lock, or be the only thread of the store.
     pub fn note(&self, places: impl IntoIterator<Item = Place>) {
         if !self.is_any() && places.into_iter().any(|place| place == Place::Disk) {
             self.is_any.store(true, Ordering::Relaxed);
@@ -155,31 +159,31 @@ impl DiskPages {
         self.is_any.load(Ordering::Relaxed)
     }
 
-    /// Returns whether a page on disk, or a reader of such a page, uses an image in this file.
+    /// Returns whether a page on disk, or a reader of such a page, uses an image in image file `file`.
     pub fn uses_file(&self, file: u64) -> bool {
         self.uses.0.lock().contains_key(&file)
     }
 
-    /// Returns the number of bytes of host memory that buffer writes of batches.
+    /// Returns the number of bytes of host memory that buffer writes of batches to pages on disk.
     pub fn pending_bytes(&self) -> u64 {
         self.pending.bytes.load(Ordering::Relaxed)
     }
 
-    /// Returns whether a snapshot should move pending bytes to images, because half of the limit is pending, or because
-    /// a committer waits for room.
+    /// Returns whether a snapshot should move pending writes to images. A snapshot is due if half of the limit is
+    /// pending, or if a committer waits for host memory.
     pub fn is_snapshot_due(&self) -> bool {
         let pending = self.pending_bytes();
         pending >= self.pending_max / 2 || (pending > 0 && self.waiting.load(Ordering::Relaxed) > 0)
     }
 
-    /// Records whether the last snapshot could read all pages. After a failure, committers get the error instead of
-    /// waiting, because no snapshot frees room until the page is rewritten or deleted.
+    /// Records whether the last snapshot could read all pages. After a failure, a committer gets the error instead of
+    /// waiting, because no snapshot frees host memory until the page is rewritten or deleted.
     pub fn note_unreadable(&self, reason: Option<&Error>) {
         *self.unreadable.lock() = reason.cloned();
         self.pending.claim_reduced.notify_all();
     }
 
-    /// Returns the number of bytes that may become pending in addition to those that are pending or claimed.
+    /// Returns the number of bytes that may become pending in addition to the bytes that are pending or claimed.
     pub fn room(&self) -> u64 {
         let claimed = self.pending.claimed.lock();
         self.pending_max.saturating_sub(self.pending_bytes().saturating_add(*claimed))
@@ -189,16 +193,16 @@ impl DiskPages {
         self.pending_max
     }
 
-    /// Claims `needed` bytes regardless of the limit, for a caller that cannot wait.
+    /// Claims `needed` bytes of host memory regardless of the limit, for a caller that cannot wait.
     pub fn claim(&self, needed: u64) -> PendingClaim {
         self.pending.claim(needed, u64::MAX).expect("all claims fit")
     }
 
-    /// Claims `needed` bytes, and waits until they fit within the limit. `is_coming` notifies the thread that takes
-    /// snapshots, and returns whether a snapshot will free room.
+    /// Waits until `needed` bytes of host memory fit within the limit, and claims them. `is_coming` notifies the thread
+    /// that takes snapshots, and returns whether a snapshot will free host memory.
     ///
     /// # Errors
-    /// `OverBudget` if there can never be enough room, or no snapshot is coming; `Damaged` if snapshots fail at an
+    /// `OverBudget` if there can never be enough memory, or no snapshot is coming; `Damaged` if snapshots fail at an
     /// unreadable page; any error of `is_coming`.
     pub fn wait_for_room(&self, needed: u64, is_coming: impl Fn() -> Result<bool>) -> Result<PendingClaim> {
         let full = |available: u64| Error::OverBudget {
@@ -230,7 +234,7 @@ impl DiskPages {
     }
 }
 
-/// A guard that counts a waiting committer.
+/// A guard that counts a committer as waiting for host memory.
 struct Waiting<'w>(&'w AtomicUsize);
 
 impl<'w> Waiting<'w> {
@@ -255,7 +259,7 @@ impl PendingBytes {
         self.bytes.fetch_sub(bytes, Ordering::Relaxed);
     }
 
-    /// Claims `bytes` bytes if all pending and claimed bytes together are at most `max`.
+    /// Claims `bytes` bytes if all pending and claimed bytes together are then at most `max`.
     ///
     /// # Errors
     /// The number of bytes already pending and claimed.
@@ -277,7 +281,7 @@ impl Drop for PendingClaim {
     }
 }
 
-/// A use of an image file, which prevents the file from being removed.
+/// A use of an image file. The file is not removed before the use is dropped.
 struct FileUse {
     uses: Arc<FileUses>,
     file: u64,

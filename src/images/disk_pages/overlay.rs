@@ -1,8 +1,9 @@
-//! New overlays: the changed bytes of a page on disk, to be written in addition to the page's image.
+//! New overlays. An overlay contains only the changed bytes of a page on disk, and is written in addition to the page's
+//! image.
 //!
-//! An overlay contains every byte that differs from its base, an image of the whole page: the pieces of the previous
-//! overlay, and the later writes of batches. If that is too large a part of the page, the whole page is written
-//! instead.
+//! An overlay contains every byte that differs from its base, an image of the whole page. These bytes are the pieces of
+//! the previous overlay and the later writes of batches. If they are too large a part of the page, the whole page is
+//! written instead.
 
 use std::ops::Range;
 
@@ -14,30 +15,32 @@ use crate::base::allocation::push;
 use crate::error::{Error, Result};
 use crate::images::resize;
 
-/// The inverse of the maximum share of a page that may differ from the base. If more differs, a whole image is written.
+/// The inverse of the maximum share of a page that may differ from the base. If a larger share differs, the whole page
+/// is written.
 const OVERLAY_SHARE: u64 = 8;
-/// The maximum gap between two pieces that are merged. An additional row in the table of pieces would take 16 bytes.
+/// The maximum gap in bytes between two pieces that are merged into one. A separate piece would need 16 bytes in the
+/// table of pieces.
 const GAP_BYTES: u64 = 64;
-/// The bounds on the number of pieces, whose table readers keep in memory: one piece per `PIECE_SHARE` bytes of the
-/// page, or `PIECES_FREE` if that is more.
+/// The number of bytes of a page per permitted piece of its overlay. Readers keep the table of pieces in memory, so the
+/// number of pieces is limited. `PIECES_FREE` pieces are always permitted.
 const PIECE_SHARE: u64 = 2 << 10;
 const PIECES_FREE: u64 = 64;
 
-/// An overlay to be written, which provides the bytes of its payload.
+/// An overlay that is about to be written. It provides the bytes of its payload for the image writer.
 pub(crate) struct NewOverlay<'p> {
     page: &'p DiskPage,
     overlay: Overlay,
     head: Vec<u8>,
-    /// The CRC-32 of the page's bytes.
+    /// The CRC-32 of all bytes of the page.
     sum: u32,
-    /// The bytes of the page around the position of the last read.
+    /// The bytes of the page near the position of the last read.
     window: Window,
 }
 
 struct Window {
     at: u64,
     bytes: Vec<u8>,
-    /// The number of bytes that are read and verified at a time.
+    /// The number of bytes of the page that are read and verified at a time.
     len: u64,
 }
 
@@ -46,8 +49,8 @@ impl Window {
         Self { at: 0, bytes: Vec::new(), len }
     }
 
-    /// Moves to the window that contains `offset` in a page of length `len`. Returns the offset of the window, and the
-    /// buffer to fill with its bytes.
+    /// Moves the window to the position that contains `offset` in a page of `len` bytes. Returns the offset of the
+    /// window, and the buffer that the caller must fill with the page's bytes.
     fn seek_to(&mut self, offset: u64, len: u64) -> Result<(u64, &mut [u8])> {
         self.at = offset - offset % self.len;
         resize(&mut self.bytes, self.len.min(len - self.at))?;
@@ -64,8 +67,8 @@ impl Window {
 }
 
 impl DiskPage {
-    /// Returns an overlay of all bytes that differ from the image of the whole page. Returns `None` if there is no such
-    /// image, or if too many bytes differ. Must not run on the applier's thread.
+    /// Returns an overlay with all bytes that differ from the image of the whole page. Returns `None` if there is no
+    /// such image, or if too many bytes differ. Must not run on the applier's thread.
     ///
     /// # Errors
     /// `Damaged`; `OutOfMemory`.
@@ -95,8 +98,8 @@ impl DiskPage {
         Ok(Some(NewOverlay { page: self, overlay, head, sum, window: Window::new(proven.window_len()) }))
     }
 
-    /// Returns the CRC-32 of the page's bytes, given the CRC-32 `before` of its image. Reads only bytes of the image
-    /// near changed bytes.
+    /// Returns the CRC-32 of the page's bytes, computed from `before`, the CRC-32 of the page's image. Reads only bytes
+    /// of the image near changed bytes.
     fn sum_by_changes(&self, before: u32, mut window: Window) -> Result<u32> {
         let (image, len) = (self.image_below().expect("asked before"), self.byte_len());
         let mut sum = before;
@@ -116,12 +119,12 @@ impl DiskPage {
     }
 }
 
-/// Returns the maximum number of pieces in an overlay of a page of this length.
+/// Returns the maximum number of pieces in an overlay of a page of `len` bytes.
 fn pieces_max(len: u64) -> u64 {
     PIECES_FREE.max(len / PIECE_SHARE)
 }
 
-/// Merges two ascending sequences of ranges, and joins neighboring ranges.
+/// Merges two ascending sequences of ranges, and joins ranges with a gap of at most [`GAP_BYTES`].
 fn joined(before: &[Range<u64>], written: impl Iterator<Item = Range<u64>>) -> Result<Vec<Range<u64>>> {
     let mut pieces: Vec<Range<u64>> = Vec::new();
     let (mut before, mut written) = (before.iter().cloned().peekable(), written.peekable());
@@ -140,12 +143,12 @@ fn joined(before: &[Range<u64>], written: impl Iterator<Item = Range<u64>>) -> R
 }
 
 impl NewOverlay<'_> {
-    /// Returns the payload in the form of a page without an id, for the image writer.
+    /// Returns a description of the payload for the image writer. The payload appears as a page without an id.
     pub fn payload(&self) -> PageInfo {
         PageInfo::new(PageId(0), self.overlay.stored_len(), Place::Disk)
     }
 
-    /// Fills `out` with bytes of the payload.
+    /// Fills `out` with bytes of the payload, starting at `offset`.
     ///
     /// # Errors
     /// `Damaged`; `OutOfMemory`.
@@ -175,7 +178,7 @@ impl NewOverlay<'_> {
         Ok(())
     }
 
-    /// Returns the reference to the page's image after its payload was written as `payload`.
+    /// Returns the reference to the page's new image, after the payload was written to `payload`.
     pub fn image(&self, payload: &ImageRef) -> ImageRef {
         self.overlay.reference(payload, self.sum)
     }

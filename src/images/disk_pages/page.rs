@@ -15,20 +15,20 @@ use crate::device::{Lane, Span};
 use crate::error::Result;
 use crate::memory::staging::StagingPool;
 
-/// The size in bytes of the blocks in which written bytes of a page are kept. Each scattered single-element write takes
-/// one block. With blocks of 4 KiB, one changed element in a thousand took as much memory as the page.
+/// The size in bytes of the blocks that hold the written bytes of a page. Each scattered single-element write occupies
+/// one block. With blocks of 4 KiB, one changed element in a thousand occupied as much memory as the page.
 pub(super) const BLOCK_LEN: usize = 512;
 const WORDS: usize = BLOCK_LEN / 64;
-/// The number of bytes that are read at a time when a whole page is processed.
+/// The number of bytes that are read at a time when all bytes of a page are processed.
 const READ_AT_ONCE: u64 = 4 << 20;
 
-/// A page on disk, in its state after one batch. A clone is unaffected by later batches, and shares the unchanged
-/// blocks.
+/// A page on disk in its state after one batch. A clone is unaffected by later batches. Clones share unchanged blocks.
 #[derive(Clone, Debug)]
 pub(crate) struct DiskPage {
     len: u64,
     image: Option<Arc<DiskImage>>,
-    /// The number of leading bytes of the image that belong to the page. The page's bytes after them are zeros.
+    /// The number of leading bytes of the image that belong to the page. All later bytes of the page are zeros, unless
+    /// a batch wrote to them.
     image_len: u64,
     /// The blocks that batches wrote to, by block number.
     blocks: BTreeMap<u64, Arc<Block>>,
@@ -36,14 +36,14 @@ pub(crate) struct DiskPage {
     pending: Arc<PendingBytes>,
 }
 
-/// A version that identifies whether a clone of a page is an earlier state of that page.
+/// A version of a page. It shows whether a clone is an earlier state of the page.
 #[derive(Clone, Copy, Debug)]
 struct Lineage {
     /// A number that changes when the page is resized or a batch replaces its image.
     number: u64,
-    /// The number of writes since `number` changed.
+    /// The number of writes to the page since `number` changed.
     writes: u64,
-    /// The number of these writes that the image contains.
+    /// The number of writes, among those counted in `writes`, whose bytes are in the image.
     in_image: u64,
 }
 
@@ -56,15 +56,15 @@ impl Lineage {
     }
 }
 
-/// A block with bytes that batches wrote.
+/// A block of a page with the bytes that batches wrote.
 struct Block {
     bytes: [u8; BLOCK_LEN],
-    /// A bit mask of the bytes that were written.
+    /// A bit mask with one bit per byte of the block. A bit is set if a batch wrote the byte.
     written: [u64; WORDS],
     pending: Arc<PendingBytes>,
 }
 
-/// The number of bytes of host memory per block, including its reference counts and its entry in the map.
+/// The number of bytes of host memory that a block occupies, including its reference counts and its entry in the map.
 const BLOCK_BYTES: u64 = size_of::<Block>() as u64 + 48;
 
 /// Returns the number of blocks that overlap `len` bytes from `offset` on.
@@ -73,7 +73,7 @@ fn blocks(offset: u64, len: u64) -> u64 {
     if len == 0 { 0 } else { end - offset / BLOCK_LEN as u64 }
 }
 
-/// Returns the maximum number of bytes that an operation may make pending.
+/// Returns the maximum number of bytes of host memory that `op` may need for pending writes.
 pub(crate) fn pending_bytes_of(op: &Op<'_>) -> u64 {
     let (offset, len) = op.range().unwrap_or_default();
     match op {
@@ -83,20 +83,20 @@ pub(crate) fn pending_bytes_of(op: &Op<'_>) -> u64 {
     }
 }
 
-/// Returns the maximum number of bytes that a write of `len` bytes from `offset` on may make pending.
+/// Returns the maximum number of bytes of host memory that a write of `len` bytes at `offset` may need.
 pub(crate) fn pending_bytes_of_write(offset: u64, len: u64) -> u64 {
     blocks(offset, len).saturating_mul(BLOCK_BYTES)
 }
 
-/// Returns the maximum number of bytes that writes of `count` elements may make pending, if all elements are within
-/// `len` bytes starting at `offset`.
+/// Returns the maximum number of bytes of host memory that writes of `count` elements may need, if all elements are
+/// within `len` bytes starting at `offset`.
 pub(crate) fn pending_bytes_of_elements(count: u64, offset: u64, len: u64) -> u64 {
     // Each element overlaps at most two blocks.
     blocks(offset, len).min(count.saturating_mul(2)).saturating_mul(BLOCK_BYTES)
 }
 
 impl DiskPage {
-    /// Creates a page with the bytes of an image, or with `len` zeros.
+    /// Creates a page with the bytes of `image`, or with zeros. The page has `len` bytes.
     pub(super) fn new(image: Option<Arc<DiskImage>>, len: u64, pending: Arc<PendingBytes>) -> Self {
         let image_len = image.as_ref().map_or(0, |image| image.page_len());
         Self { len, image, image_len, blocks: BTreeMap::new(), lineage: Lineage::new(), pending }
@@ -106,7 +106,7 @@ impl DiskPage {
         self.len
     }
 
-    /// Applies an operation of a batch to the page. The caller handles operations that name an image.
+    /// Applies an operation of a batch to the page. The operation must not name an image.
     pub fn apply(&mut self, op: &Op<'_>) {
         match op {
             Op::Resize { len, .. } => self.resize(*len),
@@ -152,18 +152,19 @@ impl DiskPage {
         self.image_below().filter(|_| self.blocks.is_empty())
     }
 
-    /// Returns the page's image if it has the page's length, in which case all differences are in the blocks.
+    /// Returns the page's image if the image has the same length as the page. All differences are then in the blocks.
     pub(super) fn image_below(&self) -> Option<&Arc<DiskImage>> {
         let is_as_long = |image: &&Arc<DiskImage>| self.image_len == self.len && image.page_len() == self.len;
         self.image.as_ref().filter(is_as_long)
     }
 
-    /// Returns the image that the page is read from, if any.
+    /// Returns the image that contains the page's unwritten bytes, or `None`.
     pub fn image(&self) -> Option<&Arc<DiskImage>> {
         self.image.as_ref()
     }
 
-    /// Estimates the number of bytes in the page's next image, assuming an overlay where that is possible.
+    /// Estimates the number of bytes in the page's next image. The estimate assumes an overlay if an overlay is
+    /// possible.
     pub fn next_image_bytes(&self) -> u64 {
         let changed = self.blocks.len() as u64 * BLOCK_LEN as u64;
         let before = match self.image.as_ref().map(|image| image.image()) {
@@ -175,19 +176,19 @@ impl DiskPage {
         (before + changed).min(self.len)
     }
 
-    /// Returns the ranges of the page that batches wrote since its image, in ascending order.
+    /// Returns the ranges of the page that batches wrote after its image was made, in ascending order.
     pub(super) fn written(&self) -> impl Iterator<Item = Range<u64>> {
         self.blocks.iter().flat_map(|(number, block)| block.written_at(number * BLOCK_LEN as u64))
     }
 
-    /// Overwrites image bytes that begin at `offset` with the bytes that batches wrote.
+    /// Overwrites `bytes`, image bytes that begin at `offset` of the page, with the bytes that batches wrote.
     pub(super) fn apply_pieces(&self, offset: u64, bytes: &mut [u8]) {
         for (number, block) in self.blocks_in(&(offset..offset + bytes.len() as u64)) {
             block.copy_to(number * BLOCK_LEN as u64, bytes, offset);
         }
     }
 
-    /// Returns a copy of the page with only the blocks that overlap `bytes`, to read these bytes from.
+    /// Returns a clone of the page with only the blocks that overlap `bytes`. The clone serves reads within `bytes`.
     pub fn part(&self, bytes: &Range<u64>) -> Self {
         let blocks = self.blocks_in(bytes).map(|(number, block)| (number, block.clone())).collect();
         let Self { len, image_len, lineage, .. } = *self;
@@ -201,7 +202,8 @@ impl DiskPage {
         self.blocks.range(numbers).map(|(number, block)| (*number, block))
     }
 
-    /// Fills `out` with bytes of the page. Must not run on the applier's thread, because it waits for the disk.
+    /// Fills `out` with bytes of the page, starting at `offset`. Must not run on the applier's thread, because the read
+    /// waits for the disk.
     ///
     /// # Errors
     /// `Damaged`; `OutOfMemory`.
@@ -223,7 +225,8 @@ impl DiskPage {
         Ok(())
     }
 
-    /// Copies bytes of the page from `offset` on to device memory. Must not run on the applier's thread.
+    /// Copies the bytes of the page from `offset` on to the device memory `target`. Must not run on the applier's
+    /// thread.
     ///
     /// # Errors
     /// Same as [`read`](Self::read); a device error.
@@ -257,7 +260,7 @@ impl DiskPage {
         Ok(sum.finalize())
     }
 
-    /// Returns whether batches wrote all of these bytes, so that no byte of the image is visible.
+    /// Returns whether batches wrote every byte in `bytes`, so that no byte of the image is visible in this range.
     fn is_written(&self, bytes: Range<u64>) -> bool {
         let mut next = bytes.start;
         for (number, block) in self.blocks_in(&bytes) {
@@ -271,11 +274,14 @@ impl DiskPage {
         next == bytes.end
     }
 
-    /// Switches to the image that was made from `gathered`, an earlier clone of this page. Later writes remain pending.
+    /// Replaces the page's image with the image that was made from `gathered`, an earlier clone of this page. Writes
+    /// after the clone remain pending.
     ///
-    /// A page that was resized or got another image since then is unchanged, and the next snapshot creates its image. A
-    /// page whose image contains more than the clone is unchanged too: dropping blocks based on the older clone would
-    /// lose writes that are in neither image.
+    /// Two kinds of pages are left unchanged:
+    ///
+    /// - A page that was resized or got another image after the clone. The next snapshot creates its image.
+    /// - A page whose image contains more writes than the clone. Dropping blocks that the older clone contains would
+    ///   lose writes that are in neither image.
     pub fn rebase(&mut self, gathered: &Self, image: Option<Arc<DiskImage>>) {
         let (now, then) = (self.lineage, gathered.lineage);
         if now.number != then.number || now.in_image > then.writes {
@@ -305,7 +311,8 @@ impl Block {
         each_word(range, |word, bits| self.written[word] &= !bits);
     }
 
-    /// Returns the runs of written bytes as ranges of the page, for a block that begins at `start`.
+    /// Returns the runs of written bytes in this block as ranges of the page. `start` is the block's offset in the
+    /// page.
     fn written_at(&self, start: u64) -> impl Iterator<Item = Range<u64>> {
         let mut at = 0;
         std::iter::from_fn(move || {
@@ -322,14 +329,15 @@ impl Block {
         })
     }
 
-    /// Returns whether all of these bytes were written.
+    /// Returns whether batches wrote every byte in `range`.
     fn has(&self, range: Range<usize>) -> bool {
         let mut has_all = true;
         each_word(range, |word, bits| has_all &= self.written[word] & bits == bits);
         has_all
     }
 
-    /// Copies the written bytes to `out`, which begins at `offset` of the page, for a block that begins at `start`.
+    /// Copies the written bytes of this block to `out`. `start` is the block's offset in the page, and `offset` is that
+    /// of `out`.
     fn copy_to(&self, start: u64, out: &mut [u8], offset: u64) {
         let from = offset.saturating_sub(start).min(BLOCK_LEN as u64) as usize;
         let to = (offset + out.len() as u64).saturating_sub(start).min(BLOCK_LEN as u64) as usize;
@@ -376,7 +384,7 @@ impl std::fmt::Debug for PendingBytes {
     }
 }
 
-/// Calls `each` with each word that contains part of a range of bits, and a mask of those bits.
+/// Calls `each` for each word that contains some of `bits`, with the word's index and a mask of those bits.
 fn each_word(bits: Range<usize>, mut each: impl FnMut(usize, u64)) {
     let mut at = bits.start;
     while at < bits.end {

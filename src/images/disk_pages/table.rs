@@ -1,4 +1,4 @@
-//! The table of pages on disk by id, with their total number and size.
+//! The table of pages on disk by id. The table counts the pages and their total length.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -19,14 +19,15 @@ pub struct DiskUsage {
     pub bytes: u64,
 }
 
-/// Counters of the pages, for threads without access to the table. The two values may belong to different moments.
+/// Counters of the pages on disk, for threads without access to the table. The two values may be read at different
+/// moments.
 #[derive(Debug, Default)]
 pub(super) struct DiskCounts {
     pages: AtomicU64,
     bytes: AtomicU64,
 }
 
-/// The table of pages on disk. All changes go through its methods, which update the counters.
+/// The table of pages on disk. Its methods make all changes, and update the counters.
 #[derive(Debug)]
 pub(crate) struct DiskPageTable {
     pages: IdMap<PageId, DiskPage>,
@@ -40,7 +41,7 @@ impl DiskCounts {
 }
 
 impl DiskPageTable {
-    /// Creates a table of these pages. `counts` must belong to no other table.
+    /// Creates a table with `pages`. `counts` must not belong to another table.
     pub(super) fn new(pages: IdMap<PageId, DiskPage>, counts: Arc<DiskCounts>) -> Self {
         counts.pages.store(pages.len() as u64, Ordering::Relaxed);
         counts.bytes.store(pages.values().map(DiskPage::byte_len).sum(), Ordering::Relaxed);
@@ -62,7 +63,7 @@ impl DiskPageTable {
         }
     }
 
-    /// Removes all pages for which `wanted` returns false.
+    /// Removes all pages for which `wanted` returns `false`.
     pub fn retain(&mut self, wanted: impl Fn(PageId) -> bool) {
         let counts = &self.counts;
         self.pages.retain(|page, old| {
@@ -75,7 +76,7 @@ impl DiskPageTable {
         });
     }
 
-    /// Calls `change` with a page, and returns its result, or `None` if the page does not exist.
+    /// Calls `change` with a page and returns the result of `change`. Returns `None` if the page does not exist.
     pub fn change<T>(&mut self, page: PageId, change: impl FnOnce(&mut DiskPage) -> T) -> Option<T> {
         let changed = self.pages.get_mut(page)?;
         let before = changed.byte_len();

@@ -92,7 +92,8 @@ impl Images {
         Some(self.pages.image(image, stored_len))
     }
 
-    /// Creates the image that a snapshot creates of a clone: an overlay if little changed.
+    /// Creates the image that a snapshot would create from a clone: an overlay if little changed, otherwise a whole
+    /// image.
     fn gather(&mut self, copy: &DiskPage, bytes: &[u8]) -> Option<Arc<DiskImage>> {
         let Some(mut new) = copy.overlay().unwrap() else { return self.write(bytes) };
         let len = new.payload().len;
@@ -231,7 +232,7 @@ fn memory_and_files_are_counted() {
     assert_eq!(read_all(&page), [0; 3]);
 }
 
-/// A committer waits while a snapshot that can free room is coming. Otherwise the committer is refused.
+/// A committer waits while a snapshot that can free host memory is coming. Without such a snapshot, the claim fails.
 #[test]
 fn room_is_awaited_only_if_it_can_free_up() {
     let disk: Arc<SimDisk> = Arc::new(SimDisk::new());

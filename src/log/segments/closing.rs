@@ -32,38 +32,39 @@ use super::{NOTHING, SegmentPool};
 use crate::disk::DiskFile;
 use crate::error::{Error, Result};
 
-/// The maximum number of spares that a closed log keeps: those for opens, two of the reserve, and one in place of the
-/// removed empty segment.
+/// The maximum number of spares that a closed log keeps: the spares for opens, two spares of the reserve, and one spare
+/// in place of the removed empty segment.
 const SPARES_MAX: usize = SPARES_FOR_OPENS + 3;
 
-/// The maximum number of bytes in a closed log that contain no frame: its spares, an empty segment, and space after the
-/// last frame.
+/// The maximum number of unused bytes in a closed log: the lengths of its spares and of an empty segment, and the space
+/// after the last frame.
 const UNUSED_BYTES_MAX: u64 = (SPARES_MAX as u64 + 2) * SEGMENT_LEN_MIN;
 
-/// The minimum free space on the disk, as a multiple of the whole reserve, for which a closing log frees any space.
+/// The minimum free space on the disk, as a multiple of the reserve, for which a closing log frees any space.
 const RESERVES_FREE_MIN: u64 = 4;
 
 /// The number of bytes that are copied at a time.
 const PIECE_LEN: u64 = 64 << 10;
 
-/// The maximum number of bytes to copy per freed byte. If replacing the last segment copies more, it is skipped.
+/// The maximum number of bytes to copy per freed byte. The last segment is not replaced if the copy would be longer.
 const COPIED_PER_BYTE_MAX: u64 = 16;
 
-/// The end of a log that has stopped and whose frames are all synced.
+/// The end position of a log that has stopped and whose frames are all synced, for [`SegmentPool::shrink`].
 pub(crate) struct ClosedEnd {
     /// The incarnation of the last frame.
     pub incarnation: Incarnation,
     /// The number of the segment with the last frame.
     pub number: u64,
     pub len: u64,
-    /// The offsets of the frames in the last segment that a replay or a reader may need, including padding.
+    /// The range of offsets in the last segment whose frames a replay or a reader may need. The range includes padding.
     pub needed: Range<u64>,
-    /// The numbers and lengths of the empty segments after the last segment with frames. At least one exists.
+    /// The numbers and lengths of the empty segments after the last segment with frames. At least one such segment
+    /// exists.
     pub empty: Vec<(u64, u64)>,
 }
 
 impl SegmentPool {
-    /// Frees the space that a closed log does not need.
+    /// Frees the space of a stopped log that only an open log needs.
     ///
     /// # Errors
     /// Errors of the file system. The log still contains all its frames.
@@ -98,21 +99,21 @@ impl SegmentPool {
         if self.unused_bytes(&end) > UNUSED_BYTES_MAX { self.shrink_last(&end) } else { Ok(()) }
     }
 
-    /// Returns the number of bytes that an open log keeps in reserve once its segments have reached their full length.
+    /// Returns the number of bytes that an open log keeps in reserve when its segments have the maximum length.
     fn reserve_bytes(&self) -> u64 {
         let opens = self.rules.open_spare_count() as u64 * self.first_len();
         (self.rules.reserve as u64).saturating_mul(self.rules.len).saturating_add(opens)
     }
 
-    /// Returns the number of bytes of the log that contain no needed frame.
+    /// Returns the number of bytes in the log's files that contain no frame that is still needed.
     fn unused_bytes(&self, end: &ClosedEnd) -> u64 {
         let spares: u64 = self.spares.lock().files.iter().map(|spare| spare.len).sum();
         let empty: u64 = end.empty.iter().map(|(_, len)| len).sum();
         spares + empty + (end.len - end.needed.end) + (end.needed.start - SEGMENT_HEADER_BLOCK)
     }
 
-    /// Cuts the shortest spares and removes the others. The changes are not synced. After a power cut, a spare may have
-    /// its old length or name again, which costs only its space.
+    /// Shortens the shortest spares to the minimum length, and removes the other spares. The changes are not synced.
+    /// After a power cut, a spare may have its old length or name again. Such a spare costs only its space.
     fn shrink_spares(&self) -> Result<()> {
         let mut spares = self.spares.lock();
         let kept_max =
@@ -174,8 +175,8 @@ impl SegmentPool {
         self.replace(number)
     }
 
-    /// Renames the synced temporary file of a segment to the segment's name. The folder is not synced. After a power
-    /// cut the longer file may have the name again, which costs only its space.
+    /// Renames the synced temporary file of a segment to the segment's name, without a sync of the folder. After a
+    /// power cut, the longer file may have the name again. The longer file costs only its space.
     fn replace(&self, number: u64) -> Result<()> {
         let temporary = FileName::Temporary(Folder::Log, number);
         let renamed = self.rename(temporary, FileName::Segment(number));
@@ -186,7 +187,7 @@ impl SegmentPool {
     /// opened the segment.
     ///
     /// # Errors
-    /// Damage if another writer has replaced the file, which is possible where locks do not work.
+    /// Damage if another writer has replaced the file. Another writer can exist only where locks do not work.
     fn open_own(&self, number: u64, len: u64, opened_by: Option<Incarnation>) -> Result<OwnSegment> {
         let name = FileName::Segment(number);
         let file = self.disk.open(name, false)?;
@@ -214,7 +215,8 @@ fn differs(file: FileName, at: u64) -> Error {
     defect.at(file, at).into()
 }
 
-/// Calls `each` for each piece of a range, in ascending order, with the piece's offset and a buffer of its length.
+/// Calls `each` for each piece of `range`, in ascending order. The arguments are the piece's offset and a buffer of the
+/// piece's length.
 fn by_pieces(range: &Range<u64>, mut each: impl FnMut(u64, &mut [u8]) -> Result<()>) -> Result<()> {
     let mut piece = vec![0; PIECE_LEN as usize];
     let mut at = range.start;

@@ -1,4 +1,4 @@
-//! Writes a segment's file completely and syncs it under a temporary name, before the file gets its name.
+//! Writes and syncs a complete segment file under a temporary name, before the file is renamed to its segment name.
 
 use std::sync::Arc;
 
@@ -11,7 +11,8 @@ use crate::disk::{DiskFile, Window};
 use crate::error::{Error, Result};
 use crate::options::LogIo;
 
-/// The number of bytes by which a folder grows when a new name does not fit. XFS refuses a rename if they are not free.
+/// The number of bytes by which a folder grows when a new name does not fit. XFS fails a rename if this space is not
+/// free.
 const FOLDER_BLOCK: u64 = 4096;
 
 /// A completely written segment file, and the window through which frames are written to it.
@@ -23,9 +24,9 @@ pub(crate) struct SegmentFile {
 }
 
 impl SegmentFile {
-    /// Opens a segment's window. This call must precede the rename to the segment's name. If the window were refused
-    /// after the rename, the log would continue with the replaced segment, and its frames would be in a file without a
-    /// name.
+    /// Opens the window of a segment file that still has its temporary name. If opening the window failed after the
+    /// rename to the segment's name, the log would continue with the replaced segment, and write frames to a file
+    /// without a name.
     pub(super) fn new(number: u64, len: u64, file: Arc<dyn DiskFile>, io: LogIo) -> Result<Self> {
         let window = Arc::from(file.window(io)?);
         Ok(Self { number, len, file, window })
@@ -37,8 +38,8 @@ impl SegmentPool {
         SegmentHeader { store: self.store, segment, segment_len, opening }
     }
 
-    /// Writes and syncs a complete segment under a temporary name. A lack of space changes nothing. `content` contains
-    /// the offset and the bytes of the segment's content after its header.
+    /// Writes and syncs a complete segment under a temporary name. If there is no space, the call fails and nothing has
+    /// changed. `content` contains the offset and the bytes of the segment's content after its header.
     pub(super) fn build(
         &self,
         number: u64,
@@ -78,8 +79,8 @@ impl SegmentPool {
         })
     }
 
-    /// Creates a file with `make` and fills it with `write`. If writing fails, the file is removed, because a full disk
-    /// needs its space.
+    /// Creates a file with `make` and fills it with `write`. If `write` fails, the file is removed, because its space
+    /// may be needed on a full disk.
     pub(super) fn written<T>(
         &self,
         number: u64,
@@ -101,7 +102,7 @@ impl SegmentPool {
         }
     }
 
-    /// Renames a file of the log. If there is no space for the name, nothing has changed.
+    /// Renames a file of the log. If there is no space for the name, the rename fails and nothing has changed.
     pub(super) fn rename(&self, source: FileName, target: FileName) -> Result<()> {
         self.image_spares.retry_without_spares(|| {
             self.disk.rename(source, target).map_err(|error| {
@@ -110,16 +111,15 @@ impl SegmentPool {
         })
     }
 
-    /// Durably renames a completely written and synced file to its segment name. Without the sync of the folder, a
-    /// power cut could undo the rename, although the preceding segment already contains frames (I8).
+    /// Durably renames a completely written and synced file to its segment name. The folder is synced, because a power
+    /// cut could otherwise undo the rename after frames were written to the preceding segment (I8).
     pub(super) fn publish(&self, source: FileName, number: u64) -> Result<()> {
         self.rename(source, FileName::Segment(number))?;
         self.disk.sync_folder(Folder::Log)
     }
 }
 
-/// Returns the header block of a segment. The block is padded with zeros, because the block of a spare contains the
-/// bytes of an older header.
+/// Returns the header block of a segment. The block is padded with zeros, which overwrite the older header in a spare.
 pub(super) fn header_block(header: &SegmentHeader) -> Vec<u8> {
     let mut block = header.encode().to_vec();
     block.resize(SEGMENT_HEADER_BLOCK as usize, 0);

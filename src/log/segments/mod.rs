@@ -1,21 +1,22 @@
-//! Segment files, which are written completely before they get their name, and reused when no longer needed.
+//! Segment files. A segment file is written completely before it is renamed to its segment name, and reused when the
+//! log no longer needs it.
 //!
-//! A crash here loses nothing. Recovery reads no temporary files, and spares contain no data. A segment with its name
-//! is empty, synced and in its folder before the first frame enters its predecessor (I8).
+//! A crash here loses no frame. Recovery reads no temporary files, and spares contain no data. A segment with its name
+//! is empty, synced and in its folder before the first frame is written to its predecessor (I8).
 //!
 //! A growing log creates its segments with [`SegmentPool::make`]. An open publishes its first segment separately. On a
-//! full disk, claims to space have a fixed order.
+//! full disk, requests for space have a fixed order of priority.
 //!
 //! | file | contents |
 //! |---|---|
 //! | `file` | writing, syncing and naming a segment |
-//! | `spares` | the files that wait to become segments, by length |
-//! | `reserve` | the claims to space on a full disk |
+//! | `spares` | the files that can become segments, by length |
+//! | `reserve` | the order of priority for space on a full disk |
 //! | `opening` | the segment that an open publishes |
 //! | `closing` | freeing space when the log closes |
 //!
 //! Lock order: the log's `growth` lock, then `spares`. The log's state lock is never held while files are created, so a
-//! committer whose frame fits does not wait for them.
+//! committer whose frame fits does not wait for file creation.
 
 mod file;
 mod spares;
@@ -48,35 +49,37 @@ use crate::options::LogIo;
 /// The maximum length of a spare that becomes the log's next segment, as a multiple of the needed length.
 const LONGER_MAX: u64 = 8;
 
-/// The number of short spares that are kept for opens in addition to the reserve. An open uses two of them.
+/// The number of short spares that are kept for opens in addition to the reserve. Each open uses two short spares.
 const FIRST_SPARES_MAX: usize = 4;
 
 /// The offset of the payload of a segment's first frame.
 const FIRST_PAYLOAD_AT: u64 = SEGMENT_HEADER_BLOCK + FRAME_HEADER_LEN;
 
-/// The content of an empty segment after its header, as an offset and bytes.
+/// The content of an empty segment after its header: an offset, and no bytes.
 const NOTHING: (u64, &[u8]) = (SEGMENT_HEADER_BLOCK, &[]);
 
-/// A segment without frames that was created for a long frame.
+/// A new segment with room for a long frame, for a log whose next empty segment is too short for that frame. The
+/// segment does not contain the frame yet.
 pub(crate) struct LongSegment {
     pub segment: SegmentFile,
-    /// Whether the file already contains the frame's payload, at the position of the segment's first frame.
+    /// Whether the file already contains the long frame's payload, at [`FIRST_PAYLOAD_AT`]. The log then writes only
+    /// the frame's header.
     pub holds_payload: bool,
 }
 
-/// Creates segments, and takes them back when they are no longer needed.
+/// Creates the segments of a log, and reuses segments that the log no longer needs as spares.
 ///
-/// The first segments of an opening are short. Each later segment is twice as long as its predecessor, up to the usual
-/// length, so that the space used by a store is proportional to the bytes that it logs. Growth restarts with each
-/// opening, because no state on disk records the reached length. Six steps reach 16 MiB.
+/// The first segments of an opening are short. Each later segment is twice as long as its predecessor, up to the
+/// maximum length, so that the space used by a store is proportional to the bytes that it logs. Growth restarts with
+/// each opening, because no state on disk records the reached length. Six steps reach 16 MiB.
 pub(crate) struct SegmentPool {
     disk: Arc<dyn Disk>,
     store: StoreId,
     rules: SegmentRules,
-    /// The mode in which segments are written. A direct window needs its zeros on the medium, and a mapped window needs
-    /// them in small pages.
+    /// The mode in which segments are written. A direct window requires that the file's zeros are on the medium. A
+    /// mapped window requires that the zeros are cached in small pages.
     io: LogIo,
-    /// The spares. The lock is held while files are created, so that two threads never use the same spare.
+    /// The spares. A thread holds the lock while it creates files, so that two threads never use the same spare.
     spares: Mutex<Spares>,
     /// The number of spares, for a lock-free check before each batch.
     count: Arc<AtomicUsize>,
@@ -85,10 +88,12 @@ pub(crate) struct SegmentPool {
 }
 
 impl SegmentPool {
-    /// Creates a pool with the spares of earlier runs. Three kinds of spares are removed, because they cannot be used.
-    /// Spares may be longer than the current maximum of segments. Spares may have been copied with holes, and on a full
-    /// disk a store into a hole of a mapped file raises SIGBUS. Spares may have a second name, through which a
-    /// hard-linked copy of the directory reads them.
+    /// Creates a pool with the spares of earlier runs. Three kinds of spares are removed because they cannot be used:
+    ///
+    /// - Spares longer than the current maximum length of segments.
+    /// - Spares with holes, for example copied spares. On a full disk, a store into a hole of a mapped file raises
+    ///   SIGBUS.
+    /// - Spares with a second name, because a hard-linked copy of the directory reads the same file.
     pub fn new(
         disk: Arc<dyn Disk>,
         store: StoreId,
@@ -135,8 +140,8 @@ impl SegmentPool {
         })
     }
 
-    /// Returns the free space as reported by the system. The value is only a hint. Another process may take the space
-    /// at any moment, so every caller also handles a failed write.
+    /// Returns the number of free bytes on the disk. The number is only a hint. Another process may use the space at
+    /// any moment, so every caller also handles a failed write.
     fn free_bytes(&self) -> u64 {
         self.disk
             .free_bytes()
@@ -147,7 +152,7 @@ impl SegmentPool {
             .unwrap_or(u64::MAX)
     }
 
-    /// Returns an error if another writer has opened the store since.
+    /// Returns an error if another writer has opened the store after this writer.
     pub fn check_writer(&self) -> Result<()> {
         self.disk.check_writer()
     }
@@ -165,8 +170,8 @@ impl SegmentPool {
         FIRST_LEN.min(self.rules.len)
     }
 
-    /// Creates the empty segment `number`. Its file and name are durable on return. `empty` is the number of empty
-    /// segments that the log already has.
+    /// Creates the empty segment `number`. The segment's file and name are durable on return. `empty` is the number of
+    /// empty segments that the log already has.
     pub fn make(&self, number: u64, empty: usize, purpose: SpacePurpose) -> Result<SegmentFile> {
         let _phase = phases::enter(Phase::SegmentRoll);
         let mut spares = self.spares.lock();
@@ -206,7 +211,7 @@ impl SegmentPool {
     }
 
     /// Creates a segment of length `wanted` if there is space. Otherwise uses a spare beyond the reserve, or halves the
-    /// length repeatedly. An open tries the minimum length directly after `wanted`.
+    /// length until the segment fits. An open tries the minimum length directly after `wanted`.
     fn make_for(
         &self,
         spares: &mut Spares,
@@ -254,8 +259,8 @@ impl SegmentPool {
     }
 
     /// Creates segment `number` from a spare. The order is header, sync, rename, sync of the folder, so that a segment
-    /// never has an old header. A crash in between leaves a spare, which recovery does not read. Its stale frames state
-    /// another position and are invalid (I3).
+    /// never has an old header. A crash before the rename leaves a spare, and recovery does not read spares. The old
+    /// frames in the spare state another position and are invalid (I3).
     fn create_from_spare(&self, spares: &mut Spares, at: usize, number: u64) -> Result<SegmentFile> {
         let Spare { number: spare, len } = spares.files[at];
         let file = self.disk.open(FileName::Spare(spare), true)?;
@@ -268,9 +273,9 @@ impl SegmentPool {
         Ok(segment)
     }
 
-    /// Creates a segment of at least `needed` bytes from the reserve. If there is no space for its name, another spare
-    /// is removed. If no other spare exists, the chosen spare is removed as well, and a shorter new segment uses its
-    /// space.
+    /// Creates a segment of at least `needed` bytes from a spare of the reserve. If there is no space for the segment's
+    /// name, another spare is removed. Without another spare, the chosen spare is removed, and a shorter new segment
+    /// uses its space.
     fn create_from_reserve(&self, spares: &mut Spares, number: u64, needed: u64) -> Result<SegmentFile> {
         loop {
             // Long spares are used first. One of them is kept, because the next open may have to copy batches of that
@@ -292,12 +297,12 @@ impl SegmentPool {
         }
     }
 
-    /// Creates a segment with room for the frame of `payload`, which replaces the empty segment `number` through a
-    /// rename. The caller must have ensured that the following segment exists (I8).
+    /// Creates a segment with room for the frame of `payload`. The new segment replaces the empty segment `number`
+    /// through a rename. The caller must have ensured that the following segment exists (I8).
     ///
-    /// If the segment is too long for later reuse, the file already contains the payload, so that these bytes are
-    /// written once instead of after zeros. Without a header they are not a frame (I3). The window of a direct log
-    /// would write them a second time.
+    /// A segment that is too long for later reuse is created with the payload in it, so that the payload's bytes are
+    /// written once instead of after zeros. Without a header, the payload is not a frame (I3). A direct log creates the
+    /// segment without the payload, because its window would write the payload a second time.
     pub fn make_long(
         &self,
         number: u64,
@@ -333,13 +338,12 @@ impl SegmentPool {
         Ok(long)
     }
 
-    /// Takes back segments that are no longer needed, and keeps them as spares while more spares are useful. All others
-    /// are removed. The oldest segment is first, so that a crash leaves no gap among the needed segments (I8).
+    /// Turns segments that are no longer needed into spares, as long as more spares are useful, and removes the others.
+    /// `numbers` begins with the oldest segment, so that a crash leaves no gap among the needed segments (I8).
     ///
-    /// The number of spares suffices for a log that grows from snapshot to snapshot without creating segments. A new
-    /// segment costs as many bytes of zeros as it will contain frames, and the frames wait for these zeros. With a
-    /// single spare beyond the reserve, 8 threads that each committed 64 KiB durably spent half of their time waiting
-    /// for segments.
+    /// Enough spares are kept for a log that grows from snapshot to snapshot without creating segments. A new segment
+    /// costs as many bytes of zeros as it will contain frames, and the frames wait for these zeros. With a single spare
+    /// beyond the reserve, 8 threads that each committed 64 KiB durably spent half of their time waiting for segments.
     pub fn recycle(&self, numbers: &[u64]) -> Result<()> {
         if numbers.is_empty() {
             return Ok(());
@@ -391,7 +395,7 @@ impl SegmentPool {
         spare_bytes > 0 && (surplus == 0 || surplus + len <= spare_bytes)
     }
 
-    /// Notifies followers that a batch was stored in segment `number` through a mapping.
+    /// Notifies followers of the log that a batch was stored in segment `number` through a mapping.
     pub fn notify_followers(&self, number: u64) {
         self.disk.notify_watchers(FileName::Segment(number));
     }

@@ -1,7 +1,7 @@
-//! The opening segment of an incarnation, which is written completely and then published by the rename that commits an
-//! open.
+//! The opening segment of an incarnation. An open writes the segment completely, and then commits by renaming it to its
+//! segment name.
 //!
-//! A crash before the rename leaves the log unchanged (I5). A crash after it leaves the new incarnation.
+//! A crash before the rename leaves the log unchanged (I5). A crash after the rename leaves the new incarnation.
 
 use std::sync::Arc;
 
@@ -16,11 +16,11 @@ use crate::disk::DiskFile;
 use crate::error::{Error, Result};
 
 impl SegmentPool {
-    /// Writes the opening segment `number` under a temporary name, and syncs it.
+    /// Writes and syncs the opening segment `number` under a temporary name.
     ///
-    /// Uses a short spare if one exists. An open must succeed on a full disk. There the segment is as short as its
-    /// frames allow, or uses any spare that is long enough. As a last resort, a spare is removed for its space, which
-    /// also makes room for the segment after the opening.
+    /// Uses a short spare if one exists. On a full disk, the segment is as short as its frames allow, or uses any spare
+    /// that is long enough, because an open must succeed. As a last resort, a spare is removed for its space. The freed
+    /// space also suffices for the segment after the opening segment.
     pub fn build_opening(&self, number: u64, opening: Opening, frames: &[u8]) -> Result<SegmentFile> {
         let mut spares = self.spares.lock();
         let needed = align_up(SEGMENT_HEADER_BLOCK + frames.len() as u64, GROUP_ALIGN);
@@ -102,7 +102,7 @@ impl SegmentPool {
         }
     }
 
-    /// Takes back an opening segment that was not published, as a spare for the next attempt.
+    /// Turns an opening segment that was not published into a spare for the next attempt.
     pub fn retract(&self, opening: &SegmentFile) {
         let mut spares = self.spares.lock();
         let temporary = FileName::Temporary(Folder::Log, opening.number);

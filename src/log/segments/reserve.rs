@@ -1,4 +1,4 @@
-//! Space reserved for a full disk: the purposes that may use it, and how the reserve is filled and released.
+//! The reserve: space that is kept for a full disk, and the purposes that may use it.
 //!
 //! The order of priority is: the next open, seals, deletes, other batches. Before spares were kept for opens, random
 //! histories on a simulated full disk led to a store that could no longer be opened within forty steps
@@ -25,13 +25,14 @@ pub(crate) enum SpacePurpose {
     Delete,
     /// A seal that ends the log or records verified snapshots.
     Seal,
-    /// An open. An open uses spares before it creates a segment, and the maker refills the reserve later.
+    /// An open of the store. An open uses spares before it creates a segment, and the maker thread refills the reserve
+    /// later.
     Open,
 }
 
 impl SpacePurpose {
-    /// Returns the minimum number of segments that must remain after this write, counting spares and the log's empty
-    /// segments. The log itself has at least one empty segment.
+    /// Returns the minimum number of segments that must remain after a write for this purpose, counting spares and the
+    /// log's empty segments. The log itself has at least one empty segment.
     fn leaves(self) -> usize {
         match self {
             // The spares are kept for opens, so an open may use the last one.
@@ -47,24 +48,24 @@ impl SpacePurpose {
 }
 
 impl SegmentPool {
-    /// Returns whether this purpose may use a reserved spare and still leave enough for an open.
+    /// Returns whether a request for `purpose` may use a reserved spare and still leave enough segments for an open.
     pub(super) fn may_take(&self, spares: &Spares, empty: usize, purpose: SpacePurpose) -> bool {
         purpose == SpacePurpose::Open || purpose != SpacePurpose::User && self.is_left(spares, empty, purpose)
     }
 
-    /// Returns whether enough segments for an open remain with one spare fewer.
+    /// Returns whether enough segments for an open remain after one spare is used.
     fn is_left(&self, spares: &Spares, empty: usize, purpose: SpacePurpose) -> bool {
         self.rules.reserve == 0 || spares.files.len() + empty > purpose.leaves()
     }
 
-    /// Returns whether the store can still be opened after a frame is written while `empty` segments of the log are
-    /// empty. The check is one comparison per batch, without a lock.
+    /// Returns whether the store can still be opened after a frame is written for `purpose`. `empty` is the number of
+    /// empty segments that the log has then. The check is one comparison per batch, without a lock.
     pub fn leaves_enough(&self, empty: usize, purpose: SpacePurpose) -> bool {
         self.rules.reserve == 0 || self.count.load(Ordering::Acquire) + empty >= purpose.leaves()
     }
 
-    /// Ensures [`leaves_enough`](Self::leaves_enough) if possible. If the disk has space, returns immediately, and the
-    /// maker fills the reserve soon.
+    /// Adds spares until [`leaves_enough`](Self::leaves_enough) returns `true`. If the disk has enough space, returns
+    /// immediately, and the maker thread fills the reserve soon.
     ///
     /// # Errors
     /// [`Error::DiskFull`], without any change.
@@ -89,8 +90,8 @@ impl SegmentPool {
         Ok(())
     }
 
-    /// Returns an error if the disk lacks the space for a segment of a user's batch and for the missing reserve. Freed
-    /// space goes to the reserve first, because otherwise a later open may find none.
+    /// Returns an error if the disk lacks the space for both the missing reserve and a segment for a user's batch.
+    /// Freed space goes to the reserve first, because otherwise a later open may find no space.
     pub(super) fn check_reserve_space(&self, spares: &Spares, number: u64, len: u64) -> Result<()> {
         let lacking = spares.lacking() as u64;
         if lacking == 0 {
@@ -103,16 +104,16 @@ impl SegmentPool {
         Ok(())
     }
 
-    /// Estimates the number of bytes that are missing from the reserve and the spares for opens. The estimate is
-    /// doubled, because other files need space at the same time.
+    /// Estimates the number of bytes that the reserve and the spares for opens still need. The estimate is doubled,
+    /// because other files need space at the same time.
     fn lacking_bytes(&self) -> u64 {
         let lacking =
             self.rules.reserved_spare_count().saturating_sub(self.count.load(Ordering::Acquire)) as u64;
         2 * lacking * self.first_len()
     }
 
-    /// Adds one spare if the reserve needs one, and returns whether the reserve is full. A call adds only one spare, so
-    /// that a concurrent `close`, or a committer that needs a segment, waits for only one file.
+    /// Adds one spare if the reserve is not full, and returns whether the reserve is full. A call adds only one spare,
+    /// so that a concurrent `close` or a committer waits for at most one file.
     pub fn add_to_reserve(&self) -> Result<bool> {
         let mut spares = self.spares.lock();
         if !spares.is_full() {
@@ -157,8 +158,8 @@ impl SegmentPool {
         Ok(spares.is_full())
     }
 
-    /// Fills the reserve as far as space permits. On a full disk, freed space goes to the reserve first, because
-    /// another program could take it and leave none for the next open.
+    /// Fills the reserve as far as the disk has space. On a full disk, freed space goes to the reserve first, because
+    /// another program could use the space before the next open.
     pub fn fill(&self) -> Result<()> {
         loop {
             // If the disk has space, the maker fills the reserve, and no caller waits.
@@ -174,8 +175,8 @@ impl SegmentPool {
         }
     }
 
-    /// Runs `make`. If `make` returns that the disk is full, removes the spares beyond the reserve and runs it once
-    /// more. A `make` that fails for lack of space must have changed nothing.
+    /// Runs `make`. If `make` fails because the disk is full, removes the spares beyond the reserve and runs `make`
+    /// once more. A `make` that fails for lack of space must have changed nothing.
     pub fn with_surplus<T>(&self, mut make: impl FnMut() -> Result<T>) -> Result<T> {
         match make() {
             Err(Error::DiskFull { .. }) if self.release_surplus()? => make(),
@@ -183,7 +184,7 @@ impl SegmentPool {
         }
     }
 
-    /// Removes the spares beyond the reserve and all spares of images. Returns whether there were any.
+    /// Removes the spares beyond the reserve and all spare image files. Returns whether any file was removed.
     pub fn release_surplus(&self) -> Result<bool> {
         let had_images = self.image_spares.release()?;
         let mut spares = self.spares.lock();
@@ -198,12 +199,12 @@ impl SegmentPool {
     }
 
     /// Creates the small file `temporary` of `len` bytes from a spare. The file contains old bytes of the log. Returns
-    /// `None` if no spare is available while `empty` segments of the log are empty.
+    /// `None` if an open needs all spares while the log has `empty` empty segments.
     ///
     /// A rename needs less space than a new file. XFS creates no file, however short, if fewer than 188 KiB are free
     /// (Linux 6.18), because it allocates space for 64 inodes and for the blocks that lead to them.
     ///
-    /// A crash leaves the spare, or a file under a temporary name, which the next open removes.
+    /// A crash leaves the spare, or a file under a temporary name that the next open removes.
     pub fn make_small(
         &self,
         temporary: FileName,
@@ -242,8 +243,8 @@ impl SegmentPool {
         made.inspect_err(|_| self.remove_unfinished(temporary))
     }
 
-    /// Removes one spare to make space for a small file, unless the spare is needed while `empty` segments of the log
-    /// are empty. Returns whether a spare was removed.
+    /// Removes one spare to make space for a small file, unless an open needs the spare while the log has `empty` empty
+    /// segments. Returns whether a spare was removed.
     pub fn release_one(&self, empty: usize, purpose: SpacePurpose) -> Result<bool> {
         if self.image_spares.release()? {
             return Ok(true);
@@ -252,7 +253,8 @@ impl SegmentPool {
         if leaves { self.release_reserve() } else { Ok(false) }
     }
 
-    /// Removes one spare, even a reserved spare, because an open must find space. Returns whether a spare was removed.
+    /// Removes one spare, even a spare of the reserve, so that an open finds space. Returns whether a spare was
+    /// removed.
     pub fn release_reserve(&self) -> Result<bool> {
         if self.image_spares.release()? {
             return Ok(true);
@@ -264,8 +266,8 @@ impl SegmentPool {
         }
     }
 
-    /// Removes a spare for its space. The removal is not durable immediately. After a crash the spare may reappear,
-    /// which costs only its space.
+    /// Removes a spare to free its space. The removal is not durable on return. After a crash the spare may exist
+    /// again, at no cost except its space.
     pub(super) fn give_up(&self, spares: &mut Spares, at: usize) -> Result<()> {
         let spare = spares.take(at);
         self.disk.remove(FileName::Spare(spare.number))

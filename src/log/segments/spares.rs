@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 
 use crate::base::sync::atomic::AtomicUsize;
 
-/// The length of a log's first segments, unless segments are shorter anyway.
+/// The length in bytes of a log's first segments, unless the maximum length of segments is shorter.
 ///
 /// A log with segments of 16 MiB takes 80 MB before anything is written. With this length, a young store or an opening
 /// with few commits takes little space. With segments of 16 KiB, which contain three groups, an opening with few
@@ -29,19 +29,19 @@ const GROWTH: u64 = 2;
 /// store is opened between the delete and the snapshot.
 pub(super) const SPARES_FOR_OPENS: usize = 5;
 
-/// The inverse of the minimum length of a reserve spare relative to the next segment, while segments grow. A spare this
-/// short suffices, so the reserve is not replaced at each growth step.
+/// The inverse of the minimum length of a reserve spare relative to the next segment, while segments grow. With this
+/// bound, the reserve is not replaced at each growth step.
 const RESERVE_SHARE: u64 = 4;
 
-/// The maximum length of segments, and the number of spares to keep.
+/// The limits on the length of segments and on the number of spares.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SegmentRules {
     /// The maximum length in bytes to which a log's segments grow.
     pub len: u64,
     /// The number of spares that are kept in reserve for a full disk.
     pub reserve: usize,
-    /// The maximum number of bytes of spares in excess of the reserved spares. At least one such spare is kept, unless
-    /// this value is 0. The excess spares are removed when the disk is full.
+    /// The maximum number of bytes of spares in excess of the reserve. Unless this value is 0, one such spare is kept
+    /// whatever its length. The excess spares are removed when the disk is full.
     pub spare_bytes: u64,
 }
 
@@ -57,7 +57,8 @@ impl SegmentRules {
     }
 }
 
-/// A preallocated and synced file that can become a segment. Recovery does not read files with its kind of name.
+/// A preallocated and synced file that can become a segment. Its name marks the file as a spare, so recovery does not
+/// read it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Spare {
     pub number: u64,
@@ -70,10 +71,10 @@ pub(super) struct Spares {
     pub files: Vec<Spare>,
     /// The length of the next segment that is created for growth.
     pub next_len: u64,
-    /// Whether the log has all three segments with which it begins.
+    /// Whether the log has created the three segments with which it begins.
     has_begun: bool,
     rules: SegmentRules,
-    /// The number of spares, for readers that hold no lock.
+    /// The number of spares, for readers without the lock.
     pub count: Arc<AtomicUsize>,
 }
 
@@ -83,20 +84,20 @@ impl Spares {
         Self { files: Vec::new(), next_len, has_begun: false, rules, count: Arc::default() }
     }
 
-    /// Returns the minimum length of a spare in the reserve, which is the length of the current segment. After a crash,
-    /// an open copies the batches that no durable mark covers, and on a full disk only the reserve has space for them.
+    /// Returns the minimum length of a spare in the reserve: the length of the current segment. After a crash, an open
+    /// copies the batches that no durable mark covers, and on a full disk only the reserve has space for the copies.
     pub(super) fn reserve_len(&self) -> u64 {
         // While segments grow, the current segment is at most a quarter as long as the next one to be created.
         if self.next_len == self.rules.len { self.rules.len } else { self.next_len / RESERVE_SHARE }
     }
 
-    /// Returns the number of existing spares that are kept for opens. These are the shortest spares.
+    /// Returns the number of existing spares that are kept for opens. These spares are the shortest.
     pub(super) fn open_spare_count(&self) -> usize {
         self.rules.open_spare_count().min(self.files.len())
     }
 
-    /// Returns the indices of the spares that form the reserve: the shortest that are long enough, otherwise the
-    /// longest.
+    /// Returns the indices of the spares that form the reserve: the shortest spares of sufficient length, or the
+    /// longest spares if too few are long enough.
     pub(super) fn reserve(&self) -> Range<usize> {
         let count = self.rules.reserve;
         let long = self.files.partition_point(|spare| spare.len < self.reserve_len());
@@ -110,7 +111,7 @@ impl Spares {
         self.files.len() - short < self.rules.reserve
     }
 
-    /// Returns the number of spares that are missing from the reserve and from those for opens.
+    /// Returns the number of spares that are missing from the reserve and from the spares for opens.
     pub(super) fn lacking(&self) -> usize {
         self.rules.reserved_spare_count().saturating_sub(self.files.len())
     }
@@ -142,15 +143,15 @@ impl Spares {
         surplus.map(|(_, spare)| spare.len).sum()
     }
 
-    /// Returns whether the spares beyond the reserve take more bytes than permitted. The limit is at least the length
-    /// of the longest spare.
+    /// Returns whether the spares beyond the reserve occupy more than [`SegmentRules::spare_bytes`]. Unless that value
+    /// is 0, one spare of any length is permitted.
     pub(super) fn are_too_many(&self) -> bool {
         let longest = self.files.last().map_or(0, |spare| spare.len);
         let allowed = if self.rules.spare_bytes == 0 { 0 } else { self.rules.spare_bytes.max(longest) };
         self.surplus_bytes() > allowed
     }
 
-    /// Records that the log got a segment of this length, for its growth or at its beginning.
+    /// Records that the log added a segment of this length, either as growth or as one of its first segments.
     pub(super) fn grown(&mut self, len: u64) {
         // An opening with few commits keeps a short reserve.
         if !std::mem::replace(&mut self.has_begun, true) && len <= self.next_len {
