@@ -1,17 +1,18 @@
 //! Automatic snapshots, triggered by growth of the log or by elapsed time.
 //!
-//! A thread watches the log. It takes a snapshot if there was a commit since the last one, and a trigger of the
-//! [`SnapshotSchedule`](crate::options::SnapshotSchedule) fires: growth of the log, or elapsed time. Snapshots taken by
-//! callers count too. Without commits, nothing is written.
+//! A thread watches the log. The thread takes a snapshot if a batch was committed since the last snapshot and a trigger
+//! of the [`SnapshotSchedule`](crate::options::SnapshotSchedule) fires. Snapshots that callers take count as well.
+//! Without commits, nothing is written.
 //!
-//! A log may also consist of many short runs that each commit a little. Log that exists at the open counts with the
-//! length of its segments on disk. After more than [`RESTARTS_MAX`] openings a snapshot is due at the open or, failing
-//! that, when the store is closed.
+//! A log may also consist of many short runs of a process that each commit a little. Therefore the segments that exist
+//! when the store is opened count as log growth with their length on disk. After more than [`RESTARTS_MAX`] openings
+//! without a snapshot, the thread takes a snapshot when the store is opened or, if that fails, when the store is
+//! closed.
 //!
 //! A full disk, a lack of memory or another shortage leaves the store unchanged. The failure is reported in the store's
 //! stats, and the snapshot is retried later. An unreadable page on disk is handled in the same way, because the page
 //! may be rewritten or deleted. Any other failure has poisoned the store and ends the thread. When the store closes, a
-//! snapshot that is being gathered is abandoned.
+//! snapshot in progress is abandoned.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,15 +27,16 @@ use crate::base::sync::threads;
 use crate::catalog::SnapshotInfo;
 use crate::error::{Error, Result};
 
-/// The pause after a failed attempt, unless the log grows by [`AGAIN_PART`] first.
+/// The delay before a failed snapshot is retried, unless the log grows by [`AGAIN_PART`] first.
 const AGAIN_AFTER: Duration = Duration::from_secs(10);
 /// The inverse of the fraction of `log_bytes` by which the log must grow before a failed snapshot is retried.
 const AGAIN_PART: u64 = 8;
 
-/// The maximum number of openings in the log after the newest snapshot. One more makes a snapshot due.
+/// The maximum number of openings of the store that may follow the newest snapshot. At the next opening, a snapshot is
+/// due.
 pub(crate) const RESTARTS_MAX: usize = 16;
 
-/// The conditions under which a snapshot is due.
+/// The thresholds of log growth and time at which the background thread takes a snapshot.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Rules {
     /// The log growth, in bytes, that makes a snapshot due.
@@ -43,22 +45,22 @@ pub(crate) struct Rules {
     pub interval: Option<Duration>,
 }
 
-/// The end of the last snapshot, and the length of the log when that snapshot began.
+/// The end of the last snapshot, with the length of the log and the time when the snapshot began.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LastSnapshot {
     /// The last batch that the snapshot contains.
     pub lsn: Lsn,
-    /// The number of bytes of log written since the open when the snapshot began. A negative value is the number of
-    /// bytes that the open replayed and no snapshot covers.
+    /// The number of bytes written to the log between the open and the beginning of the snapshot. The value is negative
+    /// for log that the open replayed and no snapshot covers.
     pub bytes: i64,
-    /// The number of openings in the log after the snapshot, including that of this run.
+    /// The number of openings of the store that follow the snapshot in the log, including the current one.
     pub restarts: usize,
     /// The time at which the snapshot began.
     pub at: Instant,
 }
 
 impl LastSnapshot {
-    /// Returns whether the log after the snapshot consists of too many runs.
+    /// Returns whether more than [`RESTARTS_MAX`] openings of the store follow the snapshot in the log.
     pub fn is_in_pieces(&self) -> bool {
         self.restarts > RESTARTS_MAX
     }
@@ -68,7 +70,7 @@ impl LastSnapshot {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Next {
     Take,
-    /// Waits until the log reaches this batch or this many bytes, or until this time.
+    /// Waits until the log reaches batch `lsn` or the given length in bytes, or until the given time.
     Wait {
         lsn: Lsn,
         bytes: u64,
@@ -82,9 +84,9 @@ const NO_BATCH: Lsn = Lsn(u64::MAX);
 impl Rules {
     /// Decides whether to take a snapshot, for a log that ends with batch `lsn` and is `bytes` bytes long.
     ///
-    /// `is_pending_due` states that changes of pages on disk use enough memory to make a snapshot due. After a failed
-    /// attempt, `again` is the log length and the time at which to retry, whichever is reached first. All decisions are
-    /// made in this function, so that the thread's second check cannot differ from its first.
+    /// `is_pending_due` states whether the changes of pages on disk use so much memory that a snapshot is due. After a
+    /// failed attempt, `again` contains the log length and the time at which to retry, whichever is reached first. The
+    /// thread calls this function for both of its checks, so that their decisions cannot differ.
     fn next(
         &self,
         (lsn, bytes): (Lsn, u64),
@@ -119,12 +121,12 @@ impl Rules {
 /// A handle to the thread that takes background snapshots.
 pub(crate) struct BackgroundSnapshots {
     snapshots: Arc<Snapshots>,
-    /// The thread, or `None` if no rule is set or the thread has ended.
+    /// The thread, or `None` if no trigger is configured or the thread has ended.
     thread: Option<JoinHandle<()>>,
 }
 
 impl BackgroundSnapshots {
-    /// Starts the thread if at least one rule is set.
+    /// Starts the thread if a log length or an interval is configured.
     pub fn start(snapshots: Arc<Snapshots>, rules: Rules) -> Result<Self> {
         let thread = if rules.log_bytes.is_some() || rules.interval.is_some() {
             let life = SnapshotLoop(snapshots.clone());
@@ -144,8 +146,7 @@ impl BackgroundSnapshots {
 }
 
 impl Drop for BackgroundSnapshots {
-    /// Ends the thread and abandons the snapshot that it is gathering. Snapshots that wait to be verified are still
-    /// verified.
+    /// Stops the thread and abandons its snapshot in progress. Snapshots that wait for verification are still verified.
     fn drop(&mut self) {
         // Cancel the pace first: this wakes a thread that waits for its turn to write.
         self.snapshots.pace.call_off();
@@ -160,7 +161,6 @@ impl Drop for BackgroundSnapshots {
     }
 }
 
-/// The state of the background thread.
 struct SnapshotLoop(Arc<Snapshots>);
 
 impl SnapshotLoop {
@@ -202,8 +202,8 @@ impl SnapshotLoop {
 }
 
 impl SnapshotLoop {
-    /// Takes a snapshot that includes batch `lsn`, which is logged but possibly not applied yet. Returns `None` if the
-    /// snapshot is no longer due when it can begin.
+    /// Takes a snapshot that includes batch `lsn`, which is logged but possibly not applied yet. Returns `None` if
+    /// `is_due` returns false once the batch is applied.
     fn take(&self, lsn: Lsn, is_due: impl FnOnce() -> bool) -> Result<Option<SnapshotInfo>> {
         // A snapshot begins at the last applied batch: without this wait it might not include `lsn`.
         self.0.engine.applier.wait_applied(lsn)?;
@@ -219,8 +219,8 @@ impl SnapshotLoop {
 mod tests {
     use super::*;
 
-    /// Covers every case of the decision in a table. A snapshot without a commit before it would make an idle store
-    /// write forever.
+    /// Tests the decision for log growth, elapsed time and idle stores. A snapshot without a preceding commit would
+    /// make an idle store write forever.
     #[test]
     fn snapshot_is_due_by_bytes_or_time_only_after_a_commit() {
         let begun = Instant::now();

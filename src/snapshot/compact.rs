@@ -1,8 +1,8 @@
 //! Compaction: the next snapshot rewrites the images that remain in mostly unused image files.
 //!
-//! A snapshot names images in older files for pages that did not change, and a file is kept as long as one of its
-//! images is named (I8). A file with one such page would be kept forever. Therefore a snapshot gathers the pages in
-//! such files as if they had changed, and the files are freed together with the older snapshots.
+//! A snapshot names images in older files for pages that did not change. A file is kept as long as a snapshot names one
+//! of its images (I8), so a file with one such page would be kept forever. Therefore a snapshot gathers the pages in
+//! mostly unused files as if the pages had changed. The files are freed together with the older snapshots.
 //!
 //! No file is removed here, so a crash loses nothing.
 
@@ -15,15 +15,16 @@ use crate::catalog::Catalog;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, IoAction, Result};
 
-/// The inverse of the share of a file's bytes below which the file is emptied. The share counts bytes that a kept
-/// snapshot names.
+/// The inverse of the live share below which compaction rewrites a file. The live share is the part of the file's bytes
+/// that a kept snapshot names.
 const LIVE_SHARE: u64 = 2;
-/// The minimum number of unused bytes in a file to be emptied. A file that is short because little changed is kept.
+/// The minimum number of unused bytes in a file that compaction rewrites. A file that is short because few pages
+/// changed is kept.
 const WASTE_BYTES_MIN: u64 = 4 * GROUP_ALIGN;
-/// The number of image files above which those with the fewest named bytes are emptied, regardless of their share.
+/// The maximum number of image files. Compaction rewrites the files with the fewest live bytes if there are more.
 const FILES_MAX: usize = 256;
-/// The number of bytes that a snapshot may always rewrite for compaction. The snapshot may rewrite more if its changed
-/// pages have more bytes.
+/// The number of bytes that a snapshot may always rewrite for compaction. If its changed pages have more bytes, the
+/// snapshot may rewrite as many bytes as they have.
 pub(super) const CARRY_BYTES_MAX: u64 = 4 << 20;
 
 /// An image file that the newest snapshot names.
@@ -34,12 +35,12 @@ struct ImageFile {
     len: u64,
     /// The number of bytes that the newest snapshot names.
     newest_bytes: u64,
-    /// The maximum number of bytes that any kept snapshot names.
+    /// The maximum, over all kept snapshots, of the number of bytes in the file that a snapshot names.
     live_bytes: u64,
 }
 
 impl Snapshots {
-    /// Chooses the image files to empty, most wasteful first, each with the number of bytes to rewrite.
+    /// Chooses the image files to rewrite, most wasteful first, and returns the number of bytes to rewrite for each.
     pub(super) fn wasteful_files(&self, catalog: &mut Catalog) -> Result<Vec<(u64, u64)>> {
         let Some(newest) = catalog.snapshots.values().next_back() else { return Ok(Vec::new()) };
         let mut files = Vec::new();
@@ -63,14 +64,15 @@ impl Snapshots {
         Ok(choose(files))
     }
 
-    /// Returns the length of a file in bytes. A missing file counts as empty, and a scrub reports it.
+    /// Returns the length of a file in bytes, or 0 if the file is missing. A scrub reports missing files.
     fn measure(&self, file: FileName) -> Result<u64> {
         let len = DiskSource::new(self.engine.disk.clone()).len(file);
         Ok(len.map_err(|source| Error::io(IoAction::Inspect, file, None, source))?.unwrap_or(0))
     }
 }
 
-/// Chooses the files to empty: all wasteful files and, if too many files remain, the files with the fewest named bytes.
+/// Chooses the files to rewrite: all wasteful files and, if too many files remain, the files with the fewest live
+/// bytes.
 fn choose(mut files: Vec<ImageFile>) -> Vec<(u64, u64)> {
     let is_wasteful = |file: &ImageFile| {
         file.live_bytes.saturating_mul(LIVE_SHARE) < file.len

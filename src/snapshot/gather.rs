@@ -1,8 +1,9 @@
-//! Gathering: pages are copied aside in lane order with the deltas, one chunk at a time, and drained to image files,
+//! Gathering: copies the pages of a snapshot on the device, one chunk at a time, and writes the copies to image files,
 //! one file per writing thread.
 //!
-//! The copies run in lane order because a copy concurrent with a delta could contain half of a batch. The first copy
-//! stays on the device, because the transfer to the host is slow, and no delta should wait for the transfer.
+//! The device runs the copies in lane order with the deltas, because a copy concurrent with a delta could contain half
+//! of a batch. The copy stays on the device first, because the transfer to the host is slow, and no delta should wait
+//! for the transfer.
 //!
 //! A crash here leaves unreferenced image files.
 
@@ -31,35 +32,37 @@ use crate::memory::staging::StagingBuf;
 
 /// The minimum length in bytes of a piece of a long page. A shorter piece is not worth a turn of the applier.
 const PIECE_LEN_MIN: u64 = 64;
-/// The number of chunks that are merged into one if the device copies to files, because then only the device holds
-/// their bytes.
+/// The number of chunks that are merged into one if the device copies pages directly to files. Such chunks use no host
+/// memory, so they can be longer.
 const IN_PLACE_CHUNKS: u64 = 4;
-/// The maximum number of attempts to gather a long page piece by piece. After that, the page is gathered as a whole.
+/// The maximum number of attempts to gather a long page piece by piece. After the last attempt, the page is captured as
+/// a whole.
 const GATHERS_MAX: usize = 3;
 
-/// The pages captured by one gather, each with the offset of its bytes in staging, where the chunk is assembled.
+/// The pages of one chunk as captured between two batches. `pages` contains the offset of each page's bytes in the
+/// staging buffer.
 pub(super) struct GatheredPages<C> {
     pub pages: Vec<(PageInfo, usize)>,
     /// The captured pages on disk, whose bytes are still to be read.
     pub on_disk: Vec<(PageInfo, DiskPage)>,
-    /// The copies on the device, or the transfer to staging.
+    /// The device's copies of the pages, or the running transfer of the copies to the staging buffer.
     pub copies: C,
 }
 
-/// The non-empty pages of a chunk in memory, and the position of each in the chunk.
+/// The memory of the non-empty pages of a chunk, with the position of each page in the chunk.
 pub(super) struct ChunkSources {
-    /// The place where the pages are copied aside, which is the place of the first page.
+    /// The place in which the device allocates the copies, which is the place of the chunk's first page.
     pub place: Place,
-    /// The memory of each page, with the offset of the page after the chunk's head.
+    /// The memory of each page, with the offset of the page in bytes after the chunk's head.
     pub sources: Vec<(Span, u64)>,
-    /// The length of the chunk's head in bytes.
+    /// The length of the chunk's head in bytes, which precedes the pages.
     pub head_len: u64,
-    /// The length in bytes of the pages after the head, up to the chunk's final padding.
+    /// The total length of the pages in bytes, without the chunk's head and final padding.
     pub len: u64,
 }
 
 impl ChunkSources {
-    /// Returns the length of the whole chunk in bytes.
+    /// Returns the length of the chunk in bytes, with its head and final padding.
     pub fn chunk_len(&self) -> u64 {
         align_up(self.head_len + self.len, GROUP_ALIGN)
     }
@@ -74,50 +77,52 @@ pub(super) struct GatheredEntries {
     pub on_disk: Vec<GatheredDiskPage>,
 }
 
-/// A page on disk in the gathered state, and the image made from it, or `None` for an empty page.
+/// A page on disk that was gathered, with its new image. The image is `None` for an empty page.
 pub(crate) struct GatheredDiskPage {
     pub page: PageId,
     pub copy: DiskPage,
     pub image: Option<ImageRef>,
 }
 
-/// A long page and the source of its bytes.
+/// A long page to gather, with the location of its bytes.
 enum LongPage {
     InMemory(PageInfo),
     OnDisk(PageInfo, DiskPage),
 }
 
-/// The outcome of writing a long page in place.
+/// The outcome of writing a long page directly to the memory of an image file.
 pub(super) enum PlacedPage {
     Written(ImageRef),
-    /// The captured bytes are lost, because a batch changed more of the page than could be kept aside.
+    /// The captured bytes are lost, because batches changed more of the page than the limit of kept bytes.
     Gone,
-    /// The file's memory has no room for the page.
+    /// The memory of the image file has no room for the page.
     NoPlace,
 }
 
-/// Collects the entries of chunks in chunk order, regardless of the order in which chunks are written. Entries are
-/// merged while other chunks are written: merging after the last chunk took 4 ms for 65,536 pages on 2 cores.
+/// Collects the manifest entries of chunks in chunk order, although chunks are written in any order.
+///
+/// Entries are merged while other chunks are written. Merging them after the last chunk took 4 ms for 65,536 pages on 2
+/// cores.
 struct OrderedEntries {
-    /// The entries in order, up to the first missing chunk.
+    /// The merged entries, from the first chunk up to the first chunk that is not yet written.
     entries: Vec<ManifestEntry>,
-    /// The pages on disk among them, in any order.
+    /// The gathered pages on disk of all written chunks, in any order.
     on_disk: Vec<GatheredDiskPage>,
     /// The number of chunks merged into `entries`.
     chunks: usize,
-    /// The entries of later chunks, which wait for a chunk that is not yet written.
+    /// The entries of written chunks, by chunk number, that wait for an earlier chunk.
     early: BTreeMap<usize, Vec<ManifestEntry>>,
 }
 
 impl OrderedEntries {
-    /// Allocates memory for the entries of `page_count` pages.
+    /// Allocates memory for `page_count` entries.
     fn of(page_count: usize) -> Result<Self> {
         let mut entries = Vec::new();
         make_room(&mut entries, page_count)?;
         Ok(Self { entries, on_disk: Vec::new(), chunks: 0, early: BTreeMap::new() })
     }
 
-    /// Adds the entries of a chunk, and merges every chunk whose predecessors are complete.
+    /// Adds the entries of a written chunk, and merges all chunks up to the first chunk that is not yet written.
     fn put(&mut self, chunk: usize, GatheredEntries { entries, mut on_disk }: GatheredEntries) {
         self.on_disk.append(&mut on_disk);
         self.early.insert(chunk, entries);
@@ -130,17 +135,17 @@ impl OrderedEntries {
 }
 
 impl Snapshots {
-    /// Returns the length of one piece of a long page. Pages up to this length are gathered whole.
+    /// Returns the length in bytes of one piece of a long page. A page of at most this length is gathered in one copy.
     pub(super) fn piece_len(&self) -> u64 {
         self.chunk_len.saturating_mul(2).clamp(PIECE_LEN_MIN, PIECE_BYTES)
     }
 
-    /// Returns the number of chunks in which these pages are gathered, which limits the number of files.
+    /// Returns the number of chunks that contain `pages`. A snapshot writes no more files than chunks.
     pub(super) fn chunk_count(&self, pages: &[(PageId, u64)]) -> Result<u64> {
         Ok(chunks(pages, self.chunk_len, |(_, len)| *len)?.len() as u64)
     }
 
-    /// Runs phase 2. While one thread checksums and writes a chunk, other threads gather theirs.
+    /// Runs phase 2. Several threads gather chunks, so that one thread writes a chunk while others gather.
     pub(super) fn gather_all(
         &self,
         target: &GatherTarget<'_>,
@@ -182,10 +187,11 @@ impl Snapshots {
     }
 
     /// Gathers a long page piece by piece, and writes each piece before the next piece is gathered. Gathering a page of
-    /// one gigabyte as a whole took three to four times its length of host memory.
+    /// one gigabyte in one copy took three to four times its length of host memory.
     ///
-    /// The image still contains a single state: parts that a batch is about to write are copied aside first, up to a
-    /// limit. If batches change more than the limit, gathering starts again, and finally captures the page as a whole.
+    /// The image still contains a single state, because a batch first copies the parts that it will overwrite, up to a
+    /// limit of bytes. If batches exceed the limit, gathering starts again. The last attempt captures the page as a
+    /// whole.
     fn gather_long(
         &self,
         target: &GatherTarget<'_>,
@@ -245,8 +251,8 @@ impl Snapshots {
         self.gather_chunk(target, &[(page, len)])
     }
 
-    /// Begins to capture a page, or returns `None` if the page was deleted. For an exact snapshot, the cut already
-    /// keeps the page's bytes.
+    /// Starts to capture a long page. Returns `None` if the page was deleted. For an exact snapshot, the applier
+    /// already keeps the bytes that the page had at the snapshot's batch.
     fn begin_gather(&self, page: PageId) -> Result<Option<LongPage>> {
         self.engine.applier.turn(move |turn| {
             turn.intact()?;
@@ -268,8 +274,8 @@ impl Snapshots {
         })
     }
 
-    /// Writes the image of a captured page. Returns `None` if a batch changed more of the page than could be kept
-    /// aside.
+    /// Writes the image of a captured page. Returns `None` if batches changed more of the page than the limit of kept
+    /// bytes.
     fn write_gathered(
         &self,
         file: &ImageWriter,
@@ -311,8 +317,8 @@ impl Snapshots {
 
     /// Gathers pages, transfers them to the host, and writes them as one chunk.
     ///
-    /// The staging buffer has the length of the chunk and is allocated before the turn. A GPU pins memory at only 1.5
-    /// GB/s, and the applier would wait for the allocation.
+    /// The staging buffer is allocated before the applier's turn. A GPU pins memory at only 1.5 GB/s, and the applier
+    /// would otherwise wait for the allocation.
     fn gather_chunk(&self, target: &GatherTarget<'_>, chunk: &[(PageId, u64)]) -> Result<GatheredEntries> {
         if chunk.is_empty() {
             return Ok(GatheredEntries::default());
@@ -344,8 +350,7 @@ impl Snapshots {
         self.chunk_entries(target, chunk, &gathered_part.pages, references, gathered_part.on_disk)
     }
 
-    /// Writes images of pages on disk, without holding a whole page in memory, and returns their entries in the order
-    /// of `pages`.
+    /// Writes images of pages on disk, one piece of a page at a time, and returns the entries in the order of `pages`.
     fn write_on_disk(
         &self,
         target: &GatherTarget<'_>,
@@ -376,8 +381,8 @@ impl Snapshots {
         Ok(gathered)
     }
 
-    /// Builds the entries of a chunk whose pages were gathered. `images` contains the images of the non-empty pages, in
-    /// page order.
+    /// Builds the manifest entries of the gathered pages of a chunk. `images` contains the images of the non-empty
+    /// pages, in page order.
     pub(super) fn chunk_entries(
         &self,
         target: &GatherTarget<'_>,
@@ -401,7 +406,7 @@ impl Snapshots {
         Ok(gathered)
     }
 
-    /// Captures pages in lane order with the deltas, and starts to drain them to `staged`.
+    /// Captures `pages` in lane order with the deltas, and starts to transfer them to the staging buffer `staged`.
     fn gather(&self, pages: Vec<PageId>, staged: StagingBuf) -> Result<GatheredPages<Drain>> {
         let staging = self.engine.staging.clone();
         self.gather_by(pages, Drain::fence, move |turn, chunk| {
@@ -412,9 +417,9 @@ impl Snapshots {
         })
     }
 
-    /// Captures pages in lane order with the deltas, and copies them with `copy`. `fence` returns the fence after which
-    /// the copies are complete. Deleted pages are skipped, because the applier records which batch deleted each of
-    /// them.
+    /// Captures `pages` in lane order with the deltas, and copies the pages in memory with `copy`. `fence` returns the
+    /// fence that signals the end of the copies. Deleted pages are skipped, because the applier records the batch that
+    /// deleted each page.
     pub(super) fn gather_by<C: Send + 'static>(
         &self,
         pages: Vec<PageId>,
@@ -474,8 +479,8 @@ impl Snapshots {
     }
 }
 
-/// Captures a page that is on disk now or was on disk at the cut. With a cut, returns the page's state at the cut,
-/// otherwise its current state. Returns `None` for a page in memory.
+/// Captures a page that is on disk. For an exact snapshot, captures the state that the page had at the snapshot's
+/// batch, otherwise the current state. Returns `None` for a page in memory.
 fn take_on_disk(turn: &mut Turn<'_>, page: PageId) -> Result<Option<(PageInfo, DiskPage)>> {
     let AppliedState { table, on_disk, cut, .. } = &mut *turn.applied;
     if let Some(cut) = cut {
@@ -496,8 +501,8 @@ fn take_on_disk(turn: &mut Turn<'_>, page: PageId) -> Result<Option<(PageInfo, D
     Ok(Some((info, copy)))
 }
 
-/// Returns the memory that contains a range of a page being captured. Each part has its offset in the range. Returns
-/// `None` if a batch wrote more of the page than could be kept aside.
+/// Returns the parts of memory that contain a range of a page being captured, each with its offset in the range.
+/// Returns `None` if batches changed more of the page than the limit of kept bytes.
 pub(super) fn gathered_sources(
     turn: &Turn<'_>,
     page: PageId,
@@ -517,7 +522,8 @@ pub(super) fn gathered_sources(
 mod tests {
     use super::*;
 
-    /// Threads finish their chunks in any order. A manifest's entries must ascend, or an open refuses it.
+    /// Threads write their chunks in any order. The entries of a manifest must be in ascending order, or opening the
+    /// store fails.
     #[test]
     fn entries_come_in_the_order_of_their_chunks() {
         let chunk = |number: u64| {

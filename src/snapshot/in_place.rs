@@ -1,8 +1,8 @@
-//! Gathering in place: the device copies pages directly to the memory of an image file, and reads them back from there
-//! when the snapshot is verified. The host writes the heads of chunks but no page bytes.
+//! Gathering in place: the device copies pages directly to the memory of an image file, and reads the pages back from
+//! that memory when the snapshot is verified. The host writes the heads of chunks but no page bytes.
 //!
-//! If there is no room to copy a chunk aside, or the chunk is past the end of the file's memory, the chunk is written
-//! through staging (`gather.rs`). The host then reads it back like any other chunk.
+//! A chunk is written through a staging buffer (`gather.rs`) if the device has no room to copy the chunk, or if the
+//! chunk is past the end of the file's memory. The host then reads the chunk back like any other chunk.
 //!
 //! A crash here leaves unreferenced image files.
 
@@ -21,7 +21,7 @@ use crate::error::Result;
 use crate::images::ImageWriter;
 
 impl Snapshots {
-    /// Gathers pages, and makes the device copy them to their positions in the file.
+    /// Captures pages as one chunk, and makes the device copy them to their positions in the image file.
     pub(super) fn gather_in_place(
         &self,
         target: &GatherTarget<'_>,
@@ -76,7 +76,7 @@ impl Snapshots {
         self.chunk_entries(target, chunk, &pages, references, on_disk)
     }
 
-    /// Writes a chunk through staging.
+    /// Writes a chunk through a staging buffer on the host.
     fn write_drained(
         &self,
         file: &ImageWriter,
@@ -146,8 +146,8 @@ impl Snapshots {
     }
 }
 
-/// Returns the ranges of a chunk that no image covers, from the end of the first image on. The file contains zeros
-/// there.
+/// Returns the ranges of a chunk that no image covers, starting at the end of the first image. The file must contain
+/// zeros in these ranges.
 fn gaps(images: &[&(PageInfo, usize)], chunk_len: u64) -> Result<Vec<Range<u64>>> {
     let mut gaps = Vec::new();
     let ends = images.iter().map(|(info, at)| *at as u64 + info.len);

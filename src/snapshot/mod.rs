@@ -3,21 +3,21 @@
 //! A snapshot blocks neither commits nor readers. Its phases:
 //!
 //! 1. **Begin** (one applier turn, plus one for every thousand pages classified): `redo` is the last batch applied.
-//!    From here on the applier records deletes. Pages are split into those to gather and those that already have a
-//!    known image.
-//! 2. **Gather** (one turn per chunk): pages are copied aside on the device, in lane order with the deltas, each with
-//!    its table entry of that moment. The copies drain to disk while commits continue.
+//!    From this turn on, the applier records deletes. Pages are split into pages to gather and pages that already have
+//!    a known image.
+//! 2. **Gather** (one turn per chunk): the device copies pages in lane order with the deltas, each with its table entry
+//!    of that moment. The copies are written to disk while commits continue.
 //! 3. **End** (one turn): `end` is the last batch applied. The turn also captures the root, the counters, and
 //!    tombstones for pages deleted before they were gathered.
 //! 4. **Sync** the image files and their directory entries, then wait until the log is durable up to `end` (I7).
 //! 5. **Publish** the manifest. After this rename, recovery starts from the new snapshot.
-//! 6. **Verify**: read the manifest and the images back past the cache, and record the result in a seal. The device
-//!    reads back the images that it copied to in-memory files (`in_place.rs`).
+//! 6. **Verify**: read the manifest and the images back, bypassing the page cache, and record the result in a seal. The
+//!    device reads back the images that it copied to in-memory files (`in_place.rs`).
 //! 7. **Recycle** the files that neither a kept snapshot nor the log after the oldest kept snapshot needs (I8). The
-//!    next snapshot writes over the image files freed here (I13).
+//!    next snapshot overwrites the image files freed in this phase (I13).
 //!
-//! An exact snapshot ends where it begins. A page that a batch is about to change is kept aside until it is gathered
-//! (`applier/exact_cut.rs`). Phase 1 is then a single turn that includes phase 3.
+//! An exact snapshot ends where it begins. The old bytes of a page that a batch is about to change are kept until the
+//! page is gathered (`applier/exact_cut.rs`). Phase 1 is then a single turn that includes phase 3.
 //!
 //! A crash in phases 1 to 4 leaves image files that no manifest names. A crash in phases 5 to 7 leaves a snapshot that
 //! the next open publishes and verifies again. Three failures leave the store unchanged: a full disk or a shortage of
@@ -25,9 +25,9 @@
 //! store, because it may be unknown whether the manifest has its name.
 //!
 //! Phases 2 to 5 follow the order that I7 requires. If the manifest were published before its images are synced, a
-//! power cut could leave it without them. If it were published before the log is durable, its pages could be newer than
-//! any batch that recovery finds. Recycling follows verification, because both snapshots would be lost if the disk had
-//! reported a sync in phase 4 that it did not perform.
+//! power cut could lose the images. If the manifest were published before the log is durable, its pages could be newer
+//! than any batch that recovery finds. Recycling follows verification because a disk may report a sync in phase 4 that
+//! it did not perform. Recycling first would then lose both the old and the new snapshot.
 
 mod compact;
 mod background;
@@ -71,45 +71,46 @@ use crate::images::numbers::ImageFiles;
 use crate::images::{ImageWriters, chunk_threads, file_count};
 use crate::options::{ImageOptions, Retention};
 
-/// Takes snapshots and recycles the files that they supersede.
+/// Takes, publishes and verifies the snapshots of a store, and recycles the files that they supersede.
 pub(crate) struct Snapshots {
     pub engine: Arc<Engine>,
-    /// The retention rules for snapshots and log.
+    /// The rules for the snapshots and the log to keep.
     pub retention: Retention,
     /// The options for writing images.
     pub images: ImageOptions,
-    /// The number of bytes of images at which a chunk is written.
+    /// The number of bytes of images in one chunk, which is the unit of gathering and writing.
     pub chunk_len: u64,
-    /// Whether unneeded image files are kept as spares for later images.
+    /// Whether unneeded image files are kept as spares and overwritten by later images.
     pub keeps_spares: bool,
     /// The catalog of kept snapshots. Its lock is held while a snapshot is taken, so that snapshots are taken one at a
     /// time.
     pub catalog: CatalogLock,
-    /// The published snapshots that are not verified yet, and therefore permit no recycling (I7).
+    /// The published snapshots that are not verified yet. Until they are, no file is recycled (I7).
     pub unverified: UnverifiedSnapshots,
     pub progress: SnapshotProgress,
     /// The rate limit of background snapshots, and the signal that cancels them.
     pub pace: Arc<Pace>,
-    /// The end of the last snapshot, from which the next snapshot's due time is computed.
+    /// The last batch and the time of the last snapshot, from which the background thread computes when the next is
+    /// due.
     pub last: Mutex<LastSnapshot>,
 }
 
 /// The options of one snapshot.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct SnapshotRequest {
-    /// The snapshot's name. A named snapshot is kept until its name is given up.
+    /// The snapshot's name, or `None`. A named snapshot is kept until its name is removed.
     pub name: Option<String>,
-    /// Whether the snapshot captures a single moment, so that `redo` equals `end`.
+    /// Whether the snapshot captures the state after a single batch, so that `redo` equals `end`.
     pub exact: bool,
-    /// Whether the snapshot is written at the background rate, and abandoned when the store closes.
+    /// Whether the snapshot is written at the background rate. Such a snapshot is abandoned when the store closes.
     pub paced: bool,
-    /// Whether nothing may be removed to make space for this snapshot on a full disk.
+    /// Whether older snapshots must be kept even if the disk is too full for this snapshot.
     pub keeps_others: bool,
-    /// The work to do after the snapshot is published.
+    /// The verification and retention to run after the snapshot is published.
     pub then: AfterPublication,
 }
 
-/// The work that follows the publication of a snapshot.
+/// The verification and retention that follow the publication of a snapshot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum AfterPublication {
     /// Verifies the snapshot and removes the files that it supersedes.
@@ -117,7 +118,7 @@ pub(crate) enum AfterPublication {
     Retain,
     /// Verifies the snapshot and removes nothing.
     KeepAll,
-    /// Leaves both tasks to a background thread, which [`Snapshots::attend_later`] starts.
+    /// Leaves verification and retention to a background thread, which [`Snapshots::attend_later`] starts.
     Leave,
 }
 
@@ -131,7 +132,7 @@ impl SnapshotRequest {
 
 impl Snapshots {
     /// Takes a snapshot. The caller must hold the catalog lock. If the disk is full, frees the space of deleted pages
-    /// and tries once more.
+    /// and tries again once.
     pub fn take(&self, catalog: &mut Catalog, request: &SnapshotRequest) -> Result<SnapshotInfo> {
         // Checked under the catalog lock: only one of two callers can take the last place in the queue.
         if request.then == AfterPublication::Leave && self.unverified.is_full() {
@@ -154,8 +155,9 @@ impl Snapshots {
         }
     }
 
-    /// Takes a snapshot before the store closes if its log consists of too many runs. Each run uses a segment, and a
-    /// process that starts often and ends soon never runs long enough for the background thread to take a snapshot.
+    /// Takes a snapshot before the store closes if too many openings follow the last snapshot. Each opening uses a
+    /// segment. A process that starts often and ends soon never runs long enough for the background thread to take a
+    /// snapshot.
     pub fn take_at_close(&self) -> Result<()> {
         let last = *self.last.lock();
         if last.is_in_pieces() && self.engine.log.length().0 > last.lsn {
@@ -164,8 +166,8 @@ impl Snapshots {
         Ok(())
     }
 
-    /// Runs phases 6 and 7 as far as the request requires them now. Superseded files are removed only after everything
-    /// that the snapshot wrote was read back (I7).
+    /// Runs phases 6 and 7, or leaves them to the background thread if `then` is [`AfterPublication::Leave`].
+    /// Superseded files are removed only after every file of the snapshot was read back (I7).
     fn follow_up(&self, catalog: &mut Catalog, then: AfterPublication) -> Result<()> {
         if then == AfterPublication::Leave {
             self.unverified.set_retention_pending(true);
@@ -182,8 +184,8 @@ impl Snapshots {
         self.retain(catalog)
     }
 
-    /// Runs all phases once. A transient failure after publication does not fail the snapshot. `is_short` states that
-    /// an attempt has just found the disk full.
+    /// Runs all phases once. A transient failure after publication does not fail the snapshot. `is_short` states
+    /// whether a previous attempt found the disk full.
     fn take_once(
         &self,
         catalog: &mut Catalog,
@@ -230,7 +232,7 @@ impl Snapshots {
         taken
     }
 
-    /// Poisons the store, unless the error guarantees that nothing changed.
+    /// Poisons the store, except for errors that leave the store unchanged. Returns `error`.
     fn poison_unless_harmless(&self, error: Error) -> Error {
         match error {
             // An exact snapshot had no room in the budget for pages to keep aside. Only the snapshot fails, and no
@@ -246,30 +248,30 @@ impl Snapshots {
         self.catalog.list()
     }
 
-    /// Reads back images that batches wrote in advance. Returns the number of page bytes read.
+    /// Reads back the images that were written before their batches were logged. Returns the number of page bytes read.
     pub fn verify_pending_images(&self, catalog: &Catalog, threads_max: usize) -> Result<u64> {
         catalog.known.prove(&DiskSource::past_cache(self.engine.disk.clone()), threads_max)
     }
 
     /// Runs phases 1 to 5: writes a snapshot and publishes it.
     ///
-    /// a. **Prove** the images that batches wrote in advance. The manifest will name these images, so they are read
-    /// back first (I7).
+    /// a. **Prove** the images that were written before their batches were logged. The manifest will name these images,
+    /// so they are read back first (I7).
     ///
-    /// b. **Begin** (phase 1). `redo` is known only now, and with it the files that may belong to later batches. A
-    /// batch that takes a file number after this point is above `redo`.
+    /// b. **Begin** (phase 1). This phase determines `redo`, and with it the files that may belong to later batches. A
+    /// batch that takes a file number after this phase is above `redo`.
     ///
     /// c. **Gather** and **end** (phases 2 and 3). An end taken before gathering would omit batches that the images
     /// already contain.
     ///
     /// d. **Stop watching**, whether step c succeeded or not. Otherwise the applier would continue to record deletes
-    /// and to keep pages aside for a snapshot that is never finished.
+    /// and to keep old bytes of pages for a snapshot that is never finished.
     ///
     /// e. **Publish** (phases 4 and 5), once all named snapshots are recorded. The manifest number counts as used
     /// before the attempt, because after a failure the file may exist on disk, and a file name is never used for two
     /// contents.
     ///
-    /// f. **Keep** the snapshot: from here on it counts for retention and waits to be verified (phase 6).
+    /// f. **Keep** the snapshot: it now counts for retention and waits for verification (phase 6).
     ///
     /// Sets `is_unreadable` if the snapshot fails because a page cannot be read from its image. Such a failure affects
     /// the page alone, because no record names the files written so far, and the log is intact. A snapshot can be taken
@@ -417,8 +419,8 @@ impl Snapshots {
     }
 }
 
-/// Raises the number of bytes that a disk-full error states to that of all the snapshot's images. If the error stated
-/// only the failed chunk, a caller would free too little space and fail again at the next chunk.
+/// Raises the number of bytes in a disk-full error to the length of all the snapshot's images. If the error stated only
+/// the failed chunk, a caller would free too little space, and the next attempt would fail at a later chunk.
 fn needing(bytes: u64, error: Error) -> Error {
     match error {
         Error::DiskFull { file, needed, store } => Error::DiskFull { file, needed: needed.max(bytes), store },
@@ -426,18 +428,18 @@ fn needing(bytes: u64, error: Error) -> Error {
     }
 }
 
-/// The planned number of gathering threads, and the files that they write to.
+/// The number of gathering threads of a snapshot, and the image files that the threads write.
 struct GatherPlan {
-    /// The approximate number of bytes to write.
+    /// The estimated length of all images in bytes.
     expected_bytes: u64,
     threads: usize,
-    /// The numbers of the image files.
+    /// The numbers assigned to the image files.
     numbers: Range<u64>,
 }
 
-/// The result of phases 2 and 3.
+/// The result of phases 2 and 3: the images and manifest entries of the gathered pages, and the snapshot's end.
 struct GatheredImages {
-    /// The writers of the image files, or `None` if no pages had to be gathered.
+    /// The writers of the image files, or `None` if the snapshot gathers no pages.
     writers: Option<ImageWriters>,
     /// The entries of the gathered pages, in page order.
     gathered_entries: GatheredEntries,

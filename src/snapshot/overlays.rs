@@ -1,7 +1,11 @@
 //! Chooses the pages on disk that get an overlay instead of a full image in a snapshot.
 //!
-//! A page is written as a whole if it is short, if most of it changed, or if its image is not known to be sound. The
-//! page is also written as a whole if its image is in a file to be emptied, because an overlay would keep that file.
+//! A page gets a full image in each of these cases:
+//!
+//! - The page is short.
+//! - Most of the page changed.
+//! - The page's image is not known to be sound.
+//! - The page's image is in a file that compaction rewrites, because an overlay would keep that file.
 //!
 //! A crash here leaves unreferenced image files.
 
@@ -19,10 +23,10 @@ use crate::error::{Error, Result};
 use crate::images::disk_pages::{DiskPage, NewOverlay};
 use crate::images::{ImageWriters, ReadPass, Sink, resize};
 
-/// The inverse of the minimum length of a page that gets an overlay, as a share of a chunk.
+/// The inverse of the minimum length of a page with an overlay. The minimum length is a share of the chunk length.
 const CHUNK_SHARE: u64 = 32;
 
-/// The writers of a snapshot's images, and the rules for overlays.
+/// The writers of a snapshot's images, and the rules that choose between overlays and full images.
 pub(super) struct GatherTarget<'w> {
     pub writers: &'w ImageWriters,
     pub overlays: OverlayRules,
@@ -31,9 +35,9 @@ pub(super) struct GatherTarget<'w> {
 /// The rules that decide which pages on disk get an overlay.
 pub(super) struct OverlayRules {
     known: Arc<KnownImages>,
-    /// The image files to be emptied.
+    /// The numbers of the image files that compaction rewrites.
     wasteful: BTreeSet<u64>,
-    /// The maximum length in bytes of pages that are always written as a whole.
+    /// The maximum length in bytes of pages that always get a full image.
     whole_max: u64,
 }
 
@@ -46,21 +50,21 @@ impl OverlayRules {
     }
 }
 
-/// Overlays that are written as one chunk, each with the index of its page.
+/// Overlays to be written as one chunk, each with the index of its page.
 #[derive(Default)]
 struct ShortOverlays<'p> {
     overlays: Vec<(usize, NewOverlay<'p>, Vec<u8>)>,
 }
 
 impl Snapshots {
-    /// Returns the rules for a snapshot that empties these files.
+    /// Returns the rules for a snapshot that rewrites the image files `wasteful`.
     pub(super) fn overlay_rules(&self, known: &Arc<KnownImages>, wasteful: &[(u64, u64)]) -> OverlayRules {
         let wasteful = set_of(wasteful.iter().map(|(file, _)| *file));
         OverlayRules { known: known.clone(), wasteful, whole_max: self.chunk_len / CHUNK_SHARE }
     }
 
-    /// Estimates the number of bytes in the images of these pages. Usually only a part of a page on disk is written, so
-    /// files preallocated for whole pages would keep unneeded space.
+    /// Estimates the length in bytes of the images of `pages`. Usually only a part of a page on disk is written, and
+    /// files preallocated for full images would reserve unneeded space.
     pub(super) fn expected_bytes(&self, pages: &[(PageId, u64)]) -> Result<u64> {
         if !self.engine.disk_pages.is_any() {
             return Ok(pages.iter().map(|(_, len)| len).sum());
@@ -75,8 +79,8 @@ impl Snapshots {
         })
     }
 
-    /// Writes overlays for the pages that get one. Returns one element per page, in order, which is `None` for a page
-    /// without an overlay.
+    /// Writes the overlays of `pages`. Returns one element per page, in order, which is `None` for a page that needs a
+    /// full image.
     pub(super) fn write_overlays(
         &self,
         target: &GatherTarget<'_>,
@@ -128,7 +132,7 @@ impl Snapshots {
 }
 
 impl ShortOverlays<'_> {
-    /// Writes all overlays as one chunk, because separate chunks would take a block each.
+    /// Writes all overlays as one chunk. Separate chunks would occupy at least one block each.
     fn write(self, writers: &ImageWriters) -> Result<Vec<(usize, ImageRef)>> {
         if self.overlays.is_empty() {
             return Ok(Vec::new());
@@ -142,7 +146,7 @@ impl ShortOverlays<'_> {
     }
 }
 
-/// Converts `read`, which fills a slice from an offset, to a rate-limited source of pieces for an image writer.
+/// Converts `read`, which fills a slice from an offset, to a rate-limited source for an image writer.
 pub(super) fn paced_pieces(
     mut read: impl FnMut(u64, &mut [u8]) -> Result<()>,
     keep_pace: &dyn Fn(u64) -> Result<()>,

@@ -1,5 +1,5 @@
-//! Retention rules, which determine the snapshots and the log to keep. The rules work on known facts without disk
-//! access, so that a test can check them against thousands of random histories.
+//! Retention rules, which determine the snapshots and the log to keep. The rules access no disk, so that a test can
+//! check them against thousands of random histories.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,45 +12,46 @@ use crate::options::Retention;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct RetentionPlan {
     pub snapshots: BTreeSet<SnapshotId>,
-    /// The segment and the batch after which replay may begin, or `None` if only manifests may be removed. Earlier log
-    /// may be removed (I8). Batch 0 is the beginning of the log.
+    /// The segment and the batch after which the kept log begins, or `None` if only manifests may be removed. The log
+    /// before them may be removed (I8). Batch 0 is the beginning of the log.
     pub log_from: Option<(u64, Lsn)>,
 }
 
 impl RetentionPlan {
-    /// Returns whether this plan removes a snapshot, or the log after it.
+    /// Returns whether this plan removes a snapshot, or the log that follows the snapshot.
     pub fn takes_from(&self, kept: &RetainedSnapshot, log: &LogOnDisk) -> bool {
         let is_cut = self.log_from.is_some_and(|(_, redo)| kept.redo.lsn < redo);
         !self.snapshots.contains(&kept.info.id) || (is_cut && log.reaches(kept))
     }
 }
 
-/// The segments of the log on disk, and the part of the log that may be replayed.
+/// The segments of the log on disk, and the earliest batch at which replay may start.
 #[derive(Clone, Debug, Default)]
 pub(super) struct LogOnDisk {
     /// The lengths of the segments in bytes, by number.
     pub segments: BTreeMap<u64, u64>,
-    /// The segment that receives frames. This segment and later segments do not count as log.
+    /// The number of the segment that receives frames. The retention rules do not count this segment and later
+    /// segments.
     pub current: u64,
-    /// The lowest `redo` at which replay may start. With `None`, replay may also start at the beginning of the log.
+    /// The lowest `redo` at which replay may start, or `None` if replay may also start at the beginning of the log.
     pub floor: Option<Lsn>,
 }
 
 impl LogOnDisk {
-    /// Returns whether the log after a snapshot still exists.
+    /// Returns whether the log that follows a snapshot still exists.
     fn reaches(&self, kept: &RetainedSnapshot) -> bool {
         self.floor.is_none_or(|floor| kept.redo.lsn >= floor)
     }
 
-    /// Returns a lower bound on the number of bytes of log after a point. The bound is not exact, because the end of
-    /// the frames in a segment is unknown.
+    /// Returns a lower bound on the number of bytes of log after a point. The exact number is unknown, because a
+    /// segment may contain unused space after its frames.
     fn bytes_after(&self, point: LogPoint) -> u64 {
         let segments = self.segments.range(point.segment..self.current.max(point.segment));
         segments.map(|(_, len)| len).sum::<u64>().saturating_sub(point.offset)
     }
 
-    /// Returns the start of the log to keep, given the start according to the rules, and whether a reader holds the
-    /// beginning of the log.
+    /// Returns the start of the log to keep. `wanted` is the start according to the rules, and `is_beginning_held`
+    /// states whether a reader holds the beginning of the log.
     fn from(&self, wanted: Option<(u64, Lsn)>, is_beginning_held: bool) -> Option<(u64, Lsn)> {
         match (is_beginning_held, self.floor) {
             (false, _) => wanted,
@@ -61,16 +62,18 @@ impl LogOnDisk {
         }
     }
 
-    /// Returns the current start of the log, with which no log is removed.
+    /// Returns the current start of the log. A plan with this start removes no log.
     fn as_it_is(&self) -> (u64, Lsn) {
         (0, self.floor.unwrap_or_default())
     }
 }
 
-/// Applies the rules and returns what to keep. `held` contains the snapshots that readers hold, `is_beginning_held`
-/// states whether a reader holds the beginning of the log, and `now_unix_ms` is in milliseconds since 1970.
+/// Applies the rules and returns the snapshots and the log to keep. `held` contains the snapshots that readers hold,
+/// `is_beginning_held` states whether a reader holds the beginning of the log, and `now_unix_ms` is in milliseconds
+/// since 1970.
 ///
-/// Only verified snapshots count (I7). Otherwise an image that a disk lost would also cost the snapshot before it.
+/// Only verified snapshots count (I7). If an unverified snapshot counted and the disk had lost one of its images, the
+/// snapshot before it would be lost, too.
 pub(super) fn plan(
     snapshots: &BTreeMap<SnapshotId, RetainedSnapshot>,
     retention: &Retention,
@@ -150,9 +153,8 @@ pub(super) fn plan(
     RetentionPlan { snapshots, log_from: log.from(oldest, is_beginning_held) }
 }
 
-/// Returns the snapshots that their successor replaces, because it begins at the same point and ends later. A thin
-/// snapshot does this to release the files that its predecessor names: keeping both would free nothing. `starts` must
-/// be ascending.
+/// Returns the snapshots whose successor begins at the same point and ends later. The successor is a thin snapshot,
+/// which replaces its predecessor to release the predecessor's files. `starts` must be ascending.
 fn replaced(starts: &[&RetainedSnapshot]) -> BTreeSet<SnapshotId> {
     let pairs = starts.windows(2);
     let replaced = pairs.filter(|pair| pair[0].redo == pair[1].redo && pair[0].info.end < pair[1].info.end);
@@ -160,7 +162,7 @@ fn replaced(starts: &[&RetainedSnapshot]) -> BTreeSet<SnapshotId> {
 }
 
 /// Returns the time from which each snapshot's age is computed: the earliest time among its own and those of later
-/// snapshots. Thus a clock that was temporarily ahead keeps no snapshot longer than until the clock is right again, and
+/// snapshots. Thus a clock that was temporarily fast keeps no snapshot longer than until the clock is right again, and
 /// a time in the future makes no snapshot look older.
 fn times(snapshots: &BTreeMap<SnapshotId, RetainedSnapshot>) -> BTreeMap<SnapshotId, u64> {
     let mut oldest = u64::MAX;
@@ -218,7 +220,7 @@ mod tests {
         )
     }
 
-    /// A table of rules. Each row tests one guarantee, or two that interact.
+    /// Tests a table of retention rules. Each row tests one guarantee, or two guarantees that interact.
     #[test]
     fn rules_keep_snapshots_and_the_log_after_them() {
         // Snapshot 2 has a name and no log after it. Snapshot 4 has a name, too.
@@ -307,16 +309,16 @@ mod tests {
         assert_eq!(found.log_from, Some((4, Lsn(40))));
     }
 
-    /// An event in a history, before retention is applied.
+    /// An event in a random history, which happens before retention is applied.
     #[derive(Clone, Copy, Debug)]
     enum TestEvent {
         Nothing,
-        /// The name of an existing snapshot is given up, possibly without applying any other rule.
+        /// Removes the name of an existing snapshot. Optionally, retention applies no other rule in this step.
         GiveUp {
             which: usize,
             names_only: bool,
         },
-        /// A snapshot is found damaged. The snapshot no longer replaces others, and the window has a hole.
+        /// Marks a snapshot as damaged. The snapshot no longer replaces others, and the window has a hole.
         Damage {
             which: usize,
         },
@@ -327,11 +329,11 @@ mod tests {
         },
     }
 
-    /// One step of a history: the clock advances by seconds, the log grows by segments, and a snapshot is taken, which
-    /// may be named, exact or thin.
+    /// One step of a random history: the seconds by which the clock advances, the number of new segments, whether the
+    /// new snapshot is named, exact or thin, and an event.
     type Step = (i64, u64, bool, bool, bool, TestEvent);
 
-    /// Generates rules and histories. Occasionally the clock jumps, as on a machine whose time is temporarily wrong.
+    /// Generates retention rules and histories. Occasionally the clock jumps, as on a machine with a wrong clock.
     fn lives() -> impl Strategy<Value = (Retention, Vec<Step>)> {
         let rules = (1..4usize, 0..50u64, 0..600u64).prop_map(|(count, seconds, log_kept)| Retention {
             snapshots_kept: count,
@@ -355,8 +357,8 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { cases: if cfg!(miri) { 4 } else { 1024 }, failure_persistence: None, ..ProptestConfig::default() })]
 
-        /// Checks each guarantee of [`Retention`] against a simple record of the steps, and that every kept item has a
-        /// reason, even if the clock jumps.
+        /// Checks each guarantee of [`Retention`] against a simple record of the steps, even if the clock jumps. Also
+        /// checks that every kept snapshot and segment has a reason.
         #[test]
         fn guarantees_hold_over_random_lives((rules, steps) in lives()) {
             let (mut now, mut snapshots) = (1_000_000_000u64, BTreeMap::new());

@@ -1,4 +1,4 @@
-//! Snapshot progress, which has its own lock, so that callers who query it never wait for a snapshot.
+//! Progress and statistics of snapshots. They have their own lock, so that a query never waits for a snapshot.
 
 use remanent_format::SnapshotId;
 
@@ -12,11 +12,11 @@ pub enum SnapshotPhase {
     /// No snapshot is being taken.
     #[default]
     Idle,
-    /// Pages are copied aside and written.
+    /// The snapshot copies pages and writes them to image files.
     Gather,
-    /// The image files are synced, and a manifest that names them is published.
+    /// The snapshot syncs the image files and publishes a manifest that names them.
     Publish,
-    /// The snapshot is read back past the cache.
+    /// The snapshot is read back, bypassing the page cache.
     Verify,
     /// Superseded files are removed or reused.
     Recycle,
@@ -28,18 +28,19 @@ pub enum SnapshotPhase {
 pub struct SnapshotStats {
     /// The phase of the current snapshot, or [`SnapshotPhase::Idle`].
     pub phase: SnapshotPhase,
-    /// The number of pages that the current snapshot has gathered, or the last snapshot if none is running.
+    /// The number of pages that the current snapshot has gathered. If no snapshot is running, the value is that of the
+    /// last snapshot.
     pub pages_done: u64,
-    /// The total number of pages that the current or last snapshot gathers.
+    /// The number of pages that the current or last snapshot must gather.
     pub pages_total: u64,
     /// The number of bytes in the gathered pages, before compression.
     pub bytes_done: u64,
-    /// The number of bytes in all pages to gather, according to their lengths when the snapshot began.
+    /// The total length in bytes of all pages to gather, measured when the snapshot began.
     pub bytes_total: u64,
-    /// The number of image files since the open that reused spare files.
+    /// The number of image files that were written over spare files since the open.
     pub files_reused: u64,
-    /// The number of page bytes since the open that the device copied directly to the memory of image files, with
-    /// [`ImageIo::Mapped`](crate::options::ImageIo::Mapped).
+    /// The number of page bytes that the device copied directly to the memory of image files since the open. Only
+    /// [`ImageIo::Mapped`](crate::options::ImageIo::Mapped) copies directly.
     pub bytes_in_place: u64,
     /// The number of snapshots taken since the open.
     pub taken: u64,
@@ -49,7 +50,7 @@ pub struct SnapshotStats {
     pub last: Option<Result<SnapshotId>>,
 }
 
-/// The statistics, and a condition variable that is notified when a snapshot ends.
+/// The snapshot statistics, and a condition variable that is notified when a snapshot ends.
 #[derive(Default)]
 pub(crate) struct SnapshotProgress {
     stats: Mutex<SnapshotStats>,
@@ -65,7 +66,7 @@ impl SnapshotProgress {
         self.stats.lock().phase = phase;
     }
 
-    /// Records that a snapshot starts to gather `pages` pages with `bytes` bytes.
+    /// Records that a snapshot starts to gather `pages` pages with a total length of `bytes` bytes.
     pub fn begin(&self, pages: u64, bytes: u64) {
         let mut stats = self.stats.lock();
         stats.phase = SnapshotPhase::Gather;
@@ -73,7 +74,7 @@ impl SnapshotProgress {
         (stats.bytes_done, stats.bytes_total) = (0, bytes);
     }
 
-    /// Counts image files that reused spares.
+    /// Adds `files` to the number of image files that were written over spare files.
     pub fn reused(&self, files: u64) {
         self.stats.lock().files_reused += files;
     }
@@ -89,8 +90,8 @@ impl SnapshotProgress {
         stats.bytes_done += bytes;
     }
 
-    /// Records the end of the snapshot. The catalog must already contain the snapshot, because woken callers look it
-    /// up.
+    /// Records the end of the snapshot. The catalog must already contain the snapshot, because this call wakes callers
+    /// that look up the snapshot.
     pub fn end(&self, result: Result<SnapshotId>) {
         let mut stats = self.stats.lock();
         stats.phase = SnapshotPhase::Idle;

@@ -1,8 +1,8 @@
-//! Publication of a snapshot: builds the manifest, and renames it to its name after everything that it names is durable
-//! (I7).
+//! Publication of a snapshot: builds the manifest, and renames the manifest to its final name once every file that the
+//! manifest names is durable (I7).
 //!
-//! A crash before the rename leaves unreferenced image files. A crash after it leaves a snapshot that the next open
-//! publishes and verifies again.
+//! A crash before the rename leaves unreferenced image files. A crash after the rename leaves a snapshot that the next
+//! open publishes and verifies again.
 
 use std::collections::BTreeMap;
 
@@ -23,8 +23,8 @@ use crate::images::ImageWriters;
 use crate::log::SpacePurpose;
 
 impl Snapshots {
-    /// Builds the manifest from the previously known entries, the gathered entries, and tombstones for pages deleted
-    /// since the snapshot began.
+    /// Builds the manifest from the entries of unchanged pages, the entries of gathered pages, and tombstones for pages
+    /// deleted since the snapshot began.
     #[expect(clippy::too_many_arguments, reason = "a manifest says all of this, and is put together once")]
     pub(super) fn manifest(
         &self,
@@ -57,11 +57,10 @@ impl Snapshots {
         })
     }
 
-    /// Runs phases 4 and 5, then advances the catalog of known images to this snapshot. Returns the published file, the
+    /// Runs phases 4 and 5, then updates the catalog of known images to this snapshot. Returns the published file, the
     /// totals of the named images, and the previous links.
     ///
-    /// The known images advance only after publication. If publication fails, the next snapshot follows the previous
-    /// snapshot.
+    /// If publication fails, the catalog remains unchanged, and the next snapshot follows the previous snapshot.
     pub(super) fn publish_newest(
         &self,
         known: &KnownImages,
@@ -112,7 +111,7 @@ impl Snapshots {
         self.publish_manifest(manifest, threads_max)
     }
 
-    /// Publishes a manifest with up to `threads_max` threads. On a full disk it may use the reserve.
+    /// Publishes a manifest with up to `threads_max` threads. On a full disk, the manifest may use the disk reserve.
     pub(super) fn publish_manifest(&self, manifest: &Manifest, threads_max: usize) -> Result<PublishedFile> {
         let _phase = phases::enter(Phase::Publish);
         // A manifest without images is small, and frees the space of deleted pages. Therefore it may use as much of the
@@ -130,9 +129,11 @@ impl Snapshots {
     }
 }
 
-/// Returns tombstones for pages that were deleted before they could be gathered and, in a change, for pages already
-/// deleted when the snapshot began. Without tombstones, replay would find batches of pages that have no entry, and the
-/// previous link would restore deleted pages.
+/// Returns tombstones for pages that were deleted before they could be gathered. For a change, the tombstones also
+/// cover pages that were already deleted when the snapshot began.
+///
+/// Without tombstones, replay would find batches of pages that have no entry, and the previous link would restore
+/// deleted pages.
 fn tombstones(
     sorted: &SnapshotWork,
     gathered_entries: &[ManifestEntry],
@@ -157,7 +158,7 @@ fn tombstones(
     Ok(tombstones)
 }
 
-/// Merges known and gathered entries in page order.
+/// Merges the entries of unchanged and gathered pages in page order.
 fn in_order(known: Vec<ManifestEntry>, gathered_entries: Vec<ManifestEntry>) -> Result<Vec<ManifestEntry>> {
     let mut entries = known;
     if entries.is_empty() {

@@ -23,20 +23,21 @@ use crate::images::IMAGE_FILES_MAX;
 use crate::memory::arena::RegisteredFile;
 use crate::options::Retention;
 
-/// The number of bytes of files from which several threads remove them, because the kernel frees their page cache page
-/// by page.
+/// The total length of files in bytes from which several threads remove them. The kernel frees the page cache of a
+/// removed file page by page, which is slow.
 const LONG_REMOVAL: u64 = 64 << 20;
 const REMOVERS_MAX: usize = 4;
 
-/// The snapshots and files that [`Store::prune`](crate::Store::prune) removed, or would remove.
+/// The snapshots and files that [`Store::prune`](crate::Store::prune) removed or, in a dry run, would remove.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PruneReport {
     /// The removed snapshots.
     pub snapshots: Vec<SnapshotInfo>,
-    /// The snapshots that no rule keeps, but that remain because a reader holds them.
+    /// The snapshots that no retention rule keeps, but that were not removed because a reader holds them.
     pub held: Vec<SnapshotId>,
-    /// The removed files, with their lengths in bytes. Log segments may be reused instead.
+    /// The removed files, each with its length in bytes. The store may have reused a log segment instead of removing
+    /// it.
     pub files: Vec<(FileName, u64)>,
 }
 
@@ -48,18 +49,18 @@ impl PruneReport {
     }
 }
 
-/// A catalog and its disk, from which retention can be planned for an open or a closed store.
+/// A catalog and its disk, from which retention can be planned whether the store is open or closed.
 pub(crate) struct RetentionContext<'a> {
     pub disk: &'a dyn Disk,
-    /// The kept snapshots, tables and files.
+    /// The catalog of kept snapshots, tables and files.
     pub catalog: &'a Catalog,
-    /// The segment that receives frames, which is never removed.
+    /// The number of the segment that receives frames. Retention never removes this segment.
     pub current_segment: u64,
 }
 
 impl Snapshots {
-    /// Writes the record of phase 6, which lists every verified snapshot that is kept, and whether the log after it is
-    /// kept.
+    /// Writes the record of phase 6. The record lists every verified snapshot that is kept, and whether the log after
+    /// the snapshot is kept.
     ///
     /// Returns once a seal with the record is synced. Only such a record permits recycling (I7).
     pub fn record(
@@ -80,9 +81,9 @@ impl Snapshots {
         Ok(())
     }
 
-    /// Verifies and records named snapshots before another snapshot is published. After a crash, an open finds the
-    /// newest snapshot, and only those earlier snapshots that are recorded. Without this record, a durable named
-    /// snapshot could be lost (I7).
+    /// Verifies and records named snapshots before another snapshot is published. After a crash, opening the store
+    /// finds only the newest snapshot and the recorded snapshots. Without this record, a durable named snapshot could
+    /// be lost (I7).
     pub fn record_named(&self, catalog: &mut Catalog) -> Result<()> {
         if catalog.snapshots.values().all(|kept| kept.is_recorded || kept.info.name.is_none()) {
             return Ok(());
@@ -91,8 +92,8 @@ impl Snapshots {
         self.record(catalog, catalog.floor, |_| true)
     }
 
-    /// Runs phase 7, including the record of phase 6. While any page is unloaded, writes only the record, because an
-    /// older snapshot and more log can replace a damaged image.
+    /// Runs phase 7, including the record of phase 6. While any page is not yet loaded, writes only the record, because
+    /// loading may need an older snapshot and more log to replace a damaged image.
     pub fn retain(&self, catalog: &mut Catalog) -> Result<()> {
         if self.engine.applier.unloaded().is_any() {
             self.record(catalog, catalog.floor, |_| true)?;
@@ -103,8 +104,8 @@ impl Snapshots {
         Ok(())
     }
 
-    /// Returns what `prune` would remove, without waiting for a running snapshot. Files of a running snapshot are
-    /// omitted.
+    /// Returns a report of the files that `prune` would remove, without waiting for a running snapshot. The report
+    /// omits files of a running snapshot.
     pub fn would_prune(&self, retention: &Retention) -> Result<PruneReport> {
         let latest = self.catalog.latest();
         // The function uses a copy of the catalog, whose lock may be held for the duration of a snapshot.
@@ -117,8 +118,8 @@ impl Snapshots {
     }
 
     /// Removes all unneeded files: first writes the record, then removes manifests, log and images. Each step is
-    /// durable before the next step starts, so that remaining files are complete: a manifest has its log and images,
-    /// and a batch has its images.
+    /// durable before the next step starts. Thus after a crash every remaining manifest has its log and images, and
+    /// every remaining batch has its images.
     pub fn prune(&self, catalog: &mut Catalog, retention: &Retention) -> Result<PruneReport> {
         // I7: a snapshot that is not verified cannot replace another.
         self.verify(catalog)?;
@@ -175,10 +176,10 @@ impl Snapshots {
     }
 
     /// Runs step 4: removed image files become spares where possible and are deleted otherwise. All records that named
-    /// these files are durably removed by now (I13).
+    /// these files have been durably removed (I13).
     ///
-    /// Only files whose number a kept manifest declares assigned can become spares. Any other number may be assigned
-    /// again after a crash, and old chunks in a spare would then look like new chunks.
+    /// A file can become a spare only if its number is below the next file number of a kept manifest. Any other number
+    /// may be assigned again after a crash, and old chunks in a spare would then look like new chunks.
     fn recycle_images(&self, catalog: &Catalog, pruned: &PruneReport) -> Result<()> {
         let next_file = catalog.snapshots.values().map(|kept| kept.next_file).max().unwrap_or(0);
         let is_free = |file: FileName, len: u64| match file {
@@ -223,14 +224,14 @@ impl Snapshots {
         Ok(())
     }
 
-    /// Returns the minimum length for which keeping an image file as a spare is worth another sync of its folder: half
-    /// a chunk.
+    /// Returns the minimum length in bytes of an image file that is kept as a spare, which is half a chunk. A shorter
+    /// spare is not worth another sync of its folder.
     fn spare_len_min(&self) -> u64 {
         self.chunk_len / 2
     }
 
     /// Panics if the plan removes a segment that a kept snapshot needs (I8). `catalog` contains the kept snapshots, and
-    /// `segments` the removed segments.
+    /// `segments` contains the removed segments.
     fn check_plan(&self, catalog: &Catalog, plan: &RetentionPlan, segments: &[u64]) {
         let Some(newest) = segments.iter().max() else { return };
         let redo = plan.log_from.map(|(_, redo)| redo).filter(|redo| redo.0 > 0);
@@ -241,8 +242,8 @@ impl Snapshots {
         assert!(starts.all(|kept| *newest < kept.redo.segment));
     }
 
-    /// Removes a folder's files and syncs the folder, because the next step must not reach the disk before these
-    /// removals.
+    /// Removes the files of `folder` in `pruned` and syncs the folder, because the removals of the next step must not
+    /// reach the disk before these removals.
     fn remove_all(&self, folder: Folder, pruned: &PruneReport) -> Result<()> {
         let files = || pruned.files.iter().map(|(file, _)| *file).filter(|file| file.folder() == folder);
         files().try_for_each(|file| self.engine.disk.remove(file))?;
@@ -260,14 +261,14 @@ impl Snapshots {
 }
 
 impl RetentionContext<'_> {
-    /// Returns a report of what `prune` would remove.
+    /// Returns a report of the snapshots and files that `prune` would remove.
     pub fn would_prune(&self, retention: &Retention) -> Result<PruneReport> {
         let (_, pruned) = self.plan(retention, &mut |id| self.disk.is_held(id).map(|is_held| !is_held))?;
         Ok(pruned)
     }
 
-    /// Determines what is kept and what is removed. `is_free` returns whether no reader holds a snapshot. Number 0
-    /// represents the beginning of the log.
+    /// Determines the snapshots and files to keep and to remove. `is_free` returns whether no reader holds the snapshot
+    /// with a given number. Number 0 represents the beginning of the log.
     fn plan(
         &self,
         retention: &Retention,
@@ -386,7 +387,7 @@ impl RetentionContext<'_> {
         Ok(ids.filter(|id| !self.catalog.snapshots.contains_key(id)).collect())
     }
 
-    /// Returns the segments on disk, with the other facts about the log that the rules need.
+    /// Returns the lengths of the segments on disk, with the current segment and the earliest start of replay.
     fn log_on_disk(&self) -> Result<LogOnDisk> {
         let segments = self.lens(Folder::Log, |file| matches!(file, FileName::Segment(_)))?;
         let segments = segments.into_iter().filter_map(|(file, len)| match file {
@@ -415,12 +416,13 @@ impl RetentionContext<'_> {
     }
 }
 
-/// The number of bytes of an image file that belong to no image: headers, heads of chunks, and padding.
+/// The estimated number of bytes in an image file that belong to no image: headers, heads of chunks, and padding.
 const HEADS_BYTES: u64 = 3 * GROUP_ALIGN;
-/// The inverse of the overhead of heads and padding, relative to the images' bytes, in a file of many chunks.
+/// The inverse of the overhead of chunk heads and padding in a file of many chunks, relative to the length of its
+/// images.
 const HEADS_SHARE: u64 = 16;
 
-/// An image file that is kept.
+/// An image file that a kept snapshot or table names.
 struct NamedImageFile {
     len: u64,
     /// The maximum number of the file's bytes that any kept snapshot names.
@@ -428,8 +430,8 @@ struct NamedImageFile {
 }
 
 impl NamedImageFile {
-    /// Returns the number of named bytes including their heads, which is the whole length of a file without waste.
-    /// Without `HEADS_SHARE`, one of several files freed by a snapshot would never fit.
+    /// Returns the number of named bytes plus their estimated overhead, at most the length of the file. Without
+    /// `HEADS_SHARE`, one of several files freed by a snapshot would never fit.
     fn live_len(&self) -> u64 {
         self.len.min(self.live_bytes.saturating_add(self.live_bytes / HEADS_SHARE + HEADS_BYTES))
     }
@@ -443,7 +445,8 @@ fn number(file: FileName) -> Option<u64> {
     }
 }
 
-/// Returns whether replay from the kept log may reach a restore, and therefore needs its table.
+/// Returns whether replay of the kept log may reach the restore after batch `restored_at`, and therefore needs its
+/// table.
 fn is_needed(restored_at: Lsn, plan: &RetentionPlan) -> bool {
     plan.log_from.is_none_or(|(_, redo)| restored_at > redo)
 }

@@ -1,10 +1,10 @@
-//! Thin snapshots, which free the space of deleted pages on a full disk, where no image can be written.
+//! Thin snapshots free the space of deleted pages on a full disk that has no space for images.
 //!
 //! A snapshot writes an image of each changed page. Without space for these images, the images of deleted pages would
 //! remain forever, because the newest snapshot names them. Therefore a *thin* snapshot replaces the newest snapshot
 //! first. The thin snapshot begins at the same point, lists the pages deleted since, and writes no images. Its manifest
-//! takes a few bytes per page, for which the reserve has space. The log is kept from the same point as before. Replay
-//! skips the records of the deleted pages.
+//! takes a few bytes per page, for which the disk reserve has space. The log is kept from the same point as before.
+//! Replay skips the records of the deleted pages.
 //!
 //! A crash here has the same effects as a crash during the publication of any snapshot.
 
@@ -23,7 +23,7 @@ use crate::disk::source::DiskSource;
 use crate::error::Result;
 
 impl Snapshots {
-    /// Frees the space that only deleted pages need. Returns whether any file was removed.
+    /// Removes the files that only deleted pages need. Returns whether any file was removed.
     pub(super) fn release_empty(&self, catalog: &mut Catalog) -> Result<bool> {
         // If the image of an unloaded page is damaged, an older snapshot can replace it.
         if self.engine.applier.unloaded().is_any() {
@@ -36,8 +36,8 @@ impl Snapshots {
         Ok(!pruned?.files.is_empty())
     }
 
-    /// Publishes a snapshot that lists the deleted pages of the newest snapshot, if some file belongs to those pages
-    /// alone. Files contain many images, so without such a file no space would be freed.
+    /// Publishes a thin snapshot if at least one file contains images of deleted pages only. Files contain many images,
+    /// so without such a file the thin snapshot would free no space.
     fn write_thin(&self, catalog: &mut Catalog) -> Result<()> {
         // `None` if the chain of links would become too long.
         let Some((previous, previous_crc)) = catalog.known.newest_link() else { return Ok(()) };
@@ -108,7 +108,7 @@ impl Snapshots {
         Ok(())
     }
 
-    /// Returns the pages of the newest snapshot that were deleted.
+    /// Returns the pages of the newest snapshot that have been deleted since.
     fn deleted_pages(&self, catalog: &Catalog) -> Result<Vec<PageId>> {
         let changed = self.engine.applier.turn(|turn| Ok(beginning(turn)?.changed))?;
         let mut gone = Vec::new();
@@ -126,8 +126,8 @@ impl Snapshots {
         Ok(gone)
     }
 
-    /// Returns the newest snapshot's tombstones for pages deleted while it was taken. Replay from the same `redo` finds
-    /// batches of those pages again, and must be able to skip them.
+    /// Returns the tombstones of the newest snapshot for pages that were deleted while the snapshot was taken. Replay
+    /// from the same `redo` finds batches of those pages again and must be able to skip them.
     fn tombstones_after(&self, redo: Lsn, newest: SnapshotId, newest_end: Lsn) -> Result<Vec<Tombstone>> {
         // An exact snapshot was taken at a single moment, so no page was deleted in between.
         if newest_end == redo {

@@ -1,15 +1,15 @@
 //! Phase 6: reads back the files that published snapshots wrote.
 //!
 //! A snapshot is durable once it is published, and recovery after a crash starts from it. The snapshot that it replaces
-//! is kept until everything that the new snapshot wrote was read back past the cache (I7). Reading takes about as long
-//! as writing, and a caller that needs only durability does not wait. Snapshots are read back in the order of
+//! is kept until every file of the new snapshot was read back, bypassing the page cache (I7). Reading takes about as
+//! long as writing, and a caller that needs only durability does not wait. Snapshots are read back in the order of
 //! publication, because each shares images with earlier snapshots.
 //!
 //! A thread that holds the catalog lock may wait for the verifying thread, but the reverse would deadlock. Therefore
 //! the verifying thread takes the catalog lock only after reading, to record the result.
 //!
-//! A crash here leaves a snapshot that no frame records as verified. The next open loads all of it and publishes it
-//! again.
+//! A crash here leaves a snapshot that no frame records as verified. The next open loads the complete snapshot and
+//! publishes it again.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -29,20 +29,20 @@ use crate::catalog::publish::PublishedFile;
 use crate::error::{Error, Result};
 use crate::images::ImageWriters;
 
-/// The maximum number of snapshots that wait to be verified, which bounds the memory that they use. A caller that
-/// publishes one more verifies them first.
+/// The maximum number of snapshots that wait for verification, which bounds their memory use. A caller that publishes
+/// another snapshot first verifies the waiting snapshots.
 const UNVERIFIED_MAX: usize = 2;
 /// The number of threads that read images back on behalf of a caller.
 pub(crate) const PROVERS_MAX: usize = 2;
 
-/// Published snapshots that are not verified yet.
+/// The queue of published snapshots that are not verified yet, and the thread that reads their files back.
 pub(crate) struct UnverifiedSnapshots {
     /// The waiting snapshots, and whether a thread is processing them.
     queue: Mutex<VerifyQueue>,
-    /// The snapshots that were read back but are not yet marked as verified in the catalog. The lock is held while a
-    /// snapshot is read back.
+    /// The snapshots that were read back but are not yet marked as verified in the catalog. A thread holds this lock
+    /// while it reads a snapshot back.
     proven: Mutex<Vec<SnapshotId>>,
-    /// The verifying thread, running or ended. `None` before the first thread was started.
+    /// The verifying thread, running or ended, or `None` if no thread was started yet.
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -53,22 +53,23 @@ impl Default for UnverifiedSnapshots {
     }
 }
 
-/// The files of a published snapshot. The value takes about 200 bytes of memory per page until all files are read back.
+/// The files that a published snapshot wrote, with their expected contents. The value takes about 200 bytes of memory
+/// per page until all files are read back.
 pub(crate) struct WrittenSnapshot {
     pub snapshot: SnapshotId,
-    /// The published manifest file, with its expected bytes.
+    /// The published manifest file, with its expected contents.
     pub manifest: PublishedFile,
     /// The image files, with their expected contents, or `None` if the snapshot wrote none.
     pub images: Option<ImageWriters>,
-    /// The pages on disk that the snapshot gathered.
+    /// The pages on disk that the snapshot gathered, with their new images.
     pub on_disk: Vec<GatheredDiskPage>,
 }
 
 impl WrittenSnapshot {
-    /// Reads the snapshot's own files back past the cache (I7). Older images were read back for the snapshots that
-    /// wrote them.
+    /// Reads the snapshot's own files back, bypassing the page cache (I7). Older images were read back for the
+    /// snapshots that wrote them.
     ///
-    /// The cache would return the bytes as written, even if the disk lost them.
+    /// The page cache would return the bytes as written, even if the disk lost them.
     fn check(&self) -> Result<()> {
         self.manifest.check()?;
         self.images.iter().try_for_each(ImageWriters::verify)
@@ -79,15 +80,14 @@ impl WrittenSnapshot {
 struct VerifyQueue {
     /// The snapshots that wait to be read back, in order of publication.
     written: VecDeque<WrittenSnapshot>,
-    /// Whether a thread will check the queue again before it ends. The flag has the same lock as the queue. Otherwise a
-    /// snapshot pushed while the thread ends would wait for the next thread.
+    /// Whether a thread will check the queue again before it ends. The same lock protects this flag and the queue.
+    /// Otherwise a snapshot pushed while the thread ends would wait for the next thread.
     is_attended: bool,
     /// Whether retention must still run for a published snapshot.
     is_retention_owed: bool,
 }
 
 impl UnverifiedSnapshots {
-    /// Returns whether retention must still run for a published snapshot.
     fn is_retention_owed(&self) -> bool {
         self.queue.lock().is_retention_owed
     }
@@ -97,7 +97,7 @@ impl UnverifiedSnapshots {
         self.queue.lock().is_retention_owed = is_pending;
     }
 
-    /// Adds a published snapshot, which permits no recycling until it is verified.
+    /// Adds a published snapshot. Until it is verified, no file is recycled.
     pub fn push(&self, written: WrittenSnapshot) {
         self.queue.lock().written.push_back(written);
     }
@@ -106,13 +106,13 @@ impl UnverifiedSnapshots {
         self.queue.lock().written.len() >= UNVERIFIED_MAX
     }
 
-    /// Waits for the verifying thread, if one exists.
+    /// Waits until the verifying thread ends, if one was started.
     pub fn join(&self) {
         join(self.thread.lock().take());
     }
 
-    /// Reads back the waiting snapshots, including any that are published in between. Calls `then` with each snapshot's
-    /// pages on disk.
+    /// Reads back the waiting snapshots, including snapshots that are published in the meantime. Calls `then` with the
+    /// gathered pages on disk of each snapshot.
     fn read_back(
         &self,
         proven: &mut Vec<SnapshotId>,
@@ -139,9 +139,9 @@ fn join(thread: Option<JoinHandle<()>>) {
 }
 
 impl Snapshots {
-    /// Verifies published snapshots and runs retention for them on a background thread, for snapshots requested with
-    /// [`AfterPublication::Leave`](super::AfterPublication::Leave). That thread takes the catalog lock to record its
-    /// result.
+    /// Verifies published snapshots and runs retention on a background thread, for snapshots requested with
+    /// [`AfterPublication::Leave`](super::AfterPublication::Leave). The background thread takes the catalog lock to
+    /// record its result.
     pub fn attend_later(self: &Arc<Self>) {
         // Only one thread runs at a time. It checks the queue again before it ends, so it will find this snapshot.
         if std::mem::replace(&mut self.unverified.queue.lock().is_attended, true) {
@@ -164,7 +164,7 @@ impl Snapshots {
         }
     }
 
-    /// Runs phases 6 and 7 while any snapshot waits. Other threads may take snapshots in the meantime.
+    /// Runs phases 6 and 7 until no snapshot waits for verification. Other threads may take snapshots in the meantime.
     fn attend(&self) {
         loop {
             let proven =
@@ -187,8 +187,8 @@ impl Snapshots {
         }
     }
 
-    /// Switches pages on disk to the images made from them, which have been read back. The switch frees the memory of
-    /// their changes.
+    /// Switches gathered pages on disk to their new images, which have been read back. The switch frees the memory of
+    /// the changes to those pages.
     fn rebase(&self, gathered: Vec<GatheredDiskPage>) -> Result<()> {
         if gathered.is_empty() {
             return Ok(());
@@ -215,8 +215,8 @@ impl Snapshots {
         })
     }
 
-    /// Runs phases 6 and 7 unless another thread has already run them. A restore removes no other snapshot, so if a
-    /// restore ran the phases, nothing is removed until the next snapshot.
+    /// Runs phases 6 and 7 unless another thread has already run them. If a restore ran the phases, nothing is removed
+    /// until the next snapshot, because a restore removes no other snapshot.
     fn finish_pending_retention(&self, catalog: &mut Catalog) -> Result<()> {
         if !self.unverified.is_retention_owed() {
             return Ok(());

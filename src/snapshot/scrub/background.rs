@@ -1,7 +1,8 @@
-//! Automatic scrubs by a thread, at intervals and at a limited rate.
+//! Automatic scrubs by a background thread, at intervals and at a limited rate.
 //!
-//! A full disk or a lack of memory is reported in the store's stats, and the next scrub finds the same damage. Any
-//! other failure has poisoned the store and ends the thread. When the store closes, the current pass is abandoned.
+//! If the disk is full or memory is short, the failure is reported in the store's stats, and the next scrub finds the
+//! same damage. Any other failure has poisoned the store and ends the thread. When the store closes, the current pass
+//! is abandoned.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,14 +15,14 @@ use crate::base::sync::thread::JoinHandle;
 use crate::base::sync::threads;
 use crate::error::{Error, Result};
 
-/// A handle to the thread of background scrubs.
+/// A handle to the thread that runs background scrubs.
 pub(crate) struct Scrubber {
     scrub: Arc<Scrub>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Scrubber {
-    /// Starts the thread if an interval is set.
+    /// Starts the thread if `interval` is set.
     pub fn start(scrub: Arc<Scrub>, interval: Option<Duration>) -> Result<Self> {
         let thread = match interval {
             Some(interval) => {
@@ -42,7 +43,8 @@ impl Scrubber {
 }
 
 impl Drop for Scrubber {
-    /// Ends the thread and abandons the current pass. A snapshot that the thread is taking must be canceled first.
+    /// Stops the thread and abandons the current pass. The caller must first cancel any snapshot that the thread is
+    /// taking.
     fn drop(&mut self) {
         self.scrub.pace.call_off();
         if let Some(thread) = self.thread.take()
@@ -53,9 +55,9 @@ impl Drop for Scrubber {
     }
 }
 
-/// Runs the thread. The interval counts from the beginning of one pass to that of the next.
+/// Runs scrub passes until the store closes. The interval counts from the beginning of one pass to that of the next.
 ///
-/// Each pass reads at a limited rate, to leave disk bandwidth to others. Closing the store cancels the pass.
+/// Each pass reads at a limited rate, which leaves disk bandwidth to other work. Closing the store cancels the pass.
 fn live(scrub: &Scrub, interval: Duration) {
     let pace = &scrub.pace;
     // The first pass starts one interval after the open.

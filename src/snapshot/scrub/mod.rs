@@ -1,10 +1,10 @@
-//! Scrubbing reads the needed files on disk past the cache, while a process with the data in memory can still repair
-//! them.
+//! Scrubbing reads the needed files on disk, bypassing the page cache, while a process with the data in memory can
+//! still repair them.
 //!
 //! A page that never changes is written once and read at the next open, perhaps years later, and all snapshots share
-//! its image. If the image has rotted by then, the open is refused, and no process has the bytes. Therefore a scrub
-//! reads STORE, both copies of every link, the log from the oldest start to its last durable batch, and every image
-//! that any of these names ([`pass`]). Commits and snapshots continue.
+//! its image. If the medium has lost the image by then, opening the store fails, and no process has the bytes.
+//! Therefore a scrub reads STORE, both copies of every link, the log from the oldest start to its last durable batch,
+//! and every image that any of these names ([`pass`]). Commits and snapshots continue.
 //!
 //! | damaged | repair |
 //! |---|---|
@@ -45,17 +45,17 @@ use crate::error::{Error, Result};
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct ScrubReport {
-    /// The number of images read.
+    /// The number of page images read.
     pub images: u64,
-    /// The number of stored bytes of these images.
+    /// The number of image bytes read, as stored on disk.
     pub image_bytes: u64,
-    /// The number of batches in the log that were read.
+    /// The number of batches of the log read.
     pub batches: u64,
-    /// The number of bytes in the frames of these batches.
+    /// The total length in bytes of the frames of the batches read.
     pub log_bytes: u64,
     /// The damage, in the order in which it was found.
     pub damage: Vec<Damage>,
-    /// The snapshot that was taken so that the newest state needs no damaged bytes, or the error that prevented it.
+    /// The snapshot that the scrub took so that the newest state needs no damaged bytes, or the error of that snapshot.
     /// `None` if no snapshot was needed.
     pub mended: Option<Result<SnapshotId>>,
 }
@@ -74,14 +74,14 @@ pub struct ScrubStats {
     pub last: Option<Result<ScrubReport>>,
 }
 
-/// Scrubs a store, one pass at a time.
+/// Runs scrubs of a store, one pass at a time, for callers and for the background thread.
 pub(crate) struct Scrub {
     snapshots: Arc<Snapshots>,
-    /// The contents of STORE in memory, from which a damaged file is rewritten.
+    /// The contents of the STORE file in memory, from which a damaged file is rewritten.
     store: StoreFile,
     /// The rate limit of background scrubs.
     pace: Pace,
-    /// A lock held by the scrubbing thread, so that passes run one at a time.
+    /// The lock of the scrubbing thread, which ensures that passes run one at a time.
     running: Mutex<()>,
     stats: Mutex<ScrubStats>,
     ended: Condvar,
@@ -193,7 +193,7 @@ impl Scrub {
         Ok(scrubbed)
     }
 
-    /// Rewrites files whose full contents are in memory or in their own other copy.
+    /// Rewrites the damaged files whose contents are in memory or in an intact copy.
     fn mend_files(&self, store: bool, copies: &[Arc<Manifest>], threads_max: usize) -> Result<()> {
         if store {
             let bytes = self.store.encode().map_err(|defect| Error::from(defect.at(FileName::Store, 0)))?;
@@ -204,15 +204,17 @@ impl Scrub {
     }
 }
 
-/// The snapshots that a scrub has flagged as damaged.
+/// The snapshots that a scrub has marked as damaged.
 struct FlaggedSnapshots {
     snapshots: Vec<SnapshotId>,
-    /// Whether another snapshot must replace a flagged snapshot.
+    /// Whether a new snapshot must replace a damaged snapshot.
     is_due: bool,
 }
 
-/// Flags the snapshots that need damaged bytes. A replacement is due for the newest snapshot, from which recovery
-/// starts, and for any unnamed one, which is kept as a start. Named snapshots are kept without a replacement.
+/// Marks the snapshots that need damaged bytes as damaged.
+///
+/// A replacement is due if the newest snapshot is damaged, because recovery starts from it, or if any unnamed snapshot
+/// is damaged. A named snapshot is kept without a replacement.
 fn flag_damaged(
     catalog: &mut Catalog,
     needs_damaged: impl Fn(&RetainedSnapshot) -> bool,

@@ -1,9 +1,10 @@
 //! One scrub pass over the files on disk. At its beginning, the pass determines the batches and images to check, and
 //! then reads them at a limited rate.
 //!
-//! During the pass, snapshots are taken and the files that they supersede are recycled, because a pass takes long and
-//! must not delay them. Numbers of image files are never reused, so a missing file was not needed. A segment may
-//! contain other bytes by now, so apparent damage counts only if replay could still begin before it.
+//! A pass takes long and must not delay snapshots. During a pass, snapshots are taken, and the files that they
+//! supersede are recycled. Numbers of image files are never reused, so an image file that is missing was not needed. A
+//! segment may have been reused and contain other bytes, so apparent damage counts only if replay could still begin
+//! before it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -30,17 +31,17 @@ use crate::images::read::{ImageRequest, runs};
 /// The damage that a pass found.
 #[derive(Default)]
 pub(super) struct ScrubFindings {
-    /// The report for the caller.
+    /// The counters and the damage to report to the caller.
     pub scrubbed: ScrubReport,
-    /// Whether STORE is damaged.
+    /// Whether the STORE file is damaged.
     pub store: bool,
-    /// Links with one damaged copy.
+    /// The links of which one of the two copies is damaged.
     pub copies: Vec<Arc<Manifest>>,
     /// The damaged images, by file and offset.
     pub images: BTreeSet<(u64, u64)>,
-    /// The files of damaged overlay bases, each with the page of the base.
+    /// The damaged images that overlays are based on, as pairs of the image file's number and the page of the image.
     pub bases: BTreeSet<(u64, PageId)>,
-    /// Batches that cannot be replayed.
+    /// The batches that cannot be replayed.
     pub batches: Vec<Lsn>,
 }
 
@@ -49,30 +50,31 @@ struct ScrubImage {
     image: ImageRef,
     page: PageId,
     len: u64,
-    /// The batch that cannot be replayed without the image, if any.
+    /// The batch whose replay needs the image, or `None` if no batch needs it.
     batch: Option<Lsn>,
 }
 
 /// A scrub pass in progress.
 pub(super) struct ScrubPass<'a> {
     snapshots: &'a Snapshots,
-    /// The files on disk, read past the cache, which may contain bytes that the medium has lost.
+    /// Reads the files on disk and bypasses the page cache, because the cache may contain bytes that the medium has
+    /// lost.
     source: DiskSource,
     pace: &'a Pace,
     began: Instant,
-    /// The segments that existed at the beginning of the pass.
+    /// The log segments that existed when the pass began.
     log: LogMap,
     /// The last batch that was durable when the pass began.
     until: Lsn,
-    /// The images to read, by file and offset. An image that several snapshots share is read once.
+    /// The images to read, by file number and offset. An image that several snapshots share is read once.
     images: BTreeMap<(u64, u64), ScrubImage>,
     /// The damage found so far.
     found: ScrubFindings,
 }
 
 impl<'a> ScrubPass<'a> {
-    /// Reads the files that list the others: STORE, links, tables and segment headers. Holds the catalog lock, so that
-    /// no snapshot is removed between being listed and being checked.
+    /// Reads the files that list images and log: STORE, links, tables and segment headers. Holds the catalog lock while
+    /// it reads, so that no listed snapshot is removed before it is checked.
     pub fn begin(snapshots: &'a Snapshots, store: &StoreFile, pace: &'a Pace) -> Result<Self> {
         // The rate limit of the pass counts from here.
         let began = Instant::now();
@@ -104,7 +106,8 @@ impl<'a> ScrubPass<'a> {
     /// Reads the log and the images, and returns the damage.
     ///
     /// # Errors
-    /// The error of the system if a resource ran short, because an unchecked file must not be reported as damaged.
+    /// Returns the system's error if a resource ran short, because a file that was not checked must not be reported as
+    /// damaged.
     pub fn run(mut self) -> Result<ScrubFindings> {
         self.read_log()?;
         self.read_images()?;
@@ -137,8 +140,8 @@ impl<'a> ScrubPass<'a> {
         }
     }
 
-    /// Reports the damaged copy of a link. One copy suffices for an open. The damaged copy is repaired before the other
-    /// copy is damaged, too.
+    /// Reports the damaged copy of a link. Opening a store needs only one copy, and a damaged copy is repaired before
+    /// the other copy is damaged, too.
     fn copy_damaged(&mut self, manifest: &Arc<Manifest>, health: &CopyHealth) {
         let file = FileName::Manifest(manifest.snapshot.0);
         // Both copies have the same length.
@@ -152,7 +155,7 @@ impl<'a> ScrubPass<'a> {
         self.found.copies.push(manifest.clone());
     }
 
-    /// Reads the tables that a replay may still reach, and collects their images.
+    /// Reads the tables of restores that a replay may still reach, and collects the images in the tables.
     fn read_tables(&mut self, catalog: &Catalog, store: &StoreFile) {
         let oldest = self.starts(catalog).first().map(|oldest| oldest.lsn);
         // A table below the oldest start is never read again.
@@ -169,7 +172,8 @@ impl<'a> ScrubPass<'a> {
         }
     }
 
-    /// Collects the images of a manifest. `batch` is the batch that cannot be replayed without them, if any.
+    /// Collects the images of a manifest. `batch` is the batch whose replay needs these images, or `None` if no batch
+    /// needs them.
     fn want_all(&mut self, manifest: &Manifest, batch: Option<Lsn>) {
         for entry in &manifest.entries {
             let Some(image) = entry.image else { continue };
@@ -198,7 +202,8 @@ impl<'a> ScrubPass<'a> {
         starts
     }
 
-    /// Follows the log from its oldest start and, after damage, from the next start.
+    /// Reads the log from the earliest start of replay to the last durable batch. After damage, continues at the next
+    /// start.
     fn read_log(&mut self) -> Result<()> {
         let starts = self.starts(&self.snapshots.catalog.lock());
         let mut next = starts.first().copied();
@@ -219,8 +224,8 @@ impl<'a> ScrubPass<'a> {
         Ok(())
     }
 
-    /// Follows the log from a point. Returns the first damage, with the last point before it, or `None` if there is
-    /// none.
+    /// Reads the log from a point to the last durable batch. Returns the first damage with the last point before it, or
+    /// `None` if the log is intact.
     fn walk(&mut self, from: LogPoint) -> Result<Option<(LogPoint, Damage)>> {
         // All of this log is durable (I4): an invalid frame is damage, never a torn tail.
         let mut walk = match LogWalk::new(&self.source, &self.log, from, self.until) {
@@ -265,8 +270,8 @@ impl<'a> ScrubPass<'a> {
         Ok(None)
     }
 
-    /// Reads the images at the limited rate, in file order. Must run after the log was read, because batches name some
-    /// of the images.
+    /// Reads the images at the limited rate, in file order. The log must be read first, because batches name some of
+    /// the images.
     fn read_images(&mut self) -> Result<()> {
         let wanted =
             |image: &ScrubImage| ImageRequest { page: image.page, len: image.len, image: image.image };
