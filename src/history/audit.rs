@@ -6,10 +6,10 @@
 //! 1. **Open** the current state on disk: the newest snapshot, and the log after it.
 //! 2. **Checksum** the pages on the device, a chunk at a time. Each chunk is a turn of the applier, so its checksums
 //!    belong to one state, and batches are applied between two chunks.
-//! 3. **Compare** each checksum with the stored one if an image contains exactly the page. Otherwise compose the page
-//!    from image and log.
+//! 3. **Compare** each checksum with the stored checksum if an image contains exactly the page. Otherwise compose the
+//!    page from image and log.
 //! 4. **Repeat** for the pages that batches changed since step 1: compute their checksums again, and open the state
-//!    that belongs to exactly these checksums. Thus pages that change all the time are compared too, and no step is
+//!    that belongs to exactly these checksums. Thus even pages that change constantly are compared, and no step is
 //!    tried twice.
 //!
 //! The audit writes nothing, so a crash loses nothing.
@@ -51,21 +51,21 @@ pub struct ChangedPage {
     pub page: PageId,
     /// The key of the page, if it has one.
     pub key: Option<Key>,
-    /// The version whose bytes the page should have.
+    /// The version of the page that the committed batches define.
     pub epoch: Epoch,
-    /// The offset of the first byte that differs, or `None` if a batch changed the page before its bytes could be
+    /// The offset in bytes of the first byte that differs. `None` if a batch changed the page before its bytes could be
     /// compared.
     pub first_difference: Option<u64>,
 }
 
-/// The parts of a store that an audit uses.
+/// Compares the pages of a running store with the files on disk, for one audit.
 pub(crate) struct Auditor<'a> {
     pub engine: &'a Engine,
-    /// The catalog, whose lock prevents recycling.
+    /// The catalog. The audit holds its lock, which prevents the recycling of files.
     pub catalog: &'a CatalogLock,
 }
 
-/// The number of bytes of a page compared at a time.
+/// The number of bytes of a page that are compared at a time.
 const COMPARED_AT_ONCE: usize = 4 << 20;
 
 /// Checksums of pages, all after the same batch.
@@ -75,11 +75,12 @@ struct PageSums {
 }
 
 impl Auditor<'_> {
-    /// Compares all current pages.
+    /// Compares all current pages with the committed batches.
     ///
     /// # Errors
-    /// A device error; [`Error::Damaged`] in the files from which a page is composed; the errors of
-    /// [`PastState::open`].
+    /// - A device error.
+    /// - [`Error::Damaged`] in the files from which a page is composed.
+    /// - The errors of [`PastState::open`].
     pub fn run(&self) -> Result<Audit> {
         let mut audit = Audit::default();
         // 1. The catalog is locked before any required file can be removed.
@@ -126,12 +127,12 @@ impl Auditor<'_> {
         })
     }
 
-    /// Opens the state on disk after an applied batch, which is therefore logged.
+    /// Opens the state on disk after batch `lsn`. The batch must have been applied, and is therefore logged.
     fn past(&self, lsn: Lsn) -> Result<PastState> {
         PastState::open(&self.engine.disk, Some(&StatePoint::Lsn(lsn)))
     }
 
-    /// Computes the checksums of the pages that still exist, all after the same batch.
+    /// Computes the checksums of those of `pages` that still exist, all after the same batch.
     fn sum(&self, pages: &[(PageId, u64)]) -> Result<PageSums> {
         let wanted = collected(pages.iter().map(|(page, _)| *page))?;
         self.engine.applier.unloaded().wait(wanted.iter().copied())?;
@@ -162,7 +163,7 @@ impl Auditor<'_> {
         Ok(PageSums { pages, lsn })
     }
 
-    /// Compares a page's checksum with the checksum of the same version on disk.
+    /// Compares a page's checksum with the checksum of the same version of the page on disk.
     fn compare(&self, audit: &mut Audit, past: &PastState, info: &PageInfo, sum: u32) -> Result<()> {
         audit.pages += 1;
         audit.bytes += info.len;
@@ -190,8 +191,8 @@ impl Auditor<'_> {
         Ok(())
     }
 
-    /// Returns the offset at which a page first differs from a state on disk. Returns `None` if the page no longer has
-    /// that version.
+    /// Returns the offset at which a page first differs from a state on disk. Returns `None` if a batch has changed the
+    /// page since its checksum was computed.
     fn first_difference(&self, past: &PastState, info: &PageInfo) -> Result<Option<u64>> {
         let (mut first, mut has_changed) = (None, false);
         past.stream(info.page, |at, expected| {

@@ -10,10 +10,11 @@ use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 use crate::history::view::View;
 
-/// The maximum length of a range in bytes. Each change contains two copies of the range.
+/// The maximum length in bytes of a range that can be queried. Each change in the result contains two copies of the
+/// range.
 const RANGE_LEN_MAX: u64 = 64 << 10;
 
-/// The maximum number of surveys while a writer removes files.
+/// The maximum number of attempts to read the files while a writer removes some of them.
 const ATTEMPTS: usize = 8;
 
 impl View {

@@ -1,8 +1,9 @@
-//! Copies between caller-owned device memory and stores that do not use that device: pages of an earlier state are
-//! loaded into that memory, and new pages are created from it.
+//! Copies between caller-owned device memory and stores that do not use that device. Pages of an earlier state are
+//! loaded into the memory, and new pages are created from the memory.
 //!
 //! An image is loaded directly from its file into the memory, like when a store opens (`image_loader.rs`), and its
-//! checksum is computed there (I12). A page with batches after its image is composed on the host, window by window.
+//! checksum is computed on the device (I12). A page with batches after its image is composed on the host, window by
+//! window.
 
 use std::sync::Arc;
 use std::{fmt, io};
@@ -21,7 +22,7 @@ use crate::memory::staging::StagingPool;
 use crate::recovery::image_loader::{ImageLoader, threads};
 use crate::write::batch::ByteSource;
 
-/// The maximum number of bytes of idle staging that stay pinned between loads.
+/// The maximum number of bytes of unused staging memory that stay pinned between loads.
 const STAGING_IDLE_BYTES: usize = 64 << 20;
 
 /// A device for copies between caller-owned memory on it, such as the tensors of a model, and stores that do not use
@@ -62,8 +63,7 @@ struct CopierParts {
 }
 
 impl DeviceCopier {
-    /// Creates a copier for any device. Tests use this with simulated devices. Other callers use
-    /// [`DeviceCopier::open`].
+    /// Creates a copier for any device, such as a simulated device in a test. Other callers use [`DeviceCopier::open`].
     #[doc(hidden)]
     #[must_use]
     pub fn open_on(device: Arc<dyn Device>) -> Self {
@@ -160,7 +160,7 @@ impl fmt::Debug for DeviceCopier {
     }
 }
 
-/// A source that reads device memory of a copier.
+/// A byte source that reads from device memory of a copier during a commit.
 struct DeviceSource {
     opener: Process,
     parts: Arc<ForkGuard<CopierParts>>,
@@ -191,12 +191,12 @@ impl fmt::Debug for DeviceSource {
     }
 }
 
-/// A load of pages into device memory.
+/// Loads pages of one state into device memory, for one call of [`DeviceCopier::load`].
 struct LoadRun<'a> {
     past: &'a PastState,
     device: &'a EngineDevice,
     staging: &'a StagingPool,
-    /// The memory for each page, sorted by page.
+    /// The device memory for each page, sorted by page.
     targets: Vec<(PageId, Span)>,
 }
 
@@ -214,7 +214,7 @@ impl LoadRun<'_> {
         parallel::map_indexed(threads(), composed.len(), || (), compose).map(drop)
     }
 
-    /// Loads the pages for which an image contains exactly the bytes.
+    /// Loads the pages whose current bytes are the bytes of an image.
     fn load_images(&self, images: &mut [ImageRequest]) -> Result<()> {
         let target = |page: PageId| {
             let at = self.targets.binary_search_by_key(&page, |(page, _)| *page);
@@ -237,7 +237,7 @@ impl LoadRun<'_> {
         })?
     }
 
-    /// Composes a page and uploads it window by window.
+    /// Composes a page on the host, and uploads it window by window.
     fn compose(&self, (page, target): (PageId, Span)) -> Result<()> {
         self.past.stream(page, |at, bytes| {
             let target = Span { offset: target.offset + at, len: bytes.len() as u64, ..target };

@@ -1,9 +1,9 @@
 //! Forks: new stores that begin at a state of another store.
 //!
-//! Pages are not copied if an image contains exactly their bytes. Instead, their image file gets a second name in the
-//! new directory. A store never overwrites an image file with two names (I13), so neither store can change bytes that
-//! the other reads. These files keep the id of the store that wrote them, and STORE lists these ids. `seed.rs`
-//! describes the steps in the new directory and the results of a crash during each of them.
+//! If an image contains exactly the bytes of a page, the page is not copied. Instead, the image file gets a second name
+//! in the new directory. A store never overwrites an image file with two names (I13), so neither store can change bytes
+//! that the other store reads. These files keep the id of the store that wrote them, and STORE lists these ids.
+//! `seed.rs` describes the steps in the new directory and the results of a crash during each step.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -39,8 +39,9 @@ pub(crate) fn fork(past: &PastState, target: &Arc<dyn Disk>) -> Result<StoreId> 
     Ok(store)
 }
 
-/// Returns the stores that wrote these image files, for files that can be shared. A file is not shared if its header
-/// cannot be read, or if its writer would exceed the number of ancestors in STORE. Its images are written again.
+/// Returns the image files that the fork can share, each with the store that wrote it. A file is not shared if its
+/// header cannot be read, or if its writer would exceed the number of ancestors in STORE. The images of such a file are
+/// written again.
 fn writers(past: &PastState, files: BTreeSet<u64>) -> BTreeMap<u64, StoreId> {
     let source = DiskSource::new(past.disk().clone());
     let mut ancestors = BTreeSet::new();

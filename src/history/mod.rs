@@ -1,4 +1,4 @@
-//! Earlier states of a store: views, restores and forks.
+//! Access to earlier states of a store: views, restores, forks, audits and blame.
 
 pub(crate) mod audit;
 pub(crate) mod blame;

@@ -1,4 +1,4 @@
-//! Points in a store's history.
+//! Identifiers of states in a store's history, and their text form.
 
 use std::fmt;
 use std::str::FromStr;
@@ -84,7 +84,7 @@ impl FromStr for StatePoint {
     }
 }
 
-/// Returns whether the text was probably not intended as a name.
+/// Returns whether `text` was probably not intended as a snapshot name.
 fn is_like_another_form(kind: &str, text: &str) -> bool {
     let kinds = ["lsn", "snapshot", "name"];
     // `all` is also true for the empty text.

@@ -1,14 +1,14 @@
-//! Restores an earlier state by one more batch, which replaces all pages and the root. The caller holds the submission
-//! lock and the catalog lock, so no batch is committed and no snapshot is taken during the restore.
+//! Restores an earlier state with one more batch, which replaces all pages and the root. The caller holds the
+//! submission lock and the catalog lock, so no batch is committed and no snapshot is taken during the restore.
 //!
 //! 1. Find the old state on disk. Nothing has changed so far.
 //! 2. Write a table of the old state. Pages that changed since then get an epoch above the highest ever used, so that
 //!    preconditions remain reliable. Pages without an exact image are written again, chunk by chunk. Sync the files,
-//!    and verify from the medium every image that the table names. The whole old state is then on disk and verified.
-//! 3. Log the restore record, which names the table, and wait until it is durable. From here on, recovery produces the
+//!    and verify from the medium every image that the table names. The complete old state is then on disk and verified.
+//! 3. Log the restore record, which names the table, and wait until the record is durable. Recovery now produces the
 //!    restored state.
-//! 4. Replace the tables and overwrite memory, one page at a time, from the images. A failure here poisons the store:
-//!    tables and disk are correct, but memory is not and is no longer read.
+//! 4. Replace the tables and overwrite memory, one page at a time, from the images. A failure in this step poisons the
+//!    store. Tables and disk are then correct, but memory is not and is no longer read.
 //!
 //! At any time, only a few pieces of the old state are in host memory, regardless of the length of a page.
 //!
@@ -46,16 +46,16 @@ use crate::memory::staging::StagingPool;
 use crate::options::{Budget, ImageOptions};
 use crate::recovery::image_loader::{ImageLoader, threads};
 
-/// The parts of a store that a restore uses.
+/// Runs one restore in a running store.
 pub(crate) struct RestoreRun<'a> {
     pub engine: &'a Engine,
     pub budget: &'a Budget,
     pub images: ImageOptions,
 }
 
-/// The state to restore, after all of it is on disk.
+/// The state to restore, once its table and all its images are on disk.
 struct RestoreTarget {
-    /// The pages as they are after the restore.
+    /// The pages with the versions that they have after the restore.
     pages: Vec<PageInfo>,
     root: Arc<Metadata>,
     /// The images of all pages with a nonzero length.
@@ -114,8 +114,8 @@ impl RestoreRun<'_> {
         Ok(point)
     }
 
-    /// Runs the first part of step 2: returns a verified image of every page. Pages without an exact image are written
-    /// again.
+    /// Runs the first part of step 2: returns a verified image of every non-empty page. Pages without an exact image
+    /// are written again.
     fn write_images(
         &self,
         pages: &[PageInfo],
@@ -174,9 +174,11 @@ impl RestoreRun<'_> {
         publish_manifest(&self.engine.disk, &table, usize::MAX, &without_spare)
     }
 
-    /// Ends a restore before it was logged. If the disk is full, or the old state is damaged or too large, the store
-    /// continues as if the restore had never begun. After any other failure, the remaining files are unreferenced, and
-    /// the next open removes them.
+    /// Ends a restore that was not logged, and returns the error for the caller.
+    ///
+    /// - If the disk is full, or the old state is damaged or too large, the store continues as if the restore had not
+    ///   begun.
+    /// - After any other failure, the store is poisoned. The next open removes the unreferenced files.
     fn give_up(&self, number: u64, error: Error) -> Error {
         if !error.is_passing() && !matches!(error, Error::Damaged(_)) {
             return self.engine.poison.set(error);
@@ -192,7 +194,7 @@ impl RestoreRun<'_> {
         error
     }
 
-    /// Runs step 4: overwrites memory with the old state.
+    /// Runs step 4: replaces the tables and overwrites page memory with the old state.
     fn overwrite(&self, target: Arc<RestoreTarget>, point: LogPoint) -> Result<()> {
         let source = DiskSource::past_cache(self.engine.disk.clone());
         let (device, staging) = (self.engine.device.clone(), self.engine.staging.clone());
@@ -205,7 +207,7 @@ impl RestoreRun<'_> {
         overwritten.map_err(|error| self.record_loss(error))
     }
 
-    /// Marks memory as lost, so that it is no longer read. The memory contains neither the old nor the new state.
+    /// Marks page memory as lost, so that no caller reads it. The memory contains neither the old nor the new state.
     fn record_loss(&self, error: Error) -> Error {
         let reason = error.clone();
         let recorded = self.engine.applier.turn(move |turn| {
@@ -216,8 +218,8 @@ impl RestoreRun<'_> {
     }
 }
 
-/// Returns the information that a page of the old state has after the restore. A page that has not changed since the
-/// old state keeps its version, and a page that was only moved keeps its epoch.
+/// Returns the page information that a page of the old state has after the restore. A page that has not changed since
+/// the old state keeps its version, and a page that was only moved keeps its epoch.
 fn at_restore(info: &PageInfo, now: &PageTable, lsn: Lsn, epoch: Epoch) -> PageInfo {
     let current = now.get(info.page).map(|current| (current.epoch, current.lsn));
     let mut info = info.clone();
@@ -230,7 +232,7 @@ fn at_restore(info: &PageInfo, now: &PageTable, lsn: Lsn, epoch: Epoch) -> PageI
     info
 }
 
-/// Replaces the applier's pages on disk with those of the old state, each of which consists of its image.
+/// Replaces the applier's pages on disk with the pages of the old state. Each of them consists of its image alone.
 fn overwrite_on_disk(turn: &mut Turn<'_>, disk_pages: &DiskPages, target: &RestoreTarget, point: LogPoint) {
     let RestoreTarget { pages, images, .. } = target;
     let is_on_disk = |page: PageId| {
@@ -248,7 +250,7 @@ fn overwrite_on_disk(turn: &mut Turn<'_>, disk_pages: &DiskPages, target: &Resto
     disk_pages.note(pages.iter().map(|info| info.place));
 }
 
-/// Replaces the applier's pages in memory. On return, memory contains the old state.
+/// Replaces the applier's pages in memory. On return, page memory contains the old state.
 fn overwrite(
     turn: &mut Turn<'_>,
     source: &DiskSource,

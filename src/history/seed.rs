@@ -4,8 +4,9 @@
 //! older log had been recycled.
 //!
 //! 1. Claim the directory: write and sync STORE under its temporary name. Until step 5, any process that opens the
-//!    directory finds an unfinished store, and may start over.
-//! 2. Link shared image files, and write the images of the other pages. Sync them, and verify them from the medium.
+//!    directory finds an unfinished store, and may restart the creation.
+//! 2. Link shared image files, and write the images of the other pages. Sync the files, and verify them from the
+//!    medium.
 //! 3. Begin the first incarnation.
 //! 4. Publish the manifest, whose `redo` is the beginning of that incarnation.
 //! 5. Rename STORE to its final name. **This rename is the commit point.**
@@ -40,31 +41,31 @@ use crate::recovery::opening::{Predecessor, begin, random};
 /// The state with which a new store begins.
 #[derive(Clone, Debug)]
 pub struct InitialState {
-    /// The features that the state's files use.
+    /// The features that the files of the original store use.
     pub features: Features,
-    /// The creator's record of the original store. The new store gets its own time and ancestors.
+    /// The record of the original store. The new store gets its own creation time and ancestors.
     pub record: StoreRecord,
-    /// The pages and root after exactly one batch.
+    /// The pages and the root of the state.
     pub table: PageTable,
-    /// The end of that batch in the original log.
+    /// The end of the state's last batch in the original log.
     pub point: LogPoint,
 }
 
 /// The image files of another store that the new store shares.
 #[derive(Default)]
 pub(crate) struct SharedImages {
-    /// The disk that contains the shared files, if any.
+    /// The disk that contains the shared files, or `None` if no file is shared.
     pub disk: Option<Arc<dyn Disk>>,
-    /// The shared files, and the stores that wrote them.
+    /// The numbers of the shared files, each with the store that wrote the file.
     pub writers: BTreeMap<u64, StoreId>,
-    /// The images of exactly this state, including images in files that are not shared.
+    /// The images that contain exactly the pages of the state, including images in files that are not shared.
     pub images: BTreeMap<PageId, ImageRef>,
 }
 
 /// Returns an error if the directory contains a store or other files, so that no store can be created in it.
 ///
 /// # Errors
-/// [`Error::NoStore`] with the name of a file.
+/// [`Error::NoStore`] with the name of the first such file.
 pub(crate) fn check_directory_is_free(target: &dyn Disk) -> Result<()> {
     check_directory(target, Create::IfEmpty)?;
     if target.list(Folder::Root)?.contains(&FileName::Store.name()) {
@@ -151,7 +152,7 @@ pub(crate) fn create<E: From<Error>>(
     Ok(store.store)
 }
 
-/// Converts a lack of space to a disk-full error. The remaining files do not form a store.
+/// Converts an error about missing disk space to [`Error::DiskFull`]. The files written so far do not form a store.
 fn no_space(error: Error) -> Error {
     match error {
         Error::Io { .. } if error.is_no_space() => Error::disk_full(FileName::Store, SEGMENT_LEN_MIN),
@@ -168,7 +169,7 @@ pub(crate) fn create_alone<E: From<Error>>(
     create(origin, &SharedImages::default(), target, read)
 }
 
-/// Runs the second part of step 2: writes images of the pages without a shared image.
+/// Runs the second part of step 2: writes the images of the pages without a shared image.
 fn write_images<E: From<Error>>(
     table: &PageTable,
     target: &Arc<dyn Disk>,

@@ -1,13 +1,13 @@
-//! A state of a store on disk, which is located, verified up to its page table, and read page by page. Restores, forks
-//! and read-only handles start from such a state.
+//! A state of a store on disk. The state is located, verified up to its page table, and read page by page. Restores,
+//! forks and read-only handles start from such a state.
 //!
 //! 1. **Survey** the files. Choose the newest snapshot that ends at or before the requested state. If the last seal of
-//!    the log permits replay from the beginning of the log, that is an alternative.
+//!    the log permits replay from the beginning of the log, the beginning is an alternative.
 //! 2. **Hold** the snapshot, so that a writer removes none of its files from now on (I8). The next steps detect files
 //!    that the writer removed just before.
 //! 3. **Follow** the log up to the state, and record the locations of each page's operations.
-//! 4. **Check** that the images from which the pages are composed still exist. If not, read the last seal again, now
-//!    that no more files can be removed. The seal states whether the images were lost or removed.
+//! 4. **Check** that the images from which the pages are composed still exist. If an image is missing, read the last
+//!    seal again, because no more files can be removed now. The seal states whether the image was lost or removed.
 //!
 //! The bytes of a page are read on demand, and verified with the checksums of steps 1 and 3. Concurrent changes by a
 //! writer can therefore cause an error, but never wrong bytes.
@@ -38,34 +38,35 @@ use crate::history::point::StatePoint;
 use crate::history::windows::{Lookup, WHOLE_LEN_MAX, WINDOW_LEN_MIN, Windows};
 use crate::recovery::create::unfinished_files;
 
-/// The maximum number of surveys while a writer changes the files faster than they are read.
+/// The maximum number of attempts to find a state while a writer changes the files faster than they are read.
 const ATTEMPTS: usize = 64;
-/// The first and the maximum wait for a writer that is removing the requested files. On a busy disk, each sync of the
-/// writer takes tens of milliseconds.
+/// The shortest and the longest delay before the files are read again, while a writer is removing the requested files.
+/// On a busy disk, each sync of the writer takes tens of milliseconds.
 const RETIRE_WAITS: [Duration; 2] = [Duration::from_millis(1), Duration::from_millis(50)];
 
-/// A state of a store on disk.
+/// A state of a store on disk, from which pages are read on demand.
 pub(crate) struct PastState {
     disk: Arc<dyn Disk>,
     store: StoreFile,
     base: Option<SnapshotId>,
-    /// The segments from which the log is replayed up to the state. If one of them is removed, the state is lost.
+    /// The segments from which the log is replayed up to the state. If one of the segments is removed, the state is
+    /// lost.
     segments: BTreeSet<u64>,
     point: LogPoint,
     resolved: ResolvedState,
     op_locations: OpLocations,
-    /// The source from which pages are read. Its files stay open between reads.
+    /// The open files from which pages are read. The files stay open between reads.
     source: Mutex<Arc<DiskSource>>,
-    /// The long pages that were read, whose images are verified only once.
+    /// The long pages that were read before. Their images are verified only once.
     proven: Mutex<HashMap<PageId, Arc<ProvenPage>>>,
     windows: Mutex<Windows>,
     hold: Option<Box<dyn DiskLock>>,
-    /// Whether all image files that the state needs were found.
+    /// Whether every image file that the state needs was found.
     is_whole: bool,
 }
 
 /// Returns an error if the directory contains no store, or only the files of an unfinished creation. A store that has
-/// lost its STORE counts as damaged.
+/// lost its STORE file counts as damaged.
 fn check_is_store(disk: &Arc<dyn Disk>) -> Result<()> {
     let has_record = || Ok::<_, Error>(disk.list(Folder::Root)?.contains(&FileName::Store.name()));
     if has_record()? {
@@ -80,19 +81,19 @@ fn check_is_store(disk: &Arc<dyn Disk>) -> Result<()> {
     }
 }
 
-/// The point at which replay stops.
+/// The batch at which replay stops.
 #[derive(Clone, Copy)]
 enum Until {
     End,
     At(Lsn),
 }
 
-/// The result of an unsuccessful search for a state.
+/// The reason why a search found no state.
 struct NotFound {
     error: Error,
-    /// The last batch up to which the log could be followed.
+    /// The last batch up to which the log could be read.
     reached: Lsn,
-    /// Whether a writer was removing a snapshot, or the log after it, during the search.
+    /// Whether a writer was removing a snapshot or the log after the snapshot during the search.
     is_being_removed: bool,
 }
 
@@ -169,7 +170,7 @@ impl PastState {
         unreachable!("the last attempt returns")
     }
 
-    /// Tries the snapshots from the newest to the oldest, then the beginning of the log.
+    /// Tries to compose the state from the snapshots, newest first, and then from the beginning of the log.
     fn search(
         disk: &Arc<dyn Disk>,
         source: &DiskSource,
@@ -269,7 +270,8 @@ impl PastState {
         Err(NotFound { error: first.unwrap_or_else(nothing), reached, is_being_removed })
     }
 
-    /// Follows the log from one snapshot. Returns `None` if the snapshot, or the log after it, is being removed.
+    /// Reads the log from one snapshot up to the state. Returns `None` if the snapshot or the log after the snapshot is
+    /// being removed.
     fn open_from(
         disk: &Arc<dyn Disk>,
         source: &DiskSource,
@@ -319,10 +321,12 @@ impl PastState {
         Ok((!had_files || past.has_files()?).then_some(past))
     }
 
-    /// Returns whether all images from which the pages are composed exist. Images can be missing for three reasons.
-    /// They may have been lost, or the writer may have removed them before the snapshot was held. In the third case,
-    /// the snapshot's link is kept only for later snapshots, and an older snapshot and the log after it provide the
-    /// state.
+    /// Returns whether all images from which the pages are composed exist. An image can be missing for three reasons:
+    ///
+    /// - The image was lost.
+    /// - The writer removed the image before the snapshot was held.
+    /// - The snapshot's link is kept only for later snapshots. An older snapshot and the log after it provide the
+    ///   state.
     fn has_images(&self) -> Result<bool> {
         let present: BTreeSet<String> = self.disk.list(Folder::Pages)?.into_iter().collect();
         let images = self.resolved.bases.iter().filter_map(|(_, base)| base.image);
@@ -351,7 +355,7 @@ impl PastState {
         self.point
     }
 
-    /// Returns the snapshot from which the log was followed, or `None` for the beginning of the log.
+    /// Returns the snapshot from which the log is replayed, or `None` for the beginning of the log.
     pub fn base(&self) -> Option<SnapshotId> {
         self.base
     }
@@ -368,7 +372,7 @@ impl PastState {
         &self.resolved.table
     }
 
-    /// Returns the image that contains exactly the bytes of a page, if there is one.
+    /// Returns the image that contains exactly the bytes of a page, or `None` if the page must be composed.
     pub fn exact_image(&self, page: PageId) -> Option<ImageRef> {
         self.op_locations.exact_image(&self.resolved, page)
     }
@@ -402,7 +406,7 @@ impl PastState {
         Ok(())
     }
 
-    /// Passes all bytes of a page to `sink`, in order and piece by piece.
+    /// Passes all bytes of a page to `sink`, in order and piece by piece. The first argument of `sink` is the offset.
     ///
     /// # Errors
     /// The errors of [`PastState::read`] and of `sink`.
@@ -465,8 +469,8 @@ impl PastState {
         Ok((next.start, bytes))
     }
 
-    /// Calls `read`, and retries once with reopened files before reporting damage, because the writer may have reused
-    /// an open file.
+    /// Calls `read`. On damage, reopens the files and calls `read` once more, because the writer may have reused an
+    /// open file.
     pub fn read_with_retry<T>(&self, mut read: impl FnMut(&DiskSource) -> Result<T, Damage>) -> Result<T> {
         let source = self.source.lock().clone();
         if let Ok(read) = read(&source) {
@@ -492,13 +496,13 @@ impl PastState {
         }
     }
 
-    /// Returns whether a writer cannot have removed the files that this state needs.
+    /// Returns whether no writer can have removed a file that this state needs.
     pub fn is_kept(&self) -> Result<bool> {
         Ok(self.hold.is_some() || self.has_files()?)
     }
 
-    /// Returns whether the files that a writer removes first still exist. For a snapshot, that is its manifest. A
-    /// manifest may be kept for later snapshots, so the log is checked too.
+    /// Returns whether the files that a writer removes first still exist: the snapshot's manifest and the log segments.
+    /// The log is checked too, because a manifest may be kept for later snapshots.
     fn has_files(&self) -> Result<bool> {
         // Names are unique across the kinds of files.
         let mut present: BTreeSet<String> = self.disk.list(Folder::Log)?.into_iter().collect();
@@ -508,7 +512,7 @@ impl PastState {
         Ok(first.all(|file| present.contains(&file.name())))
     }
 
-    /// Returns the error for a reader whose state was removed.
+    /// Returns the error for a reader whose state a writer has removed.
     pub fn overtaken(&self) -> Error {
         let names = self.disk.list(Folder::Snapshots).unwrap_or_default();
         let snapshots = names.iter().filter_map(|name| match FileName::parse(Folder::Snapshots, name) {
@@ -524,7 +528,7 @@ fn wait(time: Duration) {
     std::thread::sleep(time);
 }
 
-/// Returns the batch that a point refers to, according to this survey.
+/// Returns the batch that `point` refers to, according to `survey`.
 fn until(survey: &Survey, point: Option<&StatePoint>) -> Result<Until> {
     Ok(match point {
         None => Until::End,
@@ -543,8 +547,8 @@ fn until(survey: &Survey, point: Option<&StatePoint>) -> Result<Until> {
     })
 }
 
-/// Returns whether the current last seal of the log permits composing a state from a snapshot or from the beginning of
-/// the log. If the seal cannot be read, missing files are treated as lost and not as removed.
+/// Returns whether the last seal of the log permits composing a state from the given snapshot or the beginning of the
+/// log. If the seal cannot be read, returns a result for which missing files are reported as lost and not as removed.
 fn is_promised(disk: &Arc<dyn Disk>, base: Option<SnapshotId>, until: Until) -> bool {
     let source = DiskSource::new(disk.clone());
     let Ok(survey) = Survey::read(&source) else { return true };

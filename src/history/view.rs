@@ -1,4 +1,4 @@
-//! Read-only access to a state of a store, without writes and without a device, concurrently with a writer.
+//! Read-only access to a state of a store, concurrently with a writer. A view writes nothing and needs no device.
 //!
 //! This module contains the handle. [`crate::history::state`] finds the state and reads pages.
 
@@ -14,8 +14,8 @@ use crate::error::{Error, Result};
 use crate::history::point::StatePoint;
 use crate::history::state::PastState;
 
-/// The maximum number of threads that read pages together. Each thread reads a few gigabytes per second from the page
-/// cache, and eight threads saturate the memory bandwidth.
+/// The maximum number of threads that read pages for one call. Each thread reads a few gigabytes per second from the
+/// page cache, and eight threads saturate the memory bandwidth.
 const READERS_MAX: usize = 8;
 
 /// A read-only view of one state of a store: its pages, root and bytes right after one batch. Returned by
@@ -26,7 +26,7 @@ const READERS_MAX: usize = 8;
 /// reads then fail with [`Error::Overtaken`].
 ///
 /// The bytes of a page are composed when they are read, from its image and its operations in the log. At most 64 MiB of
-/// them are cached for later reads. If the data of a page on disk is damaged, only reads of that page fail.
+/// composed bytes are cached for later reads. If the data of a page on disk is damaged, only reads of that page fail.
 ///
 /// An image has one checksum. The first read of a page longer than 4 MiB therefore reads the whole image to verify it,
 /// one piece at a time. Later reads read only the required parts, but at least 1 MiB. Batches that set scattered
@@ -37,7 +37,7 @@ pub struct View {
 }
 
 impl View {
-    /// Opens a state on any disk. Tests use this with simulated disks.
+    /// Opens a state on any disk, such as a simulated disk in a test.
     ///
     /// # Errors
     /// The errors of [`Store::open_at`](crate::Store::open_at).
@@ -47,8 +47,8 @@ impl View {
         Ok(Self { opener: Process::current(), past: past.map_err(|error| error.in_store(&disk.label()))? })
     }
 
-    /// Returns the state if this process opened the view. In a forked child, locks that the parent's threads held at
-    /// the fork are never released.
+    /// Returns the state if this process opened the view. A forked child gets an error, because locks that the parent's
+    /// threads held at the fork are never released in the child.
     ///
     /// # Errors
     /// [`Error::Forked`].
@@ -68,8 +68,7 @@ impl View {
         self.past.lsn()
     }
 
-    /// Returns the snapshot from which the state is composed with the log after it, or `None` for the beginning of the
-    /// log.
+    /// Returns the snapshot from which the state is composed, or `None` if the state is composed from the log alone.
     #[must_use]
     pub fn base(&self) -> Option<SnapshotId> {
         self.past.base()

@@ -1,8 +1,8 @@
-//! A cache of recently read windows of past pages, which also chooses the length of the next window.
+//! A cache of recently read windows of past pages. The cache also chooses the length of the next window.
 //!
 //! A short page is one window. In a long page, a window contains the requested bytes and adjacent bytes. A window
-//! directly after another window is twice as long, because all operations of the page are examined for each window, and
-//! those that set scattered elements are read again.
+//! directly after another window is twice as long. The reason is that each window examines all operations of the page,
+//! and reads operations that set scattered elements again.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -12,13 +12,13 @@ use remanent_format::PageId;
 
 /// The maximum number of cached bytes, including the window being read.
 const KEPT_BYTES: u64 = 64 << 20;
-/// The length in bytes of the first window of a long page, and of each window that is not adjacent to the previous
-/// window.
+/// The length in bytes of the first window of a long page. A window that is not adjacent to the previous window has the
+/// same length.
 pub(crate) const WINDOW_LEN_MIN: u64 = 1 << 20;
 /// The maximum length of a window in bytes.
 const WINDOW_LEN_MAX: u64 = 32 << 20;
-/// The maximum length in bytes of a page that is read as one window. Verifying its image first and reading from it
-/// afterwards would read it twice.
+/// The maximum length in bytes of a page that is read as one window. With several windows, the page's image would be
+/// read twice: once to verify it, and once for the windows.
 pub(crate) const WHOLE_LEN_MAX: u64 = 4 << 20;
 
 const _: () = assert!(2 * WINDOW_LEN_MAX <= KEPT_BYTES && WHOLE_LEN_MAX <= WINDOW_LEN_MAX);
@@ -26,12 +26,12 @@ const _: () = assert!(2 * WINDOW_LEN_MAX <= KEPT_BYTES && WHOLE_LEN_MAX <= WINDO
 /// The page of a window, and the offset at which the window begins.
 type WindowKey = (PageId, u64);
 
-/// A cache that evicts the least recently used windows.
+/// A cache of windows with a limit in bytes. The cache evicts the least recently used windows.
 #[derive(Default)]
 pub(crate) struct Windows {
     /// The cached windows by page and offset, each with the time of its last use.
     kept: BTreeMap<WindowKey, (u64, Arc<Vec<u8>>)>,
-    /// The cached windows by the time of their last use.
+    /// The cached windows by the time of their last use, oldest first.
     used: BTreeMap<u64, (PageId, u64)>,
     now: u64,
     bytes: u64,
@@ -41,13 +41,14 @@ pub(crate) struct Windows {
 pub(crate) enum Lookup {
     /// A cached window that contains the byte, and the offset at which the window begins.
     Held(u64, Arc<Vec<u8>>),
-    /// The window to read. The cache has made room for it.
+    /// The range to read, because no cached window contains the byte. The cache has already evicted windows to make
+    /// room.
     Missing(Range<u64>),
 }
 
 impl Windows {
-    /// Returns the window that contains the byte at `offset`, in a page of length `page_len`. `wanted` is the number of
-    /// bytes that the caller reads from `offset` on.
+    /// Returns the cached window that contains the byte at `offset`, or the range to read. `page_len` is the length of
+    /// the page, and `wanted` is the number of bytes that the caller reads from `offset` on.
     pub fn get(&mut self, page: PageId, page_len: u64, offset: u64, wanted: u64) -> Lookup {
         let before = self.kept.range(..=(page, offset)).next_back();
         let before = before.filter(|((of, _), _)| *of == page);
@@ -87,7 +88,7 @@ impl Windows {
         bytes.clone()
     }
 
-    /// Evicts the least recently used windows until the others fit within the limit.
+    /// Evicts the least recently used windows until the cache contains at most `bytes_max` bytes.
     fn shrink(&mut self, bytes_max: u64) {
         while self.bytes > bytes_max {
             let (_, oldest) = self.used.first_key_value().expect("each window was used once");
@@ -109,7 +110,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// Looks up a byte, and reads the window if it is missing. Returns the window that was read.
+    /// Looks up a byte, and reads its window if the window is not cached. Returns the range that was read.
     fn read(windows: &mut Windows, page: u64, page_len: u64, offset: u64, wanted: u64) -> Option<Range<u64>> {
         match windows.get(PageId(page), page_len, offset, wanted) {
             Lookup::Held(from, bytes) => {

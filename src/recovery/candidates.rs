@@ -22,24 +22,24 @@ use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 use crate::options::PageLoad;
 
-/// The best snapshot that could be loaded, with the damage to the snapshots that were skipped.
+/// The newest snapshot that could be loaded, with the damage that excluded newer snapshots.
 pub(super) struct BestCandidate<'s, 'a> {
     pub resolution: Resolution,
     pub loaded: LoadedPages<'a>,
     pub draft: CatalogDraft<'s>,
-    /// The damage to the snapshots that were skipped.
+    /// The damage to the newer snapshots that were skipped.
     pub harmless: Vec<Damage>,
 }
 
-/// The damaged images that prevented the open from starting at a snapshot. An older snapshot that names such an image
-/// is skipped immediately. No batch in between can have given the page another image, or the newer snapshot would not
-/// name the damaged image. Otherwise each snapshot that shares a damaged image would be loaded.
+/// The damaged images that excluded a snapshot as the start of the open. An older snapshot that names such an image is
+/// skipped without loading it, because the image is still damaged. No batch between the two snapshots can have replaced
+/// the image, or the newer snapshot would not name it.
 #[derive(Default)]
 struct BlockingImages(Vec<(ImageRef, Damage)>);
 
 impl BlockingImages {
-    /// Records the image that contains a snapshot's damage. Images of pages on disk are not recorded, because whether
-    /// they are read depends on whether the snapshot is verified.
+    /// Records the image that contains a snapshot's damage. Images of pages on disk are not recorded, because an open
+    /// reads them only if the snapshot is not verified.
     fn note(&mut self, base: &Manifest, table: &PageTable, damage: &Damage) {
         let lies_there = |entry: &&ManifestEntry| {
             let image = entry.image.filter(|image| FileName::Pages(image.file) == damage.file);
@@ -50,7 +50,7 @@ impl BlockingImages {
         self.0.extend(found.map(|image| (image, damage.clone())));
     }
 
-    /// Returns the damage to a recorded image that this snapshot names, if any.
+    /// Returns the damage to a recorded image that the snapshot `base` names, or `None` if it names no recorded image.
     fn damage_to(&self, base: &Manifest) -> Option<&Damage> {
         let is_named = |image: &ImageRef| base.entries.iter().any(|entry| entry.image == Some(*image));
         self.0.iter().find(|(image, _)| is_named(image)).map(|(_, damage)| damage)
@@ -58,12 +58,12 @@ impl BlockingImages {
 }
 
 impl Recovery<'_> {
-    /// Tries to load the snapshots from newest to oldest, then the state from the beginning of the log. Skipping a
-    /// snapshot costs only time, because its pages come from an older snapshot and more log. If no state can be loaded,
-    /// returns the damage of the newest snapshot.
+    /// Tries to load the snapshots from newest to oldest, then the state from the beginning of the log. If no state can
+    /// be loaded, returns the damage of the newest snapshot.
     ///
-    /// Only damage leads to the next candidate. After a shortage, an older snapshot would open the same state, but the
-    /// new incarnation would not record the newer snapshots as verified.
+    /// Skipping a snapshot costs only time, because an older snapshot and more log produce the same pages. Only damage
+    /// leads to the next candidate. After a shortage, an older snapshot would open the same state, but the new
+    /// incarnation would not record the newer snapshots as verified.
     pub(super) fn load_best<'s>(
         &self,
         source: &DiskSource,
@@ -104,7 +104,7 @@ impl Recovery<'_> {
         Err(skipped.into_iter().next().unwrap_or(nothing).into())
     }
 
-    /// Follows the log from a snapshot to its end, like the single-threaded [`Survey::resolve`]. Other threads read,
+    /// Reads the log from a snapshot to its end, like the single-threaded [`Survey::resolve`]. Other threads read,
     /// verify and decode frames while this thread resolves them.
     pub(super) fn resolve(
         &self,
@@ -132,8 +132,8 @@ impl Recovery<'_> {
         Ok(following.finish(stopped.end, stopped.point)?)
     }
 
-    /// Returns a reader of the log's frames from `source`. The reader includes the durable mark of the manifests. A log
-    /// that ends below that mark is not torn but has lost durable batches (I4).
+    /// Returns a reader of the log's frames from `source`. The reader also checks the durable mark of the manifests. A
+    /// log that ends below the mark has lost durable batches and is not torn (I4).
     pub(super) fn frames<'s>(&'s self, source: &'s DiskSource, survey: &'s Survey) -> Frames<'s> {
         let window_len = self.options.log.replay_window_len;
         Frames { source, map: &survey.log, mark: survey.mark(), staging: self.staging, window_len }

@@ -1,9 +1,9 @@
-//! Builds the catalog of an open: snapshots, tables of restored states, the files that these need, and the images that
+//! Builds the catalog of an open: snapshots, tables of restored states, the files that they need, and the images that
 //! need not be written again. Loading pages does not depend on the catalog, so it is built concurrently.
 //!
-//! Building the catalog changes nothing on disk. Unneeded files are removed only after the new incarnation has begun:
-//! earlier, a refused open would have modified the store, and a crash would leave less data than recovery could have
-//! used.
+//! Building the catalog changes nothing on disk. Unneeded files are removed only after the new incarnation has begun.
+//! If they were removed earlier, an open that fails would have modified the store, and a crash could leave less data
+//! than recovery needs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -28,37 +28,36 @@ use crate::images::IMAGE_FILES_MAX;
 use crate::images::disk_pages::DiskPages;
 use crate::images::numbers::ImageFiles;
 
-/// The files to keep on disk, to be used if the pages can be loaded.
+/// The snapshots, tables and files that the open will keep. The draft becomes the catalog once the pages are loaded.
 pub(super) struct CatalogDraft<'s> {
     /// The snapshots that the new incarnation records as verified.
     pub verified: Vec<VerifiedSnapshot>,
-    /// The links to publish again before their snapshots are recorded (I7).
+    /// The links to publish again before the snapshots that follow them are recorded (I7).
     pub anew: Vec<&'s Manifest>,
-    /// The pages that differ from the newest snapshot. The table tracks them, so that the next snapshot checks only
-    /// these pages.
+    /// The pages that differ from the newest snapshot. The next snapshot checks only these pages.
     pub changed: Vec<PageId>,
-    /// The resolved table, for commits.
+    /// The page table after the last batch of the log, to which new commits apply.
     pub submitted: PageTable,
     /// The kept snapshots, with the files that they need.
     snapshots: BTreeMap<SnapshotId, RetainedSnapshot>,
     /// The tables of restores that a replay may still reach.
     tables: BTreeMap<u64, RetainedTable>,
-    /// The images that the next snapshot need not write again. Without them, the first snapshot after an open would
-    /// write every page.
+    /// The images that the next snapshot may name without writing them again. Without them, the first snapshot after an
+    /// open would write every page.
     known: KnownImages,
     /// The image files that batches may name, each with the newest such batch.
     for_batches: BTreeMap<u64, Lsn>,
-    /// The lowest number above those of all image files and tables. A number is never assigned twice, because a removed
-    /// frame may name a file, and must not find the images of another file under that name.
+    /// The next number of an image file or table, which is above all numbers in use. A number is never assigned twice,
+    /// because a removed frame may name a file, and must not find the images of another file under that name.
     next_file: u64,
-    /// The lowest `redo` at which replay may start. With `None`, replay may also start at the beginning of the log.
+    /// The lowest `redo` at which replay may start, or `None` if replay may also start at the beginning of the log.
     floor: Option<Lsn>,
-    /// Whether a manifest or table cannot be read, so that the files that it needs are unknown.
+    /// Whether a manifest or table is unreadable. The files that it needs are then unknown.
     is_unread: bool,
 }
 
 impl<'s> CatalogDraft<'s> {
-    /// Determines the files to keep. `base` is the loaded snapshot, with all its entries.
+    /// Determines the files to keep. `base` is the loaded snapshot, with its complete list of entries.
     pub fn read(
         disk: &dyn Disk,
         source: &DiskSource,
@@ -153,8 +152,8 @@ impl<'s> CatalogDraft<'s> {
         })
     }
 
-    /// Builds the catalog of the open store. `end` is the newest batch. Until the floor has passed `end`, files that an
-    /// unreadable manifest or table may need are kept.
+    /// Builds the catalog of the open store. `end` is the newest batch. Files that an unreadable manifest or table may
+    /// need are kept until replay can no longer start at or before `end`.
     pub fn into_catalog(
         self,
         disk: &Arc<dyn Disk>,
@@ -199,8 +198,8 @@ impl Recovery<'_> {
         Ok(catalog)
     }
 
-    /// Removes unneeded files that a crash left. The opening seal durably states the floor, so no replay begins below
-    /// it (I8).
+    /// Removes unneeded image files that a crash left. The opening seal durably states the floor, so no replay begins
+    /// below the floor (I8).
     fn remove_unneeded_images(
         &self,
         catalog: &Catalog,
@@ -246,9 +245,9 @@ impl Recovery<'_> {
     }
 }
 
-/// Returns the Lsn from which replay may start once the new incarnation has begun.
+/// Returns the batch from which replay may start once the new incarnation has begun.
 ///
-/// In a fork, and in a store of an older build, no seal states this Lsn yet, and the beginning of the log is missing.
+/// In a fork, and in a store of an older build, no seal states this batch yet, and the beginning of the log is missing.
 /// The result is then the `redo` of the oldest recorded snapshot whose log exists.
 fn floor(survey: &Survey, reach: &Reach, verified: &[VerifiedSnapshot]) -> Option<Lsn> {
     if reach.floor().is_some() || reach.beginning().is_some() {
@@ -259,10 +258,12 @@ fn floor(survey: &Survey, reach: &Reach, verified: &[VerifiedSnapshot]) -> Optio
     links.map(|(link, _)| link.redo.lsn).min()
 }
 
-/// Returns the newest batch that may name an image file written for a batch. For a replayed frame, this batch is known.
-/// Any other frame is at or before the `redo` of the loaded snapshot. Such a frame is also at or before the `redo` of
-/// each snapshot whose manifest states that only files with higher numbers belong to later batches. Without this bound,
-/// a file would be kept as long as its segment.
+/// Returns the newest batch that may name an image file written for a batch. A file with a smaller bound is freed
+/// earlier.
+///
+/// - A replayed frame states its batch.
+/// - Any other frame is at or before the `redo` of the loaded snapshot. The frame is also at or before the `redo` of
+///   each snapshot whose manifest states that only files with higher numbers belong to later batches.
 fn newest_batch(survey: &Survey, resolution: &Resolution, number: u64) -> Lsn {
     if let Some(lsn) = resolution.ahead.get(&number) {
         return *lsn;
@@ -274,7 +275,7 @@ fn newest_batch(survey: &Survey, resolution: &Resolution, number: u64) -> Lsn {
 }
 
 /// Returns whether an image file may have been written for a batch of this store. A file with an unreadable header
-/// counts as such a file. Files of an ancestor store do not, because only snapshots share them.
+/// counts as such a file. A file of an ancestor store does not count, because only snapshots share such files.
 fn may_be_for_a_batch(source: &DiskSource, number: u64, survey: &Survey) -> bool {
     let mut bytes = [0; ImageFileHeaderRaw::LEN];
     let read = source.read_at(FileName::Pages(number), 0, &mut bytes);

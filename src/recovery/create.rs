@@ -1,9 +1,9 @@
 //! Creates a store. This module decides which directories may become a store, and removes the files of an interrupted
 //! creation.
 //!
-//! STORE is the last file that a creation publishes. A directory without STORE is empty, foreign, or an unfinished
-//! creation, which the next creation restarts. If STORE were published first, a crash would leave a store without a
-//! log, which looks like a store that lost its log.
+//! A creation publishes STORE last. A directory without STORE is empty, foreign, or an unfinished creation, which the
+//! next creation restarts. If STORE were published first, a crash would leave a store without a log, which looks like a
+//! store that lost its log.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -29,12 +29,13 @@ use crate::options::Create;
 
 /// The temporary name of STORE, which [`publish`](crate::catalog::publish::publish) also uses.
 ///
-/// A fork creates this file first, complete and synced. The image files of a fork exist long before STORE has its name,
-/// and without this claim they would look like a store that lost its STORE.
+/// A fork creates this file first, complete and synced, to mark the directory as an unfinished fork. The image files of
+/// a fork exist long before STORE has its final name. Without the mark, they would look like a store that lost its
+/// STORE.
 pub(crate) const CLAIM: FileName = FileName::Temporary(Folder::Root, 0);
 
-/// Returns an error for a directory that is not a store and must not become one. Changes nothing. This check precedes
-/// locking, because a lock file in a foreign directory would already be a change.
+/// Returns an error for a directory that is not a store and must not become a store. Changes nothing. Callers check the
+/// directory before they lock it, because a lock file in a foreign directory would already be a change.
 pub(crate) fn check_directory(disk: &dyn Disk, create: Create) -> Result<()> {
     let names = disk.list(Folder::Root)?;
     let is = |name: &String, file| FileName::parse(Folder::Root, name) == Some(file);
@@ -60,7 +61,7 @@ pub(crate) fn check_directory(disk: &dyn Disk, create: Create) -> Result<()> {
 
 impl Recovery<'_> {
     /// Creates a new store: the first incarnation, then STORE. If a crash interrupts the creation, the directory
-    /// contains segments without batches but no STORE, and the next creation removes them.
+    /// contains segments without batches but no STORE, and the next creation removes the segments.
     pub(super) fn create(&self) -> Result<RecoveredStore> {
         start_over(&self.disk)?;
         let store = StoreFile {
@@ -120,10 +121,10 @@ impl Recovery<'_> {
 
 /// Removes the files of a creation or fork that a crash interrupted, and creates the folders.
 ///
-/// 1. Check all files before removing any. Otherwise the first segments could be removed when a later one turns out to
-///    contain batches.
+/// 1. Check all files before any is removed. Otherwise the first segments could be removed when a later segment turns
+///    out to contain batches.
 /// 2. Create the folders durably.
-/// 3. Remove the files. A crash here leaves fewer of them, and the next creation continues.
+/// 3. Remove the files. A crash during this step leaves fewer files, and the next creation continues.
 pub(crate) fn start_over(disk: &Arc<dyn Disk>) -> Result<()> {
     // Step 1.
     let left = unfinished_files(disk)?;
@@ -143,7 +144,7 @@ pub(crate) fn start_over(disk: &Arc<dyn Disk>) -> Result<()> {
 /// Returns the files that an unfinished creation left in a directory without STORE.
 ///
 /// # Errors
-/// `Damaged` if the directory contains other files, like a store that lost its STORE.
+/// [`Error::Damaged`] if the directory contains other files, like a store that lost its STORE.
 pub(crate) fn unfinished_files(disk: &Arc<dyn Disk>) -> Result<Vec<FileName>> {
     let source = DiskSource::new(disk.clone());
     let claimed = is_claimed(disk)?;
@@ -168,7 +169,7 @@ pub(crate) fn unfinished_files(disk: &Arc<dyn Disk>) -> Result<Vec<FileName>> {
 /// Returns whether a segment contains a batch, which is never the case in an unfinished creation. Checks every possible
 /// frame position, not only the starts of groups, because a batch may share the group of a seal.
 fn holds_batch(source: &DiskSource, file: FileName) -> Result<bool> {
-    /// The number of bytes to check at a time. A segment may be gigabytes long.
+    /// The number of bytes to read at a time. A segment may be gigabytes long.
     const WINDOW: usize = 1 << 20;
     // A segment that cannot be read may contain a batch, so the creation is refused.
     let unreadable = |error: std::io::Error| Error::from(Defect::of_read(&error).at(file, 0));
@@ -190,7 +191,7 @@ fn holds_batch(source: &DiskSource, file: FileName) -> Result<bool> {
     Ok(false)
 }
 
-/// Returns whether the directory was claimed for a fork, or for a store from a seed, that was not completed.
+/// Returns whether the directory contains an unfinished fork, or an unfinished store created from a seed.
 fn is_claimed(disk: &Arc<dyn Disk>) -> Result<bool> {
     if !disk.list(Folder::Root)?.contains(&CLAIM.name()) {
         return Ok(false);

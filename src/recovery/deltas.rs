@@ -17,7 +17,7 @@ use crate::images::disk_pages::DiskPage;
 use crate::memory::arena::PageMemory;
 use crate::memory::staging::StagingPool;
 
-/// The number of bytes that a thread checksums in the time that it takes to decode one operation.
+/// The number of bytes that a thread checksums in the time in which it decodes one operation.
 const SUMMED_PER_OP: usize = 1 << 10;
 
 /// A page whose length changes during replay.
@@ -28,16 +28,16 @@ pub(super) enum ResizedPage {
     Windows(PageTrail),
 }
 
-/// The pages whose bases are newer than the start of the replay. Every replayed batch applies to all other pages.
+/// The pages whose bases are newer than the start of the replay. Replay skips the batches that such a base contains.
 ///
 /// A snapshot is gathered while batches continue, so its image of a page may contain batches after `redo`. Usually,
 /// applying these batches again produces the same bytes, because the log contains after-images (I2). However, a batch
 /// that precedes a resize may write past the end of the page in the image.
 #[derive(Default)]
 pub(super) struct NewerBases {
-    /// The newest batch that the base of each such page contains.
+    /// The newest batch that each page's base contains.
     pages: IdMap<PageId, Lsn>,
-    /// The highest value in `pages`. Every later batch applies to every page.
+    /// The newest batch in `pages`. Later batches apply to every page.
     newest: Lsn,
 }
 
@@ -48,7 +48,7 @@ impl NewerBases {
         Self { pages: late.into_iter().collect(), newest }
     }
 
-    /// Returns whether a batch must be applied to a page of the table.
+    /// Returns whether replay must apply batch `lsn` to `page`.
     fn applies(&self, page: PageId, lsn: Lsn) -> bool {
         // Most batches are newer than every base and need no lookup per page.
         lsn > self.newest || self.pages.get(page).is_none_or(|base| lsn > *base)
@@ -60,7 +60,7 @@ impl NewerBases {
 pub(super) struct HostPages {
     /// The pages whose length changes during replay.
     pub resized: HashMap<PageId, ResizedPage>,
-    /// The pages on disk, which have no memory.
+    /// The pages on disk, which have no page memory.
     pub on_disk: IdMap<PageId, DiskPage>,
 }
 
@@ -70,20 +70,20 @@ impl HostPages {
     }
 }
 
-/// Builds command lists from batches, in advance of the thread that submits them.
+/// Builds command lists from batches on a separate thread, before the lists are submitted.
 pub(super) struct Deltas<'l> {
-    /// The memory of pages on the device. Deleted and unloaded pages have none.
+    /// The memory of pages on the device. Deleted and unloaded pages have no memory.
     pub memory: &'l IdMap<PageId, PageMemory>,
     pub on_host: &'l Mutex<HostPages>,
-    /// The pages whose bases already contain some of the batches.
+    /// The pages whose bases already contain some of the batches to replay.
     pub late: &'l NewerBases,
     pub staging: &'l StagingPool,
-    /// Whether the device verifies long writes after they arrive (I12).
+    /// Whether bytes cross a bus to reach the device. If so, the device verifies long writes after they arrive (I12).
     pub crosses_bus: bool,
 }
 
 impl Deltas<'_> {
-    /// Builds the command list of a run's batches for pages in device memory, in log order. Batches for pages in host
+    /// Builds a command list in log order from a run's batches for pages in device memory. Batches for pages in host
     /// memory are applied immediately.
     pub fn list(&self, run: BatchRun) -> Result<(CommandList, Vec<ArrivalProof>)> {
         // Only one thread builds lists, so this lock is uncontended.
@@ -108,14 +108,14 @@ impl Deltas<'_> {
         Ok(list.take())
     }
 
-    /// Returns the cost of a payload as an equivalent number of operations. Long writes to a GPU also need to be
-    /// checksummed.
+    /// Returns the cost of a payload as an equivalent number of operations. The cost of a long write to a GPU includes
+    /// its checksum.
     fn ops_of(&self, payload: &[u8]) -> usize {
         let Self { crosses_bus, .. } = *self;
         claimed_ops(payload) + if crosses_bus { payload.len() / SUMMED_PER_OP } else { 0 }
     }
 
-    /// Builds the part of a list for some batches of a run.
+    /// Builds the commands of some consecutive batches of a run.
     fn part(&self, run: &BatchRun, batches: &[LoggedBatch], on_host: &mut HostPages) -> Result<ListBuilder> {
         let mut list = ListBuilder::default();
         let index = list.payload_index();

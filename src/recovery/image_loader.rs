@@ -3,10 +3,10 @@
 //! compute checksums.
 //!
 //! If the bytes cross a bus, the command list that copies them also checksums them on the device (I12), and the host
-//! does not. The sum of the arrived bytes verifies medium, cache, staging and bus at once. A wrong sum does not
-//! identify the cause. The image is then read again from the medium and checksummed by the host. If the host's sum is
-//! wrong too, the image is damaged. If it is right, the bytes are uploaded once more, and a device that alters them
-//! again has failed.
+//! does not. The device's checksum covers medium, page cache, staging and bus. If the checksum is wrong, the image is
+//! read again from the medium and checksummed by the host. If the host's checksum is wrong too, the image is damaged.
+//! If the host's checksum is right, the bytes are uploaded once more. A second wrong checksum on the device means that
+//! the device has failed.
 //!
 //! This module writes nothing to disk, so a crash loses nothing.
 
@@ -32,25 +32,24 @@ use crate::memory::staging::{StagingBuf, StagingPool};
 /// The maximum number of threads that read images. Four threads keep a disk busy. From the page cache, each thread
 /// delivers a few gigabytes per second, checksums included, and a GPU accepts fifty.
 const THREADS_MAX: usize = 12;
-/// The maximum number of copies in flight while a thread continues reading. A lane executes the copies one after the
+/// The maximum number of copies in flight while a thread continues to read. A lane executes the copies one after the
 /// other, but should never wait for the next copy. From the page cache to an H200, 4 copies of 2 MiB reached 39 GB/s, 8
 /// copies 49 GB/s and 12 copies 50 GB/s. More copies would only need more staging, which a GPU pins at 1.5 GB/s.
 const COPIES_MAX: usize = 12;
 
-/// Loads images into the memory of their pages.
+/// Reads images from disk, verifies them, and uploads them into the memory of their pages.
 #[derive(Clone, Copy)]
 pub(crate) struct ImageLoader<'a> {
     pub device: &'a EngineDevice,
     pub staging: &'a StagingPool,
-    /// The source of images, which reads past the cache or through it, depending on what is known about the images
-    /// (I6).
+    /// The source of images, which bypasses the page cache for images that were never verified on the medium (I6).
     pub source: &'a DiskSource,
-    /// The lanes for uploads, which are used in turn, because the bus is briefly idle between two lists of one lane.
+    /// The lanes for uploads, used in rotation, because the bus is briefly idle between two lists of one lane.
     pub lanes: &'a [Lane],
-    /// A function that returns the memory of a page, and waits until it is allocated.
+    /// A function that waits until a page's memory is allocated, and returns the memory.
     pub target: &'a (dyn Fn(PageId) -> Result<Span> + Sync),
-    /// The side that verifies uncompressed images. The device also checksums bytes that cross a bus. With `Host`, a
-    /// damaged image is detected before any of its bytes is uploaded.
+    /// Whether the device or the host verifies uncompressed images that cross a bus. With `Host`, a damaged image is
+    /// detected before any of its bytes is uploaded.
     pub summed_by: SummedBy,
 }
 
@@ -59,12 +58,12 @@ enum LoadStep<'a> {
     Run(ImageRun<'a>),
     /// A range of a long image, relative to the start of the image.
     Part(&'a ImageRequest, Range<u64>),
-    /// A long page whose image is compressed.
+    /// A long page with a compressed image.
     Compressed(&'a ImageRequest),
 }
 
 impl LoadStep<'_> {
-    /// Returns the sort key of a unit of work: its page, and its offset in the page.
+    /// Returns the page and the offset in the page of a unit of work. The loader sorts its work by this key.
     fn key(&self) -> (PageId, u64) {
         match self {
             LoadStep::Run(run) => (run.first_page(), 0),
@@ -80,13 +79,15 @@ pub(crate) fn threads() -> usize {
 }
 
 impl ImageLoader<'_> {
-    /// Loads and verifies images in any order with several threads, and returns when all have arrived. A long image is
-    /// read in parts, so that each thread needs only a few megabytes of memory.
+    /// Loads and verifies images in any order with several threads, and returns after all images have arrived. A long
+    /// image is read in parts, so that each thread needs only a few megabytes of memory.
     ///
-    /// The images must be grouped by file: sorting all of them at once took a tenth of the time to load small pages.
+    /// The images must be grouped by file, because sorting all of them together took a tenth of the time to load small
+    /// pages.
     ///
     /// # Errors
-    /// [`Error::Damaged`]; a device error, after which command lists that name the memory may still be in flight.
+    /// [`Error::Damaged`] for a damaged image, or a device error. After a device error, command lists that name the
+    /// memory may still be in flight.
     pub fn load<'i>(
         &self,
         images: impl Iterator<Item = &'i mut [ImageRequest]>,
@@ -105,8 +106,8 @@ impl ImageLoader<'_> {
         if unlike.is_empty() { Ok(()) } else { Err(transfer_corrupted(self.device, "pages")) }
     }
 
-    /// Loads images, and returns those whose checksum on the device differs from the stored one. If the device does not
-    /// checksum, the host verifies all of them.
+    /// Loads images once. Returns the images whose checksum on the device differs from the stored checksum. If the
+    /// device computes no checksums, the host verifies every image.
     fn load_once<'i>(
         &self,
         images: impl Iterator<Item = &'i mut [ImageRequest]>,
@@ -143,12 +144,12 @@ impl ImageLoader<'_> {
         copies.found.into_inner().unlike()
     }
 
-    /// Returns the side that verifies an uncompressed image.
+    /// Returns whether the device or the host verifies an uncompressed image.
     fn summed_by(&self) -> SummedBy {
         if self.device.crosses_bus() { self.summed_by } else { SummedBy::Host }
     }
 
-    /// Loads a run, whose images are close together in a file, with a single read.
+    /// Loads a run of images, which are close together in a file, with a single read.
     fn load_run(&self, run: &ImageRun<'_>, copies: &PendingCopies<'_>) -> Result<()> {
         // The run is read directly into staging, in whole blocks of the medium, which contain the requested bytes.
         let read = run.read(self.source, |len| self.staging.take(len))?;
@@ -178,8 +179,8 @@ impl ImageLoader<'_> {
         copies.upload(read.bytes, &stored)
     }
 
-    /// Decompresses a page piece by piece, so that host memory never contains the whole page. The page is verified once
-    /// all of it is uploaded, and no reader can access it before.
+    /// Decompresses a page piece by piece, so that host memory never contains the whole page. The page is verified
+    /// after the last piece is uploaded, and no reader can access the page before.
     fn load_compressed(&self, wanted: &ImageRequest, copies: &PendingCopies<'_>) -> Result<()> {
         let target = (self.target)(wanted.page)?;
         // One piece of staging fills while earlier ones are uploaded.
@@ -233,57 +234,57 @@ impl ImageLoader<'_> {
     }
 }
 
-/// A staging buffer in which bytes are collected and uploaded when it is full.
+/// A staging buffer that collects bytes and is uploaded when it is full.
 #[derive(Default)]
 struct StagingFill {
     staged: Option<StagingBuf>,
-    /// The number of bytes in the buffer.
+    /// The number of bytes in the staging buffer.
     filled: usize,
 }
 
 /// A range of a page that is being uploaded.
 #[derive(Clone, Copy)]
 struct Part {
-    /// The offset of the range in staging.
+    /// The offset of the range in the staging buffer.
     at: usize,
     /// The page memory that receives the range.
     target: Span,
-    /// The request for the image that contains the range.
+    /// The request whose image contains the range.
     of: ImageRequest,
-    /// The offset of the range in the page.
+    /// The offset of the range in its page.
     offset: u64,
 }
 
-/// The copies in flight from staging to pages.
+/// The queue of copies in flight from staging to pages, and the checksums of completed copies.
 struct PendingCopies<'a> {
-    /// The loader whose device and staging the copies use.
+    /// The loader that provides the device and the staging pool.
     loader: &'a ImageLoader<'a>,
-    /// The number of submitted lists, with which lanes are used in turn.
+    /// The number of command lists submitted so far, from which the next lane is computed.
     begun: AtomicUsize,
-    /// The copies in flight, approximately oldest first, because several threads add to the queue.
+    /// The copies in flight. The order is only approximately oldest first, because several threads add copies.
     under_way: Mutex<VecDeque<Copies>>,
-    /// The sums that the device computed for completed copies.
+    /// The checksums that the device computed for completed copies.
     found: Mutex<FoundSums>,
 }
 
 /// A command list that uploads parts of pages.
 struct Copies {
     pending: Pending,
-    /// The parts that the device checksums.
+    /// The uploaded parts that the device checksums.
     summed: Vec<Part>,
 }
 
-/// The device's sums that do not verify a page by themselves.
+/// The device's checksums that are wrong or that cover only a part of a page.
 #[derive(Default)]
 struct FoundSums {
-    /// The requests for images whose page has a wrong sum.
+    /// The requests whose page has a wrong checksum.
     unlike: Vec<ImageRequest>,
-    /// Parts of pages, each with its sum. All parts of a page together verify it.
+    /// Parts of pages with their checksums. A page is verified by combining the checksums of all its parts.
     parts: Vec<(Part, u32)>,
 }
 
 impl FoundSums {
-    /// Adds the sum of a part that has arrived.
+    /// Adds the checksum of a part that has arrived on the device.
     fn add(&mut self, part: &Part, sum: u32) -> Result<()> {
         if part.target.len < part.of.len {
             push(&mut self.parts, (*part, sum))
@@ -294,7 +295,7 @@ impl FoundSums {
         }
     }
 
-    /// Returns the requests for images whose pages have a wrong sum.
+    /// Returns the requests whose pages have a wrong checksum.
     fn unlike(self) -> Result<Vec<ImageRequest>> {
         let Self { mut unlike, mut parts } = self;
         parts.sort_unstable_by_key(|(part, _)| (part.of.page, part.offset));
@@ -328,7 +329,8 @@ impl PendingCopies<'_> {
         self.upload(staged, parts)
     }
 
-    /// Submits the upload of these parts of `staged`, with their sums if the device computes them.
+    /// Submits the upload of `parts` from the buffer `staged`. If the device computes checksums, the list includes
+    /// them.
     fn upload(&self, staged: StagingBuf, parts: &[Part]) -> Result<()> {
         let ImageLoader { device, staging: pool, lanes, .. } = *self.loader;
         let parts = || parts.iter().filter(|part| part.target.len > 0);
@@ -354,8 +356,8 @@ impl PendingCopies<'_> {
     }
 
     /// Waits for the oldest copies until at most `at_most` are in flight, and returns their staging buffers to the
-    /// pool. Buffers of other completed copies are also returned, and reused first, because on the host they are still
-    /// in the processor's cache.
+    /// pool. Staging buffers of other completed copies are returned as well, and are reused first, because on the host
+    /// they are still in the processor's cache.
     fn finish_all_but(&self, at_most: usize) -> Result<()> {
         // Waiting for a fence that was reached costs nothing.
         let is_done = |copies: &Copies| {
@@ -380,8 +382,8 @@ impl PendingCopies<'_> {
     }
 }
 
-/// Splits a run into units of work. A run is one unit, unless it is a single long image. Such an image is checksummed
-/// while it is read and verified once all its parts have arrived.
+/// Splits a run into units of work. A run of several images is one unit. A single long image is split into parts, which
+/// are checksummed while they are read. The image is verified after its last part has arrived.
 fn split(run: ImageRun<'_>) -> Vec<LoadStep<'_>> {
     let long = |wanted: &&ImageRequest| {
         wanted.image.codec == Codec::Raw && wanted.image.stored_len > SUMMED_AT_ONCE as u64
@@ -397,7 +399,7 @@ fn split(run: ImageRun<'_>) -> Vec<LoadStep<'_>> {
     parts.map(|at| LoadStep::Part(wanted, at..wanted.image.stored_len.min(at + RUN_BYTES))).collect()
 }
 
-/// Verifies the images that were read in parts, from the parts' checksums in order.
+/// Verifies the images that were read in parts. `parts` yields the checksums of the parts in order.
 fn check_parts<'a>(parts: impl Iterator<Item = (&'a LoadStep<'a>, Option<u32>)>) -> Result<()> {
     let mut so_far = crc32fast::Hasher::new();
     for (work, checksum) in parts {

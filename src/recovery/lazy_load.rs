@@ -1,10 +1,10 @@
-//! The page loader, which loads pages that an open left unloaded into memory while the store is in use.
+//! The page loader, which loads the pages that an open did not load while the store is in use.
 //!
-//! A few threads load pages in file order, but first the pages that callers wait for. The image of a page is read and
-//! verified, then the applier receives the page's memory, then the waiting callers are woken. In any other order, a
+//! A few threads load pages in file order. Pages that callers wait for are loaded first. The image of a page is read
+//! and verified, then the applier receives the page's memory, then the waiting callers are woken. In any other order, a
 //! caller could read bytes that no checksum has covered.
 //!
-//! This progress is not recorded on disk, so a crash loses nothing. An unloaded page equals its image in the newest
+//! The progress is not recorded on disk, so a crash loses nothing. An unloaded page equals its image in the newest
 //! snapshot, no batch changes the page, and no file is removed while any page is unloaded. A damaged image poisons the
 //! store before any file is removed, so that an open that loads all pages can still use older data.
 
@@ -29,22 +29,22 @@ use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::images::read::{ImageRequest, RUN_BYTES, SummedBy};
 
-/// The maximum number of bytes of following pages in the file that are loaded together with a page that a caller waits
-/// for. This number is small enough not to delay the caller.
+/// The maximum number of bytes of adjacent pages in the file that are loaded together with a page that a caller waits
+/// for. Loading so few bytes does not noticeably delay the caller.
 const FOLLOWING_BYTES_MAX: u64 = 256 << 10;
 /// The maximum number of threads that load one long page. Several long pages may be loaded at the same time.
 const LONG_THREADS_MAX: usize = 4;
-/// The lanes for loading. No batch uses a page's memory before the page is loaded, so its bytes need not be uploaded in
-/// batch order. On these lanes, uploads may queue with a snapshot's long copies without delaying any batch.
+/// The lanes for loading. No batch uses a page's memory before the page is loaded, so the upload order does not matter.
+/// On these lanes, uploads may queue behind a snapshot's long copies without delaying any batch.
 const LANES: [Lane; 2] = [Lane::Drain, Lane::Load];
 
-/// The pause between a shortage and the next attempt.
+/// The delay after a shortage of memory or another resource before the next attempt to load a page.
 const SHORTAGE_PAUSE: Duration = Duration::from_millis(50);
 
 /// A handle to the threads that load pages.
 pub(crate) struct PageLoader {
     loads: Loads,
-    /// The main loading thread, which other threads assist, or `None` if no page was unloaded.
+    /// The main loading thread, which starts the other loading threads, or `None` if no page was unloaded.
     thread: Option<JoinHandle<()>>,
 }
 
@@ -71,7 +71,7 @@ impl PageLoader {
 }
 
 impl Drop for PageLoader {
-    /// Ends the threads after the pages that they are loading. All other unloaded pages remain on disk.
+    /// Stops the threads after they have loaded their current pages. All other unloaded pages remain on disk.
     fn drop(&mut self) {
         let Some(thread) = self.thread.take() else { return };
         self.loads.unloaded().end(Error::Closed);
@@ -83,7 +83,7 @@ impl Drop for PageLoader {
     }
 }
 
-/// The state of a loading thread. When the thread ends, even by a panic, waiting callers get an error.
+/// A guard for a loading thread. When the thread ends, even by a panic, waiting callers get an error.
 struct LoaderLoop(Loads);
 
 impl LoaderLoop {
@@ -106,17 +106,18 @@ impl Drop for LoaderLoop {
     }
 }
 
-/// The loading threads' access to the running engine.
+/// Loads unloaded pages into the running engine. Each loading thread has a clone.
 #[derive(Clone)]
 struct Loads {
     engine: Arc<Engine>,
-    /// The number of loads, with which loads start on the lanes in turn, because most loads have a single list.
+    /// The number of loads begun so far, from which the first lane of the next load is computed. Most loads have a
+    /// single list.
     begun: Arc<AtomicUsize>,
 }
 
 impl Loads {
-    /// Returns the set of unloaded pages. The applier has no memory for them, so code that does not wait for a page
-    /// panics instead of reading wrong bytes.
+    /// Returns the set of unloaded pages. The applier has no memory for these pages. Code that accesses a page without
+    /// waiting for it therefore panics instead of reading wrong bytes.
     fn unloaded(&self) -> &UnloadedSet {
         self.engine.applier.unloaded()
     }
@@ -130,8 +131,8 @@ impl Loads {
         }
     }
 
-    /// Loads some pages. If an image is damaged, each page is loaded again separately from the medium, which identifies
-    /// the damaged image and excludes damage to the cached copy.
+    /// Loads some pages. If an image is damaged, loads each page again separately from the medium. The second load
+    /// identifies the damaged image and excludes damage in the page cache.
     fn load(&self, proven: &DiskSource, pages: Vec<UnloadedPage>) {
         match self.read_patiently(proven, &pages) {
             // A page counts as loaded only when all of it is verified.
@@ -155,7 +156,7 @@ impl Loads {
 
     /// Calls [`read`](Self::read) repeatedly while the system is short of a resource. Callers keep waiting for the
     /// page, because an error would make a transient shortage look like a lost page. Returns `false` if the store
-    /// closes first.
+    /// closes before the pages are read.
     fn read_patiently(&self, source: &DiskSource, pages: &[UnloadedPage]) -> Result<bool> {
         loop {
             match self.read(source, pages) {
@@ -171,7 +172,8 @@ impl Loads {
         }
     }
 
-    /// Fails a page that cannot be loaded. If its image is not the cause, no other page can be loaded either.
+    /// Reports a page as failed, and poisons the store. If the page's image is not the cause, reports all other
+    /// unloaded pages as failed, too.
     ///
     /// The store is poisoned first, because a later snapshot could remove files that can replace the image.
     fn fail(&self, unloaded: UnloadedPage, error: Error) {
@@ -185,7 +187,7 @@ impl Loads {
         self.unloaded().fail(unloaded, error);
     }
 
-    /// Reads and verifies the images of these pages, directly into their memory.
+    /// Reads and verifies the images of `pages`, directly into the memory of the pages.
     fn read(&self, source: &DiskSource, pages: &[UnloadedPage]) -> Result<()> {
         let wanted = |unloaded: &UnloadedPage| ImageRequest {
             page: unloaded.page,
@@ -216,10 +218,10 @@ impl Loads {
         loader.load(std::iter::once(&mut *images), parallel::threads(LONG_THREADS_MAX))
     }
 
-    /// Passes loaded pages to the applier, and wakes the callers that wait for them.
+    /// Passes loaded pages to the applier, and wakes the callers that wait for the pages.
     ///
-    /// The pages are passed in a turn of the applier, so that no batch is applied in between. The callers are woken
-    /// afterwards, when the applier's state contains the memory.
+    /// The pages are passed in a turn of the applier, so that no batch is applied concurrently. The callers are woken
+    /// after the turn, when the applier's state contains the memory.
     fn install(&self, pages: Vec<UnloadedPage>) {
         let loaded: Vec<(PageId, u64)> =
             pages.iter().map(|unloaded| (unloaded.page, unloaded.memory.byte_len())).collect();
@@ -237,7 +239,7 @@ impl Loads {
         }
     }
 
-    /// Frees the memory of pages that stayed unloaded.
+    /// Frees the memory of pages that were never loaded.
     fn give_back(&self) {
         let mut memory = self.unloaded().take_memory().peekable();
         if memory.peek().is_none() {

@@ -1,5 +1,5 @@
-//! Caller-owned memory for the pages that an open loads, which is requested, checked and adopted before any page is
-//! read.
+//! Caller-owned memory for the pages that an open loads. The memory is requested, checked and adopted before any page
+//! is read.
 //!
 //! If the open fails, the caller must discard any bytes that were loaded into this memory.
 
@@ -15,14 +15,14 @@ use crate::error::{Error, Refused, Result};
 use crate::memory::arena::{Arena, PageMemory};
 use crate::options::PageMemorySource;
 
-/// Caller-owned memory by page. Memory that no page has used is returned on drop.
+/// Caller-owned memory by page. On drop, memory that no page uses is returned to the caller.
 pub(super) struct LentPages<'a> {
     arena: &'a Arena,
     memory: Mutex<BTreeMap<PageId, PageMemory>>,
 }
 
 impl<'a> LentPages<'a> {
-    /// Creates an empty set, in which no page has caller-owned memory.
+    /// Creates a set without caller-owned memory.
     pub fn none(arena: &'a Arena) -> Self {
         Self { arena, memory: Mutex::default() }
     }
@@ -30,7 +30,7 @@ impl<'a> LentPages<'a> {
     /// Asks the caller for memory for each non-empty page, and adopts the memory that the caller returns.
     ///
     /// # Errors
-    /// `Refused`, `Panicked`; a device error.
+    /// [`Error::Refused`] for unsuitable memory, `Error::Panicked` if the caller's function panics, or a device error.
     pub fn ask(
         arena: &'a Arena,
         device: &Arc<EngineDevice>,
@@ -68,7 +68,7 @@ impl<'a> LentPages<'a> {
         self.arena.lend(page, &bytes)
     }
 
-    /// Returns whether the set contains memory for a page.
+    /// Returns whether the set contains memory for `page`.
     pub fn has(&self, page: PageId) -> bool {
         self.memory.lock().contains_key(&page)
     }

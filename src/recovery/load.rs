@@ -1,7 +1,7 @@
-//! Loads pages into device memory: images, and then the log on top of them.
+//! Loads pages into device memory: first the images, and then the changes in the log.
 //!
-//! [`load`] shows the steps, each of which is a helper function. [`Recovery::open`](super::Recovery::open) calls it
-//! once for each snapshot that it tries. This module writes nothing to disk, so a crash loses nothing.
+//! [`load`] runs the steps. [`Recovery::open`](super::Recovery::open) calls [`load`] once for each snapshot that it
+//! tries. This module writes nothing to disk, so a crash loses nothing.
 
 use remanent_format::image::ImageRef;
 use remanent_format::manifest::Manifest;
@@ -43,13 +43,13 @@ use crate::options::PageLoad;
 ///    page by page instead, a table over the budget would be noticed only after gigabytes had been read. With tiers,
 ///    pages that do not fit are first moved to slower places.
 /// 2. **Sort** the pages by their sources.
-/// 3. **Load** images, **allocate** memory and **determine** the files to keep, all three concurrently. Done
-///    sequentially, allocation alone took a third of the time to load pages of 16 KiB.
+/// 3. **Load** images, **allocate** memory and **determine** the files to keep, all concurrently. In sequence,
+///    allocation alone took a third of the time to load pages of 16 KiB.
 /// 4. **Set apart** the pages that stay unloaded, so that the replay finds no memory for them. Otherwise the page
 ///    loader would later overwrite the result of the replay.
 /// 5. **Replay** the log. The replay must follow step 3, because a later upload of an image would overwrite changes of
 ///    batches.
-/// 6. **Finish**: wait for the command lists. Memory freed earlier would be written to by a list in flight.
+/// 6. **Finish**: wait for the command lists. A list in flight would write to memory that is freed earlier.
 pub(super) fn load<'a, 's>(
     recovery: &Recovery<'a>,
     source: &DiskSource,
@@ -123,23 +123,24 @@ fn replay_start(survey: &Survey, base: Option<&Manifest>) -> LogPoint {
     }
 }
 
-/// Loads pages into device memory.
+/// Loads images into device memory and replays the log. Used for one attempt to load one snapshot.
 struct Loader<'a> {
     recovery: &'a Recovery<'a>,
     pages: PageSet,
-    /// The pages that the host changes during replay. Resized pages are among them, because on the device a page is
-    /// allocated once, with its final length.
+    /// The pages that the host changes during replay. These include resized pages, because the device allocates a page
+    /// once, with its final length.
     on_host: Mutex<HostPages>,
-    /// The commands that zero pages.
+    /// The commands that fill new pages with zeros.
     list: ListBuilder,
-    /// The lists that the device may still execute. While there are any, no page memory may be freed.
+    /// The command lists that the device may still execute. Page memory may be freed only after the last of them
+    /// completes.
     in_flight: SubmittedLists<'a>,
     tail: Vec<Vec<u8>>,
 }
 
-/// The maximum number of bytes of resized pages that are kept completely in host memory.
+/// The maximum total length of resized pages that are kept completely in host memory.
 const ON_HOST_MAX: u64 = 64 << 20;
-/// The number of bytes of a resized page that are assembled at a time if the whole page does not fit.
+/// The length of the windows in which a resized page is assembled if the page does not fit in host memory.
 const WINDOW_LEN: u64 = 8 << 20;
 
 impl<'a> Loader<'a> {
@@ -155,8 +156,8 @@ impl<'a> Loader<'a> {
         }
     }
 
-    /// Runs step 3 for pages whose length changes: loads their bytes before the replay into host memory, as far as they
-    /// fit.
+    /// Runs step 3 for pages whose length changes: loads the bytes of the pages into host memory before the replay.
+    /// Pages that do not fit are assembled after the replay.
     fn load_to_host(
         &mut self,
         sealed: &DiskSource,
@@ -178,8 +179,8 @@ impl<'a> Loader<'a> {
         Ok(())
     }
 
-    /// Creates the pages that stay on disk from their images. Images that were not read back yet are read now, because
-    /// the new incarnation relies on them (I7).
+    /// Creates the pages that stay on disk from their images. Images that were not read back yet are verified now,
+    /// because the new incarnation relies on them (I7).
     fn find_on_disk(&self, sealed: &DiskSource, pages: &[(PageId, Base, bool)]) -> Result<()> {
         let unproven = pages.iter().filter(|(.., is_proven)| !is_proven);
         let wanted = unproven.filter_map(|(page, base, _)| {
@@ -195,7 +196,7 @@ impl<'a> Loader<'a> {
         Ok(())
     }
 
-    /// Runs step 3 for all other pages: loads images into device memory. Returns the pages that are left unloaded.
+    /// Runs step 3 for the pages in device memory: loads their images. Returns the pages that are left unloaded.
     fn load_images(
         &mut self,
         sealed: &DiskSource,
@@ -242,14 +243,15 @@ impl<'a> Loader<'a> {
         Ok(unloaded)
     }
 
-    /// Adopts the allocated memory, even if an allocation failed, so that a failed open frees the memory.
+    /// Adopts the allocated memory, even if a later allocation failed, so that a failed open frees the memory.
     fn take_memory(&mut self, memories: PageMemories<'_>) -> Result<()> {
         let (memory, allocated) = memories.finish();
         self.pages.memory = memory;
         allocated
     }
 
-    /// Runs step 4: removes the memory of unloaded pages from the set, so that the replay does not access these pages.
+    /// Runs step 4: moves the memory of unloaded pages out of the page set, so that the replay does not access these
+    /// pages.
     fn set_apart(&mut self, unloaded: Vec<(PageId, ImageRef)>) -> Result<()> {
         if unloaded.is_empty() {
             return Ok(());
@@ -338,8 +340,8 @@ impl<'a> Loader<'a> {
         self.in_flight.drain(0)
     }
 
-    /// Uploads bytes of a page that were assembled in host memory, starting at `offset`, and verifies the arrived
-    /// bytes. The call waits, because such pages are rare.
+    /// Uploads a part of a page that was assembled in host memory, starting at `offset`. Waits for the upload and
+    /// verifies its checksum. Such pages are rare, so waiting costs little.
     fn upload(&self, page: PageId, offset: u64, bytes: &[u8]) -> Result<()> {
         let Recovery { staging, .. } = self.recovery;
         if bytes.is_empty() {
@@ -366,7 +368,8 @@ impl<'a> Loader<'a> {
 }
 
 impl Recovery<'_> {
-    /// Reads the batches after `from` up to `until` again. All of them existed when the state was resolved.
+    /// Reads the batches after `from` up to `until` a second time. The first read resolved the state, so all of the
+    /// batches exist.
     fn replay<T: Send>(
         &self,
         source: &DiskSource,

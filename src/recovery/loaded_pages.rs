@@ -1,4 +1,4 @@
-//! The memory of loaded pages, which is freed if the open fails.
+//! The memory of loaded pages. If the open fails, the memory is freed.
 
 use remanent_format::PageId;
 use remanent_format::state::id_map::IdMap;
@@ -9,23 +9,23 @@ use crate::error::Result;
 use crate::images::disk_pages::DiskPage;
 use crate::memory::arena::{Arena, PageMemory};
 
-/// The loaded pages, which no command list uses any more. Dropping this value frees their memory, so that an attempt
-/// with an older snapshot has the whole budget (I10).
+/// The loaded pages, after all command lists have completed. Dropping this value frees the memory of the pages, so that
+/// an attempt with an older snapshot has the whole budget (I10).
 pub(super) struct LoadedPages<'a> {
     pub arena: &'a Arena,
     pub pages: PageSet,
-    /// The payloads of the batches that no durable mark covers, in order. The new incarnation copies them (I5, I6).
+    /// The payloads of the batches above the last durable mark, in log order. The new incarnation copies them (I5, I6).
     pub tail: Vec<Vec<u8>>,
-    /// The pages moved to slower places because the budget had no room for them.
+    /// The pages that were moved to slower places because they exceeded the budget.
     pub lowered: Option<LoweredPages>,
 }
 
-/// The memory of all pages of the table.
+/// The pages of the table, grouped by whether they are in memory, on disk, or not loaded yet.
 #[derive(Default)]
 pub(super) struct PageSet {
-    /// The memory of the loaded pages.
+    /// The memory of each loaded page.
     pub memory: IdMap<PageId, PageMemory>,
-    /// The pages on disk, which have no memory.
+    /// The pages on disk, which have no page memory.
     pub on_disk: IdMap<PageId, DiskPage>,
     /// The pages that are not loaded yet, each of which equals its image.
     pub unloaded: Vec<UnloadedPage>,
@@ -35,7 +35,7 @@ pub(super) struct PageSet {
 pub(super) type KeptPages = (IdMap<PageId, PageMemory>, IdMap<PageId, DiskPage>, UnloadedSet);
 
 impl PageSet {
-    /// Frees all memory. The caller must ensure that no command list uses it.
+    /// Frees all memory. The caller must ensure that no command list uses the memory.
     pub fn give_back(self, arena: &Arena) {
         let loaded = self.memory.into_items().map(|(_, memory)| memory);
         arena.discard_all(loaded.chain(self.unloaded.into_iter().map(|unloaded| unloaded.memory)));
@@ -43,7 +43,7 @@ impl PageSet {
 }
 
 impl LoadedPages<'_> {
-    /// Returns the pages. Their memory is no longer freed on drop.
+    /// Returns the pages. Dropping this value no longer frees their memory.
     ///
     /// # Errors
     /// `OutOfMemory`.

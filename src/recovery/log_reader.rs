@@ -1,12 +1,12 @@
-//! Reads and verifies frames of the log on a separate thread, in advance of the thread that uses them.
+//! Reads and verifies frames of the log on a separate thread, before the thread that uses them needs them.
 //!
 //! A long log is read in *windows* of some mebibytes. All cores read a window in chunks, and each chunk is checksummed
-//! while it is in the core's cache. Then the reading thread walks along the headers, frame by frame, and uses these
-//! sums for the payloads. The log is therefore judged in log order, regardless of the order in which chunks were
-//! completed (I4). All cores also decode the operations of verified frames. A walk that finds no frame reads the bytes
-//! once more before it judges.
+//! while it is in the core's cache. Then the reading thread follows the headers, frame by frame, and combines the
+//! checksums of the chunks to verify the payloads. The log is therefore judged in log order, regardless of the order in
+//! which chunks were completed (I4). All cores also decode the operations of verified frames. If the reading thread
+//! finds no frame at a position, it reads the bytes once more before it decides.
 //!
-//! Frames are read into staging and stay there, so that a device can read deltas from that memory. At any time, one
+//! Frames are read into staging and stay in it, so that a device can read deltas from that memory. At any time, one
 //! window is being read, one is being converted to a command list and one is in use, and one window waits for each of
 //! the latter two steps. Each window is at least as long as its longest frame. If frames are longer than windows, the
 //! reading thread builds the lists, and three windows are in memory instead of five. One thread reads a short log, or
@@ -34,42 +34,42 @@ use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 use crate::memory::staging::{StagingBuf, StagingPool};
 
-/// The maximum number of runs that are read in advance in a log without windows. Each run uses staging of up to the
-/// length of the longest frame.
+/// The maximum number of runs that wait for the using thread, in a log that is read without windows. Each run uses
+/// staging of up to the length of the longest frame.
 const RUNS_MAX: usize = 2;
-/// The maximum number of windows that are read in advance, in addition to the window that is being read.
+/// The maximum number of windows that wait for the next step, in addition to the window that is being read.
 const WINDOWS_READY_MAX: usize = 1;
 /// The maximum number of threads that read and checksum windows.
 const THREADS_MAX: usize = 16;
-/// The minimum number of threads that benefit from windows. Two threads are kept busy by reading one run and using
+/// The minimum number of threads for reading in windows. Two threads are kept busy by reading one run and using
 /// another. On two busy cores, windows took 1.2 times the CPU time without a gain.
 const THREADS_MIN: usize = 4;
 /// The number of bytes of a window per thread. Each step of a window ends when the last thread has completed its part,
-/// so a window must not be short. Several windows should fit in the last-level cache.
+/// so short windows are inefficient. Several windows should fit in the last-level cache.
 const WINDOW_LEN_EACH: u64 = 1 << 20;
-/// The maximum length of a window for any number of threads (I10).
+/// The maximum length of a window in bytes, regardless of the number of threads (I10).
 const WINDOW_LEN_MAX: u64 = 16 << 20;
-/// The minimum length of a window that several threads read faster than one.
+/// The minimum length of a window in bytes. One thread reads a shorter window as fast as several threads.
 const WINDOW_LEN_MIN: u64 = 2 << 20;
-/// The minimum number of windows in a log that is read in windows, because their memory is touched and, on a GPU,
-/// pinned.
+/// The minimum length of a log that is read in windows, as a number of windows. For a shorter log, touching the memory
+/// of the windows and pinning it on a GPU would take too long.
 const WINDOWS_MIN: u64 = 8;
-/// The length of a segment, in windows, above which its frames count as long.
+/// The number of windows in a segment above which the frames of the segment count as long.
 const LONG_WINDOWS: u64 = 4;
-/// The number of bytes that a thread reads and checksums at a time, which stay in its core's L2 cache.
+/// The number of bytes that a thread reads and checksums at a time. They fit in the L2 cache of a core.
 const CHUNK_LEN: u64 = 256 << 10;
-/// The minimum number of operations that a thread decodes at a time. Decoding fewer takes less time than starting a
-/// thread.
+/// The minimum number of operations that a thread decodes at a time. Starting a thread for fewer operations takes
+/// longer than decoding them.
 const OPS_AT_ONCE: usize = 1024;
 
-/// The source of frames, and the memory to read them into.
+/// Reads the frames of a log from disk into staging memory.
 pub(super) struct Frames<'a> {
     pub source: &'a DiskSource,
     pub map: &'a LogMap,
-    /// The highest durable mark that manifests contain. The walk treats an earlier end as damage (I4).
+    /// The highest durable mark in the manifests. A log that ends earlier is damaged (I4).
     pub mark: Lsn,
     pub staging: &'a StagingPool,
-    /// The window length in bytes, which tests set to override the length derived from the log.
+    /// The window length in bytes. Tests set it to override the length derived from the log.
     pub window_len: Option<u64>,
 }
 
@@ -79,8 +79,8 @@ struct WindowRules {
     len: u64,
     chunk_len: u64,
     threads: usize,
-    /// Whether a frame may be much longer than a window. The reading thread then builds the lists, so that fewer
-    /// windows are in memory.
+    /// Whether a frame may be much longer than a window. If so, the reading thread builds the lists, and fewer windows
+    /// are in memory.
     has_long_frames: bool,
 }
 
@@ -99,18 +99,18 @@ pub(super) struct LoggedBatch {
     pub payload: Range<usize>,
 }
 
-/// The effect of some of a run's batches on the table.
+/// The effect of one or more batches of a run on the page table.
 pub(super) enum RunStep {
-    /// Batches that only change bytes of pages, like nearly all batches of a long log.
+    /// Consecutive batches that only change bytes of pages. Nearly all batches of a long log are of this kind.
     Changes(Range<usize>, PageChanges),
     /// A batch that has other effects or is not decoded yet.
     Batch(usize),
 }
 
-/// The position at which a walk stopped.
+/// The position at which a reader of the log stopped.
 pub(super) struct StopPoint {
     pub point: LogPoint,
-    /// The end of the log, if the walk reached it.
+    /// The end of the log, or `None` if the reader stopped earlier.
     pub end: Option<LogEnd>,
 }
 
@@ -130,14 +130,15 @@ impl From<ProducerPanic> for Error {
 
 impl Frames<'_> {
     /// Reads the batches after `from` up to `until`, or to the end of the log. Passes each run to `make`, and the
-    /// result to `each` on the calling thread. Either function must return the run's memory to the pool.
+    /// result of `make` to `each` on the calling thread. Either function must return the run's memory to the pool.
     ///
-    /// `make` runs on the reading thread, while the run's bytes are in its cache. With windows, it normally runs on a
-    /// separate thread.
+    /// `make` runs on the reading thread, while the run's bytes are in the core's cache. With windows, `make` normally
+    /// runs on a separate thread.
     ///
     /// # Errors
-    /// [`Error::Damaged`] if the log ends where it must continue; the error of `each`, if it comes first in the log;
-    /// `OutOfMemory`; a device error.
+    /// - [`Error::Damaged`] if the log ends where it must continue.
+    /// - The error of `each`, if it comes first in the log.
+    /// - [`Error::OutOfMemory`] or a device error.
     pub fn read<T: Send>(
         &self,
         from: LogPoint,
@@ -183,7 +184,7 @@ impl Frames<'_> {
         read.map_err(|damage| no_staging.into_inner().unwrap_or_else(|| damage.into()))
     }
 
-    /// Returns the windows for reading the log after `from`, or `None` if one thread is as fast.
+    /// Returns the parameters for reading the log after `from` in windows, or `None` if one thread is as fast.
     fn windows(&self, from: LogPoint) -> Option<WindowRules> {
         let threads = parallel::threads(THREADS_MAX);
         let segments = self.map.segments().range(from.segment..).map(|(_, segment)| segment);
@@ -202,7 +203,7 @@ impl Frames<'_> {
         Some(WindowRules { len, chunk_len, threads, has_long_frames })
     }
 
-    /// Reads a window with several threads, and checksums it.
+    /// Reads and checksums a window with several threads.
     fn read_window(
         &self,
         rules: WindowRules,
@@ -218,7 +219,7 @@ impl Frames<'_> {
         })
     }
 
-    /// Walks the log on the reading thread, and passes each run on when the walk moves to another buffer.
+    /// Follows the log on the reading thread. Passes each run on when the next frame is in another buffer.
     fn walk(
         &self,
         from: LogPoint,
@@ -257,7 +258,7 @@ impl Frames<'_> {
         walked.map(|()| stopped)
     }
 
-    /// Walks up to `until`, and leaves the last run in `run`, because the walk still shares its memory.
+    /// Follows the log up to `until`. Leaves the last run in `run`, because the reader still shares the run's memory.
     fn walk_to(
         &self,
         walk: &mut LogWalk<'_, StagingBuf>,
@@ -289,7 +290,7 @@ impl Frames<'_> {
 }
 
 impl BatchRun {
-    /// Creates a run from memory that the walk has released.
+    /// Creates a run from memory that the reader has released.
     fn new((memory, batches): (Arc<StagingBuf>, Vec<LoggedBatch>), threads: usize) -> Self {
         let memory = Arc::into_inner(memory).expect("the walk reads on elsewhere");
         Self { memory, batches, threads }
@@ -319,8 +320,8 @@ impl BatchRun {
         parallel::map_indexed(self.threads, groups.len(), || (), each)
     }
 
-    /// Returns the effects of this run's batches. If a single thread reads the log, the batches are left undecoded for
-    /// the thread that uses the run.
+    /// Returns the effects of this run's batches. If a single thread reads the log, the batches are returned undecoded,
+    /// and the thread that uses the run decodes them.
     pub fn steps(&self) -> Vec<RunStep> {
         let each_batch = |batches: Range<usize>| batches.map(RunStep::Batch).collect();
         if self.threads == 1 {

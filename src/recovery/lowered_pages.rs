@@ -1,9 +1,9 @@
-//! Pages that an open moves to slower places because the budget has no room for them.
+//! Pages that an open moves to slower places because they exceed the memory budget.
 //!
 //! A store may be opened with less memory than before, on a smaller machine or next to another process. If [`Tiers`]
 //! define an order of places, the least recently changed pages are demoted before memory is claimed and pages are
-//! loaded. A page demoted to disk stays in its image. The new incarnation logs the moves as its first batch, before the
-//! store can be used.
+//! loaded. A page demoted to disk remains in its image. The new incarnation logs the moves as its first batch, before
+//! the store can be used.
 //!
 //! A crash before that batch loses nothing. The next open finds the pages in their old places, and decides again.
 
@@ -22,18 +22,18 @@ use crate::images::disk_pages::pending_max;
 use crate::options::Budget;
 use crate::options::tiers::Tiers;
 
-/// The pages to demote, and the batch that demotes them, which is not logged yet.
+/// The pages to demote, and the batch that demotes them. The batch is logged when the new incarnation begins.
 pub(super) struct LoweredPages {
-    /// The table after the batch.
+    /// The page table after the demotions.
     pub table: PageTable,
-    /// The pages, in ascending order.
+    /// The pages to demote, in ascending order.
     pub pages: Vec<PageId>,
-    /// The payload of the batch.
+    /// The payload of the batch that demotes the pages.
     pub payload: Vec<u8>,
 }
 
-/// A page that may be demoted. Pages are ordered by precedence: for a move to disk, pages whose image contains their
-/// current bytes come first. Within each group, the least recently changed page comes first.
+/// A page that may be demoted. For a move to disk, pages whose image contains their current bytes are demoted first.
+/// Among equal pages, the least recently changed page is demoted first.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct LeavingPage {
     waits_in_memory: bool,
@@ -42,7 +42,7 @@ struct LeavingPage {
     len: u64,
 }
 
-/// Returns the pages of a place after these moves, each with its length in bytes and its last change.
+/// Returns the pages that are in a place after the given moves, each with its length in bytes and its last change.
 fn residents<'a>(
     table: &'a PageTable,
     moves: &'a BTreeMap<PageId, Place>,
@@ -54,15 +54,15 @@ fn residents<'a>(
         .filter_map(move |((page, before, len), (_, lsn))| is_there(page, before).then_some((page, len, lsn)))
 }
 
-/// The images from which pages are loaded.
+/// The images from which an open loads pages.
 pub(super) struct ImagedPages<'a> {
     pub bases: &'a Bases,
-    /// The snapshot from which recovery starts, with all its entries.
+    /// The snapshot from which recovery starts, with its complete list of entries.
     pub snapshot: Option<&'a Manifest>,
 }
 
 impl ImagedPages<'_> {
-    /// Returns whether an image contains a page's bytes according to this table.
+    /// Returns whether an image contains the bytes that `page` has in `table`.
     fn has(&self, table: &PageTable, page: PageId) -> bool {
         let (Some(info), Some(base)) = (table.get(page), self.bases.get(page)) else { return false };
         let Some(image) = base.image else { return false };
@@ -77,11 +77,12 @@ impl ImagedPages<'_> {
 }
 
 impl LoweredPages {
-    /// Finds the pages to demote. Returns `None` if no page needs to be demoted, or if too few can be, in which case
-    /// the open is refused later. `is_lent` identifies pages in caller-owned memory, which the budget does not count.
+    /// Finds the pages to demote. Returns `None` if no page needs to be demoted. Also returns `None` if too few pages
+    /// can be demoted, and claiming memory then fails with `OverBudget`. `is_lent` identifies pages in caller-owned
+    /// memory, which the budget does not count.
     ///
     /// # Errors
-    /// `OutOfMemory`, `Limit`.
+    /// [`Error::OutOfMemory`], `Error::Limit`.
     pub fn find(
         table: &PageTable,
         imaged: &ImagedPages<'_>,

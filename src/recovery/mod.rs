@@ -49,7 +49,7 @@
 //!
 //! 1. Lock the store. Sync the folders, so that every listed name is durable. Read STORE.
 //! 2. Survey the files. Resolve the final page table from the newest usable snapshot and the log (I10).
-//! 3. Check the budget, load images past the cache, and replay the log onto them. If pages are loaded on demand,
+//! 3. Check the budget, load images from the medium, and replay the log onto them. If pages are loaded on demand,
 //!    `lazy_load.rs` later loads the pages that still equal their images. Nothing has been written so far, so a refused
 //!    open leaves the store unchanged.
 //! 4. Add to STORE any features that this build writes and STORE lacks. From here on, a crash leaves a store that older
@@ -124,19 +124,19 @@ pub(crate) struct RecoveredStore {
     pub store: StoreFile,
     /// The applier's initial state: table, memory and position in the log.
     pub applied: AppliedState,
-    /// A copy of the applier's table, for commits.
+    /// A copy of the applier's page table, to which new commits apply.
     pub submitted: PageTable,
     /// The pages that differ from the newest snapshot.
     pub changed: Vec<PageId>,
     /// The position at which the log continues in the new incarnation.
     pub log: LogStart,
-    /// The payload of a batch that is already in the tables but not yet in the log.
+    /// The payload of a batch that the tables already contain and that must be logged first, or `None`.
     pub first_batch: Option<Vec<u8>>,
     /// The pool of new and spare log segments.
     pub pool: Arc<SegmentPool>,
-    /// The kept files, and the reasons for keeping them.
+    /// The catalog of kept snapshots, tables and files.
     pub catalog: Catalog,
-    /// The amount of log after the newest snapshot.
+    /// The amount of log after the newest snapshot, from which the due time of the next snapshot is computed.
     pub behind: ReplayBacklog,
     /// The report for the caller.
     pub recovered: RecoveryReport,
@@ -145,16 +145,16 @@ pub(crate) struct RecoveredStore {
 /// The amount of log after the newest snapshot, which determines when the next snapshot is due.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct ReplayBacklog {
-    /// The number of bytes in the log's segments on disk, at their full length, and in the images that its batches
-    /// name. Even a short run with few commits uses whole segments, so counting the bytes of frames would never make a
-    /// snapshot due.
+    /// The total length in bytes of the log's segments on disk and of the images that their batches name. The full
+    /// length of a segment counts, because even a short run with few commits uses whole segments.
     pub bytes: u64,
-    /// The number of openings in that log, including that of this run. Each has its own segment, even with few commits.
+    /// The number of openings of the store in that log, including the current one. Each opening uses at least one
+    /// segment.
     pub restarts: usize,
 }
 
 impl ReplayBacklog {
-    /// Counts the log after the snapshot that was loaded, which the next open would replay again.
+    /// Counts the log after the loaded snapshot. The next open would replay this log again.
     fn of(survey: &Survey, resolution: &Resolution) -> Self {
         let base = resolution.base.and_then(|base| survey.links[&base].as_ref().ok());
         let (from, offset) = base.map_or((0, 0), |(link, _)| (link.redo.segment, link.redo.offset));
@@ -167,8 +167,10 @@ impl ReplayBacklog {
     }
 }
 
-/// Writes a small file for an open. An open must succeed on a full disk, because only an open store can free space by
-/// deletes. Therefore, without free space, the file is created from a spare, or spares are removed.
+/// Writes a small file during an open, even on a full disk. If the disk has no free space, the file is created from a
+/// spare, or spares are removed.
+///
+/// An open must succeed on a full disk, because only an open store can free space by deleting pages.
 fn with_reserve<T>(pool: &SegmentPool, mut write: impl FnMut(&CreateFromSpare) -> Result<T>) -> Result<T> {
     let spare = |temporary, len| pool.make_small(temporary, len, 0, SpacePurpose::Open);
     loop {
@@ -179,26 +181,26 @@ fn with_reserve<T>(pool: &SegmentPool, mut write: impl FnMut(&CreateFromSpare) -
     }
 }
 
-/// The inverse of the share of the file system that a segment may take. With the empty segments and the reserve there
-/// are five, and a small disk needs most of its space for pages.
+/// The inverse of the maximum share of the file system that one segment may occupy. With the empty segments and the
+/// reserve, there are five segments, and a small disk needs most of its space for pages.
 const SEGMENT_SHARE: u64 = 64;
-/// The segment length below which that share does not shorten segments.
+/// The minimum length in bytes to which `SEGMENT_SHARE` may shorten a segment.
 const SEGMENT_SHARE_MIN: u64 = 256 << 10;
-/// The inverse of the share of the file system that spares beyond the reserve may take by default.
+/// The inverse of the default maximum share of the file system that spares beyond the reserve may occupy.
 const SPARE_SHARE: u64 = 100;
-/// The default maximum number of bytes of spares beyond the reserve.
+/// The default maximum total length in bytes of spares beyond the reserve.
 const SPARE_BYTES_MAX: u64 = 512 << 20;
 
-/// The parts of a store that recovery uses.
+/// The resources that an open uses: disk, device, memory and options.
 pub(crate) struct Recovery<'a> {
-    /// The directory, which the caller must have locked.
+    /// The disk with the store's directory. The caller must have locked the directory.
     pub disk: Arc<dyn Disk>,
     pub device: Arc<EngineDevice>,
-    /// Page memory, with its budget (I10).
+    /// The allocator of page memory, with its budget (I10).
     pub arena: &'a Arena,
-    /// The staging memory through which lanes copy.
+    /// The pool of staging buffers through which lanes copy.
     pub staging: &'a StagingPool,
-    /// The caller's options: budget, identity, load policy.
+    /// The caller's options, such as the budget, the identity and the load policy.
     pub options: &'a Options,
     /// The mode in which the log will be written.
     pub log_io: LogIo,
@@ -218,8 +220,8 @@ impl Recovery<'_> {
         Ok(opened)
     }
 
-    /// Recovers a store. The numbers refer to the order of steps in the module's docs. Nothing is written up to step 3,
-    /// so a refusal or a crash has no effect.
+    /// Recovers a store. The numbers in the code refer to the order of steps in the module's docs. Nothing is written
+    /// up to step 3, so an error or a crash in these steps has no effect.
     fn recover(&self) -> Result<RecoveredStore> {
         // 1. I6: names that are not durable yet must not be relied on. A rename may exist only in the cache. A power
         //    cut after this open would restore the old name, although the new incarnation already relies on the new
@@ -366,8 +368,8 @@ impl Recovery<'_> {
     }
 
     /// Prevents new readers from starting at any snapshot. Returns `None` if a reader is active, because the reader may
-    /// be at any position in the log. If a lock cannot be tried for lack of space or of a file handle, a reader is
-    /// assumed, and a later snapshot removes the files.
+    /// be at any position in the log. If a lock cannot be tried for lack of space or of a file handle, also returns
+    /// `None`, and a later snapshot removes the files.
     fn lock_out_readers(&self, survey: &Survey) -> Option<Vec<Box<dyn DiskLock>>> {
         // Number 0 represents the beginning of the log. A reader may also have started from a link that no record
         // names.
@@ -387,8 +389,8 @@ impl Recovery<'_> {
 
     /// Returns an error for a store with another identity or layout, or a store that this build must not write.
     ///
-    /// This build can at most read a store with unknown features, because bytes that it writes could violate what those
-    /// features guarantee.
+    /// This build can at most read a store with unknown features, because the bytes that this build writes could
+    /// violate the guarantees of those features.
     fn check_identity(&self, store: &StoreFile) -> Result<()> {
         if !store.is_writable() {
             let features = store.features.read_compatible;
@@ -406,7 +408,7 @@ impl Recovery<'_> {
         Ok(())
     }
 
-    /// Adds the features that this build writes to STORE. Returns once STORE contains them durably.
+    /// Adds the features that this build writes to the STORE file. Returns once the STORE file is durable.
     fn with_features(&self, pool: &SegmentPool, store: StoreFile) -> Result<StoreFile> {
         let features = store.features.with_written();
         if features == store.features {
@@ -417,7 +419,7 @@ impl Recovery<'_> {
         with_reserve(pool, |spare| publish(&self.disk, FileName::Store, 0, &[&bytes], spare)).map(|()| store)
     }
 
-    /// Removes files under temporary names, which a crash left before their rename and no record names.
+    /// Removes files under temporary names. A crash left them before their rename, and no record names them.
     fn remove_temporaries(&self) -> Result<()> {
         for folder in [Folder::Root, Folder::Log, Folder::Pages, Folder::Snapshots] {
             for name in self.disk.list(folder)? {
@@ -431,8 +433,8 @@ impl Recovery<'_> {
 
     /// Creates the pool of segments for the log.
     ///
-    /// With spares beyond the reserve, a busy log need not write and sync the zeros of new segments while committers
-    /// wait. Their number is bounded, because they take space that pages could use.
+    /// With spares beyond the reserve, committers of a busy log need not wait for the zeros of new segments to be
+    /// written and synced. The number of spares is bounded, because they take space that pages could use.
     fn pool(&self, store: StoreId) -> Result<Arc<SegmentPool>> {
         let total = self.disk.total_bytes().unwrap_or_else(|error| {
             tracing::debug!(%error, "cannot determine the size of the file system");
@@ -448,15 +450,16 @@ impl Recovery<'_> {
     }
 }
 
-/// Returns the end of the log without its newest incarnation, which is where that incarnation began. Returns `None` if
-/// the incarnation must be kept.
+/// Returns the end of the log before its newest incarnation, or `None` if that incarnation must be kept.
 ///
-/// Without this, a store that is opened repeatedly without commits would fill its disk, because each open uses a
-/// segment, and only a snapshot after further commits would free the segment.
+/// Omitting an incarnation without batches frees its segment. Otherwise a store that is opened repeatedly without
+/// commits would fill its disk, because each open uses a segment, and only a snapshot after further commits frees it.
 ///
-/// The incarnation may be omitted only if no data relies on it. The incarnation must have accepted no batch, not even
-/// as a copy, so that it ends where it began. No manifest's `redo` may be in it, because a replay begins there. All
-/// manifests must be readable, because the `redo` of an unreadable manifest may be there.
+/// The incarnation may be omitted only if no data relies on it:
+///
+/// - The incarnation accepted no batch, not even as a copy, so that it ends where it began.
+/// - No manifest's `redo` is in the incarnation, because a replay begins at a `redo`.
+/// - All manifests are readable, because an unreadable manifest may have its `redo` in the incarnation.
 fn end_without(survey: &Survey, end: &LogEnd) -> Option<LogEnd> {
     let newest = survey.log.newest()?;
     let (_, opening) = survey.log.line().last().filter(|(_, opening)| opening.incarnation == newest)?;

@@ -1,9 +1,9 @@
 //! Builds the catalog that an open would build, for callers that only query it. The preview writes nothing, takes no
 //! lock and loads no pages.
 //!
-//! The rules are those of an open, because the same code builds the catalog and plans the pruning. Images are not read.
-//! If those of the newest snapshot are damaged, a real open starts from an older snapshot, and keeps more files than
-//! this preview reports.
+//! The preview and an open use the same code to build the catalog and to plan the pruning. The preview does not read
+//! images. If images of the newest snapshot are damaged, an open starts from an older snapshot, and keeps more files
+//! than this preview reports.
 
 use std::sync::Arc;
 
@@ -21,26 +21,26 @@ use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 use crate::images::disk_pages::DiskPages;
 
-/// The maximum number of attempts while a writer changes the files.
+/// The maximum number of attempts to read the files while a writer changes them.
 const ATTEMPTS: usize = 16;
 
-/// The catalog that an open would build, and the range of files that a writer may be creating.
+/// The catalog that an open would build, and the lowest number of the files that a writer may be creating.
 pub(crate) struct OpenPreview {
     pub catalog: Catalog,
     /// The number of the segment in which the log ends.
     pub current_segment: u64,
-    /// The number from which files may belong to a batch or snapshot in progress, or `None` if there is no writer. No
-    /// record names such files yet, but they are needed.
+    /// The number from which files may belong to a batch or snapshot in progress, or `None` if no writer is active.
+    /// These files must be kept, although no record names them yet.
     pub under_way_from: Option<u64>,
 }
 
 impl OpenPreview {
-    /// Reads the store's files, and retries if a writer interfered.
+    /// Reads the store's files, and retries if a writer changed them during the read.
     ///
     /// The lock is only queried (`F_OFD_GETLK`) and not taken, so a dry run delays neither readers nor writers.
     ///
     /// # Errors
-    /// [`Error::NoStore`], [`Error::Damaged`]; I/O errors.
+    /// [`Error::NoStore`], [`Error::Damaged`], or an I/O error.
     pub fn take(disk: &Arc<dyn Disk>) -> Result<Self> {
         if !disk.list(Folder::Root)?.iter().any(|name| *name == FileName::Store.name()) {
             return Err(Error::NoStore { path: disk.label(), found: None });
@@ -55,7 +55,7 @@ impl OpenPreview {
         }
     }
 
-    /// Makes one attempt, which a writer may disturb.
+    /// Reads the store's files once. Fails if a writer changes the files during the read.
     fn take_once(disk: &Arc<dyn Disk>) -> Result<Self> {
         // The lock is queried first: a writer that starts later removes unneeded files before it writes new ones.
         let is_locked = disk.is_locked()?;

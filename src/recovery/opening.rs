@@ -1,7 +1,8 @@
-//! Begins an incarnation: its opening segment is written completely and then renamed into place (I5).
+//! Begins an incarnation: writes its complete opening segment under a temporary name, and then renames the segment
+//! (I5).
 //!
-//! A crash before the rename changes nothing, and the next open repeats these steps. A crash after it leaves the new
-//! incarnation complete, with all batches that the previous incarnation accepted.
+//! A crash before the rename changes nothing, and the next open repeats these steps. A crash after the rename leaves
+//! the new incarnation complete, with all batches that the previous incarnation accepted.
 
 use remanent_format::frame::{FrameHeader, FrameKind, VerifiedSnapshot, encode_seal, frame_len};
 use remanent_format::log::LogEnd;
@@ -70,23 +71,23 @@ pub(crate) fn begin(
     Ok((log, position))
 }
 
-/// The end of the previous incarnation. The default is the predecessor of a new store.
+/// The end of the previous incarnation. The default value is the predecessor of a new store.
 #[derive(Default)]
 pub(crate) struct Predecessor {
-    /// The highest segment, which is empty. The opening segment replaces it through a rename.
+    /// The number of the highest segment, which is empty. The opening segment replaces it through a rename.
     pub segment: u64,
-    /// The newest incarnation on disk, whose number is never assigned again. If this incarnation was left out of the
-    /// line, `end` is in an older incarnation.
+    /// The newest incarnation on disk, whose number is never assigned again. If the newest incarnation was omitted
+    /// because it has no batch, `end` is in an older incarnation.
     pub newest: Incarnation,
     /// The end of the log, or `None` for a new store.
     pub end: Option<LogEnd>,
-    /// The payloads of the batches to copy, which were accepted and are above the last mark (I6).
+    /// The payloads of the accepted batches above the last durable mark, which the opening segment copies (I6).
     pub tail: Vec<Vec<u8>>,
 }
 
 impl Predecessor {
-    /// Creates the new opening, which states where its predecessor ends: at the last proven point (I6). Later frames
-    /// may exist only in the cache, and are never read again.
+    /// Creates the opening record of the new incarnation. The record states the last proven point of the predecessor
+    /// (I6). Later frames may exist only in the page cache, and are never read again.
     fn opening(&self, incarnation: Incarnation) -> Opening {
         let (predecessor, accepted) =
             self.end.as_ref().map_or_else(Default::default, |end| (end.proven, end.accepted));
@@ -94,18 +95,18 @@ impl Predecessor {
     }
 }
 
-/// The encoded frames of an opening segment.
+/// The encoded frames of an opening segment, with the positions that the running log continues from.
 struct OpeningFrames {
     bytes: Vec<u8>,
-    /// The end of the last batch that is carried over.
+    /// The end of the last copied batch.
     point: LogPoint,
     /// The opening seal's chain hash, which the next frame states.
     chain: u32,
-    /// The offset at which the opening seal ends.
+    /// The offset in the segment at which the opening seal ends.
     end: u64,
 }
 
-/// Encodes the frames after the header: the copied tail, and the seal that records the verified snapshots.
+/// Encodes the frames after the segment header: the copied batches, and the seal that records the verified snapshots.
 fn opening_frames(
     store: StoreId,
     segment: u64,
@@ -152,7 +153,7 @@ fn opening_frames(
     OpeningFrames { bytes, point, chain, end }
 }
 
-/// Returns random bytes from the system, for identities that must not repeat.
+/// Returns random bytes from the operating system, for identities that must not repeat.
 pub(crate) fn random<const N: usize>() -> Result<[u8; N]> {
     let mut bytes = [0; N];
     let mut filled = 0;

@@ -1,9 +1,9 @@
-//! Memory for the pages that an open loads. All of the memory is claimed before any is allocated (I10). The memory is
-//! then allocated piece by piece while other threads load into completed pieces. Done before loading, allocation took a
-//! third of the time to load pages of 16 KiB.
+//! Memory for the pages that an open loads. The budget for all pages is claimed before any memory is allocated (I10).
+//! The memory is then allocated piece by piece while other threads load into completed pieces. When all memory was
+//! allocated before loading, allocation took a third of the time to load pages of 16 KiB.
 //!
-//! A single thread allocates. With several, the host's allocator gave each thread new memory and kept the memory freed
-//! by the previous store, and opening took a quarter longer.
+//! A single thread allocates. With several threads, the host's allocator gave each thread new memory and kept the
+//! memory freed by the previous store, and opening took a quarter longer.
 
 use std::sync::OnceLock;
 
@@ -16,30 +16,31 @@ use crate::device::Span;
 use crate::error::{Error, Result};
 use crate::memory::arena::{Arena, PageMemory, Purpose, Reservation};
 
-/// The maximum number of bytes in a piece, not counting its last page. A thread that needs one of its pages waits until
-/// all of them are allocated, and the host device zeroes them. The pages of a piece are in the same rows of the table,
-/// so that the final list takes over whole rows.
+/// The maximum number of bytes in a piece, not counting its last page. A thread that needs a page waits until the whole
+/// piece is allocated and, on the host device, filled with zeros. A piece consists of whole rows of the table, so that
+/// the final list takes over whole rows.
 const PIECE_BYTES: u64 = 4 << 20;
 
-/// The memory of all pages of a table, which is being allocated.
+/// The memory of all pages of a table during an open, while one thread allocates it and other threads load pages into
+/// it.
 pub(super) struct PageMemories<'a> {
-    /// The claim on the budget, from which the memory of each page is allocated.
+    /// The claim on the budget from which page memory is allocated.
     reserved: Reservation<'a>,
     table: &'a PageTable,
-    /// The caller-owned memory for some of the pages.
+    /// The caller-owned memory, for the pages that have such memory.
     lent: LentPages<'a>,
-    /// The pieces, in page order.
+    /// The units of allocation, in page order.
     pieces: Vec<MemoryPiece>,
 }
 
-/// Neighboring pages that are allocated together.
+/// Pages with adjacent ids whose memory is allocated together.
 struct MemoryPiece {
     first: PageId,
     last: PageId,
     allocated: OnceLock<PieceResult>,
 }
 
-/// The result of allocating a piece: the memory of all its pages, or of those before the first failure.
+/// The result of allocating a piece: the memory of all its pages, or of the pages before the first failure.
 #[derive(Default)]
 struct PieceResult {
     memory: IdMap<PageId, PageMemory>,
@@ -49,10 +50,10 @@ struct PieceResult {
 impl<'a> PageMemories<'a> {
     /// Claims the memory of all pages, as one sum per place (I10).
     ///
-    /// If memory were claimed page by page, a table that does not fit would be noticed only after most of it is loaded.
+    /// If memory were claimed page by page, a table over the budget would be noticed only after most of it is loaded.
     ///
     /// # Errors
-    /// `OverBudget`; a device error.
+    /// `OverBudget` if the pages exceed the budget, or a device error.
     pub fn reserve(arena: &'a Arena, table: &'a PageTable, lent: LentPages<'a>) -> Result<Self> {
         let mut sums: Vec<(Place, u64)> = Vec::new();
         let mut pieces: Vec<MemoryPiece> = Vec::new();
@@ -82,7 +83,7 @@ impl<'a> PageMemories<'a> {
         Ok(Self { reserved, table, lent, pieces })
     }
 
-    /// Allocates all memory. Stops at the first failure, because the open fails anyway.
+    /// Allocates the memory of all pages. Stops at the first failure, because the open fails anyway.
     pub fn allocate(&self) {
         // On every exit, the guard completes the pieces that were not reached.
         let mut rest = PieceGuard { memories: self, refused: None };
@@ -112,18 +113,18 @@ impl<'a> PageMemories<'a> {
         parts.map(|pieces| (pieces[0].first, pieces[pieces.len() - 1].last)).collect()
     }
 
-    /// Returns a page's memory, and waits until it is allocated.
+    /// Waits until a page's memory is allocated, and returns the memory.
     ///
     /// # Errors
-    /// `OutOfMemory`, `Unavailable`, a device error.
+    /// `OutOfMemory`, `Unavailable`, or a device error.
     ///
     /// # Panics
-    /// If the table has no such page.
+    /// If the table does not contain the page.
     pub fn of(&self, page: PageId) -> Result<Span> {
         self.memory_of(page).map(PageMemory::span)
     }
 
-    /// Returns whether a page's memory is caller-owned, and waits until it is allocated.
+    /// Waits until a page's memory is allocated, and returns whether the memory is caller-owned.
     ///
     /// # Errors
     /// Same as [`of`](Self::of).
@@ -141,7 +142,7 @@ impl<'a> PageMemories<'a> {
         }
     }
 
-    /// Returns the allocated memory, and the error if not all of it could be allocated.
+    /// Returns the allocated memory, and the first allocation error.
     pub fn finish(self) -> (IdMap<PageId, PageMemory>, Result<()>) {
         let (table, mut all, mut refused) = (self.table, IdMap::default(), Ok(()));
         for PieceResult { memory, refused: why } in
@@ -158,7 +159,7 @@ impl<'a> PageMemories<'a> {
     }
 }
 
-/// A guard that wakes all threads that wait for pieces which will not be allocated. Without it, a panic of the
+/// A guard that wakes all threads that wait for pieces which will not be allocated. Without the guard, a panic of the
 /// allocating thread would leave the loading threads asleep, and the open would hang.
 struct PieceGuard<'m, 'a> {
     memories: &'m PageMemories<'a>,
@@ -204,8 +205,8 @@ mod tests {
         Arena::new(EngineDevice::new(Arc::new(HostDevice::new())), Budget::default())
     }
 
-    /// A loading thread may arrive before the allocation. The thread must wait and get the page's final memory, because
-    /// with any other span it would overwrite another page.
+    /// Tests a loading thread that needs a page before the page's memory is allocated. The thread must wait and get the
+    /// page's final memory, because with any other memory it would overwrite another page.
     #[test]
     fn thread_waits_until_page_memory_is_available() {
         let (arena, table) = (arena(), table(Place::Host));
@@ -248,7 +249,7 @@ mod tests {
         }
     }
 
-    /// A thread that waits for a page after the refused one must be notified. Otherwise the open hangs forever.
+    /// A thread that waits for a page after a failed allocation must be notified. Otherwise the open hangs forever.
     #[test]
     fn pages_after_a_refused_one_are_refused() {
         // No device is bound to the slot.

@@ -1,5 +1,5 @@
-//! Sorts the pages of a table by their sources, in parts of thousands of pages on several threads. With small pages, a
-//! single thread takes a tenth of the time to load them.
+//! Sorts the pages of a table by their sources. Several threads sort parts of thousands of pages each. With small
+//! pages, sorting with a single thread takes a tenth of the time to load the pages.
 
 use std::collections::BTreeMap;
 
@@ -17,19 +17,19 @@ use crate::images::read::ImageRequest;
 
 /// The maximum number of threads that sort pages.
 const THREADS_MAX: usize = 8;
-/// The number of pages per additional thread.
+/// The number of pages for which one more thread is started.
 const PAGES_MIN: usize = 8 << 10;
 
-/// The table to sort, and the facts that classify its pages.
+/// The page table to sort by source, and the facts that classify its pages.
 pub(super) struct SourceSorter<'a> {
     pub table: &'a PageTable,
-    /// The same table, with the places that the pages will have.
+    /// The page table with the places that the pages will have after demotions.
     pub placed: &'a PageTable,
     /// The image and the batch from which each page is rebuilt.
     pub bases: &'a Bases,
-    /// The snapshot from which recovery starts, with all its entries.
+    /// The snapshot from which recovery starts, with its complete list of entries.
     pub snapshot: Option<&'a Manifest>,
-    /// Whether a frame records that snapshot as verified (I7).
+    /// Whether a frame records `snapshot` as verified (I7).
     pub is_verified: bool,
     /// Whether pages may stay unloaded until they are needed.
     pub may_be_unloaded: bool,
@@ -37,7 +37,7 @@ pub(super) struct SourceSorter<'a> {
     pub from: Lsn,
 }
 
-/// The sources of pages. Each list is in page order.
+/// The pages of a table, grouped by the source of their bytes. Each list is in page order.
 #[derive(Default)]
 pub(super) struct PageSources {
     pub images: ImageGroup,
@@ -45,18 +45,20 @@ pub(super) struct PageSources {
     pub zeros: Vec<PageId>,
     /// Pages whose length changes during replay.
     pub resized: Vec<(PageId, Base)>,
-    /// Pages that stay on disk, each with its base, and whether its image was verified on the medium.
+    /// Pages that stay on disk. Each tuple contains the page, its base, and whether its image was verified on the
+    /// medium.
     pub on_disk: Vec<(PageId, Base, bool)>,
-    /// Pages whose bases are newer than the batch after which replay begins, each with the newest batch in its base.
+    /// Pages whose bases are newer than the start of the replay. Each tuple contains the page and the newest batch in
+    /// its base.
     pub late: Vec<(PageId, Lsn)>,
-    /// Images that later snapshots need not write again although the previous snapshot does not name them.
+    /// Images that the previous snapshot does not name, but that later snapshots may name without writing them again.
     pub replay_images: ReplayImages,
 }
 
-/// Images grouped by file, because within a file they are mostly in page order already.
+/// Images to load, grouped by file. Within a file, images are mostly in page order.
 #[derive(Default)]
 pub(super) struct ImageGroup {
-    /// Images that were verified past the cache together with their snapshot.
+    /// Images that were verified together with their snapshot, bypassing the page cache.
     pub proven: Vec<Vec<ImageRequest>>,
     pub unproven: Vec<Vec<ImageRequest>>,
     /// Images that are not loaded during the open.
@@ -98,9 +100,9 @@ impl SourceSorter<'_> {
 
     /// Sorts the pages from `first` to `last`.
     ///
-    /// The images that a verified snapshot names were verified past the cache (I7), no writer touches them, and each
-    /// has its checksum. Therefore they may be read through the cache. If pages are loaded on demand, pages that no
-    /// batch has changed since are left unloaded.
+    /// The images that a verified snapshot names were verified on the medium (I7), no writer changes them, and each has
+    /// its checksum. Therefore they may be read through the page cache. If pages are loaded on demand, pages that no
+    /// batch has changed since the snapshot are left unloaded.
     fn sort_between(&self, (first, last): (PageId, PageId)) -> Result<PageSources> {
         let Self { table, placed, bases, snapshot, is_verified, may_be_unloaded, from } = *self;
         let mut sorted = PageSources::default();
@@ -166,7 +168,7 @@ mod tests {
     use super::*;
     use crate::catalog::{entry, sample};
 
-    /// The number of pages, sufficient for each kind to occur in each part.
+    /// The number of pages in the test, which is large enough for each part to contain each kind of page.
     const PAGES: u64 = 1000;
     /// The batch after which the replay begins.
     const REDO: Lsn = Lsn(500);

@@ -7,14 +7,14 @@ use remanent_format::{Damage, Position, SnapshotId};
 
 use super::Recovery;
 
-/// The report of an open, with the state that it found and the steps that it took. Returned by
+/// The report of an open: the state that the open found, and the steps that it took. Returned by
 /// [`Store::recovered`](crate::Store::recovered).
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct RecoveryReport {
     /// Whether this open created the store.
     pub created: bool,
-    /// The incarnation that this open began, and the last batch found.
+    /// The position at which the store was opened: the new incarnation and the last batch found.
     pub position: Position,
     /// The position of the last accepted batch in the previous incarnation, or `None` for a new store.
     pub previous: Option<Position>,
@@ -22,19 +22,19 @@ pub struct RecoveryReport {
     pub snapshot: Option<SnapshotId>,
     /// The number of batches replayed on top of the snapshot.
     pub replayed_batches: u64,
-    /// The number of bytes in the frames of the replayed batches.
+    /// The total length in bytes of the frames of the replayed batches.
     pub replayed_bytes: u64,
-    /// The number of batches above the last durable mark, which were copied into the new incarnation.
+    /// The number of batches above the last durable mark. The open copied them into the new incarnation.
     pub copied_batches: u64,
     /// The number of pages not loaded yet when the open returned ([`crate::options::MemoryOptions::load`]).
     pub unloaded_pages: u64,
-    /// The number of pages that the open moved to slower places because the budget had no room for them
+    /// The number of pages that the open moved to slower places because they exceeded the memory budget
     /// ([`crate::Options::tiers`]).
     pub lowered_pages: u64,
-    /// The frames that were cut from the end of the log, if any.
+    /// The frames that were cut from the end of the log, or `None` if the log was intact.
     pub torn: Option<TornTail>,
-    /// Damage that did not affect the newest state: skipped snapshots, kept snapshots whose manifests are missing, or
-    /// the header of an empty segment. A lost snapshot is reported only by the open that detects it.
+    /// Damage that did not affect the newest state, such as skipped snapshots, kept snapshots whose manifests are
+    /// missing, or the header of an empty segment. A lost snapshot is reported only by the open that detects it.
     pub harmless: Vec<Damage>,
     /// A description of the device in use.
     pub device: String,

@@ -1,4 +1,4 @@
-//! The command lists in flight to the pages being loaded, limited in number and in bytes.
+//! The command lists in flight to the pages that an open loads, limited in number and in bytes.
 
 use std::collections::VecDeque;
 
@@ -7,19 +7,19 @@ use crate::device::{CommandList, EngineDevice, Lane, Pending};
 use crate::error::Result;
 use crate::memory::staging::StagingPool;
 
-/// The maximum number of lists in flight. Each list owns its staging until it completes, so this also bounds that
-/// memory.
+/// The maximum number of lists in flight, which also bounds the staging memory. Each list owns its staging until it
+/// completes.
 const IN_FLIGHT_MAX: usize = 8;
-/// The maximum number of bytes of staging that lists in flight own. One more list may exceed this limit.
+/// The maximum number of bytes of staging that lists in flight own. The last submitted list may exceed this limit.
 const IN_FLIGHT_BYTES_MAX: usize = 16 << 20;
 
-/// A queue of lists that were submitted and not waited for.
+/// A queue of command lists that were submitted and may not have completed.
 pub(super) struct SubmittedLists<'a> {
     pub device: &'a EngineDevice,
     staging: &'a StagingPool,
-    /// The lists, oldest first.
+    /// The submitted lists, oldest first.
     pending: VecDeque<SubmittedList>,
-    /// The total number of bytes of staging that the lists own.
+    /// The total number of bytes of staging that the submitted lists own.
     pending_bytes: usize,
 }
 
@@ -36,10 +36,10 @@ impl<'a> SubmittedLists<'a> {
         Self { device, staging, pending: VecDeque::new(), pending_bytes: 0 }
     }
 
-    /// Submits a list, unless it is empty, and waits while too many lists are in flight.
+    /// Submits a list, unless the list is empty. Waits while too many lists are in flight.
     ///
     /// # Errors
-    /// A device error; a checksum mismatch of an earlier list.
+    /// A device error, or a checksum mismatch in an earlier list.
     pub fn submit(&mut self, (list, proofs): (CommandList, Vec<ArrivalProof>)) -> Result<()> {
         if list.commands.is_empty() && list.staging.is_empty() {
             return Ok(());
@@ -54,7 +54,8 @@ impl<'a> SubmittedLists<'a> {
         self.drain(IN_FLIGHT_MAX)
     }
 
-    /// Waits until at most `in_flight_max` lists are in flight, and returns the staging of the others to the pool.
+    /// Waits until at most `in_flight_max` lists are in flight, and returns the staging of the completed lists to the
+    /// pool.
     pub fn drain(&mut self, in_flight_max: usize) -> Result<()> {
         while self.pending.len() > in_flight_max {
             self.finish_oldest()?;

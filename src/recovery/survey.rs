@@ -1,8 +1,8 @@
-//! Surveys every file with several threads. With small pages, a single thread that reads a snapshot's links takes a
+//! Surveys every file with several threads. With small pages, reading a snapshot's links with a single thread takes a
 //! fifth of the time to load the pages. The log is surveyed concurrently, because it does not depend on the links.
 //!
-//! Only intact links are read this way. For all other links, [`read_links`] determines the damage and the recoverable
-//! parts, so that all tools use the same rules.
+//! Several threads read only intact links. For all other links, [`read_links`] determines the damage and the
+//! recoverable parts, so that all tools use the same rules.
 //!
 //! This module writes nothing to disk, so a crash loses nothing.
 
@@ -18,12 +18,12 @@ use crate::disk::source::DiskSource;
 
 /// The maximum number of threads that read and decode links.
 const THREADS_MAX: usize = 8;
-/// The number of bytes of a link that a thread reads at a time.
+/// The number of bytes of a link that one thread reads at a time.
 const READ_LEN: usize = 512 << 10;
 /// The number of manifest entries that a thread decodes at a time.
 const ENTRIES_AT_ONCE: usize = 4 << 10;
 
-/// A work pool that distributes a manifest's entries among threads.
+/// Distributes the decoding of a manifest's entries among several threads.
 pub(super) struct EntryThreads;
 
 impl WorkPool for EntryThreads {
@@ -58,8 +58,8 @@ pub(super) fn read(source: &DiskSource) -> Result<Survey, Damage> {
     Ok(Survey { log: log?, links: links?, store })
 }
 
-/// Reads a link whose two copies are equal, and returns it with its header checksum. Returns `None` if the link is too
-/// short or damaged in any way.
+/// Reads a link whose two copies are equal, and returns the link with its header checksum. Returns `None` if the file
+/// is too short or damaged in any way.
 fn read_link(source: &DiskSource, file: FileName) -> Option<(Manifest, u32)> {
     let mut header = [0; ManifestHeaderRaw::LEN];
     source.read_at(file, 0, &mut header).ok()?;
@@ -104,12 +104,12 @@ mod tests {
     const FILE: FileName = FileName::Manifest(1);
     const STORE: StoreId = StoreId([7; 16]);
 
-    /// Returns a manifest of more pages than are read or decoded at a time.
+    /// Returns a manifest with more pages than a thread reads or decodes at a time.
     fn manifest() -> Manifest {
         of_empty_pages(4 * ENTRIES_AT_ONCE as u64 + 7)
     }
 
-    /// Returns a disk on which a link has these bytes.
+    /// Returns a disk with a link file that contains `bytes`.
     fn disk_with(bytes: &[u8]) -> SimDisk {
         let disk = SimDisk::new();
         disk.make_folder(Folder::Snapshots).unwrap();
@@ -117,7 +117,7 @@ mod tests {
         disk
     }
 
-    /// Reads a link with these bytes, using several threads.
+    /// Writes `bytes` as a link file, and reads the link with several threads.
     fn read_from(bytes: &[u8]) -> Option<(Manifest, u32)> {
         read_link(&DiskSource::new(Arc::new(disk_with(bytes))), FILE)
     }
@@ -145,7 +145,7 @@ mod tests {
         assert_eq!(read_link(&DiskSource::new(Arc::new(SimDisk::new())), FILE), None, "no such file");
     }
 
-    /// A damaged length must not make a thread allocate that much memory (I9).
+    /// A damaged length in a header must not make a thread allocate that much memory (I9).
     #[test]
     fn file_shorter_than_its_header_says_is_not_read_further() {
         let whole = manifest().encode().unwrap();
@@ -158,8 +158,8 @@ mod tests {
         }
     }
 
-    /// Several threads find the same result as one thread: without STORE; with a long and a short link, a damaged one
-    /// of each, one under another's name, a segment, and a file that is not a segment.
+    /// Several threads must find the same files as one thread. The cases are: no STORE, a long and a short link, a
+    /// damaged copy of each, a link under another link's name, a segment, and a file that is not a segment.
     #[test]
     fn several_threads_find_same_result_as_one() {
         let disk = disk_with(&manifest().encode().unwrap());

@@ -1,4 +1,4 @@
-//! Determines the verified snapshots from a record in the log and from the files on disk.
+//! Determines the verified snapshots from the record in the log's last seal and from the files on disk.
 
 use remanent_format::SnapshotId;
 use remanent_format::frame::VerifiedSnapshot;
@@ -11,8 +11,8 @@ use remanent_format::state::survey::Survey;
 /// Returns the snapshots that the new incarnation records as verified, and the links that must be published again
 /// first.
 ///
-/// A link is published again if only this open verified its snapshot, or if one of its copies is damaged. The links
-/// that it follows were durable before the link was written.
+/// A link is published again if only this open verified its snapshot, or if one of the link's copies is damaged. The
+/// earlier links in the chain were durable before the link was written.
 pub(super) fn verified<'s>(
     survey: &'s Survey,
     end: &LogEnd,
@@ -45,15 +45,15 @@ pub(super) fn is_verified(survey: &Survey, base: &Manifest, resolution: &Resolut
     Record(&end.verified).has_verified(survey, base.snapshot)
 }
 
-/// Returns a snapshot in the form of a record of verified snapshots, or `None` if one of its links cannot be read.
+/// Returns the record of a snapshot on disk, or `None` if one of the snapshot's links cannot be read.
 fn on_disk(survey: &Survey, snapshot: SnapshotId) -> Option<VerifiedSnapshot> {
     survey.chain(snapshot).ok()?;
     let (_, health) = survey.links[&snapshot].as_ref().ok()?;
     Some(VerifiedSnapshot { snapshot, manifest_crc: health.header_crc, log_kept: false })
 }
 
-/// Returns whether the snapshot on disk equals the recorded snapshot. `log_kept` is ignored, because only the record
-/// contains it.
+/// Returns whether the snapshot on disk equals the recorded snapshot. `log_kept` is ignored, because the snapshot's
+/// files do not contain it.
 fn is_same(on_disk: Option<VerifiedSnapshot>, recorded: &VerifiedSnapshot) -> bool {
     on_disk.is_some_and(|found| {
         (found.snapshot, found.manifest_crc) == (recorded.snapshot, recorded.manifest_crc)
