@@ -2,8 +2,8 @@
 //! instead of late.
 //!
 //! After a batch, a follower checks repeatedly, with pauses that double from [`PAUSE_MIN`] to [`PAUSE_MAX`], because
-//! another batch is likely to follow. Later, a pause is an eighth of the idle time, up to [`PAUSE_MAX_POLLING`] or
-//! [`PAUSE_MAX_NOTIFIED`], because a process may have several hundred followers of idle logs.
+//! another batch is likely to follow. After a longer idle time, a pause is an eighth of the idle time, up to
+//! [`PAUSE_MAX_POLLING`] or [`PAUSE_MAX_NOTIFIED`], because a process may have several hundred followers of idle logs.
 //!
 //! A pause ends early if the system reports that files were written, created or renamed. Buffered and direct logs are
 //! written by system calls, so each of their batches is noticed immediately. Stores into a mapping cause no event, so
@@ -19,21 +19,23 @@ const PAUSE_MAX: Duration = Duration::from_millis(10);
 /// The maximum pause of an idle follower without notifications. With this pause, 300 idle followers use less than a
 /// hundredth of a core.
 const PAUSE_MAX_POLLING: Duration = Duration::from_secs(4);
-/// The maximum pause of an idle follower with notifications, which checks only in case a notification is missed.
+/// The maximum pause of an idle follower with notifications. The follower still checks, because a notification can be
+/// missed.
 const PAUSE_MAX_NOTIFIED: Duration = Duration::from_secs(8);
 const IDLE_PART: u32 = 8;
 /// The interval between checks for new segments and incarnations without notifications.
 const CHECK_AFTER: Duration = Duration::from_millis(10);
-/// The interval between these checks with notifications, because a notification can be missed.
+/// The interval between checks for new segments and incarnations with notifications. The checks are still needed,
+/// because a notification can be missed.
 const CHECK_AFTER_NOTIFIED: Duration = Duration::from_secs(1);
-/// The time after which an incomplete frame is checked for damage.
+/// The time for which a frame must stay incomplete before it is checked for damage.
 const SUSPECT_AFTER: Duration = Duration::from_millis(20);
-/// The time after which the end of an idle log is first checked for damage, and its maximum. The time doubles after
-/// each check.
+/// The idle time after which the end of the log is first checked for damage. The time doubles after each check, up to
+/// `JUDGE_AFTER_MAX`.
 const JUDGE_AFTER: Duration = Duration::from_secs(10);
 const JUDGE_AFTER_MAX: Duration = Duration::from_secs(600);
 
-/// The state of the pauses during one wait for a batch.
+/// The lengths of the pauses between checks during one wait for a batch.
 pub(super) struct Pauses {
     next: Duration,
     check_at: Option<Instant>,
@@ -44,14 +46,14 @@ impl Pauses {
         Self { next: PAUSE_MIN, check_at: None }
     }
 
-    /// Returns the next pause, given how long the log has been `idle`.
+    /// Returns the length of the next pause. `idle` is the time since the last batch.
     pub fn next(&mut self, idle: Duration, is_notified: bool) -> Duration {
         let pause = self.next;
         self.next = (2 * pause).min(PAUSE_MAX);
         pause.max((idle / IDLE_PART).min(if is_notified { PAUSE_MAX_NOTIFIED } else { PAUSE_MAX_POLLING }))
     }
 
-    /// Returns whether the names in the folder should be checked now. The first check is always due.
+    /// Returns whether the names in the log folder should be checked now. The first check is always due.
     pub fn is_check_due(&mut self, now: Instant, is_notified: bool) -> bool {
         let due = self.check_at.is_none_or(|at| at <= now);
         if due {
@@ -60,19 +62,19 @@ impl Pauses {
         due
     }
 
-    /// Makes a check of the names due, because the system reported a change.
+    /// Makes the next check of the names due immediately, because the system reported a change.
     pub fn check_now(&mut self) {
         self.check_at = None;
     }
 }
 
-/// The schedule of checks of the log's end for damage.
+/// Schedules the checks of the log's end for damage.
 pub(super) struct Suspicion {
     at: Instant,
     again_after: Duration,
-    /// Whether a check was made since the follower was opened.
+    /// Whether the log's end was checked for damage since the follower was opened.
     was_checked: bool,
-    /// Whether data that resembles a frame has made the next check due earlier.
+    /// Whether data that resembles a frame has already moved the next check to an earlier time.
     was_noted: bool,
 }
 
@@ -88,13 +90,13 @@ impl Suspicion {
         *self = Self { at: Instant::now() + pause, again_after: JUDGE_AFTER, was_noted: false, ..*self };
     }
 
-    /// Returns whether a check is due.
+    /// Returns whether a check for damage is due.
     pub fn due(&self, now: Instant) -> bool {
         self.at <= now
     }
 
-    /// Records that the position of the next frame contains data that is not a complete frame, which makes a check due
-    /// soon.
+    /// Records that the position of the next frame contains data that is not a complete frame. The next check is then
+    /// due soon.
     pub fn note(&mut self, now: Instant) {
         if !self.was_noted {
             self.was_noted = true;
@@ -115,7 +117,7 @@ mod tests {
     use super::*;
     use crate::log::NOTIFY_AFTER;
 
-    /// Returns the number of checks that a follower makes during an idle period of this length.
+    /// Returns the number of checks that a follower makes while the log is idle for the given time.
     fn checks(idle: Duration, is_notified: bool) -> u32 {
         let (mut pauses, mut passed, mut checks) = (Pauses::new(), Duration::ZERO, 0);
         while passed < idle {
@@ -144,7 +146,8 @@ mod tests {
         }
     }
 
-    /// A batch in a mapped log triggers no event if it follows another batch within that time.
+    /// A writer of a mapped log triggers no event for a batch that soon follows another batch. A follower must
+    /// therefore check often during that time.
     #[test]
     fn follower_polls_often_while_writer_may_be_silent() {
         let (mut pauses, mut passed) = (Pauses::new(), Duration::ZERO);

@@ -1,4 +1,4 @@
-//! The items that a follower returns: batches, and the states that restores produce.
+//! The values that a follower returns: batches, and the states that restores produce.
 
 use std::fmt;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ pub struct FollowedBatch {
     pub(super) disk: Arc<dyn Disk>,
     pub(super) position: FollowerPosition,
     pub(super) durable: Lsn,
-    /// The segment that contains the batch's frame.
+    /// The number of the segment that contains the batch's frame.
     pub(super) segment: u64,
     pub(super) offset: u64,
     pub(super) payload: Vec<u8>,
@@ -39,15 +39,15 @@ impl FollowedBatch {
         self.position.lsn
     }
 
-    /// Returns the position from which a follower can resume after this batch. Store it together with the results of
-    /// processing the batch.
+    /// Returns the position from which a follower can resume after this batch. Store the position together with the
+    /// results of processing the batch.
     #[must_use]
     pub fn position(&self) -> FollowerPosition {
         self.position
     }
 
     /// Returns the newest batch that was known to survive a power cut when this batch was logged. A power cut may still
-    /// lose this batch itself, in which case its position diverges.
+    /// lose this batch itself. The batch's position then diverges.
     #[must_use]
     pub fn durable(&self) -> Lsn {
         self.durable
@@ -67,12 +67,12 @@ impl FollowedBatch {
         &self.payload
     }
 
-    /// Reads and verifies the bytes with which an [`Op::Image`] of the batch replaces the whole content of
-    /// its page. These bytes are in a separate file, so a batch is returned without loading them into memory.
+    /// Reads and verifies the bytes of an [`Op::Image`], which replaces the whole content of `page`. These bytes are in
+    /// a separate file and are not loaded with the batch.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`] if no such operation names the page; [`Error::Overtaken`] if the file is no
-    /// longer kept; [`Error::Damaged`].
+    /// [`Error::UnknownPage`] if no such operation names the page; [`Error::Overtaken`] if the file is no longer kept;
+    /// [`Error::Damaged`].
     pub fn image(&self, page: PageId) -> Result<Vec<u8>> {
         let (image, len) = self.image_named(page)?;
         ImageSource::new(&self.disk, self.lsn()).read(&image, len)
@@ -105,7 +105,8 @@ impl FollowedBatch {
         })
     }
 
-    /// Returns the restored state, which replaces all pages and the root, or `None` if the batch is not a restore.
+    /// Returns the restored state if the batch is a restore, otherwise `None`. The restored state replaces all pages
+    /// and the root.
     #[must_use]
     pub fn restored(&self) -> Option<&RestoredState> {
         self.restored.as_ref()
@@ -175,7 +176,7 @@ impl RestoredState {
     }
 }
 
-/// A reader of the images that a batch names. Files stay open between reads.
+/// Reads the images that a batch names. Files stay open between reads.
 pub(super) struct ImageSource<'d> {
     disk: &'d Arc<dyn Disk>,
     lsn: Lsn,
@@ -199,19 +200,21 @@ impl<'d> ImageSource<'d> {
         streamed.map_err(|damage| self.error(damage))
     }
 
-    /// Verifies an image. The result is required to read the image with [`fill`](Self::fill).
+    /// Verifies an image. Pass the result to [`fill`](Self::fill) to read the image.
     pub fn prove(&self, image: &ImageRef, len: u64) -> Result<ProvenImage> {
         ProvenImage::prove(&self.source, image, len).map_err(|damage| self.error(damage))
     }
 
-    /// Fills `out` with the bytes of a whole page.
+    /// Fills `out` with all bytes of the image's page.
     pub fn fill(&self, image: &ProvenImage, out: &mut [u8]) -> Result<()> {
         image.read(&self.source, 0, out).map_err(|damage| self.error(damage))
     }
 
-    /// Returns the error for damage found in a file. The writer removes a file's name before it overwrites the file
-    /// (I13), which this source may keep open. If the name no longer exists, the file was overtaken, and its content
-    /// does not indicate damage.
+    /// Converts damage found in a file to an error. If the file's name no longer exists, the error is that the follower
+    /// was overtaken.
+    ///
+    /// The writer removes a file's name before it overwrites the file (I13), and this source may keep the file open.
+    /// The content of a file without a name does not indicate damage.
     fn error(&self, damage: Damage) -> Error {
         match damage.defect {
             Defect::Missing => missing_file(self.disk, self.lsn, damage),

@@ -1,18 +1,18 @@
 //! Followers: readers of a store's batches in order, as they are logged, in the same or another process.
 //!
-//! A follower holds no lock and writes nothing. The writer is unaware of it, so the data that it reads may be
-//! unfinished, replaced or recycled at any moment. Three rules make such reads safe:
+//! A follower holds no lock and writes nothing. The writer does not know of the follower, so the data that a follower
+//! reads may be unfinished, replaced or recycled at any moment. Three rules make such reads safe:
 //!
 //! 1. A returned batch is verified: its frame by its checksums, its position and the chain hash of the previous frame
 //!    (I3). A file that was recycled during the read fails these checks.
 //! 2. An incomplete frame is treated as not yet written. The frame counts as damaged only if the check of the log's end
-//!    (I4) finds the same frame damaged twice, without a rename in between. Data that the first check considered
-//!    durable was written before the second check began.
+//!    (I4) finds the same frame damaged twice, without a rename between the two checks. Data that the first check
+//!    considered durable was written before the second check began.
 //! 3. A missing batch was overtaken if a snapshot states that the batch is no longer needed. The opening of the next
 //!    incarnation states which batches of the previous incarnation were lost in a crash. A follower that had read such
 //!    a batch has diverged.
 //!
-//! [`tail`] takes one step along the log. [`seek`] finds the starting point and the end of an incarnation.
+//! [`tail`] reads the next frame of the log. [`seek`] finds the starting point and the end of an incarnation.
 //! [`survey`](mod@survey) distinguishes removed from lost files. [`backoff`] chooses the waiting times. [`replica`]
 //! applies the returned batches.
 
@@ -52,7 +52,7 @@ use segment::{LiveSegment, lacks_first_frames};
 use survey::{ask, left_out, missing, missing_file, needs_confirmation, newest_snapshot, segments, survey};
 use tail::{Tail, TakenFrame};
 
-/// The maximum number of consecutive checks of a log's end while names change.
+/// The maximum number of consecutive checks of a log's end while segments are renamed.
 const JUDGEMENTS: usize = 16;
 
 /// The point from which a follower reads.
@@ -61,9 +61,9 @@ const JUDGEMENTS: usize = 16;
 pub enum FollowFrom {
     /// Starts with the first batch of the store.
     Beginning,
-    /// Starts after the state of the newest snapshot, or with the first batch if there is no snapshot.
+    /// Starts after the end of the newest snapshot, or with the first batch if there is no snapshot.
     Snapshot,
-    /// Starts after a batch that a follower returned before.
+    /// Starts after the batch at a position that a follower returned before.
     Position(FollowerPosition),
 }
 
@@ -109,19 +109,20 @@ pub struct Follower {
     store: StoreFile,
     tail: Tail,
     position: FollowerPosition,
-    /// The newest batch that any file read so far states to be durable.
+    /// The newest batch that is durable according to the files read so far.
     mark: Lsn,
     suspicion: Suspicion,
     /// The time at which the last frame was found.
     idle_since: Instant,
     watch: Box<dyn Watch>,
     checks: u64,
-    /// The last point in a segment without its first frames that was checked, and after which no frame was omitted.
+    /// The last checked point in a segment without its first frames. The check found that no frame after the point was
+    /// omitted.
     checked_gap: Option<LogPoint>,
 }
 
 impl Follower {
-    /// Creates a follower of a store on any disk. Tests use this with simulated disks. Other callers use
+    /// Creates a follower of a store on any disk, such as a simulated disk in a test. Other callers use
     /// [`Follower::open`].
     ///
     /// # Errors
@@ -151,8 +152,8 @@ impl Follower {
         opened.map_err(|error| error.in_store(&disk.label()))
     }
 
-    /// Creates a follower that starts after the state of a snapshot. A snapshot's images belong to different moments,
-    /// so its state is reached at its end, after reading the batches from its redo on.
+    /// Creates a follower that starts after the end of a snapshot. A snapshot's images belong to different moments, so
+    /// its state is complete only at its end. The follower therefore reads the batches from `redo` to `end` first.
     fn behind_end(disk: Arc<dyn Disk>, store: &StoreFile, redo: LogPoint, end: Lsn) -> Result<Self> {
         let position = seek::at(redo);
         // I7: the log is durable up to the end of a published snapshot.
@@ -188,7 +189,7 @@ impl Follower {
         }
     }
 
-    /// Returns the position after the last batch that was returned, from which another follower can resume.
+    /// Returns the position after the last returned batch. Another follower can resume from this position.
     #[must_use]
     pub fn position(&self) -> FollowerPosition {
         self.position
@@ -258,15 +259,16 @@ impl Follower {
         }
     }
 
-    /// Returns the number of times that the follower has checked for a batch since it was opened. Tests use this to
-    /// measure the cost of an idle follower.
+    /// Returns the number of times that the follower has checked for a batch since it was opened. A test can use this
+    /// number to measure the cost of an idle follower.
     #[doc(hidden)]
     #[must_use]
     pub fn checks(&self) -> u64 {
         self.checks
     }
 
-    /// Takes the next batch that was not returned yet, if its frame is complete. Seals and copied batches are skipped.
+    /// Takes the next batch that was not returned yet, if its frame is complete. Skips seals and batches that were
+    /// copied to a new incarnation.
     fn take(&mut self) -> Result<Option<FollowedBatch>> {
         self.checks += 1;
         while let Some(taken) = self.tail.peek()? {
@@ -292,7 +294,7 @@ impl Follower {
         Ok(None)
     }
 
-    /// Decodes and checks the batch in a frame, and reads the table if it is a restore.
+    /// Decodes and checks the batch in a frame. For a restore, also reads the table.
     fn open_batch(&self, taken: TakenFrame) -> Result<FollowedBatch> {
         let TakenFrame { header, payload, end } = taken;
         let at = |defect: Defect| defect.at_lsn(FileName::Segment(header.segment), header.offset, header.lsn);
@@ -332,7 +334,8 @@ impl Follower {
         Ok(RestoredState { disk: self.disk.clone(), lsn, of, table: Arc::new(table), pages })
     }
 
-    /// Checks the names in the log folder. Returns whether the follower advanced to a new incarnation.
+    /// Checks the names in the log folder for new segments and incarnations. Returns whether the follower advanced to a
+    /// new incarnation.
     fn check_names(&mut self) -> Result<bool> {
         let segments = segments(&*self.disk)?;
         let here = self.tail.point();
@@ -357,7 +360,7 @@ impl Follower {
         Ok(false)
     }
 
-    /// Advances to the incarnation that begins after this point, if the current incarnation ended at this point.
+    /// Advances to the incarnation that begins with `opening`, if the current incarnation ended at the current point.
     fn cross(&mut self, segment: u64, opening: &Opening) -> Result<bool> {
         let here = self.tail.point();
         let before = opening.predecessor.incarnation;
@@ -375,7 +378,8 @@ impl Follower {
         Ok(true)
     }
 
-    /// Returns the first opening from this point on, which is that of the next incarnation unless that was recycled.
+    /// Returns the first opening after the current point. This is the opening of the next incarnation, unless its
+    /// segment was recycled.
     ///
     /// # Errors
     /// [`Error::Diverged`] if the directory now contains another store.
@@ -394,10 +398,11 @@ impl Follower {
         Ok(None)
     }
 
-    /// Checks whether the next frame must exist but is missing (I4). The log is read twice, because the first read may
-    /// have seen the successors of a frame before the frame itself. The check is repeated if names have changed in the
-    /// meantime, because for a while after an open, a writer repeatedly creates, replaces and recycles segments by
-    /// renaming them.
+    /// Checks whether the next frame must exist but is missing (I4).
+    ///
+    /// The log is read twice, because the first read may have found later frames before the missing frame was written.
+    /// After an open, a writer repeatedly creates, replaces and recycles segments by renaming them. Therefore the check
+    /// is repeated if names have changed during the check.
     fn judge(&mut self) -> Result<()> {
         for _ in 0..JUDGEMENTS {
             let names = self.disk.list(Folder::Log)?;
@@ -426,7 +431,7 @@ impl Follower {
         Ok(())
     }
 
-    /// Reads the log once, and returns the damage after the current point, if any.
+    /// Reads the log once, and returns the damage after the current point, or `None` if there is no damage.
     fn damage(&self) -> Result<Option<Damage>> {
         let survey = survey(&self.disk)?;
         let source = DiskSource::new(self.disk.clone());
@@ -449,7 +454,7 @@ impl std::fmt::Debug for Follower {
 #[derive(Debug)]
 pub struct Batches<'f> {
     follower: &'f mut Follower,
-    /// Whether an error was returned, after which the iterator ends.
+    /// Whether an error was returned. The iterator then ends.
     has_ended: bool,
 }
 

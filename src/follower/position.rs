@@ -1,5 +1,5 @@
-//! A follower's position, which suffices to resume in another process and to detect that the batch is no longer in the
-//! store's history.
+//! The position of a follower in a store's history. A follower in another process can resume from a position, and
+//! detects if the position's batch was lost in a crash.
 
 use std::fmt;
 use std::str::FromStr;
@@ -57,8 +57,8 @@ impl FollowerPosition {
         bytes
     }
 
-    /// Decodes a position. Any bytes are a valid position. The store checks later whether the position is in its
-    /// history.
+    /// Decodes a position. Any bytes are a valid position. Opening a follower checks whether the position is in the
+    /// store's history.
     #[must_use]
     pub fn from_bytes(bytes: &[u8; Self::LEN]) -> Self {
         let u32_at = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"));

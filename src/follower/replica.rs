@@ -19,8 +19,8 @@ use crate::disk::Disk;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Invalid, Result};
 
-/// A replica of a store's pages and root after one batch, in host memory. The default is the empty store, before its
-/// first batch.
+/// A replica of a store's pages and root after one batch, in host memory. The default value is the empty store, before
+/// its first batch.
 ///
 /// See [`Follower`] for an example.
 #[derive(Clone, Debug)]
@@ -37,7 +37,7 @@ impl Default for Replica {
 }
 
 impl Replica {
-    /// Loads the state of the newest snapshot from any disk. Tests use this with simulated disks. Other callers use
+    /// Loads the state of the newest snapshot from any disk, such as a simulated disk in a test. Other callers use
     /// [`Replica::from_snapshot`].
     ///
     /// # Errors
@@ -105,8 +105,8 @@ impl Replica {
         Ok(())
     }
 
-    /// Replaces all pages and the root with a restored state. Returns the images of the pages that must be read, whose
-    /// memory is allocated. Unchanged pages need not be read.
+    /// Replaces all pages and the root with a restored state. Allocates memory for the changed pages and returns their
+    /// images, which the caller must read into that memory.
     fn restore(
         &mut self,
         lsn: Lsn,
@@ -138,7 +138,8 @@ impl Replica {
         Ok(images)
     }
 
-    /// Applies the changes of a batch. Returns the images of the pages that must be read, whose memory is allocated.
+    /// Applies the changes of a batch. Allocates memory for pages that the batch replaces with images, and returns the
+    /// images, which the caller must read into that memory.
     fn change(
         &mut self,
         lsn: Lsn,
@@ -180,7 +181,7 @@ impl Replica {
         Ok(images)
     }
 
-    /// Reserves memory for a page of `len` bytes, in `created` if the page does not exist yet.
+    /// Reserves memory for a page of `len` bytes. If the page does not exist yet, its memory is added to `created`.
     fn reserve(&mut self, created: &mut BTreeMap<PageId, Vec<u8>>, page: PageId, len: u64) -> Result<()> {
         let old = self.contents.get_mut(&page);
         let content = old.unwrap_or_else(|| created.entry(page).or_default());

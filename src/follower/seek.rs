@@ -12,9 +12,9 @@
 //! | the proven end itself | at the successor's start |
 //! | below | in the segments of its own incarnation |
 //!
-//! The next open leaves an incarnation that committed nothing out of the line. Then the first opening with a higher
-//! number determines what happened to its positions, by Lsn and chain hash. Such an incarnation has no batch below its
-//! beginning.
+//! An open omits an earlier incarnation that committed nothing from the store's history. For a position in an omitted
+//! incarnation, the first opening with a higher number determines what happened to the batch, by Lsn and chain hash.
+//! All batches up to such a position precede the omitted incarnation.
 //!
 //! A batch that cannot be found because a newer snapshot made it obsolete was overtaken.
 
@@ -34,7 +34,7 @@ use crate::disk::Disk;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 
-/// Returns the point from which to continue reading after a position, and the position as recorded at this point.
+/// Returns the point at which to continue reading after `position`, and the position as recorded at that point.
 pub(super) fn locate(
     disk: &Arc<dyn Disk>,
     survey: &Survey,
@@ -63,8 +63,8 @@ pub(super) fn locate(
     find(disk, survey, position).map(|point| (point, position))
 }
 
-/// Returns the point from which to resume after a position of an incarnation that ended, or `None` if the point is
-/// within the incarnation itself.
+/// Returns the point at which to continue reading after a position of an incarnation that ended. Returns `None` if that
+/// point is within the incarnation itself.
 ///
 /// # Errors
 /// [`Error::Diverged`].
@@ -80,8 +80,8 @@ pub(super) fn behind(position: FollowerPosition, segment: u64, next: &Opening) -
     Ok((position.lsn >= next.predecessor.lsn).then(|| next.start(segment)))
 }
 
-/// Returns the position as recorded at the start of the incarnation if it is the batch before `start`. Otherwise
-/// returns `position` unchanged.
+/// Returns the position in the new incarnation if `position` is the last batch before `start`. Otherwise returns
+/// `position` unchanged.
 pub(super) fn at_start(position: FollowerPosition, start: LogPoint) -> FollowerPosition {
     if position.lsn == start.lsn { at(start) } else { position }
 }
@@ -116,8 +116,8 @@ fn check_on_line(disk: &Arc<dyn Disk>, survey: &Survey, position: FollowerPositi
     Err(missing(disk, before_all))
 }
 
-/// Returns the opening that determines where an incarnation ended. This is the next opening on the line, even if the
-/// incarnation itself was left out of the line.
+/// Returns the opening that determines where an incarnation ended. This is the next opening in the store's history,
+/// even if the incarnation itself was omitted from the history.
 fn successor(survey: &Survey, incarnation: Incarnation) -> Option<(u64, Opening)> {
     let next = survey
         .log
@@ -130,8 +130,8 @@ fn successor(survey: &Survey, incarnation: Incarnation) -> Option<(u64, Opening)
     })
 }
 
-/// Returns whether an opening begins the incarnation after a given incarnation that was left out of the line.
-/// Incarnations with the same number are distinguished by their other fields.
+/// Returns whether an opening begins the incarnation that replaced a given incarnation without batches. The replaced
+/// incarnation is omitted from the store's history.
 pub(super) fn is_skipped_successor(opening: &Opening, incarnation: Incarnation) -> bool {
     (opening.predecessor.incarnation.number + 1..opening.incarnation.number).contains(&incarnation.number)
 }
@@ -140,7 +140,7 @@ fn opening_of(survey: &Survey, incarnation: Incarnation) -> Option<(u64, Opening
     survey.log.line().iter().copied().find(|(_, opening)| opening.incarnation == incarnation)
 }
 
-/// Finds a batch in the segments of its incarnation.
+/// Returns the point after a batch in the segments of its incarnation.
 fn find(disk: &Arc<dyn Disk>, survey: &Survey, position: FollowerPosition) -> Result<LogPoint> {
     let store = survey.store.store;
     let own =
@@ -189,8 +189,8 @@ fn find(disk: &Arc<dyn Disk>, survey: &Survey, position: FollowerPosition) -> Re
     if at(point) == position { Ok(point) } else { Err(diverged(position, None)) }
 }
 
-/// Returns the point before the first frame of a segment, according to that frame. A walk from that point must arrive
-/// at a known chain hash.
+/// Returns the point before the first frame of a segment, as stated by the unverified frame. The caller must follow the
+/// frames from that point to a known chain hash.
 fn first_point(disk: &Arc<dyn Disk>, store: StoreId, number: u64) -> Result<Option<LogPoint>> {
     let Some(mut open) = LiveSegment::open(&**disk, store, number)? else { return Ok(None) };
     let Some(bytes) = open.bytes(SEGMENT_HEADER_BLOCK, FrameHeaderRaw::LEN)? else { return Ok(None) };

@@ -1,8 +1,8 @@
-//! Reads a segment while a writer may be appending to it or recycling it.
+//! Reads a segment while a writer may be appending to the segment or recycling it.
 //!
-//! The reader holds no lock, so every result describes the moment of the call. The data must be self-verifying: a frame
-//! by its checksums, its position and its chain (I3), and the file by its header. The header is checked again after
-//! each frame, because a recycled file remains readable through an open handle.
+//! The reader holds no lock, so every result describes the moment of the call. The reader verifies all data: a frame by
+//! its checksums, its position and its chain (I3), and the file by its header. The header is checked again after each
+//! frame, because a recycled file remains readable through an open handle.
 
 use std::io::ErrorKind;
 use std::sync::Arc;
@@ -16,9 +16,9 @@ use crate::base::allocation::make_room;
 use crate::disk::{Disk, DiskFile};
 use crate::error::{Error, Result};
 
-/// The minimum number of bytes per read, sufficient for both possible positions of the next frame in a segment.
+/// The minimum number of bytes per read. One such read covers both possible positions of the next frame in a segment.
 const READ_MIN: usize = 8 << 10;
-/// The maximum number of bytes per read while frames follow each other.
+/// The maximum number of bytes per read. Consecutive frames are read in such long reads.
 const READ_MAX: usize = 256 << 10;
 
 /// An open segment that a writer may be modifying.
@@ -52,8 +52,7 @@ impl LiveSegment {
         }))
     }
 
-    /// Returns `len` bytes at `offset`, which an earlier call may have read. Returns `None` if the segment ends before
-    /// their end.
+    /// Returns `len` bytes at `offset`, from the buffer or from the file. Returns `None` if the segment is too short.
     pub fn bytes(&mut self, offset: u64, len: usize) -> Result<Option<&[u8]>> {
         if self.len.saturating_sub(offset) < len as u64 {
             return Ok(None);
@@ -75,7 +74,7 @@ impl LiveSegment {
         Ok(Some(&self.buffer[at..at + len]))
     }
 
-    /// Returns the unverified payload of a frame, or `None` if the segment ends before the frame's end.
+    /// Returns the unverified payload of a frame, or `None` if the segment is too short.
     pub fn payload(&mut self, header: &FrameHeader) -> Result<Option<Vec<u8>>> {
         let (offset, len) = (header.offset + FRAME_HEADER_LEN, header.payload_len as usize);
         if self.len.saturating_sub(offset) < len as u64 {
@@ -93,12 +92,12 @@ impl LiveSegment {
         Ok(none_if_missing(self.file.read_at(offset, &mut payload))?.map(|()| payload))
     }
 
-    /// Returns the bytes of the last read from `offset` on, or `None` if the read did not cover them.
+    /// Returns the buffered bytes from `offset` on, or `None` if the byte at `offset` is not in the buffer.
     pub fn seen(&self, offset: u64) -> Option<&[u8]> {
         self.has(offset, 1).then(|| &self.buffer[(offset - self.buffer_at) as usize..])
     }
 
-    /// Returns whether bytes of an earlier read are still buffered.
+    /// Returns whether the buffer contains bytes of an earlier read.
     pub fn has_read(&self) -> bool {
         !self.buffer.is_empty()
     }
@@ -109,7 +108,7 @@ impl LiveSegment {
         self.read_len = READ_MIN;
     }
 
-    /// Returns whether the open file is still this segment.
+    /// Returns whether the open file is still this segment and was not recycled.
     pub fn is_still(&self) -> Result<bool> {
         Ok(header(&*self.file, self.store, self.number)?.is_some())
     }
@@ -134,7 +133,7 @@ pub(super) fn is_foreign(disk: &dyn Disk, store: StoreId, number: u64) -> Result
     Ok(header.is_some_and(|header| header.store != store))
 }
 
-/// Returns the header of segment `number`, or `None` if the file is not or no longer that segment.
+/// Returns the header of segment `number`, or `None` if the file is not that segment or was recycled.
 fn header(file: &dyn DiskFile, store: StoreId, number: u64) -> Result<Option<SegmentHeader>> {
     let len = file.len()?;
     Ok(header_bytes(file)?.and_then(|bytes| SegmentHeader::decode_at(&bytes, store, number, len).ok()))
@@ -146,7 +145,8 @@ fn header_bytes(file: &dyn DiskFile) -> Result<Option<[u8; SegmentHeaderRaw::LEN
     Ok(none_if_missing(file.read_at(0, &mut bytes))?.map(|()| bytes))
 }
 
-/// Converts the error for a file that does not exist or is too short to `None`. Both occur while a writer is active.
+/// Converts the error for a file that does not exist or is too short to `None`. Both errors are expected while a writer
+/// is active.
 pub(super) fn none_if_missing<T>(result: Result<T>) -> Result<Option<T>> {
     match result {
         Ok(value) => Ok(Some(value)),

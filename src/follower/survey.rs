@@ -1,8 +1,9 @@
 //! Surveys of a store that a writer may be changing, and the interpretation of missing files.
 //!
 //! A survey lists names first and reads the files afterwards, while a writer creates, replaces and removes files. The
-//! files that it finds are valid, because all data is self-verifying. A file that it does not find may have existed all
-//! the time under another name. Therefore an error from a survey counts only if the same files still exist afterwards.
+//! files that the survey finds are valid, because all data is verified by checksums. A file that the survey does not
+//! find may exist under another name. Therefore an error from a survey counts only if the same files still exist
+//! afterwards.
 
 use std::sync::Arc;
 
@@ -13,7 +14,7 @@ use crate::disk::Disk;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 
-/// The maximum number of surveys while a writer changes files faster than they are read.
+/// The maximum number of surveys while a writer changes the files faster than they are read.
 const ATTEMPTS: usize = 64;
 
 /// Reads the current files of a store directory.
@@ -25,8 +26,8 @@ pub(super) fn survey(disk: &Arc<dyn Disk>) -> Result<Survey> {
     Ok(Survey::read(&DiskSource::new(disk.clone()))?)
 }
 
-/// Calls `question` with a survey, for batch `lsn`. Repeats with a new survey while the result is a `complaint` and
-/// files have changed.
+/// Calls `question` with a survey and returns the result. If the result is a `complaint` and files have changed,
+/// repeats the call with a new survey. `lsn` is the batch that the question is about.
 pub(super) fn ask<T>(
     disk: &Arc<dyn Disk>,
     lsn: Lsn,
@@ -46,12 +47,12 @@ pub(super) fn ask<T>(
     Err(Error::Overtaken { lsn, snapshot: newest })
 }
 
-/// Returns whether the error must be confirmed before it is reported to a follower.
+/// Returns whether an error must be confirmed with another survey before a follower returns it.
 pub(super) fn needs_confirmation(error: &Error) -> bool {
     matches!(error, Error::Damaged(_) | Error::Diverged { .. })
 }
 
-/// Returns the number, redo and end of the newest usable snapshot, if any.
+/// Returns the number, the `redo` and the end of the newest usable snapshot, or `None` if no snapshot is usable.
 pub(super) fn newest_snapshot(survey: &Survey) -> Option<(SnapshotId, LogPoint, Lsn)> {
     let mut usable = survey.candidates().filter_map(|candidate| candidate.ok().flatten());
     usable.next().map(|manifest| (manifest.snapshot, manifest.redo, manifest.end))
@@ -82,8 +83,8 @@ pub(super) fn missing_file(disk: &Arc<dyn Disk>, lsn: Lsn, damage: Damage) -> Er
     gone(disk, lsn, &damage, |redo| redo.lsn >= lsn)
 }
 
-/// Returns [`Error::Overtaken`] if the newest snapshot does not need batch `lsn`. Otherwise returns the missing file as
-/// damage.
+/// Returns [`Error::Overtaken`] if the newest snapshot does not need batch `lsn`. Otherwise returns `damage`, which
+/// describes the missing file.
 fn gone(disk: &Arc<dyn Disk>, lsn: Lsn, damage: &Damage, needs_nothing: impl Fn(LogPoint) -> bool) -> Error {
     let newest = ask(disk, lsn, needs_confirmation, |survey| match newest_snapshot(survey) {
         Some((snapshot, redo, _)) if needs_nothing(redo) => Ok(snapshot),
@@ -92,8 +93,8 @@ fn gone(disk: &Arc<dyn Disk>, lsn: Lsn, damage: &Damage, needs_nothing: impl Fn(
     newest.map_or_else(|error| error, |snapshot| Error::Overtaken { lsn, snapshot: Some(snapshot) })
 }
 
-/// Returns whether the directory still contains exactly the segments and snapshots that a survey listed. Their numbers
-/// are never reused.
+/// Returns whether the directory still contains exactly the segments and snapshots of a survey. Numbers of segments and
+/// snapshots are never reused.
 fn is_there_still(disk: &Arc<dyn Disk>, survey: &Survey) -> Result<bool> {
     let mut snapshots = Vec::new();
     for name in disk.list(Folder::Snapshots)? {

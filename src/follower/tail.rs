@@ -1,5 +1,5 @@
-//! Takes the next frame if it is complete, by the rules of the walk (I3), while a writer may be appending. An
-//! incomplete frame is treated as not yet written, and never reported as damage by this module.
+//! Reads the next complete frame of a log, by the same rules as recovery (I3), while a writer may be appending to the
+//! log. An incomplete frame is treated as not yet written, and never reported as damage by this module.
 
 use std::sync::Arc;
 
@@ -11,22 +11,22 @@ use super::segment::LiveSegment;
 use crate::disk::Disk;
 use crate::error::Result;
 
-/// A point in a log that a writer may be extending, and the open segments around the point.
+/// A reader at one point of a log that a writer may be extending. Keeps the segments around the point open.
 pub(super) struct Tail {
     pub disk: Arc<dyn Disk>,
     pub store: StoreId,
     point: LogPoint,
-    /// The segment that contains the point.
+    /// The open segment that contains the point.
     segment: Option<LiveSegment>,
-    /// The following segment, if the last peek found it.
+    /// The following segment, or `None` if the last [`peek`](Tail::peek) found none.
     next: Option<LiveSegment>,
 }
 
-/// A complete frame, valid in the order of the log.
+/// A complete frame whose position and chain hash follow the previous frame.
 pub(super) struct TakenFrame {
     pub header: FrameHeader,
     pub payload: Vec<u8>,
-    /// The point after the frame.
+    /// The point in the log after the frame.
     pub end: LogPoint,
 }
 
@@ -35,7 +35,7 @@ impl Tail {
         Self { disk, store, point, segment: None, next: None }
     }
 
-    /// Returns the current point.
+    /// Returns the point after the last frame taken.
     pub fn point(&self) -> LogPoint {
         self.point
     }
@@ -76,7 +76,7 @@ impl Tail {
         Ok(None)
     }
 
-    /// Returns whether the last peek found bytes of a frame that may be incomplete.
+    /// Returns whether the last [`peek`](Self::peek) found bytes that may belong to an incomplete frame.
     pub fn looks_like_frame(&self) -> bool {
         next_locations(&self.point).into_iter().any(|(number, offset)| {
             let mut open = [&self.segment, &self.next].into_iter().flatten();

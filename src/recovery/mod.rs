@@ -50,8 +50,8 @@
 //! 1. Lock the store. Sync the folders, so that every listed name is durable. Read STORE.
 //! 2. Survey the files. Resolve the final page table from the newest usable snapshot and the log (I10).
 //! 3. Check the budget, load images from the medium, and replay the log onto them. If pages are loaded on demand,
-//!    `lazy_load.rs` later loads the pages that still equal their images. Nothing has been written so far, so a refused
-//!    open leaves the store unchanged.
+//!    `lazy_load.rs` later loads the pages that still equal their images. Nothing has been written so far, so an open
+//!    that fails leaves the store unchanged.
 //! 4. Add to STORE any features that this build writes and STORE lacks. From here on, a crash leaves a store that older
 //!    builds refuse to open, because they cannot read the new bytes. Publish snapshots again that are not recorded as
 //!    verified (I7). Begin the new incarnation (I5): build the complete opening segment under a temporary name, sync

@@ -1,7 +1,7 @@
 //! The chain of versions of a page or of the root, newest first.
 //!
-//! A version refers to the previous version until no reader can need the previous version, which is then unlinked. If a
-//! reader reaches the end of a chain, either its Lsn is outdated or the page did not exist at that Lsn.
+//! A version refers to the previous version until no reader can need the previous version. The previous version is then
+//! unlinked. If a reader reaches the end of a chain, either its Lsn is outdated or the page did not exist at that Lsn.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -15,11 +15,11 @@ use crate::base::sync::{Swap, SwapGuard};
 /// A version of a page or of the root.
 pub(super) struct Version<T> {
     pub state: T,
-    /// The previous version, or `None` once that version is unlinked.
+    /// The previous version, or `None` if it was unlinked.
     before: Swap<Version<T>>,
 }
 
-/// The state of a page or of the root in a version.
+/// The contents of a [`Version`], which state the batch that created the version.
 pub(super) trait VersionState {
     /// Returns the batch that created the version.
     fn lsn(&self) -> Lsn;
@@ -32,18 +32,18 @@ pub(super) trait VersionState {
 pub(super) struct PageState {
     /// The first batch of this version.
     lsn: Lsn,
-    /// The properties of the page after that batch. A later batch may have moved the page: `numbers` contains the
-    /// places.
+    /// The properties of the page after batch `lsn`. The page may have moved since. `numbers` contains its places.
     shape: PageShape,
     numbers: Numbers,
 }
 
-/// The two newest batches of a page, with its epoch and place after each of them. The writer overwrites the older of
-/// these two states, and only after all readers and views have reached the newer state. A reader uses the newest state
-/// that its Lsn has reached. If its Lsn has reached neither, its Lsn is outdated.
+/// The Lsn, epoch and place of a page after each of its two newest batches.
 ///
-/// Each state is a sequence lock of atomics, whose sequence number is the batch. The places of both states share a gap
-/// in the layout.
+/// The writer overwrites the older state, and only after all readers and views have reached the newer state. A reader
+/// uses the newest state that its Lsn has reached. If its Lsn has reached neither state, its Lsn is outdated.
+///
+/// Each state is a sequence lock of atomics, whose sequence number is the batch. `places` contains the places of both
+/// states, because together they fill a gap in the layout.
 struct Numbers {
     states: [NumberPair; 2],
     /// The places of both states, encoded by [`Place::to_bits`].
@@ -63,7 +63,7 @@ const NO_LSN: u64 = u64::MAX;
 #[cfg(not(shuttle))]
 const _: () = assert!(size_of::<Version<PageState>>() == 72);
 
-/// A page as observed by a reader.
+/// A page as a reader finds it after the visible batch.
 pub(crate) struct SeenPage<'a> {
     shape: &'a PageShape,
     /// The last batch that changed or moved the page.
@@ -101,8 +101,8 @@ impl Numbers {
         Self { states: [pair(lsn.0, epoch.0), pair(NO_LSN, 0)], places: [place(), place()], is_gone }
     }
 
-    /// Returns one of the states, or `None` while it is changing. A batch is stored at most once, so a state with the
-    /// same batch before and after the read is consistent.
+    /// Returns state 0 or 1, or `None` while the writer changes that state. A batch is stored at most once, so a state
+    /// with the same batch before and after the read is consistent.
     fn read(&self, which: usize) -> Option<(Lsn, Epoch, u16)> {
         let NumberPair { lsn: batch, epoch } = &self.states[which];
         // Acquire: a reader of an epoch or place that is being written observes afterwards that the batch has changed.
@@ -121,7 +121,7 @@ impl Numbers {
         pair.lsn.store(lsn.0, Ordering::Release);
     }
 
-    /// Returns the newest state that is visible at Lsn `at`.
+    /// Returns the newest state whose batch is at or before `at`.
     fn at(&self, at: Lsn) -> Result<(Lsn, Epoch, Place), ReadMiss> {
         let first = &self.states[0].lsn;
         loop {
@@ -140,7 +140,7 @@ impl Numbers {
         }
     }
 
-    /// Returns the index of the newest state, and its batch. Only the writer may call this.
+    /// Returns the index and the batch of the newest state. Only the writer may call this.
     fn newest(&self) -> (usize, Lsn) {
         let [first, second] = [0, 1].map(|which: usize| self.states[which].lsn.load(Ordering::Relaxed));
         if second != NO_LSN && second > first { (1, Lsn(second)) } else { (0, Lsn(first)) }
@@ -154,15 +154,15 @@ pub(super) struct RootState {
     pub page_count: u64,
 }
 
-/// A guard for a version found by a reader, which keeps the version alive.
+/// A guard that keeps a version alive while a reader uses the version.
 pub(super) struct SeenVersion<T>(SwapGuard<Version<T>>);
 
 /// The reason why a reader found no version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ReadMiss {
-    /// No version exists.
+    /// The page or root has no version.
     Absent,
-    /// The oldest remaining version was created by this later batch.
+    /// All remaining versions are newer than the reader's Lsn. Contains the batch that created the oldest of them.
     Later(Lsn),
 }
 
@@ -185,8 +185,8 @@ impl PageState {
         Self { lsn, shape, numbers }
     }
 
-    /// Creates the record of a page that batch `lsn` deleted. The record contains the key, with which the page is found
-    /// in the index.
+    /// Creates the record of a page that batch `lsn` deleted. The record contains the page's key, with which
+    /// the page is found in the key index.
     pub fn gone(before: &Self, lsn: Lsn) -> Self {
         let shape = before.shape.clone();
         let numbers = Numbers::new(lsn, Epoch(0), shape.place(), true);
@@ -198,12 +198,13 @@ impl PageState {
         (!self.numbers.is_gone).then_some(&self.shape)
     }
 
-    /// Returns the properties of the page, or those before it was deleted.
+    /// Returns the properties of the page, or its last properties if the page is deleted.
     pub fn last(&self) -> &PageShape {
         &self.shape
     }
 
-    /// Returns the page at Lsn `at`, which this version must have reached. `at` is a visible Lsn or the Lsn of a view.
+    /// Returns the page as it was after batch `at`. `at` must be a visible Lsn or the Lsn of a view, and at or above
+    /// the first batch of this version.
     pub fn seen(&self, at: Lsn) -> Result<SeenPage<'_>, ReadMiss> {
         let shape = self.page().ok_or(ReadMiss::Absent)?;
         let (lsn, epoch, place) = self.numbers.at(at)?;
@@ -239,7 +240,7 @@ impl<T> Version<T> {
 }
 
 impl<T> Drop for Version<T> {
-    /// Drops a long chain iteratively, because recursive drops would need stack space proportional to its length.
+    /// Drops a long chain iteratively. Recursive drops would need stack space proportional to the length of the chain.
     fn drop(&mut self) {
         let mut before = self.before.take();
         while let Some(mut version) = before.and_then(Arc::into_inner) {
@@ -256,7 +257,7 @@ impl<T> Deref for SeenVersion<T> {
     }
 }
 
-/// Returns the version that is visible at Lsn `at`.
+/// Returns the newest version whose batch is at or before `at`.
 pub(super) fn visible_at<T: VersionState>(
     newest: &Swap<Version<T>>,
     at: Lsn,

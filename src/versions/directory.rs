@@ -16,13 +16,14 @@ use crate::base::sync::Swap;
 use crate::base::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use crate::device::MemoryId;
 
-/// The number of pages in a chunk, and of chunks in a row. The number is small under a test scheduler, which stops at
-/// each slot.
+/// The number of pages in a chunk, and the number of chunks in a row. The number is small under a test scheduler, which
+/// can switch threads at each slot.
 const WIDTH: usize = if cfg!(shuttle) { 4 } else { 256 };
 
-/// All pages of a store, in rows of chunks.
+/// A table of the versions and the memory of all pages of a store, in rows of chunks.
 pub(super) struct Directory {
-    /// The rows with their numbers, in ascending order. Never `None`, so that readers have only one case.
+    /// The rows with their numbers, in ascending order. The value is never `None`, so that readers need not handle
+    /// `None`.
     rows: Swap<Vec<(u64, Arc<Row>)>>,
 }
 
@@ -39,19 +40,21 @@ struct Chunk {
     used: AtomicUsize,
 }
 
-/// A walk over slots that keeps the chunk of the last page, because a long batch usually accesses adjacent pages. A
-/// chunk removed during the walk contains no pages. Only the writer can exclude that a new chunk has replaced it.
+/// A sequence of lookups that caches the chunk of the last page, because a long batch usually accesses adjacent pages.
+///
+/// A cached chunk that was removed contains no pages. A new chunk may have replaced it, unless the writer performs the
+/// lookups.
 pub(super) struct SlotWalk<'d> {
     directory: &'d Directory,
-    /// The kept chunk, and the id of its first page divided by [`WIDTH`].
+    /// The cached chunk, and the id of its first page divided by [`WIDTH`].
     chunk: Option<(u64, Arc<Chunk>)>,
 }
 
-/// The slot of one page.
+/// The versions and the memory of one page.
 pub(super) struct PageSlot {
     /// The versions of the page, newest first.
     pub newest: Swap<Version<PageState>>,
-    /// The memory that contains the page's bytes, set by the applier, or 0 if it is unknown.
+    /// The id of the memory that contains the page's bytes, or 0 if the page has no memory. Set by the applier.
     memory: AtomicU64,
 }
 
@@ -61,7 +64,7 @@ impl PageSlot {
         Self { newest: Swap::new(newest), memory: AtomicU64::new(memory) }
     }
 
-    /// Returns the memory that contains the page's bytes, if known.
+    /// Returns the memory that contains the page's bytes, or `None` if the page has no memory.
     pub fn memory(&self) -> Option<MemoryId> {
         let memory = self.memory.load(Ordering::Acquire);
         (memory != 0).then_some(MemoryId(memory))
@@ -80,7 +83,8 @@ impl Row {
 }
 
 impl Chunk {
-    /// Creates chunk `at` of a row from the pages that are next in `pages`, which must be ordered by id.
+    /// Creates chunk `at` of row `row`, and consumes the pages of that chunk from `pages`. `pages` must be ordered by
+    /// id.
     fn of<P>(row: u64, at: usize, pages: &mut Peekable<P>) -> Self
     where
         P: Iterator<Item = (PageId, PageState, Option<MemoryId>)>,
@@ -103,7 +107,7 @@ fn locate(page: u64) -> (u64, usize, usize) {
 }
 
 impl SlotWalk<'_> {
-    /// Calls `look` with the slot of a page, and returns its result, or `None` if there is no slot.
+    /// Calls `look` with the slot of a page and returns the result, or `None` if the page has no slot.
     pub fn with<R>(&mut self, page: PageId, look: impl FnOnce(&PageSlot) -> R) -> Option<R> {
         let number = page.0 / WIDTH as u64;
         if self.chunk.as_ref().is_none_or(|(held, _)| *held != number) {
@@ -115,7 +119,7 @@ impl SlotWalk<'_> {
 }
 
 impl Directory {
-    /// Creates a directory of these pages, which must be ordered by id.
+    /// Creates a directory of `pages`, which must be ordered by id.
     pub fn new(pages: impl Iterator<Item = (PageId, PageState, Option<MemoryId>)>) -> Self {
         let mut rows: Vec<(u64, Arc<Row>)> = Vec::new();
         let mut pages = pages.peekable();
@@ -132,7 +136,7 @@ impl Directory {
         Self { rows: Swap::new(Some(Arc::new(rows))) }
     }
 
-    /// Calls `look` with the slot of a page, and returns its result, or `None` if there is no slot.
+    /// Calls `look` with the slot of a page and returns the result, or `None` if the page has no slot.
     pub fn with<R>(&self, page: PageId, look: impl FnOnce(&PageSlot) -> R) -> Option<R> {
         let (row, at, slot) = locate(page.0);
         let rows = self.rows.load();
@@ -154,7 +158,7 @@ impl Directory {
         SlotWalk { directory: self, chunk: None }
     }
 
-    /// Returns whether a page has no chunk, in which case no page of that chunk exists.
+    /// Returns whether the chunk of a page does not exist. No page of that chunk then exists.
     pub fn is_blank(&self, page: PageId) -> bool {
         let (row, at, _) = locate(page.0);
         let rows = self.rows.load();
@@ -168,11 +172,11 @@ impl Directory {
         page.0 / WIDTH as u64 == other.0 / WIDTH as u64
     }
 
-    /// Adds a chunk of pages, ordered by id, for which [`is_blank`](Self::is_blank) returns `true`. Only the writer may
-    /// call this.
+    /// Adds a chunk of pages, ordered by id. [`is_blank`](Self::is_blank) must return `true` for the pages. Only the
+    /// writer may call this.
     ///
-    /// Adding the pages of a long batch to their slots one by one would cost an exchange of a shared pointer per page,
-    /// under the submission lock.
+    /// Adding the pages of a long batch to their slots separately would exchange a shared pointer for each page, while
+    /// the submission lock is held.
     pub fn add(&self, pages: impl IntoIterator<Item = (PageId, PageState)>) {
         let mut pages = pages.into_iter().map(|(page, state)| (page, state, None)).peekable();
         let Some(&(first, _, _)) = pages.peek() else { return };
@@ -202,8 +206,8 @@ impl Directory {
         chunk.used.fetch_add(is_new.into(), Ordering::Relaxed);
     }
 
-    /// Empties the slot of a page that is permanently deleted, and removes its chunk and row if they become empty. Only
-    /// the writer may call this.
+    /// Empties the slot of a permanently deleted page. If the page's chunk or row becomes empty, removes the chunk or
+    /// row. Only the writer may call this.
     pub fn clear(&self, page: PageId) {
         let (number, at, slot) = locate(page.0);
         let rows = self.rows.get().unwrap_or_default();
@@ -243,7 +247,7 @@ impl Directory {
         self.rows.get().map_or(0, |rows| rows.len())
     }
 
-    /// Calls `look` with the slots from id `from` on, and returns its first result that is not `None`.
+    /// Calls `look` with the slots of pages with id `from` or higher, and returns the first result that is not `None`.
     pub fn find<R>(&self, from: PageId, look: impl Fn(PageId, &PageSlot) -> Option<R>) -> Option<R> {
         let (mut row_from, mut chunk_from, mut slot_from) = locate(from.0);
         let rows = self.rows.get()?;

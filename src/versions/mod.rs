@@ -2,11 +2,11 @@
 //!
 //! A batch installs its versions under the submission lock, right after its append to the log. The batch becomes
 //! visible when two Lsns have reached it: `installed`, which states that all its versions are in place, and the log's
-//! `logged`, if logging completes after the append. Both only increase, so their minimum increases too, and the whole
-//! batch becomes visible at once. A batch that was acknowledged as logged to any caller is visible to every read that
-//! begins afterwards. `installed` increases when the batch is passed to the applier. As a result, the turn of a reader
-//! that has observed the new value is queued after the batch, and a reader that finds its bytes changed finds the
-//! versions, too.
+//! `logged`, if logging completes after the append. Both Lsns only increase, so their minimum increases too, and the
+//! whole batch becomes visible at once. A batch that was acknowledged as logged to any caller is visible to every read
+//! that begins afterwards. `installed` increases when the batch is passed to the applier. As a result, the turn of a
+//! reader that has observed the new value is queued after the batch, and a reader that finds its bytes changed finds
+//! the versions, too.
 //!
 //! A reader loads the visible Lsn, then the newest version of a page, and follows the chain back to a version that this
 //! Lsn has reached. If the chain ends first, either the page did not exist yet or the Lsn was outdated. Loading the Lsn
@@ -28,10 +28,10 @@
 //! 5. A writer suspended halfway blocks no reader, because the other state is the newest installed one.
 //!
 //! One writer at a time, the holder of the submission lock, installs and unlinks versions. The bytes of pages are
-//! stored elsewhere. The applier publishes the memory of a page ([`Versions::moved`]), and after reading the bytes, a
+//! stored elsewhere. The applier publishes the memory of a page ([`Versions::moved`]). After reading the bytes, a
 //! reader checks whether the page still has the requested version.
 //!
-//! None of this is on disk, so a crash loses nothing. An open creates the versions again.
+//! The versions are in memory only, so a crash loses nothing. An open creates the versions again.
 
 mod chain;
 mod directory;
@@ -57,32 +57,32 @@ use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::base::sync::{Map, Mutex, Rank, Swap};
 use crate::device::MemoryId;
 
-/// The minimum number of superseded versions before unneeded versions are unlinked.
+/// The number of superseded versions above which the writer unlinks unneeded versions.
 const SUPERSEDED_MIN: usize = if cfg!(shuttle) || cfg!(miri) { 1 } else { 64 };
 
-/// The limit on versions that a batch unlinks: `UNLINKED_MIN`, plus `UNLINKED_MAX_EACH` for each page that it changes.
+/// The number of versions that any batch may unlink, in addition to `UNLINKED_MAX_EACH` for each page that it changes.
 /// After a long-lived view ends, many versions are unneeded, and no single committer should unlink all of them.
 const UNLINKED_MIN: usize = 2;
 const UNLINKED_MAX_EACH: usize = 2;
 
-/// The pages, keys and root of an open store, shared by threads.
+/// The current and recent versions of the pages, keys and root of an open store, shared by threads.
 pub(crate) struct Versions {
     pages: Directory,
     keys: Map<Key, Holders>,
     root: Swap<Version<RootState>>,
-    /// The newest logged batch, if batches are appended before they are logged.
+    /// The newest logged batch, or `None` if every batch is logged before its versions are installed.
     logged: Option<Arc<AtomicU64>>,
     written: WriterLine,
     views: Views,
-    /// The recorder of changes and reads, if eviction policies need it.
+    /// The recorder of changes and reads of pages, or `None` if no eviction policy needs it.
     uses: Option<Arc<PageUses>>,
 }
 
-/// The fields that every batch changes, in one cache line, because this line moves from core to core with the
+/// The fields that every batch changes. They share a cache line, because that line moves from core to core with the
 /// committers.
 #[repr(align(64))]
 struct WriterLine {
-    /// The newest batch whose versions are all in place.
+    /// The newest batch of which all versions are in place.
     installed: AtomicU64,
     writer: Mutex<Writer>,
 }
@@ -90,38 +90,38 @@ struct WriterLine {
 #[cfg(not(any(shuttle, debug_assertions)))]
 const _: () = assert!(size_of::<WriterLine>() == 64);
 
-/// The number of views by Lsn, on a separate cache line from the fields that every reader loads.
+/// The number of views at each Lsn. The field is on a separate cache line from the fields that every reader loads.
 #[repr(align(64))]
 #[derive(Default)]
 struct Views(Mutex<BTreeMap<Lsn, usize>>);
 
-/// The state that only the holder of the submission lock uses.
+/// The writer's state, which only the holder of the submission lock uses.
 #[derive(Default)]
 struct Writer {
     /// The newest versions of recently changed pages.
     recent: RecentPages,
     /// The versions that supersede others, in batch order.
     superseded: Queue<Superseded>,
-    /// A batch that all readers and views have reached.
+    /// A batch that all readers and views have reached. Versions superseded up to this batch can be unlinked.
     floor: Lsn,
 }
 
-/// The page that has a key, and earlier pages with the key that a reader may still need.
+/// The page that has a key, and the earlier pages with the same key that a reader may still need.
 #[derive(Clone)]
 struct Holders {
     newest: PageId,
     earlier: Vec<PageId>,
 }
 
-/// A version that superseded another version, and refers to that version until it is unlinked.
+/// A version that superseded another version. It refers to the older version until the older version is unlinked.
 enum Superseded {
     Page(PageId, Arc<Version<PageState>>),
     Root(Arc<Version<RootState>>),
 }
 
 impl Versions {
-    /// Creates versions of the pages of a table whose last batch is logged. `memory` returns the memory that contains a
-    /// page's bytes, if the page is loaded. Changes and reads are recorded in `uses`.
+    /// Creates versions of the pages of a table. The table's last batch must be logged. `memory` returns the memory
+    /// that contains a page's bytes, or `None` if the page is not loaded. Changes and reads are recorded in `uses`.
     pub fn new(
         table: &PageTable,
         logged: Option<Arc<AtomicU64>>,
@@ -153,7 +153,7 @@ impl Versions {
         }
     }
 
-    /// Records a read of a page, if eviction policies need it.
+    /// Records a read of a page if an eviction policy needs it.
     pub fn used(&self, page: PageId) {
         self.uses.iter().for_each(|uses| uses.read(page));
     }
@@ -166,7 +166,7 @@ impl Versions {
         Lsn(installed.min(logged))
     }
 
-    /// Calls `read` with a page at Lsn `at`, which is a visible Lsn or the Lsn of a view.
+    /// Calls `read` with a page as it was after batch `at`, which must be a visible Lsn or the Lsn of a view.
     fn page_at<R>(
         &self,
         page: PageId,
@@ -178,7 +178,7 @@ impl Versions {
         state.seen(at).map(|seen| read(&seen))
     }
 
-    /// Calls `read` with the current version of a page, and returns its result, or `None` if the page does not exist.
+    /// Calls `read` with the current version of a page and returns the result, or `None` if the page does not exist.
     pub fn page<R>(&self, page: PageId, read: impl Fn(&SeenPage<'_>) -> R) -> Option<R> {
         loop {
             match self.page_at(page, self.visible(), &read) {
@@ -191,8 +191,8 @@ impl Versions {
         }
     }
 
-    /// Calls `read` with the page that currently has the key `key`, and returns its result, or `None` if no page has
-    /// the key.
+    /// Calls `read` with the page that currently has the key `key` and returns the result, or `None` if no page has the
+    /// key.
     pub fn page_by_key<R>(&self, key: &[u8], read: impl Fn(PageId, &SeenPage<'_>) -> R) -> Option<R> {
         loop {
             let at = self.visible();
@@ -204,7 +204,8 @@ impl Versions {
         }
     }
 
-    /// Calls `read` with the page that has the key `key` at Lsn `at`, which is a visible Lsn or the Lsn of a view.
+    /// Calls `read` with the page that had the key `key` after batch `at`, which must be a visible Lsn or the Lsn of a
+    /// view.
     fn page_by_key_at<R>(&self, key: &[u8], at: Lsn, read: impl Fn(PageId, &SeenPage<'_>) -> R) -> Option<R> {
         let found = self.keys.with(key, |holders| {
             let mut pages = std::iter::once(&holders.newest).chain(&holders.earlier);
@@ -257,13 +258,14 @@ impl Versions {
         self.install_all(changes.lsn, pages, changes.root.as_ref());
     }
 
-    /// Makes a batch whose versions are installed visible once it is logged (I1).
+    /// Makes an installed batch visible to readers, once the batch is also logged (I1).
     pub fn show(&self, lsn: Lsn) {
         // Release: a reader that observes this Lsn also observes all installed versions.
         self.written.installed.store(lsn.0, Ordering::Release);
     }
 
-    /// Installs and shows a batch that replaces all pages and the root. Unchanged pages keep their versions.
+    /// Installs a batch that replaces all pages and the root, and makes it visible. Unchanged pages keep their
+    /// versions.
     pub fn replace(&self, lsn: Lsn, pages: &[PageInfo], root: &Arc<Metadata>) {
         let staying = set_of(pages.iter().map(|info| info.page));
         let mut gone = Vec::new();
@@ -367,8 +369,8 @@ impl Versions {
         newest.is_some_and(|newest| self.advance(floor, newest, lsn, info))
     }
 
-    /// Updates Lsn, epoch and place in the existing version of a page, if nothing else changed and no reader needs the
-    /// overwritten state. Returns whether it did.
+    /// Updates Lsn, epoch and place in the existing version of a page. Returns whether the version was updated. The
+    /// version is not updated if another property changed, or if a reader needs the state that would be overwritten.
     fn advance(&self, floor: &mut Lsn, newest: &Version<PageState>, lsn: Lsn, info: &PageInfo) -> bool {
         if !newest.state.page().is_some_and(|shape| shape.is_same_but_place(info)) {
             return false;
@@ -384,8 +386,8 @@ impl Versions {
         may
     }
 
-    /// Stores a newer version in the slot of a page that has a version. Returns the new version, and whether the page
-    /// existed before.
+    /// Stores a newer version in the slot of a page that already has a version. Returns the new version, and whether
+    /// the page existed before.
     fn supersede(
         &self,
         slot: &PageSlot,
@@ -414,7 +416,7 @@ impl Versions {
         Some((version, was_there))
     }
 
-    /// Assigns a key, which another page may have had before, to a page.
+    /// Assigns a key to a page. Another page may have had the key before.
     fn assign_key(&self, key: &Key, page: PageId) {
         let before = self.keys.with(key, Holders::clone);
         let earlier =
@@ -424,8 +426,8 @@ impl Versions {
     }
 
     /// Unlinks some versions that no reader needs, because all readers and views have reached the batches that
-    /// superseded them. The limit is proportional to the `count` of pages in the batch, so that no committer unlinks
-    /// many.
+    /// superseded them. `count` is the number of pages in the batch. The number of unlinked versions is limited in
+    /// proportion to `count`, so that no committer unlinks many.
     fn unlink(&self, writer: &mut Writer, count: usize) {
         let Writer { recent, superseded, floor } = writer;
         if superseded.len() < SUPERSEDED_MIN {
@@ -469,7 +471,7 @@ impl Versions {
         }
     }
 
-    /// Returns the newest batch that every future reader and every view has reached.
+    /// Returns the newest batch that all views and all future readers have reached.
     fn floor(&self) -> Lsn {
         // Read under the lock, so that a view that registers later finds a visible Lsn that is at least as high.
         let views = self.views.0.lock();
@@ -477,7 +479,7 @@ impl Versions {
         views.keys().next().map_or(visible, |oldest| visible.min(*oldest))
     }
 
-    /// Creates a view, for which the currently visible versions are kept until it is dropped.
+    /// Creates a view of the visible batch. The versions visible to the view are kept until it is dropped.
     pub fn view(&self) -> TableView<'_> {
         let mut views = self.views.0.lock();
         let at = self.visible();
@@ -523,7 +525,7 @@ impl Superseded {
     }
 }
 
-/// A view of the table after one batch.
+/// A view of the pages, keys and root after one batch.
 pub(crate) struct TableView<'v> {
     versions: &'v Versions,
     at: Lsn,
@@ -539,7 +541,7 @@ impl<'v> TableView<'v> {
         self.versions.page_at(page, self.at, |entry| entry.info(page)).ok()
     }
 
-    /// Returns the page that has a key after the view's batch, or `None` if there is none.
+    /// Returns the page that has a key after the view's batch, or `None` if no page has the key.
     pub fn page_by_key(&self, key: &[u8]) -> Option<PageInfo> {
         self.versions.page_by_key_at(key, self.at, |page, entry| entry.info(page))
     }

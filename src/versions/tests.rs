@@ -1,5 +1,5 @@
-//! Compares the versions that readers find with the table after every batch, including during concurrent writes. Miri
-//! runs all of these tests.
+//! Compares the versions that readers find with the page table after every batch, including during concurrent writes.
+//! Miri runs all of these tests.
 
 use std::sync::atomic::AtomicBool;
 use std::thread;
@@ -12,7 +12,7 @@ use super::*;
 
 const STEPS: u64 = if cfg!(miri) { 60 } else { 3000 };
 
-/// A table changed by a writer, and the versions that readers find.
+/// A page table that a writer changes, and the versions that readers find.
 struct TestTable {
     table: PageTable,
     versions: Arc<Versions>,
@@ -69,7 +69,7 @@ fn move_to(page: u64, place: Place) -> Op<'static> {
     Op::Move { page: PageId(page), place }
 }
 
-/// Returns a place that differs between consecutive numbers.
+/// Returns a place for a number. Consecutive numbers have different places.
 fn place_of(number: u64) -> Place {
     [Place::Host, Place::Device(63), Place::Disk][number as usize % 3]
 }
@@ -217,7 +217,7 @@ fn moved_page_is_visible_at_each_place_in_turn() {
     assert_eq!(ground.versions_of(1), 2);
 }
 
-/// A batch that changes only bytes allocates nothing while no view needs the previous state.
+/// A batch that changes only bytes must allocate nothing while no view needs the previous state.
 #[test]
 fn page_memory_is_stable_under_writes() {
     let mut ground = TestTable::new();
@@ -244,7 +244,7 @@ fn page_memory_is_stable_under_writes() {
     assert!(ground.versions_of(1) > 1);
 }
 
-/// New chunks are filled at once. The batch contains the pages on both sides of each chunk border, a page that is
+/// Tests a batch that fills new chunks. The batch contains the pages on both sides of each chunk border, a page that is
 /// deleted in the same batch, and pages that are not ordered by id.
 #[test]
 fn batch_creates_many_pages() {
@@ -266,9 +266,9 @@ fn batch_creates_many_pages() {
     check(&ground.versions.view(), &ground.table);
 }
 
-/// A batch with more pages than the writer's cache holds walks from chunk to chunk: in ascending and descending order
-/// of ids, over existing pages, new pages in old chunks and new pages in new chunks, mixed with small batches that use
-/// the cache.
+/// Tests batches with more pages than the writer's cache, which walk from chunk to chunk: in ascending and descending
+/// order of ids, over existing pages, new pages in old chunks and new pages in new chunks. Small batches that use the
+/// cache run in between.
 #[test]
 fn batch_of_many_pages_changes_each_page() {
     let mut ground = TestTable::new();
@@ -364,7 +364,8 @@ fn salvaged_page_reappears_and_accepts_changes() {
     }
 }
 
-/// The writer's batches set two pages, a key that is passed from page to page, and the root to the same count.
+/// Each batch of the writer sets two pages, a key that is passed from page to page, and the root to the same count.
+/// Readers must never find different counts.
 #[test]
 fn batches_are_atomic_and_reads_monotonic() {
     let mut ground = TestTable::new();

@@ -1,8 +1,8 @@
 //! Records the uses of pages for eviction policies: the current place of each page, and reads of pages.
 //!
-//! The writer of versions records all changes of pages, in batch order. Any thread records reads. Some reads are not
-//! recorded, because another thread is recording a read at the same time, or because too many are unprocessed. A record
-//! is only a hint, and must not delay a read.
+//! The writer of versions records all changes of pages, in batch order. Any thread records reads. A read is not
+//! recorded if another thread is recording a read at the same time. If too many reads are unprocessed, older records
+//! are dropped. A record is only a hint, and must not delay a read.
 
 use std::collections::VecDeque;
 
@@ -11,7 +11,7 @@ use remanent_format::{PageId, Place};
 use crate::base::cache_padded::CachePadded;
 use crate::base::sync::Mutex;
 
-/// The number of lists of reads, so that threads which read different pages usually use different lists.
+/// The number of lists of reads. With several lists, threads that read different pages usually use different lists.
 const READ_LISTS: usize = 8;
 /// The maximum number of reads in a list. In a full list, each new read replaces the oldest read.
 const READS_MAX: usize = 4096;
@@ -19,14 +19,14 @@ const READS_MAX: usize = 4096;
 /// A change or a read of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PageUse {
-    /// A batch created, changed, moved or deleted the page. Contains its place and length afterwards, or `None` if it
-    /// is deleted.
+    /// A batch created, changed, moved or deleted the page. Contains the page's place and length in bytes after the
+    /// batch, or `None` if the page is deleted.
     Changed(PageId, Option<(Place, u64)>),
     /// The page was read.
     Read(PageId),
 }
 
-/// The changes and reads that eviction policies have not processed yet.
+/// The queue of changes and reads that eviction policies have not processed yet.
 #[derive(Default)]
 pub(crate) struct PageUses {
     changes: CachePadded<Mutex<Vec<PageUse>>>,
@@ -38,7 +38,7 @@ impl PageUses {
         self.changes.lock().push(PageUse::Changed(page, at));
     }
 
-    /// Records a read of a page. Drops the record if another thread is recording one.
+    /// Records a read of a page. Drops the record if another thread is recording a read in the same list.
     pub fn read(&self, page: PageId) {
         let Some(mut reads) = self.reads[page.0 as usize % READ_LISTS].try_lock() else { return };
         if reads.len() == READS_MAX {
@@ -47,7 +47,8 @@ impl PageUses {
         reads.push_back(page);
     }
 
-    /// Takes all records, changes first, so that a page is known when a read of the page is processed.
+    /// Removes and returns all records. Changes come first, so that a page is known before a read of the page is
+    /// processed.
     pub fn take(&self) -> Vec<PageUse> {
         let mut taken = std::mem::take(&mut *self.changes.lock());
         for reads in &self.reads {
@@ -56,7 +57,7 @@ impl PageUses {
         taken
     }
 
-    /// Returns the number of unprocessed changes.
+    /// Returns the number of changes that were not processed yet.
     pub fn waiting(&self) -> usize {
         self.changes.lock().len()
     }
