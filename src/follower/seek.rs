@@ -14,7 +14,7 @@
 //!
 //! An open omits an earlier incarnation that committed nothing from the store's history. For a position in an omitted
 //! incarnation, the first opening with a higher number determines what happened to the batch, by Lsn and chain hash.
-//! All batches up to such a position precede the omitted incarnation.
+//! An omitted incarnation contains no batch of its own.
 //!
 //! A batch that cannot be found because a newer snapshot made it obsolete was overtaken.
 

@@ -1,4 +1,4 @@
-//! Memory management: page memory, and the staging memory through which lanes copy.
+//! Memory management: the memory of pages, and the staging memory through which lanes copy.
 
 pub(crate) mod arena;
 pub(crate) mod staging;

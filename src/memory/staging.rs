@@ -1,10 +1,10 @@
-//! A pool of staging buffers. Allocating staging is expensive, because a GPU pins it at 1.5 GB/s. The pool therefore
-//! keeps returned buffers for reuse, up to a limit.
+//! A pool of staging buffers. Allocating staging is expensive, because a GPU pins memory at 1.5 GB/s. The pool
+//! therefore keeps returned buffers for reuse, up to a limit.
 //!
-//! Staging is allocated in size classes, so that returned buffers fit later requests. The classes are powers of two.
-//! Between long classes there are three more, because otherwise a request just above a power of two would take twice
-//! its length. A request returns a [`StagingBuf`] of exactly the requested length. Command lists own the [`Staging`]
-//! inside, and their commands name ranges of it.
+//! Staging is allocated in size classes, so that returned buffers fit later requests. The lengths of the classes are
+//! powers of two. Between the powers of two of long classes there are three more lengths, because otherwise a request
+//! just above a power of two would use twice its length. A request returns a [`StagingBuf`] of exactly the requested
+//! length. Command lists own the underlying [`Staging`], and their commands name ranges of it.
 
 use std::collections::BTreeMap;
 use std::ops::{Deref, DerefMut};
@@ -26,14 +26,15 @@ use crate::error::{Error, Result};
 const CLASS_LEN_MIN: usize = 512;
 /// The length in bytes from which there are four classes per doubling.
 const LONG_CLASS_LEN: usize = 1 << 20;
-/// The length in bytes of the largest class, which equals the maximum of all idle staging that a store keeps. A longer
-/// buffer is allocated with its exact length and not kept. One example is a buffer for the chunk of a 64 MiB page,
-/// which also has a header. If there were a larger class for such buffers, they would be freed on every return.
+/// The length in bytes of the largest class, which equals the maximum length of all idle staging that a store keeps.
+///
+/// A longer buffer is allocated with its exact length and not kept. One example is a buffer for the chunk of a 64 MiB
+/// page, which also has a header. If such buffers had a class, they would still be freed on every return.
 const CLASS_LEN_MAX: usize = 64 << 20;
 
-/// The idle staging buffers of one device, shared by threads.
+/// The idle staging buffers of one device, shared by threads and kept for reuse.
 ///
-/// The limit applies to idle staging only. Staging in use is limited by its users, because with a limit here one user
+/// The limit applies to idle staging only. Staging in use is limited by its users. If the pool limited it, one user
 /// might wait for another user that waits for the first.
 pub struct StagingPool {
     device: Arc<EngineDevice>,
@@ -54,8 +55,8 @@ pub struct StagingBuf {
     len: usize,
 }
 
-/// Bytes that grow at their end, kept in staging while they fit, so that they are copied only once. Bytes that are, or
-/// become, longer than the pool would keep are in ordinary memory.
+/// A buffer to which bytes are appended. The bytes are in staging while they fit, so that they are copied only once.
+/// Bytes that are longer than the pool would keep, or become longer, are in ordinary memory.
 #[derive(Debug)]
 pub struct GrowingStaging(GrowthState);
 
@@ -65,7 +66,7 @@ enum GrowthState {
         staging: Staging,
         len: usize,
     },
-    /// More bytes than the pool would keep, in zeroed memory, in which appending zeros only increases the length.
+    /// More bytes than the pool would keep, in zeroed memory. Appending zeros to this memory only increases the length.
     Zeroed {
         bytes: Vec<u8>,
         len: usize,
@@ -76,24 +77,24 @@ enum GrowthState {
     },
 }
 
-/// Bytes that no longer grow.
+/// The bytes of a [`GrowingStaging`] after the last byte was appended.
 #[derive(Debug)]
 pub enum GrownBytes {
-    /// The bytes are in staging, which lists can name.
+    /// The bytes are in staging, which command lists can name.
     Staged(StagingBuf),
-    /// The bytes are in ordinary memory, because no list names them.
+    /// The bytes are in ordinary memory, which command lists cannot name.
     Plain(Vec<u8>),
 }
 
 impl StagingPool {
-    /// Creates an empty pool that keeps at most `idle_bytes_max` bytes.
+    /// Creates an empty pool that keeps at most `idle_bytes_max` bytes of idle staging.
     #[must_use]
     pub fn new(device: Arc<EngineDevice>, idle_bytes_max: usize) -> Self {
         Self { device, idle_bytes_max, idle: CachePadded::default() }
     }
 
-    /// Returns a staging buffer of `len` bytes. A reused buffer contains the bytes of its last user: zeroing it would
-    /// cost a pass over bytes that every user overwrites before reading them.
+    /// Returns a staging buffer of `len` bytes. A reused buffer contains the bytes of its last user. The pool does not
+    /// zero buffers, because every user overwrites the bytes before reading them.
     ///
     /// # Errors
     /// `OutOfMemory`, a device error.
@@ -108,7 +109,7 @@ impl StagingPool {
     }
 
     /// Returns a growing buffer for about `len` bytes. Staging that the pool would not keep is allocated only when it
-    /// is needed, and until then the bytes are in ordinary memory.
+    /// is needed. Until then, the bytes are in ordinary memory.
     ///
     /// A buffer for few bytes is in ordinary memory, too. Another core read the staging last, so reading the bytes
     /// back, for example for a checksum, waits for the cache lines to arrive from that core. Because of this wait, a
@@ -131,7 +132,7 @@ impl StagingPool {
         }))
     }
 
-    /// Returns the bytes in staging, after they have stopped growing.
+    /// Returns the bytes of a growing buffer in staging, after the last byte was appended.
     ///
     /// # Errors
     /// Same as [`take`](Self::take).
@@ -146,7 +147,7 @@ impl StagingPool {
         }
     }
 
-    /// Returns the bytes without moving them, after they have stopped growing.
+    /// Returns the bytes of a growing buffer without moving them, after the last byte was appended.
     pub fn grown_plain(&self, growing: GrowingStaging) -> GrownBytes {
         match growing.0 {
             GrowthState::Staged { staging, len } => GrownBytes::Staged(StagingBuf { staging, len }),
@@ -161,15 +162,15 @@ impl StagingPool {
         }
     }
 
-    /// Returns the staging of grown bytes to the pool.
+    /// Returns the staging of `grown` to the pool, if the bytes are in staging.
     pub fn put_grown(&self, grown: GrownBytes) {
         if let GrownBytes::Staged(staged) = grown {
             self.put(staged.into_staging());
         }
     }
 
-    /// Appends a command to a list that checksums these ranges into a new staging buffer, which becomes the list's last
-    /// buffer.
+    /// Appends a command to `list` that checksums `ranges` into a new staging buffer. The new buffer becomes the list's
+    /// last buffer.
     ///
     /// # Errors
     /// Same as [`take`](Self::take). The list is then unchanged.
@@ -179,9 +180,9 @@ impl StagingPool {
         push(&mut list.staging, sums.into_staging())
     }
 
-    /// Copies bytes to device memory and waits until they have arrived. If they cross a bus, the device checksums the
-    /// arrived bytes (I12). On a mismatch, the bytes are sent a second time, because a single flipped bit must not fail
-    /// the caller.
+    /// Copies bytes to device memory and waits until they have arrived. If the bytes cross a bus, the device checksums
+    /// the arrived bytes (I12). On a mismatch, the bytes are sent a second time, because a single flipped bit must not
+    /// fail the caller.
     ///
     /// # Errors
     /// `OutOfMemory`; a device error, also if wrong bytes arrived twice.
@@ -220,9 +221,9 @@ impl StagingPool {
         if once()? || once()? { Ok(()) } else { Err(transfer_corrupted(&self.device, "pages")) }
     }
 
-    /// Copies bytes of device memory to the host and waits for them. If they cross a bus, the device checksums the
-    /// bytes that it sends (I12). On a mismatch, the bytes are sent a second time, because a single flipped bit must
-    /// not fail the caller. No list may write to the bytes during the call.
+    /// Copies bytes of device memory to the host and waits until they have arrived. If the bytes cross a bus, the
+    /// device checksums the bytes that it sends (I12). On a mismatch, the bytes are sent a second time, because a
+    /// single flipped bit must not fail the caller. No list may write to the bytes during the call.
     ///
     /// # Errors
     /// `OutOfMemory`; a device error, also if wrong bytes arrived twice.
@@ -245,7 +246,7 @@ impl StagingPool {
         if once()? || once()? { Ok(()) } else { Err(transfer_corrupted(&self.device, "bytes of a page")) }
     }
 
-    /// Returns the buffer with a length of `len` bytes, or another buffer if it is too short.
+    /// Returns a buffer of `len` bytes, which is `staged` or, if `staged` is too short, another buffer from the pool.
     ///
     /// # Errors
     /// Same as [`take`](Self::take).
@@ -258,13 +259,13 @@ impl StagingPool {
         self.take(len)
     }
 
-    /// Returns a staging buffer to the pool. If the limit is exceeded, buffers are freed from the class with the most
-    /// idle bytes first, so that a class that is no longer used does not fill the pool permanently.
+    /// Returns a staging buffer to the pool. If the idle bytes then exceed the limit, frees buffers of the class with
+    /// the most idle bytes first, so that an unused class does not fill the pool permanently.
     pub fn put(&self, staging: Staging) {
         self.put_all([staging]);
     }
 
-    /// Returns several staging buffers to the pool together, for example those of a completed list.
+    /// Returns several staging buffers to the pool together, such as the buffers of a completed list.
     pub fn put_all(&self, staging: impl IntoIterator<Item = Staging>) {
         // They are sorted before the lock is taken and freed after it is released, so that other threads wait for
         // neither: unpinning takes time.
@@ -325,13 +326,13 @@ impl IdleStagings {
 }
 
 impl GrowingStaging {
-    /// Returns whether the bytes are more than the pool would keep in staging.
+    /// Returns whether the buffer has more bytes than the pool would keep in staging.
     #[must_use]
     pub fn is_long(&self) -> bool {
         class_of(self.byte_len()).is_none()
     }
 
-    /// Ensures that `count` more bytes fit. After an error the buffer is empty.
+    /// Ensures that `count` more bytes can be appended. After an error the buffer is empty.
     fn make_room(&mut self, count: usize) -> Result<&mut GrowthState, Defect> {
         let is_full = match &self.0 {
             GrowthState::Staged { staging, len } => count > staging.len() - len,
@@ -427,10 +428,10 @@ impl Deref for GrownBytes {
 }
 
 impl StagingBuf {
-    /// Wraps the first `len` bytes of a staging buffer, for example a buffer that a completed list returned.
+    /// Creates a buffer from the first `len` bytes of `staging`, for example of staging that a completed list returned.
     ///
     /// # Panics
-    /// If the buffer is shorter.
+    /// If the staging is shorter.
     #[must_use]
     pub fn new(staging: Staging, len: usize) -> Self {
         assert!(len <= staging.len(), "{len} bytes of a staging of {}", staging.len());
@@ -544,7 +545,7 @@ mod tests {
         assert_eq!((pool.trim(), pool.idle_bytes(), pool.trim()), (16 << 10, 0, 0));
     }
 
-    /// A buffer contains the bytes of its last user, which must not appear in bytes that grow in it.
+    /// Reused staging contains the bytes of its last user. These bytes must not appear in a growing buffer.
     #[test]
     fn grown_bytes_are_equal_in_staging_and_heap() {
         let pool = pool(1 << 20);

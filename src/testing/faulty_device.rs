@@ -3,7 +3,8 @@
 //! The failed call has no other effect. After a fault that loses the context, every later call fails too, as with a
 //! GPU. Any other fault occurs once.
 //!
-//! A copy with a flipped bit reports no error, like a bus, staging or host memory that flips a bit.
+//! A copy with a flipped bit reports no error. The flipped bit represents a fault of the bus, of staging or of host
+//! memory.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -64,25 +65,25 @@ pub enum DeviceCall {
     Unregister,
 }
 
-/// A fault: which call fails, and whether the context is lost.
+/// A fault of a [`FaultyDevice`]: the call that fails, and whether the device context is lost.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceFault {
     /// The kind of calls to count, or `None` to count all calls.
     pub call: Option<DeviceCall>,
-    /// The number of the failing call, starting at 1 and counted from the call of [`FaultyDevice::arm`].
+    /// The number of the failing call. Counting starts at 1 when [`FaultyDevice::arm`] is called.
     pub nth: u64,
     /// Whether the fault loses the process's device context.
     pub context_lost: bool,
 }
 
-/// A direction or kind of transfer across the bus.
+/// The kind of bytes that a device transfers across the bus.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BusTransfer {
-    /// The bytes of a [`Command::Upload`].
+    /// The bytes of a [`Command::Upload`], from the host to the device.
     Up,
     /// The bytes of a write in a [`Command::Apply`] that is long enough to be verified on arrival.
     LongWrites,
-    /// The bytes of a [`Command::Download`].
+    /// The bytes of a [`Command::Download`], from the device to the host.
     Down,
     /// The checksums of a [`Command::Crc`] in a list that writes nothing.
     Sums,
@@ -97,12 +98,12 @@ pub enum BusTransfer {
 /// A fault that flips a bit in one or more copies.
 #[derive(Clone, Copy, Debug)]
 pub struct BitFlip {
-    /// The kind of copies to count.
+    /// The kind of transfers to count.
     pub way: BusTransfer,
-    /// The number of the first affected copy, starting at 1 and counted from the call of [`FaultyDevice::flip`]. Empty
-    /// copies are not counted.
+    /// The number of the first affected transfer. Counting starts at 1 when [`FaultyDevice::flip`] is called, and skips
+    /// empty transfers.
     pub nth: u64,
-    /// The number of consecutive copies that flip a bit.
+    /// The number of consecutive transfers in which a bit flips.
     pub times: u64,
 }
 
@@ -115,11 +116,11 @@ struct FaultState {
     counted: u64,
     lost: Option<Error>,
     longest_staging: usize,
-    /// The memory of registered files.
+    /// The ids of the memory of registered files.
     files: BTreeSet<MemoryId>,
-    /// The page memory that was allocated and not released.
+    /// The place and the length in bytes of each page memory that was allocated and not released.
     memories: BTreeMap<MemoryId, (Place, u64)>,
-    /// The current and the maximum number of bytes of page memory, by place.
+    /// The current and the maximum number of allocated bytes of page memory, by place.
     held: BTreeMap<Place, (u64, u64)>,
 }
 
@@ -146,38 +147,38 @@ impl FaultyDevice {
         Self { inner, state: Mutex::default(), crosses_bus }
     }
 
-    /// Creates a device like [`new`](Self::new) that claims to access its memory across a bus.
+    /// Creates a device like [`new`](Self::new), but reports that its memory is accessed across a bus.
     #[must_use]
     pub fn across_a_bus(inner: Arc<dyn Device>) -> Self {
         Self { crosses_bus: true, ..Self::new(inner) }
     }
 
-    /// Sets the bit flip, and replaces an earlier bit flip.
+    /// Schedules a bit flip, which replaces an earlier bit flip.
     pub fn flip(&self, flip: BitFlip) {
         let mut state = self.state.lock();
         (state.flip, state.copies, state.flipped) = (Some(flip), 0, 0);
     }
 
-    /// Returns the length in bytes of the longest staging buffer that was requested.
+    /// Returns the length in bytes of the longest staging buffer requested so far.
     #[must_use]
     pub fn longest_staging(&self) -> usize {
         self.state.lock().longest_staging
     }
 
-    /// Returns the maximum number of bytes of page memory that were allocated in a place at the same time.
+    /// Returns the maximum number of bytes of page memory that were allocated in `place` at the same time.
     #[must_use]
     pub fn peak_bytes(&self, place: Place) -> u64 {
         self.state.lock().held.get(&place).map_or(0, |(_, peak)| *peak)
     }
 
-    /// Ends the bit flips, and returns the number of copies that flipped a bit.
+    /// Stops the bit flips, and returns the number of copies in which a bit was flipped.
     pub fn end_flips(&self) -> u64 {
         let mut state = self.state.lock();
         state.flip = None;
         state.flipped
     }
 
-    /// Returns the transfers of the given kind in a list in which a bit flips now.
+    /// Returns the staging ranges of a list's transfers of the given kind in which a bit must be flipped.
     fn flips(&self, way: BusTransfer, commands: &[Command]) -> Vec<StagingSpan> {
         let mut state = self.state.lock();
         let Some(flip) = state.flip.filter(|flip| flip.way == way) else { return Vec::new() };
@@ -233,14 +234,14 @@ impl FaultyDevice {
         flipped
     }
 
-    /// Sets the fault, and replaces an earlier fault that has not occurred.
+    /// Schedules a fault, which replaces an earlier fault that has not occurred.
     pub fn arm(&self, fault: DeviceFault) {
         let mut state = self.state.lock();
         state.armed = Some(fault);
         state.counted = 0;
     }
 
-    /// Returns whether the last fault has occurred.
+    /// Returns whether the fault that was scheduled last has occurred.
     #[must_use]
     pub fn struck(&self) -> bool {
         self.state.lock().armed.is_none()
@@ -450,7 +451,8 @@ impl DirectReads for FaultyDevice {
     }
 }
 
-/// Flips a bit in the middle of a range, because its first and last byte might be checked separately.
+/// Flips a bit in the middle of a range. The first and last bytes are left alone, because they might be checked
+/// separately.
 fn flip(staging: &mut [Staging], StagingSpan { index, offset, len }: StagingSpan) {
     staging[index][offset + len / 2] ^= 0x10;
 }
@@ -461,7 +463,7 @@ impl std::fmt::Debug for FaultyDevice {
     }
 }
 
-/// Returns the staging span of a long write's bytes, or `None` for any other piece.
+/// Returns the staging span of the bytes of a long write, or `None` for any other piece.
 fn long_write(piece: &Piece) -> Option<StagingSpan> {
     match (&piece.kind, &piece.payload) {
         (PieceKind::Dense, Payload::Staging { index, offset }) if piece.target.len >= PROVEN_LEN_MIN => {

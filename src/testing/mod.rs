@@ -1,4 +1,4 @@
-//! Test doubles: a disk and devices that fail, lag or crash on demand, and a hook for the phases of the engine.
+//! Test doubles: a disk and devices that fail, delay work or crash on demand, and a hook for the phases of the engine.
 //!
 //! They exist only in builds with the feature `testing`.
 

@@ -1,4 +1,4 @@
-//! The account of one place, which tracks how much of the budget is used, and for which purposes.
+//! The account of one place, which counts the used bytes of the place's budget by purpose.
 //!
 //! Threads that allocate concurrently share only these counters, so an allocation takes no lock.
 
@@ -15,22 +15,22 @@ use crate::error::{Error, Result};
 pub enum Purpose {
     /// The bytes of a page.
     Page,
-    /// The memory to which a leased page moves when the page is changed.
+    /// The memory to which a leased page is copied when a batch changes the page.
     Relocation,
-    /// The earlier contents of a page, kept for an exact snapshot.
+    /// The earlier contents of a page, kept until an exact snapshot has gathered the page.
     Aside,
-    /// Memory that callers use: bytes that a batch reads, working copies, shadows.
+    /// Memory that callers use: sources of a batch, working copies, and shadows.
     Caller,
     /// Memory in which a commit is assembled on the device before it is logged.
     Stage,
-    /// Memory into which a snapshot gathers pages, or a long read its bytes, before they are copied to the host. Also
-    /// the bitmap of a comparison.
+    /// Memory in which a snapshot gathers pages, or a long read its bytes, before they are copied to the host. The
+    /// bitmap of a comparison has the same purpose.
     Gather,
-    /// A page in caller-owned memory, which is outside the budget, because it belongs to the caller or is already
+    /// A page in caller-owned memory. Such memory is outside the budget, because it belongs to the caller or is already
     /// counted for [`Purpose::Caller`].
     Lent,
-    /// The memory of an image file to which the device copies. This memory is freed when any other purpose needs the
-    /// budget.
+    /// The memory of an image file to which the device copies pages. This memory is freed when an allocation for any
+    /// other purpose needs the budget.
     Image,
 }
 
@@ -48,21 +48,21 @@ impl Purpose {
     ];
 }
 
-/// The usage of one place's budget.
+/// The number of bytes used in one place, by state and by purpose.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PlaceUsage {
     /// The number of allocated bytes, excluding caller-owned memory.
     pub allocated_bytes: u64,
-    /// The number of bytes that were given up, but that a lane may still use.
+    /// The number of bytes that were given up by their owner, but that a lane may still use.
     pub retired_bytes: u64,
-    /// The number of bytes claimed for allocations in progress.
+    /// The number of bytes claimed for allocations that are not complete yet.
     pub claimed_bytes: u64,
     /// The maximum total of allocated and retired bytes since the peak was last reset.
     pub peak_bytes: u64,
     /// The number of allocations and pieces of caller-owned memory, including those of length 0.
     pub count: u64,
-    /// The number of allocated and caller-owned bytes, by purpose.
+    /// The number of allocated bytes and caller-owned bytes for each purpose.
     by_purpose: [u64; Purpose::ALL.len()],
 }
 
@@ -73,15 +73,15 @@ impl PlaceUsage {
         self.allocated_bytes + self.retired_bytes + self.claimed_bytes
     }
 
-    /// Returns the number of bytes allocated for this purpose. Bytes stay counted for the purpose for which they were
-    /// allocated until they are given up or passed to a caller.
+    /// Returns the number of bytes allocated for `purpose`. Bytes are counted for the purpose for which they were
+    /// allocated, until they are given up or passed to a caller.
     #[must_use]
     pub fn bytes_for(&self, purpose: Purpose) -> u64 {
         self.by_purpose[purpose as usize]
     }
 }
 
-/// A view of the free budget of a place, which can be read without a lock.
+/// A handle that reads the free budget of a place without a lock.
 #[derive(Clone, Debug)]
 pub struct PlaceRoom(Arc<Account>);
 
@@ -90,12 +90,12 @@ impl PlaceRoom {
         Self(account)
     }
 
-    /// Returns the limit of the place in bytes, or `u64::MAX` if it has none.
+    /// Returns the limit of the place in bytes, or `u64::MAX` if the place has no limit.
     pub fn budget(&self) -> u64 {
         self.0.budget
     }
 
-    /// Returns the number of bytes that are free, or will be after the work queued on the lanes.
+    /// Returns the number of bytes that are free or will be free after the work queued on the lanes.
     pub fn free_soon(&self) -> u64 {
         // Retired bytes are read first, so that bytes released in between may count as free twice, but never as used.
         let retired = self.0.retired.load(Ordering::Acquire);
@@ -104,15 +104,15 @@ impl PlaceRoom {
     }
 }
 
-/// The budget of a place and its usage. Bytes are claimed before the device is called, so that concurrent threads
-/// cannot exceed the budget together.
+/// The budget of a place, and the counters of its use. Bytes are claimed before the device is called, so that
+/// concurrent threads cannot exceed the budget together.
 #[derive(Debug)]
 pub(super) struct Account {
     place: Place,
     budget: u64,
-    /// The number of claimed, allocated and retired bytes.
+    /// The total number of claimed, allocated and retired bytes.
     used: AtomicU64,
-    /// The number of allocated and retired bytes.
+    /// The total number of allocated and retired bytes.
     taken: AtomicU64,
     retired: AtomicU64,
     peak: AtomicU64,
@@ -134,10 +134,10 @@ impl Account {
         }
     }
 
-    /// Claims bytes of the budget.
+    /// Claims `len` bytes of the budget.
     ///
     /// # Errors
-    /// `OverBudget`, without a claim.
+    /// `OverBudget` if fewer bytes are left. No bytes are then claimed.
     pub fn claim(&self, len: u64) -> Result<()> {
         let within = |used: u64| used.checked_add(len).filter(|sum| *sum <= self.budget); // I10
         let claimed = self.used.fetch_update(Ordering::Acquire, Ordering::Relaxed, within);
@@ -146,7 +146,7 @@ impl Account {
         claimed.map(drop).map_err(over)
     }
 
-    /// Returns claimed bytes that were not allocated to the budget.
+    /// Returns to the budget `len` claimed bytes that were not allocated.
     pub fn unclaim(&self, len: u64) {
         self.used.fetch_sub(len, Ordering::Relaxed);
     }
@@ -159,32 +159,32 @@ impl Account {
         self.by_purpose[purpose as usize].fetch_add(len, Ordering::Relaxed);
     }
 
-    /// Counts a page's bytes for [`Purpose::Caller`] from now on.
+    /// Counts a page's bytes for [`Purpose::Caller`] instead of `purpose` from now on.
     pub fn handed_out(&self, purpose: Purpose, len: u64) {
         self.by_purpose[purpose as usize].fetch_sub(len, Ordering::Relaxed);
         self.by_purpose[Purpose::Caller as usize].fetch_add(len, Ordering::Relaxed);
     }
 
-    /// Counts caller-owned bytes that a page uses. Such bytes do not use the budget.
+    /// Counts `len` caller-owned bytes that a page starts to use. Such bytes do not use the budget.
     pub fn lent(&self, len: u64) {
         self.count.fetch_add(1, Ordering::Relaxed);
         self.by_purpose[Purpose::Lent as usize].fetch_add(len, Ordering::Relaxed);
     }
 
-    /// Counts caller-owned bytes as given up by their page.
+    /// Counts `len` caller-owned bytes that a page has given up.
     pub fn lent_returned(&self, len: u64) {
         self.count.fetch_sub(1, Ordering::Relaxed);
         self.by_purpose[Purpose::Lent as usize].fetch_sub(len, Ordering::Relaxed);
     }
 
-    /// Counts allocated bytes of `count` pages as given up. A lane may still use them.
+    /// Counts `len` allocated bytes of `count` pages as given up. A lane may still use the bytes.
     pub fn retired(&self, purpose: Purpose, count: u64, len: u64) {
         self.retired.fetch_add(len, Ordering::Relaxed);
         self.count.fetch_sub(count, Ordering::Relaxed);
         self.by_purpose[purpose as usize].fetch_sub(len, Ordering::Relaxed);
     }
 
-    /// Counts retired bytes as released.
+    /// Counts `len` retired bytes as released.
     pub fn released(&self, len: u64) {
         // The order matters. A thread that claims these bytes no longer observes them as taken, so the peak never
         // exceeds the budget. A thread that no longer observes them as retired no longer observes them as used either.
@@ -193,7 +193,7 @@ impl Account {
         self.retired.fetch_sub(len, Ordering::Release);
     }
 
-    /// Returns whether `len` bytes would fit if no memory were retired.
+    /// Returns whether `len` bytes would fit into the budget if no memory were retired.
     pub fn fits_without_retired(&self, len: u64) -> bool {
         // The two counters are read at different moments, retired bytes first, so bytes released in between make the
         // result `true`. The caller then claims the bytes, and that result is exact.
@@ -202,17 +202,17 @@ impl Account {
         used.checked_add(len).is_some_and(|sum| sum <= self.budget)
     }
 
-    /// Returns the number of bytes of the budget that are left.
+    /// Returns the number of bytes of the budget that are neither claimed, allocated nor retired.
     pub fn available(&self) -> u64 {
         self.budget - self.used.load(Ordering::Relaxed)
     }
 
-    /// Resets the peak to the number of bytes currently taken.
+    /// Resets the peak to the number of bytes that are currently allocated or retired.
     pub fn reset_peak(&self) {
         self.peak.store(self.taken.load(Ordering::Relaxed), Ordering::Relaxed);
     }
 
-    /// Returns the current usage. Counters that change during the call may belong to different moments.
+    /// Returns the current usage. Counters that change during the call may be read at different moments.
     pub fn usage(&self) -> PlaceUsage {
         let [used, taken, retired, peak, count] =
             [&self.used, &self.taken, &self.retired, &self.peak, &self.count]

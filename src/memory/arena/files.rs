@@ -1,5 +1,5 @@
-//! Memory of files to which the device copies. This memory is registered within the budget of pinned memory, and given
-//! up when any other use needs that budget.
+//! Memory of image files to which the device copies pages. The memory is registered within the budget of pinned memory,
+//! and given up when any other use needs that budget.
 //!
 //! File memory is released in this order: the lists that name it pass their fences, the device unregisters it, and the
 //! mapping ends. Only then may the file be truncated or removed. If it is unknown whether the last list has ended, the
@@ -22,15 +22,15 @@ use crate::disk::DiskFile;
 use crate::error::{Error, Refused, Result};
 use crate::memory::staging::StagingPool;
 
-/// The registered files.
+/// The files that are registered with the device.
 #[derive(Default)]
 pub(super) struct RegisteredFiles {
     files: Mutex<Vec<Weak<RegisteredFile>>>,
-    /// Whether the device has rejected a file, in which case no more files are registered.
+    /// Whether the device has rejected a file. If so, no more files are registered.
     is_refused: AtomicBool,
 }
 
-/// A file to whose memory the device copies. The memory is registered until it is given up or this value is dropped.
+/// A file to whose memory the device copies. The memory stays registered until it is given up or this value is dropped.
 pub(crate) struct RegisteredFile {
     arena: Arc<Arena>,
     staging: Arc<StagingPool>,
@@ -41,16 +41,16 @@ pub(crate) struct RegisteredFile {
 struct FileState {
     /// The device's id for the memory, or `None` once the memory is given up.
     memory: Option<MemoryId>,
-    /// The number of current writers.
+    /// The number of [`FileTarget`] values for the file, during which its memory is not given up.
     users: usize,
-    /// The fence of the last list of each lane that names the memory, with value 0 if there is none.
+    /// For each lane, the fence of the last list that names the memory. The fence has value 0 if there is no such list.
     last_uses: [Fence; FILE_LANES.len()],
     /// Whether a list without a fence may have been queued.
     is_end_unknown: bool,
 }
 
-/// A direction of copies between the device and a file. Each direction has a separate lane, because a copy queued
-/// behind a read-back in the same lane would hold the queue of long copies.
+/// The direction of copies between the device and a file. Each direction has a separate lane, because a copy queued
+/// behind a read-back in the same lane would delay the queue of long copies.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum CopyDirection {
     To,
@@ -63,18 +63,19 @@ impl CopyDirection {
     }
 }
 
-/// The lanes of both directions.
+/// The lanes for copies to and from files.
 const FILE_LANES: [Lane; 2] = [Lane::Drain, Lane::Load];
 
-/// The right to copy to a file's memory, which is not given up before this value is dropped.
+/// The right to copy to a file's memory. The memory is not given up before this value is dropped.
 pub(crate) struct FileTarget {
     file: Arc<RegisteredFile>,
     memory: MemoryId,
 }
 
 impl Arena {
-    /// Registers the memory of a file. Returns `None` if the file does not support shared mappings, the device rejects
-    /// it, or the budget of pinned memory has no room. The bytes are then copied through staging.
+    /// Registers the memory of a file. Returns `None` if the device cannot copy to the file directly, and the bytes
+    /// must be copied through staging. This is the case if the file does not support shared mappings, the device
+    /// rejects it, or the budget of pinned memory has no room.
     pub(crate) fn register(
         self: &Arc<Self>,
         file: &dyn DiskFile,
@@ -125,8 +126,8 @@ impl Arena {
         Ok(Some(registered))
     }
 
-    /// Gives up files without writers, oldest first, until `needed` bytes of pinned memory are free. Returns whether
-    /// any memory was freed.
+    /// Gives up the memory of files without writers, oldest first, until `needed` bytes of pinned memory are free.
+    /// Returns whether any memory was freed.
     pub(super) fn release_files(&self, needed: u64) -> bool {
         let files: Vec<Arc<RegisteredFile>> =
             self.files.files.lock().iter().filter_map(Weak::upgrade).collect();
@@ -144,7 +145,7 @@ impl Arena {
 }
 
 impl RegisteredFile {
-    /// Returns the right to copy to the file, or `None` if it was given up.
+    /// Returns the right to copy to the file, or `None` if the file's memory was given up.
     pub fn target(self: &Arc<Self>) -> Option<FileTarget> {
         let mut state = self.state.lock();
         let memory = state.memory?;
@@ -152,7 +153,7 @@ impl RegisteredFile {
         Some(FileTarget { file: self.clone(), memory })
     }
 
-    /// Returns whether a file of this length is registered completely and has not been given up.
+    /// Returns whether the file has length `len` and its memory is registered.
     pub fn is_registered(&self, len: u64) -> bool {
         self.len == len && self.state.lock().memory.is_some()
     }
@@ -162,7 +163,7 @@ impl RegisteredFile {
         state.users == 0 && self.give_up(&mut state)
     }
 
-    /// Gives up the memory. The caller must hold the lock of `state`, because a writer that finds no memory may
+    /// Gives up the file's memory. The caller must hold the lock of `state`, because a writer that finds no memory may
     /// truncate the file.
     fn give_up(&self, state: &mut FileState) -> bool {
         let Some(memory) = state.memory.take() else { return false };
@@ -197,17 +198,18 @@ impl Drop for RegisteredFile {
 }
 
 impl FileTarget {
-    /// Returns the number of bytes that the target covers, from the start of the file.
+    /// Returns the length in bytes of the file's registered memory.
     pub fn byte_len(&self) -> u64 {
         self.file.len
     }
 
-    /// Returns a range of the file, for commands.
+    /// Returns a range of the file's memory for use in commands.
     pub fn part(&self, offset: u64, len: u64) -> Span {
         Span { memory: self.memory, offset, len }
     }
 
-    /// Submits a list that names the file on the lane of its direction, after the fence of another lane.
+    /// Submits a list that names the file's memory, on the lane of direction `way`. The list waits for the fence
+    /// `after`.
     ///
     /// # Errors
     /// A device error.
@@ -227,11 +229,11 @@ impl FileTarget {
         queued
     }
 
-    /// Computes the CRC-32 of each of these ascending ranges of the file on the device, and waits for the results.
+    /// Computes the CRC-32 of each of `ranges` on the device, and waits for the results. The ranges must be ascending.
     ///
-    /// If there is a bus between device and file, the ranges are first copied over it to memory of `place`, provided
-    /// that this place is the device's own memory and has room. A copy engine reads faster than kernels that checksum
-    /// bytes across a bus.
+    /// If there is a bus between device and file, the ranges are first copied across the bus to memory of `place`,
+    /// because a copy engine reads faster than kernels that checksum bytes across a bus. The copy is omitted if `place`
+    /// is not the device's own memory or has no room.
     ///
     /// # Errors
     /// A device error; `OutOfMemory`.
@@ -255,8 +257,8 @@ impl FileTarget {
         collected(sums.into_iter().map(Hasher::finalize))
     }
 
-    /// Adds the checksums of parts of ranges to those of the ranges. Together the parts may span at most the length of
-    /// a piece.
+    /// Adds the checksums of parts to the checksums of their ranges. Each part contains the index of its range.
+    /// Together the parts may span at most the length of a piece.
     fn add_sums(&self, place: Place, parts: &[(Range<u64>, usize)], sums: &mut [Hasher]) -> Result<()> {
         let Some((start, end)) =
             parts.first().map(|first| first.0.start).zip(parts.last().map(|last| last.0.end))
@@ -295,13 +297,13 @@ impl FileTarget {
         Ok(())
     }
 
-    /// Returns the error for a device that copied different bytes to the file, or read different bytes from the file.
+    /// Returns the error for a device that copied wrong bytes to the file, or read wrong bytes from the file.
     pub fn transfer_corrupted(&self) -> Error {
         transfer_corrupted(&self.file.arena.device, "bytes of pages")
     }
 
-    /// Allocates memory into which parts of the file are read back. Returns an empty list if kernels checksum the file
-    /// equally fast, as without a bus in between, or if there is no room.
+    /// Allocates memory into which parts of the file are read back. Returns an empty list if kernels can checksum the
+    /// file directly at the same speed because there is no bus, or if there is no room.
     fn read_back_memory(&self, place: Place, len: u64) -> Result<Vec<PageMemory>> {
         let arena = &self.file.arena;
         if !matches!(place, Place::Device(_)) || !arena.device.crosses_bus() {

@@ -2,8 +2,8 @@
 //!
 //! Such memory is outside the budget, because it belongs to the caller or is already counted as the caller's. A handle
 //! is kept until no lane uses the page's memory. Dropping the handle may run the caller's code, which must not run on
-//! the applier or under a lock. Therefore an unneeded handle waits here for a caller's thread. A crash loses all of
-//! these handles.
+//! the applier or under a lock. Therefore an unneeded handle is kept in a list until a caller's thread drops it. A
+//! crash loses all of these handles.
 
 use std::collections::HashMap;
 
@@ -16,39 +16,39 @@ use crate::device::{DeviceBytes, EngineDevice, Fence, MemoryId, MemoryOwner, dro
 pub(super) struct LentMemories {
     /// The handles, by the id under which a page uses the memory.
     handles: Mutex<HashMap<MemoryId, DeviceBytes>>,
-    /// The handles of memory that no page uses any more.
+    /// The handles of memory that no page uses any more, to be dropped by a caller's thread.
     released_handles: Mutex<Vec<DeviceBytes>>,
-    /// The owners of memory that callers' streams may still use, each with the fence after those uses.
+    /// The owners of memory that callers' streams may still use. Each owner has the fence that follows those uses.
     leaving: Mutex<Vec<(MemoryOwner, Fence)>>,
     /// The total number of entries in `released_handles` and `leaving`.
     waiting_count: AtomicUsize,
 }
 
 impl LentMemories {
-    /// Stores a handle for a page.
+    /// Stores the handle of the memory that a page uses.
     pub fn keep(&self, memory: MemoryId, bytes: DeviceBytes) {
         self.handles.lock().insert(memory, bytes);
     }
 
-    /// Records that the page has given up its memory.
+    /// Records that a page has given up its memory.
     pub fn retire(&self, memory: MemoryId) {
         self.handles.lock()[&memory].retire_loan();
     }
 
-    /// Ends the loan of memory that no lane uses any more, and returns the handle.
+    /// Ends the loan of memory that no lane uses any more, and returns the memory's handle.
     pub fn end(&self, memory: MemoryId) -> DeviceBytes {
         let bytes = self.handles.lock().remove(&memory).expect("lent, and not ended yet");
         bytes.end_loan();
         bytes
     }
 
-    /// Adds a handle to be dropped by the next thread that may drop it.
+    /// Adds a handle to the list that [`drop_released`](Self::drop_released) drops.
     pub fn release_handle(&self, bytes: DeviceBytes) {
         self.released_handles.lock().push(bytes);
         self.waiting_count.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// Adds an owner to be dropped after the fence has passed, by the next thread that may drop it.
+    /// Adds an owner, which [`drop_released`](Self::drop_released) drops once the fence has passed.
     pub fn keep_until(&self, owner: MemoryOwner, fence: Fence) {
         self.leaving.lock().push((owner, fence));
         self.waiting_count.fetch_add(1, Ordering::AcqRel);

@@ -2,9 +2,9 @@
 //!
 //! The page table owns one [`PageMemory`] for each page. When a page is deleted or moved, its memory is retired with
 //! the fence of its last use and released once that fence has passed. Until then the memory still exists and counts
-//! against the budget (I10). No memory is stored on disk: recovery allocates new memory.
+//! against the budget (I10). No memory is stored on disk, and recovery allocates new memory.
 //!
-//! The device may cache released memory, which [`MemoryCache::trim`](crate::device::MemoryCache::trim) frees.
+//! The device may cache released memory. [`Device::trim`] frees the cached memory.
 
 mod account;
 mod page_memory;
@@ -37,37 +37,37 @@ use crate::device::{DeviceBytes, EngineDevice, Fence, Lane, MemoryLink, MemoryOw
 use crate::error::{Error, Refused, Result};
 use crate::options::Budget;
 
-/// The lanes that never wait for a caller.
+/// The lanes whose lists never wait for a caller's stream.
 const OWN_LANES: [Lane; 4] = [Lane::Apply, Lane::Drain, Lane::Stage, Lane::Load];
 
-/// The page memory of one device, under one budget, shared by threads.
+/// The allocator of page memory on one device, within one budget, shared by threads.
 pub struct Arena {
     device: Arc<EngineDevice>,
     budget: Budget,
     accounts: RwLock<BTreeMap<Place, Arc<Account>>>,
-    /// Retired memory by lane, in the order of retirement. An entry after an entry with a later fence waits for that
-    /// fence, which costs only time.
+    /// Retired memory by lane, in the order of retirement. Memory queued behind memory with a later fence waits for
+    /// that fence, which only delays its release.
     retired: [Mutex<Queue<RetiredMemory>>; Lane::ALL.len()],
     retired_count: AtomicUsize,
-    /// The scratch memory in use, and the number of threads that wait for it.
+    /// The scratch memory in use, and the number of threads that wait for scratch.
     scratch: Mutex<ScratchMemory>,
     scratch_returned: Condvar,
-    /// The locks that are held while reaping a lane, so that a thread that queries the free memory waits until the
-    /// release is counted. There is one lock for each lane, so that a thread that waits for callers does not delay
-    /// threads that reap the other lanes.
+    /// The locks that are held while retired memory of a lane is released. A thread that queries the free memory waits
+    /// until the release is counted. Each lane has its own lock, so that a thread that waits for callers does not delay
+    /// threads that release memory of the other lanes.
     reaping: [Mutex<()>; Lane::ALL.len()],
-    /// The caller-owned memory in which pages are stored.
+    /// The handles of caller-owned memory in which pages are stored.
     lent: LentMemories,
-    /// The files to which the device copies.
+    /// The image files to whose memory the device copies.
     files: RegisteredFiles,
     link: Arc<MemoryLink>,
 }
 
-/// The memory of a deleted page, passed to a caller.
+/// The memory of a deleted page, which is passed to a caller.
 pub enum HandedOut {
-    /// Caller-owned memory, as the handle that the caller lent.
+    /// Caller-owned memory, returned as the handle that the caller lent.
     Lent(DeviceBytes),
-    /// The store's memory, which the caller must return like any other.
+    /// Memory of the store, which the caller must return to the arena.
     Own(PageMemory),
 }
 
@@ -76,7 +76,7 @@ struct RetiredMemory {
     fence: Fence,
 }
 
-/// The number of allocations released per call, which limits the length of lists of them.
+/// The maximum number of allocations that are released in one call to the device.
 const RELEASED_AT_ONCE: usize = 1024;
 
 impl Arena {
@@ -103,7 +103,7 @@ impl Arena {
     /// is in flight.
     ///
     /// # Errors
-    /// `Refused` if a page is in a part of the memory or has just given it up; a device error.
+    /// `Refused` if a page uses a part of the memory or has just given it up; a device error.
     pub fn lend(&self, page: PageId, bytes: &DeviceBytes) -> Result<PageMemory> {
         let memory = match bytes.lend(page)? {
             Some(memory) => memory,
@@ -124,12 +124,12 @@ impl Arena {
         Ok(PageMemory::new(memory, place, len, Purpose::Lent))
     }
 
-    /// Takes the memory of a deleted page for a caller. No list may name the memory any more. Caller-owned memory is
-    /// returned as the handle that the caller passed. All other memory gets a new id, unknown to readers, and stays
-    /// counted.
+    /// Passes the memory of a deleted page to a caller. No list may name the memory any more. Caller-owned memory is
+    /// returned as the handle that the caller passed. All other memory gets a new id, which readers do not know, and
+    /// stays counted.
     ///
     /// # Errors
-    /// A device error; the memory then stays counted.
+    /// A device error. The memory then stays counted.
     pub fn hand_out(&self, mut page: PageMemory) -> Result<HandedOut> {
         if page.is_lent() {
             page.is_returned = true;
@@ -155,14 +155,14 @@ impl Arena {
         &self.link
     }
 
-    /// Keeps the owner of memory that callers' streams used until this fence has passed.
+    /// Keeps the owner of memory that callers' streams used until `fence` has passed.
     /// [`drop_released`](Self::drop_released) then drops the owner.
     pub fn keep_until(&self, owner: MemoryOwner, fence: Fence) {
         self.lent.keep_until(owner, fence);
     }
 
-    /// Drops handles of caller-owned memory in which no page is stored any more. The call may run a caller's code, so
-    /// it must be made on a caller's thread that holds no lock.
+    /// Drops the handles of caller-owned memory that no page uses any more. The call may run a caller's code, so it
+    /// must be made on a caller's thread that holds no lock.
     pub fn drop_released(&self) {
         self.lent.drop_released(&self.device);
     }
@@ -170,8 +170,8 @@ impl Arena {
     #[cfg(test)]
     /// Allocates memory for a page, with unspecified contents. A length of 0 uses no budget.
     ///
-    /// If only retired memory prevents the allocation, the call waits for its fences instead of failing, because
-    /// whether a batch fits must not depend on the progress of the lanes.
+    /// If only retired memory prevents the allocation, the call waits for the fences of the retired memory instead of
+    /// failing, because whether a batch fits must not depend on the progress of the lanes.
     ///
     /// # Errors
     /// `OverBudget`, `OutOfMemory`, `Unavailable`, a device error. On failure no memory is allocated.
@@ -180,7 +180,8 @@ impl Arena {
     }
 
     /// Allocates memory like [`allocate`](Self::allocate), for a thread that submits to the lanes. The call waits only
-    /// for lanes that never wait for a caller. Otherwise a stalled caller's stream would stall all batches.
+    /// for lanes that never wait for a caller. If it waited for other lanes, a stalled caller's stream would stall all
+    /// batches.
     ///
     /// # Errors
     /// Same as [`allocate`](Self::allocate).
@@ -188,8 +189,8 @@ impl Arena {
         self.reserve_awaiting(&OWN_LANES, purpose, &[(place, len)])?.allocate(place, len)
     }
 
-    /// Allocates memory for several pages, in order, either for all of them or for none. The budget is
-    /// checked for all of them together before the first is allocated.
+    /// Allocates memory for several pages, in order. If any allocation fails, no memory is allocated. The budget is
+    /// checked for the sum of the pages before the first allocation.
     ///
     /// # Errors
     /// Same as [`allocate`](Self::allocate). `OverBudget` states the total requested in a place.
@@ -203,12 +204,12 @@ impl Arena {
         Ok(memory)
     }
 
-    /// Reserves the budget for these allocations, each with its place and its length. If only retired memory prevents
-    /// this, waits for its fences and tries once more.
+    /// Reserves the budget for several allocations, each with its place and its length. If only retired memory prevents
+    /// the reservation, waits for the fences of the retired memory and tries again once.
     ///
     /// # Errors
-    /// `OverBudget`, which states the total requested in a place and the bytes left there; a device error. On failure
-    /// no budget is reserved.
+    /// `OverBudget`, which states the total requested in a place and the bytes left in the place; a device error. On
+    /// failure no budget is reserved.
     pub fn reserve(&self, purpose: Purpose, pages: &[(Place, u64)]) -> Result<Reservation<'_>> {
         self.reserve_awaiting(&Lane::ALL, purpose, pages)
     }
@@ -264,7 +265,7 @@ impl Arena {
         }
     }
 
-    /// Releases memory once `fence`, that of the last list that names it, has passed.
+    /// Releases memory once `fence` has passed. `fence` must be that of the last list that names the memory.
     pub fn retire(&self, page: PageMemory, fence: Fence) {
         self.retire_all([page], fence);
     }
@@ -298,11 +299,11 @@ impl Arena {
         self.account(place).retired(purpose, count, len);
     }
 
-    /// Releases memory that no pending list names, because no list ever named it, or because all fences of such lists
-    /// were waited for.
+    /// Releases memory immediately. No pending list may name the memory: either no list ever named it, or the caller
+    /// has waited for the fences of all such lists.
     ///
     /// # Errors
-    /// A device error; the memory then stays counted, because it may not be free.
+    /// A device error. The memory then stays counted, because it may not be free.
     pub fn discard(&self, mut page: PageMemory) -> Result<()> {
         page.is_returned = true;
         let released = self.device.release(page.memory);
@@ -332,8 +333,8 @@ impl Arena {
         }
     }
 
-    /// Releases retired memory whose fence has passed. Waits neither for a fence nor for another thread that is already
-    /// reaping.
+    /// Releases retired memory whose fence has passed. Waits neither for a fence nor for another thread that is
+    /// releasing memory.
     ///
     /// # Errors
     /// A device error of a release.
@@ -367,31 +368,31 @@ impl Arena {
         Ok(())
     }
 
-    /// Returns a view of the free budget of a place that stays up to date.
+    /// Returns a handle that reads the free budget of a place without a lock.
     pub(crate) fn room(&self, place: Place) -> PlaceRoom {
         PlaceRoom::new(self.account(place))
     }
 
-    /// Returns the limit of a place in bytes, or `u64::MAX` if it has none.
+    /// Returns the limit of a place in bytes, or `u64::MAX` if the place has no limit.
     #[must_use]
     pub fn budget(&self, place: Place) -> u64 {
         self.budget.limit(place)
     }
 
-    /// Returns the number of bytes of the budget that are left in a place. Retired memory counts as used.
+    /// Returns the number of unused bytes of the budget of a place. Retired memory counts as used.
     #[must_use]
     pub fn available(&self, place: Place) -> u64 {
         self.account(place).available()
     }
 
     #[cfg(test)]
-    /// Returns the usage of one place's budget.
+    /// Returns the number of bytes used in one place, by state and by purpose.
     #[must_use]
     pub fn usage(&self, place: Place) -> PlaceUsage {
         self.account(place).usage()
     }
 
-    /// Returns the usage of each place from which memory was ever requested.
+    /// Returns the usage of each place in which memory was ever requested.
     #[must_use]
     pub fn usages(&self) -> BTreeMap<Place, PlaceUsage> {
         self.accounts.read().iter().map(|(place, account)| (*place, account.usage())).collect()
@@ -414,7 +415,8 @@ impl Arena {
         self.retired[lane as usize].lock().front().map(|retired| retired.fence)
     }
 
-    /// Releases the retired memory of a lane that has reached this fence. The caller must hold the lane's reaping lock.
+    /// Releases the retired memory of a lane whose fence is at or before `reached`. The caller must hold the lane's
+    /// lock in `reaping`.
     fn release_passed(&self, lane: Lane, reached: u64) -> Result<()> {
         loop {
             let mut passed = Vec::new();
@@ -455,7 +457,7 @@ impl Arena {
     }
 }
 
-/// The total of consecutive pages with the same place and purpose.
+/// The total count and length of consecutive pages with the same place and purpose.
 #[derive(Clone, Copy)]
 struct AccountSum {
     purpose: Purpose,
@@ -463,13 +465,13 @@ struct AccountSum {
     len: u64,
 }
 
-/// Totals over pages, with which an account is looked up once for thousands of pages.
+/// Sums pages by place and purpose. With the sums, an account is looked up once for thousands of pages.
 #[derive(Default)]
 struct AccountSums(Option<(Place, AccountSum)>);
 
 impl AccountSums {
-    /// Adds a page. If its place or purpose differs from those of the previous pages, calls `report_sum` with their
-    /// total.
+    /// Adds a page. If its place or purpose differs from those of the previous pages, calls `report_sum` with the total
+    /// of the previous pages.
     fn add(&mut self, page: &PageMemory, report_sum: impl FnOnce(Place, AccountSum)) {
         let (place, purpose) = (page.place(), page.purpose);
         match &mut self.0 {
@@ -485,7 +487,7 @@ impl AccountSums {
         }
     }
 
-    /// Calls `report_sum` with the total of the last pages.
+    /// Calls `report_sum` with the total of the pages that were not reported yet.
     fn end(self, report_sum: impl FnOnce(Place, AccountSum)) {
         if let Some((place, sum)) = self.0 {
             report_sum(place, sum);
@@ -494,8 +496,8 @@ impl AccountSums {
 }
 
 impl Drop for Arena {
-    /// Releases retired memory, because the device may outlive the arena. A device that fails now keeps the memory, and
-    /// the next call that uses the device reports its error.
+    /// Releases retired memory, because the device may outlive the arena. If the device fails during the release, it
+    /// keeps the memory, and the next call that uses the device reports the error.
     fn drop(&mut self) {
         if let Err(error) = self.reap_all() {
             tracing::warn!(%error, "retired page memory could not be released");

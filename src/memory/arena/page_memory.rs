@@ -1,19 +1,19 @@
-//! The memory of one page.
+//! A handle to the memory of one page.
 
 use remanent_format::Place;
 
 use super::Purpose;
 use crate::device::{MemoryId, Span};
 
-/// The memory of one page. The value must be returned with [`retire`](super::Arena::retire) or
-/// [`discard`](super::Arena::discard) of its arena rather than dropped, because a drop cannot determine which lane
-/// still uses it.
+/// The memory of one page. The owner must return the value with [`retire`](super::Arena::retire) or
+/// [`discard`](super::Arena::discard) and not drop it, because a drop cannot determine whether a lane still uses the
+/// memory.
 #[derive(Debug)]
 pub struct PageMemory {
     pub(super) memory: MemoryId,
     pub(super) len: u64,
-    /// The place as two numbers, which fill the gap left by alignment, because there is one of these values for each
-    /// page.
+    /// The ordinal of the memory's place. The place is stored as two numbers that fill a gap in the layout, because
+    /// each page has a value of this type.
     pub(super) place_ordinal: u32,
     pub(super) place_kind: u8,
     pub(super) purpose: Purpose,
@@ -29,7 +29,7 @@ impl PageMemory {
         Self { memory, len, place_ordinal, place_kind, purpose, is_returned: false }
     }
 
-    /// Returns the span of the whole page.
+    /// Returns the span of the whole memory.
     #[must_use]
     pub fn span(&self) -> Span {
         Span { memory: self.memory, offset: 0, len: self.len }
@@ -46,7 +46,7 @@ impl PageMemory {
         Span { memory: self.memory, offset, len }
     }
 
-    /// Returns whether the memory is caller-owned. Such memory initially has the contents of its last use.
+    /// Returns whether the memory is caller-owned. Such memory initially contains the bytes of its last use.
     #[must_use]
     pub fn is_lent(&self) -> bool {
         self.purpose == Purpose::Lent

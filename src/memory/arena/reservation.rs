@@ -1,4 +1,4 @@
-//! Budget that is reserved for later allocations.
+//! A reserved part of the budget, from which memory is allocated later.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,18 +12,19 @@ use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::device::{Lane, MemoryId};
 use crate::error::{Error, Result};
 
-/// Bytes of the budget that are reserved for later allocations, so that these cannot fail midway for lack of budget.
-/// Dropping the reservation returns the unused bytes to the budget.
+/// Bytes of the budget that are reserved for later allocations, so that these allocations cannot fail for lack of
+/// budget. Dropping the reservation returns the unused bytes to the budget.
 pub struct Reservation<'a> {
     arena: &'a Arena,
     purpose: Purpose,
     left: Vec<(Arc<Account>, Place, AtomicU64)>,
-    /// The lanes whose retired memory may be waited for if memory is short. If empty, only free memory is used.
+    /// The lanes whose fences may be waited for, to release retired memory if the device is out of memory. If empty,
+    /// only free memory is used.
     awaited: &'static [Lane],
 }
 
 impl Arena {
-    /// Claims the bytes of all places, or none.
+    /// Claims the requested bytes of every place. If one place has too few bytes left, claims nothing.
     pub(super) fn claim(
         &self,
         awaited: &'static [Lane],
@@ -43,9 +44,9 @@ impl Arena {
 }
 
 impl Reservation<'_> {
-    /// Allocates memory for a page, with unspecified contents, from the reserved bytes. If the device is out of memory,
-    /// releases retired memory and tries once more, unless no lane may be waited for. Several threads may allocate from
-    /// one reservation.
+    /// Allocates memory for a page, with unspecified contents, from the reserved bytes. If the device is out of memory
+    /// and the reservation may wait for lanes, releases retired memory and tries again once. Several threads may
+    /// allocate from one reservation.
     ///
     /// # Errors
     /// `OutOfMemory`, `Unavailable`, a device error. The bytes stay reserved.

@@ -1,4 +1,4 @@
-//! Scratch: memory into which snapshots and long reads gather bytes. Scratch has the lowest priority of all memory.
+//! Scratch: memory in which snapshots and long reads gather bytes. Scratch has the lowest priority of all memory.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -9,24 +9,26 @@ use super::{Arena, PageMemory, Purpose};
 use crate::device::Lane;
 use crate::error::{Error, Result};
 
-/// The empty list of lanes, for allocations that must not wait, not even for memory that the device caches.
+/// An empty list of lanes, for allocations that must not wait, not even for memory that the device caches.
 const NO_LANES: [Lane; 0] = [];
 
-/// The length in bytes of the pieces in which longer scratch is allocated. A GPU cuts pieces of this length from blocks
-/// that all allocations share. A longer piece would have a separate block, which serves no other length, and whose
-/// release to the driver waits for all work of the GPU. The memory left behind by scratch therefore never exceeds the
-/// limit on scratch.
+/// The length in bytes of one piece of scratch. Longer scratch consists of several pieces.
+///
+/// A GPU cuts pieces of this length from blocks that all allocations share. A longer piece would have a separate block,
+/// which can serve no other length, and whose release to the driver waits for all work of the GPU. With short pieces,
+/// the memory that the device caches after scratch is released never exceeds the limit on scratch.
 pub(super) const SCRATCH_PIECE_LEN: u64 = 16 << 20;
 /// The maximum number of bytes of scratch in a place. A longer read is copied to the host in lane order, which takes 20
-/// ms for this length on an H200.
+/// ms for a read of this length on an H200.
 pub(super) const SCRATCH_BYTES_MAX: u64 = 1 << 30;
-/// The maximum wait for scratch. Scratch in use is being copied to the host, which takes milliseconds. If the copy
-/// never completes, the device has stopped, and the next call of the waiting thread reports that.
+/// The maximum time to wait for scratch. Scratch in use is being copied to the host, which takes milliseconds. If the
+/// copy never completes, the device has stopped, and the next call of the waiting thread reports the error.
 pub(super) const SCRATCH_WAIT_MAX: Duration = Duration::from_secs(10);
 
-/// The scratch memory in use. Scratch may use all free memory, so it must not prevent other allocations. An allocation
-/// that would fit without scratch waits until scratch is freed, which never depends on a commit. No scratch is
-/// allocated during that wait.
+/// The scratch memory in use, and the number of allocations that wait for it.
+///
+/// Scratch may use all free memory, so it must not prevent other allocations. An allocation that would fit without
+/// scratch waits until scratch is freed, which never depends on a commit. No scratch is allocated during that wait.
 #[derive(Default)]
 pub(super) struct ScratchMemory {
     /// The number of claimed and allocated bytes of scratch, by place.
@@ -35,7 +37,7 @@ pub(super) struct ScratchMemory {
 }
 
 impl Arena {
-    /// Returns whether `len` bytes would fit if no memory were retired and no scratch were in use.
+    /// Returns whether `len` bytes would fit into the budget if no memory were retired and no scratch were in use.
     pub(super) fn fits_without_scratch(&self, place: Place, len: u64) -> bool {
         let scratch = self.scratch.lock().bytes.get(&place).copied();
         scratch.is_some_and(|scratch| self.account(place).fits_without_retired(len.saturating_sub(scratch)))
@@ -44,12 +46,13 @@ impl Arena {
     /// Allocates scratch for a snapshot or a read: at least `len` bytes, in pieces of [`SCRATCH_PIECE_LEN`] or in one
     /// shorter piece.
     ///
-    /// The calling thread submits to the lanes, so the call never waits: scratch uses only memory that the budget and
-    /// the device have immediately available. None is allocated while another allocation waits for scratch.
+    /// The calling thread submits to the lanes, so the call never waits. Scratch uses only memory that the budget and
+    /// the device have immediately available. No scratch is allocated while another allocation waits for scratch to be
+    /// freed.
     ///
     /// # Errors
-    /// `OverBudget`, also if the total exceeds [`SCRATCH_BYTES_MAX`]; `OutOfMemory`, `Unavailable`, a device
-    /// error. On failure no scratch is allocated.
+    /// `OverBudget`, also if the total exceeds [`SCRATCH_BYTES_MAX`]; `OutOfMemory`, `Unavailable`, a device error. On
+    /// failure no scratch is allocated.
     pub(super) fn allocate_scratch(&self, place: Place, len: u64) -> Result<Vec<PageMemory>> {
         if len == 0 {
             return Ok(Vec::new());
@@ -85,7 +88,7 @@ impl Arena {
     }
 
     /// Allocates scratch like [`allocate_scratch`](Self::allocate_scratch), but returns `None` if there is no room.
-    /// Every user of scratch can do without it.
+    /// Callers then continue without scratch.
     ///
     /// # Errors
     /// `Unavailable`, a device error.

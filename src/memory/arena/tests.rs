@@ -1,4 +1,4 @@
-//! Tests of page memory on a device that defers all work as long as possible.
+//! Tests of page memory on a device that delays all work as long as possible.
 
 use std::sync::Barrier;
 
@@ -12,13 +12,13 @@ use remanent_format::Width;
 
 const PLACE: Place = Place::Device(0);
 
-/// Returns a device that defers all work as long as possible, and an arena of 100 bytes on it.
+/// Returns a device that delays all work as long as possible, and an arena of 100 bytes on the device.
 fn late_arena() -> (Arc<EngineDevice>, Arena) {
     let device = EngineDevice::new(Arc::new(LateDevice::new(Arc::new(HostDevice::new()))));
     (device.clone(), Arena::new(device, Budget::default().with(PLACE, 100)))
 }
 
-/// Submits a list that uses the page and is not complete yet.
+/// Submits a list that uses the memory of a page, and returns its fence. The list is not complete on return.
 fn use_page(device: &EngineDevice, page: &PageMemory) -> Fence {
     let fill = Command::Fill { target: page.span(), pattern: [1; 16], width: Width::W1 };
     let list = CommandList { commands: vec![fill], staging: Vec::new() };
@@ -29,15 +29,15 @@ fn discard_all(arena: &Arena, pieces: Vec<PageMemory>) {
     pieces.into_iter().for_each(|piece| arena.discard(piece).unwrap());
 }
 
-/// Returns the allocated and the retired bytes, their peak, and the number of pages.
+/// Returns the number of allocated bytes, the number of retired bytes, the peak of their sum, and the number of pages.
 fn usage(arena: &Arena) -> (u64, u64, u64, u64) {
     let usage = arena.usage(PLACE);
     assert_eq!(usage.used(), usage.allocated_bytes + usage.retired_bytes, "nothing stays claimed");
     (usage.allocated_bytes, usage.retired_bytes, usage.peak_bytes, usage.count)
 }
 
-/// The memory of many pages is released together. Memory that the device fails to release is not free, and all other
-/// memory is.
+/// Releases the memory of many pages together. Memory that the device fails to release must stay counted, and all other
+/// memory must be free.
 #[test]
 fn only_memory_kept_by_device_stays_counted() {
     let faulty = Arc::new(FaultyDevice::new(Arc::new(HostDevice::new())));
@@ -158,7 +158,7 @@ fn submitter_does_not_wait_for_thread_waiting_on_callers() {
     arena.discard(arena.allocate_for_lane(Purpose::Aside, PLACE, 50).unwrap()).unwrap();
 }
 
-/// Whether a batch fits must not depend on whether a snapshot is in progress.
+/// Another allocation must fit whether or not a snapshot is in progress.
 #[test]
 fn scratch_wait_blocks_other_scratch() {
     let (_, arena) = late_arena();
@@ -183,7 +183,7 @@ fn scratch_wait_blocks_other_scratch() {
     discard_all(&arena, arena.allocate_scratch(PLACE, 100).unwrap());
 }
 
-/// The requesting thread submits to the lanes, so no work would be done while it waits.
+/// An allocation of scratch must not wait, because the requesting thread submits the work that it would wait for.
 #[test]
 fn scratch_is_immediate_or_none() {
     let (device, arena) = late_arena();
@@ -338,8 +338,8 @@ fn usage_is_reported_by_purpose_and_peaks_reset() {
     arena.discard(page).unwrap();
 }
 
-/// The scheduler determines how many of the threads fail. After they have ended, the whole budget is available to the
-/// next allocation, which waits for their lists.
+/// The scheduler determines how many of the threads fail. After all threads have ended, the whole budget must be
+/// available to the next allocation, which waits for the lists of the threads.
 #[test]
 fn threads_never_exceed_the_budget_together() {
     let device = EngineDevice::new(Arc::new(HostDevice::new()));
@@ -368,8 +368,8 @@ fn threads_never_exceed_the_budget_together() {
     arena.discard(whole).unwrap();
 }
 
-/// In each round, one of the threads returns a page as long as the budget, and all of them request a share of the
-/// budget during the release. Bytes that another thread is releasing do not count as used.
+/// In each round, one of the threads returns a page as long as the budget, and all threads request a share of the
+/// budget during the release. Bytes that another thread is releasing must not count as used.
 #[test]
 fn fitting_pages_are_never_refused_during_concurrent_release() {
     // The page is so long that its release takes time, because the system reclaims its memory immediately.

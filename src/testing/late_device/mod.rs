@@ -1,10 +1,10 @@
-//! A device that does everything as late as its fences permit, to detect callers that do not wait.
+//! A device that executes every command list as late as its fences permit, to detect callers that do not wait.
 //!
-//! With the host device, no missing wait is detected, because every list is complete when `submit` returns. This device
-//! only queues lists. A list runs when a caller waits for a fence after it, on its own lane or through `after`, or,
-//! with a seeded device, when the random schedule selects it. The device also overwrites all bytes that no caller may
-//! rely on: new page memory, staging before a download, and staging after an upload. A caller that reads such bytes
-//! finds [`POISON`].
+//! With the host device, a missing wait is never detected, because every list is complete when `submit` returns. This
+//! device only queues lists. A list runs when a caller waits for a fence after the list, on the same lane or through
+//! `after`. With a seeded device, a list also runs when the random schedule selects it. The device overwrites all bytes
+//! that no caller may rely on: new page memory, staging before a download, and staging after an upload. A caller that
+//! reads such bytes finds [`POISON`].
 //!
 //! The device also emulates callers' streams (`streams`).
 
@@ -29,18 +29,18 @@ use crate::device::{
 use crate::disk::FileMemory;
 use crate::error::{Error, Result};
 
-/// The byte written to memory that no caller may rely on.
+/// The byte with which the device fills memory whose contents no caller may rely on.
 pub const POISON: u8 = 0xA5;
 
-/// The number of low bits of an emulated address that contain the offset in its memory. The bits above contain the
+/// The number of low bits of an emulated address that contain the offset in a memory. The bits above them contain the
 /// memory id.
 const ADDRESS_BITS: u32 = 40;
 
-/// A device that delays the lists of another device.
+/// A device that delays command lists as long as possible, and then runs them on another device.
 pub struct LateDevice {
     inner: Arc<dyn Device>,
     state: Mutex<LateState>,
-    /// A condition variable that is notified when a stream is released or waited for.
+    /// Notified when a stream is released or when a thread waits for a stream.
     changed: Condvar,
 }
 
@@ -50,17 +50,17 @@ struct LateState {
     streams: Streams,
     /// The length of each page memory in bytes.
     lens: HashMap<MemoryId, u64>,
-    /// The state of the random schedule. With `None`, each list runs only when a caller waits for it.
+    /// The state of the random schedule, or `None` if each list runs only when a caller waits for it.
     schedule: Option<u64>,
 }
 
 #[derive(Default)]
 struct LateLane {
     queue: VecDeque<Entry>,
-    /// The newest fence value that was returned.
+    /// The newest fence value returned to a caller.
     given: u64,
     reached: u64,
-    /// The failure that stopped this lane, if any.
+    /// The failure that stopped this lane, or `None`.
     stopped: Option<Error>,
 }
 
@@ -70,7 +70,7 @@ enum Entry {
         returned: Arc<ReturnedStaging>,
     },
     After(Fence),
-    /// A point in a stream, reached when this number of its entries are complete.
+    /// Waits until the given number of the stream's entries are complete.
     AfterStream(RawStream, u64),
 }
 
@@ -81,7 +81,8 @@ impl LateDevice {
         Self::drawing(inner, None)
     }
 
-    /// Creates a device that also runs lists at calls selected from `seed`, so that polling callers make progress.
+    /// Creates a device that also runs lists during calls selected from `seed`, so that callers that poll make
+    /// progress.
     #[must_use]
     pub fn seeded(inner: Arc<dyn Device>, seed: u64) -> Self {
         Self::drawing(inner, Some(seed))
@@ -100,18 +101,18 @@ impl LateDevice {
         self.state.lock().streams.make()
     }
 
-    /// Queues work on a stream, like the launch of a kernel by a caller.
+    /// Queues work on a stream, like a caller that launches a kernel.
     pub fn queue(&self, stream: RawStream, work: impl FnOnce(&dyn Device) + Send + 'static) {
         self.state.lock().streams.of(stream).push(StreamEntry::Work(Box::new(work)));
     }
 
-    /// Holds or releases a stream. A held stream runs none of its work.
+    /// Holds a stream if `is_held` is true, otherwise releases it. A held stream runs none of its work.
     pub fn hold(&self, stream: RawStream, is_held: bool) {
         self.state.lock().streams.of(stream).is_held = is_held;
         self.changed.notify_all();
     }
 
-    /// Waits until another thread waits for this stream, which must be held.
+    /// Blocks until another thread waits for `stream`, which must be held.
     pub fn wait_for_waiter(&self, stream: RawStream) {
         let mut state = self.state.lock();
         while state.streams.of(stream).waiting == 0 {
@@ -119,7 +120,7 @@ impl LateDevice {
         }
     }
 
-    /// Starts or ends the capture of a graph from a stream.
+    /// Starts or ends the capture of a graph from a stream, according to `is_captured`.
     pub fn capture(&self, stream: RawStream, is_captured: bool) {
         self.state.lock().streams.of(stream).is_captured = is_captured;
     }
@@ -127,23 +128,23 @@ impl LateDevice {
     /// Runs all work currently queued on a stream.
     ///
     /// # Errors
-    /// A device error if a lane that the stream waits for has stopped.
+    /// A device error if the stream waits for a lane that has stopped.
     ///
     /// # Panics
-    /// If the stream, or a stream that it waits for, is held.
+    /// If the stream is held, or waits for a held stream.
     pub fn synchronize(&self, stream: RawStream) -> Result<()> {
         let mut state = self.state.lock();
         let given = state.streams.of(stream).given;
         self.run_stream_to(&mut state, stream, given)
     }
 
-    /// Returns the span of `len` bytes at an address, which a kernel with that address would access.
+    /// Returns the span of `len` bytes at an emulated address. A kernel that uses the address would access this span.
     #[must_use]
     pub fn span_at(&self, address: u64, len: u64) -> Span {
         Span { memory: MemoryId(address >> ADDRESS_BITS), offset: address & ((1 << ADDRESS_BITS) - 1), len }
     }
 
-    /// Runs lists until the fence is reached.
+    /// Runs lists until `fence` is reached.
     fn run_to(&self, state: &mut LateState, fence: Fence) -> Result<()> {
         loop {
             let lane = state.lane(fence.lane);
@@ -158,7 +159,7 @@ impl LateDevice {
         }
     }
 
-    /// Runs the oldest entry of a lane, if there is one. A failure stops the lane: later entries never run.
+    /// Runs the oldest entry of a lane, if the lane has one. A failure stops the lane, and its later entries never run.
     fn run_next(&self, state: &mut LateState, lane: Lane) {
         let done = match state.lane(lane).queue.pop_front() {
             None => return,
@@ -210,7 +211,7 @@ impl LateDevice {
         Ok(staging)
     }
 
-    /// Runs the entries that the schedule selects: none half of the time, otherwise up to three.
+    /// Runs the entries that the random schedule selects: none half of the time, otherwise up to three.
     fn run_drawn(&self, state: &mut LateState) {
         let Some(drawn) = state.draw() else { return };
         if drawn & 1 == 0 {
@@ -247,7 +248,7 @@ impl LateState {
         &mut self.lanes[lane as usize]
     }
 
-    /// Returns whether running the first `entries` entries of a lane would require a held stream.
+    /// Returns whether the first `entries` entries of a lane can complete only after a held stream is released.
     fn is_held_up(&self, lane: Lane, entries: usize) -> bool {
         let queue = &self.lanes[lane as usize].queue;
         queue.iter().take(entries).any(|entry| match entry {
@@ -259,7 +260,7 @@ impl LateState {
         })
     }
 
-    /// Returns whether reaching a fence would require a held stream.
+    /// Returns whether `fence` can be reached only after a held stream is released.
     fn is_behind_held(&self, fence: Fence) -> bool {
         let lane = &self.lanes[fence.lane as usize];
         let lists_left = fence.value.saturating_sub(lane.reached);
@@ -272,7 +273,7 @@ impl LateState {
         self.is_held_up(fence.lane, entries.count())
     }
 
-    /// Returns the next random number (SplitMix64).
+    /// Returns the next random number (SplitMix64), or `None` without a random schedule.
     fn draw(&mut self) -> Option<u64> {
         let state = self.schedule.as_mut()?;
         *state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
@@ -444,7 +445,8 @@ impl DeviceStreams for LateDevice {
 }
 
 impl KernelAddresses for LateDevice {
-    /// Returns an emulated address. The address cannot be accessed, but [`LateDevice::span_at`] maps it to its bytes.
+    /// Returns the emulated address of a memory. The address cannot be accessed, but [`LateDevice::span_at`] converts
+    /// it to a span.
     fn address(&self, memory: MemoryId) -> Option<u64> {
         let state = self.state.lock();
         let len = state.lens.get(&memory).unwrap_or_else(|| panic!("{memory:?} is no memory of this device"));

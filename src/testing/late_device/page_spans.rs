@@ -1,4 +1,4 @@
-//! The ranges of page memory used by the commands of a list.
+//! Determines the ranges of page memory that the commands of a list use.
 
 use crate::device::{Command, Payload, Piece, Span};
 

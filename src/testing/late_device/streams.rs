@@ -1,8 +1,8 @@
-//! Emulated callers' streams: queues that run only when a caller requires it.
+//! Emulated callers' streams. The work queued on a stream runs only when a caller waits for it.
 //!
-//! They represent the streams of a GPU in tests of waits between threads. A held stream does not run, like a stream
-//! with an endless kernel. A thread that waits for a held stream blocks until the stream is released. A caller that
-//! makes the host wait for a lane behind a held stream causes a panic.
+//! The emulated streams represent the streams of a GPU in tests of waits between threads. A held stream does not run,
+//! like a stream with an endless kernel. A thread that waits for a held stream blocks until the stream is released. A
+//! caller that makes the host wait for a lane behind a held stream causes a panic.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,14 +10,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::device::{Device, Fence, RawStream};
 use crate::error::{Error, Refused, Result};
 
-/// A unit of work on a stream, which runs on the underlying device.
+/// A unit of work on an emulated stream. The work runs on the underlying device.
 pub type StreamWork = Box<dyn FnOnce(&dyn Device) + Send>;
 
 /// The streams of a device, by handle.
 #[derive(Default)]
 pub(super) struct Streams(BTreeMap<RawStream, LateStream>);
 
-/// A stream and its entries.
+/// An emulated stream with its queue of entries.
 #[derive(Default)]
 pub(super) struct LateStream {
     pub queue: VecDeque<StreamEntry>,
@@ -34,11 +34,11 @@ pub(super) struct LateStream {
 pub(super) enum StreamEntry {
     Work(StreamWork),
     After(Fence),
-    /// Another stream must first complete this number of entries.
+    /// Waits until the given number of the other stream's entries are complete.
     AfterStream(RawStream, u64),
 }
 
-/// The next handle. Handles are unique across devices, and differ from that of the default stream.
+/// The next stream handle. Handles are unique across devices, and differ from the handle of the default stream.
 static HANDLE_NEXT: AtomicU64 = AtomicU64::new(0x1000);
 
 impl Streams {
@@ -59,7 +59,7 @@ impl Streams {
     /// Returns the stream if it can be synchronized with lanes.
     ///
     /// # Errors
-    /// `Refused` if the stream belongs to another device or is being captured.
+    /// [`Error::Refused`] if the stream belongs to another device or is being captured.
     pub fn usable(&mut self, stream: RawStream) -> Result<&mut LateStream> {
         let refused = |reason| Err(Error::Refused(Refused::Stream { stream: stream.handle(), reason }));
         match self.0.get_mut(&stream) {
@@ -69,8 +69,8 @@ impl Streams {
         }
     }
 
-    /// Returns whether a held stream must be released before `position` entries of a stream can complete. `is_behind`
-    /// returns whether a fence requires a held stream.
+    /// Returns whether a held stream must be released before `position` entries of `stream` can complete. `is_behind`
+    /// returns whether a fence requires the release of a held stream.
     pub fn is_held(&self, stream: RawStream, position: u64, is_behind: &dyn Fn(Fence) -> bool) -> bool {
         let late = &self.0[&stream];
         let left = position.saturating_sub(late.reached) as usize;

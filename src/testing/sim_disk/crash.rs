@@ -1,10 +1,12 @@
-//! The enumeration of all states that a crash could have left.
+//! The enumeration of all states of a disk that a crash could have left.
 //!
 //! A *kill* leaves all changes visible, and pending changes pending. A subsequent power cut may drop pending changes,
 //! so the images of an image are nested crashes. After a *power cut*, every pending sector and length has one of its
-//! versions, and some of the pending changes of names were kept. All combinations are tried if there are few.
-//! Otherwise, revealing combinations are tried first, up to a limit (nothing, everything, only names, only data,
-//! everything up to some time, all but one, only one), then seeded random combinations.
+//! versions, and some of the pending changes of names were kept.
+//!
+//! If there are few combinations, all of them are tried. Otherwise, revealing combinations are tried first, up to a
+//! limit (nothing, everything, only names, only data, everything up to some time, all but one, only one), then seeded
+//! random combinations.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
@@ -18,7 +20,7 @@ use super::event::{DiskEvent, Moment, Tear, Tears};
 use super::node::FileId;
 use super::state::DiskState;
 
-/// A kind of crash, which determines the possible states after it.
+/// The kind of a crash, which determines the states that the crash may leave.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Crash {
     /// The process dies. Bytes in the page cache stay visible.
@@ -31,13 +33,13 @@ pub enum Crash {
 #[derive(Clone, Debug)]
 pub struct CrashPlan {
     /// The events before or during which crashes are tried. The end of the range represents the moment after the last
-    /// event. Default: all.
+    /// event. By default, crashes are tried at all events.
     pub events: Range<usize>,
-    /// The ways in which writes and puts are torn. Default: at up to 4 sector borders, and at a few bytes.
+    /// The positions at which writes and puts are torn. By default, up to 4 sector borders and a few bytes.
     pub tears: Tears,
-    /// The maximum number of images per moment. Default: 64.
+    /// The maximum number of images per moment. By default 64.
     pub images_max: usize,
-    /// The seed for choosing images if there are more than `images_max`. Default: 0.
+    /// The seed for choosing images if there are more than `images_max`. By default 0.
     pub seed: u64,
 }
 
@@ -50,22 +52,22 @@ impl Default for CrashPlan {
 /// A disk in a state that a crash could have left.
 #[derive(Debug)]
 pub struct CrashImage {
-    /// The disk, unlocked and without faults and events.
+    /// The disk after the crash, unlocked and without faults and recorded events.
     pub disk: SimDisk,
     /// The kind of crash.
     pub crash: Crash,
     /// The moment of the crash.
     pub moment: Moment,
-    /// The values acknowledged before the crash, in order.
+    /// The values that were acknowledged before the crash, in order.
     pub acks: Arc<[u64]>,
-    /// A hash of the image, which is equal for equal images.
+    /// A hash of the image. Equal images have equal hashes.
     pub hash: u64,
     /// A description of the crash: the event that was torn or did not occur, the stored part of that event, and the
-    /// kept pending changes.
+    /// pending changes that were kept.
     story: String,
 }
 
-/// Describes the image, so that a failing test can be understood and reproduced.
+/// Describes the image for the message of a failing test.
 impl fmt::Display for CrashImage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:?} at event {} ({})", self.crash, self.moment.event, self.story)
@@ -73,17 +75,17 @@ impl fmt::Display for CrashImage {
 }
 
 impl SimDisk {
-    /// Returns the moments at which a crash could occur. Moments before a recorded acknowledgement are omitted, because
+    /// Returns the moments at which a crash could occur. A moment before a recorded acknowledgement is omitted, because
     /// the following moment has the same disk and stricter requirements.
     #[must_use]
     pub fn moments(&self, events: Range<usize>, tears: Tears) -> Vec<Moment> {
         moments_of(&self.shared.lock().events, events, tears)
     }
 
-    /// Returns the disk after the process died at a moment.
+    /// Returns the disk after the process was killed at `moment`.
     ///
     /// # Panics
-    /// If there was no such moment.
+    /// If the history contains no such moment.
     #[must_use]
     pub fn after_kill(&self, moment: Moment) -> SimDisk {
         let mut walk = Walk::new(self);
@@ -91,13 +93,13 @@ impl SimDisk {
         SimDisk::from_state(walk.state_at(moment))
     }
 
-    /// Returns the disk after a power cut now that discards all pending changes.
+    /// Returns the disk after a power cut at the current moment that discards all pending changes.
     #[must_use]
     pub fn after_power_cut(&self) -> SimDisk {
         SimDisk::from_state(self.shared.lock().now.after_power_cut(|_, _| false, |_| 0, |_, _| 0))
     }
 
-    /// Calls `each` with the images that a death of the process could have left, in the order of moments.
+    /// Calls `each` with the images that a kill of the process could have left, in the order of moments.
     pub fn kill_images(&self, plan: &CrashPlan, each: impl FnMut(CrashImage)) {
         self.images(Crash::Kill, plan, each);
     }
@@ -155,10 +157,10 @@ fn moments_of(history: &[DiskEvent], events: Range<usize>, tears: Tears) -> Vec<
     moments
 }
 
-/// A single pass through the history of a disk.
+/// Replays the history of a disk once, event by event.
 pub(super) struct Walk {
     pub(super) events: Vec<DiskEvent>,
-    /// The disk's state before event `next`.
+    /// The state of the disk before event `next`.
     pub(super) state: DiskState,
     next: usize,
     acks: Vec<u64>,
@@ -190,10 +192,10 @@ impl Walk {
     }
 }
 
-/// A pending change, of which a power cut keeps one version.
+/// A pending change. A power cut keeps one of its versions.
 struct Item {
     what: ItemKind,
-    /// The time of each version except the durable version 0.
+    /// The creation time of each version except version 0, which is the durable version.
     stamps: Vec<u64>,
 }
 
@@ -201,7 +203,7 @@ struct Item {
 enum ItemKind {
     Length(FileId),
     Sector(FileId, usize),
-    /// A change of names, by its index in the folder's list.
+    /// A change of names, given by its folder and its index in the folder's list of pending changes.
     Name(Folder, usize),
 }
 
@@ -211,14 +213,14 @@ impl ItemKind {
     }
 }
 
-/// The version of each item that is kept.
+/// The kept version of each pending change, in the order of the changes.
 type Pick = Vec<usize>;
 
 /// The pending changes of a disk, and the dependencies between changes of names.
 struct PendingChanges<'a> {
     state: &'a DiskState,
     items: Vec<Item>,
-    /// The position of each item in the list.
+    /// The index of each item in `items`.
     indices: HashMap<ItemKind, usize>,
     /// Pairs of items (earlier, later) that change the same name, ordered by the later item.
     needs: Vec<(usize, usize)>,
@@ -227,9 +229,9 @@ struct PendingChanges<'a> {
 /// A choice of versions that is more likely to reveal errors than a random choice.
 #[derive(Clone, Copy)]
 enum RevealingChoice {
-    /// The names and the data at these times.
+    /// Keeps the names and the data that were written up to the given times.
     UpTo { names: u64, data: u64 },
-    /// One item at a version, and all others at their first or their last version.
+    /// Keeps one item at a version, and all other items at their first or their last version.
     One { item: usize, version: usize, others_last: bool },
 }
 
@@ -261,12 +263,13 @@ impl<'a> PendingChanges<'a> {
         Self { state, items, indices, needs }
     }
 
-    /// Returns the number of choices if changes of names were independent, or `usize::MAX` if it is larger.
+    /// Returns an upper bound on the number of combinations, computed as if changes of names were independent. The
+    /// maximum is `usize::MAX`.
     fn choices(&self) -> usize {
         self.items.iter().fold(1, |product, item| item.stamps.len().saturating_add(1).saturating_mul(product))
     }
 
-    /// Drops changes whose dependencies are not kept.
+    /// Removes changes from `pick` that depend on a change which is not kept.
     fn drop_unmet_dependencies(&self, pick: &mut Pick) {
         for (earlier, later) in &self.needs {
             if pick[*earlier] == 0 {
@@ -275,7 +278,7 @@ impl<'a> PendingChanges<'a> {
         }
     }
 
-    /// Adds the dependencies of the chosen changes.
+    /// Adds to `pick` the changes on which kept changes depend.
     fn add_needed(&self, pick: &mut Pick) {
         for (earlier, later) in self.needs.iter().rev() {
             if pick[*later] == 1 {
@@ -318,7 +321,7 @@ impl<'a> PendingChanges<'a> {
         }
     }
 
-    /// Returns all choices. There must be few of them.
+    /// Returns all combinations. The caller must ensure that there are few.
     fn every_pick(&self) -> Vec<Pick> {
         let mut picks: Vec<Pick> = vec![Vec::new()];
         for item in &self.items {
@@ -335,7 +338,7 @@ impl<'a> PendingChanges<'a> {
         picks
     }
 
-    /// Returns at most `picks_max` choices: first the revealing choices, then random choices.
+    /// Returns at most `picks_max` combinations: first the revealing ones, then random ones.
     fn some_picks(&self, picks_max: usize, seed: u64) -> Vec<Pick> {
         let mut random = SplitMix(seed);
         let edges = [(0, 0), (u64::MAX, u64::MAX), (u64::MAX, 0), (0, u64::MAX)];
@@ -386,7 +389,7 @@ impl<'a> PendingChanges<'a> {
         picks
     }
 
-    /// Describes a choice by the number of pending changes that it keeps at their last version.
+    /// Describes a combination by the number of pending changes that it keeps at their last version.
     fn describe(&self, pick: &Pick) -> String {
         let count = |names: bool| {
             let of_kind = self.items.iter().zip(pick).filter(move |(item, _)| item.what.is_name() == names);
@@ -397,7 +400,7 @@ impl<'a> PendingChanges<'a> {
     }
 }
 
-/// Returns the disks that a power cut could leave, with a description of each choice.
+/// Returns the disks that a power cut could leave, each with a description of the kept changes.
 fn power_images(state: &DiskState, images_max: usize, seed: u64) -> Vec<(DiskState, String)> {
     let pending = PendingChanges::of(state);
     let picks = if pending.choices() <= images_max {
@@ -420,7 +423,7 @@ impl SplitMix {
         z ^ (z >> 31)
     }
 
-    /// Returns a random number below `bound`, which must be above 0. The slight bias does not matter here.
+    /// Returns a random number below `bound`, which must be above 0. The slight bias does not affect the tests.
     pub(super) fn below(&mut self, bound: usize) -> usize {
         (self.next() % bound as u64) as usize
     }

@@ -11,21 +11,21 @@ use super::node::{FileId, Node};
 /// An event in the history of a simulated disk, usually a completed operation.
 #[derive(Clone, Debug)]
 pub(super) enum DiskEvent {
-    /// A file was created, or an existing file of that name was truncated.
+    /// A file was created, or an existing file with that name was truncated.
     Create { file: FileName, id: FileId },
-    /// A file of another disk was linked under a name on this disk.
+    /// A file of another disk was linked to a name on this disk.
     Link { file: FileName, id: FileId, node: Arc<Node> },
-    /// Bytes were written by `write_at` or `write_direct` of a file.
+    /// Bytes were written with `write_at` or `write_direct`.
     Write { file: FileName, id: FileId, offset: u64, bytes: Arc<[u8]> },
-    /// Bytes were stored in a window.
+    /// Bytes were stored in a window of a file.
     Put { file: FileName, id: FileId, offset: u64, bytes: Arc<[u8]> },
-    /// Space was allocated for a file up to this length.
+    /// Space was allocated for a file up to offset `end`.
     Reserve { file: FileName, id: FileId, end: u64 },
-    /// A file was truncated to a length.
+    /// A file was truncated to `len` bytes.
     SetLen { file: FileName, id: FileId, len: u64 },
     /// A file was synced.
     SyncFile { file: FileName, id: FileId },
-    /// A range of a window was synced.
+    /// A range of a window was synced to its file.
     SyncWindow { file: FileName, id: FileId, offset: u64, len: u64 },
     /// A sync of a file or of a window failed because of an injected fault.
     FailedSync { file: FileName, id: FileId, offset: u64, len: u64 },
@@ -48,7 +48,7 @@ pub(super) enum DiskEvent {
 }
 
 impl DiskEvent {
-    /// Returns the event in the state in which a crash during it would leave it, or `None` if the event is atomic.
+    /// Returns the event as a crash during the event would leave it, or `None` if the event is atomic.
     pub(super) fn torn(&self, tear: Tear) -> Option<Self> {
         let mut torn = self.clone();
         match &mut torn {
@@ -67,7 +67,7 @@ impl DiskEvent {
         }
     }
 
-    /// Returns the ways to tear the event that `tears` selects.
+    /// Returns the ways to tear this event at the positions that `tears` selects.
     pub(super) fn tears(&self, tears: Tears) -> Vec<Tear> {
         let (offset, len, is_put) = match self {
             DiskEvent::Write { offset, bytes, .. } => (*offset, bytes.len(), false),
@@ -140,31 +140,31 @@ pub enum SyncPoint {
     Folder(Folder),
 }
 
-/// The part of a torn write or put that was stored.
+/// The part of a torn write or put that reached the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Tear {
-    /// Only the first bytes, with their number.
+    /// Only the given number of bytes at the start.
     Head(usize),
-    /// Only the last bytes, with their number.
+    /// Only the given number of bytes at the end.
     Tail(usize),
 }
 
 /// The positions at which each write and put is torn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tears {
-    /// None, so that every event is atomic.
+    /// At no position. Every event is atomic.
     None,
-    /// After the first byte, in the middle, before the last byte, and at up to this number of sector borders.
+    /// After the first byte, in the middle, before the last byte, and at up to the given number of sector borders.
     Few(usize),
     /// At every byte of the write or put.
     Every,
 }
 
-/// The moment of a crash: before the event with this number, starting at 0, or during that event.
+/// The moment of a crash, either before an event or during the event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Moment {
-    /// The number of the event. All earlier events are complete.
+    /// The number of the event in the history, starting at 0. All earlier events are complete.
     pub event: usize,
-    /// The stored part of the event if the crash occurs during it, or `None` if the crash occurs before it.
+    /// The stored part of the event if the crash occurs during the event, or `None` if the crash occurs before it.
     pub tear: Option<Tear>,
 }

@@ -1,20 +1,20 @@
-//! Injected failures of operations.
+//! Injected failures of disk operations.
 //!
 //! `file.rs` and `state.rs` define the state after a failed operation. A failed write stores half of the bytes. After a
-//! failed sync, no later sync makes the affected sectors durable although it succeeds. A *short* write is not a fault
-//! at this interface. An implementation continues where the write stopped, so a crash in between is a torn write.
+//! failed sync, a later sync succeeds but does not make the affected sectors durable. A *short* write is not a fault at
+//! this interface. An implementation continues where a short write stopped, so a crash at that point is a torn write.
 
 use std::collections::BTreeMap;
 use std::io;
 
 use super::SimDisk;
 
-/// The error number for "no space left".
+/// The error number that the operating system reports if no space is left.
 pub const ENOSPC: i32 = 28;
-/// The error number for an input or output error.
+/// The error number that the operating system reports for a failed input or output operation.
 pub const EIO: i32 = 5;
 
-/// A kind of operation that can fail.
+/// A kind of disk operation that can fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Operation {
     /// A call to `Disk::create`.
@@ -57,20 +57,20 @@ pub enum Operation {
     SyncWindow,
 }
 
-/// A fault: the first `skip` operations of a kind succeed, and the next `times` fail.
+/// A fault: the first `skip` operations of a kind succeed, and the next `times` operations fail.
 #[derive(Clone, Copy, Debug)]
 pub struct DiskFault {
     /// The kind of operation.
     pub operation: Operation,
-    /// The number of operations that succeed first.
+    /// The number of operations that succeed before the first failure.
     pub skip: usize,
-    /// The number of operations that fail afterwards.
+    /// The number of consecutive operations that fail.
     pub times: usize,
-    /// The error number to report.
+    /// The error number with which the operations fail.
     pub errno: i32,
 }
 
-/// The remaining faults of a disk, and the operations that were counted for them.
+/// The faults of a disk that have not occurred yet, and the number of operations of each kind.
 #[derive(Default)]
 pub(super) struct DiskFaults {
     waiting: Vec<DiskFault>,
@@ -79,8 +79,8 @@ pub(super) struct DiskFaults {
 }
 
 impl DiskFaults {
-    /// Counts an operation, and returns the error of the first fault that applies to it. `events` is the number of
-    /// earlier events.
+    /// Counts an operation, and returns the error of the first fault that applies to the operation. `events` is the
+    /// number of events recorded before the operation.
     pub(super) fn strike(&mut self, operation: Operation, events: usize) -> Option<io::Error> {
         *self.calls.entry(operation).or_default() += 1;
         let mut struck = None;
@@ -100,12 +100,12 @@ impl DiskFaults {
 }
 
 impl SimDisk {
-    /// Adds a fault, which counts operations from now on.
+    /// Adds a fault. Only later operations are counted.
     pub fn fail(&self, fault: DiskFault) {
         self.shared.lock().faults.waiting.push(fault);
     }
 
-    /// Returns the total number of operations that are yet to fail.
+    /// Returns the number of operations that will still fail, over all faults.
     #[must_use]
     pub fn faults_left(&self) -> usize {
         let shared = self.shared.lock();
@@ -117,13 +117,13 @@ impl SimDisk {
         self.shared.lock().faults.waiting.clear();
     }
 
-    /// Returns the number of operations of this kind so far, including failed operations.
+    /// Returns the number of operations of a kind so far, including failed operations.
     #[must_use]
     pub fn calls(&self, operation: Operation) -> usize {
         self.shared.lock().faults.calls.get(&operation).copied().unwrap_or(0)
     }
 
-    /// Returns the number of events before the first fault occurred, or `None` if no fault has occurred.
+    /// Returns the number of events recorded before the first fault occurred, or `None` if no fault has occurred.
     #[must_use]
     pub fn struck_at(&self) -> Option<usize> {
         self.shared.lock().faults.struck_at

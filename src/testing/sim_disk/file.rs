@@ -17,7 +17,7 @@ use crate::disk::{Disk, DiskFile, Window};
 use crate::error::{IoAction, Result};
 use crate::options::LogIo;
 
-/// An open file, with the name by which it was opened.
+/// An open file of a simulated disk, with the name by which it was opened.
 #[derive(Clone)]
 pub(super) struct SimFile {
     pub(super) disk: SimDisk,
@@ -27,7 +27,7 @@ pub(super) struct SimFile {
 }
 
 impl SimFile {
-    /// Records a write of as many bytes as the capacity and the fault, if any, permit.
+    /// Records a write. The capacity of the disk and an injected fault may limit the number of bytes written.
     fn store(&self, operation: Operation, offset: u64, bytes: &[u8]) -> io::Result<()> {
         let mut shared = self.disk.shared.lock();
         if !self.write {
@@ -92,8 +92,7 @@ impl DiskFile for SimFile {
         Ok(self.disk.shared.lock().now.node(self.id).visible.len())
     }
 
-    /// Returns whether the file has exactly one name. A name on another disk counts permanently, even after it is
-    /// removed.
+    /// Returns whether the file has exactly one name. A name on another disk counts even after it is removed.
     fn has_one_name(&self) -> Result<bool> {
         let shared = self.disk.shared.lock();
         let names = shared.now.names_of(self.id);
@@ -113,7 +112,7 @@ impl DiskFile for SimFile {
         self.read(Operation::Read, offset, out, false)
     }
 
-    /// Reads the durable bytes, regardless of the visible bytes.
+    /// Reads the durable bytes, which may differ from the visible bytes.
     fn read_past_cache(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         self.read(Operation::ReadPastCache, offset, out, true)
     }
@@ -123,8 +122,8 @@ impl DiskFile for SimFile {
         self.read(Operation::ReadProven, offset, out, false)
     }
 
-    /// Returns the ranges whose visible bytes equal those on the medium. Returns none once any part of the file was
-    /// read, because then the whole file was read ahead.
+    /// Returns the ranges whose visible bytes equal those on the medium. Returns no range once any part of the file was
+    /// read, because the simulated page cache then contains the whole file.
     fn uncached(&self) -> Vec<Range<u64>> {
         let shared = self.disk.shared.lock();
         if shared.read_ahead.contains(&self.id) {
@@ -143,7 +142,7 @@ impl DiskFile for SimFile {
         ranges
     }
 
-    /// Allocates as much of the space as is available. The file is extended to the end of the allocated space.
+    /// Allocates as much of the space as is available. Extends the file to the end of the allocated space.
     fn reserve(&self, offset: u64, end: u64) -> Result<bool> {
         self.disk.check_writer()?;
         let reserve = || {
@@ -168,7 +167,7 @@ impl DiskFile for SimFile {
         reserve().map_err(file_failed(IoAction::Allocate, self.file, Some(offset)))
     }
 
-    /// Makes the bytes visible to every reader. The bytes are pending until they are synced.
+    /// Writes bytes that every reader sees immediately. The bytes are pending until they are synced.
     fn write_direct(&self, offset: u64, blocks: &[u8]) -> Result<()> {
         self.disk.check_writer()?;
         assert!(is_aligned(offset, blocks), "direct writes go in whole blocks, from aligned memory");
@@ -216,7 +215,7 @@ impl DiskFile for SimFile {
     }
 }
 
-/// A window onto a file. The window gives only the guarantees of the trait: a sync makes only its range durable.
+/// A window of a simulated file. It provides only the guarantees of the trait: a sync makes only its own range durable.
 struct SimWindow {
     file: SimFile,
     len: u64,
@@ -243,7 +242,7 @@ impl Window for SimWindow {
     }
 }
 
-/// A mapped part of a file, in which a put never fails for lack of space.
+/// A mapped part of a file. A put to a mapped part never fails for lack of space.
 struct SimPart {
     file: SimFile,
     range: Range<u64>,
@@ -278,7 +277,7 @@ impl Drop for SimPart {
     }
 }
 
-/// A window whose puts reach the file when they are synced, in whole blocks.
+/// A window whose puts reach the file in whole blocks when the window is synced.
 struct SimDirectWindow {
     window: SimWindow,
     put: Mutex<Vec<(u64, Vec<u8>)>>,

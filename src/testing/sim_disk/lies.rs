@@ -1,11 +1,15 @@
-//! A medium that lies about writes and reads. The medium reports a write as done, but the sector keeps its older bytes
-//! (*lost*), or the bytes were written to another sector of any file (*misdirected*). No sync fails, and the process
-//! notices nothing while the page cache contains the data. After the next power cut, the data comes from the medium. In
-//! the third kind, the write was done, but the first read returns the previous bytes once (*stale*).
+//! Simulates a medium that reports writes falsely. There are three kinds of lies:
+//!
+//! - *Lost*: a write is reported as done, but the sector keeps its older bytes.
+//! - *Misdirected*: a write is reported as done, but the bytes were written to another sector of any file.
+//! - *Stale*: the write was done, but the first read returns the previous bytes once.
+//!
+//! No sync fails, and the process notices nothing while the page cache contains the data. After the next power cut, the
+//! data comes from the medium.
 //!
 //! There is one lie at a time, and everything else on the disk is unchanged. A real run might have detected the lie by
-//! reading back past the cache, but the simulation only replays its events. Therefore these states are worse than those
-//! of a real run.
+//! reading back from the medium, but the simulation only replays the events of the run. Therefore these states are
+//! worse than those of a real run.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -19,18 +23,18 @@ use super::node::{FileId, Sector};
 use super::state::DiskState;
 use super::{SimCore, SimDisk};
 
-/// The effect of a write that the medium reported as done.
+/// The effect of a write that the medium falsely reported as done, or whose first read is false.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum LieKind {
-    /// The sector is unchanged.
+    /// The write was lost. The sector is unchanged.
     Lost,
-    /// The sector is unchanged, and another sector contains the bytes intended for it.
+    /// The write was misdirected. The sector is unchanged, and another sector contains the bytes.
     Misdirected,
     /// The sector was written, but its next read returns the previous bytes.
     Stale,
 }
 
-/// A sector whose next read returns older bytes.
+/// A sector whose next read returns its previous bytes.
 pub(super) struct Stale {
     id: FileId,
     sector: usize,
@@ -38,8 +42,8 @@ pub(super) struct Stale {
 }
 
 impl SimCore {
-    /// Replaces the stale sector's bytes in `out` with its older bytes, if the read includes the sector. The lie ends
-    /// with this read.
+    /// If a read includes the stale sector, replaces the sector's bytes in `out` with its previous bytes. Later reads
+    /// return the current bytes.
     pub(super) fn age(&mut self, id: FileId, offset: u64, out: &mut [u8]) {
         let Some(stale) = self.stale.take_if(|stale| {
             let start = (stale.sector * SECTOR_LEN) as u64;
@@ -55,24 +59,24 @@ impl SimCore {
     }
 }
 
-/// A disk after a power cut at the end of its history, on which one sector was not written as reported.
+/// A disk after a power cut at the end of its history. One sector of the disk was not written as reported.
 #[derive(Debug)]
 pub struct Lie {
-    /// The disk, unlocked and without faults and events.
+    /// The disk after the power cut, unlocked and without faults and recorded events.
     pub disk: SimDisk,
-    /// The effect of the write.
+    /// The effect of the false write or read.
     pub kind: LieKind,
-    /// The synced file, by the name with which it was opened.
+    /// The file that contains the sector, by the name with which the file was opened.
     pub file: FileName,
     /// The offset of the sector in the file, in bytes.
     pub offset: u64,
-    /// The index in the history of the sync that should have written the sector.
+    /// The index in the disk's history of the sync that should have made the sector durable.
     pub event: usize,
 }
 
 impl SimDisk {
     /// Calls `each` with every lie whose disk differs from the true disk and from the disks of all earlier lies. For
-    /// each sector that a sync made durable, these are the lost write, a misdirected write whose target depends on
+    /// each sector that a sync made durable, the lies are the lost write, a misdirected write whose target depends on
     /// `seed`, and the stale read.
     pub fn lies(&self, seed: u64, mut each: impl FnMut(Lie)) {
         let mut random = SplitMix(seed);
@@ -116,7 +120,7 @@ impl SimDisk {
     }
 }
 
-/// Returns the state after these events and a power cut that discards all pending changes.
+/// Returns the state of the disk after `events` and a power cut that discards all pending changes.
 fn at_last(mut state: DiskState, events: &[DiskEvent]) -> DiskState {
     events.iter().for_each(|event| state.apply(event));
     state.after_power_cut(|_, _| false, |_| 0, |_, _| 0)
@@ -137,7 +141,7 @@ mod tests {
     use super::*;
     use crate::disk::Disk;
 
-    /// The disk has two files of two sectors. The second sector of the first file is written twice.
+    /// Tests a disk with two files of two sectors. The second sector of the first file is written twice.
     #[test]
     fn lost_write_keeps_old_bytes_misdirected_hits_other_sector() {
         let disk = SimDisk::new();

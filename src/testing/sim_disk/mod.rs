@@ -1,8 +1,8 @@
-//! `SimDisk`: an in-memory disk that records its history, from which a test can derive every state that a crash at any
-//! moment could have left.
+//! `SimDisk`: an in-memory disk that records its history. From the history, a test can derive every state that a crash
+//! at any moment could have left.
 //!
 //! `state.rs` describes the durability model, `event.rs` the recorded events, `crash.rs` the enumeration of states
-//! after a crash, `fault.rs` failing operations, and `lies.rs` a lying medium.
+//! after a crash, `fault.rs` failing operations, and `lies.rs` a medium that reports writes falsely.
 
 mod crash;
 mod event;
@@ -40,7 +40,7 @@ pub use lies::{Lie, LieKind};
 use node::FileId;
 use state::DiskState;
 
-/// The error number for a handle that does not permit the operation.
+/// The error number that the operating system reports if a file handle does not permit an operation.
 const EBADF: i32 = 9;
 
 /// An in-memory disk. Clones are handles of the same disk. A mutex orders the events of all handles.
@@ -71,34 +71,34 @@ type SkipRule = Box<dyn FnMut(SyncPoint) -> bool + Send>;
 
 #[derive(Default)]
 struct SimCore {
-    /// The disk's state before the first event.
+    /// The state of the disk before the first recorded event.
     start: DiskState,
     now: DiskState,
     events: Vec<DiskEvent>,
     locked: bool,
-    /// Whether locks fail to exclude other writers.
+    /// Whether a writer lock can be taken while another writer holds it.
     has_no_locks: bool,
-    /// The number of writer locks taken, which is the number of the newest writer.
+    /// The number of writer locks taken so far, which is also the number of the newest writer.
     writers: u64,
-    /// The number of readers that hold each snapshot.
+    /// The number of readers that currently hold each snapshot.
     held: BTreeMap<SnapshotId, usize>,
     retiring: BTreeSet<SnapshotId>,
     capacity: Option<u64>,
-    /// The number of bytes that must be free for a rename.
+    /// The number of bytes that must be free for a rename to succeed.
     name_bytes: u64,
-    /// The number of bytes that must be free for a new file.
+    /// The number of bytes that must be free for the creation of a file to succeed.
     file_bytes: u64,
     faults: DiskFaults,
     skip: Option<SkipRule>,
-    /// A sector whose next read returns older bytes, if any.
+    /// A sector whose next read returns its previous bytes, or `None`.
     stale: Option<Stale>,
-    /// The files that were partly read and therefore count as read ahead into the page cache.
+    /// The files of which any part was read. The simulated page cache contains these files completely.
     read_ahead: BTreeSet<FileId>,
-    /// The number of mapped parts of each file.
+    /// The current number of mapped parts of each file.
     mapped: BTreeMap<FileId, usize>,
-    /// The way of writing images that this disk does not support, if any.
+    /// The mode of writing images that this disk does not support, or `None` if it supports all modes.
     refused: Option<ImageIo>,
-    /// The number of times that watchers were notified about a file.
+    /// The number of notifications that were sent to watchers of a file.
     notifications: u64,
 }
 
@@ -108,7 +108,7 @@ impl SimCore {
         self.events.push(event);
     }
 
-    /// Counts an operation, and returns the error of the first fault that applies to it.
+    /// Counts an operation, and returns the error of the first fault that applies to the operation.
     fn fault(&mut self, operation: Operation) -> Option<io::Error> {
         self.faults.strike(operation, self.events.len())
     }
@@ -117,7 +117,7 @@ impl SimCore {
         self.fault(operation).map_or(Ok(()), Err)
     }
 
-    /// Returns whether a sync is to be omitted, and records the omission.
+    /// Returns whether a sync must be omitted, and records the omission.
     fn skips(&mut self, point: SyncPoint) -> bool {
         let skips = self.skip.as_mut().is_some_and(|rule| rule(point));
         if skips {
@@ -126,7 +126,7 @@ impl SimCore {
         skips
     }
 
-    /// Returns the file that is to get another name, or an error if there is no space for the name.
+    /// Returns the file that will get another name, or an error if there is no space for the name.
     fn find_for_name(&self, file: FileName) -> io::Result<FileId> {
         let found = self.now.find(file).ok_or_else(not_found)?;
         match self.capacity {
@@ -147,7 +147,7 @@ impl SimCore {
         }
     }
 
-    /// Returns how many of `len` bytes at `offset` fit on the disk.
+    /// Returns the number of bytes, out of `len` bytes at `offset`, that fit on the disk.
     fn fitting(&self, id: FileId, offset: u64, len: usize) -> usize {
         let Some(capacity) = self.capacity else { return len };
         let file_len = self.now.node(id).visible.len();
@@ -180,7 +180,7 @@ impl SimDisk {
         Self { shared: Arc::new(Mutex::new(shared)), writer: Arc::default() }
     }
 
-    /// Creates a disk whose locks do not exclude other writers.
+    /// Creates a disk on which several writers can hold the writer lock at the same time.
     #[must_use]
     pub fn without_locks() -> Self {
         let disk = Self::new();
@@ -188,13 +188,13 @@ impl SimDisk {
         disk
     }
 
-    /// Returns a handle of the same disk for another writer, as if in another process.
+    /// Returns a handle of the same disk for another writer, which represents a writer in another process.
     #[must_use]
     pub fn for_another_writer(&self) -> Self {
         Self { shared: self.shared.clone(), writer: Arc::default() }
     }
 
-    /// Returns an error if another writer has opened the store since.
+    /// Returns an error if another writer has opened the store since this handle's writer opened it.
     fn check_newest(&self, shared: &SimCore) -> Result<()> {
         match self.writer.load(Ordering::Relaxed) {
             writer if writer > 0 && writer < shared.writers => {
@@ -216,7 +216,7 @@ impl SimDisk {
         self.shared.lock().events.iter().map(ToString::to_string).collect()
     }
 
-    /// Records an acknowledgement. Crash images after this moment contain the value in `acks`.
+    /// Records an acknowledgement. Images of later crashes contain `value` in [`CrashImage::acks`].
     pub fn note_ack(&self, value: u64) {
         self.shared.lock().record(DiskEvent::Ack(value));
     }
@@ -227,24 +227,24 @@ impl SimDisk {
         self.shared.lock().capacity = bytes;
     }
 
-    /// Makes renames fail with ENOSPC if fewer than `bytes` bytes are free, like XFS does if a folder must grow for the
-    /// new name. A rename itself uses no space.
+    /// Makes renames fail with ENOSPC if fewer than `bytes` bytes are free. XFS fails in this way if a folder must grow
+    /// for the new name. A rename itself uses no space.
     pub fn set_name_bytes(&self, bytes: u64) {
         self.shared.lock().name_bytes = bytes;
     }
 
-    /// Makes the creation of files fail with ENOSPC if fewer than `bytes` bytes are free, like XFS, which reserves
-    /// space for 64 inodes. A new file itself uses no space.
+    /// Makes the creation of files fail with ENOSPC if fewer than `bytes` bytes are free. XFS fails in this way because
+    /// it reserves space for 64 inodes. A new file itself uses no space.
     pub fn set_file_bytes(&self, bytes: u64) {
         self.shared.lock().file_bytes = bytes;
     }
 
-    /// Makes the disk refuse to write images in this way.
+    /// Makes the disk report that it does not support the mode `io` of writing images.
     pub fn refuse_images(&self, io: ImageIo) {
         self.shared.lock().refused = Some(io);
     }
 
-    /// Returns the number of times that watchers were notified about a file.
+    /// Returns the number of notifications that were sent to watchers of a file.
     #[must_use]
     pub fn notifications(&self) -> u64 {
         self.shared.lock().notifications
@@ -256,33 +256,33 @@ impl SimDisk {
         self.shared.lock().now.used_bytes()
     }
 
-    /// Makes every sync that `rule` accepts succeed without effect, so that a test can show that the sync is required.
-    /// The rule runs inside the operation and must not use the disk.
+    /// Omits every sync for which `rule` returns `true`. An omitted sync succeeds without effect, so that a test can
+    /// show that the sync is required. The rule runs inside the operation and must not use the disk.
     pub fn skip_syncs(&self, rule: impl FnMut(SyncPoint) -> bool + Send + 'static) {
         self.shared.lock().skip = Some(Box::new(rule));
     }
 
-    /// Overwrites bytes on the medium and in the cache, like a fault of the medium.
+    /// Overwrites bytes on the medium and in the page cache, to simulate a fault of the medium.
     ///
     /// # Panics
-    /// If there is no such file.
+    /// If the file does not exist.
     pub fn damage(&self, file: FileName, offset: u64, bytes: &[u8]) {
         let mut shared = self.shared.lock();
         let id = shared.now.find(file).expect("the file to damage exists");
         shared.record(DiskEvent::Damage { file, id, offset, bytes: bytes.into() });
     }
 
-    /// Sets a file's length on the medium and in the cache, like a fault of the medium.
+    /// Sets a file's length on the medium and in the page cache, to simulate a fault of the medium.
     ///
     /// # Panics
-    /// If there is no such file.
+    /// If the file does not exist.
     pub fn damage_len(&self, file: FileName, len: u64) {
         let mut shared = self.shared.lock();
         let id = shared.now.find(file).expect("the file to damage exists");
         shared.record(DiskEvent::Truncate { file, id, len });
     }
 
-    /// Returns all visible bytes of a file, or `None` if there is no such file.
+    /// Returns all visible bytes of a file, or `None` if the file does not exist.
     #[must_use]
     pub fn bytes(&self, file: FileName) -> Option<Vec<u8>> {
         let shared = self.shared.lock();
@@ -417,8 +417,8 @@ impl Disk for SimDisk {
         Ok(Arc::new(self.handle(file, id, write)))
     }
 
-    /// Copies the file's bytes with all their pending versions. The copy equals the original until the file is written
-    /// to.
+    /// Copies the file's bytes with all their pending versions. The copy equals the original until the original is
+    /// written to.
     fn link(&self, source: &dyn Disk, file: FileName) -> Result<bool> {
         let source: &dyn Any = source;
         let Some(source) = source.downcast_ref::<Self>() else { return Ok(false) };
@@ -490,7 +490,7 @@ impl ReadAt for SimDisk {
     }
 }
 
-/// A lock that is released on drop.
+/// A lock of a simulated disk, which is released on drop.
 struct SimLock {
     disk: SimDisk,
     locked: SimLockKind,
@@ -503,7 +503,7 @@ impl SimLock {
     }
 }
 
-/// The kind of lock that a guard holds.
+/// The lock that a [`SimLock`] holds.
 enum SimLockKind {
     Store,
     Held(SnapshotId),

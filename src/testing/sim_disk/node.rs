@@ -1,4 +1,4 @@
-//! A file of a simulated disk, with durable and pending bytes.
+//! A file of a simulated disk, with its visible, durable and pending bytes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -13,7 +13,7 @@ use crate::base::sync::atomic::AtomicBool;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct FileId(pub(super) u64);
 
-/// The bytes of a sector with their hash, so that whole disks can be compared without reading their bytes.
+/// The bytes of a sector with their hash. With the hash, whole disks are compared without reading all bytes.
 #[derive(Debug)]
 pub(super) struct Sector {
     bytes: [u8; SECTOR_LEN],
@@ -63,8 +63,8 @@ impl FileContent {
         self.sectors.get(index).cloned().unwrap_or_else(Sector::zero)
     }
 
-    /// Fills `out` with the bytes from `offset` on. Returns `false` if the content ends before their end. An empty read
-    /// succeeds at any offset.
+    /// Fills `out` with the bytes from `offset` on. Returns `false` if the content is too short. An empty read succeeds
+    /// at any offset.
     pub(super) fn read(&self, offset: u64, out: &mut [u8]) -> bool {
         let end = offset.checked_add(out.len() as u64);
         if !out.is_empty() && end.is_none_or(|end| end > self.len) {
@@ -92,8 +92,8 @@ impl FileContent {
     }
 }
 
-/// Returns the sectors that contain `len` bytes at `offset`, each with its index, the range within the sector, and the
-/// range within the bytes.
+/// Returns the sectors that contain `len` bytes at `offset`. Each tuple contains the sector's index, the range within
+/// the sector, and the range within the `len` bytes.
 fn pieces(offset: u64, len: usize) -> impl Iterator<Item = (usize, Range<usize>, Range<usize>)> {
     let mut done = 0;
     std::iter::from_fn(move || {
@@ -108,38 +108,38 @@ fn pieces(offset: u64, len: usize) -> impl Iterator<Item = (usize, Range<usize>,
     })
 }
 
-/// Returns the indices of the sectors that contain a range of bytes.
+/// Returns the indices of the sectors that contain `len` bytes at `offset`.
 pub(super) fn sectors_of(offset: u64, len: u64) -> Range<usize> {
     let first = offset / SECTOR_LEN as u64;
     let end = if len == 0 { first } else { (offset + len).div_ceil(SECTOR_LEN as u64) };
     first as usize..end as usize
 }
 
-/// A version of a sector, a length or a name since its last sync, with its creation time.
+/// A pending version of a sector, a length or a name, with its creation time.
 #[derive(Clone, Debug)]
 pub(super) struct StampedVersion<T> {
     pub(super) stamp: u64,
     pub(super) value: T,
 }
 
-/// The contents of a file, and their pending versions.
+/// The visible and durable contents of a file, and the pending versions of its sectors and its length.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Node {
     pub(super) visible: FileContent,
     pub(super) durable: FileContent,
-    /// The versions of each dirty sector, oldest first. The last version is visible.
+    /// The versions of each sector since the last sync, oldest first. The last version is visible.
     pub(super) sectors: BTreeMap<usize, Vec<StampedVersion<Arc<Sector>>>>,
     /// The lengths since the last sync, oldest first. The last length is visible.
     pub(super) lengths: Vec<StampedVersion<u64>>,
-    /// Dirty sectors that a failed sync has marked as clean, so that no later sync writes them.
+    /// The sectors that a failed sync has marked as clean. No later sync writes them.
     pub(super) lost: BTreeSet<usize>,
-    /// Whether a failed sync has marked the length as clean.
+    /// Whether a failed sync has marked the length as clean. No later sync writes the length.
     pub(super) length_lost: bool,
-    /// Whether the medium contains other bytes than reported.
+    /// Whether the medium contains other bytes than it reported as written.
     pub(super) differs_from_report: bool,
-    /// Whether the file has or had a name on another disk. Such a file is no longer written to, because the other disk
-    /// has a copy, whereas a file system would have the same file. All versions of the file share this flag, because
-    /// linking the file from another disk is not an event of this disk.
+    /// Whether the file has or had a name on another disk. Such a file must not be written to any more, because the
+    /// other disk has a copy, whereas in a file system both names refer to the same file. All versions of the file
+    /// share this flag, because linking the file from another disk is not an event of this disk.
     pub(super) is_shared: Arc<AtomicBool>,
 }
 
@@ -182,7 +182,7 @@ impl Node {
         self.length_lost = false;
     }
 
-    /// Makes the length and exactly these sectors durable, because the sync of a window guarantees no more.
+    /// Makes the length and the sectors in `range` durable. The sync of a window guarantees no more than this.
     pub(super) fn sync(&mut self, range: Range<usize>) {
         if !self.length_lost {
             self.lengths.clear();
@@ -198,13 +198,13 @@ impl Node {
         }
     }
 
-    /// Marks these sectors and the length as lost by a failed sync, as described in `state.rs`.
+    /// Marks the sectors in `range` and the length as lost by a failed sync, as described in `state.rs`.
     pub(super) fn drop_sectors(&mut self, range: Range<usize>) {
         self.lost.extend(self.sectors.range(range).map(|(index, _)| *index));
         self.length_lost = !self.lengths.is_empty();
     }
 
-    /// Changes bytes like a fault of the medium or another program. The change is immediately durable.
+    /// Changes bytes to simulate a fault of the medium or another program. The change is immediately durable.
     pub(super) fn damage(&mut self, stamp: u64, offset: u64, bytes: &[u8]) {
         self.write(stamp, offset, bytes);
         self.sync(sectors_of(offset, bytes.len() as u64));
@@ -233,12 +233,12 @@ impl Node {
             .collect()
     }
 
-    /// Returns a sector as it is on the medium, or zeros past the end of the file.
+    /// Returns a sector of the medium, or zeros past the end of the file.
     pub(super) fn durable_sector(&self, index: usize) -> Arc<Sector> {
         self.durable.sector(index)
     }
 
-    /// Restores the previous bytes of a sector that was reported as durable.
+    /// Restores the bytes that a sector had in `before`, although a later write was reported as durable.
     pub(super) fn lose_write(&mut self, sector: usize, before: &Self) {
         self.durable.sectors[sector] = before.durable.sector(sector);
         self.differs_from_report = true;

@@ -25,7 +25,7 @@ use remanent_format::{FileName, Folder};
 use super::event::DiskEvent;
 use super::node::{FileId, Node, StampedVersion, sectors_of};
 
-/// A change of names in a folder.
+/// A change of a name in a folder, such as a link or a rename.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum NameChange {
     Link(FileName, FileId),
@@ -35,7 +35,7 @@ pub(super) enum NameChange {
 }
 
 impl NameChange {
-    /// Returns whether both changes affect the same name. A crash can then keep the later change only together with the
+    /// Returns whether two changes affect the same name. A crash can then keep the later change only together with the
     /// earlier change.
     pub(super) fn meets(&self, other: &Self) -> bool {
         let names = |change: &Self| match *change {
@@ -75,12 +75,12 @@ impl Entries {
     }
 }
 
-/// The names in a folder, and their pending changes.
+/// The visible and durable names in a folder, and the pending changes of names.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Names {
     pub(super) visible: Entries,
     pub(super) durable: Entries,
-    /// The changes since the last sync, oldest first.
+    /// The changes since the folder was last synced, oldest first.
     pub(super) pending: Vec<StampedVersion<NameChange>>,
 }
 
@@ -97,12 +97,12 @@ pub(super) struct DiskState {
     pub(super) nodes: BTreeMap<FileId, Arc<Node>>,
     pub(super) folders: BTreeMap<Folder, Names>,
     next_file: u64,
-    /// A clock that advances with every event and orders the versions.
+    /// A counter that increases with every event and orders the pending versions.
     clock: u64,
 }
 
 impl DiskState {
-    /// Returns whether the process can see the folder. The store directory always exists.
+    /// Returns whether a folder is visible. The store directory always exists.
     pub(super) fn has_folder(&self, folder: Folder) -> bool {
         folder == Folder::Root
             || self.folders.get(&Folder::Root).is_some_and(|root| root.visible.folders.contains(&folder))
@@ -114,7 +114,7 @@ impl DiskState {
         known.map(|names| names.visible.clone()).unwrap_or_default()
     }
 
-    /// Returns the file that visibly has this name, if any.
+    /// Returns the file that currently has the visible name `file`, or `None`.
     pub(super) fn find(&self, file: FileName) -> Option<FileId> {
         let names = self.has_folder(file.folder()).then(|| self.folders.get(&file.folder())).flatten()?;
         names.visible.files.get(&file).copied()
@@ -208,7 +208,7 @@ impl DiskState {
         }
     }
 
-    /// Returns all sectors on the medium except one.
+    /// Returns all sectors on the medium except the sector `except`.
     pub(super) fn durable_sectors(&self, except: (FileId, usize)) -> Vec<(FileId, usize)> {
         let of_node = |(id, node): (&FileId, &Arc<Node>)| {
             let id = *id;
@@ -217,7 +217,7 @@ impl DiskState {
         self.nodes.iter().flat_map(of_node).filter(|sector| *sector != except).collect()
     }
 
-    /// Overwrites the durable bytes of `target` with those of `source`.
+    /// Overwrites the durable bytes of sector `target` with those of sector `source`.
     pub(super) fn misdirect(&mut self, source: (FileId, usize), target: (FileId, usize)) {
         let bytes = self.node(source.0).durable.sector(source.1);
         let node = self.node_mut(target.0);
@@ -234,7 +234,7 @@ impl DiskState {
     }
 
     /// Returns the disk after a power cut that kept the chosen versions of files and changes of names. `length` and
-    /// `sector` choose as in [`Node::after_power_cut`].
+    /// `sector` choose versions as in [`Node::after_power_cut`].
     pub(super) fn after_power_cut(
         &self,
         keeps: impl Fn(Folder, usize) -> bool,
@@ -271,7 +271,7 @@ impl DiskState {
         Self { nodes, folders, next_file: self.next_file, clock: self.clock }
     }
 
-    /// Returns the files that have, had or may again have a name. No other files can be found after a crash.
+    /// Returns the files that have a name, had a name or may have a name again. A crash can make no other file visible.
     pub(super) fn reachable(&self) -> BTreeSet<FileId> {
         let linked = |change: &StampedVersion<NameChange>| match change.value {
             NameChange::Link(_, id) => Some(id),
@@ -286,7 +286,7 @@ impl DiskState {
             .collect()
     }
 
-    /// Returns a hash of everything that a crash or a reader can observe, now or later.
+    /// Returns a hash of the state that a reader or a crash can observe, now or later.
     pub(super) fn hash(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
         for (folder, names) in &self.folders {

@@ -1,4 +1,4 @@
-//! Tests the properties of the crash images that are created.
+//! Tests the properties of the crash images that a simulated disk creates.
 
 use super::*;
 
@@ -41,7 +41,7 @@ fn images_beyond_budget_are_seeded_sample_without_repeats() {
     assert_ne!(images, hashes(2));
 }
 
-/// The revealing choices are included even if the limit is far below the number of choices.
+/// The revealing combinations must be included even if the limit is far below the number of combinations.
 #[test]
 fn small_budget_includes_the_four_extreme_images() {
     let (disk, file) = with_segment(64);
@@ -58,7 +58,7 @@ fn small_budget_includes_the_four_extreme_images() {
     assert_eq!(seen, [(0, false), (0, true), (64, false), (64, true)].into());
 }
 
-/// Dependent changes stay in order in random choices, too.
+/// Random combinations must keep dependent changes in order.
 #[test]
 fn name_order_is_kept_within_budget() {
     let (disk, file) = with_segment(64);

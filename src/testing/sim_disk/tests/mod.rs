@@ -1,4 +1,5 @@
-//! Tests that the simulated disk makes its own guarantees, and breaks every guarantee that a real disk may break.
+//! Tests that the simulated disk provides its own guarantees, and that it violates every guarantee that a real disk may
+//! violate.
 
 mod images;
 
@@ -13,12 +14,12 @@ const SECTOR: u64 = SECTOR_LEN as u64;
 const SEGMENT: FileName = FileName::Segment(0);
 const TEMPORARY: FileName = FileName::Temporary(Folder::Log, 0);
 
-/// Returns a plan with tears at every byte, and all choices.
+/// Returns a plan that tears events at every byte and tries all combinations.
 fn every() -> CrashPlan {
     CrashPlan { tears: Tears::Every, images_max: 100_000, ..CrashPlan::default() }
 }
 
-/// Returns a plan with only the moment after the last event.
+/// Returns a plan that contains only the moment after the last event.
 fn at_the_end(disk: &SimDisk) -> CrashPlan {
     CrashPlan { events: disk.events()..usize::MAX, ..every() }
 }
@@ -35,12 +36,12 @@ fn with_segment(sectors: u64) -> (SimDisk, Arc<dyn DiskFile>) {
     (disk, file)
 }
 
-/// Returns the first byte of every sector of the segment, or `None` if there is no segment.
+/// Returns the first byte of every sector of the segment, or `None` if the segment does not exist.
 fn heads(disk: &SimDisk) -> Option<Vec<u8>> {
     Some(disk.bytes(SEGMENT)?.chunks(SECTOR_LEN).map(|sector| sector[0]).collect())
 }
 
-/// Returns the results of `see` on each image that a power cut could leave after the last event.
+/// Returns the results of `see` for each image that a power cut could leave after the last event.
 fn after_power_cuts<T: Ord>(disk: &SimDisk, see: impl Fn(&SimDisk) -> T) -> BTreeSet<T> {
     let mut seen = BTreeSet::new();
     disk.power_images(&at_the_end(disk), |image| {
@@ -229,8 +230,8 @@ fn window_sync_covers_exactly_its_range() {
     }
 }
 
-/// A frame without a payload, such as the seal of a store without snapshots, causes an empty put right after its group,
-/// which belongs to no other group.
+/// A frame without a payload, such as the seal of a store without snapshots, causes an empty put. The empty put
+/// directly follows its group and belongs to no other group.
 #[test]
 fn direct_window_accepts_empty_put() {
     let (_, file) = with_segment(16);
