@@ -119,7 +119,7 @@ impl End {
     }
 }
 
-/// Returns the changed and unchanged pages of a snapshot that begins in this turn of the applier.
+/// Returns the pages that may differ from the newest snapshot, for a snapshot that begins in this turn of the applier.
 pub(super) fn beginning(turn: &mut Turn<'_>) -> Result<Beginning> {
     let table = &mut turn.applied.table;
     let changed = table.changed().map_err(Error::of_memory)?;

@@ -4,7 +4,8 @@
 //! the fence of its last use and released once that fence has passed. Until then the memory still exists and counts
 //! against the budget (I10). No memory is stored on disk, and recovery allocates new memory.
 //!
-//! The device may cache released memory. [`Device::trim`] frees the cached memory.
+//! The device may cache released memory. [`MemoryCache::trim`](crate::device::MemoryCache::trim) frees
+//! the cached memory.
 
 mod account;
 mod page_memory;
