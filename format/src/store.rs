@@ -1,4 +1,4 @@
-//! The STORE file, which contains the identity of a store and the features that a build must support to open the store.
+//! The STORE file. It contains the identity of a store, and the features that a build must support to open the store.
 //!
 //! The file contains a 64-byte header and a record encoded with serde and bincode. The layout of the header is the same
 //! in all future versions, so that an old build can always state why it cannot open a store:

@@ -1,4 +1,4 @@
-//! The `remanent` command, which runs workloads on stores, and inspects and verifies stores.
+//! The `remanent` command. It runs workloads on stores, and inspects and verifies stores.
 //!
 //! # Map
 //!

@@ -39,7 +39,7 @@ use crate::state::reach::{Reach, Role};
 use crate::state::survey::Survey;
 use crate::state::trail::OpLocations;
 
-/// The entries of the newest seal of the log, which name the verified snapshots.
+/// The entries of the newest seal of the log. Each entry names a verified snapshot.
 #[derive(Clone, Copy, Debug)]
 pub struct Record<'r>(pub &'r [VerifiedSnapshot]);
 
@@ -89,7 +89,7 @@ impl Record<'_> {
     }
 }
 
-/// A candidate for the start of recovery, which is a snapshot or the beginning of the log.
+/// A candidate for the start of recovery: a snapshot, or the beginning of the log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Start {
     /// The snapshot, or `None` for the beginning of the log.

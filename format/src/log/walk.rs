@@ -90,7 +90,7 @@ impl Break {
     }
 }
 
-/// A walk along the log, which returns one frame at a time from a start point on.
+/// A walk along the log, from a start point to the end of the log. Each call of [`LogWalk::next`] returns one frame.
 pub struct LogWalk<'s, B = Vec<u8>> {
     source: &'s dyn ReadAt,
     map: &'s LogMap,
@@ -202,7 +202,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         Ok(Some(Frame { header, payload, memory, payload_at, end, newest }))
     }
 
-    /// Advances past the next valid frame, or returns `None` at the end of the log.
+    /// Finds the next valid frame and moves to its end. Returns `None` at the end of the log.
     fn advance(&mut self) -> Result<Option<(FrameHeader, LogPoint)>, Damage> {
         if self.end.is_some() {
             return Ok(None);

@@ -108,7 +108,7 @@ layout! {
 }
 
 layout! {
-    /// The encoded reference to the base of an overlay, which follows the fixed part of an entry.
+    /// The encoded reference from an overlay to its base. The reference follows the fixed part of an entry.
     pub struct OverlayBaseRaw: 16 {
         /// Number of the image file that contains the base.
         0 => file: u64,

@@ -16,7 +16,7 @@ use crate::read::writer_lock;
 /// A store directory that is open for reading.
 pub struct StoreDir {
     path: PathBuf,
-    /// Maximum length of a file that is read as a whole, in bytes.
+    /// Maximum length in bytes of a file that is read with a single call.
     whole_max: u64,
     /// File that was read last. It stays open, because the next read is usually in the same file.
     last: RefCell<Option<(FileName, File)>>,

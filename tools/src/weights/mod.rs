@@ -166,7 +166,7 @@ impl WeightsFile {
     }
 }
 
-/// A byte source for a commit, which reads one tensor from its file.
+/// Reads the bytes of one tensor from its file while a batch is committed.
 #[derive(Debug)]
 struct TensorSource {
     file: Arc<File>,

@@ -22,7 +22,7 @@ use crate::state::id_map::IdMap;
 use crate::state::page_changes::{PageChange, PageChanges};
 use crate::value::{Metadata, SharedMetadata};
 
-/// The description of a page, which contains all properties except the bytes.
+/// The description of a page: all properties of the page except its bytes.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct PageInfo {

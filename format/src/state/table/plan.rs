@@ -1,4 +1,5 @@
-//! Plans of batches. A pure function determines what a batch changes in a page table, or why the batch is refused.
+//! Plans of batches. A pure function computes the changes that a batch makes to a page table, or the reason why the
+//! batch is invalid.
 
 use std::cmp::Ordering;
 use std::collections::{HashMap, HashSet};
