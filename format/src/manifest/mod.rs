@@ -39,12 +39,12 @@ pub use self::layout::{
 };
 use self::layout::{KIND_BASE, KIND_CHANGE, KIND_TABLE};
 
-/// The kind of a manifest.
+/// The kind of a manifest: a base, a change, or a table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ManifestKind {
-    /// A base, which names all pages of a snapshot.
+    /// A base. It lists all pages of a snapshot.
     Base,
-    /// A change, which names the pages that changed since the previous link of the chain.
+    /// A change. It lists only the pages that changed since the previous link of the chain.
     Change {
         /// The number of the previous link.
         previous: SnapshotId,
@@ -97,7 +97,7 @@ pub struct Tombstone {
     pub lsn: Lsn,
 }
 
-/// The decoded content of a manifest file, which is one link of a snapshot or the table of an earlier state.
+/// The decoded content of a manifest file: one link of a snapshot, or the table of an earlier state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Manifest {
     /// The kind of the manifest: base, change or table.

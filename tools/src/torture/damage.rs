@@ -61,15 +61,15 @@ enum DamageVerdict {
     Right,
     /// Reading or opening the copy failed, and the error named the damaged file.
     Refused,
-    /// The copy lacks the last requests, which no mark covered.
+    /// The copy lacks the last requests. No mark covered these requests.
     Cut,
-    /// The copy lacks requests that a mark covered.
+    /// The copy lacks requests although a mark covered them.
     Lost,
     /// The copy contains bytes of a state that never existed.
     Wrong,
 }
 
-/// A store that is not running, with the copy that the test damages repeatedly.
+/// A store whose process has ended, and the copy of the store that the test damages.
 struct Victim<'c> {
     course: &'c KillRun,
     original: PathBuf,
@@ -78,9 +78,9 @@ struct Victim<'c> {
     /// The copy whose files are damaged and then repaired.
     copy: PathBuf,
     files: Vec<(PathBuf, u64)>,
-    /// Last request in the store.
+    /// Number of the last request in the store.
     last: Option<u64>,
-    /// Last batch that a mark covers.
+    /// Lsn of the last batch that a mark covers.
     marked: Lsn,
 }
 
