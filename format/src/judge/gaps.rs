@@ -19,7 +19,7 @@ use crate::state::survey::Survey;
 /// A range of states that cannot be computed, and the reason.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Gap {
-    /// The last state that is known to be in the range. Later states may be in the range, too.
+    /// The first state of the range.
     pub first: Lsn,
     /// The last state that is known to be in the range.
     pub last: Lsn,

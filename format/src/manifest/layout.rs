@@ -37,9 +37,9 @@ layout! {
         56 => created_unix_ms: u64,
         /// Point after which replay starts. The images include every batch up to this point.
         64 => redo: LogPoint,
-        /// Durable mark. Replay must apply all batches up to this Lsn.
+        /// Reserved, always zero.
         100 => reserved: u32,
-        /// Lsn up to which replay must continue at least.
+        /// Durable mark. Replay must apply all batches up to this Lsn.
         104 => end: Lsn,
         /// Next page id to assign. All lower ids have been assigned.
         112 => next_page: u64,

@@ -76,9 +76,9 @@ pub struct ManifestEntry {
     pub key: Option<Key>,
     /// The length of the page in bytes.
     pub len: u64,
-    /// The Lsn of the newest batch that changed or moved the page.
+    /// The epoch of the page.
     pub epoch: Epoch,
-    /// The newest batch that changed or moved the page.
+    /// The Lsn of the newest batch that changed or moved the page.
     pub lsn: Lsn,
     /// The place of the page.
     pub place: Place,

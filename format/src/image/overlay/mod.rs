@@ -31,9 +31,9 @@ layout! {
     pub struct OverlayHeaderRaw: 64 {
         /// Magic bytes, always `RMNTOVER`.
         0 => magic: [u8; 8],
-        /// Offset of the base's payload, in bytes from the start of the image file `base_file`.
+        /// Number of the image file that contains the base.
         8 => base_file: u64,
-        /// Offset of the base's payload, in bytes from the start of that file.
+        /// Offset of the base's payload, in bytes from the start of the image file `base_file`.
         16 => base_offset: u64,
         /// Length of the base's stored payload in bytes.
         24 => base_stored_len: u64,
