@@ -11,22 +11,22 @@ use remanent_format::op::OP_HEADER_LEN;
 use crate::base::allocation::make_room;
 use crate::error::Result;
 
-/// The overhead of a range in the log, in bytes: the header of an operation, and the padding of its body.
+/// The overhead in bytes of logging a range: the header of an operation, and the padding of its body.
 const RANGE_COST: u64 = OP_HEADER_LEN as u64 + 16;
-/// The cost of an index in the log, in bytes: almost always one.
+/// The length in bytes of an index in the log. Almost every index takes one byte.
 const INDEX_COST: u64 = 1;
 
-/// The changed elements of a range.
+/// The changed elements of a part of a page, divided into ranges and single elements.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ElementChanges {
     /// Changes that are logged as ranges of elements.
     pub runs: Vec<Range<u32>>,
-    /// Changes that are logged as single elements, ascending and outside the ranges.
+    /// The changed elements outside `runs`, in ascending order. They are logged as single elements.
     pub elements: Vec<u32>,
 }
 
 impl ElementChanges {
-    /// Finds the changes in a bitmap of changed elements, lowest bit first.
+    /// Finds the changes in a bitmap with one bit per element, lowest bit first. A set bit marks a changed element.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -34,7 +34,7 @@ impl ElementChanges {
         Self::of(set_bits(bitmap), width)
     }
 
-    /// Finds the changes in a sequence of changed elements, which must be ascending.
+    /// Finds the changes in a sequence of changed elements, given as ascending indices.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -59,7 +59,8 @@ impl ElementChanges {
         Ok(changed)
     }
 
-    /// Completes the current range. The range is split into single elements if these are shorter in the log.
+    /// Completes the current range. If single elements are shorter in the log, the range is split into its changed
+    /// elements.
     fn close(&mut self, run: &Range<u32>, first: usize, width: u64) {
         let as_elements = (self.elements.len() - first) as u64 * (width + INDEX_COST);
         if RANGE_COST + run.len() as u64 * width < as_elements {
@@ -89,7 +90,7 @@ fn set_bits(bitmap: &[u8]) -> impl Iterator<Item = u32> {
 mod tests {
     use super::*;
 
-    /// A test case: name, width, changed elements, expected ranges, and expected single elements.
+    /// A test case: the name, the width, the changed elements, the expected ranges, and the expected single elements.
     type Row<'a> = (&'a str, Width, Vec<u32>, &'a [(u32, u32)], &'a [u32]);
 
     fn bitmap(elements: impl IntoIterator<Item = u32>, count: u32) -> Vec<u8> {

@@ -1,8 +1,8 @@
 //! Copies between pages: clones of whole pages, and copies of ranges.
 //!
 //! The log contains only after-images (I2), so a copy is logged with the copied bytes. These bytes are read before the
-//! batch is encoded, and their page must still have the same version when the batch is logged. Otherwise `write/commit`
-//! prepares the draft again.
+//! batch is encoded. If the page that was read has another version when the batch is logged, `write/commit` prepares
+//! the draft again.
 
 use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
@@ -16,7 +16,7 @@ use super::{BatchStep, PageRef, WriteBatch};
 use crate::base::allocation::{copied, push};
 use crate::error::{Error, Invalid, Result};
 
-/// A page whose bytes are all in memory, with the effects of the batch's previous operations.
+/// A page from which a batch copies, in host memory. The bytes include the effects of the batch's previous operations.
 #[derive(Clone, Debug)]
 pub(crate) struct CopiedPage {
     pub place: Place,
@@ -27,24 +27,24 @@ pub(crate) struct CopiedPage {
 /// The pages and ranges that must be read before a batch with copies is encoded.
 #[derive(Debug, Default)]
 pub(crate) struct CopySources {
-    /// Pages that must be read as a whole: cloned pages, and pages that the batch changes or creates before it copies
-    /// from them.
+    /// The pages that must be read as a whole. These are pages that the batch clones, and pages that the batch changes
+    /// or creates before it copies from them.
     pub whole: BTreeSet<PageId>,
-    /// Ranges of pages that the batch has not changed before the copy, each with the operation's index.
+    /// The ranges of pages that the batch has not changed before the copy. Each has the index of the copy operation.
     pub ranges: Vec<(usize, PageId, Range<u64>)>,
 }
 
-/// The bytes that a batch copies, in their state before the batch.
+/// The bytes that a batch copies, as read before the batch is encoded.
 #[derive(Debug, Default)]
 pub(crate) struct CopiedBytes {
-    /// The pages of [`CopySources::whole`] that exist before the batch.
+    /// The pages of [`CopySources::whole`] that exist before the batch, with their bytes.
     pub whole: HashMap<PageId, CopiedPage>,
-    /// The ranges of [`CopySources::ranges`], by the operation's index.
+    /// The bytes of the ranges of [`CopySources::ranges`], by the operation's index.
     pub ranges: HashMap<usize, Vec<u8>>,
 }
 
 impl CopiedBytes {
-    /// Returns the total length of these bytes, as an estimate of their length in the payload.
+    /// Returns the total length of the copied bytes, as an estimate of their length in the payload.
     pub fn byte_len(&self) -> usize {
         let whole = self.whole.values().map(|page| page.bytes.len());
         whole.chain(self.ranges.values().map(Vec::len)).fold(0, usize::saturating_add)
@@ -62,8 +62,8 @@ impl WriteBatch {
     /// Copies a range of a page to another or the same page, starting at `offset`.
     ///
     /// The copied bytes are those that the source has at this point in the batch: after all earlier operations of the
-    /// batch, and before all later operations. The two ranges may overlap. The log stores the bytes, so a copy takes as
-    /// much log space as the range is long.
+    /// batch, and before all later operations. The source range and the target range may overlap. The log stores the
+    /// bytes, so a copy takes as much log space as the range is long.
     ///
     /// Only the range is read, unless an earlier operation of the batch changes bytes of the source. In that case the
     /// whole source is read, and the batch must not write device bytes to it.
@@ -94,11 +94,11 @@ impl WriteBatch {
         self.step(BatchStep::Copy { source, range, target, offset })
     }
 
-    /// Returns the pages and ranges to read for the batch's copies. `pages` contains the ids of the new pages.
+    /// Returns the pages and ranges that must be read for the batch's copies. `pages` contains the ids of the new
+    /// pages.
     ///
     /// # Errors
-    /// `Invalid` for a range that ends before it begins; `Limit` for ranges that do not fit into a frame,
-    /// checked before they are read; `OutOfMemory`.
+    /// `Invalid` for a range that ends before it begins; `Limit` if the ranges do not fit into a frame; `OutOfMemory`.
     pub(crate) fn copy_sources(&self, pages: &[PageId]) -> Result<CopySources> {
         let mut sources = CopySources::default();
         if !self.steps.iter().any(|step| matches!(step, BatchStep::Clone { .. } | BatchStep::Copy { .. })) {
@@ -135,7 +135,8 @@ impl WriteBatch {
 }
 
 impl<B: PayloadBytes> Encoder<'_, B> {
-    /// Writes a copy of a range. If the batch has not changed the source page, the range was already read.
+    /// Writes a copy of a range to the payload. If the batch has not changed the source page, the range was already
+    /// read.
     pub(super) fn push_copy(
         &mut self,
         (source, range): (PageId, &Range<u64>),
@@ -149,7 +150,7 @@ impl<B: PayloadBytes> Encoder<'_, B> {
         self.push(&Op::Write { page: target, offset, bytes: &bytes })
     }
 
-    /// Returns a range of a page that the batch has changed, with the effects of the previous operations.
+    /// Returns the bytes of a range of a page that the batch has changed, with the effects of the previous operations.
     fn copied_range(&self, page: PageId, range: &Range<u64>) -> Result<Vec<u8>> {
         let source = self.copied.whole.get(&page).ok_or(Error::UnknownPage { page })?;
         let page_len = source.bytes.len() as u64;

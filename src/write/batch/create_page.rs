@@ -5,8 +5,9 @@ use remanent_format::{Key, Metadata};
 use super::{BatchStep, NewPage, WriteBatch};
 use crate::error::Error;
 
-/// The builder for a page that a batch creates. Chain [`key`](Self::key) and [`metadata`](Self::metadata) to set these
-/// properties. [`page`](Self::page) returns a reference to the page for later calls.
+/// The builder for a page that a batch creates, returned by [`WriteBatch::create`]. Chain [`key`](Self::key) and
+/// [`metadata`](Self::metadata) to set these properties. [`page`](Self::page) returns a reference to the page for later
+/// calls.
 ///
 /// ```
 /// use remanent::{Metadata, Place, Store};
@@ -32,8 +33,8 @@ impl<'b> CreatePage<'b> {
         Self { batch, step, page }
     }
 
-    /// Sets the key of the page, which no other page may have. A key consists of 1 to 64 bytes, often text. With any
-    /// other length the commit fails with [`Error::Invalid`].
+    /// Sets the key of the page. No other page may have the same key. A key consists of 1 to 64 bytes, often text. With
+    /// any other length the commit fails with [`Error::Invalid`].
     pub fn key<K>(self, key: K) -> Self
     where
         K: TryInto<Key>,
@@ -48,7 +49,7 @@ impl<'b> CreatePage<'b> {
         }
     }
 
-    /// Sets the key of the page, or no key if `key` is `None`. See [`key`](Self::key).
+    /// Sets the key of the page like [`key`](Self::key), or sets no key if `key` is `None`.
     pub fn optional_key(self, key: impl Into<Option<Key>>) -> Self {
         if let Some(BatchStep::Create { key: own, .. }) = self.batch.created(self.step) {
             *own = key.into();
@@ -56,7 +57,7 @@ impl<'b> CreatePage<'b> {
         self
     }
 
-    /// Sets all metadata of the page.
+    /// Sets the metadata of the page, and replaces any metadata set before.
     pub fn metadata(self, metadata: Metadata) -> Self {
         if let Some(BatchStep::Create { metadata: own, .. }) = self.batch.created(self.step) {
             *own = metadata;

@@ -1,4 +1,4 @@
-//! Operations with bytes that only the device has, such as deltas computed by a kernel.
+//! Operations whose bytes are in device memory, such as deltas computed by a kernel.
 //!
 //! When the batch is encoded, these bytes are left blank in the payload, and a [`DeviceFill`] describes the source of
 //! each blank. The device fills the blanks, so the bytes reach the log without passing through the caller.
@@ -15,7 +15,7 @@ use super::{BatchStep, PageRef, WorkingCopy, WriteBatch};
 use crate::device::{DIGEST_CHUNK_LEN, DeviceBytes, Span, digest_count};
 use crate::error::{Error, Invalid, Result};
 
-/// A range of a payload that the device fills.
+/// A blank in a payload: a range whose bytes the device fills in.
 #[derive(Clone, Debug)]
 pub(crate) struct DeviceFill<'f> {
     /// The offset of the range in the payload.
@@ -57,17 +57,18 @@ impl DeviceFill<'_> {
     }
 }
 
-/// The source of a blank's bytes.
+/// The source from which the device fills a blank in a payload.
 #[derive(Clone, Debug)]
 pub(crate) enum FillSource<'f> {
     /// Bytes in device memory.
     Bytes(Span),
     /// Chunks of a working copy, starting with chunk number `first` of its page. `key` is the key for the digests of
-    /// the bytes in the blank. `step` is the index of the capture.
+    /// the chunks. `step` is the index of the capture.
     Chunks { span: Span, key: Span, step: usize, first: usize },
-    /// Indices, which the device checks for duplicates and against the bound. `step` is the index of their operation.
+    /// Indices of elements. The device checks that they are distinct and less than `bound`. `step` is the index of
+    /// their operation.
     Indices { span: Span, bound: u64, step: usize },
-    /// Single elements of a range, selected by index.
+    /// Single elements of the range `source`, selected by index.
     Elements { source: Span, width: Width, indices: &'f [u32] },
 }
 
@@ -76,18 +77,18 @@ pub(crate) enum FillSource<'f> {
 pub(crate) struct CapturedPart {
     /// The offset of the part in the page.
     pub offset: u64,
-    /// The part's bytes, which are staged or, if `key` is set, in the copy itself.
+    /// The part's bytes. They are in staging memory or, if `key` is set, in the working copy itself.
     pub staged: Span,
-    /// The key for digests, if the part consists of whole chunks of a copy that is compared by digests.
+    /// The key for digests, if the working copy is compared by digests. The part then consists of whole chunks.
     pub key: Option<Span>,
     /// The changed byte ranges of the part.
     pub runs: Vec<Range<u64>>,
-    /// The changed elements of the part outside these ranges.
+    /// The changed elements of the part outside `runs`.
     pub elements: SparseElements,
 }
 
 impl CapturedPart {
-    /// Returns the number of changed bytes.
+    /// Returns the number of changed bytes, for elements of this width.
     pub fn changed_bytes(&self, width: Width) -> u64 {
         let in_runs: u64 = self.runs.iter().map(|run| run.end - run.start).sum();
         in_runs + (self.elements.indices.len() * width.bytes()) as u64
@@ -136,8 +137,8 @@ impl WriteBatch {
 
     /// Replaces the elements of a page that have changed in a working copy.
     ///
-    /// The copy is read once, when the batch is submitted. The page must still have the copy's epoch then. Once the
-    /// batch is committed, the copy belongs to the new epoch and can be changed and captured again.
+    /// The copy is read once, when the batch is submitted. The page must still have the copy's epoch at that time. Once
+    /// the batch is committed, the copy belongs to the new epoch and can be changed and captured again.
     ///
     /// No other operation of the batch may change the page's bytes. The log stores ranges where changes are close
     /// together and single elements elsewhere.
@@ -155,14 +156,14 @@ impl WriteBatch {
         self.step(BatchStep::Capture { copy: copy.clone(), ranges: None })
     }
 
-    /// Captures a working copy like [`WriteBatch::capture`], but examines only these byte ranges of the page. Use this
-    /// if the changed ranges are known. Changes outside the ranges remain in the copy, and are captured when their
-    /// range or the whole copy is captured.
+    /// Captures the changes in these byte ranges of the page, like [`WriteBatch::capture`]. Use this method if the
+    /// changed ranges are known. Changes outside the ranges remain in the copy, and are captured when their range or
+    /// the whole copy is captured.
     pub fn capture_ranges(&mut self, copy: &WorkingCopy, ranges: &[Range<u64>]) -> &mut Self {
         self.step(BatchStep::Capture { copy: copy.clone(), ranges: Some(ranges.to_vec()) })
     }
 
-    /// Returns the captures with the ranges that they examine, each with the operation's index.
+    /// Returns the working copies that the batch captures, each with the operation's index and the ranges to examine.
     pub(crate) fn captures(&self) -> impl Iterator<Item = (usize, &WorkingCopy, Option<&[Range<u64>]>)> {
         self.steps.iter().enumerate().filter_map(|(index, step)| match step {
             BatchStep::Capture { copy, ranges } => Some((index, copy, ranges.as_deref())),
@@ -170,8 +171,8 @@ impl WriteBatch {
         })
     }
 
-    /// Returns the existing pages with scattered changes from device memory. Their lengths must be determined in
-    /// advance, because only the device knows which elements change.
+    /// Returns the existing pages in which the batch replaces elements at indices in device memory. The lengths of
+    /// these pages must be determined before the batch is encoded, because only the device knows the indices.
     pub(crate) fn scattered_pages(&self) -> impl Iterator<Item = PageId> {
         self.steps.iter().filter_map(|step| match step {
             BatchStep::ScatterDevice { page, .. } => page.existing(),
@@ -179,7 +180,8 @@ impl WriteBatch {
         })
     }
 
-    /// Returns the device memory from which the batch reads bytes, except for captures.
+    /// Returns the device memory from which the batch reads bytes. The memory of captured working copies is not
+    /// included.
     pub(crate) fn device_bytes(&self) -> impl Iterator<Item = &DeviceBytes> {
         self.steps.iter().flat_map(|step| {
             match step {
@@ -192,8 +194,8 @@ impl WriteBatch {
         })
     }
 
-    /// Returns an error if another operation of the batch changes the bytes of a captured page. The copy would then
-    /// match no state of the page.
+    /// Returns an error if another operation of the batch changes the bytes of a captured page. The working copy would
+    /// then match no state of the page.
     ///
     /// # Errors
     /// `Invalid`.
@@ -213,7 +215,7 @@ impl WriteBatch {
 }
 
 impl<'f, B: PayloadBytes> Encoder<'f, B> {
-    /// Writes an operation whose bytes the device fills in later.
+    /// Writes an operation to the payload with a blank that the device fills with the bytes of `span`.
     pub(super) fn push_bytes(&mut self, page: PageId, offset: u64, span: Span) -> Result<()> {
         self.check_blank(page, span.len)?;
         let body_at = self.writer.len() + OP_HEADER_LEN;
@@ -222,7 +224,7 @@ impl<'f, B: PayloadBytes> Encoder<'f, B> {
         Ok(())
     }
 
-    /// Writes a sparse delta whose indices and values the device fills in later.
+    /// Writes a sparse delta to the payload with blanks that the device fills with indices and values.
     pub(super) fn push_scatter(
         &mut self,
         page: PageId,
@@ -258,7 +260,7 @@ impl<'f, B: PayloadBytes> Encoder<'f, B> {
         Ok(())
     }
 
-    /// Writes the changes that a capture found.
+    /// Writes the changes that a capture found in one part of a page to the payload.
     pub(super) fn push_captured(&mut self, page: PageId, width: Width, part: &'f CapturedPart) -> Result<()> {
         for run in &part.runs {
             let span =
@@ -282,7 +284,7 @@ impl<'f, B: PayloadBytes> Encoder<'f, B> {
         Ok(())
     }
 
-    /// Returns zeros as a placeholder for bytes that the device fills in later.
+    /// Returns `len` zeros as a placeholder for bytes that the device fills in later.
     ///
     /// # Errors
     /// The errors of [`check_blank`](Self::check_blank), which runs before the allocation; `OutOfMemory`.
@@ -291,11 +293,11 @@ impl<'f, B: PayloadBytes> Encoder<'f, B> {
         zeroed(len).ok_or_else(|| Error::no_memory(len))
     }
 
-    /// Returns an error if the device cannot fill in bytes of a page.
+    /// Returns an error if the device cannot fill in `len` bytes of a page.
     ///
     /// # Errors
-    /// `Limit`; `Invalid` for a page that the batch copies as a whole, whose bytes must be known at this
-    /// point.
+    /// `Limit`; `Invalid` for a page that the batch copies as a whole, because the bytes of such a page must be known
+    /// when the batch is encoded.
     fn check_blank(&self, page: PageId, len: u64) -> Result<()> {
         let found = len.saturating_add(self.writer.len() as u64);
         if found > FRAME_PAYLOAD_LEN_MAX {

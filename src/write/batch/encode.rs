@@ -14,24 +14,25 @@ use super::{BatchStep, CapturedPart, CopiedBytes, CopiedPage, DeviceFill, OpImag
 use crate::base::allocation::{copied, insert};
 use crate::error::{Error, Invalid, Result, Unavailable};
 
-/// The data that must be determined before a batch is encoded.
+/// The data that a committer determines before it encodes a batch.
 pub(crate) struct BatchFacts<'a> {
-    /// The pages that are needed as a whole ([`super::CopySources::whole`]).
+    /// The pages that must be read as a whole ([`super::CopySources::whole`]).
     pub copied_whole: &'a BTreeSet<PageId>,
-    /// The bytes of [`WriteBatch::copy_sources`] in their state before the batch.
+    /// The bytes that the batch copies, in their state before the batch.
     pub copied: CopiedBytes,
-    /// The images that contain the bytes of some operations.
+    /// The images that contain the bytes of some operations. The payload names these images instead of containing the
+    /// bytes.
     pub images: OpImages,
-    /// The bytes that other operations read from sources, by the operation's index.
+    /// The bytes of short pages that were read from sources, by the operation's index.
     pub read: &'a BTreeMap<usize, Vec<u8>>,
-    /// The changed parts that captures found, by the operation's index.
+    /// The parts of pages in which captures found changes, by the operation's index.
     pub captured: &'a BTreeMap<usize, Vec<CapturedPart>>,
-    /// The lengths before the batch of pages whose indices only the device knows.
+    /// The lengths before the batch of the pages that the batch changes at indices in device memory.
     pub lens: HashMap<PageId, u64>,
 }
 
 impl Default for BatchFacts<'_> {
-    /// Returns the facts for a batch without copies, sources, images and captures.
+    /// Returns the data for a batch without copies, sources, images and captures.
     fn default() -> Self {
         const NO_PAGES: &BTreeSet<PageId> = &BTreeSet::new();
         const NONE_READ: &BTreeMap<usize, Vec<u8>> = &BTreeMap::new();
@@ -42,15 +43,15 @@ impl Default for BatchFacts<'_> {
 }
 
 impl WriteBatch {
-    /// Estimates the length of the payload from its large parts.
+    /// Estimates the length in bytes of the payload from its large parts.
     pub(crate) fn payload_len(&self, found: &BatchFacts<'_>) -> usize {
         let in_payload = self.steps.iter().enumerate().filter(|(index, _)| !found.images.contains_key(index));
         let steps = in_payload.map(|(index, step)| step.bytes_len(found.captured.get(&index)));
         steps.fold(PAYLOAD_HEAD_LEN + found.copied.byte_len(), usize::saturating_add)
     }
 
-    /// Writes the batch's payload, with zeros as placeholders for bytes that only the device knows. Returns the payload
-    /// and these blanks in order. `pages` contains the ids of the new pages.
+    /// Writes the batch's payload, with zeros as placeholders for bytes that only the device has. Returns the payload
+    /// and the blanks that the device must fill, in order. `pages` contains the ids of the new pages.
     pub(crate) fn encode<'f, B: PayloadBytes>(
         &self,
         pages: &[PageId],
@@ -182,8 +183,8 @@ impl WriteBatch {
 }
 
 impl BatchStep {
-    /// Estimates the number of bytes that a step takes in a payload, excluding the contents of a clone. `captured`
-    /// contains the changes that a capture found.
+    /// Estimates the number of bytes that an operation takes in a payload, excluding the contents of a clone.
+    /// `captured` contains the changes that a capture found.
     fn bytes_len(&self, captured: Option<&Vec<CapturedPart>>) -> usize {
         const FIXED: usize = OP_HEADER_LEN + 2 * FRAME_ALIGN as usize;
         let of_part = |part: &CapturedPart, width: Width| {
@@ -208,17 +209,19 @@ impl BatchStep {
     }
 }
 
-/// Writes operations to a payload, and applies them to the copied pages so that these stay up to date.
+/// Writes operations to a payload. Also applies them to the pages from which the batch copies, so that later copies
+/// include their effects.
 pub(super) struct Encoder<'a, B> {
     pub index: usize,
     pub writer: PayloadWriter<B>,
-    /// The pages that are needed as a whole.
+    /// The pages that must be read as a whole.
     copied_whole: &'a BTreeSet<PageId>,
-    /// The copied pages with the effects of previous operations, and the ranges that are still to be written.
+    /// The pages from which the batch copies, with the effects of previous operations, and the ranges that are still to
+    /// be written.
     pub copied: CopiedBytes,
-    /// The ranges that only the device can fill.
+    /// The ranges of the payload that the device must fill, in order.
     pub blanks: Vec<DeviceFill<'a>>,
-    /// The lengths of pages, as far as they are known.
+    /// The known lengths of pages in bytes, after the previous operations.
     pub lens: HashMap<PageId, u64>,
 }
 
@@ -232,21 +235,22 @@ impl<B: PayloadBytes> Encoder<'_, B> {
         self.log(op)
     }
 
-    /// Writes a reference to the image that contains the bytes of `write`, instead of the bytes themselves.
+    /// Writes an operation that names the image with the bytes of `write`, instead of the bytes themselves.
     fn push_image(&mut self, write: &Op<'_>, image: ImageRef) -> Result<()> {
         self.check(write)?;
         let (Some(page), Some((_, len))) = (write.page(), write.range()) else { return self.log(write) };
         self.log(&Op::Image { page, len, image })
     }
 
-    /// Writes a blank of zeros, whose bytes are filled in later. The batch must not copy the page.
+    /// Writes an operation with `len` zeros. The bytes are filled in later. The batch must not copy the page.
     pub fn push_blank_write(&mut self, page: PageId, offset: u64, len: u64) -> Result<()> {
         check_page(page)?;
         let pushed = self.writer.push_blank_write(page, offset, len);
         self.logged(pushed)
     }
 
-    /// Writes a sparse delta whose elements are zeros, to be filled in later. The batch must not copy the page.
+    /// Writes a sparse delta whose elements are zeros. The elements are filled in later. The batch must not copy the
+    /// page.
     pub fn push_blank_scatter(
         &mut self,
         page: PageId,
@@ -283,7 +287,7 @@ impl<B: PayloadBytes> Encoder<'_, B> {
         self.logged(pushed)
     }
 
-    /// Converts a defect found while writing an operation to an error.
+    /// Converts a defect that was found while an operation was written to an error.
     fn logged(&self, pushed: Result<(), Defect>) -> Result<()> {
         pushed.map_err(|defect| match defect {
             Defect::Limit { what, found, limit } => Error::Limit { what, found, limit },
@@ -325,7 +329,7 @@ impl<B: PayloadBytes> Encoder<'_, B> {
     }
 }
 
-/// Returns an error for an id that no store assigns. A frame with such an id could not be read back.
+/// Returns an error for an id that no store assigns. Recovery could not read a frame with such an id.
 fn check_page(page: PageId) -> Result<()> {
     if page == PageId(0) || page.0 > NUMBER_MAX { Err(Error::UnknownPage { page }) } else { Ok(()) }
 }
@@ -335,7 +339,7 @@ pub(super) fn zeroed(len: u64) -> Option<Vec<u8>> {
     u8::new_vec_zeroed(usize::try_from(len).ok()?).ok()
 }
 
-/// Checks that a mask has exactly one bit per element.
+/// Returns an error unless a mask has exactly one bit per element.
 fn check_mask(width: Width, mask: &[u8], bytes: &[u8]) -> Result<(), String> {
     let width = width.bytes();
     let count = bytes.len() / width;
@@ -352,7 +356,7 @@ fn check_mask(width: Width, mask: &[u8], bytes: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-/// Clears the mask's bits past the last element, and the bytes of elements that are not replaced. Thus equal deltas
+/// Clears the mask's bits after the last element, and the bytes of elements that are not replaced. Thus equal deltas
 /// have equal bytes in the log, and the caller's unused bytes are not logged.
 fn canonical_mask(width: Width, mask: &[u8], bytes: &[u8]) -> Result<(Vec<u8>, Vec<u8>)> {
     let (mut mask, mut bytes) = (copied(mask)?, copied(bytes)?);

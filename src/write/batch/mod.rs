@@ -52,7 +52,8 @@ enum OpTarget {
     New(NewPage),
 }
 
-/// A page that a batch creates. The value is valid only in that batch. In any other batch it refers to no page.
+/// A page that a batch creates, as a target for later operations of the same batch. In any other batch the value refers
+/// to no page.
 ///
 /// Once the batch is committed, [`NewPage::index`] is the position of the page's id in [`crate::CommitReceipt::pages`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -111,18 +112,17 @@ impl From<NewPage> for PageRef {
 #[derive(Clone, Debug, Default)]
 #[must_use = "a batch does nothing until it is committed"]
 pub struct WriteBatch {
-    /// A number that distinguishes this batch's new pages from those of other batches, where an index alone would refer
-    /// to the wrong page. The number is 0 until the first new page, because all threads draw numbers from one counter,
-    /// and most batches create no pages.
+    /// A number that distinguishes this batch's new pages from the new pages of other batches. The number is 0 until
+    /// the batch creates a page, because all threads draw numbers from one counter, and most batches create no pages.
     number: u64,
     steps: Vec<BatchStep>,
     new_pages: usize,
-    /// The caller-owned memory for new pages, each with the number of pages that the batch creates before.
+    /// The caller-owned memory for new pages, each with the number of pages that the batch creates before the page.
     lent: Vec<(usize, DeviceBytes)>,
     expectations: Vec<(PageId, Epoch)>,
-    /// The receiver for the memory of a page that the batch deletes.
+    /// The receiver for the memory of the page that the batch deletes, if the caller wants this memory.
     handover: Option<Arc<Handover>>,
-    /// The error for which the batch cannot be committed: memory for a copy could not be allocated, or a key is
+    /// The error with which the commit must fail, if any: memory for a copy could not be allocated, or a key is
     /// invalid.
     refused: Option<Error>,
 }
@@ -149,7 +149,7 @@ enum BatchStep {
         offset: u64,
         bytes: Vec<u8>,
     },
-    /// Sets all bytes of a page from a source. Follows the operation that sets this length.
+    /// Sets all bytes of a page from a source. This step follows the step that sets the page's length.
     Source {
         page: PageRef,
         len: u64,
@@ -222,13 +222,13 @@ enum BatchStep {
 }
 
 impl WriteBatch {
-    /// Returns the number of operations that calls have added. A commit may log more or fewer.
+    /// Returns the number of operations that were added to the batch. A commit may log more or fewer operations.
     #[must_use]
     pub fn operations(&self) -> usize {
         self.steps.len()
     }
 
-    /// Returns `page`, or a page that never exists if another batch creates `page`.
+    /// Returns `page`, or a page that never exists if `page` belongs to another batch.
     fn own(&self, page: impl Into<PageRef>) -> PageRef {
         match page.into() {
             PageRef(OpTarget::New(new)) if new.batch != self.number => PageRef(OpTarget::Existing(NO_PAGE)),
@@ -243,7 +243,7 @@ impl WriteBatch {
         self
     }
 
-    /// Copies the caller's data. If the allocation fails, the copy is empty and the commit of the batch fails.
+    /// Copies data that the caller passed. If the allocation fails, returns an empty list and makes the commit fail.
     fn copied<T: Copy>(&mut self, given: &[T]) -> Vec<T> {
         copied(given).unwrap_or_else(|error| {
             self.refused.get_or_insert(error);
@@ -251,7 +251,7 @@ impl WriteBatch {
         })
     }
 
-    /// Returns an error if the batch could not copy all of the caller's data.
+    /// Returns the error with which the commit must fail, if any.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if memory for a copy or an operation could not be allocated; the error of an invalid key.
@@ -259,8 +259,8 @@ impl WriteBatch {
         self.refused.clone().map_or(Ok(()), Err)
     }
 
-    /// Returns an operation whose details are set by later calls. Returns `None` for a batch that cannot be committed,
-    /// where the operation may be missing.
+    /// Returns an operation whose details later calls set. Returns `None` if the batch cannot be committed, because the
+    /// operation may then be missing.
     fn created(&mut self, step: usize) -> Option<&mut BatchStep> {
         if self.refused.is_some() { None } else { self.steps.get_mut(step) }
     }
@@ -274,8 +274,8 @@ impl WriteBatch {
         NewPage { batch: self.number, index: self.new_pages - 1 }
     }
 
-    /// Creates a page of `len` zeros. Chain calls to the result to set the key and metadata. [`CreatePage::page`]
-    /// returns a reference to the page for later calls.
+    /// Creates a page of `len` zeros. Chain calls to the result to set the page's key and metadata.
+    /// [`CreatePage::page`] returns a reference to the page for later calls.
     pub fn create(&mut self, len: u64, place: Place) -> CreatePage<'_> {
         self.step(BatchStep::Create { len, place, key: None, metadata: Metadata::new() });
         // If the operation could not be added, the batch cannot be committed.
@@ -368,7 +368,8 @@ impl WriteBatch {
         self.step(BatchStep::Write { page: self.own(page), offset, bytes })
     }
 
-    /// Replaces the elements of a range whose bit in `mask` is 1, lowest bit first.
+    /// Replaces elements of a range according to a mask. An element is replaced if its bit in `mask` is 1. The lowest
+    /// bit belongs to the first element.
     ///
     /// `bytes` covers the whole range. `mask` has one bit per element, rounded up to whole bytes. The log stores the
     /// whole range, so [`WriteBatch::scatter`] takes less log space unless most elements are replaced.
@@ -485,13 +486,13 @@ impl WriteBatch {
         self.step(BatchStep::RemoveRoot { name: name.into() })
     }
 
-    /// Adds a text note, which is stored with the batch in the log.
+    /// Adds a text note. The log stores the note with the batch.
     pub fn note(&mut self, text: impl Into<String>) -> &mut Self {
         self.step(BatchStep::Note { text: text.into() })
     }
 
-    /// Makes the commit fail with [`Error::Conflict`], and leave the store unchanged, unless the page has this epoch
-    /// when the batch is committed. Epoch 0 requires that the page does not exist.
+    /// Makes the commit fail with [`Error::Conflict`], and leave the store unchanged, unless the page has the epoch
+    /// `epoch` when the batch is committed. Epoch 0 requires that the page does not exist.
     pub fn expect_epoch(&mut self, page: PageId, epoch: Epoch) -> &mut Self {
         if let Err(error) = push(&mut self.expectations, (page, epoch)) {
             self.refused.get_or_insert(error);
@@ -499,14 +500,14 @@ impl WriteBatch {
         self
     }
 
-    /// Deletes the page and passes its memory to `handover`.
+    /// Deletes the page for which `handover` waits, and passes the page's memory to `handover`.
     pub(crate) fn hand_over(&mut self, handover: Arc<Handover>) -> &mut Self {
         let page = handover.page;
         self.handover = Some(handover);
         self.delete(page)
     }
 
-    /// Returns the receiver for the memory of a page that the batch deletes.
+    /// Returns the receiver for the memory of the page that the batch deletes, if any.
     pub(crate) fn handover(&self) -> Option<Arc<Handover>> {
         self.handover.clone()
     }
@@ -515,8 +516,8 @@ impl WriteBatch {
         self.new_pages
     }
 
-    /// Returns the caller-owned memory for new pages. `pages` contains the ids of the new pages. Pages of length 0 are
-    /// omitted, because they have no bytes.
+    /// Returns the caller-owned memory of each new page. `pages` contains the ids of the new pages. Pages of length 0
+    /// are omitted, because they have no bytes.
     pub(crate) fn lent(&self, pages: &[PageId]) -> impl Iterator<Item = (PageId, &DeviceBytes)> {
         let with_bytes = self.lent.iter().filter(|(_, memory)| memory.byte_len() > 0);
         with_bytes.map(|(index, memory)| (pages[*index], memory))
@@ -526,8 +527,8 @@ impl WriteBatch {
         &self.expectations
     }
 
-    /// Returns the existing pages whose places determine where the batch needs memory, because the batch resizes or
-    /// clones them.
+    /// Returns the existing pages that the batch resizes or clones. The batch needs memory in the places of these
+    /// pages.
     pub(crate) fn pages_that_grow(&self) -> impl Iterator<Item = PageId> {
         self.steps.iter().filter_map(|step| match step {
             BatchStep::Resize { page: PageRef(OpTarget::Existing(page)), .. }
@@ -536,8 +537,8 @@ impl WriteBatch {
         })
     }
 
-    /// Returns whether the batch contains all of its bytes, moves no page, and writes too few bytes for images. Images
-    /// are written for at least `ahead_bytes_min` bytes.
+    /// Returns whether the batch is plain: it contains all of its bytes, moves no page, and writes too few bytes for
+    /// images. Images are written for at least `ahead_bytes_min` bytes.
     pub(crate) fn is_plain(&self, ahead_bytes_min: u64) -> bool {
         let mut written = 0;
         let is_plain = self.steps.iter().all(|step| match step {
@@ -557,8 +558,8 @@ impl WriteBatch {
         is_plain && written < ahead_bytes_min && self.lent.is_empty() && self.handover.is_none()
     }
 
-    /// Returns the purpose for which the batch needs space. A batch that only deletes pages may use the reserve of a
-    /// full disk, because the batch frees more space than it takes.
+    /// Returns the purpose for which the batch needs disk space. A batch that only deletes pages may use the reserve of
+    /// a full disk, because the batch frees more space than it takes.
     pub(crate) fn space_purpose(&self) -> SpacePurpose {
         let is_delete = |step: &BatchStep| matches!(step, BatchStep::Delete { .. });
         let is_note = |step: &BatchStep| matches!(step, BatchStep::Note { .. });

@@ -6,20 +6,21 @@ use remanent_format::Width;
 use super::{PageRef, WriteBatch};
 use crate::images::disk_pages::{pending_bytes_of_elements, pending_bytes_of_write};
 
-/// The overhead of a range in the log, in bytes: the header of an operation, and padding.
+/// The overhead in bytes of logging a range: the header of an operation, and padding.
 const RANGE_COST: u64 = 40;
-/// The cost of an element's index in bytes if the previous index is close, to be compared with the cost of a range.
+/// The length in bytes of an element's index in the log if the previous index is close.
 const INDEX_COST: u64 = 1;
-/// The maximum number of unchanged bytes that a range may bridge, which is the cost of a separate range.
+/// The maximum number of unchanged bytes within a range. More unchanged bytes would cost more than a separate range.
 const BRIDGED_MAX: u64 = RANGE_COST;
 /// The number of bytes that are compared at once, a multiple of every element width. Comparing element by element took
 /// 1 s for 600 MB of 2-byte elements, of which one in a hundred differed.
 const COMPARED_AT_ONCE: usize = 16;
-/// The number of changed elements after which a range is final, so that its elements are not collected a second time.
+/// The number of changed elements at which a range becomes final. The elements of a final range are no longer
+/// collected.
 const SETTLED_AFTER: u64 = 4096;
 
-/// The changes of one page, collected piece by piece from its start to its end. Use this for a page whose two versions
-/// are never in memory as a whole. Otherwise use [`WriteBatch::write_changes`].
+/// The changes of one page, collected piece by piece from the start of the page to its end. Use this type if the two
+/// versions of the page are never in memory as a whole. Otherwise use [`WriteBatch::write_changes`].
 ///
 /// ```
 /// use remanent::batch::{PageChanges, Width};
@@ -46,29 +47,29 @@ pub struct PageChanges {
     width: Width,
     /// The number of changed elements so far.
     count: u64,
-    /// The approximate cost of the changes so far in the log, in bytes.
+    /// The approximate number of bytes that the changes so far take in the log.
     cost: u64,
     indices: Vec<u32>,
     values: Vec<u8>,
     ranges: Vec<ChangedRange>,
     open: Option<OpenRange>,
-    /// Buffers of the last range that was split into elements. The buffers are reused, because most ranges contain one
+    /// The buffers of the last range that was split into elements. They are reused, because most ranges contain one
     /// element.
     room: (Vec<u8>, Vec<u64>),
 }
 
-/// A range of a page with its new bytes.
+/// A range of a page, with the bytes that it has after the change.
 #[derive(Clone, Debug)]
 struct ChangedRange {
     offset: u64,
     bytes: Vec<u8>,
 }
 
-/// A range that may still grow, or be split into single elements.
+/// The last range found so far, which may still grow or be split into single elements.
 #[derive(Clone, Debug)]
 struct OpenRange {
     range: ChangedRange,
-    /// The changed elements in the range. Empty if the range is final.
+    /// The indices of the changed elements in the range. Empty if the range is final.
     changed: Vec<u64>,
     settled: bool,
 }
@@ -85,15 +86,15 @@ impl OpenRange {
 }
 
 impl PageChanges {
-    /// Creates an empty set of changes for a page with elements of this width.
+    /// Creates an empty set of changes for a page whose elements have this width.
     #[must_use]
     pub fn new(width: Width) -> Self {
         let (indices, values, ranges) = (Vec::new(), Vec::new(), Vec::new());
         Self { width, count: 0, cost: 0, indices, values, ranges, open: None, room: Default::default() }
     }
 
-    /// Compares one piece of both versions. `offset` is the piece's position in the page, which must be the end of the
-    /// previous piece. An incomplete last element counts as one element.
+    /// Compares one piece of both versions of the page, and adds the differences. `offset` is the piece's position in
+    /// the page, and must be the end of the previous piece. An incomplete last element counts as one element.
     pub fn compare(&mut self, offset: u64, before: &[u8], after: &[u8]) {
         if before == after {
             return;
@@ -120,7 +121,7 @@ impl PageChanges {
         let page_at = offset + at as u64;
         self.count += 1;
         let bridged = self.open.as_ref().map(|open| page_at - open.end());
-        // The bytes in between are only available if they are in this piece.
+        // Completes the open range. Keeps the range or splits it into elements, whichever takes less log space.
         if bridged.is_some_and(|bridged| bridged > BRIDGED_MAX || bridged > at as u64) {
             self.settle();
         }
@@ -173,14 +174,14 @@ impl PageChanges {
         self.count
     }
 
-    /// Returns the approximate cost of the changes in the log, in bytes.
+    /// Returns the approximate number of bytes that the changes take in the log.
     pub fn cost(&mut self) -> u64 {
         self.settle();
         self.cost
     }
 
-    /// Returns an upper bound of the host memory, in bytes, that these changes take until the next snapshot if the page
-    /// is on disk. The commit claims this number of bytes.
+    /// Returns an upper bound of the host memory, in bytes, that the changes of a page on disk take until the next
+    /// snapshot. The commit claims this number of bytes.
     pub fn pending_bytes(&mut self) -> u64 {
         self.settle();
         let ranges = self.ranges.iter().map(|range| (range.offset, range.bytes.len() as u64));
@@ -250,8 +251,8 @@ mod tests {
     use super::*;
     use crate::{Place, Store};
 
-    /// Compares piece by piece, applies the changes in a store, and returns the numbers of elements, single elements
-    /// and ranges.
+    /// Compares two versions of a page piece by piece, and applies the changes in a store. Returns the numbers of
+    /// changed elements, of single elements, and of ranges.
     fn check(width: Width, piece: usize, before: &[u8], after: &[u8]) -> (u64, usize, usize) {
         let mut changes = PageChanges::new(width);
         for (index, (old, new)) in before.chunks(piece).zip(after.chunks(piece)).enumerate() {

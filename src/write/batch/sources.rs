@@ -1,5 +1,5 @@
 //! Pages whose bytes a batch reads from sources. Sources are read piece by piece when the batch is committed, so the
-//! memory use does not depend on the length of the pages.
+//! memory use of a commit does not depend on the length of the pages.
 
 use std::fmt::Debug;
 use std::fs::File;
@@ -14,7 +14,7 @@ use super::{BatchStep, CopySources, CreatePage, NO_PAGE, PageRef, WriteBatch};
 use crate::base::allocation::push;
 use crate::error::{Error, Invalid, IoAction, IoObject, Result};
 
-/// A source of bytes that is read when a batch is committed, used by [`WriteBatch::create_from_source`] and
+/// A source of bytes that is read when a batch is committed. Pass a source to [`WriteBatch::create_from_source`] or
 /// [`WriteBatch::replace_from_source`]. A [`File`] is a source.
 ///
 /// The committing thread, or threads that it waits for, read the source. Each page is read by one thread, and several
@@ -38,7 +38,7 @@ impl ByteSource for File {
     }
 }
 
-/// A page whose bytes are read from a source.
+/// A page of a batch whose bytes are read from a source.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SourcePage<'a> {
     /// The operation's index in the batch.
@@ -135,12 +135,12 @@ impl WriteBatch {
         self.resize(page, len).step(BatchStep::Source { page, len, source })
     }
 
-    /// Returns the pages whose bytes are read from sources, in the order of the operations, except those of length 0.
-    /// `pages` contains the ids of the new pages, and `copied` the pages and ranges that the batch copies.
+    /// Returns the pages whose bytes are read from sources, in the order of the operations. Pages of length 0 are
+    /// omitted. `pages` contains the ids of the new pages, and `copied` the pages and ranges that the batch copies.
     ///
     /// # Errors
-    /// `Invalid` for a page that another operation changes or copies, because its image would differ from the
-    /// page after the batch; `Limit`, `UnknownPage`, `OutOfMemory`.
+    /// `Invalid` for a page that another operation changes or copies, because its image would differ from the page
+    /// after the batch; `Limit`, `UnknownPage`, `OutOfMemory`.
     pub(crate) fn source_pages(&self, pages: &[PageId], copied: &CopySources) -> Result<Vec<SourcePage<'_>>> {
         let mut found = Vec::new();
         if !self.steps.iter().any(|step| matches!(step, BatchStep::Source { .. })) {
@@ -169,7 +169,7 @@ impl WriteBatch {
 }
 
 impl SourcePage<'_> {
-    /// Fills a slice with the page's bytes starting at `offset`.
+    /// Fills `bytes` with the source's bytes starting at `offset`.
     ///
     /// # Errors
     /// `Io`.

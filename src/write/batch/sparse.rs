@@ -1,4 +1,4 @@
-//! Sparse deltas, whose elements are sorted by index, with the indices in the shorter encoding.
+//! Sparse deltas: single elements of a page, sorted by index. The indices have the encoding that takes less log space.
 
 use std::borrow::Cow;
 
@@ -8,7 +8,7 @@ use remanent_format::op::{Indices, gap_code, gap_coded_len, scatter_values_at};
 use crate::base::allocation::make_room;
 use crate::error::{Error, Result};
 
-/// Indices, and their elements in the same order.
+/// The indices of elements, and the elements' bytes in the same order.
 type Elements<'a> = (Cow<'a, [u32]>, Cow<'a, [u8]>);
 
 /// Sorts the elements of a sparse delta by index. Sorting makes duplicate indices adjacent, and allows indices to be
@@ -47,8 +47,8 @@ pub(super) fn ascending<'a>(
     Ok((in_order.into(), elements.into()))
 }
 
-/// Ascending indices in the encoding that takes less space in the log, including padding. If both take the same space,
-/// four bytes per index are used, because they need no decoding.
+/// Ascending indices in the encoding that takes less space in the log, including padding. If both encodings take the
+/// same space, four bytes per index are used, because they need no decoding.
 #[derive(Clone, Debug)]
 pub(super) enum CodedIndices {
     Plain(Vec<u8>),
@@ -87,7 +87,7 @@ impl CodedIndices {
     }
 }
 
-/// Single changed elements in ascending order, with their indices as the log stores them.
+/// Single changed elements of a page, in ascending order of their indices, without the elements' bytes.
 #[derive(Clone, Debug)]
 pub(crate) struct SparseElements {
     pub indices: Vec<u32>,
@@ -103,7 +103,7 @@ impl SparseElements {
         Ok(Self { coded: CodedIndices::smaller(&indices)?, indices })
     }
 
-    /// Returns the number of bytes that the elements take in a payload, for elements of this width.
+    /// Returns the number of bytes that elements of width `width` and their indices take in a payload.
     pub fn byte_len(&self, width: Width) -> usize {
         scatter_values_at(self.coded.byte_len()) + self.indices.len() * width.bytes()
     }

@@ -1,7 +1,8 @@
-//! Finds whole pages: writes that replace all bytes of a page that no other operation of the batch changes.
+//! Finds the pages that a batch writes as a whole. One operation replaces all bytes of such a page, and no other
+//! operation of the batch changes the page's bytes.
 //!
-//! Such bytes need not be in the log if an image with them is durable before the batch is logged. The bytes are then
-//! written once, and the next snapshot does not write them again.
+//! The bytes of such a page need not be in the log if an image with them is durable before the batch is logged. The
+//! bytes are then written once, and the next snapshot does not write them again.
 
 use std::collections::BTreeMap;
 
@@ -12,43 +13,43 @@ use super::{BatchStep, WriteBatch};
 use crate::base::allocation::collected;
 use crate::error::Result;
 
-/// The minimum length in bytes of a page that is written to an image. Shorter pages are logged, because a reference to
-/// an image takes 80 bytes in the log, and the image has an overhead of 64 bytes.
+/// The minimum length in bytes of a page that is written to an image before its batch is logged. Shorter pages are
+/// logged, because a reference to an image takes 80 bytes in the log, and the image has an overhead of 64 bytes.
 pub(crate) const WHOLE_PAGE_LEN_MIN: u64 = 4096;
 
-/// A write of all bytes of a page.
+/// A page that a batch writes as a whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct WholePage<'a> {
     /// The operation's index in the batch.
     pub step: usize,
     pub page: PageId,
-    /// The page's length before the batch, or `None` if the batch creates the page. The length is checked again under
-    /// the submission lock.
+    /// The page's length in bytes before the batch, or `None` if the batch creates the page. The length is checked
+    /// again under the submission lock.
     pub len_before: Option<u64>,
-    /// The place in which the batch creates the page with this length, if any. The page's first memory can then be
-    /// filled in advance.
+    /// The place in which the batch creates the page, if the page has its final length from then on. The memory of such
+    /// a page can be filled before the batch is logged.
     pub created_in: Option<Place>,
     /// The page's bytes after the batch.
     pub bytes: &'a [u8],
 }
 
-/// The images that contain the bytes of some operations of a batch, by the operation's index.
+/// The images that contain the bytes of a batch's operations, by the operation's index.
 pub(crate) type OpImages = BTreeMap<usize, ImageRef>;
 
-/// The effect of a batch's operations on a page's bytes and length.
+/// The effect of all operations of a batch on the bytes and the length of one page.
 pub(super) struct PageEffect {
     len_before: Option<u64>,
     len: Option<u64>,
-    /// The place in which the page was created with its current length, if any.
+    /// The place in which the batch created the page, if the page still has the same length.
     created_in: Option<Place>,
-    /// The only step that changed the page's bytes, if that step replaced all of them.
+    /// The index of the operation that replaced all bytes of the page, if no other operation changed its bytes.
     pub whole: Option<usize>,
     changed: bool,
 }
 
 impl WriteBatch {
-    /// Returns the whole pages that the batch writes, if they total at least `bytes_min` bytes. `pages` contains the
-    /// ids of the new pages. `len_of` returns the lengths of other pages.
+    /// Returns the pages that the batch writes as a whole, if they total at least `bytes_min` bytes. `pages` contains
+    /// the ids of the new pages. `len_of` returns the lengths of other pages.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -119,7 +120,7 @@ impl WriteBatch {
 }
 
 impl BatchStep {
-    /// Returns the page whose bytes or length the step changes, if any. A step that creates a page takes the next id
+    /// Returns the page whose bytes or length the step changes, if any. A step that creates a page takes the page's id
     /// from `new_pages`.
     pub(super) fn changes(
         &self,
@@ -159,7 +160,7 @@ mod tests {
     const OLD: PageId = PageId(7);
     const LEN: usize = WHOLE_PAGE_LEN_MIN as usize;
 
-    /// Returns the steps of a batch that write whole pages. One page exists before the batch.
+    /// Returns the indices of the operations that write whole pages. The batch follows a state with one page.
     fn steps(batch: &WriteBatch) -> Vec<usize> {
         let pages: Vec<PageId> = (20..).map(PageId).take(batch.new_pages()).collect();
         let len_of = |page| (page == OLD).then_some(LEN as u64);

@@ -11,7 +11,8 @@ use remanent_format::{Epoch, PageId, Width};
 use crate::base::sync::Mutex;
 use crate::device::{DeviceBytes, Digest};
 
-/// A copy of a page that the caller's kernels may modify. [`WriteBatch::capture`] logs the changes.
+/// A copy of a page that the caller's kernels may modify, returned by
+/// [`Store::working_copy`](crate::Store::working_copy). [`WriteBatch::capture`] logs the changes.
 ///
 /// A clone of this handle refers to the same copy. The copy belongs to one state of its page, and each capture advances
 /// it to the next state. If another batch changes the page, captures fail with [`Error::Conflict`] until
@@ -31,41 +32,42 @@ struct Copy {
     state: Mutex<CopyState>,
 }
 
-/// The data with which a working copy is compared.
+/// The data with which a working copy is compared to find changes.
 #[derive(Debug)]
 pub(crate) enum CopyShadow {
     /// The page itself.
     Page,
     /// The contents of the working copy when it last equaled the page.
     Kept(DeviceBytes),
-    /// Digests of the contents of the working copy when it last equaled the page. The memory contains their key.
+    /// Digests of the contents of the working copy when it last equaled the page. The value contains the key of the
+    /// digests.
     Digests(DeviceBytes),
 }
 
-/// The state of a working copy when it last equaled the page.
+/// The state of the page to which a working copy belongs.
 #[derive(Debug, Default)]
 struct CopyState {
-    /// The epoch of the page's bytes from which the copy started, or 0, which no page has, if their state is unknown.
+    /// The epoch of that state, or 0 if the state is unknown. No page has epoch 0.
     epoch: Epoch,
-    /// The digest of each chunk, or [`UNKNOWN_DIGEST`]. Empty if no digests are kept.
+    /// The digest of each chunk in that state, or [`UNKNOWN_DIGEST`]. Empty if the copy is not compared by digests.
     digests: Vec<Digest>,
 }
 
-/// The value for a chunk whose digest is unknown, so that the chunk counts as changed. No chunk has this digest,
+/// The placeholder for a chunk whose digest is unknown. The chunk then counts as changed. No chunk has this digest,
 /// because both halves of a digest are below 2^61.
 pub(crate) const UNKNOWN_DIGEST: Digest = [0xFF; 16];
 
-/// The digests of consecutive chunks.
+/// The digests of consecutive chunks of a page.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ChunkDigests {
-    /// The number of the first chunk in its page.
+    /// The number of the first of these chunks, counted from the start of the page.
     pub first: usize,
-    /// The digests, starting with that of the first chunk.
+    /// The digest of each chunk, in order.
     pub digests: Vec<Digest>,
 }
 
 impl WorkingCopy {
-    /// Creates a copy that does not belong to any state yet.
+    /// Creates a working copy that does not belong to any state of its page yet.
     pub(crate) fn new(page: PageId, width: Width, memory: DeviceBytes, shadow: CopyShadow) -> Self {
         Self(Arc::new(Copy { page, width, memory, shadow, state: Mutex::default() }))
     }
@@ -107,7 +109,7 @@ impl WorkingCopy {
     }
 
     /// Advances the copy to a new state of the page after a capture at epoch `before`, and updates the digests of the
-    /// captured chunks. Does nothing if the copy was reloaded since.
+    /// captured chunks. Does nothing if the copy was reloaded since that capture.
     pub(crate) fn captured<'d>(
         &self,
         before: Epoch,
@@ -126,7 +128,7 @@ impl WorkingCopy {
         }
     }
 
-    /// Passes the digests of the chunks from `first` on to `take`, in order. Returns whether the copy is still at
+    /// Calls `take` with the digest of each chunk from `first` on, in order. Returns whether the copy is still at
     /// `epoch`.
     pub(crate) fn each_digest(&self, epoch: Epoch, first: usize, mut take: impl FnMut(&Digest)) -> bool {
         let state = self.0.state.lock();

@@ -1,6 +1,6 @@
 //! Captures that change much of a page on disk. The page's new bytes are written once, from the device to an image
-//! file, and the frame names the image. If the changes were logged, they would occupy host memory until the next
-//! snapshot, which would write them a second time.
+//! file, and the frame names the image. If the changes were logged instead, they would occupy host memory until the
+//! next snapshot, which would write them a second time.
 //!
 //! The image contains the staged bytes from which the batch would otherwise be encoded. A copy with digests is staged
 //! wave by wave while its image is written. Several threads write one page each. The image and its name are synced
@@ -25,26 +25,26 @@ use crate::write::commit::Committer;
 use crate::write::commit::batch_images::BatchImages;
 use crate::write::commit::disk_moves::{DiskOps, is_on_disk};
 
-/// The inverse of the share of a page above which the whole page is written. The page can then be read back with one
-/// read, and takes no memory until the next snapshot. The whole page is also written if memory has no room for its
-/// changes.
+/// The divisor of a page's length: if more than this part of a page on disk has changed, the whole page is written to
+/// an image. The page can then be read back with one read, and takes no memory until the next snapshot. The whole page
+/// is also written if memory has no room for its changes.
 const WHOLE_PART: u64 = 4;
 
-/// The captured pages whose new bytes are in images.
+/// The captured pages whose new bytes are in images, with these images.
 #[derive(Default)]
 pub(in crate::write::commit) struct CapturedImages<'a> {
     /// The pages, in the order of the images.
     pages: Vec<CapturedPage>,
-    /// The images, whose files are removed if the batch is refused.
+    /// The images of the pages. Their files are removed if the batch fails.
     pub file: BatchImages<'a>,
 }
 
-/// A captured page that is written as a whole.
+/// A captured page on disk whose bytes are written to an image as a whole.
 struct CapturedPage {
     /// The capture's index in the batch.
     step: usize,
     page: PageId,
-    /// The digests of the chunks in the image, if digests are kept.
+    /// The digests of the chunks in the image, or empty if the working copy is not compared by digests.
     digests: ChunkDigests,
 }
 
@@ -55,7 +55,7 @@ impl CapturedImages<'_> {
         by_step.filter(move |(page, _)| is_on_disk(page.page)).map(|(page, image)| (page.step, image))
     }
 
-    /// Returns the digests of the images that the payload names.
+    /// Returns the digests of the captured chunks in the images that the payload names.
     pub fn digests(&self, named: &OpImages) -> Result<CapturedDigests> {
         let mut digests = CapturedDigests::new();
         for page in self.pages.iter().filter(|page| named.contains_key(&page.step)) {
@@ -65,7 +65,7 @@ impl CapturedImages<'_> {
         Ok(digests)
     }
 
-    /// Returns whether all of these images that the payload names belong to pages on disk. The applier cannot load such
+    /// Returns whether all captured images that the payload names belong to pages on disk. The applier cannot load such
     /// images into memory.
     pub fn are_on_disk(&self, ops: &[OpAt<'_>], disk_ops: &DiskOps) -> bool {
         if self.pages.is_empty() {
@@ -78,9 +78,12 @@ impl CapturedImages<'_> {
 }
 
 impl Committer {
-    /// Selects the captured pages on disk that are written as a whole: pages with many changes, if together they
-    /// justify an image file, and pages whose changes do not fit in memory. `room` limits that memory, in bytes. `None`
-    /// applies the default limit.
+    /// Selects the captured pages on disk that are written as a whole. These are:
+    ///
+    /// - pages with many changes, if together they justify an image file,
+    /// - pages whose changes do not fit in memory.
+    ///
+    /// `room` limits that memory, in bytes. `None` applies the default limit.
     fn captured_whole<'c>(
         &self,
         captures: &'c Captures<'_>,
@@ -126,7 +129,7 @@ impl Committer {
     /// are durable.
     ///
     /// # Errors
-    /// No space or no memory; a device error. In all cases no files remain.
+    /// `DiskFull`; `OutOfMemory`; a device error. After an error, no files remain.
     pub(in crate::write::commit) fn write_captured(
         &self,
         captures: &Captures<'_>,
@@ -172,7 +175,7 @@ mod tests {
 
     use super::*;
 
-    /// The applier cannot load such images into memory, so a page that has moved to memory is captured again.
+    /// A page that has moved to memory must be captured again, because the applier cannot load its image into memory.
     #[test]
     fn images_are_used_only_for_pages_still_on_disk() {
         let digests = ChunkDigests { first: 0, digests: Vec::new() };

@@ -1,10 +1,10 @@
-//! Payloads with bytes that only the device has.
+//! Completes payloads that contain bytes from device memory.
 //!
-//! The bytes are first gathered on the device. There the indices are checked and the bytes summed. Then the bytes are
-//! copied to the host exactly as they are logged and applied. Even if the caller's memory is modified in the meantime,
-//! checksum and bytes belong to the same payload.
+//! The bytes are first gathered on the device. The device then checks the indices and sums the bytes. Then the bytes
+//! are copied to the host exactly as they are logged and applied. Even if the caller's memory is modified in the
+//! meantime, checksum and bytes belong to the same payload.
 //!
-//! Nothing is logged before this is complete, so a crash loses a batch that was never acknowledged.
+//! Nothing is logged before these steps are complete, so a crash loses a batch that was never acknowledged.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::convert::Infallible;
@@ -27,25 +27,25 @@ use crate::memory::staging::{GrowingStaging, GrownBytes, StagingBuf};
 use crate::write::batch::{ChunkDigests, DeviceFill, FillSource, WriteBatch};
 use crate::write::commit::Committer;
 
-/// The number of bytes that are gathered at a time, a multiple of the chunk length.
+/// The maximum number of bytes that are gathered on the device at a time, a multiple of the chunk length.
 pub(super) const WAVE_LEN: u64 = 16 << 20;
-/// The number of bytes that a thread sums or copies at a time.
+/// The number of bytes for which one more thread is used to sum and copy.
 const SHARE_LEN: usize = 1 << 20;
 /// The maximum number of threads that sum and copy a payload.
 const HOST_THREADS_MAX: usize = 4;
-/// The length in bytes from which combining two sums is cheaper than summing again.
+/// The minimum length in bytes at which combining two sums is cheaper than summing the bytes again.
 const COMBINED_LEN_MIN: u64 = 4 << 10;
 
 impl Committer {
-    /// Runs commands in the lane for staging and waits for them. In the lane of deltas, other batches would wait for
-    /// this batch.
+    /// Runs commands in the lane for staging and waits for them. In the lane of deltas, other batches would have to
+    /// wait for these commands.
     pub(super) fn run(&self, commands: Vec<Command>, staging: Vec<Staging>) -> Result<Vec<Staging>> {
         let device = &self.engine.device;
         device.finish(device.submit(Lane::Stage, CommandList { commands, staging })?)
     }
 
-    /// Waits for the streams on which the batch's bytes are produced. Returns the place in which these bytes are
-    /// gathered, or `None` if there are no such bytes. `pages` contains the ids of the new pages.
+    /// Waits until the batch's bytes have been produced on their streams. Returns the place in which these bytes are
+    /// gathered, or `None` if the batch has no bytes from device memory. `pages` contains the ids of the new pages.
     ///
     /// The committing thread waits instead of the lane, because a caller's stream may stall for long.
     pub(in crate::write::commit) fn arrivals(
@@ -74,8 +74,8 @@ impl Committer {
         Ok(batch.device_bytes().chain(captured).next().map(DeviceBytes::place))
     }
 
-    /// Returns the lengths of the pages whose changed elements only the device knows. The lengths are checked again
-    /// under the lock, when the highest index is known.
+    /// Returns the lengths of the pages that the batch changes at indices in device memory. The lengths are checked
+    /// again under the lock, when the highest index is known.
     pub(in crate::write::commit) fn lens(
         &self,
         batch: &WriteBatch,
@@ -154,8 +154,8 @@ impl Committer {
         Ok(FilledPayload { payload, crc, digests })
     }
 
-    /// Moves a complete payload to staging. A long payload stays in ordinary memory if all of its bytes belong to pages
-    /// on disk.
+    /// Moves a complete payload to staging. If all bytes of a long payload belong to pages on disk, the payload stays
+    /// in ordinary memory.
     pub(in crate::write::commit) fn grown(
         &self,
         mut payload: GrowingStaging,
@@ -168,8 +168,8 @@ impl Committer {
         }
     }
 
-    /// Returns whether all bytes of a payload belong to pages on disk. The resulting draft is stale once one of the
-    /// pages moves.
+    /// Returns whether all bytes of a payload belong to pages on disk. The resulting draft becomes stale when one of
+    /// the pages moves.
     fn is_for_disk(&self, payload: &[u8], locked: Option<&PageTable>) -> Result<bool> {
         match decode_payload(payload) {
             Ok(ops) => Ok(!self.disk_ops(&ops, locked)?.leaves_bytes(&ops)),
@@ -178,8 +178,8 @@ impl Committer {
         }
     }
 
-    /// Fills the blanks of a wave through `landing`. Returns `landing` and the sum of each blank, and adds the digests
-    /// of captured chunks.
+    /// Fills the blanks of a wave through the staging buffer `landing`. Returns `landing` and the sum of each blank,
+    /// and adds the digests of captured chunks.
     fn fill_wave(
         &self,
         landing: StagingBuf,
@@ -289,7 +289,7 @@ impl Committer {
     }
 }
 
-/// A payload whose blanks are filled.
+/// A payload in which the device has filled all blanks.
 pub(in crate::write::commit) struct FilledPayload {
     pub payload: GrownBytes,
     pub crc: u32,
@@ -300,7 +300,8 @@ pub(in crate::write::commit) struct FilledPayload {
 /// The digests of captured chunks, by the operation's index.
 pub(in crate::write::commit) type CapturedDigests = BTreeMap<usize, Vec<ChunkDigests>>;
 
-/// Divides blanks into waves. The bytes of a blank may be split between waves. Indices and elements are not split.
+/// Divides blanks into waves of limited length. The bytes of a blank may be split between waves. Indices and elements
+/// are not split.
 fn waves(blanks: Vec<DeviceFill<'_>>) -> Result<Vec<Vec<DeviceFill<'_>>>> {
     let (mut waves, mut wave, mut len) = (Vec::new(), Vec::new(), 0);
     for blank in blanks {
@@ -325,31 +326,31 @@ fn waves(blanks: Vec<DeviceFill<'_>>) -> Result<Vec<Vec<DeviceFill<'_>>>> {
     Ok(waves)
 }
 
-/// Returns the number of bytes of memory that a wave takes.
+/// Returns the number of bytes of device memory that a wave needs.
 fn wave_len(blanks: &[DeviceFill<'_>]) -> u64 {
     blanks.iter().fold(0, |len, blank| align_up(len + blank.byte_len(), FRAME_ALIGN))
 }
 
-/// The blanks that are filled together.
+/// Blanks of a payload that one command list fills together.
 struct Wave<'b> {
     blanks: &'b [DeviceFill<'b>],
-    /// The device memory in which the wave's bytes are gathered.
+    /// The device memory in which the blanks' bytes are gathered.
     area: Span,
     /// The copy of each blank from the device to staging.
     copies: Vec<BlankCopy>,
 }
 
-/// A range of a payload on the device.
+/// The copy of one blank's bytes from device memory to a staging buffer.
 struct BlankCopy {
-    /// The offset in staging to which the bytes are copied.
+    /// The offset in the staging buffer to which the bytes are copied.
     at: usize,
-    /// The bytes on the device.
+    /// The location of the bytes in device memory.
     source: Span,
 }
 
 impl<'b> Wave<'b> {
-    /// Places the blanks one after another in `area`, each aligned for kernels. `lands_at` returns the offset in
-    /// staging for a blank, given its span on the device.
+    /// Assigns consecutive ranges of `area` to the blanks, each aligned for kernels. `lands_at` returns the offset in
+    /// the staging buffer for a blank, given its span on the device.
     fn new(
         blanks: &'b [DeviceFill<'b>],
         area: Span,
@@ -399,14 +400,15 @@ fn download_blanks(commands: &mut Vec<Command>, copies: &[BlankCopy], is_summed:
     append(commands, copies.iter().map(download))
 }
 
-/// Returns the CRC-32 of the arrived bytes of each blank, or `None` if one differs from the device's sum.
+/// Returns the CRC-32 of the arrived bytes of each blank, or `None` if a sum differs from the device's sum.
 fn proven_sums(landed: &[u8], copies: &[BlankCopy], of_device: Option<&[u8]>) -> Result<Option<Vec<u32>>> {
     let arrived = sums_of(copies.iter().map(|copy| &landed[copy.at..][..copy.source.len as usize]))?;
     let is_sent = of_device.is_none_or(|sums| arrived.iter().copied().eq(sums_in(sums)));
     Ok(is_sent.then_some(arrived))
 }
 
-/// Returns the CRC-32 of a payload, given the sums of its blanks in order. Long blanks are not summed again.
+/// Returns the CRC-32 of a payload, given the sums of its blanks in order. The sums of long blanks are combined instead
+/// of computed again.
 fn whole_sum<'b>(payload: &[u8], blanks: impl Iterator<Item = (&'b DeviceFill<'b>, u32)>) -> u32 {
     let mut whole = Hasher::new();
     // The host has the bytes between two blanks. Blanks do not overlap.
@@ -426,8 +428,8 @@ fn whole_sum<'b>(payload: &[u8], blanks: impl Iterator<Item = (&'b DeviceFill<'b
     whole.finalize()
 }
 
-/// Returns the CRC-32 of each of these runs of bytes. Several threads sum long runs, because a GPU sends several times
-/// as fast as one thread sums.
+/// Returns the CRC-32 of each run of bytes. Several threads sum long runs, because a GPU sends several times as fast as
+/// one thread sums.
 fn sums_of<'b>(runs: impl Iterator<Item = &'b [u8]>) -> Result<Vec<u32>> {
     let mut sums = Vec::new();
     let mut pieces = Vec::new();
@@ -450,7 +452,7 @@ fn sums_of<'b>(runs: impl Iterator<Item = &'b [u8]>) -> Result<Vec<u32>> {
     collected(sums.into_iter().map(Hasher::finalize))
 }
 
-/// Divides pieces, in order, into shares of work. `len_of` returns the length of a piece in bytes.
+/// Divides pieces, in order, among threads. `len_of` returns the length of a piece in bytes.
 fn shares<P>(pieces: Vec<P>, len_of: impl Fn(&P) -> usize) -> Result<Vec<Vec<P>>> {
     let (mut shares, mut share, mut len) = (Vec::new(), Vec::new(), 0);
     for piece in pieces {

@@ -1,7 +1,7 @@
 //! Finds the changed elements of staged ranges, and transfers them to the host.
 //!
-//! 1. **Compare** on the device, with one bit per element, which is 1 if the staged bytes differ from the page (in the
-//!    lane of deltas) or from the copy's shadow.
+//! 1. **Compare** on the device. The result is a bitmap with one bit per element. A bit is 1 if the staged bytes differ
+//!    from the page (in the lane of deltas) or from the copy's shadow.
 //! 2. **Number** the set bits on the device, to get their indices in ascending order. A bitmap that reaches the host as
 //!    fast as its count is not numbered.
 //! 3. **Transfer** the shorter form to the host. An index takes four bytes, so the list is shorter if less than one
@@ -26,46 +26,47 @@ use crate::memory::staging::StagingBuf;
 use crate::write::batch::{CopyShadow, ElementChanges, SparseElements, WorkingCopy};
 use crate::write::commit::Committer;
 
-/// The alignment of each bitmap and each list of indices.
+/// The alignment in bytes of each bitmap and each list of indices.
 const BITMAP_ALIGN: u64 = 16;
-/// The length of an index in bytes.
+/// The length of an index in bytes, as the device writes it.
 const INDEX_LEN: u64 = 4;
-/// The number of bytes that are compared with pages in one turn of the applier. A longer page gets a separate turn.
+/// The maximum number of bytes that are compared with pages in one turn of the applier. A longer page gets a separate
+/// turn.
 const TURN_LEN: u64 = 64 << 20;
-/// The number of bytes of indices and bitmaps per additional thread.
+/// The number of bytes of indices and bitmaps for which one more thread is used.
 const SHARE_LEN: usize = 256 << 10;
 /// The maximum number of threads that read indices and bitmaps.
 const HOST_THREADS_MAX: usize = 8;
 
-/// A working copy that is captured by elements, with the memory for the capture.
+/// A working copy whose changed elements are to be found, with the memory for the comparison.
 pub(super) struct StagedCopy<'a> {
     /// The operation's index in the batch.
     pub step: usize,
     pub copy: &'a WorkingCopy,
-    /// The epoch of the state that the copy is compared with.
+    /// The epoch of the page state with which the working copy is compared.
     pub epoch: Epoch,
     /// The ranges of the page, each with its offset in `staged`.
     pub parts: Vec<(Range<u64>, u64)>,
     /// The copy's own memory.
     pub live: Span,
-    /// The staged bytes of the copy, which are compared and captured.
+    /// The staged bytes of the working copy, which are compared and then captured.
     pub staged: StageMemory,
     /// The memory for the bitmaps, of [`bitmaps_len`] bytes.
     pub bitmaps: StageMemory,
 }
 
-/// The changes of one part of a page.
+/// The changes that the comparison found in one part of a page.
 pub(super) struct PartChanges {
-    /// The ranges of elements that contain changes close together.
+    /// The ranges of elements in which many elements have changed.
     pub runs: Vec<Range<u32>>,
-    /// The changed elements outside these ranges.
+    /// The changed elements outside `runs`.
     pub elements: SparseElements,
 }
 
-/// A range of a page, the staged bytes to compare it with, and the memory for the bitmap.
+/// A range of a page, the span of the staged bytes to compare it with, and the span for the bitmap.
 type RangePair = (Range<u64>, Span, Span);
 
-/// Staged bytes that are to be compared with their page.
+/// Staged ranges of one page that are compared with the page in the lane of deltas.
 struct PageDiff {
     page: PageId,
     epoch: Epoch,
@@ -74,20 +75,20 @@ struct PageDiff {
 }
 
 impl PageDiff {
-    /// Returns the number of bytes to compare, but at least 1, so that every turn makes progress.
+    /// Returns the number of bytes to compare, or 1 if there are none, so that every turn makes progress.
     fn byte_len(&self) -> u64 {
         self.pairs.iter().map(|(range, ..)| range.end - range.start).sum::<u64>().max(1)
     }
 }
 
-/// Returns the number of bytes that the bitmaps of parts take together with their indices: two bits per element, one in
-/// the bitmap and one for the indices.
+/// Returns the length in bytes of the memory for the bitmaps and indices of these parts. Each element takes two bits:
+/// one in the bitmap, and one in the space for indices.
 pub(super) fn bitmaps_len(parts: &RangeParts, width: Width) -> u64 {
     parts.iter().map(|(range, _)| 2 * bitmap_len(range, width).next_multiple_of(BITMAP_ALIGN)).sum()
 }
 
-/// Lays out the bitmaps of a copy in its memory, one per part. Each bitmap is followed by space of the same length for
-/// a list of indices. A longer list is never transferred, so it need not fit.
+/// Assigns ranges of a copy's memory to the bitmaps of its parts. Each bitmap is followed by space of the same length
+/// for a list of indices. A longer list is never transferred, so it need not fit.
 fn selections_of<'c>(copy: &'c StagedCopy<'_>) -> impl Iterator<Item = Selection> + use<'c> {
     let lens = copy.parts.iter().map(|(range, _)| bitmap_len(range, copy.copy.width()));
     let mut at = 0;
@@ -101,7 +102,8 @@ fn selections_of<'c>(copy: &'c StagedCopy<'_>) -> impl Iterator<Item = Selection
 }
 
 impl Committer {
-    /// Finds the changes in each part of these copies, in order. All copies share one list and one wait per step.
+    /// Finds the changes in each part of these copies, in order. All copies share one command list and one wait per
+    /// step.
     pub(super) fn changed(&self, copies: &[StagedCopy<'_>]) -> Result<Vec<PartChanges>> {
         let selections = collected(copies.iter().flat_map(selections_of))?;
         // Step 1.
@@ -170,7 +172,8 @@ impl Committer {
         Ok(())
     }
 
-    /// Runs the commands, and numbers the bits that they set. Returns the number of set bits in each bitmap.
+    /// Runs `commands`, which set bits in bitmaps, and then numbers these bits. Returns the number of set bits in each
+    /// bitmap.
     fn number(&self, selections: &[Selection], commands: &mut Vec<Command>) -> Result<Vec<u64>> {
         let len = INDEX_LEN as usize * selections.len();
         let target = StagingSpan { index: 0, offset: 0, len };
@@ -183,7 +186,7 @@ impl Committer {
         counts
     }
 
-    /// Runs the commands, and transfers the changes of each part to the host, as indices or as a bitmap. `widths`
+    /// Runs `commands`, and transfers the changes of each part to the host, as indices or as a bitmap. `widths`
     /// contains the element widths of the parts.
     fn download(
         &self,
@@ -238,7 +241,7 @@ fn bitmap_len(range: &Range<u64>, width: Width) -> u64 {
     ((range.end - range.start) / width.bytes() as u64).div_ceil(8)
 }
 
-/// Decodes indices from the form in which the device writes them.
+/// Decodes the list of indices that the device wrote.
 fn indices(bytes: &[u8]) -> impl Iterator<Item = u32> {
     bytes
         .chunks_exact(INDEX_LEN as usize)

@@ -1,12 +1,12 @@
-//! Compares working copies with digests of their earlier contents, which take sixteen bytes of host memory for each
-//! chunk of 64 KiB ([`digests`](crate::device)).
+//! Compares working copies with digests of their earlier contents. The digests take sixteen bytes of host memory for
+//! each chunk of 64 KiB ([`digests`](crate::device)).
 //!
 //! 1. **Scan**: the device digests the copy in place. Chunks whose digests have changed are captured.
-//! 2. **Gather**: the bytes of these chunks are copied aside in waves of bounded length, digested there, and
+//! 2. **Gather**: the bytes of these chunks are copied aside in waves of bounded length, digested again, and
 //!    transferred to the host: to the payload, or to the image of a page on disk.
-//! 3. The digests of step 2 become those of the copy when the batch is logged.
+//! 3. The digests of step 2 become the digests of the copy when the batch is logged.
 //!
-//! If the digests of step 1 were kept and the caller modified the copy between the two steps, the log would contain
+//! If the digests of step 1 were used and the caller modified the copy between the two steps, the log would contain
 //! other bytes than were digested, and the change would never be captured.
 //!
 //! A crash discards all digests. The key is drawn when the store first needs it.
@@ -31,20 +31,20 @@ use crate::recovery::opening::random;
 use crate::write::batch::{ChunkDigests, UNKNOWN_DIGEST, WorkingCopy};
 use crate::write::commit::Committer;
 
-/// The number of bytes that one list digests, so that its digests take at most 1 MiB.
+/// The maximum number of bytes that one list digests. The digests of a list then take at most 1 MiB.
 const DIGEST_LIST_LEN: u64 = 4 << 30;
 
-/// The key for all digests, in each place that contains copies with digests.
+/// The key for digests, with a copy in device memory for each place that has working copies with digests.
 #[derive(Default)]
 pub(crate) struct DigestKeys {
-    /// The key in the form that devices read, or empty until it is drawn. All places have the same key, because digests
-    /// of different devices may be compared.
+    /// The key in the form that devices read, or empty before the key is drawn. All places have the same key, because
+    /// digests of different devices may be compared.
     bytes: Vec<u8>,
     places: Vec<(Place, DeviceBytes)>,
 }
 
 impl Committer {
-    /// Returns the key for copies in a place, and draws it on first use.
+    /// Returns the key in device memory, for working copies in `place`. The first call draws the key.
     ///
     /// # Errors
     /// `OverBudget`, `OutOfMemory`; no source of randomness; a device error.
@@ -62,7 +62,7 @@ impl Committer {
         Ok(key)
     }
 
-    /// Runs the commands `before`, then digests ranges.
+    /// Runs the commands `before`, and then returns the digests of the chunks of `sources`.
     fn digests(&self, sources: Vec<Span>, key: Span, before: Vec<Command>) -> Result<Vec<Digest>> {
         let count: u64 = sources.iter().map(|source| digest_count(source.len)).sum();
         let target = StagingSpan { index: 0, offset: 0, len: DIGEST_LEN * count as usize };
@@ -76,7 +76,7 @@ impl Committer {
         found
     }
 
-    /// Digests many ranges, in lists of bounded length.
+    /// Returns the digests of many ranges, computed by lists of bounded length.
     pub(super) fn all_digests(&self, ranges: impl Iterator<Item = Span>, key: Span) -> Result<Vec<Digest>> {
         let (mut all, mut sources, mut len) = (Vec::new(), Vec::new(), 0);
         for span in ranges {
@@ -93,7 +93,7 @@ impl Committer {
         Ok(all)
     }
 
-    /// Waits for the streams that use a copy, and prepares to examine the copy.
+    /// Waits for the streams that use a working copy, and prepares to scan the copy.
     pub(super) fn begin_scan<'a>(
         &self,
         step: usize,
@@ -109,7 +109,7 @@ impl Committer {
         Ok(DigestScan { step, copy, epoch, parts, live, key, is_needed, now: Vec::new() })
     }
 
-    /// Runs step 1 for all copies of a batch together, because separate lists would require separate waits.
+    /// Runs step 1 for all copies of a batch together, because separate command lists would require separate waits.
     pub(super) fn scan(&self, scans: &mut [DigestScan<'_>]) -> Result<()> {
         for of_place in scans.chunk_by_mut(|one, next| one.key == next.key) {
             let needed = of_place.iter().filter(|scan| scan.is_needed);
@@ -125,25 +125,26 @@ impl Committer {
     }
 }
 
-/// A copy that is examined in step 1.
+/// A working copy whose changed chunks are found in step 1.
 pub(super) struct DigestScan<'a> {
     /// The operation's index in the batch.
     pub step: usize,
     pub copy: &'a WorkingCopy,
-    /// The epoch of the state that the copy is compared with.
+    /// The epoch of the page state with which the working copy is compared.
     pub epoch: Epoch,
-    /// The examined ranges, in whole chunks.
+    /// The ranges of the page to scan, in whole chunks, each with its offset.
     pub parts: Vec<(Range<u64>, u64)>,
-    /// The memory of the copy and of the key.
+    /// The memory of the working copy.
     pub live: Span,
+    /// The memory of the key for digests.
     pub key: Span,
     is_needed: bool,
-    /// The current digests of all parts, one after another, or empty if none are needed.
+    /// The current digests of all scanned chunks, in order, or empty if no digests are needed.
     now: Vec<Digest>,
 }
 
 impl DigestScan<'_> {
-    /// Returns the changed chunks as ranges of the page.
+    /// Returns the chunks whose digests have changed, as ranges of the page.
     pub fn changed(&self) -> Result<Vec<Range<u64>>> {
         let mut changed: Vec<Range<u64>> = Vec::new();
         let mut now = self.now.iter();
@@ -173,7 +174,7 @@ impl DigestScan<'_> {
     }
 }
 
-/// Returns unknown digests for a copy of length `len`, so that every chunk counts as changed.
+/// Returns a list of unknown digests for a working copy of `len` bytes, so that every chunk counts as changed.
 pub(super) fn unknown_digests(len: u64) -> Result<Vec<Digest>> {
     let (mut digests, count) = (Vec::new(), digest_count(len) as usize);
     make_room(&mut digests, count)?;
@@ -181,17 +182,17 @@ pub(super) fn unknown_digests(len: u64) -> Result<Vec<Digest>> {
     Ok(digests)
 }
 
-/// The number of bytes of a page that a thread gathers at a time. All threads together gather as many as a wave of a
-/// payload.
+/// The number of bytes of a page that one thread gathers at a time. All threads together gather as many bytes as a wave
+/// of a payload.
 const PAGE_WAVE_LEN: u64 = WAVE_LEN / IMAGE_THREADS_MAX as u64;
 
-/// Copies whole working copies aside, wave by wave. These copies are step 2 for pages whose bytes are written to an
+/// Gathers the bytes of whole working copies, wave by wave. This is step 2 for pages whose bytes are written to an
 /// image.
 pub(super) struct CopyWaves<'c> {
     committer: &'c Committer,
-    /// The memory of a wave, and its place.
+    /// The memory of the current wave and its place, or `None` before the first wave.
     memory: Option<(Place, StageMemory)>,
-    /// The range of a page that the memory contains.
+    /// The range of a page whose bytes are in the memory, if any.
     holds: Option<(PageId, Range<u64>)>,
 }
 
@@ -200,7 +201,7 @@ impl<'c> CopyWaves<'c> {
         Self { committer, memory: None, holds: None }
     }
 
-    /// Fills `out` with gathered bytes of a copy, and records the digests of these bytes. A page must be read in
+    /// Fills `out` with bytes of a working copy, and records the digests of these bytes. A page must be read in
     /// ascending order, and may be read again from its start.
     pub fn read(
         &mut self,
@@ -235,7 +236,7 @@ impl<'c> CopyWaves<'c> {
         Ok(())
     }
 
-    /// Returns memory for a wave of a page of this length.
+    /// Returns device memory for one wave of a page of length `page_len`.
     fn memory(&mut self, place: Place, page_len: u64) -> Result<Span> {
         let len = page_len.min(PAGE_WAVE_LEN);
         if let Some((of, memory)) = &self.memory

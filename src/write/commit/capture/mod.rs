@@ -42,14 +42,14 @@ use digests::{DigestScan, unknown_digests};
 use ranges::{RANGE_ALIGN, check_epoch, part, parts};
 use stage_memory::StageMemory;
 
-/// The total length in bytes of bitmaps, including the space for indices, up to which working copies are compared
-/// together.
+/// The maximum total length in bytes of the bitmaps, including the space for indices, of working copies that are
+/// compared together.
 const COMPARED_LEN: u64 = 32 << 20;
 
-/// The captures of a batch, with their staged memory.
+/// The captures of a batch: the changes that were found, and the staged bytes of the working copies.
 #[derive(Default)]
 pub(super) struct Captures<'a> {
-    /// The changed parts, by the index of the capture's operation.
+    /// The parts with changes, by the index of the capture's operation.
     pub found: BTreeMap<usize, Vec<CapturedPart>>,
     taken: Vec<Capture<'a>>,
 }
@@ -59,37 +59,38 @@ struct Capture<'a> {
     /// The operation's index in the batch.
     step: usize,
     copy: &'a WorkingCopy,
-    /// The epoch of the state that the copy was compared with.
+    /// The epoch of the page state with which the working copy was compared.
     epoch: Epoch,
     /// The staged ranges of the page, each with its offset in `staged`.
     parts: Vec<(Range<u64>, u64)>,
     /// The captured bytes of the copy, which are copied to the payload and to the shadow. `None` for a copy with
-    /// digests, whose bytes are copied aside while they are written.
+    /// digests. The bytes of such a copy are copied aside only while they are written.
     staged: Option<StageMemory>,
 }
 
-/// A capture that examined all bytes of a page.
+/// The size of the changes found by a capture that examined all bytes of a page.
 pub(super) struct WholeCapture<'a> {
     /// The operation's index in the batch.
     pub step: usize,
     pub page: PageId,
     pub bytes: CapturedBytes<'a>,
-    /// The number of changed bytes.
+    /// The number of bytes of the page that have changed.
     pub changed: u64,
     /// An upper bound of the host memory, in bytes, that the changes take until the next snapshot if the page is on
     /// disk.
     pub pending: u64,
 }
 
-/// The location of a captured page's bytes.
+/// The location of the bytes of a captured page.
 #[derive(Clone, Copy)]
 pub(super) enum CapturedBytes<'a> {
     Staged(Span),
-    /// The bytes are in the copy, at this span and with this key. The bytes are copied aside while they are written.
+    /// The bytes are in the memory of the working copy, at the first span. The second span contains the key for
+    /// digests. The bytes are copied aside while they are written.
     InCopy(&'a WorkingCopy, Span, Span),
 }
 
-/// Returns an upper bound of the pending bytes that the changes of a part cause.
+/// Returns an upper bound of the host memory, in bytes, that the changes of a part take while they are pending.
 fn pending_bytes(part: &CapturedPart) -> u64 {
     let count = part.elements.indices.len() as u64;
     let elements = pending_bytes_of_elements(count, part.offset, part.staged.len);
@@ -108,9 +109,9 @@ impl CapturedBytes<'_> {
 
 /// The source from which a working copy is loaded.
 enum LoadedFrom {
-    /// The page's memory, from which a transfer is in flight.
+    /// The page's memory. The transfer from this memory is in flight.
     Memory(Pending),
-    /// The page's image, and the later writes of batches.
+    /// The page's image on disk, with the later writes of batches.
     Disk(DiskPage),
 }
 
@@ -124,12 +125,12 @@ pub enum InitialCopy {
     Store,
 }
 
-/// The data with which a working copy is compared to find its changes.
+/// The data with which a working copy is compared to find the changes that kernels made in the copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Shadow {
-    /// The page itself, which takes no additional memory. The comparison runs in the queue of deltas, between two
-    /// deltas. Not available for a page on disk, which has no memory to compare with.
+    /// The page itself. This shadow takes no additional memory. The comparison runs in the queue of deltas, between two
+    /// deltas. Not available for a page on disk, because such a page has no memory to compare with.
     Page,
     /// A separate copy in this place, with the length of the page and counted in the budget. Every capture updates this
     /// copy. Deltas of other pages do not wait for the comparison.
@@ -176,8 +177,8 @@ impl Captures<'_> {
         self.taken.iter().map(|capture| (capture.copy.page(), capture.epoch))
     }
 
-    /// Assigns the copies to the new state of their pages after the batch is logged, so that the next capture finds
-    /// only later changes. `digests` contains the digests of the captured chunks.
+    /// Advances the working copies to the new state of their pages after the batch is logged, so that the next capture
+    /// finds only later changes. `digests` contains the digests of the captured chunks.
     pub fn belong_to(&self, changes: &Changes, digests: &CapturedDigests) {
         for capture in &self.taken {
             let mut pages = changes.pages().iter().filter(|(page, _)| *page == capture.copy.page());
@@ -252,7 +253,7 @@ impl Committer {
         Ok(StagedCopy { step, copy, epoch, parts, live, staged, bitmaps })
     }
 
-    /// Runs steps 2 and 3 for several working copies, which share each list and each wait.
+    /// Runs steps 2 and 3 for several working copies, which share each command list and each wait.
     fn compare<'a>(&self, copies: Vec<StagedCopy<'a>>, captures: &mut Captures<'a>) -> Result<()> {
         if copies.is_empty() {
             return Ok(());
@@ -281,8 +282,8 @@ impl Committer {
         Ok(())
     }
 
-    /// Copies the captured bytes to the shadows after the batch is logged. A copy whose shadow cannot be updated no
-    /// longer belongs to a known state, and gets epoch 0, at which no capture succeeds.
+    /// Copies the captured bytes to the shadows after the batch is logged. If a shadow cannot be updated, its working
+    /// copy no longer belongs to a known state. Its epoch is then set to 0, at which every capture fails.
     pub(super) fn refresh_shadows(&self, captures: Captures<'_>) {
         for Capture { copy, parts, staged, .. } in captures.taken {
             let (CopyShadow::Kept(shadow), Some(staged)) = (copy.shadow(), staged) else { continue };
@@ -343,7 +344,8 @@ impl Committer {
         Ok(copy)
     }
 
-    /// Copies the page's bytes to a working copy and its shadow, or to the shadow alone.
+    /// Copies the page's bytes to a working copy and its shadow, or only to the shadow if `initial_copy` is
+    /// [`InitialCopy::Store`].
     ///
     /// # Errors
     /// `UnknownPage`; `Refused` if the page and the copy differ in length; a device error.
@@ -407,7 +409,8 @@ impl Committer {
     }
 }
 
-/// Returns the changed chunks of an examined copy. Their bytes remain in the copy until they are written.
+/// Returns the changed chunks of a scanned working copy. The bytes of the chunks remain in the copy until they are
+/// written to the payload or an image.
 fn changed_chunks(scan: &DigestScan<'_>) -> Result<Vec<CapturedPart>> {
     let found = scan.changed()?.into_iter().map(|run| {
         let (staged, len) = (part(scan.live, &run), run.end - run.start);

@@ -1,7 +1,7 @@
-//! The ranges of a page that a capture examines, in parts of bounded length.
+//! Divides the ranges of a page that a capture examines into parts of bounded length.
 //!
 //! The ranges of a caller may overlap and come in any order, at any offset. The device compares vectors, so the host
-//! widens, merges and splits the ranges here.
+//! first widens, merges and splits the ranges.
 
 use std::ops::Range;
 
@@ -10,18 +10,18 @@ use remanent_format::{Epoch, PageId};
 use crate::device::Span;
 use crate::error::{Error, Result};
 
-/// Parts to examine: ranges of a page, each with its offset in the staged bytes.
+/// The parts of a page that a capture examines: ranges of the page, each with its offset in the staged bytes.
 pub(super) type RangeParts = [(Range<u64>, u64)];
 
-/// The alignment to which ranges are widened, because the device compares vectors of sixteen bytes.
+/// The alignment in bytes to which ranges are widened, because the device compares vectors of sixteen bytes.
 pub(super) const RANGE_ALIGN: u64 = 16;
 
-/// The maximum length of a part that is compared at once, so that its elements can be counted with 32 bits.
+/// The maximum length of a part in bytes, so that the elements of a part can be counted with 32 bits.
 const PART_LEN_MAX: u64 = 256 << 20;
 
-/// Widens the ranges to multiples of `align`, or to the end of the page, then merges and splits them. Without ranges,
-/// the parts cover the whole page. Returns each part with its offset when all parts are stored one after another,
-/// aligned.
+/// Widens the ranges to multiples of `align`, or to the end of the page, and then merges and splits them. Without
+/// ranges, the parts cover the whole page. Returns the parts, each with its offset in staging memory that contains all
+/// parts one after another, aligned.
 ///
 /// # Errors
 /// `OutOfBounds` for a range that is not within the page, or that ends before it begins.
@@ -68,13 +68,13 @@ pub(super) fn parts(
         .collect())
 }
 
-/// Returns the part of a span that `range` covers.
+/// Returns the part of `span` that `range` covers.
 pub(super) fn part(span: Span, range: &Range<u64>) -> Span {
     Span { offset: span.offset + range.start, len: range.end - range.start, ..span }
 }
 
-/// Returns an error if a page does not have the epoch of its working copy, because the changes found would revert
-/// changes of other batches.
+/// Returns an error if a page does not have the epoch `expected` of its working copy. The changes found in the copy
+/// would then revert changes of other batches.
 pub(super) fn check_epoch(page: PageId, expected: Epoch, found: Epoch) -> Result<()> {
     if expected == found { Ok(()) } else { Err(Error::Conflict { page, expected, found }) }
 }

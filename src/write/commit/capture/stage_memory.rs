@@ -1,7 +1,7 @@
-//! Device memory other than pages: the staging of a commit, and memory that callers hold.
+//! Device memory that contains no pages: the staging memory of a commit, and memory that callers use.
 //!
-//! This memory counts toward the budget like pages (I10), and is freed after all work that names it. No file contains
-//! it, so it ends with the process.
+//! This memory counts toward the budget like pages (I10), and is freed after all work that uses it. No file contains
+//! the memory's bytes, so a crash loses them.
 
 use std::sync::Arc;
 
@@ -15,24 +15,24 @@ use crate::error::Result;
 use crate::memory::arena::{Arena, HandedOut, PageMemory, Purpose};
 use crate::write::commit::Committer;
 
-/// Memory other than pages that counts toward the budget (I10). When this value is dropped, the memory is freed after
-/// all work in the lane at that time.
+/// Device memory without a page, counted toward the budget (I10). Dropping this value frees the memory after all work
+/// that is in the lane at that time.
 pub(super) struct StageMemory {
     device: Arc<EngineDevice>,
     arena: Arc<Arena>,
     memory: Option<PageMemory>,
-    /// The uses of the memory by callers' streams.
+    /// The uses of the memory by callers' streams, which must end before the memory is freed.
     uses: Arc<StreamUses>,
 }
 
 impl StageMemory {
-    /// Takes ownership of memory, which is freed when the value is dropped.
+    /// Creates the value that owns `memory`.
     fn of(engine: &Engine, memory: Option<PageMemory>) -> Self {
         let (device, arena) = (engine.device.clone(), engine.arena.clone());
         Self { device, arena, memory, uses: Arc::default() }
     }
 
-    /// Returns a fence after every list and every stream's use of this memory.
+    /// Returns a fence that passes after every list and every stream has finished using this memory.
     fn last_use(&self) -> Result<Option<Fence>> {
         // The fence of one more list in the lane follows every list that names this memory.
         let staged = self.device.submit(Lane::Stage, CommandList::default())?.fence();
@@ -43,8 +43,8 @@ impl StageMemory {
         Ok((last != LastUse::Unknown).then_some(staged))
     }
 
-    /// Returns a fence after `staged` and after the work of all streams' uses that have ended. Only a lane waits for
-    /// that work.
+    /// Returns a fence that passes after `staged`, and after the work of all streams whose use of the memory has ended.
+    /// Only a lane waits for the streams' work.
     fn after_streams(&self, staged: Fence) -> Result<Option<Fence>> {
         self.device.after(Lane::Callers, staged)?;
         Ok(Some(self.device.submit(Lane::Callers, CommandList::default())?.fence()))
@@ -110,19 +110,19 @@ impl Committer {
         }
     }
 
-    /// Creates a handle for the caller. `owner` lives as long as any handle to the memory.
+    /// Creates a caller's handle to memory. `owner` is dropped when the last handle to the memory is dropped.
     fn caller_memory(&self, place: Place, len: u64, owner: StageMemory) -> DeviceBytes {
         let Engine { device, arena, .. } = &*self.engine;
         let (memory, uses) = (owner.part(0, len).memory, owner.uses.clone());
         DeviceBytes::new(device.clone(), memory, place, len, arena.link().clone(), uses, owner)
     }
 
-    /// Allocates one piece of memory other than pages.
+    /// Allocates one piece of device memory that contains no page.
     pub(super) fn stage_memory(&self, purpose: Purpose, place: Place, len: u64) -> Result<StageMemory> {
         self.stage_memories(purpose, place, [len]).map(|[memory]| memory)
     }
 
-    /// Allocates all pieces or none, so that an error states their total.
+    /// Allocates all pieces or none, so that an error states the total length of the pieces.
     pub(super) fn stage_memories<const N: usize>(
         &self,
         purpose: Purpose,
