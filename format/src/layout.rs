@@ -4,7 +4,7 @@
 //! Reserved bytes are fields. Encoding writes zeros to them and decoding rejects other values, so that decoding and
 //! re-encoding a structure produces the same bytes.
 
-/// A value with a fixed-width little-endian encoding.
+/// A value with a fixed-width little-endian encoding, which the `layout!` macro uses as a field.
 pub trait Field: Sized {
     /// Length of the encoding in bytes.
     const SIZE: usize;

@@ -34,7 +34,7 @@ pub struct Frame<'w, B = Vec<u8>> {
     pub newest: bool,
 }
 
-/// The end of the log, as found by a walk.
+/// The result of a walk that reached the end of the log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LogEnd {
     /// The end of the last valid batch.
@@ -50,9 +50,9 @@ pub struct LogEnd {
     pub harmless: Vec<Damage>,
 }
 
-/// Bytes after the last valid frame that a walk cuts off because their writing was interrupted. No batch in the tail
-/// was acknowledged as durable. A walk reports the tail, because damage to batches that no mark covers yet looks the
-/// same.
+/// Bytes after the last valid batch that a crash left incomplete, and that a walk therefore cuts off. No batch in the
+/// tail was acknowledged as durable. A walk reports the tail, because damage to batches that no mark covers yet looks
+/// the same.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TornTail {

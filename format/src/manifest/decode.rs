@@ -18,10 +18,10 @@ use crate::limits::{
 use crate::segment::FORMAT_VERSION;
 use crate::value::{Metadata, SharedMetadata, decode_metadata};
 
-/// A set of threads that share the work of decoding a manifest. The engine implements this trait, because this crate
-/// starts no threads.
+/// A set of threads that share the work on the entries of a manifest. The engine implements this trait, because this
+/// crate starts no threads.
 pub trait WorkPool {
-    /// Returns the number of entries that one thread decodes at a time, which is at least 1.
+    /// Returns the number of entries that one thread processes at a time, which is at least 1.
     fn pieces_len(&self) -> usize;
 
     /// Applies `work` to every piece, on several threads if possible. Returns the results in the order of the pieces.

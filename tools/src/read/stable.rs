@@ -29,9 +29,9 @@ impl DirectoryState {
     }
 }
 
-/// Calls `read_once` until a call finds no damage, until no process can have written during a call, or until
-/// [`READS_MAX`] calls. Each call receives the damage that all earlier calls found. Returns the result of the last call
-/// and the damage to report.
+/// Calls `read_once` until a call finds no damage, until no process can have written during a call, or until the
+/// maximum number of calls is reached. Each call receives the damage that all earlier calls found. Returns the result
+/// of the last call and the damage to report.
 ///
 /// # Errors
 /// Returns an error of `read_once`. Returns [`Failure::Environment`] if every call found damage, but no damage was

@@ -218,7 +218,7 @@ struct Driver {
     totals: ReplayTotals,
 }
 
-/// The totals of a replay.
+/// Counts of what a replay did, for the line that it prints at the end.
 #[derive(Clone, Copy, Default)]
 struct ReplayTotals {
     created: u64,
