@@ -105,7 +105,8 @@ impl Field for StoreId {
 
 /// One run of a writer, as recorded in the log. Every open for writing begins a new incarnation with a higher number.
 ///
-/// If an open crashes before it completes, the next open may use the same number. The random part distinguishes the two.
+/// If an open crashes before it completes, the next open may use the same number. The random part then distinguishes
+/// the two incarnations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Incarnation {
     /// Number of the incarnation, rising from 1; 0 means none.

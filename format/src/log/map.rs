@@ -49,7 +49,7 @@ pub struct LogMap {
     pub(super) newest: Option<Incarnation>,
     /// Openings of the incarnations on the line, with the numbers of their segments, oldest first.
     line: Vec<(u64, Opening)>,
-    /// Damaged segment header at which the line ends. `None` if there is no such header.
+    /// Damage of the segment header at which the line of incarnations ends. `None` if no damaged header ends the line.
     pub(super) chain_break: Option<Damage>,
     /// Start points of failed walks. Walks of this map that share outcomes use these points.
     pub(super) failed_starts: FailedStarts,
@@ -142,7 +142,7 @@ impl LogMap {
         self.segments.values().any(|segment| segment.frames.is_some())
     }
 
-    /// Returns the opening on the line whose predecessor is `incarnation`, with the number of its segment.
+    /// Returns the opening of the incarnation that follows `incarnation` on the line, and the number of its segment.
     #[must_use]
     pub fn successor(&self, incarnation: Incarnation) -> Option<(u64, Opening)> {
         self.line.iter().copied().find(|(_, opening)| opening.predecessor.incarnation == incarnation)

@@ -68,8 +68,8 @@ impl<'s, B> Reading<'s, B> {
 }
 
 /// Maximum length in bytes of an allocation that aborts the process if it fails. A search skips headers that cannot be
-/// read, and must not skip a valid frame because memory is short. Allocations for headers therefore never return an error.
-/// If a longer allocation fails, the reader allocates only the requested length.
+/// read, and must not skip a valid frame because memory is short. Allocations for headers therefore never return an
+/// error. If a longer allocation fails, the reader allocates only the requested length.
 const NEVER_REFUSED_LEN: usize = FIRST_READ_LEN as usize;
 
 /// The allocation function that uses the global allocator.

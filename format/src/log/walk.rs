@@ -115,7 +115,8 @@ impl<'s> LogWalk<'s> {
     /// valid manifests.
     ///
     /// # Errors
-    /// Returns [`Damage`] if `from` is not on the line of incarnations, if no frame can end at `from`, or if the segment of `from` is missing or invalid.
+    /// Returns [`Damage`] if `from` is not on the line of incarnations, if no frame can end at `from`, or if the
+    /// segment of `from` is missing or invalid.
     pub fn new(source: &'s dyn ReadAt, map: &'s LogMap, from: LogPoint, mark: Lsn) -> Result<Self, Damage> {
         Self::reading_into(source, map, from, mark, Reading::single_threaded(ORDINARY))
     }

@@ -43,8 +43,8 @@ pub fn for_each_byte_change(payload: &[u8], mut each: impl FnMut(ByteChange)) ->
     read.is_ok() && are_all
 }
 
-/// Returns the number of operations that the head of a payload states. Returns 0 if the head is invalid, or if the payload is
-/// too short for this number of operations.
+/// Returns the number of operations that the head of a payload states. Returns 0 if the head is invalid, or if the
+/// payload is too short for this number of operations.
 ///
 /// The operations are not decoded, so use the result only to reserve memory.
 #[must_use]
@@ -52,7 +52,8 @@ pub fn claimed_ops(payload: &[u8]) -> usize {
     op_count(payload).unwrap_or(0)
 }
 
-/// Returns the number of operations that the head of a payload states. Checks that the payload is long enough for this number.
+/// Returns the number of operations that the head of a payload states. Checks that the payload is long enough for this
+/// number.
 fn op_count(payload: &[u8]) -> Result<usize, Defect> {
     let head = PayloadHeadRaw::from_bytes(array(payload, 0)?);
     check_zero("reserved payload bytes", u64::from(head.reserved) | head.reserved_2)?;

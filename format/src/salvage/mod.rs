@@ -95,7 +95,7 @@ pub struct State {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LogRemainder {
     /// The newest batch that any structure on disk proves to be durable. If this batch is above the state, the batches
-    /// between the two are lost.
+    /// after the state up to this batch are lost.
     pub durable: Lsn,
     /// The newest batch whose frame header was found. Batches above `durable` are a torn tail.
     pub seen: Lsn,
@@ -130,7 +130,7 @@ impl<'s> Salvage<'s> {
     ///
     /// # Errors
     /// Returns [`Damage`] if a folder cannot be listed or the length of a segment cannot be read. Returns [`Damage`]
-    /// with [`Defect::Memory`] if there is not enough memory, in which case the data may be intact.
+    /// with [`Defect::Memory`] if there is not enough memory. The files of the store may then be intact.
     pub fn read(source: &'s dyn ReadAt, store: StoreFile, page_bytes_max: u64) -> Result<Self, Damage> {
         let survey = Survey::read_as(source, store)?;
         let refused = survey.links.values().filter_map(|link| link.as_ref().err());

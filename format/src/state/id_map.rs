@@ -1,9 +1,9 @@
 //! A map from ids to items, which are stored in rows of 256 consecutive ids.
 //!
-//! Ids are assigned in ascending order, so consecutive pages share a row. A lookup among ten million items causes hardly more
-//! cache misses than a lookup among a thousand items. The overhead per item is a few bytes. With a tree that has one
-//! entry per page, a commit among a million pages takes 2.8 times as long as among a thousand pages, and ascending ids
-//! fill the nodes of the tree only halfway.
+//! Ids are assigned in ascending order, so consecutive pages share a row. A lookup among ten million items causes
+//! hardly more cache misses than a lookup among a thousand items. The overhead per item is a few bytes. With a tree
+//! that has one entry per page, a commit among a million pages takes 2.8 times as long as among a thousand pages, and
+//! ascending ids fill the nodes of the tree only halfway.
 //!
 //! Ids can be *flagged* for later processing. An id stays flagged when its item is removed.
 

@@ -28,7 +28,7 @@ fn parse(identity: &[u8]) -> Option<Rule> {
 }
 
 /// Returns the rule of the store in `dir`. If there is no store, returns the rule that the user specified. Returns an
-/// error if the two differ.
+/// error if the user specified another rule than that of the store.
 pub fn choose(dir: &Path, page_len: Option<usize>, pages_max: Option<usize>) -> Result<Rule, Failure> {
     let own = if dir.exists() { own_rule(&StoreDir::open(dir)?)? } else { None };
     let base = own.unwrap_or(DEFAULT);

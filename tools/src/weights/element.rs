@@ -38,8 +38,7 @@ impl FromStr for ElementName {
 pub struct Element {
     /// The page that contains the element.
     pub info: PageInfo,
-    /// The dtype of the element. `None` if the metadata of the page states no dtype, in which case the element is one
-    /// byte.
+    /// The dtype of the element. `None` if the metadata of the page states no dtype. The element is then one byte.
     pub dtype: Option<Dtype>,
     /// Offset of the element in the page, in bytes.
     pub offset: u64,
