@@ -1,4 +1,4 @@
-//! The kill test. It kills replays at random moments, once with each way to write the log.
+//! The kill test. It kills replays at random moments, with each way to write the log.
 
 use remanent::error::Invalid;
 use remanent::options::{LogIo, LogOptions};
