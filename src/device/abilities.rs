@@ -1,5 +1,5 @@
-//! Abilities that only some devices have. A caller requests one from the device's [`Abilities`]. If it is
-//! missing, the caller takes another path or returns an error.
+//! Abilities that only some devices have. A caller requests one from the device's [`Abilities`]. If the device lacks
+//! it, the caller uses another method or returns an error.
 
 use remanent_format::Place;
 
@@ -10,99 +10,99 @@ use super::{
 use crate::disk::FileMemory;
 use crate::error::{Error, Refused, Result};
 
-/// The abilities of a device. `None` is an ability that the device lacks.
+/// The abilities of a device. A field is `None` if the device lacks the ability.
 #[derive(Clone, Copy, Default)]
 #[expect(missing_debug_implementations, reason = "it contains only references to a device")]
 pub struct Abilities<'d> {
-    /// Allocations and releases of many pages per call. Without it, there is a call for each page.
+    /// Allocates and releases many pages per call. Without this ability, each page needs a call.
     pub bulk: Option<&'d dyn BulkMemory>,
-    /// A cache of freed memory. Without it, freed memory returns to its source at once.
+    /// Keeps freed memory for reuse. Without this ability, freed memory returns to its source at once.
     pub cache: Option<&'d dyn MemoryCache>,
-    /// Pages in memory that was allocated for another use.
+    /// Uses memory that the device did not allocate, such as a caller's, as page memory. Without this ability, the
+    /// device allocates the memory of all pages.
     pub lent: Option<&'d dyn LentMemory>,
-    /// Copies to the memory of files. Without it, bytes for a file pass through staging.
+    /// Copies to the memory of files. Without this ability, bytes for a file pass through staging.
     pub files: Option<&'d dyn DeviceFiles>,
-    /// Waits between lanes and callers' streams. Without it, there are no streams.
+    /// Makes lanes and callers' streams wait for each other. Without this ability, callers have no streams.
     pub streams: Option<&'d dyn DeviceStreams>,
-    /// Addresses for kernels. Without it, kernels cannot reach page memory.
+    /// Returns addresses for kernels. Without this ability, kernels cannot reach page memory.
     pub addresses: Option<&'d dyn KernelAddresses>,
-    /// Page memory as bytes of the host.
+    /// Returns page memory as bytes of the host. Without this ability, bytes of pages are copied through lanes.
     pub bytes: Option<&'d dyn HostBytes>,
-    /// Reads on the caller's thread. Without it, all reads pass through lanes.
+    /// Reads page memory on the caller's thread. Without this ability, all reads pass through lanes.
     pub direct_reads: Option<&'d dyn DirectReads>,
-    /// Memory that moves between a GPU and the host. Without it, [`Place::Unified`] is ordinary host memory.
+    /// Moves memory between a GPU and the host. Without this ability, [`Place::Unified`] is ordinary host memory.
     pub unified: Option<&'d dyn UnifiedMemory>,
-    /// Copies from other devices. Without it, bytes of another device pass through staging.
+    /// Copies from other devices. Without this ability, bytes of another device pass through staging.
     pub peers: Option<&'d dyn PeerCopies>,
 }
 
 /// Allocates and releases the memory of many pages per call.
 pub trait BulkMemory {
-    /// Allocates page memory for several pages, in order, as [`Device::allocate`] does for each. Appends the
-    /// memory to `made`, which must have enough spare capacity. On failure, `made` contains the memory
-    /// allocated before the failure.
+    /// Allocates page memory for several pages, in order, as [`Device::allocate`] does for each. Appends the ids to
+    /// `made`, which must have enough spare capacity. On failure, `made` contains the ids of the memory allocated
+    /// before the failure.
     ///
     /// # Errors
     /// Same as `allocate`.
     fn allocate_all(&self, pages: &[(Place, u64)], made: &mut Vec<MemoryId>) -> Result<()>;
 
-    /// Frees the memory of several pages, as [`Device::release`] does for each. Calls `failed` with the index
-    /// of each memory that the device could not free.
+    /// Frees the memory of several pages, as [`Device::release`] does for each. Calls `failed` with the index of each
+    /// memory that the device could not free, and the error.
     fn release_all(&self, memory: &[MemoryId], failed: &mut dyn FnMut(usize, Error));
 }
 
 /// Keeps freed memory for later allocations.
 pub trait MemoryCache {
-    /// Allocates page memory like [`Device::allocate`], but never waits for the device's work. The call fails
-    /// with `OutOfMemory` if the device would first have to free memory or wait.
+    /// Allocates page memory like [`Device::allocate`], but never waits for the device's work.
     ///
     /// # Errors
-    /// Same as `allocate`.
+    /// Same as `allocate`; also `OutOfMemory` if the device would first have to free memory or wait.
     fn allocate_at_once(&self, place: Place, len: u64) -> Result<MemoryId>;
 
-    /// Returns memory that no page and no staging uses to its source, and returns the number of bytes freed.
-    /// A GPU's driver waits for all work of the GPU, including the caller's own.
+    /// Returns unused memory, which no page and no staging needs, to its source. Returns the number of bytes freed. A
+    /// GPU's driver waits for all work of the GPU, including the caller's own.
     ///
     /// # Errors
     /// A device error.
     fn trim(&self) -> Result<u64>;
 
-    /// Returns the bytes requested and held, by the place whose memory they are. Places that share the memory
-    /// of another place are counted there.
+    /// Returns the number of bytes requested and held in each place. Places that share the memory of another place are
+    /// counted under that place.
     fn memory_stats(&self) -> Vec<(Place, MemoryStats)>;
 }
 
-/// Lets pages live in memory that the device did not allocate for them.
+/// Lets pages live in memory that the device did not allocate for pages, such as a caller's.
 pub trait LentMemory {
-    /// Makes caller-owned memory usable as page memory, and returns its id and its place. Releasing the id
-    /// does not free the memory, which remains with its owner.
+    /// Makes caller-owned memory usable as page memory, and returns its id and its place. Releasing the id does not
+    /// free the memory.
     ///
     /// # Errors
-    /// `MemoryRefused` if the device detects that the memory is not what the caller claims; a device error.
+    /// `Refused` if the device detects that the memory is not what the caller claims; a device error.
     fn adopt(&self, memory: &CallerMemory) -> Result<(MemoryId, Place)>;
 
-    /// Gives a range of page memory an id of its own, so that a page can live in it. The new id is released
-    /// like any other. Releasing it leaves the bytes to the memory that contains them, which the caller
-    /// releases later.
+    /// Returns a new id for a range of page memory, so that a page can live in the range. The new id is released like
+    /// any other. Releasing it does not free the bytes: they remain part of the memory that contains them. The caller
+    /// releases that memory after the new id.
     ///
     /// # Errors
     /// A device error.
     fn alias(&self, span: Span) -> Result<MemoryId>;
 
-    /// Returns where page memory begins: a space, and an offset in it. Two memories share a byte only if they
-    /// have the same space and their ranges in it overlap. An id from [`alias`](Self::alias) has the space of
-    /// the memory that contains it.
+    /// Returns the address space of page memory, and the offset of its first byte in that space. Two memories share a
+    /// byte only if they have the same space and their ranges in it overlap. An id from [`alias`](Self::alias) has the
+    /// space of the memory that contains its range.
     fn origin(&self, memory: MemoryId) -> (u64, u64);
 }
 
-/// Copies to the memory of files.
+/// Copies page memory directly to the memory of mapped files.
 pub trait DeviceFiles {
-    /// Registers the memory of a file as a target of copies. Lists name it like page memory; the bytes that
-    /// they copy to it become the file's bytes, in [`Place::Host`]. Only [`unregister`](Self::unregister)
-    /// ends the registration.
+    /// Registers the memory of a file as a target of copies. Lists name this memory like page memory. The bytes that
+    /// lists copy to it become the bytes of the file. Its place is [`Place::Host`]. Only
+    /// [`unregister`](Self::unregister) ends the registration.
     ///
     /// # Errors
-    /// `MemoryRefused`, `OutOfMemory`, a device error. On failure the mapping is removed.
+    /// `Refused`, `OutOfMemory`, a device error. On failure the mapping is removed.
     fn register(&self, memory: Box<dyn FileMemory>) -> Result<MemoryId>;
 
     /// Ends the mapping of a file's memory. The caller must have waited for the fence of its last use.
@@ -113,30 +113,29 @@ pub trait DeviceFiles {
     fn unregister(&self, memory: MemoryId) -> Result<()>;
 }
 
-/// Orders lanes and callers' streams, in both directions.
+/// Orders the work of lanes and of callers' streams: either can wait for the other.
 pub trait DeviceStreams {
-    /// Makes all later lists of `lane` run after the work currently queued in the caller's stream. The host
-    /// does not wait. A slow stream delays the whole lane, so use [`Lane::Callers`].
+    /// Makes all later lists of `lane` run after the work currently queued in the caller's stream. The host does not
+    /// wait. A slow stream delays the whole lane, so use [`Lane::Callers`].
     ///
     /// # Errors
-    /// `StreamRefused`, with nothing changed; a device error.
+    /// `Refused`, with nothing changed, if the device cannot use the stream; a device error.
     fn wait_external(&self, lane: Lane, stream: RawStream) -> Result<()>;
 
     /// Makes all later work of the caller's stream run after `fence` has passed. The host does not wait.
     ///
     /// # Errors
-    /// `StreamRefused`, with nothing changed; a device error.
+    /// `Refused`, with nothing changed, if the device cannot use the stream; a device error.
     fn signal_external(&self, stream: RawStream, fence: Fence) -> Result<()>;
 
-    /// Records the current point of a caller's stream. The point can be waited for later, even after the
-    /// stream is destroyed.
+    /// Records the current point of a caller's stream. The point remains valid after the stream is destroyed.
     ///
     /// # Errors
-    /// `StreamRefused`, a device error.
+    /// `Refused` if the device cannot use the stream; a device error.
     fn stream_event(&self, stream: RawStream) -> Result<StreamEvent>;
 
-    /// Blocks this thread until a point of a stream has passed. No lane takes part: a stalled stream blocks
-    /// only this thread, even if other threads wait for other streams.
+    /// Blocks this thread until a point of a stream has passed. The wait uses no lane, so a stalled stream blocks only
+    /// this thread.
     ///
     /// # Errors
     /// A device error.
@@ -151,39 +150,39 @@ pub trait DeviceStreams {
     /// Makes all later work of a caller's stream run after a point of another stream. The host does not wait.
     ///
     /// # Errors
-    /// `StreamRefused`, with nothing changed; a device error.
+    /// `Refused`, with nothing changed, if the device cannot use the stream; a device error.
     fn hold_stream(&self, stream: RawStream, point: &StreamEvent) -> Result<()>;
 }
 
-/// Gives kernels the addresses of page memory.
+/// Returns addresses at which kernels access page memory.
 pub trait KernelAddresses {
-    /// Returns the address of page memory for kernels. The address stays the same until the memory is
-    /// released. `None` for memory that kernels cannot reach: host-only memory, and memory of length 0.
+    /// Returns the address of page memory for kernels. The address stays the same until the memory is released. Returns
+    /// `None` for memory of length 0 and for host-only memory, which kernels cannot reach.
     fn address(&self, memory: MemoryId) -> Option<u64>;
 
-    /// Returns the CUDA ordinal of the GPU that owns page memory or has it registered. `None` for host-only
+    /// Returns the CUDA ordinal of the GPU that owns page memory or has registered it. Returns `None` for host-only
     /// memory.
     fn gpu_of(&self, memory: MemoryId) -> Option<u32>;
 }
 
-/// Gives the host the bytes of page memory.
+/// Returns the contents of page memory as bytes of the host.
 pub trait HostBytes {
-    /// Returns the current bytes of page memory. The returned bytes never change. For current contents, a
-    /// caller first waits for the lanes; for later contents, it calls this method again. `None` if the memory
-    /// is not in host memory.
+    /// Returns a snapshot of the current bytes of page memory. Later lists do not change the returned bytes. Wait for
+    /// the lanes first to include their writes. Returns `None` if the memory is not in host memory.
     fn bytes(&self, memory: MemoryId) -> Option<PageBytes>;
 }
 
 /// Reads page memory on the caller's thread while lanes continue.
 pub trait DirectReads {
-    /// Copies bytes of page memory, starting at `offset`, to `out`. The bytes are those of a single moment
-    /// between two commands. Returns `false` immediately, without a copy, if the memory was released, is
-    /// shorter or is not in host memory, or if a list that may write to it is still in flight.
+    /// Copies bytes of page memory, starting at `offset`, to `out`. The bytes are those of a single moment between two
+    /// commands. Returns `false` immediately, without a copy, in these cases:
+    ///
+    /// - The memory was released, is too short for the range, or is not in host memory.
+    /// - A list that may write to the memory is still in flight.
     fn read_now(&self, memory: MemoryId, offset: u64, out: &mut [u8]) -> bool;
 
-    /// Gives page memory a new id and retires the current one: a read under the old id that has not finished
-    /// when this method returns reads nothing. The caller must have waited for the fence of the memory's last
-    /// use.
+    /// Returns a new id for page memory and retires the current one. A read under the old id that has not finished when
+    /// this method returns copies nothing. The caller must have waited for the fence of the memory's last use.
     ///
     /// # Errors
     /// A device error. An unknown id is a bug in the caller and panics.
@@ -198,17 +197,16 @@ pub trait UnifiedMemory {
     /// Queues a hint for page memory and returns. The hint ends when the memory is released.
     ///
     /// # Errors
-    /// `HintRefused` for memory outside [`Place::Unified`] or if the device does not support hints; a device
-    /// error.
+    /// `Refused` for memory outside [`Place::Unified`] or if the device does not support hints; a device error.
     fn hint(&self, memory: MemoryId, hint: UnifiedHint) -> Result<()>;
 }
 
-/// Copies from another device's page memory without a wait on the host.
+/// Copies from another device's page memory without blocking the host.
 pub trait PeerCopies {
-    /// Queues a copy of another device's page memory to memory of this device, after all work queued on that
-    /// lane of both devices. Lists queued on the lane later, on either device, run after the copy. Returns
-    /// `None`, with nothing queued, if the two devices have no direct path. Until the copy's fence has passed,
-    /// the caller must not let another lane change the source or a thread release it.
+    /// Queues a copy of another device's page memory to memory of this device. The copy runs after all work already
+    /// queued on that lane of both devices. Lists queued on the lane later, on either device, run after the copy.
+    /// Returns `None`, with nothing queued, if the two devices have no direct path. Until the copy's fence has passed,
+    /// no other lane may change the source and no thread may release it.
     ///
     /// # Errors
     /// A device error; a part of the copy may have been queued.
@@ -221,7 +219,8 @@ pub trait PeerCopies {
     ) -> Result<Option<Pending>>;
 }
 
-/// Abilities as typed results: an error, or the path that other devices take, if the ability is missing.
+/// Access to abilities as typed results. If the device lacks an ability, each method returns an error or the result
+/// that a device without the ability has.
 impl dyn Device + '_ {
     pub(crate) fn streams(&self, stream: RawStream) -> Result<&dyn DeviceStreams> {
         let reason = "pages live in host memory, not on a GPU";

@@ -1,7 +1,7 @@
 //! Caller-held bytes in device memory, which the caller's kernels write and batches read.
 //!
-//! A value keeps its memory alive, so a holder of any range can use it. The memory is the store's own, or
-//! caller-owned and adopted; its owner is dropped with the last range.
+//! A handle to any range keeps the memory of the whole allocation alive. The memory is the store's own, or caller-owned
+//! and adopted. Its owner is dropped with the last handle.
 
 use std::any::Any;
 use std::fmt;
@@ -18,10 +18,10 @@ use crate::base::allocation::collected;
 use crate::base::process::ForkGuard;
 use crate::error::{Error, Refused, Result};
 
-/// A range of device memory. Clones refer to the same bytes, and the memory lives as long as any of them.
+/// A range of device memory. Clones refer to the same bytes, and the memory lives as long as any clone.
 ///
-/// The caller's kernels access the bytes at [`DeviceBytes::address`]. When pages live in host memory there
-/// are no kernels; there, and in tests, use [`DeviceBytes::write`] and [`DeviceBytes::read`] instead.
+/// The caller's kernels access the bytes at [`DeviceBytes::address`]. Without kernels, as in tests or when pages live
+/// in host memory, use [`DeviceBytes::write`] and [`DeviceBytes::read`] instead.
 ///
 /// ```
 /// use remanent::{Options, Place};
@@ -48,9 +48,9 @@ struct OwnedMemory {
     device: Arc<EngineDevice>,
     memory: MemoryId,
     place: Place,
-    /// The location of the first byte: the space, and the offset in it.
+    /// The address space of the allocation, and the offset of its first byte in that space.
     origin: (u64, u64),
-    /// The store's ranges in use, and the connection to the store.
+    /// The store's record of ranges in use, and the connection to the store.
     link: Arc<MemoryLink>,
     /// The uses of the memory by callers' streams.
     uses: Arc<StreamUses>,
@@ -58,7 +58,7 @@ struct OwnedMemory {
     _owner: Box<dyn Any + Send + Sync>,
 }
 
-/// Caller-owned memory that a device adopted. It returns to its owner and never to the arena.
+/// Caller-owned memory that a device adopted. When it is released, it returns to its owner and never to the arena.
 struct AdoptedMemory {
     device: Arc<EngineDevice>,
     memory: MemoryId,
@@ -68,8 +68,8 @@ struct AdoptedMemory {
 }
 
 impl Drop for AdoptedMemory {
-    /// Releases the memory without waiting for the caller's streams, which may still use it. All lists that
-    /// name it have been waited for, except copies to shadows, which read the store's own memory.
+    /// Releases the memory without waiting for the caller's streams, which may still use it. All lists that name the
+    /// memory have passed, except copies to shadows. Those read the store's own memory.
     fn drop(&mut self) {
         if let Err(error) = self.device.release(self.memory) {
             tracing::warn!(%error, "a caller's memory stays known to the device");
@@ -104,7 +104,7 @@ impl DeviceBytes {
     /// Adopts caller-owned memory on a device.
     ///
     /// # Errors
-    /// `MemoryRefused`; a device error.
+    /// `Refused`; a device error.
     pub(crate) fn adopt(
         device: &Arc<EngineDevice>,
         memory: &CallerMemory,
@@ -134,16 +134,16 @@ impl DeviceBytes {
         self.memory.place
     }
 
-    /// Returns the address of the first byte for kernels. `None` if kernels cannot reach the memory, and in a
-    /// forked child.
+    /// Returns the address of the first byte for kernels. Returns `None` in a forked child, or if kernels cannot reach
+    /// the memory.
     #[must_use]
     pub fn address(&self) -> Option<u64> {
         self.memory.check().ok()?;
         self.memory.device.address(self.memory.memory).map(|address| address + self.offset)
     }
 
-    /// Returns the page that lives in these bytes or in a part of them, placed there by
-    /// [`WriteBatch::create_in`] or by an open. `None` after the page has left, and in a forked child.
+    /// Returns the page that lives in these bytes or in a part of them, placed there by [`WriteBatch::create_in`] or by
+    /// an open. Returns `None` after the page has moved elsewhere or was deleted, and in a forked child.
     ///
     /// [`WriteBatch::create_in`]: crate::WriteBatch::create_in
     #[must_use]
@@ -159,7 +159,7 @@ impl DeviceBytes {
         MemoryRange { space, start, end: start + self.len }
     }
 
-    /// Checks that no two of the ranges share a byte, because the copies of one call have no order.
+    /// Checks that no two of the ranges share a byte, because the copies of one call run in any order.
     ///
     /// # Errors
     /// [`Error::Refused`] if two ranges overlap.
@@ -175,28 +175,28 @@ impl DeviceBytes {
         }
     }
 
-    /// Checks that no page lives in the bytes, because only the store writes to pages.
+    /// Checks that no page lives in the bytes. Only the store may write to a page.
     ///
     /// # Errors
-    /// [`Error::Refused`] if a page lives there.
+    /// [`Error::Refused`] if a page lives in the bytes.
     pub(crate) fn check_unused(&self) -> Result<()> {
         self.page().map_or(Ok(()), |page| Err(Error::Refused(Refused::MemoryInUse { len: self.len, page })))
     }
 
-    /// Begins a caller's use of these bytes. No page is placed there until the use ends.
+    /// Begins a caller's use of these bytes. No page is placed in the bytes until the returned use is dropped.
     ///
     /// # Errors
-    /// [`Error::Refused`] if the use writes and a page lives there.
+    /// [`Error::Refused`] if `by` writes and a page lives in the bytes.
     pub(super) fn begin_use(&self, by: CallerUse) -> Result<RangeUse> {
         let begun = self.memory.link.ranges.begin(self.range(), by);
         begun.map_err(|page| Error::Refused(Refused::MemoryInUse { len: self.len, page }))
     }
 
-    /// Blocks this thread until the store may use the bytes: until the ended uses by streams are done, and
-    /// the work now queued in the stream that produces the bytes is done.
+    /// Blocks this thread until the store may use the bytes. Waits for the ended uses by streams, and for the work now
+    /// queued in the stream that produces the bytes.
     ///
     /// # Errors
-    /// [`Error::Refused`] while a stream's guard is open or if the stream is refused; a device error.
+    /// [`Error::Refused`] while a stream's guard is open or if the device rejects the stream; a device error.
     pub(crate) fn arrived(&self, access: Access) -> Result<Span> {
         self.wait_uses(access)?;
         if let Some(stream) = self.stream {
@@ -205,17 +205,17 @@ impl DeviceBytes {
         Ok(self.span())
     }
 
-    /// Begins a call that writes to these bytes, after the streams' uses of them are done. No page is placed
-    /// there until the returned use is dropped.
+    /// Waits for the streams' uses of these bytes, then begins a call that writes to the bytes. No page is placed in
+    /// the bytes until the returned use is dropped.
     ///
     /// # Errors
-    /// [`Error::Refused`]; otherwise same as [`arrived`](Self::arrived).
+    /// [`Error::Refused`] if a page lives in the bytes; otherwise same as [`arrived`](Self::arrived).
     pub(crate) fn begin_write(&self) -> Result<(RangeUse, Span)> {
         let begun = self.begin_use(CallerUse::Call)?;
         Ok((begun, self.arrived(Access::Write)?))
     }
 
-    /// Waits like [`arrived`](Self::arrived), but not for the stream that produces the bytes.
+    /// Waits like [`arrived`](Self::arrived), except for the work of the stream that produces the bytes.
     ///
     /// # Errors
     /// Same as `arrived`.
@@ -255,12 +255,12 @@ impl DeviceBytes {
         self.memory.link.report_failure(error)
     }
 
-    /// Places a page in these bytes, which are not empty, and returns the page's memory id for them. Returns
-    /// `None` if a page gave up a part of them that a lane may still use.
+    /// Places a page in these bytes, which are not empty, and returns the page's memory id for them. Returns `None` if
+    /// another page gave up a part of the bytes and a lane may still use that part.
     ///
     /// # Errors
-    /// [`Error::Refused`] if a page lives there, and while a call writes there or a stream uses it; a device
-    /// error.
+    /// [`Error::Refused`] if a page lives in the bytes, while a call writes to them, or while a stream uses them; a
+    /// device error.
     pub(crate) fn lend(&self, page: PageId) -> Result<Option<MemoryId>> {
         match self.memory.link.ranges.lend(self.range(), page) {
             Ok(()) => {}
@@ -300,9 +300,9 @@ impl DeviceBytes {
         Ok(Self { offset: self.offset + range.start, len: range.end - range.start, ..self.clone() })
     }
 
-    /// Returns the same bytes, marked as produced on a caller's stream. A call that takes them waits, on its
-    /// own thread, for the work queued in the stream at that time. Commits that take nothing from streams are
-    /// not delayed.
+    /// Returns the same bytes, marked as produced on a caller's stream. A call that uses the returned bytes waits, on
+    /// its own thread, for the work queued in the stream at the time of the call. Commits that use no bytes from
+    /// streams are not delayed.
     #[must_use]
     pub fn on(&self, stream: RawStream) -> Self {
         Self { stream: Some(stream), ..self.clone() }
@@ -317,9 +317,8 @@ impl DeviceBytes {
     /// Replaces bytes starting at `offset`, after the work queued in the stream that produces them.
     ///
     /// # Errors
-    /// [`Error::Refused`] if the range exceeds these bytes, if a page lives there, or if the stream is refused;
-    /// [`Error::Poisoned`] if the device failed, which also poisons the
-    /// store; [`Error::Forked`].
+    /// [`Error::Refused`] if the range exceeds these bytes, if a page lives in them, or if the device rejects the
+    /// stream; [`Error::Poisoned`] if the device failed, which also poisons the store; [`Error::Forked`].
     pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         self.memory.check()?;
         self.try_write(offset, bytes).map_err(|error| self.report_error(error))
@@ -361,7 +360,7 @@ impl DeviceBytes {
         self.memory.check().map(drop)
     }
 
-    /// Returns the range for commands of the device that owns it.
+    /// Returns the range for commands of the device that owns the memory.
     pub(crate) fn span(&self) -> Span {
         Span { memory: self.memory.memory, offset: self.offset, len: self.len }
     }
@@ -369,7 +368,7 @@ impl DeviceBytes {
     /// Checks that the memory belongs to `device`.
     ///
     /// # Errors
-    /// [`Error::Refused`] if it belongs to another device.
+    /// [`Error::Refused`] if the memory belongs to another device.
     pub(crate) fn check_device(&self, device: &Arc<EngineDevice>) -> Result<()> {
         if self.memory.device.is_same(device) {
             return Ok(());

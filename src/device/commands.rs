@@ -1,6 +1,6 @@
-//! The commands of a list, and the ranges and deltas that they name.
+//! The commands of a list, and the ranges and deltas that commands name.
 //!
-//! These descriptions define the result of each command; the device chooses how to produce it.
+//! These descriptions define the result of each command. The device chooses how to produce the result.
 //! [`Device`](super::Device) describes how lists run.
 
 use remanent_format::Width;
@@ -27,7 +27,7 @@ pub struct StagingSpan {
     pub len: usize,
 }
 
-/// One step of a list. The caller has checked all ranges; a device panics on one that is out of bounds.
+/// One step of a list. The caller has checked all ranges: a device panics on a range that is out of bounds.
 #[derive(Clone, Debug)]
 pub enum Command {
     /// Copies staging to page memory. The lengths must be equal.
@@ -66,22 +66,22 @@ pub enum Command {
         /// The length of the pattern.
         width: Width,
     },
-    /// Copies many ranges into one area, each to its offset in `target`.
+    /// Copies many ranges into one area, each range to its offset in `target`.
     Gather {
         /// The ranges to copy, each with its offset in `target`.
         sources: Vec<(Span, u64)>,
         /// The area to write.
         target: Span,
     },
-    /// Copies from one area to many ranges, each from its offset in `source`.
+    /// Copies from one area to many ranges, each range from its offset in `source`.
     Scatter {
         /// The area to copy from.
         source: Span,
         /// The ranges to write, each with its offset in `source`.
         targets: Vec<(u64, Span)>,
     },
-    /// Compares two ranges and writes one bit for each element, lowest bit first: 1 if the elements differ.
-    /// The lengths must be equal and multiples of `width`.
+    /// Compares two ranges and writes one bit for each element, lowest bit first: 1 if the elements differ. The lengths
+    /// of the ranges must be equal and multiples of `width`.
     Diff {
         /// The first range to compare.
         left: Span,
@@ -89,13 +89,13 @@ pub enum Command {
         right: Span,
         /// The element's width.
         width: Width,
-        /// The range for the bits: one byte for eight elements, rounded up. It must overlap neither range.
+        /// The range for the bits: one byte for eight elements, rounded up. It must not overlap `left` or `right`.
         target: Span,
     },
-    /// Writes the indices of the set bits of each bitmap, in rising order, and the number of set bits as four
-    /// little-endian bytes for each bitmap.
+    /// Writes the indices of the set bits of each bitmap, in rising order. Also writes the number of set bits of each
+    /// bitmap, as four little-endian bytes.
     Select {
-        /// The bitmaps. No selection may write where another one reads or writes.
+        /// The bitmaps. No selection may write to a range that another selection reads or writes.
         bitmaps: Vec<Selection>,
         /// The range for the numbers of set bits.
         target: StagingSpan,
@@ -107,8 +107,8 @@ pub enum Command {
         /// The range for the checksums.
         target: StagingSpan,
     },
-    /// Computes the digest of each chunk of each source, [`DIGEST_LEN`](super::DIGEST_LEN) bytes each. Chunks
-    /// begin at a source's start; only its last chunk may be shorter than
+    /// Computes the digest of each chunk of each source, [`DIGEST_LEN`](super::DIGEST_LEN) bytes each. The first chunk
+    /// begins at the source's start. Only the last chunk may be shorter than
     /// [`DIGEST_CHUNK_LEN`](super::DIGEST_CHUNK_LEN).
     Digest {
         /// The ranges to digest.
@@ -118,19 +118,20 @@ pub enum Command {
         /// The range for the digests. Its offset must be a multiple of 8.
         target: StagingSpan,
     },
-    /// Copies single elements: element `i` of the target is the element of `source` that index `i` names.
+    /// Copies single elements: element `i` of the target is the element of `source` whose number is index `i`.
     Pick {
-        /// The elements to pick from.
+        /// The range that contains the elements.
         source: Span,
-        /// The width of the elements. Both lengths must be multiples of it.
+        /// The width of the elements. The lengths of `source` and `target` must be multiples of it.
         width: Width,
         /// Little-endian u32 indices into `source`, one for each element of `target`.
         indices: StagingSpan,
         /// The range for the picked elements. It must not overlap the source.
         target: Span,
     },
-    /// Checks indices that only the device has seen. Writes, for each list, four little-endian bytes: the sum
-    /// of the flags [`INDEX_OUT_OF_BOUNDS`] and [`INDEX_TWICE`] that apply, or 0 if all indices are valid.
+    /// Checks lists of indices in page memory, which the host has not seen. Writes, for each list, four little-endian
+    /// bytes: the sum of the flags [`INDEX_OUT_OF_BOUNDS`] and [`INDEX_TWICE`] that apply, or 0 if all indices are
+    /// valid.
     Validate {
         /// The lists to check.
         lists: Vec<IndexList>,
@@ -149,18 +150,18 @@ impl Command {
     }
 }
 
-/// A bitmap in page memory, lowest bit first, and the range for the indices of its set bits.
+/// A bitmap in page memory, lowest bit first, and the range that receives the indices of its set bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Selection {
-    /// The bits; fewer bytes than [`BITMAP_LEN_END`].
+    /// The bitmap, shorter than [`BITMAP_LEN_END`] bytes.
     pub bits: Span,
-    /// Space for little-endian u32 indices. It must not overlap the bits; offset and length must be multiples
-    /// of 4. Indices that do not fit are dropped, and unused space keeps its contents.
+    /// The range for little-endian u32 indices. It must not overlap the bits, and its offset and length must be
+    /// multiples of 4. Indices that do not fit are dropped, and unused space keeps its contents.
     pub indices: Span,
 }
 
 impl Selection {
-    /// Checks the rules for the fields. For implementations of devices.
+    /// Checks that the fields follow their documented rules. For implementations of devices.
     ///
     /// # Panics
     /// If the selection violates a rule.
@@ -178,19 +179,20 @@ impl Selection {
 /// The smallest length, in bytes, of a bitmap whose bit numbers no longer fit in 32 bits.
 pub const BITMAP_LEN_END: u64 = 1 << 29;
 
-/// Indices in page memory, which should all be different and below a bound.
+/// A list of indices in page memory, for [`Command::Validate`]. The list is valid if all indices are different and
+/// below `bound`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IndexList {
     /// Little-endian u32 indices; offset and length must be multiples of 4.
     pub indices: Span,
-    /// The number of elements that the indices can name.
+    /// The number of elements that the indices can name; every index must be below it.
     pub bound: u64,
 }
 
-/// Flag: an index is not below its bound.
+/// Flag of [`Command::Validate`]: an index is not below its bound.
 pub const INDEX_OUT_OF_BOUNDS: u32 = 1;
 
-/// Flag: an index occurs twice in its list.
+/// Flag of [`Command::Validate`]: an index occurs twice in its list.
 pub const INDEX_TWICE: u32 = 2;
 
 /// One delta: bytes from staging or from page memory, merged into a range of page memory.
@@ -198,37 +200,37 @@ pub const INDEX_TWICE: u32 = 2;
 pub struct Piece {
     /// The range of page memory to change. For `Sparse`, the range that contains the elements.
     pub target: Span,
-    /// The location of the delta's bytes.
+    /// The location of the delta's bytes: staging or page memory.
     pub payload: Payload,
-    /// The way the bytes are merged.
+    /// How the bytes are merged into the target.
     pub kind: PieceKind,
 }
 
 /// The location of a delta's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Payload {
-    /// In a staging of the list, starting at this offset.
+    /// The bytes are in a staging of the list.
     Staging {
         /// Index into [`CommandList::staging`].
         index: usize,
         /// Offset of the first byte.
         offset: usize,
     },
-    /// In a range of page memory.
+    /// The bytes are in a range of page memory.
     Device(Span),
 }
 
-/// The way a delta's bytes are merged. Offsets are relative to the payload's first byte.
+/// How a delta's bytes are merged into its target. Offsets are relative to the payload's first byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PieceKind {
     /// The payload's first `target.len` bytes replace the target.
     Dense,
-    /// The payload has a bitmap at offset 0 (one bit for each element, lowest bit first) and bytes for the
-    /// whole range at `bytes_at`. Elements whose bit is 1 are replaced.
+    /// The payload has a bitmap at offset 0 (one bit for each element, lowest bit first), and bytes for the whole
+    /// target at `bytes_at`. Elements whose bit is 1 are replaced.
     Masked {
         /// The element's width; `target.len` must be a multiple of it.
         width: Width,
-        /// Offset of the bytes.
+        /// Offset, in bytes, of the new contents of the target.
         bytes_at: usize,
     },
     /// The payload has `count` little-endian u32 element indices at offset 0, all different, and the bytes of
@@ -238,7 +240,7 @@ pub enum PieceKind {
         width: Width,
         /// Number of elements.
         count: usize,
-        /// Offset of the bytes of the elements.
+        /// Offset, in bytes, of the new values of the elements.
         values_at: usize,
     },
 }

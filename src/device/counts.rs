@@ -1,12 +1,12 @@
-//! The device of an engine, and the counts of its work: allocations, the bytes that lists move between places,
-//! and the time that lists take.
+//! The device of an engine, and the counts of its work: allocations, the bytes that lists move between places, and the
+//! time that lists take.
 //!
-//! All devices are counted alike, the host device too. A list is counted when it is queued, by the ranges that
-//! its commands name. Its time is recorded by the first thread that observes that its fence has passed. A GPU
-//! notifies no thread of this, so the recorded time is an upper bound.
+//! Work is counted in the same way on every device, including the host device. A list is counted when it is queued, by
+//! the ranges that its commands name. Its time is recorded by the first thread that observes that its fence has passed.
+//! A GPU notifies no thread of this, so the recorded time is an upper bound.
 //!
-//! Counting costs one lookup for each range, one lock for each list, and one addition for each allocation.
-//! Bytes that a caller's thread [reads directly](super::DirectReads) belong to no list and are not counted.
+//! Counting costs one lookup for each range, one lock for each list, and one addition for each allocation. Bytes that a
+//! caller's thread [reads directly](super::DirectReads) belong to no list and are not counted.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Deref;
@@ -44,15 +44,15 @@ pub struct TransferStats {
     pub from: Place,
     /// The destination of the bytes; [`Place::Host`] for downloads to the host.
     pub to: Place,
-    /// Pages, or ranges of them: each range of each list counts once.
+    /// Number of ranges moved. Each range of each list counts once, whether it is a page or a part of one.
     pub pages: u64,
-    /// Total bytes of these ranges. A delta that changes single elements counts all bytes of its range.
+    /// Total bytes of the ranges moved. A delta that changes single elements counts all bytes of its range.
     pub bytes: u64,
-    /// Lists that moved some of these bytes.
+    /// Number of lists that moved bytes from `from` to `to`.
     pub lists: u64,
-    /// Total time from the submission of each list until a thread observed that its fence had passed. If a
-    /// list moved bytes between several pairs of places, its time is divided by bytes. Lists overlap, so the
-    /// total may exceed the elapsed time.
+    /// Total time from the submission of each list until a thread observed that its fence had passed. If a list moved
+    /// bytes between several pairs of places, its time is divided among them in proportion to the bytes. Lists overlap,
+    /// so the total may exceed the elapsed time.
     pub time: Duration,
 }
 
@@ -62,31 +62,31 @@ pub struct TransferStats {
 pub struct LaneStats {
     /// Lists submitted to the lane.
     pub lists: u64,
-    /// Lists that no thread has observed to be done.
+    /// Submitted lists whose completion no thread has observed yet.
     pub queued: u64,
-    /// The highest value of `queued`.
+    /// The highest value of `queued` since the store was opened.
     pub queued_max: u64,
-    /// Waits for a fence that had not passed.
+    /// Number of times that a thread waited for a fence that had not passed.
     pub waits: u64,
-    /// Total time that threads spent in these waits.
+    /// Total time that threads waited for fences of the lane.
     pub wait_time: Duration,
 }
 
-/// The device of an engine, whose work is counted from the open on. The engine calls no device but through
-/// this type.
+/// A device wrapped with counters. The engine calls its device only through this type, so all of the device's work is
+/// counted.
 pub(crate) struct EngineDevice {
     inner: Arc<dyn Device>,
     counts: DeviceCounts,
 }
 
-/// The counts, shared by threads.
+/// The counts of one device's work, shared by threads.
 pub(crate) struct DeviceCounts {
     allocations: [AllocationCount; PLACES],
     transfers: Mutex<BTreeMap<(Place, Place), Moved>>,
     lanes: [Mutex<LaneCount>; Lane::ALL.len()],
 }
 
-/// One counter for each place: the slots of devices, and the places of the host.
+/// The number of allocation counters: one for each device slot, and one for each other place.
 const PLACES: usize = SLOTS + 4;
 const SLOTS: usize = 64;
 
@@ -108,7 +108,7 @@ struct Moved {
 #[derive(Default)]
 struct LaneCount {
     stats: LaneStats,
-    /// Lists not yet observed to be done, in order.
+    /// Lists whose completion no thread has observed yet, in the order of submission.
     under_way: VecDeque<ListInFlight>,
 }
 
@@ -130,7 +130,7 @@ impl DeviceCounts {
         }
     }
 
-    /// Returns the allocation counts of each place that has any.
+    /// Returns the allocation counts of each place with at least one allocation or failure.
     pub fn allocations(&self) -> Vec<(Place, AllocationStats)> {
         let of = |(number, count): (usize, &AllocationCount)| {
             let [allocations, frees, refusals] = [&count.allocations, &count.frees, &count.refusals]
@@ -187,7 +187,7 @@ impl DeviceCounts {
         lane.stats.queued_max = lane.stats.queued_max.max(lane.stats.queued);
     }
 
-    /// Records that the lane has reached this fence.
+    /// Records that the fence with this value has passed, and with it all earlier fences of the lane.
     fn reached(&self, lane: Lane, value: u64) {
         let mut done = Vec::new();
         {
@@ -213,11 +213,11 @@ impl DeviceCounts {
     }
 }
 
-/// A move that a command makes: the memory of the source and of the target, which is `None` for staging, and
-/// the number of bytes.
+/// A move that a command makes: the source memory, the target memory, and the number of bytes. The memory is `None` for
+/// staging.
 type Move = (Option<MemoryId>, Option<MemoryId>, u64);
 
-/// Returns the moves that the commands make, in order. Empty ranges are skipped.
+/// Returns the moves that the commands make, in list order. Empty ranges are skipped.
 fn moves(commands: &[Command]) -> Vec<Move> {
     let mut moves = Vec::new();
     let mut add = |from: Option<&Span>, to: Option<&Span>, bytes: u64| {
@@ -296,7 +296,7 @@ impl EngineDevice {
         &self.counts
     }
 
-    /// Returns whether two engines share their device, and with it the device's memory.
+    /// Returns whether two engines share a device, and therefore its memory.
     pub fn is_same(&self, other: &Self) -> bool {
         ptr::addr_eq(Arc::as_ptr(&self.inner), Arc::as_ptr(&other.inner))
     }
@@ -350,8 +350,8 @@ impl EngineDevice {
         Ok(())
     }
 
-    /// Frees the memory of several pages, each given with its place. Returns the indexes of those that the
-    /// device could not free, with their errors.
+    /// Frees the memory of several pages. `memory` contains each page's place and memory id. Returns the index and the
+    /// error of each memory that the device could not free.
     pub fn release_all(&self, memory: &[(Place, MemoryId)]) -> Vec<(usize, Error)> {
         let ids: Vec<MemoryId> = memory.iter().map(|(_, memory)| *memory).collect();
         let mut kept = Vec::new();
@@ -427,7 +427,8 @@ impl EngineDevice {
     }
 }
 
-/// Calls that are not counted. A [`Pending`] is finished with [`EngineDevice::finish`], which counts the wait.
+/// Forwards the methods that are not counted. Finish a [`Pending`] with [`EngineDevice::finish`], which counts the
+/// wait.
 impl Deref for EngineDevice {
     type Target = dyn Device;
 

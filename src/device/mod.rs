@@ -67,7 +67,7 @@ pub trait Device: Any + Send + Sync {
     /// Allocates page memory with unspecified contents. `len` may be 0.
     ///
     /// # Errors
-    /// `OutOfMemory`, `PlaceUnavailable`.
+    /// `OutOfMemory`, `Unavailable`.
     fn allocate(&self, place: Place, len: u64) -> Result<MemoryId>;
 
     /// Returns whether page memory of this length in this place contains zeros when it is allocated. If so, a

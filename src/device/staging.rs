@@ -1,4 +1,4 @@
-//! Staging: host memory that a list owns while it runs, and that returns to the caller afterwards.
+//! Staging: host memory that a list owns while it runs. The caller gets the memory back afterwards.
 
 use std::any::Any;
 use std::ops::{Deref, DerefMut};
@@ -7,11 +7,12 @@ use std::sync::Arc;
 use super::{Device, Fence};
 use crate::error::Result;
 
-/// Host memory that a lane copies from or to. The caller can read and write it while it owns it. While a list
-/// owns it, no other code can access it, as asynchronous copies require.
+/// Host memory that a lane copies from or to. The caller can read and write the memory until it submits it with a list.
+/// While a list owns the memory, no other code can access it, as asynchronous copies require.
 pub struct Staging(Box<dyn StagingMemory>);
 
-/// The memory behind a device's staging.
+/// The bytes of a [`Staging`], implemented by each device for the kind of host memory that its lanes can copy from and
+/// to, such as pinned memory.
 pub trait StagingMemory: Any + Send + Sync {
     /// Returns the bytes for reading.
     fn bytes(&self) -> &[u8];
@@ -34,7 +35,7 @@ impl Staging {
         Self(Box::new(memory))
     }
 
-    /// Returns the backing memory, by which a device recognizes its own staging.
+    /// Returns the backing memory. A device downcasts it to recognize staging that it created.
     #[must_use]
     pub fn memory(&self) -> &dyn Any {
         &*self.0
@@ -71,8 +72,8 @@ pub struct Pending {
 pub type ReturnedStaging = crate::base::sync::Mutex<Vec<Staging>>;
 
 impl Pending {
-    /// Creates the handle of a list that passes `fence` and whose staging will be in `returned` by then. For
-    /// implementations of devices.
+    /// Creates the handle of a list that passes `fence` when it is done. By then, the device must have stored the
+    /// list's staging in `returned`. For implementations of devices.
     #[must_use]
     pub fn new(fence: Fence, returned: Arc<ReturnedStaging>) -> Self {
         Self { fence, returned }

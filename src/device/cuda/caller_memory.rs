@@ -54,7 +54,7 @@ impl CallerMemory {
 /// Returns the kind of memory that contains the range.
 ///
 /// # Errors
-/// `MemoryRefused`, a device error.
+/// `Refused`, a device error.
 pub(super) fn kind_of(context: &Context, entered: &ContextGuard<'_>, memory: &CallerMemory) -> Result<Kind> {
     let refused = |reason: String| Err(Error::Refused(Refused::Memory { len: memory.len, reason }));
     if memory.len == 0 {

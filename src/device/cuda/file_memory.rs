@@ -27,7 +27,7 @@ impl RegisteredMappings {
     /// Pins a mapping with the driver.
     ///
     /// # Errors
-    /// `MemoryRefused`, `OutOfMemory`, a device error. On failure the mapping is removed.
+    /// `Refused`, `OutOfMemory`, a device error. On failure the mapping is removed.
     pub fn register(&self, context: &Context, mapping: Box<dyn FileMemory>) -> Result<()> {
         let (address, len) = (mapping.address(), mapping.byte_len());
         let refused = |reason: String| Error::Refused(Refused::Memory { len, reason });

@@ -135,7 +135,7 @@ impl Timeline {
     /// stream.
     ///
     /// # Errors
-    /// `StreamRefused`, a device error.
+    /// `Refused`, a device error.
     pub fn follow_stream(&self, stream: RawStream) -> Result<()> {
         let entered = self.context.enter()?;
         stream::check(self.context, &entered, stream)?;
@@ -147,7 +147,7 @@ impl Timeline {
     /// lane.
     ///
     /// # Errors
-    /// `StreamRefused`, a device error.
+    /// `Refused`, a device error.
     pub fn lead_stream(&self, stream: RawStream) -> Result<()> {
         // Checked before the event is recorded: within a capture, the wait would become part of the caller's
         // graph and be repeated at every launch of it.

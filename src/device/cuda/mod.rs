@@ -104,7 +104,7 @@ impl CudaDevice {
     /// Opens the GPU with this number among those visible to the process.
     ///
     /// # Errors
-    /// `DeviceUnavailable`, which names the missing part: the driver, the GPU, or a required capability.
+    /// `Unavailable`, which names the missing part: the driver, the GPU, or a required capability.
     pub fn open(ordinal: u32) -> Result<Self> {
         Self::open_with(ordinal, Arc::new(Pool::new(DriverMemory::of(ordinal)?)))
     }
@@ -156,7 +156,7 @@ impl CudaDevice {
     /// Returns the number of GPUs visible to the process.
     ///
     /// # Errors
-    /// `DeviceUnavailable` if the driver is missing or too old.
+    /// `Unavailable` if the driver is missing or too old.
     pub fn count() -> Result<u32> {
         let unavailable =
             |reason| Error::Unavailable(Unavailable::Device { device: "cuda".to_owned(), reason });

@@ -1,11 +1,12 @@
-//! Rows and parts for pieces without hazards between areas, and the choice of pieces that run concurrently.
+//! Plans pieces that have no hazards between areas: creates their rows and parts, and chooses the pieces that run
+//! concurrently.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
 use super::abi::{MASK_STEPS, PIECE_MASKED, PIECE_PICK, PIECE_SPARSE, PartRow, PieceRow};
 
-/// Bytes of a part of a long piece: enough for a block to hide the latency of its reads.
+/// Length in bytes of a part of a long piece: enough for a block to hide the latency of its reads.
 const PART_BYTES: u64 = 32 << 10;
 /// The maximum number of parts into which a piece is split.
 const PARTS_MAX: u64 = 8192;
@@ -14,21 +15,22 @@ const PARTS_MAX: u64 = 8192;
 /// copy) and 687 µs with a block each (74 %). A single piece takes one microsecond more with a warp
 /// (`benches/kernels.cu`, H200).
 const WARP_BYTES: u64 = 16 << 10;
-/// Bytes that one block alone moves in the time that another launch takes.
+/// The number of bytes that one block moves in the time that another launch takes.
 const LAUNCH_BYTES: u64 = 64 << 10;
-/// The largest average size, in bytes, of overlapping pieces that form a hot spot, which one block processes.
+/// The limit, in bytes, on the average length of overlapping pieces that one block processes in list order. Longer
+/// pieces are split over consecutive launches.
 const HOT_BYTES: u64 = 2 << 10;
-/// Bytes moved for one scattered element: a sector of the GPU's memory.
+/// The number of bytes moved for one scattered element: a sector of the GPU's memory.
 const SECTOR_BYTES: u64 = 32;
 
-/// A kernel's row, and the length of the range that it writes.
+/// A kernel's row, and the length in bytes of the range that the row writes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TargetRow {
     pub row: PieceRow,
     pub target_len: u64,
 }
 
-/// The rows of a table, in runs created by several threads.
+/// The rows of a table, stored as runs that several threads created.
 #[derive(Debug)]
 pub(super) struct Rows<R> {
     runs: Vec<Vec<R>>,
@@ -69,7 +71,7 @@ pub(super) struct Stage {
 }
 
 impl Stage {
-    /// Adds a piece that overlaps no other piece of the stage; `number` is that of its row.
+    /// Adds a piece that overlaps no other piece of the stage. `number` is the number of the piece's row.
     pub fn add(&mut self, row: &PieceRow, number: usize) {
         let (first, bytes) = (number as u32, moved(row));
         if bytes <= WARP_BYTES {
@@ -87,7 +89,7 @@ impl Stage {
     }
 }
 
-/// Pieces as rows, and the parts of the consecutive launches.
+/// Pieces as rows, and the parts of each of the consecutive launches.
 #[derive(Debug, Default)]
 pub(super) struct PiecePlan {
     /// The number of the first row.
@@ -126,7 +128,7 @@ impl PiecePlan {
         plan
     }
 
-    /// Creates the plan of pieces of which none overlaps another, with their parts.
+    /// Creates a plan of pieces that do not overlap, from their rows and parts.
     pub fn apart(rows: Vec<PieceRow>, parts: Stage) -> Self {
         Self { first: 0, rows, stages: vec![parts] }
     }
@@ -156,7 +158,7 @@ impl PiecePlan {
     }
 }
 
-/// Returns roughly the number of bytes that a piece moves.
+/// Returns the approximate number of bytes that a piece moves.
 fn moved(row: &PieceRow) -> u64 {
     match row.kind {
         PIECE_SPARSE | PIECE_PICK => row.steps * SECTOR_BYTES,
@@ -203,7 +205,7 @@ fn is_hot(pieces: &[TargetRow], cluster: &[usize]) -> bool {
     bytes <= LAUNCH_BYTES || bytes <= HOT_BYTES * cluster.len() as u64
 }
 
-/// Returns the pieces that no earlier piece of the cluster overlaps, and the rest.
+/// Returns the pieces that no earlier piece of the cluster overlaps, and the remaining pieces.
 fn first_round(pieces: &[TargetRow], cluster: &[usize]) -> (Vec<usize>, Vec<usize>) {
     // Disjoint ranges that earlier pieces cover, by their starts. Postponed pieces count too, because a later
     // piece must not overtake them.

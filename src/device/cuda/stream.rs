@@ -35,7 +35,7 @@ pub(super) fn raw(stream: RawStream) -> CUstream {
 /// Checks that no graph is being captured from a stream.
 ///
 /// # Errors
-/// `StreamRefused`, a device error.
+/// `Refused`, a device error.
 pub(super) fn check(context: &Context, entered: &ContextGuard<'_>, stream: RawStream) -> Result<()> {
     let mut status: c_uint = 0;
     // SAFETY: the context is current, the pointer is to a live integer, and the creator of the `RawStream`
@@ -49,7 +49,7 @@ pub(super) fn check(context: &Context, entered: &ContextGuard<'_>, stream: RawSt
 /// Records the current point of a caller's stream.
 ///
 /// # Errors
-/// `StreamRefused`, a device error.
+/// `Refused`, a device error.
 pub(super) fn point(context: &'static Context, stream: RawStream) -> Result<CudaEvent> {
     let event = CudaEvent::new(context)?;
     let entered = context.enter()?;
@@ -63,7 +63,7 @@ pub(super) fn point(context: &'static Context, stream: RawStream) -> Result<Cuda
 /// Makes later work of a caller's stream wait for an event.
 ///
 /// # Errors
-/// `StreamRefused`, a device error.
+/// `Refused`, a device error.
 pub(super) fn hold(context: &Context, stream: RawStream, event: &CudaEvent) -> Result<()> {
     let entered = context.enter()?;
     // Within a capture, the wait would become part of the caller's graph.

@@ -1,7 +1,7 @@
 //! Hints to the driver about the best location of managed memory.
 //!
-//! The driver stores a hint by address, for whole system pages. Hints are therefore removed before memory
-//! passes to its next user.
+//! The driver stores a hint by address, for whole system pages. Hints are therefore removed before the memory is
+//! allocated again.
 
 use std::collections::BTreeSet;
 
@@ -13,7 +13,7 @@ use crate::base::sync::Mutex;
 use crate::device::{UnifiedHint, UnifiedSide};
 use crate::error::Result;
 
-/// `CU_DEVICE_CPU`: the host, as an argument that takes a GPU or the host.
+/// `CU_DEVICE_CPU`: the device number that denotes the host.
 const HOST: CUdevice = -1;
 
 /// The driver's numbers for hints: `CUmem_advise`.
@@ -24,12 +24,13 @@ mod advice {
     pub const UNSET_PREFERRED: u32 = 4;
 }
 
-/// The managed memory with hints, by address.
+/// The addresses of the managed allocations that may have hints in the driver. A hint is recorded here so that it can
+/// be removed when the memory is freed.
 #[derive(Default)]
 pub(super) struct UnifiedHints(Mutex<BTreeSet<u64>>);
 
 impl UnifiedHints {
-    /// Gives a hint for memory that is not empty. Copies are queued on `stream`.
+    /// Passes a hint for memory that is not empty to the driver. Copies are queued on `stream`.
     ///
     /// # Errors
     /// A device error.

@@ -260,7 +260,7 @@ impl MultiDevice {
     /// result. For a default stream, calls all devices, because each has one with that handle.
     ///
     /// # Errors
-    /// `StreamRefused` if all devices reject the stream; a device error.
+    /// `Refused` if all devices reject the stream; a device error.
     fn with_stream<T>(
         &self,
         stream: RawStream,

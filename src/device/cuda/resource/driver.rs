@@ -50,7 +50,7 @@ impl DriverMemory {
     /// Creates a source for the memory of the GPU with this number among those visible to the process.
     ///
     /// # Errors
-    /// `DeviceUnavailable`, which names the missing part.
+    /// `Unavailable`, which names the missing part.
     pub fn of(ordinal: u32) -> Result<Self> {
         let unavailable =
             |reason| Error::Unavailable(Unavailable::Device { device: format!("cuda:{ordinal}"), reason });

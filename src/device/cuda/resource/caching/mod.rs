@@ -43,7 +43,7 @@ pub trait StreamPoints: Send + Sync + 'static {
     /// Records the current point of the stream.
     ///
     /// # Errors
-    /// `StreamRefused`, a device error.
+    /// `Refused`, a device error.
     fn point(&self, stream: RawStream) -> Result<Box<dyn StreamPoint>>;
 }
 
