@@ -100,8 +100,8 @@ impl Error {
     }
 }
 
-/// Returns the end of the message for a state outside the retained range: older states that are still
-/// available.
+/// Returns the end of the message for a state outside the retained range. The text lists the older states that are
+/// still available.
 pub(super) fn single_states(below: &[Lsn]) -> String {
     let batches: Vec<String> = below.iter().map(Lsn::to_string).collect();
     match batches.len() {

@@ -1,4 +1,5 @@
-//! The kinds of those errors that have more than one.
+//! The causes that errors with several causes distinguish, such as each invalid argument of
+//! [`Error::Invalid`](super::Error::Invalid).
 
 use std::fmt;
 
@@ -15,15 +16,16 @@ pub enum IoAction {
     Open,
     /// Creates a file or folder.
     Create,
-    /// Creates a file after the store's directory was removed.
+    /// Creates a file in the store's directory, which was removed.
     CreateInRemoved,
-    /// Reads a file or a source.
+    /// Reads a file or a caller-supplied source.
     Read,
     /// Writes a file.
     Write,
-    /// Writes a trial file past the page cache.
+    /// Writes a trial file, bypassing the page cache.
     WriteDirect,
-    /// Makes a file or folder durable. A failed sync is never a temporary shortage.
+    /// Makes a file or folder durable. [`Error::remedy`](super::Error::remedy) never classifies a failed sync as a
+    /// temporary shortage.
     Sync,
     /// Maps a file into memory.
     Map,
@@ -33,7 +35,7 @@ pub enum IoAction {
     Inspect,
     /// Lists a folder.
     List,
-    /// Gives a file a second name.
+    /// Creates a hard link: a second name of a file.
     Link,
     /// Renames a file.
     Rename,
@@ -45,7 +47,7 @@ pub enum IoAction {
     Allocate,
     /// Starts a thread.
     Start,
-    /// Draws random bytes.
+    /// Obtains random bytes from the operating system.
     Draw,
 }
 
@@ -78,9 +80,9 @@ impl fmt::Display for IoAction {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum IoObject {
-    /// A file of the store.
+    /// A file in the store's directory.
     File {
-        /// The file, within the store directory.
+        /// The name of the file.
         file: FileName,
         /// The offset in the file, in bytes, if known.
         offset: Option<u64>,
@@ -99,10 +101,10 @@ pub enum IoObject {
     Source {
         /// The index of the operation in the batch, from 0.
         index: usize,
-        /// The offset of the requested bytes in the source, in bytes.
+        /// The offset, in bytes, of the requested bytes in the source.
         offset: u64,
     },
-    /// Random bytes for an identity.
+    /// The operating system's random bytes, requested for an identity.
     Randomness,
 }
 
@@ -120,7 +122,8 @@ impl fmt::Display for IoObject {
     }
 }
 
-/// The difference in [`Error::Mismatch`](super::Error::Mismatch) between a store and the options of its opener.
+/// The property in which a store differs from the options of its opener, for
+/// [`Error::Mismatch`](super::Error::Mismatch).
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Mismatch {
@@ -130,7 +133,7 @@ pub enum Mismatch {
         /// The identity of the store.
         found: Vec<u8>,
     },
-    /// The given layout fingerprint differs from that of the store, so its pages would be misinterpreted.
+    /// The given layout fingerprint differs from that of the store. The caller would misinterpret the store's pages.
     #[error("the store's layout fingerprint is {}, and the caller's is {}", Fingerprint(.found.as_ref()), Fingerprint(Some(.expected)))]
     Layout {
         /// The given layout fingerprint.
@@ -140,7 +143,7 @@ pub enum Mismatch {
     },
 }
 
-/// The invalid argument in [`Error::Invalid`](super::Error::Invalid).
+/// The argument or call that is invalid, for [`Error::Invalid`](super::Error::Invalid).
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Invalid {
@@ -161,10 +164,10 @@ pub enum Invalid {
     /// A key is empty or too long.
     #[error(transparent)]
     Key(KeyLenError),
-    /// A block layout is invalid, or cannot be used this way.
+    /// A block layout is invalid, or does not fit the call.
     #[error(transparent)]
     Layout(LayoutError),
-    /// An operation is inconsistent with itself or with its page.
+    /// An operation of a batch contradicts itself or its page.
     #[error("operation {index} of the batch: {reason}")]
     Operation {
         /// The index of the operation in the batch, from 0.
@@ -172,7 +175,7 @@ pub enum Invalid {
         /// The reason why it is invalid.
         reason: String,
     },
-    /// The two pages differ in length.
+    /// A call requires two pages of equal length, but their lengths differ.
     #[error("pages {} and {} are {} and {} bytes long", pages[0], pages[1], lens[0], lens[1])]
     LengthsDiffer {
         /// The ids of the pages.
@@ -180,17 +183,17 @@ pub enum Invalid {
         /// The lengths of the pages in bytes.
         lens: [u64; 2],
     },
-    /// The batch does not follow the last batch of the replica.
+    /// The batch given to a replica does not directly follow the replica's last batch.
     #[error("batch {lsn} does not follow: batch {expected} is the next one")]
     OutOfOrder {
-        /// The batch that was given.
+        /// The number of the given batch.
         lsn: Lsn,
-        /// The batch that would follow.
+        /// The number of the batch that directly follows the replica's last batch.
         expected: Lsn,
     },
 }
 
-/// The name in [`Error::Taken`](super::Error::Taken) and its holder.
+/// The key or name that is already in use, and its holder, for [`Error::Taken`](super::Error::Taken).
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Taken {
@@ -212,11 +215,11 @@ pub enum Taken {
     },
 }
 
-/// The caller's memory or stream in [`Error::Refused`](super::Error::Refused).
+/// The caller's memory or stream that a call cannot use, for [`Error::Refused`](super::Error::Refused).
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Refused {
-    /// A caller's stream cannot be waited for or made to wait.
+    /// A caller's stream cannot wait for the store, and the store cannot wait for it.
     #[error("stream {stream:#x} cannot be used: {reason}")]
     Stream {
         /// The handle of the stream.
@@ -232,26 +235,26 @@ pub enum Refused {
         /// Why the memory cannot be used.
         reason: String,
     },
-    /// The caller-owned memory contains a page, so only the store may write to it, or a lane may still access
-    /// it for a page that has left.
+    /// A page lives in the caller-owned memory, or has left it while a lane may still access the memory. Only the store
+    /// may write to a page's memory.
     #[error("{len} bytes of a caller's memory cannot be used: page {page} is in it")]
     MemoryInUse {
         /// The length of the memory in bytes.
         len: u64,
-        /// The page in this memory.
+        /// The page that lives in this memory, or that has left it.
         page: PageId,
     },
-    /// The memory does not accept hints about its location.
+    /// The page's memory does not support hints about its location.
     #[error("memory in place {place} accepts no hints: {reason}")]
     Hint {
-        /// The place of the memory.
+        /// The place of the page's memory.
         place: Place,
-        /// Why the memory does not accept hints.
+        /// Why the memory does not support hints.
         reason: &'static str,
     },
 }
 
-/// The place or device in [`Error::Unavailable`](super::Error::Unavailable).
+/// The place or device that cannot be used, for [`Error::Unavailable`](super::Error::Unavailable).
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Unavailable {
@@ -273,7 +276,7 @@ pub enum Unavailable {
     },
 }
 
-/// The state in [`Error::NoSuchState`](super::Error::NoSuchState).
+/// The requested state that does not exist, for [`Error::NoSuchState`](super::Error::NoSuchState).
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum NoSuchState {
@@ -288,10 +291,10 @@ pub enum NoSuchState {
     Name {
         /// The requested name.
         name: String,
-        /// The most similar name of a kept snapshot, if one is similar.
+        /// The kept snapshot's name that is most similar to `name`, if any is similar.
         nearest: Option<String>,
     },
-    /// The requested state can no longer be reconstructed, or the batch does not exist yet.
+    /// The state after this batch can no longer be reconstructed, or the batch does not exist yet.
     #[error("batch {requested} is outside the retained range {oldest}..={newest}{}", single_states(below))]
     OutsideWindow {
         /// The requested batch.
@@ -300,11 +303,10 @@ pub enum NoSuchState {
         oldest: Lsn,
         /// The newest batch.
         newest: Lsn,
-        /// Older states that are still available individually, because a named snapshot keeps each of them;
-        /// in ascending order.
+        /// Older batches whose states are still available because named snapshots keep them, in ascending order.
         below: Vec<Lsn>,
     },
-    /// The batch to wait for was not committed yet.
+    /// A call waits for a batch that was not committed yet.
     #[error("batch {requested} is not committed yet: the newest is {newest}")]
     NotCommitted {
         /// The requested batch.

@@ -1,4 +1,4 @@
-//! The error type of the crate: cause, location, state of the store, remedy.
+//! The crate's error type. An error states its cause, its location, the state of the store afterwards, and the remedy.
 
 mod advice;
 mod display;
@@ -21,16 +21,17 @@ pub use self::nearest::nearest;
 pub use self::remedy::Remedy;
 pub use crate::layout::LayoutError;
 
-/// A result whose default error is [`Error`].
+/// A [`Result`](std::result::Result) whose default error type is [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// The error type of all fallible calls.
 ///
-/// Each variant states the cause: the caller, the environment (the system, a disk, another process), damaged
-/// data, or a bug. It also states the store afterwards. An *unchanged* store continues as if the call had not
-/// been made. A *poisoned* store fails commits and snapshots with [`Error::Poisoned`], until it is opened again.
-/// The message states the failure, and then the remedy in words, which [`Error::advice`] returns.
-/// [`Error::remedy`] returns the kind of remedy. A clone is cheap because it shares sources.
+/// Each variant states the cause: the caller, the environment (the system, a disk, another process), damaged data, or a
+/// bug. Each variant also states the condition of the store afterwards. An *unchanged* store continues as if the call
+/// had not been made. A *poisoned* store fails commits and snapshots with [`Error::Poisoned`] until it is opened again.
+///
+/// The message states the failure and then the remedy in words. [`Error::advice`] returns only the remedy in words, and
+/// [`Error::remedy`] returns its kind. A clone is cheap because it shares sources.
 ///
 /// ```
 /// use remanent::error::Remedy;
@@ -46,10 +47,10 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Error {
-    /// A call to the operating system failed, or a caller-supplied source of bytes.
+    /// A call to the operating system or a caller-supplied source of bytes failed.
     ///
-    /// The cause is the environment. The store is unchanged if the remedy is to retry or to permit access, and
-    /// otherwise must be opened again.
+    /// The cause is the environment. The store is unchanged if the remedy is to retry or to permit access. Otherwise it
+    /// must be opened again.
     Io {
         /// The attempted action.
         action: IoAction,
@@ -60,10 +61,11 @@ pub enum Error {
         /// The error of the operating system or of the source.
         source: Arc<io::Error>,
     },
-    /// The disk has no space for a segment, an image or a manifest. The store continues when space is available
-    /// again. Batches that only delete use reserved space. The space of deleted pages is freed by the next
-    /// [snapshot](crate::Store::snapshot), if no kept snapshot needs it;
-    /// [`Store::prune`](crate::Store::prune) gives up older snapshots.
+    /// The disk has no space for a segment, an image or a manifest. The store continues when space is available again.
+    /// Batches that only delete use reserved space.
+    ///
+    /// The next [snapshot](crate::Store::snapshot) frees the space of deleted pages, unless a kept snapshot needs it.
+    /// [`Store::prune`](crate::Store::prune) removes older snapshots.
     ///
     /// The cause is the environment. The store is unchanged.
     DiskFull {
@@ -74,7 +76,7 @@ pub enum Error {
         /// The store's directory.
         store: Option<Arc<str>>,
     },
-    /// Data on disk is damaged, beyond a torn tail.
+    /// Data on disk is damaged. A torn tail, which a crash leaves, is not reported as damage.
     ///
     /// The cause is damaged data. The store is unchanged.
     Damaged(Box<StoreDamage>),
@@ -87,10 +89,9 @@ pub enum Error {
         /// The store's directory.
         store: Option<Arc<str>>,
     },
-    /// Another writer opened the store after this one, because no lock prevented it or a program replaced or
-    /// removed `LOCK`. This writer acknowledges no more batches and changes no more files. The store now
-    /// belongs to the other writer, whose state starts with the batches that this one acknowledged as
-    /// durable.
+    /// Another writer opened the store after this one, because no lock prevented it or a program replaced or removed
+    /// `LOCK`. This writer acknowledges no more batches and changes no more files. The store now belongs to the other
+    /// writer, whose state includes all batches that this writer acknowledged as durable.
     ///
     /// The cause is the environment. The store is poisoned.
     Superseded {
@@ -99,7 +100,7 @@ pub enum Error {
         /// The store's directory.
         store: Option<Arc<str>>,
     },
-    /// A thread panicked and left its work incomplete.
+    /// A thread of the store panicked and left its work incomplete.
     ///
     /// The cause is a bug. The store is poisoned.
     Panicked {
@@ -112,19 +113,20 @@ pub enum Error {
     ///
     /// The cause is the caller. The store is unchanged.
     Forked {
-        /// The process that opened the store.
+        /// The id of the process that opened the store.
         opener: u32,
     },
-    /// The directory contains no store, and `Create::Never` was set, or a new store needs an empty directory.
+    /// The directory contains no store, and none was created: either `Create::Never` was set, or the directory is not
+    /// empty.
     ///
     /// The cause is the caller. The store is unchanged.
     NoStore {
-        /// The directory of the store.
+        /// The path of the store's directory.
         path: String,
-        /// The name of a file in the directory, if no store can be created because the directory is not empty.
+        /// The name of a file in the directory, if the directory is not empty.
         found: Option<String>,
     },
-    /// The store was created with another identity or layout fingerprint than the given one.
+    /// The given identity or layout fingerprint differs from the one with which the store was created.
     ///
     /// The cause is the caller. The store is unchanged.
     Mismatch(Mismatch),
@@ -136,11 +138,11 @@ pub enum Error {
     ///
     /// The cause is the caller. The store is unchanged.
     Limit {
-        /// The name of the length or count.
+        /// The name of the length or count that exceeds the limit.
         what: &'static str,
-        /// The length or count; `u64::MAX` if unknown.
+        /// The value of the length or count; `u64::MAX` if unknown.
         found: u64,
-        /// The limit of the format.
+        /// The largest value that the format allows.
         limit: u64,
     },
     /// No page has this id.
@@ -157,7 +159,7 @@ pub enum Error {
         /// The requested key.
         key: Key,
     },
-    /// The range is outside the page.
+    /// The requested range exceeds the page.
     ///
     /// The cause is the caller. The store is unchanged.
     OutOfBounds {
@@ -170,7 +172,7 @@ pub enum Error {
         /// The length of the page in bytes.
         page_len: u64,
     },
-    /// Another page has the key, or another kept snapshot the name.
+    /// Another page has the key, or another kept snapshot has the name.
     ///
     /// The cause is the caller. The store is unchanged.
     Taken(Taken),
@@ -185,8 +187,10 @@ pub enum Error {
         /// The epoch of the page; 0 if it does not exist.
         found: Epoch,
     },
-    /// The page is leased, and a restore would replace it or a pin would fix its address; or the page is
-    /// pinned, and the call would move it.
+    /// A lease or a pin of the page excludes the call:
+    ///
+    /// - A leased page cannot be replaced by a restore or pinned.
+    /// - A pinned page cannot be moved.
     ///
     /// The cause is the caller. The store is unchanged.
     Leased {
@@ -201,7 +205,7 @@ pub enum Error {
     ///
     /// The cause is the environment. The store is unchanged.
     Unavailable(Unavailable),
-    /// The budget of the place has too little room left.
+    /// The request exceeds the unused part of the place's budget.
     ///
     /// The cause is the caller. The store is unchanged.
     OverBudget {
@@ -223,27 +227,27 @@ pub enum Error {
         /// The number of requested bytes.
         len: u64,
     },
-    /// The requested state is not kept, or does not exist yet.
+    /// The requested state is no longer kept, or does not exist yet.
     ///
     /// The cause is the caller. The store is unchanged.
     NoSuchState(NoSuchState),
-    /// The data to be read is no longer kept: its batches were recycled before they were read.
+    /// The log no longer contains the batches to be read: their space was reused before they were read.
     ///
     /// The cause is the caller, who reads too slowly. The store is unchanged.
     Overtaken {
-        /// The first missing batch.
+        /// The first batch that is no longer in the log.
         lsn: Lsn,
-        /// The newest snapshot, if any, to start from.
+        /// The newest snapshot from which the reader can start, if any.
         snapshot: Option<SnapshotId>,
     },
-    /// The position of a follower is not in the store's history: the batch was lost in a crash, or the
-    /// position is of another store.
+    /// The position of a follower is not in the store's history. Either its batch was lost in a crash, or the position
+    /// belongs to another store.
     ///
     /// The cause is the environment. The store is unchanged.
     Diverged {
-        /// The requested position.
+        /// The follower's position.
         position: Position,
-        /// The last surviving batch of that incarnation, if known.
+        /// The last batch of the position's incarnation that survived the crash, if known.
         survived: Option<Lsn>,
     },
     /// A call to the device failed.
@@ -255,21 +259,21 @@ pub enum Error {
         /// Whether the process's device context was lost.
         context_lost: bool,
     },
-    /// An earlier failure, contained here, stopped commits and snapshots.
+    /// The store was stopped by the contained error. Commits and snapshots fail until it is opened again.
     ///
     /// The cause is the contained error. The store is poisoned.
     Poisoned(Arc<Error>),
-    /// The store is being closed by another thread.
+    /// Another thread is closing the store.
     ///
     /// The cause is the caller. The store is unchanged.
     Closed,
 }
 
-/// Damage, and the store that contains it.
+/// Damage to data on disk, and the store that contains the data.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StoreDamage {
-    /// The damage and its location.
+    /// The kind of damage, and the file and offset of the damaged data.
     pub damage: Damage,
     /// The store's directory.
     pub store: Option<Arc<str>>,
@@ -290,7 +294,7 @@ impl fmt::Display for StoreDamage {
 }
 
 impl Error {
-    /// The error for a key that no page has, or that no page can have.
+    /// Creates the error for a key that no page has, or that is not a valid key.
     pub(crate) fn unknown_key(key: &[u8]) -> Self {
         Key::new(key).map_or_else(Self::from, |key| Self::UnknownKey { key })
     }
@@ -301,7 +305,7 @@ impl Error {
         Error::NoSuchState(NoSuchState::Name { name: name.to_owned(), nearest })
     }
 
-    /// Returns the file concerned, if known.
+    /// Returns the file that the error names, if any.
     #[must_use]
     pub fn file(&self) -> Option<FileName> {
         match self {
@@ -314,7 +318,7 @@ impl Error {
         }
     }
 
-    /// Returns the offset in that file, in bytes, if known.
+    /// Returns the offset that the error names in [`file`](Self::file), in bytes, if known.
     #[must_use]
     pub fn offset(&self) -> Option<u64> {
         match self {
@@ -325,7 +329,7 @@ impl Error {
         }
     }
 
-    /// Returns the batch concerned, if known.
+    /// Returns the number of the batch that the error names, if any.
     #[must_use]
     pub fn lsn(&self) -> Option<Lsn> {
         match self {
@@ -340,8 +344,8 @@ impl Error {
         }
     }
 
-    /// Creates the error for a failed file system call on one of the store's files. It is never
-    /// [`Error::DiskFull`], which only code that allocates space returns.
+    /// Creates the error for a failed file system call on one of the store's files. It is never [`Error::DiskFull`]:
+    /// only code that allocates space returns that error.
     #[must_use]
     pub(crate) fn io(action: IoAction, file: FileName, offset: Option<u64>, source: io::Error) -> Self {
         Error::system(action, IoObject::File { file, offset }, source)
@@ -359,7 +363,7 @@ impl Error {
         Error::Io { action, object, store: None, source: Arc::new(source) }
     }
 
-    /// Creates the error for a disk without space for a file of this length.
+    /// Creates the error for a disk without space for `file`, which needs `needed` bytes.
     #[must_use]
     pub(crate) fn disk_full(file: FileName, needed: u64) -> Self {
         Error::DiskFull { file, needed, store: None }
@@ -377,8 +381,8 @@ impl Error {
         Error::Panicked { thread, store: None }
     }
 
-    /// Adds the directory of the store. The cause in [`Error::Poisoned`] received it when the store was
-    /// poisoned.
+    /// Adds the directory of the store to the error. An [`Error::Poisoned`] is unchanged, because its cause received
+    /// the directory when the store was poisoned.
     #[must_use]
     pub(crate) fn in_store(mut self, directory: &str) -> Self {
         if let Some(store @ None) = self.store_mut() {
@@ -402,7 +406,7 @@ impl Error {
     }
 }
 
-/// Required by conversions that cannot fail, such as from [`Key`] to itself.
+/// Lets generic code convert the error of an infallible conversion, such as from [`Key`] to itself.
 impl From<std::convert::Infallible> for Error {
     fn from(never: std::convert::Infallible) -> Self {
         match never {}
@@ -422,8 +426,8 @@ impl From<LayoutError> for Error {
 }
 
 impl From<Damage> for Error {
-    /// Data that could not be read because of a shortage or lack of memory is not reported as damage: nothing
-    /// is known to be wrong with it.
+    /// Converts damage to an error. If a lack of memory or another shortage prevented the read, the error is not
+    /// [`Error::Damaged`], because the data may be intact.
     fn from(damage: Damage) -> Self {
         match damage.defect {
             Defect::Memory { needed } => Error::no_memory(needed),
@@ -439,12 +443,12 @@ impl From<Damage> for Error {
 }
 
 impl Error {
-    /// Creates the error for a refused allocation of ordinary memory.
+    /// Creates the error for a failed allocation of `len` bytes of ordinary memory.
     pub(crate) fn no_memory(len: u64) -> Self {
         Error::OutOfMemory { place: Place::Host, len }
     }
 
-    /// Converts a refused allocation in the format crate, from a call that has no other failure.
+    /// Converts a failed allocation in the format crate. The defect must come from a call that has no other failure.
     pub(crate) fn of_memory(defect: Defect) -> Self {
         match defect {
             Defect::Memory { needed } => Error::no_memory(needed),

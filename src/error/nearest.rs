@@ -3,9 +3,9 @@
 /// The maximum length of compared names; the cost grows with the square of the length.
 const LEN_MAX: usize = 256;
 
-/// Returns the name in `known` most similar to `wanted`: a name that ends with `wanted` after a separator,
-/// such as `model/bias` for `bias`, or else the one with the smallest edit distance, up to a third of the
-/// letters.
+/// Returns the name in `known` that is most similar to `wanted`. A name that ends with `wanted` after a separator comes
+/// first, such as `model/bias` for `bias`. Otherwise returns the name with the smallest edit distance, up to a third of
+/// the letters.
 ///
 /// ```
 /// # use remanent::error::nearest;

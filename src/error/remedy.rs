@@ -6,20 +6,20 @@ use remanent_format::SHORTAGES;
 
 use super::{Error, IoAction, IoObject, Refused};
 
-/// The kind of remedy for an [`Error`]; [`Error::advice`] describes it in words.
+/// The kind of action that resolves an [`Error`]. [`Error::advice`] describes the action in words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Remedy {
-    /// The call cannot succeed with these arguments; [`Error::advice`] states what to change. The call had no
-    /// effect.
+    /// Change the arguments: the call cannot succeed with the given ones. [`Error::advice`] states what to change. The
+    /// call had no effect.
     ChangeCall,
-    /// Try again: another change was made first, another caller holds the object, or the system was short of
-    /// open files, memory or threads. The call had no effect.
+    /// Repeat the call: another change was made first, another caller holds the object, or the system was short of open
+    /// files, memory or threads. The call had no effect.
     Retry,
-    /// Free some space, then try again. The call had no effect.
+    /// Free disk space or memory, then repeat the call. The call had no effect.
     FreeSpace,
-    /// The system denies access to the named object: grant it, create what is missing, or use another path.
-    /// The call had no effect.
+    /// Let the system access the named object: grant permission, create what is missing, or use another path. The call
+    /// had no effect.
     Permit,
     /// Close the store and open it again; acknowledged batches are recovered.
     Reopen,
@@ -27,7 +27,7 @@ pub enum Remedy {
     NewProcess,
     /// Discard what was read so far and start from the newest snapshot.
     StartOver,
-    /// The damage needs inspection: `remanent verify` lists it. Nothing was changed.
+    /// Inspect the damage with `remanent verify`, which lists it. The call changed nothing.
     Inspect,
 }
 
@@ -85,8 +85,8 @@ impl Error {
         }
     }
 
-    /// Returns whether a failure to create something left everything unchanged: no space, no memory, a
-    /// failing caller-supplied source, or a [shortage](Self::is_shortage).
+    /// Returns whether a failure to create a file or object left the store unchanged: no space, no memory, a failed
+    /// caller-supplied source, or a [shortage](Self::is_shortage).
     #[must_use]
     pub(crate) fn is_passing(&self) -> bool {
         matches!(
@@ -110,8 +110,8 @@ impl Error {
     }
 }
 
-/// Returns the remedy for a store that was stopped by `cause`. A remedy for the failed call, such as freeing
-/// space, is left to the open that must follow; it reports it if needed.
+/// Returns the remedy for a store that was stopped by `cause`. The store must always be opened again. If the failed
+/// call also needs a remedy, such as free space, the open reports that remedy.
 pub(super) fn remedy_of_poisoned(cause: &Error) -> Remedy {
     match cause.remedy() {
         remedy @ (Remedy::NewProcess | Remedy::Inspect) => remedy,
@@ -119,7 +119,7 @@ pub(super) fn remedy_of_poisoned(cause: &Error) -> Remedy {
     }
 }
 
-/// Returns whether the system denies this to every caller until permissions, names or media change.
+/// Returns whether the system will fail this call for every caller until permissions, names or media change.
 fn is_the_systems(error: &io::Error) -> bool {
     use io::ErrorKind as Kind;
     matches!(

@@ -8,10 +8,10 @@ use crate::error::{Error, Result};
 
 /// Memory limits in bytes, one per place. A place without a limit is unbounded, except [`Place::Disk`].
 ///
-/// Pages on disk have no memory. The limit of [`Place::Disk`] applies to the host memory that holds what
-/// batches wrote to such pages since their newest images. Default: 128 MiB. At half the limit, a snapshot is
-/// triggered. At the full limit, a commit that writes to such pages waits for the snapshot, or fails if no
-/// thread takes snapshots.
+/// Pages on disk have no memory. The limit of [`Place::Disk`] applies to the host memory that contains the bytes that
+/// batches wrote to these pages since their newest images. Default: 128 MiB. At half the limit, a snapshot is
+/// triggered. At the full limit, a commit that writes to pages on disk waits for the snapshot, or fails if no thread
+/// takes snapshots.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Budget {
     limits: BTreeMap<Place, u64>,

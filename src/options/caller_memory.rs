@@ -18,8 +18,8 @@ pub struct CallerMemory {
 
 /// Host memory owned by another object, such as an array of another library.
 ///
-/// The store reads and writes the bytes only within calls that document it. If the owner changes the bytes
-/// during such a call, the result is a mixture of old and new bytes.
+/// Only store calls whose documentation says so read or write the bytes. If the owner changes the bytes during such a
+/// call, the result is a mixture of old and new bytes.
 pub trait HostMemory: Send + Sync {
     /// Returns the length in bytes, which never changes.
     fn byte_len(&self) -> u64;
@@ -38,7 +38,7 @@ pub trait HostMemory: Send + Sync {
 }
 
 impl CallerMemory {
-    /// Returns the address of the first byte; 0 for memory that only the host device can access.
+    /// Returns the address of the first byte, or 0 for memory that only the host device can access.
     #[must_use]
     pub fn address(&self) -> u64 {
         self.address

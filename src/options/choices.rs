@@ -5,12 +5,13 @@ use std::str::FromStr;
 
 use crate::error::{Error, Invalid, Result};
 
-/// The promise of an acknowledgement. `Durable` includes `Logged`; a batch is `Applied` only after it is
-/// logged.
+/// The guarantee that a batch has when its commit is acknowledged. A `Durable` batch is also `Logged`. A batch is
+/// `Applied` only after it is logged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Ack {
-    /// Later reads and kernels on the store's lanes observe the batch. Survives what `Logged` survives.
+    /// Later reads and kernels on the store's lanes observe the batch. The batch also survives the same failures as a
+    /// `Logged` batch.
     Applied,
     /// The batch survives the death of the process at any instruction.
     #[default]
@@ -24,13 +25,13 @@ pub enum Ack {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum LogIo {
-    /// Stores into a shared mapping and makes it durable with `msync`. A commit needs no system call.
-    /// Requires a file system that overwrites in place.
+    /// Writes the log through a shared memory mapping, and makes it durable with `msync`. A commit needs no system
+    /// call. Requires a file system that overwrites blocks rather than writing changed blocks elsewhere.
     Mapped,
     /// Writes with `pwrite` and `fdatasync`. Works on every file system.
     Buffered,
-    /// Writes each group of frames at once, bypassing the page cache (`O_DIRECT`, `O_DSYNC`). A batch becomes
-    /// `Logged` only when it is `Durable`, and is not applied before.
+    /// Writes each group of frames in one call, bypassing the page cache (`O_DIRECT`, `O_DSYNC`). A batch becomes
+    /// `Logged` and `Durable` at the same time, and is applied only afterwards.
     Direct,
 }
 
@@ -48,12 +49,12 @@ impl fmt::Display for LogIo {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ImageIo {
-    /// Stores into a shared mapping of preallocated space. Requires a file system that overwrites in place.
-    /// Slower than the other variants for new files.
+    /// Writes images through a shared mapping of preallocated space. Requires a file system that overwrites blocks
+    /// rather than writing changed blocks elsewhere. Slower than the other variants for new files.
     ///
-    /// On tmpfs with [`Compression::Off`], the device copies pages directly into reused image files without
-    /// the host touching their bytes: the files' memory is registered with the device, as far as the budget
-    /// of [`Place::Pinned`] allows. The device reads the bytes back when the snapshot is verified.
+    /// On tmpfs with [`Compression::Off`], the device copies pages directly into reused image files, and the host does
+    /// not access the bytes. For this purpose the files' memory is registered with the device, as far as the budget of
+    /// [`Place::Pinned`] allows. The device reads the bytes back when the snapshot is verified.
     /// [`SnapshotStats::bytes_in_place`] counts these bytes.
     ///
     /// [`Place::Pinned`]: crate::Place::Pinned
@@ -62,10 +63,9 @@ pub enum ImageIo {
     /// Writes with `pwrite` and `fdatasync`. Works on every file system.
     #[default]
     Buffered,
-    /// Writes that bypass the page cache (`O_DIRECT`), so a snapshot does not evict the cached data of other
-    /// programs. The next open reads the images from disk, because none of them are cached. In measurements,
-    /// this was the fastest way to write to a disk (`docs/measurements.md`). On an in-memory file system it
-    /// is identical to `Buffered`.
+    /// Writes images bypassing the page cache (`O_DIRECT`), so a snapshot does not evict the cached data of other
+    /// programs. The next open reads all images from disk. In measurements, this was the fastest way to write to a disk
+    /// (`docs/measurements.md`). On an in-memory file system it is identical to `Buffered`.
     Direct,
 }
 
@@ -83,13 +83,14 @@ impl fmt::Display for ImageIo {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum DeviceChoice {
-    /// The first GPU if both the build and the machine support one, otherwise the host.
-    /// [`RecoveryReport::device`] states which was chosen and, if it is the host, why no GPU is used.
+    /// The first GPU if both the build and the machine support one, otherwise the host. [`RecoveryReport::device`]
+    /// names the chosen device. For the host, it also states why no GPU is used.
     ///
     /// [`RecoveryReport::device`]: crate::store::RecoveryReport::device
     #[default]
     Auto,
-    /// The GPU with this ordinal among those visible to the process. The open fails if it is unavailable.
+    /// The GPU with this ordinal among those visible to the process. The open fails with [`Error::Unavailable`] if the
+    /// GPU cannot be used.
     Cuda(u32),
     /// Ordinary host memory.
     Host,
@@ -150,8 +151,8 @@ pub enum PageLoad {
     /// Loads all pages before the open returns.
     #[default]
     Eager,
-    /// Loads the pages that the log changed before the open returns and the others in the background,
-    /// requested pages first.
+    /// Loads the pages that the log changed before the open returns. Loads all other pages in the background, requested
+    /// pages first.
     OnDemand,
 }
 

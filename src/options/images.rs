@@ -4,8 +4,8 @@ use super::{Compression, ImageIo};
 #[cfg(doc)]
 use crate::error::Error;
 
-/// How the images of pages are written: by snapshots, and in advance of batches with long writes. Reading
-/// images does not depend on these options.
+/// How the images of pages are written. Snapshots write images, and so do batches with long writes, before the batch is
+/// logged. Reading images does not depend on these options.
 ///
 /// ```
 /// use remanent::Options;
@@ -22,14 +22,14 @@ pub struct ImageOptions {
     pub io: ImageIo,
     /// Whether images are compressed.
     pub compression: Compression,
-    /// The number of page bytes after which a snapshot writes a chunk of images, so that a small store can
-    /// have several chunks and several image files.
+    /// The number of page bytes after which a snapshot writes a chunk of images; `None` uses the default. A small value
+    /// gives a small store several chunks and several image files.
     #[doc(hidden)]
     pub chunk_len: Option<u64>,
 }
 
 impl ImageOptions {
-    /// Returns the defaults.
+    /// Returns the default options.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -37,9 +37,9 @@ impl ImageOptions {
 
     /// Sets how image files are written to disk. Default: [`ImageIo::Buffered`].
     ///
-    /// Use [`ImageIo::Direct`] if snapshots must not displace cached data of other programs, and
-    /// [`ImageIo::Mapped`] for a store on tmpfs with pages on a GPU. The open fails with
-    /// [`Error::Invalid`] if the file system does not support it.
+    /// Use [`ImageIo::Direct`] if snapshots must not displace cached data of other programs, and [`ImageIo::Mapped`]
+    /// for a store on tmpfs with pages on a GPU. The open fails with [`Error::Invalid`] if the file system does not
+    /// support `io`.
     #[must_use]
     pub fn io(mut self, io: ImageIo) -> Self {
         self.io = io;
@@ -66,8 +66,8 @@ impl ImageOptions {
         self
     }
 
-    /// Whether a device copies images to the files' own memory, if the file system supports that. Compression
-    /// is done by the host and excludes it.
+    /// Returns whether a device copies images directly to the mapped memory of files, if the file system supports that.
+    /// Compression excludes it, because only the host compresses.
     pub(crate) fn is_in_place(self) -> bool {
         self.io == ImageIo::Mapped && self.compression == Compression::Off
     }

@@ -7,7 +7,7 @@ use super::{LogIo, invalid};
 use crate::error::Error;
 use crate::error::Result;
 
-/// How the log is written, and how much disk space it holds besides the kept log.
+/// How the log is written, and how much disk space its files occupy in addition to the kept log.
 ///
 /// [`Retention::log_kept`](super::Retention::log_kept) sets how much of the log is kept.
 ///
@@ -22,15 +22,15 @@ use crate::error::Result;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LogOptions {
-    /// How the log is written to disk; `None` chooses automatically.
+    /// How the log is written to disk; `None` chooses the fastest way that the file system supports.
     pub io: Option<LogIo>,
     /// The maximum length of a segment in bytes.
     pub segment_len: u64,
     /// Disk space reserved for deletes on a full disk, in bytes; `None` reserves two segments.
     pub reserve_bytes: Option<u64>,
-    /// Obsolete segments kept for reuse, in bytes; `None` keeps a share of the file system.
+    /// The number of bytes of obsolete segments kept for reuse; `None` keeps a share of the file system.
     pub spare_bytes: Option<u64>,
-    /// The size in bytes of the windows in which an open reads the log, so that a small log can have several
+    /// The size, in bytes, of the windows in which an open reads the log. A small value gives a small log several
     /// windows. With 0, one thread reads the whole log.
     #[doc(hidden)]
     pub replay_window_len: Option<u64>,
@@ -49,30 +49,30 @@ impl Default for LogOptions {
 }
 
 impl LogOptions {
-    /// Returns the defaults.
+    /// Returns the default options.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Sets how the log is written to disk. Default: mapped, or direct if commits wait for a sync
-    /// ([`Ack::Durable`](super::Ack::Durable)); buffered if the file system supports neither.
+    /// Sets how the log is written to disk. Default: [`LogIo::Mapped`](super::LogIo::Mapped), or
+    /// [`LogIo::Direct`](super::LogIo::Direct) if commits wait for a sync ([`Ack::Durable`](super::Ack::Durable)). If
+    /// the file system does not support the default, [`LogIo::Buffered`](super::LogIo::Buffered) is used.
     ///
     /// Change it if `remanent bench commit` shows that another way is faster on your disk. The open fails with
-    /// [`Error::Invalid`] if the file system does not support it.
+    /// [`Error::Invalid`] if the file system does not support `io`.
     #[must_use]
     pub fn io(mut self, io: LogIo) -> Self {
         self.io = Some(io);
         self
     }
 
-    /// Sets the maximum length of a segment in bytes: a multiple of 4096, from 16 KiB to 4 GiB. Default:
-    /// 16 MiB.
+    /// Sets the maximum length of a segment in bytes: a multiple of 4096, from 16 KiB to 4 GiB. Default: 16 MiB.
     ///
-    /// Reduce it to bound the disk space of a small store. Every open starts with segments of 64 KiB and
-    /// lengthens them from one to the next, so that disk usage follows the amount of committed data. A segment
-    /// takes at most a 64th of the file system, or 256 KiB if that is more, and less on a nearly full disk.
-    /// Segments that a snapshot makes obsolete are reused; see [`spare_bytes`](Self::spare_bytes).
+    /// Reduce it to bound the disk space of a small store. Every open starts with segments of 64 KiB and makes each
+    /// later one longer, so that disk usage follows the amount of committed data. A segment uses at most a 64th of the
+    /// file system, or 256 KiB if that is more, and less on a nearly full disk. Segments that a snapshot makes obsolete
+    /// are reused; see [`spare_bytes`](Self::spare_bytes).
     #[must_use]
     pub fn segment_len(mut self, bytes: u64) -> Self {
         self.segment_len = bytes;
@@ -81,37 +81,37 @@ impl LogOptions {
 
     /// Sets how many bytes of disk space are reserved for deletes on a full disk. Default: two segments.
     ///
-    /// Increase it if more than about 100 deletes must succeed on a full disk; set it to 0 if space matters
-    /// more. The size is rounded up to whole segments of [`segment_len`](Self::segment_len). As long as the
-    /// log's segments are shorter than that, so are those of the reserve, which begin with 16 KiB at each
-    /// open. A background thread allocates the reserve after the open, and again after batches that extended
-    /// the log; if other programs fill the disk in those milliseconds, the reserve is smaller.
+    /// Increase it if more than about 100 deletes must succeed on a full disk; set it to 0 if space matters more. The
+    /// size is rounded up to whole segments of [`segment_len`](Self::segment_len). While the log's segments are shorter
+    /// than that, the reserve's segments are shorter too. They begin with 16 KiB at each open.
     ///
-    /// A batch that only deletes can delete 100 pages. If each batch is waited for, it takes 4 KiB of a
-    /// segment, whose first 4 KiB hold no batches. The last segment used in this way is 16 KiB long, so a
-    /// reserve of two segments of 256 KiB has room for 66 batches. A pause of 10 ms takes the room of one
-    /// more, because the log is then sealed.
+    /// A background thread allocates the reserve after the open, and again after batches that extended the log. If
+    /// other programs fill the disk in those milliseconds, the reserve is smaller.
     ///
-    /// In addition to the reserve, five segments of at least 16 KiB are kept for opens, seals and manifests,
-    /// unless the reserve is 0. When only these remain and they are too few for the open after the next one,
-    /// every batch fails with [`Error::DiskFull`] until space is available again, so that the store can still
-    /// be opened.
+    /// A batch that only deletes can delete 100 pages. If each batch is waited for, it uses 4 KiB of a segment, whose
+    /// first 4 KiB contain no batches. The last segment used for deletes is 16 KiB long, so a reserve of two segments
+    /// of 256 KiB has room for 66 batches. A pause of 10 ms uses the room of one more batch, because the log is then
+    /// sealed.
+    ///
+    /// In addition to the reserve, five segments of at least 16 KiB are kept for opens, seals and manifests, unless the
+    /// reserve is 0. When only these segments remain and they are too few for the open after the next one, every batch
+    /// fails with [`Error::DiskFull`] until space is available again. The store can therefore still be opened.
     #[must_use]
     pub fn reserve_bytes(mut self, bytes: u64) -> Self {
         self.reserve_bytes = Some(bytes);
         self
     }
 
-    /// Sets how many bytes of obsolete segments are kept for reuse, beyond the reserve. Default: a hundredth
-    /// of the file system, but at most 512 MiB.
+    /// Sets how many bytes of obsolete segments are kept for reuse, beyond the reserve. Default: a hundredth of the
+    /// file system, but at most 512 MiB.
     ///
-    /// Reduce it if disk space matters more than steady commit times: a log that can reuse segments does not
-    /// wait for new ones. Spare segments are removed when the disk is full, and by
-    /// [`Store::prune`](crate::Store::prune). One is always kept, unless this is 0.
+    /// Reduce it if disk space matters more than steady commit times: a log that can reuse segments does not wait for
+    /// new ones. Spare segments are removed when the disk is full, and by [`Store::prune`](crate::Store::prune). One
+    /// spare segment is always kept, unless `bytes` is 0.
     ///
-    /// Obsolete image files are kept as well, to be overwritten by the next snapshots, and are removed in the
-    /// same situations. They do not count toward this limit: together with the images in use, they take at
-    /// most twice the bytes that the kept snapshots name. If this is 0, no image files are kept for reuse.
+    /// Obsolete image files are kept as well, for the next snapshots to overwrite, and are removed in the same
+    /// situations. They do not count toward `bytes`: together with the images in use, they occupy at most twice the
+    /// bytes that the kept snapshots name. If `bytes` is 0, no image files are kept for reuse.
     #[must_use]
     pub fn spare_bytes(mut self, bytes: u64) -> Self {
         self.spare_bytes = Some(bytes);
@@ -126,7 +126,7 @@ impl LogOptions {
         self
     }
 
-    /// Rejects an invalid segment length.
+    /// Returns an error if the segment length is invalid.
     pub(super) fn check(&self) -> Result<()> {
         let len = self.segment_len;
         if !(SEGMENT_LEN_MIN..=SEGMENT_LEN_MAX).contains(&len) || !len.is_multiple_of(4096) {
@@ -139,7 +139,7 @@ impl LogOptions {
         Ok(())
     }
 
-    /// Returns the number of whole segments in the reserve, for segments that grow up to `segment_len` bytes.
+    /// Returns the number of whole segments in the reserve. Its segments grow up to `segment_len` bytes.
     pub(crate) fn reserve_segments(&self, segment_len: u64) -> usize {
         let bytes = self.reserve_bytes.unwrap_or(2 * segment_len);
         usize::try_from(bytes.div_ceil(segment_len)).unwrap_or(usize::MAX)

@@ -47,7 +47,7 @@ pub struct MemoryOptions {
 }
 
 impl MemoryOptions {
-    /// Returns the defaults.
+    /// Returns the default options.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -64,22 +64,25 @@ impl MemoryOptions {
         self
     }
 
-    /// Sets when an open loads pages into memory. Default: [`PageLoad::Eager`], which loads all of them
-    /// before the open returns.
+    /// Sets when an open loads pages into memory. Default: [`PageLoad::Eager`].
     ///
-    /// Use [`PageLoad::OnDemand`] if a process must serve before all of a large store is loaded.
+    /// Use [`PageLoad::OnDemand`] if a process must serve requests before a large store is fully loaded. The open then
+    /// returns when three steps are complete:
     ///
-    /// With [`PageLoad::OnDemand`], the open returns when the page table is complete, the memory of all pages
-    /// is allocated, and the pages that the log changed since the newest snapshot are loaded. The other pages
-    /// are *unloaded*, and are loaded in the background. A read, a lease or a batch that needs an unloaded
-    /// page has it loaded next and waits for it. [`Store::unloaded_pages`] returns how many remain, and
-    /// [`Store::wait_loaded`] waits for all of them.
+    /// - The page table is read.
+    /// - The memory of all pages is allocated.
+    /// - The pages that the log changed since the newest snapshot are loaded.
     ///
-    /// Pages stay unloaded only if the snapshot is recorded as verified; if a crash prevented that, the open
-    /// loads all pages. While any page is unloaded, new snapshots remove nothing, and [`Store::prune`] and
-    /// restores wait. A damaged image is detected only when its page is loaded: every call that needs the
-    /// page then fails with [`Error::Damaged`], and the store is poisoned, but can still be read. The next
-    /// eager open detects all damage that it would have found before, and skips the snapshot if it can.
+    /// All other pages are *unloaded*, and are loaded in the background. A read, a lease or a batch that needs an
+    /// unloaded page waits while that page is loaded before others. [`Store::unloaded_pages`] returns how many pages
+    /// are unloaded, and [`Store::wait_loaded`] waits until none is.
+    ///
+    /// The open loads all pages if the snapshot is not recorded as verified, for example because a crash prevented it.
+    /// While any page is unloaded, new snapshots remove no files, and [`Store::prune`] and restores wait.
+    ///
+    /// A damaged image is detected only when its page is loaded. Every call that needs the page then fails with
+    /// [`Error::Damaged`], and the store is poisoned, but can still be read. The next open with [`PageLoad::Eager`]
+    /// detects such damage, and skips the snapshot if it can.
     ///
     /// ```
     /// use remanent::options::{MemoryOptions, PageLoad};
@@ -114,22 +117,25 @@ impl MemoryOptions {
         self
     }
 
-    /// Sets a source of memory for pages. Default: none, so the store allocates the memory of all pages.
+    /// Sets a source of caller-owned memory for pages. Default: none, so the store allocates the memory of all pages.
     ///
-    /// Use it to recover weights directly into a framework's tensors, without a second copy. The open calls `source` on its own
-    /// thread for each page with a length above 0, passing the page's state after recovery: key, length,
-    /// place, metadata. If `source` returns `None`, the store allocates the page's memory. A page in
-    /// caller-owned memory behaves as after [`WriteBatch::create_in`].
+    /// Use it to recover weights directly into a framework's tensors, without a second copy. The open calls `source` on
+    /// its own thread for each page with a length above 0, passing the page's state after recovery: key, length, place,
+    /// metadata. If `source` returns `None`, the store allocates the page's memory. A page in caller-owned memory
+    /// behaves as after [`WriteBatch::create_in`].
     ///
-    /// The caller must have no work in flight on the memory. The memory does not contain the page until the
-    /// open has returned or, with [`PageLoad::OnDemand`], until the page is
-    /// loaded. If the open fails, the content of the memory is undefined. An open that skips a damaged
-    /// snapshot calls `source` again.
+    /// The caller must have no work in flight on the memory. The memory contains the page's bytes when the open has
+    /// returned or, with [`PageLoad::OnDemand`], when the page is loaded. If the open fails, the content of the memory
+    /// is undefined. An open that skips a damaged snapshot calls `source` again.
     ///
-    /// The open fails with [`Error::Refused`] if the length of the memory differs from that of the
-    /// page, if the memory is in another place, or if the device does not know it; with
-    /// [`Error::Refused`] if the memory of two pages overlaps; and with [`Error::Panicked`] if `source`
-    /// panics.
+    /// The open fails with [`Error::Refused`] in these cases:
+    ///
+    /// - The length of the memory differs from that of the page.
+    /// - The memory is in another place than the page.
+    /// - The device does not recognize the memory.
+    /// - The memory of two pages overlaps.
+    ///
+    /// The open fails with [`Error::Panicked`] if `source` panics.
     ///
     /// ```
     /// use std::sync::Arc;

@@ -28,10 +28,10 @@ use crate::error::{Error, Invalid, Result};
 
 /// Options for opening a store. Every option has a default.
 ///
-/// [`open`](Self::open) opens a store with them. All values are checked before anything is opened.
+/// [`open`](Self::open) opens a store with these options. It checks all values before it accesses the directory.
 ///
-/// Related options form a group, and a group that is set replaces the previous one as a whole. To change one
-/// value of a group, assign its field.
+/// Related options form a group. Setting a group replaces all of its values. To change one value of a group, assign its
+/// field.
 ///
 /// ```
 /// use remanent::options::{LogOptions, MemoryOptions, SnapshotSchedule};
@@ -54,15 +54,15 @@ use crate::error::{Error, Invalid, Result};
 pub struct Options {
     /// What an open does if the directory contains no store.
     pub create: Create,
-    /// The acknowledgement that `commit` waits for.
+    /// The guarantee that a batch must have before `commit` returns.
     pub ack: Ack,
     /// The device that holds the pages.
     pub device: DeviceChoice,
-    /// The devices of the slots; empty if every slot is bound to `device`.
+    /// The device of each slot, by slot number; empty if every slot is bound to `device`.
     pub slots: Vec<DeviceChoice>,
     /// The application-defined description of the store.
     pub identity: Option<Vec<u8>>,
-    /// The hash of everything that determines the meaning of the pages' bytes.
+    /// A hash of everything that determines the meaning of the pages' bytes.
     pub layout_fingerprint: Option<[u8; 32]>,
     /// How much memory pages may use, and how an open loads them.
     pub memory: MemoryOptions,
@@ -81,7 +81,7 @@ pub struct Options {
 }
 
 impl Options {
-    /// Returns the defaults.
+    /// Returns the default options.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -94,7 +94,7 @@ impl Options {
         self
     }
 
-    /// Sets the acknowledgement that `commit` waits for. Default: [`Ack::Logged`].
+    /// Sets the guarantee that a batch must have before `commit` returns. Default: [`Ack::Logged`].
     #[must_use]
     pub fn ack(mut self, ack: Ack) -> Self {
         self.ack = ack;
@@ -136,8 +136,8 @@ impl Options {
 
     /// Sets an application-defined description of the store, of at most 64 KiB. Default: none.
     ///
-    /// It is stored when the store is created. A later open with a different description fails with
-    /// [`Error::Mismatch`]; an open without one does not compare it.
+    /// The description is stored when the store is created. A later open with a different description fails with
+    /// [`Error::Mismatch`]. An open without a description makes no comparison.
     #[must_use]
     pub fn identity(mut self, identity: impl Into<Vec<u8>>) -> Self {
         self.identity = Some(identity.into());
@@ -146,8 +146,8 @@ impl Options {
 
     /// Sets a hash of everything that determines the meaning of the pages' bytes. Default: none.
     ///
-    /// It is stored when the store is created. A later open with a different hash fails with
-    /// [`Error::Mismatch`]; an open without one does not compare it.
+    /// The hash is stored when the store is created. A later open with a different hash fails with [`Error::Mismatch`].
+    /// An open without a hash makes no comparison.
     #[must_use]
     pub fn layout_fingerprint(mut self, fingerprint: [u8; 32]) -> Self {
         self.layout_fingerprint = Some(fingerprint);
@@ -192,9 +192,10 @@ impl Options {
         self
     }
 
-    /// Sets which snapshots and how much log are kept. Default: two snapshots, and the log since the older one.
+    /// Sets which snapshots and how much log are kept. Default: two snapshots, and the log since the older of the two.
     ///
-    /// Names that `retention` gives up are ignored; [`Store::prune`](crate::Store::prune) gives up names.
+    /// Names in [`names_given_up`](Retention::names_given_up) are ignored here. Pass them to
+    /// [`Store::prune`](crate::Store::prune).
     #[must_use]
     pub fn retention(mut self, retention: Retention) -> Self {
         self.retention = retention;
@@ -209,7 +210,7 @@ impl Options {
         self
     }
 
-    /// Rejects invalid values. Every open calls this before it touches the directory.
+    /// Returns an error if any value is invalid. Every open calls this before it accesses the directory.
     pub(crate) fn check(&self) -> Result<()> {
         if self.identity.as_ref().is_some_and(|identity| identity.len() > IDENTITY_LEN_MAX) {
             return invalid("identity", format!("longer than {IDENTITY_LEN_MAX} bytes"));

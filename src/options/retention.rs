@@ -1,4 +1,4 @@
-//! The rules for how much of the past is kept.
+//! The rules for which snapshots and how much log are kept.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -6,10 +6,11 @@ use std::time::Duration;
 use super::invalid;
 use crate::error::Result;
 
-/// Rules for which snapshots and how much log are kept. A snapshot is kept as long as one of these rules, its
-/// name or a reader requires it; nothing that a kept snapshot needs is ever removed. If the next snapshot has
-/// the same redo point and a later end, a snapshot is kept only for its name or a reader, because the next
-/// snapshot replaces it.
+/// Rules for which snapshots and how much log are kept. A snapshot is kept as long as one of these rules, its name or a
+/// reader requires it. Nothing that a kept snapshot needs is ever removed.
+///
+/// The rules do not apply to a snapshot if the next one has the same redo point and a later end, because the next one
+/// replaces it. Its name or a reader still keeps it.
 ///
 /// ```
 /// use remanent::{Options, Retention, SnapshotOptions};
@@ -33,16 +34,16 @@ use crate::error::Result;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Retention {
-    /// The number of newest snapshots to keep, with the log since the oldest of them; at least 1.
+    /// The number of newest snapshots to keep, at least 1. The log since the oldest of them is also kept.
     pub snapshots_kept: usize,
-    /// Snapshots younger than this are kept, with the log since the oldest of them.
+    /// The age below which a snapshot is kept. The log since the oldest snapshot kept for its age is also kept.
     pub snapshots_kept_for: Duration,
-    /// The minimum number of log bytes to keep, with the newest snapshot that precedes them.
+    /// The minimum number of newest log bytes to keep. The newest snapshot that precedes them is also kept.
     pub log_kept: u64,
-    /// Names that no longer keep their snapshots.
+    /// Names of snapshots that a prune no longer keeps for their names.
     pub names_given_up: BTreeSet<String>,
-    /// Whether a prune removes only the snapshots in `names_given_up` and the files that only they need. All
-    /// other snapshots and the whole log are kept.
+    /// Whether a prune removes only the snapshots in `names_given_up` and the files that only these snapshots need. All
+    /// other snapshots and the whole log are then kept.
     pub names_only: bool,
 }
 
@@ -59,40 +60,38 @@ impl Default for Retention {
 }
 
 impl Retention {
-    /// Returns the defaults.
+    /// Returns the default rules.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Sets how many verified snapshots are kept, with the log since the oldest of them; at least 1. Default:
-    /// 2.
+    /// Sets how many verified snapshots are kept, at least 1, with the log since the oldest of these. Default: 2.
     ///
-    /// Increase it to be able to return to older snapshots. With fewer than two, the store cannot recover from
-    /// a damaged image by replaying the log from an older snapshot.
+    /// Increase it to be able to return to older snapshots. With fewer than two, the store cannot recover from a
+    /// damaged image by replaying the log from an older snapshot.
     #[must_use]
     pub fn snapshots_kept(mut self, count: usize) -> Self {
         self.snapshots_kept = count;
         self
     }
 
-    /// Keeps snapshots younger than `age` in addition, with the log since the oldest of them. Default: zero.
+    /// Sets an age below which snapshots are kept in addition, with the log since the oldest of these. Default: zero.
     ///
-    /// Set it to be able to return to any state of the last hours or days. The age of a snapshot is computed
-    /// from the oldest timestamp of it and all later ones, so a clock that was temporarily fast does not extend
-    /// retention. A timestamp in the future counts as now.
+    /// Set it to be able to return to any state of the last hours or days. The age of a snapshot is computed from the
+    /// oldest timestamp among it and all later snapshots, so a clock that was temporarily fast does not extend
+    /// retention. A timestamp in the future counts as the current time.
     #[must_use]
     pub fn snapshots_kept_for(mut self, age: Duration) -> Self {
         self.snapshots_kept_for = age;
         self
     }
 
-    /// Sets the minimum number of log bytes to keep, with the newest snapshot from which they can be replayed.
-    /// Default: 0, which keeps only the log that the kept snapshots need.
+    /// Sets the minimum number of log bytes to keep. The newest snapshot from which these bytes can be replayed is also
+    /// kept. Default: 0, which keeps only the log that the kept snapshots need.
     ///
-    /// Set it if followers read the log, or to be able to return to any state in this range. Images written in
-    /// advance of the batches in it are also kept, but not counted. While the log is shorter, all of it is
-    /// kept, from its beginning.
+    /// Set it if followers read the log, or to be able to return to any state in this part of the log. Images written
+    /// before their batch was logged are also kept, but not counted. A log shorter than `bytes` is kept completely.
     #[must_use]
     pub fn log_kept(mut self, bytes: u64) -> Self {
         self.log_kept = bytes;
@@ -119,19 +118,19 @@ impl Retention {
         self
     }
 
-    /// Gives up `name`: its snapshot is removed unless something else keeps it.
+    /// Gives up `name`. A prune removes the snapshot with this name unless another rule or a reader keeps it.
     #[must_use]
     pub fn give_up(mut self, name: impl Into<String>) -> Self {
         self.names_given_up.insert(name.into());
         self
     }
 
-    /// Returns the rules without the part that applies to a single prune.
+    /// Returns the rules that apply to every prune, without the names to give up.
     pub(crate) fn standing(self) -> Self {
         Self { names_given_up: BTreeSet::new(), names_only: false, ..self }
     }
 
-    /// Rejects rules that keep no snapshot.
+    /// Returns an error if the rules keep no snapshot.
     pub(super) fn check(&self) -> Result<()> {
         if self.snapshots_kept == 0 {
             return invalid("retention.snapshots_kept", "at least one snapshot must be kept".to_owned());

@@ -1,14 +1,14 @@
-//! When snapshots and scrubs run in the background.
+//! Schedules of the snapshots and scrubs that run in the background.
 
 use std::time::Duration;
 
 use super::invalid;
 use crate::error::Result;
 
-/// When snapshots are taken in the background, and how fast they write.
+/// When snapshots are taken in the background, and how fast they are written.
 ///
-/// The triggers are counted from the beginning of the last snapshot, whether it was taken in the background or
-/// by [`Store::snapshot`](crate::Store::snapshot). No snapshot is taken if nothing was committed since then.
+/// Log bytes and time are counted from the beginning of the last snapshot, whether it was taken in the background or by
+/// [`Store::snapshot`](crate::Store::snapshot). No snapshot is taken if no batch was committed since then.
 ///
 /// ```
 /// use std::time::Duration;
@@ -21,7 +21,7 @@ use crate::error::Result;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SnapshotSchedule {
-    /// The log bytes after which a snapshot is taken; `None` disables this trigger.
+    /// The number of log bytes after which a snapshot is taken; `None` disables this trigger.
     pub log_bytes: Option<u64>,
     /// The time after which a snapshot is taken; `None` disables this trigger.
     pub interval: Option<Duration>,
@@ -36,7 +36,7 @@ impl Default for SnapshotSchedule {
 }
 
 impl SnapshotSchedule {
-    /// Returns the defaults.
+    /// Returns the default schedule.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -49,11 +49,10 @@ impl SnapshotSchedule {
         Self { log_bytes: None, interval: None, bytes_per_second: None }
     }
 
-    /// Sets by how many bytes the log grows before a snapshot is taken. `None` disables this trigger. Default:
-    /// 256 MiB.
+    /// Sets the number of log bytes after which a snapshot is taken. `None` disables this trigger. Default: 256 MiB.
     ///
-    /// Reduce it for a faster recovery, because it bounds the amount of log to replay; increase it to write
-    /// less. Images written in advance of their batches are counted.
+    /// Reduce it for a faster recovery, because it bounds the amount of log to replay; increase it to write less.
+    /// Images written before their batch was logged are counted.
     #[must_use]
     pub fn log_bytes(mut self, bytes: impl Into<Option<u64>>) -> Self {
         self.log_bytes = bytes.into();
@@ -84,7 +83,7 @@ impl SnapshotSchedule {
         self.log_bytes.is_some() || self.interval.is_some()
     }
 
-    /// Rejects a rate at which no snapshot would end.
+    /// Returns an error for a rate of 0, at which no snapshot would end.
     pub(super) fn check(&self) -> Result<()> {
         check_rate("snapshots.bytes_per_second", self.bytes_per_second)
     }
@@ -119,7 +118,7 @@ impl Default for ScrubSchedule {
 }
 
 impl ScrubSchedule {
-    /// Returns the defaults.
+    /// Returns the default schedule.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -146,7 +145,7 @@ impl ScrubSchedule {
         self
     }
 
-    /// Rejects a rate at which nothing would be read.
+    /// Returns an error for a rate of 0, at which no data would be read.
     pub(super) fn check(&self) -> Result<()> {
         check_rate("scrubs.bytes_per_second", self.bytes_per_second)
     }

@@ -24,36 +24,36 @@ pub struct SnapshotOptions {
 }
 
 impl SnapshotOptions {
-    /// Returns the options that [`Store::snapshot`](crate::Store::snapshot) uses: no name, and verified when
-    /// the call returns.
+    /// Returns the options that [`Store::snapshot`](crate::Store::snapshot) uses: the snapshot has no name, and is
+    /// verified before the call returns.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Sets a name of 1 to 64 bytes, which keeps the snapshot until [`Store::prune`](crate::Store::prune)
-    /// gives the name up. A named snapshot is always [exact](Self::exact), so it needs no log.
+    /// Sets a name of 1 to 64 bytes. The name keeps the snapshot until [`Store::prune`](crate::Store::prune) gives the
+    /// name up. A named snapshot is always [exact](Self::exact), so it needs no log.
     pub fn name(mut self, name: impl Into<String>) -> Self {
         self.name = Some(name.into());
         self
     }
 
-    /// Makes the snapshot the state after a single batch: the newest one submitted before the call, or a
-    /// later one. Such a snapshot needs no log to restore that state. Commits continue during the snapshot; a
-    /// page that changes before it is gathered is first copied, within the budget of its place.
+    /// Makes the snapshot contain the state after a single batch: the newest batch submitted before the call, or a
+    /// later one. No log is needed to restore that state. Commits continue during the snapshot. A page that changes
+    /// before the snapshot has read it is first copied, within the budget of its place.
     ///
-    /// To fix that state, batches are paused while every page that may have changed is examined, for about
-    /// 0.2 µs per page. A snapshot that is not exact examines a thousand pages at a time and applies batches
-    /// in between.
+    /// To fix the state, batches are paused while every page that may have changed is examined, for about 0.2 µs per
+    /// page. A snapshot that is not exact examines a thousand pages at a time and applies batches in between.
     pub fn exact(mut self) -> Self {
         self.exact = true;
         self
     }
 
-    /// Returns as soon as the snapshot is published: it is then durable, and the next open starts from it.
-    /// The snapshot is read back in the background, and what it replaces is kept until that is done.
-    /// [`Store::wait_verified`](crate::Store::wait_verified) and closing the store wait for it. If this
-    /// snapshot has a name, the next snapshot also waits for it before being published, because an open
-    /// starts from the newest snapshot and relies only on those older snapshots that were read back.
+    /// Returns as soon as the snapshot is published: it is then durable, and the next open starts from it. The snapshot
+    /// is read back in the background. The snapshots and files that it replaces are kept until then.
+    ///
+    /// [`Store::wait_verified`](crate::Store::wait_verified) and closing the store wait until the snapshot was read
+    /// back. If this snapshot has a name, the next snapshot also waits for that before it is published. The reason is
+    /// that an open starts from the newest snapshot and relies only on those older snapshots that were read back.
     ///
     /// ```
     /// use remanent::{Place, SnapshotOptions, Store};
@@ -73,14 +73,14 @@ impl SnapshotOptions {
     }
 }
 
-/// The options for a snapshot with this name.
+/// Converts a name to the options for a snapshot with this name.
 impl From<&str> for SnapshotOptions {
     fn from(name: &str) -> Self {
         Self::new().name(name)
     }
 }
 
-/// The options for a snapshot with this name.
+/// Converts a name to the options for a snapshot with this name.
 impl From<String> for SnapshotOptions {
     fn from(name: String) -> Self {
         Self::new().name(name)

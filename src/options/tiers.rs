@@ -12,17 +12,17 @@ use crate::eviction::{EvictionPolicy, Lru, S3Fifo};
 /// A function that creates the eviction policy of a place.
 type PolicyMaker = dyn Fn(Place) -> Box<dyn EvictionPolicy> + Send + Sync;
 
-/// An order of places, fastest first: when one is full, unused pages are demoted to the next.
+/// An order of places, fastest first. When one place is full, its unused pages are demoted to the next place.
 ///
-/// Every place but the last needs a limit ([`MemoryOptions::budget`](super::MemoryOptions::budget)). A background thread keeps part of each limit
-/// free ([`free_part`](Self::free_part)) so that commits find room immediately; a commit that finds none
-/// waits for that thread. Pages are moved by logged batches, as with
-/// [`WriteBatch::move_to`](crate::WriteBatch::move_to): after a crash, a page is in its last place or the one
-/// before. Pages that are leased, pinned or in caller-owned memory are not moved.
+/// Every place but the last needs a limit ([`MemoryOptions::budget`](super::MemoryOptions::budget)). A background
+/// thread keeps part of each limit free ([`free_part`](Self::free_part)) so that commits find room immediately. A
+/// commit that finds no room waits for that thread. Pages are moved by logged batches, as with
+/// [`WriteBatch::move_to`](crate::WriteBatch::move_to): after a crash, a page is either in its new place or still in
+/// the previous one. Pages that are leased, pinned or in caller-owned memory are not moved.
 ///
-/// If an open has less memory than the pages need, for example on a smaller machine, it demotes the pages
-/// that have been unchanged for longest before it loads any
-/// ([`RecoveryReport::lowered_pages`](crate::store::RecoveryReport)). Without tiers, such an open fails.
+/// If an open has less memory than the pages need, for example on a smaller machine, it demotes the pages that have
+/// been unchanged for longest before it loads any ([`RecoveryReport::lowered_pages`](crate::store::RecoveryReport)).
+/// Without tiers, such an open fails.
 ///
 /// Pages are never promoted automatically: use [`Store::ensure`](crate::Store::ensure) and
 /// [`Store::prefetch`](crate::Store::prefetch).
@@ -60,7 +60,7 @@ impl Tiers {
         Self { places: places.into(), free_part: 16, policy: Arc::new(|_| Box::<S3Fifo>::default()) }
     }
 
-    /// Keeps one part in `part` of each budget free; eviction starts when less than half of that is free.
+    /// Sets which part of each budget is kept free: one `part`-th. Eviction starts when less than half of that is free.
     /// Default: 16.
     #[must_use]
     pub fn free_part(mut self, part: u32) -> Self {
@@ -97,7 +97,7 @@ impl Tiers {
         budget / u64::from(self.free_part)
     }
 
-    /// Rejects an unusable order.
+    /// Returns an error if the places or their budgets do not form a usable order.
     pub(super) fn check(&self, budget: &Budget) -> Result<()> {
         let invalid = |reason| invalid("tiers", reason);
         if self.places.len() < 2 {
