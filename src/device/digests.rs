@@ -34,19 +34,19 @@ use super::{Span, StagingSpan};
 use crate::base::allocation::make_room;
 use crate::error::Result;
 
-/// The length of a chunk, in bytes. The last chunk of a range may be shorter.
+/// The length of a chunk, in bytes. Only the last chunk of a range may be shorter.
 pub const DIGEST_CHUNK_LEN: u64 = 64 << 10;
 
 /// The length of a chunk's digest, in bytes.
 pub const DIGEST_LEN: usize = 16;
 
-/// The length of a key in the devices' format, in bytes: the words of `K`; then, for each pass, the point
-/// `R[n]` and its power 3t + 1 for each column t. All are little-endian 64-bit words.
+/// The length, in bytes, of a key in the format that devices read. A key consists of little-endian 64-bit words: the
+/// words of `K`, and then, for each pass, the point `R[n]` and its power 3t + 1 for each column t.
 pub const DIGEST_KEY_LEN: u64 = 8 * (WORDS + PASSES * (1 + COLUMNS)) as u64;
 
 const COLUMNS: usize = 256;
 const PASSES: usize = 2;
-/// Vectors per column.
+/// The number of vectors in a column.
 const DEPTH: usize = DIGEST_CHUNK_LEN as usize / VECTOR_LEN / COLUMNS;
 const WORDS: usize = 2 * DEPTH + 2 * (PASSES - 1);
 const VECTOR_LEN: usize = 16;
@@ -65,7 +65,7 @@ pub fn digest_count(len: u64) -> u64 {
     len.div_ceil(DIGEST_CHUNK_LEN)
 }
 
-/// Derives a key, in the devices' format, from a random seed.
+/// Derives a key for digest commands from a random seed, in the format that devices read.
 ///
 /// # Errors
 /// `OutOfMemory`.
@@ -87,7 +87,7 @@ pub fn digest_key(seed: &[u8; DIGEST_SEED_LEN]) -> Result<Vec<u8>> {
     Ok(key)
 }
 
-/// Computes the digest of a chunk by the definition above. Other devices produce the same result.
+/// Computes the digest of a chunk as defined in the module documentation. Every device produces the same digest.
 ///
 /// # Panics
 /// If `chunk` exceeds [`DIGEST_CHUNK_LEN`] or the key has the wrong length.
@@ -134,7 +134,7 @@ pub(super) fn digest(chunk: &[u8], key: &[u8]) -> Digest {
     digest
 }
 
-/// Checks the rules for a digest command. For implementations of devices.
+/// Checks that a digest command follows its documented rules. For implementations of devices.
 ///
 /// # Panics
 /// If the command violates a rule.

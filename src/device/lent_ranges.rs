@@ -1,9 +1,9 @@
-//! Ranges of callers' memory in which pages live, and ranges that callers' calls and streams currently use. A
-//! page is placed only in a range without any other use.
+//! Ranges of callers' memory in which pages live, and ranges that callers' calls and streams currently use. A page is
+//! placed only in a range without any other use.
 //!
-//! One instance covers all memory that a store handed out or adopted. Ranges are identified by their location
-//! rather than by their handles, because a caller may register the same tensor twice. The lock is held only
-//! to access the list, never while a device works.
+//! One instance covers all memory that a store returned to callers or adopted. Ranges are identified by their location
+//! rather than by their handles, because a caller may register the same tensor twice. The lock is held only to access
+//! the list, never while a device works.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,15 +13,15 @@ use remanent_format::PageId;
 use super::stream_uses::Access;
 use crate::base::sync::Mutex;
 
-/// The ranges in use, shared by threads.
+/// The ranges of callers' memory in use, shared by threads.
 #[derive(Default)]
 pub(crate) struct LentRanges(Mutex<RangeUses>);
 
 #[derive(Default)]
 struct RangeUses {
-    /// Ranges in which pages live, by space and start. No two share a byte.
+    /// Ranges in which pages live, by space and start. No two ranges share a byte.
     pages: BTreeMap<(u64, u64), LentRange>,
-    /// Ranges that callers currently use, each with a number of its own.
+    /// Ranges that callers currently use. Each use has a unique number.
     callers: Vec<(u64, MemoryRange, CallerUse)>,
     next: u64,
 }
@@ -35,7 +35,7 @@ pub(crate) enum CallerUse {
     Stream(Access),
 }
 
-/// The right of a call or a guard to use a range. No page is placed in the range until it is dropped.
+/// The right of a call or a guard to use a range. No page is placed in the range until this value is dropped.
 pub(crate) struct RangeUse {
     ranges: Arc<LentRanges>,
     number: u64,
@@ -62,11 +62,11 @@ pub(crate) struct MemoryRange {
     pub end: u64,
 }
 
-/// The use that prevents lending a range.
+/// The reason why a page cannot be placed in a range.
 pub(crate) enum RangeInUse {
     /// This page lives in a part of the range.
     Page(PageId),
-    /// A page gave up a part of the range, and a lane may still use that part.
+    /// A page has left a part of the range while a lane may still use that part.
     Retired,
     /// A caller uses a part of the range.
     Caller,
@@ -100,7 +100,7 @@ impl LentRanges {
     /// Begins a caller's use of a range.
     ///
     /// # Errors
-    /// The page that lives there, if the use writes: only the store writes to a page.
+    /// The page that lives in the range, if the use writes: only the store writes to a page.
     pub fn begin(self: &Arc<Self>, range: MemoryRange, by: CallerUse) -> Result<RangeUse, PageId> {
         let mut uses = self.0.lock();
         if by != CallerUse::Stream(Access::Read)
@@ -126,7 +126,7 @@ impl LentRanges {
     /// Records that a page lives in the range, which must not be empty.
     ///
     /// # Errors
-    /// The conflicting use, if the range is not free.
+    /// The conflicting use, if any.
     pub fn lend(&self, range: MemoryRange, page: PageId) -> Result<(), RangeInUse> {
         let mut uses = self.0.lock();
         if let Some(lent) = uses.page_in(range) {
@@ -140,13 +140,13 @@ impl LentRanges {
         Ok(())
     }
 
-    /// Records that the page gave up its range.
+    /// Records that the page has left its range while a lane may still use it.
     pub fn retire(&self, range: MemoryRange) {
         let mut uses = self.0.lock();
         uses.pages.get_mut(&(range.space, range.start)).expect("a range that is lent").is_retired = true;
     }
 
-    /// Ends the loan of the range, which the store no longer uses.
+    /// Removes the range. The store no longer uses it.
     pub fn end(&self, range: MemoryRange) {
         let ended = self.0.lock().pages.remove(&(range.space, range.start));
         assert!(ended.is_some(), "a range that was not lent: {range:?}");

@@ -5,14 +5,14 @@ use std::convert::Infallible;
 use super::{Command, Piece};
 use crate::base::parallel;
 
-/// Numbers of deltas in a list from which several threads are faster than one: with idle worker threads
-/// available, and with threads that must be started.
+/// The number of deltas in a list above which several threads are faster than one: first with idle worker threads, then
+/// with threads that must be started.
 const MANY_DELTAS: [usize; 2] = [8 << 10, 128 << 10];
 /// The maximum number of threads that work on many deltas.
 pub(super) const THREADS_MAX: usize = 16;
-/// Deltas that a thread distributes into shares at a time.
+/// The number of deltas that a thread distributes at a time.
 const PARTITIONED_AT_ONCE: usize = 4096;
-/// Shares of deltas per thread. A thread that finishes its share takes another one.
+/// The number of shares per thread. A thread that finishes its share processes another one.
 const SHARES_EACH: usize = 4;
 
 /// Returns whether several threads process the deltas of these commands faster than one thread.
@@ -41,12 +41,12 @@ pub(super) struct Partitioned<T> {
     count: usize,
 }
 
-/// The deltas were not divided into shares; one thread must process them.
+/// The reason why one thread must process the deltas: they could not be divided into shares.
 pub(super) struct NotPartitioned;
 
-/// Distributes deltas into shares with several threads, each with working state of its own from `equip`. For
-/// each delta, `classify` returns the number of the allocation that the delta changes and the value to store
-/// in a share, or `None` to skip it.
+/// Distributes deltas into shares with several threads. `equip` creates the working state of each thread. For each
+/// delta, `classify` returns the number of the allocation that the delta changes and the value to store in a share, or
+/// `None` to skip the delta.
 ///
 /// # Errors
 /// The error from `classify`, or [`NotPartitioned`] if there is not enough memory.

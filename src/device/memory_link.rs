@@ -1,8 +1,8 @@
-//! The link between a store and the memory that callers hold from it: the ranges in use, and a connection
-//! back to the store.
+//! The link between a store and the memory handles that callers hold: the ranges in use, and a connection back to the
+//! store.
 //!
-//! Handles outlive their store, and an open adopts caller-owned memory before the store exists. Each handle
-//! therefore holds the link, and the store connects to the link when it starts.
+//! Handles outlive their store, and an open adopts caller-owned memory before the store exists. Each handle therefore
+//! holds the link, and the store connects to the link when it starts.
 
 use std::any::Any;
 use std::sync::{Arc, OnceLock};
@@ -11,25 +11,25 @@ use super::lent_ranges::LentRanges;
 use super::{EngineDevice, Fence};
 use crate::error::{Error, Result};
 
-/// The store's end of the link.
+/// The calls that a memory handle makes to its store, implemented by the store.
 pub(crate) trait StoreHandle: Send + Sync {
-    /// Records an error from using memory, and returns the error to report to the caller.
+    /// Records an error that occurred when memory was used, and returns the error to report to the caller.
     fn report_failure(&self, error: Error) -> Error;
 
-    /// Returns a fence after every batch submitted so far.
+    /// Returns a fence that passes when every batch submitted so far is applied.
     ///
     /// # Errors
     /// `Closed`; a device error.
     fn applied(&self) -> Result<Fence>;
 
-    /// Keeps an owner until the fence has passed. Returns the owner as `Err` if the store no longer exists.
+    /// Keeps an owner alive until the fence has passed. Returns the owner as `Err` if the store no longer exists.
     fn keep(&self, owner: MemoryOwner, fence: Fence) -> Result<(), MemoryOwner>;
 }
 
 /// The value that keeps an allocation alive; dropping it frees the memory.
 pub(crate) type MemoryOwner = Arc<dyn Any + Send + Sync>;
 
-/// The link of one store, shared by threads.
+/// The link between one store and its memory handles, shared by threads.
 #[derive(Default)]
 pub(crate) struct MemoryLink {
     pub ranges: Arc<LentRanges>,
@@ -43,8 +43,8 @@ impl MemoryLink {
         assert!(connected.is_ok(), "one store a link");
     }
 
-    /// Passes an error to the store. Before the store starts, returns the error unchanged, and the open fails
-    /// with it.
+    /// Passes an error to the store, and returns the error to report to the caller. Before the store starts, returns
+    /// `error` unchanged; the open then fails with it.
     pub fn report_failure(&self, error: Error) -> Error {
         match self.store.get() {
             Some(store) => store.report_failure(error),
@@ -52,7 +52,7 @@ impl MemoryLink {
         }
     }
 
-    /// Returns a fence after every batch submitted so far.
+    /// Returns a fence that passes when every batch submitted so far is applied.
     ///
     /// # Errors
     /// `Closed`; a device error.
@@ -60,8 +60,8 @@ impl MemoryLink {
         self.store.get().ok_or(Error::Closed)?.applied()
     }
 
-    /// Drops an owner after the fence has passed. If the store no longer exists, blocks this thread until
-    /// then.
+    /// Drops an owner after the fence has passed. If the store no longer exists, blocks this thread until the fence has
+    /// passed.
     pub fn drop_after(&self, device: &EngineDevice, owner: MemoryOwner, fence: Fence) {
         let kept = match self.store.get() {
             Some(store) => store.keep(owner, fence),

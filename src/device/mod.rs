@@ -1,12 +1,12 @@
-//! The interface to the memory in which pages live: a queue of commands rather than a set of calls.
+//! The interface to the memory in which pages live. Work on that memory is queued as lists of commands.
 //!
-//! A kernel launch costs microseconds, and a logged commit should cost one. Work is therefore submitted to a
-//! device as lists of commands, and a caller that needs a result waits for a fence. Memory and staging are
-//! named by handles; bytes cross the interface only in staging. `HostDevice` defines correct behavior (I11):
-//! every other device produces the same bytes for the same lists.
+//! A kernel launch costs microseconds, and a logged commit should need only one. Work is therefore submitted to a
+//! device as lists of commands, and a caller that needs a result waits for a fence. Handles identify memory and
+//! staging. Bytes cross the interface only in staging. `HostDevice` defines correct behavior (I11): every other device
+//! produces the same bytes for the same lists.
 //!
-//! The engine holds an [`EngineDevice`], which counts the work of an `Arc<dyn Device>`. The indirect call for
-//! each list takes a few nanoseconds, against microseconds for a launch.
+//! The engine holds an [`EngineDevice`], which counts the work of an `Arc<dyn Device>`. The indirect call for each list
+//! takes a few nanoseconds, against microseconds for a launch.
 
 #[cfg(feature = "cuda")]
 pub mod cuda;
@@ -57,9 +57,10 @@ pub use self::unified::{UnifiedHint, UnifiedSide, UnifiedSupport};
 use crate::error::Result;
 pub use crate::options::caller_memory::{CallerMemory, HostMemory};
 
-/// Memory that holds pages, and the queues through which it is changed.
+/// A device: the memory that contains pages, and the queues through which it is changed.
 ///
-/// Every device has these methods. [`abilities`](Self::abilities) returns those that only some devices have.
+/// Every device implements these methods. [`abilities`](Self::abilities) returns the abilities that only some devices
+/// have.
 pub trait Device: Any + Send + Sync {
     /// Returns the device's name for reports, such as `host` or `cuda:0 (NVIDIA H200)`.
     fn label(&self) -> String;
@@ -67,11 +68,11 @@ pub trait Device: Any + Send + Sync {
     /// Allocates page memory with unspecified contents. `len` may be 0.
     ///
     /// # Errors
-    /// `OutOfMemory`, `Unavailable`.
+    /// `OutOfMemory`; `Unavailable` if the device has no memory in the place.
     fn allocate(&self, place: Place, len: u64) -> Result<MemoryId>;
 
-    /// Returns whether page memory of this length in this place contains zeros when it is allocated. If so, a
-    /// new page of any length costs nothing until it is written.
+    /// Returns whether page memory of this length in this place contains zeros when it is allocated. If so, a new page
+    /// needs no command to clear its memory.
     fn allocates_zeros(&self, _place: Place, _len: u64) -> bool {
         false
     }
@@ -85,9 +86,9 @@ pub trait Device: Any + Send + Sync {
     /// Returns the places in which these memories were allocated or adopted, in order.
     fn places_of(&self, memory: &[MemoryId]) -> Vec<Place>;
 
-    /// Returns whether bytes cross a bus between staging and page memory. If they do, a checksum of one side
-    /// proves nothing about the other, so lists checksum page memory with [`Command::Crc`] after a copy into
-    /// it and before a copy out of it. Within host memory, a second checksum would read the same bytes again.
+    /// Returns whether bytes cross a bus between staging and page memory. If they do, lists checksum page memory with
+    /// [`Command::Crc`] after a copy into it and before a copy out of it, because a checksum of staging proves nothing
+    /// about page memory. Within host memory, a second checksum would read the same bytes again.
     fn crosses_bus(&self) -> bool {
         false
     }
@@ -98,15 +99,15 @@ pub trait Device: Any + Send + Sync {
     /// `OutOfMemory` if the system has no memory left.
     fn staging(&self, len: usize) -> Result<Staging>;
 
-    /// Queues a list on a lane. Its commands run in order, after every earlier list of the lane. The list
-    /// owns its staging until the returned [`Pending`] gives it back. Ranges of staging that the list read
-    /// have unspecified contents afterwards.
+    /// Queues a list on a lane. Its commands run in order, after every earlier list of the lane. The list owns its
+    /// staging until [`Pending::finish`] returns it. Afterwards, ranges of staging that the list read have unspecified
+    /// contents.
     ///
     /// # Errors
-    /// A device error, in which case no command of the list runs.
+    /// A device error. No command of the list runs in this case.
     fn submit(&self, lane: Lane, list: CommandList) -> Result<Pending>;
 
-    /// Returns the newest fence of the lane that has passed.
+    /// Returns the number of the newest fence of the lane that has passed.
     fn reached(&self, lane: Lane) -> u64;
 
     /// Waits until a fence has passed.
@@ -121,27 +122,27 @@ pub trait Device: Any + Send + Sync {
     /// A device error.
     fn after(&self, lane: Lane, fence: Fence) -> Result<()>;
 
-    /// Returns the optional abilities of this device.
+    /// Returns the abilities that this device has beyond the methods of this trait.
     fn abilities(&self) -> Abilities<'_> {
         Abilities::default()
     }
 }
 
-/// Request counts and byte totals of a memory source.
+/// Counts of the requests to a memory source, and the bytes that it holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemoryStats {
-    /// Bytes obtained from the driver, in use or idle.
+    /// Bytes that the source currently holds from the driver, in use or idle.
     pub reserved_bytes: u64,
-    /// Bytes in use, after rounding up to the sizes handed out.
+    /// Bytes in use, including the bytes added by rounding lengths up.
     pub used_bytes: u64,
-    /// Allocations served from memory already held.
+    /// Allocations served from memory that the source already held.
     pub hits: u64,
-    /// Allocations requested from the driver.
+    /// Allocations for which the source requested memory from the driver.
     pub misses: u64,
 }
 
-/// Shared bytes of page memory. They stay valid after the memory is released.
+/// Shared bytes of page memory. The bytes stay valid after the page memory is released.
 pub type PageBytes = Arc<dyn AsRef<[u8]> + Send + Sync>;
 
 /// A device's id for an allocation.
@@ -177,25 +178,26 @@ impl Span {
     }
 }
 
-/// The length, in bytes, of the longest copy between page memory and the host that takes only microseconds
-/// and waits for no other copy. A longer copy occupies its lane for its whole duration, so it belongs in
-/// [`Lane::Drain`] if other work waits for the lane.
+/// The length, in bytes, of the longest *short* copy between page memory and the host. A short copy takes only
+/// microseconds and waits for no other copy. A longer copy occupies its lane for its whole duration. If other work
+/// waits for that lane, submit the copy to [`Lane::Drain`].
 pub const SHORT_COPY_LEN_MAX: u64 = 64 << 10;
 
-/// An ordered queue of device work.
+/// An ordered queue of device work. Each lane serves one purpose, so that slow work delays only its own lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Lane {
-    /// Deltas, reads and gathers: work that must see commits in order. Only the applier submits to it.
+    /// For work that must observe commits in order: deltas, reads and gathers. Only the applier submits to this lane.
     Apply,
-    /// Bulk copies to the host of bytes that another lane copied aside: snapshot pages and long reads.
+    /// For bulk copies to the host: snapshot pages and long reads. Another lane has first copied the bytes to memory
+    /// that no commit changes.
     Drain,
-    /// Work that waits for callers' streams, which may stall. No other lane ever waits for this one.
+    /// For work that waits for callers' streams, which may stall. No other lane ever waits for this lane.
     Callers,
-    /// A committer's work before its batch is logged: gathers, verification and checksums. It delays no other
-    /// lane and waits for no bulk copies of other lanes.
+    /// For a committer's work before its batch is logged: gathers, verification and checksums. This lane delays no
+    /// other lane and waits for no bulk copies of other lanes.
     Stage,
-    /// Page loads while the store is in use, alternating with [`Lane::Drain`]: while the device checksums the
-    /// bytes that one lane brought, the other lane uses the bus.
+    /// For page loads while the store is in use. Loads alternate between this lane and [`Lane::Drain`]: while the
+    /// device checksums the bytes that one lane copied, the other lane uses the bus.
     Load,
 }
 
@@ -204,11 +206,11 @@ impl Lane {
     pub const ALL: [Self; 5] = [Self::Apply, Self::Drain, Self::Callers, Self::Stage, Self::Load];
 }
 
-/// A point in a lane that passes when every list up to it is done.
+/// A point in a lane. A fence passes when all lists submitted to the lane before it are done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fence {
     /// The lane to which the fence belongs.
     pub lane: Lane,
-    /// The fence's number, rising from 1 in each lane. Fence 0 has always passed.
+    /// The fence's number, which rises from 1 in each lane. Fence 0 has always passed.
     pub value: u64,
 }

@@ -2,7 +2,7 @@
 
 use super::{Command, Payload, Piece, PieceKind, StagingSpan};
 
-/// Returns the ranges of staging that commands read, and those that they write.
+/// Returns the ranges of staging that commands read, then the ranges that they write.
 pub fn staged_spans(commands: &[Command]) -> (Vec<StagingSpan>, Vec<StagingSpan>) {
     let (mut read, mut written) = (Vec::new(), Vec::new());
     for command in commands {

@@ -1,4 +1,4 @@
-//! A guard for memory that a caller's stream uses.
+//! A guard for the period in which a caller's stream uses some memory.
 
 use std::fmt;
 
@@ -10,15 +10,15 @@ use super::{CommandList, Fence, Lane, RawStream};
 use crate::error::Error;
 use crate::error::Result;
 
-/// A guard held while a caller queues work on a stream that uses some memory. Ending the guard records the
-/// stream's current point. Later uses of the memory are ordered after that point, without a wait on the host.
+/// A guard held while a caller queues work on a stream that uses some memory. Ending the guard records the stream's
+/// current point. Later uses of the memory run after that point, and the host does not wait.
 ///
-/// Created by [`DeviceBytes::begin`]. The guard ends when it is dropped.
+/// [`DeviceBytes::begin`] creates a guard. The guard ends when it is dropped.
 pub struct StreamGuard {
     bytes: DeviceBytes,
     stream: RawStream,
     access: Access,
-    /// Keeps pages out of the range. `None` after the guard has ended.
+    /// The use that keeps pages out of the range. `None` after the guard has ended.
     in_use: Option<RangeUse>,
 }
 
@@ -91,11 +91,11 @@ impl StreamGuard {
         &self.bytes
     }
 
-    /// Ends the guard as dropping it does, and returns any error.
+    /// Ends the guard in the same way as a drop, and returns any error.
     ///
     /// # Errors
-    /// [`Error::Refused`] if a graph is being captured from the stream; a device error. The memory then
-    /// stays in use until the process ends. [`Error::Forked`]: the parent's guard stays open.
+    /// [`Error::Refused`] if a graph is being captured from the stream, or a device error: the memory then stays in use
+    /// until the process ends. [`Error::Forked`] in a forked child: the parent's guard stays open.
     pub fn end(mut self) -> Result<()> {
         self.bytes.check_process()?;
         self.end_now()

@@ -1,9 +1,9 @@
-//! Uses of one allocation by callers' streams: the ended uses whose work may still be in flight, and the
-//! fence after all of them.
+//! Uses of one allocation by callers' streams: the ended uses whose work may still be in flight, and a fence that
+//! passes after this work.
 //!
-//! A use ends with its guard, but the work then queued in the stream may still run. Later uses are ordered
-//! after it: another stream waits for its event, the store waits for it, and the memory's next owner waits
-//! for a fence of [`Lane::Callers`](super::Lane::Callers), which blocks no thread.
+//! A use ends with its guard, but the work then queued in the stream may still run. Later uses run after it: another
+//! stream waits for its event, the store waits for it, and the memory's next owner waits for a fence of
+//! [`Lane::Callers`](super::Lane::Callers), which blocks no thread.
 
 use std::ops::Range;
 
@@ -22,19 +22,19 @@ pub enum Access {
 }
 
 impl Access {
-    /// Returns whether work of this kind must not run concurrently with work of the other kind.
+    /// Returns whether work with this kind of access must not run concurrently with work of the `other` kind.
     pub(super) fn excludes(self, other: Self) -> bool {
         self == Access::Write || other == Access::Write
     }
 }
 
-/// The uses of one allocation, shared by threads.
+/// The uses of one allocation by callers' streams, shared by threads.
 #[derive(Default)]
 pub(crate) struct StreamUses(Mutex<EndedUses>);
 
 #[derive(Default)]
 struct EndedUses {
-    /// Uses that had not passed at the last check.
+    /// Ended uses whose work was still in flight at the last check.
     uses: Vec<EndedUse>,
     last: LastUse,
 }
@@ -45,7 +45,7 @@ struct EndedUse {
     point: StreamEvent,
 }
 
-/// The point at which all ended uses are done.
+/// When all ended uses of an allocation are done.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum LastUse {
     /// No use has ended yet.
@@ -58,7 +58,7 @@ pub(crate) enum LastUse {
 }
 
 impl StreamUses {
-    /// Records a use that ended at this point of its stream, and the fence after it.
+    /// Records a use that ended at this point of its stream, and a fence that passes after that point.
     ///
     /// # Errors
     /// `OutOfMemory`; a device error. The memory is then never freed.
@@ -81,17 +81,17 @@ impl StreamUses {
         noted
     }
 
-    /// Records a use whose end is unknown.
+    /// Records a use whose end could not be recorded in its stream.
     pub fn mark_unknown(&self) {
         self.0.lock().last = LastUse::Unknown;
     }
 
-    /// Returns the point at which all ended uses are done.
+    /// Returns when all ended uses are done.
     pub fn last(&self) -> LastUse {
         self.0.lock().last
     }
 
-    /// Returns the points that must pass before work of this kind may use the range.
+    /// Returns the points that must pass before work with this kind of access may use the range.
     ///
     /// # Errors
     /// A device error.

@@ -3,16 +3,16 @@
 use std::any::Any;
 use std::sync::Arc;
 
-/// A caller's stream, as the device identifies it. For a GPU this is the numeric handle of a CUDA stream
-/// (`CUstream`, `cudaStream_t`, `torch.cuda.Stream.cuda_stream`).
+/// A caller's stream, identified by a number. For a GPU this is the handle of a CUDA stream (`CUstream`,
+/// `cudaStream_t`, `torch.cuda.Stream.cuda_stream`).
 ///
-/// The code that creates one with `RawStream::from_cuda` guarantees that the handle is valid, because a
-/// driver dereferences any number it is given. A device without streams rejects every handle.
+/// `RawStream::from_cuda` is unsafe: its caller guarantees that the handle is valid, because a driver dereferences any
+/// number it is given. A device without streams rejects every handle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RawStream(pub(crate) u64);
 
 impl RawStream {
-    /// Returns whether this is a default stream; every GPU has one with the same handle.
+    /// Returns whether this is a default stream. All GPUs have default streams with the same handles.
     pub(crate) fn is_default(self) -> bool {
         // The null stream, and the two that CUDA names: legacy and per-thread.
         self.0 <= 2
@@ -25,13 +25,12 @@ impl RawStream {
     }
 }
 
-/// A point in a caller's stream, in the representation of the device that recorded it. Clones are the same
-/// point.
+/// A point in a caller's stream, in the representation of the device that recorded it. Clones refer to the same point.
 #[derive(Clone)]
 pub struct StreamEvent(Arc<dyn Any + Send + Sync>);
 
 impl StreamEvent {
-    /// Wraps a device's representation of a point. For implementations of devices.
+    /// Wraps a device's representation of a point in a stream. For implementations of devices.
     pub fn new(point: impl Any + Send + Sync) -> Self {
         Self(Arc::new(point))
     }

@@ -1,12 +1,11 @@
-//! Checksums that a device computes over page memory, so that bytes are verified on both sides of the bus
-//! (I12).
+//! Checksums that a device computes over page memory, so that bytes are verified on both sides of the bus (I12).
 //!
-//! A checksum of the bytes that the host sends proves nothing about the bytes that arrived, and a checksum of
-//! the bytes that arrived at the host proves nothing about the page memory that they came from. If each side
-//! of a copy is checksummed separately, a bit flipped by the bus, by staging or by host memory is detected
-//! before anything relies on the copy.
+//! A checksum of the bytes that the host sends proves nothing about the bytes that arrived in page memory. A checksum
+//! of the bytes that arrived at the host proves nothing about the page memory that they came from. If each side of a
+//! copy is checksummed separately, a bit flipped by the bus, by staging or by host memory is detected before anything
+//! relies on the copy.
 //!
-//! A checksum is four little-endian bytes and comes back in staging of its own.
+//! A checksum has four little-endian bytes, which the device writes to a separate staging.
 
 use super::{Command, EngineDevice, Span, StagingSpan};
 use crate::error::Error;
@@ -15,24 +14,24 @@ use crate::error::Error;
 /// launching their checksum.
 pub(crate) const PROVEN_LEN_MIN: u64 = 64 << 10;
 
-/// Returns the length of the staging that holds `count` checksums.
+/// Returns the length, in bytes, of the staging for `count` checksums.
 pub(crate) fn sums_len(count: usize) -> usize {
     4 * count
 }
 
-/// Returns the command that checksums each of these ranges into the list's staging `index`.
+/// Returns a command that checksums each of these ranges and writes the results to staging number `index` of the list.
 pub(crate) fn sum_each(sources: Vec<Span>, index: usize) -> Command {
     let target = StagingSpan { index, offset: 0, len: sums_len(sources.len()) };
     Command::Crc { sources, target }
 }
 
-/// Returns the checksums in staging that a list gave back.
+/// Returns the checksums in a list's staging.
 pub(crate) fn sums_in(staged: &[u8]) -> impl ExactSizeIterator<Item = u32> {
     staged.chunks_exact(4).map(|word| u32::from_le_bytes(word.try_into().expect("four bytes")))
 }
 
-/// Returns the error for bytes that changed between host and device, and changed again if they could be sent
-/// a second time. The data on disk is not at fault: it matches the host's checksum.
+/// Returns the error for bytes that changed between host and device, and again on a second attempt if one was possible.
+/// The data on disk is not at fault: it matches the host's checksum.
 pub(crate) fn transfer_corrupted(device: &EngineDevice, what: &str) -> Error {
     let label = device.label();
     Error::Device {

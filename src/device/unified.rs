@@ -1,7 +1,7 @@
-//! Hints for page memory in [`Place::Unified`](remanent_format::Place::Unified), which a GPU's driver
-//! migrates between host and GPU on use.
+//! Hints for page memory in [`Place::Unified`](remanent_format::Place::Unified), which a GPU's driver migrates between
+//! host and GPU on use.
 //!
-//! A hint changes no byte and is not logged; it ends with a crash or when the page moves.
+//! A hint changes no byte and is not logged. It ends when the page moves or the process crashes.
 
 /// A hint about the best location of a page in [`Place::Unified`](crate::Place::Unified), for
 /// [`Store::hint_unified`].
@@ -10,12 +10,12 @@
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum UnifiedHint {
-    /// Keeps the memory on this side if possible; the other side accesses it over the bus. `None` removes the
-    /// hint, and the memory moves to the side that uses it.
+    /// Keeps the memory on this side if possible. The other side then accesses the memory over the bus. `None` removes
+    /// the hint, and the memory migrates to the side that uses it.
     Prefer(Option<UnifiedSide>),
-    /// Gives both sides a readable copy until one of them writes. `false` removes the hint.
+    /// Keeps a readable copy on both sides until one side writes. `false` removes the hint.
     ReadMostly(bool),
-    /// Moves the bytes to this side now, in the background. Lists that need them do not wait for the move.
+    /// Starts to move the bytes to this side in the background. Lists that need the bytes do not wait for the move.
     Fetch(UnifiedSide),
 }
 
@@ -33,9 +33,10 @@ pub enum UnifiedSide {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct UnifiedSupport {
-    /// Whether pages can live in this place. Without a GPU, it is ordinary host memory.
+    /// Whether pages can live in [`Place::Unified`](crate::Place::Unified). Without a GPU, that place is ordinary host
+    /// memory.
     pub has_pages: bool,
-    /// Whether the device supports hints. Only a GPU that shares memory with the host page by page, while
-    /// both use it, supports them.
+    /// Whether the device supports hints. Only a GPU that can share single memory pages with the host while both use
+    /// them supports hints.
     pub takes_hints: bool,
 }

@@ -194,7 +194,7 @@ impl Options {
 
     /// Sets which snapshots and how much log are kept. Default: two snapshots, and the log since the older of the two.
     ///
-    /// Names in [`names_given_up`](Retention::names_given_up) are ignored here. Pass them to
+    /// Names given up with [`Retention::give_up`] are ignored here. Pass them to
     /// [`Store::prune`](crate::Store::prune).
     #[must_use]
     pub fn retention(mut self, retention: Retention) -> Self {

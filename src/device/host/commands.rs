@@ -1,7 +1,6 @@
 //! The commands of a list, implemented as loops over bytes. Deltas are in `deltas.rs`.
 //!
-//! No command waits for a lock while it holds another one: bytes copied between allocations are buffered in
-//! between.
+//! No command waits for a lock while it holds another one: bytes copied between allocations are buffered.
 
 use std::collections::HashSet;
 use std::convert::Infallible;
@@ -16,15 +15,15 @@ use super::super::{
 use super::HostDevice;
 use crate::base::parallel;
 
-/// Bytes buffered at a time during a copy or comparison. A larger buffer could fail to allocate, and a
-/// command cannot fail for that reason.
+/// The number of bytes buffered at a time during a copy or comparison. The allocation of a larger buffer could fail,
+/// and a command cannot report that.
 const PART_LEN_MAX: u64 = 64 << 10;
-/// Bytes of a bitmap whose set bits are buffered at a time.
+/// The number of bytes of a bitmap whose set bits are buffered at a time.
 const BITS_AT_ONCE: u64 = 1024;
 
-/// Chunks that one thread digests. Starting another thread takes as long as some of them.
+/// The minimum number of chunks per thread for digests. Starting a thread takes as long as digesting some chunks.
 const DIGESTED_PER_THREAD: usize = 32;
-/// Chunks whose digests are buffered at a time.
+/// The number of chunks whose digests are buffered at a time.
 const DIGESTED_AT_ONCE: usize = 1024;
 
 impl HostDevice {
@@ -210,7 +209,7 @@ impl HostDevice {
     }
 }
 
-/// Returns the faults of the indices, as `Command::Validate` defines them.
+/// Returns the flags that apply to the indices, as `Command::Validate` defines them.
 fn faults(indices: &[u8], bound: u64) -> u32 {
     let all = || indices.chunks_exact(4).map(index_of);
     let mut wrong = if all().any(|index| index as u64 >= bound) { INDEX_OUT_OF_BOUNDS } else { 0 };
@@ -224,8 +223,7 @@ fn faults(indices: &[u8], bound: u64) -> u32 {
     wrong
 }
 
-/// Sets the bit of each element of `W` bytes that differs. All bits, one for each element, must be clear
-/// before the call.
+/// Sets the bit of each element of `W` bytes that differs. All bits must be 0 before the call.
 fn mark_differing<const W: usize>(left: &[u8], right: &[u8], bits: &mut [u8]) {
     // The bits of eight elements share a byte, and most elements are equal.
     let groups = left.chunks(8 * W).zip(right.chunks(8 * W));
@@ -237,7 +235,7 @@ fn mark_differing<const W: usize>(left: &[u8], right: &[u8], bits: &mut [u8]) {
     }
 }
 
-/// Returns the indices of the set bits, lowest first, where the first bit has index `first`.
+/// Returns the indices of the set bits, in rising order. The first bit of `bits` has index `first`.
 fn set_bits(bits: &[u8], first: u32) -> Vec<u32> {
     let mut numbers = Vec::new();
     for (index, &byte) in bits.iter().enumerate() {
@@ -255,7 +253,7 @@ pub(super) fn index_of(bytes: &[u8]) -> usize {
     u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]) as usize
 }
 
-/// Returns the number of elements in a range. Panics if the last element is incomplete.
+/// Returns the number of elements in `len` bytes. Panics if the last element is incomplete.
 pub(super) fn elements(len: usize, width: Width) -> usize {
     assert_eq!(len % width.bytes(), 0, "{len} bytes are no whole number of elements");
     len / width.bytes()
@@ -276,8 +274,8 @@ pub(super) fn part(span: Span, offset: u64, len: u64) -> Span {
     Span { memory: span.memory, offset: span.offset + offset, len }
 }
 
-/// Returns the start offsets of the parts into which `len` bytes are split for buffering. There is at least
-/// one part, so that bounds are checked for empty ranges too.
+/// Returns the start offsets of the parts in which `len` bytes are buffered. An empty range has one part, so that its
+/// bounds are checked too.
 fn starts(len: u64) -> impl Iterator<Item = u64> {
     (0..len.max(1)).step_by(PART_LEN_MAX as usize)
 }

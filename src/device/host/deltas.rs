@@ -1,7 +1,7 @@
-//! Deltas, merged into their ranges one by one, many short ones at a time, or by several threads.
+//! Merging of deltas into their ranges: one by one, many short deltas at a time, or by several threads.
 //!
-//! Each way produces the same bytes as merging the deltas in order (I11). No command waits for a lock while
-//! it holds another one: several locks are taken together only if all are free.
+//! Each method produces the same bytes as merging the deltas in order (I11). No command waits for a lock while it holds
+//! another one: several locks are acquired together only if all are free.
 
 use std::borrow::Borrow;
 use std::convert::Infallible;
@@ -21,8 +21,8 @@ use crate::device::many_deltas::{NotPartitioned, THREADS_MAX, partition};
 const TOGETHER_MAX: usize = 256;
 /// The maximum total length of deltas merged together, in bytes.
 const TOGETHER_BYTES_MAX: u64 = 64 << 10;
-/// The longest delta, in bytes, that is merged with others. A reader of one of their pages waits for
-/// microseconds.
+/// The longest delta, in bytes, that is merged together with others. The bound limits how long a reader of a page
+/// waits: some microseconds.
 const SHORT_LEN_MAX: u64 = 1024;
 
 impl HostDevice {
@@ -60,9 +60,9 @@ impl HostDevice {
         }
     }
 
-    /// Applies deltas with several threads as if in order: each block of memory belongs to one thread, which
-    /// applies the block's deltas in order. Returns `false`, with nothing done, if one thread should apply
-    /// them.
+    /// Applies deltas with several threads. The result is the same as in list order, because each block of memory
+    /// belongs to one thread, which applies the block's deltas in order. Returns `false`, with nothing done, if one
+    /// thread should apply the deltas.
     fn apply_by_threads(&self, rows: &[Vec<Piece>], staging: &[Staging]) -> bool {
         let threads = parallel::threads(THREADS_MAX);
         if threads == 1 {
@@ -117,12 +117,12 @@ impl HostDevice {
         }
     }
 
-    /// Merges short deltas after locking all of their allocations. Releasing a lock waits for the stores
-    /// before it, and most stores of a short delta miss the cache: in a profile of a replay of 256-byte
-    /// deltas, this wait took seven tenths of the time spent here. In a group, the misses overlap.
+    /// Merges short deltas after locking all of their allocations. Releasing a lock waits for the stores before it, and
+    /// most stores of a short delta miss the cache. In a profile of a replay of 256-byte deltas, this wait took seven
+    /// tenths of the time of this module. In a group, the misses overlap.
     ///
-    /// Returns `false`, with nothing done, if one of the allocations is in use, because a thread that holds
-    /// locks waits for none.
+    /// Returns `false`, with nothing done, if another thread holds the lock of one of the allocations. A thread that
+    /// holds locks never waits for another lock.
     fn merge_together<P: Borrow<Piece>>(&self, pieces: &[P], staging: &[Staging]) -> bool {
         let memories = self.memories_of(pieces);
         let mut blocks: Vec<&HostBlock> = memories.iter().map(|memory| &**memory.block()).collect();
@@ -162,7 +162,7 @@ impl HostDevice {
     }
 }
 
-/// Returns whether merging a delta takes hardly longer than finding and locking its allocation.
+/// Returns whether merging a delta takes hardly longer than looking up and locking its allocation.
 fn is_short(piece: &Piece) -> bool {
     matches!(piece.payload, Payload::Staging { .. }) && piece.target.len <= SHORT_LEN_MAX
 }

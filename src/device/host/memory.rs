@@ -1,10 +1,9 @@
-//! The host device's allocations and the location of their bytes. A long allocation has a block of its own.
-//! Short ones share slabs, each of which has 64 slots of one length in one block. A separate block for each
-//! page, with its lock and counts, took 88 bytes beyond the page's own and two more cache misses for each
-//! access.
+//! The host device's allocations and the location of their bytes. A long allocation has a block of its own. Short
+//! allocations share slabs: a slab is one block with 64 slots of equal length. A separate block for each page, with its
+//! lock and counts, took 88 bytes beyond the page's own and two more cache misses for each access.
 //!
-//! A slab's lock is the lock of every allocation in it. Commands on short allocations hold it for a copy of
-//! one kilobyte at most.
+//! A slab's lock is the lock of every allocation in it. Commands on short allocations hold that lock for a copy of one
+//! kilobyte at most.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -22,9 +21,9 @@ use crate::error::{Error, Result};
 
 /// The longest allocation, in bytes, that is placed in a slab.
 const SLOT_LEN_MAX: u64 = 1024;
-/// Slot lengths are multiples of this, so that allocations of similar length share slabs.
+/// Slot lengths in bytes are multiples of this, so that allocations of similar length share slabs.
 const SLOT_ALIGN: u64 = 16;
-/// Slots of a slab, one bit each.
+/// The number of slots in a slab. A `u64` has one bit for each slot.
 const SLOTS: u64 = u64::BITS as u64;
 
 /// All allocations of a device.
@@ -32,7 +31,7 @@ const SLOTS: u64 = u64::BITS as u64;
 pub struct HostMemories {
     memories: IdMap<MemoryId, HostAllocation>,
     last: u64,
-    /// Slabs with free slots, by slot length and block number.
+    /// Slabs with at least one free slot, by slot length and block number.
     slabs: BTreeMap<(u64, u64), HostSlab>,
     last_slab: u64,
 }
@@ -45,11 +44,11 @@ struct HostSlab {
     free: u64,
 }
 
-/// A shared handle to one allocation, or to a range of one that has its own id.
+/// A shared handle to an allocation. A range of an allocation can have a handle too.
 #[derive(Clone, Debug)]
 pub struct HostAllocation {
     block: Arc<HostBlock>,
-    /// The slot of the slab; `None` if the allocation is the whole block.
+    /// The slot in the slab; `None` if the allocation occupies the whole block.
     slot: Option<HostSlot>,
     /// The place that the memory represents, packed into two bytes to fit the alignment gap.
     place: (u8, u8),
@@ -64,23 +63,22 @@ struct HostSlot {
     len: u16,
 }
 
-/// One allocation. Its lock is held for one command on bytes, during which no other lock is taken, so it need
-/// not be visible to a test's scheduler.
+/// A block of memory: one long allocation, or a slab of short ones. The lock is held during one command, which acquires
+/// no other lock, so a test's scheduler need not control it.
 #[derive(Debug)]
 pub struct HostBlock {
     pub bytes: RwLock<SharedBytes>,
-    /// Length of the allocation, or of each slot.
+    /// Length of the allocation in bytes, or of each slot of a slab.
     len: u64,
-    /// The number of the slab; 0 if this is not a slab.
+    /// The number of the slab; 0 if the block is not a slab.
     number: u64,
-    /// The block that contains this block's bytes, and the offset of the first byte, if this is an alias of a
-    /// range. An additional block for the few aliased ranges keeps the record of every page small.
+    /// For an alias of a range: the block that contains the range's bytes, and the offset of the first byte. An
+    /// additional block for the few aliased ranges keeps the record of every page small.
     within: Option<(Arc<HostBlock>, u64)>,
 }
 
-/// Bytes that may have been handed out. A reader keeps the bytes that it was given: the next command that
-/// changes them copies them first. Bytes that were never handed out, as for most pages, need one allocation
-/// less.
+/// Bytes that readers may share. The next command that changes shared bytes first copies them, so a reader's bytes
+/// never change. Most pages are never shared. Bytes that were never shared need one allocation less.
 #[derive(Debug)]
 pub enum SharedBytes {
     Ours(Vec<u8>),
@@ -116,7 +114,7 @@ impl HostMemories {
         MemoryId(self.last)
     }
 
-    /// Adds a short allocation, in a slot of the oldest slab with a free one.
+    /// Adds a short allocation, in a slot of the oldest slab with a free slot.
     pub fn insert_short(&mut self, place: Place, len: u64) -> Result<MemoryId> {
         assert!(HostAllocation::is_short(len), "{len} bytes do not fit a slot");
         let slot_len = len.max(1).next_multiple_of(SLOT_ALIGN);
@@ -138,13 +136,14 @@ impl HostMemories {
         Ok(self.insert(memory))
     }
 
-    /// Gives an allocation a new id.
+    /// Replaces the id of an allocation with a new id.
     pub fn rename(&mut self, id: MemoryId) -> MemoryId {
         let renamed = self.memories.remove(id);
         self.insert(renamed.unwrap_or_else(|| panic!("{id:?} is no memory of this device")))
     }
 
-    /// Removes an allocation. Its bytes are freed when it is dropped. A slab that becomes empty is removed.
+    /// Removes an allocation. Its bytes are freed when the returned handle is dropped. A slab that becomes empty is
+    /// removed.
     pub fn remove(&mut self, id: MemoryId) -> HostAllocation {
         let removed = self.memories.remove(id);
         let memory = removed.unwrap_or_else(|| panic!("{id:?} is no memory of this device"));
@@ -167,7 +166,7 @@ impl HostAllocation {
         len <= SLOT_LEN_MAX
     }
 
-    /// Allocates memory with a block of its own. Returns `None` if it is short and belongs in a slab.
+    /// Allocates a long allocation with its own block. Returns `None` for a short length, which belongs in a slab.
     pub fn long_only(place: Place, len: u64) -> Result<Option<Self>> {
         let long = || Ok(Self::of(Arc::new(HostBlock::of(zeroed(place, len)?)), place));
         (!Self::is_short(len)).then(long).transpose()
@@ -192,18 +191,19 @@ impl HostAllocation {
         Self::of(Arc::new(HostBlock { bytes, len: span.len, number: 0, within }), self.place())
     }
 
-    /// Returns the block that contains the bytes, along with neighboring allocations.
+    /// Returns the block that contains the bytes. The block of a short allocation also contains other allocations.
     pub fn block(&self) -> &Arc<HostBlock> {
         self.block.within.as_ref().map_or(&self.block, |(block, _)| block)
     }
 
-    /// Calls `inspect` with a span of the bytes. `inspect` must not access any allocation, because it may be
-    /// in the same block, whose lock is held.
+    /// Calls `inspect` with a span of the bytes. `inspect` must not access any allocation, because the block's lock is
+    /// held and another allocation may be in the same block.
     pub fn read<Seen>(&self, span: Span, inspect: impl FnOnce(&[u8]) -> Seen) -> Seen {
         inspect(self.block().bytes.read().part(self.range(span)))
     }
 
-    /// Calls `change` with a span of the bytes. `change` must not access any allocation.
+    /// Calls `change` with a span of the bytes. `change` must not access any allocation, because the block's lock is
+    /// held.
     pub fn write(&self, span: Span, change: impl FnOnce(&mut [u8])) {
         change(self.block().bytes.write().part_mut(self.range(span)));
     }
@@ -214,7 +214,7 @@ impl HostAllocation {
         offset.checked_add(len).is_some_and(|end| end <= whole)
     }
 
-    /// Returns the offset of the first byte in its block, and the length.
+    /// Returns the offset of the first byte in its block, and the length in bytes.
     pub fn extent(&self) -> (u64, u64) {
         match (self.slot, &self.block.within) {
             (Some(HostSlot { number, len }), _) => (u64::from(number) * self.block.len, len.into()),
@@ -232,7 +232,7 @@ impl HostAllocation {
         (at + span.offset) as usize..(at + span.offset + span.len) as usize
     }
 
-    /// Returns the current bytes, which never change afterwards. Bytes of a slot are copied.
+    /// Returns the current bytes. The returned bytes never change. Bytes of a slot are copied.
     pub fn share(&self) -> Arc<Vec<u8>> {
         if self.slot.is_none() && self.block.within.is_none() {
             return self.block.bytes.write().share();
@@ -243,7 +243,8 @@ impl HostAllocation {
 }
 
 impl HostBlock {
-    /// Returns the address of the bytes if another object owns them and they therefore never move.
+    /// Returns the address of the bytes if another object owns them, because such bytes never move. Returns `None`
+    /// otherwise.
     pub fn external_address(&self) -> Option<u64> {
         match &*self.bytes.read() {
             SharedBytes::External(External(memory)) if memory.byte_len() > 0 => {
@@ -317,15 +318,14 @@ impl SharedBytes {
     }
 }
 
-/// Packs a place into its two numbers. Slot numbers above 255 are stored as 255.
+/// Packs a place into two bytes: its kind and its slot number. Slot numbers above 255 are stored as 255.
 fn packed(place: Place) -> (u8, u8) {
     let (kind, ordinal) = place.to_raw();
     (kind, u8::try_from(ordinal).unwrap_or(u8::MAX))
 }
 
-/// Allocates zeroed bytes, because safe Rust has no uninitialized memory. An excessive length returns an
-/// error instead of aborting. The system zeroes memory on first access, so opening a store does not wait for
-/// that.
+/// Allocates zeroed bytes, because safe Rust has no uninitialized memory. An excessive length returns an error instead
+/// of aborting. The operating system zeroes memory on first access, so an open does not wait for that.
 fn zeroed(place: Place, len: u64) -> Result<Vec<u8>> {
     let bytes = usize::try_from(len).ok().and_then(|len| u8::new_vec_zeroed(len).ok());
     bytes.ok_or(Error::OutOfMemory { place, len })
@@ -335,8 +335,7 @@ fn zeroed(place: Place, len: u64) -> Result<Vec<u8>> {
 mod tests {
     use super::*;
 
-    /// Whatever is released in between, each short allocation keeps its own bytes and no others, and no empty
-    /// slab is kept.
+    /// Each short allocation keeps its own bytes, and no empty slab is kept, in any order of releases.
     #[test]
     fn short_memories_share_slabs_and_no_bytes() {
         let mut memories = HostMemories::default();

@@ -1,14 +1,13 @@
 //! Pages in host memory: the device that defines correct behavior (I11).
 //!
-//! Every list runs inside `submit`, on the caller's thread, so a fence has already passed when it is handed
-//! out. The code is deliberately plain: kernels must produce the bytes that these loops produce. Read
-//! [`Device`] first; commands are in `commands.rs`, deltas in `deltas.rs`. Nothing here outlives the process,
-//! so a crash loses all pages, and the log restores them.
+//! Every list runs inside `submit`, on the caller's thread, so a fence has already passed when `submit` returns it. The
+//! code is deliberately plain: kernels must produce the bytes that these loops produce. Read [`Device`] first; commands
+//! are in `commands.rs`, deltas in `deltas.rs`. A crash loses all pages, and the log restores them.
 //!
-//! Locks: the table of allocations is locked only to look one up, so a long copy never delays `allocate`.
-//! Each allocation has its own lock or shares that of its slab (`memory.rs`), so lanes run concurrently. No
-//! command waits for a lock while it holds another one, so commands cannot deadlock. A command that needs
-//! several locks takes them only if all are free.
+//! Locks: the table of allocations is locked only for lookups, so a long copy never delays `allocate`. Each allocation
+//! has its own lock or shares that of its slab (`memory.rs`), so lanes run concurrently. No command waits for a lock
+//! while it holds another one, so commands cannot deadlock. A command that needs several locks acquires them only if
+//! all are free.
 
 mod memory;
 mod commands;
@@ -34,20 +33,20 @@ use crate::device::HostMemory;
 use crate::disk::FileMemory;
 use crate::error::{Error, Refused, Result, Unavailable};
 
-/// Bytes of consecutive deltas in a list from which several threads apply them.
+/// The length, in bytes, of a run of consecutive deltas from which several threads apply the run.
 const WIDE_BYTES_MIN: u64 = 4 << 20;
 
-/// Allocations made or released per lock acquisition. Other threads look up allocations in between.
+/// The number of allocations made or released per lock acquisition. Between acquisitions, other threads can look up
+/// allocations.
 const AT_ONCE: usize = 256;
 
-/// A device that keeps pages in ordinary memory, whatever place they name. Only [`Place::Disk`] is
-/// unavailable.
+/// A device that keeps the pages of every place in ordinary memory. Only [`Place::Disk`] is unavailable.
 #[derive(Debug)]
 pub struct HostDevice {
     memories: RwLock<HostMemories>,
     lanes: [HostLane; Lane::ALL.len()],
     label: String,
-    /// Bytes of deltas from which several threads apply them.
+    /// The length, in bytes, of a run of consecutive deltas from which several threads apply the run.
     wide_bytes_min: u64,
 }
 
@@ -65,7 +64,7 @@ impl Default for HostDevice {
 }
 
 impl HostDevice {
-    /// Creates a device without page memory.
+    /// Creates a device without allocations.
     #[must_use]
     pub fn new() -> Self {
         Self {
@@ -76,7 +75,8 @@ impl HostDevice {
         }
     }
 
-    /// Sets the number of bytes from which several threads apply deltas, so that a test can use short lists.
+    /// Sets the length, in bytes, of a run of deltas from which several threads apply the run. A test sets it to use
+    /// short lists.
     #[doc(hidden)]
     #[must_use]
     pub fn parallel_from(mut self, bytes: u64) -> Self {
@@ -84,7 +84,7 @@ impl HostDevice {
         self
     }
 
-    /// Creates a device whose label states why it replaces a GPU.
+    /// Creates a device whose label states why the host is used instead of a GPU.
     #[must_use]
     pub fn replacing_gpu(reason: impl Display) -> Self {
         Self { label: format!("host, no GPU: {reason}"), ..Self::new() }
@@ -108,8 +108,8 @@ impl HostDevice {
         &self.lanes[lane as usize]
     }
 
-    /// Panics if a fence has not passed. Lists run at submission, so such a fence was never handed out, and
-    /// waiting for it would never end.
+    /// Panics if a fence has not passed. Lists run at submission, so `submit` never returned such a fence, and a wait
+    /// for it would never end.
     fn assert_passed(&self, fence: Fence) {
         let reached = self.reached(fence.lane);
         assert!(fence.value <= reached, "{fence:?} was not handed out: the lane is at {reached}");
@@ -178,7 +178,7 @@ impl Device for HostDevice {
         Ok(())
     }
 
-    /// Holds one lock for all lookups, because lists name thousands of allocations.
+    /// Acquires one lock for all lookups, because lists name thousands of allocations.
     fn places_of(&self, memory: &[MemoryId]) -> Vec<Place> {
         let memories = self.memories.read();
         memory.iter().map(|memory| memories.get(*memory).place()).collect()
@@ -299,16 +299,16 @@ impl DeviceFiles for HostDevice {
     }
 }
 
-/// The owner of host memory that represents a caller's memory.
+/// The owner of a caller's memory that consists of host bytes.
 struct CallerBytes {
     block: Arc<HostBlock>,
     place: Place,
 }
 
 impl CallerMemory {
-    /// Wraps host bytes that represent a caller's memory in this place, for a store whose pages live in host
-    /// memory. Code that brings its own memory can then run, and be tested, without a GPU. A GPU rejects
-    /// them. [`Store::caller_bytes`](crate::Store::caller_bytes) of the same value reads them back.
+    /// Wraps host bytes as a caller's memory in this place, for a store whose pages live in host memory. Code that
+    /// brings its own memory can then run, and be tested, without a GPU. A GPU rejects such memory. To read the bytes
+    /// back, pass the same value to [`Store::caller_bytes`](crate::Store::caller_bytes).
     ///
     /// ```
     /// use remanent::device::CallerMemory;
@@ -373,15 +373,15 @@ impl CallerMemory {
         Self::of_block(HostBlock::external(Box::new(memory)), place)
     }
 
-    /// Wraps a block without an address: only the host device accesses the bytes, and the bytes of a vector
-    /// may move when they are changed.
+    /// Wraps a block without an address. Only the host device accesses the bytes, and the bytes of a vector may move
+    /// when they are changed.
     fn of_block(block: HostBlock, place: Place) -> Self {
         let len = block.byte_len();
         Self { address: 0, len, owner: Arc::new(CallerBytes { block: Arc::new(block), place }) }
     }
 }
 
-/// Staging that direct reads can fill without a copy.
+/// Staging in an aligned buffer, into which direct reads can write without a copy.
 struct HostStaging(AlignedBuf);
 
 impl StagingMemory for HostStaging {
@@ -413,7 +413,7 @@ mod tests {
         assert!(matches!(error, Error::OutOfMemory { place: Place::Host, .. }), "{error}");
     }
 
-    /// A renamed memory passes to another page, whose bytes a reader with the old id must not get.
+    /// Renamed memory passes to another page. A reader with the old id must not get the bytes of that page.
     #[test]
     fn memory_is_readable_only_by_newest_handle() {
         let device = HostDevice::new();

@@ -1,13 +1,13 @@
-//! Several devices presented as one: `Device(n)` is the n-th device, and every other place belongs to the
-//! first.
+//! Several devices presented as one: `Device(n)` is the n-th device, and every other place belongs to the first.
 //!
-//! No code above the device interface is aware of this. A list is split by the memory that its commands name.
-//! The parts run concurrently, and the list's fence has passed when all of them are done. When bytes cross
-//! from one device to another, the list continues after the copy as further lists of its parts. Devices with
-//! a direct path between them, such as two GPUs, wait for each other. The submitting thread waits on the host
-//! in two cases only: between two devices without a direct path, and when one device reads staging that
-//! another one wrote. Bytes are then copied through staging, one piece at a time. The first device allocates
-//! the staging and pins it for all devices.
+//! Code that uses a device does not distinguish this one from a single device. A list is split by the memory that its
+//! commands name. The parts run concurrently, and the list's fence has passed when all parts are done. When bytes cross
+//! from one device to another, the list continues after the copy as further lists of its parts. Devices with a direct
+//! path between them, such as two GPUs, wait for each other.
+//!
+//! The submitting thread waits on the host in two cases only: between two devices without a direct path, and when one
+//! device reads staging that another device wrote. Bytes are then copied through staging, one piece at a time. The
+//! first device allocates the staging and pins it for all devices.
 
 mod share;
 mod split;
@@ -30,10 +30,10 @@ use crate::base::sync::{Mutex, RwLock};
 use crate::disk::FileMemory;
 use crate::error::{Error, Refused, Result, Unavailable};
 
-/// The longest piece, in bytes, that is copied between devices through staging.
+/// The maximum length, in bytes, of a piece that is copied between devices through staging.
 const ACROSS_LEN_MAX: u64 = 4 << 20;
 
-/// The points that the parts recorded for one stream; several for a default stream.
+/// The points that the parts recorded for one stream, each with the part's index. A default stream may have several.
 type PartPoints = Vec<(usize, StreamEvent)>;
 
 /// Several devices presented as one, with slot `n` bound to the n-th device.
@@ -53,28 +53,28 @@ struct DeviceAddress {
 
 #[derive(Default)]
 struct MultiLane {
-    /// Held by the submitting thread, so that every part sees the lists in the same order.
+    /// The lock that a thread holds while it submits a list, so that every part receives the lists in the same order.
     order: Mutex<()>,
     state: Mutex<LaneState>,
 }
 
 #[derive(Default)]
 struct LaneState {
-    /// The newest fence handed out.
+    /// The number of the newest fence returned to callers.
     given: u64,
     reached: u64,
     in_flight: VecDeque<SplitList>,
-    /// Parts that were made to wait and have had no list since. Each of them gets a share of the next list,
-    /// so that a wait for that list covers the work that the part waits for.
+    /// Parts that were instructed to wait and have had no list since. Each of these parts gets a share of the next
+    /// list, so that a wait for that list includes the work that the part waits for.
     waiting_parts: BTreeSet<usize>,
-    /// The reason that nothing is queued any more, set when a list was left partly queued.
+    /// The error after which no more lists are queued, set when a list was left partly queued.
     stopped: Option<Error>,
 }
 
 /// A list of commands, split by device.
 struct SplitList {
     shares: Shares,
-    /// Memory allocated for this list.
+    /// Memory allocated for the duration of this list.
     temporaries: Vec<DeviceAddress>,
     returned: Arc<ReturnedStaging>,
 }
@@ -95,7 +95,7 @@ impl MultiDevice {
         address.unwrap_or_else(|| panic!("{memory:?} is no memory of this device"))
     }
 
-    /// Creates an id for an allocation of a part.
+    /// Creates an id for an allocation of one part.
     fn name(&self, address: DeviceAddress) -> MemoryId {
         let id = MemoryId(self.memory_next.fetch_add(1, Ordering::Relaxed));
         self.memories.write().insert(id, address);
@@ -118,7 +118,7 @@ impl MultiDevice {
         &self.lanes[lane as usize]
     }
 
-    /// Splits a list into steps, and returns them with the memory allocated for the list.
+    /// Splits a list into steps. Also returns the memory allocated for the duration of the list.
     fn plan(&self, commands: Vec<Command>) -> Result<(Vec<SplitStep>, Vec<DeviceAddress>)> {
         let mut temporaries = Vec::new();
         let mut planner = SplitPlanner {
@@ -172,8 +172,8 @@ impl MultiDevice {
         Shares::of(&self.parts, lane, commands, staging, &waiting_parts, early)
     }
 
-    /// Queues the commands so far on copies of the staging, because later steps may read the same bytes
-    /// again.
+    /// Queues the commands collected so far. They use copies of the staging, because later steps may read the same
+    /// bytes.
     fn begin(
         &self,
         lane: Lane,
@@ -241,7 +241,7 @@ impl MultiDevice {
         }
     }
 
-    /// Returns the parts' fences, one for each part, that must pass before this fence has passed.
+    /// Returns the fences that must pass before this fence passes, one for each part.
     fn points(&self, fence: Fence) -> Result<BTreeMap<usize, Fence>> {
         let mut state = self.lane(fence.lane).state.lock();
         assert!(fence.value <= state.given, "{fence:?} was not handed out: the lane gave {}", state.given);
@@ -256,8 +256,8 @@ impl MultiDevice {
         Ok(lists.flat_map(|list| list.shares.fences()).collect())
     }
 
-    /// Calls `call` on the device that owns the caller's stream, and returns that device's index with the
-    /// result. For a default stream, calls all devices, because each has one with that handle.
+    /// Calls `call` on the device that owns the caller's stream, and returns that device's index with the result. For a
+    /// default stream, calls all devices, because each device has a default stream with that handle.
     ///
     /// # Errors
     /// `Refused` if all devices reject the stream; a device error.
@@ -284,7 +284,7 @@ impl MultiDevice {
         Ok(accepted)
     }
 
-    /// Returns the streams of a part that recorded a point.
+    /// Returns the streams ability of a part that has recorded a point.
     fn streams_of(&self, part: usize) -> &dyn DeviceStreams {
         self.parts[part].abilities().streams.expect("it recorded the point")
     }
@@ -298,7 +298,7 @@ impl MultiDevice {
     }
 }
 
-/// Returns the part that owns a place's memory.
+/// Returns the index of the part that owns the memory of a place.
 fn part_of(place: Place) -> usize {
     match place {
         Place::Device(slot) => slot as usize,
@@ -456,7 +456,7 @@ impl LentMemory for MultiDevice {
 }
 
 impl DeviceFiles for MultiDevice {
-    /// Registers the file with the first device, which also pins staging for all.
+    /// Registers the file with the first device, which also pins the staging of all parts.
     fn register(&self, memory: Box<dyn FileMemory>) -> Result<MemoryId> {
         let memory = self.parts[0].files(memory.byte_len())?.register(memory)?;
         Ok(self.name(DeviceAddress { part: 0, memory }))

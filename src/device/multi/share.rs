@@ -1,8 +1,8 @@
 //! Each device's share of a list, including its staging.
 //!
-//! A staging belongs to one list at a time. If several devices need one, the first of them gets it. The
-//! others get copies of the bytes that they read, and the bytes that they write are copied back when all
-//! devices are done.
+//! A staging belongs to one list at a time. If several devices need the same staging, the first device gets it. Every
+//! other device gets a copy of the bytes that it reads. The bytes that it writes are copied back when all devices are
+//! done.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -14,10 +14,10 @@ use crate::error::Result;
 
 /// A list in flight on several devices.
 pub(super) struct Shares {
-    /// Lists queued earlier, in order; they use copies of staging.
+    /// Lists queued earlier for the same list, in order. They use copies of the staging.
     early: Vec<Shares>,
     parts: Vec<Share>,
-    /// The list's staging that no device uses.
+    /// The list's staging that no device uses, by index.
     kept: Vec<Option<Staging>>,
 }
 
@@ -25,7 +25,7 @@ pub(super) struct Shares {
 struct Share {
     part: usize,
     pending: Pending,
-    /// The stagings of the share, in its own order.
+    /// The stagings of the share, in the order of the device's list.
     staging: Vec<StagingShare>,
 }
 
@@ -40,8 +40,8 @@ struct StagingShare {
 type DeviceParts = [Arc<dyn Device>];
 
 impl Shares {
-    /// Submits commands, each to its part. Parts in `waiting_parts` get a list even without commands. `early`
-    /// holds the list's earlier shares.
+    /// Submits each command to its part. Parts in `waiting_parts` get a list even without commands. `early` contains
+    /// the shares queued earlier for the same list.
     pub fn of(
         parts: &DeviceParts,
         lane: Lane,
@@ -76,7 +76,7 @@ impl Shares {
         .map(|shares| Self { early, parts: shares, kept })
     }
 
-    /// Submits commands on copies of the staging, which stays with the caller.
+    /// Submits commands on copies of the staging. The staging itself stays with the caller.
     pub fn copies(
         parts: &DeviceParts,
         lane: Lane,
@@ -91,7 +91,7 @@ impl Shares {
         Ok(Self { early: Vec::new(), parts: Self::submit(parts, lane, lists, lent)?, kept: Vec::new() })
     }
 
-    /// Wraps a copy that one device has in flight.
+    /// Wraps a copy in flight on one device.
     pub fn copy(part: usize, pending: Pending) -> Self {
         let share = Share { part, pending, staging: Vec::new() };
         Self { early: Vec::new(), parts: vec![share], kept: Vec::new() }
@@ -121,7 +121,7 @@ impl Shares {
         Ok(shares)
     }
 
-    /// Returns the fences of the devices that have a share. The fences of each device rise.
+    /// Returns each fence to wait for, with the index of its device. The fences of one device rise.
     pub fn fences(&self) -> impl Iterator<Item = (usize, Fence)> {
         let early = self.early.iter().flat_map(|shares| &shares.parts);
         early.chain(&self.parts).map(|share| (share.part, share.pending.fence()))

@@ -1,4 +1,5 @@
-//! Translation of a list for several devices into steps, each on one device or from one device to another.
+//! Translation of a list for several devices into steps. Each step runs on one device or copies bytes from one device
+//! to another.
 
 use super::DeviceAddress;
 use crate::device::spans::{overlap, staged_spans};
@@ -7,7 +8,7 @@ use crate::device::{
 };
 use crate::error::Result;
 
-/// A range of one part's page memory.
+/// A range of the page memory of one part.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PartSpan {
     pub part: usize,
@@ -17,23 +18,23 @@ pub(super) struct PartSpan {
 /// A step of a list. Consecutive steps of different parts run concurrently.
 #[derive(Debug)]
 pub(super) enum SplitStep {
-    /// A command of one part. Its spans use the part's own ids; its staging uses the list's indices.
+    /// Runs a command on one part. The command's spans use the part's own ids; its staging uses the list's indices.
     Run(usize, Command),
-    /// Waits until the bytes written to staging so far have arrived, because the next step reads them.
+    /// Waits until all bytes written to staging so far have arrived, because the next step reads them.
     Settle,
     /// Copies bytes from one part to another.
     Across { source: PartSpan, target: PartSpan },
 }
 
-/// Translates commands into steps.
+/// Translates the commands of a list into steps.
 pub(super) struct SplitPlanner<F, A> {
-    /// Returns the device that contains an allocation.
+    /// Returns the part that contains an allocation, and the part's own id for it.
     pub address_of: F,
     /// Allocates memory of a part for the duration of the list.
     pub aside: A,
     pub steps: Vec<SplitStep>,
-    /// Spans of staging written since the last settle, each with the part that wrote it, or `None` if that
-    /// part's list has ended.
+    /// Spans of staging written since the last [`SplitStep::Settle`], each with the part that wrote it. The part is
+    /// `None` if its list has ended.
     pub written: Vec<(Option<usize>, StagingSpan)>,
 }
 
@@ -183,7 +184,7 @@ impl<F: Fn(Span) -> DeviceAddress, A: FnMut(usize, u64) -> Result<Span>> SplitPl
         self.written.iter_mut().for_each(|(writer, _)| *writer = None);
     }
 
-    /// Returns the same bytes in memory of this part, copying them if necessary.
+    /// Returns a span with the same bytes in memory of this part, after a copy if another part contains them.
     fn local_span(&mut self, part: usize, span: Span) -> Result<Span> {
         let source = self.local(span);
         if source.part == part {
@@ -225,11 +226,11 @@ impl PartSpan {
     }
 }
 
-/// Four-byte words that are yet to be written.
+/// Space in staging for four-byte words, from which commands obtain their ranges in order.
 struct PendingWords(StagingSpan);
 
 impl PendingWords {
-    /// Returns the range of the next `count` words.
+    /// Returns the range for the next `count` words.
     ///
     /// # Panics
     /// If fewer words are left.
@@ -241,7 +242,7 @@ impl PendingWords {
     }
 }
 
-/// Returns the fields of a command that index the list's staging.
+/// Returns the fields of a command that contain an index into the list's staging.
 pub(super) fn staging_indices(command: &mut Command) -> Vec<&mut usize> {
     match command {
         Command::Upload { source: span, .. }
