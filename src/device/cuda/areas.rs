@@ -1,4 +1,4 @@
-//! Areas, the units of memory by which a launch plan detects hazards, and sets of areas.
+//! Areas, the units of memory in which a launch plan detects hazards, and sets of areas.
 
 use std::collections::HashSet;
 use std::hash::{BuildHasherDefault, Hasher};
@@ -7,28 +7,28 @@ use super::resource::Kind;
 
 /// A unit of memory in a launch plan. Pieces in different areas never access the same byte.
 ///
-/// Hazards are checked by area rather than by range. A check then costs one lookup even for two deltas of one
-/// page, and a batch that ends earlier than necessary costs one launch but never a wrong byte.
+/// Hazards are checked by area rather than by range, so a check costs one lookup even for two deltas of one page. A
+/// batch that ends earlier than necessary costs one launch but never causes a wrong byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Area {
     /// Page memory, by kind and id.
     Memory(Kind, u64),
     /// The list's staging, by index.
     Staging(usize),
-    /// Results in the GPU's own memory, before they are copied to staging.
+    /// Scratch in the GPU's own memory, which contains results before they are copied to staging.
     Scratch,
 }
 
-/// A list of areas that becomes a set only when it is queried.
+/// A list of areas that is converted to a set only when it is queried.
 ///
-/// Most lists never query it: deltas read staging and write page memory, and pages moved from one kind of
-/// memory to another are read in one and written in the other. For moves of 65,536 pages, two sets of that
-/// many areas took longer than the rest of the plan.
+/// Most lists need no query: deltas read staging and write page memory, and pages that move are read in one kind of
+/// memory and written in another. For moves of 65,536 pages, two sets of that many areas took longer than the rest of
+/// the plan.
 #[derive(Debug, Default)]
 pub(super) struct AreaSet {
     /// The kinds of the areas, one bit each.
     kinds: u8,
-    /// Areas not yet in the set. An area added twice in a row is listed once.
+    /// Areas not yet in the set. An area added twice in succession is listed once.
     noted: Vec<Area>,
     areas: Areas,
     newest: Option<Area>,
@@ -77,9 +77,9 @@ impl Area {
 
 pub(super) type Areas = HashSet<Area, BuildHasherDefault<IdHasher>>;
 
-/// Hashes ids, which rise, by a multiplication, which spreads them well enough. A hash that resists attacks
-/// takes several times as long per delta, and a delta in a list of 10,000 costs the host only 0.26 µs in
-/// total (`remanent-bench ceilings`).
+/// Hashes ids by a multiplication. Ids rise, so a multiplication distributes them well enough. A hash that resists
+/// attacks takes several times as long per delta, and a delta in a list of 10,000 costs the host only 0.26 µs in total
+/// (`remanent-bench ceilings`).
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct IdHasher(u64);
 

@@ -1,16 +1,15 @@
 //! The single queue of long copies from the GPU to the host.
 //!
-//! A copy engine with deep queues delays all other copies, including the caller's own, by seconds. Long
-//! copies are therefore issued in pieces of at most 2 MiB. A GPU has at most two pieces of the store in
-//! flight, over all lanes: one that is copied and one queued after it, so that the engine does not idle. A
-//! thread that queues a third piece waits. This delays its own lane, and other lanes only at their long
-//! copies.
+//! A copy engine with deep queues delays all other copies, including the caller's own, by seconds. Long copies are
+//! therefore issued in pieces of at most 2 MiB. On each GPU, the store has at most two pieces in flight over all lanes:
+//! the engine copies one piece while the second waits, so that the engine does not idle. A thread that queues a third
+//! piece waits. This wait delays the thread's own lane, and other lanes only at their long copies.
 //!
-//! Commits have priority. Their short copies and the fences of all lanes never use this queue: kernels and
-//! the stream itself write them. Bytes that a commit gathered on the GPU may be long. They use an urgent
-//! lane, which precedes all others, so a commit waits for two pieces rather than for a snapshot. During
-//! uninterrupted urgent copies, one piece in [`URGENT_TURNS_MAX`] + 1 belongs to a patient lane: a patient
-//! copy holds scratch memory that others may be waiting for, so it must finish.
+//! Commits have priority. Their short copies and the fences of all lanes never use this queue: kernels and the stream
+//! itself write them. Bytes that a commit gathered on the GPU may be long. Their copies use an urgent lane, which
+//! precedes all others, so a commit waits for two pieces rather than for a snapshot. During uninterrupted urgent
+//! copies, one piece in [`URGENT_TURNS_MAX`] + 1 belongs to a patient lane. A patient copy occupies scratch memory that
+//! others may be waiting for, so it must finish.
 
 use std::collections::VecDeque;
 use std::ffi::c_void;
@@ -23,17 +22,17 @@ use super::lane::Timeline;
 use crate::base::sync::{Condvar, Mutex, MutexGuard};
 use crate::error::Result;
 
-/// The longest piece, which takes a GPU about 40 µs: a short wait, yet enough to keep the engine busy while
-/// the next piece is queued. The engine idles for 2 to 3 µs between two pieces: an H100 copied 45 GB/s in
-/// pieces of 1 MiB, 49.5 GB/s in pieces of 2 MiB, and 53 GB/s in one piece.
+/// The maximum length of a piece in bytes. A GPU copies such a piece in about 40 µs: a short wait, yet enough to keep
+/// the engine busy while the next piece is queued. The engine idles for 2 to 3 µs between two pieces: an H100 copied 45
+/// GB/s in pieces of 1 MiB, 49.5 GB/s in pieces of 2 MiB, and 53 GB/s in one piece.
 const PIECE_LEN_MAX: u64 = 2 << 20;
 /// The maximum number of pieces in flight: one being copied, and one ready to follow it.
 const PIECES_MAX: usize = 2;
 
-/// Urgent pieces that precede one patient piece; 64 of them take a GPU some milliseconds.
+/// The number of urgent pieces that may precede a waiting patient piece. A GPU copies 64 pieces in some milliseconds.
 const URGENT_TURNS_MAX: u32 = 64;
 
-/// Copies in flight, oldest first: each lane's word for them, and the word's value after the copy is done.
+/// Copies in flight, oldest first. Each entry has the lane's counter word and the word's value after the copy.
 pub(super) struct BulkQueue {
     context: &'static Context,
     under_way: Turns<VecDeque<(Arc<CompletionWord>, u64)>>,
@@ -45,14 +44,14 @@ impl BulkQueue {
         Self { context, under_way: Turns::default() }
     }
 
-    /// Queues a copy on a lane, piece by piece. Returns when the last piece is queued.
+    /// Queues a copy from the GPU on a lane, piece by piece. Returns when the last piece is queued.
     ///
     /// # Errors
     /// A device error; earlier pieces may have been queued.
     ///
     /// # Safety
-    /// Page memory contains the source, staging the target. Both stay allocated, and their owners use them for
-    /// nothing else, until the lane's next value has passed.
+    /// Page memory contains the source, and staging contains the target. Source and target stay allocated, and their
+    /// owners use them for nothing else, until the lane's next value has passed.
     pub unsafe fn down(
         &self,
         entered: &ContextGuard<'_>,
@@ -93,14 +92,14 @@ impl BulkQueue {
     }
 }
 
-/// A value that visitors use one at a time, urgent visitors first.
+/// A value that threads use in turns, urgent threads first. Such a thread is called a visitor.
 #[derive(Default)]
 struct Turns<T> {
     state: Mutex<TurnsState<T>>,
     /// The number of urgent visitors. Incremented before a visitor takes the lock, so that the lock holder
     /// sees waiting visitors; decremented under the lock.
     urgent: AtomicUsize,
-    /// Signaled when the last urgent visitor leaves or a patient turn is due.
+    /// Signaled when no urgent visitor remains or a patient turn is due.
     patient_may: Condvar,
     /// Signaled when a patient visitor has taken the turn that was due.
     urgent_may: Condvar,
@@ -109,7 +108,7 @@ struct Turns<T> {
 #[derive(Default)]
 struct TurnsState<T> {
     value: T,
-    /// The number of patient visitors that wait for urgent ones.
+    /// The number of patient visitors that wait for urgent visitors.
     patient: u32,
     /// Urgent turns since the last patient turn, counted while a patient visitor waited.
     urgent_turns: u32,
@@ -122,7 +121,7 @@ impl<T> TurnsState<T> {
     }
 }
 
-/// A visitor, which takes turns until it is dropped.
+/// A visitor's handle. The visitor can take turns until the handle is dropped.
 struct TurnHandle<'t, T> {
     turns: &'t Turns<T>,
     is_urgent: bool,
@@ -138,7 +137,7 @@ impl<T> Turns<T> {
 }
 
 impl<T> TurnHandle<'_, T> {
-    /// Takes the value for one turn.
+    /// Waits for the visitor's next turn, and returns the locked value.
     fn take(&mut self) -> MutexGuard<'_, TurnsState<T>> {
         let Turns { state, urgent, patient_may, urgent_may } = self.turns;
         let mut state = state.lock();

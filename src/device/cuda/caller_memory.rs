@@ -1,12 +1,12 @@
-//! Caller-owned memory: the unsafe constructor that vouches for it, and the driver's checks.
+//! Caller-owned memory: the unsafe constructor, whose caller vouches for the memory, and the driver's checks.
 //!
-//! The driver knows the kind and length of every allocation that it made. An address that it never handed
-//! out, a length that is too long, and memory of another GPU are therefore rejected before any access. A
-//! range that is reserved at once and mapped piece by piece, as by an allocator of expandable segments,
+//! The driver knows the kind and length of every allocation that it made. Three kinds of memory are therefore rejected
+//! before any access: an address that the driver did not allocate, a range that exceeds its allocation, and memory of
+//! another GPU. A range that is reserved at once and mapped piece by piece, as by an allocator of expandable segments,
 //! counts as one allocation and may lack memory at its end.
 //!
-//! The driver cannot detect whether the memory was freed and reallocated in the meantime; holding its owner
-//! prevents that.
+//! The driver cannot detect that the memory was freed and reallocated in the meantime. The caller prevents this by
+//! passing an owner that keeps the memory alive.
 
 use std::any::Any;
 use std::ffi::{c_int, c_uint};
@@ -19,7 +19,7 @@ use super::resource::Kind;
 use crate::device::CallerMemory;
 use crate::error::{Error, Refused, Result};
 
-/// Pointer attributes, by the driver's numbers.
+/// The driver's numbers of pointer attributes.
 mod attribute {
     use std::ffi::c_uint;
 
@@ -39,12 +39,12 @@ const TYPE_HOST: c_uint = 1;
 const TYPE_DEVICE: c_uint = 2;
 
 impl CallerMemory {
-    /// Wraps `len` bytes at the address that kernels use, such as a tensor's `data_ptr()`: in the memory of
-    /// the GPU that holds the pages, in pinned host memory, or in managed memory. `owner` keeps the memory
-    /// alive and is dropped with the last handle to it.
+    /// Wraps `len` bytes at the address that kernels use, such as a tensor's `data_ptr()`. The memory may be that of
+    /// the GPU that holds the pages, pinned host memory, or managed memory. `owner` keeps the memory alive and is
+    /// dropped with the last handle to it.
     ///
     /// # Safety
-    /// While `owner` lives, the bytes must exist and must not be given to any other use.
+    /// While `owner` lives, the bytes must exist and must not be used for any other purpose.
     #[must_use]
     pub unsafe fn from_cuda(address: u64, len: u64, owner: impl Any + Send + Sync) -> Self {
         Self { address, len, owner: Arc::new(owner) }
@@ -54,7 +54,7 @@ impl CallerMemory {
 /// Returns the kind of memory that contains the range.
 ///
 /// # Errors
-/// `Refused`, a device error.
+/// `Refused` if the device cannot use the range; a device error.
 pub(super) fn kind_of(context: &Context, entered: &ContextGuard<'_>, memory: &CallerMemory) -> Result<Kind> {
     let refused = |reason: String| Err(Error::Refused(Refused::Memory { len: memory.len, reason }));
     if memory.len == 0 {
@@ -87,7 +87,7 @@ pub(super) fn kind_of(context: &Context, entered: &ContextGuard<'_>, memory: &Ca
     }
 }
 
-/// Returns the place of memory of this kind.
+/// Returns the place whose pages use memory of this kind.
 pub(super) fn place_of(kind: Kind) -> Place {
     match kind {
         Kind::Device => Place::Device(0),
@@ -96,7 +96,7 @@ pub(super) fn place_of(kind: Kind) -> Place {
     }
 }
 
-/// An address to query with the driver.
+/// An address about which the driver is queried.
 struct AskedAddress<'a> {
     context: &'a Context,
     entered: &'a ContextGuard<'a>,
@@ -104,8 +104,8 @@ struct AskedAddress<'a> {
 }
 
 impl AskedAddress<'_> {
-    /// Returns the number of contiguous mapped bytes from this address, counted until it reaches `len`, or
-    /// `None` if the memory was not allocated by mapping.
+    /// Returns the number of contiguous mapped bytes from this address, at most `len`. Returns `None` if the memory was
+    /// not allocated by mapping.
     fn mapped_len(&self, len: u64) -> Result<Option<u64>> {
         let is_mapped =
             self.ask::<c_int>(attribute::IS_LEGACY_IPC_CAPABLE)?.is_some_and(|capable| capable == 0);
@@ -128,7 +128,7 @@ impl AskedAddress<'_> {
         Ok(Some(end - self.address))
     }
 
-    /// Queries an attribute. Returns `None` if the driver does not know the address.
+    /// Queries an attribute of the address. Returns `None` if the driver does not know the address.
     fn ask<T: Default>(&self, attribute: c_uint) -> Result<Option<T>> {
         let mut value = T::default();
         // SAFETY: the context is current; the value has the type of this attribute, as its uses with the

@@ -1,12 +1,10 @@
 //! A stream, and counter words in pinned memory that the stream increments.
 //!
-//! A word is a timeline: the stream writes rising values to it, each after the work queued before it. Reading
-//! the stream's progress therefore costs one load, and a point in the stream needs no driver object. The
-//! write follows a system-wide barrier: a reader that observes the value also observes the bytes written
-//! before it.
+//! A word is a timeline: the stream writes rising values to it, each after the work queued before the write. Reading
+//! the stream's progress therefore costs one load, and a point in the stream needs no driver object. Each write follows
+//! a system-wide barrier, so a reader that observes the value also observes the bytes written before it.
 //!
-//! A stream that stopped at a fault never writes again, so a thread that waits for long queries the stream
-//! itself.
+//! A stream that stopped at a fault never writes again, so a thread that waits for long queries the stream itself.
 
 use std::mem::ManuallyDrop;
 use std::num::NonZeroU64;
@@ -21,18 +19,19 @@ use super::driver::CUstream;
 use super::memory::{DeviceBlock, PlaceMemory};
 use crate::error::{Error, Result};
 
-/// `CU_STREAM_NON_BLOCKING`: the stream does not wait for the default stream, nor the default stream for it.
+/// `CU_STREAM_NON_BLOCKING`: the stream and the default stream do not wait for each other.
 const NON_BLOCKING: u32 = 1;
 
-/// The time that a waiter spins before it sleeps: a few times the duration of a small list.
+/// How long a waiter spins before it sleeps: a few times the duration of a small list.
 const SPIN: Duration = Duration::from_micros(40);
-/// The bounds of a sleep between two checks.
+/// The shortest sleep between two checks.
 const SLEEP_MIN: Duration = Duration::from_micros(20);
 const SLEEP_MAX: Duration = Duration::from_micros(200);
-/// Divides the time waited so far to give the length of the next sleep, which bounds the delay in detecting
+/// The divisor of the time waited so far that yields the length of the next sleep. It bounds the delay in detecting
 /// completion.
 const SLEEP_PART: u32 = 16;
-/// The largest delay that the system may add to a sleep. The default, 50 µs, is longer than most sleeps.
+/// The maximum delay, in nanoseconds, that the system may add to a sleep. The system's default, 50 µs, is longer than
+/// most sleeps.
 const SLEEP_SLACK_NS: NonZeroU64 = NonZeroU64::new(1000).expect("not 0");
 
 /// A stream that the store owns; never the default stream.
@@ -47,7 +46,7 @@ unsafe impl Send for Stream {}
 unsafe impl Sync for Stream {}
 
 impl Stream {
-    /// Creates a stream. The GPU schedules urgent streams before others where it can choose.
+    /// Creates a stream. The GPU schedules an urgent stream before others when it can choose.
     ///
     /// # Errors
     /// A device error.
@@ -78,7 +77,7 @@ impl Stream {
         self.context.query(|entered| unsafe { entered.query_stream(self.raw) })
     }
 
-    /// Waits until all queued work is done, even work that writes no value.
+    /// Waits until all queued work is done, including work that writes no value.
     ///
     /// # Errors
     /// A device error if the stream stopped at a fault.
@@ -129,7 +128,7 @@ impl CompletionWord {
         Ok(Self { stream: stream.clone(), block: ManuallyDrop::new(block), given: AtomicU64::new(0) })
     }
 
-    /// Returns the newest value that has passed.
+    /// Returns the newest value that the stream has written.
     pub fn reached(&self) -> u64 {
         // SAFETY: the block is aligned, was written when the word was created, and lives as long as the word.
         // Host and GPU access it as one 64-bit value.
@@ -142,8 +141,8 @@ impl CompletionWord {
         self.given.load(Ordering::Acquire)
     }
 
-    /// Queues a write of the next value after all queued work, and returns the value. One caller at a time: a
-    /// thread that queues on the stream holds its lane.
+    /// Queues a write of the next value after all queued work, and returns the value. Only one thread may call this at
+    /// a time. A thread that queues on the stream has its lane's lock, which ensures that.
     ///
     /// # Errors
     /// A device error; the value is then not used.
@@ -157,7 +156,7 @@ impl CompletionWord {
         Ok(value)
     }
 
-    /// Waits until a value that the stream was instructed to write has passed.
+    /// Waits until the stream has written a value that it was instructed to write.
     ///
     /// # Errors
     /// A device error if the stream stopped before that value.
@@ -183,7 +182,7 @@ impl CompletionWord {
 }
 
 impl Drop for CompletionWord {
-    /// Frees the word unless the stream has yet to write a value to it. The word of a stopped stream is
+    /// Frees the word if the stream has written all of its values. Otherwise the stream has stopped, and the word is
     /// leaked.
     fn drop(&mut self) {
         if self.reached() >= self.given() {
@@ -193,7 +192,8 @@ impl Drop for CompletionWord {
     }
 }
 
-/// Sleeps between checks for an event that no signal reports. They get longer with the time waited.
+/// Sleeps between checks for an event that no signal reports. Each sleep is longer than the last, in proportion to the
+/// time waited.
 pub(super) struct Backoff {
     since: Instant,
     /// The thread's own timer slack, restored on drop.

@@ -1,12 +1,12 @@
 //! A GPU's context: created once per process, and current on a thread only during the store's own calls.
 //!
-//! It is the primary context, shared with the CUDA runtime and everything built on it, so the caller's
-//! kernels can use the same addresses. It is never released: the next open would have to create it again, and
-//! a fault in it outlives any store.
+//! This is the primary context, shared with the CUDA runtime and everything built on it, so the caller's kernels can
+//! use the same addresses. It is never released: the next open would have to create it again, and a fault in a context
+//! outlives any store.
 //!
-//! Every driver call uses [`ContextGuard`], which restores the caller's own context afterwards. During the
-//! call it relaxes the thread's capture mode: otherwise a query would invalidate a capture that the caller
-//! has in progress on another stream.
+//! Every driver call uses [`ContextGuard`], which restores the caller's own context afterwards. During the call it
+//! relaxes the thread's capture mode: otherwise a query would invalidate a capture that the caller has in progress on
+//! another stream.
 
 use std::collections::BTreeMap;
 use std::ffi::c_int;
@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`: calls of this thread invalidate no capture.
 const CAPTURE_RELAXED: u32 = 2;
 
-/// Device attributes: `CUdevice_attribute`.
+/// The driver's numbers of device attributes: `CUdevice_attribute`.
 mod attribute {
     pub const UNIFIED_ADDRESSING: i32 = 41;
     pub const CAPABILITY_MAJOR: i32 = 75;
@@ -42,7 +42,7 @@ pub(super) struct Context {
     pub ordinal: u32,
     /// The GPU's product name.
     pub name: String,
-    /// Compute capability: 90 for 9.0.
+    /// The GPU's compute capability times ten: 90 for 9.0.
     pub capability: u32,
     /// Whether the GPU can use managed memory.
     pub has_managed_memory: bool,
@@ -144,7 +144,8 @@ impl Context {
         Ok(entered)
     }
 
-    /// Returns whether the event queried by `ask` has happened. The driver's "not ready" is not an error.
+    /// Calls `ask`, which queries whether an event has happened, and returns the answer. The driver's "not ready" is
+    /// the answer `false` rather than an error.
     ///
     /// # Errors
     /// A device error.
@@ -156,7 +157,8 @@ impl Context {
         }
     }
 
-    /// Converts a code to an error. A lost context is recorded, so that no later call uses it.
+    /// Converts a driver's error code to an error. If the context is lost, records the error, so that no later call
+    /// uses the context.
     pub fn fault(&self, code: Code) -> Error {
         let error = Error::from(code);
         if code.context_lost() {
@@ -167,10 +169,10 @@ impl Context {
     }
 }
 
-/// Keeps a context current on this thread. Driver calls are made through it.
+/// Keeps a context current on this thread until it is dropped. Driver calls are made through it.
 pub(super) struct ContextGuard<'c> {
     context: &'c Context,
-    /// The thread's own mode, to be restored.
+    /// The thread's own capture mode, restored on drop.
     capture_mode: Option<u32>,
 }
 

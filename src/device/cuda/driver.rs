@@ -1,9 +1,8 @@
-//! The CUDA driver library, located at run time without ever panicking.
+//! The CUDA driver library, located at run time without a panic if it is missing.
 //!
-//! The library's own bindings look up a symbol at its first call, panic if it is missing, and read the result
-//! as an enum that lacks the codes of newer drivers. Therefore the entry points used here are looked up
-//! together, once, and return numbers. [`Driver::get`] reports a missing or outdated driver before anything
-//! is called.
+//! The bindings of the library look up a symbol at its first call, panic if it is missing, and read the result as an
+//! enum that lacks the codes of newer drivers. Therefore the entry points used here are looked up together, once, and
+//! return numbers. [`Driver::get`] reports a missing or outdated driver before anything is called.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::sync::OnceLock;
@@ -15,12 +14,12 @@ pub(super) use cudarc::driver::sys::{
 
 use super::errors::Code;
 
-/// The oldest supported driver, in the driver's numbering: 12.4.
+/// The oldest supported driver version, in the driver's numbering: 12.4.
 const VERSION_MIN: c_int = 12_040;
 
 macro_rules! entry_points {
     ($($name:ident = $symbol:literal ($($argument:ident: $type:ty),*);)*) => {
-        /// The driver's entry points, all of them present.
+        /// The entry points of the driver library. A value exists only if all of them were found.
         pub(super) struct Driver {
             $($name: unsafe extern "C" fn($($type),*) -> u32,)*
         }

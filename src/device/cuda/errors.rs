@@ -1,19 +1,18 @@
-//! The driver's error codes, classified by the state that they leave behind.
+//! The driver's error codes, classified by the state that the failed call leaves.
 //!
 //! - "Not ready" is not an error.
-//! - "Out of memory" affects allocations, which free idle memory and retry.
+//! - "Out of memory" affects allocations. The allocation frees idle memory and retries.
 //! - A rejected call did nothing: the device is unchanged.
-//! - Every other code, including unknown ones, destroys the process's context: every later call fails the
-//!   same way, including those of the caller's own code, and only a new process helps.
+//! - Every other code, including unknown codes, means that the process's context is lost. Every later call fails in the
+//!   same way, including the calls of the caller's own code, and only a new process helps.
 //!
-//! Codes are displayed with a table in this file, because asking the driver for their names requires a
-//! driver.
+//! The names of codes are in a table in this file, because asking the driver for them requires a driver.
 
 use std::fmt;
 
 use crate::error::Error;
 
-/// An error code, and the call that returned it.
+/// An error code, and the name of the call that returned it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Code {
     call: &'static str,
@@ -26,7 +25,7 @@ const INVALID_HANDLE: u32 = 400;
 const PEER_ALREADY: u32 = 704;
 const NOT_READY: u32 = 600;
 
-/// Codes of calls that had no effect, with their names.
+/// The codes of rejected calls, which had no effect, with the names of the codes.
 const REFUSED: &[(u32, &str)] = &[
     (INVALID_VALUE, "invalid value"),
     (OUT_OF_MEMORY, "out of memory"),
@@ -65,7 +64,7 @@ const REFUSED: &[(u32, &str)] = &[
     (908, "the capture belongs to another thread"),
 ];
 
-/// Names of some codes that destroy the context.
+/// The names of some codes after which the context is lost.
 const LOST: &[(u32, &str)] = &[
     (4, "deinitialized"),
     (214, "uncorrectable memory error"),
@@ -104,17 +103,17 @@ impl Code {
         self.number == OUT_OF_MEMORY
     }
 
-    /// Returns whether a GPU's access to another GPU's memory is already enabled.
+    /// Returns whether the call failed because one GPU's access to another GPU's memory is already enabled.
     pub fn is_peer_already(self) -> bool {
         self.number == PEER_ALREADY
     }
 
-    /// Returns whether a stream cannot be used because a graph is being captured.
+    /// Returns whether the call failed because a graph is being captured from a stream.
     pub fn is_of_capture(self) -> bool {
         (900..=908).contains(&self.number)
     }
 
-    /// Returns whether a handle does not belong to the current context.
+    /// Returns whether the call failed because a handle does not belong to the current context.
     pub fn is_foreign_handle(self) -> bool {
         self.number == INVALID_HANDLE
     }

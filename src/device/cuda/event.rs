@@ -1,7 +1,7 @@
-//! Events: points of streams, stored by the driver.
+//! Events: points of streams, recorded by the driver.
 //!
-//! A lane's own points are words that its stream writes (see `completion`). An event represents a point of a
-//! caller's stream, on which the store queues nothing, or a point for which another stream waits.
+//! A lane's own points are words that its stream writes (see `completion`). Events serve two other cases: a point of a
+//! caller's stream, on which the store queues nothing, and a point for which another stream waits.
 
 use super::completion::Backoff;
 use super::context::{Context, ContextGuard};
@@ -9,7 +9,7 @@ use super::driver::{CUevent, CUstream};
 use super::errors::Code;
 use crate::error::Result;
 
-/// `CU_EVENT_DISABLE_TIMING`: the store never reads the time of an event.
+/// `CU_EVENT_DISABLE_TIMING`: the event records no time, because the store never reads it.
 const NO_TIMING: u32 = 2;
 
 /// A driver event.

@@ -1,8 +1,8 @@
 //! File memory: mappings that the driver pins, so that the GPU can copy directly to the bytes of a file.
 //!
-//! If a mapping were removed while the GPU may still write to it, the GPU would write to pages that the
-//! system has reassigned. A mapping is therefore removed only after the driver has released it. If the driver
-//! does not, for example after losing the context, the mapping stays until the process ends.
+//! If a mapping were removed while the GPU may still write to it, the GPU would write to pages that the system has
+//! reassigned. A mapping is therefore removed only after the driver has unpinned it. If the driver fails to, for
+//! example after losing the context, the mapping stays until the process ends.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -14,7 +14,8 @@ use crate::base::sync::Mutex;
 use crate::disk::FileMemory;
 use crate::error::{Error, Refused, Result};
 
-/// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`: for every GPU, at the host's address.
+/// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`: every GPU can access the memory, at the host's
+/// address.
 const FLAGS: u32 = 3;
 
 /// The mappings registered with the driver, by address.

@@ -1,11 +1,11 @@
-//! Ids of page memory: a slot of a table, and the slot's generation.
+//! Ids of page memory. An id consists of a slot of a table and the slot's generation.
 //!
-//! A generation is odd while its slot is in use. It rises by one when the slot is taken and when it is
-//! released. A released id therefore never becomes valid again, and a use after the release or a second
-//! release is detected. A slot whose generations are exhausted is not used again.
+//! A generation is odd while its slot is in use. It rises by one when the slot is taken and when it is released. A
+//! released id therefore never becomes valid again, and a use after the release or a second release is detected. A slot
+//! whose generations are exhausted is not used again.
 //!
-//! Lists name page memory thousands of times, so lookups take no lock. Taking or releasing a slot takes one
-//! of several locks.
+//! Lists name page memory thousands of times, so lookups acquire no lock. Taking or releasing a slot acquires one of
+//! several locks.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
@@ -14,7 +14,7 @@ use super::resource::{Kind, own_shard};
 use crate::base::sync::Mutex;
 use crate::device::{MemoryId, Span};
 
-/// Slots of the first chunk of the table. Each further chunk is twice as long.
+/// The number of slots in the first chunk of the table. Each further chunk has twice as many.
 const CHUNK_SLOTS_MIN: u32 = 1 << 10;
 /// The number of chunks. Together they have as many slots as a u32 can number.
 const CHUNKS: usize = (u32::BITS - CHUNK_SLOTS_MIN.ilog2()) as usize;
@@ -30,9 +30,10 @@ pub(super) struct Allocation {
     pub len: u64,
     /// The kind of memory.
     pub kind: Kind,
-    /// Whether another owner frees the memory: the caller, or the allocation that contains it.
+    /// Whether another owner frees the memory: the caller, or an allocation that contains this one.
     pub is_adopted: bool,
-    /// Whether the memory belongs to a file. Such memory also has another owner that frees it.
+    /// Whether the memory belongs to a file. Then `is_adopted` is also set, because the file's mapping is freed
+    /// separately.
     pub is_file: bool,
 }
 
@@ -51,17 +52,18 @@ impl Allocation {
 }
 
 impl Allocation {
-    /// Returns whether one call can free both: they have the same kind, length and owner.
+    /// Returns whether one call can free this allocation together with `next`: they have the same kind, length and
+    /// owner.
     pub fn is_freed_with(&self, next: &Self) -> bool {
         (self.kind, self.len, self.is_adopted) == (next.kind, next.len, next.is_adopted)
     }
 }
 
-/// Page memory by id, shared by threads.
+/// Page memory by id. Threads share the table.
 pub(super) struct Handles {
     chunks: [OnceLock<Box<[HandleSlot]>>; CHUNKS],
     free: [Mutex<Vec<u32>>; SHARDS],
-    /// The first slot that was never taken.
+    /// The number of the first slot that was never taken.
     next: AtomicU32,
 }
 
@@ -76,7 +78,7 @@ struct HandleSlot {
 }
 
 impl Handles {
-    /// Creates a table without ids.
+    /// Creates an empty table.
     pub fn new() -> Self {
         Self { chunks: Default::default(), free: Default::default(), next: AtomicU32::new(0) }
     }
@@ -142,7 +144,7 @@ impl Handles {
         self.get(id).unwrap_or_else(|| panic!("{id:?} is no memory of this device"))
     }
 
-    /// Retires an id and returns its allocation, or `None` if it is not in use. If two threads release an id,
+    /// Retires an id and returns its allocation, or `None` if the id is not in use. If two threads retire the same id,
     /// only one gets the allocation.
     pub fn remove(&self, id: MemoryId) -> Option<Allocation> {
         let (allocation, freed) = self.take_out(id)?;
@@ -166,7 +168,8 @@ impl Handles {
         removed
     }
 
-    /// Retires an id. Also returns its slot, unless the slot cannot be taken again.
+    /// Retires an id and returns its allocation. Also returns the id's slot, unless the slot's generations are
+    /// exhausted.
     fn take_out(&self, id: MemoryId) -> Option<(Allocation, Option<u32>)> {
         let allocation = self.get(id)?;
         let (generation, number) = parts(id);
@@ -211,7 +214,7 @@ impl Handles {
     }
 }
 
-/// Returns the generation and the slot of an id.
+/// Splits an id into its generation and its slot.
 fn parts(id: MemoryId) -> (u32, u32) {
     ((id.0 >> u32::BITS) as u32, id.0 as u32)
 }

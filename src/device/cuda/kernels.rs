@@ -26,7 +26,7 @@ impl Functions {
     /// Returns the kernels of a context. They stay loaded as long as the context exists.
     ///
     /// # Errors
-    /// A device error: the driver accepts none of the embedded forms of the kernels.
+    /// A device error if the driver rejects both the machine code and the PTX of a module.
     pub fn of(context: &'static Context) -> Result<&'static Self> {
         static LOADED: Mutex<BTreeMap<u32, &'static Functions>> = Mutex::new(BTreeMap::new());
         let mut loaded = LOADED.lock();
@@ -74,7 +74,7 @@ impl Functions {
     }
 }
 
-/// Returns the image to load for a GPU whose compute capability, times ten, is `capability`.
+/// Returns the machine code or PTX of a module for a GPU. `capability` is the GPU's compute capability times ten.
 fn image(module: usize, capability: u32) -> Vec<u8> {
     // Machine code runs on GPUs with the same major number and at least the same minor number.
     let machine_code_serves = (90..100).contains(&capability);

@@ -1,13 +1,13 @@
 //! A lane: a stream, its fences, and the memory that its lists use until their fences have passed.
 //!
-//! Lists of a lane are queued one after the other, under the lane's lock. A fence is the value that the
-//! stream writes after a list.
+//! Lists of a lane are queued one after the other, under the lane's lock. A fence is the value that the stream writes
+//! after a list.
 //!
 //! # Locks
 //!
-//! A thread holds the lock of one lane at a time. When one lane waits for a point of another, only the other
-//! one is locked, so two threads that make two lanes follow each other cannot deadlock. Driver calls under
-//! the lock only queue work; the only one that may wait is a long copy (see `bulk_copies`).
+//! A thread holds the lock of one lane at a time. When one lane is made to wait for a point of another lane, only the
+//! other lane is locked. Two threads that make two lanes wait for each other's points therefore cannot deadlock. Driver
+//! calls under the lock only queue work. The exception is a long copy, which may wait (see `bulk_copies`).
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -23,14 +23,14 @@ use crate::base::sync::{Mutex, MutexGuard};
 use crate::device::{RawStream, ReturnedStaging};
 use crate::error::Result;
 
-/// A lane's stream and its points.
+/// A lane's stream, its fences, and the lists in flight.
 pub(super) struct Timeline {
     context: &'static Context,
     stream: Arc<Stream>,
     fences: CompletionWord,
     pieces: Arc<CompletionWord>,
-    /// Records one point of a stream while another stream is made to wait for it. Both steps happen under the
-    /// queue's lock: a second recording in between would move the point.
+    /// The event with which another stream is made to wait for this stream. Recording and the wait both happen under
+    /// the queue's lock, because a second recording in between would move the point.
     event: CudaEvent,
     is_urgent: bool,
     queue: Mutex<VecDeque<ListResources>>,
@@ -38,22 +38,22 @@ pub(super) struct Timeline {
 
 /// Memory that a list uses until its fence has passed.
 struct ListResources {
-    /// The list's fence; the maximum if the list may have started and has no fence.
+    /// The list's fence, or `u64::MAX` if the list may have started and has no fence.
     fence: u64,
-    /// Held so that dropping a `Pending` early frees nothing that the list uses.
+    /// The list's staging. It is kept here so that dropping a `Pending` early does not free it while the list uses it.
     _staging: Arc<ReturnedStaging>,
     /// The list's tables and scratch.
     _blocks: Vec<DeviceBlock>,
 }
 
-/// The right to queue a lane's next list.
+/// The exclusive right to queue a lane's next list.
 pub(super) struct LaneTurn<'t> {
     lane: &'t Timeline,
     queue: MutexGuard<'t, VecDeque<ListResources>>,
 }
 
 impl Timeline {
-    /// Creates a lane. An urgent lane precedes others where the GPU can choose, and in long copies.
+    /// Creates a lane. An urgent lane has priority when the GPU can choose, and in long copies.
     ///
     /// # Errors
     /// `OutOfMemory`, a device error.
@@ -70,12 +70,12 @@ impl Timeline {
         })
     }
 
-    /// Returns the stream, for launches and copies of the thread that has the lane's turn.
+    /// Returns the stream. Only the thread that has the lane's turn may launch or copy on it.
     pub fn stream(&self) -> CUstream {
         self.stream.raw()
     }
 
-    /// Returns whether the lane precedes others.
+    /// Returns whether the lane has priority over lanes that are not urgent.
     pub fn is_urgent(&self) -> bool {
         self.is_urgent
     }
@@ -90,8 +90,8 @@ impl Timeline {
         &self.pieces
     }
 
-    /// Takes the right to queue the next list. First frees the memory of earlier lists that are done; this
-    /// cannot happen when a fence passes, because the GPU notifies no thread.
+    /// Acquires the right to queue the next list. First frees the memory of earlier lists that are done. This cannot be
+    /// done when their fences pass, because the GPU notifies no thread.
     pub fn turn(&self) -> LaneTurn<'_> {
         let mut queue = self.queue.lock();
         let reached = self.fences.reached();
@@ -157,7 +157,7 @@ impl Timeline {
             .map_err(|code| stream::refused(self.context, stream, code))
     }
 
-    /// Makes `later` wait for the current point of `earlier`.
+    /// Makes the stream `later` wait for the current point of the stream `earlier`.
     fn record(&self, entered: &ContextGuard<'_>, earlier: CUstream, later: CUstream) -> Result<(), Code> {
         // While this thread holds the turn, no thread queues on this lane or records the event again before
         // the wait has captured it.
@@ -174,7 +174,7 @@ impl LaneTurn<'_> {
     /// Ends a queued list and returns its fence.
     ///
     /// # Errors
-    /// A device error. The memory that the list uses is then kept until the lane is dropped.
+    /// A device error. The memory that the list uses then stays allocated until the lane is dropped.
     pub fn end(
         mut self,
         entered: &ContextGuard<'_>,
@@ -193,9 +193,8 @@ impl LaneTurn<'_> {
         }
     }
 
-    /// Abandons a list that may be partly queued: the memory that it uses is kept until the lane is dropped.
-    /// Its fence never passes, so the memory of later lists is kept too; the device accepts no lists
-    /// afterwards.
+    /// Abandons a list that may be partly queued. Its fence never passes, so the memory of this list and of all later
+    /// lists stays allocated until the lane is dropped. The device accepts no lists afterwards.
     pub fn abandon(mut self, staging: &Arc<ReturnedStaging>, blocks: Vec<DeviceBlock>) {
         self.queue.push_back(ListResources { fence: u64::MAX, _staging: staging.clone(), _blocks: blocks });
     }

@@ -1,8 +1,8 @@
-//! Execution of a plan: its rows are written to pinned memory, its steps are queued on a stream.
+//! Execution of a plan: its rows are written to pinned memory, and its steps are queued on a stream.
 //!
-//! All tables of a list share one block of mapped pinned memory, and kernels read them over the bus. A copy
-//! to the GPU would be another command before the first launch, on an engine where it may have to wait.
-//! Launches of a list run in the order of the stream, so a step sees all bytes that earlier steps wrote.
+//! All tables of a list share one block of mapped pinned memory, and kernels read them over the bus. A copy of the
+//! tables to the GPU would be another command before the first launch, on an engine where the copy may have to wait.
+//! Launches of a list run in the order of the stream, so a step observes all bytes that earlier steps wrote.
 
 use std::convert::Infallible;
 use std::ffi::c_void;
@@ -23,13 +23,13 @@ use crate::base::parallel;
 use crate::device::many_deltas::THREADS_MAX;
 use crate::error::Result;
 
-/// Alignment of each table: that of [`PieceRow`](super::abi::PieceRow), which the kernels declare too.
+/// Alignment of each table in bytes: that of [`PieceRow`](super::abi::PieceRow), which the kernels declare too.
 const TABLE_ALIGN: usize = 16;
 
-/// Bytes of a table that one thread writes.
+/// The maximum number of bytes of a table that a single thread writes. Several threads write a longer table.
 const WRITTEN_BY_ONE_MAX: usize = 1 << 20;
 
-/// Offsets of a plan's tables from the first one.
+/// The offsets of a plan's tables in the block that contains them.
 pub(super) struct Layout {
     pieces: usize,
     parts: usize,
@@ -40,11 +40,11 @@ pub(super) struct Layout {
     selects: usize,
     scans: usize,
     indices: usize,
-    /// Number of bytes of all tables.
+    /// Total length of the tables in bytes.
     pub len: usize,
 }
 
-/// The parts of a device that execute steps.
+/// The parts of a device that are needed to execute a plan's steps.
 pub(super) struct Launcher<'l> {
     pub context: &'static Context,
     pub entered: &'l ContextGuard<'l>,
@@ -101,7 +101,7 @@ impl Layout {
     }
 }
 
-/// Copies the runs of a table, with several threads if it is long.
+/// Copies the runs of a table to `address`, with several threads if the table is long.
 ///
 /// # Safety
 /// Same as [`write_rows`], for all rows together.
@@ -144,8 +144,8 @@ impl Launcher<'_> {
     /// A device error; earlier steps may have been queued.
     ///
     /// # Safety
-    /// `tables` contains the plan's tables. All memory that the plan and its tables name contains the ranges.
-    /// It stays allocated, and its owner uses it for nothing else, until the lane's next value has passed.
+    /// `tables` contains the plan's tables. All ranges that the plan and its tables name are in allocated memory. That
+    /// memory stays allocated, and its owner uses it for nothing else, until the lane's next value has passed.
     pub unsafe fn run(&self, plan: &LaunchPlan, layout: &Layout, tables: Option<&DeviceBlock>) -> Result<()> {
         let base = tables.map_or(0, |tables| tables.address);
         let row = |table: usize, number: usize, row_len: usize| base + (table + number * row_len) as u64;
@@ -213,7 +213,7 @@ impl Launcher<'_> {
     /// Queues a kernel over rows of a table.
     ///
     /// # Safety
-    /// Same as [`run`](Self::run), for the memory of the rows and all memory that they name.
+    /// Same as [`run`](Self::run), for the rows and for all memory that the rows name.
     unsafe fn launch(&self, kernel: Kernel, rows: u64, row_count: u32, pieces: Option<u64>) -> Result<()> {
         let (mut rows, mut row_count, mut pieces_at): (CUdeviceptr, u32, CUdeviceptr) =
             (rows, row_count, pieces.unwrap_or(0));
@@ -248,7 +248,7 @@ impl Launcher<'_> {
     /// Queues a copy between two ranges of page memory.
     ///
     /// # Safety
-    /// Same as [`run`](Self::run), for both ranges, which do not overlap.
+    /// Same as [`run`](Self::run), for the source and the target, which do not overlap.
     unsafe fn within(&self, source: u64, target: u64, len: u64) -> Result<()> {
         // SAFETY: the context is current; the ranges are the caller's promise.
         let queued = unsafe { self.entered.copy_within(target, source, len as usize, self.lane.stream()) };
@@ -258,7 +258,7 @@ impl Launcher<'_> {
     /// Queues a copy from staging to page memory.
     ///
     /// # Safety
-    /// Same as [`run`](Self::run), for both ranges.
+    /// Same as [`run`](Self::run), for the source and the target.
     unsafe fn up(&self, source: u64, target: u64, len: u64) -> Result<()> {
         // SAFETY: the context is current; the ranges are the caller's promise.
         let queued = unsafe {

@@ -9,16 +9,16 @@ use super::resource::MemoryResource;
 use crate::device::MemoryStats;
 use crate::error::{Error, Result};
 
-/// The memory of one place, shared by threads.
+/// The memory of one place: its source, and the place to name in errors. Clones share the source.
 #[derive(Clone)]
 pub(super) struct PlaceMemory {
-    /// The place named in errors about a shortage.
+    /// The place that errors about a shortage name.
     pub place: Place,
     source: Arc<dyn MemoryResource>,
 }
 
-/// An allocated block, freed when it is dropped. An owner that does not know whether the block is still in
-/// use leaks it.
+/// An allocated block, freed when it is dropped. If an owner cannot tell whether the block is still in use, it leaks
+/// the block.
 pub(super) struct DeviceBlock {
     /// The address of the first byte, the same for GPU and host.
     pub address: u64,
@@ -33,8 +33,7 @@ impl PlaceMemory {
         Self { place, source }
     }
 
-    /// Allocates a block of `len` bytes with the contents that its last user left. At least one byte is
-    /// allocated.
+    /// Allocates a block of `len` bytes, at least one byte, with unspecified contents.
     ///
     /// # Errors
     /// `OutOfMemory`, a device error.
@@ -47,8 +46,8 @@ impl PlaceMemory {
         Ok(DeviceBlock { address, len, memory: self.clone() })
     }
 
-    /// Allocates `count` blocks like [`allocate`](Self::allocate), already converted to raw addresses, which
-    /// are appended to `found`. On failure, `found` contains the addresses allocated before the failure.
+    /// Allocates `count` blocks like [`allocate`](Self::allocate), and appends their raw addresses to `found`. On
+    /// failure, `found` contains the addresses of the blocks allocated before the failure.
     ///
     /// # Errors
     /// Same as `allocate`.
@@ -85,7 +84,7 @@ impl PlaceMemory {
         self.source.trim()
     }
 
-    /// Returns the bytes requested and the bytes held.
+    /// Returns the number of bytes requested and held.
     pub fn stats(&self) -> MemoryStats {
         self.source.stats()
     }
@@ -102,7 +101,7 @@ impl DeviceBlock {
         freed
     }
 
-    /// Converts the block to its address, for an owner that tracks it in another way.
+    /// Converts the block to its address, for an owner that frees it by address.
     pub fn into_raw(self) -> u64 {
         let mut block = std::mem::ManuallyDrop::new(self);
         let address = block.address;

@@ -1,8 +1,8 @@
 //! The compiled kernels, embedded in the library.
 //!
-//! `kernels/build.py` builds them, and `tests/it/kernels.rs` checks them against their sources. Machine code
-//! for the newest architecture saves the driver the quarter of a second that translation takes; PTX supports
-//! all others from compute capability 8.0.
+//! `kernels/build.py` compiles them, and `tests/it/kernels.rs` checks that they match their sources. Machine code for
+//! the newest architecture saves the driver a translation of a quarter of a second. PTX supports all other
+//! architectures from compute capability 8.0.
 
 /// The compiled forms of one `.cu` file.
 #[derive(Clone, Copy, Debug)]

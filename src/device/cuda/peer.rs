@@ -1,7 +1,7 @@
 //! Direct copies between the memories of two GPUs.
 //!
-//! For each pair of GPUs the driver reports whether a direct path exists, for example through a common switch
-//! or bus. Without one, the caller must copy through the host.
+//! For each pair of GPUs the driver reports whether a direct path exists, for example through a common switch or bus.
+//! Without a direct path, the caller must copy through the host.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +10,8 @@ use super::driver::CUstream;
 use crate::base::sync::Mutex;
 use crate::error::Result;
 
-/// Returns whether one GPU can access the memory of another. The first call for a pair enables the access.
+/// Returns whether the GPU of `reader` can access the memory of the GPU of `owner`. The first call for a pair of GPUs
+/// enables the access.
 ///
 /// # Errors
 /// A fault that destroyed the reader's context.
@@ -60,8 +61,8 @@ fn open(reader: &'static Context, owner: &'static Context) -> Result<bool> {
 /// A device error.
 ///
 /// # Safety
-/// `target` and `source` are `len` bytes of memory of these two GPUs, `stream` belongs to the first, and all
-/// of it stays valid until the copy is done.
+/// `target` is `len` bytes of memory of the entered GPU, and `source` is `len` bytes of memory of the other GPU.
+/// `stream` belongs to the entered GPU. The stream and both ranges stay valid until the copy is done.
 pub(super) unsafe fn copy(
     entered: &ContextGuard<'_>,
     stream: CUstream,

@@ -27,11 +27,12 @@ use super::resource::Kind;
 use crate::device::{CommandList, Device, Fence, Lane, Pending, ReturnedStaging, Span};
 use crate::error::Result;
 
-/// Length of the blocks through which bytes are relayed. The bus takes longer for one block than the host
-/// takes for its launches.
+/// Length, in bytes, of the blocks through which bytes are relayed. The bus needs longer for one block than the host
+/// needs for the launches.
 const RELAY_LEN: u64 = 4 << 20;
 
-/// Queues a copy to memory of `to`. Returns `None` if the host must take part.
+/// Queues a copy from memory of another device to memory of `to`. Returns `None` if the copy must pass through the
+/// host.
 ///
 /// # Errors
 /// A device error; a part of the copy may have been queued.
@@ -73,7 +74,7 @@ pub(super) fn copy(
     Ok(Some(copied))
 }
 
-/// Bytes to copy from one address to another.
+/// A range of bytes to copy: its source address, its target address and its length.
 #[derive(Clone, Copy)]
 struct PeerCopy {
     source: u64,
@@ -113,7 +114,7 @@ fn copy_direct(to: &CudaDevice, from: &CudaDevice, lane: Lane, bytes: PeerCopy) 
     Ok(Pending::new(Fence { lane, value }, returned))
 }
 
-/// Copies through host memory, one block at a time.
+/// Copies through pinned host memory, one block at a time.
 fn relay(to: &CudaDevice, from: &CudaDevice, lane: Lane, bytes: PeerCopy) -> Result<Pending> {
     let block_len = bytes.len.min(RELAY_LEN);
     let blocks = [to.block(Kind::Pinned, block_len)?, to.block(Kind::Pinned, block_len)?];

@@ -1,12 +1,12 @@
 //! Reads of pinned page memory on a caller's thread while no list writes to that memory.
 //!
-//! A kernel that writes memory while a thread reads it is a data race, even if the bytes read are discarded.
-//! Therefore a list that writes to pinned memory announces this before any part of it is queued, and waits
-//! for threads that are reading at that moment. A thread reads only if every announced list has passed. The
-//! thread holds a lock during the read and copies 64 KiB at a time, so a list waits for some microseconds.
+//! A kernel that writes memory while a thread reads it is a data race, even if the bytes read are discarded. Therefore
+//! a list that writes to pinned memory is announced before any part of it is queued, and its submission waits for
+//! current readers. A thread reads only if every announced list has passed. The thread holds a lock during the read and
+//! copies 64 KiB at a time, so a list waits for some microseconds.
 //!
-//! Memory is distinguished by a few bits of its id. Two pages with the same bits share a lock: a read may
-//! then be rejected because of a list that writes to the other page, and uses the lane instead.
+//! Locks are chosen by a few bits of a memory's id. Two pages with the same bits share a lock. A read may then be
+//! rejected because a list writes to the other page; the read then uses the lane instead.
 //!
 //! The caller's kernels write to caller-owned memory, never to pages, so only lists need to be waited for.
 
@@ -18,21 +18,21 @@ use super::resource::Kind;
 use crate::base::sync::RwLock;
 use crate::device::{Lane, MemoryId};
 
-/// One stripe for each bit of a mask.
+/// The number of locks. A mask has one bit for each.
 const STRIPES: usize = u64::BITS as usize;
 
-/// The lists that write to pinned memory.
+/// The lists that write to pinned memory, by stripe. A stripe is all memory that shares a lock.
 #[derive(Default)]
 pub(super) struct PinnedReads {
     stripes: Vec<RwLock<PinnedWrites>>,
 }
 
-/// Lists that write to memory of one stripe.
+/// The lists that write to memory of one stripe.
 #[derive(Clone, Copy, Debug, Default)]
 struct PinnedWrites {
-    /// Lists that are announced and have no fence yet.
+    /// The number of announced lists that have no fence yet.
     announced: usize,
-    /// The newest fence of each lane.
+    /// For each lane, the newest fence of a list that writes to the stripe.
     fences: [u64; Lane::ALL.len()],
 }
 
@@ -40,12 +40,12 @@ struct PinnedWrites {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct WrittenStripes(u64);
 
-/// Stripes collected by several threads.
+/// A set of stripes that several threads add to.
 #[derive(Debug, Default)]
 pub(super) struct FoundStripes(AtomicU64);
 
 impl FoundStripes {
-    /// Adds the stripe of this memory, if it is pinned.
+    /// Adds the stripe of the memory, if the memory is pinned.
     pub fn add(&self, kind: Kind, memory: MemoryId) {
         let WrittenStripes(more) = WrittenStripes::of(kind, memory);
         // Usually the stripe is already set.
@@ -66,12 +66,12 @@ impl PinnedReads {
         Self { stripes: (0..STRIPES).map(|_| RwLock::default()).collect() }
     }
 
-    /// Announces a list, and waits for reads of the memory that it writes to.
+    /// Announces a list, and waits for current readers of the memory that the list writes to.
     pub fn announce(&self, written: WrittenStripes) {
         self.each(written, |writes| writes.announced += 1);
     }
 
-    /// Records that an announced list was queued before this fence; 0 if no part of it was queued.
+    /// Records the fence of an announced list. The fence is 0 if no part of the list was queued.
     pub fn queued(&self, written: WrittenStripes, lane: Lane, fence: u64) {
         self.each(written, |writes| {
             writes.announced -= 1;
@@ -94,7 +94,7 @@ impl PinnedReads {
         work()
     }
 
-    /// Runs `read` while no list writes to this memory. Returns `None` immediately if a list does.
+    /// Runs `read` while no list writes to this memory. Returns `None` immediately if a list may write to it.
     pub fn read<T>(
         &self,
         memory: MemoryId,
@@ -107,7 +107,7 @@ impl PinnedReads {
         (writes.announced == 0 && has_passed).then(read)
     }
 
-    /// Changes one stripe after the other, so that two lists that share some do not wait for each other.
+    /// Changes one stripe after the other. Two lists that share stripes therefore never wait for each other.
     fn each(&self, written: WrittenStripes, change: impl Fn(&mut PinnedWrites)) {
         let mut left = written.0;
         while left != 0 {
@@ -130,7 +130,7 @@ impl BitOrAssign for WrittenStripes {
     }
 }
 
-/// Returns the stripe of an allocation. Consecutive ids have different stripes.
+/// Returns the number of the stripe of an allocation. Consecutive ids have different stripes.
 fn stripe_of(memory: MemoryId) -> usize {
     memory.0 as usize % STRIPES
 }

@@ -1,7 +1,7 @@
 //! Staging: pinned host memory that the GPU reads and writes at the host's addresses.
 //!
-//! The host may access it while it owns it. While a list owns it, no other code has it, and the lane keeps it
-//! until the list's fence has passed.
+//! The host may access staging that no list owns. While a list owns staging, no other code can access it, and the lane
+//! keeps it allocated until the list's fence has passed.
 
 use std::any::Any;
 

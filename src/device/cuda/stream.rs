@@ -1,8 +1,8 @@
-//! Callers' streams: the unsafe constructor that vouches for a handle, and the streams that are rejected.
+//! Callers' streams: the unsafe constructor, whose caller vouches for the handle, and the checks of a stream.
 //!
-//! The store never queues work on them. It records a stream's current point, or makes the stream wait for a
-//! lane. Both are rejected while a graph is being captured from the stream: a captured wait would become part
-//! of the caller's graph and be repeated at every launch of it.
+//! The store never queues work on a caller's stream. It records the stream's current point, or makes the stream wait
+//! for a lane. Both calls fail while a graph is being captured from the stream: a captured wait would become part of
+//! the caller's graph and be repeated at every launch of the graph.
 
 use std::ffi::c_uint;
 
@@ -14,13 +14,12 @@ use crate::device::RawStream;
 use crate::error::{Error, Refused, Result};
 
 impl RawStream {
-    /// Wraps the CUDA stream with this handle. 0 and 1 are the legacy default stream; 2 is the per-thread
-    /// default stream of the thread that calls the store with it.
+    /// Wraps the CUDA stream with this handle. Handles 0 and 1 are the legacy default stream. Handle 2 is the
+    /// per-thread default stream of the thread that makes the call.
     ///
     /// # Safety
-    /// The handle must be that of a stream of this process, created in the primary context of the GPU that
-    /// holds the pages. The stream must outlive every call that uses it. A lease makes one more such call
-    /// when it ends.
+    /// The handle must be that of a stream of this process, created in the primary context of the GPU that holds the
+    /// pages. The stream must outlive every call that uses it. A lease makes one more such call when it ends.
     #[must_use]
     pub unsafe fn from_cuda(handle: u64) -> Self {
         Self(handle)
@@ -35,7 +34,7 @@ pub(super) fn raw(stream: RawStream) -> CUstream {
 /// Checks that no graph is being captured from a stream.
 ///
 /// # Errors
-/// `Refused`, a device error.
+/// `Refused` if a graph is being captured; a device error.
 pub(super) fn check(context: &Context, entered: &ContextGuard<'_>, stream: RawStream) -> Result<()> {
     let mut status: c_uint = 0;
     // SAFETY: the context is current, the pointer is to a live integer, and the creator of the `RawStream`
@@ -46,10 +45,10 @@ pub(super) fn check(context: &Context, entered: &ContextGuard<'_>, stream: RawSt
     if status == 0 { Ok(()) } else { Err(captured(stream)) }
 }
 
-/// Records the current point of a caller's stream.
+/// Records the current point of a caller's stream in an event.
 ///
 /// # Errors
-/// `Refused`, a device error.
+/// `Refused` if the stream cannot be used; a device error.
 pub(super) fn point(context: &'static Context, stream: RawStream) -> Result<CudaEvent> {
     let event = CudaEvent::new(context)?;
     let entered = context.enter()?;
@@ -63,7 +62,7 @@ pub(super) fn point(context: &'static Context, stream: RawStream) -> Result<Cuda
 /// Makes later work of a caller's stream wait for an event.
 ///
 /// # Errors
-/// `Refused`, a device error.
+/// `Refused` if the stream cannot be used; a device error.
 pub(super) fn hold(context: &Context, stream: RawStream, event: &CudaEvent) -> Result<()> {
     let entered = context.enter()?;
     // Within a capture, the wait would become part of the caller's graph.
@@ -73,7 +72,7 @@ pub(super) fn hold(context: &Context, stream: RawStream, event: &CudaEvent) -> R
     held.map_err(|code| refused(context, stream, code))
 }
 
-/// Converts an error code of a call with a caller's stream to an error.
+/// Converts the error code of a call that uses a caller's stream to an error.
 pub(super) fn refused(context: &Context, stream: RawStream, code: Code) -> Error {
     if code.is_of_capture() {
         captured(stream)
