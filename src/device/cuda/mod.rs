@@ -1,17 +1,15 @@
 //! Pages in the memory of a GPU.
 //!
-//! Read in this order: `driver` (the calls, located at run time), `errors`, `context` (how calls are made),
-//! `resource`, `memory` and `staging`, `handles` (ids of page memory), `caller_memory`, `file_memory`,
-//! `completion`, `event`, `lane` and `stream` (fences and callers' streams), `unified` (hints),
-//! `pinned_reads` (reads of pinned pages on a caller's thread), `translate` and `plan` (from commands to
-//! launches), `kernels`, `launch` and `bulk_copies` (execution of launches), `peer` and `peer_copy` (another
-//! GPU's memory). `abi` is the interface between host and kernels, `modules` contains the kernels themselves.
-//! [`HostDevice`] defines the result of every list (I11).
+//! Read in this order: `driver` (the calls, located at run time), `errors`, `context` (how calls are made), `resource`,
+//! `memory` and `staging`, `handles` (ids of page memory), `caller_memory`, `file_memory`, `completion`, `event`,
+//! `lane` and `stream` (fences and callers' streams), `unified` (hints), `pinned_reads` (reads of pinned pages on a
+//! caller's thread), `translate` and `plan` (from commands to launches), `kernels`, `launch` and `bulk_copies`
+//! (execution of launches), `peer` and `peer_copy` (another GPU's memory). `abi` is the interface between host and
+//! kernels, `modules` contains the kernels themselves. [`HostDevice`] defines the result of every list (I11).
 //!
-//! A list becomes a few launches over tables in pinned memory, followed by one write of the lane's fence.
-//! Nothing uses the default stream. Nothing waits for the whole GPU except freeing memory to the driver,
-//! which happens only in a shortage and in [`MemoryCache::trim`]. A crash loses all pages, and the log restores
-//! them.
+//! A list becomes a few launches over tables in pinned memory, followed by one write of the lane's fence. The store
+//! never uses the default stream. Only freeing memory to the driver waits for the whole GPU, which happens in a
+//! shortage and in [`MemoryCache::trim`]. A crash loses all pages, and the log restores them.
 //!
 //! [`HostDevice`]: super::host::HostDevice
 
@@ -71,11 +69,11 @@ use crate::base::sync::Mutex;
 use crate::disk::FileMemory;
 use crate::error::{Error, Refused, Result, Unavailable};
 
-/// The length of the longest slab of pinned memory, rounded up to whole blocks. A driver pins 1.5 GB/s
-/// regardless of the number of calls, and no other part of the process can use the unused rest of a slab.
+/// The maximum length of a slab of pinned memory in bytes, rounded up to whole blocks. A driver pins 1.5 GB/s
+/// regardless of the number of calls, and no other part of the process can use the unused part of a slab.
 const PINNED_SLAB_LEN_MAX: u64 = 4 << 20;
 
-/// Pages allocated per call, so that lists of pages stay short.
+/// The maximum number of pages allocated per call, so that lists of pages stay short.
 const AT_ONCE: usize = 4096;
 
 /// A device that keeps pages in a GPU's memory, in pinned host memory, and in managed memory.
@@ -93,9 +91,9 @@ pub struct CudaDevice {
     on_gpu: PlaceMemory,
     managed: PlaceMemory,
     hints: UnifiedHints,
-    /// Pinned memory for pages in host memory, for staging and for tables.
+    /// Pinned memory for pages in host memory, for staging and for launch tables.
     pinned: PlaceMemory,
-    /// The reason that nothing is queued any more, set when a list was left partly queued.
+    /// The error after which no more lists are queued, set when a list was left partly queued.
     stopped: OnceLock<Error>,
     context: &'static Context,
 }
@@ -176,7 +174,7 @@ impl CudaDevice {
         }
     }
 
-    /// Allocates a block. If memory is short, frees idle memory and retries.
+    /// Allocates a block. If memory is short, frees idle memory and tries again.
     fn block(&self, kind: Kind, len: u64) -> Result<DeviceBlock> {
         match self.memory(kind).allocate(len) {
             Err(Error::OutOfMemory { .. }) if self.trim()? > 0 => self.memory(kind).allocate(len),
@@ -218,7 +216,7 @@ impl CudaDevice {
         allocated.map_err(|error| refused_in(place, error))
     }
 
-    /// Returns the kind of memory that holds pages of a place.
+    /// Returns the kind of memory that a place's pages use.
     fn kind_of(&self, place: Place) -> Result<Kind> {
         match place {
             Place::Device(_) => Ok(Kind::Device),
@@ -255,9 +253,9 @@ impl CudaDevice {
     /// Queues a plan. The lane keeps `staging` and `blocks` until the fence has passed.
     ///
     /// # Safety
-    /// The memory that the plan names contains the ranges. What is neither `staging` nor one of `blocks` stays
-    /// allocated until the fence has passed, and until then its owner uses it only in lists of this lane, or of
-    /// lanes that are ordered with this one by fences.
+    /// All ranges that the plan names are in allocated memory. Memory other than `staging` and `blocks` stays allocated
+    /// until the fence has passed. Until then, its owner uses it only in lists of this lane, or of lanes that fences
+    /// order with this lane.
     unsafe fn queue(
         &self,
         lane: Lane,
@@ -293,7 +291,7 @@ impl CudaDevice {
         Ok(Pending::new(Fence { lane, value }, returned))
     }
 
-    /// Queues lists while no thread reads the pinned memory that they write.
+    /// Calls a function that queues lists, while no thread reads the pinned memory that the lists write.
     fn writing<T>(
         &self,
         lane: Lane,
@@ -312,7 +310,7 @@ impl CudaDevice {
         queued
     }
 
-    /// Ends a list and returns its fence. If a part could not be queued, no more lists are queued afterwards.
+    /// Ends a list and returns its fence. If a part of the list could not be queued, the device queues no more lists.
     fn end(
         &self,
         turn: LaneTurn<'_>,
@@ -331,7 +329,7 @@ impl CudaDevice {
         ended.map_err(|error| self.stopped.get_or_init(|| error).clone())
     }
 
-    /// Returns an error if a list was left partly queued.
+    /// Returns an error if an earlier list was left partly queued.
     fn check_running(&self) -> Result<()> {
         self.stopped.get().map_or(Ok(()), |error| Err(error.clone()))
     }
@@ -347,7 +345,7 @@ fn place_of(page: &Allocation) -> Place {
     if page.is_file { Place::Host } else { caller_memory::place_of(page.kind) }
 }
 
-/// Adds the place of an allocation to its error.
+/// Adds the place of the failed allocation to an error.
 fn refused_in(place: Place, error: Error) -> Error {
     match error {
         Error::OutOfMemory { len, .. } => Error::OutOfMemory { place, len },
@@ -515,7 +513,7 @@ impl LentMemory for CudaDevice {
         Ok(self.pages.insert(alias))
     }
 
-    /// Returns one space for all memory, because the driver's addresses cover all GPUs and pinned memory.
+    /// Returns space 0 and the address, because the driver's addresses are unique across all GPUs and pinned memory.
     fn origin(&self, memory: MemoryId) -> (u64, u64) {
         (0, self.pages.named(memory).address)
     }

@@ -1,17 +1,17 @@
 //! Conversion of pieces of work to launches: pieces that may run concurrently, and pieces that must wait.
 //!
-//! Every command that moves or merges bytes is a *piece*: it writes one range and reads others. Pieces are
-//! collected until one writes an area that an earlier piece of the batch reads, or reads an area that one
-//! wrote. The batch then ends and becomes launches:
+//! Every command that moves or merges bytes is a *piece*: it writes one range and reads others. Pieces are collected in
+//! a batch. The batch ends before a piece that writes an area read by an earlier piece of the batch, or reads an area
+//! written by one. Its pieces then become launches:
 //!
 //! - Pieces whose targets do not overlap are independent, and long ones are split into parts.
-//! - Pieces that overlap keep the order of the list. A hot spot of few bytes becomes one part, which one warp
-//!   or block processes. Larger ones become consecutive launches, so that a page that is zeroed and then
-//!   written whole still uses the whole GPU.
+//! - Pieces that overlap keep the order of the list. A hot spot of few bytes becomes one part, which one warp or block
+//!   processes. Larger ones become consecutive launches, so that a page that is zeroed and then written whole still
+//!   uses the whole GPU.
 //!
-//! No result therefore depends on scheduling: blocks of one launch run in any order, and launches of one
-//! stream run in sequence. A plan contains addresses but knows nothing about the driver: `translate.rs`
-//! checks ranges and provides the addresses, `launch.rs` executes the plan.
+//! No result therefore depends on scheduling: blocks of one launch run in any order, and launches of one stream run in
+//! sequence. A plan contains addresses but makes no driver calls: `translate.rs` checks ranges and provides the
+//! addresses, and `launch.rs` executes the plan.
 
 use std::convert::Infallible;
 use std::ops::Range;
@@ -28,11 +28,11 @@ use crate::base::parallel;
 use crate::device::many_deltas::{Partitioned, THREADS_MAX};
 use crate::device::{DIGEST_CHUNK_LEN, DIGEST_LEN, MemoryId, digest_count};
 
-/// Rows of digests that keep the whole GPU busy. Beyond this number, a row has several chunks: 65,536 rows of
+/// The number of digest rows that keep the whole GPU busy. For longer ranges, a row has several chunks: 65,536 rows of
 /// one chunk took the host 0.9 ms, while the GPU digested 4 GiB in 1.35 ms.
 const DIGEST_BLOCKS_MIN: u64 = 4096;
-/// The maximum number of chunks in a row. With 8 chunks per row an H100 digests at 0.97 of the rate with one,
-/// with 16 at 0.95.
+/// The maximum number of chunks in a digest row. With 8 chunks per row an H100 digests at 0.97 of the rate with one
+/// chunk, with 16 at 0.95.
 const DIGEST_ROW_CHUNKS_MAX: u64 = 8;
 
 /// A piece, with the areas that it accesses.
@@ -48,20 +48,21 @@ pub(super) struct PlannedPiece {
     pub sources: [Option<Area>; 2],
 }
 
-/// A step of a plan, in the order of one stream. Ranges are of rows in the plan's tables.
+/// A step of a plan, in the order of one stream. Ranges contain the numbers of rows in the plan's tables.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum LaunchStep {
-    /// Applies parts of pieces with a kernel.
+    /// Applies parts of pieces with a kernel. The range is of parts.
     Apply(Kernel, Range<usize>),
-    /// Checksums chunks of sources.
+    /// Checksums sources, or chunks of sources.
     Crc(Range<usize>),
-    /// Combines the remainders of chunks into checksums.
+    /// Combines the remainders of chunks into the checksums of their sources.
     Combine(Range<usize>),
     /// Compares sections of ranges.
     Diff(Range<usize>),
     /// Digests chunks of ranges.
     Digest(Range<usize>),
-    /// Numbers the set bits of bitmaps: the rows of their sections, and the rows of the bitmaps.
+    /// Writes the indices of the set bits of bitmaps. The first range is of rows for sections of bitmaps, the second of
+    /// one row for each bitmap.
     Select(Range<usize>, Range<usize>),
     /// Checks sections of lists of indices.
     Validate(Range<usize>),
@@ -86,7 +87,7 @@ pub(super) struct LaunchPlan {
     pub selects: Vec<SelectRow>,
     pub scans: Vec<ScanRow>,
     pub indices: Vec<IndexRow>,
-    /// The pinned memory that the list writes.
+    /// The stripes of pinned memory that the list writes.
     pub pinned: WrittenStripes,
     /// The areas that the newest checksum step writes.
     summed: Areas,
@@ -95,28 +96,28 @@ pub(super) struct LaunchPlan {
 
 /// Pieces that are not planned yet.
 ///
-/// Most lists change each of many pages once. The rows are therefore stored in list order, with the parts
-/// that they have if no pieces overlap; overlaps are ordered at the end. Planning everything at the end made
-/// a list of 10,000 deltas take half as long again, because each pass over the rows waits for memory.
+/// Most lists change many pages once each. The rows are therefore stored in list order, with the parts that they have
+/// if no pieces overlap. Overlapping pieces are ordered only when the batch ends. Planning all pieces at the end made a
+/// list of 10,000 deltas take half as long again, because each pass over the rows waits for memory.
 #[derive(Debug, Default)]
 struct PieceBatch {
     rows: Vec<PieceRow>,
-    /// The range that each piece writes: its start and its length.
+    /// The range that each piece writes: its start address and its length.
     targets: Vec<(u64, u64)>,
-    /// The parts of the pieces if none overlaps another.
+    /// The parts of the pieces, valid if no two pieces overlap.
     apart: Stage,
-    /// The end of the newest piece's range.
+    /// The end address of the newest piece's range.
     reach: u64,
-    /// Whether a range began before the end of the one before.
+    /// Whether a piece's range began before the end of the previous piece's range.
     is_unordered: bool,
     /// The areas that the pieces write.
     written: AreaSet,
-    /// The areas that the pieces read. None of them is written.
+    /// The areas that the pieces read. No piece writes to these areas.
     read: AreaSet,
 }
 
 impl PieceBatch {
-    /// Adds a piece whose row has this number.
+    /// Adds a piece. `number` is the number of the piece's row.
     fn push(&mut self, piece: &PlannedPiece, number: usize) {
         let (start, len) = (piece.row.target, piece.target_len);
         self.is_unordered |= start < self.reach;
@@ -128,7 +129,7 @@ impl PieceBatch {
         piece.sources.iter().flatten().for_each(|area| self.read.note(*area));
     }
 
-    /// Plans the pieces, whose rows begin at `first`, and removes them from the batch.
+    /// Plans the pieces and removes them from the batch. Their rows begin at number `first`.
     fn plan(&mut self, first: usize) -> PiecePlan {
         let (rows, mut targets) = (std::mem::take(&mut self.rows), std::mem::take(&mut self.targets));
         let apart = std::mem::take(&mut self.apart);
@@ -144,7 +145,7 @@ impl PieceBatch {
         PiecePlan::of(&pieces.collect::<Vec<_>>(), first)
     }
 
-    /// Returns whether a piece must be in a later launch than this batch.
+    /// Returns whether the batch must end before `piece`, because the piece must run in a later launch.
     fn must_end_before(&mut self, piece: &PlannedPiece) -> bool {
         let Self { written, read, .. } = self;
         // Write after read.
@@ -157,7 +158,7 @@ impl PieceBatch {
 }
 
 impl LaunchPlan {
-    /// Reserves capacity for this number of pieces.
+    /// Reserves capacity for this number of further pieces.
     pub fn expect(&mut self, pieces: usize) {
         self.batch.rows.reserve(pieces);
         self.batch.targets.reserve(pieces);
@@ -182,15 +183,15 @@ impl LaunchPlan {
         }
     }
 
-    /// Records that the list writes an area.
+    /// Records that the list writes to an area.
     pub fn writes(&mut self, area: Area) {
         if let Area::Memory(kind, id) = area {
             self.pinned |= WrittenStripes::of(kind, MemoryId(id));
         }
     }
 
-    /// Adds many deltas after all earlier pieces. Several threads have distributed them into shares. No delta
-    /// reads bytes that another one writes.
+    /// Adds many deltas after all earlier pieces. Several threads have distributed the deltas into shares. No delta
+    /// reads bytes that another delta writes.
     pub fn deltas(&mut self, partitioned: &Partitioned<TargetRow>) {
         self.flush();
         let mut firsts = Vec::with_capacity(partitioned.count());
@@ -232,7 +233,7 @@ impl LaunchPlan {
         }
     }
 
-    /// Adds the digests of all chunks of these ranges, which are written to `target` one after the other.
+    /// Adds the digests of all chunks of these ranges. The digests are written to `target` in order, without gaps.
     pub fn digests(&mut self, sources: &[(u64, u64)], key: u64, mut target: u64) {
         let first = self.digests.len();
         let chunks: u64 = sources.iter().map(|(_, len)| digest_count(*len)).sum();
@@ -250,9 +251,9 @@ impl LaunchPlan {
         }
     }
 
-    /// Adds the rows that number one bitmap's set bits. `target` has space for `room` indices, `numbers` has
-    /// four bytes for each row, and `sum` is the address of the total. [`LaunchPlan::select`] must follow the
-    /// last bitmap.
+    /// Adds the rows that write the indices of one bitmap's set bits. `target` has space for `room` indices, `numbers`
+    /// has four bytes for each row, and `sum` is the address of the total. Call [`LaunchPlan::select`] after the last
+    /// bitmap.
     pub fn bitmap(&mut self, bits: u64, len: u64, (target, room): (u64, u32), numbers: u64, sum: u64) {
         let rows = select_rows(len);
         for (row, before) in (0..rows).zip((numbers..).step_by(4)) {
@@ -271,14 +272,14 @@ impl LaunchPlan {
         self.scans.push(ScanRow { numbers, target: sum, count: rows as u32, reserved: 0 });
     }
 
-    /// Adds the step that numbers the bits of all bitmaps since these rows.
+    /// Adds the step for all bitmaps added since the rows `first` and `first_scan`.
     pub fn select(&mut self, first: usize, first_scan: usize) {
         if self.scans.len() > first_scan {
             self.step(LaunchStep::Select(first..self.selects.len(), first_scan..self.scans.len()));
         }
     }
 
-    /// Adds the rows that check one list of indices. [`LaunchPlan::validate`] must follow the last list.
+    /// Adds the rows that check one list of indices. Call [`LaunchPlan::validate`] after the last list.
     pub fn index_list(&mut self, list: IndexRow) {
         for begin in (0..list.count).step_by(INDEX_COUNT_MAX as usize) {
             let count = (list.count - begin).min(INDEX_COUNT_MAX);
@@ -286,17 +287,17 @@ impl LaunchPlan {
         }
     }
 
-    /// Adds the step that checks all lists since `first`.
+    /// Adds the step that checks all lists of indices added since row `first`.
     pub fn validate(&mut self, first: usize) {
         if self.indices.len() > first {
             self.step(LaunchStep::Validate(first..self.indices.len()));
         }
     }
 
-    /// Adds checksums: each source writes four bytes to `sums` in an area, one after the other. Remainders of
-    /// sources with several rows are written to `remainders`; [`remainder_words`] counts them.
+    /// Adds checksums. The checksum of each source is four bytes, written to `sums` in order. Remainders of sources
+    /// with several rows are written to `remainders`; [`remainder_words`] returns their number.
     ///
-    /// Checksums that directly follow checksums to other areas use the same launches.
+    /// Consecutive calls for different areas share their launches.
     pub fn crcs(&mut self, sources: &[(u64, u64)], (area, sums): (Area, u64), mut remainders: u64) {
         self.flush();
         let (mut first, mut first_combine) = (self.crcs.len(), self.combines.len());
@@ -347,7 +348,7 @@ impl LaunchPlan {
         }
     }
 
-    /// Plans the pieces added so far.
+    /// Plans the pieces added so far, so that later steps run after them.
     pub fn flush(&mut self) {
         if !self.batch.rows.is_empty() {
             let planned = self.batch.plan(self.pieces.len());
@@ -355,7 +356,7 @@ impl LaunchPlan {
         }
     }
 
-    /// Adds the launches of some plans, none of which accesses memory of another.
+    /// Adds the launches of some plans. No plan accesses memory of another plan.
     fn launch(&mut self, plans: Vec<PiecePlan>) {
         let stage_count = plans.iter().map(|plan| plan.stages.len()).max().unwrap_or(0);
         let mut stages: Vec<_> = Vec::with_capacity(plans.len());
@@ -380,12 +381,12 @@ impl LaunchPlan {
     }
 }
 
-/// Returns the number of words of scratch for the checksums of sources of these lengths.
+/// Returns the number of four-byte words of scratch that the checksums of sources of these lengths need.
 pub(super) fn remainder_words(lens: impl Iterator<Item = u64>) -> u64 {
     lens.map(crc_chunks).filter(|chunks| *chunks > 1).sum()
 }
 
-/// Returns the number of rows into which a bitmap of `len` bytes is divided.
+/// Returns the number of rows for a bitmap of `len` bytes.
 pub(super) fn select_rows(len: u64) -> u64 {
     len.div_ceil(u64::from(SELECT_LEN_MAX))
 }
@@ -407,7 +408,7 @@ mod tests {
         z ^ (z >> 31)
     }
 
-    /// Applies a part to some memory, as a warp or a block would.
+    /// Applies a part to `memory`, as a warp or a block would.
     fn run_part(plan: &LaunchPlan, part: &PartRow, memory: &mut [u8]) {
         let first = part.piece_first as usize;
         let rows = plan.pieces.runs().iter().flatten();
@@ -418,7 +419,7 @@ mod tests {
         }
     }
 
-    /// Draws dense pieces between two pages and a staging. The pieces write and read each other's bytes.
+    /// Creates random dense pieces between two pages and a staging. The pieces write and read each other's bytes.
     fn drawn_pieces(seed: u64) -> Vec<PlannedPiece> {
         let mut state = seed;
         let mut below = |limit: u64| next(&mut state) % limit;

@@ -1,13 +1,12 @@
 //! Checks a list's commands and converts them to a launch plan.
 //!
-//! Every range is checked against its memory before anything is queued. Kernels check nothing, and a wrong
-//! address in a kernel does not fail only one list: it destroys the process's context, and with it the
-//! caller's own work on the GPU. A list that violates the contract panics instead, as it does on the host
-//! device.
+//! Every range is checked against its memory before anything is queued, because kernels check nothing. A wrong address
+//! in a kernel does not fail only one list: it destroys the process's context, and with it the caller's own work on the
+//! GPU. A list that violates the contract panics instead, as on the host device.
 //!
-//! Short copies between host and GPU are pieces, which kernels move with loads and stores on mapped memory,
-//! because a short copy on the copy engine may wait seconds for long ones. Copies longer than
-//! [`SHORT_COPY_LEN_MAX`] use the copy engine.
+//! Short copies between host and GPU are pieces, which kernels move with loads and stores on mapped memory. A short
+//! copy on the copy engine may wait seconds for long ones. Copies longer than [`SHORT_COPY_LEN_MAX`] use the copy
+//! engine.
 
 use remanent_format::Width;
 
@@ -25,21 +24,22 @@ use crate::device::{
     StagingSpan,
 };
 
-/// Alignment of each use of scratch on the GPU.
+/// Alignment, in bytes, of each range of scratch on the GPU.
 const SCRATCH_ALIGN: u64 = 16;
 
-/// The shortest copy, in bytes, within the GPU's memory that uses the driver's copy. The driver's kernel
-/// needs no rows: for a copy of 64 MiB, the rows take the host and the bus half as long as the copy itself.
+/// The minimum length, in bytes, of a copy within the GPU's memory that uses the driver's copy. The driver's kernel
+/// needs no rows: for a copy of 64 MiB, the host and the bus need half as long for the rows as the GPU needs for the
+/// copy.
 const WITHIN_LEN_MIN: u64 = 4 << 20;
 
-/// A staging of a list: its bytes, and their address.
+/// A staging of a list, and the address of its bytes.
 pub(super) struct StagedBytes<'s> {
     pub bytes: &'s Staging,
     pub address: u64,
 }
 
-/// Returns the number of bytes of scratch that a list needs, in the GPU's own memory. Many threads write
-/// there: storing bits one by one over the bus took longer than the comparison that produced them.
+/// Returns the number of bytes of scratch that a list needs in the GPU's own memory. Many threads write to scratch:
+/// storing bits one by one over the bus took longer than the comparison that produced them.
 pub(super) fn scratch_len(commands: &[Command]) -> u64 {
     let needed = commands.iter().map(|command| match command {
         Command::Crc { sources, .. } => remainders_len(sources),
@@ -50,20 +50,20 @@ pub(super) fn scratch_len(commands: &[Command]) -> u64 {
     needed.sum()
 }
 
-/// Returns the number of bytes of scratch for the remainders of chunks.
+/// Returns the number of bytes of scratch for the remainders of checksummed chunks.
 fn remainders_len(sources: &[Span]) -> u64 {
     (4 * remainder_words(sources.iter().map(|source| source.len))).next_multiple_of(SCRATCH_ALIGN)
 }
 
-/// Returns the number of bytes of scratch for numbering the bits of bitmaps: a count for each row, and a
-/// total for each bitmap.
+/// Returns the number of bytes of scratch for the selection of set bits: a count for each row, and a total for each
+/// bitmap.
 fn selection_len(bitmaps: &[Selection]) -> u64 {
     let rows: u64 = bitmaps.iter().map(|of| select_rows(of.bits.len)).sum();
     (4 * (rows + bitmaps.len() as u64)).next_multiple_of(SCRATCH_ALIGN)
 }
 
-/// Returns the number of bytes of scratch for checking lists of indices: one bit for each element of each
-/// list, and the findings.
+/// Returns the number of bytes of scratch for checking lists of indices: one bit for each element that a list's indices
+/// can name, and the flags of each list.
 fn validation_len(lists: &[IndexList]) -> u64 {
     let seen: u64 = lists.iter().map(seen_len).sum();
     seen + (4 * lists.len() as u64).next_multiple_of(SCRATCH_ALIGN)
@@ -73,7 +73,7 @@ fn seen_len(list: &IndexList) -> u64 {
     list.bound.div_ceil(8).next_multiple_of(SCRATCH_ALIGN)
 }
 
-/// Plans a list of commands. Its scratch begins at `scratch`.
+/// Plans a list of commands. The list's scratch begins at address `scratch`.
 ///
 /// # Panics
 /// If a range exceeds its memory, or if ranges that must have equal lengths differ.
@@ -95,14 +95,14 @@ pub(super) fn plan(
     planner.plan
 }
 
-/// Checks the ranges that commands name.
+/// Looks up and checks the ranges that commands name.
 #[derive(Clone, Copy)]
 struct Ranges<'l> {
     memories: &'l Handles,
     staging: &'l [StagedBytes<'l>],
 }
 
-/// A delta's row, the kind of the memory that it writes, and the area that it reads.
+/// A delta's row, the kind of memory that the delta writes, and the area that it reads.
 struct Delta {
     row: PieceRow,
     kind: Kind,
@@ -111,8 +111,8 @@ struct Delta {
 
 struct ListPlanner<'l> {
     ranges: Ranges<'l>,
-    /// The next free bytes of scratch. Commands never share any, because a later one is planned before an
-    /// earlier one runs.
+    /// The address of the next free byte of scratch. Commands never share scratch, because a later command is planned
+    /// before an earlier one runs.
     scratch: u64,
     plan: LaunchPlan,
 }
@@ -153,8 +153,8 @@ impl ListPlanner<'_> {
         }
     }
 
-    /// Adds the deltas of some commands with several threads if they are many and all of them are staged, so
-    /// that none reads bytes that another one writes. Otherwise returns `false`, with nothing done.
+    /// Adds the deltas of some commands with several threads. Returns `false`, with nothing done, if the deltas are few
+    /// or if any payload is not in staging. A staged payload is never written by another delta.
     fn many_deltas(&mut self, commands: &[Command]) -> bool {
         if !has_many_deltas(commands) {
             return false;
@@ -197,7 +197,7 @@ impl ListPlanner<'_> {
         self.down(from.at(source), area, from.kind == Kind::Device, target);
     }
 
-    /// Copies bytes to staging.
+    /// Adds a copy of bytes to staging.
     fn down(&mut self, source: u64, area: Area, on_gpu: bool, target: StagingSpan) {
         let (to, len) = (self.ranges.staged(target), target.len as u64);
         if len > SHORT_COPY_LEN_MAX && on_gpu {
@@ -418,15 +418,15 @@ impl Ranges<'_> {
     }
 }
 
-/// Returns whether little-endian u32 indices are all below a bound. Written without branches, so that it runs
-/// at memory speed.
+/// Returns whether little-endian u32 indices are all below a bound. The loop has no branches, so that it runs at memory
+/// speed.
 fn all_below(indices: &[u8], bound: u64) -> bool {
     let number = |index: &[u8]| u32::from_le_bytes([index[0], index[1], index[2], index[3]]);
     let highest = indices.chunks_exact(4).map(number).max();
     highest.is_none_or(|index| u64::from(index) < bound)
 }
 
-/// Returns the number of elements in a range. Panics if the last element is incomplete.
+/// Returns the number of elements in `len` bytes. Panics if the last element is incomplete.
 fn elements(len: u64, width: Width) -> u64 {
     let width = width.bytes() as u64;
     assert_eq!(len % width, 0, "{len} bytes are no whole number of elements");

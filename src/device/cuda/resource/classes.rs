@@ -1,34 +1,34 @@
-//! Lengths of blocks and of the slabs from which they are cut.
+//! Lengths of blocks, and of the slabs from which blocks are cut.
 //!
-//! Lengths are rounded up to a class, with four classes per doubling, so at most a fifth of a block is
-//! wasted. The first slab of a class is small, and each further one is twice as long, up to a length that the
-//! pool sets. Blocks longer than the longest class have slabs of their own.
+//! Lengths are rounded up to a class, with four classes per doubling, so at most a fifth of a block is wasted. The
+//! first slab of a class is small, and each further slab is twice as long, up to a length that the pool sets. Blocks
+//! longer than the longest class have slabs of their own.
 
-/// The smallest class: somewhat more than a warp moves in one access.
+/// The block length of the smallest class, in bytes: somewhat more than a warp moves in one access.
 const CLASS_LEN_MIN: u64 = 256;
-/// The longest class that shares slabs.
+/// The block length, in bytes, of the longest class that shares slabs.
 const CLASS_LEN_MAX: u64 = 16 << 20;
-/// Slab lengths are multiples of this, like the driver's own.
+/// The unit of slab lengths in bytes, equal to the driver's own.
 const SLAB_LEN_MIN: u64 = 2 << 20;
-/// The longest slab of several blocks, unless a pool sets another length.
+/// The maximum length, in bytes, of a slab with several blocks, unless a pool sets another length.
 pub(super) const SLAB_LEN_MAX: u64 = 64 << 20;
-/// Classes per doubling.
+/// The number of classes per doubling of the block length.
 const STEPS: u64 = 4;
 
 /// Number of classes that share slabs.
 pub(super) const CLASSES: usize = (STEPS * (CLASS_LEN_MAX / CLASS_LEN_MIN).ilog2() as u64 + 1) as usize;
 
-/// The kind of block that serves a length.
+/// The class of blocks for allocations of some length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Class {
     /// Blocks of the class with this number, cut from slabs.
     Shared(usize),
-    /// A slab of its own, with this length.
+    /// A block that occupies a slab of its own, with this length in bytes.
     Dedicated(u64),
 }
 
 impl Class {
-    /// Returns the class for `len` bytes; `None` if the length exceeds any machine's memory.
+    /// Returns the class for `len` bytes, or `None` if the length exceeds any machine's memory.
     pub fn of(len: u64) -> Option<Self> {
         if len > CLASS_LEN_MAX {
             return len.checked_next_multiple_of(SLAB_LEN_MIN).map(Self::Dedicated);
@@ -52,8 +52,8 @@ impl Class {
         }
     }
 
-    /// Returns the length in bytes of the class's next slab when it has `count` slabs: whole blocks, with at
-    /// most one block beyond `longest`.
+    /// Returns the length in bytes of the class's next slab when the class has `count` slabs. The slab has whole
+    /// blocks, and exceeds `longest` by at most one block.
     pub fn slab_len(self, count: usize, longest: u64) -> u64 {
         let block_len = self.block_len();
         if let Self::Dedicated(len) = self {

@@ -1,4 +1,4 @@
-//! The base sources: the CUDA driver, and the host's own allocator for machines without one.
+//! The sources that wrap no other source: the CUDA driver, and the host's own allocator for machines without a GPU.
 
 use std::alloc::Layout;
 use std::ffi::c_void;
@@ -15,30 +15,30 @@ use crate::device::cuda::event::CudaEvent;
 use crate::device::cuda::stream;
 use crate::error::{Error, Result, Unavailable};
 
-/// `CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP`: for every GPU, at the same address. The host
-/// caches the memory, because it reads downloaded bytes.
+/// `CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP`: every GPU can access the memory, at the same address. The
+/// host's caches stay enabled for it, because the host reads downloaded bytes.
 const HOST_FLAGS: u32 = 3;
-/// `CU_MEM_ATTACH_GLOBAL`: every stream may use it.
+/// `CU_MEM_ATTACH_GLOBAL`: work on every stream may access the memory.
 const MANAGED_FLAGS: u32 = 1;
 
-/// The kind of memory that holds the bytes.
+/// The kind of memory that the driver allocates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(in crate::device::cuda) enum Kind {
     /// The GPU's own memory.
     Device,
     /// Pinned host memory, at an address that the GPU uses too.
     Pinned,
-    /// Managed memory, located where it was last used.
+    /// Managed memory, which migrates to the side that uses it.
     Managed,
 }
 
 impl Kind {
-    /// All kinds, in the order of their numbers.
+    /// All kinds of memory, in the order of their numbers.
     pub const ALL: [Self; 3] = [Self::Device, Self::Pinned, Self::Managed];
 }
 
-/// Memory allocated by the driver. A call costs up to milliseconds, and freeing memory waits for all work of
-/// the GPU: put a [`Pool`](super::Pool) in front.
+/// Memory allocated by the driver. A call takes up to milliseconds, and freeing memory waits for all work of the GPU.
+/// Wrap this source in a [`Pool`](super::Pool).
 pub struct DriverMemory {
     context: &'static Context,
     kind: Kind,
@@ -74,7 +74,7 @@ impl DriverMemory {
         Error::OutOfMemory { place, len }
     }
 
-    /// Queues a copy on a separate stream and waits for it.
+    /// Queues a copy on the source's own stream and waits for it.
     fn copy(&self, queue: impl FnOnce(&Stream) -> Result<()>) -> Result<()> {
         let mut stream = self.stream.lock();
         let stream = match &mut *stream {
@@ -174,8 +174,7 @@ impl StreamPoint for CudaEvent {
     }
 }
 
-/// Ordinary host memory as a source, for trying the wrappers on a machine without a GPU. No GPU can access
-/// it.
+/// A source of ordinary host memory, for trying the wrappers on a machine without a GPU. No GPU can access this memory.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct HostMemory;
 

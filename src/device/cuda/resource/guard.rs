@@ -1,9 +1,9 @@
-//! A source that detects misuse. Each allocation is placed between canaries, filled with poison when it is
-//! allocated and when it is freed, and recorded in between.
+//! A source that detects misuse. Each allocation is recorded, placed between canaries, and filled with poison when it
+//! is allocated and when it is freed.
 //!
-//! Each allocation and each release makes at least three copies and waits for each of them. Put the guard in
-//! front of a [`Pool`](super::Pool): behind one, it would guard slabs, and a page that writes into its
-//! neighbor stays within its slab.
+//! Each allocation and each release makes at least three copies and waits for each of them. Place the guard in front of
+//! a [`Pool`](super::Pool). Behind a pool, it would guard slabs and miss a page that writes into its neighbor in the
+//! same slab.
 
 use std::collections::BTreeMap;
 
@@ -12,20 +12,21 @@ use crate::base::sync::Mutex;
 use crate::device::MemoryStats;
 use crate::error::{Error, Result};
 
-/// Length in bytes of each canary.
+/// The length of each canary in bytes.
 const CANARY_LEN: u64 = ALIGN;
 /// The byte that fills canaries.
 const CANARY: u8 = 0xC5;
-/// The byte that fills memory before it is first written and after it is freed. As a float of any width, it
-/// gives a value that no computation expects.
+/// The byte that fills memory before it is first written and after it is freed. Interpreted as a float of any width, it
+/// yields a value that no computation expects.
 const POISON: u8 = 0xDB;
-/// Poison is written in steps of this many bytes.
+/// The number of bytes of poison written per copy.
 const STEP: usize = 1 << 20;
 
-/// Host access to a source's memory, wherever the memory is.
+/// Lets the host write and read a source's memory, in GPU or host memory. A [`GuardedMemory`] uses it for canaries and
+/// poison.
 ///
 /// # Safety
-/// When a call returns, its write must be complete or its read must be done.
+/// When a call returns, its write or read must be complete.
 pub unsafe trait MemoryAccess {
     /// Writes `bytes` at the address.
     ///
@@ -46,9 +47,8 @@ pub unsafe trait MemoryAccess {
     unsafe fn read(&self, address: u64, bytes: &mut [u8]) -> Result<()>;
 }
 
-/// Detects writes beyond the ends of an allocation, memory that is freed twice or with another length, and
-/// memory that is never freed. Uninitialized and freed memory is poisoned, so that a read of it is
-/// noticeable.
+/// Detects writes beyond the ends of an allocation, memory that is freed twice or with another length, and memory that
+/// is never freed. Uninitialized and freed memory is poisoned, so that a read of such memory is noticeable.
 /// ```
 /// use remanent::device::cuda::resource::{GuardedMemory, HostMemory, MemoryAccess, MemoryResource, Pool};
 /// let memory = GuardedMemory::new(Pool::new(HostMemory), HostMemory);
@@ -64,19 +64,18 @@ pub unsafe trait MemoryAccess {
 pub struct GuardedMemory<R: MemoryResource, A: MemoryAccess> {
     upstream: R,
     access: A,
-    /// Lengths of all allocations, by address.
+    /// The length of each live allocation in bytes, by address.
     live: Mutex<BTreeMap<u64, u64>>,
 }
 
 impl<R: MemoryResource, A: MemoryAccess> GuardedMemory<R, A> {
-    /// Wraps a source, whose memory is read and written through `access`.
+    /// Wraps a source. The guard reads and writes the source's memory through `access`.
     #[must_use]
     pub fn new(upstream: R, access: A) -> Self {
         Self { upstream, access, live: Mutex::default() }
     }
 
-    /// Returns the current allocations, as address and length. At the end, these are the allocations that
-    /// were never freed.
+    /// Returns the address and the length of each allocation that is not freed yet.
     #[must_use]
     pub fn live(&self) -> Vec<(u64, u64)> {
         self.live.lock().iter().map(|(address, len)| (*address, *len)).collect()
@@ -96,7 +95,7 @@ impl<R: MemoryResource, A: MemoryAccess> GuardedMemory<R, A> {
         Ok(())
     }
 
-    /// Returns the index of the first byte of a canary that was overwritten, if any.
+    /// Returns the index of the first overwritten byte of a canary, if any.
     ///
     /// # Safety
     /// Same as [`MemoryAccess::read`], for a canary's length.
@@ -108,7 +107,7 @@ impl<R: MemoryResource, A: MemoryAccess> GuardedMemory<R, A> {
     }
 }
 
-/// Returns the length of an allocation with its two canaries. The end of an allocation need not be aligned.
+/// Returns the length of an allocation together with its two canaries. The end of an allocation need not be aligned.
 fn outer_len(len: u64) -> Option<u64> {
     len.checked_add(2 * CANARY_LEN)
 }
@@ -136,11 +135,11 @@ unsafe impl<R: MemoryResource, A: MemoryAccess + Send + Sync + 'static> MemoryRe
         Ok(address)
     }
 
-    /// Frees an allocation and fills it with poison.
+    /// Checks the canaries of an allocation, fills it with poison, and frees it.
     ///
     /// # Errors
-    /// A device error that describes the misuse. Memory whose canaries were overwritten is not freed, so that
-    /// it can be inspected.
+    /// A device error that describes the misuse. If a canary was overwritten, the memory is not freed, so that it can
+    /// be inspected.
     unsafe fn free(&self, address: u64, len: u64) -> Result<()> {
         match self.live.lock().remove(&address) {
             Some(allocated) if allocated == len => {}

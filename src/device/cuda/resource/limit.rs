@@ -1,4 +1,4 @@
-//! A source with a limit on the bytes that it holds from the wrapped source.
+//! A source that limits the number of bytes held from another source.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -8,8 +8,9 @@ use super::MemoryResource;
 use crate::device::MemoryStats;
 use crate::error::{Error, Result};
 
-/// Limits the bytes taken from another source. Behind a [`Pool`](super::Pool), it limits the driver's memory,
-/// including slack; a [`Budget`](crate::options::Budget) limits the lengths of the pages themselves.
+/// Limits the number of bytes held from another source. Behind a [`Pool`](super::Pool), it limits the memory that the
+/// pool requests from the driver, including unused parts of slabs. In contrast, a [`Budget`](crate::options::Budget)
+/// limits the lengths of the pages themselves.
 ///
 /// ```
 /// use remanent::device::cuda::resource::{HostMemory, LimitedMemory, MemoryResource};
@@ -33,7 +34,7 @@ impl<R: MemoryResource> LimitedMemory<R> {
         Self { upstream, bytes_max, bytes: AtomicU64::new(0) }
     }
 
-    /// Returns the number of bytes currently held.
+    /// Returns the number of bytes currently held from the wrapped source.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.bytes.load(Ordering::Relaxed)

@@ -4,16 +4,16 @@ use super::MemoryResource;
 use crate::device::MemoryStats;
 use crate::error::Result;
 
-/// Reports every allocation and release of another source as an event of level trace, and every failure as a
-/// warning. Put it behind a [`Pool`](super::Pool) to observe requests to the driver, or in front of it to
-/// observe requests for pages.
+/// Reports every allocation and release of another source as a trace event, and every failure as a warning. Place it
+/// behind a [`Pool`](super::Pool) to observe requests to the driver, or in front of the pool to observe requests for
+/// pages.
 pub struct LoggedMemory<R: MemoryResource> {
     upstream: R,
     name: &'static str,
 }
 
 impl<R: MemoryResource> LoggedMemory<R> {
-    /// Wraps a source, and adds this name to its events.
+    /// Wraps a source. The events contain `name`, which identifies the source.
     #[must_use]
     pub fn new(upstream: R, name: &'static str) -> Self {
         Self { upstream, name }

@@ -1,13 +1,16 @@
-//! Sources of a GPU's memory: one small trait, and wrappers for it.
+//! Sources of a GPU's memory: the trait [`MemoryResource`], and wrappers that implement it.
 //!
-//! The driver is one such source ([`DriverMemory`]). A caller's allocator can be another, so that a store and
-//! a framework share one pool and neither holds memory that the other lacks. The other types wrap a source,
-//! in any order: [`Pool`] divides long blocks into blocks of a few lengths, [`CachingMemory`] divides them
-//! into blocks of any length and joins free ones, [`LimitedMemory`] enforces a limit, [`LoggedMemory`]
-//! reports each call, and [`GuardedMemory`] detects invalid writes.
+//! The driver is one such source ([`DriverMemory`]). A caller's allocator can be another: a store and a framework then
+//! share one pool, and neither keeps idle memory that the other needs. The other types wrap a source, in any order:
 //!
-//! Sources know nothing about fences: a caller frees memory after waiting for its last use. Only
-//! [`CachingMemory`] accepts memory earlier, if the caller names its streams.
+//! - [`Pool`] divides long blocks into blocks of a few lengths.
+//! - [`CachingMemory`] divides long blocks into blocks of any length and joins free ones.
+//! - [`LimitedMemory`] enforces a limit.
+//! - [`LoggedMemory`] reports each call.
+//! - [`GuardedMemory`] detects invalid writes.
+//!
+//! A source does not wait for fences: a caller frees memory after waiting for its last use. Only [`CachingMemory`]
+//! accepts memory earlier, if the caller names the streams that use it.
 
 mod caching;
 mod classes;
@@ -32,25 +35,24 @@ pub(super) use self::pool::{SHARDS, own_shard};
 use crate::device::MemoryStats;
 use crate::error::{Error, Result};
 
-/// The alignment of every address: four of the kernels' widest accesses, two of a GPU's sectors.
+/// The alignment of every address in bytes: four of the kernels' widest accesses, two of a GPU's sectors.
 pub const ALIGN: u64 = 64;
 
 /// A source of memory that a GPU can access, shared by threads.
 ///
 /// # Safety
-/// From `allocate` until `free`, the `len` bytes at the address must belong to the caller alone, and the
-/// kernels of the device that uses the source must be able to read and write them; the host too, if the
-/// source provides pinned or managed memory. Addresses must be multiples of [`ALIGN`] and never 0.
+/// From `allocate` until `free`, the `len` bytes at the address must belong to the caller alone, and the kernels of the
+/// device that uses the source must be able to read and write these bytes. If the source provides pinned or managed
+/// memory, the host must be able to as well. Addresses must be multiples of [`ALIGN`] and never 0.
 pub unsafe trait MemoryResource: Send + Sync + 'static {
     /// Allocates `len` bytes, at least one, with unspecified contents, and returns their address.
     ///
     /// # Errors
-    /// `OutOfMemory` if the source is exhausted: the caller may free idle memory and try again. A device
-    /// error.
+    /// `OutOfMemory` if the source is exhausted; the caller may then free idle memory and try again. A device error.
     fn allocate(&self, len: u64) -> Result<u64>;
 
-    /// Allocates `count` times `len` bytes, as [`allocate`](Self::allocate) does, and appends the addresses
-    /// to `found`. On failure, `found` contains the addresses allocated before the failure.
+    /// Makes `count` allocations of `len` bytes, as [`allocate`](Self::allocate) does, and appends their addresses to
+    /// `found`. On failure, `found` contains the addresses of the allocations made before the failure.
     ///
     /// # Errors
     /// Same as `allocate`.
@@ -67,12 +69,12 @@ pub unsafe trait MemoryResource: Send + Sync + 'static {
     /// A device error; the memory is then leaked.
     ///
     /// # Safety
-    /// The address must come from this source, for this length, and must not have been freed; nothing may use
-    /// the memory any more, on any stream.
+    /// The address must come from this source, with this length, and must not have been freed. No work on any stream
+    /// may use the memory any more.
     unsafe fn free(&self, address: u64, len: u64) -> Result<()>;
 
-    /// Frees allocations of one length, as [`free`](Self::free) does. Calls `failed` with the index of each
-    /// address that could not be freed.
+    /// Frees several allocations of the same length, as [`free`](Self::free) does. Calls `failed` with the index of
+    /// each address that could not be freed, and the error.
     ///
     /// # Safety
     /// Same as `free`, for each address.
@@ -85,9 +87,8 @@ pub unsafe trait MemoryResource: Send + Sync + 'static {
         }
     }
 
-    /// Returns unused memory to its own source, and returns the number of bytes. The driver then waits for
-    /// all work of the GPU, including the caller's own, so this is only for shortages and for callers that
-    /// request it.
+    /// Returns unused memory to the wrapped source, and returns the number of bytes. The driver then waits for all work
+    /// of the GPU, including the caller's own. Call this only in a shortage or when the user requests it.
     ///
     /// # Errors
     /// A device error.
@@ -95,7 +96,7 @@ pub unsafe trait MemoryResource: Send + Sync + 'static {
         Ok(0)
     }
 
-    /// Returns the bytes requested and the bytes held.
+    /// Returns the number of bytes requested and held, and the number of requests.
     fn stats(&self) -> MemoryStats {
         MemoryStats::default()
     }

@@ -1,10 +1,9 @@
-//! Blocks cut from slabs. A driver allocation costs up to milliseconds and freeing one stops the whole GPU,
-//! so both are rare.
+//! Blocks cut from slabs. A driver allocation takes up to milliseconds, and freeing one stops the whole GPU. A pool
+//! therefore makes few of these calls.
 //!
-//! Free blocks are kept in shards, and each thread has a shard of its own: threads that allocate concurrently
-//! take different locks. If its own shard is empty, a thread takes half of another shard before it requests a
-//! new slab, so that shards cost no memory. A free block stays with its class until
-//! [`trim`](MemoryResource::trim) is called.
+//! Free blocks are kept in shards. Each thread has a shard of its own, so threads that allocate concurrently acquire
+//! different locks. If its own shard is empty, a thread takes half of another shard before it requests a new slab, so
+//! that shards cost no memory. A free block stays with its class until [`trim`](MemoryResource::trim) is called.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -17,11 +16,11 @@ use crate::base::sync::Mutex;
 use crate::device::MemoryStats;
 use crate::error::{Error, Result};
 
-/// The number of shards. More would only spread free blocks more thinly over the threads that allocate
+/// The number of shards. More shards would only spread the free blocks more thinly over the threads that allocate
 /// concurrently.
 pub(in crate::device::cuda) const SHARDS: usize = 8;
 
-/// Serves blocks of a few size classes from slabs of another source.
+/// Serves blocks of a few lengths, called classes, from slabs of another source.
 ///
 /// ```
 /// use remanent::device::cuda::resource::{HostMemory, MemoryResource, Pool};
@@ -38,7 +37,7 @@ pub struct Pool<R: MemoryResource> {
     upstream: R,
     slab_len_max: u64,
     shared: Vec<SharedClass>,
-    /// Free blocks that have slabs of their own, by length.
+    /// Addresses of free blocks that occupy slabs of their own, by length.
     dedicated: Mutex<BTreeMap<u64, Vec<u64>>>,
     counts: Counts,
 }
@@ -46,9 +45,9 @@ pub struct Pool<R: MemoryResource> {
 #[derive(Default)]
 struct SharedClass {
     slabs: Mutex<Vec<PoolSlab>>,
-    /// Addresses of free blocks. A thread holds one shard's lock at a time, except when trimming. Two shards
-    /// in one cache line would behave like one: on 16 cores, a pop and a push took two threads 275 ns instead
-    /// of 44 ns for one thread.
+    /// Addresses of free blocks. A thread holds one shard's lock at a time, except when trimming. Each shard has its
+    /// own cache line: on 16 cores, two threads whose shards shared a line needed 275 ns for a pop and a push, one
+    /// thread 44 ns.
     shards: [CachePadded<Mutex<Vec<u64>>>; SHARDS],
 }
 
@@ -67,15 +66,14 @@ struct Counts {
 }
 
 impl<R: MemoryResource> Pool<R> {
-    /// Creates an empty pool.
+    /// Creates an empty pool with the default maximum slab length.
     #[must_use]
     pub fn new(upstream: R) -> Self {
         Self::with_slabs_up_to(SLAB_LEN_MAX, upstream)
     }
 
-    /// Creates an empty pool whose slabs are no longer than `slab_len_max` bytes, rounded up to whole blocks.
-    /// Use it for a source whose cost depends on bytes rather than on calls, and whose memory should not be
-    /// idle.
+    /// Creates an empty pool whose slabs are no longer than `slab_len_max` bytes, rounded up to whole blocks. Use it
+    /// for a source that charges by bytes rather than by calls, and whose memory should not be idle.
     #[must_use]
     pub fn with_slabs_up_to(slab_len_max: u64, upstream: R) -> Self {
         let shared = (0..CLASSES).map(|_| SharedClass::default()).collect();
@@ -89,8 +87,8 @@ impl<R: MemoryResource> Pool<R> {
         }
     }
 
-    /// Requests a slab and takes its first block. No lock is held during the request: another thread may also
-    /// request a slab, which will be used too.
+    /// Requests a slab and allocates its first block. No lock is held during the request. Another thread may therefore
+    /// also request a slab, which later allocations will use.
     fn grow(&self, class: Class) -> Result<u64> {
         let Class::Shared(index) = class else {
             return self.slab(class.block_len());
@@ -135,7 +133,7 @@ unsafe impl<R: MemoryResource> MemoryResource for Pool<R> {
         Ok(address)
     }
 
-    /// Takes as many blocks as each list has, under one lock per list.
+    /// Acquires the lock of each shard only once, and takes as many blocks from the shard as it has.
     fn allocate_all(&self, len: u64, count: usize, found: &mut Vec<u64>) -> Result<()> {
         let Some(class @ Class::Shared(index)) = Class::of(len) else {
             for _ in 0..count {
@@ -216,7 +214,8 @@ unsafe impl<R: MemoryResource> MemoryResource for Pool<R> {
 }
 
 impl<R: MemoryResource> Drop for Pool<R> {
-    /// Slabs with blocks that were never freed stay allocated, because they may still be in use.
+    /// Returns free slabs to the source. Slabs with blocks that were never freed stay allocated, because they may still
+    /// be in use.
     fn drop(&mut self) {
         if let Err(error) = self.trim() {
             tracing::warn!(%error, "memory could not be given back to the driver");
@@ -229,8 +228,7 @@ impl<R: MemoryResource> Drop for Pool<R> {
 }
 
 impl SharedClass {
-    /// Takes a free block from the thread's own shard, or from another shard after moving half of it to the
-    /// own shard.
+    /// Takes a free block from the thread's own shard. If that shard is empty, first moves half of another shard to it.
     fn take(&self) -> Option<u64> {
         let own = own_shard();
         if let Some(address) = self.shards[own].lock().pop() {
@@ -250,7 +248,7 @@ impl SharedClass {
         None
     }
 
-    /// Takes up to `count` free blocks, from the own shard first, then from others.
+    /// Takes up to `count` free blocks, first from the thread's own shard, then from others.
     fn take_up_to(&self, count: usize, found: &mut Vec<u64>) {
         let (own, end) = (own_shard(), found.len() + count);
         for shard in (0..SHARDS).map(|distance| (own + distance) % SHARDS) {
@@ -289,7 +287,7 @@ impl SharedClass {
     }
 }
 
-/// Returns the calling thread's shard. Shards are assigned in turn on first use.
+/// Returns the index of the calling thread's shard. Shards are assigned to threads in turn on first use.
 pub(in crate::device::cuda) fn own_shard() -> usize {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     thread_local!(static OWN: Cell<usize> = const { Cell::new(usize::MAX) });

@@ -1,17 +1,17 @@
-//! The blocks of a cache: search, split, join and wait. The cache's lock is held during each call.
+//! The blocks of a cache: search, split, join and wait. The caller holds the cache's lock during each call.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use super::{CacheStats, StreamPoint};
 use crate::error::Result;
 
-/// Block lengths are multiples of this.
+/// The unit of block lengths, in bytes: every length is a multiple.
 pub(super) const BLOCK_LEN_MIN: u64 = 512;
-/// The longest block in a short segment.
+/// The longest block, in bytes, that is cut from a short segment.
 pub(super) const SHORT_LEN_MAX: u64 = 1 << 20;
-/// The length of a segment for short blocks.
+/// The length in bytes of a segment for short blocks.
 pub(super) const SHORT_SEGMENT_LEN: u64 = 2 << 20;
-/// A long free block is split if more than this remains.
+/// The remainder, in bytes, above which a long free block is split.
 const LONG_REST_MIN: u64 = 1 << 20;
 
 /// A free or used part of a segment. The blocks of a segment cover it without gaps.
@@ -24,8 +24,8 @@ pub(super) struct Block {
 pub(super) enum BlockState {
     Used,
     Free,
-    /// Freed while work may still use it, and waiting for this number of points. If all that work is on one
-    /// stream, that stream may get the block.
+    /// The block was freed while work may still use it. `wait` is the number of points that must pass. If all that work
+    /// is on one stream, that stream may already get the block.
     Waiting {
         wait: u64,
         points_left: usize,
@@ -33,7 +33,7 @@ pub(super) enum BlockState {
     },
 }
 
-/// A point that a block waits for, unless the block has been allocated since.
+/// A point that a block waits for. The point is obsolete if the block has been allocated since.
 struct AwaitedPoint {
     point: Box<dyn StreamPoint>,
     address: u64,
@@ -43,15 +43,16 @@ struct AwaitedPoint {
 
 #[derive(Default)]
 pub(super) struct Cache {
-    /// The lengths of segments, by address.
+    /// The length of each segment in bytes, by address.
     pub segments: BTreeMap<u64, u64>,
     pub blocks: BTreeMap<u64, Block>,
-    /// Free blocks of short segments and of others, by length and address: the first one that is long enough
-    /// is the best fit.
+    /// Free blocks by length and address, in two lists: blocks of short segments, and all others. The first block that
+    /// is long enough is the best fit.
     pub free: [BTreeSet<(u64, u64)>; 2],
     /// Addresses of the waiting blocks.
     pub waiting: BTreeSet<u64>,
-    /// Waiting blocks that one stream may get, as the stream's handle, the list, the length and the address.
+    /// Waiting blocks that a single stream may get. The key has the stream's handle, the list, the length and the
+    /// address.
     own: BTreeSet<(u64, usize, u64, u64)>,
     /// Points by stream handle, in the order in which the stream passes them.
     points: BTreeMap<u64, VecDeque<AwaitedPoint>>,
@@ -61,12 +62,12 @@ pub(super) struct Cache {
     pub misses: u64,
 }
 
-/// Returns which of the two lists contains the blocks of a segment of this length.
+/// Returns the index of the list for free blocks of a segment of this length.
 pub(super) fn list_of(segment_len: u64) -> usize {
     usize::from(segment_len > SHORT_SEGMENT_LEN)
 }
 
-/// Returns whether a free block is worth splitting if this remains of it.
+/// Returns whether a free block is split when `rest` bytes of it would remain.
 fn is_worth_splitting(segment_len: u64, rest: u64) -> bool {
     if list_of(segment_len) == 0 { rest >= BLOCK_LEN_MIN } else { rest > LONG_REST_MIN }
 }
@@ -81,14 +82,15 @@ impl Cache {
         &mut self.free[list]
     }
 
-    /// Returns the shortest free block that is long enough; of several, the one with the lowest address.
+    /// Returns the address of the shortest free block that is long enough. Of several equally short blocks, returns the
+    /// lowest address.
     pub fn best_fit(&self, len: u64) -> Option<u64> {
         let list = usize::from(len > SHORT_LEN_MAX);
         self.free[list].range((len, 0)..).next().map(|(_, address)| *address)
     }
 
-    /// Returns a block that was freed on this stream only and fits without a split, because a remainder could
-    /// not be given to another user.
+    /// Returns a block that only this stream used before it was freed, if the block fits without a split. A waiting
+    /// block cannot be split, because only this stream could use the remainder.
     pub fn exact_block_of_stream(&self, len: u64, stream: u64) -> Option<u64> {
         let list = usize::from(len > SHORT_LEN_MAX);
         let (.., found_len, address) =
@@ -105,7 +107,7 @@ impl Cache {
         self.stats.reserved_peak_bytes = self.stats.reserved_peak_bytes.max(self.stats.reserved_bytes);
     }
 
-    /// Allocates a block, split to this length if the remainder is worth it.
+    /// Allocates a block. The block is split to length `len` if the remainder is long enough.
     pub fn hand_out(&mut self, address: u64, len: u64) {
         let (found_len, segment) = (self.blocks[&address].len, self.blocks[&address].segment);
         self.list(address).remove(&(found_len, address));
@@ -125,10 +127,10 @@ impl Cache {
         stats.allocated_peak_bytes = stats.allocated_peak_bytes.max(stats.allocated_bytes);
     }
 
-    /// Counts a block as freed.
+    /// Checks that a block can be freed, and counts it as freed.
     ///
     /// # Panics
-    /// If it is not in use, or is shorter than the length with which it is freed.
+    /// If the block is not in use, or is shorter than the length with which it is freed.
     pub fn put_back(&mut self, address: u64, len: u64) {
         let block = self.blocks.get(&address).filter(|block| matches!(block.state, BlockState::Used));
         let block = block.expect("a block in use");
@@ -137,7 +139,7 @@ impl Cache {
         self.stats.allocated_bytes -= block.len;
     }
 
-    /// Makes a freed block wait for points, each with its stream's handle.
+    /// Makes a freed block wait for points. Each point has its stream's handle.
     pub fn wait(&mut self, address: u64, points: Vec<(u64, Box<dyn StreamPoint>)>, only: Option<u64>) {
         self.waits += 1;
         let (wait, points_left) = (self.waits, points.len());
@@ -153,7 +155,7 @@ impl Cache {
         }
     }
 
-    /// Removes a block from the waiting blocks, if it is one.
+    /// Removes a block from the waiting blocks, if it is waiting.
     fn end_wait(&mut self, address: u64) {
         let block = &self.blocks[&address];
         if let BlockState::Waiting { only: Some(stream), .. } = block.state {
@@ -182,8 +184,8 @@ impl Cache {
         self.list(begin).insert((len, begin));
     }
 
-    /// Frees the waiting blocks whose work is done. For each stream, only the first points are checked, up to
-    /// the first one that has not passed, because a busy stream may have thousands.
+    /// Frees the waiting blocks whose work is done. For each stream, the check stops at the first point that has not
+    /// passed, because a busy stream may have thousands of points.
     pub fn free_finished(&mut self) -> Result<()> {
         let (mut done, mut checked) = (Vec::new(), Ok(()));
         for points in self.points.values_mut() {

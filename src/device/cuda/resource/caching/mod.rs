@@ -1,17 +1,17 @@
-//! Blocks of exact length cut from a few segments, by the rules of PyTorch's allocator: lengths are rounded
-//! up to 512 bytes, short blocks share segments of 2 MiB and longer ones segments of 20 MiB, a free block is
-//! split for a shorter request, and free neighbors are joined.
+//! Blocks of exact length cut from a few segments, by the rules of PyTorch's allocator: lengths are rounded up to 512
+//! bytes, short blocks share segments of 2 MiB and longer ones segments of 20 MiB, a free block is split for a shorter
+//! request, and free neighbors are joined.
 //!
-//! [`Pool`](super::Pool) never joins blocks, so freeing a block does not examine others: it is intended for
-//! pages, many of which have the same length. This cache is for lengths that vary, where free blocks of one
-//! length would leave no room for another.
+//! [`Pool`](super::Pool) never joins blocks, so freeing a block does not examine others. It is intended for pages, many
+//! of which have the same length. This cache is for lengths that vary. In a pool, free blocks of one length would
+//! occupy the memory that other lengths need.
 //!
-//! A block can be freed before the work that uses it is done, if its streams are named: the driver's events
-//! report when the work is done. Until then only work on the same stream can get the block, because that work
+//! A block can be freed before the work that uses it is done, if the caller names the work's streams: the driver's
+//! events report when the work is done. Until then only work on the same stream can get the block, because that work
 //! runs later anyway.
 //!
-//! One lock guards everything. It is also held while a segment is requested, so that two threads do not both
-//! request a segment when one would suffice.
+//! One lock guards the whole cache. It is also held while a segment is requested. Two threads therefore never both
+//! request a segment when one segment would suffice.
 
 mod blocks;
 mod stats;
@@ -31,23 +31,23 @@ use crate::error::{Error, Refused, Result};
 
 /// The shortest block, in bytes, that has a segment of its own.
 const DEDICATED_LEN_MIN: u64 = 10 << 20;
-/// The length of a segment for blocks that are neither short nor alone.
+/// The length in bytes of a segment for blocks that are neither short nor in a segment of their own.
 const LONG_SEGMENT_LEN: u64 = 20 << 20;
-/// The lengths of segments of one block are multiples of this.
+/// The unit, in bytes, of the lengths of segments with a single block.
 const SEGMENT_ROUND: u64 = 2 << 20;
-/// `CU_STREAM_PER_THREAD`: a different stream for each thread, all with this handle.
+/// `CU_STREAM_PER_THREAD`: the handle that denotes a different stream in each thread.
 const PER_THREAD: u64 = 2;
 
-/// Streams that report when their work is done.
+/// Records points of streams, so that a [`CachingMemory`] can detect when the work that uses a freed block is done.
 pub trait StreamPoints: Send + Sync + 'static {
     /// Records the current point of the stream.
     ///
     /// # Errors
-    /// `Refused`, a device error.
+    /// `Refused` if the stream cannot be used; a device error.
     fn point(&self, stream: RawStream) -> Result<Box<dyn StreamPoint>>;
 }
 
-/// A point of a stream.
+/// A recorded point of a stream.
 pub trait StreamPoint: Send {
     /// Returns whether all work before the point is done.
     ///
@@ -89,8 +89,8 @@ impl<R: MemoryResource> CachingMemory<R> {
         Self { upstream, points: Some(points), state: Mutex::default() }
     }
 
-    /// Allocates memory like [`allocate`](MemoryResource::allocate), but only for work on this stream. The
-    /// block may be one that was freed on this stream before the work that uses it is done.
+    /// Allocates memory like [`allocate`](MemoryResource::allocate), but only for work on this stream. The block may
+    /// have been freed on this stream before the work that uses it was done.
     ///
     /// # Errors
     /// Same as `allocate`.
@@ -101,12 +101,12 @@ impl<R: MemoryResource> CachingMemory<R> {
     /// Frees memory that work already queued on these streams may still use.
     ///
     /// # Errors
-    /// [`Error::Refused`], with nothing freed, if the cache has no stream support or a graph is being
-    /// captured from a stream; a device error.
+    /// [`Error::Refused`], with nothing freed, if the cache has no stream support or a graph is being captured from a
+    /// stream; a device error.
     ///
     /// # Safety
-    /// Same as [`free`](MemoryResource::free), except for work already queued on these streams. Before a
-    /// stream is destroyed, it must have done that work, or its handle must not be passed to
+    /// Same as [`free`](MemoryResource::free), except for work already queued on these streams. A stream may be
+    /// destroyed only after that work is done. Otherwise its handle must not be passed to
     /// [`allocate_on`](Self::allocate_on) again.
     pub unsafe fn free_on(&self, address: u64, len: u64, streams: &[RawStream]) -> Result<()> {
         let point = |stream: &RawStream| match &self.points {
@@ -131,7 +131,7 @@ impl<R: MemoryResource> CachingMemory<R> {
         Ok(())
     }
 
-    /// Returns the current counts and sizes.
+    /// Returns the current counts and sizes of the cache.
     #[must_use]
     pub fn cache_stats(&self) -> CacheStats {
         let state = self.state.lock();
@@ -146,7 +146,7 @@ impl<R: MemoryResource> CachingMemory<R> {
         }
     }
 
-    /// Resets the peaks to the current values.
+    /// Resets the peak values of [`CacheStats`] to the current values.
     pub fn reset_peaks(&self) {
         let CacheStats { allocated_bytes, allocated_peak_bytes, reserved_bytes, reserved_peak_bytes, .. } =
             &mut self.state.lock().stats;
@@ -225,8 +225,8 @@ unsafe impl<R: MemoryResource> MemoryResource for CachingMemory<R> {
 }
 
 impl<R: MemoryResource> Drop for CachingMemory<R> {
-    /// Segments with blocks that were never freed, or whose work is not done, stay allocated, because they
-    /// may still be in use.
+    /// Returns free segments to the source. Segments with blocks that were never freed, or whose work is not done, stay
+    /// allocated, because they may still be in use.
     fn drop(&mut self) {
         if let Err(error) = self.trim() {
             tracing::warn!(%error, "memory could not be given back to the driver");

@@ -1,24 +1,24 @@
 //! Counts and sizes of a cache, and its fragmentation.
 
-/// Counts and sizes of a [`CachingMemory`](super::CachingMemory).
+/// Counts and sizes of a [`CachingMemory`](super::CachingMemory), such as its fragmentation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CacheStats {
-    /// Bytes of blocks in use, after rounding.
+    /// Total bytes of the blocks in use, after lengths were rounded up.
     pub allocated_bytes: u64,
-    /// The highest value of `allocated_bytes` since the peaks were reset.
+    /// The highest value of `allocated_bytes` since the last reset.
     pub allocated_peak_bytes: u64,
     /// Total bytes of all segments.
     pub reserved_bytes: u64,
-    /// The highest value of `reserved_bytes` since the peaks were reset.
+    /// The highest value of `reserved_bytes` since the last reset.
     pub reserved_peak_bytes: u64,
-    /// Segments obtained from the source.
+    /// Number of segments obtained from the source.
     pub segments: u64,
-    /// Blocks in use.
+    /// Number of blocks in use.
     pub blocks: u64,
-    /// Free blocks, which any request may get.
+    /// Number of free blocks that any request may get.
     pub free_blocks: u64,
-    /// Freed blocks that work on a stream may still use.
+    /// Number of freed blocks that work on a stream may still use.
     pub waiting_blocks: u64,
     /// Total bytes of the free blocks.
     pub free_bytes: u64,
@@ -27,8 +27,8 @@ pub struct CacheStats {
 }
 
 impl CacheStats {
-    /// Returns the fraction of free bytes outside the longest free block: 0 if all free bytes are in one
-    /// block, approaching 1 if they are spread over many.
+    /// Returns the fraction of free bytes outside the longest free block. The result is 0 if all free bytes are in one
+    /// block, and approaches 1 if they are in many.
     #[must_use]
     pub fn fragmentation(&self) -> f64 {
         if self.free_bytes == 0 {
