@@ -55,9 +55,9 @@ impl LogOptions {
         Self::default()
     }
 
-    /// Sets how the log is written to disk. Default: [`LogIo::Mapped`](super::LogIo::Mapped), or
-    /// [`LogIo::Direct`](super::LogIo::Direct) if commits wait for a sync ([`Ack::Durable`](super::Ack::Durable)). If
-    /// the file system does not support the default, [`LogIo::Buffered`](super::LogIo::Buffered) is used.
+    /// Sets how the log is written to disk. Default: [`LogIo::Mapped`], or [`LogIo::Direct`] if commits wait for a sync
+    /// ([`Ack::Durable`](super::Ack::Durable)). If the file system does not support the default, [`LogIo::Buffered`] is
+    /// used.
     ///
     /// Change it if `remanent bench commit` shows that another way is faster on your disk. The open fails with
     /// [`Error::Invalid`] if the file system does not support `io`.
