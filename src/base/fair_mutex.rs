@@ -14,7 +14,7 @@ pub(crate) struct FairMutex<T> {
 }
 
 impl<T> FairMutex<T> {
-    /// Makes a mutex with the ranks of its two locks.
+    /// Creates a mutex. The two ranks are those of the turn and of the value.
     pub fn of_rank([turn, rank]: [Rank; 2], value: T) -> Self {
         Self { turn: Mutex::of_rank(turn, ()), value: Mutex::of_rank(rank, value) }
     }

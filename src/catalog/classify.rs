@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 /// two groups.
 pub(crate) const CLASSIFIED_AT_ONCE: usize = 1024;
 
-/// The class of a page, which determines what the next snapshot does with the page.
+/// The class of a page. The class determines what the next snapshot does with the page.
 pub(crate) enum PageClass {
     /// The newest snapshot names the current version of the page. The value contains the named image.
     Unchanged(PageInfo, Option<ImageRef>),

@@ -30,19 +30,20 @@ use crate::images::read::{ImageRequest, damaged};
 /// The number of images that are recorded under one lock after they were read back.
 const NOTED_AT_ONCE: usize = 1024;
 
-/// The images on disk that contain current or recent bytes of pages.
+/// The images on disk that the next snapshot may name instead of writing the pages again, and the damaged images.
 pub(crate) struct KnownImages(Mutex<KnownState>);
 
 #[derive(Default)]
 pub(super) struct KnownState {
     pub newest: NewestSnapshot,
-    /// The images that the newest snapshot does not name: images from a restore's table, and images written before
-    /// their batch was logged.
+    /// The images that the newest snapshot does not name, by page. They come from a restore's table, or were written
+    /// before their batch was logged.
     unnamed: BTreeMap<PageId, KnownImage>,
-    /// The images that were written before their batch was logged and were not read back yet, with the lengths of the
-    /// pages.
+    /// The images that were written before their batch was logged and have not been read back, with the lengths of
+    /// their pages in bytes.
     unverified: BTreeMap<PageId, (KnownImage, u64)>,
-    /// The damaged images by file and offset, with their pages. No snapshot names them again (I7).
+    /// The pages with damaged images, by the file number and offset of the image. No snapshot names a damaged image
+    /// again (I7).
     damaged_images: BTreeMap<(u64, u64), PageId>,
 }
 
@@ -149,7 +150,7 @@ impl KnownImages {
     ///
     /// - `image` is not damaged.
     /// - The newest snapshot names an image of the page that is not damaged.
-    /// - The two images are the same, unless `is_proven`: `image` was read back.
+    /// - The two images are the same, or `is_proven` states that `image` was read back from the medium.
     pub fn may_be_base(&self, page: PageId, image: &ImageRef, is_proven: bool) -> bool {
         let state = self.0.lock();
         let named = state.newest.get(page).and_then(|named| named.known.image);
@@ -271,7 +272,7 @@ impl KnownImages {
         Ok(classes)
     }
 
-    /// Returns the state, locked.
+    /// Locks the state of the known images.
     pub(super) fn lock(&self) -> MutexGuard<'_, KnownState> {
         self.0.lock()
     }
@@ -281,8 +282,9 @@ impl KnownImages {
         self.0.lock().damaged_images.values().copied().collect()
     }
 
-    /// Makes a published snapshot that follows no other the newest. `base` is the result of [`NewestSnapshot::of_base`]
-    /// for this snapshot. Returns the totals of its images and an empty list of links.
+    /// Replaces the newest snapshot with a published snapshot that follows no other. `base` is the result of
+    /// [`NewestSnapshot::of_base`] for the published snapshot. Returns the totals of its images and an empty list of
+    /// links.
     pub fn advance_to_base(
         &self,
         manifest: &Manifest,
@@ -294,9 +296,9 @@ impl KnownImages {
         state.advanced(manifest)
     }
 
-    /// Makes a published snapshot that follows `previous` the newest. The caller must create `link` from `manifest`
-    /// before the publication, because a failed allocation after the publication could not be handled. Returns the
-    /// totals of the snapshot's images, and the links before its own link, newest first.
+    /// Replaces the newest snapshot with a published snapshot that follows `previous`. The caller must create `link`
+    /// from `manifest` before the publication, because a failed allocation after the publication could not be handled.
+    /// Returns the totals of the snapshot's images, and the links before its own link, newest first.
     pub fn advance_by_change(
         &self,
         manifest: &Manifest,

@@ -1,4 +1,4 @@
-//! The lock on the catalog, which a thread holds for the duration of a snapshot, a prune or a restore.
+//! The lock on the catalog. A thread holds the lock for the duration of a snapshot, a prune or a restore.
 //!
 //! A rate-limited background snapshot may take hours. While a caller waits for the lock, the rate limit is suspended
 //! ([`Pace`]). A caller that only reads the catalog does not wait ([`CatalogLock::latest`]).

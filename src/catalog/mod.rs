@@ -111,7 +111,7 @@ impl RetainedSnapshot {
 /// The table of a restored state, and the files that the table needs. A restore record in the log names the table.
 #[derive(Clone)]
 pub(crate) struct RetainedTable {
-    /// The Lsn of the restore.
+    /// The Lsn of the restore that created the table.
     pub restored_at: Lsn,
     pub files: BTreeSet<u64>,
 }

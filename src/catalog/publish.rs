@@ -35,7 +35,7 @@ pub(crate) fn without_spare(_temporary: FileName, _len: u64) -> Result<Option<Ar
 }
 
 /// Publishes a manifest or a table and reads the file back with up to `threads_max` threads, bypassing the page cache
-/// (I7). Returns the checksum of the file's header, which other files state when they refer to this file.
+/// (I7). Returns the checksum of the file's header. Other files state this checksum when they refer to the file.
 pub(crate) fn publish_manifest(
     disk: &Arc<dyn Disk>,
     manifest: &Manifest,

@@ -7,7 +7,7 @@ use remanent_format::{Epoch, LogPoint, Lsn, PageId, PageInfo, Place, SnapshotId,
 
 use super::entry;
 
-/// Returns an exact base that names these pages.
+/// Returns the manifest of an exact base snapshot with the given entries.
 pub(crate) fn base(entries: Vec<ManifestEntry>) -> Manifest {
     let end = entries.iter().map(|entry| entry.lsn).max().unwrap_or(Lsn(1));
     let files = entries.iter().filter_map(|entry| entry.image).flat_map(|image| image.files());
@@ -29,7 +29,7 @@ pub(crate) fn base(entries: Vec<ManifestEntry>) -> Manifest {
     }
 }
 
-/// Returns a base that names `count` empty pages.
+/// Returns the manifest of a base snapshot with `count` empty pages.
 pub(crate) fn of_empty_pages(count: u64) -> Manifest {
     let page = |page| {
         let mut info = PageInfo::new(PageId(page), 0, Place::Host);

@@ -44,8 +44,8 @@ pub trait Disk: Any + Send + Sync {
     /// Returns the name of the directory for error messages and reports, such as its path.
     fn label(&self) -> String;
 
-    /// Takes the store's writer lock, which is held until the guard is dropped. Creates the `LOCK` and `READERS` files
-    /// if needed.
+    /// Acquires the store's writer lock. The lock is held until the guard is dropped. Creates the `LOCK` and `READERS`
+    /// files if they do not exist.
     ///
     /// # Errors
     /// `Locked` with the holder; I/O errors.
@@ -356,14 +356,14 @@ pub trait DiskFile: Send + Sync {
     fn window(&self, io: LogIo) -> Result<Box<dyn Window>>;
 }
 
-/// The memory of a whole file, to which a device can copy. Its bytes are those of the file. The owner of this value is
-/// the only writer through it. During its lifetime, the file must be neither truncated nor punched: bytes that a device
-/// writes to a removed page are lost without an error.
+/// The memory of a file that exists only in memory, so that a device can copy pages directly into the file. The owner
+/// of this value is the only writer through it. During its lifetime, the file must be neither truncated nor punched,
+/// because bytes that a device writes to a removed page are lost without an error.
 ///
-/// The owner is the device that registered the file. A device either borrows the bytes or writes to the address in its
-/// lanes, but not both: a borrow would not exclude the lanes.
+/// The owner is the device that registered the file. A device must not both borrow the bytes and write to the address
+/// in its lanes, because a borrow does not exclude the lanes.
 pub trait FileMemory: Any + HostMemory {
-    /// Returns the page-aligned address of the first byte.
+    /// Returns the address of the file's first byte, a multiple of the page size.
     fn address(&self) -> u64;
 }
 

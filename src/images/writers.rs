@@ -29,8 +29,8 @@ use crate::options::ImageOptions;
 /// above a number of files, snapshots rewrite some of them.
 const CHUNKS_MIN: u64 = 8;
 
-/// The inverse of the share of its images' length by which a file written in place may be longer than its images, in
-/// addition to `TAIL_MIN` bytes.
+/// The number of image bytes per permitted excess byte of a file written in place. `TAIL_MIN` further excess bytes are
+/// permitted.
 const TAIL_SHARE: u64 = 4;
 const TAIL_MIN: u64 = 64 << 10;
 

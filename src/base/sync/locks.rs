@@ -24,7 +24,7 @@ pub struct Mutex<T>(system::Mutex<T>);
 /// A guard of a locked [`Mutex`]. Dropping the guard releases the lock.
 #[derive(Debug)]
 pub struct MutexGuard<'a, T>(
-    /// The guard of the standard library, which is `None` only during a wait.
+    /// The guard of the standard library. `None` only during a wait.
     Option<system::MutexGuard<'a, T>>,
 );
 
@@ -122,7 +122,7 @@ impl Condvar {
         self.count_while(guard, |held| (self.inner.wait(held).unwrap_or_else(PoisonError::into_inner), ()));
     }
 
-    /// Waits like [`wait`](Self::wait), but at most until the given time. May return spuriously.
+    /// Waits like [`wait`](Self::wait), but not beyond the time `until`. May return spuriously.
     pub fn wait_until<T>(&self, guard: &mut ranks::MutexGuard<'_, T>, until: Instant) -> WaitTimeoutResult {
         let time = until.saturating_duration_since(Instant::now());
         self.count_while(guard, |held| {

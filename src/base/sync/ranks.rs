@@ -1,8 +1,8 @@
-//! The order in which a thread takes locks, asserted in builds with debug assertions.
+//! The order in which threads acquire locks, checked in builds with debug assertions.
 //!
-//! A thread that holds a lock takes only locks of a higher rank, so no two threads wait for each other. A lock without
-//! a rank is not part of the order: it protects only its own fields, or only the threads of one call share it.
-//! `docs/concurrency.md` lists the locks and explains the order.
+//! A thread that holds a lock acquires only locks of a higher rank, so no two threads wait for each other. A lock
+//! without a rank is not part of the order, because it protects only its own fields, or only the threads of one call
+//! share it. `docs/concurrency.md` lists the locks and explains the order.
 
 use std::ops::{Deref, DerefMut};
 
@@ -14,17 +14,18 @@ use super::locks as backend;
 #[cfg(shuttle)]
 use super::scheduled as backend;
 
-/// The position of a lock in the order of locks.
+/// The position of a lock in the order of locks. A thread acquires locks in ascending order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Rank(u8);
 
 impl Rank {
-    /// One call that moves pages, or one scrub, at a time.
+    /// The lock that permits one page move or one scrub at a time.
     pub const CALL: Self = Self(0);
     pub const CATALOG_TURN: Self = Self(1);
     pub const CATALOG: Self = Self(2);
     pub const SUBMITTED: Self = Self(3);
-    /// Drafts that wait for the lock holder; snapshots that were read back; the keys of digests.
+    /// The locks of three lists: drafts that wait for the lock holder, snapshots that were read back, and the keys of
+    /// digests.
     pub const WAITING: Self = Self(4);
     pub const IMAGE_REMOVALS: Self = Self(5);
     pub const IMAGE_NUMBERS: Self = Self(6);
@@ -32,21 +33,22 @@ impl Rank {
     pub const SEGMENT_SPARES: Self = Self(8);
     pub const IMAGE_SPARES: Self = Self(9);
     pub const IMAGE_SPARES_READY: Self = Self(10);
-    /// The states of the log, the known images, the versions, the applier's queue, prefetches and eviction. A thread
-    /// holds one of them at a time.
+    /// The locks of the log's state, the known images, the versions, the applier's queue, prefetches and eviction. A
+    /// thread holds at most one of these locks at a time.
     pub const STATE: Self = Self(11);
     pub const LEASES: Self = Self(12);
-    /// A file in whose memory images are written.
+    /// The lock of a file into whose memory images are written.
     pub const REGISTERED_FILE: Self = Self(13);
     pub const ARENA_SCRATCH: Self = Self(14);
     pub const ARENA_REAPING: Self = Self(15);
     pub const ARENA_RETIRED: Self = Self(16);
     pub const ARENA: Self = Self(17);
-    /// The rank of every lock that is not part of the order.
+    /// The rank of each lock that is not part of the order.
     pub const NONE: Self = Self(u8::MAX);
 }
 
-/// A lock with a rank. In builds without debug assertions it is only the lock.
+/// A lock with a rank, so that debug builds can check the order in which threads acquire locks. Without debug
+/// assertions, the rank is not stored.
 #[derive(Debug)]
 pub struct Ranked<Lock> {
     #[cfg(debug_assertions)]
@@ -54,19 +56,19 @@ pub struct Ranked<Lock> {
     lock: Lock,
 }
 
-/// The guard of a locked [`Ranked`].
+/// A guard of a locked [`Ranked`]. Dropping the guard releases the lock.
 #[derive(Debug)]
 pub struct RankedGuard<Guard> {
     pub(super) guard: Guard,
     _held: Held,
 }
 
-/// A mutual exclusion lock.
+/// A mutual exclusion lock with a rank.
 pub type Mutex<T> = Ranked<backend::Mutex<T>>;
-/// The guard of a locked [`Mutex`].
+/// A guard of a locked [`Mutex`]. Dropping the guard releases the lock.
 pub type MutexGuard<'a, T> = RankedGuard<backend::MutexGuard<'a, T>>;
-/// A reader-writer lock. A thread that holds read access must not request it again: if a writer waits in between, the
-/// thread deadlocks.
+/// A reader-writer lock with a rank. A thread with read access must not request read access again, because it deadlocks
+/// if a writer waits at that time.
 pub type RwLock<T> = Ranked<backend::RwLock<T>>;
 
 impl<Lock> Ranked<Lock> {
@@ -79,7 +81,8 @@ impl<Lock> Ranked<Lock> {
         }
     }
 
-    /// Asserts that this thread may take the lock now, takes it by `take`, and records that it is held.
+    /// Acquires the lock with `take`, and records that this thread holds the lock. With debug assertions, panics if
+    /// this thread must not acquire the lock now.
     fn take<Guard>(&self, take: impl FnOnce() -> Guard) -> RankedGuard<Guard> {
         #[cfg(debug_assertions)]
         self.check();
@@ -101,23 +104,23 @@ impl<Lock: Default> Default for Ranked<Lock> {
 }
 
 impl<T> Mutex<T> {
-    /// Makes a mutex that is not part of the order of locks.
+    /// Creates a mutex that is not part of the order of locks.
     pub const fn new(value: T) -> Self {
         Self::of_rank(Rank::NONE, value)
     }
 
-    /// Makes a mutex of the given rank.
+    /// Creates a mutex of rank `rank`.
     pub const fn of_rank(rank: Rank, value: T) -> Self {
         Self::with_rank(backend::Mutex::new(value), rank)
     }
 
-    /// Waits for the lock and acquires it.
+    /// Blocks until the calling thread has acquired the lock.
     pub fn lock(&self) -> MutexGuard<'_, T> {
         self.take(|| self.lock.lock())
     }
 
-    /// Acquires the lock, or returns `None` if another thread holds it. Never waits, so it may be called whatever locks
-    /// the thread holds.
+    /// Acquires the lock, or returns `None` if another thread holds it. The call never waits, so the thread may hold
+    /// locks of any rank.
     pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
         self.lock.try_lock().map(|guard| RankedGuard { guard, _held: self.held() })
     }
@@ -138,22 +141,22 @@ impl<T> From<T> for Mutex<T> {
 }
 
 impl<T> RwLock<T> {
-    /// Makes a lock that is not part of the order of locks.
+    /// Creates a lock that is not part of the order of locks.
     pub const fn new(value: T) -> Self {
         Self::of_rank(Rank::NONE, value)
     }
 
-    /// Makes a lock of the given rank.
+    /// Creates a lock of rank `rank`.
     pub const fn of_rank(rank: Rank, value: T) -> Self {
         Self::with_rank(backend::RwLock::new(value), rank)
     }
 
-    /// Waits for shared access and acquires it.
+    /// Blocks until the calling thread has shared access.
     pub fn read(&self) -> RankedGuard<backend::RwLockReadGuard<'_, T>> {
         self.take(|| self.lock.read())
     }
 
-    /// Waits for exclusive access and acquires it.
+    /// Blocks until the calling thread has exclusive access.
     pub fn write(&self) -> RankedGuard<backend::RwLockWriteGuard<'_, T>> {
         self.take(|| self.lock.write())
     }
@@ -178,7 +181,7 @@ impl<Guard: DerefMut> DerefMut for RankedGuard<Guard> {
     }
 }
 
-/// The record that a thread holds a lock.
+/// A record that the current thread holds a lock of some rank. Dropping the record ends it.
 #[derive(Debug)]
 struct Held {
     #[cfg(debug_assertions)]
@@ -194,7 +197,7 @@ impl Held {
 
 #[cfg(all(debug_assertions, not(shuttle)))]
 std::thread_local! {
-    /// The ranks of the locks that the thread holds: one bit for each rank.
+    /// A bit mask of the ranks of the locks that the current thread holds, with one bit per rank.
     static HELD: Cell<u32> = const { Cell::new(0) };
 }
 #[cfg(all(debug_assertions, shuttle))]

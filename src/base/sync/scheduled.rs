@@ -48,7 +48,7 @@ std::thread_local! {
 pub struct Instant(Duration);
 
 impl Instant {
-    /// Returns the current simulated time, which is the end of the latest wait that timed out.
+    /// Returns the current simulated time: the end of the latest wait that timed out.
     pub fn now() -> Self {
         Self(NOW.get())
     }
@@ -130,7 +130,7 @@ impl Condvar {
         });
     }
 
-    /// Waits like [`wait`](Self::wait), but at most until the given time.
+    /// Waits like [`wait`](Self::wait), but not beyond the time `until`.
     pub fn wait_until<T>(&self, guard: &mut ranks::MutexGuard<'_, T>, until: Instant) -> WaitTimeoutResult {
         let waiter = self.join();
         let timed_out = MutexGuard::unlocked(&mut guard.guard, || {

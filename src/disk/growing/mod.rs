@@ -13,7 +13,7 @@
 //!
 //! A reused file already has its space (I13), and is truncated to its new length in step 3.
 //!
-//! A crash during these steps leaves an unreferenced file, which may be longer than its contents.
+//! A crash during these steps leaves an unreferenced file. The file may be longer than its contents.
 
 mod blocks;
 mod parts;

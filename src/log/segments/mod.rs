@@ -83,7 +83,7 @@ pub(crate) struct SegmentPool {
     spares: Mutex<Spares>,
     /// The number of spares, for a lock-free check before each batch.
     count: Arc<AtomicUsize>,
-    /// The spare image files, which are removed when the log needs space on a full disk.
+    /// The spare image files. They are removed when the log needs space on a full disk.
     image_spares: Arc<ImageSpares>,
 }
 

@@ -46,7 +46,7 @@ pub(crate) struct SegmentRules {
 }
 
 impl SegmentRules {
-    /// Returns the number of spares to keep for opens, which is 0 without a reserve.
+    /// Returns the number of spares to keep for opens. The number is 0 without a reserve.
     pub(super) fn open_spare_count(&self) -> usize {
         if self.reserve == 0 { 0 } else { SPARES_FOR_OPENS }
     }
