@@ -44,8 +44,8 @@ impl Pace {
         UrgentWaitGuard(self)
     }
 
-    /// Blocks until work that began at `since` has transferred `bytes` bytes no faster than the rate limit. Returns
-    /// early while the limit is suspended by [`expedite`](Self::expedite).
+    /// Waits until a transfer of `bytes` bytes that began at `since` is within the rate limit. Returns early if a caller
+    /// waits for the background work.
     ///
     /// # Errors
     /// [`Error::Closed`] if the store closes. The caller must then abandon the background work.

@@ -166,7 +166,7 @@ pub trait Disk: Any + Send + Sync {
     }
 
     /// Creates a hard link to `file` of the directory `source` in this directory, under the same name. Returns `false`
-    /// if the two directories do not support a common file.
+    /// if the two directories cannot share a file.
     ///
     /// # Errors
     /// I/O errors.

@@ -114,16 +114,16 @@ impl ImageFiles {
         self.first
     }
 
-    /// Returns a number for the manifest of a snapshot that begins at `redo`. Each batch's file with a lower number
-    /// belongs to a logged batch up to `redo`. The caller must determine `redo` before the call, so that a batch that
-    /// is assigned a number later is above `redo`.
+    /// Returns a file number for the manifest of a snapshot that begins at `redo`. Each file with a lower number that
+    /// was written for a batch belongs to a logged batch up to `redo`. The caller must determine `redo` before the
+    /// call, so that every batch that gets a number later is above `redo`.
     pub fn ahead_from(&self, redo: Lsn) -> u64 {
         let state = self.state.lock();
         let mut ahead = state.for_batches.iter().filter(|(_, lsn)| lsn.is_none_or(|lsn| lsn > redo));
         ahead.next().map_or(state.next, |(file, _)| *file)
     }
 
-    /// Removes a file that was not created from the list of batches' files.
+    /// Removes `file` from the list of batches' files, because the file was never created.
     pub fn forget(&self, file: u64) {
         let _none_is_looked_for = self.removals.lock();
         self.state.lock().for_batches.remove(&file);

@@ -67,7 +67,7 @@ pub(crate) struct LongSegment {
     pub holds_payload: bool,
 }
 
-/// Creates the segments of a log, and reuses segments that the log no longer needs as spares.
+/// Creates the segments of a log, and keeps segments that are no longer needed as spares for new segments.
 ///
 /// The first segments of an opening are short. Each later segment is twice as long as its predecessor, up to the
 /// maximum length, so that the space used by a store is proportional to the bytes that it logs. Growth restarts with

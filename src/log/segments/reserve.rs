@@ -58,8 +58,8 @@ impl SegmentPool {
         self.rules.reserve == 0 || spares.files.len() + empty > purpose.leaves()
     }
 
-    /// Returns whether the store can still be opened after a frame is written for `purpose`. `empty` is the number of
-    /// empty segments that the log has then. The check is one comparison per batch, without a lock.
+    /// Returns whether the store can still be opened after a frame is written for `purpose`, if the log has `empty`
+    /// empty segments. The check is one comparison per batch, without a lock.
     pub fn leaves_enough(&self, empty: usize, purpose: SpacePurpose) -> bool {
         self.rules.reserve == 0 || self.count.load(Ordering::Acquire) + empty >= purpose.leaves()
     }
