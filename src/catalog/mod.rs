@@ -61,9 +61,10 @@ pub(crate) struct RetainedSnapshot {
     /// The links that precede the snapshot's own link, newest first.
     pub links: Vec<SnapshotId>,
     pub manifest_crc: u32,
-    /// Whether a durable record names the snapshot. Without such a record, an open finds only the newest snapshot (I7).
+    /// Whether a durable record names the snapshot. Without such a record, an open finds the snapshot only if it is the
+    /// newest snapshot (I7).
     pub is_recorded: bool,
-    /// Whether the data that the snapshot needs is intact, as far as known since the open. A damaged snapshot does not
+    /// Whether no damage was found since the open in the data that the snapshot needs. A damaged snapshot does not
     /// replace an older snapshot. This flag is not stored on disk.
     pub is_sound: bool,
 }

@@ -247,7 +247,7 @@ impl NewestSnapshot {
         &self.sums
     }
 
-    /// Returns each page that has a named image in `file` once.
+    /// Returns the pages with a named image in `file`, without duplicates.
     ///
     /// # Errors
     /// `OutOfMemory`.
