@@ -105,7 +105,7 @@ pub struct ChangeStream {
     begin: Lsn,
 }
 
-/// The open change streams of a store. The applier publishes each batch to all of them.
+/// The open change streams of a store. The applier publishes each batch to all streams.
 #[derive(Default)]
 pub(crate) struct ChangeFeed {
     /// The number of streams. A batch without streams costs one load of this value.

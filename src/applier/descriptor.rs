@@ -19,7 +19,8 @@ pub enum MemoryKind {
     Unified,
 }
 
-/// The location of a page's bytes in this process, for a transport that reads them there, such as NIXL, UCX or verbs.
+/// The location of a page's bytes in this process, for a transport that reads page memory directly, such as NIXL, UCX
+/// or verbs.
 ///
 /// The address is valid for the lifetime of the [`Lease`](crate::Lease) or [`Pin`](crate::Pin) that returned this
 /// description. End the registration first. Transports may only read, because their writes would not be logged.

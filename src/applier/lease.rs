@@ -1,4 +1,4 @@
-//! Leases: temporary rights to read a page in place.
+//! Leases: temporary rights to read a page directly from its memory.
 //!
 //! A lease shows the page after one batch. Later batches neither wait for the lease nor affect its contents, because
 //! the page moves to other memory when the first of them changes it. A crash ends all leases.
@@ -15,8 +15,8 @@ use crate::base::sync::Mutex;
 use crate::device::{EngineDevice, Fence, MemoryId, PageBytes, RawStream};
 use crate::error::{Error, Result, Unavailable};
 
-/// The right to read a page in place, at an address on the device or as a slice of host memory. Returned by
-/// [`Store::lease`].
+/// The right to read a page directly from its memory, at an address on the device or as a slice of host memory.
+/// Returned by [`Store::lease`].
 ///
 /// The bytes do not change while the lease is held. Batches that change the page still commit, and the first of them
 /// moves the page to other memory, for which the budget must have room. From then on, the lease's address contains an
@@ -165,7 +165,7 @@ impl<'s> Lease<'s> {
         Ok(self)
     }
 
-    /// Returns the page's bytes in place, after waiting until batches in flight are applied.
+    /// Waits until batches in flight are applied, and returns the page's bytes without a copy.
     ///
     /// A store on a GPU returns no slice for any place, because Rust cannot guarantee a slice that the GPU's kernels
     /// may write to. The bytes of a page in pinned or unified memory are then at [`Lease::address`], for the host and

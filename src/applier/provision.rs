@@ -1,7 +1,7 @@
 //! The resources, in addition to the payload, that the applier needs to apply a batch: page memory, staging, images.
 //!
-//! The committer acquires all of them before it logs the batch, because the applier cannot reject a logged batch for a
-//! lack of memory (I10).
+//! The committer acquires all resources before it logs the batch, because the applier cannot reject a logged batch for
+//! a lack of memory (I10).
 
 use std::collections::VecDeque;
 use std::sync::Arc;

@@ -52,6 +52,7 @@ pub(super) struct Fifo {
     pub entries: VecDeque<(PageId, u64)>,
     /// The number of resident pages in the queue.
     pub count: usize,
+    /// The total length in bytes of the resident pages in the queue.
     pub bytes: u64,
 }
 

@@ -12,7 +12,7 @@ impl Store {
     /// kinds of change. A batch is reported after it is applied.
     ///
     /// Batches never wait for the stream. A subscriber that falls behind by some 65,000 changes receives
-    /// [`ChangeEvent::Lagged`] in place of the batches that it missed. A restore replaces all pages, so it is also
+    /// [`ChangeEvent::Lagged`] instead of the batches that it missed. A restore replaces all pages, so it is also
     /// reported as [`ChangeEvent::Lagged`].
     ///
     /// ```

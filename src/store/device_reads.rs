@@ -23,7 +23,7 @@ impl Store {
     /// determines the number of bytes. All ranges are copied by one command list, so pages in GPU memory are copied at
     /// the speed of that memory. Pages on disk are read through the store's pinned memory.
     ///
-    /// The memory ranges must not overlap. After an error, any of them may be partly or completely filled.
+    /// The memory ranges must not overlap. After an error, each range may be partly or completely filled.
     ///
     /// ```
     /// use remanent::{DeviceChoice, Options, Place};

@@ -27,8 +27,8 @@ pub struct UnloadedPages {
 }
 
 impl Store {
-    /// Leases a page, so that its bytes can be read in place. The lease shows the page after the newest batch submitted
-    /// before this call, or after a later batch.
+    /// Leases a page, so that its bytes can be read directly from page memory. The lease shows the page after the
+    /// newest batch submitted before this call, or after a later batch.
     ///
     /// Batches may still change a leased page. Each such batch needs room for a copy of the page in the budget of its
     /// place.

@@ -79,7 +79,7 @@ pub struct Stats {
 }
 
 impl Store {
-    /// Returns the store's counters and sizes. All of them are zero in a forked child.
+    /// Returns the store's counters and sizes. All values are zero in a forked child.
     #[must_use]
     pub fn stats(&self) -> Stats {
         if self.check_process().is_err() {

@@ -28,6 +28,7 @@ use crate::write::commit::Committer;
 
 /// The maximum number of bytes of the pages that one batch evicts. A longer page is evicted alone.
 const BATCH_BYTES: u64 = 32 << 20;
+/// The maximum number of pages that one batch evicts.
 const BATCH_PAGES: usize = 4096;
 /// The number of consecutive batches without an evicted page after which the thread stops evicting from a place.
 const FUTILE_BATCHES_MAX: usize = 3;
@@ -72,6 +73,7 @@ struct Calls {
     requested: HashMap<usize, u64>,
     /// The number of rounds that have begun.
     begun: u64,
+    /// The number of rounds that have ended.
     ended: u64,
     /// The indices of the tiers from which the last round could evict no more pages.
     stuck: Vec<usize>,

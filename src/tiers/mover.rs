@@ -19,6 +19,8 @@ use crate::write::commit::Committer;
 const TRIES_MAX: usize = 100;
 /// The maximum number of pages that one batch moves if there is room for all pages of a call.
 const BATCH_PAGES: usize = 4096;
+/// The maximum number of bytes of the pages that one batch moves if there is room for all pages of a call. A longer page
+/// is moved alone.
 const BATCH_BYTES: u64 = 256 << 20;
 /// The maximum number of threads that concurrently submit the batches of one call.
 const MOVERS_MAX: usize = 4;
@@ -38,7 +40,7 @@ pub(crate) struct PageMover {
 pub(crate) enum Hits {
     /// The page is reported as used.
     Uses,
-    /// The page is not reported, because the same caller has just moved it there.
+    /// The page is not reported, because the same caller has just moved the page to this place.
     Arrivals,
 }
 
@@ -143,7 +145,7 @@ impl PageMover {
     }
 
     /// Moves the pages that are not yet in `place` to it. Returns the position of the last batch that moved pages, or
-    /// `None` if all pages are already there.
+    /// `None` if all pages are already in `place`.
     pub fn move_to_place(&self, pages: &[PageId], place: Place) -> Result<Option<LogPoint>> {
         self.move_counting(pages, place, Hits::Uses)
     }

@@ -66,7 +66,7 @@ pub(crate) struct Committer {
     /// gap, which costs nothing.
     pub next_page: CachePadded<AtomicU64>,
     pub files: Arc<ImageFiles>,
-    /// The images that batches wrote and that the next snapshot can use without writing them again.
+    /// The images that the next snapshot can use without writing them again.
     pub known: Arc<KnownImages>,
     /// Whether a background thread takes snapshots when they are due.
     pub takes_snapshots: bool,
