@@ -19,8 +19,8 @@ use crate::write::commit::Committer;
 const TRIES_MAX: usize = 100;
 /// The maximum number of pages that one batch moves if there is room for all pages of a call.
 const BATCH_PAGES: usize = 4096;
-/// The maximum number of bytes of the pages that one batch moves if there is room for all pages of a call. A longer page
-/// is moved alone.
+/// The maximum number of bytes that one batch moves if there is room for all pages of a call. A longer page is moved
+/// alone.
 const BATCH_BYTES: u64 = 256 << 20;
 /// The maximum number of threads that concurrently submit the batches of one call.
 const MOVERS_MAX: usize = 4;

@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 
 /// The maximum number of pages that one batch moves. A canceled prefetch waits for at most one batch.
 const BATCH_PAGES: usize = 64;
-/// The maximum number of bytes of the pages that one batch moves. A longer page is moved alone.
+/// The number of bytes at which no further page is added to a batch.
 const BATCH_BYTES: u64 = 16 << 20;
 
 /// A handle to pages that are being moved to a place, returned by [`Store::prefetch`](crate::Store::prefetch). Dropping
