@@ -50,7 +50,7 @@ impl Drop for RangeUse {
 struct LentRange {
     end: u64,
     page: PageId,
-    /// Whether the page has given up the range while a lane may still use it.
+    /// Whether the page has left the range while a lane may still use it.
     is_retired: bool,
 }
 

@@ -36,7 +36,7 @@ pub struct UnifiedSupport {
     /// Whether pages can live in [`Place::Unified`](crate::Place::Unified). Without a GPU, that place is ordinary host
     /// memory.
     pub has_pages: bool,
-    /// Whether the device supports hints. Only a GPU that can share single memory pages with the host while both use
-    /// them supports hints.
+    /// Whether the device supports hints. Only a GPU that can share single memory pages with the host supports hints;
+    /// both sides can use such a page at the same time.
     pub takes_hints: bool,
 }

@@ -2,14 +2,14 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::*;
 
-/// The cause that the documentation of a variant states.
+/// The cause that the documentation of a variant states for errors of the caller.
 const CALLER: &str = "the caller";
 const ENVIRONMENT: &str = "the environment";
 const DATA: &str = "damaged data";
 const BUG: &str = "a bug";
 const CONTAINED: &str = "the contained error";
 
-/// An error, its file, offset and Lsn, its remedy, its cause, and a part of its message.
+/// A row of the table: an error, its file, offset and Lsn, its remedy, its cause, and a part of its message.
 type Row = (Error, (Option<FileName>, Option<u64>, Option<Lsn>), Remedy, &'static str, &'static str);
 
 const NOWHERE: (Option<FileName>, Option<u64>, Option<Lsn>) = (None, None, None);
@@ -185,7 +185,7 @@ fn system_errors() -> Vec<Row> {
     ]
 }
 
-/// The errors that the caller causes.
+/// Returns the errors whose cause is the caller.
 fn call_errors() -> Vec<(Error, Option<Lsn>, Remedy, &'static str)> {
     let no_store = |found| Error::NoStore { path: text("home"), found };
     let no_name = |nearest| Error::NoSuchState(NoSuchState::Name { name: text("wram"), nearest });
@@ -287,7 +287,7 @@ fn documented<'s>(source: &'s str, name: &str) -> BTreeMap<&'s str, String> {
     variants
 }
 
-/// Returns the name of the variant, and of the kind if it has kinds.
+/// Returns the name of an error's variant, and the name of its kind if the variant has kinds.
 fn names(error: &Error) -> (String, Option<String>) {
     let debug = format!("{error:?}");
     let mut words = debug.split(|c: char| !c.is_alphanumeric()).map(str::to_owned);

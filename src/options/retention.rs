@@ -98,8 +98,8 @@ impl Retention {
         self
     }
 
-    /// Sets whether a prune removes only the snapshots whose names are given up and applies no other rule.
-    /// The newest snapshot is kept in any case, because the next one shares its images.
+    /// Sets whether a prune removes only the snapshots whose names are given up. No other rule then applies. The newest
+    /// snapshot is always kept, because the next one shares its images.
     ///
     /// ```
     /// use remanent::{SnapshotOptions, Store};

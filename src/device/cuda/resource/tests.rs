@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::*;
 use crate::error::Error;
 
-/// A pool that may take this number of bytes, and the limit that counts the bytes taken.
+/// Returns a pool, and the limit of `bytes_max` bytes behind the pool, which counts the bytes that the pool holds.
 fn pool(bytes_max: u64) -> (Arc<LimitedMemory<HostMemory>>, Pool<Arc<LimitedMemory<HostMemory>>>) {
     let limited = Arc::new(LimitedMemory::new(HostMemory, bytes_max));
     (limited.clone(), Pool::new(limited))
@@ -218,7 +218,7 @@ fn limit_is_exact_despite_failures() {
     assert_eq!(memory.bytes(), 0);
 }
 
-/// A guard in front of every other wrapper.
+/// Returns a guard in front of a stack with every other wrapper.
 fn guarded() -> GuardedMemory<impl MemoryResource, HostMemory> {
     let driver = LoggedMemory::new(LimitedMemory::new(HostMemory, 64 << 20), "driver");
     GuardedMemory::new(LoggedMemory::new(Pool::new(driver), "pool"), HostMemory)

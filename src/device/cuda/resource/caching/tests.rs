@@ -12,8 +12,8 @@ const MIB: u64 = 1 << 20;
 
 type Limited = Arc<LimitedMemory<HostMemory>>;
 
-/// Streams whose work is done when a test finishes it. For each stream: the number of queued points and of
-/// passed ones.
+/// Streams whose work is done when a test finishes it. The map contains, for each stream, the number of queued points
+/// and the number of passed points. The counter is the number of queries.
 #[derive(Default)]
 struct Streams(Arc<Mutex<HashMap<RawStream, (u64, u64)>>>, Arc<AtomicU64>);
 
@@ -140,8 +140,8 @@ fn block_splits_best_fit_and_merges_on_free() {
     assert_eq!(memory.cache_stats().allocated_peak_bytes, 0);
 }
 
-/// A block that work may still use is available to that work's stream immediately and to others when the work
-/// is done, and its segment is not freed before.
+/// A block that work may still use is available to the work's stream immediately, and to other streams when the work is
+/// done. Its segment is not freed before that.
 #[test]
 fn a_block_waits_for_the_work_that_uses_it() {
     let (limited, streams, memory) = cache();
@@ -170,8 +170,7 @@ fn a_block_waits_for_the_work_that_uses_it() {
     free(&without, address, 1, &[]);
 }
 
-/// Each thread has a different stream behind this handle, so the work of one is not ordered after that of
-/// another.
+/// The handle denotes a different stream in each thread, so the work of one thread does not run after that of another.
 #[test]
 fn per_thread_stream_block_waits_for_event_on_any_thread() {
     let (_, streams, memory) = cache();
@@ -276,7 +275,7 @@ fn the_rules_hold_after_every_step_of_random_histories() {
     }
 }
 
-/// Threads allocate and free concurrently; none sees another's bytes.
+/// Threads allocate and free concurrently. No thread finds bytes of another thread in its blocks.
 #[test]
 fn threads_never_share_bytes() {
     let (limited, _, memory) = cache();
