@@ -24,7 +24,7 @@ use crate::error::{Error, Result};
 /// The length in bytes of the smallest class, which fits the payloads of small batches. A smallest class of 4 KiB was
 /// slower, because the system zeroes each page of memory on first access.
 const CLASS_LEN_MIN: usize = 512;
-/// The length in bytes from which there are four classes per doubling.
+/// The length in bytes above which there are four classes per power of two.
 const LONG_CLASS_LEN: usize = 1 << 20;
 /// The length in bytes of the largest class, which equals the maximum length of all idle staging that a store keeps.
 ///

@@ -45,7 +45,7 @@ pub(super) struct CatalogDraft<'s> {
     /// The images that the next snapshot may name without writing them again. Without them, the first snapshot after an
     /// open would write every page.
     known: KnownImages,
-    /// The image files that batches may name, each with the newest such batch.
+    /// The numbers of the image files that batches may name, each with the newest batch that may name the file.
     for_batches: BTreeMap<u64, Lsn>,
     /// The next number of an image file or table, which is above all numbers in use. A number is never assigned twice,
     /// because a removed frame may name a file, and must not find the images of another file under that name.

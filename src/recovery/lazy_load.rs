@@ -83,7 +83,7 @@ impl Drop for PageLoader {
     }
 }
 
-/// A guard for a loading thread. When the thread ends, even by a panic, waiting callers get an error.
+/// Runs a loading thread. When the thread ends, even by a panic, waiting callers get an error.
 struct LoaderLoop(Loads);
 
 impl LoaderLoop {

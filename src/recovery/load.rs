@@ -115,7 +115,7 @@ pub(super) fn load<'a, 's>(
     Ok((loaded, draft?))
 }
 
-/// Returns the point after which the log is replayed.
+/// Returns the point after which the log is replayed: the `redo` of the snapshot `base`, or the beginning of the log.
 fn replay_start(survey: &Survey, base: Option<&Manifest>) -> LogPoint {
     match base {
         Some(manifest) => manifest.redo,

@@ -39,7 +39,7 @@ use crate::memory::staging::{StagingBuf, StagingPool};
 const RUNS_MAX: usize = 2;
 /// The maximum number of windows that wait for the next step, in addition to the window that is being read.
 const WINDOWS_READY_MAX: usize = 1;
-/// The maximum number of threads that read and checksum windows.
+/// The maximum number of threads that read and checksum one window.
 const THREADS_MAX: usize = 16;
 /// The minimum number of threads for reading in windows. Two threads are kept busy by reading one run and using
 /// another. On two busy cores, windows took 1.2 times the CPU time without a gain.
@@ -73,7 +73,7 @@ pub(super) struct Frames<'a> {
     pub window_len: Option<u64>,
 }
 
-/// The parameters for reading a log in windows.
+/// The lengths of windows and chunks, and the number of threads, for reading a log in windows.
 #[derive(Clone, Copy)]
 struct WindowRules {
     len: u64,
@@ -88,11 +88,11 @@ struct WindowRules {
 pub(super) struct BatchRun {
     pub memory: StagingBuf,
     pub batches: Vec<LoggedBatch>,
-    /// The number of threads that share work on the batches.
+    /// The number of threads that process the batches of the run.
     threads: usize,
 }
 
-/// One batch of a run.
+/// A verified batch whose payload is in the buffer of a [`BatchRun`].
 pub(super) struct LoggedBatch {
     pub header: FrameHeader,
     /// The range of the batch's payload in the buffer of the run.

@@ -120,7 +120,7 @@ use crate::options::{LogIo, Options};
 
 /// The result of an open, from which the running store is built.
 pub(crate) struct RecoveredStore {
-    /// The content of STORE, including the features that this build writes.
+    /// The contents of the STORE file, including the features that this build writes.
     pub store: StoreFile,
     /// The applier's initial state: table, memory and position in the log.
     pub applied: AppliedState,
@@ -138,7 +138,7 @@ pub(crate) struct RecoveredStore {
     pub catalog: Catalog,
     /// The amount of log after the newest snapshot, from which the due time of the next snapshot is computed.
     pub behind: ReplayBacklog,
-    /// The report for the caller.
+    /// The report that [`Store::recovered`](crate::Store::recovered) returns.
     pub recovered: RecoveryReport,
 }
 
@@ -202,9 +202,9 @@ pub(crate) struct Recovery<'a> {
     pub staging: &'a StagingPool,
     /// The caller's options, such as the budget, the identity and the load policy.
     pub options: &'a Options,
-    /// The mode in which the log will be written.
+    /// The mode in which the opened store will write its log.
     pub log_io: LogIo,
-    /// The state that all pages on disk share.
+    /// The shared state of the pages on disk: counters, uses of image files, and the memory for pending writes.
     pub disk_pages: Arc<DiskPages>,
 }
 

@@ -1,4 +1,4 @@
-//! Determines the verified snapshots from the record in the log's last seal and from the files on disk.
+//! Determines the verified snapshots from the record at the end of the log and from the files on disk.
 
 use remanent_format::SnapshotId;
 use remanent_format::frame::VerifiedSnapshot;

@@ -43,7 +43,7 @@ const GATHERS_MAX: usize = 3;
 /// staging buffer.
 pub(super) struct GatheredPages<C> {
     pub pages: Vec<(PageInfo, usize)>,
-    /// The captured pages on disk, whose bytes are still to be read.
+    /// The captured pages on disk. Their bytes are read after the capture, when the images are written.
     pub on_disk: Vec<(PageInfo, DiskPage)>,
     /// The device's copies of the pages, or the running transfer of the copies to the staging buffer.
     pub copies: C,
@@ -68,12 +68,12 @@ impl ChunkSources {
     }
 }
 
-/// The manifest entries of gathered pages.
+/// The manifest entries of the gathered pages of one or more chunks.
 #[derive(Default)]
 pub(super) struct GatheredEntries {
-    /// The entries, in ascending order.
+    /// The entries, in ascending order of page ids.
     pub entries: Vec<ManifestEntry>,
-    /// The gathered pages on disk.
+    /// The gathered pages that are on disk, each with its new image.
     pub on_disk: Vec<GatheredDiskPage>,
 }
 
@@ -108,7 +108,7 @@ struct OrderedEntries {
     entries: Vec<ManifestEntry>,
     /// The gathered pages on disk of all written chunks, in any order.
     on_disk: Vec<GatheredDiskPage>,
-    /// The number of chunks merged into `entries`.
+    /// The number of chunks whose entries were merged into `entries`.
     chunks: usize,
     /// The entries of written chunks, by chunk number, that wait for an earlier chunk.
     early: BTreeMap<usize, Vec<ManifestEntry>>,

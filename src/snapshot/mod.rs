@@ -76,7 +76,7 @@ pub(crate) struct Snapshots {
     pub engine: Arc<Engine>,
     /// The rules for the snapshots and the log to keep.
     pub retention: Retention,
-    /// The options for writing images.
+    /// The options for writing images, such as compression.
     pub images: ImageOptions,
     /// The number of bytes of images in one chunk, which is the unit of gathering and writing.
     pub chunk_len: u64,
@@ -95,7 +95,7 @@ pub(crate) struct Snapshots {
     pub last: Mutex<LastSnapshot>,
 }
 
-/// The options of one snapshot.
+/// The options of one snapshot, as requested by a caller or by the background thread.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct SnapshotRequest {
     /// The snapshot's name, or `None`. A named snapshot is kept until its name is removed.
@@ -113,10 +113,10 @@ pub(crate) struct SnapshotRequest {
 /// The verification and retention that follow the publication of a snapshot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum AfterPublication {
-    /// Verifies the snapshot and removes the files that it supersedes.
+    /// Verifies the snapshot, and removes the files that the snapshot supersedes.
     #[default]
     Retain,
-    /// Verifies the snapshot and removes nothing.
+    /// Verifies the snapshot, and keeps all older snapshots and their files.
     KeepAll,
     /// Leaves verification and retention to a background thread, which [`Snapshots::attend_later`] starts.
     Leave,
@@ -387,7 +387,7 @@ impl Snapshots {
         }
     }
 
-    /// Runs phase 2. Creates no file if there is nothing to gather.
+    /// Runs phase 2. Creates no image file if no page must be gathered.
     fn gather_into(
         &self,
         files: &ImageFiles,

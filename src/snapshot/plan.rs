@@ -8,7 +8,7 @@ use remanent_format::{LogPoint, Lsn, SnapshotId};
 use crate::catalog::RetainedSnapshot;
 use crate::options::Retention;
 
-/// The snapshots and the log to keep.
+/// The snapshots and the log that the retention rules keep.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct RetentionPlan {
     pub snapshots: BTreeSet<SnapshotId>,
@@ -28,7 +28,7 @@ impl RetentionPlan {
 /// The segments of the log on disk, and the earliest batch at which replay may start.
 #[derive(Clone, Debug, Default)]
 pub(super) struct LogOnDisk {
-    /// The lengths of the segments in bytes, by number.
+    /// The length in bytes of each segment, by segment number.
     pub segments: BTreeMap<u64, u64>,
     /// The number of the segment that receives frames. The retention rules do not count this segment and later
     /// segments.

@@ -129,8 +129,8 @@ impl Snapshots {
     }
 }
 
-/// Returns tombstones for pages that were deleted before they could be gathered. For a change, the tombstones also
-/// cover pages that were already deleted when the snapshot began.
+/// Returns tombstones for pages that were deleted before they could be gathered. If the snapshot follows a previous
+/// link, pages that were already deleted when the snapshot began get tombstones as well.
 ///
 /// Without tombstones, replay would find batches of pages that have no entry, and the previous link would restore
 /// deleted pages.

@@ -445,8 +445,8 @@ fn number(file: FileName) -> Option<u64> {
     }
 }
 
-/// Returns whether replay of the kept log may reach the restore after batch `restored_at`, and therefore needs its
-/// table.
+/// Returns whether replay of the kept log may reach the restore that was logged as batch `restored_at`, and therefore
+/// needs the table of the restore.
 fn is_needed(restored_at: Lsn, plan: &RetentionPlan) -> bool {
     plan.log_from.is_none_or(|(_, redo)| restored_at > redo)
 }

@@ -57,7 +57,7 @@ use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::base::sync::{Map, Mutex, Rank, Swap};
 use crate::device::MemoryId;
 
-/// The number of superseded versions above which the writer unlinks unneeded versions.
+/// The number of superseded versions from which on a batch unlinks unneeded versions.
 const SUPERSEDED_MIN: usize = if cfg!(shuttle) || cfg!(miri) { 1 } else { 64 };
 
 /// The number of versions that any batch may unlink, in addition to `UNLINKED_MAX_EACH` for each page that it changes.

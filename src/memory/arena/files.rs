@@ -41,11 +41,12 @@ pub(crate) struct RegisteredFile {
 struct FileState {
     /// The device's id for the memory, or `None` once the memory is given up.
     memory: Option<MemoryId>,
-    /// The number of [`FileTarget`] values for the file, during which its memory is not given up.
+    /// The number of writers, which is the number of [`FileTarget`] values for the file. While it is above 0, the
+    /// memory is not given up.
     users: usize,
     /// For each lane, the fence of the last list that names the memory. The fence has value 0 if there is no such list.
     last_uses: [Fence; FILE_LANES.len()],
-    /// Whether a list without a fence may have been queued.
+    /// Whether a list that names the memory may have been queued without a known fence.
     is_end_unknown: bool,
 }
 

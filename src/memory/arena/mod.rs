@@ -38,7 +38,7 @@ use crate::device::{DeviceBytes, EngineDevice, Fence, Lane, MemoryLink, MemoryOw
 use crate::error::{Error, Refused, Result};
 use crate::options::Budget;
 
-/// The lanes whose lists never wait for a caller's stream.
+/// The lanes whose lists never wait for a caller.
 const OWN_LANES: [Lane; 4] = [Lane::Apply, Lane::Drain, Lane::Stage, Lane::Load];
 
 /// The allocator of page memory on one device, within one budget, shared by threads.

@@ -94,7 +94,7 @@ struct SimCore {
     stale: Option<Stale>,
     /// The files of which any part was read. The simulated page cache contains these files completely.
     read_ahead: BTreeSet<FileId>,
-    /// The current number of mapped parts of each file.
+    /// The number of mapped parts of each file that are currently open.
     mapped: BTreeMap<FileId, usize>,
     /// The mode of writing images that this disk does not support, or `None` if it supports all modes.
     refused: Option<ImageIo>,
