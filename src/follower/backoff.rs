@@ -12,7 +12,7 @@
 
 use std::time::{Duration, Instant};
 
-/// The first pause after a batch.
+/// The length of the first pause between two checks after a batch.
 const PAUSE_MIN: Duration = Duration::from_micros(50);
 /// The maximum pause soon after a batch, which is approximately the maximum delay of the next batch.
 const PAUSE_MAX: Duration = Duration::from_millis(10);

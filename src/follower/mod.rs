@@ -112,7 +112,7 @@ pub struct Follower {
     /// The newest batch that is durable according to the files read so far.
     mark: Lsn,
     suspicion: Suspicion,
-    /// The time at which the last frame was found.
+    /// The time at which the follower last found a frame, from which the idle time is computed.
     idle_since: Instant,
     watch: Box<dyn Watch>,
     checks: u64,
@@ -454,7 +454,7 @@ impl std::fmt::Debug for Follower {
 #[derive(Debug)]
 pub struct Batches<'f> {
     follower: &'f mut Follower,
-    /// Whether an error was returned. The iterator then ends.
+    /// Whether the iterator has returned an error and therefore ended.
     has_ended: bool,
 }
 

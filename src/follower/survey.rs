@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 /// The maximum number of surveys while a writer changes the files faster than they are read.
 const ATTEMPTS: usize = 64;
 
-/// Reads the current files of a store directory.
+/// Reads the headers, links and log of a store directory as they are at the moment.
 pub(super) fn survey(disk: &Arc<dyn Disk>) -> Result<Survey> {
     let names = disk.list(Folder::Root)?;
     if !names.iter().any(|name| FileName::parse(Folder::Root, name) == Some(FileName::Store)) {
@@ -58,7 +58,8 @@ pub(super) fn newest_snapshot(survey: &Survey) -> Option<(SnapshotId, LogPoint, 
     usable.next().map(|manifest| (manifest.snapshot, manifest.redo, manifest.end))
 }
 
-/// Returns the error for missing log after `point`.
+/// Returns the error for a follower that finds no log after `point`: overtaken if the newest snapshot does not need
+/// that log, otherwise damaged.
 pub(super) fn missing(disk: &Arc<dyn Disk>, point: LogPoint) -> Error {
     let lsn = point.lsn.next();
     let damage = Defect::Missing.at_lsn(FileName::Segment(point.segment), point.offset, lsn);

@@ -16,7 +16,7 @@ pub(super) struct Tail {
     pub disk: Arc<dyn Disk>,
     pub store: StoreId,
     point: LogPoint,
-    /// The open segment that contains the point.
+    /// The open segment that contains the current point, or `None` before the segment is opened.
     segment: Option<LiveSegment>,
     /// The following segment, or `None` if the last [`peek`](Tail::peek) found none.
     next: Option<LiveSegment>,

@@ -68,7 +68,7 @@ pub(crate) struct Auditor<'a> {
 /// The number of bytes of a page that are compared at a time.
 const COMPARED_AT_ONCE: usize = 4 << 20;
 
-/// Checksums of pages, all after the same batch.
+/// The checksums of some pages, computed on the device after the same batch.
 struct PageSums {
     pages: Vec<(PageInfo, u32)>,
     lsn: Lsn,

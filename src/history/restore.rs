@@ -46,7 +46,7 @@ use crate::memory::staging::StagingPool;
 use crate::options::{Budget, ImageOptions};
 use crate::recovery::image_loader::{ImageLoader, threads};
 
-/// Runs one restore in a running store.
+/// Restores an earlier state in an open store. Created for one restore.
 pub(crate) struct RestoreRun<'a> {
     pub engine: &'a Engine,
     pub budget: &'a Budget,

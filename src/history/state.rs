@@ -81,14 +81,14 @@ fn check_is_store(disk: &Arc<dyn Disk>) -> Result<()> {
     }
 }
 
-/// The batch at which replay stops.
+/// The batch up to which the log is replayed to compose a state.
 #[derive(Clone, Copy)]
 enum Until {
     End,
     At(Lsn),
 }
 
-/// The reason why a search found no state.
+/// The failed search for a state, with its error and the last batch that the search reached.
 struct NotFound {
     error: Error,
     /// The last batch up to which the log could be read.

@@ -37,7 +37,7 @@ pub(crate) struct Windows {
     bytes: u64,
 }
 
-/// The result of looking up a byte in the cache.
+/// The result of looking up a byte of a page in the cache of windows.
 pub(crate) enum Lookup {
     /// A cached window that contains the byte, and the offset at which the window begins.
     Held(u64, Arc<Vec<u8>>),

@@ -35,7 +35,7 @@ pub(super) enum ResizedPage {
 /// that precedes a resize may write past the end of the page in the image.
 #[derive(Default)]
 pub(super) struct NewerBases {
-    /// The newest batch that each page's base contains.
+    /// The newest batch that the base of each page contains, by page.
     pages: IdMap<PageId, Lsn>,
     /// The newest batch in `pages`. Later batches apply to every page.
     newest: Lsn,
@@ -55,7 +55,7 @@ impl NewerBases {
     }
 }
 
-/// The pages that the host changes during replay.
+/// The pages that the host and not the device changes during replay.
 #[derive(Default)]
 pub(super) struct HostPages {
     /// The pages whose length changes during replay.

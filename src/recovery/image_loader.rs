@@ -53,7 +53,7 @@ pub(crate) struct ImageLoader<'a> {
     pub summed_by: SummedBy,
 }
 
-/// One unit of work of a loading thread.
+/// A unit of work that a loading thread completes before it takes another.
 enum LoadStep<'a> {
     Run(ImageRun<'a>),
     /// A range of a long image, relative to the start of the image.
@@ -238,11 +238,10 @@ impl ImageLoader<'_> {
 #[derive(Default)]
 struct StagingFill {
     staged: Option<StagingBuf>,
-    /// The number of bytes in the staging buffer.
     filled: usize,
 }
 
-/// A range of a page that is being uploaded.
+/// A range of a page that a command list uploads from a staging buffer.
 #[derive(Clone, Copy)]
 struct Part {
     /// The offset of the range in the staging buffer.
@@ -267,10 +266,10 @@ struct PendingCopies<'a> {
     found: Mutex<FoundSums>,
 }
 
-/// A command list that uploads parts of pages.
+/// A submitted command list that uploads parts of pages from staging.
 struct Copies {
     pending: Pending,
-    /// The uploaded parts that the device checksums.
+    /// The uploaded parts whose checksums the list also computes on the device.
     summed: Vec<Part>,
 }
 

@@ -84,7 +84,7 @@ struct WindowRules {
     has_long_frames: bool,
 }
 
-/// Consecutive batches in one buffer, in log order.
+/// Consecutive verified batches of the log that share one staging buffer.
 pub(super) struct BatchRun {
     pub memory: StagingBuf,
     pub batches: Vec<LoggedBatch>,
@@ -103,11 +103,11 @@ pub(super) struct LoggedBatch {
 pub(super) enum RunStep {
     /// Consecutive batches that only change bytes of pages. Nearly all batches of a long log are of this kind.
     Changes(Range<usize>, PageChanges),
-    /// A batch that has other effects or is not decoded yet.
+    /// A batch that also changes the table in another way, or that is not decoded yet. Contains its index in the run.
     Batch(usize),
 }
 
-/// The position at which a reader of the log stopped.
+/// The last point that a reader of the log reached, and whether the log ends at this point.
 pub(super) struct StopPoint {
     pub point: LogPoint,
     /// The end of the log, or `None` if the reader stopped earlier.

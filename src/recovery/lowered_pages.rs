@@ -54,7 +54,7 @@ fn residents<'a>(
         .filter_map(move |((page, before, len), (_, lsn))| is_there(page, before).then_some((page, len, lsn)))
 }
 
-/// The images from which an open loads pages.
+/// The images from which an open loads pages, used to find pages whose current bytes are already on disk.
 pub(super) struct ImagedPages<'a> {
     pub bases: &'a Bases,
     /// The snapshot from which recovery starts, with its complete list of entries.

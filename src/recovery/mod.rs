@@ -126,7 +126,7 @@ pub(crate) struct RecoveredStore {
     pub applied: AppliedState,
     /// A copy of the applier's page table, to which new commits apply.
     pub submitted: PageTable,
-    /// The pages that differ from the newest snapshot.
+    /// The pages that differ from the newest snapshot, which the next snapshot must check.
     pub changed: Vec<PageId>,
     /// The position at which the log continues in the new incarnation.
     pub log: LogStart,

@@ -27,7 +27,7 @@ const ATTEMPTS: usize = 16;
 /// The catalog that an open would build, and the lowest number of the files that a writer may be creating.
 pub(crate) struct OpenPreview {
     pub catalog: Catalog,
-    /// The number of the segment in which the log ends.
+    /// The number of the segment that contains the end of the log.
     pub current_segment: u64,
     /// The number from which files may belong to a batch or snapshot in progress, or `None` if no writer is active.
     /// These files must be kept, although no record names them yet.

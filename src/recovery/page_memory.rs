@@ -33,7 +33,7 @@ pub(super) struct PageMemories<'a> {
     pieces: Vec<MemoryPiece>,
 }
 
-/// Pages with adjacent ids whose memory is allocated together.
+/// A unit of allocation: consecutive pages of the table whose memory is allocated together.
 struct MemoryPiece {
     first: PageId,
     last: PageId,

@@ -41,9 +41,9 @@ pub(super) struct SourceSorter<'a> {
 #[derive(Default)]
 pub(super) struct PageSources {
     pub images: ImageGroup,
-    /// Pages that the log creates, which start as zeros.
+    /// Pages that the log creates. Their memory is filled with zeros before the replay.
     pub zeros: Vec<PageId>,
-    /// Pages whose length changes during replay.
+    /// Pages whose length changes during replay, each with the image or zeros from which replay starts.
     pub resized: Vec<(PageId, Base)>,
     /// Pages that stay on disk. Each tuple contains the page, its base, and whether its image was verified on the
     /// medium.
@@ -61,7 +61,7 @@ pub(super) struct ImageGroup {
     /// Images that were verified together with their snapshot, bypassing the page cache.
     pub proven: Vec<Vec<ImageRequest>>,
     pub unproven: Vec<Vec<ImageRequest>>,
-    /// Images that are not loaded during the open.
+    /// Images of pages that stay unloaded when the open returns.
     pub unloaded: Vec<(PageId, ImageRef)>,
 }
 

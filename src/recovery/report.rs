@@ -36,13 +36,13 @@ pub struct RecoveryReport {
     /// Damage that did not affect the newest state, such as skipped snapshots, kept snapshots whose manifests are
     /// missing, or the header of an empty segment. A lost snapshot is reported only by the open that detects it.
     pub harmless: Vec<Damage>,
-    /// A description of the device in use.
+    /// A description of the device that the store uses.
     pub device: String,
     /// The mode in which the log is written and, if it is not mapped, the reason.
     pub log_io: String,
-    /// The mode in which images are written.
+    /// The mode in which the store writes image files.
     pub image_io: String,
-    /// The duration of the open.
+    /// The time that the open took.
     pub elapsed: Duration,
 }
 

@@ -66,7 +66,7 @@ impl LastSnapshot {
     }
 }
 
-/// The thread's next action.
+/// The next action of the background thread: take a snapshot, or wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Next {
     Take,
@@ -78,7 +78,7 @@ enum Next {
     },
 }
 
-/// An Lsn that no batch will ever have.
+/// An Lsn that no batch ever gets. Waiting for this Lsn waits only for the other conditions.
 const NO_BATCH: Lsn = Lsn(u64::MAX);
 
 impl Rules {

@@ -27,13 +27,13 @@ const FILES_MAX: usize = 256;
 /// snapshot may rewrite as many bytes as they have.
 pub(super) const CARRY_BYTES_MAX: u64 = 4 << 20;
 
-/// An image file that the newest snapshot names.
+/// An image file that the newest snapshot names, with the byte counts from which its waste is computed.
 #[derive(Clone, Copy, Debug)]
 struct ImageFile {
     number: u64,
     /// The length of the file in bytes, without its header.
     len: u64,
-    /// The number of bytes that the newest snapshot names.
+    /// The number of bytes of the file that the newest snapshot names.
     newest_bytes: u64,
     /// The maximum, over all kept snapshots, of the number of bytes in the file that a snapshot names.
     live_bytes: u64,

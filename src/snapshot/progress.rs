@@ -18,7 +18,7 @@ pub enum SnapshotPhase {
     Publish,
     /// The snapshot is read back, bypassing the page cache.
     Verify,
-    /// Superseded files are removed or reused.
+    /// The files of superseded snapshots are removed, or kept for reuse.
     Recycle,
 }
 

@@ -83,7 +83,7 @@ struct VerifyQueue {
     /// Whether a thread will check the queue again before it ends. The same lock protects this flag and the queue.
     /// Otherwise a snapshot pushed while the thread ends would wait for the next thread.
     is_attended: bool,
-    /// Whether retention must still run for a published snapshot.
+    /// Whether unneeded files must still be removed after the publication of a snapshot.
     is_retention_owed: bool,
 }
 

@@ -12,7 +12,7 @@ use remanent_format::{Epoch, Key, Lsn, Metadata, PageId, PageInfo, Place};
 use crate::base::sync::atomic::{AtomicU16, AtomicU64, Ordering};
 use crate::base::sync::{Swap, SwapGuard};
 
-/// A version of a page or of the root.
+/// The state of a page or of the root after a batch, linked to the previous version.
 pub(super) struct Version<T> {
     pub state: T,
     /// The previous version, or `None` if it was unlinked.
@@ -63,7 +63,7 @@ const NO_LSN: u64 = u64::MAX;
 #[cfg(not(shuttle))]
 const _: () = assert!(size_of::<Version<PageState>>() == 72);
 
-/// A page as a reader finds it after the visible batch.
+/// A page with the Lsn, epoch and place that it had after the batch at which a reader or view looks it up.
 pub(crate) struct SeenPage<'a> {
     shape: &'a PageShape,
     /// The last batch that changed or moved the page.
@@ -147,7 +147,7 @@ impl Numbers {
     }
 }
 
-/// The root after a batch, and the number of pages.
+/// The root and the number of pages after batch `lsn`.
 pub(super) struct RootState {
     pub lsn: Lsn,
     pub root: Arc<Metadata>,
@@ -160,7 +160,7 @@ pub(super) struct SeenVersion<T>(SwapGuard<Version<T>>);
 /// The reason why a reader found no version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ReadMiss {
-    /// The page or root has no version.
+    /// The page has no version, so it does not exist at the reader's Lsn.
     Absent,
     /// All remaining versions are newer than the reader's Lsn. Contains the batch that created the oldest of them.
     Later(Lsn),

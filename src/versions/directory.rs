@@ -29,14 +29,14 @@ pub(super) struct Directory {
 
 struct Row {
     chunks: [Swap<Chunk>; WIDTH],
-    /// The number of chunks, used only by the writer.
+    /// The number of chunks in the row. Only the writer reads and changes this counter.
     used: AtomicUsize,
 }
 
 /// A chunk of pages with adjacent ids.
 struct Chunk {
     slots: [PageSlot; WIDTH],
-    /// The number of slots in use, used only by the writer.
+    /// The number of slots that contain a page. Only the writer reads and changes this counter.
     used: AtomicUsize,
 }
 

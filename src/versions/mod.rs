@@ -98,9 +98,9 @@ struct Views(Mutex<BTreeMap<Lsn, usize>>);
 /// The writer's state, which only the holder of the submission lock uses.
 #[derive(Default)]
 struct Writer {
-    /// The newest versions of recently changed pages.
+    /// A cache of the newest versions of recently changed pages.
     recent: RecentPages,
-    /// The versions that supersede others, in batch order.
+    /// The versions whose older versions are not unlinked yet, in batch order.
     superseded: Queue<Superseded>,
     /// A batch that all readers and views have reached. Versions superseded up to this batch can be unlinked.
     floor: Lsn,
@@ -454,7 +454,7 @@ impl Versions {
         }
     }
 
-    /// Removes a deleted page, unless a restore created it again.
+    /// Removes a deleted page and its record, unless a restore has created the page again.
     fn forget(&self, recent: &mut RecentPages, page: PageId, version: &Arc<Version<PageState>>) {
         let is_it = |newest: &Arc<Version<PageState>>| Arc::ptr_eq(newest, version);
         if !self.pages.with(page, |slot| slot.newest.load().as_ref().is_some_and(is_it)).unwrap_or(false) {

@@ -16,7 +16,7 @@ const READ_LISTS: usize = 8;
 /// The maximum number of reads in a list. In a full list, each new read replaces the oldest read.
 const READS_MAX: usize = 4096;
 
-/// A change or a read of a page.
+/// A change or a read of a page, recorded for eviction policies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PageUse {
     /// A batch created, changed, moved or deleted the page. Contains the page's place and length in bytes after the

@@ -112,7 +112,7 @@ pub(super) struct Account {
     budget: u64,
     /// The total number of claimed, allocated and retired bytes.
     used: AtomicU64,
-    /// The total number of allocated and retired bytes.
+    /// The total number of allocated and retired bytes, of which `peak` records the maximum.
     taken: AtomicU64,
     retired: AtomicU64,
     peak: AtomicU64,

@@ -14,7 +14,7 @@ use crate::device::{DeviceBytes, EngineDevice, Fence, MemoryId, MemoryOwner, dro
 /// The handles of caller-owned memory in which pages are stored, shared by threads.
 #[derive(Default)]
 pub(super) struct LentMemories {
-    /// The handles, by the id under which a page uses the memory.
+    /// The handles of memory in use, by the memory id that a page uses.
     handles: Mutex<HashMap<MemoryId, DeviceBytes>>,
     /// The handles of memory that no page uses any more, to be dropped by a caller's thread.
     released_handles: Mutex<Vec<DeviceBytes>>,

@@ -23,7 +23,7 @@ pub struct PageMemory {
 const _: () = assert!(size_of::<PageMemory>() == 24);
 
 impl PageMemory {
-    /// Wraps newly allocated memory of the device.
+    /// Creates the handle for memory that the device has just allocated for `purpose`.
     pub(super) fn new(memory: MemoryId, place: Place, len: u64, purpose: Purpose) -> Self {
         let (place_kind, place_ordinal) = place.to_raw();
         Self { memory, len, place_ordinal, place_kind, purpose, is_returned: false }

@@ -64,9 +64,9 @@ pub struct ScrubReport {
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct ScrubStats {
-    /// The number of scrubs that completed.
+    /// The number of scrubs that completed since the open, whether or not they found damage.
     pub done: u64,
-    /// The number of scrubs that failed.
+    /// The number of scrubs that ended with an error since the open.
     pub failed: u64,
     /// The number of damaged locations found by all scrubs.
     pub damaged: u64,
@@ -79,7 +79,7 @@ pub(crate) struct Scrub {
     snapshots: Arc<Snapshots>,
     /// The contents of the STORE file in memory, from which a damaged file is rewritten.
     store: StoreFile,
-    /// The rate limit of background scrubs.
+    /// The rate limit of background scrubs, and the signal that cancels them.
     pace: Pace,
     /// The lock of the scrubbing thread, which ensures that passes run one at a time.
     running: Mutex<()>,

@@ -28,7 +28,7 @@ use crate::disk::source::DiskSource;
 use crate::error::Result;
 use crate::images::read::{ImageRequest, runs};
 
-/// The damage that a pass found.
+/// The damage that a pass found, grouped by the repair that it needs.
 #[derive(Default)]
 pub(super) struct ScrubFindings {
     /// The counters and the damage to report to the caller.
@@ -37,15 +37,15 @@ pub(super) struct ScrubFindings {
     pub store: bool,
     /// The links of which one of the two copies is damaged.
     pub copies: Vec<Arc<Manifest>>,
-    /// The damaged images, by file and offset.
+    /// The damaged images, as pairs of the image file's number and the offset in the file.
     pub images: BTreeSet<(u64, u64)>,
     /// The damaged images that overlays are based on, as pairs of the image file's number and the page of the image.
     pub bases: BTreeSet<(u64, PageId)>,
-    /// The batches that cannot be replayed.
+    /// The batches that cannot be replayed because of damage to the log or to an image.
     pub batches: Vec<Lsn>,
 }
 
-/// An image that the pass will read.
+/// An image that the pass reads and verifies.
 struct ScrubImage {
     image: ImageRef,
     page: PageId,
@@ -54,7 +54,7 @@ struct ScrubImage {
     batch: Option<Lsn>,
 }
 
-/// A scrub pass in progress.
+/// The state of one scrub pass: the files and batches to check, and the damage found so far.
 pub(super) struct ScrubPass<'a> {
     snapshots: &'a Snapshots,
     /// Reads the files on disk and bypasses the page cache, because the cache may contain bytes that the medium has
