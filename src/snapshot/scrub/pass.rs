@@ -41,7 +41,7 @@ pub(super) struct ScrubFindings {
     pub images: BTreeSet<(u64, u64)>,
     /// The damaged images that overlays are based on, as pairs of the image file's number and the page of the image.
     pub bases: BTreeSet<(u64, PageId)>,
-    /// The batches that cannot be replayed because of damage to the log or to an image.
+    /// The batches that cannot be replayed because the log, a table or an image is damaged.
     pub batches: Vec<Lsn>,
 }
 
