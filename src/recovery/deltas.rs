@@ -70,7 +70,7 @@ impl HostPages {
     }
 }
 
-/// Builds command lists from batches on a separate thread, before the lists are submitted.
+/// Builds command lists from batches in advance. The thread that replays the log submits the lists.
 pub(super) struct Deltas<'l> {
     /// The memory of pages on the device. Deleted and unloaded pages have no memory.
     pub memory: &'l IdMap<PageId, PageMemory>,

@@ -83,7 +83,7 @@ impl Drop for PageLoader {
     }
 }
 
-/// Runs a loading thread. When the thread ends, even by a panic, waiting callers get an error.
+/// Runs the main loading thread. When the thread ends, even by a panic, waiting callers get an error.
 struct LoaderLoop(Loads);
 
 impl LoaderLoop {
