@@ -5,7 +5,7 @@
 //! staging. Bytes cross the interface only in staging. `HostDevice` defines correct behavior (I11): every other device
 //! produces the same bytes for the same lists.
 //!
-//! The engine holds an [`EngineDevice`], which counts the work of an `Arc<dyn Device>`. The indirect call for each list
+//! The engine holds an `EngineDevice`, which counts the work of an `Arc<dyn Device>`. The indirect call for each list
 //! takes a few nanoseconds, against microseconds for a launch.
 
 #[cfg(feature = "cuda")]
