@@ -13,8 +13,6 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{self as system, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
-use super::ranks;
-
 pub use std::sync::{RwLockReadGuard, RwLockWriteGuard, WaitTimeoutResult};
 
 /// A mutual exclusion lock.
@@ -118,12 +116,12 @@ impl Condvar {
     }
 
     /// Releases the lock, waits for a notification, and reacquires the lock. May return spuriously.
-    pub fn wait<T>(&self, guard: &mut ranks::MutexGuard<'_, T>) {
+    pub fn wait<T>(&self, guard: &mut MutexGuard<'_, T>) {
         self.count_while(guard, |held| (self.inner.wait(held).unwrap_or_else(PoisonError::into_inner), ()));
     }
 
     /// Waits like [`wait`](Self::wait), but not beyond the time `until`. May return spuriously.
-    pub fn wait_until<T>(&self, guard: &mut ranks::MutexGuard<'_, T>, until: Instant) -> WaitTimeoutResult {
+    pub fn wait_until<T>(&self, guard: &mut MutexGuard<'_, T>, until: Instant) -> WaitTimeoutResult {
         let time = until.saturating_duration_since(Instant::now());
         self.count_while(guard, |held| {
             self.inner.wait_timeout(held, time).unwrap_or_else(PoisonError::into_inner)
@@ -133,7 +131,7 @@ impl Condvar {
     /// Waits while `condition` returns `true`, but for at most the given time.
     pub fn wait_while_for<T>(
         &self,
-        guard: &mut ranks::MutexGuard<'_, T>,
+        guard: &mut MutexGuard<'_, T>,
         condition: impl FnMut(&mut T) -> bool,
         time: Duration,
     ) -> WaitTimeoutResult {
@@ -158,12 +156,12 @@ impl Condvar {
 
     fn count_while<'a, T, Outcome>(
         &self,
-        guard: &mut ranks::MutexGuard<'a, T>,
+        guard: &mut MutexGuard<'a, T>,
         wait: impl FnOnce(system::MutexGuard<'a, T>) -> (system::MutexGuard<'a, T>, Outcome),
     ) -> Outcome {
         self.waiting.fetch_add(1, Ordering::Relaxed);
-        let (held, outcome) = wait(guard.guard.0.take().expect(HELD));
-        guard.guard.0 = Some(held);
+        let (held, outcome) = wait(guard.0.take().expect(HELD));
+        guard.0 = Some(held);
         self.waiting.fetch_sub(1, Ordering::Relaxed);
         outcome
     }

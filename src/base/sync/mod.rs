@@ -30,13 +30,11 @@ pub use std::thread;
 #[cfg(not(shuttle))]
 pub use std::time::Instant;
 
-#[cfg(not(shuttle))]
-pub use locks::Condvar;
-pub use ranks::{Mutex, MutexGuard, Rank, RwLock};
+pub use ranks::{Condvar, Mutex, MutexGuard, Rank, RwLock};
 pub use shared::{Map, Swap, SwapGuard};
 
 #[cfg(shuttle)]
-pub use scheduled::{Condvar, Instant, atomic, cores, mpsc, sleeps_until, thread};
+pub use scheduled::{Instant, atomic, cores, mpsc, sleeps_until, thread};
 
 /// Returns the number of processor cores that the process can use.
 #[cfg(not(shuttle))]

@@ -5,10 +5,12 @@
 //! share it. `docs/concurrency.md` lists the locks and explains the order.
 
 use std::ops::{Deref, DerefMut};
+use std::time::Duration;
 
 #[cfg(debug_assertions)]
 use std::cell::Cell;
 
+use super::Instant;
 #[cfg(not(shuttle))]
 use super::locks as backend;
 #[cfg(shuttle)]
@@ -59,7 +61,7 @@ pub struct Ranked<Lock> {
 /// A guard of a locked [`Ranked`]. Dropping the guard releases the lock.
 #[derive(Debug)]
 pub struct RankedGuard<Guard> {
-    pub(super) guard: Guard,
+    guard: Guard,
     _held: Held,
 }
 
@@ -178,6 +180,46 @@ impl<Guard: Deref> Deref for RankedGuard<Guard> {
 impl<Guard: DerefMut> DerefMut for RankedGuard<Guard> {
     fn deref_mut(&mut self) -> &mut Guard::Target {
         &mut self.guard
+    }
+}
+
+/// A condition variable. The state that threads wait for must change under the mutex that they wait with.
+#[derive(Debug, Default)]
+pub struct Condvar(backend::Condvar);
+
+impl Condvar {
+    pub const fn new() -> Self {
+        Self(backend::Condvar::new())
+    }
+
+    /// Releases the lock, waits for a notification, and reacquires the lock. May return spuriously.
+    pub fn wait<T>(&self, guard: &mut MutexGuard<'_, T>) {
+        self.0.wait(&mut guard.guard);
+    }
+
+    /// Waits like [`wait`](Self::wait), but at most until the given time. May return spuriously.
+    pub fn wait_until<T>(&self, guard: &mut MutexGuard<'_, T>, until: Instant) -> backend::WaitTimeoutResult {
+        self.0.wait_until(&mut guard.guard, until)
+    }
+
+    /// Waits while `condition` returns true, for at most the given time.
+    pub fn wait_while_for<T>(
+        &self,
+        guard: &mut MutexGuard<'_, T>,
+        condition: impl FnMut(&mut T) -> bool,
+        time: Duration,
+    ) -> backend::WaitTimeoutResult {
+        self.0.wait_while_for(&mut guard.guard, condition, time)
+    }
+
+    /// Wakes one waiter, if there is any.
+    pub fn notify_one(&self) {
+        self.0.notify_one();
+    }
+
+    /// Wakes all waiters, if there are any.
+    pub fn notify_all(&self) {
+        self.0.notify_all();
     }
 }
 

@@ -18,8 +18,6 @@ use shuttle::rand::{Rng, thread_rng};
 use shuttle::scheduler::TaskId;
 use shuttle_parking_lot::{self as parking_lot};
 
-use super::ranks;
-
 pub use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 pub use shuttle::sync::{atomic, mpsc};
 
@@ -123,17 +121,17 @@ impl Condvar {
     }
 
     /// Releases the lock, waits for a notification, and reacquires the lock.
-    pub fn wait<T>(&self, guard: &mut ranks::MutexGuard<'_, T>) {
+    pub fn wait<T>(&self, guard: &mut MutexGuard<'_, T>) {
         let waiter = self.join();
-        MutexGuard::unlocked(&mut guard.guard, || {
+        MutexGuard::unlocked(guard, || {
             waiter.call.acquire_blocking(1).expect("it is not closed");
         });
     }
 
     /// Waits like [`wait`](Self::wait), but not beyond the time `until`.
-    pub fn wait_until<T>(&self, guard: &mut ranks::MutexGuard<'_, T>, until: Instant) -> WaitTimeoutResult {
+    pub fn wait_until<T>(&self, guard: &mut MutexGuard<'_, T>, until: Instant) -> WaitTimeoutResult {
         let waiter = self.join();
-        let timed_out = MutexGuard::unlocked(&mut guard.guard, || {
+        let timed_out = MutexGuard::unlocked(guard, || {
             SLEEPERS.with_borrow_mut(|sleepers| sleepers.insert(waiter.thread, until));
             if !waiter.is_called() {
                 thread::yield_now();
@@ -153,7 +151,7 @@ impl Condvar {
     /// Waits while `condition` returns `true`, but for at most the given time.
     pub fn wait_while_for<T>(
         &self,
-        guard: &mut ranks::MutexGuard<'_, T>,
+        guard: &mut MutexGuard<'_, T>,
         mut condition: impl FnMut(&mut T) -> bool,
         timeout: Duration,
     ) -> WaitTimeoutResult {
