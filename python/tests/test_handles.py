@@ -37,6 +37,7 @@ STORE: dict[str, Call] = READS | {
     "blame": lambda each: each.blame("k", 0), "bisect": lambda each: each.bisect(bool, good=1),
     "snapshot": lambda each: each.snapshot(), "prove": lambda each: each.prove_written_ahead(),
     "snapshots": lambda each: each.snapshots(), "restore": lambda each: each.restore(1),
+    "restore_from_snapshot": lambda each: each.restore_from_snapshot(1),
     "fork": lambda each: each.fork("elsewhere", 1), "prune": lambda each: each.prune(),
     "compare": lambda each: each.compare("k", "k"), "scrub": lambda each: each.scrub(), "audit": lambda each: each.audit(),
     "trim": lambda each: each.trim(),

@@ -131,7 +131,7 @@ def test_writer_without_lock_is_superseded(tmp_path: Path) -> None:
     cause = poisoned.value.__cause__
     # Threads of the store may notice the missing file before the other writer opens the store.
     assert isinstance(cause, remanent.SupersededError) and cause.holder
-    assert cause.path == str(tmp_path / "store") and "open it again" in cause.remedy
+    assert cause.path == str(tmp_path / "store") and "stop one of the two writers" in cause.remedy
     with pytest.raises(remanent.PoisonedError):
         store.close()
     with remanent.Store(tmp_path / "store") as store:

@@ -177,7 +177,7 @@ def test_events_before_exit_reach_handlers(directory: str, last: str) -> None:
     done = run_script(f"""
         import logging, sys, threading, remanent
         logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(name)s %(message)s")
-        store = remanent.Store(sys.argv[1], retention={"log_kept": 1 << 30})
+        store = remanent.Store(sys.argv[1], retention={{"log_kept": 1 << 30}})
         store["a"] = b"x"
         for _ in range(20):
             store.restore(1)
