@@ -254,6 +254,13 @@ impl dyn Device + '_ {
         self.abilities().direct_reads.map_or(Ok(memory), |reads| reads.rename(memory))
     }
 
+    /// Returns the place in which page memory was allocated or adopted.
+    pub(crate) fn place_of(&self, memory: MemoryId) -> Place {
+        let mut place = Place::Host;
+        self.read_places(&mut |place_of| place = place_of(memory));
+        place
+    }
+
     pub(crate) fn unified_support(&self) -> UnifiedSupport {
         let on_host = UnifiedSupport { has_pages: true, takes_hints: false };
         self.abilities().unified.map_or(on_host, |unified| unified.support())
@@ -261,7 +268,7 @@ impl dyn Device + '_ {
 
     pub(crate) fn hint_unified(&self, memory: MemoryId, hint: UnifiedHint) -> Result<()> {
         let reason = "the device has no memory that moves between a GPU and the host";
-        let refused = || Error::Refused(Refused::Hint { place: self.places_of(&[memory])[0], reason });
+        let refused = || Error::Refused(Refused::Hint { place: self.place_of(memory), reason });
         self.abilities().unified.ok_or_else(refused)?.hint(memory, hint)
     }
 

@@ -213,36 +213,39 @@ impl DeviceCounts {
     }
 }
 
-/// A move that a command makes: the source memory, the target memory, and the number of bytes. The memory is `None` for
-/// staging.
-type Move = (Option<MemoryId>, Option<MemoryId>, u64);
-
-/// Returns the moves that the commands make, in list order. Empty ranges are skipped.
-fn moves(commands: &[Command]) -> Vec<Move> {
-    let mut moves = Vec::new();
-    let mut add = |from: Option<&Span>, to: Option<&Span>, bytes: u64| {
+/// Calls `each` for each move that the commands make, in list order, with the source place, the target place and the
+/// number of bytes. Bytes in staging are in [`Place::Host`]. Empty ranges are skipped.
+fn moves(
+    commands: &[Command],
+    place_of: &dyn Fn(MemoryId) -> Place,
+    mut each: impl FnMut(Place, Place, u64),
+) {
+    let place = |span: &Span| place_of(span.memory);
+    let mut add = |from: Place, to: Place, bytes: u64| {
         if bytes > 0 {
-            moves.push((from.map(|span| span.memory), to.map(|span| span.memory), bytes));
+            each(from, to, bytes);
         }
     };
     for command in commands {
         match command {
-            Command::Upload { target, .. } => add(None, Some(target), target.len),
-            Command::Download { source, .. } => add(Some(source), None, source.len),
-            Command::Copy { source, target } => add(Some(source), Some(target), source.len),
+            Command::Upload { target, .. } => add(Place::Host, place(target), target.len),
+            Command::Download { source, .. } => add(place(source), Place::Host, source.len),
+            Command::Copy { source, target } => add(place(source), place(target), source.len),
             Command::Gather { sources, target } => {
-                sources.iter().for_each(|(source, _)| add(Some(source), Some(target), source.len));
+                let to = place(target);
+                sources.iter().for_each(|(source, _)| add(place(source), to, source.len));
             }
             Command::Scatter { source, targets } => {
-                targets.iter().for_each(|(_, target)| add(Some(source), Some(target), target.len));
+                let from = place(source);
+                targets.iter().for_each(|(_, target)| add(from, place(target), target.len));
             }
             Command::Apply { pieces } => {
                 for piece in pieces {
                     let from = match &piece.payload {
-                        Payload::Staging { .. } => None,
-                        Payload::Device(span) => Some(span),
+                        Payload::Staging { .. } => Place::Host,
+                        Payload::Device(span) => place(span),
                     };
-                    add(from, Some(&piece.target), piece.target.len);
+                    add(from, place(&piece.target), piece.target.len);
                 }
             }
             // These move only bits, checksums and picked elements between allocations.
@@ -255,7 +258,6 @@ fn moves(commands: &[Command]) -> Vec<Move> {
             | Command::Validate { .. } => {}
         }
     }
-    moves
 }
 
 fn add_moves(moves: &mut ListMoves, places: (Place, Place), more: Moved) {
@@ -344,9 +346,9 @@ impl EngineDevice {
     }
 
     pub fn release(&self, memory: MemoryId) -> Result<()> {
-        let places = self.inner.places_of(&[memory]);
+        let place = self.inner.place_of(memory);
         self.inner.release(memory)?;
-        places.into_iter().for_each(|place| self.counts.freed(place));
+        self.counts.freed(place);
         Ok(())
     }
 
@@ -380,19 +382,13 @@ impl EngineDevice {
 
     fn moves(&self, commands: &[Command]) -> ListMoves {
         let of_some = map_slices(commands, |commands| {
-            let moved = moves(commands);
-            let memory: Vec<MemoryId> =
-                moved.iter().flat_map(|(from, to, _)| from.iter().chain(to)).copied().collect();
-            let mut places = self.inner.places_of(&memory).into_iter();
-            let mut place = |memory: Option<MemoryId>| {
-                memory.map_or(Place::Host, |_| places.next().expect("a place for each memory"))
-            };
-            let mut moves = ListMoves::new();
-            for (from, to, bytes) in moved {
-                let places = (place(from), place(to));
-                add_moves(&mut moves, places, Moved { pages: 1, bytes, ..Moved::default() });
-            }
-            moves
+            let mut found = ListMoves::new();
+            self.inner.read_places(&mut |place_of| {
+                moves(commands, place_of, |from, to, bytes| {
+                    add_moves(&mut found, (from, to), Moved { pages: 1, bytes, ..Moved::default() });
+                });
+            });
+            found
         });
         let mut moves = ListMoves::new();
         for (places, moved) in of_some.into_iter().flatten() {

@@ -57,6 +57,9 @@ pub use self::unified::{UnifiedHint, UnifiedSide, UnifiedSupport};
 use crate::error::Result;
 pub use crate::options::caller_memory::{CallerMemory, HostMemory};
 
+/// A closure that receives a function from page memory to its place: the argument of [`Device::read_places`].
+pub type ReadPlaces<'a> = &'a mut dyn FnMut(&dyn Fn(MemoryId) -> Place);
+
 /// A device: the memory that contains pages, and the queues through which it is changed.
 ///
 /// Every device implements these methods. [`abilities`](Self::abilities) returns the abilities that only some devices
@@ -83,8 +86,9 @@ pub trait Device: Any + Send + Sync {
     /// A device error. An unknown id is a bug in the caller and panics.
     fn release(&self, memory: MemoryId) -> Result<()>;
 
-    /// Returns the places in which these memories were allocated or adopted, in order.
-    fn places_of(&self, memory: &[MemoryId]) -> Vec<Place>;
+    /// Calls `read` with a function that returns the place in which page memory was allocated or adopted. Nothing is
+    /// allocated, and a device locks its table at most once for all lookups.
+    fn read_places(&self, read: ReadPlaces<'_>);
 
     /// Returns whether bytes cross a bus between staging and page memory. If they do, lists checksum page memory with
     /// [`Command::Crc`] after a copy into it and before a copy out of it, because a checksum of staging proves nothing

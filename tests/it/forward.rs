@@ -51,8 +51,8 @@ macro_rules! forward {
     };
     // Streams, addresses and bytes only: with its other abilities, the inner device would be called directly.
     (@places_and_abilities $inner:ident) => {
-        fn places_of(&self, memory: &[remanent::device::MemoryId]) -> Vec<remanent::Place> {
-            self.$inner.places_of(memory)
+        fn read_places(&self, read: &mut dyn FnMut(&dyn Fn(remanent::device::MemoryId) -> remanent::Place)) {
+            self.$inner.read_places(read);
         }
 
         fn abilities(&self) -> remanent::device::Abilities<'_> {

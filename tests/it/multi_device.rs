@@ -524,8 +524,8 @@ struct Busy {
 impl Device for Busy {
     forward!(inner: label allocate release staging submit reached wait after);
 
-    fn places_of(&self, memory: &[MemoryId]) -> Vec<Place> {
-        self.inner.places_of(memory)
+    fn read_places(&self, read: &mut dyn FnMut(&dyn Fn(MemoryId) -> Place)) {
+        self.inner.read_places(read);
     }
 
     fn abilities(&self) -> Abilities<'_> {

@@ -44,8 +44,8 @@ impl Device for Shut {
         self.inner.submit(lane, list)
     }
 
-    fn places_of(&self, memory: &[MemoryId]) -> Vec<Place> {
-        self.inner.places_of(memory)
+    fn read_places(&self, read: &mut dyn FnMut(&dyn Fn(MemoryId) -> Place)) {
+        self.inner.read_places(read);
     }
 
     fn abilities(&self) -> Abilities<'_> {

@@ -426,8 +426,8 @@ impl Device for CudaDevice {
         self.lane(lane).follow(self.lane(fence.lane))
     }
 
-    fn places_of(&self, memory: &[MemoryId]) -> Vec<Place> {
-        memory.iter().map(|memory| place_of(&self.pages.named(*memory))).collect()
+    fn read_places(&self, read: &mut dyn FnMut(&dyn Fn(MemoryId) -> Place)) {
+        read(&|memory| place_of(&self.pages.named(memory)));
     }
 
     fn abilities(&self) -> Abilities<'_> {

@@ -179,9 +179,9 @@ impl Device for HostDevice {
     }
 
     /// Acquires one lock for all lookups, because lists name thousands of allocations.
-    fn places_of(&self, memory: &[MemoryId]) -> Vec<Place> {
+    fn read_places(&self, read: &mut dyn FnMut(&dyn Fn(MemoryId) -> Place)) {
         let memories = self.memories.read();
-        memory.iter().map(|memory| memories.get(*memory).place()).collect()
+        read(&|memory| memories.get(memory).place());
     }
 
     fn abilities(&self) -> Abilities<'_> {

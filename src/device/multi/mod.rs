@@ -385,12 +385,11 @@ impl Device for MultiDevice {
         Ok(())
     }
 
-    fn places_of(&self, memory: &[MemoryId]) -> Vec<Place> {
-        let place_of = |memory: &MemoryId| {
-            let DeviceAddress { part, memory } = self.address_of(*memory);
-            placed(part, self.parts[part].places_of(&[memory])[0])
-        };
-        memory.iter().map(place_of).collect()
+    fn read_places(&self, read: &mut dyn FnMut(&dyn Fn(MemoryId) -> Place)) {
+        read(&|memory| {
+            let DeviceAddress { part, memory } = self.address_of(memory);
+            placed(part, self.parts[part].place_of(memory))
+        });
     }
 
     fn abilities(&self) -> Abilities<'_> {
