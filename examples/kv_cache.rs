@@ -8,7 +8,7 @@
 use std::collections::VecDeque;
 
 use remanent::store::ReadPages;
-use remanent::{Error, Key, PageId, Place, Result, Store};
+use remanent::{Error, Key, Place, Result, Store};
 
 /// Length of a block in bytes.
 const BLOCK_LEN: usize = 16 << 10;
@@ -49,7 +49,7 @@ impl Cache {
         let mut batch = self.store.batch();
         let is_full = self.order.len() >= BLOCKS_MAX;
         if let Some(oldest) = self.order.front().filter(|_| is_full) {
-            batch.delete(self.page(oldest)?);
+            batch.delete(oldest);
         }
         batch.create_from(block, Place::Host).key(&key);
         self.store.commit(batch)?;
@@ -59,10 +59,6 @@ impl Cache {
         }
         self.order.push_back(key);
         Ok(())
-    }
-
-    fn page(&self, key: &Key) -> Result<PageId> {
-        Ok(self.store.page_by_key(key)?.page)
     }
 }
 

@@ -1,23 +1,23 @@
 //! The engine: the components that all parts of an open store share.
 //!
-//! Commits, reads, snapshots, restores, loads and tickets have their own types. Each of these types contains the engine
-//! in an `Arc`, so that all of them use the same disk, memory and poison. A ticket then counts one reference instead of
-//! one per component.
+//! Commits, reads, snapshots, restores, loads and tickets have their own types. Each of these types refers to the
+//! engine by one `Arc`, so that all of them use the same disk, memory and poison. A ticket thus needs one reference
+//! count instead of one per component.
 //!
-//! The log and the applier have threads. The applier is started after the log and stopped before it, because a batch is
-//! applied only after it is logged, and the applier waits on the log for that (I1).
+//! The log and the applier have threads. The applier is started after the log and stopped before it, because it waits
+//! for the log before it applies a batch (I1).
 
 use std::sync::{Arc, Weak};
 
-use remanent_format::{LogPoint, PageTable, StoreId};
+use remanent_format::{LogPoint, Lsn, PageTable, StoreId};
 
 use crate::applier::{AppliedState, Applier, ApplierParts, Leases};
 use crate::base::poison::Poison;
 use crate::device::{EngineDevice, Fence, MemoryOwner, StoreHandle};
 use crate::disk::Disk;
-use crate::error::{Error, Result};
+use crate::error::{ArchiveError, Error, Result};
 use crate::images::disk_pages::DiskPages;
-use crate::log::{Log, LogStart, SegmentPool, SpacePurpose};
+use crate::log::{ArchiveProgress, Log, LogStart, SegmentPool, SpacePurpose};
 use crate::memory::arena::Arena;
 use crate::memory::staging::StagingPool;
 use crate::options::LogIo;
@@ -46,6 +46,8 @@ pub(crate) struct Engine {
     pub versions: Arc<Versions>,
     /// The store's poison. It is set by every failure after which the state of disk or memory is unknown.
     pub poison: Arc<Poison>,
+    /// The progress of the archive, or `None` if the store has none.
+    pub archive: Option<Arc<ArchiveProgress>>,
 }
 
 /// The results of recovery from which an engine starts.
@@ -70,6 +72,8 @@ pub(crate) struct EngineStart<'a> {
     pub submitted: &'a PageTable,
     /// The recorder of page uses for the eviction policies, or `None` if the store has no eviction policies.
     pub uses: Option<Arc<PageUses>>,
+    /// The progress of the archive, or `None` if the store has none.
+    pub archive: Option<Arc<ArchiveProgress>>,
 }
 
 impl Engine {
@@ -92,6 +96,7 @@ impl Engine {
             mut applied,
             submitted,
             uses,
+            archive,
         } = start;
         let poison = Arc::new(Poison::none_in(disk.label()));
         let started =
@@ -145,12 +150,34 @@ impl Engine {
             leases,
             versions,
             poison,
+            archive,
         })))
+    }
+
+    /// Returns the progress of the archive.
+    ///
+    /// # Errors
+    /// [`Error::Archive`] if the store has none.
+    pub fn archive(&self) -> Result<&ArchiveProgress> {
+        self.archive.as_deref().ok_or_else(|| ArchiveError::absent().into())
+    }
+
+    /// Makes the archive contain batch `lsn` soon.
+    ///
+    /// # Errors
+    /// [`Error::Archive`] if the store has none.
+    pub fn ask_to_archive(&self, lsn: Lsn) -> Result<&ArchiveProgress> {
+        let archive = self.archive()?;
+        archive.ask(lsn);
+        #[cfg(feature = "archive")]
+        self.log.wake_archiver();
+        Ok(archive)
     }
 }
 
-/// Logs a batch before the store is available to callers. On a full disk the batch may use the space reserved for
-/// deletes, so that a store with pages moved to slower places can be opened and emptied.
+/// Logs a batch before the store is available to callers. On a full disk, the batch may use the space that is reserved
+/// for deletes. Otherwise a store whose pages had to be moved to slower places could not be opened, and its pages could
+/// not be deleted to free space.
 fn append_first(log: &Log, payload: &[u8]) -> Result<LogPoint> {
     let point = log.append(payload, crc32fast::hash(payload), SpacePurpose::Delete)?;
     log.wait_logged(point.lsn)?;
@@ -195,7 +222,7 @@ impl Drop for RunningEngine {
         self.0.applier.stop();
         self.0.log.stop();
         self.0.log.shrink();
-        // No page is left in caller-owned memory by now, so the memory is released to its owners.
+        // No page is stored in caller-owned memory any more, so the handles to that memory are dropped.
         self.0.arena.drop_released();
     }
 }

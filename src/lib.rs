@@ -94,6 +94,7 @@
 //! | [`Store::snapshot`] and its variants, [`Store::prune`] | each other, and a background snapshot, which then runs at full speed |
 //! | [`Store::scrub`], [`Store::audit`] | the same; a scrub also for another scrub |
 //! | [`Store::restore`] | the same; commits wait for it |
+//! | `Store::agrees`, `nccl::QueuedCollective::wait`, an open with `MemoryOptions::gather` | the other ranks, up to their time limit |
 //!
 //! **Async.** Two calls return futures: [`Ticket::acknowledged`] and [`Store::read_many`]. All other calls, and
 //! dropping a store, can block on a disk. Run them on a thread that may block (tokio's `spawn_blocking`).
@@ -111,6 +112,7 @@
 //! |---|---|
 //! | `blocks/` | blocks of an inference engine's cache, stored in pages or in the engine's own tensors |
 //! | `store/` | the public handle of an open store |
+//! | `archive/` | archiving an open store in an object store; only with the feature `archive` |
 //! | `tiers/` | demotion of unused pages from a full place, and promotion on demand |
 //! | `history/` | views of earlier states, restores, forks |
 //! | `write/` | checks, encodes and logs a batch, and passes it to the applier |
@@ -149,8 +151,8 @@
 //!   incarnation, whose opening segment is built completely and then renamed into place. That rename is the only commit
 //!   point of recovery.
 //! - **I6** Recovery copies all batches above the last mark, because possibly only the page cache contains them. It
-//!   reads the bytes under a mark from the medium at least once: bypassing the page cache, or by a read that found none of
-//!   these bytes cached.
+//!   reads the bytes under a mark from the medium at least once: bypassing the page cache, or by a read that found none
+//!   of these bytes cached.
 //! - **I7** A manifest is published only after everything that it names is synced and the log is durable up to the
 //!   manifest's `end`, and after a named snapshot before it was read back and recorded. The data that a snapshot
 //!   replaces is removed only once the snapshot was read back and a synced seal records that.
@@ -178,6 +180,8 @@ compile_error!(
 
 pub mod blocks;
 pub mod store;
+#[cfg(feature = "archive")]
+mod archive;
 pub mod tiers;
 pub mod history;
 mod write;
@@ -211,6 +215,8 @@ pub use error::{Error, Result};
 pub use history::point::StatePoint;
 pub use history::view::View;
 pub use options::{Ack, DeviceChoice, Options, Retention, SnapshotOptions};
+#[doc(hidden)]
+pub use recovery::SurveyedStore;
 pub use remanent_format::{
     Epoch, Key, Lsn, Metadata, PageId, PageInfo, Place, Position, SnapshotId, StoreId, Value,
 };
@@ -235,10 +241,23 @@ pub mod follow {
     };
 }
 
+/// Collective operations between GPUs of several ranks, by NVIDIA's library NCCL, with the feature `nccl`.
+#[cfg(feature = "nccl")]
+pub mod nccl {
+    pub use crate::device::cuda::nccl::{Nccl, Rank, UniqueId};
+    pub use crate::device::{CollectiveSource, Communicator, Element, QueuedCollective, Reduction};
+    pub use crate::error::NcclError;
+    pub use crate::options::GatherMode;
+    pub use crate::store::GatherReport;
+    pub use crate::store::agreement::{Agreement, DivergedPage};
+}
+
 /// The counters that [`Store::stats`] returns.
 pub mod stats {
     pub use crate::device::counts::{AllocationStats, LaneStats, TransferStats};
     pub use crate::images::disk_pages::DiskUsage;
+    #[cfg(feature = "archive")]
+    pub use crate::log::ArchiveStats;
     pub use crate::log::LogStats;
     pub use crate::memory::arena::{PlaceUsage, Purpose};
     pub use crate::snapshot::progress::SnapshotStats;

@@ -1,20 +1,20 @@
 #!/usr/bin/env python3
-"""The allocations of a training step, and what PyTorch's allocator takes for them, and for any trace of allocations.
+"""Records the allocations of a training step, and replays any trace of allocations through PyTorch's allocator.
 
     allocations.py record steps.jsonl [--parameters 300e6] [--steps 5] [--batch 8] [--sequence 512] [--vary]
     allocations.py replay steps.jsonl kv.jsonl [--rounds 5] [--json]
 
-`record` trains a transformer on random numbers, in bfloat16 over parameters of float32, with AdamW, and writes down
-what it asks of PyTorch's allocator, from the first parameter to the last step. With `--vary` each step has a length of
-its own, as batches of texts have. `replay` makes the calls of a trace again, by one thread, and times them: first from
-an empty cache, then again. A call from Python costs more than the allocator does, so the same loop is timed with calls
-that do nothing, too. `remanent-bench allocations --trace FILE` replays the same file, and writes the KV trace's with
-`--save`.
+`record` trains a transformer on random numbers, in bfloat16 with float32 parameters and AdamW. It writes all requests
+to PyTorch's allocator to a file, from the first parameter to the last step. With `--vary`, each step has a different
+sequence length, as batches of text do. `replay` makes the calls of a trace again on one thread and measures their time,
+first with an empty cache, then with the cache of the previous replay. A call from Python takes longer than the
+allocator itself, so the same loop is also measured with calls that do nothing. `remanent-bench allocations --trace
+FILE` replays the same file, and writes the KV trace with `--save`.
 
-A trace has one JSON object a line: {"alloc": ID, "len": BYTES, "stream": N} or {"free": ID}. Streams are numbered as
-they come, the default one is 0.
+A trace has one JSON object per line: {"alloc": ID, "len": BYTES, "stream": N} or {"free": ID}. Streams are numbered in
+the order of their first use; the default stream is 0.
 
-Needs torch with CUDA.
+Requires torch with CUDA.
 """
 
 import argparse
@@ -29,7 +29,7 @@ VOCABULARY, WIDTH = 32_000, 1024
 
 
 def model_of(parameters):
-    """A transformer with as many layers as these parameters make."""
+    """Returns a transformer with about this number of parameters."""
     layers = max(1, round((parameters - 2 * VOCABULARY * WIDTH) / (12 * WIDTH * WIDTH)))
     layer = torch.nn.TransformerEncoderLayer(WIDTH, WIDTH // 64, 4 * WIDTH, 0.0, "gelu", batch_first=True,
                                              norm_first=True)
@@ -58,7 +58,8 @@ def train(options):
 
 
 def events_of(entries):
-    """The events of PyTorch's own history. Each block has a number, because PyTorch uses addresses again."""
+    """Returns the events of PyTorch's memory history. Each block gets a unique number, because PyTorch reuses
+    addresses."""
     live, streams, events, next_id = {}, {0: 0}, [], 0
     for entry in entries:
         if entry["action"] == "alloc" and entry["size"] > 0:
@@ -96,7 +97,7 @@ class Nothing:
 
 
 class Torch:
-    """PyTorch's allocator, by the calls that `torch.cuda.caching_allocator_alloc` makes for its own arguments."""
+    """PyTorch's allocator, called in the same way as by `torch.cuda.caching_allocator_alloc`."""
 
     allocate = staticmethod(torch._C._cuda_cudaCachingAllocator_raw_alloc)
     free = staticmethod(torch._C._cuda_cudaCachingAllocator_raw_delete)
@@ -109,7 +110,8 @@ class Torch:
 
 
 def read(path):
-    """Events as pairs: a slot and a length with a stream, or a slot alone. And the number of slots, and of streams."""
+    """Returns the events of a trace, the number of slots and the number of streams. An event is a slot with a length
+    and a stream, or a slot alone, which is freed."""
     slots, unused, live, events, streams = 0, [], {}, [], 1
     with open(path) as file:
         for line in file:
@@ -132,7 +134,7 @@ def read(path):
 
 
 def play(allocator, events, slots, times=None):
-    """Makes all calls, and returns the nanoseconds that they took together."""
+    """Makes all calls and returns their total duration in nanoseconds."""
     blocks, now = [0] * slots, time.perf_counter_ns
     allocate, free = allocator.allocate, allocator.free
     begun = now()
@@ -161,7 +163,7 @@ def play(allocator, events, slots, times=None):
 
 def replay_one(path, rounds):
     events, slots, streams = read(path)
-    # The default one, and made ones, which live as long as the replay.
+    # The default stream, and new streams that exist as long as the replay.
     made = [torch.cuda.Stream() for _ in range(streams - 1)]
     handles = [0] + [stream.cuda_stream for stream in made]
     events = [(slot, size, handles[stream]) for slot, size, stream in events]

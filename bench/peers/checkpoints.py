@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Checkpoints whose writer is killed, or whose bytes change: other libraries compared with Remanent.
+"""Compares checkpoint libraries with Remanent when the writer is killed or the files are damaged.
 
     python3 bench/peers/checkpoints.py [--kills 30] [--flips 100] [--cuts 30] [--seed 1] [--dir DIR] [NAME ...]
 
-Each library saves the first version of a state, then the second one over it, as its documentation shows, in a process
-that is killed at a random moment of the second save. Then everything is loaded. *whole*: one of the two versions,
-every byte of it; *refused*: an error, or a crash; *wrong*: anything else, without an error. A bit flipped and an end cut
-off are tried on the first version, in the longest file or, every other time, in any.
+Each library saves a first version of a state, then a second version over it, as its documentation shows. The process is
+killed at a random time during the second save. The state is then loaded. The result is *whole* if all bytes are those
+of one version, *refused* for an error or a crash, and *wrong* for any other result without an error. Flipped bits and
+truncations are applied to the first version: in every other trial to the longest file, otherwise to a random file.
 
-Needs only Python and the libraries that it finds: missing ones are named and left out. Remanent is run as
-`$REMANENT` (a path; `remanent` if it is not set) and needs the library safetensors, whose files it imports.
+Requires only Python. Libraries that are not installed are listed and skipped. Remanent is run as `$REMANENT` (a path;
+`remanent` by default) and requires the library safetensors, whose files it imports.
 """
 
 import argparse
@@ -27,13 +27,13 @@ import time
 TENSORS = 8
 TENSOR_LEN = 4 << 20
 LOAD_SECONDS_MAX = 60
-# The outcome that a child process gives by its exit status.
+# The results of a child process, which are its exit status.
 FIRST, SECOND, REFUSED, WRONG = range(4)
 
 
 @functools.cache
 def state(version):
-    """The tensors of a version, as bytes by name."""
+    """Returns the tensors of a version as bytes, by name."""
     return {f"layer.{n}": random.Random(f"{version}.{n}").randbytes(TENSOR_LEN) for n in range(TENSORS)}
 
 
@@ -86,7 +86,7 @@ class Dcp:
 
 
 class TorchCheckpointing:
-    """Versions in folders of their own, of which a load takes the newest that it can read."""
+    """Saves each version to a separate folder. A load uses the newest readable version."""
 
     name = "torch_checkpointing"
     needs = ["torch", "torch_checkpointing"]
@@ -219,7 +219,7 @@ def from_torch(tensors):
 
 
 def in_child(work):
-    """Starts `work` in a process of its own, whose children die with it, and returns its number."""
+    """Starts `work` in a child process, whose own children are killed with it, and returns the process id."""
     sys.stdout.flush()
     child = os.fork()
     if child:
@@ -236,7 +236,7 @@ def in_child(work):
 
 
 def ended(child, seconds):
-    """The exit status of a process; `None` if it is alive after this number of seconds."""
+    """Returns the exit status of a process, or None if the process is still running after `seconds` seconds."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         found, status = os.waitpid(child, os.WNOHANG)
@@ -255,7 +255,7 @@ def kill(child):
 
 
 def loaded(peer, path):
-    """The version that a library loads from a path. A library that hangs or crashes has refused."""
+    """Returns the version that a library loads from a path. A hang or a crash counts as REFUSED."""
 
     def load():
         found = peer.load(path)
@@ -269,26 +269,26 @@ def loaded(peer, path):
 
 
 def saving(peer, path, version):
-    """Starts to save in a process of its own, and returns when it has everything loaded that it needs."""
-    told, tell = os.pipe()
+    """Starts a save in a child process and returns once the process has imported its libraries."""
+    reader, writer = os.pipe()
     tensors = state(version)
 
     def save():
         for need in peer.needs:
             importlib.import_module(need)
-        os.write(tell, b".")
+        os.write(writer, b".")
         peer.save(path, tensors)
         return 0
 
     child = in_child(save)
-    os.close(tell)
-    os.read(told, 1)
-    os.close(told)
+    os.close(writer)
+    os.read(reader, 1)
+    os.close(reader)
     return child
 
 
 def saved(peer, path, version):
-    """Saves to the end, and returns how long that took in seconds."""
+    """Saves a version and returns the duration in seconds."""
     child = saving(peer, path, version)
     began = time.monotonic()
     status = ended(child, 10 * LOAD_SECONDS_MAX)
@@ -340,7 +340,7 @@ def damages(peer, folder, count, chance, damage):
         with open(file, "r+b") as opened:
             damage(opened, os.path.getsize(file), chance)
         outcome = loaded(peer, os.path.join(trial, "state"))
-        # The second version was never there.
+        # The second version was never saved.
         yield WRONG if outcome == SECOND else outcome
 
 

@@ -1,21 +1,21 @@
 #!/usr/bin/env python3
-"""Between a file and GPU memory: cuFile (GPUDirect Storage) compared with plain calls and copies through pinned memory.
+"""Compares transfers between a file and GPU memory by cuFile (GPUDirect Storage) with plain calls and pinned memory.
 
     python3 bench/peers/cufile.py DIR [--gib 4] [--seconds 90]
 
-All ways take turns, round by round, each with a gigabyte of the file in a turn; results are printed as they come, and
-their medians at the end. A share is that of the fastest way without cuFile in the same round. Cold reads are with
-O_DIRECT, warm reads are from the page cache; writes are to new files with O_DIRECT, and synced. The bytes that arrive
-are compared with those that were sent, outside of the time.
+All methods are measured in turn, round by round. Each measurement transfers a gigabyte of the file. Results are printed
+as they are obtained, and their medians at the end. A share is relative to the fastest method without cuFile in the same
+round. Cold reads use O_DIRECT, and warm reads come from the page cache. Writes go to new files with O_DIRECT and are
+synced. The received bytes are compared with the sent bytes, which is not included in the time.
 
-The plain ways: each thread has a stream and two pieces of pinned memory, and copies one while it reads or writes the
-other. They are driven from Python like cuFile, whose one call a piece costs the interpreter less than their four: warm,
-in pieces of 1 MiB, this limits them, so there look at 16 MiB.
+In the plain methods, each thread has a stream and two buffers in pinned memory, and copies one buffer while it reads or
+writes the other. Python drives all methods. For each buffer, cuFile needs one call from Python and the plain methods
+need four. With warm buffers of 1 MiB, the interpreter limits the plain methods, so compare the results for 16 MiB.
 
-Where there is no nvidia-fs, cuFile works in its library like the plain ways here (its compat mode). Its settings are
-those of `CUFILE_ENV_PATH_JSON`, else its own with compat mode allowed.
+Without nvidia-fs, the cuFile library works like the plain methods (its compat mode). The settings of cuFile are those
+of `CUFILE_ENV_PATH_JSON`, or by default its own settings with compat mode allowed.
 
-`--device host` tries everything but cuFile on a machine without a GPU.
+`--device host` runs everything except cuFile on a machine without a GPU.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def transfer(call, descriptor, address, size, offset):
 
 
 class Host:
-    """Memory of the host in the place of a GPU's."""
+    """Host memory that replaces GPU memory."""
 
     name = "no GPU: memory of the host in its place"
 
@@ -100,7 +100,7 @@ class Host:
 
 
 class Cuda:
-    """A GPU, by its driver."""
+    """A GPU, used through the driver API."""
 
     # The name of a call, and its arguments.
     CALLS = {
@@ -153,7 +153,7 @@ class Cuda:
         return value.value
 
     def use(self):
-        """Makes the context current on a thread, before all other calls."""
+        """Makes the context current on the calling thread. Required before all other calls."""
         self.call("cuCtxSetCurrent", self.context)
 
     def pinned(self, size):
@@ -206,7 +206,7 @@ class CuFile:
             ("status_flags", ctypes.c_uint),
             ("control_flags", ctypes.c_uint),
             ("feature_flags", ctypes.c_uint),
-            # Other fields, whose number grows from one version to the next.
+            # Further fields, whose number depends on the version of the library.
             ("rest", ctypes.c_uint * 64),
         ]
 
@@ -252,7 +252,7 @@ class CuFile:
             raise Refused(f"{name} failed with {error.code} (CUfileOpError in cufile.h), CUDA {error.cuda}")
 
     def mode(self):
-        """The line that says how the library reaches files."""
+        """Returns a line that describes how the library accesses files."""
         properties = self.Properties()
         self.call("cuFileDriverGetProperties", ctypes.byref(properties))
         module = Path("/proc/driver/nvidia-fs/version")
@@ -284,7 +284,7 @@ class CuFile:
 
 
 def in_threads(count, work):
-    """Runs `work` with the number of each thread; raises what the first one raised."""
+    """Runs `work(number)` on each of `count` threads. Raises the first error."""
     raised = []
 
     def run(number):
@@ -305,7 +305,7 @@ def in_threads(count, work):
 
 
 class PlainThreads:
-    """The streams and memory of the threads of the plain ways, made once."""
+    """The streams and buffers of the threads of the plain methods, which all measurements share."""
 
     def __init__(self, gpu, count):
         self.gpu = gpu
@@ -372,7 +372,7 @@ def by_cufile(gpu, library, name, threads, piece, descriptor, start, memory, siz
 
 
 class Files:
-    """The file that is read: random, and each of its MiB begins with its number."""
+    """The file to read. It contains random bytes, and each MiB starts with its number."""
 
     def __init__(self, folder, size, gpu):
         self.folder, self.size, self.gpu = folder, size, gpu
@@ -391,21 +391,21 @@ class Files:
         return number.to_bytes(8, "little") + self.random[: size - 8]
 
     def put(self, memory, size, start):
-        """Sends a part of the file's bytes to the GPU."""
+        """Copies a part of the file to the GPU."""
         for number in range(size // MIB):
             ctypes.memmove(self.area, self.block(start // MIB + number), MIB)
             self.gpu.up(memory + number * MIB, self.area, MIB, None)
             self.gpu.wait_all(None)
 
     def check(self, memory, size, start, what):
-        """Compares each MiB's beginning on the GPU."""
+        """Checks the first bytes of each MiB on the GPU."""
         for number in range(size // MIB):
             self.gpu.down(self.area, memory + number * MIB, STAMP, None)
             self.gpu.wait_all(None)
             self.compare(start // MIB + number, what)
 
     def check_file(self, descriptor, size, what):
-        """Compares each MiB's beginning in a file, past the page cache."""
+        """Checks the first bytes of each MiB in a file, with direct I/O."""
         for number in range(size // MIB):
             transfer(libc.pread64, descriptor, self.area, STAMP, number * MIB)
             self.compare(number, what)

@@ -1,20 +1,21 @@
 #!/usr/bin/env python3
-"""Saving and loading the state of one GPU: Remanent compared with common ways to do so, in one run.
+"""Compares Remanent with common methods of saving and loading the state of one GPU.
 
     cargo build --release
     python3 bench/peers/gpu.py DIR --gib 1 8 16    # on a disk
-    python3 bench/peers/gpu.py /dev/shm            # in memory: what software alone costs
+    python3 bench/peers/gpu.py /dev/shm            # in memory: the cost of the software alone
 
-All take turns, round by round, each in a process of its own. The state is random bytes in GPU memory. A save ends
-when all of it is durable: this script syncs the files of a library that does not, and counts the time. A cold load
-begins with the files dropped from the page cache, a warm one with all of them in it. A load ends when the state is in
-GPU memory. The loaded state is compared with the saved one, outside of the time. The hold-up of a caller ends when it
-may change the state again; for Remanent, which lets commits go on, it is the longest that one of them took. Remanent
-proves a checksum of every page on the way; the others prove none. `remanent.torch` is the same store from Python:
-`save_file` and `load_file`, and a `Checkpointer` with room for the whole state, which is opened outside of the time and
-restores into the tensors that are there. Libraries that are not installed are named and left out.
+All methods are measured in turn, round by round, each in a separate process. The state is random bytes in GPU memory. A
+save ends when the whole state is durable. If a library does not sync its files, this script syncs them and includes the
+time. Before a cold load, the files are dropped from the page cache. Before a warm load, all files are in the page
+cache. A load ends when the state is in GPU memory. The loaded state is compared with the saved state, which is not
+included in the time. "caller held up" is the time until the caller may change the state again. Remanent permits commits
+during a save, so its value is the longest duration of such a commit. Remanent verifies a checksum of every page during
+a load; the other libraries verify none. `remanent.torch` is the same store used from Python: `save_file` and
+`load_file`, and a `Checkpointer` whose `room` fits the whole state. The checkpointer is opened before the measurement
+and restores into the existing tensors. Libraries that are not installed are listed and skipped.
 
-`--device host` tries everything on a machine without a GPU.
+`--device host` runs everything on a machine without a GPU.
 """
 
 import argparse
@@ -39,7 +40,7 @@ def files_of(folder):
 
 
 def sync(folder):
-    """Makes files and their names durable."""
+    """Syncs files and their folder."""
     for path in [*files_of(folder), *(path for path in Path(folder).rglob("*") if path.is_dir()), Path(folder)]:
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
@@ -55,7 +56,7 @@ def forget(folder):
 
 
 class Torch:
-    """State as PyTorch has it."""
+    """A state of PyTorch tensors."""
 
     def __init__(self, device, size):
         import torch
@@ -68,11 +69,11 @@ class Torch:
         self.bytes = each * TENSORS
         self.wait()
 
-    # How long the last load took, where more than the load was done.
+    # The duration of the last load, if the method `load` also does other work.
     took = None
 
     def prepare(self, folder):
-        """Makes an empty folder to save to, outside of the time."""
+        """Creates an empty folder for a save. Not included in the time."""
         shutil.rmtree(folder, ignore_errors=True)
         os.makedirs(folder)
 
@@ -93,7 +94,7 @@ class TorchSave(Torch):
 
 
 class SaveFile(Torch):
-    """Ours from Python, by the same two calls."""
+    """`remanent.torch.save_file` and `load_file`."""
 
     def __init__(self, device, size):
         import remanent.torch
@@ -109,7 +110,7 @@ class SaveFile(Torch):
 
 
 class Run(SaveFile):
-    """Ours from Python, as a training loop saves."""
+    """`remanent.torch.Checkpointer`, as used in a training loop."""
 
     run = None
 
@@ -153,7 +154,7 @@ class Safetensors(Torch):
 
 
 class Dcp(Torch):
-    """torch.distributed.checkpoint, of one rank."""
+    """torch.distributed.checkpoint with one rank."""
 
     def __init__(self, device, size):
         super().__init__(device, size)
@@ -181,7 +182,7 @@ class Dcp(Torch):
 
 
 class DcpAsync(Dcp):
-    """The same in the background, with staging that stays from one save to the next."""
+    """`dcp.async_save`, with staging memory that is reused by the next save."""
 
     is_staged = True
     kept_writer = None
@@ -198,7 +199,7 @@ class DcpAsync(Dcp):
 
 
 class Orbax:
-    """State as JAX has it."""
+    """A state of JAX arrays."""
 
     def __init__(self, device, size):
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
@@ -247,7 +248,7 @@ PEERS = {
 
 
 def one_peer(name, folder, device, size):
-    """A child's work: one round of one peer, as one line of JSON."""
+    """Measures one round of one method in the child process, and prints the result as one line of JSON."""
     try:
         peer = PEERS[name](device, size)
     except ImportError as error:
@@ -277,7 +278,7 @@ def one_peer(name, folder, device, size):
             raise SystemExit(f"{name} loaded something else than it saved")
         return took
 
-    # The first time allocates memory that later ones use again.
+    # The first save allocates memory that later saves reuse.
     save()
     saved, stalled = save()
     forget(target)
@@ -288,7 +289,7 @@ def one_peer(name, folder, device, size):
 
 
 def ours(folder, device, size, program):
-    """One round of ours, and of the raw ceilings that it takes turns with."""
+    """Measures one round of Remanent, and of raw reads and writes of the same bytes."""
 
     def figures(what):
         command = [program, what, folder, "--device", device, "--bytes", str(size)]
@@ -301,7 +302,7 @@ def ours(folder, device, size, program):
     gigabytes = lambda figure: figure["median"] / 1e9
     us = {
         "save": gigabytes(saved["full, durable"]),
-        # Commits go on meanwhile: the longest that one of them waited.
+        # The longest duration of a commit during the save.
         "stall_ms": saved["hot page, Applied, during a snapshot"]["latency_us"]["worst"] / 1e3,
         "cold": gigabytes(loaded["open, cold"]),
         "warm": gigabytes(loaded["open, warm"]),
@@ -315,7 +316,7 @@ def ours(folder, device, size, program):
 
 
 def child(name, gib, arguments):
-    """One round of a peer in a process of its own."""
+    """Measures one round of a method in a child process."""
     command = [sys.executable, __file__, arguments.dir, "--peer", name]
     command += ["--device", arguments.device, "--gib", str(gib)]
     ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

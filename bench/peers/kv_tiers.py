@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""The tier for vLLM beside vLLM's own tier in files: storing, finding and loading blocks, in turns.
+"""Compares Remanent's tier for vLLM with vLLM's own file tier: storing, finding and loading blocks.
 
     python3 kv_tiers.py DIR [--blocks 256] [--length 2MiB] [--rounds 3]
 
-Needs vLLM 0.33 and this package. Blocks are rows of the host memory that vLLM offloads to, 16 in a job, all jobs at once.
-The files are written past the page cache, and not synced, named by a rename each; here a block is in the log's order, and
-its checksum is proven when it is loaded. "found" is after the process that stored was killed.
+Requires vLLM 0.33 and this package. Blocks are rows of the host memory to which vLLM offloads. A job has 16 blocks, and
+all jobs are submitted at once. The file tier writes with direct I/O, does not sync, and renames each file. Remanent
+appends blocks to files in order, and verifies the checksum of each block that it loads. "found" is measured after the
+process that stored the blocks was killed.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def run(tier: Any, begin: Any, blocks: int, loads: bool) -> float:
 
 
 def find(tier: Any, blocks: int) -> tuple[int, float]:
-    """How many blocks are found, and the seconds until that is known."""
+    """Returns the number of blocks that are found, and the duration of the lookups in seconds."""
     begun = time.perf_counter()
     found = {}
     while len(found) < blocks:
@@ -91,7 +92,7 @@ def memory(blocks: int, length: int) -> Any:
 
 
 def store_and_wait(kind: str, directory: str, blocks: int, length: int) -> None:
-    """In a process of its own: stores, says how long it took, and waits to be killed."""
+    """Stores the blocks, prints the duration, and waits to be killed. Runs in a child process."""
     tier = make(kind, directory, memory(blocks, length))
     print(run(tier, tier.submit_store, blocks, False), flush=True)
     time.sleep(600)
@@ -146,7 +147,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # As vLLM's engine does: what was imported is no garbage, and to look through it takes 0.4 s.
+    # Exclude imported objects from garbage collection, as vLLM's engine does. A scan of them takes 0.4 s.
     gc.freeze()
     if sys.argv[1:2] == ["--child"]:
         store_and_wait(sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))

@@ -1,10 +1,10 @@
-"""What ways to save a tensor sync, what a second save adds on disk, and whether a save is of one moment.
+"""Measures which files methods of saving a tensor sync, the disk space of a second save, and whether saves are atomic.
 
     python3 bench/peers/saves.py [DIR]
 
-Each library saves 16 MB as its documentation shows. *Synced* counts the files and folders below DIR that a first save
-syncs, by strace. *Second save* is the disk space that a save takes after one element changed. *One moment*: of 20 saves that
-return before they are written, those that hold no value assigned after the call returned.
+Each library saves 16 MB as its documentation shows. *Synced* is the number of files and folders in DIR that the first
+save syncs, counted by strace. *Second save* is the disk space of a save after one element changed. *One moment* counts,
+of 20 saves that return before they are written, those that contain no value assigned after the call returned.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Times `remanent.dcp` and DCP's own files, in turns: one process that saves tensors of 16 MiB, and loads them.
+"""Compares `remanent.dcp` with DCP's own files: one process saves and loads tensors of 16 MiB.
 
     python3 bench/peers/sharded.py DIR [--tensors 40] [--device cpu] [--rounds 3]
 
-A round saves a state, then again with a tenth of the tensors changed, then with all of them changed, each to a path of
-its own, and loads the last one. Figures are medians, in GB of the state a second. Remanent reads back what it wrote
-before a checkpoint can be seen; DCP syncs its files.
+In each round, a state is saved three times, each time to a new path: as it is, with a tenth of the tensors changed, and
+with all tensors changed. The last checkpoint is then loaded. The results are medians, in GB of state per second.
+Remanent reads back the written bytes before a checkpoint becomes visible. DCP syncs its files.
 
-Needs torch and the package of `python/`.
+Requires torch and the package in `python/`.
 """
 
 import argparse

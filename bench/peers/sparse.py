@@ -1,19 +1,20 @@
 #!/usr/bin/env python3
-"""What it costs to keep, and to hand on, a state of which little changes.
+"""Measures the cost of saving and of publishing a state of which only a small part changes.
 
     sparse.py saves DIRECTORY [--gib 8] [--rounds 5] [--device cuda:0] [--ways NAME…]
     sparse.py publish DIRECTORY [--gb 1.2] [--rounds 10] [--device cuda:0]
 
-`saves`: of a state in tensors of 64 MiB one chunk of 64 KiB in a hundred changes between two saves, in a row or
-spread. *call* is the time in the save, after which the state may change; *durable* is until it cannot be lost. Beside
-`Checkpointer`, with digests and with room for the whole state, stands `torch.save` to a new file, synced. What is
-*logged* is what went to the log, and its whole file for `torch.save`; pages that are written whole go elsewhere.
+`saves`: The state consists of tensors of 64 MiB. Between two saves, one in a hundred chunks of 64 KiB changes. The
+changed chunks are adjacent or spread. *call* is the duration of the call, after which the state may change. *durable*
+is the time until the save survives a power cut. The methods are `Checkpointer` with digests, `Checkpointer` with `room`
+for the whole state, and `torch.save` to a new file with a sync. *logged* is the number of bytes written to the log, or
+the length of the file for `torch.save`. Pages that are written completely go to other files and are not included.
 
-`publish`: one in a hundred elements of bfloat16 changes, anywhere. *call* is the time in `Publisher.publish`, *applied*
-is until another process has the step in its own tensors on the same device, and has told so by a pipe; *of it* is what
-the subscriber's own call took.
+`publish`: One in a hundred bfloat16 elements changes, at random positions. *call* is the duration of
+`Publisher.publish`. *applied* is the time until another process has applied the step to its own tensors on the same
+device and has reported so through a pipe. *of it* is the duration of the subscriber's call.
 
-Needs torch, and `remanent` on the path. Medians over the rounds, after two that are not counted.
+Requires torch and `remanent` in the path. The results are medians of the rounds after two uncounted rounds.
 """
 
 import argparse
@@ -57,7 +58,7 @@ class Ours:
 
 
 class Whole:
-    """`torch.save` of everything, as its users make it durable."""
+    """`torch.save` of the whole state to a new file, followed by a sync."""
 
     def __init__(self, directory, state):
         self.directory, self.state, self.bytes = Path(directory), state, 0
@@ -126,7 +127,7 @@ def model_of(gb, device):
 
 
 def subscribe(chosen, device):
-    """The other process: it says when it has applied a step, and how long its call took."""
+    """Applies steps in the other process. Reports the time of each step and the duration of the call."""
     subscriber, model = Subscriber(chosen.directory / "weights"), model_of(chosen.gb, device)
     while True:
         began, last = time.perf_counter(), subscriber.step

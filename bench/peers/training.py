@@ -1,20 +1,21 @@
 #!/usr/bin/env python3
-"""What saves cost a training loop on a GPU: the time that a step takes beside them, and when each is durable.
+"""Measures the cost of saves for a training loop on a GPU: the added time per save, and the time until it is durable.
 
     training.py DIRECTORY [--parameters 350e6] [--every 40] [--saves 4] [--rounds 2] [--ranks 1] [NAME ...]
 
-A transformer in bfloat16 with AdamW trains on random numbers. Every `--every` steps its whole state is saved, which has
-changed all over. The loop runs without saves and with each way to save in turn; what a save adds to the loop is the
-difference of their times. `copies alone` only copies the state to pinned memory, on a stream of its own, and has the
-next step wait for that: no way to save that is to have the state of one moment adds less, without a copy on the GPU.
-The stream of the loop stands for a save from where the call begins to where it ends, and before `optimizer.step`, as
-its own events tell. How often a state can be saved is told by saves one after the other, with a step between them.
+A transformer in bfloat16 is trained with AdamW on random numbers. Its whole state, all of which has changed, is saved
+every `--every` steps. The loop runs without saves and with each method of saving in turn. The cost of a save is the
+difference between these times. `copies alone` only copies the state to pinned memory on a separate stream and makes the
+next step wait for the copies. Without a copy on the GPU, no method that saves a point-in-time state can cost less.
+"stream stands" is the time for which the stream of the loop waits for a save, from the start to the end of the call and
+before `optimizer.step`, measured with CUDA events. "interval" is the shortest interval between saves, measured with
+consecutive saves that are one step apart.
 
-With several ranks, a GPU each, the model is divided by FSDP2, and each rank saves its part; what is said is of the
-first rank.
+With several ranks, each rank has one GPU, FSDP2 shards the model, and each rank saves its part. The results are those
+of the first rank.
 
-Needs torch with CUDA, and `remanent` on the path; torch_checkpointing if that is there. Medians over the rounds. Orbax
-saves arrays of JAX's, not these: `gpu.py` has it.
+Requires torch with CUDA and `remanent` in the path. torch_checkpointing is measured if it is installed. The results are
+medians of the rounds. `gpu.py` measures Orbax, which saves JAX arrays.
 """
 
 import argparse
@@ -68,14 +69,14 @@ class Transformer(torch.nn.Module):
 
 
 def tensors_of(model, optimizer):
-    """What this rank has of the state."""
+    """Returns this rank's part of the state."""
     tensors = list(model.state_dict().values())
     tensors += [each for state in optimizer.state.values() for each in state.values()]
     return [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
 
 
 class Nothing:
-    """The loop alone."""
+    """The loop without saves."""
 
     def __init__(self, directory, model, optimizer, size):
         self.model, self.optimizer = model, optimizer
@@ -87,7 +88,7 @@ class Nothing:
         pass
 
     def updating(self):
-        """What `optimizer.step` is to be called within."""
+        """Returns a context manager in which `optimizer.step` must be called."""
         return contextlib.nullcontext()
 
     def close(self):
@@ -95,7 +96,7 @@ class Nothing:
 
 
 class Copies(Nothing):
-    """The least that a save of one moment can do."""
+    """Copies the state to pinned memory, which is the minimum work of a point-in-time save."""
 
     def __init__(self, directory, model, optimizer, size):
         super().__init__(directory, model, optimizer, size)
@@ -138,14 +139,14 @@ class Remanent(Nothing):
 
 
 class Dcp(Nothing):
-    """PyTorch's distributed checkpoints, in the background of each rank."""
+    """PyTorch's distributed checkpoints, written in the background by each rank."""
 
     def __init__(self, directory, model, optimizer, size, writer=None):
         super().__init__(directory, model, optimizer, size)
         self.writer = writer
         self.directory = Path(directory)
         self.last, self.before, self.now = None, None, None
-        # Its best mode: staging in pinned memory that is made once.
+        # The fastest mode: staging in pinned memory that is allocated once.
         from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
         self.stager = BlockingAsyncStager(cache_staged_state_dict=True)
@@ -165,7 +166,8 @@ class Dcp(Nothing):
 
 
 class TorchCheckpointing(Nothing):
-    """Its asynchronous saver: it stages to pinned memory that it keeps, and a process of its own writes."""
+    """The asynchronous saver of torch_checkpointing. It stages in pinned memory that it reuses, and another process
+    writes."""
 
     def __init__(self, directory, model, optimizer, size):
         super().__init__(directory, model, optimizer, size)
@@ -194,7 +196,7 @@ class TorchCheckpointing(Nothing):
         self.manager.close()
 
 
-# Saves one after the other, for the time from one to the next.
+# The number of consecutive saves that measure the interval between saves.
 SAVES_IN_A_ROW = 6
 
 WAYS = {
@@ -222,7 +224,7 @@ def main():
     chosen = parser.parse_intermixed_args()
     os.environ.setdefault("MASTER_ADDR", "localhost")
     os.environ.setdefault("MASTER_PORT", "29511")
-    # Forked before this process has looked at a GPU.
+    # Fork before this process initializes CUDA.
     others = []
     for rank in range(1, chosen.ranks):
         pid = os.fork()
@@ -253,13 +255,13 @@ def compare(rank, chosen):
         return event
 
     def step(way):
-        """Returns the moments between which an update of the weights was held back."""
+        """Returns the CUDA events between which the update of the weights was delayed."""
         optimizer.zero_grad()
         scores = model(tokens[:, :-1])
         torch.nn.functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten()).backward()
         held = [moment()]
         with way.updating():
-            # It runs after the hook of the way, which was registered before it.
+            # This hook runs after the hook of the method, which was registered earlier.
             hook = optimizer.register_step_pre_hook(lambda *given: held.append(moment()))
             optimizer.step()
             hook.remove()
@@ -283,7 +285,7 @@ def compare(rank, chosen):
             before = torch.cuda.memory_allocated()
             way = WAYS[name](directory, model, optimizer, size)
             calls, stands = [], []
-            # The first one makes room.
+            # The first save allocates memory.
             way.save(0)
             step(way)
             way.wait()

@@ -247,8 +247,8 @@ fn replay(trace: &AllocationTrace, allocator: &Allocator, threads: usize) -> Res
     Ok(begun.zip(ended).map_or(Duration::ZERO, |(begun, ended)| ended - begun))
 }
 
-/// Does the same with each call timed. Returns the times, and the maximum number of bytes that were live at
-/// once.
+/// Replays the trace as [`replay`] does and measures each call. Returns the durations, and the maximum number
+/// of bytes that were live at once.
 fn replay_timed(
     trace: &AllocationTrace,
     allocator: &Allocator,
@@ -259,8 +259,8 @@ fn replay_timed(
         let (mut blocks, mut latency) = (LiveBlocks::new(allocator, trace.slots), Latency::new());
         let mut lens = vec![0_u64; trace.slots];
         begin.wait();
-        // `live` is never more than what is live: bytes are added after an allocation and subtracted before a
-        // free.
+        // `live` never exceeds the bytes that are live, because bytes are added after an allocation and
+        // subtracted before a free.
         for event in &trace.events {
             if let Event::Free { slot } = *event {
                 live.fetch_sub(std::mem::take(&mut lens[slot]), Ordering::Relaxed);

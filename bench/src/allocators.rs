@@ -107,13 +107,13 @@ impl Allocator {
     unsafe fn free(&self, address: u64, len: u64) -> Result<()> {
         match self {
             Self::Known => Ok(()),
-            // SAFETY: the caller's promise.
+            // SAFETY: required by this function's safety section.
             Self::Source(source) => unsafe { source.free(address, len) },
-            // SAFETY: the same.
+            // SAFETY: as above.
             Self::Pool(pool) => unsafe { pool.free(address, len) },
-            // SAFETY: the same.
+            // SAFETY: as above.
             Self::Caching(memory) => unsafe { memory.free(address, len) },
-            // SAFETY: the same.
+            // SAFETY: as above.
             Self::BehindEvents(memory, stream) => unsafe { memory.free_on(address, len, &[*stream]) },
         }
     }
@@ -152,7 +152,7 @@ impl<'a> LiveBlocks<'a> {
 }
 
 impl Drop for LiveBlocks<'_> {
-    /// Frees the blocks that the trace left, or did not reach.
+    /// Frees the blocks that the trace has not freed, because it ended or failed before that.
     fn drop(&mut self) {
         for slot in 0..self.blocks.len() {
             // The run ends with the first error, which was already reported.

@@ -12,8 +12,8 @@ use remanent_tools::shared::exit::Failure;
 use crate::latency::Latency;
 use crate::room::{BenchStop, Room};
 
-/// The number of bytes that are compared: at the beginning of a block at each request, also at its middle and
-/// end after a run.
+/// The number of bytes that are compared. At each request, they are at the start of a block. After a run, the
+/// middle and the end are compared too.
 const CHECKED: u64 = 16;
 
 /// A store, and how requests are served from it.
@@ -56,14 +56,15 @@ enum InFlightBlocks<'s> {
 pub struct CacheTotals {
     /// The number of existing blocks, by the place in which they were found.
     pub found: BTreeMap<Place, u64>,
-    /// For each request: the number of its blocks found in the fast place, and of all that existed.
+    /// For each request, the number of blocks that were found in the fast place, and the number of blocks
+    /// that existed.
     pub of_each: Vec<(u64, u64)>,
     /// The time until all existing blocks of a request were in the fast place: per request, and per block as
     /// the request's share.
     pub ready: Latency,
     pub ready_block: Latency,
     pub ready_took: Duration,
-    /// The same, only for requests with a block in a slower place.
+    /// The same time as `ready`, only for requests with a block in a slower place.
     pub brought: Latency,
     pub brought_took: Duration,
     /// The number of created blocks, and the time of each request's creations.
@@ -72,7 +73,7 @@ pub struct CacheTotals {
     pub making_took: Duration,
     /// The time from the first request to the end of the last one, without generating and checking bytes.
     pub took: Duration,
-    /// The number of prefetches that failed for lack of room.
+    /// The number of prefetches that failed because the fast place was full.
     pub refused_ahead: u64,
 }
 
@@ -131,7 +132,7 @@ impl BlockCache<'_> {
             let started = Instant::now();
             let ended = match &mut coming {
                 InFlightBlocks::Requests { coming, .. } => coming[at].take().map(|coming| {
-                    // Moves that have not started are left to the request itself.
+                    // Cancel moves that have not started. The request itself then moves these blocks.
                     coming.cancel()?;
                     coming.wait()
                 }),
@@ -160,7 +161,7 @@ impl BlockCache<'_> {
         at: usize,
     ) -> Result<(), BenchStop> {
         match coming {
-            // The requests in between are already being prefetched.
+            // The blocks of earlier requests are already being prefetched.
             InFlightBlocks::Requests { ahead, coming } => {
                 while coming.len() < (at + 1 + *ahead).min(requests.len()) {
                     let next = coming.len();
@@ -264,7 +265,7 @@ impl BlockCache<'_> {
         Ok(())
     }
 
-    /// Compares bytes of all blocks, wherever they are. Every block must exist.
+    /// Compares bytes of all blocks, in any place. Every block must exist.
     pub fn check_all(&self, blocks: impl Iterator<Item = u64>) -> Result<(), BenchStop> {
         let mut all = Vec::new();
         for id in blocks {

@@ -52,7 +52,7 @@ pub struct Figure {
     /// The latencies of single operations over all rounds.
     pub latency: Option<Latency>,
     pub course: Option<TimeSeries>,
-    /// The figure of the same group and unit that no store can beat.
+    /// The name of the ceiling: a figure of the same group and unit that no store can exceed.
     pub ceiling: Option<String>,
 }
 
@@ -74,9 +74,9 @@ pub enum Unit {
     BytesPerSecond,
     Bytes,
     Seconds,
-    /// A share, 1 for all.
+    /// A share, from 0 to 1.
     Share,
-    /// A share for which more is better.
+    /// A hit rate, from 0 to 1.
     Hits,
     /// A number of things of this name.
     Count(&'static str),

@@ -26,12 +26,13 @@ Examples:
 
 /// Number of pages that are created in one batch.
 const BATCH_PAGES: u64 = 10_000;
-/// Number of consecutive idle snapshots after which no background writes are left: one more than are kept.
+/// Number of consecutive snapshots without writes after which no background writes remain: one more than the
+/// kept snapshots.
 const IDLE_SNAPSHOTS: u32 = 3;
 /// Bytes that a commit writes.
 const WRITTEN: usize = 8;
-/// Bytes that a page takes on disk beyond its own: image headers, manifest entries, the log until it is
-/// recycled.
+/// Disk space in bytes per page in addition to its length: image headers, manifest entries, and the log until
+/// it is recycled.
 const DISK_BYTES_BESIDE: u64 = 1024;
 
 /// Cost of a store as its number of pages grows

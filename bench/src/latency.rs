@@ -1,4 +1,4 @@
-//! The latencies of single operations, all of them, with three significant digits.
+//! The latencies of all operations, with three significant digits.
 
 use std::time::Duration;
 

@@ -24,6 +24,7 @@ mod replay;
 mod create;
 mod growth;
 mod follow;
+mod archive;
 mod steady;
 mod lookup;
 mod capture;
@@ -35,6 +36,7 @@ mod tiers;
 mod allocation_trace;
 mod allocators;
 mod allocations;
+mod ranks;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -81,14 +83,18 @@ enum BenchKind {
     Create(create::CreateBench),
     Growth(growth::GrowthBench),
     Follow(follow::FollowBench),
+    Archive(archive::ArchiveBench),
     Steady(steady::SteadyBench),
     Lookup(lookup::LookupBench),
     Capture(capture::CaptureBench),
     Tiers(tiers::TiersBench),
     Allocations(allocations::AllocationsBench),
+    Ranks(ranks::RanksBench),
     Ceilings(ceilings::CeilingsBench),
     #[command(hide = true)]
     Open(opener::Opener),
+    #[command(hide = true)]
+    Rank(ranks::RankWorker),
 }
 
 /// The options common to all benchmarks.
@@ -120,7 +126,7 @@ trait Measure {
     fn steps(&self) -> u64;
     /// Rejects invalid options, before any file is created.
     fn check(&self) -> Result<(), Failure>;
-    /// Runs the measurement in a room.
+    /// Runs the measurement in a directory and on a device, which `room` provides.
     fn measure(&self, room: &Room) -> Result<Findings, BenchStop>;
 }
 
@@ -142,13 +148,16 @@ impl BenchKind {
             BenchKind::Create(what) => run(what, out),
             BenchKind::Growth(what) => run(what, out),
             BenchKind::Follow(what) => run(what, out),
+            BenchKind::Archive(what) => run(what, out),
             BenchKind::Steady(what) => run(what, out),
             BenchKind::Lookup(what) => run(what, out),
             BenchKind::Capture(what) => run(what, out),
             BenchKind::Tiers(what) => run(what, out),
             BenchKind::Allocations(what) => run(what, out),
+            BenchKind::Ranks(what) => run(what, out),
             BenchKind::Ceilings(what) => run(what, out),
             BenchKind::Open(what) => what.run(out),
+            BenchKind::Rank(what) => what.run(out),
         }
     }
 }

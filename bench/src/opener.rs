@@ -1,5 +1,5 @@
 //! A child process that opens one store and reports the cost. A process that has done other work reuses the
-//! memory of that work, so its opens would seem to need none.
+//! memory of that work, so its opens would appear to need no memory.
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -42,8 +42,8 @@ pub struct OpenCost {
 #[derive(Serialize, Deserialize)]
 pub struct PeakMemory {
     pub all: u64,
-    /// Without mappings of the log: these are part of the page cache, which the system reclaims under memory
-    /// pressure.
+    /// Peak without mappings of the log. These mappings are part of the page cache, which the system reclaims
+    /// under memory pressure.
     pub own: u64,
     pub windows: u64,
 }

@@ -2,12 +2,13 @@
 //!
 //! # The raw group-commit loop
 //!
-//! One file, completely written and synced in advance as a log segment is, and used as a ring. A thread puts
-//! its record into a queue. The first thread that finds no leader becomes the leader: it takes the whole
-//! queue, writes it in one piece at the next multiple of 4096 bytes, padded to such a multiple, and syncs
-//! once. Then it wakes all others, and the next thread leads. There is no checksum, no header, and no order
-//! beyond the queue's. There are two ways to write: `pwrite` and `fdatasync`, or one `pwrite` to a file
-//! opened with `O_DIRECT` and `O_DSYNC`. `bench/README.md` compares the loop with fio.
+//! The loop writes to one file, which is completely written and synced in advance like a log segment, and is
+//! used as a ring. A thread puts its record into a queue. The first thread that finds no leader becomes the
+//! leader: it takes the whole queue, writes it in one piece at the next multiple of 4096 bytes, padded to
+//! such a multiple, and syncs once. Then it wakes all others, and the next thread leads. There is no
+//! checksum, no header, and no order beyond the queue's. There are two ways to write: `pwrite` and
+//! `fdatasync`, or one `pwrite` to a file opened with `O_DIRECT` and `O_DSYNC`. `bench/README.md` compares
+//! the loop with fio.
 //!
 //! A store whose log uses recycled segments writes no more than this. A store without recycled segments
 //! writes each byte twice, the first time as a zero.
@@ -53,7 +54,7 @@ struct RawLogState {
     filled: usize,
     /// The buffer that the last leader wrote from, which the next one swaps in.
     spare: Option<Aligned>,
-    /// The numbers of records queued and durable so far.
+    /// The number of records queued so far. `durable` is the number of durable records.
     queued: u64,
     durable: u64,
     offset: u64,

@@ -98,7 +98,7 @@ impl Room {
         self.dir.path().join(name)
     }
 
-    /// Opens the store `name` on the device of this room.
+    /// Opens the store `name` in the benchmark's directory, on the device under test.
     pub fn open(&self, name: &str, options: Options) -> Result<Store, BenchStop> {
         Ok(Store::open_on(Arc::new(DirDisk::new(self.path(name))), self.device.clone(), options)?)
     }

@@ -66,10 +66,10 @@ impl From<ImageWriter> for ImageIo {
 
 /// Bytes that are written to a page to make it differ from its image.
 const TOUCH_LEN: usize = 64;
-/// Number of full snapshots after which one reuses freed files: the files of the two kept snapshots are not
-/// free.
+/// Number of full snapshots after which a snapshot reuses freed files. The files of the two kept snapshots
+/// are not free.
 const SNAPSHOTS_UNTIL_REUSE: usize = 5;
-/// The interval at which the progress of a snapshot is sampled.
+/// Interval at which the progress of a snapshot is sampled.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
 /// Number of values in the time series of a hot page's commits, and of the first snapshot.
 const COURSE_STEPS: u32 = 200;
@@ -247,7 +247,7 @@ fn again(store: &Store, pages: &[PageId], round: usize, figures: &mut Figures) -
     Ok(())
 }
 
-/// Measures a snapshot of one page in a hundred, after the full one of this round.
+/// Measures a snapshot of one page in a hundred, after the full snapshot of this round.
 fn part(store: &Store, pages: &[PageId], round: usize, figures: &mut Figures) -> Result<(), BenchStop> {
     let full = |figure: &Figure| figure.rounds.last().copied().unwrap_or(f64::NAN);
     let all_bytes = store.snapshots().last().map_or(f64::NAN, |info| info.bytes as f64);

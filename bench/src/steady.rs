@@ -26,7 +26,7 @@ Examples:
   remanent-bench steady /mnt/fast
   remanent-bench steady /mnt/fast --rounds 30 --seconds 60 --report steady.html";
 
-/// Bytes of files other than blocks: segments, manifests, partly filled chunks.
+/// Disk space in bytes for data other than blocks: segments, manifests, and partly filled chunks.
 const BYTES_BESIDE: u64 = 1 << 30;
 
 /// Disk, memory, open time and commits of a full cache over time

@@ -33,7 +33,8 @@ pub fn of(from: Place, to: Place) -> &'static str {
     }
 }
 
-/// Does the same, but returns only a ceiling that [`rates`] measures: without a GPU there is no bus.
+/// Returns the ceiling as [`of`] does, but only one that [`rates`] measures. Without a GPU, no rate of a bus
+/// is measured.
 pub fn in_room(room: &Room, from: Place, to: Place) -> &'static str {
     let ceiling = of(from, to);
     if !room.is_gpu() && [UP, DOWN].contains(&ceiling) { COPY } else { ceiling }

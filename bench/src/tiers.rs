@@ -87,7 +87,7 @@ pub struct TiersBench {
 struct Requested {
     /// For each request, every block once.
     all: Vec<Vec<u64>>,
-    /// The number of requests that are used, and the distinct blocks that they name.
+    /// The number of requests that are used. `blocks` is the number of distinct blocks in these requests.
     seen: usize,
     blocks: HashSet<u64>,
     /// The number of distinct blocks of the whole trace.
@@ -346,7 +346,8 @@ struct Variant {
     counts: Vec<Figure>,
     /// Bytes and rates, by the places between which pages moved.
     moves: BTreeMap<(Place, Place), (Figure, Figure)>,
-    /// Hits of each round right after half of the requests, where another run has a restart.
+    /// Hit rate of each round directly after half of the requests. At this point, runs with a restart close
+    /// and open the store.
     after_half: Vec<f64>,
 }
 
@@ -383,7 +384,7 @@ impl BudgetRuns {
         Ok(())
     }
 
-    /// Returns the hits of each policy right after half of the requests, without prefetch.
+    /// Returns the hit rates that each policy without prefetching had after the first half of the requests.
     fn straight(&self) -> impl Iterator<Item = (Policy, Vec<f64>)> {
         let variants = self.variants.iter().filter(|variant| variant.ahead == Ahead::NONE);
         variants.map(|variant| (variant.policy, variant.after_half.clone()))
@@ -411,7 +412,7 @@ impl Variant {
         let mut list = Figure::new(format!("{name}: hits of the policy alone"), Unit::Hits);
         list.rounds = vec![alone; bench.common.rounds as usize];
         let mut hits = Figure::new(format!("{name}: hits"), Unit::Hits);
-        // With prefetch there may be more hits than by the policy alone.
+        // With prefetch, there may be more hits than the policy alone produces.
         if alone > 0.0 && ahead == Ahead::NONE {
             hits = hits.under(&list.name);
         }

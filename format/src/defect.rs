@@ -11,7 +11,7 @@ use crate::names::FileName;
 #[non_exhaustive]
 pub enum Defect {
     /// The structure extends past the end of the available bytes.
-    #[error("cut short: {needed} bytes needed, {have} there")]
+    #[error("truncated: {needed} bytes needed, {have} bytes available")]
     Truncated {
         /// Number of bytes that the structure needs.
         needed: u64,
@@ -25,7 +25,7 @@ pub enum Defect {
         expected: &'static str,
     },
     /// A stored checksum differs from the checksum of the bytes that it covers.
-    #[error("{what} checksum is {found:#010x}, the bytes give {computed:#010x}")]
+    #[error("{what} checksum is {found:#010x}, but the checksum of the bytes is {computed:#010x}")]
     Checksum {
         /// Name of the structure that the checksum covers.
         what: &'static str,
@@ -74,20 +74,20 @@ pub enum Defect {
         expected: u64,
     },
     /// The encoding of metadata is invalid.
-    #[error("metadata does not decode: {0}")]
+    #[error("metadata cannot be decoded: {0}")]
     Metadata(String),
     /// zstd could not compress or decompress an image.
     #[error("zstd: {0}")]
     Compression(String),
     /// A batch cannot be applied to the state that precedes the batch.
-    #[error("the batch does not apply: {0}")]
+    #[error("the batch cannot be applied: {0}")]
     Batch(String),
     /// A file that must exist does not exist.
     #[error("missing")]
     Missing,
     /// An allocation for the bytes failed. Either the bytes are intact and memory is short, or their recorded length is
     /// corrupt.
-    #[error("there is no memory for {needed} bytes")]
+    #[error("cannot allocate {needed} bytes")]
     Memory {
         /// Number of bytes that were requested.
         needed: u64,
@@ -96,7 +96,7 @@ pub enum Defect {
     #[error("cannot be read: {0}")]
     Unreadable(String),
     /// The operating system lacks a resource, such as a file descriptor, to read the bytes. The bytes may be intact.
-    #[error("cannot be read now: {}", io::Error::from_raw_os_error(*.errno))]
+    #[error("temporarily unreadable: {}", io::Error::from_raw_os_error(*.errno))]
     Shortage {
         /// Error number from the operating system, one of [`SHORTAGES`].
         errno: i32,
@@ -147,7 +147,13 @@ impl Defect {
     /// Returns true if the bytes could not be read into memory. The bytes may still be valid.
     #[must_use]
     pub fn is_unreadable(&self) -> bool {
-        matches!(self, Defect::Unreadable(_) | Defect::Shortage { .. } | Defect::Memory { .. })
+        matches!(self, Defect::Unreadable(_)) || self.is_shortage()
+    }
+
+    /// Returns true if memory or another resource was too short to read the bytes. A later read may succeed.
+    #[must_use]
+    pub fn is_shortage(&self) -> bool {
+        matches!(self, Defect::Shortage { .. } | Defect::Memory { .. })
     }
 
     /// Returns the defect with its location: a file, and an offset in bytes.

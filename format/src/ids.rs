@@ -197,7 +197,7 @@ pub struct Key(Arc<[u8]>);
 
 /// The error for a key that is empty or longer than 64 bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("a key is 1 to {KEY_LEN_MAX} bytes long, this one is {len}")]
+#[error("key length is {len} bytes, expected 1 to {KEY_LEN_MAX} bytes")]
 pub struct KeyLenError {
     /// The length of the rejected key, in bytes.
     pub len: usize,
@@ -390,7 +390,7 @@ impl FromStr for Place {
 
 /// The error for text that does not name a [`Place`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is none of host, pinned, unified, disk and device:N")]
+#[error("unknown place {0:?}, expected host, pinned, unified, disk or device:N")]
 pub struct UnknownPlace(pub String);
 
 /// The width of the elements of a page, for masked and sparse deltas and for fills.

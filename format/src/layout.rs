@@ -70,7 +70,9 @@ pub struct LayoutTable {
 }
 
 /// Defines a structure with a fixed layout. Each field states its offset, and a compile-time check verifies that there
-/// are no gaps between the fields.
+/// are no gaps between the fields. The macro is public for `remanent-archive`, whose objects have such layouts.
+#[doc(hidden)]
+#[macro_export]
 macro_rules! layout {
     (
         $(#[$meta:meta])*
@@ -125,4 +127,5 @@ macro_rules! layout {
         };
     };
 }
-pub(crate) use layout;
+#[doc(hidden)]
+pub use layout;

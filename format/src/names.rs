@@ -43,6 +43,9 @@ pub enum FileName {
     /// `READERS`, the lock file of readers. A reader of snapshot *n* locks the byte at offset *n*. The bytes of the
     /// file have no meaning.
     Readers,
+    /// `ARCHIVE`, the fences that this directory created in the archive of its store, and the last batches that it
+    /// archived. Opens and tools only list this file.
+    Archive,
     /// `log/<n>.log`, a segment of the log.
     Segment(u64),
     /// `log/<n>.spare`, a segment file that is kept for reuse.
@@ -64,7 +67,7 @@ impl FileName {
     #[must_use]
     pub const fn folder(self) -> Folder {
         match self {
-            FileName::Store | FileName::Lock | FileName::Readers => Folder::Root,
+            FileName::Store | FileName::Lock | FileName::Readers | FileName::Archive => Folder::Root,
             FileName::Segment(_) | FileName::Spare(_) => Folder::Log,
             FileName::Pages(_) | FileName::ImageSpare(_) | FileName::Table(_) => Folder::Pages,
             FileName::Manifest(_) => Folder::Snapshots,
@@ -79,6 +82,7 @@ impl FileName {
             FileName::Store => "STORE".to_owned(),
             FileName::Lock => "LOCK".to_owned(),
             FileName::Readers => "READERS".to_owned(),
+            FileName::Archive => "ARCHIVE".to_owned(),
             FileName::Segment(n) => format!("{n:016x}.log"),
             FileName::Spare(n) | FileName::ImageSpare(n) => format!("{n:016x}.spare"),
             FileName::Pages(n) => format!("{n:016x}.pages"),
@@ -95,6 +99,7 @@ impl FileName {
             (Folder::Root, "STORE") => FileName::Store,
             (Folder::Root, "LOCK") => FileName::Lock,
             (Folder::Root, "READERS") => FileName::Readers,
+            (Folder::Root, "ARCHIVE") => FileName::Archive,
             _ => {
                 let (digits, extension) = name.split_once('.')?;
                 let n = u64::from_str_radix(digits, 16).ok().filter(|n| *n <= NUMBER_MAX)?;
@@ -157,6 +162,7 @@ mod tests {
             FileName::Store,
             FileName::Lock,
             FileName::Readers,
+            FileName::Archive,
             FileName::Segment(17),
             FileName::Spare(NUMBER_MAX),
             FileName::Pages(0),

@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
+use std::sync::LazyLock;
 
 use remanent_format::frame::{FrameHeader, FrameHeaderRaw, FrameKind, VerifiedSnapshotRaw};
 use remanent_format::image::{
@@ -22,7 +23,11 @@ use remanent_format::{
     manifest, segment, store,
 };
 
-const SPEC: &str = include_str!("../SPEC.md");
+const PAGE: &str = include_str!("../SPEC.md");
+
+/// SPEC.md without the chapter on archives, which `remanent-archive` compares with its own constants.
+static SPEC: LazyLock<&str> =
+    LazyLock::new(|| PAGE.split_once("\n## Objects of an archive\n").expect("the last chapter").0);
 
 const LAYOUTS: [LayoutTable; 18] = [
     StoreHeaderRaw::TABLE,
@@ -321,13 +326,13 @@ fn blank_write_equals_zero_write() {
             writer.push(&Op::Note { text: "before" }).unwrap();
         }
         let (page, offset, bytes) = (PageId(7), 3, vec![0; len]);
-        blank.push_blank_write(page, offset, len as u64).unwrap();
+        blank.push_placeholder_write(page, offset, len as u64).unwrap();
         known.push(&Op::Write { page, offset, bytes: &bytes }).unwrap();
         assert_eq!(blank.len(), known.len());
         assert_eq!(blank.finish(), known.finish(), "{len} bytes");
     }
     let too_long = limits::FRAME_PAYLOAD_LEN_MAX + 1;
-    let refused = PayloadWriter::default().push_blank_write(PageId(7), 0, too_long);
+    let refused = PayloadWriter::default().push_placeholder_write(PageId(7), 0, too_long);
     assert!(matches!(refused, Err(Defect::Limit { .. })), "{refused:?}");
 }
 

@@ -65,14 +65,14 @@ fn log_end_decisions_match_table() {
         ("only a later group was written", Torn(2, 4), |m| m.frame_at(3)[..4096].fill(0)),
         ("neither group was written", Clean(2), |m| segment(m, 2)[4096..].fill(0)),
         (
-            "damage under a mark that only later frames testify",
+            "damage under a durable mark that only later frames contain",
             Refused("0000000000000001.log at offset 12288 (lsn 2)"),
             |m| {
                 m.frame_at(2)[90] ^= 1;
             },
         ),
         (
-            "damage under a mark, and the frame that testifies is broken too",
+            "damage under a durable mark, whose frame is damaged too",
             Refused("(lsn 2): payload checksum"),
             |m| {
                 m.frame_at(2)[90] ^= 1;
@@ -80,17 +80,17 @@ fn log_end_decisions_match_table() {
                 m.frame_at(4)[100] ^= 1;
             },
         ),
-        ("damage under a mark of which nothing is left", Torn(1, 2), |m| {
+        ("damage under a durable mark, whose frame is lost", Torn(1, 2), |m| {
             m.frame_at(2)[90] ^= 1;
             segment(m, 2)[4096..].fill(0);
         }),
-        ("a testimony from another place", Torn(1, 2), |m| {
+        ("a mark in a frame at a wrong location", Torn(1, 2), |m| {
             let group = m.frame_at(3)[..4096].to_vec();
             segment(m, 2)[4096..].fill(0);
             segment(m, 2)[12288..].copy_from_slice(&group);
             m.frame_at(2)[90] ^= 1;
         }),
-        ("a testimony from another store", Torn(1, 2), |m| {
+        ("a mark in a frame of another store", Torn(1, 2), |m| {
             for lsn in [3, 4] {
                 m.frame_at(lsn)[16] ^= 1;
                 resum(m.frame_at(lsn));
@@ -193,9 +193,9 @@ fn frames_of_one_group_are_validated_separately() {
     check("the second is torn", &torn, &Torn(1, 3));
 }
 
-/// If the start of a group is lost, frames inside the group still testify to what was durable.
+/// If the start of a group is lost, the durable marks of the other frames in the group still count.
 #[test]
-fn frame_inside_a_group_testifies_without_its_start() {
+fn mark_inside_a_group_counts_without_the_group_start() {
     let mut maker = Maker::new();
     maker.batch().batch().sync();
     maker.batch().batch_in_group();
@@ -208,12 +208,12 @@ fn frame_inside_a_group_testifies_without_its_start() {
 }
 
 /// A source in which most of segment 2 is temporarily unreadable.
-struct Sick {
+struct TemporarilyUnreadable {
     files: Files,
     is_sick: Cell<bool>,
 }
 
-impl ReadAt for Sick {
+impl ReadAt for TemporarilyUnreadable {
     fn list(&self, folder: Folder) -> io::Result<Vec<String>> {
         self.files.list(folder)
     }
@@ -224,7 +224,7 @@ impl ReadAt for Sick {
 
     fn read_at(&self, file: FileName, offset: u64, out: &mut [u8]) -> io::Result<()> {
         if self.is_sick.get() && file == FileName::Segment(2) && offset + out.len() as u64 > 4096 {
-            return Err(io::Error::other("a sick sector"));
+            return Err(io::Error::other("a bad sector"));
         }
         self.files.read_at(file, offset, out)
     }
@@ -234,7 +234,7 @@ impl ReadAt for Sick {
 fn segment_is_used_once_it_becomes_readable() {
     let mut maker = four();
     maker.frame_at(2)[90] ^= 1;
-    let source = Sick { files: maker.files, is_sick: Cell::new(true) };
+    let source = TemporarilyUnreadable { files: maker.files, is_sick: Cell::new(true) };
     let map = LogMap::read(&source, STORE).unwrap();
     assert!(map.segments()[&2].header.is_ok() && map.segments()[&2].frames.is_none());
     source.is_sick.set(false);
@@ -301,7 +301,7 @@ fn changed_opening_record_is_detected() {
 }
 
 #[test]
-fn only_frames_of_the_newest_incarnation_testify() {
+fn only_marks_of_the_newest_incarnation_count() {
     let mut maker = four();
     let mut stale = maker.frame_at(2)[..80].to_vec();
     maker.reopen(2);

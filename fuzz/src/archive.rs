@@ -79,6 +79,7 @@ impl Files {
                 FileName::Manifest(number) => (FILE_MANIFEST, number),
                 FileName::Lock
                 | FileName::Readers
+                | FileName::Archive
                 | FileName::Spare(_)
                 | FileName::ImageSpare(_)
                 | FileName::Temporary(..) => continue,

@@ -22,6 +22,7 @@ impl Files {
                 }
                 FileName::Lock
                 | FileName::Readers
+                | FileName::Archive
                 | FileName::Spare(_)
                 | FileName::ImageSpare(_)
                 | FileName::Temporary(..) => {}

@@ -22,10 +22,53 @@ interrupts their waits. A store belongs to the process that opened it: in a fork
 
 from __future__ import annotations
 
+# The private folders have no `__init__.py`: `help` lists regular packages, private ones as well.
+#
+# - `_checkpoint`: saves and restores of training runs, the parts of `remanent.torch.Checkpointer`
+# - `_dcp`: parts of `remanent.dcp`: staging, and conversion from and to other formats
+# - `_kv`: parts of `remanent.kv`: the index and the store of a block cache
+# - `_versions`: versions of a store's state: listing, retention, removal and comparison
+# - `_tensors`: tensors and arrays as pages: element types, memory layouts, overlaps, and copies from and to devices
+# - `_state`: state as pages and plain values: trees, modules, optimizers, random number generators, user-defined types
+# - `_store`: the native module and the exceptions, options, asynchronous waits, logging, search, HTML tables
+# - `_util`: durable files, checksummed JSON, progress bars and threads
 import atexit as _atexit
 
-from remanent import _native
-from remanent._errors import (
+from remanent._store import _native
+from remanent._store._native import (
+    AppliedBatch,
+    AppliedPage,
+    Array,
+    Batch,
+    ChangeStream,
+    FollowedBatch,
+    Follower,
+    Lagged,
+    Lease,
+    LiveView,
+    ManyBytes,
+    NewPage,
+    PageInfo,
+    PageMemory,
+    Pin,
+    Prefetch,
+    Pruned,
+    ReadAhead,
+    Reader,
+    ReadMany,
+    Receipt,
+    Replica,
+    SnapshotInfo,
+    Store,
+    Ticket,
+    ValueChange,
+    View,
+    WorkingCopy,
+    __version__,
+)
+from remanent._store.bisect import bisect
+from remanent._store.errors import (
+    ArchiveError,
     ClosedError,
     ConflictError,
     DamagedError,
@@ -58,40 +101,9 @@ from remanent._errors import (
     UnknownKeyError,
     UnknownPageError,
 )
-from remanent._native import (
-    AppliedBatch,
-    AppliedPage,
-    Array,
-    Batch,
-    ChangeStream,
-    FollowedBatch,
-    Follower,
-    Lagged,
-    Lease,
-    LiveView,
-    ManyBytes,
-    NewPage,
-    PageInfo,
-    PageMemory,
-    Pin,
-    Prefetch,
-    Pruned,
-    ReadAhead,
-    Reader,
-    ReadMany,
-    Receipt,
-    Replica,
-    SnapshotInfo,
-    Store,
-    Ticket,
-    ValueChange,
-    View,
-    WorkingCopy,
-    __version__,
-)
-from remanent._store.bisect import bisect
 from remanent._store.log import flush_logging, update_logging
 from remanent._store.options import (
+    ArchiveOptions,
     ImageOptions,
     LogOptions,
     MemoryOptions,
@@ -105,6 +117,8 @@ from remanent._store.options import (
 __all__ = [
     "AppliedBatch",
     "AppliedPage",
+    "ArchiveError",
+    "ArchiveOptions",
     "Array",
     "Batch",
     "ChangeStream",
@@ -176,9 +190,9 @@ __all__ = [
     "update_logging",
 ]
 
-# Stores that are open at exit are sealed while the interpreter is still intact. A store that is in use then is left as
-# after a crash: nothing acknowledged is lost. Exit handlers run in reverse order, so the one of `remanent._store.log`
-# runs after this one.
+# Stores that are open at exit are sealed while the interpreter is still intact. A store that is in use at that time is
+# left as after a crash, which loses no acknowledged batch. Exit handlers run in reverse order, so the one of
+# `remanent._store.log` runs after this one.
 _atexit.register(_native.close_all)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from remanent import _native
+from remanent._store import _native
 
 
 def main() -> int:

@@ -7,7 +7,7 @@
 The path of a checkpoint is `root/name`. Each rank has a store, `root/.remanent/rank-K`, which contains all checkpoints
 in the root, so pages that did not change since the previous checkpoint are not written again. A checkpoint is a named
 snapshot of each rank's store, and `root/name/.metadata` lists these snapshots. That file is written last and
-atomically, once the snapshots of all ranks are durable. After a crash of any rank at any moment, the path therefore
+atomically, once the snapshots of all ranks are durable. After a crash of any rank at any time, the path therefore
 contains the previous checkpoint or none, and never a mixture. Without collectives (`use_collectives=False`), this
 applies to each rank separately.
 
@@ -58,7 +58,6 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from remanent import _native
 from remanent._dcp.formats import (
     dcp_to_remanent,
     dcp_to_safetensors,
@@ -68,9 +67,10 @@ from remanent._dcp.formats import (
     torch_save_to_dcp,
 )
 from remanent._dcp.stager import Stager
-from remanent._errors import DamagedError, Error, LockedError, NoStateError, RefusedError, TakenError
 from remanent._state import page_tree
-from remanent._store.options import StoreOptions, merged
+from remanent._store import _native
+from remanent._store.errors import DamagedError, Error, LockedError, NoStateError, RefusedError, TakenError
+from remanent._store.options import StoreOptions, merged, refuse_archive
 from remanent._tensors import conversion
 from remanent._tensors.storages import extents_there
 from remanent._util import checksummed_json, durable_files
@@ -173,6 +173,7 @@ class StorageWriter(_AtPath, storage.StorageWriter):
     def __init__(self, path: _Path, *, overwrite: bool = True, verify: bool = False,
                  **options: Unpack[StoreOptions]) -> None:
         super().__init__()
+        refuse_archive(options)
         self._go_to(path)
         self._overwrite, self._verify, self._options = overwrite, verify, options
         self.save_id = uuid.uuid4().hex
@@ -309,8 +310,8 @@ class StorageReader(_AtPath, storage.StorageReader):
         """
         rank = kwargs.get("rank")
         if rank is not None and _metadata_path(self._path, None).exists():
-            # DCP requests the metadata of a single rank if that of all ranks cannot be read: it would belong to another
-            # save.
+            # If the metadata of all ranks cannot be read, DCP requests the metadata of a single rank, which would
+            # belong to another save.
             _proven(_metadata_path(self._path, None))
         found = _read(_metadata_path(self._path, rank))
         if found.storage_meta is not None:
@@ -529,7 +530,7 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> tuple[dict[str, Any], to
                             "shape": list(map(int, tensor.shape))}
     if item.index.offset is not None and any(item.index.offset):
         offset = [int(each) for each in item.index.offset]
-        # A separate name, for readers of the store; another item may have this very name.
+        # A separate name for programs that read the store. Another item may have the name of the whole tensor.
         said |= {"name": f"{name}@{','.join(map(str, offset))}", "part of": name, "offset": offset}
     return said, conversion.bytes_of(tensor.contiguous())
 
@@ -599,7 +600,7 @@ def _give_up(store: _native.Store, store_name: str, root: Path) -> None:
     saving, stores = _saving(root / _STORES), _kept_snapshots(root)
     named = {snapshot for store_id, snapshot in (stores or {}).get(store_name, ()) if store_id == store.id}
     if not named:
-        # The root may be unreadable, or not the one that the other ranks see.
+        # The root may be unreadable, or may differ from the root that other ranks see.
         return
     since = (time.time() - _VISIBLE_AFTER) * 1000
     gone = [info.name for info in store.snapshots()
@@ -691,7 +692,7 @@ def _kept_snapshots(root: Path) -> dict[str, set[tuple[str, str]]] | None:
                 if path.exists():
                     # The file belongs to another program.
                     continue
-                # The file existed a moment ago: it may be in the middle of a rename.
+                # The file existed when the folder was listed, so it may be in the middle of a rename.
                 raise error
             for store, (store_id, snapshot) in stores.items():
                 kept.setdefault(store, set()).add((store_id, snapshot))

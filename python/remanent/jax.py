@@ -17,10 +17,10 @@ from typing import Any, cast
 import jax
 import numpy
 
-from remanent import _native
-from remanent._errors import NoStateError, RefusedError
-from remanent._native import ArrayLayout, Block
 from remanent._state import page_tree
+from remanent._store import _native
+from remanent._store._native import ArrayLayout, Block
+from remanent._store.errors import NoStateError, RefusedError
 from remanent._util.progress import Bar
 from remanent._versions.retention import KEEP_DEFAULT, KeptVersions
 
@@ -101,7 +101,8 @@ def save(tree: Any, directory: _Path, *, note: str | None = None, name: str | No
     """Saves `tree` as the newest version in `directory`, completely or not at all, and returns the Lsn of the version.
 
     :param note: a remark of up to 64 KiB.
-    :param name: a name of 1 to 64 bytes that keeps the version until `remanent.torch.prune` gives up the name.
+    :param name: a name of 1 to 64 bytes that keeps the version until `remanent.torch.prune` removes the name
+    (`give_up`).
     :param durable: whether to return only after the version survives a power cut. If False, the call returns once the
         version survives the death of the process.
     :param keep: the number of newest versions to keep; None keeps all.

@@ -42,7 +42,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, Self, TypeVar
 
-from remanent._errors import (
+from remanent._kv.block_index import Block, BlockIndex
+from remanent._kv.block_store import Space, open_store, snapshot_interval
+from remanent._store._native import PageInfo
+from remanent._store.errors import (
     ClosedError,
     DamagedError,
     DiskFullError,
@@ -53,9 +56,6 @@ from remanent._errors import (
     StoreIOError,
     UnknownKeyError,
 )
-from remanent._kv.block_index import Block, BlockIndex
-from remanent._kv.block_store import Space, open_store, snapshot_interval
-from remanent._native import PageInfo
 
 __all__ = ["BlockCache"]
 
@@ -159,7 +159,7 @@ class BlockCache:
         self._jobs: set[Future[Any]] = set()
         self._is_write_queued = self._is_closing = False
         self._uses = self._read_index()
-        # No one was notified of these blocks, so no one is notified when some are deleted.
+        # `on_stored` was not called for these blocks, so `on_deleted` is not called if some of them are evicted.
         self._on_stored = self._on_deleted = None
         self._write_quietly()
         self._on_stored, self._on_deleted = on_stored, on_deleted
@@ -418,7 +418,8 @@ class BlockCache:
                 for block in held:
                     self._index.hold(block, -1)
                 if len(jobs) == 1 and (len(jobs[0].work) > _BATCH_BLOCKS or jobs[0].nbytes > _BATCH_BYTES):
-                    # With several batches, the first block would otherwise not be evicted last.
+                    # If the blocks of the first call were stored in several batches, update their order, so that the
+                    # first block is evicted last.
                     self._index.touch(task.key for task in jobs[0].work)
         if failure is not None:
             _clear_frames(failure)
@@ -583,7 +584,7 @@ class BlockCache:
             block.unreadable_until = 0.0
             return True
         except UnknownKeyError:
-            # Another reader found that it is damaged.
+            # Another reader found that the block is damaged.
             self._give_up(task.key, block)
         except (DamagedError, StoreIOError) as error:
             if isinstance(error, StoreIOError) and error.errno != errno.EIO:

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from remanent import _native
 from remanent._checkpoint.checkpointer import Checkpointer
 from remanent._checkpoint.saves import Saved
 from remanent._state import page_tree
+from remanent._store import _native
 from remanent._tensors.conversion import blocks_in_place, load_pages, tensors_of
 from remanent._tensors.storages import extents_there
 from remanent._tensors.tensor_files import (
@@ -75,7 +75,7 @@ def save_file(tensors: Mapping[str, torch.Tensor], directory: _Path, metadata: M
     :param metadata: text by name, which `safe_open(directory).metadata()` returns and `remanent export` writes to the
         file.
     :param note: a remark of up to 64 KiB that is stored with the version in the log.
-    :param name: a name of 1 to 64 bytes that keeps the version until `prune` gives up the name.
+    :param name: a name of 1 to 64 bytes that keeps the version until `prune` removes the name (`give_up`).
     :param durable: whether to return only after the version survives a power cut. If False, the call returns once the
         version survives the death of the process.
     :param keep: the number of newest versions to keep; None keeps all. Older unnamed versions are removed by this save
@@ -105,13 +105,13 @@ def save_file(tensors: Mapping[str, torch.Tensor], directory: _Path, metadata: M
     """
     refuse_fake_tensors()
     kept = KeptVersions(keep, keep_for, keep_bytes)
-    held, said = checked_tensors(tensors), checked_metadata(metadata)
+    held, metadata_text = checked_tensors(tensors), checked_metadata(metadata)
     refuse_file(directory, loads=False)
     found = extents_there(held)
     # Tensors that share memory are all counted, so the bar may end early.
     with Bar(sum(each.nbytes for each in found), "saving", progress) as bar:
         return page_tree.save(directory, bar.counting(blocks_in_place(found)), note=note, name=name, durable=durable,
-                              kept=kept, metadata=said)
+                              kept=kept, metadata=metadata_text)
 
 
 def load_file(directory: _Path, device: str | int | torch.device = "cpu", *, names: Iterable[str] | None = None,
@@ -172,8 +172,8 @@ def save_model(model: torch.nn.Module, directory: _Path, metadata: Mapping[str, 
     >>> remanent.torch.load_model(torch.nn.Linear(2, 1), directory)
     ([], [])
     """
-    state, said = model_state(model, metadata)
-    return save_file(state, directory, said or None, **options)
+    state, metadata_text = model_state(model, metadata)
+    return save_file(state, directory, metadata_text or None, **options)
 
 
 def load_model(model: torch.nn.Module, directory: _Path, strict: bool = True, device: str | int | torch.device = "cpu",

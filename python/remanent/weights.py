@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from remanent import _native
-from remanent._errors import DivergedError, InvalidError, OvertakenError
 from remanent._state import page_tree
+from remanent._store import _native
+from remanent._store.errors import DivergedError, InvalidError, OvertakenError
 from remanent._store.options import merged
 from remanent._tensors.conversion import blocks, bytes_of, tensor_of
 from remanent._tensors.live_tensors import Live, Place, Uploads
@@ -61,8 +61,8 @@ def checksum(model: Any) -> int:
             piece = flat[start : start + _CHECKED_AT_ONCE]
             if len(scratch) < len(piece):
                 scratch = torch.empty(len(piece), dtype=torch.uint8, device="cpu")
-            # A copy: a storage whose memory was exposed to NumPy can never be resized again, and engines that sleep
-            # resize theirs.
+            # Copy the bytes, because torch cannot resize a storage after its memory was exposed to NumPy, and engines
+            # with a sleep mode resize their storages.
             scratch[: len(piece)].copy_(piece)
             total = zlib.crc32(scratch[: len(piece)].numpy().data, total)
     return total
@@ -135,7 +135,7 @@ class Publisher:
         if self._check:
             batch.set_root("weights.crc32", checksum(tensors))
         elif "weights.crc32" in self.store.root:
-            # The checksum of an earlier step, from a publisher with `check`.
+            # Remove the checksum of an earlier step, which a publisher with `check=True` has set.
             batch.remove_root("weights.crc32")
         return self.store.submit(batch)
 
@@ -219,7 +219,7 @@ class Subscriber:
             self._follower = None
             return self.apply_to(model)
         except BaseException:
-            # A step may be partly applied: the next call starts over.
+            # The step may be partly applied. Discard the follower, so that the next call reads all weights again.
             self._follower = None
             raise
         return self.step

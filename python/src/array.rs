@@ -209,7 +209,7 @@ pub fn as_numpy<'py, T>(
 }
 
 /// Exports another object's memory as bytes, and keeps that object alive.
-#[pyclass(frozen, module = "remanent._native")]
+#[pyclass(frozen, module = "remanent._store._native")]
 pub struct MemoryBytes {
     pub address: usize,
     pub len: usize,

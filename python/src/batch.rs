@@ -502,10 +502,10 @@ impl Batch {
         let pending = &slf.get().0;
         if kind.is_some() {
             // The batch is discarded.
-            pending.give_up();
+            pending.discard();
             return Ok(());
         }
-        // The block has already committed or submitted it.
+        // The block has already committed or submitted the batch.
         if !pending.is_open() {
             return Ok(());
         }

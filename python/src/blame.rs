@@ -26,8 +26,8 @@ impl PyValueChange {
     }
 
     /// The cause of the change: "batch", "restore" (of an earlier state) or "snapshot". A change has the
-    /// cause "snapshot" if it was found by comparing snapshots, because the batches before are no longer
-    /// kept.
+    /// cause "snapshot" if it was found by comparing two snapshots, because the batches between them are no
+    /// longer kept.
     #[getter]
     fn cause(&self) -> &'static str {
         match self.0.cause {
@@ -87,7 +87,7 @@ pub fn blame(
 }
 
 /// The binary search of `remanent.bisect`. Chooses the version to test next.
-#[pyclass(frozen, module = "remanent._native")]
+#[pyclass(frozen, module = "remanent._store._native")]
 pub struct Bisect(std::sync::Mutex<Bisection>);
 
 #[pymethods]

@@ -8,7 +8,7 @@ use pyo3::types::{PyList, PySlice, PyString, PyTuple};
 use crate::untracked::{untrack, untracked};
 
 /// The name, element type, shape, offset and strides of an array within a page.
-#[pyclass(frozen, module = "remanent._native")]
+#[pyclass(frozen, module = "remanent._store._native")]
 pub struct ArrayLayout {
     /// The name can contain text that is not valid Unicode, so it stays a Python object.
     #[pyo3(get)]
@@ -71,7 +71,7 @@ impl ArrayLayout {
 }
 
 /// The new contents of a page: its arrays, and a contiguous uint8 buffer with their bytes.
-#[pyclass(frozen, module = "remanent._native")]
+#[pyclass(frozen, module = "remanent._store._native")]
 pub struct Block {
     #[pyo3(get)]
     arrays: Py<PyTuple>,

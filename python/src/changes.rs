@@ -10,7 +10,7 @@ use remanent::follow::{AppliedBatch, AppliedChange, AppliedPage, ChangeEvent, Ch
 use crate::arguments;
 use crate::errors::CHANGE_STREAM;
 use crate::gate::{Gate, seconds};
-use crate::handover::Handover;
+use crate::shared_source::SharedSource;
 use crate::values::REPORT;
 
 /// A stream of the changes of each batch, reported once the batch is applied. Iterable, also asynchronously.
@@ -31,14 +31,14 @@ use crate::values::REPORT;
 #[pyclass(frozen, weakref, name = "ChangeStream", module = "remanent")]
 pub struct PyChangeStream {
     begin: u64,
-    events: Handover<ChangeStream, ChangeEvent>,
+    events: SharedSource<ChangeStream, ChangeEvent>,
 }
 
 impl PyChangeStream {
     pub fn begin(py: Python<'_>, gate: &Gate) -> PyResult<Self> {
         let stream = gate.call(py, remanent::Store::changes)?;
         let begin = stream.begin_lsn().0;
-        let events = Handover::new(
+        let events = SharedSource::new(
             stream,
             gate.path.clone(),
             "another thread is waiting for this stream",
@@ -152,7 +152,7 @@ impl PyChangeStream {
 
 impl Drop for PyChangeStream {
     fn drop(&mut self) {
-        // This may be the last owner of the applier's parts.
+        // The stream may hold the last reference to state of the applier, whose destructor may wait.
         self.events.end();
     }
 }

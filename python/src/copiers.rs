@@ -14,7 +14,7 @@ static COPIERS: Mutex<Vec<(u32, DeviceChoice, Arc<DeviceCopier>)>> = Mutex::new(
 /// Returns this process's copier for a device, which the first call creates.
 ///
 /// # Errors
-/// `Unavailable`.
+/// `Unavailable` if the device cannot be opened.
 pub fn copier(device: DeviceChoice) -> Result<Arc<DeviceCopier>> {
     let process = std::process::id();
     let mut copiers = COPIERS.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,9 +1,9 @@
-//! Engine errors as Python exceptions. `remanent._errors` defines the classes; this module maps errors to
+//! Engine errors as Python exceptions. `remanent._store.errors` defines the classes; this module maps errors to
 //! them.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
-use remanent::error::{Invalid, IoObject, NoSuchState, Refused, Taken};
+use remanent::error::{ArchiveErrorKind, Invalid, IoObject, NoSuchState, Refused, Taken};
 use remanent::{Error, Key};
 
 /// Returns the name of the exception class for an error.
@@ -35,8 +35,27 @@ fn class_of(error: &Error) -> &'static str {
         Error::NoSuchState(_) => "NoStateError",
         Error::Overtaken { .. } => "OvertakenError",
         Error::Poisoned(_) | Error::Panicked { .. } => "PoisonedError",
+        Error::Archive(_) => "ArchiveError",
         Error::Closed => "ClosedError",
         _ => "Error",
+    }
+}
+
+/// Returns the name of a kind of failure of an archive.
+fn kind_of(kind: ArchiveErrorKind) -> &'static str {
+    match kind {
+        ArchiveErrorKind::NoArchive => "no archive",
+        ArchiveErrorKind::Settings => "settings",
+        ArchiveErrorKind::Superseded => "superseded",
+        ArchiveErrorKind::Diverged => "diverged",
+        ArchiveErrorKind::Lost => "lost",
+        ArchiveErrorKind::OtherStore => "other store",
+        ArchiveErrorKind::Bucket => "bucket",
+        ArchiveErrorKind::Unsupported => "unsupported",
+        ArchiveErrorKind::Damaged => "damaged",
+        ArchiveErrorKind::Limit => "limit",
+        ArchiveErrorKind::Directory => "directory",
+        _ => "unknown",
     }
 }
 
@@ -109,6 +128,10 @@ fn details<'py>(py: Python<'py>, error: &Error, path: Option<&str>) -> PyResult<
         Error::NoSuchState(NoSuchState::NotCommitted { newest, .. }) => {
             fields.set_item("newest", newest.0)?
         }
+        Error::Archive(archive) => {
+            fields.set_item("url", &archive.url)?;
+            fields.set_item("kind", kind_of(archive.kind))?;
+        }
         Error::Io { source, .. } => fields.set_item("errno", source.raw_os_error())?,
         _ => {}
     }
@@ -124,7 +147,7 @@ pub fn to_py(py: Python<'_>, error: &Error, path: Option<&str>) -> PyErr {
 /// Returns the exception for an engine error, with `addition` at the end of its message.
 pub fn to_py_with(py: Python<'_>, error: &Error, addition: &str, path: Option<&str>) -> PyErr {
     let made = || {
-        let class = py.import("remanent._errors")?.getattr(class_of(error))?;
+        let class = py.import("remanent._store.errors")?.getattr(class_of(error))?;
         // The remedy is an attribute of the exception.
         let message = error.to_string();
         let failure = message.strip_suffix(&format!("; {}", error.advice())).unwrap_or(&message);
@@ -138,12 +161,12 @@ pub fn to_py_with(py: Python<'_>, error: &Error, addition: &str, path: Option<&s
     made().unwrap_or_else(|failure| failure)
 }
 
-pyo3::import_exception!(remanent._errors, InvalidError);
-pyo3::import_exception!(remanent._errors, InvalidTypeError);
-pyo3::import_exception!(remanent._errors, MemoryRefusedError);
-pyo3::import_exception!(remanent._errors, OutOfBoundsError);
-pyo3::import_exception!(remanent._errors, InUseError);
-pyo3::import_exception!(remanent._errors, StoreIOError);
+pyo3::import_exception!(remanent._store.errors, InvalidError);
+pyo3::import_exception!(remanent._store.errors, InvalidTypeError);
+pyo3::import_exception!(remanent._store.errors, MemoryRefusedError);
+pyo3::import_exception!(remanent._store.errors, OutOfBoundsError);
+pyo3::import_exception!(remanent._store.errors, InUseError);
+pyo3::import_exception!(remanent._store.errors, StoreIOError);
 
 /// Returns the exception for an argument with a wrong value.
 pub fn invalid(message: impl Into<String>, remedy: impl Into<String>) -> PyErr {
@@ -167,12 +190,12 @@ pub fn memory_refused(message: impl Into<String>, remedy: impl Into<String>) -> 
 
 /// Returns the exception for an index out of range.
 pub fn out_of_bounds(message: impl Into<String>) -> PyErr {
-    OutOfBoundsError::new_err((message.into(), "give an index below the number of ranges"))
+    OutOfBoundsError::new_err((message.into(), "pass an index below the number of ranges"))
 }
 
 /// Returns the exception for an object that another thread is using.
 pub fn in_use(message: &str) -> PyErr {
-    InUseError::new_err((message.to_owned(), "let one thread at a time call it"))
+    InUseError::new_err((message.to_owned(), "call it from one thread at a time"))
 }
 
 /// Returns the exception for a call that the operating system rejected.
@@ -180,7 +203,8 @@ pub fn store_io(message: String, remedy: &str) -> PyErr {
     StoreIOError::new_err((message, remedy.to_owned()))
 }
 
-/// A kind of object that is closed before its store: how errors name it, and how a caller gets a new one.
+/// The texts of the error for a call on a closed object of one kind: the failure, and how to create a new
+/// object.
 #[derive(Clone, Copy)]
 pub struct Handle {
     ended: &'static str,
@@ -188,20 +212,21 @@ pub struct Handle {
 }
 
 pub const LEASE: Handle =
-    Handle { ended: "the lease has ended", remedy: "take a new one with store.lease(page)" };
-pub const PIN: Handle = Handle { ended: "the pin has ended", remedy: "take a new one with store.pin(page)" };
+    Handle { ended: "the lease has ended", remedy: "create a new lease with store.lease(page)" };
+pub const PIN: Handle =
+    Handle { ended: "the pin has ended", remedy: "create a new pin with store.pin(page)" };
 pub const LIVE_VIEW: Handle =
-    Handle { ended: "the view is closed", remedy: "take a new one with store.view()" };
+    Handle { ended: "the view is closed", remedy: "create a new view with store.view()" };
 pub const VIEW: Handle =
-    Handle { ended: "the view is closed", remedy: "open a new one with remanent.View(path)" };
+    Handle { ended: "the view is closed", remedy: "open a new view with remanent.View(path)" };
 pub const STORE: Handle =
     Handle { ended: "the store is closed", remedy: "open it again with remanent.Store(path)" };
 pub const FOLLOWER: Handle = Handle {
     ended: "the follower is closed",
-    remedy: "open a new one with remanent.Follower(path, follower.position)",
+    remedy: "open a new follower with remanent.Follower(path, follower.position)",
 };
 pub const CHANGE_STREAM: Handle =
-    Handle { ended: "the stream of changes is closed", remedy: "take a new one with store.changes()" };
+    Handle { ended: "the stream of changes is closed", remedy: "create a new stream with store.changes()" };
 
 impl Handle {
     /// Returns the exception for a call after the object was closed.
@@ -216,7 +241,7 @@ pub fn own(py: Python<'_>, class: &str, message: &str, remedy: &str, path: Optio
         let fields = PyDict::new(py);
         fields.set_item("remedy", remedy)?;
         fields.set_item("path", path)?;
-        let raised = py.import("remanent._errors")?.getattr(class)?.call((message,), Some(&fields))?;
+        let raised = py.import("remanent._store.errors")?.getattr(class)?.call((message,), Some(&fields))?;
         Ok::<PyErr, PyErr>(PyErr::from_value(raised))
     };
     made().unwrap_or_else(|failure| failure)

@@ -15,7 +15,7 @@ use remanent::{Ack, Result, Ticket};
 use crate::errors::store_io;
 
 /// An eventfd that wakes an event loop, and the numbers of the tasks to poll again.
-#[pyclass(frozen, module = "remanent._native")]
+#[pyclass(frozen, module = "remanent._store._native")]
 pub struct EventFd(Arc<WakeQueue>);
 
 struct WakeQueue {
@@ -24,7 +24,7 @@ struct WakeQueue {
 }
 
 /// A task that waits for an acknowledgement. Dropping the object ends the wait.
-#[pyclass(frozen, module = "remanent._native")]
+#[pyclass(frozen, module = "remanent._store._native")]
 pub struct Waiting {
     _future: Mutex<Acknowledged>,
 }

@@ -15,7 +15,7 @@ use crate::errors;
 use crate::untracked::{untrack, untracked};
 
 /// A plain tensor and the bytes of storage that the tensor uses.
-#[pyclass(frozen, module = "remanent._native")]
+#[pyclass(frozen, module = "remanent._store._native")]
 pub struct Extent {
     #[pyo3(get)]
     name: Py<PyString>,
@@ -123,7 +123,7 @@ fn refuse_two_storages(py: Python<'_>, found: &Extents<'_>) -> PyResult<()> {
     let has_memory = |extent: &&Extent| extent.nbytes > 0 && extent.base != 0 && extent.is_there;
     let mut sorted: Vec<&Extent> = found.iter().map(Bound::get).filter(has_memory).collect();
     sorted.sort_unstable_by_key(|extent| (extent.device_hash, extent.addresses.start));
-    // The extent so far that reaches furthest.
+    // The extent with the highest end so far.
     let mut furthest: Option<&Extent> = None;
     for extent in sorted {
         let last = furthest.filter(|last| last.device_hash == extent.device_hash);

@@ -16,10 +16,10 @@ use crate::arguments;
 use crate::array::{BufferParts, fill_buffer, release_buffer};
 use crate::errors::{FOLLOWER, OrRaise, invalid};
 use crate::gate::seconds;
-use crate::handover::Handover;
 use crate::operations::{BytesForm, operation_to_py, plain_indices};
 use crate::page_info::Info;
 use crate::reader::Reader;
+use crate::shared_source::SharedSource;
 use crate::source::{Source, locked};
 use crate::values::REPORT;
 
@@ -48,7 +48,7 @@ pub struct PyFollower {
     /// The position of the newest batch that was returned. Has a lock of its own, so that the position can be
     /// read while another thread reads batches.
     position: Mutex<FollowerPosition>,
-    batches: Handover<Follower, FollowedBatch>,
+    batches: SharedSource<Follower, FollowedBatch>,
 }
 
 impl PyFollower {
@@ -56,7 +56,7 @@ impl PyFollower {
         *self.position.lock().unwrap_or_else(PoisonError::into_inner) = batch.position();
     }
 
-    fn handed_over(&self, batch: FollowedBatch) -> PyFollowedBatch {
+    fn converted(&self, batch: FollowedBatch) -> PyFollowedBatch {
         let payload_len = batch.payload().len() as i64;
         PyFollowedBatch { path: self.batches.path().to_owned(), batch, payload_len }
     }
@@ -64,7 +64,7 @@ impl PyFollower {
     fn next_batch(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<Option<PyFollowedBatch>> {
         let next = self.batches.next(py, timeout, Follower::next, |batch| self.note(batch))?;
         let batch = next.map_err(|error| self.batches.raised(py, &error))?;
-        Ok(batch.map(|batch| self.handed_over(batch)))
+        Ok(batch.map(|batch| self.converted(batch)))
     }
 }
 
@@ -94,7 +94,7 @@ impl PyFollower {
         let follower = py.detach(|| Follower::open(&path, from)).or_raise(py, Some(&shown))?;
         let position = Mutex::new(follower.position());
         let batches =
-            Handover::new(follower, shown, "another thread is reading from this follower", FOLLOWER);
+            SharedSource::new(follower, shown, "another thread is reading from this follower", FOLLOWER);
         Ok(Self { position, batches })
     }
 
@@ -131,7 +131,7 @@ impl PyFollower {
     /// Returns the batch that `_fetch` read, or None if another caller has already taken the batch.
     fn _take(&self, py: Python<'_>) -> PyResult<Option<PyFollowedBatch>> {
         self.batches.check_process(py)?;
-        Ok(self.batches.take(|batch| self.note(batch)).map(|batch| self.handed_over(batch)))
+        Ok(self.batches.take(|batch| self.note(batch)).map(|batch| self.converted(batch)))
     }
 
     fn __iter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {

@@ -1,5 +1,5 @@
-//! The entry from Python into an open store: no call enters a closed store, none touches it in a forked
-//! child, and none blocks the interpreter.
+//! Access from Python to an open store. A call returns an error if the store is closed, or if a forked child
+//! inherited the store. No call blocks the interpreter while it waits.
 
 use std::mem::ManuallyDrop;
 use std::path::Path;
@@ -69,8 +69,8 @@ impl Gate {
             state: Mutex::new(state),
             quiet: Condvar::new(),
         });
-        // In a forked child, a thread that does not exist may hold the list forever. A store that is not
-        // listed is left to the interpreter.
+        // In a forked child, the lock may belong to a thread that does not exist there and never releases it.
+        // A store that is not listed is not closed at interpreter exit.
         if let Ok(mut open) = OPEN.try_lock() {
             open.retain(|gate| gate.strong_count() > 0);
             open.push(Arc::downgrade(&gate));
@@ -212,12 +212,14 @@ pub fn detached<T: Send>(value: T) {
 pub fn close_all(py: Python<'_>) {
     let gates: Vec<Arc<Gate>> = {
         let own = std::process::id();
-        // This is a child's first use of the list: a thread of the parent may have held it at the fork.
+        // In a forked child, the lock of the list may belong to a thread of the parent, which never releases
+        // it there.
         let Ok(open) = OPEN.try_lock() else { return };
         open.iter().filter_map(Weak::upgrade).filter(|gate| gate.opener == own).collect()
     };
     for gate in gates {
-        // A store that is in use is left as after a crash: nothing acknowledged is lost.
+        // Closing fails if the store is in use. The store is then left as after a crash, which loses no
+        // acknowledged batch.
         let _ = gate.close(py);
     }
 }

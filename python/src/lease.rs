@@ -216,7 +216,8 @@ impl PyLease {
     ) -> PyResult<()> {
         let _ = (error, traceback);
         match self.end(py) {
-            // The block's own exception says more; its frames may hold the views.
+            // Report the exception of the block and not this error. The frames of that exception may hold the
+            // views.
             Err(_) if kind.is_some() => Ok(()),
             ended => ended,
         }
@@ -331,7 +332,7 @@ impl Drop for PyLease {
 }
 
 /// An export of a lease's memory, by DLPack or as bytes. Exists as long as its consumer uses the memory.
-#[pyclass(frozen, module = "remanent._native")]
+#[pyclass(frozen, module = "remanent._store._native")]
 struct Exported {
     address: usize,
     lease: Py<PyLease>,

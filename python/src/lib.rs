@@ -1,4 +1,4 @@
-//! Remanent for Python: the module `remanent._native`.
+//! Remanent for Python: the module `remanent._store._native`.
 //!
 //! # Map
 //!
@@ -7,11 +7,11 @@
 //! | file | contents |
 //! |---|---|
 //! | `store` | the handle of an open store |
-//! | `history` | its snapshots and earlier states |
+//! | `history` | snapshots and earlier states of a store |
 //! | `follower` | batches as they are logged, and replicas |
-//! | `operations` | the operations of such a batch, as dicts |
-//! | `changes` | what batches change, as they are applied |
-//! | `lease`, `pin` | access to a page's bytes in place; a page with a constant address |
+//! | `operations` | the operations of a followed batch, as dicts |
+//! | `changes` | the changes of each batch, once it is applied |
+//! | `lease`, `pin` | access to a page's bytes in place; keeping a page at a constant address |
 //! | `placement` | moving pages to a place |
 //! | `ahead` | moving pages to a place before they are used |
 //! | `read_many` | reading ranges of many pages with one call |
@@ -20,25 +20,25 @@
 //! | `pending_batch` | the operations of a batch until it is submitted, and its submission |
 //! | `new_page` | the handle of a page that a batch creates |
 //! | `working_copy` | caller-owned memory whose changes are captured into a page |
-//! | `ticket` | a submitted batch to wait for |
+//! | `ticket` | the handle to a submitted batch |
 //! | `view` | views of an open store, and of earlier states |
 //! | `blame` | the changes of a value; the search for the first bad version |
 //! | `reader` | reading pages and the root from any source |
-//! | `source` | the sources they are read from |
+//! | `source` | the sources of pages: an open store, a view, an earlier state or a replica |
 //! | `page_name` | how callers name pages and states |
 //! | `page_info` | the result of looking up a page |
 //! | `snapshot` | kept snapshots, and what a retention removes |
 //! | `loading` | waiting for pages that an open left on disk |
 //! | `stats` | the report of an open, and the statistics of a store |
 //! | `options` | how a store is opened, from strings and seconds |
-//! | `handover` | a source that many threads read from, each item once |
+//! | `shared_source` | a source from which many threads read, each item once |
 //! | `event_fd` | engine futures for an event loop |
 //! | `log` | engine events for Python's `logging` |
 //! | `blocks` | the new contents of a page of tensors |
 //! | `extents` | the bytes of storage that a tensor uses |
 //! | `flatten` | plain values as JSON, and the tensors among them |
 //! | `array` | copies of pages that other libraries can use without another copy |
-//! | `gate` | the entry into a store: closing, forks, the interpreter's lock, Ctrl-C |
+//! | `gate` | calls into a store: closing, forks, the interpreter's lock, Ctrl-C |
 //! | `memory` | bytes that a call reads, and buffers that it fills |
 //! | `buffer_view` | a view of another object's bytes |
 //! | `dtype`, `dlpack` | element types; the ABI of tensors |
@@ -85,7 +85,7 @@ mod load_pages;
 mod loading;
 mod stats;
 mod options;
-mod handover;
+mod shared_source;
 mod event_fd;
 mod log;
 mod blocks;

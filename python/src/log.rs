@@ -270,7 +270,7 @@ fn record_to_py(py: Python<'_>, record: LogRecord) -> PyResult<Bound<'_, PyTuple
     (level, target, file, line, thread, seconds, message, fields).into_pyobject(py)
 }
 
-/// Sets the level to that of Python's `logging`.
+/// Sets the level of forwarded events to that of the `logging` logger "remanent".
 pub fn update_level(py: Python<'_>) -> PyResult<()> {
     py.import("remanent._store.log")?.call_method0("update_logging").map(drop)
 }

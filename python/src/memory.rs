@@ -76,7 +76,7 @@ impl HostBytes {
 
 impl std::fmt::Debug for HostBytes {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} bytes of the caller's", self.len)
+        write!(f, "{} caller-owned bytes", self.len)
     }
 }
 

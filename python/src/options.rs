@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use remanent::options::{Compression, Create, ImageIo, LogIo, PageLoad};
+use remanent::options::{ArchiveOptions, Compression, Create, ImageIo, LogIo, PageLoad};
 use remanent::tiers::Tiers;
 use remanent::{Ack, DeviceChoice, Options, Place};
 
@@ -20,17 +20,27 @@ use crate::gate::{Gate, seconds};
 use crate::page_memory::{Raised, page_memory};
 
 /// The remedy for an unknown place.
-const PLACES: &str = "give \"host\", \"pinned\", \"disk\" or \"device:N\"";
+const PLACES: &str = "pass \"host\", \"pinned\", \"disk\" or \"device:N\"";
 
 const TEXTS_OR_NONE: &str = "a list of str, or None";
 const BYTES_OR_NONE: &str = "bytes or None";
 const FINGERPRINT_OR_NONE: &str = "32 bytes, or None";
 
-const ACKS: &[(&str, Ack)] = &[("applied", Ack::Applied), ("logged", Ack::Logged), ("durable", Ack::Durable)];
+/// The acknowledgements by name.
+pub const ACKS: &[(&str, Ack)] = &[
+    ("applied", Ack::Applied),
+    ("logged", Ack::Logged),
+    ("durable", Ack::Durable),
+    ("archived", Ack::Archived),
+];
 const LOG_IOS: &[(&str, LogIo)] =
     &[("mapped", LogIo::Mapped), ("buffered", LogIo::Buffered), ("direct", LogIo::Direct)];
-const IMAGE_IOS: &[(&str, ImageIo)] =
-    &[("mapped", ImageIo::Mapped), ("buffered", ImageIo::Buffered), ("direct", ImageIo::Direct)];
+const IMAGE_IOS: &[(&str, ImageIo)] = &[
+    ("auto", ImageIo::Auto),
+    ("mapped", ImageIo::Mapped),
+    ("buffered", ImageIo::Buffered),
+    ("direct", ImageIo::Direct),
+];
 const LOADS: &[(&str, PageLoad)] = &[("eager", PageLoad::Eager), ("on_demand", PageLoad::OnDemand)];
 /// Whether an eviction policy is LRU.
 const EVICTIONS: &[(&str, bool)] = &[("s3-fifo", false), ("lru", true)];
@@ -39,7 +49,7 @@ fn one_of<T: Copy>(option: &str, word: &str, choices: &[(&str, T)]) -> PyResult<
     choices.iter().find(|(name, _)| *name == word).map(|(_, choice)| *choice).ok_or_else(|| {
         let names: Vec<String> = choices.iter().map(|(name, _)| format!("{name:?}")).collect();
         let names = names.join(", ");
-        invalid(format!("{option} is one of {names}, not {word:?}"), format!("give one of {names}"))
+        invalid(format!("{option} must be one of {names}, not {word:?}"), format!("pass one of {names}"))
     })
 }
 
@@ -58,7 +68,7 @@ pub fn place(py: Python<'_>, text: &str) -> PyResult<Place> {
 /// Converts an element width from its number of bytes.
 pub fn width(bytes: usize) -> PyResult<remanent::batch::Width> {
     remanent::batch::Width::from_bytes(bytes).ok_or_else(|| {
-        invalid(format!("elements are 1, 2, 4, 8 or 16 bytes wide, not {bytes}"), "give one of these widths")
+        invalid(format!("width must be 1, 2, 4, 8 or 16 bytes, not {bytes}"), "pass one of these widths")
     })
 }
 
@@ -75,14 +85,14 @@ pub fn open(py: Python<'_>, path: &Path, given: Option<&Bound<'_, PyDict>>) -> P
     Ok(Gate::new(store, path, ack))
 }
 
-/// Options of one group by name, or all options. Each one is taken out under its name; those that remain are
-/// unknown.
+/// The options of one group, or all options, by name. [`Given::take`] removes an option. The options that
+/// remain in the end are unknown.
 struct Given<'py> {
     /// The name of the group followed by a dot, or nothing.
     prefix: &'static str,
     is_given: bool,
     values: Bound<'py, PyDict>,
-    /// The names that were asked for, with their groups.
+    /// The known names, with their groups, for the error about an unknown option.
     known: Vec<String>,
 }
 
@@ -160,12 +170,12 @@ impl<'py> Given<'py> {
         Ok(())
     }
 
-    /// Rejects names that were not taken, with the known name that is most like the first of them.
+    /// Returns an error if an option was not taken. The error suggests the known name that is most similar.
     fn refuse_unknown(&self) -> PyResult<()> {
         let Some((name, _)) = self.values.iter().next() else { return Ok(()) };
         let name = name.str()?.to_string();
         let full = format!("{}{name}", self.prefix);
-        // An option without its group is most often meant.
+        // Most unknown options are names in a group that were passed without the group.
         let in_group = self.known.iter().find(|known| known.split('.').nth(1) == Some(&name));
         let nearest = match in_group {
             Some(known) => Some(known.clone()),
@@ -187,7 +197,7 @@ impl<'py> Given<'py> {
             None => format!("; did you mean {nearest}?"),
         });
         let known = self.known.join(", ");
-        Err(invalid_type(format!("unknown option {full}{hint}"), format!("give one of {known}")))
+        Err(invalid_type(format!("unknown option {full}{hint}"), format!("pass one of {known}")))
     }
 }
 
@@ -277,6 +287,33 @@ fn options(py: Python<'_>, given: Option<&Bound<'_, PyDict>>, raised: &Raised) -
     given.group(("scrubs", "scrubs."), |scrubs| {
         scrubs.set_interval("interval", &mut options.scrubs.interval)?;
         scrubs.set("bytes_per_second", UNSIGNED_OR_NONE, &mut options.scrubs.bytes_per_second)
+    })?;
+    given.remove_none("archive")?;
+    given.group(("archive", "archive."), |archive| {
+        let url = archive.take::<String>("url", TEXT)?;
+        if url.is_none() && archive.is_given {
+            return Err(invalid_type(
+                "archive has no url",
+                "pass archive.url, such as \"s3://bucket/run-7\"",
+            ));
+        }
+        let mut target = ArchiveOptions::new(url.unwrap_or_default());
+        if let Some(settings) = archive.take::<Option<Bound<'_, PyDict>>>("settings", DICT_OR_NONE)?.flatten()
+        {
+            for (name, value) in settings.iter() {
+                let name: String = arguments::value(&name, "a name in archive.settings", TEXT)?;
+                let value = arguments::value(&value, &format!("archive.settings[{name:?}]"), TEXT)?;
+                target.settings.push((name, value));
+            }
+        }
+        if let Some(interval) = archive.take("interval", SECONDS)? {
+            target.interval = seconds(Some(interval))?.unwrap_or_default();
+        }
+        archive.set("log_len_max", UNSIGNED, &mut target.log_len_max)?;
+        archive.set("required", BOOL, &mut target.required)?;
+        archive.set("takeover", BOOL, &mut target.takeover)?;
+        options.archive = archive.is_given.then_some(target);
+        Ok(())
     })?;
     given.refuse_unknown()?;
     Ok(options)

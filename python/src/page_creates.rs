@@ -64,8 +64,8 @@ pub fn create(
         }
         Input::Host(bytes) => pending.create(py, key.as_ref(), layout, |batch| {
             let bytes = bytes.as_slice();
-            // The page is created with a length and then written: this way the memory for the copy can be
-            // refused.
+            // The page is created with a length and then written, because a write returns an error if the
+            // memory for the copy cannot be allocated.
             let new = named(batch.create(bytes.len() as u64, place));
             if !bytes.is_empty() {
                 batch.write(new, 0, bytes);

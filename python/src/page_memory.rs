@@ -37,7 +37,7 @@ pub fn page_memory(memory: MemoryOptions, source: Py<PyAny>, raised: &Raised) ->
         let asked = Python::attach(|py| ask(source.bind(py), info));
         asked.unwrap_or_else(|error| {
             *raised.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
-            // This is the only way to end the open. It is not a panic of this thread, so no hook is called.
+            // The callback can end the open only by unwinding. `resume_unwind` does not call the panic hook.
             std::panic::resume_unwind(Box::new("the source of page memory raised an exception"))
         })
     })

@@ -1,6 +1,7 @@
 //! Updates of pages to new bytes. The elements that differ are logged, or the whole page is written if too
 //! many differ.
 
+use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use pyo3::prelude::*;
@@ -138,52 +139,117 @@ fn changes(
     data: &NewBytes,
     width: Width,
     left: u64,
-) -> remanent::Result<(PageInfo, Option<(PageChanges, u64)>)> {
+) -> remanent::Result<(PageInfo, Changes)> {
     let info = store.page(page)?;
     if info.len != data.len() {
         return Ok((info, None));
     }
-    let (data_len, mut held) = (data.len() as usize, Vec::new());
-    let mut before = vec![0; COMPARED_LEN.min(data_len)];
-    if left == 0 {
-        // With no budget left, it does not matter which elements differ: one difference means that the whole
-        // page is written. A page that changed a lot differs early.
-        let (mut at, mut len) = (0, PROBED_LEN);
-        while at < data_len {
-            let after = data.piece(at, len.min(data_len - at), &mut held)?;
-            store.read(page, at as u64, &mut before[..after.len()])?;
-            if before[..after.len()] != *after {
-                return Ok((info, None));
+    let comparison = Comparison { store, info: &info, data, width, left };
+    let changes = if comparison.is_mostly_changed()? {
+        None
+    } else {
+        match comparison.scan() {
+            // If only the cached copy is damaged, a read of the medium succeeds.
+            Ok(None) | Err(Error::Damaged(_)) => comparison.read()?,
+            Ok(Some(changes)) => changes,
+            Err(error) => return Err(error),
+        }
+    };
+    Ok((info, changes))
+}
+
+/// A comparison of a page with new bytes of the same length.
+struct Comparison<'a> {
+    store: &'a Store,
+    info: &'a PageInfo,
+    data: &'a NewBytes,
+    width: Width,
+    /// The number of bytes that the changes may need.
+    left: u64,
+}
+
+/// The changes of a page and the bytes that they need, or `None` if the page must be written completely.
+type Changes = Option<(PageChanges, u64)>;
+
+impl Comparison<'_> {
+    /// Returns whether two short parts of the page show that the page must be written completely. A wrong answer costs
+    /// time or space, but the page is written correctly.
+    fn is_mostly_changed(&self) -> remanent::Result<bool> {
+        let len = self.data.len() as usize;
+        if len < PROBES_LEN_MIN {
+            return Ok(false);
+        }
+        let middle = len / 2 / MIDDLE_ALIGN * MIDDLE_ALIGN;
+        let (first, second) = (self.changed_at(0)?, self.changed_at(middle)?);
+        // With no budget left, it does not matter which elements differ: one difference means that the whole page is
+        // written.
+        let most = PROBED_LEN as u64 / LOGGED_PART;
+        Ok(if self.left == 0 { first > 0 || second > 0 } else { first > most && second > most })
+    }
+
+    /// Returns the number of bytes in elements that differ in a short part of the page.
+    fn changed_at(&self, at: usize) -> remanent::Result<u64> {
+        let mut held = Vec::new();
+        let after = self.data.piece(at, PROBED_LEN, &mut held)?;
+        let width = self.width.bytes();
+        let estimated = self.store.estimate_difference(self.info, at as u64, self.width, after)?;
+        if let Some(count) = estimated {
+            return Ok((count * width) as u64);
+        }
+        let mut before = vec![0; PROBED_LEN];
+        self.store.read(self.info.page, at as u64, &mut before)?;
+        let elements = before.chunks(width).zip(after.chunks(width));
+        Ok((elements.filter(|(before, after)| before != after).count() * width) as u64)
+    }
+
+    /// Compares the page while it is read and verified once. Returns `None` if the page is better read in parts.
+    fn scan(&self) -> remanent::Result<Option<Changes>> {
+        let (mut changes, mut held) = (PageChanges::new(self.width), Vec::new());
+        let mut failed = None;
+        let scanned = self.store.scan(self.info, |at, before| {
+            match self.data.piece(at as usize, before.len(), &mut held) {
+                Ok(after) if self.adds(&mut changes, at, before, after) => return ControlFlow::Continue(()),
+                Ok(_) => {}
+                Err(error) => failed = Some(error),
             }
-            (at, len) = (at + after.len(), COMPARED_LEN);
+            ControlFlow::Break(())
+        })?;
+        if let Some(error) = failed {
+            return Err(error);
         }
-        return Ok((info, Some((PageChanges::new(width), 0))));
+        Ok(scanned.map(|is_complete| is_complete.then(|| self.complete(changes))))
     }
-    if data_len >= PROBES_LEN_MIN {
-        let mut mostly_changed = |at: usize| {
-            let (before, after) = (&mut before[..PROBED_LEN], data.piece(at, PROBED_LEN, &mut held)?);
-            store.read(page, at as u64, before)?;
-            let elements = before.chunks(width.bytes()).zip(after.chunks(width.bytes()));
-            let changed = elements.filter(|(before, after)| before != after).count() * width.bytes();
-            Ok::<_, Error>(changed as u64 > PROBED_LEN as u64 / LOGGED_PART)
-        };
-        let middle = data_len / 2 / MIDDLE_ALIGN * MIDDLE_ALIGN;
-        if mostly_changed(0)? && mostly_changed(middle)? {
-            return Ok((info, None));
+
+    /// Compares the page with reads of its parts.
+    fn read(&self) -> remanent::Result<Changes> {
+        let (len, mut held) = (self.data.len() as usize, Vec::new());
+        let mut before = vec![0; COMPARED_LEN.min(len)];
+        let mut changes = PageChanges::new(self.width);
+        for at in (0..len).step_by(COMPARED_LEN) {
+            let after = self.data.piece(at, COMPARED_LEN.min(len - at), &mut held)?;
+            let before = &mut before[..after.len()];
+            self.store.read(self.info.page, at as u64, before)?;
+            if !self.adds(&mut changes, at as u64, before, after) {
+                return Ok(None);
+            }
         }
+        Ok(Some(self.complete(changes)))
     }
-    let mut changes = PageChanges::new(width);
-    for at in (0..data_len).step_by(COMPARED_LEN) {
-        let after = data.piece(at, COMPARED_LEN.min(data_len - at), &mut held)?;
-        let before = &mut before[..after.len()];
-        store.read(page, at as u64, before)?;
-        changes.compare(at as u64, before, after);
-        if changes.cost() > data.len() / LOGGED_PART || taken(&info, &mut changes) > left {
-            return Ok((info, None));
+
+    /// Adds the differences of one piece to `changes`. Returns whether logging all changes so far costs less than
+    /// writing the whole page.
+    fn adds(&self, changes: &mut PageChanges, at: u64, before: &[u8], after: &[u8]) -> bool {
+        if self.left == 0 {
+            return before == after;
         }
+        changes.compare(at, before, after);
+        changes.cost() <= self.data.len() / LOGGED_PART && taken(self.info, changes) <= self.left
     }
-    let taken = taken(&info, &mut changes);
-    Ok((info, Some((changes, taken))))
+
+    fn complete(&self, mut changes: PageChanges) -> (PageChanges, u64) {
+        let taken = taken(self.info, &mut changes);
+        (changes, taken)
+    }
 }
 
 /// Returns the bytes that changes need until the next snapshot: in the log or, for a page on disk, in the

@@ -2,7 +2,8 @@
 //!
 //! Threads share a batch, whose lock is held while operations are added. No Python code runs under that lock:
 //! no exception is created, and no object of the caller is dropped. Otherwise a thread that waits for the
-//! batch could hold the interpreter lock, or could be one that a free-threaded interpreter must stop.
+//! lock of the batch could hold the interpreter lock that the Python code needs. A free-threaded interpreter
+//! also cannot stop a thread that waits for this lock.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -27,7 +28,7 @@ pub enum BatchPage {
     Stored(PageId),
 }
 
-impl From<BatchPage> for PageRef {
+impl From<BatchPage> for PageRef<'_> {
     fn from(page: BatchPage) -> Self {
         match page {
             BatchPage::New(page) => page.into(),
@@ -45,7 +46,7 @@ enum BatchEnd {
     /// The commit failed before the batch was logged.
     Refused,
     /// The `with` block of the batch raised an exception.
-    GivenUp,
+    Discarded,
 }
 
 impl BatchEnd {
@@ -54,7 +55,7 @@ impl BatchEnd {
             Self::Submitting => "another thread is submitting this batch".to_owned(),
             Self::Committed(lsn) => format!("this batch was already committed as lsn {lsn}"),
             Self::Refused => "the commit of this batch failed, and nothing was logged".to_owned(),
-            Self::GivenUp => "this batch was discarded because its block raised an exception".to_owned(),
+            Self::Discarded => "this batch was discarded because its block raised an exception".to_owned(),
         }
     }
 }
@@ -200,8 +201,8 @@ impl PendingBatch {
         self.gate.inspect(py, |store| store.page_by_key(key)).map(|info| info.page)
     }
 
-    /// Returns what a page's metadata states about its elements after the operations so far. The result is
-    /// empty for a missing page, which fails the commit.
+    /// Returns the element type that a page's metadata states after the operations so far. The result is
+    /// empty for a missing page, which makes the commit fail.
     ///
     /// # Errors
     /// `ClosedError` if the store is closed.
@@ -216,8 +217,7 @@ impl PendingBatch {
         })
     }
 
-    /// Adds operations that change what a page's metadata states about its elements. `add` returns the new
-    /// statement.
+    /// Adds operations that change the element type in a page's metadata. `add` returns the new element type.
     ///
     /// # Errors
     /// `ClosedError`.
@@ -284,12 +284,12 @@ impl PendingBatch {
             Err(BatchEnd::Submitting) => "submitting".to_owned(),
             Err(BatchEnd::Committed(lsn)) => format!("committed, lsn={lsn}"),
             Err(BatchEnd::Refused) => "refused".to_owned(),
-            Err(BatchEnd::GivenUp) => "discarded".to_owned(),
+            Err(BatchEnd::Discarded) => "discarded".to_owned(),
         }
     }
 
-    pub fn give_up(&self) {
-        let operations = std::mem::replace(&mut self.lock().batch, Err(BatchEnd::GivenUp));
+    pub fn discard(&self) {
+        let operations = std::mem::replace(&mut self.lock().batch, Err(BatchEnd::Discarded));
         detached(operations);
     }
 

@@ -1,35 +1,46 @@
 //! Snapshots, and the result of a prune, as Python objects.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use remanent::Store;
 use remanent::snapshot::PruneReport;
+use remanent::{Metadata, Store};
 
-use crate::values::REPORT;
+use crate::values::{REPORT, ROOT, metadata_to_py};
 
 /// A snapshot of a store. Returned by `Store.snapshot` and `Store.snapshots`.
-#[pyclass(frozen, get_all, eq, module = "remanent")]
+#[pyclass(frozen, eq, module = "remanent")]
 #[derive(Clone, PartialEq)]
 pub struct SnapshotInfo {
     /// The number of the snapshot.
+    #[pyo3(get)]
     pub id: u64,
-    /// The name, which keeps the snapshot until `prune` gives up the name, or None.
+    /// The name, or None. A name keeps the snapshot until the name is passed to `prune` as `give_up`.
+    #[pyo3(get)]
     pub name: Option<String>,
     /// The time when the snapshot was written, in milliseconds since 1970.
+    #[pyo3(get)]
     pub created_unix_ms: u64,
     /// The Lsn after which an open replays the log.
+    #[pyo3(get)]
     pub redo: u64,
     /// The Lsn of the batch whose state the snapshot contains.
+    #[pyo3(get)]
     pub end: u64,
     /// The number of pages in the snapshot.
+    #[pyo3(get)]
     pub pages: u64,
     /// The total bytes of all images that the snapshot names.
+    #[pyo3(get)]
     pub bytes: u64,
     /// The bytes of the images that this snapshot wrote. All other images are shared with older snapshots.
+    #[pyo3(get)]
     pub bytes_written: u64,
     /// Whether the snapshot was read back from the disk and verified.
+    #[pyo3(get)]
     pub verified: bool,
+    root: Arc<Metadata>,
 }
 
 impl From<&remanent::snapshot::SnapshotInfo> for SnapshotInfo {
@@ -44,12 +55,19 @@ impl From<&remanent::snapshot::SnapshotInfo> for SnapshotInfo {
             bytes: info.bytes,
             bytes_written: info.bytes_written,
             verified: info.verified,
+            root: info.root.clone(),
         }
     }
 }
 
 #[pymethods]
 impl SnapshotInfo {
+    /// A read-only copy of the root as of batch `end`.
+    #[getter]
+    fn root<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        ROOT.freeze(metadata_to_py(py, &self.root)?)
+    }
+
     /// Returns an HTML table for notebooks.
     fn _repr_html_<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         slf.py().import("remanent._store.html")?.call_method1("snapshot", (slf,))

@@ -43,6 +43,7 @@ pub fn stats_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, P
     dict.set_item("snapshots_failed", stats.snapshots.failed)?;
     dict.set_item("scrubs_done", stats.scrubs.done)?;
     dict.set_item("damaged", stats.scrubs.damaged)?;
+    dict.set_item("archive", archive_to_py(py, stats)?)?;
     let places = PyDict::new(py);
     for (place, usage) in &stats.places {
         let of_place = PyDict::new(py);
@@ -61,6 +62,19 @@ pub fn stats_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, P
     dict.set_item("transfers", transfers_to_py(py, stats)?)?;
     dict.set_item("lanes", lanes_to_py(py, stats)?)?;
     Ok(dict)
+}
+
+/// Converts the counters of the archive to a dict, or to None if there is no archive.
+fn archive_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Option<Bound<'py, PyDict>>> {
+    let Some(archive) = &stats.archive else { return Ok(None) };
+    let dict = PyDict::new(py);
+    dict.set_item("archived", archive.archived.0)?;
+    dict.set_item("runs", archive.runs)?;
+    dict.set_item("snapshots", archive.snapshots)?;
+    dict.set_item("gaps", archive.gaps)?;
+    dict.set_item("failures", archive.failures)?;
+    dict.set_item("last_failure", archive.last_failure.as_ref().map(ToString::to_string))?;
+    Ok(Some(dict))
 }
 
 /// Converts the requests and evictions of each place to a dict.
@@ -109,7 +123,8 @@ fn transfers_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, P
     Ok(list)
 }
 
-/// Converts the command lists of each lane, and the waits for them, to a dict.
+/// Converts the counts of command lists and of waits for each lane, which is a queue of the device, to a
+/// dict.
 fn lanes_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDict>> {
     let lanes = PyDict::new(py);
     for (lane, of) in &stats.lanes {

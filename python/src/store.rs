@@ -21,6 +21,7 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
+use remanent::batch::PageRef;
 use remanent::{Lsn, PageInfo, Store, WriteBatch};
 
 use crate::ahead::{PyPrefetch, PyReadAhead};
@@ -58,14 +59,14 @@ use crate::working_copy::PyWorkingCopy;
 /// :param path: the directory.
 /// :param create: whether to create the store, with its parent directories, if the directory is missing or
 ///     empty.
-/// :param ack: what commits wait for by default: "applied", "logged" (survives the death of the process) or
-///     "durable" (survives a power cut).
+/// :param ack: what commits wait for by default: "applied", "logged" (survives the death of the process), "durable"
+///     (survives a power cut) or "archived" (survives the loss of the machine; needs `archive`).
 /// :param device: the device that holds the pages: "auto", "host" or "cuda:N".
 /// :param slots: a list of devices to which the places "device:0", "device:1", … refer. None binds all of
 ///     them to `device`.
-/// :param identity: the caller's own description of the store. If given again, it must be the same.
-/// :param layout_fingerprint: 32 bytes that identify what the meaning of the pages depends on. If given
-///     again, they must be the same.
+/// :param identity: bytes that identify the application. If a later open passes other bytes, it raises `MismatchError`.
+/// :param layout_fingerprint: 32 bytes that identify the layout of the data within pages, such as a hash of the model's
+///     configuration. If a later open passes other bytes, it raises `MismatchError`.
 /// :param memory: how much memory pages may use, and how an open loads them; see `MemoryOptions`.
 /// :param tiers: the order of places through which unused pages are demoted; see `TierOptions`. None demotes
 ///     nothing.
@@ -74,10 +75,12 @@ use crate::working_copy::PyWorkingCopy;
 /// :param snapshots: when snapshots are taken in the background; see `SnapshotSchedule`.
 /// :param retention: which snapshots and how much log are kept; see `RetentionOptions`.
 /// :param scrubs: when the data on disk is scrubbed in the background; see `ScrubSchedule`.
+/// :param archive: where the store is archived while it is open; see `ArchiveOptions`. None archives nothing.
 /// :raises LockedError: another process has the store open.
 /// :raises NoStoreError, ForeignDirectoryError, MismatchError, InvalidError, DeviceError, OverBudgetError:
 ///     the store cannot be opened with these arguments.
-/// :raises DamagedError: bytes under a durable mark are not what was written.
+/// :raises ArchiveError: the archive cannot be reached, or does not end in the history of this directory.
+/// :raises DamagedError: durable bytes on disk differ from the bytes that were written.
 ///
 /// >>> store = remanent.Store(directory, device="host", ack="durable")
 /// >>> store["config"] = b"a = 1"
@@ -96,10 +99,10 @@ impl PyStore {
 slots=None, identity=None, layout_fingerprint=None, \
 memory={'budget': None, 'load': 'eager', 'page_memory': None}, tiers=None, \
 log={'io': None, 'segment_len': 16777216, 'reserve_bytes': None, 'spare_bytes': None}, \
-images={'io': 'buffered', 'compression': True}, \
+images={'io': 'auto', 'compression': True}, \
 snapshots={'log_bytes': 268435456, 'interval': 60.0, 'bytes_per_second': None}, \
 retention={'snapshots_kept': 2, 'snapshots_kept_for': 0.0, 'log_kept': 0}, \
-scrubs={'interval': 86400.0, 'bytes_per_second': 67108864})")]
+scrubs={'interval': 86400.0, 'bytes_per_second': 67108864}, archive=None)")]
     fn new(
         py: Python<'_>,
         #[pyo3(from_py_with = arguments::path)] path: PathBuf,
@@ -148,11 +151,11 @@ scrubs={'interval': 86400.0, 'bytes_per_second': 67108864})")]
 
     /// Returns counts and sizes since the store was opened, in bytes unless stated otherwise.
     ///
-    /// "on_disk" counts the pages in the place "disk" and their bytes. "pending_bytes" is the host memory for
-    /// changes to these pages since their newest images. "places" is page memory by place. "tiers" counts the
-    /// pages that `ensure` requested and the pages that were evicted to make room. "moves" counts pages that
-    /// the store moved. "transfers" and "lanes" count the bytes that the device's command lists moved, and
-    /// the time that calls waited for them.
+    /// "on_disk" counts the pages in the place "disk" and their bytes. "pending_bytes" is the host memory for changes
+    /// to these pages since their newest images. "places" is page memory by place. "tiers" counts the pages that
+    /// `ensure` requested and the pages that were evicted to free memory. "moves" counts pages that the store moved.
+    /// "transfers" and "lanes" count the bytes that the device's command lists moved, and the time that calls waited
+    /// for them. A lane is a queue of command lists for one purpose. "archive" counts what was archived, or is None.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     store["k"] = b"abc"
@@ -195,7 +198,7 @@ scrubs={'interval': 86400.0, 'bytes_per_second': 67108864})")]
         let py = key.py();
         let (key, place, data) = (self::key(key)?, self::place(py, place)?, Input::take_host(data)?);
         let layout = data.elements().layout()?;
-        let put_layout = |batch: &mut WriteBatch, page, info: Option<&PageInfo>| {
+        let put_layout = |batch: &mut WriteBatch, page: PageRef<'_>, info: Option<&PageInfo>| {
             info.map(PageLayout::from).unwrap_or_default().put(batch, page, layout.as_ref());
         };
         let put = |store: &Store| store.put_with(&key, data.as_slice(), place, put_layout);
@@ -218,7 +221,7 @@ scrubs={'interval': 86400.0, 'bytes_per_second': 67108864})")]
     /// Returns a new `Batch`. As a context manager, the batch is committed at the end of the block and
     /// discarded if the block raises an exception.
     ///
-    /// :param ack: the acknowledgement that the commit waits for: "applied", "logged" or "durable". None uses
+    /// :param ack: the acknowledgement that the commit waits for: "applied", "logged", "durable" or "archived". None uses
     ///     the store's `ack`.
     /// :param note: a remark of up to 64 KiB that is stored in the log.
     ///
@@ -287,7 +290,7 @@ scrubs={'interval': 86400.0, 'bytes_per_second': 67108864})")]
     /// Moves `pages` to `place`. Pages already at `place` are unchanged.
     ///
     /// The pages move in one batch, or in several batches of 4,096 pages and 256 MiB each. With tiers, other
-    /// pages are evicted if there is no room. Returns the Lsn of the last batch, or None if all pages were
+    /// pages are evicted if the place is full. Returns the Lsn of the last batch, or None if all pages were
     /// already at `place`.
     ///
     /// :param pages: an iterable of pages.
@@ -431,10 +434,9 @@ scrubs={'interval': 86400.0, 'bytes_per_second': 67108864})")]
 
     /// Returns a `WorkingCopy`, through which `Batch.capture` commits changes of `memory` to a page.
     ///
-    /// :param memory: a writable, contiguous array or tensor with the length of the page. The memory must be
-    ///     on the device of the store's pages, or in host memory if pages are on the host. The working copy
-    ///     keeps     the memory alive. The memory must not be freed in another way, such as by `resize_` of a
-    ///     torch     storage.
+    /// :param memory: a writable, contiguous array or tensor with the length of the page. The memory must be on the
+    ///     device of the store's pages, or in host memory if pages are on the host. The working copy keeps the memory
+    ///     alive. The memory must not be freed in another way, such as by `resize_` of a torch storage.
     /// :param width: the bytes per element: 1, 2, 4, 8 or 16. Changes are detected and logged by element.
     /// :param shadow: the reference with which the memory is compared. "page" uses the page itself, which
     ///     must be in memory. A place, such as "host", uses a copy of the page in that place. "digests" uses
@@ -572,8 +574,8 @@ scrubs={'interval': 86400.0, 'bytes_per_second': 67108864})")]
     /// Takes a snapshot while commits continue, and removes snapshots and files that are no longer kept.
     /// Ctrl-C takes effect after the call.
     ///
-    /// :param name: a name of 1 to 64 bytes, which keeps the snapshot until `prune` gives up the name. A
-    ///     named snapshot is always exact.
+    /// :param name: a name of 1 to 64 bytes, which keeps the snapshot until the name is passed to `prune` as `give_up`.
+    ///     A named snapshot is always exact.
     /// :param exact: whether the snapshot contains the state of a single batch, so that the state can be
     ///     restored without the log.
     /// :param verify: whether to wait until the snapshot was read back and verified.
@@ -596,8 +598,8 @@ scrubs={'interval': 86400.0, 'bytes_per_second': 67108864})")]
         history::snapshot(py, &self.gate, name, exact, verify)
     }
 
-    /// Reads back and verifies the images that batches have written since the last snapshot. Returns the
-    /// number of bytes of the pages concerned. Ctrl-C takes effect after the call.
+    /// Reads back and verifies the images that batches have written since the last snapshot. Returns the total length
+    /// of the verified pages in bytes. Ctrl-C takes effect after the call.
     ///
     /// Long batches write such images for new pages, and for pages on disk that they write completely. The
     /// next snapshot verifies them before it names them. A caller that commits many batches before that
@@ -792,7 +794,7 @@ scrubs={'interval': 86400.0, 'bytes_per_second': 67108864})")]
     ) -> PyResult<()> {
         let _ = (error, traceback);
         match self.gate.close(py) {
-            // The block's own exception says more; its frames may hold leases.
+            // Report the exception of the block and not this error. The frames of that exception may hold leases.
             Err(_) if kind.is_some() => Ok(()),
             closed => closed,
         }

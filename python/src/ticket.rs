@@ -6,7 +6,7 @@ use remanent::Position;
 use crate::arguments;
 use crate::errors::OrRaise;
 use crate::gate::{seconds, wait};
-use crate::options::ack;
+use crate::options::{ACKS, ack};
 use crate::values::REPORT;
 
 #[derive(Clone)]
@@ -157,6 +157,13 @@ impl Ticket {
     }
 
     fn __repr__(&self) -> String {
-        format!("Ticket(lsn={})", self.lsn())
+        let reached = ACKS.iter().rev().find(|(_, ack)| self.ticket.is_acknowledged(*ack).unwrap_or(false));
+        // `is_` and `wait` raise the reason for which a batch will not be acknowledged.
+        let reached = match reached {
+            Some((name, _)) => name,
+            None if self.ticket.is_acknowledged(remanent::Ack::Durable).is_ok() => "pending",
+            None => "not acknowledged",
+        };
+        format!("Ticket(lsn={}, {reached})", self.lsn())
     }
 }

@@ -15,7 +15,8 @@ use crate::source::{PastSource, Source};
 /// The pages and the root of an open store as of one batch. Created by `Store.view`. The store cannot be
 /// closed before the view.
 ///
-/// The view keeps no contents of pages. Reading a page that has changed since raises `OvertakenError`.
+/// The view keeps no contents of pages. Reading a page that has changed since the view was created raises
+/// `OvertakenError`.
 ///
 /// >>> store = remanent.Store(directory)
 /// >>> store["k"] = b"old"

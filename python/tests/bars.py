@@ -1,4 +1,4 @@
-"""Bars that draw nothing and keep what they were told, for tests of what is counted."""
+"""Progress bars that draw nothing and record their updates, for tests of what is counted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Made = tuple[str, int, bool | None, list[int]]
 
 
 def counted(made: list[Made]) -> type[Bar]:
-    """A kind of bar that notes each one that is made."""
+    """Returns a class of bars that records each instance."""
 
     class Counted(Bar):
         def __init__(self, total: int, what: str, shown: bool | None = None) -> None:

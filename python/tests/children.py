@@ -1,4 +1,4 @@
-"""Children of the process of a test: forks of it, and interpreters of their own."""
+"""Child processes for tests: forks, and new interpreters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HANGS_AFTER = float(os.environ.get("HANGS_AFTER", "60"))
 
 
 def in_child(run: Callable[[], None]) -> str:
-    """What `run` raised in a forked child, by name; "fine" if nothing."""
+    """Runs `run` in a forked child. Returns the name of the exception that it raised, or "fine"."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -40,7 +40,7 @@ def run_script(script: str, *arguments: str) -> subprocess.CompletedProcess[str]
 
 
 def forked(work: Callable[[], int]) -> int:
-    """A fork of this process, which ends with what `work` returns, or with 1 if it raises or hangs."""
+    """Forks a child that exits with the result of `work`, or with 1 if it raises or hangs."""
     pid = os.fork()
     if pid:
         return pid
@@ -57,7 +57,7 @@ def forked(work: Callable[[], int]) -> int:
 
 
 def ended(pid: int) -> int:
-    """The status with which a child ends, as `os.waitstatus_to_exitcode` gives it."""
+    """Waits for a child. Returns its exit status in the form of `os.waitstatus_to_exitcode`."""
     until = time.monotonic() + HANGS_AFTER + 10
     while time.monotonic() < until:
         found, status = os.waitpid(pid, os.WNOHANG)

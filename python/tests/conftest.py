@@ -1,4 +1,4 @@
-"""What all tests share: a directory of their own, and the names that examples in docstrings use."""
+"""Shared by all tests: a directory for each test, and the names that examples in docstrings use."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Lets torch's wheel from PyPI be imported where the libraries of CUDA that it links to are not installed.
+"""Makes torch's wheel from PyPI importable on machines without the CUDA libraries that it links to.
 
-PyPI has no build of torch for the CPU alone, and those libraries take 5 GB. This makes a stand-in for each of them in
-torch's own folder: every function that torch asks of it is there and says that there is no GPU. Run it with the
-interpreter of the environment that torch is in. Needs a C compiler with `readelf` and `nm`.
+PyPI has no CPU-only build of torch for this platform, and the CUDA libraries take 5 GB. This script creates a stand-in
+for each of them in torch's own folder: it has every function that torch looks up, and each reports that there is no
+GPU. Run it with the interpreter of the environment that contains torch. Needs a C compiler with `readelf` and `nm`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def output_of(*command: str) -> list[str]:
 
 
 def body(function: str) -> str:
-    """A function in C that says that there is no GPU."""
+    """Returns the body of a C function which reports that there is no GPU."""
     if function == "cudaGetDeviceCount":
         return f"int {function}(int *count) {{ if (count) *count = 0; return {NO_DEVICE}; }}"
     if function == "__cudaRegisterFatBinary":

@@ -1,4 +1,4 @@
-"""Ranks of torch.distributed.checkpoint, each a process of its own, with gloo."""
+"""Ranks of torch.distributed.checkpoint in processes of their own, with gloo."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def of_step(step, mesh, dim):
 
 
 def in_ranks(count: int, body: str, *arguments: str) -> list[str]:
-    """Lets `run(rank, ranks, *arguments)` of this body run in a process for each rank; what they print, in order."""
+    """Runs `run(rank, ranks, *arguments)`, defined by this source code, in a process per rank. Returns their output in
+    order.
+    """
     script = RANKS + textwrap.dedent(body) + textwrap.dedent("""
         if __name__ == "__main__":
             ranks = int(sys.argv[1])

@@ -1,7 +1,7 @@
-"""Values that a state may have, and what becomes of them: kept as they are, or refused by their path.
+"""Values that a state may contain, and whether they are saved unchanged or refused with their path.
 
-Tables of rows, enumerated from the libraries where these list what they have, and `difference`, which finds what a
-value lacks of another: type, bits, dtype, shape, strides and the sharing of containers and memory.
+The rows are enumerated from the libraries where these list their own types. `difference` compares two values: type,
+bits, dtype, shape, strides, and the sharing of containers and memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ except ImportError:
 
 
 class Row(NamedTuple):
-    """A value by its name; and why it is refused, as the beginning of a pattern, or None if it is kept."""
+    """The name of a value, the value, and the beginning of the error's pattern, or None if the value is saved."""
 
     name: str
     make: Callable[[], Any]
@@ -253,7 +253,7 @@ KEYS = [
 
 
 def _tensor_of(dtype: torch.dtype) -> torch.Tensor:
-    """Some bits as a matrix of these elements, without a use of their arithmetic."""
+    """Returns a matrix of this dtype with given bits, without arithmetic on the elements."""
     raw = torch.arange(1, 1 + 8 * max(1, dtype.itemsize), dtype=torch.uint8)
     if dtype is torch.bool:
         raw = raw % 2
@@ -266,7 +266,7 @@ TORCH_DTYPES = sorted({dtype for dtype in vars(torch).values() if isinstance(dty
 
 
 def torch_dtype_rows(kept: dict[torch.dtype, str]) -> list[Row]:
-    """One row for each kind of elements that this torch has."""
+    """Returns a row for each dtype of the installed torch."""
     rows = []
     for dtype in TORCH_DTYPES:
         name = str(dtype).removeprefix("torch.")
@@ -418,7 +418,7 @@ TENSOR_KINDS = [
 
 
 def difference(saved: Any, found: Any, path: str = "", seen: dict[int, int] | None = None) -> str | None:
-    """What a value lacks of one that was saved; None if it lacks nothing."""
+    """Returns how a value differs from the one that was saved, or None."""
     seen = {} if seen is None else seen
     # A container that was shared is shared again, and no other one is.
     is_mutable = isinstance(saved, (list, dict, set, deque, bytearray, io.BytesIO)) or (
@@ -492,7 +492,7 @@ def _tensor_difference(saved: torch.Tensor, found: torch.Tensor, path: str) -> s
 
 
 def bits_of(tensor: torch.Tensor) -> bytes:
-    """The elements' bytes, row by row, without a use of their arithmetic."""
+    """Returns the elements' bytes, row by row, without arithmetic on the elements."""
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[tensor.itemsize]
     plain = tensor.detach().view(kind).clone(memory_format=torch.contiguous_format)
     return bytes(plain.view(-1).view(torch.uint8).tolist())

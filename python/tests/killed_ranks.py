@@ -1,10 +1,10 @@
-"""Ranks that save together and are killed at random moments, again and again: each start finds all at one version.
+"""Ranks that save together and are killed at random times: each restart must find all of them at one version.
 
     python killed_ranks.py checkpointer|dcp DIRECTORY KILLS [SEED]
 
-The ranks of each round, two to four, are forks of this process, which has imported torch. They restore, look whether
-every element is of the restored step, and save step after step, until some or all of them are killed. What any rank was
-told is saved must be there in the next round.
+The ranks of each round, two to four, are forks of this process, which has imported torch. They restore, check that
+every element belongs to the restored step, and save step after step, until some or all of them are killed. A save that
+was reported as complete to any rank must exist in the next round.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LIVE: list[int] = []
 
 
 class Board:
-    """What ranks say to the process that they are forks of: a number each, under a few names."""
+    """Numbers that ranks report to their parent process, under a few names."""
 
     NAMES = ("restored", "saved")
 
@@ -69,7 +69,7 @@ class Board:
 
 
 def state_of(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tensor of all ranks, and that of one."""
+    """Returns a tensor that is shared by all ranks, and one of this rank."""
     return torch.arange(3.0 * ROWS).view(ROWS, 3) + 10_000 * step, torch.full((5000 + rank,), step * RANKS_MAX + rank)
 
 
@@ -90,7 +90,7 @@ class Run:
         return self.model.divided, self.state["own"], self.state["step"], self.state["ranks"]
 
     def save(self, step: int, divided: torch.Tensor, own: torch.Tensor, chance: random.Random) -> bool:
-        """Saves a step; whether it is known to be durable."""
+        """Saves a step. Returns whether the step is known to be durable."""
         self.model.divided.copy_(divided)
         self.state |= {"own": own, "step": step, "ranks": dist.get_world_size()}
         saved = self.checkpoints.save(step, wait=chance.random() < 0.5, name=f"n{step}" if step % 20 == 0 else None)
@@ -105,7 +105,7 @@ class Run:
 
 
 class Dcp:
-    """A rank that saves with DCP, over the checkpoint before."""
+    """A rank that saves with DCP and replaces its previous checkpoint."""
 
     def __init__(self, rank: int, directory: Path, divided: torch.Tensor, own: torch.Tensor) -> None:
         self.path, self.own = directory / "last", f"own {rank}"
@@ -138,7 +138,7 @@ KINDS: dict[str, type[Run] | type[Dcp]] = {"checkpointer": Run, "dcp": Dcp}
 
 
 def run(kind: str, rank: int, directory: Path, meeting: Path, board: Board, seed: int, steps_max: int) -> None:
-    """One rank: restores, and saves until it is killed, or up to a number of steps."""
+    """Runs one rank: restores, and saves until it is killed or has done a number of steps."""
     chance = random.Random(seed)
     if chance.random() < 0.5:
         # Saves of many batches, which a kill ends halfway.
@@ -207,7 +207,7 @@ def wait_restored(board: Board, pids: list[int]) -> list[int]:
 
 
 def killed(pids: list[int], chance: random.Random) -> str:
-    """Kills some or all of the ranks; all have ended when this returns."""
+    """Kills some or all of the ranks, and waits until all have ended."""
     how = chance.choice(["all", "one by one", "one"])
     order = chance.sample(pids, len(pids))
     if how == "one":

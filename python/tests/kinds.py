@@ -1,4 +1,4 @@
-"""Every kind of optimizer and module that torch has, found in torch itself, so that a new release adds rows."""
+"""Every kind of optimizer and module in the installed torch, so that a new release adds rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TOGETHER: dict[str, dict[str, Any]] = {"nesterov": {"momentum": 0.9}}
 
 
 def optimizer_makers() -> dict[str, Callable[[list[Any]], torch.optim.Optimizer]]:
-    """What makes each optimizer of `torch.optim` with its defaults, and with each option that it has."""
+    """Returns functions that create each optimizer of `torch.optim`, with its defaults and with each of its options."""
     found: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {}
     for name, kind in sorted(vars(torch.optim).items()):
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or kind is torch.optim.Optimizer:
@@ -39,7 +39,7 @@ def optimizer_makers() -> dict[str, Callable[[list[Any]], torch.optim.Optimizer]
 
 
 def step(optimizer: torch.optim.Optimizer, seed: int) -> None:
-    """A step with gradients that depend on the seed alone."""
+    """Takes a step with gradients that depend only on the seed."""
     generator = torch.Generator().manual_seed(seed)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -50,7 +50,7 @@ def step(optimizer: torch.optim.Optimizer, seed: int) -> None:
 
 
 def same(value: Any, other: Any) -> bool:
-    """Whether two values have the same types, and tensors the same bits, on whatever devices they are."""
+    """Whether two values have the same types, and tensors the same bits, on any devices."""
     if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
         return (type(value), value.dtype, value.shape) == (type(other), other.dtype, other.shape) and bool(
             torch.equal(_bytes(value), _bytes(other)))
@@ -92,7 +92,8 @@ _NONE = {"Module", "Container", "DistributedDataParallel", "Buffer", "Parameter"
 
 
 def module_makers() -> dict[str, Callable[[], torch.nn.Module]]:
-    """What makes a module of each kind in `torch.nn`, and those that hooks and parametrizations make of one."""
+    """Returns functions that create a module of each kind in `torch.nn`, and variants with hooks and parametrizations.
+    """
     found: dict[str, Callable[[], torch.nn.Module]] = {}
     for name, kind in sorted(vars(torch.nn).items()):
         if isinstance(kind, type) and issubclass(kind, torch.nn.Module) and name not in _NONE:
@@ -139,7 +140,8 @@ def _made(name: str, kind: type[torch.nn.Module]) -> torch.nn.Module:
 
 
 def observer_makers() -> Iterator[tuple[str, Callable[[], torch.nn.Module]]]:
-    """What makes each observer and fake quantizer of `torch.ao.quantization` that keeps what it has seen."""
+    """Returns functions that create each observer and fake quantizer of `torch.ao.quantization` that keeps statistics.
+    """
     from torch.ao import quantization
 
     for where in (quantization.observer, quantization.fake_quantize):

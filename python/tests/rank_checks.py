@@ -1,10 +1,10 @@
-"""What holds for ranks that save together: a function a check, which each of four ranks runs.
+"""Checks of ranks that save together: each is a function that four ranks execute.
 
     python rank_checks.py cpu|cuda DIRECTORY [CHECK …]
 
-Prints a line for each check: its name, and whether all ranks found it "fine". The ranks are forks of this process,
-which has imported torch. On GPUs there are as many ranks as GPUs, and checks that need four ranks are left out. Some
-checks have several stages, each of its own number of ranks, one after the other.
+Prints a line for each check: its name, and "fine" if it succeeded on all ranks. The ranks are forks of this process,
+which has imported torch. On GPUs there are as many ranks as GPUs, and checks that need four ranks are skipped. Some
+checks have several consecutive stages with different numbers of ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RANKS = 4 if DEVICE == "cpu" else torch.cuda.device_count()
 
 
 class Training:
-    """A model of FSDP2, and its optimizer; each rank has a tensor of its own beside them."""
+    """A model of FSDP2 and its optimizer, and a separate tensor of each rank."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -60,7 +60,7 @@ class Training:
         return loss.item()
 
     def state(self, taken: Callable[[Any], torch.Tensor] = DTensor.to_local) -> list[torch.Tensor]:
-        """Copies of what is taken of each tensor: the part that this rank has, or all of it."""
+        """Returns copies of each tensor's part that this rank has, or of all of it."""
         found = [taken(parameter.detach()).clone() for parameter in self.model.parameters()]
         for each in self.optimizer.state.values():
             found += [taken(each["exp_avg"]).clone(), taken(each["exp_avg_sq"]).clone(), each["step"].clone()]
@@ -330,7 +330,7 @@ def ranks_stay_in_step_whatever_is_raised_in_one(directory: Path) -> None:
         run.give_up("newest")
         assert run.restore() == 6
         assert [(version.step, version.name) for version in run.versions()] == [(1, None), (2, None), (6, None)]
-        with raises(remanent.RankFailedError, "rank . is to |has ended"):
+        with raises(remanent.RankFailedError, "rank . called to |has ended"):
             run.give_up("one") if rank == 0 else run.save(7)
         with raises(remanent.RankFailedError, "has ended"):
             run.save(8)
@@ -373,7 +373,7 @@ def versions_are_looked_through_by_all_ranks(directory: Path) -> None:
         [first, second] = run.blame("own/w", 1)
         assert (first.step, second.step, second.after) == (1, 5 + 3 * rank, 1.0)
         assert run.diff(versions[3], 5) == ({"own/w": Difference(1, (1,), 1.0)} if rank == 0 else {})
-        with raises(remanent.OutOfBoundsError, "no element"):
+        with raises(remanent.OutOfBoundsError, "is outside a tensor"):
             run.blame("own/w", 3)
         assert run.restore() == 20
 
@@ -400,7 +400,7 @@ def a_process_may_become_another_rank(directory: Path) -> None:
 
 
 def a_run_goes_on_where_its_directory_is(directory: Path) -> None:
-    """Its directory is moved, and another run is made at the old path; or the process goes elsewhere."""
+    """The run's directory is moved and another run is created at the old path, or the process changes its directory."""
     weight = torch.zeros(100, device=DEVICE)
 
     def run_at(path: Path | str) -> Checkpointer:
@@ -456,7 +456,7 @@ def begin_with_one(directory: Path) -> None:
 
 
 def go_on_with_two(directory: Path) -> None:
-    """The second rank's versions of before are of the first one's batches."""
+    """The second rank's earlier versions refer to batches of the first rank."""
     weight = torch.zeros(100)
     with Checkpointer(directory / "run", extra={"s": {"w": weight}}, rng=False, keep=99,
                       process_group=dist.group.WORLD) as run:
@@ -478,7 +478,7 @@ def go_on_with_two(directory: Path) -> None:
 
 
 def stores_of_ranks_that_are_no_more_go(directory: Path) -> None:
-    """Also where a process ended while it removed an earlier one."""
+    """Also if a process ended while it was removing such a store."""
     path = directory / "run"
     if dist.get_rank() == 0:
         for left in ("rank-7", "removed-7", "removed-8"):
@@ -595,7 +595,7 @@ def begin(directory: Path) -> None:
 
 
 def go_on(directory: Path) -> None:
-    """Goes on from the newest version, and from the first one, which four ranks saved."""
+    """Continues from the newest version, and from the first one, which four ranks saved."""
     rank, count = dist.get_rank(), dist.get_world_size()
     training = Training()
     torch.manual_seed(100 + rank)
@@ -631,7 +631,7 @@ def go_on(directory: Path) -> None:
 
 
 class OfDcp(Training):
-    """The same, saved and loaded by torch.distributed.checkpoint."""
+    """A `Training` that torch.distributed.checkpoint saves and loads."""
 
     def dcp_state(self) -> dict[str, Any]:
         of_model, of_optimizer = get_state_dict(self.model, self.optimizer)
@@ -645,7 +645,7 @@ class OfDcp(Training):
                        optim_state_dict=state["optimizer"])
 
     def save(self, path: Path) -> None:
-        """Saves this state, and beside it all of it, as it is to be found again."""
+        """Saves this state, and the complete tensors with which a later load is compared."""
         dcp.save(self.dcp_state(), storage_writer=StorageWriter(path))
         state = self.state(DTensor.full_tensor)
         if dist.get_rank() == 0:
@@ -661,7 +661,7 @@ def begin_dcp(directory: Path) -> None:
 
 
 def go_on_dcp(directory: Path) -> None:
-    """Goes on from what another number of ranks saved last."""
+    """Continues from the last save of a different number of ranks."""
     newest = max(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
     training = OfDcp()
     with torch.no_grad():
@@ -676,7 +676,7 @@ def go_on_dcp(directory: Path) -> None:
 
 
 def alone_with_dcp(directory: Path) -> None:
-    """A model that is not divided has all of what ranks saved."""
+    """A model that is not sharded loads everything that the ranks saved."""
     model = torch.nn.Sequential(torch.nn.Linear(10, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     of_model, of_optimizer = get_state_dict(model, optimizer)

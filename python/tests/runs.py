@@ -1,4 +1,4 @@
-"""The state of runs, for tests that save them and put them back."""
+"""Parts of a run's state, for tests that save and restore them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
-    """The tensors of a model and of its optimizer's state, by names."""
+    """Returns the tensors of a model and of its optimizer's state, by name."""
     state = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
     for at, each in optimizer.state_dict()["state"].items():
         state |= {f"{name}/{at}": tensor for name, tensor in each.items()}

@@ -1,6 +1,6 @@
-"""Stand-ins for the hosts of adapters, where these are not installed: the names that the adapters use, and no more.
+"""Stand-ins for the hosts of adapters that are not installed, with only the names that the adapters use.
 
-The tests of an adapter run against its host if it can be imported, and say which it was.
+The tests of an adapter use its host if it can be imported, and print which one they use.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 
 def _module(name: str, **names: Any) -> None:
-    """Makes a module, and the packages that it is in."""
+    """Creates a module, and the packages that contain it."""
     parts = name.split(".")
     for end in range(1, len(parts) + 1):
         path = ".".join(parts[:end])
@@ -42,7 +42,7 @@ def _is_installed(name: str) -> bool:
 
 
 def vllm() -> str:
-    """vLLM 0.33, or what stands in for it."""
+    """Returns vLLM 0.33, or a stand-in for it."""
     if _is_installed("vllm.v1.kv_offload.tiering.base"):
         return "vLLM"
 
@@ -115,7 +115,7 @@ def vllm() -> str:
 
 
 def vllm_weights() -> str:
-    """What of vLLM 0.33 takes over weights, or what stands in for it."""
+    """Returns the part of vLLM 0.33 that receives weights, or a stand-in for it."""
     if _is_installed("vllm.distributed.weight_transfer.base"):
         return "vLLM"
 
@@ -196,7 +196,7 @@ def vllm_weights() -> str:
 
 
 def lmcache() -> str:
-    """LMCache 0.5.7, or what stands in for it."""
+    """Returns LMCache 0.5.7, or a stand-in for it."""
     if _is_installed("lmcache.v1.distributed.l2_adapters.base"):
         return "LMCache"
 
@@ -306,7 +306,8 @@ def lmcache() -> str:
 
 
 def torchtitan() -> str:
-    """torchtitan 0.3, or what stands in for it: a manager of checkpoints as it is configured, built and called."""
+    """Returns torchtitan 0.3, or a stand-in: a checkpoint manager that is configured, built and called in the same way.
+    """
     if _is_installed("torchtitan.components.checkpointer.dcp"):
         return "torchtitan"
 

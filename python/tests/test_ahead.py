@@ -1,4 +1,4 @@
-"""Pages that come ahead of their use."""
+"""Prefetched pages, and read-ahead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments that are odd, and right or refused."""
+"""Unusual arguments, which are accepted or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callers' buffers: each call holds them until its last access and no longer, whatever else the caller drops."""
+"""Callers' buffers: each call keeps them alive until its last access and no longer, whatever else the caller drops."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OLD, NEW = bytes([1]) * LENGTH, bytes([2]) * LENGTH
 
 
 class Owner(bytearray):
-    """Memory of a caller that a weak reference can watch: it is freed with its last reference."""
+    """Caller-owned memory to which a weak reference can be made; it is freed with its last reference."""
 
 
 class Taken(NamedTuple):
@@ -60,7 +60,7 @@ KEPT = {"create_in", "working_copy", "page_memory", "write of PageMemory"}
 
 
 def test_tables_list_every_call_with_buffer() -> None:
-    stub = ast.parse((Path(remanent.__file__).parent / "_native.pyi").read_text())
+    stub = ast.parse((Path(remanent.__file__).parent / "_store" / "_native.pyi").read_text())
     found = set()
     for owner in (each for each in stub.body if isinstance(each, ast.ClassDef)):
         for call in (each for each in owner.body if isinstance(each, ast.FunctionDef)):
@@ -161,7 +161,7 @@ def test_view_of_lent_memory_keeps_it_unchanged(pages: remanent.Store, name: str
 
 
 class Blocked:
-    """A cache whose threads wait until they are let go, so that a test decides what happens before they begin."""
+    """A cache whose threads wait until the test releases them."""
 
     def __init__(self, directory: str) -> None:
         self.cache = BlockCache(directory, identity={"model": "m"}, capacity=64 * LENGTH, readers=1)

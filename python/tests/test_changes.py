@@ -1,4 +1,4 @@
-"""Streams of what batches change."""
+"""Change streams."""
 
 from __future__ import annotations
 

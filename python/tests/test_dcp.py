@@ -26,7 +26,7 @@ from remanent.dcp import StorageReader, StorageWriter  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was removed is given up by the next save, however soon that comes."""
+    """The next save removes discarded checkpoints, however soon it comes."""
     monkeypatch.setattr(remanent.dcp, "_VISIBLE_AFTER", -1.0)
 
 
@@ -43,7 +43,7 @@ def load(state: Any, path: str) -> Any:
 
 
 def cause(raised: pytest.ExceptionInfo[Any]) -> BaseException:
-    """What a rank failed with."""
+    """Returns the error with which a rank failed."""
     failure = raised.value.failures[0]
     error: BaseException = failure[0] if isinstance(failure, tuple) else failure
     return error

@@ -1,4 +1,4 @@
-"""Checkpoints made of files of other formats, and such files made of checkpoints."""
+"""Conversions between checkpoints and files of other formats."""
 
 from __future__ import annotations
 

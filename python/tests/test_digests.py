@@ -1,4 +1,4 @@
-"""Checkpoints by digests: of what did not change nothing is read, written or copied."""
+"""Checkpoints with digests: unchanged parts are not read, written or copied."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHUNK = 65536
 
 
 class Adapted(torch.nn.Module):
-    """Frozen layers, and a small one that learns."""
+    """Frozen layers, and a small one that is trained."""
 
     def __init__(self, device: str = "cpu") -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Directories as people use them: given by relative paths and links, moved, shared with a group."""
+"""Directories given by relative paths and links, moved directories, and directories that a group shares."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ ENTRIES: dict[str, tuple[Entry, bool]] = {
 
 @contextmanager
 def below(folder: Path) -> Iterator[Path]:
-    """Two directories, one of which is the working directory."""
+    """Creates two directories, one of which becomes the working directory."""
     home, elsewhere = folder / "home", folder / "elsewhere"
     home.mkdir()
     elsewhere.mkdir()

@@ -49,7 +49,7 @@ def test_class_example_runs(name: str, text: str, tmp_path: Path) -> None:
 
 # Modules with examples, and the package that they need.
 EXAMPLES = {
-    "remanent": None, "remanent._errors": None, "remanent._state.page_tree": None, "remanent.kv": None,
+    "remanent": None, "remanent._state.page_tree": None, "remanent.kv": None,
     "remanent._checkpoint.checkpointer": "torch", "remanent._versions.retention": "torch", "remanent.dcp": "torch",
     "remanent.torch": "torch", "remanent.weights": "torch", "remanent._tensors.tensor_files": "safetensors.torch",
     "remanent._dcp.formats": "safetensors.torch", "remanent.integrations.torch_checkpointing": "torch_checkpointing",
@@ -109,7 +109,7 @@ def test_pages_fit_a_screen() -> None:
 
 
 def test_adapters_page_shows_module_configurations() -> None:
-    """What is configured there are the modules' own configurations, which their tests run."""
+    """The configurations on the page are those in the modules' docstrings, which the adapters' tests run."""
     page = ADAPTERS.read_text()
     shown = [each for each in re.findall(r"```(?:sh|python)\n(.*?)```", page, re.DOTALL) if ">>>" not in each]
     folder = Path(remanent.__file__).parent

@@ -1,4 +1,5 @@
-"""Arrays that are stored come back with their dtype and shape, and metadata never claim another."""
+"""Arrays are returned with the dtype and shape that they were stored with, and metadata never disagree with the bytes.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def test_arrays_are_restored_unchanged(store: remanent.Store, short: str, shape:
 
 
 def numpy_arrays(store: remanent.Store, dtype: str | None = None) -> Iterator[Any]:
-    """The page "k" as each call that returns an array of NumPy does."""
+    """Returns page "k" through each call that returns a NumPy array."""
     yield store.numpy("k", dtype)
     yield store.array("k", dtype).numpy()
     yield store.read_many(["k"]).result().numpy(0, dtype)

@@ -1,4 +1,4 @@
-"""A restore that fails at any point leaves everything as it was, or names what it changed."""
+"""A restore that fails at any point leaves everything unchanged, or reports what it changed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class OwnLoad(torch.optim.SGD):
 
 
 class Run:
-    """A run of every kind of part."""
+    """A run with every kind of part."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -88,7 +88,7 @@ class Injected(Exception):
 
 
 def failing_at(number: int, kind: type[BaseException]) -> Any:
-    """What raises at the call of this number, of Python's functions and of C's, within `PutBack.run`."""
+    """Raises an exception at a call with this number, of Python or C functions, within `PutBack.run`."""
     sound = put_back.PutBack.run
     calls = [0]
 
@@ -113,7 +113,7 @@ def failing_at(number: int, kind: type[BaseException]) -> Any:
 
 
 def named(error: BaseException) -> set[str]:
-    """The parts that an error says have changed."""
+    """Returns the parts that an error reports as changed."""
     if isinstance(error, remanent.RestoreFailedError):
         return set(error.changed)
     notes = [note for note in getattr(error, "__notes__", ()) if "changed completely or partly: " in note]
@@ -177,7 +177,7 @@ def test_failing_part_leaves_all_unchanged(directory: str) -> None:
     assert all(same(held.states()[name], value) for name, value in before.items())
 
 
-def test_settings_of_optimizers_and_random_states_are_put_back(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_optimizers_and_random_states_are_restored(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     held = Run()
     held.train()
     optimizers = held.optimizer, held.extra["own"]

@@ -1,7 +1,7 @@
-"""`docs/fidelity.md`: what a save and a restore do with each kind of value, as observed here and now.
+"""`docs/fidelity.md`: how a save and a restore treat each kind of value, compared with the current behaviour.
 
-The rows are those that the libraries list themselves, so a new release adds some. A row that the page does not have
-must be kept or refused like any other; `REMANENT_WRITE_FIDELITY=1` writes the page again from what is observed.
+The rows are those that the libraries list themselves, so a new release may add some. A value without a row on the page
+must be saved or refused like any other; `REMANENT_WRITE_FIDELITY=1` rewrites the page from the current results.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Maker = Callable[[], Any]
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tensors here are short: threads of torch's would wait for each other most of the time."""
+    """Uses one thread of torch, because tensors here are so short that threads would mostly wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -106,7 +106,7 @@ def used_scheduler(scheduler: Any) -> None:
 
 
 def others() -> dict[str, Maker]:
-    """What else of torch keeps a state in a training run."""
+    """Returns other objects of torch that keep state in a training run."""
     linear = torch.nn.Linear
     swa = torch.optim.swa_utils
     found: dict[str, Maker] = {
@@ -140,7 +140,7 @@ def used_other(made: Any) -> None:
 
 
 def filled(module: Any) -> None:
-    """Gives every tensor of a module values of its own."""
+    """Fills every tensor of a module with distinct values."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
@@ -150,7 +150,7 @@ def filled(module: Any) -> None:
 
 
 def of_objects(makers: dict[str, Maker], use: Callable[[Any], None], folder: Path) -> dict[str, str]:
-    """What becomes of objects with a state."""
+    """Returns the results for objects with a state."""
     made = {name: make() for name, make in makers.items()}
     for each in made.values():
         use(each)
@@ -166,7 +166,7 @@ def of_objects(makers: dict[str, Maker], use: Callable[[Any], None], folder: Pat
 
 
 def refused_of(made: dict[str, Any], folder: Path) -> set[str]:
-    """Saves all of these as parts of a run but those that are refused by their names, and returns these."""
+    """Saves these as parts of a run, except those that are refused by their names, which it returns."""
     refused: set[str] = set()
     names = list(made)
     while True:
@@ -200,7 +200,7 @@ def state_of(made: Any) -> Any:
 
 
 def of_values(table: list[Row], folder: Path) -> dict[str, str]:
-    """What becomes of values in a state that is a dict."""
+    """Returns the results for values in a state that is a dict."""
     made = {row.name: {"of": row.make()} for row in table}
     refused = refused_of(made, folder)
     fresh: dict[str, Any] = {name: {} for name in made if name not in refused}
@@ -213,7 +213,7 @@ def of_values(table: list[Row], folder: Path) -> dict[str, str]:
 
 
 def of_files(table: list[Row], folder: Path) -> dict[str, str]:
-    """What `save_file` and `load_file` make of tensors."""
+    """Returns the results of `save_file` and `load_file` for tensors."""
     found = {}
     for row in table:
         tensor = row.make()
@@ -234,7 +234,7 @@ def of_files(table: list[Row], folder: Path) -> dict[str, str]:
 
 
 def observed(root: Path) -> dict[str, dict[str, str]]:
-    """The result of each row, by section."""
+    """Returns the result of each row, by section."""
     from remanent._tensors.conversion import SHORT
 
     dtypes = rows.torch_dtype_rows(SHORT)
@@ -288,7 +288,7 @@ def shown(name: str) -> str:
 
 
 def read(page: str) -> dict[tuple[str, str], str]:
-    """The results that the page states, by section and row."""
+    """Returns the results that the page states, by section and row."""
     found, section = {}, ""
     for line in page.splitlines():
         if line.startswith("## "):

@@ -1,4 +1,4 @@
-"""Each kind of value comes back with the same bits, type and sharing, or is refused by its path before a save."""
+"""Each kind of value is restored with the same bits, type and sharing, or refused with its path before a save."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LONG = bool(os.environ.get("REMANENT_LONG"))
 
 
 def restored(value: Any) -> Any:
-    """The value after a save and a restore, without a store in between."""
+    """Returns the value after a save and a restore without a store in between."""
     tensors: dict[str, Any] = {}
     text = flatten_state({"part": {"of": value}}, tensors, of_rank=False)
     loaded = {}
@@ -51,7 +51,7 @@ def restored(value: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def through_a_store(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All rows that are kept, saved and restored by one checkpoint."""
+    """Returns all rows that are saved, after a save and a restore with one checkpoint."""
     directory = str(tmp_path_factory.mktemp("rows") / "run")
     with Checkpointer(directory, extra={"rows": {name: row.make() for name, row in KEPT.items()}}, rng=False) as run:
         run.save(1)
@@ -116,7 +116,7 @@ def test_parts_with_colliding_paths_stay_separate(directory: str) -> None:
 
 
 def _random_state(chance: random.Random, depth: int) -> Any:
-    """A tree whose keys are likely to be alike."""
+    """Returns a random tree whose keys are often equal."""
     kind = chance.randrange(3) if depth else 3
     if kind == 3:
         return torch.tensor(chance.randrange(1 << 40))
@@ -289,7 +289,7 @@ def test_random_views_of_storage_are_restored() -> None:
 
 
 def _places(tensor: torch.Tensor) -> list[int]:
-    """The addresses of a tensor's elements."""
+    """Returns the addresses of a tensor's elements."""
     at = torch.arange(tensor.untyped_storage().nbytes() // tensor.itemsize)
     first = tensor.untyped_storage().data_ptr()
     found = at.as_strided(tensor.shape, tensor.stride(), int(tensor.storage_offset()))

@@ -1,4 +1,4 @@
-"""Objects that have ended: every method either still has its answer, or names what has ended and how to go on."""
+"""Closed objects: every method still returns its result, or reports what was closed and how to continue."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def opened(path: Path) -> remanent.Store:
 
 
 def covers(kind: type, calls: dict[str, Call], others: str) -> None:
-    """Each public method is in the table, or among those that go on after the end."""
+    """Asserts that each public method is in the table, or among those that work after a close."""
     known = {name.split("(")[0] for name in calls} | set(others.split())
     found = {name for name in dir(kind) if not name.startswith("_")}
     assert found <= known, found - known

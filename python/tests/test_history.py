@@ -1,4 +1,4 @@
-"""What changed a value, and the first bad version."""
+"""The history of a value, and the first bad version."""
 
 from __future__ import annotations
 

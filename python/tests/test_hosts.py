@@ -1,4 +1,4 @@
-"""The releases of hosts that adapters support: stated in one place, checked when an adapter is imported."""
+"""The host releases that adapters support: stated in one place, and checked when an adapter is imported."""
 
 from __future__ import annotations
 

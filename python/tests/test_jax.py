@@ -1,4 +1,4 @@
-"""Trees of JAX's arrays."""
+"""Trees of JAX arrays."""
 
 from __future__ import annotations
 

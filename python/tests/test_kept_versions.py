@@ -1,4 +1,4 @@
-"""How many versions `save_file` keeps, the list of them, and what a killed save leaves."""
+"""The number of versions that `save_file` keeps, their list, and the state after a save was killed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MIB = 1 << 20
 
 
 def numbered(number: int, nbytes: int = 64) -> dict[str, torch.Tensor]:
-    """A state of which every element changes with its number, and that no compression shortens."""
+    """Returns an incompressible state in which every element depends on the number."""
     return {"w": random_numbers(nbytes) + number}
 
 
@@ -40,7 +40,7 @@ def random_numbers(nbytes: int) -> torch.Tensor:
 
 
 def number_of(directory: str, at: int | str | ListedVersion | None = None) -> int:
-    """The number of the state that was saved, all of whose elements are of that state."""
+    """Returns the number of the saved state, after checking that all elements belong to it."""
     w = load_file(directory, at=at)["w"]
     numbers = w - random_numbers(w.nbytes)
     assert bool((numbers == numbers[0]).all())
@@ -107,7 +107,7 @@ def test_name_keeps_version_until_pruned(directory: str) -> None:
 
 
 def test_later_versions_survive_removed_name(directory: str) -> None:
-    """They are computed from its snapshot, or from one beside it."""
+    """Later versions are computed from the snapshot without the name, or from another one."""
     for number in range(1, 6):
         save_file(numbered(number), directory, keep=None, name="base" if number == 2 else None)
     prune(directory, keep=4)
@@ -189,7 +189,7 @@ def test_scattered_changes_of_many_tensors_are_logged_sparsely(directory: str) -
 
 
 def save_on(directory: str, number: int, progress: int) -> int:
-    """Saves numbered states, of which two are kept, and reports each number once that is saved."""
+    """Saves numbered states, of which two are kept, and reports each number once it is saved."""
     # Threads of torch's do not cross a fork.
     torch.set_num_threads(1)
     while True:

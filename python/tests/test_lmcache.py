@@ -1,4 +1,4 @@
-"""The L2 adapter for LMCache: found again after a restart, proven, of the type and shape of the buffers."""
+"""The L2 adapter for LMCache: blocks are found after a restart, verified, with the type and shape of the buffers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def key(number: int, **others: Any) -> Any:
 
 
 class Memory:
-    """Memory of LMCache's: bytes with a type and a shape."""
+    """Memory of LMCache: bytes with a type and a shape."""
 
     def __init__(self, number: int, dtype: str = "bfloat16", length: int = LENGTH) -> None:
         self.bytes = bytearray(number.to_bytes(8, "big") * (length // 8))
@@ -258,7 +258,8 @@ def test_documented_configuration_creates_adapter(directory: str) -> None:
 
 
 class Lent(Memory):
-    """Memory as LMCache lends it: `byte_array` is an address alone, and with the object the memory is another's."""
+    """A memory object of LMCache: `byte_array` is only an address, and the memory is reused after the object is freed.
+    """
 
     def __init__(self, number: int, freed: list[bytes]) -> None:
         super().__init__(number)
@@ -281,7 +282,7 @@ _pools: list[Any] = []
 
 
 def hold(adapter: RemanentL2Adapter) -> threading.Event:
-    """Has the threads of the cache wait for the event before what is begun next."""
+    """Lets the threads of the cache wait for the event before they start the next operation."""
     may_go_on = threading.Event()
     cache = adapter.cache
     cache._writer.submit(may_go_on.wait, 60)

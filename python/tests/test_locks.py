@@ -1,4 +1,4 @@
-"""The locks of stores and views end with their process, and with nothing else."""
+"""The locks of stores and views are released when their process ends, and only then."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def opens_elsewhere(path: Path) -> bool:
 
 @contextmanager
 def killed_with_a_living_child(script: str, path: Path) -> Iterator[None]:
-    """Runs the script in a process that then forks and is killed; its child lives as long as this block."""
+    """Runs the script in a process that then forks and is killed; its child runs until the block ends."""
     script = textwrap.dedent(script) + textwrap.dedent("""
         if os.fork() == 0:
             os.read(0, 1)
@@ -93,7 +93,7 @@ def test_killed_owner_leaves_no_lock_in_child(tmp_path: Path) -> None:
 
 
 def held(store: remanent.Store) -> int:
-    """The number of snapshots that readers hold, once newer ones could replace them."""
+    """Returns the number of snapshots that readers keep, after newer ones could have replaced them."""
     for number in range(3):
         store["k"] = bytes([number]) * 1000
         store.snapshot()

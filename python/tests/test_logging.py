@@ -15,7 +15,7 @@ import remanent
 
 
 class Kept(logging.Handler):
-    """Keeps records; waits first, if it is told to."""
+    """Keeps records; waits first if requested."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Kept(logging.Handler):
 
 
 def opened(directory: str) -> remanent.Store:
-    """A store with one page, which can be restored to its first batch as often as one likes."""
+    """Returns a store with one page, which can be restored to its first batch any number of times."""
     store = remanent.Store(directory, device="host", retention={"log_kept": 1 << 30})
     store["a"] = b"x"
     return store

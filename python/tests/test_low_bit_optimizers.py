@@ -1,4 +1,4 @@
-"""The optimizers of torchao and bitsandbytes: each state comes back as it was saved, or is refused by name."""
+"""The optimizers of torchao and bitsandbytes: each state is restored as it was saved, or refused by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from remanent.torch import Checkpointer  # noqa: E402
 
 
 def makers_of(package: str) -> dict[str, Any]:
-    """The optimizers of a package, by name."""
+    """Returns the optimizers of a package, by name."""
     optimizers = pytest.importorskip(f"{package}.optim", reason=f"{package} is not installed")
     return {name: kind for name, kind in sorted(vars(optimizers).items())
             if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)}
@@ -38,7 +38,7 @@ def made(makers: dict[str, Any], dtype: torch.dtype, length: int) -> dict[str, A
 
 
 def stepped(optimizers: dict[str, Any]) -> dict[str, Any]:
-    """Those that can make a step on this machine."""
+    """Returns the optimizers that can take a step on this machine."""
     found = {}
     for name, optimizer in optimizers.items():
         try:

@@ -1,4 +1,4 @@
-"""Leases, and what other libraries see of the store's memory."""
+"""Leases, and the store's memory as other libraries see it."""
 
 from __future__ import annotations
 

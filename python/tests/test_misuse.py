@@ -1,4 +1,4 @@
-"""Arguments of wrong types and values: every refusal is a `remanent.Error`, with what helps."""
+"""Arguments of wrong types and values: each is refused with a `remanent.Error` that has a remedy."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import remanent
-from remanent import _errors
+from remanent._store import errors
 
 
 class Strange:
-    """An object that is nothing that a call could want."""
+    """An object that no call accepts."""
 
 
 # An argument that would do, by its name, where the table of a method has no other.
@@ -54,7 +54,7 @@ def objects(path: Path) -> dict[str, Any]:
 
 
 def calls(name: str, method: Any) -> Iterator[tuple[str, list[Any], dict[str, Any]]]:
-    """Calls of which one argument is odd, and all others are right."""
+    """Returns calls with one unusual argument, with valid values for the others."""
     parameters = [each for each in inspect.signature(method).parameters.values() if each.name != "self"]
     for odd in parameters:
         if odd.kind in (odd.VAR_POSITIONAL, odd.VAR_KEYWORD):
@@ -76,7 +76,7 @@ def calls(name: str, method: Any) -> Iterator[tuple[str, list[Any], dict[str, An
 
 
 def refusals(name: str, method: Any) -> Iterator[str]:
-    """Calls it in every odd way; tells those that raise something else than errors of the package."""
+    """Makes the call with each unusual argument. Returns those for which it raises an error of another package."""
     for shown, positional, named in calls(name, method):
         try:
             made = method(*positional, **named)
@@ -122,17 +122,17 @@ def test_functions_raise_only_package_errors(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(("call", "kinds", "message", "remedy"), [
     (lambda store: remanent.Store("x", identity="a"), (TypeError,), "identity must be bytes or None, not str", "pass bytes"),
     (lambda store: remanent.Store("x", log_kept=5), (TypeError,),
-     "unknown option log_kept; did you mean retention={\"log_kept\": …}?", "give one of create, ack,"),
-    (lambda store: remanent.Store("x", devise="host"), (TypeError,), "unknown option devise; did you mean device?", "give"),
+     "unknown option log_kept; did you mean retention={\"log_kept\": …}?", "pass one of create, ack,"),
+    (lambda store: remanent.Store("x", devise="host"), (TypeError,), "unknown option devise; did you mean device?", "pass"),
     (lambda store: remanent.Store("x", snapshot_log_bytes=5), (TypeError,), "did you mean snapshots={\"log_bytes\": …}?", ""),
     (lambda store: remanent.Store("x", log={"segment_length": 5}), (TypeError,),
-     "unknown option log.segment_length; did you mean \"segment_len\"?", "give one of log.io, log.segment_len,"),
+     "unknown option log.segment_length; did you mean \"segment_len\"?", "pass one of log.io, log.segment_len,"),
     (lambda store: remanent.Store("x", log={"segment_len": "5"}), (TypeError,),
      "log.segment_len must be an int from 0 to 2^64 - 1, not str", "pass an int from 0"),
     (lambda store: remanent.Store("x", snapshots=5), (TypeError,), "snapshots must be a dict, not int", "pass a dict"),
     (lambda store: remanent.Store("x", memory=None), (TypeError,), "memory must be a dict, not NoneType", "pass a dict"),
     (lambda store: remanent.Store("x", tiers={"eviction": "lru"}), (TypeError,), "tiers has no places", "pass tiers.places"),
-    (lambda store: remanent.Store("x", images={"io": "by hand"}), (ValueError,), "images.io is one of", "give one of"),
+    (lambda store: remanent.Store("x", images={"io": "by hand"}), (ValueError,), "images.io must be one of", "pass one of"),
     (lambda store: store.restore_from_snapshot("s"), (TypeError,), "snapshot must be the number of a snapshot", "SnapshotInfo"),
     (lambda store: store.read("k", -1), (ValueError,), "offset must be an int from 0 to 2^64 - 1, not -1", "pass an int from 0"),
     (lambda store: store.read("k", "1"), (TypeError,), "offset must be an int from 0 to 2^64 - 1, not str", "pass an int from 0"),
@@ -140,12 +140,12 @@ def test_functions_raise_only_package_errors(tmp_path: Path, monkeypatch: pytest
     (lambda store: store.numpy("k", shape=[2.5]), (TypeError,), "shape must be a list of lengths", "pass a list"),
     (lambda store: store.put(5, b""), (TypeError,), "a key must be str or bytes, not int", "pass str or bytes"),
     (lambda store: store.put("k", 5), (TypeError,), "int has no bytes", "pass bytes, a NumPy array or a tensor"),
-    (lambda store: store.put("k", b"", place="moon"), (ValueError,), "moon", "give \"host\""),
-    (lambda store: store.batch(ack="soon"), (ValueError,), "ack is one of", "give one of"),
+    (lambda store: store.put("k", b"", place="moon"), (ValueError,), "moon", "pass \"host\""),
+    (lambda store: store.batch(ack="soon"), (ValueError,), "ack must be one of", "pass one of"),
     (lambda store: store.commit(5), (TypeError,), "batch must be a Batch of this store, not int", "pass a Batch of this store"),
     (lambda store: store.read_into("k", b"1234"), (BufferError,), "the buffer is read-only", "bytearray"),
     (lambda store: store.batch().set_root("big", 1 << 70), (ValueError,), "64 bits", "store it as str or bytes"),
-    (lambda store: store.read_many(["k"]).result()[3], (IndexError,), "index 3 is outside the 1 ranges", "give an index"),
+    (lambda store: store.read_many(["k"]).result()[3], (IndexError,), "index 3 is outside the 1 ranges", "pass an index"),
 ])
 def test_errors_state_cause_and_remedy(store: remanent.Store, call: Any, kinds: Any, message: str, remedy: str) -> None:
     store["k"] = b"1234"
@@ -157,9 +157,9 @@ def test_errors_state_cause_and_remedy(store: remanent.Store, call: Any, kinds: 
 
 def test_every_error_class_has_remedy() -> None:
     remedies = []
-    for name in _errors.__all__:
-        error = getattr(_errors, name)("text")
+    for name in errors.__all__:
+        error = getattr(errors, name)("text")
         assert error.remedy and "change the call" not in error.remedy and str(error) == "text", name
         remedies.append(error.remedy)
-    assert getattr(_errors, "LockedError")("x").remedy == "read it with View, or close it there"
+    assert getattr(errors, "LockedError")("x").remedy == "open a View to read it, or close it in the other process"
     assert len(set(remedies)) > 20

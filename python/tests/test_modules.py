@@ -96,7 +96,8 @@ def test_groups_of_options_state_the_defaults() -> None:
     parameters = inspect.signature(remanent.Store).parameters
     groups = {"memory": remanent.MemoryOptions, "log": remanent.LogOptions, "images": remanent.ImageOptions,
               "snapshots": remanent.SnapshotSchedule, "retention": remanent.RetentionOptions,
-              "scrubs": remanent.ScrubSchedule, "tiers": remanent.TierOptions}
+              "scrubs": remanent.ScrubSchedule, "tiers": remanent.TierOptions,
+              "archive": remanent.ArchiveOptions}
     assert set(parameters) - {"path"} == set(remanent.StoreOptions.__annotations__)
     for name, kind in groups.items():
         entries = dict(re.findall(r"^ *- `(\w+)`: (.*?)(?=\n *- |\n *\n|\Z)", kind.__doc__ or "", re.M | re.S))

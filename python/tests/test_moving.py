@@ -1,4 +1,6 @@
-"""Tensors that move between two saves: storages freed and made again, swapped, converted; and states that come and go."""
+"""Tensors that move between two saves: storages are freed and allocated again, swapped or converted, and states appear
+and disappear.
+"""
 
 from __future__ import annotations
 
@@ -167,9 +169,9 @@ def test_dcp_rejects_tensor_with_freed_storage(directory: str) -> None:
 
 
 class EightBit(torch.optim.Optimizer):
-    """An optimizer whose averages are bytes with a scale for each block of 256, as those of bitsandbytes are.
+    """An optimizer whose averages are bytes with a scale per block of 256, like those of bitsandbytes.
 
-    Short parameters have averages of 32 bits, and blocks share a table of what each byte stands for.
+    Short parameters have averages of 32 bits, and all blocks share a table with the value of each byte.
     """
 
     BLOCK = 256

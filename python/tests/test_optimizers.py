@@ -1,4 +1,4 @@
-"""The states of torch's optimizers, put back into the tensors that they have."""
+"""The states of torch's optimizers, restored into their existing tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trees that Orbax saves and loads by our handler."""
+"""Trees that Orbax saves and loads with this package's handler."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class P(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A tree that is saved and loaded: what Orbax's own handler gives, and ours if that differs."""
+    """A tree that is saved and loaded: the result of Orbax's own handler, and of this package's if it differs."""
 
     saved: Any
     template: Any = None
@@ -131,7 +131,7 @@ def rows() -> dict[str, Row]:
 
 
 def told(tree: Any) -> Any:
-    """Leaves with their types, dtypes and bytes, so that two trees can be compared."""
+    """Returns leaves with their types, dtypes and bytes, so that two trees can be compared."""
     def of(leaf: Any) -> Any:
         if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return str(leaf.dtype), np.asarray(jax.random.key_data(leaf)).tolist()
@@ -145,7 +145,7 @@ def told(tree: Any) -> Any:
 
 
 def outcome(path: Path, row: Row, registry: Any) -> Any:
-    """What a handler gives for a row; of a failure, the text of the error and of its causes."""
+    """Returns the result of a handler for a row, or for a failure the text of the error and of its causes."""
     made = ocp.Context()
     if registry is not None:
         made.checkpointables.registry = registry

@@ -1,4 +1,4 @@
-"""Pages that live in memory of the caller's, and memory of pages that becomes the caller's."""
+"""Pages in caller-owned memory, and page memory that is released to the caller."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_interpreter_exits_with_pages_in_caller_memory(directory: str) -> None:
 
 
 class Cuda:
-    """A producer of a GPU's memory, which lies on the host."""
+    """A producer that claims to have GPU memory, which is in fact host memory."""
 
     def __init__(self, count: int) -> None:
         self.memory = ctypes.create_string_buffer(max(count, 1))

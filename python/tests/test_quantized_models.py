@@ -1,4 +1,4 @@
-"""Models with quantized weights of torchao and bitsandbytes: what is saved comes back the same, or is refused by name."""
+"""Models with quantized weights of torchao and bitsandbytes: a save is restored unchanged, or refused by name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def plain() -> Any:
 
 
 def configs() -> Iterator[Any]:
-    """The kinds of quantization that torchao has, with their defaults."""
+    """Returns the kinds of quantization in torchao, with their defaults."""
     base = importlib.import_module("torchao.core.config").AOBaseConfig
     for package in ("quantization", "sparsity"):
         top = importlib.import_module(f"torchao.{package}")
@@ -47,7 +47,7 @@ def configs() -> Iterator[Any]:
 
 
 def quantized() -> Iterator[tuple[str, Any]]:
-    """A model for each kind that this machine can make."""
+    """Returns a model for each kind that works on this machine."""
     quantize = importlib.import_module("torchao.quantization").quantize_
     for config in configs():
         model = plain()

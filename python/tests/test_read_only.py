@@ -1,4 +1,4 @@
-"""Properties that return copies: a change of one is refused, and not lost."""
+"""Properties that return copies: an attempt to change one raises an error instead of being lost."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHANGES: list[Callable[[Any], Any]] = [
 
 
 def objects(path: Path) -> dict[str, Any]:
-    """An object of each class of the package that has properties."""
+    """Returns an object of each class of the package that has properties."""
     store = remanent.Store(path, device="host", retention={"log_kept": 1 << 20})
     changes = store.changes()
     with store.batch() as batch:
@@ -70,8 +70,8 @@ def test_copied_properties_are_read_only(tmp_path: Path) -> None:
             assert repr(value) == before
     assert seen == {"AppliedBatch.pages", "AppliedPage.ranges", "Batch.pages", "FollowedBatch.operations",
                     "FollowedBatch.restored_pages", "LiveView.root", "PageInfo.metadata", "Pruned.files", "Pruned.held",
-                    "Pruned.snapshots", "Receipt.pages", "Replica.root", "Store.recovered", "Store.root", "Ticket.pages",
-                    "ValueChange.root", "View.root"}
+                    "Pruned.snapshots", "Receipt.pages", "Replica.root", "SnapshotInfo.root", "Store.recovered",
+                    "Store.root", "Ticket.pages", "ValueChange.root", "View.root"}
 
 
 def test_nested_values_are_read_only(store: remanent.Store) -> None:

@@ -1,4 +1,4 @@
-"""Pins, and ranges of many pages by one call."""
+"""Pins, and ranges of many pages read by one call."""
 
 from __future__ import annotations
 

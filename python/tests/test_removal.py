@@ -1,4 +1,6 @@
-"""What versions leave that are given up is removed beside the run, and what depends on it waits for that."""
+"""The files of discarded versions are removed concurrently with the run, and operations that depend on the removal wait
+for it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from remanent.torch import Checkpointer  # noqa: E402
 
 
 class SlowStore:
-    """A store whose removals wait until they may go on."""
+    """A store whose removals wait until the test releases them."""
 
     def __init__(self, store: Any) -> None:
         self._store, self.may_end, self.begun = store, threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""Versions of a run that are read into the tensors that the run has."""
+"""Versions of a run that are restored into its existing tensors."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_existing_tensors_stay_in_place(directory: str, device: str, options: di
 
 
 def overwrite(path: Path, at: int, content: bytes) -> None:
-    """Changes bytes of a file, which stays as long as it is: the store reads it meanwhile."""
+    """Changes bytes of a file without changing its length, because the store is reading it."""
     with path.open("r+b") as file:
         file.seek(at)
         file.write(content)
@@ -274,7 +274,7 @@ def test_tensors_with_new_overlaps_get_saved_values(directory: str) -> None:
 
 
 def test_tensors_keep_their_current_strides(directory: str) -> None:
-    """Of modules and optimizers; a dict gets tensors as they were."""
+    """Applies to modules and optimizers; tensors in a dict get the saved strides."""
     model = torch.nn.Conv2d(3, 5, 2).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     state = {"turned": torch.arange(6.0).reshape(2, 3).T}

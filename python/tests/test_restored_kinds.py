@@ -1,4 +1,4 @@
-"""Every kind of optimizer and module of torch comes back as it was saved: bits, kinds of elements, shapes, types."""
+"""Every kind of optimizer and module of torch is restored with the same bits, dtypes, shapes and types."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from remanent.torch import Checkpointer, load_model, save_model  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Any:
-    """Tensors here are short: threads of torch's would wait for each other most of the time."""
+    """Uses one thread of torch, because tensors here are so short that threads would mostly wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -27,7 +27,7 @@ def one_thread() -> Any:
 
 
 class Fp32Moments(torch.optim.Optimizer):
-    """Keeps moments in 32 bits, codes, a mask and a large number for parameters of any kind."""
+    """Keeps moments in 32 bits, codes, a mask and a large number, for parameters of any kind."""
 
     def __init__(self, parameters: Any, lr: float = 0.01) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -164,7 +164,7 @@ def test_other_parameter_groups_are_rejected(directory: str, names: Any, named: 
 
 
 def filled(module: Any, seed: int) -> Any:
-    """The module with values of its own in every tensor that has a shape."""
+    """Returns the module with distinct values in every tensor that has a shape."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
@@ -234,7 +234,7 @@ def test_observers_keep_their_statistics(directory: str) -> None:
 
 
 class Tuned(torch.nn.Module):
-    """Upgrades states of its first version."""
+    """Upgrades states of its first version when it loads them."""
 
     _version = 2
 
@@ -249,7 +249,7 @@ class Tuned(torch.nn.Module):
 
 
 class Loader:
-    """Holds a module, and gives its state as a part of its own."""
+    """Contains a module, whose state is part of its own."""
 
     def __init__(self) -> None:
         self.tuned = Tuned()
@@ -284,7 +284,7 @@ def test_runs_without_module_versions_are_restored(directory: str, monkeypatch: 
 
 
 class History(torch.nn.Linear):
-    """Has an extra state that becomes longer."""
+    """Has an extra state that grows."""
 
     def __init__(self) -> None:
         super().__init__(2, 2)
@@ -298,7 +298,7 @@ class History(torch.nn.Linear):
 
 
 class Resized(torch.nn.Module):
-    """Gives its buffer the shape of what it loads."""
+    """Gives its buffer the shape of the value that it loads."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -374,7 +374,7 @@ def test_models_that_cannot_hold_values_are_rejected(directory: str, make: Any, 
 
 
 class Packed(torch.Tensor):
-    """Codes and a scale that stand for elements, as quantized tensors of other libraries are."""
+    """Codes and a scale that represent elements, like quantized tensors of other libraries."""
 
     @staticmethod
     def __new__(cls, codes: Any, scale: float) -> Any:
@@ -403,7 +403,7 @@ def sparse() -> Any:
 
 
 class SavesMore(torch.nn.Linear):
-    """Has a scale in its state that no load takes."""
+    """Has a scale in its state that it does not load."""
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -1,4 +1,4 @@
-"""Saves that do not wait: the room that they are copied to, and what waits for the copies."""
+"""Saves that do not wait: the memory that they copy to, and operations that wait for the copies."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def sizes_of(seed: int) -> list[int]:
 
 
 def fail_after_a_block(store: Any, batch: Any, blocks: Any, *given: Any, **named: Any) -> Any:
-    """In place of `put`."""
+    """Replaces `put`."""
     next(iter(blocks))
     raise OSError("as arranged")
 
 
 def delay_later_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets what a save copies after the call returned be copied late."""
+    """Delays the copies that a save makes after its call has returned."""
     sound = Passage.send
 
     def late(self: Passage, *given: Any, **named: Any) -> None:
@@ -370,7 +370,7 @@ def many(value: float) -> dict[str, Any]:
 
 
 def slowly(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Batches of few blocks, by a writer that is slow."""
+    """Stores batches of few blocks with a slow writer."""
     sound = page_tree.put
 
     def slow(store: Any, batch: Any, blocks: Any, *given: Any, **named: Any) -> Any:
@@ -392,7 +392,7 @@ def fill(state: dict[str, Any], value: float) -> None:
 
 @pytest.fixture
 def interrupt() -> Iterator[Any]:
-    """A function that interrupts this process after some seconds."""
+    """Returns a function that interrupts this process after some seconds."""
     # A shell has what runs in its background ignore the signal.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
 

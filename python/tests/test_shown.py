@@ -1,9 +1,11 @@
-"""What is shown to people: texts of objects, tables in notebooks, progress on a terminal."""
+"""Output for people: texts of objects, tables in notebooks, progress bars on a terminal."""
 
 from __future__ import annotations
 
 import importlib
 import io
+import pydoc
+import re
 import sys
 from html.parser import HTMLParser
 
@@ -15,7 +17,7 @@ from remanent._util.progress import Bar
 
 
 class Cells(HTMLParser):
-    """The tags of a text, and the text of its cells."""
+    """Collects the tags of an HTML text, and the text of its cells."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -209,6 +211,23 @@ def test_follower_repr_shows_position(store: remanent.Store, directory: str) -> 
     assert repr(follower).endswith(", closed)")
 
 
+def test_ticket_repr_shows_acknowledgement(store: remanent.Store) -> None:
+    ticket = store.submit(store.batch(note="n"))
+    assert repr(ticket) in [f"Ticket(lsn=1, {each})" for each in ("pending", "applied", "logged", "durable")]
+    ticket.wait()
+    assert repr(ticket) == "Ticket(lsn=1, durable)"
+
+
+def test_help_lists_no_private_modules() -> None:
+    shown = pydoc.plain(pydoc.render_doc(remanent))
+    contents = re.search(r"^PACKAGE CONTENTS\n(.*?)\n\n", shown, re.MULTILINE | re.DOTALL)
+    assert contents is not None
+    listed = [line.split()[0] for line in contents[1].splitlines()]
+    assert [name for name in listed if name.startswith("_")] == ["__main__"] and "torch" in listed
+    assert all(f"    class {name}" in shown for name in ("Store", "Batch", "View"))
+    assert "remanent._store.errors" not in shown and repr(remanent.Error) == "<class 'remanent.Error'>"
+
+
 def test_prefetch_repr_shows_state(store: remanent.Store, directory: str) -> None:
     store.put("k", b"v", place="disk")
     coming = store.prefetch(["k"], "host")
@@ -232,6 +251,17 @@ def test_checkpointer_repr_shows_step(directory: str) -> None:
     with Checkpointer(directory, extra={"loader": {}}) as run:
         run.restore()
         assert repr(run) == f"Checkpointer({directory!r}, step=3)"
+
+
+def test_save_and_version_reprs_show_step(directory: str) -> None:
+    pytest.importorskip("torch")
+    from remanent.torch import Checkpointer
+
+    with Checkpointer(directory, extra={"loader": {"position": 0}}) as run:
+        saved = run.save(3, name="best", wait=False)
+        assert saved.wait() and repr(saved) == "Saved(step=3, done=True)"
+        (version,) = run.versions()
+        assert repr(version) == f"Version(step=3, lsn={version.lsn}, name='best', created={version.created!r})"
 
 
 def test_ipython_completes_keys(store: remanent.Store, directory: str) -> None:

@@ -45,7 +45,7 @@ def loaded(path: str, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def address(tensor: Any) -> int:
-    """Where the memory begins that a tensor lies in."""
+    """Returns the address of the memory that contains a tensor."""
     return int(tensor.untyped_storage().data_ptr())
 
 

@@ -1,4 +1,4 @@
-"""A state as JSON, and its tensors as bytes of storages."""
+"""A state as JSON, and its tensors as the bytes of their storages."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import remanent
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from remanent import _native  # noqa: E402
 from remanent._state import page_tree  # noqa: E402
 from remanent._state.page_tree import Leaves, flatten, unflatten  # noqa: E402
+from remanent._store import _native  # noqa: E402
 from remanent._tensors import conversion  # noqa: E402
 from remanent._tensors.conversion import extents  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""States are given by one text everywhere: an Lsn, "lsn:N", "snapshot:N", a snapshot's name, or "name:S"."""
+"""All calls accept the same texts for states: an Lsn, "lsn:N", "snapshot:N", a snapshot's name, or "name:S"."""
 
 from __future__ import annotations
 

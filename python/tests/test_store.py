@@ -1,4 +1,4 @@
-"""Stores, batches and what is read back."""
+"""Stores, batches and reads."""
 
 from __future__ import annotations
 
@@ -270,6 +270,19 @@ def test_wheel_contains_command(store: remanent.Store, directory: str) -> None:
     # Runs itself in child processes, and kills them.
     done = subprocess.run([*command, "demo", "--kills", "2", "--requests", "400"], capture_output=True, text=True)
     assert done.returncode == 0 and "kill" in done.stdout, done
+
+
+def test_command_archives_and_restores(store: remanent.Store, directory: str, tmp_path: Path) -> None:
+    store["a"] = b"x" * 5000
+    store.close()
+    (tmp_path / "archive").mkdir()
+    url, restored = f"file://{tmp_path}/archive", str(tmp_path / "restored")
+    for arguments in (["archive", "push", directory, url], ["restore", "--from", url, restored]):
+        command = [sys.executable, "-m", "remanent", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done
+    with remanent.Store(restored, device="host") as copy:
+        assert copy["a"] == b"x" * 5000
 
 
 def test_tiers_hold_more_pages_than_memory(tmp_path: Path) -> None:

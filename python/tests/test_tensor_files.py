@@ -1,4 +1,5 @@
-"""What users of safetensors do: metadata, some tensors, parts of one, bytes, models; and what is refused, and how."""
+"""Features of safetensors files: metadata, selected tensors, parts of one, bytes, models; and which values are refused.
+"""
 
 from __future__ import annotations
 

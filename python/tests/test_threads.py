@@ -1,7 +1,7 @@
-"""Many threads on one object of each class: right bytes or a typed error, and never a hang.
+"""Many threads use one object of each class: calls return the right bytes or a typed error, and never hang.
 
-With the interpreter's lock they take turns in all places; without it, as in a free-threaded interpreter, they are
-within the same call at the same time.
+With the interpreter's lock, threads switch at many different points; in a free-threaded interpreter they execute the
+same call at the same time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BUSY = "another thread"
 
 @pytest.fixture(autouse=True)
 def threads_take_turns_often() -> Iterator[None]:
-    """Lets threads take turns often, and says where they are if they hang."""
+    """Makes threads switch often, and prints their stacks if they hang."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     faulthandler.dump_traceback_later(120, exit=True)
@@ -41,7 +41,7 @@ def threads_take_turns_often() -> Iterator[None]:
 
 
 def together(*works: Work) -> None:
-    """Runs all at the same time, each in a thread of its own, and raises what one of them raises."""
+    """Runs all functions at the same time in threads, and raises an exception of one of them."""
     failed: list[BaseException] = []
     begin = threading.Barrier(len(works))
 
@@ -62,7 +62,7 @@ def together(*works: Work) -> None:
 
 
 def until_closed(call: Work, over: threading.Event | None = None) -> Work:
-    """Calls again and again, until what is called on is closed, or `over` is set."""
+    """Repeats a call until its object is closed, or `over` is set."""
 
     def work() -> None:
         try:
@@ -75,8 +75,9 @@ def until_closed(call: Work, over: threading.Event | None = None) -> Work:
 
 
 def collecting(over: threading.Event) -> Work:
-    """Collects garbage until it is over: without the interpreter's lock that stops all threads, again and again, and
-    waits for each that is not within a call of the store."""
+    """Runs the garbage collector repeatedly until the test is over. In a free-threaded interpreter this stops all
+    threads, and waits for each that is not within a call of the store.
+    """
 
     def collect() -> None:
         gc.collect()
@@ -410,7 +411,7 @@ def test_threads_share_pin(store: remanent.Store) -> None:
 
 
 def in_turns(call: Callable[[], object]) -> object:
-    """What the call returns, once no other thread is in it."""
+    """Returns the result of the call, which only one thread makes at a time."""
     while True:
         try:
             return call()
@@ -421,7 +422,7 @@ def in_turns(call: Callable[[], object]) -> object:
 
 
 def source_of(kind: str, store: remanent.Store, directory: str) -> Any:
-    """A follower of the log, or a stream of the open store's changes: both give each batch once."""
+    """Returns a follower of the log, or a change stream of the open store: both return each batch once."""
     return remanent.Follower(directory) if kind == "follower" else store.changes()
 
 
@@ -462,7 +463,7 @@ def test_threads_share_source(store: remanent.Store, directory: str, kind: str) 
 @pytest.mark.parametrize("loops", [1, 2])
 @pytest.mark.parametrize("kind", ["follower", "changes"])
 def test_tasks_share_source(store: remanent.Store, directory: str, kind: str, loops: int) -> None:
-    """Each batch is one task's, whatever the loop that the task is of."""
+    """Exactly one task gets each batch, whatever event loop the task belongs to."""
     count = 150
     source = source_of(kind, store, directory)
     seen: list[int] = []
@@ -661,7 +662,7 @@ def test_threads_share_read_ahead(store: remanent.Store) -> None:
 
 
 def test_stores_open_and_close_concurrently(tmp_path: Path) -> None:
-    """One list of open stores, and one queue of what the engine says."""
+    """There is one list of open stores, and one queue of the engine's events."""
     heard: list[logging.LogRecord] = []
 
     class Heard(logging.Handler):
@@ -711,7 +712,7 @@ def test_tasks_of_several_event_loops_share_objects(store: remanent.Store) -> No
 
 
 def test_arguments_may_change_during_call(store: remanent.Store) -> None:
-    """Lists and dicts that another thread changes during the call that takes them."""
+    """Another thread changes lists and dicts during the call that takes them."""
     pages = [store.put(f"{number}", bytes([number])) for number in range(10)]
     names: list[Any] = list(pages)
     values: dict[str, Any] = {"a": 1}

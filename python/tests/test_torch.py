@@ -28,7 +28,7 @@ from remanent.torch import Checkpointer, Difference, Saved, load_file, save_file
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two tensors are alike in kind, shape and every bit."""
+    """Whether two tensors have the same type, shape and bits."""
     def bits(tensor: Any) -> bytes:
         return bytes(tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy())
 
@@ -169,7 +169,7 @@ def test_unsupported_value_is_rejected_and_saves_nothing(directory: str) -> None
 
 
 def damage(directory: str, needle: bytes) -> None:
-    """Changes a bit where these bytes lie on disk."""
+    """Flips a bit where these bytes are on disk."""
     damaged = 0
     for path in Path(directory).rglob("*"):
         if path.is_file() and (at := (content := path.read_bytes()).find(needle)) >= 0:
@@ -585,7 +585,7 @@ def test_pages_in_memory_move_to_disk(directory: str) -> None:
 
 
 def halfway(run: Any, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save that is ended after some batches."""
+    """Makes a save that is interrupted after some batches."""
     sound = checkpointer.blocks
 
     def ending(*given: Any, **named: Any) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""The storage for torch_checkpointing: files that are whole, durable and proven, or not there."""
+"""The storage for torch_checkpointing: a file is complete, durable and verified, or it does not exist."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def storage(root: Path) -> RemanentStorage:
 
 
 def reopened(root: Path) -> RemanentStorage:
-    """A storage as another process has it."""
+    """Returns the storage as another process opens it."""
     for files in module._open_files.values():
         files._store.close()
     module._open_files.clear()
@@ -121,7 +121,7 @@ def test_unfinished_file_is_absent_and_frees_space(root: Path, storage: Remanent
 
 def test_renames_match_table(root: Path, storage: RemanentStorage) -> None:
     def there(name: str) -> str:
-        """Makes what a row of the table begins with."""
+        """Creates the initial files of a row of the table."""
         storage.mkdir(root / name)
         storage.write(root / name / "file", name.encode())
         return name

@@ -1,4 +1,4 @@
-"""Calls under torch's global settings and contexts do what they do without them."""
+"""Calls behave the same under torch's global settings and contexts as without them."""
 
 from __future__ import annotations
 

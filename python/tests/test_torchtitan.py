@@ -1,4 +1,4 @@
-"""The checkpoint manager for torchtitan: built by the configuration that is shown, in two ranks of FSDP2."""
+"""The checkpoint manager for torchtitan: built from the documented configuration, in two ranks of FSDP2."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ RUN = f"""
 
 
 def shown() -> str:
-    """The configuration in the module's first lines, for a torchtitan that is not there."""
+    """Returns the configuration in the module's docstring, for the stand-in for torchtitan."""
     text = inspect.cleandoc(torchtitan.__doc__ or "")
     code = text[text.index("    from remanent.integrations.torchtitan"):text.index("\nCheckpoints are those")]
     return textwrap.dedent(code).replace("from torchtitan.models.llama3.config_registry import llama3_debugmodel", "")

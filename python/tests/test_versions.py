@@ -1,4 +1,5 @@
-"""Through the versions of a run and of a directory of tensors: what differs, what changed an element, the first bad one."""
+"""The versions of a run and of a directory of tensors: differences, the changes of an element, the first bad version.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from remanent.torch import Checkpointer, Difference, Version, blame, diff, save_
 
 
 def saved(directory: str, state: dict[str, Any], steps: int, changed: Any, **options: Any) -> Checkpointer:
-    """A run of this number of versions, each changed in place before it is saved."""
+    """Returns a run with this number of versions, each changed in place before it is saved."""
     run = Checkpointer(directory, extra={"state": state}, rng=False, keep=1000, **options)
     for step in range(1, steps + 1):
         changed(step)

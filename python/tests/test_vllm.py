@@ -1,4 +1,4 @@
-"""The tier for vLLM: found again after a restart, proven, refused where blocks would mean something else."""
+"""The tier for vLLM: blocks are found after a restart, verified, and refused where their meaning would differ."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def key(number: int) -> bytes:
 
 
 class Engine:
-    """Host memory with rows of blocks, and a tier behind it."""
+    """Host memory with rows of blocks, and a tier that stores them."""
 
     def __init__(self, directory: str, of: Any = None, **config: Any) -> None:
         self.rows = np.zeros((ROWS, LENGTH // 8), dtype=np.int64)
@@ -240,7 +240,7 @@ def test_other_hash_is_rejected_at_first_request(directory: str, monkeypatch: py
 
 
 def documented() -> dict[str, Any]:
-    """The configuration that the module shows."""
+    """Returns the configuration in the module's docstring."""
     text = importlib.import_module("remanent.integrations.vllm").__doc__ or ""
     shown = re.search(r"kv-transfer-config '(.*?)'\n\n", text, re.DOTALL)
     assert shown is not None
@@ -285,7 +285,7 @@ SERVER = """
 
 
 def serve(directory: str) -> tuple[Any, Any]:
-    """vLLM's own manager of tiers, with host memory for 16 blocks and a tier behind it, and that memory."""
+    """Returns vLLM's own manager of tiers, with host memory for 16 blocks and this tier, and that memory."""
     from vllm.v1.kv_offload.config import (
         OffloadingCacheConfig,
         OffloadingConfig,

@@ -1,4 +1,4 @@
-"""Weights that vLLM takes over: of exactly the version that is named, and layer by layer what changed."""
+"""Weights that vLLM receives: those of exactly the named version, with changes layer by layer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from remanent.weights import Publisher  # noqa: E402
 
 
 class Model:
-    """A model with vLLM's way to load weights."""
+    """A model that loads weights in vLLM's way."""
 
     def __init__(self) -> None:
         self.weights: dict[str, Any] = {}
@@ -182,7 +182,7 @@ def test_vllm_finds_engine_by_name() -> None:
 
 
 class Workers:
-    """Some workers, as a client of vLLM's reaches them."""
+    """Some workers, called as a client of vLLM calls them."""
 
     def __init__(self, engines: list[RemanentWeightEngine]) -> None:
         self.engines = engines

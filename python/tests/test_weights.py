@@ -21,7 +21,7 @@ from remanent.weights import Publisher, Subscriber, checksum  # noqa: E402
 
 @pytest.fixture(params=["compared", "captured"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How changes are found and taken: as on the host, or as on a GPU, by working copies and from packed bytes."""
+    """How changes are found and applied: on the host, or as on a GPU, with working copies and packed bytes."""
     if request.param == "captured":
         begin = Publisher.__init__
 
@@ -164,7 +164,7 @@ def test_tied_weights_and_whole_tensors_are_applied(directory: str) -> None:
 
 
 def test_sparse_indices_count_from_base() -> None:
-    from remanent._native import ArrayLayout
+    from remanent._store._native import ArrayLayout
 
     tensor = torch.zeros(6, dtype=torch.int32)
     values = torch.tensor([5, 7], dtype=torch.int32).numpy().tobytes()
@@ -227,7 +227,7 @@ def test_killed_publisher_continues(directory: str) -> None:
 
 
 def replaced(model: dict[str, Any]) -> None:
-    """Other tensors under the names, as of a model that was made again."""
+    """Replaces the tensors under the names, as if the model had been created again."""
     for name, tensor in model.items():
         model[name] = torch.full_like(tensor, 9)
 
@@ -238,7 +238,7 @@ def cleared(model: dict[str, Any]) -> None:
 
 
 def reallocated(model: dict[str, Any]) -> None:
-    """The memory given back and allocated again, as by an engine that sleeps and wakes up."""
+    """Frees and allocates the memory again, like an engine that sleeps and wakes up."""
     for tensor in model.values():
         storage = tensor.untyped_storage()
         length = storage.nbytes()
@@ -248,7 +248,7 @@ def reallocated(model: dict[str, Any]) -> None:
 
 
 def changed_past_autograd(model: dict[str, Any]) -> None:
-    """One byte written through memory that torch does not watch."""
+    """Changes one byte through memory that torch does not track."""
     alias = torch.utils.dlpack.from_dlpack(model["row"].detach())
     alias.view(torch.uint8)[17] ^= 1
 

@@ -1,4 +1,4 @@
-"""Working copies: memory of the caller's that pages follow."""
+"""Working copies: caller-owned memory whose changes are captured into pages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHADOWS = ["page", "host", "digests"]
 
 
 def capture(store: remanent.Store, *copies: remanent.WorkingCopy, **given: Any) -> int:
-    """Captures in one batch; returns how many bytes that logged."""
+    """Captures in one batch; returns the number of bytes that it logged."""
     before = store.stats()["log_bytes"]
     with store.batch() as batch:
         for copy in copies:

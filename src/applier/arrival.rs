@@ -1,10 +1,10 @@
 //! Verifies that long writes arrived intact in page memory (I12).
 //!
-//! The log contains a batch's bytes with their checksum, and the host sends the bytes to the device from its own
-//! memory. The device sums the arrived bytes in the same command list, many writes with one command, but before a later
-//! write changes the same bytes. Until the sums have been compared, no batch of the list is reported as applied, and no
-//! turn runs. Thus no read, snapshot or ticket ever includes bytes that changed in transit, and the next open rebuilds
-//! such bytes from the log.
+//! The host sends the bytes of a batch to the device from its own memory. The device computes checksums of the received
+//! bytes in the same command list, before a later write of the list changes them. One command covers many writes. Until
+//! these checksums have been compared with those in the log, no batch of the list is reported as applied, and no read
+//! or snapshot of page memory starts. Thus no read, snapshot or ticket ever includes bytes that changed in transit, and
+//! the next open rebuilds such bytes from the log.
 
 use remanent_format::op::Op;
 
@@ -14,48 +14,48 @@ use crate::device::{Command, EngineDevice, Span, Staging, StagingSpan};
 use crate::error::Result;
 use crate::memory::staging::{StagingBuf, StagingPool};
 
-/// The sums that the long writes of a batch must have on arrival. The committer computes them before the batch is
-/// logged, because the batch can no longer fail once it is logged.
+/// The checksums that the device must find for the long writes of a batch. The committer computes them before the batch
+/// is logged: this may fail for lack of memory, and a logged batch must not fail.
 pub(crate) struct ArrivalSums {
     /// The CRC-32 of each long write's bytes, in the order of the operations.
     pub sums: Vec<u32>,
-    /// The staging buffer that receives the sums computed by the device.
+    /// The staging buffer that receives the checksums computed by the device.
     pub staging: StagingBuf,
 }
 
-/// The expected sums of the long writes of a command list, and the staging buffer that receives the device's sums.
+/// The expected checksums of the long writes of a command list, and the location of those that the device computes.
 pub(crate) struct ArrivalProof {
-    /// The index of that staging buffer in the list.
+    /// The index, in the command list, of the staging buffer that receives the device's checksums.
     index: usize,
     /// The expected CRC-32 of each long write, in order.
     sums: Vec<u32>,
-    /// The number of long writes for which the list has a sum command or will get one.
+    /// The number of long writes for which a location in that staging buffer has been assigned.
     requested: usize,
 }
 
-/// The long writes of a command list for which the list contains no sum command yet.
+/// The long writes of a command list that no command of the list checksums yet.
 #[derive(Default)]
 pub(crate) struct UnsummedWrites(Vec<UnsummedWrite>);
 
 struct UnsummedWrite {
     source: Span,
-    /// The location in a staging buffer that receives the write's sum.
+    /// The location in a staging buffer that receives the checksum of the write.
     target: StagingSpan,
 }
 
-/// The maximum number of writes that are summed together. The limit matters because each later operation of the list is
-/// compared with every unsummed write.
+/// The maximum number of writes that one command checksums. The limit matters because each later operation of the list
+/// is compared with every write that is not checksummed yet.
 const SUMMED_TOGETHER_MAX: usize = 128;
 
-/// Returns whether the operation's bytes are verified on arrival. Masked and scattered elements change only a part of
-/// their range, so a sum of the range would not verify them.
+/// Returns whether the operation is a long write whose bytes are verified on arrival. Masked and sparse deltas change
+/// only some bytes of their range, so a checksum of the range would not verify them.
 pub(crate) fn is_proven(op: &Op<'_>) -> bool {
     let is_dense = matches!(op, Op::Write { .. } | Op::Image { .. });
     is_dense && op.range().is_some_and(|(_, len)| len >= PROVEN_LEN_MIN)
 }
 
 impl ArrivalSums {
-    /// Computes the sums of the long writes among these operations. Returns `None` if there are no long writes.
+    /// Computes the checksums of the long writes among these operations. Returns `None` if there are no long writes.
     ///
     /// # Errors
     /// `OutOfMemory`, a device error.
@@ -77,12 +77,13 @@ impl ArrivalSums {
 }
 
 impl ArrivalProof {
-    /// Creates a proof with these expected sums. `index` is the list's staging buffer that receives the device's sums.
+    /// Creates the value for these expected checksums. `index` is the index, in the command list, of the staging buffer
+    /// that receives the device's checksums.
     pub fn new(index: usize, sums: Vec<u32>) -> Self {
         Self { index, sums, requested: 0 }
     }
 
-    /// Returns the location that receives the sum of the next long write.
+    /// Returns the location that receives the checksum of the next long write.
     pub fn next_sum(&mut self) -> StagingSpan {
         let offset = sums_len(self.requested);
         self.requested += 1;
@@ -94,13 +95,13 @@ impl ArrivalProof {
         self.index
     }
 
-    /// Adjusts the index of the staging buffer after `count` staging buffers were inserted before it in the list.
+    /// Updates the index of the staging buffer after `count` buffers were inserted before it in the command list.
     pub fn shift(&mut self, count: usize) {
         self.index += count;
     }
 
-    /// Returns an error if the device's sums differ from the expected sums. `returned` contains the list's staging
-    /// buffers.
+    /// Returns an error if the device's checksums differ from the expected ones. `returned` contains the staging
+    /// buffers of the completed command list.
     ///
     /// # Errors
     /// A device error.
@@ -113,8 +114,8 @@ impl ArrivalProof {
 }
 
 impl UnsummedWrites {
-    /// Adds a long write that is already in the list. Returns whether the number of writes has reached
-    /// `SUMMED_TOGETHER_MAX`, so that they should be summed now.
+    /// Adds a long write that is already in the list. Returns `true` once there are [`SUMMED_TOGETHER_MAX`] writes. The
+    /// caller must then add the [`commands`](Self::commands) to the list.
     pub fn push(&mut self, source: Span, target: StagingSpan) -> bool {
         self.0.push(UnsummedWrite { source, target });
         self.0.len() >= SUMMED_TOGETHER_MAX
@@ -130,8 +131,8 @@ impl UnsummedWrites {
         self.0.len()
     }
 
-    /// Removes all writes, and returns the commands that sum them. Writes whose sums are adjacent share one command.
-    /// The commands are consecutive, so a device runs all of them at once.
+    /// Removes all writes, and returns the commands that compute their checksums. Writes whose checksums are stored at
+    /// adjacent locations share one command. A device can run consecutive commands of this kind in parallel.
     pub fn commands(&mut self) -> impl Iterator<Item = Command> {
         let writes = std::mem::take(&mut self.0);
         let mut commands: Vec<(Vec<Span>, StagingSpan)> = Vec::new();

@@ -243,11 +243,13 @@ impl AppliedPage {
 impl ChangeFeed {
     /// Returns whether there is any stream.
     pub fn is_watched(&self) -> bool {
-        // Relaxed, because a stream is added by a turn of the applier, on the calling thread.
+        // Relaxed suffices: streams are added by a closure that runs on the applier's thread, which also calls this
+        // function.
         self.count.load(Ordering::Relaxed) > 0
     }
 
-    /// Adds a stream. The stream reports every batch after the current turn. Must be called on the applier's thread.
+    /// Adds a stream. The stream reports every batch that is applied after this call. Must be called on the applier's
+    /// thread.
     fn add(&self, queue: Arc<ChangeQueue>) {
         let mut queues = self.queues.lock();
         queues.push(queue);
@@ -260,7 +262,8 @@ impl ChangeFeed {
         self.count.store(queues.len(), Ordering::Relaxed);
     }
 
-    /// Adds a batch to the queues of all streams. An error is the Lsn of a batch that must be omitted.
+    /// Adds a batch to the queues of all streams. `Err` contains the Lsn of a batch whose changes could not be
+    /// recorded, and each stream reports a gap instead.
     pub fn publish(&self, item: Result<AppliedBatch, Lsn>) {
         let item = item.map(Arc::new);
         self.queues.lock().iter().for_each(|queue| queue.push(&item));
@@ -428,7 +431,7 @@ mod tests {
         feed.remove(&queue);
         assert!(!feed.is_watched());
         feed.publish(batch(9, 1));
-        assert_eq!(events(&queue, 9), []);
+        assert_eq!(events(&queue, 9), Vec::<i64>::new());
         feed.add(queue.clone());
         feed.end();
         assert_eq!(queue.next(None), Err(()));

@@ -15,23 +15,23 @@ use crate::error::Result;
 use crate::memory::arena::PageMemory;
 use crate::memory::staging::{StagingBuf, StagingPool};
 
-/// Builds the command list that applies one or more batches. The pieces of consecutive operations become one command,
-/// so that a device can apply many deltas in one launch.
+/// Builds the command list that applies one or more batches. Consecutive operations become pieces of one command, so
+/// that a device can apply many deltas in one kernel launch.
 #[derive(Default)]
 pub(crate) struct ListBuilder {
     list: CommandList,
-    /// The staging buffers that contain the converted bytes of the next payload's operations.
+    /// The staging buffers with converted operations of the payload that will be added next. See [`stage_aside`].
     asides: Vec<StagingBuf>,
     payload_bytes: usize,
-    /// The expected sums of long writes. Each batch with long writes adds one proof.
+    /// The expected checksums of long writes, with one entry per batch that has long writes.
     proofs: Vec<ArrivalProof>,
-    /// The long writes for which the list contains no sum command yet.
+    /// The long writes that no command of the list checksums yet.
     unsummed: UnsummedWrites,
     /// The number of commands that copy from page memory to page memory.
     copies: usize,
 }
 
-/// The location of an operation's payload within the staging buffers of a command list.
+/// The location of a payload in the staging buffers of a command list.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PayloadAt {
     /// The index of the payload's staging buffer in the list.
@@ -40,9 +40,9 @@ pub(crate) struct PayloadAt {
     pub offset: usize,
 }
 
-/// Memory for the command list of a batch with many operations. The committer allocates this memory before the batch is
-/// logged, because a batch can no longer fail once it is logged. Batches with fewer operations need only short
-/// allocations.
+/// Memory for the command list of a batch with many operations. The committer allocates it before the batch is logged,
+/// because a logged batch must not fail for lack of memory. For batches with fewer operations, the list's own capacity
+/// suffices.
 #[derive(Default)]
 pub(crate) struct ListRoom {
     commands: Vec<Command>,
@@ -50,8 +50,8 @@ pub(crate) struct ListRoom {
     asides: Vec<StagingBuf>,
 }
 
-/// The maximum number of operations of a batch that allocates no [`ListRoom`]. A list with more commands accepts no
-/// further batch.
+/// The maximum number of operations of a batch that needs no [`ListRoom`]. Once a list has more commands, no further
+/// batch is added to it.
 const SHORT_LIST: usize = 128;
 /// The number of copies between pages after which a list is submitted, so that the device copies while the host
 /// prepares the next list. A batch with more copies is divided between lists.
@@ -61,7 +61,8 @@ const STAGINGS_MAX: usize = 1024;
 
 impl ListRoom {
     /// Allocates memory for the maximum number of commands that `ops` can become. An operation needs up to four
-    /// commands: a copy for a cut, a copy to a relocation or to new memory, zeros or a delta, and its sum.
+    /// commands: a copy that preserves the page for a snapshot, a copy to new memory, a fill with zeros or a delta, and
+    /// a checksum.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -69,7 +70,7 @@ impl ListRoom {
         let mut room = Self::default();
         if ops.len() > SHORT_LIST {
             make_room(&mut room.commands, 3 * ops.len() + proven_count(ops))?;
-            // One more staging buffer is for the sums of long writes.
+            // One more staging buffer receives the checksums of long writes.
             let asides = ops.iter().filter(|at| needs_aside(&at.op)).count() + 1;
             make_room(&mut room.staging, asides + 1)?;
             make_room(&mut room.asides, asides)?;
@@ -77,7 +78,7 @@ impl ListRoom {
         Ok(room)
     }
 
-    /// Returns whether no memory was allocated, because the batch has few operations.
+    /// Returns whether the batch has too few operations to need memory of its own.
     pub fn is_empty(&self) -> bool {
         self.commands.capacity() == 0
     }
@@ -88,7 +89,8 @@ fn proven_count(ops: &[OpAt<'_>]) -> usize {
     ops.iter().filter(|at| is_proven(&at.op)).count()
 }
 
-/// Returns whether the operation's bytes must be converted, because the device cannot read their form in the payload.
+/// Returns whether the device cannot read the operation's bytes in their encoding in the payload. They must then be
+/// converted by [`stage_aside`].
 pub(crate) fn needs_aside(op: &Op<'_>) -> bool {
     match op {
         Op::Scatter { indices, .. } => indices.is_gap_coded() && !indices.is_empty(),
@@ -97,16 +99,16 @@ pub(crate) fn needs_aside(op: &Op<'_>) -> bool {
     }
 }
 
-/// Returns whether the applier can apply `ops` with the payload alone. Page memory and relocations of leased pages are
-/// not considered.
+/// Returns whether the applier can apply `ops` with the payload alone, without converted bytes or checksums. Page
+/// memory is not considered.
 pub(crate) fn is_payload_enough(ops: &[OpAt<'_>], crosses_bus: bool) -> bool {
     let takes_more = |op: &Op<'_>| needs_aside(op) || (crosses_bus && is_proven(op));
     ops.len() <= SHORT_LIST && !ops.iter().any(|at| takes_more(&at.op))
 }
 
-/// Converts an operation's bytes to the form that a device reads, in a staging buffer. Gap-coded indices become indices
-/// of four bytes, followed by the elements. The bytes of a page with an image are copied from `whole`. Returns `None`
-/// if the device can read the bytes from the payload.
+/// Converts an operation's bytes to an encoding that devices can read, in a staging buffer of its own. Indices stored
+/// as gaps become indices of four bytes, followed by the elements. For a page whose bytes are in an image, the bytes
+/// are copied from `whole`. Returns `None` if the device can read the bytes from the payload.
 ///
 /// # Errors
 /// `OutOfMemory`, a device error.
@@ -135,22 +137,22 @@ pub(crate) fn stage_aside(
 }
 
 impl ListBuilder {
-    /// Returns whether a batch with the memory `room` can be added to the list. A batch with its own memory needs an
-    /// empty list.
+    /// Returns whether a batch with the list memory `room` can be added to this list. A batch that has allocated list
+    /// memory needs an empty list.
     pub fn has_room(&self, room: &ListRoom) -> bool {
         let is_short = self.list.commands.len() + self.unsummed.len() <= SHORT_LIST
             && self.list.staging.len() <= STAGINGS_MAX;
         room.is_empty() && is_short
     }
 
-    /// Begins an empty list in the memory that a batch allocated for it.
+    /// Replaces the empty list by the memory that a batch has allocated for its list.
     pub fn begin_in(&mut self, room: ListRoom) {
         assert!(self.is_empty());
         let ListRoom { commands, staging, asides } = room;
         *self = Self { list: CommandList { commands, staging }, asides, ..Self::default() };
     }
 
-    /// Allocates memory for one delta and one sum for each of the operations.
+    /// Reserves memory for one delta and one checksum command for each of the operations.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -160,8 +162,8 @@ impl ListBuilder {
         make_room(&mut self.list.staging, self.asides.capacity() + 1)
     }
 
-    /// Appends the operations of another builder, which belong to the same payload. The payload must not have been
-    /// added to either builder yet.
+    /// Appends the operations of another builder. Both builders contain operations of the same payload, which must not
+    /// have been added to either of them yet.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -177,11 +179,11 @@ impl ListBuilder {
         let before = self.asides.len();
         self.list.commands.extend(list.commands.into_iter().map(|mut command| {
             match &mut command {
-                // No index changes, so hundreds of thousands of pieces need not be visited.
+                // No index changes, so the pieces, of which there may be hundreds of thousands, are not visited.
                 _ if before == 0 => {}
                 Command::Apply { pieces } => {
                     for piece in pieces {
-                        // Index 0 is the payload, which both builders share.
+                        // Index 0 is the payload, which both builders share. All other indices shift.
                         if let Payload::Staging { index: index @ 1.., .. } = &mut piece.payload {
                             *index += before;
                         }
@@ -204,8 +206,8 @@ impl ListBuilder {
         self.list.staging.len()
     }
 
-    /// Adds the expected sums of the long writes in the next payload. Must be called before the operations of that
-    /// payload are added.
+    /// Adds the expected checksums of the long writes in the payload that will be added next. Must be called before the
+    /// operations of that payload are added.
     pub fn prove(&mut self, sums: ArrivalSums) {
         self.asides.push(sums.staging);
         let index = self.payload_index() + self.asides.len();
@@ -230,14 +232,14 @@ impl ListBuilder {
         self.list.commands.is_empty() && self.list.staging.is_empty() && self.asides.is_empty()
     }
 
-    /// Removes the commands so far and returns them as a separate list, if they are at least `COPIES_MAX` copies and
-    /// nothing else. Copies need no staging. Otherwise, or if no memory for the list is available, returns `None` and
-    /// keeps the commands.
+    /// If the list consists of at least [`COPIES_MAX`] copies between pages and nothing else, removes them and returns
+    /// them as a separate list, so that the device can start them. Otherwise, or if memory for the separate list is
+    /// unavailable, returns `None` and changes nothing.
     pub fn take_copies(&mut self) -> Option<CommandList> {
         let commands = &mut self.list.commands;
         let is_due =
             self.copies >= COPIES_MAX && self.copies == commands.len() && self.list.staging.is_empty();
-        // The commands are moved out, so that their memory remains for the following commands.
+        // The commands are moved out instead of the whole vector, so that its allocation remains for later commands.
         let mut taken = Vec::new();
         if !is_due || taken.try_reserve_exact(commands.len()).is_err() {
             return None;
@@ -247,7 +249,7 @@ impl ListBuilder {
         Some(CommandList { commands: taken, staging: Vec::new() })
     }
 
-    /// Removes and returns the list, with the expected sums of its long writes.
+    /// Removes and returns the list and the expected checksums of its long writes.
     pub fn take(&mut self) -> (CommandList, Vec<ArrivalProof>) {
         self.sum_writes();
         let Self { list, proofs, .. } = std::mem::take(self);
@@ -293,8 +295,8 @@ impl ListBuilder {
             _ => return,
         };
         let piece = Piece { target, payload: staged, kind };
-        // Only a proof of the next payload is extended: the sums of an earlier one are returned in a staging buffer
-        // that the list already has.
+        // Only the checksums of the payload that will be added next are extended. Those of earlier payloads are
+        // returned in a staging buffer that the list already has.
         let handed_over = self.list.staging.len();
         let proof = self.proofs.last_mut().filter(|proof| proof.index() >= handed_over && is_proven(&at.op));
         let sum = proof.map(ArrivalProof::next_sum);
@@ -302,15 +304,16 @@ impl ListBuilder {
         self.piece(piece);
         if let Some(sum) = sum {
             let is_due = self.unsummed.push(target, sum);
-            // A caller's memory may be lent again under another id.
+            // Checksums of a write to caller-owned memory are computed immediately, because the memory may contain a
+            // page with another id by the time of the next write.
             if is_due || memory.is_lent() {
                 self.sum_writes();
             }
         }
     }
 
-    /// Adds the sum commands of all long writes if the next command changes bytes of one of these writes. Each sum must
-    /// be computed before a later command changes the summed bytes.
+    /// Adds the checksum commands of all long writes if the next command changes bytes of one of them. A checksum must
+    /// be computed before a later command changes the bytes.
     fn sum_before(&mut self, target: Span) {
         if self.unsummed.any_in(target) {
             self.sum_writes();
@@ -350,8 +353,8 @@ impl ListBuilder {
     }
 
     fn piece(&mut self, piece: Piece) {
-        // If memory for another piece is unavailable, the piece starts a new command. The batch is logged, so this must
-        // not fail.
+        // If there is no memory for another piece of the last command, the piece starts a new command. An error is not
+        // possible here, because the batch is already logged.
         if let Some(Command::Apply { pieces }) = self.list.commands.last_mut()
             && pieces.try_reserve(1).is_ok()
         {

@@ -1,9 +1,9 @@
-//! The exact cut: preserves pages in their state after one batch until a snapshot has gathered them, while later
-//! batches continue.
+//! Preserves pages in the state after one batch (the cut) until a snapshot has gathered them, while later batches
+//! continue.
 //!
-//! Nothing is copied at the moment of the cut. Just before a batch changes a page that is not gathered yet, the page is
-//! copied aside on the device. A page that is deleted or moved leaves its memory to the cut. If there is no room for a
-//! copy, only the snapshot fails.
+//! Creating a cut copies nothing. Just before a batch changes a page that is not gathered yet, the page is copied to
+//! separate device memory. If a batch deletes or moves such a page, the cut takes over the memory that the page leaves.
+//! If there is no room for a copy, the snapshot fails, but the batch does not.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -24,7 +24,7 @@ pub(crate) struct ExactCut {
     aside: BTreeMap<PageId, (PageInfo, PageMemory)>,
     /// Pages on disk that have changed since the cut, in their state at the cut.
     on_disk: BTreeMap<PageId, (PageInfo, DiskPage)>,
-    /// Copies that a command list reads. The list is not submitted yet.
+    /// Memory of gathered copies, which the command list under construction still reads.
     used: Vec<PageMemory>,
     /// The error that prevented a page from being preserved, if any. The snapshot then fails.
     failed: Option<Error>,
@@ -37,7 +37,8 @@ impl ExactCut {
         Self { untouched, aside: BTreeMap::new(), on_disk: BTreeMap::new(), used: Vec::new(), failed: None }
     }
 
-    /// Copies a page aside before a batch changes the page in place, unless the page was already gathered or copied.
+    /// Copies a page to separate memory before a batch changes the page in place. Does nothing if the page was already
+    /// gathered or copied.
     pub fn before_change(
         &mut self,
         info: &PageInfo,
@@ -56,13 +57,14 @@ impl ExactCut {
             Err(error) => {
                 tracing::warn!(%error, page = %info.page, "no room to keep a page for an exact snapshot");
                 self.failed = Some(error);
-                // The snapshot fails anyway, so keeping more pages would only waste memory.
+                // The snapshot fails in any case, so no more pages are preserved.
                 self.untouched.clear();
             }
         }
     }
 
-    /// Keeps the memory that a page is about to leave. Returns the memory if the cut does not need it.
+    /// Takes over the memory that a page is about to leave, if the page is not gathered yet. Otherwise returns the
+    /// memory.
     pub fn before_removal(&mut self, info: &PageInfo, memory: PageMemory) -> Option<PageMemory> {
         if !self.untouched.remove(&info.page) {
             return Some(memory);
@@ -91,7 +93,7 @@ impl ExactCut {
     }
 
     /// Removes and returns a page in its state at the cut, for gathering. Returns `None` if the page has not changed
-    /// since the cut.
+    /// since the cut, so that the caller can gather the page itself.
     ///
     /// # Errors
     /// The error that prevented a page from being preserved.
@@ -108,7 +110,7 @@ impl ExactCut {
         Ok(self.used.last().map(|memory| (info, memory)))
     }
 
-    /// Returns a page like [`take`](Self::take), but continues to preserve the page, because it will be gathered later.
+    /// Like [`take`](Self::take), but continues to preserve the page, because only a part of it is gathered now.
     ///
     /// # Errors
     /// Same as `take`.
@@ -119,14 +121,15 @@ impl ExactCut {
         Ok(self.aside.get(&page).map(|(info, memory)| (info.clone(), memory)))
     }
 
-    /// Frees the copies that [`take`](Self::take) returned. Their last use must end before `fence`.
+    /// Frees the copies that [`take`](Self::take) returned, after `fence`. All commands that read them must precede
+    /// `fence`.
     pub fn retire_used(&mut self, arena: &Arena, fence: Fence) {
         for memory in self.used.drain(..) {
             arena.retire(memory, fence);
         }
     }
 
-    /// Frees all copies. The last use of every copy must end before `fence`.
+    /// Frees all copies, after `fence`. All commands that read them must precede `fence`.
     pub fn retire(mut self, arena: &Arena, fence: Fence) {
         self.retire_used(arena, fence);
         for (_, (_, memory)) in self.aside {

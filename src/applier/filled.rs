@@ -1,5 +1,5 @@
-//! Records which new page memory was filled with bytes before its batch is logged. The applier leaves such memory
-//! unchanged. A crash loses all memory, and replay fills it again.
+//! Records which new page memory already contains its page's bytes when the batch is logged. The applier does not write
+//! to such memory.
 
 use remanent_format::PageId;
 
@@ -52,7 +52,7 @@ impl FilledMemory {
     }
 }
 
-/// Adds items to a sorted list and keeps the list sorted.
+/// Adds items to a sorted list, and sorts the list.
 fn add(
     list: &mut Vec<(PageId, MemoryId)>,
     memory: impl IntoIterator<Item = (PageId, MemoryId)>,

@@ -1,7 +1,7 @@
-//! Passes a deleted page's memory from the applier to the caller that released the page.
+//! Passes a deleted page's memory from the applier to the caller of [`Store::release`](crate::Store::release).
 //!
-//! The applier delivers the memory when the batch that deletes the page is in the lane. If the caller no longer waits
-//! for the memory, the memory returns to the arena. A crash loses all memory.
+//! The applier delivers the memory after it has submitted the batch that deletes the page. If the caller has stopped
+//! waiting, for example after an error, the memory is freed.
 
 use remanent_format::PageId;
 
@@ -31,8 +31,8 @@ impl Handover {
         Self { page, state: Mutex::new(HandoverState::Waiting) }
     }
 
-    /// Delivers the memory to the waiting caller. `fence` ends the memory's last use. Returns the memory as an error if
-    /// no caller waits for it.
+    /// Passes the memory to the waiting caller. `fence` follows the store's last use of the memory. Returns the memory
+    /// as an error if the caller has stopped waiting.
     pub fn deliver(&self, memory: PageMemory, fence: Fence) -> Result<(), PageMemory> {
         let mut state = self.state.lock();
         match *state {

@@ -1,8 +1,8 @@
 //! Command lists in flight, and batches that are not reported as applied yet.
 //!
-//! The applier's thread submits one list after another, and waits only when it must. A list with long writes is
-//! verified when it completes (I12). Until then, neither its batches nor any later batches are reported as applied, and
-//! no turn runs.
+//! The applier submits one list after another, and waits for one only if it must. A list with long writes is verified
+//! when it completes (I12). Until then, its batches and all later batches are not reported as applied, and no read or
+//! other closure between batches runs.
 
 use std::collections::VecDeque;
 
@@ -13,8 +13,8 @@ use super::changes::AppliedBatch;
 use crate::device::{EngineDevice, Pending, Staging};
 use crate::error::Result;
 
-/// The submitted lists that are not complete, and the batches that are not reported as applied, in the order of the
-/// lane.
+/// The lists that were submitted and are not complete, and the batches that are not reported as applied, both in
+/// submission order.
 #[derive(Default)]
 pub(super) struct InFlight {
     lists: VecDeque<SubmittedList>,
@@ -23,7 +23,7 @@ pub(super) struct InFlight {
 
 struct SubmittedList {
     pending: Pending,
-    /// The expected sums of the list's long writes. Empty if the list has no long writes.
+    /// The expected checksums of the list's long writes. Empty if the list has no long writes.
     proofs: Vec<ArrivalProof>,
 }
 
@@ -33,7 +33,8 @@ pub(super) struct UnreportedBatches {
     pub applied: Lsn,
     /// The value of a fence that passes after the lists of all these batches.
     pub fence: u64,
-    /// The changes of the batches, for streams. If there was no memory for a batch's changes, only its Lsn.
+    /// The changes of the batches, for change streams. `Err` with the batch's Lsn if there was no memory to record
+    /// them.
     pub changes: Vec<Result<AppliedBatch, Lsn>>,
 }
 

@@ -69,8 +69,8 @@ pub struct Lease<'s> {
 }
 
 impl<'s> Lease<'s> {
-    /// Leases a page in its state after every batch passed to the applier so far. The lease must already have begun in
-    /// [`Leases`].
+    /// Leases a page in its state after every batch passed to the applier so far. `id` is the lease's entry in
+    /// [`Leases`], which must have been added before.
     pub(crate) fn take(
         applier: &Applier,
         leases: &Arc<Leases>,
@@ -209,6 +209,15 @@ impl<'s> Lease<'s> {
             return Ok(());
         }
         self.leases.end(self.info.page, self.id, self.streams.get_mut())
+    }
+}
+
+#[cfg(feature = "nccl")]
+impl crate::device::sealed::Source for Lease<'_> {
+    fn begin_source(&self, stream: RawStream) -> Result<crate::device::SourceUse> {
+        self.on(stream)?;
+        let gpu = self.device.gpu_with(self.memory);
+        Ok(crate::device::SourceUse { address: self.address(), len: self.info.len, gpu, guard: None })
     }
 }
 

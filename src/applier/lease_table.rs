@@ -1,16 +1,16 @@
 //! The table of leases and pins, which determines when callers have finished using page memory.
 //!
-//! Leased memory is never written. A batch that changes a leased page brings memory to which the page is copied first,
-//! and callers continue to see the old version. Thus no batch ever waits for a lease, and a batch without room for the
-//! copy fails before it is logged.
+//! Leased memory is never written. The committer of a batch that changes a leased page allocates new memory, to which
+//! the page is copied first, and callers continue to see the old version. Thus no batch waits for a lease, and a batch
+//! without room for the copy fails before it is logged.
 //!
-//! - A lease begins under the submission lock. Every batch logged before is passed to the applier before the lease's
-//!   own turn, and every later batch finds the lease.
-//! - A lease ends on the streams on which it was used. The lane [`Lane::Callers`] waits for these streams, and its next
-//!   fence passes when they are done. A stream may be arbitrarily slow: until that fence has passed, the memory counts
-//!   as leased, and no other lane waits.
-//! - A pinned page cannot be leased, and a leased page cannot be pinned. A pinned page keeps its memory. A batch with
-//!   an operation that would move the page fails with `Leased` before it is logged.
+//! - A lease begins under the submission lock. Every batch logged before is passed to the applier before the closure
+//!   that determines the lease's memory. Every later batch finds the lease in this table.
+//! - A lease ends when the streams on which it was used have finished their work. The lane [`Lane::Callers`] waits for
+//!   these streams, so its next fence passes when they are done. A stream may be arbitrarily slow. Until the fence has
+//!   passed, the memory counts as leased, but no other lane waits.
+//! - A pinned page cannot be leased, and a leased page cannot be pinned. A pinned page keeps its memory. A batch that
+//!   would move the page fails with `Leased` before it is logged.
 //! - Memory that its page has left is freed after the last lease, and after the store's own last use of the memory.
 
 use std::collections::HashMap;
@@ -51,9 +51,9 @@ struct LeaseState {
 
 struct Record {
     id: LeaseId,
-    /// The id of the leased memory, or `None` until the applier has run the lease's turn.
+    /// The id of the leased memory, or `None` until the applier has determined it.
     memory: Option<MemoryId>,
-    /// Whether the page has moved from the leased memory to other memory. Batches may then change the page in place.
+    /// Whether the page has moved to other memory. Batches may then change the page in place.
     is_old: bool,
     /// The fence value of [`Lane::Callers`] at which the caller's streams are done, or `None` while the lease
     /// continues.
@@ -91,7 +91,7 @@ impl Leases {
         if state.pins.contains_key(&page) {
             return Err(Error::Leased { page });
         }
-        // Ended leases are removed here, because no batch ever checks a page that is only read.
+        // Ended leases are removed here, because a page that is only read is never checked by a batch.
         state.remove(page, |record| record.ended.is_some_and(|value| value <= reached));
         state.begun += 1;
         let id = LeaseId(state.begun);
@@ -168,7 +168,7 @@ impl Leases {
         ended.map_or(Ok(()), |value| self.device.wait(Fence { lane: Lane::Callers, value }))
     }
 
-    /// Sets the memory of a lease to the memory that its page has between two batches.
+    /// Records the memory of a lease. Must be called between two batches, with the memory that the page then has.
     pub fn name(&self, page: PageId, id: LeaseId, memory: MemoryId) {
         self.state.lock().record(page, id).memory = Some(memory);
     }
@@ -202,7 +202,7 @@ impl Leases {
         if streams.is_empty() {
             self.cancel(page, id);
         } else {
-            // If another lease ends concurrently, this fence only comes later.
+            // If another lease ends concurrently, its streams are included, and the fence passes later.
             for stream in streams {
                 self.device.streams(*stream)?.wait_external(Lane::Callers, *stream)?;
             }
@@ -212,8 +212,8 @@ impl Leases {
         self.release_free()
     }
 
-    /// Returns those of the given pages that are leased. A batch that changes one of these pages must bring memory to
-    /// which the page is copied first.
+    /// Returns those of `pages` that are leased. A batch that changes such a page needs new memory, to which the page
+    /// is copied first.
     pub fn leased(&self, pages: impl IntoIterator<Item = PageId>) -> Vec<PageId> {
         if self.is_unused() {
             return Vec::new();
@@ -249,8 +249,8 @@ impl Leases {
         is_used
     }
 
-    /// Returns an error while any lease is open or any page is pinned. Otherwise waits until the streams of ended
-    /// leases are done. The caller must hold the submission lock, so that no lease can begin.
+    /// Returns an error if any lease is open or any page is pinned. Otherwise waits until the streams of ended leases
+    /// are done. The caller must hold the submission lock, so that no lease can begin.
     ///
     /// # Errors
     /// `Leased`, a device error.
@@ -266,8 +266,8 @@ impl Leases {
         self.wait_ended()
     }
 
-    /// Adds memory that its page has left while it was leased. The store's own last use of the memory ends with
-    /// `fence`.
+    /// Takes over memory that a page has left while it was leased, and frees it after the lease. The store's own last
+    /// use of the memory precedes `fence`.
     pub fn give_up(&self, memory: PageMemory, fence: Fence) {
         self.state.lock().orphaned.push((memory, fence));
         if let Err(error) = self.release_free() {
@@ -302,7 +302,7 @@ impl Leases {
         for (_, fence) in &free {
             self.device.after(Lane::Callers, *fence)?;
         }
-        // This fence also follows the streams of every ended lease.
+        // The lane has waited for the streams of all ended leases, so this fence follows their work.
         let fence = self.device.submit(Lane::Callers, CommandList::default())?.fence();
         for (memory, _) in free {
             self.arena.retire(memory, fence);
@@ -344,7 +344,7 @@ mod tests {
             let id = leases.begin(page).unwrap();
             leases.name(page, id, MemoryId(1));
             leases.end(page, id, &[stream]).unwrap();
-            // The stream's work is done, so the lease no longer counts.
+            // The stream's work is done, so the lease is no longer in the table.
             leases.wait_ended().unwrap();
             assert_eq!(leases.state.lock().pages[&page].len(), 1);
         }

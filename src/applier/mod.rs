@@ -1,12 +1,12 @@
-//! The applier: the only thread that submits to the apply lane, in log order.
+//! The applier: the only thread that submits to [`Lane::Apply`], in log order.
 //!
-//! Committers pass `Logged` batches to the applier (I1). The applier combines all queued batches into one command list,
-//! so that one launch applies many commits. Work that must be ordered with commits, such as reads and a snapshot's
-//! gathers, runs on this thread as a *turn* between batches.
+//! Committers pass logged batches to the applier (I1). The applier combines all queued batches into one command list,
+//! so that one kernel launch applies many commits. Work that must be ordered with commits, such as reads and the
+//! gathers of a snapshot, runs on this thread between two batches, as a closure that receives a [`Turn`].
 //!
-//! If the device did not accept or complete a list, the list is lost, and memory no longer matches the table. The
-//! pages' bytes can only be read from memory, so the store is poisoned. No later list is submitted and no page is read.
-//! The log still contains every batch.
+//! If the device did not accept or complete a command list, the list is lost, and memory no longer matches the page
+//! table. The newest bytes of the pages exist only in that memory, so the store is poisoned: no later list is submitted
+//! and no page is read. The log still contains every batch.
 
 pub(crate) mod lease;
 pub(crate) mod pin;
@@ -87,7 +87,7 @@ pub(crate) struct ApplyWork {
     pub provision: Option<Box<Provision>>,
 }
 
-/// The state of the pages after all lists submitted so far. Only the applier's thread and its turns access this state.
+/// The state of the pages after all lists submitted so far. Accessed only on the applier's thread.
 pub(crate) struct AppliedState {
     /// The page table after the last applied batch.
     pub table: PageTable,
@@ -102,8 +102,8 @@ pub(crate) struct AppliedState {
     /// The pages deleted since a snapshot began, each with the Lsn of the batch that deleted it. `None` while no
     /// snapshot needs deleted pages.
     pub deleted: Option<BTreeMap<PageId, Lsn>>,
-    /// The pages that an exact snapshot in progress has not gathered yet, or `None` if no exact snapshot is in
-    /// progress.
+    /// The exact cut of a snapshot in progress: the pages that the snapshot has not gathered yet. `None` without such a
+    /// snapshot.
     pub cut: Option<ExactCut>,
     /// The long pages that a snapshot is gathering piece by piece.
     pub gathers: HashMap<PageId, PageGather>,
@@ -143,13 +143,14 @@ pub(crate) struct ApplierParts {
     pub disk_pages: Arc<DiskPages>,
 }
 
-/// The access that a turn has to the applier: the state between two batches, and the lane.
+/// The applier's state between two batches. A closure passed to [`Applier::turn`] receives this value, and can read
+/// pages and submit command lists in batch order.
 pub(crate) struct Turn<'a> {
-    /// The state of the pages after the batches before the turn.
+    /// The state of the pages after all batches before the closure.
     pub applied: &'a mut AppliedState,
     /// The allocator of page memory.
     pub arena: &'a Arc<Arena>,
-    /// The versions of pages for readers. A turn that moves a page's bytes must update the page's version.
+    /// The versions of pages for readers. A closure that moves a page's bytes must update the page's version.
     pub versions: &'a Versions,
     device: &'a EngineDevice,
     lost: &'a mut Option<Error>,
@@ -165,7 +166,8 @@ impl Turn<'_> {
         self.device.submit(Lane::Apply, list)
     }
 
-    /// Returns an error if memory does not match the table. A page may then have no memory at all.
+    /// Returns an error if memory no longer matches the page table because a command list was lost. Page memory must
+    /// not be read then.
     ///
     /// # Errors
     /// The error because of which the pages' bytes were lost.
@@ -185,15 +187,15 @@ impl Turn<'_> {
     }
 }
 
-/// A handle to the applier's thread. Committers pass batches to it, and readers run turns on it.
+/// A handle to the applier's thread. Committers pass batches to it, and readers run closures between batches on it.
 pub(crate) struct Applier {
     requests: CachePadded<Requests>,
     progress: CachePadded<Mutex<ApplierProgress>>,
-    /// A condition variable that is notified when `progress` has changed.
+    /// Notified when `progress` changes.
     moved: Condvar,
     /// The tasks that wait for a change of `progress`.
     wakers: Wakers,
-    /// The Lsn of the newest applied batch, for readers that take no lock, or 0 once a list is lost.
+    /// The Lsn of the newest applied batch, for readers that take no lock. 0 once a command list is lost.
     applied: CachePadded<AtomicU64>,
     poison: Arc<Poison>,
     unloaded: Arc<UnloadedSet>,
@@ -203,11 +205,11 @@ pub(crate) struct Applier {
 }
 
 struct ApplierProgress {
-    /// The Lsn of the newest batch whose list is in the lane.
+    /// The Lsn of the newest batch whose command list was submitted.
     applied: Lsn,
     /// The value of a fence that passes after the list of the batch `applied`.
     fence: u64,
-    /// Whether a list was lost, so that no later batch will be applied. The store is then poisoned.
+    /// Whether a command list was lost. No later batch is applied then, and the store is poisoned.
     is_lost: bool,
 }
 
@@ -235,7 +237,8 @@ impl Applier {
             thread: Mutex::new(None),
         });
         let arena = parts.arena.clone();
-        // If the thread cannot be started, the pages are still available here to be freed.
+        // The pages are passed through a shared slot. If the thread cannot be started, they are taken back from it and
+        // freed.
         let handed = Arc::new(Mutex::new(Some(applied)));
         let thread = threads::start("remanent-apply", {
             let (shared, handed) = (applier.clone(), handed.clone());
@@ -255,8 +258,8 @@ impl Applier {
         Ok(applier)
     }
 
-    /// Returns the set of pages that an open has not loaded yet. A caller must wait until a page is loaded before its
-    /// turn looks up the page's memory.
+    /// Returns the set of pages that are not loaded yet. A caller must wait for a page here before it runs a closure
+    /// that uses the page's memory.
     pub fn unloaded(&self) -> &Arc<UnloadedSet> {
         &self.unloaded
     }
@@ -269,13 +272,13 @@ impl Applier {
     /// Passes a batch to the applier. All pages of the batch must be loaded, and calls must be in log order. Waits
     /// while too many bytes are queued. The applier takes no lock of the caller, so the wait cannot deadlock.
     ///
-    /// `show` makes the batch visible and must not wait. Any turn that is queued after `show` also runs after the
-    /// batch.
+    /// `show` makes the batch visible and must not wait. Any closure that is passed to [`turn`](Self::turn) after
+    /// `show` runs after the batch.
     pub fn push(&self, work: ApplyWork, show: impl FnOnce()) {
         self.requests.push(work, show);
     }
 
-    /// Runs `turn` after every batch passed to the applier so far, and returns its result.
+    /// Runs `turn` on the applier's thread after every batch passed to the applier so far, and returns its result.
     pub fn turn<T: Send + 'static>(
         &self,
         turn: impl FnOnce(&mut Turn<'_>) -> Result<T> + Send + 'static,
@@ -283,7 +286,7 @@ impl Applier {
         self.queue_turn(turn)()
     }
 
-    /// Queues `turn` after every batch passed to the applier so far. Returns a function that waits for the turn's
+    /// Queues `turn` to run after every batch passed to the applier so far. Returns a function that waits for the
     /// result.
     pub fn queue_turn<T: Send + 'static>(
         &self,
@@ -291,16 +294,16 @@ impl Applier {
     ) -> impl FnOnce() -> Result<T> {
         let (sender, receiver) = mpsc::sync_channel(1);
         let turn = Box::new(move |state: &mut Turn<'_>| {
-            // The send fails if no caller waits for the result any more.
+            // Fails if no caller waits for the result any more.
             let _receiver_gone = sender.send(turn(state));
         });
         self.requests.turn(turn);
         move || receiver.recv().unwrap_or_else(|_| self.poison.check().and(Err(Error::Closed)))
     }
 
-    /// Reads a page's information and a range of its bytes. Returns both, together with the newest batch that they
-    /// reflect. `len_known` is the caller's estimate of the range's length. A long range is transferred from a GPU on a
-    /// separate lane, so that deltas continue.
+    /// Reads a range of a page, and returns the page's information, the newest batch that the bytes reflect, and the
+    /// bytes. `range` computes the range from the page's information, and `len_known` is its expected length. The bytes
+    /// of a long range on a GPU are transferred in a separate lane, so that deltas continue.
     pub fn read(
         &self,
         device: &EngineDevice,
@@ -313,7 +316,7 @@ impl Applier {
         Ok((info, lsn, gathered.finish(device)?))
     }
 
-    /// Reads bytes that will be logged, like [`read`](Self::read). The bytes are summed on both sides of the bus.
+    /// Reads bytes that will be logged, like [`read`](Self::read), and compares checksums from both sides of the bus.
     ///
     /// # Errors
     /// Same as `read`.
@@ -335,7 +338,8 @@ impl Applier {
         once()?.ok_or_else(|| transfer_corrupted(device, "bytes of a page"))
     }
 
-    /// Reads a range of a page after all batches so far, with or without sums.
+    /// Reads a range of a page after all batches so far. If `is_summed`, checksums from both sides of the bus are
+    /// compared.
     fn read_by(
         &self,
         staging: &Arc<StagingPool>,
@@ -354,7 +358,7 @@ impl Applier {
                 return Err(Error::OutOfBounds { page, offset, len, page_len: info.len });
             }
             turn.intact()?;
-            // The page, and the range with it, may have grown since.
+            // The page, and with it the range, may be longer than expected.
             let staged = pool.shorten(staged, host_len(len)?)?;
             if let Some(on_disk) = turn.applied.on_disk.get(page) {
                 let gathered = GatheredRange::OnDisk(on_disk.part(&(offset..offset + len)), offset, staged);
@@ -362,7 +366,8 @@ impl Applier {
             }
             let source = turn.applied.memory[page].part(offset, len);
             let sums = is_summed.then_some(&pool);
-            // Bytes in host memory arrive as fast as they could be copied aside.
+            // Only long ranges in GPU memory are copied to separate device memory first. From host memory, that copy
+            // would take as long as the transfer.
             let is_far = matches!(info.place, Place::Device(_)) && turn.is_reached_by_kernels(source);
             let drain = if is_far && len > SHORT_COPY_LEN_MAX {
                 turn.drain(info.place, vec![(source, 0)], len, staged, 0, sums)?
@@ -373,7 +378,7 @@ impl Applier {
         })
     }
 
-    /// Waits until batch `lsn` is in the lane, and returns a fence that passes after the batch.
+    /// Waits until the command list of batch `lsn` is submitted, and returns a fence that passes after the batch.
     pub fn wait_applied(&self, lsn: Lsn) -> Result<Fence> {
         let mut progress = self.progress.lock();
         if progress.applied < lsn {
@@ -390,8 +395,8 @@ impl Applier {
         Ok(Fence { lane: Lane::Apply, value: progress.fence })
     }
 
-    /// Waits until batch `lsn` is in the lane, but no longer than until the time `until`. Returns whether the batch is
-    /// in the lane.
+    /// Waits until the command list of batch `lsn` is submitted, but at most until `until`. Returns whether it is
+    /// submitted.
     pub fn wait_applied_until(&self, lsn: Lsn, until: Instant) -> Result<bool> {
         self.expedite(lsn);
         let mut progress = self.progress.lock();
@@ -406,7 +411,7 @@ impl Applier {
         Ok(true)
     }
 
-    /// Returns whether batch `lsn` is in the lane.
+    /// Returns whether the command list of batch `lsn` is submitted.
     ///
     /// # Errors
     /// `Poisoned` if the batch will never be in the lane.
@@ -425,12 +430,12 @@ impl Applier {
         }
     }
 
-    /// Returns the set of tasks to wake when a batch enters the lane.
+    /// Returns the set of tasks to wake when the command list of a batch is submitted.
     pub fn wakers(&self) -> &Wakers {
         &self.wakers
     }
 
-    /// Returns the Lsn of the newest batch in the lane.
+    /// Returns the Lsn of the newest batch whose command list is submitted.
     pub fn applied(&self) -> Lsn {
         self.progress.lock().applied
     }
@@ -446,7 +451,7 @@ impl Applier {
         }
     }
 
-    /// Returns whether batch `lsn` is in the lane and no list was lost.
+    /// Returns whether the command list of batch `lsn` is submitted, and no list was lost.
     pub fn has_applied(&self, lsn: Lsn) -> bool {
         let applied = self.applied.load(Ordering::Acquire);
         applied > 0 && applied >= lsn.0
@@ -481,11 +486,11 @@ impl Drop for ApplierGuard {
     }
 }
 
-/// A range of a page that a turn of the applier captured, before its bytes are at the host.
+/// The bytes of a range of a page, before they have reached the host.
 enum GatheredRange {
-    /// The range is being transferred from page memory.
+    /// The bytes are being transferred from page memory.
     InMemory(Drain),
-    /// The range must be read from the page on disk, starting at this offset. The staging buffer has the length of the
+    /// The bytes must be read from the page on disk, starting at this offset. The staging buffer has the length of the
     /// range.
     OnDisk(DiskPage, u64, StagingBuf),
 }

@@ -1,9 +1,9 @@
-//! Gathers a long page for a snapshot piece by piece while batches continue. All gathered bytes belong to the state of
-//! the page at one moment.
+//! Gathers a long page for a snapshot piece by piece while batches continue. All gathered bytes belong to the page's
+//! state when the gather began.
 //!
-//! Just before a batch writes to a part that is not gathered yet, that part is copied aside on the device. If the
-//! copies would take too much memory, or if the page moves to other memory, the bytes of that moment are lost, and the
-//! snapshot gathers the page again from the start. No batch waits or fails because of this.
+//! Just before a batch writes to a part that is not gathered yet, the part is copied to separate device memory. If
+//! these copies would exceed a limit, or if the page moves to other memory, the earlier state is lost, and the snapshot
+//! gathers the page again from the start. No batch waits or fails because of this.
 
 use std::collections::BTreeMap;
 
@@ -14,9 +14,9 @@ use crate::device::{CommandList, Fence, MemoryId, Span};
 use crate::error::Result;
 use crate::memory::arena::{Arena, PageMemory, Purpose};
 
-/// The length in bytes of the parts that are copied aside.
+/// The length in bytes of the parts that are copied before a write.
 const PART_LEN: u64 = 64 << 10;
-/// The maximum number of bytes of one page that are copied aside.
+/// The maximum number of bytes of one page that are copied before writes.
 const ASIDE_BYTES_MAX: u64 = 64 << 20;
 
 /// The state of a long page that a snapshot gathers piece by piece.
@@ -25,13 +25,13 @@ pub(crate) struct PageGather {
     memory: MemoryId,
     /// The offset in bytes up to which the snapshot has gathered the page.
     gathered: u64,
-    /// Copies of the parts that batches have modified since the start of the gather. The key is the part number.
+    /// Copies of the parts that batches have modified since the start of the gather, by part number.
     asides: BTreeMap<u64, PageMemory>,
     is_lost: bool,
 }
 
 impl PageGather {
-    /// Copies the parts in this range aside, before a batch writes to the range.
+    /// Copies the parts in this range that are not gathered yet, before a batch writes to the range.
     pub fn before_write(
         &mut self,
         (offset, len): (u64, u64),
@@ -60,7 +60,7 @@ impl PageGather {
         }
     }
 
-    /// Marks the page's bytes at the captured moment as lost, so that the snapshot gathers the page again.
+    /// Records that the page's state at the start of the gather is lost, so that the snapshot gathers the page again.
     pub fn mark_lost(&mut self) {
         self.is_lost = true;
     }
@@ -73,11 +73,11 @@ impl Turn<'_> {
         let page = info.page;
         let gather = PageGather { info, memory, gathered: 0, asides: BTreeMap::new(), is_lost: false };
         let before = self.applied.gathers.insert(page, gather);
-        assert!(before.is_none(), "a page is caught once at a time");
+        assert!(before.is_none(), "a page is gathered once at a time");
     }
 
-    /// Returns the spans that contain a range of the page in its captured state, each with its offset in the range.
-    /// Returns `None` if the captured bytes are lost.
+    /// Returns the spans that contain bytes `from..to` of the page in its state at the start of the gather, each with
+    /// its offset in that range. Returns `None` if that state is lost.
     pub fn gather_spans(&self, page: PageId, from: u64, to: u64) -> Option<Vec<(Span, u64)>> {
         let gather = self.applied.gathers.get(&page).filter(|gather| !gather.is_lost)?;
         let memory = self.applied.memory.get(page)?;

@@ -70,7 +70,7 @@ impl<'s> Pin<'s> {
     /// Creates the handle of a page that was just pinned in the table of leases. On failure, the page is unpinned.
     pub(crate) fn take(store: PinSource<'s>, page: PageId) -> Result<Self> {
         let pinned = ForkGuard::new(PinGuard { page, leases: store.leases.clone() });
-        // A turn runs after every batch that could still have moved the page.
+        // The closure runs after every batch that could still have moved the page.
         let (info, memory) = store.applier.turn(move |turn| {
             turn.intact()?;
             let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;

@@ -17,7 +17,7 @@ use crate::memory::arena::{Arena, PageMemory};
 use crate::memory::staging::{StagingBuf, StagingPool};
 
 /// The resources, in addition to the payload, that a committer acquires for the applier before it logs a batch. A batch
-/// that only writes to pages in memory needs none.
+/// that only changes bytes of pages in memory needs none.
 #[derive(Default)]
 pub(crate) struct Provision {
     /// Memory for the batch's creates, resizes and moves to another place, in order.
@@ -33,12 +33,11 @@ pub(crate) struct Provision {
     pub relocations: Vec<(PageId, PageMemory)>,
     /// The staging buffers that [`stage_aside`](super::stage_aside) created for the operations, in order.
     pub asides: VecDeque<StagingBuf>,
-    /// The sums that long writes must have on arrival, or `None` if the device cannot verify the writes.
+    /// The expected checksums of long writes, or `None` if there are no long writes or the bytes cross no bus.
     pub sums: Option<ArrivalSums>,
     /// Memory for the command list of a batch with many operations.
     pub room: ListRoom,
-    /// The receiver for the memory of the page that the batch deletes. Without a receiver, the memory returns to the
-    /// arena.
+    /// Receives the memory of the page that the batch deletes. If `None`, the memory is freed.
     pub handover: Option<Arc<Handover>>,
 }
 

@@ -1,8 +1,8 @@
-//! The queue of requests to the applier. The queue also determines when the applier's thread is woken.
+//! The queue of requests to the applier, which also determines when the applier's thread is woken.
 //!
-//! Committers add batches without waking the thread, because its timer wakes it soon enough for a batch without a
-//! waiter. The thread is woken for a turn, for a batch with a waiter, and when enough bytes for a list are queued. A
-//! crash loses no batch of the queue, because queued batches are logged.
+//! A committer usually adds a batch without waking the thread, because a batch that no caller waits for can be applied
+//! when the thread's timer expires. The thread is woken if a caller waits for a batch or for a closure, and when enough
+//! bytes for a command list are queued. Queued batches are logged, so a crash loses none of them.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -43,8 +43,8 @@ struct RequestQueue {
     requests: VecDeque<Request>,
     /// The total number of payload bytes of the queued batches.
     payload_bytes: usize,
-    /// Whether the applier should take the queue immediately, because a caller waits or there are enough bytes for a
-    /// list.
+    /// Whether the applier should take the requests immediately, because a caller waits or there are enough bytes for a
+    /// command list.
     is_urgent: bool,
     /// The Lsn of the newest batch for which any caller has waited. The batch may not be queued yet.
     awaited: Lsn,
@@ -61,7 +61,7 @@ enum WakeState {
     /// The thread is running, and will check the queue before it waits again.
     #[default]
     Awake,
-    /// The thread will wake by its timer, in time for any request without a waiter.
+    /// The thread waits for its timer, which expires soon enough for batches that no caller waits for.
     Nap,
     /// The thread waits until it is notified.
     Sleep,
@@ -94,7 +94,7 @@ impl Requests {
         self.queue.lock().requests.is_empty()
     }
 
-    /// Queues a turn, and wakes the thread.
+    /// Queues a closure that runs between two batches, and wakes the thread.
     pub fn turn(&self, turn: TurnFn) {
         self.request(self.queue.lock(), Request::Turn(turn), true);
     }
@@ -107,7 +107,7 @@ impl Requests {
         self.wake_for(queue);
     }
 
-    /// Records that the thread has ended.
+    /// Records that the thread has ended, and drops the queued requests. Later requests are dropped as well.
     pub fn end(&self) {
         let mut queue = self.queue.lock();
         queue.has_ended = true;
@@ -117,7 +117,7 @@ impl Requests {
 
     fn request(&self, mut queue: MutexGuard<'_, RequestQueue>, request: Request, is_urgent: bool) {
         if queue.has_ended {
-            // Dropping a turn notifies its waiter.
+            // Dropping the closure notifies the caller that waits for its result.
             return;
         }
         queue.requests.push_back(request);
@@ -136,7 +136,7 @@ impl Requests {
         }
     }
 
-    /// Wakes the thread if its timer would not wake it in time for the queued requests.
+    /// Wakes the thread if the queued requests cannot wait for its timer.
     fn wake_for(&self, mut queue: MutexGuard<'_, RequestQueue>) {
         let must_wake = match queue.wake_state {
             WakeState::Awake => false,
@@ -144,7 +144,7 @@ impl Requests {
             WakeState::Sleep => true,
         };
         if must_wake {
-            // One wake-up is enough, however many requests arrive before the thread runs.
+            // A single wake-up suffices for all requests that arrive before the thread runs.
             queue.wake_state = WakeState::Awake;
             drop(queue);
             self.wake.notify_one();

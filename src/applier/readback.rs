@@ -1,12 +1,13 @@
-//! Transfers pages' bytes to the host without delaying the lane of deltas.
+//! Transfers pages' bytes to the host without delaying deltas.
 //!
-//! A long transfer to the host takes milliseconds, and deltas queued after it would wait. Therefore, the bytes are only
-//! copied aside on the device in lane order, which takes 30 µs for 64 MiB on an H200. The copies are then transferred
-//! to the host on a separate lane. If the budget has no room for the copies, the bytes are transferred in lane order.
-//! Deltas then wait longer, but a store that fills its budget can still be read and snapshotted.
+//! A long transfer to the host takes milliseconds. In [`Lane::Apply`], deltas queued after it would wait that long.
+//! Therefore, that lane only copies the bytes to separate device memory, which takes 30 µs for 64 MiB on an H200.
+//! Another lane then transfers these copies to the host. If the budget has no room for the copies, the bytes are
+//! transferred in [`Lane::Apply`]: deltas wait longer, but a store that fills its budget can still be read and
+//! snapshotted.
 //!
-//! The caller allocates the staging buffer for the bytes before the turn. A GPU pins 1.5 GB/s, so allocating a long
-//! buffer takes seconds, during which neither deltas nor other users of the room for copies may wait.
+//! The caller allocates the staging buffer before the bytes are captured. A GPU pins memory at 1.5 GB/s, so the
+//! allocation can take seconds, during which neither deltas nor other readers should wait.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -27,19 +28,20 @@ pub(crate) struct Drain {
     /// The number of bytes to transfer to the staging buffer.
     len: usize,
     copies: CopySource,
-    /// The ranges whose sums are compared after the transfer, or `None` if the bytes are not summed.
+    /// The ranges whose checksums are compared after the transfer, or `None` if no checksums are computed.
     summed: Option<SummedCopies>,
 }
 
 /// The source of the captured bytes of a [`Drain`].
 enum CopySource {
-    /// The bytes are in copies on the device. They are transferred to this staging buffer, starting at this offset.
+    /// The bytes were copied to separate device memory. They are transferred to this staging buffer, starting at this
+    /// offset.
     Aside(AsideBuffer, StagingBuf, u64),
-    /// The bytes are in flight to the host.
+    /// The transfer to the host is in flight.
     UnderWay(Pending),
 }
 
-/// Bytes of pages that were copied aside on the device, to be transferred later.
+/// Separate device memory to which bytes of pages were copied, to be transferred later.
 struct AsideBuffer {
     /// The memory of the copies, in order.
     pieces: Vec<PageMemory>,
@@ -48,15 +50,15 @@ struct AsideBuffer {
     arena: Arc<Arena>,
 }
 
-/// Bytes that were captured between two batches, before the destination of their transfer is chosen.
+/// Bytes that were captured between two batches for a chunk of a snapshot.
 pub(crate) enum GatheredBytes {
-    /// The bytes were copied aside on the device.
+    /// The bytes were copied to separate device memory, and the destination of their transfer is still to be chosen.
     Aside(CopiesAside),
-    /// There was no room for copies, so the bytes are transferred to staging in lane order.
+    /// There was no room for copies, so the bytes are being transferred to a staging buffer in batch order.
     Staged(Drain),
 }
 
-/// Ranges of pages that were copied aside on the device, for one chunk of a snapshot.
+/// Copies, in separate device memory, of page ranges for one chunk of a snapshot.
 pub(crate) struct CopiesAside {
     aside: AsideBuffer,
     /// The range within the chunk from the start of the first copy to the end of the last copy.
@@ -64,12 +66,12 @@ pub(crate) struct CopiesAside {
     summed: SummedCopies,
 }
 
-/// The ranges that are summed to detect bytes that change in transit. Each range is a source, or a part of a divided
-/// source.
+/// The ranges whose checksums are compared to detect bytes that change in transit. Each range is a source, or a part of
+/// a source that was divided between two pieces of memory.
 struct SummedCopies {
     /// The location of each range's copy on the device.
     spans: Vec<Span>,
-    /// Whether the bytes cross a bus, so that the device must sum them as well.
+    /// Whether the bytes cross a bus, so that the device must compute checksums as well.
     crosses_bus: bool,
     /// The range of the staging buffer in which each range arrives, and the index of its source.
     arrivals: Vec<(Range<usize>, usize)>,
@@ -82,8 +84,8 @@ struct SummedCopies {
 pub(crate) struct Drained {
     /// The staging buffer with the arrived bytes, each source at its offset.
     pub bytes: StagingBuf,
-    /// The CRC-32 of each source, in order, if sums were requested. If the bytes crossed a bus, the sums were compared
-    /// with those of the device.
+    /// The CRC-32 of each source, in order, if requested. For bytes that crossed a bus, they equal those that the
+    /// device computed.
     pub sums: Vec<Hasher>,
 }
 
@@ -97,12 +99,12 @@ impl Drained {
 }
 
 impl Turn<'_> {
-    /// Captures the current contents of ranges of pages. Each source has an offset among `len` bytes. Bytes that no
-    /// range covers are unspecified. The ranges are copied aside in `place`, and then transferred to `staged`, after
-    /// the first `from` bytes of `staged`.
+    /// Captures the current contents of ranges of pages, each with its offset among `len` bytes. The ranges are copied
+    /// to device memory in `place`, and then transferred to `staged`, after the first `from` bytes of `staged`. Bytes
+    /// that no range covers are unspecified.
     ///
-    /// If `sums` is present, each range is summed on the device and on arrival. The device sums the copy instead of the
-    /// page, so that deltas do not wait for the sum.
+    /// If `sums` is present, checksums of each range are computed on the device and again after the transfer. The
+    /// device reads the copy for this instead of the page, so that deltas do not wait.
     ///
     /// # Errors
     /// A device error; the error because of which the pages' bytes were lost; `OutOfMemory`.
@@ -124,8 +126,8 @@ impl Turn<'_> {
         Ok(Drain { len: staged.len(), copies: CopySource::Aside(aside, staged, from), summed })
     }
 
-    /// Captures ranges like [`drain`](Self::drain), but transfers them in lane order, without copies on the device.
-    /// Deltas wait until all bytes are at the host.
+    /// Captures ranges like [`drain`](Self::drain), but transfers them from page memory in batch order. Deltas wait
+    /// until all bytes are at the host.
     ///
     /// # Errors
     /// Same as `drain`.
@@ -141,9 +143,9 @@ impl Turn<'_> {
     }
 
     /// Captures ranges like [`drain`](Self::drain), for a chunk of `chunk_len` bytes whose destination is not chosen
-    /// yet. The ranges are only copied aside. If there is no room for copies, this method allocates a staging buffer of
-    /// the chunk's length, and transfers the ranges to the buffer in lane order. The applier then waits for the
-    /// allocation and the transfer.
+    /// yet. The ranges are only copied to separate device memory. If there is no room for the copies, this method
+    /// allocates a staging buffer of the chunk's length, and transfers the ranges to it in batch order. The applier
+    /// then waits for both.
     ///
     /// # Errors
     /// Same as `drain`.
@@ -214,7 +216,7 @@ impl Turn<'_> {
 }
 
 impl Drain {
-    /// Returns the fence after the last use of the pages.
+    /// Returns the fence after the store's last use of the pages' memory.
     pub fn fence(&self) -> Fence {
         match &self.copies {
             CopySource::Aside(aside, ..) => aside.gathered,
@@ -222,7 +224,8 @@ impl Drain {
         }
     }
 
-    /// Waits until the bytes are at the host, and sums them if requested. Must not be called on the applier's thread.
+    /// Waits until the bytes are at the host, and returns them with their checksums if requested. Must not be called on
+    /// the applier's thread.
     ///
     /// # Errors
     /// A device error, also if the arrived bytes differ from the bytes that the device sent.
@@ -231,14 +234,15 @@ impl Drain {
     }
 
     /// Waits like [`finish`](Self::finish), but returns `None` if the bytes changed in transit, so that the caller can
-    /// capture them again. Bytes that were copied aside are first transferred a second time.
+    /// capture them again. Bytes in separate device memory are transferred a second time before that.
     ///
     /// # Errors
     /// A device error.
     pub fn finish_once(self, device: &EngineDevice) -> Result<Option<Drained>> {
         let Self { len, copies, summed } = self;
         match copies {
-            // The pages may have changed since, so only the caller knows whether it may capture them again.
+            // The bytes were transferred from page memory, which may have changed since. Only the caller can decide
+            // whether to capture them again.
             CopySource::UnderWay(pending) => arrived(device, pending, len, &summed),
             CopySource::Aside(aside, staging, from) => aside.finish(device, staging, from, &summed),
         }
@@ -246,7 +250,7 @@ impl Drain {
 }
 
 impl GatheredBytes {
-    /// Returns the fence after the last use of the pages.
+    /// Returns the fence after the store's last use of the pages' memory.
     pub fn fence(&self) -> Fence {
         match self {
             GatheredBytes::Aside(copies) => copies.aside.gathered,
@@ -272,11 +276,12 @@ impl CopiesAside {
 
     /// Makes the device copy the bytes to a file's memory, for a chunk that begins at `offset` of the file. `gaps`
     /// contains the ranges of the chunk between and after the copies, which are filled with zeros. Waits until the
-    /// device has sent all bytes, and returns the CRC-32 of each source. The device computes these sums from the copies
-    /// (I12), and the arrived bytes are compared with them when the snapshot is verified. Must not be called on the
-    /// applier's thread.
+    /// device has sent all bytes, and returns the CRC-32 of each source. The device computes these checksums from the
+    /// copies (I12). When the snapshot is verified, the bytes in the file are compared with them. Must not be called on
+    /// the applier's thread.
     ///
-    /// The sums are computed in another lane, because between two copies they took an eighth of a snapshot's time.
+    /// The checksums are computed in another lane. Between two copies in the same lane, they took an eighth of a
+    /// snapshot's time.
     ///
     /// # Errors
     /// A device error; `OutOfMemory`.
@@ -299,7 +304,7 @@ impl CopiesAside {
             let mut list = CommandList::default();
             let mut at = chunk_range.start;
             for piece in &pieces {
-                // The last piece may be longer than the bytes in it.
+                // The last piece of memory may be longer than the bytes that it contains.
                 let len = (chunk_range.end - at).min(piece.byte_len());
                 let target = target.part(offset + at, len);
                 push(&mut list.commands, Command::Copy { source: piece.part(0, len), target })?;
@@ -320,7 +325,7 @@ impl CopiesAside {
         let copied = copy();
         match &copied {
             Ok(_) => pieces.into_iter().try_for_each(|piece| arena.discard(piece))?,
-            // The copies may still be in use.
+            // A command list may still use the copies, so they are freed after its fence.
             Err(_) => pieces.into_iter().for_each(|piece| arena.retire(piece, last_use)),
         }
         copied
@@ -346,7 +351,7 @@ impl AsideBuffer {
         let len = staging.len();
         let drained = match drain(staging) {
             Ok(Some(drained)) => Ok(Some(drained)),
-            // The copies still exist, so they are transferred again: a single flipped bit must not stop a store.
+            // The copies still exist on the device, so the transfer is repeated before it is reported as an error.
             Ok(None) => {
                 tracing::warn!(device = device.label(), "bytes changed on their way to the host: once more");
                 let pool = &summed.as_ref().expect("sums that differ").pool;
@@ -356,7 +361,7 @@ impl AsideBuffer {
         };
         match &drained {
             Ok(_) => pieces.into_iter().try_for_each(|piece| arena.discard(piece))?,
-            // The copies may still be in use.
+            // A command list may still use the copies, so they are freed after its fence.
             Err(_) => pieces.into_iter().for_each(|piece| arena.retire(piece, last_use)),
         }
         drained
@@ -375,7 +380,8 @@ impl SummedCopies {
         push(&mut self.arrivals, (at..at + span.len as usize, source))
     }
 
-    /// Sums the arrived bytes. Returns the sum of each source, or `None` if the device's sums differ (I12).
+    /// Computes checksums of the received bytes. Returns that of each source, or `None` if one differs from the
+    /// device's checksum (I12).
     fn check(&self, bytes: &[u8], of_device: Option<&[u8]>) -> Result<Option<Vec<Hasher>>> {
         let sums = self.arrivals.iter().map(|(range, _)| crc32fast::hash(&bytes[range.clone()]));
         let sums = collected(sums)?;
@@ -385,8 +391,7 @@ impl SummedCopies {
         self.by_source(sums.into_iter()).map(Some)
     }
 
-    /// Combines the sums of the ranges into those of the sources. The sum of a divided source is the combination of its
-    /// parts' sums.
+    /// Combines the checksums of ranges into those of sources, because a source may be divided into several ranges.
     fn by_source(&self, of_ranges: impl Iterator<Item = u32>) -> Result<Vec<Hasher>> {
         let mut sums = collected((0..self.sources).map(|_| Hasher::new()))?;
         for ((range, source), sum) in self.arrivals.iter().zip(of_ranges) {
@@ -396,8 +401,7 @@ impl SummedCopies {
     }
 }
 
-/// Returns the commands that copy sources aside to `pieces`. A source that crosses the end of a piece is divided at
-/// that point.
+/// Returns the commands that copy sources to `pieces`. A source that crosses the end of a piece is divided there.
 fn divide(
     pieces: &[PageMemory],
     sources: Vec<(Span, u64)>,
@@ -423,7 +427,7 @@ fn divide(
     Ok(pieces.iter().zip(parts).map(gather).collect())
 }
 
-/// Adds commands that sum the bytes that the list copies. The sums are written to a second staging buffer.
+/// Adds commands that compute checksums of the bytes that the list copies, and store them in a second staging buffer.
 fn with_sums(mut list: CommandList, summed: &Option<SummedCopies>) -> Result<CommandList> {
     if let Some(SummedCopies { spans, crosses_bus: true, pool, .. }) = summed
         && !spans.is_empty()
@@ -468,7 +472,7 @@ fn queue(
     device.after(Lane::Drain, gathered)?;
     let mut offset = from;
     let download = |piece: &PageMemory| {
-        // The last piece may be longer than the bytes in it.
+        // The last piece of memory may be longer than the bytes that it contains.
         let len = (staging.len() - offset).min(piece.byte_len() as usize);
         let target = StagingSpan { index: 0, offset, len };
         offset += len;

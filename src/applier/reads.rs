@@ -1,12 +1,11 @@
 //! Reads of many ranges in one call that does not block the caller.
 //!
-//! 1. The caller's ranges become one turn of the applier. The turn captures all ranges in the same state and starts
-//!    their transfer to the host.
-//! 2. A thread of the store waits until the bytes arrive, read by read in the order of the turns, and notifies the
-//!    handles.
+//! 1. One closure on the applier, between two batches, captures all ranges in the same state and starts their transfer
+//!    to the host.
+//! 2. A thread of the store waits for the transfers in the same order, and passes each result to the caller's handle.
 //!
 //! The first such read starts the thread. The total number of bytes of reads in flight and of results that callers keep
-//! is limited, because pinned memory is expensive, and a caller that forgets a handle must not exhaust it.
+//! is limited. Otherwise a caller that never drops its handles could exhaust pinned memory.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -44,7 +43,7 @@ pub(crate) struct Reads {
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// The state that the thread, the applier's turns and the handles share.
+/// The state that the thread, the applier and the handles share.
 #[derive(Default)]
 struct ReadQueue {
     state: Mutex<QueueState>,
@@ -55,12 +54,12 @@ struct ReadQueue {
 
 #[derive(Default)]
 struct QueueState {
-    reads: VecDeque<CaughtRead>,
+    reads: VecDeque<CapturedRead>,
     is_over: bool,
 }
 
 /// A read whose ranges were captured, and whose bytes are being transferred to the host.
-struct CaughtRead {
+struct CapturedRead {
     lsn: Lsn,
     drain: Drain,
     on_disk: Vec<DiskRead>,
@@ -75,7 +74,7 @@ pub(super) struct DiskRead {
     at: usize,
 }
 
-/// The writing end of a read, which sets the result. If it is dropped without a result, the read fails with `Closed`.
+/// The part of a read that sets its result. Dropping it without a result makes the read fail with `Closed`.
 struct OpenRead {
     state: Arc<ReadState>,
     reserved: Option<ReservedBytes>,
@@ -157,10 +156,10 @@ impl Reads {
         let state = Arc::new(ReadState::default());
         let open = OpenRead { state: state.clone(), reserved: Some(reserved), poison: self.poison.clone() };
         let shared = self.shared.clone();
-        // The result is not awaited: the turn passes the read to the thread.
+        // The closure's own result is not needed: it passes the read to the thread, which sets the read's result.
         let _waits = self.applier.queue_turn(move |turn| {
             match gather_ranges(turn, &ranges, len, staged, None) {
-                Ok((lsn, drain, on_disk)) => shared.push(CaughtRead { lsn, drain, on_disk, open }),
+                Ok((lsn, drain, on_disk)) => shared.push(CapturedRead { lsn, drain, on_disk, open }),
                 Err(error) => {
                     let error = open.poison.set_by_device(error);
                     open.finish(Err(error));
@@ -194,10 +193,11 @@ impl Reads {
 }
 
 impl Drop for Reads {
-    /// Completes all reads, because the memory to which their bytes were copied aside belongs to the arena.
+    /// Completes all reads. This must happen before the arena is dropped, which owns the memory of copied ranges.
     fn drop(&mut self) {
         let Some(thread) = self.thread.lock().take() else { return };
-        // The flag is set after the turns of all reads. If the applier has ended, they have, too.
+        // The empty closure runs after those of all reads, so no read is added to the queue after the flag is set. If
+        // the applier has ended, no closure runs any more.
         let _gone = self.applier.turn(|_| Ok(()));
         self.shared.state.lock().is_over = true;
         self.shared.more.notify_all();
@@ -208,9 +208,9 @@ impl Drop for Reads {
 }
 
 impl ReadQueue {
-    fn push(&self, read: CaughtRead) {
+    fn push(&self, read: CapturedRead) {
         let mut state = self.state.lock();
-        // A read that is refused here is dropped after the lock is released.
+        // The rejected read is dropped after the lock is released.
         if state.is_over {
             drop(state);
             return drop(read);
@@ -220,9 +220,9 @@ impl ReadQueue {
     }
 
     fn run(&self, device: &EngineDevice, staging: &Arc<StagingPool>) {
-        // A panic must leave no read waiting: the guard drops the reads in the queue, and later ones are dropped too.
+        // If this thread panics, the guard drops the queued reads and later ones, so that no caller waits forever.
         let _end_guard = QueueGuard(self);
-        while let Some(CaughtRead { lsn, drain, on_disk, mut open }) = self.next() {
+        while let Some(CapturedRead { lsn, drain, on_disk, mut open }) = self.next() {
             let drained = drain.finish(device).map_err(|error| open.poison.set_by_device(error));
             let outcome = drained.and_then(|mut drained| {
                 for DiskRead { page, range, at } in on_disk {
@@ -241,7 +241,7 @@ impl ReadQueue {
     }
 
     /// Returns the next captured read, or `None` when the store closes.
-    fn next(&self) -> Option<CaughtRead> {
+    fn next(&self) -> Option<CapturedRead> {
         let mut state = self.state.lock();
         loop {
             if let Some(read) = state.reads.pop_front() {
@@ -269,8 +269,8 @@ impl Drop for QueueGuard<'_> {
 }
 
 impl OpenRead {
-    /// Frees the resources that the result does not contain, and then publishes the result. In this order, a caller
-    /// that receives an error can immediately request as many bytes again.
+    /// Frees everything that the result does not need, and then publishes the result. In this order, a caller that
+    /// receives an error can immediately request as many bytes again.
     fn finish(mut self, outcome: Result<ReadOutcome>) {
         self.reserved = None;
         self.state.finish(outcome);
@@ -348,8 +348,8 @@ impl std::fmt::Debug for ReadState {
     }
 }
 
-/// Captures all ranges in the state of the turn, and transfers them one after another to `staged`. If `sums` is
-/// present, the ranges are summed on the device and again on the host.
+/// Captures all ranges in the current state, and transfers them one after another to `staged`. If `sums` is present,
+/// checksums of the ranges are computed on the device and again on the host.
 pub(super) fn gather_ranges(
     turn: &Turn<'_>,
     ranges: &[(PageId, Range<u64>)],
@@ -386,7 +386,7 @@ pub(super) fn gather_ranges(
         at += source.len;
     }
     let lsn = turn.applied.point.lsn;
-    // Long ranges of one GPU are gathered there first, so that deltas continue during the transfer to the host.
+    // Long ranges of one GPU are first copied to separate memory there, so that deltas continue during the transfer.
     let drain = match places[..] {
         [Some(place)] if len > SHORT_COPY_LEN_MAX => turn.drain(place, sources, len, staged, 0, sums)?,
         _ => turn.drain_in_order(sources, staged, 0, sums)?,

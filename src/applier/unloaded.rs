@@ -3,8 +3,8 @@
 //! An unloaded page has memory and an entry in the table, but its bytes have not been read from disk. A caller that
 //! needs the page requests it from this set and waits. The loader loads requested pages first, and then continues with
 //! the pages that follow them in the files. Thus a caller that reads its pages in order finds the next pages loaded. A
-//! loaded page never becomes unloaded again, so a caller needs to wait only once for each page. The applier never waits
-//! for the disk, because callers wait for their pages before they pass batches and turns to the applier.
+//! loaded page never becomes unloaded again, so a caller needs to wait only once for each page. Callers wait for their
+//! pages before they pass work to the applier, so the applier never waits for the disk.
 //!
 //! A page that cannot be loaded stays unloaded, and every caller that requests it receives the error.
 
@@ -22,7 +22,8 @@ use crate::base::sync::{Condvar, Instant, Mutex};
 use crate::error::{Error, Result};
 use crate::memory::arena::PageMemory;
 
-/// The maximum number of pages that the loader takes together. The limit also bounds the length of the loader's lists.
+/// The maximum number of pages that the loader takes at a time, which also bounds the number of commands per command
+/// list.
 const TAKEN_MAX: usize = 2048;
 /// The number of pages that the loader takes together if memory for a longer list is unavailable.
 const TAKEN_MIN: usize = 256;
@@ -80,7 +81,7 @@ impl LoadStates {
     fn waiting_from(&mut self, mut at: usize) -> Option<usize> {
         let Self { waiting, following, .. } = self;
         while following[at] != at {
-            // Halves the path for the next call.
+            // Shortens the chain of indices that the next call follows.
             following[at] = following[following[at]];
             at = following[at];
         }
@@ -95,7 +96,8 @@ impl UnloadedSet {
     /// `OutOfMemory`, together with the pages.
     pub fn new(pages: Vec<UnloadedPage>) -> Result<Self, (Error, Vec<UnloadedPage>)> {
         let bytes = pages.iter().map(|unloaded| unloaded.memory.byte_len()).sum();
-        // All allocations come first, because dropping a page does not free its memory.
+        // All allocations precede the first change, because an error must return all pages: dropping a page does not
+        // free its memory.
         let (mut files, mut waiting, mut following) = match Self::room_for(&pages) {
             Ok(room) => room,
             Err(error) => return Err((error, pages)),
@@ -103,7 +105,7 @@ impl UnloadedSet {
         for unloaded in pages {
             files.get_mut(&unloaded.image.file).expect("counted before").push(unloaded);
         }
-        // The pages are usually in this order already.
+        // The pages are usually in this order already, and sorting is then fast.
         files.values_mut().for_each(|of_file| of_file.sort_unstable_by_key(|unloaded| unloaded.image.offset));
         waiting.extend(files.into_values().flatten().map(Some));
         following.extend(0..=waiting.len());
@@ -217,7 +219,7 @@ impl UnloadedSet {
         let belong = waiting[first..].iter().take_while(|at| at.as_ref().is_some_and(belongs));
         let count = belong.take(TAKEN_MAX).count();
         let mut taken = Vec::new();
-        // If there is no memory for all of them, the others are taken later.
+        // If there is no memory for a list of all of them, the remaining pages are taken later.
         let count = if taken.try_reserve_exact(count).is_ok() { count } else { count.min(TAKEN_MIN) };
         taken.extend(waiting[first..first + count].iter_mut().filter_map(Option::take));
         *next = first + count;
@@ -256,7 +258,7 @@ impl UnloadedSet {
         self.changed.notify_all();
     }
 
-    /// Waits for `time`, or until loading has stopped. Returns whether loading has stopped.
+    /// Waits for at most `time` until loading has stopped, and returns whether it has stopped.
     pub fn is_over_within(&self, time: Duration) -> bool {
         let until = Instant::now() + time;
         let mut state = self.state.lock();
@@ -344,13 +346,14 @@ mod tests {
         };
         take(&[], &[0, 1]);
         take(&[6], &[6, 7]);
-        // A loaded page, an unknown one and one requested twice are skipped, and no run continues in the next file.
+        // Pages that are loaded, unknown or requested twice are skipped, and the pages taken together end with the
+        // file.
         take(&[1, 99, 4, 4], &[4]);
         take(&[], &[5]);
-        // The first page follows the last.
+        // After the last page, loading continues with the first.
         take(&[9], &[9]);
         take(&[], &[2, 3]);
-        // A requested page that was taken as a neighbor is not taken again, and nothing is taken once all are loaded.
+        // A requested page that was taken together with another one is not taken again.
         take(&[8, 9], &[8]);
         assert!(unloaded.take(LEN, LEN).is_none() && !unloaded.is_any());
         assert_eq!(unloaded.left(), (0, 0));
@@ -382,7 +385,7 @@ mod tests {
         let failed = unloaded.take(LEN, LEN).unwrap().pop().unwrap();
         let damage = Error::from(Defect::Missing.at(FileName::Pages(0), 0));
         unloaded.fail(failed, damage);
-        // A page that cannot be loaded affects no caller of another page, except one that waits for all.
+        // A page that cannot be loaded affects only callers that wait for this page or for all pages.
         assert!(matches!(unloaded.wait([PageId(0)]), Err(Error::Damaged(_))));
         let in_hand = unloaded.take(LEN, 2 * LEN).unwrap();
         assert_eq!(numbers(&in_hand), [1, 2]);
@@ -398,7 +401,7 @@ mod tests {
             }
         });
         assert!(unloaded.take(LEN, LEN).is_none(), "no page is loaded any more");
-        // A page that was already taken may still be loaded.
+        // A page that was taken before loading stopped may still be loaded.
         load(&unloaded, &arena, in_hand);
         unloaded.wait([PageId(2)]).unwrap();
         assert_eq!((unloaded.left(), unloaded.is_any()), ((7, 7 * LEN), true));

@@ -1,5 +1,5 @@
-//! Reads ranges of many pages, on condition that each page still has a given version. The bytes are written to images
-//! before a batch that moves the pages to disk is logged.
+//! Reads ranges of many pages, provided that each page still has a given version. Used for the images of pages that a
+//! batch moves to disk.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -25,8 +25,8 @@ pub(crate) struct VersionRange {
 }
 
 impl Applier {
-    /// Reads the bytes of all ranges, one after another, in one turn of the applier. The bytes are summed on both sides
-    /// of the bus. Returns `None` if one of the pages now has another version, or is on disk.
+    /// Reads the bytes of all ranges, one after another, between two batches. Checksums from both sides of the bus are
+    /// compared. Returns `None` if one of the pages has another version or is on disk by now.
     ///
     /// # Errors
     /// `OutOfMemory`; a device error, also if the bytes changed in transit twice.

@@ -1,5 +1,5 @@
-//! The applier's thread, which encodes batches as command lists and submits the lists to the lane. Memory is freed
-//! after the last list that uses the memory.
+//! The applier's thread, which translates batches to command lists and submits the lists to [`Lane::Apply`]. Memory is
+//! freed after the last list that uses it.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -26,7 +26,7 @@ use crate::versions::{PageWalk, Versions};
 /// The number of lists in flight at which the applier waits for the oldest list.
 const IN_FLIGHT_MAX: usize = 32;
 
-/// The applier's thread: the pages' state in the lane, and the command list under construction.
+/// The applier's thread: the state of the pages after all submitted lists, and the command list under construction.
 pub(super) struct Worker {
     shared: Arc<Applier>,
     device: Arc<EngineDevice>,
@@ -38,21 +38,43 @@ pub(super) struct Worker {
     wait_logged: Box<dyn Fn(Lsn) -> Result<()> + Send>,
     applied: AppliedState,
     list: ListBuilder,
-    /// Memory to free after the list under construction.
+    /// Memory that pages have left, to be freed after the list under construction.
     retiring: Queue<PageMemory>,
-    /// Memory that callers also use, and that pages have left. The store's last use of the memory is the list under
-    /// construction.
+    /// Memory that pages have left, but that leases still use. The list under construction is the store's last use of
+    /// it.
     vacated: Queue<PageMemory>,
-    /// Memory to pass to a caller after the list under construction, with its receiver.
+    /// Memory to pass to callers after the list under construction.
     handed_over: Vec<(Arc<Handover>, PageMemory)>,
-    /// The changes of the batches in the list under construction, for streams. If there was no memory for a batch's
-    /// changes, only its Lsn. Empty while there are no streams.
+    /// The changes of the batches in the list under construction, for change streams. `Err` with the batch's Lsn if
+    /// there was no memory to record them. Empty while there are no streams.
     unreported: Vec<Result<AppliedBatch, Lsn>>,
     in_flight: InFlight,
     /// The fence value of the newest submitted list.
     fence: u64,
-    /// The error after which memory no longer matches the table, or `None` while memory matches.
+    /// The error that lost a command list, so that memory no longer matches the page table, or `None`.
     lost: Option<Error>,
+}
+
+/// A batch that is being applied.
+struct BatchContext<'v> {
+    lsn: Lsn,
+    /// The position of the batch's payload in the list under construction.
+    in_list: PayloadAt,
+    /// The resources of the batch that no operation has taken yet.
+    provision: Provision,
+    versions: PageWalk<'v>,
+}
+
+impl BatchContext<'_> {
+    /// Returns the memory for the next create, resize or move to another place.
+    fn next_memory(&mut self) -> PageMemory {
+        self.provision.memory.pop_front().expect("one for each create, resize and move to another place")
+    }
+
+    /// Returns whether new memory already contains the bytes of its page.
+    fn is_filled(&self, page: PageId, new: &PageMemory) -> bool {
+        self.provision.filled.has(page, new.span().memory)
+    }
 }
 
 impl Worker {
@@ -84,7 +106,7 @@ impl Worker {
         }
     }
 
-    /// Applies batches and runs turns until the applier is stopped.
+    /// Applies batches and runs closures until the applier is stopped.
     pub fn run(&mut self) {
         let mut requests = VecDeque::new();
         while self.next(&mut requests) {
@@ -108,7 +130,7 @@ impl Worker {
                     }
                     Request::Turn(turn) => {
                         self.flush();
-                        // The lists are verified first, because a turn inspects pages or starts reads of them.
+                        // Lists in flight are verified first, because the closure may read pages.
                         self.prove_all();
                         let was_lost = self.lost.is_some();
                         turn(&mut Turn {
@@ -118,7 +140,8 @@ impl Worker {
                             device: &self.device,
                             lost: &mut self.lost,
                         });
-                        // A caller that waits for bytes that the turn lost is notified.
+                        // If the closure has lost a command list, callers that wait for later batches receive the
+                        // error.
                         if let Some(error) = self.lost.clone().filter(|_| !was_lost) {
                             self.record_loss(error);
                         }
@@ -130,8 +153,9 @@ impl Worker {
         while self.in_flight.len() > 0 {
             self.finish_oldest();
         }
-        // Lists of other threads, such as reads and gathers, may be in flight too. When one more list completes, all of
-        // them have. If it fails, they may still run, and the memory that they name is not freed.
+        // Lists that other threads submitted, such as reads and gathers, may still be in flight. The lane runs lists in
+        // order, so an empty list completes after them. If the device fails, they may never complete, and the memory
+        // that they use is not freed.
         let last = self.device.submit(Lane::Apply, CommandList::default());
         let last = last.and_then(|pending| self.device.finish(pending));
         match last.and_then(|_| self.leases.wait_ended()) {
@@ -143,16 +167,17 @@ impl Worker {
     /// Moves the queued requests to `requests`. Waits if the queue is empty. Returns `false` once the applier is
     /// stopped and the queue is empty.
     fn next(&mut self, requests: &mut VecDeque<Request>) -> bool {
-        // No other thread checks whether a list is complete. If there are more requests, submitting the next list does.
+        // Unverified lists are only checked when a list is submitted. If no request follows, they are checked here.
         if self.in_flight.is_unproven() && self.shared.requests.is_empty() {
             self.prove_all();
         }
         self.shared.requests.take(requests)
     }
 
-    /// Discards a batch whose logging failed. No reader sees the batch, and the logged batches can still be read.
+    /// Discards a batch that could not be logged. No reader has seen the batch, and the logged batches remain readable.
     fn refuse(&mut self, work: ApplyWork) {
-        // Logged batches are completed first, because a caller that waits for such a batch must not receive this error.
+        // All earlier batches are applied first, because a caller that waits for one of them must not receive this
+        // error.
         self.flush();
         self.prove_all();
         self.shared.progress(|progress| progress.is_lost = true);
@@ -166,118 +191,34 @@ impl Worker {
     /// Adds a batch's commands to the list, and installs its changes in the table.
     fn batch(&mut self, work: ApplyWork) {
         let ApplyWork { point, payload, changes, provision } = work;
-        let provision = provision.map_or_else(Provision::default, |provision| *provision);
-        let Provision { filled, to_disk, pending, sums, room, handover, .. } = provision;
-        let Provision { mut memory, mut relocations, mut asides, .. } = provision;
-        let is_filled = |page: PageId, new: &PageMemory| filled.has(page, new.span().memory);
+        let mut provision = provision.map_or_else(Provision::default, |provision| *provision);
         let mut ranges = self.shared.changes().is_watched().then(WrittenRanges::default);
-        if !self.list.has_room(&room) {
+        if !self.list.has_room(&provision.room) {
             self.flush();
-            self.list.begin_in(room);
+            self.list.begin_in(std::mem::take(&mut provision.room));
         }
         assert!(point.lsn == self.applied.point.lsn.next()); // I3: in log order, without a gap.
         let in_list = PayloadAt { index: self.list.payload_index(), offset: 0 };
-        if let Some(sums) = sums {
+        if let Some(sums) = provision.sums.take() {
             self.list.prove(sums);
         }
-        let all_versions = self.versions.clone();
-        let mut versions = all_versions.walk();
-        // The operations are decoded one by one, because the batch is logged, and memory for a list of all operations
-        // could be unavailable.
+        let versions = self.versions.clone();
+        let mut batch = BatchContext { lsn: point.lsn, in_list, provision, versions: versions.walk() };
+        // The operations are decoded one at a time, because memory for a list of all operations may be unavailable, and
+        // a logged batch must be applied.
         let apply = |at: OpAt<'_>| {
             if let Some(ranges) = &mut ranges {
                 ranges.note(&at.op);
             }
-            match at.op {
-                Op::Create { page, len, place: Place::Disk, .. } => {
-                    self.applied.on_disk.insert(page, self.disk_pages.zeros(len));
-                }
-                Op::Create { page, .. } => {
-                    let new = memory.pop_front().expect("one for each create");
-                    if !is_filled(page, &new) {
-                        self.zero(&new, 0);
-                    }
-                    versions.moved(page, new.span().memory);
-                    self.applied.memory.insert(page, new);
-                }
-                Op::Resize { page, .. } if self.applied.on_disk.contains(page) => {
-                    self.change_on_disk(page, |on_disk| on_disk.apply(&at.op));
-                }
-                Op::Resize { page, .. } => {
-                    let new = memory.pop_front().expect("one for each resize");
-                    let is_filled = is_filled(page, &new);
-                    self.replace(&mut versions, page, new, is_filled);
-                }
-                Op::Move { page, place: Place::Disk } => self.move_to_disk(page, &to_disk),
-                Op::Move { page, .. } if self.applied.on_disk.contains(page) => {
-                    let new = memory.pop_front().expect("one for each move to another place");
-                    assert!(is_filled(page, &new)); // I10: memory that goes to a page has the page's bytes.
-                    self.change_on_disk(page, |_| {});
-                    self.applied.on_disk.remove(page);
-                    versions.moved(page, new.span().memory);
-                    self.applied.memory.insert(page, new);
-                }
-                Op::Move { page, place } => {
-                    let here = self.applied.memory.get(page).expect("planned on a page that exists").place();
-                    if here == place {
-                        // The page's Lsn changes nevertheless, so a cut keeps the page with the old Lsn.
-                        self.before_change(page, &mut relocations);
-                    } else {
-                        let new = memory.pop_front().expect("one for each move to another place");
-                        self.replace(&mut versions, page, new, false);
-                    }
-                }
-                Op::Delete { page } => {
-                    if self.applied.on_disk.contains(page) {
-                        self.change_on_disk(page, |_| {});
-                        self.applied.on_disk.remove(page);
-                    }
-                    if let Some(old) = self.applied.memory.remove(page) {
-                        match handover.as_ref().filter(|handover| handover.page == page) {
-                            Some(handover) => self.hand_over(old, handover),
-                            None => self.give_up(page, old),
-                        }
-                    }
-                    if let Some(deleted) = &mut self.applied.deleted {
-                        deleted.insert(page, point.lsn);
-                    }
-                }
-                _ if at.op.page().is_some_and(|page| self.applied.on_disk.contains(page)) => {
-                    let page = at.op.page().expect("looked at just now");
-                    let new = match at.op {
-                        Op::Image { image, len, .. } => {
-                            Some(self.disk_pages.page(Some(self.disk_pages.image(image, len))))
-                        }
-                        _ => None,
-                    };
-                    self.change_on_disk(page, |on_disk| match new {
-                        Some(new) => *on_disk = new,
-                        None => on_disk.apply(&at.op),
-                    });
-                }
-                _ => {
-                    let is_in_place =
-                        matches!(at.op, Op::Image { page, .. } if self.holds_image(page, &filled));
-                    let has_aside = needs_aside(&at.op) && !is_in_place;
-                    let aside = if has_aside { asides.pop_front() } else { None };
-                    if let Some(page) = at.op.page() {
-                        self.before_change(page, &mut relocations);
-                        self.before_write(page, at.op.range());
-                        let memory = self.applied.memory.get(page).expect("planned on a page that exists");
-                        if !is_in_place {
-                            self.list.data(&at, in_list, memory, aside);
-                        }
-                    }
-                }
-            }
+            self.apply(&at, &mut batch);
         };
         for_each_op(&payload, apply).expect("decoded before it was logged");
-        // The batch's writes to pages on disk are now counted there.
-        drop(pending);
+        // The pages on disk now count the batch's pending writes themselves.
+        drop(batch.provision.pending);
         match payload {
             GrownBytes::Staged(staged) => self.list.payload(staged),
-            // No operation on a page in memory has bytes in this payload, so no operation has converted bytes or a
-            // proof either.
+            // Such a payload contains no bytes for pages in memory, so there are no converted bytes or checksums
+            // either.
             GrownBytes::Plain(_) => {}
         }
         if let Some(ranges) = ranges {
@@ -287,10 +228,107 @@ impl Worker {
         self.applied.point = point;
     }
 
-    /// Changes a page on disk. If a cut must preserve the page, the cut first records the page's current state.
+    /// Adds the commands of one operation to the list.
+    fn apply(&mut self, at: &OpAt<'_>, batch: &mut BatchContext<'_>) {
+        match at.op {
+            Op::Create { page, len, place: Place::Disk, .. } => {
+                self.applied.on_disk.insert(page, self.disk_pages.zeros(len));
+            }
+            Op::Create { page, .. } => {
+                let new = batch.next_memory();
+                if !batch.is_filled(page, &new) {
+                    self.zero(&new, 0);
+                }
+                batch.versions.moved(page, new.span().memory);
+                self.applied.memory.insert(page, new);
+            }
+            Op::Resize { page, .. } if self.applied.on_disk.contains(page) => {
+                self.change_on_disk(page, |on_disk| on_disk.apply(&at.op));
+            }
+            Op::Resize { page, .. } => {
+                let new = batch.next_memory();
+                let is_filled = batch.is_filled(page, &new);
+                self.replace(&mut batch.versions, page, new, is_filled);
+            }
+            Op::Move { page, place: Place::Disk } => self.move_to_disk(page, &batch.provision.to_disk),
+            Op::Move { page, place } => self.move_to_memory(page, place, batch),
+            Op::Delete { page } => self.delete(page, batch),
+            _ => match at.op.page() {
+                Some(page) if self.applied.on_disk.contains(page) => self.write_on_disk(page, &at.op),
+                Some(page) => self.write_in_memory(page, at, batch),
+                None => {}
+            },
+        }
+    }
+
+    fn move_to_memory(&mut self, page: PageId, place: Place, batch: &mut BatchContext<'_>) {
+        if self.applied.on_disk.contains(page) {
+            let new = batch.next_memory();
+            assert!(batch.is_filled(page, &new)); // I10: memory that goes to a page has the page's bytes.
+            self.change_on_disk(page, |_| {});
+            self.applied.on_disk.remove(page);
+            batch.versions.moved(page, new.span().memory);
+            self.applied.memory.insert(page, new);
+            return;
+        }
+        let here = self.applied.memory.get(page).expect("planned on a page that exists").place();
+        if here == place {
+            // The page's Lsn changes although its bytes do not, so an exact cut preserves the page with its earlier Lsn.
+            self.before_change(page, &mut batch.provision.relocations);
+        } else {
+            let new = batch.next_memory();
+            self.replace(&mut batch.versions, page, new, false);
+        }
+    }
+
+    fn delete(&mut self, page: PageId, batch: &BatchContext<'_>) {
+        if self.applied.on_disk.contains(page) {
+            self.change_on_disk(page, |_| {});
+            self.applied.on_disk.remove(page);
+        }
+        if let Some(old) = self.applied.memory.remove(page) {
+            match batch.provision.handover.as_ref().filter(|handover| handover.page == page) {
+                Some(handover) => self.hand_over(old, handover),
+                None => self.give_up(page, old),
+            }
+        }
+        if let Some(deleted) = &mut self.applied.deleted {
+            deleted.insert(page, batch.lsn);
+        }
+    }
+
+    /// Changes the bytes of a page on disk.
+    fn write_on_disk(&mut self, page: PageId, op: &Op<'_>) {
+        let new = match *op {
+            Op::Image { image, len, .. } => {
+                Some(self.disk_pages.page(Some(self.disk_pages.image(image, len))))
+            }
+            _ => None,
+        };
+        self.change_on_disk(page, |on_disk| match new {
+            Some(new) => *on_disk = new,
+            None => on_disk.apply(op),
+        });
+    }
+
+    /// Adds a change of the bytes of a page in memory to the list.
+    fn write_in_memory(&mut self, page: PageId, at: &OpAt<'_>, batch: &mut BatchContext<'_>) {
+        let Provision { filled, asides, relocations, .. } = &mut batch.provision;
+        let is_in_place = matches!(at.op, Op::Image { .. }) && self.holds_image(page, filled);
+        let has_aside = needs_aside(&at.op) && !is_in_place;
+        let aside = if has_aside { asides.pop_front() } else { None };
+        self.before_change(page, relocations);
+        self.before_write(page, at.op.range());
+        let memory = self.applied.memory.get(page).expect("planned on a page that exists");
+        if !is_in_place {
+            self.list.data(at, batch.in_list, memory, aside);
+        }
+    }
+
+    /// Changes a page on disk. If an exact cut preserves the page, the cut first takes a copy of the page's state.
     fn change_on_disk(&mut self, page: PageId, change: impl FnOnce(&mut DiskPage)) {
         let AppliedState { table, on_disk, cut, .. } = &mut self.applied;
-        // The table still contains the state before this batch, which the cut keeps.
+        // The table still contains the page's information before this batch, which the cut preserves.
         if let Some(cut) = cut
             && let Some(info) = table.get(page)
         {
@@ -343,12 +381,12 @@ impl Worker {
         }
     }
 
-    /// Prepares a page for a change in place. A page that a cut preserves is copied aside. A page that callers use
-    /// moves to its relocation memory.
+    /// Prepares a page for a change in place. Copies the page if an exact cut preserves it. If the page is leased,
+    /// moves it to the memory that the batch allocated for this.
     fn before_change(&mut self, page: PageId, relocations: &mut Vec<(PageId, PageMemory)>) {
         let AppliedState { table, memory, cut, gathers, .. } = &mut self.applied;
         let Some(current) = memory.get(page) else { return };
-        // The table still contains the state before this batch, which the cut keeps.
+        // The table still contains the page's information before this batch, which the cut preserves.
         if let Some(cut) = cut
             && let Some(info) = table.get(page)
         {
@@ -366,12 +404,13 @@ impl Worker {
                 self.vacated.push_back(old);
             }
         } else {
-            // Another batch has already moved the page, or the caller's work is done.
+            // The memory is not needed: an earlier batch has already moved the page, or the lease has ended.
             self.arena.discard_all([relocation]);
         }
     }
 
-    /// Prepares a range of a page for a write: copies aside any part of the range that a snapshot has not gathered yet.
+    /// Prepares a range of a page for a write. Copies those parts of the range that a snapshot in progress has not
+    /// gathered yet.
     fn before_write(&mut self, page: PageId, range: Option<(u64, u64)>) {
         let AppliedState { memory, gathers, .. } = &mut self.applied;
         if gathers.is_empty() {
@@ -382,8 +421,8 @@ impl Worker {
         }
     }
 
-    /// Disposes of memory that its page has left: passes it to a cut, keeps it for its callers, or returns it to the
-    /// arena.
+    /// Disposes of memory that its page has left. An exact cut may take it over, leases may still use it, and otherwise
+    /// it is freed.
     fn give_up(&mut self, page: PageId, old: PageMemory) {
         let AppliedState { table, cut, gathers, .. } = &mut self.applied;
         if let Some(gather) = gathers.get_mut(&page) {
@@ -406,9 +445,9 @@ impl Worker {
         }
     }
 
-    /// Passes the memory of a deleted page to a caller, after the list under construction. The page must not be leased.
-    /// If a cut preserves the page, the page is first copied for the cut, because a cut would keep the memory itself
-    /// until its snapshot is complete.
+    /// Passes the memory of a deleted page to the caller that released the page, after the list under construction. The
+    /// page must not be leased. If an exact cut preserves the page, the cut gets a copy. Otherwise it would keep the
+    /// memory until its snapshot is complete.
     fn hand_over(&mut self, old: PageMemory, handover: &Arc<Handover>) {
         let page = handover.page;
         let AppliedState { table, cut, gathers, .. } = &mut self.applied;
@@ -422,8 +461,8 @@ impl Worker {
         self.handed_over.push((handover.clone(), old));
     }
 
-    /// Submits the copies of a batch that moves many pages before all of its commands are added. The batch is not
-    /// reported until its last list is in the lane, and the memory that its pages left is freed after that list.
+    /// Submits the copies of a batch that moves many pages while the batch's other commands are still being added. The
+    /// batch is reported as applied, and the memory that its pages left is freed, after the batch's last list.
     fn submit_copies(&mut self) {
         if self.lost.is_some() {
             return;
@@ -441,31 +480,12 @@ impl Worker {
         }
     }
 
-    /// Submits the list under construction. Every later list observes the batches of this list.
+    /// Submits the list under construction. Lists submitted later see its effects.
     fn flush(&mut self) {
-        // Memory that pages left needs a list, even an empty one, for its fence.
+        // Memory is freed after a fence, which requires a list, even if it is empty.
         let gives_up = !(self.retiring.is_empty() && self.vacated.is_empty() && self.handed_over.is_empty());
         if gives_up || !self.list.is_empty() {
-            let (list, proofs) = self.list.take();
-            if self.lost.is_none() {
-                match self.device.submit(Lane::Apply, list) {
-                    Ok(pending) => {
-                        let retiring = std::iter::from_fn(|| self.retiring.pop_front());
-                        self.arena.retire_all(retiring, pending.fence());
-                        while let Some(memory) = self.vacated.pop_front() {
-                            self.leases.give_up(memory, pending.fence());
-                        }
-                        for (handover, memory) in self.handed_over.drain(..) {
-                            if let Err(memory) = handover.deliver(memory, pending.fence()) {
-                                self.leases.give_up(memory, pending.fence());
-                            }
-                        }
-                        self.fence = pending.fence().value;
-                        self.in_flight.push(pending, proofs);
-                    }
-                    Err(error) => self.record_loss(error),
-                }
-            }
+            self.submit_list();
         }
         let (applied, fence) = (self.applied.point.lsn, self.fence);
         self.in_flight.note(UnreportedBatches {
@@ -482,6 +502,31 @@ impl Worker {
         }
     }
 
+    /// Submits the list under construction, and gives up the memory that its batches leave. After a device has failed,
+    /// drops the list.
+    fn submit_list(&mut self) {
+        let (list, proofs) = self.list.take();
+        if self.lost.is_some() {
+            return;
+        }
+        let pending = match self.device.submit(Lane::Apply, list) {
+            Ok(pending) => pending,
+            Err(error) => return self.record_loss(error),
+        };
+        let retiring = std::iter::from_fn(|| self.retiring.pop_front());
+        self.arena.retire_all(retiring, pending.fence());
+        while let Some(memory) = self.vacated.pop_front() {
+            self.leases.give_up(memory, pending.fence());
+        }
+        for (handover, memory) in self.handed_over.drain(..) {
+            if let Err(memory) = handover.deliver(memory, pending.fence()) {
+                self.leases.give_up(memory, pending.fence());
+            }
+        }
+        self.fence = pending.fence().value;
+        self.in_flight.push(pending, proofs);
+    }
+
     /// Reports batches as applied once their lists are verified (I12).
     fn report(&mut self) {
         if self.lost.is_some() {
@@ -489,8 +534,8 @@ impl Worker {
         }
         while let Some(UnreportedBatches { applied, fence, changes }) = self.in_flight.next_reportable() {
             self.shared.progress(|progress| (progress.applied, progress.fence) = (applied, fence));
-            // The changes are published after the progress, because a notified caller may immediately check that the
-            // batch is applied.
+            // The changes are published after the progress: a subscriber that receives a batch may immediately check
+            // that it is applied.
             changes.into_iter().for_each(|batch_changes| self.shared.changes().publish(batch_changes));
         }
     }
@@ -518,18 +563,18 @@ impl Worker {
         }
     }
 
-    /// Records that a list is lost because of `error`, and poisons the store.
+    /// Records that a command list was lost because of `error`, and poisons the store.
     fn record_loss(&mut self, error: Error) {
         let error = self.shared.poison.set(error);
         self.lost.get_or_insert(error);
         self.shared.progress(|progress| progress.is_lost = true);
-        // No later batch is applied.
+        // The change streams end, because no later batch will be applied.
         self.shared.changes().end();
     }
 
     fn release_pages(&mut self) {
         let is_free = |(page, memory): &(PageId, PageMemory)| !self.leases.leave(*page, memory.span().memory);
-        // Memory of a lease that was never ended is left to that lease.
+        // The memory of leases that were never ended is not freed.
         let pages =
             std::mem::take(&mut self.applied.memory).into_items().filter(is_free).map(|(_, memory)| memory);
         let handed_over = self.handed_over.drain(..).map(|(_, memory)| memory);

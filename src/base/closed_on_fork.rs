@@ -79,7 +79,8 @@ impl ClosedOnFork {
 
 impl Drop for ClosedOnFork {
     fn drop(&mut self) {
-        // In a forked child, the slot is already free and may be in use by another file.
+        // In a forked child, the descriptor was closed when the child was created, and the slot may be in use for
+        // another file.
         if self.is_own() {
             // The slot is released before the descriptor is closed: another file may reuse the number, and children
             // must not close that file.
@@ -147,7 +148,8 @@ static ENDED: AtomicU64 = AtomicU64::new(0);
 
 /// Returns the number of completed forks, or `None` while a fork is in progress.
 fn forks_at_rest() -> Option<u64> {
-    // The order of these loads matters: if a fork begins in between, the two counters differ.
+    // The order of these loads matters. If a fork begins between them, the two counters differ, and the result is
+    // `None`.
     let ended = ENDED.load(Ordering::SeqCst);
     (STARTED.load(Ordering::SeqCst) == ended).then_some(ended)
 }
@@ -163,7 +165,7 @@ extern "C" fn after_fork() {
 
 /// Runs in the forked child. Only the calling thread exists there.
 extern "C" fn in_child() {
-    // Forks by other threads are in progress only in the parent.
+    // Forks that other threads had begun are in progress only in the parent.
     ENDED.store(STARTED.load(Ordering::SeqCst), Ordering::SeqCst);
     for slot in slots() {
         let descriptor = slot.descriptor.swap(FREE, Ordering::SeqCst);
@@ -199,7 +201,7 @@ mod tests {
 
     #[test]
     fn open_files_are_registered_and_closed_ones_are_not() {
-        // Higher than the descriptors that other tests in the process use.
+        // A number that is greater than those of the descriptors that other tests in this process use.
         const NUMBER_MIN: i32 = 900;
         let registered =
             |descriptor| slots().filter(|slot| slot.descriptor.load(Ordering::SeqCst) == descriptor).count();

@@ -47,7 +47,7 @@ impl Crew {
 
 impl Drop for Membership {
     fn drop(&mut self) {
-        // The thread-local may already be destroyed.
+        // This fails while the thread ends, when its thread-local variables are already destroyed.
         let _left = OWN.try_with(|own| own.take());
     }
 }

@@ -1,4 +1,4 @@
-//! A mutex that threads acquire in turn.
+//! A mutex that threads acquire in the order in which they began to wait.
 
 use super::sync::{Mutex, MutexGuard, Rank};
 
@@ -8,13 +8,13 @@ use super::sync::{Mutex, MutexGuard, Rank};
 /// woken thread could acquire it. As a result, a restore, and all commits that waited for the restore, took minutes.
 #[derive(Debug, Default)]
 pub(crate) struct FairMutex<T> {
-    /// The lock of the thread that acquires `value` next. Later threads wait for this lock.
+    /// Held by the thread that will acquire `value` next. All other waiting threads wait for this lock.
     turn: Mutex<()>,
     value: Mutex<T>,
 }
 
 impl<T> FairMutex<T> {
-    /// Creates a mutex. The two ranks are those of the turn and of the value.
+    /// Creates a mutex. The ranks are those of the inner locks `turn` and `value`.
     pub fn of_rank([turn, rank]: [Rank; 2], value: T) -> Self {
         Self { turn: Mutex::of_rank(turn, ()), value: Mutex::of_rank(rank, value) }
     }
@@ -36,7 +36,7 @@ mod tests {
         std::thread::scope(|scope| {
             let held = lock.lock();
             scope.spawn(|| lock.lock().push("waited"));
-            // Wait until the thread waits for the value.
+            // Waits until the other thread has acquired `turn`, and thus waits for the value.
             while lock.turn.try_lock().is_some() {
                 std::thread::yield_now();
             }

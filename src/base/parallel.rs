@@ -147,7 +147,7 @@ pub(crate) fn pipeline<T: Send, R: Send, E: From<ProducerPanic>>(
         let Some(Ok(maker)) = maker else {
             let mut taken = Ok(());
             let made = make(&mut |piece| {
-                // `make` may produce one more piece after the callback returned `false`.
+                // `make` may offer one more piece after its callback has returned `false`.
                 if taken.is_ok() {
                     taken = take(piece);
                 }

@@ -45,7 +45,7 @@ impl<T> Queue<T> {
     pub fn pop_front(&mut self) -> Option<T> {
         let first = self.pieces.front_mut()?;
         let item = first.pop_front();
-        // The last piece is kept for reuse, because most queues are short.
+        // The last piece is kept even if it is empty, because most queues are short and would allocate it again.
         if first.is_empty() && self.pieces.len() > 1 {
             self.pieces.pop_front();
         }

@@ -139,7 +139,7 @@ impl BlockTensors {
     ) -> Result<()> {
         let mut writes = Vec::new();
         for (block, target, pages) in blocks {
-            // The batch checks the pages' lengths, as for any page that it creates.
+            // The lengths of the new pages are checked by the batch.
             layout.check_regions(pages.iter().map(|_| layout.region_len()))?;
             self.add_writes(&mut writes, *block, layout, pages, *target)?;
         }
@@ -190,7 +190,7 @@ impl BlockTensors {
     }
 }
 
-fn write_all<P: Copy + Into<PageRef>>(batch: &mut WriteBatch, writes: &[(P, u64, DeviceBytes)]) {
+fn write_all<'k, P: Copy + Into<PageRef<'k>>>(batch: &mut WriteBatch, writes: &[(P, u64, DeviceBytes)]) {
     for (page, offset, part) in writes {
         batch.write_device(*page, *offset, part);
     }

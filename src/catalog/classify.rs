@@ -1,11 +1,10 @@
-//! Classifies each page for the next snapshot. The snapshot gathers the page, names its known image, or records its
-//! deletion.
+//! Classifies each page for the next snapshot: whether the snapshot must gather the page, can refer to an existing
+//! image, or must record a deletion.
 //!
 //! Pages are classified in groups, between batches, so that a snapshot does not block batches. (Classifying all 260,000
-//! pages at once blocked a commit for 40 to 60 ms.) A page that changes after its classification is gathered in its
-//! newer version. The gather reports a page that a batch has deleted after its classification. Pages created after the
-//! snapshot's beginning are not classified. Together with the log after the snapshot's beginning, the result is one
-//! consistent state.
+//! pages at once blocked a commit for 40 to 60 ms.) If a page changes after its classification, its newer version is
+//! gathered. If it is deleted, the gather reports that. Pages created after the beginning of the snapshot are not
+//! classified. Together with the log after the snapshot's beginning, the result is one consistent state.
 
 use remanent_format::image::ImageRef;
 use remanent_format::manifest::ManifestEntry;
@@ -21,16 +20,16 @@ pub(crate) const CLASSIFIED_AT_ONCE: usize = 1024;
 
 /// The class of a page. The class determines what the next snapshot does with the page.
 pub(crate) enum PageClass {
-    /// The newest snapshot names the current version of the page. The value contains the named image.
+    /// The newest snapshot lists the current version of the page. The value contains the listed image.
     Unchanged(PageInfo, Option<ImageRef>),
-    /// An image file contains the page, but the newest snapshot names no image or another image of the page, or records
-    /// another place.
+    /// An image contains the current version of the page, but the newest snapshot lists another image, another place,
+    /// or none.
     Known(PageInfo, Option<ImageRef>),
     /// No image contains the page. The value is its length in bytes.
     Changed(u64),
     /// A batch deleted the page after the snapshot began.
     Deleted,
-    /// The page was already deleted when the snapshot began.
+    /// The page was deleted before the snapshot began. `is_named` states whether the newest snapshot lists it.
     Gone { is_named: bool },
 }
 
@@ -47,7 +46,7 @@ impl PageClass {
     }
 }
 
-/// The pages that the next snapshot must mention, by class.
+/// The pages that the next snapshot must list or delete, by class.
 #[derive(Default)]
 pub(crate) struct SnapshotWork {
     /// The pages to gather, with their lengths in bytes.
@@ -71,7 +70,7 @@ impl SnapshotWork {
                 push(&mut self.entries, entry(&info, image))
             }
             PageClass::Changed(len) => push(&mut self.gather, (page, len)),
-            // The gather will find that the page is deleted, and has a record of the batch that deleted it.
+            // A batch has deleted the page. The gather finds this out, and records the batch.
             PageClass::Deleted => push(&mut self.gather, (page, 0)),
             PageClass::Gone { .. } => push(&mut self.tombstoned, page),
         }
@@ -116,8 +115,8 @@ impl KnownImages {
     ) -> Result<SnapshotWork> {
         let mut sorted = SnapshotWork::default();
         let mut classify_each = |pages: &[PageId], each: &mut dyn FnMut(PageId, PageClass) -> Result<()>| {
-            // The next group is requested before waiting for the result of this one. With one group at a time, half of
-            // the time is spent on threads waking each other.
+            // The next group is requested before the result of this one is awaited. With one request at a time, half of
+            // the time was spent on waking threads.
             let mut requested: Option<(&[PageId], L)> = None;
             for pages in pages.chunks(CLASSIFIED_AT_ONCE).map(Some).chain([None]) {
                 let next = pages.map(|pages| (pages, classify(pages.to_vec())));
@@ -147,7 +146,8 @@ impl KnownImages {
                 room -= bytes;
                 let mut pages = self.lock().newest.pages_in(*file)?;
                 sorted.visited += pages.len();
-                // The pages of previous files are included, because an overlay is in one file, and its base in another.
+                // Pages that an earlier iteration has classified are excluded: a page's overlay may be in one file and
+                // its base in another.
                 mentioned = sorted.mentioned()?;
                 pages.retain(|page| mentioned.binary_search(page).is_err());
                 classify_each(&pages, &mut |page, class| match class {
@@ -179,7 +179,7 @@ impl KnownImages {
             }
         };
         classify_each(&rest, &mut |page, class| sorted.note(page, class))?;
-        // I7: a snapshot that omits a page would lose that page, and permit recycling its log.
+        // I7: a snapshot that omits a page would lose the page, because the log with its changes may then be recycled.
         let named = sorted.gather.len() + sorted.entries.len();
         assert!(sorted.follows.is_some() || named == count, "{named} of {count} pages are named");
         sorted.gather.sort_unstable();
@@ -233,8 +233,8 @@ mod tests {
             self.known.plan_work(beginning, carry, 0, classify).unwrap()
         }
 
-        /// Plans a snapshot, and runs `meanwhile` before each group is classified. Returns the work, the pages at the
-        /// beginning, and those of the pages that a batch has deleted since.
+        /// Plans a snapshot. Calls `meanwhile` before each group is classified. Returns the work, the pages at the
+        /// beginning, and those that a batch has deleted since.
         fn plan_work_while(
             &mut self,
             carry: &[(u64, u64)],
@@ -337,7 +337,7 @@ mod tests {
         subject.fill(70);
         let sorted = subject.plan_work(&[]);
         assert_eq!((pages(&sorted), sorted.visited), (vec![70, 5000], 2));
-        // That snapshot failed. The next one must do all of its work, and include the changes made since.
+        // The previous snapshot failed. The next one must do the work of both.
         subject.fill(71);
         let sorted = subject.plan_work(&[]);
         assert_eq!((pages(&sorted), sorted.visited), (vec![70, 71, 5000], 3));
@@ -360,7 +360,7 @@ mod tests {
         let sorted = subject.plan_work(&[]);
         subject.publish(sorted);
         assert_eq!(subject.plan_work(&[]).visited, 10);
-        // The third file has the pages that changed once, and the first one all others.
+        // The third file contains the pages that changed once, and the first file all others.
         subject.fill(119);
         let in_third: Vec<u64> = (101..120).step_by(2).chain(120..130).collect();
         let sorted = subject.plan_work(&[(3, LEN)]);
@@ -385,18 +385,18 @@ mod tests {
             let sorted = subject.plan_work(&[]);
             assert!(sorted.follows.is_some(), "round {round}");
             let mentioned = sorted.gather.len() + sorted.entries.len() + sorted.tombstoned.len();
-            // A page in the previous snapshot is checked once more.
+            // A page in the previous snapshot is classified once more.
             assert!(sorted.visited <= mentioned + 2, "round {round}");
             named += mentioned;
             subject.publish(sorted);
             let newest = &subject.known.lock().newest;
             assert!(newest.links.len() <= LINKS_MAX);
-            // A page that changed in any link since the base is in one of the remaining links.
+            // Every page that changed since the base is in one of the remaining links.
             let in_links: usize = newest.links.iter().map(|link| link.pages.len()).sum();
             assert_eq!(in_links as u64, round + 1 + (round + 1) / 10, "round {round}");
         }
-        // There are a thousand changes and a hundred deletions. Folding all links whenever there are eight named 79,000
-        // pages.
+        // There are a thousand changes and a hundred deletions. A rule that folds all links whenever there are eight
+        // listed 79,000 pages in total.
         assert!(named < 6 * 1100, "{named}");
         // Repeated changes of one page count as one change.
         (0..1000).for_each(|_| {
@@ -443,12 +443,12 @@ mod tests {
                 }),
             }
             subject.commit([fill(10), fill(11)]);
-            // The page was deleted before the beginning. In the first kind, no page was named.
+            // The page was deleted before the beginning. In the first kind, no snapshot lists any page.
             subject.commit([Op::Delete { page: PageId(5) }]);
             let mut at = 100;
             let (sorted, began, deleted) = subject.plan_work_while(&carry, |table, deleted| {
-                // Neighbors of the pages in the first kinds changed before the beginning or did not change;
-                // some are checked later.
+                // Pages near those of the first kinds: they changed before the beginning or not at all, and some are
+                // classified later.
                 for page in [at, at + 1, PAGES - at, PAGES - at - 1] {
                     commit(table, [fill(page)]);
                     commit(table, [Op::Move { page: PageId(page + 2), place: Place::Device(0) }]);
@@ -478,18 +478,18 @@ mod tests {
                 let (now, named) = (subject.table.get(*page), newest.get(*page));
                 assert_eq!(now.is_none(), deleted.contains_key(page));
                 if let Some(entry) = entries.get(page) {
-                    // The page may have moved before it was checked, and changed in any way since.
+                    // The page may have moved before it was classified, and changed in any way since.
                     let named = named.expect("an image that is known");
                     assert_eq!(entry.image, named.known.image, "{kind}: page {page}");
                     assert_eq!((entry.epoch, then.epoch), (named.epoch, named.epoch), "{kind}: page {page}");
                     assert!(entry.lsn >= then.lsn, "{kind}: page {page}");
                 } else if !gathers(page) {
-                    // An older link mentions the page, and its entry was correct at the beginning.
+                    // An older link lists the page, and its entry was correct at the beginning.
                     assert!(sorted.follows.is_some(), "{kind}: page {page} is not named");
                     assert_eq!(named.expect("named before").known.lsn, then.lsn, "{kind}: page {page}");
                 }
             }
-            // Pages that changed after they were checked remain marked as changed.
+            // Pages that changed after they were classified remain marked as changed.
             drop(state);
             let changed = subject.table.changed().unwrap();
             let newest = &subject.known.lock().newest;

@@ -39,9 +39,11 @@ pub(super) struct KnownState {
     /// The images that the newest snapshot does not name, by page. They come from a restore's table, or were written
     /// before their batch was logged.
     unnamed: BTreeMap<PageId, KnownImage>,
-    /// The images that were written before their batch was logged and have not been read back, with the lengths of
-    /// their pages in bytes.
+    /// Images that were written before their batch was logged and have not been read back yet, with the length of each
+    /// page.
     unverified: BTreeMap<PageId, (KnownImage, u64)>,
+    /// Whether the snapshot in progress may name the images in `unverified`.
+    names_unverified: bool,
     /// The pages with damaged images, by the file number and offset of the image. No snapshot names a damaged image
     /// again (I7).
     damaged_images: BTreeMap<(u64, u64), PageId>,
@@ -49,12 +51,24 @@ pub(super) struct KnownState {
 
 /// The images of current pages that replay found in a restore's table or in the log, and not in the snapshot.
 #[derive(Debug, Default, PartialEq)]
-pub(crate) struct ReplayImages(BTreeMap<PageId, KnownImage>);
+pub(crate) struct ReplayImages {
+    /// The images that the open reads back.
+    proven: BTreeMap<PageId, KnownImage>,
+    /// The images that the open does not read back, with the lengths of their pages in bytes.
+    unverified: BTreeMap<PageId, (KnownImage, u64)>,
+}
 
 impl ReplayImages {
     /// Records the image of `base` if it contains the current state of `page` and the snapshot does not name that
-    /// image. `named` is the snapshot's entry for the page.
-    pub fn note(&mut self, page: PageId, named: Option<&ManifestEntry>, base: &Base, table: &PageTable) {
+    /// image. `named` is the snapshot's entry for the page, and `is_read` states whether the open reads the image back.
+    pub fn note(
+        &mut self,
+        page: PageId,
+        named: Option<&ManifestEntry>,
+        base: &Base,
+        table: &PageTable,
+        is_read: bool,
+    ) {
         // The snapshot already names the image of nearly all pages, so only the exceptions are stored.
         if named.is_some_and(|entry| entry.lsn == base.lsn && entry.image == base.image) {
             return;
@@ -62,14 +76,21 @@ impl ReplayImages {
         let Some(info) = table.get(page) else { return };
         let is_newest = named.is_some_and(|entry| entry.lsn == info.lsn);
         let holds = info.lsn <= base.lsn && !base.resized && (base.image.is_some() || info.len == 0);
-        if holds && !is_newest {
-            self.0.insert(page, KnownImage { lsn: info.lsn, image: base.image });
+        if !holds || is_newest {
+            return;
+        }
+        let known = KnownImage { lsn: info.lsn, image: base.image };
+        if is_read {
+            self.proven.insert(page, known);
+        } else {
+            self.unverified.insert(page, (known, base.len));
         }
     }
 
     /// Adds the images of `other`. No page may be in both sets.
     pub fn extend(&mut self, other: Self) {
-        self.0.extend(other.0);
+        self.proven.extend(other.proven);
+        self.unverified.extend(other.unverified);
     }
 }
 
@@ -81,8 +102,8 @@ impl Default for KnownImages {
 
 impl KnownImages {
     /// Returns the images that are known after an open has replayed the log from a snapshot. `base` is the complete
-    /// manifest of that snapshot. `unnamed` contains the images that replay found elsewhere.
-    pub fn recovered(survey: &Survey, base: Option<&Manifest>, unnamed: ReplayImages) -> Result<Self> {
+    /// manifest of that snapshot. `found` contains the images that replay found elsewhere.
+    pub fn recovered(survey: &Survey, base: Option<&Manifest>, found: ReplayImages) -> Result<Self> {
         let newest = match base {
             Some(base) => {
                 let crc = |link: SnapshotId| survey.links[&link].as_ref().map_err(Clone::clone);
@@ -95,7 +116,12 @@ impl KnownImages {
         };
         Ok(Self(Mutex::of_rank(
             Rank::STATE,
-            KnownState { newest, unnamed: unnamed.0, ..KnownState::default() },
+            KnownState {
+                newest,
+                unnamed: found.proven,
+                unverified: found.unverified,
+                ..KnownState::default()
+            },
         )))
     }
 
@@ -164,7 +190,7 @@ impl KnownImages {
     /// Returns the number of page bytes read back.
     ///
     /// # Errors
-    /// `OutOfMemory`, without any change.
+    /// `OutOfMemory` or another shortage, without any change.
     pub fn prove(&self, source: &DiskSource, threads_max: usize) -> Result<u64> {
         let state = self.0.lock();
         let unverified =
@@ -182,7 +208,7 @@ impl KnownImages {
         for some in unverified.chunks(NOTED_AT_ONCE) {
             let KnownState { unnamed, unverified, damaged_images, .. } = &mut *self.0.lock();
             for (page, known, _) in some {
-                // Batches may have rewritten the page in the meantime.
+                // A batch may have rewritten the page in the meantime.
                 if unverified.get(page).is_some_and(|(newest, _)| newest == known) {
                     unverified.remove(page);
                 }
@@ -191,7 +217,7 @@ impl KnownImages {
                     Some(damage) => {
                         tracing::warn!(%damage, %page, "an image that a batch names does not hold");
                     }
-                    // A scrub may have found damage that this read did not find, and the next read may find it, too.
+                    // A scrub may have found damage that this read did not find. The next read may find it again.
                     None if is_damaged(damaged_images, *page, &image) => {}
                     None => _ = unnamed.insert(*page, *known),
                 }
@@ -200,13 +226,37 @@ impl KnownImages {
         Ok(bytes)
     }
 
+    /// Sets whether the next snapshot may name images that were not read back. If so, they must be read back after the
+    /// snapshot is published, like the images that the snapshot itself writes (I7).
+    pub fn set_names_unverified(&self, names_unverified: bool) {
+        self.0.lock().names_unverified = names_unverified;
+    }
+
+    /// Returns requests to read back the images that `entries` names and that were not read back yet. The call must
+    /// precede the publication, because a failed allocation after the publication could not be handled.
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
+    pub fn unverified_in(&self, entries: &[ManifestEntry]) -> Result<Vec<ImageRequest>> {
+        let state = self.0.lock();
+        if state.unverified.is_empty() {
+            return Ok(Vec::new());
+        }
+        let request = |entry: &ManifestEntry| {
+            let (known, len) = state.unverified.get(&entry.page)?;
+            let image = known.image.filter(|image| entry.image == Some(*image))?;
+            Some(ImageRequest { page: entry.page, len: *len, image })
+        };
+        collected(entries.iter().filter_map(request))
+    }
+
     /// Records that `image` or its base is damaged, so that the next snapshot gathers `page`. `at` is the file number
     /// and offset of the damage.
     pub fn mark_damaged(&self, page: PageId, image: &ImageRef, at: (u64, u64)) {
         let is_it = |known: &KnownImage| known.image.is_some_and(|known| location(&known) == location(image));
         let mut state = self.0.lock();
-        // The image remains among the newest snapshot's images: if its page is deleted, the next snapshot must record
-        // the delete.
+        // The image stays in the list of the newest snapshot: if its page is deleted, the next snapshot must record the
+        // deletion.
         state.damaged_images.extend([(location(image), page), (at, page)]);
         state.unnamed.retain(|_, known| !is_it(known));
     }
@@ -219,12 +269,13 @@ impl KnownImages {
         Some((link.snapshot, link.manifest_crc))
     }
 
-    /// Returns whether the newest snapshot names an image file in which all named images belong to `pages`.
+    /// Returns whether there is an image file whose images in the newest snapshot all belong to `pages`. If these pages
+    /// are deleted, a snapshot without them frees the file.
     pub fn has_file_of(&self, pages: &[PageId]) -> bool {
         self.0.lock().newest.has_file_of(pages)
     }
 
-    /// Makes the next snapshot a base, because a link of the newest snapshot is damaged.
+    /// Makes the next snapshot list all pages, because a manifest on which the newest snapshot is based is damaged.
     pub fn unlink(&self) {
         self.0.lock().newest.links.clear();
     }
@@ -243,7 +294,7 @@ impl KnownImages {
         deleted: Option<&BTreeMap<PageId, Lsn>>,
         pages: &[PageId],
     ) -> Result<Vec<PageClass>> {
-        let KnownState { newest, unnamed, damaged_images, .. } = &*self.0.lock();
+        let KnownState { newest, unnamed, unverified, names_unverified, damaged_images } = &*self.0.lock();
         let holds = |page: PageId, known: &KnownImage| {
             known.image.is_none_or(|image| !is_damaged(damaged_images, page, &image))
         };
@@ -259,7 +310,9 @@ impl KnownImages {
             if let Some(named) = named.filter(|named| named.known.lsn == info.lsn) {
                 return PageClass::Unchanged(info, named.known.image);
             }
-            let unnamed = unnamed.get(&page).filter(|known| known.lsn == info.lsn);
+            let unverified = unverified.get(&page).map(|(known, _)| known);
+            let unverified = unverified.filter(|known| *names_unverified && holds(page, known));
+            let unnamed = unnamed.get(&page).or(unverified).filter(|known| known.lsn == info.lsn);
             let only_moved = named.filter(|named| named.epoch == info.epoch).map(|named| &named.known);
             match unnamed.or(only_moved) {
                 Some(known) => PageClass::Known(info, known.image),
@@ -313,15 +366,16 @@ impl KnownImages {
 
 impl KnownState {
     fn advanced(&mut self, manifest: &Manifest) -> (ImageTotals, Vec<SnapshotId>) {
-        // An image known up to that batch is named by this snapshot, or belongs to an older version of its page.
+        // If an image was recorded before `redo`, this snapshot lists it, or it contains an older version of its page.
         self.unnamed.retain(|_, known| known.lsn > manifest.redo.lsn);
+        self.unverified.retain(|_, (known, _)| known.lsn > manifest.redo.lsn);
         let before = self.newest.links.iter().rev().skip(1).map(|link| link.snapshot).collect();
         (self.newest.sums().clone(), before)
     }
 }
 
-/// Returns whether an image of `page` or the base of the image is damaged. Only the file of the base is known. The file
-/// is sufficient because it contains one image of a page.
+/// Returns whether an image of `page` or the base of the image is damaged. An image identifies its base by file only,
+/// which suffices because a file contains at most one image of a page.
 fn is_damaged(damaged_images: &BTreeMap<(u64, u64), PageId>, page: PageId, image: &ImageRef) -> bool {
     let of_base = |file| damaged_images.range((file, 0)..=(file, u64::MAX)).any(|(_, of)| *of == page);
     damaged_images.contains_key(&location(image)) || image.files().skip(1).any(|(file, _)| of_base(file))
@@ -341,7 +395,7 @@ mod tests {
     use crate::catalog::entry;
     use crate::catalog::sample::base;
     use crate::disk::Disk;
-    use crate::testing::sim_disk::SimDisk;
+    use crate::testing::sim_disk::{DiskFault, Operation, SimDisk};
 
     const PAGE: PageId = PageId(1);
 
@@ -370,8 +424,8 @@ mod tests {
         for number in 0..8 {
             let mut image = image(number);
             match number {
-                // The three bad images have bytes that differ from the batch's statement, a position beyond the end of
-                // the file, and a file that does not exist.
+                // Three of the images are bad: the bytes differ from the batch's checksum, the position is beyond the
+                // end of the file, and the file does not exist.
                 2 => image.raw_crc ^= 1,
                 4 => image.offset += 1 << 20,
                 5 => image.file = 9,
@@ -381,7 +435,13 @@ mod tests {
         }
         // A scrub found damage that this read does not find.
         known.mark_damaged(PageId(6), &image(6), (1, image(6).offset));
-        let source = DiskSource::past_cache(Arc::new(disk));
+        let disk = Arc::new(disk);
+        let source = DiskSource::bypassing_cache(disk.clone());
+        // While no file can be read for lack of file handles, no image is known to be damaged.
+        disk.fail(DiskFault { operation: Operation::Open, skip: 0, times: usize::MAX, errno: libc::EMFILE });
+        let error = known.prove(&source, 2).unwrap_err();
+        assert!(error.is_shortage(), "{error}");
+        disk.clear_faults();
         assert_eq!(known.prove(&source, 2).unwrap(), 8 * LEN as u64);
         let found: Vec<u64> = known.0.lock().unnamed.keys().map(|page| page.0).collect();
         assert_eq!(found, [0, 1, 3, 7]);

@@ -101,7 +101,7 @@ impl Drop for CatalogGuard<'_> {
         if self.is_changed {
             let latest = CatalogCopy::of(&self.catalog);
             let before = std::mem::replace(&mut *self.latest.lock(), latest);
-            // The previous copy is dropped last, so that no reader waits for its drop.
+            // The previous copy is dropped after the locks are released, so that no reader waits for the drop.
             drop(before);
         }
     }

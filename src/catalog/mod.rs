@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use remanent_format::image::ImageRef;
 use remanent_format::manifest::{Manifest, ManifestEntry};
-use remanent_format::{LogPoint, Lsn, PageInfo, SnapshotId};
+use remanent_format::{LogPoint, Lsn, Metadata, PageInfo, SnapshotId};
 
 pub(crate) use self::classify::{Beginning, CLASSIFIED_AT_ONCE, SnapshotWork};
 pub(crate) use self::known_images::{KnownImages, ReplayImages};
@@ -47,6 +47,8 @@ pub struct SnapshotInfo {
     pub bytes_written: u64,
     /// Whether the snapshot's files were read back from the disk, bypassing the page cache, and were intact.
     pub verified: bool,
+    /// The root of the snapshot's state.
+    pub root: Arc<Metadata>,
 }
 
 /// The catalog entry of a kept snapshot, including the files that the snapshot needs.
@@ -94,9 +96,10 @@ impl RetainedSnapshot {
                 end: manifest.end,
                 pages,
                 bytes,
-                // The bytes of an overlay do not include its base, which was written earlier.
+                // The bytes of an overlay do not include its base, which an earlier snapshot wrote.
                 bytes_written: written.map(|image| image.stored_len).sum(),
                 verified,
+                root: manifest.root.clone(),
             },
             redo: manifest.redo,
             next_file: manifest.next_file,
@@ -125,8 +128,8 @@ pub(crate) struct Catalog {
     /// first batch.
     pub floor: Option<Lsn>,
     /// The newest batch at the open if a manifest or a table could not be read during the open, otherwise `None`. The
-    /// files that the unreadable manifest or table needs are unknown (I8), so no file of an earlier run is removed
-    /// until the floor has passed this batch.
+    /// files that the unreadable manifest or table needs are unknown (I8), so no file that was written before this open
+    /// is removed until the floor has passed this batch.
     pub unread: Option<Lsn>,
     pub next_snapshot: u64,
     pub files: Arc<ImageFiles>,
@@ -141,6 +144,11 @@ impl Catalog {
     /// Returns whether the log from the snapshot's `redo` on is kept.
     pub fn reaches(&self, kept: &RetainedSnapshot) -> bool {
         self.floor.is_none_or(|floor| kept.redo.lsn >= floor)
+    }
+
+    /// Returns whether a durable record names every sound snapshot that has a name.
+    pub fn are_named_recorded(&self) -> bool {
+        self.snapshots.values().all(|kept| kept.is_recorded || kept.info.name.is_none() || !kept.is_sound)
     }
 
     /// Returns the point at which the kept log begins. Returns `None` if no snapshot begins at the floor. The kept log

@@ -134,7 +134,7 @@ impl FileRuns {
         match self.counts.get_mut(&self.newest) {
             Some(count) if self.newest.0 + *count == page.0 => *count += 1,
             _ => {
-                // Runs of other snapshots may overlap this one, so a page can be in several.
+                // Runs that other snapshots added may overlap this one, so a page can be in several runs.
                 self.counts.entry(page).or_insert(1);
                 self.newest = page;
             }
@@ -196,9 +196,10 @@ impl NewestSnapshot {
     /// contain. `changed` contains the pages that changed since the newest snapshot, in ascending order. Returns `None`
     /// if the next snapshot must name all of `pages_max` pages.
     ///
-    /// At [`LINKS_MAX`] links, the newest link is folded into the next link. Each earlier link is folded as well, as
-    /// long as it has no more pages than the next link has so far. Older links are therefore longer, and few pages are
-    /// named repeatedly. A base is written only after enough changes that it costs little more than a link.
+    /// At [`LINKS_MAX`] links, the next link also lists the pages of the newest link, which it thus replaces (the
+    /// newest link is *folded*). Each earlier link is folded as well, as long as it has no more pages than the next
+    /// link has so far. Older links are therefore longer, and few pages are listed repeatedly. A base is written only
+    /// after enough changes that it costs little more than a link.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -221,7 +222,7 @@ impl NewestSnapshot {
         Ok(Some((&self.links[at], collected(folded)?)))
     }
 
-    /// Returns whether the snapshot names an image file in which all named images belong to `pages`.
+    /// Returns whether there is an image file whose images in the snapshot all belong to `pages`.
     pub fn has_file_of(&self, pages: &[PageId]) -> bool {
         let mut theirs = ImageTotals::default();
         let images = pages.iter().filter_map(|page| self.get(*page)).map(|named| named.known.image);

@@ -162,7 +162,7 @@ fn check_published(disk: &Arc<dyn Disk>, file: FileName, written: &[&[u8]], thre
         let at = piece * READ_LEN;
         let no_memory = Error::OutOfMemory { place: Place::Host, len: area_len as u64 };
         let found = &mut area.as_mut().ok_or(no_memory)?[..READ_LEN.min(len - at)];
-        open.read_past_cache(at as u64, found)?;
+        open.read_bypassing_cache(at as u64, found)?;
         Ok::<_, Error>(is_at(at, found, written))
     };
     let pieces = len.div_ceil(READ_LEN);
@@ -173,7 +173,7 @@ fn check_published(disk: &Arc<dyn Disk>, file: FileName, written: &[&[u8]], thre
     let mut found = Vec::new();
     make_room(&mut found, len)?;
     found.resize(len, 0);
-    open.read_past_cache(0, &mut found)?;
+    open.read_bypassing_cache(0, &mut found)?;
     let (_, health) = Manifest::decode(&found).map_err(|defect| Error::from(defect.at(file, 0)))?;
     let differs = Defect::Field { what: "manifest that differs from the one written", found: 0 };
     Err(health.defects.into_iter().flatten().next().unwrap_or(differs).at(file, 0).into())

@@ -72,7 +72,7 @@ pub trait MemoryCache {
     fn memory_stats(&self) -> Vec<(Place, MemoryStats)>;
 }
 
-/// Lets pages live in memory that the device did not allocate for pages, such as a caller's.
+/// Stores pages in memory that the device did not allocate for pages, such as a caller's.
 pub trait LentMemory {
     /// Makes caller-owned memory usable as page memory, and returns its id and its place. Releasing the id does not
     /// free the memory.
@@ -81,9 +81,9 @@ pub trait LentMemory {
     /// `Refused` if the device detects that the memory is not what the caller claims; a device error.
     fn adopt(&self, memory: &CallerMemory) -> Result<(MemoryId, Place)>;
 
-    /// Returns a new id for a range of page memory, so that a page can live in the range. The new id is released like
-    /// any other. Releasing it does not free the bytes: they remain part of the memory that contains them. The caller
-    /// releases that memory after the new id.
+    /// Returns a new id for a range of page memory, so that a page can be stored in the range. The new id is released
+    /// like any other. Releasing it does not free the bytes: they remain part of the memory that contains them. The
+    /// caller releases that memory after the new id.
     ///
     /// # Errors
     /// A device error.
@@ -244,6 +244,13 @@ impl dyn Device + '_ {
 
     pub(crate) fn address(&self, memory: MemoryId) -> Option<u64> {
         self.abilities().addresses?.address(memory)
+    }
+
+    /// Returns the number of the GPU whose memory, or unified memory, contains page memory.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn gpu_with(&self, memory: MemoryId) -> Option<u32> {
+        let is_on_gpu = matches!(self.place_of(memory), Place::Device(_) | Place::Unified);
+        self.abilities().addresses.filter(|_| is_on_gpu)?.gpu_of(memory)
     }
 
     pub(crate) fn origin(&self, memory: MemoryId) -> (u64, u64) {

@@ -1,7 +1,7 @@
-//! Caller-held bytes in device memory, which the caller's kernels write and batches read.
+//! Handles to device memory that callers hold. The caller's kernels write the memory, and batches read from it.
 //!
-//! A handle to any range keeps the memory of the whole allocation alive. The memory is the store's own, or caller-owned
-//! and adopted. Its owner is dropped with the last handle.
+//! A handle to any range keeps the whole allocation alive. The allocation belongs to the store, or to the caller and is
+//! adopted by the device. Its owner is dropped together with the last handle.
 
 use std::any::Any;
 use std::fmt;
@@ -20,8 +20,8 @@ use crate::error::{Error, Refused, Result};
 
 /// A range of device memory. Clones refer to the same bytes, and the memory lives as long as any clone.
 ///
-/// The caller's kernels access the bytes at [`DeviceBytes::address`]. Without kernels, as in tests or when pages live
-/// in host memory, use [`DeviceBytes::write`] and [`DeviceBytes::read`] instead.
+/// The caller's kernels access the bytes at [`DeviceBytes::address`]. Without kernels, as in tests or when pages are in
+/// host memory, use [`DeviceBytes::write`] and [`DeviceBytes::read`] instead.
 ///
 /// ```
 /// use remanent::{Options, Place};
@@ -43,14 +43,14 @@ pub struct DeviceBytes {
     stream: Option<RawStream>,
 }
 
-/// An allocation, and the owner that frees it.
+/// An allocation, with the owner whose drop frees it.
 struct OwnedMemory {
     device: Arc<EngineDevice>,
     memory: MemoryId,
     place: Place,
     /// The address space of the allocation, and the offset of its first byte in that space.
     origin: (u64, u64),
-    /// The store's record of ranges in use, and the connection to the store.
+    /// The ranges of the memory that pages or callers use, and the connection to the store.
     link: Arc<MemoryLink>,
     /// The uses of the memory by callers' streams.
     uses: Arc<StreamUses>,
@@ -68,8 +68,8 @@ struct AdoptedMemory {
 }
 
 impl Drop for AdoptedMemory {
-    /// Releases the memory without waiting for the caller's streams, which may still use it. All lists that name the
-    /// memory have passed, except copies to shadows. Those read the store's own memory.
+    /// Drops the owner without waiting for the caller's streams, which may still use the memory. All command lists that
+    /// use the memory have completed, except copies to shadows, which read only the store's own memory.
     fn drop(&mut self) {
         if let Err(error) = self.device.release(self.memory) {
             tracing::warn!(%error, "a caller's memory stays known to the device");
@@ -78,7 +78,7 @@ impl Drop for AdoptedMemory {
         match self.uses.last() {
             LastUse::None => drop(owner),
             LastUse::At(fence) => self.link.drop_after(&self.device, owner, fence),
-            // The end of the uses is unknown, so the owner can never be dropped.
+            // It is unknown when the uses end, so the owner is leaked.
             LastUse::Unknown => std::mem::forget(owner),
         }
     }
@@ -142,8 +142,14 @@ impl DeviceBytes {
         self.memory.device.address(self.memory.memory).map(|address| address + self.offset)
     }
 
-    /// Returns the page that lives in these bytes or in a part of them, placed there by [`WriteBatch::create_in`] or by
-    /// an open. Returns `None` after the page has moved elsewhere or was deleted, and in a forked child.
+    /// Returns the number of the GPU that has the memory, if it is GPU memory.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn gpu(&self) -> Option<u32> {
+        self.memory.device.gpu_with(self.memory.memory)
+    }
+
+    /// Returns the page that is stored in these bytes or in a part of them, as requested by [`WriteBatch::create_in`]
+    /// or by an open. Returns `None` after the page has moved elsewhere or was deleted, and in a forked child.
     ///
     /// [`WriteBatch::create_in`]: crate::WriteBatch::create_in
     #[must_use]
@@ -175,10 +181,10 @@ impl DeviceBytes {
         }
     }
 
-    /// Checks that no page lives in the bytes. Only the store may write to a page.
+    /// Returns an error if a page is stored in the bytes, because only the store may write to a page.
     ///
     /// # Errors
-    /// [`Error::Refused`] if a page lives in the bytes.
+    /// [`Error::Refused`] if a page is stored in the bytes.
     pub(crate) fn check_unused(&self) -> Result<()> {
         self.page().map_or(Ok(()), |page| Err(Error::Refused(Refused::MemoryInUse { len: self.len, page })))
     }
@@ -186,14 +192,14 @@ impl DeviceBytes {
     /// Begins a caller's use of these bytes. No page is placed in the bytes until the returned use is dropped.
     ///
     /// # Errors
-    /// [`Error::Refused`] if `by` writes and a page lives in the bytes.
+    /// [`Error::Refused`] if `by` writes and a page is stored in the bytes.
     pub(super) fn begin_use(&self, by: CallerUse) -> Result<RangeUse> {
         let begun = self.memory.link.ranges.begin(self.range(), by);
         begun.map_err(|page| Error::Refused(Refused::MemoryInUse { len: self.len, page }))
     }
 
-    /// Blocks this thread until the store may use the bytes. Waits for the ended uses by streams, and for the work now
-    /// queued in the stream that produces the bytes.
+    /// Blocks this thread until the store may use the bytes: until the ended uses by streams are done, and the work
+    /// that is now queued in the stream that produces the bytes.
     ///
     /// # Errors
     /// [`Error::Refused`] while a stream's guard is open or if the device rejects the stream; a device error.
@@ -209,7 +215,7 @@ impl DeviceBytes {
     /// the bytes until the returned use is dropped.
     ///
     /// # Errors
-    /// [`Error::Refused`] if a page lives in the bytes; otherwise same as [`arrived`](Self::arrived).
+    /// [`Error::Refused`] if a page is stored in the bytes; otherwise same as [`arrived`](Self::arrived).
     pub(crate) fn begin_write(&self) -> Result<(RangeUse, Span)> {
         let begun = self.begin_use(CallerUse::Call)?;
         Ok((begun, self.arrived(Access::Write)?))
@@ -221,12 +227,13 @@ impl DeviceBytes {
     /// Same as `arrived`.
     pub(crate) fn wait_uses(&self, access: Access) -> Result<()> {
         let is_excluded = self.memory.link.ranges.is_excluded_by_stream(self.range(), access);
-        // Bytes named with their stream are read at the stream's current point, even while a guard is open.
+        // Bytes that the caller names together with their stream are read at the stream's current point, even while a
+        // guard of that stream is open.
         if is_excluded && (self.stream.is_none() || access == Access::Write) {
             let reason = "a stream uses it: end the guard first".to_owned();
             return Err(Error::Refused(Refused::Memory { len: self.len, reason }));
         }
-        // Without streams there are no uses by streams.
+        // A device without streams has no uses by streams.
         let Some(streams) = self.memory.device.abilities().streams else { return Ok(()) };
         let points = self.memory.uses.before(streams, &self.offsets(), access)?;
         points.iter().try_for_each(|point| streams.wait_event(point))
@@ -255,11 +262,11 @@ impl DeviceBytes {
         self.memory.link.report_failure(error)
     }
 
-    /// Places a page in these bytes, which are not empty, and returns the page's memory id for them. Returns `None` if
-    /// another page gave up a part of the bytes and a lane may still use that part.
+    /// Stores a page in these bytes, which must not be empty, and returns a memory id for the page. Returns `None` if
+    /// another page has left a part of the bytes and a lane may still use that part.
     ///
     /// # Errors
-    /// [`Error::Refused`] if a page lives in the bytes, while a call writes to them, or while a stream uses them; a
+    /// [`Error::Refused`] if a page is stored in the bytes, while a call writes to them, or while a stream uses them; a
     /// device error.
     pub(crate) fn lend(&self, page: PageId) -> Result<Option<MemoryId>> {
         match self.memory.link.ranges.lend(self.range(), page) {
@@ -277,7 +284,7 @@ impl DeviceBytes {
         named.map(Some).inspect_err(|_| self.end_loan())
     }
 
-    /// Records that the page gave up these bytes while a lane may still use them.
+    /// Records that the page has left these bytes, while a lane may still use them.
     pub(crate) fn retire_loan(&self) {
         self.memory.link.ranges.retire(self.range());
     }
@@ -317,7 +324,7 @@ impl DeviceBytes {
     /// Replaces bytes starting at `offset`, after the work queued in the stream that produces them.
     ///
     /// # Errors
-    /// [`Error::Refused`] if the range exceeds these bytes, if a page lives in them, or if the device rejects the
+    /// [`Error::Refused`] if the range exceeds these bytes, if a page is stored in them, or if the device rejects the
     /// stream; [`Error::Poisoned`] if the device failed, which also poisons the store; [`Error::Forked`].
     pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         self.memory.check()?;
@@ -326,7 +333,7 @@ impl DeviceBytes {
 
     fn try_write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         let part = self.part(offset..offset.saturating_add(bytes.len() as u64))?;
-        // Held until the bytes have arrived.
+        // Until this value is dropped, no page is stored in the bytes.
         let (_no_page_comes, target) = part.begin_write()?;
         let mut staging = self.memory.device.staging(bytes.len())?;
         staging.copy_from_slice(bytes);

@@ -179,7 +179,7 @@ impl DeviceCounts {
             }
         }
         let mut lane = self.lanes[fence.lane as usize].lock();
-        // Threads may arrive here in another order than the lane queued their lists.
+        // Several threads submit lists, so they may arrive here in another order than that of the lane.
         let at = lane.under_way.partition_point(|list| list.fence < fence.value);
         lane.under_way.insert(at, ListInFlight { fence: fence.value, submitted, moved });
         lane.stats.lists += 1;
@@ -248,7 +248,7 @@ fn moves(
                     add(from, place(&piece.target), piece.target.len);
                 }
             }
-            // These move only bits, checksums and picked elements between allocations.
+            // These commands move only bits, checksums or picked elements between allocations, which are not counted.
             Command::Fill { .. }
             | Command::Diff { .. }
             | Command::Select { .. }
@@ -405,7 +405,8 @@ impl EngineDevice {
 
     pub fn wait(&self, fence: Fence) -> Result<()> {
         if self.reached(fence.lane) >= fence.value {
-            // The device may have to retire its lists even if the fence has passed.
+            // A device may free the resources of completed lists in this call, so it is made even if the fence has
+            // passed.
             return self.inner.wait(fence);
         }
         let begun = Instant::now();

@@ -1,9 +1,9 @@
-//! Ranges of callers' memory in which pages live, and ranges that callers' calls and streams currently use. A page is
-//! placed only in a range without any other use.
+//! The ranges of callers' memory in which pages are stored, and the ranges that callers' calls and streams currently
+//! use. A page is stored only in a range without any other use.
 //!
-//! One instance covers all memory that a store returned to callers or adopted. Ranges are identified by their location
-//! rather than by their handles, because a caller may register the same tensor twice. The lock is held only to access
-//! the list, never while a device works.
+//! One instance covers all memory that a store has returned to callers or adopted from them. Ranges are identified by
+//! address and not by handle, because a caller may register the same tensor twice. The lock is held only to access the
+//! list, never while a device works.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ pub(crate) struct LentRanges(Mutex<RangeUses>);
 
 #[derive(Default)]
 struct RangeUses {
-    /// Ranges in which pages live, by space and start. No two ranges share a byte.
+    /// Ranges in which pages are stored, by address space and start. No two ranges share a byte.
     pages: BTreeMap<(u64, u64), LentRange>,
     /// Ranges that callers currently use. Each use has a unique number.
     callers: Vec<(u64, MemoryRange, CallerUse)>,
@@ -35,7 +35,7 @@ pub(crate) enum CallerUse {
     Stream(Access),
 }
 
-/// The right of a call or a guard to use a range. No page is placed in the range until this value is dropped.
+/// The right of a call or a guard to use a range. No page is stored in the range until this value is dropped.
 pub(crate) struct RangeUse {
     ranges: Arc<LentRanges>,
     number: u64,
@@ -54,7 +54,7 @@ struct LentRange {
     is_retired: bool,
 }
 
-/// The location of a range: a [space](super::Device::origin), and its bounds in that space.
+/// The location of a range: a [space](super::LentMemory::origin), and its bounds in that space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct MemoryRange {
     pub space: u64,
@@ -62,9 +62,9 @@ pub(crate) struct MemoryRange {
     pub end: u64,
 }
 
-/// The reason why a page cannot be placed in a range.
+/// The reason why a page cannot be stored in a range.
 pub(crate) enum RangeInUse {
-    /// This page lives in a part of the range.
+    /// This page is stored in a part of the range.
     Page(PageId),
     /// A page has left a part of the range while a lane may still use that part.
     Retired,
@@ -81,8 +81,8 @@ impl MemoryRange {
 impl RangeUses {
     /// Returns the page in a part of the range. If there are several, returns the one that begins last.
     fn page_in(&self, range: MemoryRange) -> Option<&LentRange> {
-        // The ranges are disjoint, so of those that begin before this range's end, the last to begin is also
-        // the last to end.
+        // The ranges are disjoint. Of all ranges that begin before the end of `range`, the one that begins last also
+        // ends last.
         let before = self.pages.range(..(range.space, range.end)).next_back();
         let is_in = |((space, _), lent): &(&(u64, u64), &LentRange)| {
             *space == range.space && lent.end > range.start && range.start < range.end
@@ -92,7 +92,7 @@ impl RangeUses {
 }
 
 impl LentRanges {
-    /// Returns the page that lives in a part of the range.
+    /// Returns the page that is stored in a part of the range.
     pub fn page_in(&self, range: MemoryRange) -> Option<PageId> {
         self.0.lock().page_in(range).map(|lent| lent.page)
     }
@@ -100,7 +100,7 @@ impl LentRanges {
     /// Begins a caller's use of a range.
     ///
     /// # Errors
-    /// The page that lives in the range, if the use writes: only the store writes to a page.
+    /// The page that is stored in the range, if the use writes: only the store writes to a page.
     pub fn begin(self: &Arc<Self>, range: MemoryRange, by: CallerUse) -> Result<RangeUse, PageId> {
         let mut uses = self.0.lock();
         if by != CallerUse::Stream(Access::Read)
@@ -123,7 +123,7 @@ impl LentRanges {
         self.0.lock().callers.iter().any(is_in_the_way)
     }
 
-    /// Records that a page lives in the range, which must not be empty.
+    /// Records that a page is stored in the range, which must not be empty.
     ///
     /// # Errors
     /// The conflicting use, if any.
@@ -173,7 +173,7 @@ mod tests {
             let refused = uses.map(|by| ranges.begin(range(1, start, end), by).err());
             assert_eq!(refused, [Some(PageId(1)), Some(PageId(1)), None], "only the store writes there");
         }
-        // Empty ranges, adjacent ranges, and the same offsets in another space.
+        // An empty range, adjacent ranges, and the same offsets in another address space.
         for (space, start, end) in [(1, 15, 15), (1, 0, 10), (1, 20, 30), (0, 10, 20), (2, 10, 20)] {
             assert_eq!(ranges.page_in(range(space, start, end)), None, "{space}: {start}..{end}");
         }

@@ -63,7 +63,7 @@ pub(super) fn partition<'p, W, T: Send>(
         let mut shares: Vec<Vec<T>> = Vec::new();
         shares.try_reserve(count).map_err(|_| NotPartitioned)?;
         shares.resize_with(count, Vec::new);
-        // Most deltas are spread evenly.
+        // Assumes that deltas are spread evenly over the shares.
         let even = 2 * slice.len() / count;
         shares.iter_mut().try_for_each(|share| share.try_reserve(even)).map_err(|_| NotPartitioned)?;
         for piece in slice {

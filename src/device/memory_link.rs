@@ -1,8 +1,8 @@
 //! The link between a store and the memory handles that callers hold: the ranges in use, and a connection back to the
 //! store.
 //!
-//! Handles outlive their store, and an open adopts caller-owned memory before the store exists. Each handle therefore
-//! holds the link, and the store connects to the link when it starts.
+//! Handles may outlive their store, and an open adopts caller-owned memory before the store exists. Therefore each
+//! handle refers to a link, and the store connects to the link when it starts.
 
 use std::any::Any;
 use std::sync::{Arc, OnceLock};

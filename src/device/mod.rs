@@ -1,4 +1,4 @@
-//! The interface to the memory in which pages live. Work on that memory is queued as lists of commands.
+//! The interface to the memory in which pages are stored. Work on that memory is queued as lists of commands.
 //!
 //! A kernel launch costs microseconds, and a logged commit should need only one. Work is therefore submitted to a
 //! device as lists of commands, and a caller that needs a result waits for a fence. Handles identify memory and
@@ -15,11 +15,15 @@ pub mod multi;
 pub(crate) mod spans;
 pub(crate) mod sums;
 mod digests;
+#[cfg(feature = "nccl")]
+mod digest_tree;
 mod commands;
 mod staging;
 mod streams;
 mod stream_guard;
 mod bytes;
+#[cfg(feature = "nccl")]
+mod communicator;
 mod many_deltas;
 mod memory_link;
 mod lent_ranges;
@@ -43,7 +47,15 @@ pub use self::commands::{
     BITMAP_LEN_END, Command, CommandList, INDEX_OUT_OF_BOUNDS, INDEX_TWICE, IndexList, Payload, Piece,
     PieceKind, Selection, StagingSpan,
 };
+#[cfg(feature = "nccl")]
+pub(crate) use self::communicator::{
+    Collective, CollectiveKind, QueuedPoint, RankTransport, SourceUse, sealed,
+};
+#[cfg(feature = "nccl")]
+pub use self::communicator::{CollectiveSource, Communicator, Element, QueuedCollective, Reduction};
 pub(crate) use self::counts::EngineDevice;
+#[cfg(feature = "nccl")]
+pub(crate) use self::digest_tree::{digest_of_bytes, digest_of_chunks};
 pub use self::digests::{
     DIGEST_CHUNK_LEN, DIGEST_KEY_LEN, DIGEST_LEN, DIGEST_SEED_LEN, Digest, digest_count, digest_key,
 };

@@ -29,7 +29,7 @@ pub fn staged_spans(commands: &[Command]) -> (Vec<StagingSpan>, Vec<StagingSpan>
 fn payload_spans(piece: &Piece) -> Vec<StagingSpan> {
     let Payload::Staging { index, offset } = piece.payload else { return Vec::new() };
     let span = |at, len| StagingSpan { index, offset: offset + at, len };
-    // The range is also in host memory, so its length fits in a usize.
+    // A payload of this length is in host memory, so the length fits in a usize.
     let target_len = piece.target.len as usize;
     match piece.kind {
         PieceKind::Dense => vec![span(0, target_len)],

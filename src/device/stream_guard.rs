@@ -27,7 +27,7 @@ impl DeviceBytes {
     /// host does not wait:
     ///
     /// - The stream first waits, on the device, for ended uses by other streams: a read waits for writes, a
-    ///   write waits for all uses. If a page [lives](DeviceBytes::page) in the bytes, a read also waits for
+    ///   write waits for all uses. If a page is [stored](DeviceBytes::page) in the bytes, a read also waits for
     ///   every batch submitted before.
     /// - When the guard ends, the stream's current point is recorded. Later uses are ordered after it, and so
     ///   are store calls that take the bytes, which wait for it on their own thread.
@@ -60,18 +60,18 @@ impl DeviceBytes {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Refused`] for a write where a page lives, if a graph is being captured from the stream, if the
-    /// stream belongs to another device, or if pages live in host memory;
-    /// [`Error::Closed`] for a page of a closed store; [`Error::Forked`]; a device error.
+    /// [`Error::Refused`] for a write to bytes in which a page is stored, if a graph is being captured from the stream,
+    /// if the stream belongs to another device, or if pages are in host memory; [`Error::Closed`] for a page of a
+    /// closed store; [`Error::Forked`]; a device error.
     pub fn begin(&self, stream: RawStream, access: Access) -> Result<StreamGuard> {
         self.check_process()?;
         self.try_begin(stream, access).map_err(|error| self.report_error(error))
     }
 
     fn try_begin(&self, stream: RawStream, access: Access) -> Result<StreamGuard> {
-        // Must come first: from here on, no page can be placed there unseen by the checks below.
+        // This comes first, so that no page is stored in the bytes after the following checks.
         let in_use = self.begin_use(CallerUse::Stream(access))?;
-        // Without a page, use a fence that has already passed: the call still checks the stream.
+        // If no page is stored in the bytes, a fence that has already passed is used. The call still checks the stream.
         let passed = Fence { lane: Lane::Callers, value: 0 };
         let after = if self.page().is_some() { self.link().applied()? } else { passed };
         let device = self.device();
@@ -110,7 +110,8 @@ impl StreamGuard {
         let Some(in_use) = self.in_use.take() else { return Ok(()) };
         let ended = self.record();
         if ended.is_err() {
-            // The end of the work is unknown, so no page may ever live there and the memory is never freed.
+            // It is unknown when the stream's work ends, so no page is ever stored in the range, and the memory is
+            // never freed.
             std::mem::forget(in_use);
             self.bytes.uses().mark_unknown();
         }
@@ -121,7 +122,7 @@ impl StreamGuard {
         let device = &**self.bytes.device();
         let streams = device.streams(self.stream)?;
         let point = streams.stream_event(self.stream)?;
-        // No other lane waits for this one, so a stalled stream delays nothing else.
+        // No other lane waits for this lane, so a stalled stream delays no other work of the store.
         streams.wait_external(Lane::Callers, self.stream)?;
         let fence = device.submit(Lane::Callers, CommandList::default())?.fence();
         self.bytes.uses().end(streams, self.bytes.offsets(), self.access, point, fence)

@@ -33,8 +33,8 @@ pub enum UnifiedSide {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct UnifiedSupport {
-    /// Whether pages can live in [`Place::Unified`](crate::Place::Unified). Without a GPU, that place is ordinary host
-    /// memory.
+    /// Whether pages can be stored in [`Place::Unified`](crate::Place::Unified). Without a GPU, that place is ordinary
+    /// host memory.
     pub has_pages: bool,
     /// Whether the device supports hints. Only a GPU that can share single memory pages with the host supports hints;
     /// both sides can use such a page at the same time.

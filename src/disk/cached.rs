@@ -47,7 +47,8 @@ mod tests {
         let bytes: Vec<u8> = (0..20_000).map(|index| (index % 251) as u8).collect();
         std::fs::write(path.path(), &bytes).unwrap();
         let file = File::open(path.path()).unwrap();
-        // The bytes were just written, so they are cached if the file system supports the query.
+        // The bytes were just written, so a correct query reports them as cached. Some file systems do not support the
+        // query.
         let can_be_asked = read_cached(&file, 0, &mut [0]) == 1;
         for (offset, len, cached) in [
             (0, 20_000, 20_000),

@@ -41,6 +41,11 @@ pub(super) fn is_in_memory(file: &File) -> rustix::io::Result<bool> {
     Ok(magic(&rustix::fs::fstatfs(file)?) == TMPFS)
 }
 
+/// Returns whether files below `path` exist only in memory.
+pub(super) fn is_below_tmpfs(path: &Path) -> rustix::io::Result<bool> {
+    Ok(magic(&rustix::fs::statfs(path)?) == TMPFS)
+}
+
 /// Returns the reason why files below `path` must not be written through a shared mapping, or `None` if a mapping is
 /// safe.
 pub(super) fn mapping_refused(path: &Path) -> rustix::io::Result<Option<String>> {

@@ -15,7 +15,7 @@ use remanent_format::limits::GROUP_ALIGN;
 use remanent_format::{FileName, Folder, ReadAt, SnapshotId};
 use rustix::fs::{FileType, OFlags};
 
-use super::capabilities::{direct_refused, mapping_refused};
+use super::capabilities::{direct_refused, is_below_tmpfs, mapping_refused};
 use super::dir_file::DirFile;
 use super::directory::{Directory, OpenDirectory, file_path, folder_path};
 use super::{Disk, DiskFile, DiskLock, Hold, Watch, lock, reader_locks, watch};
@@ -118,8 +118,8 @@ impl DirDisk {
         }
     }
 
-    /// Returns the path to use in queries of the file system: the folder's own path, because a folder may be a mount
-    /// point, or the store directory if the folder does not exist.
+    /// Returns the path to pass to queries about the file system. This is the folder's own path, because a folder may
+    /// be a mount point, or the store directory's path if the folder does not exist.
     fn asked_path(&self, folder: Folder) -> PathBuf {
         let path = self.folder_path(folder);
         if path.is_dir() { path } else { self.root.clone() }
@@ -132,6 +132,12 @@ impl DirDisk {
 
     fn refuses_direct(&self, folder: Folder) -> Result<Option<String>> {
         direct_refused(&self.asked_path(folder)).map_err(|error| self.trial_failed(folder, error))
+    }
+
+    /// Returns whether the files exist only in memory.
+    fn is_in_memory(&self) -> Result<bool> {
+        let path = self.asked_path(Folder::Root);
+        is_below_tmpfs(&path).map_err(|errno| self.trial_failed(Folder::Root, errno.into()))
     }
 
     fn file_system(&self) -> Result<rustix::fs::StatVfs> {
@@ -216,8 +222,8 @@ impl Disk for DirDisk {
         {
             match File::open(parent) {
                 Ok(parent) => parent.sync_all().map_err(failed)?,
-                // Another user's folder may be searchable but not readable. A process with more rights created the
-                // entry in it, and is responsible for the entry's durability.
+                // The parent folder belongs to another user, and this process may enter but not read it. The process
+                // that created the directory had to make it durable.
                 Err(error) if existed && error.kind() == io::ErrorKind::PermissionDenied => {}
                 Err(error) => return Err(failed(error)),
             }
@@ -350,6 +356,8 @@ impl Disk for DirDisk {
 
     fn refuses_images(&self, io: ImageIo) -> Result<Option<String>> {
         match io {
+            ImageIo::Auto if self.is_in_memory()? => Ok(Some("tmpfs has no medium".to_owned())),
+            ImageIo::Auto => self.refuses_direct(Folder::Pages),
             ImageIo::Mapped => self.refuses_mappings(Folder::Pages),
             ImageIo::Buffered => Ok(None),
             ImageIo::Direct => self.refuses_direct(Folder::Pages),
@@ -412,7 +420,8 @@ impl ReadAt for DirReader {
         }
         let open = self.open(file)?;
         open.read_exact_at(out, offset)?;
-        // A writer removes an image file's name before it overwrites the file (I13).
+        // The file under this name may be a new one by now, because a writer removes an image file's name before it
+        // overwrites the file (I13).
         let is_there = |now: std::fs::Metadata| Ok(now.ino() == open.metadata()?.ino());
         match file {
             FileName::Pages(_) if !std::fs::metadata(self.disk.file_path(file)).and_then(is_there)? => {

@@ -22,7 +22,7 @@ use super::capabilities::is_in_memory;
 use super::direct::{self, DirectWindow};
 use super::direct_read::{read_direct, reopen, reopen_direct};
 use super::directory::OpenDirectory;
-use super::mapped::{self, MappedFile, MappedWindow, PartWindow};
+use super::mapped::{self, MappedFile, MappedWindow, PartWindow, duplicate};
 use super::{DiskFile, FileMemory, Window, ZEROS_LEN_MAX, zeros_by_pieces};
 use crate::base::sync::Mutex;
 use crate::error::{Error, IoAction, Result};
@@ -59,7 +59,7 @@ impl DirFile {
         self.direct.lock().get_or_insert_with(|| reopen_direct(&self.file).map(Arc::new)).clone()
     }
 
-    fn past_cache(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
+    fn bypassing_cache(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
         if let Some(direct) = self.direct() {
             match read_direct(&direct, offset, out) {
                 // Some file systems accept the flag when a file is opened and reject the read.
@@ -67,8 +67,8 @@ impl DirFile {
                 done => return done,
             }
         }
-        // Synced pages are clean, so the kernel can drop them and must then read from the medium. If it keeps them, the
-        // following read is an ordinary one.
+        // Synced pages are clean, so the kernel can drop them, and the next read then comes from the medium. If the
+        // kernel keeps them, the read is served from the page cache.
         let len = NonZeroU64::new(out.len() as u64);
         if len.is_some() {
             let _ = rustix::fs::fadvise(&self.file, offset, len, Advice::DontNeed);
@@ -144,8 +144,8 @@ impl DiskFile for DirFile {
         self.file.read_exact_at(out, offset).map_err(self.failed(IoAction::Read, offset))
     }
 
-    fn read_past_cache(&self, offset: u64, out: &mut [u8]) -> Result<()> {
-        self.past_cache(offset, out).map_err(self.failed(IoAction::Read, offset))
+    fn read_bypassing_cache(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        self.bypassing_cache(offset, out).map_err(self.failed(IoAction::Read, offset))
     }
 
     /// Reads cached bytes from the page cache and others from the medium, after syncing the file once. A store that a
@@ -161,9 +161,9 @@ impl DiskFile for DirFile {
         let cached = read_cached(&self.file, offset, out);
         match &mut out[cached..] {
             [] => Ok(()),
-            rest => {
-                self.past_cache(offset + cached as u64, rest).map_err(self.failed(IoAction::Read, offset))
-            }
+            rest => self
+                .bypassing_cache(offset + cached as u64, rest)
+                .map_err(self.failed(IoAction::Read, offset)),
         }
     }
 
@@ -236,7 +236,7 @@ impl DiskFile for DirFile {
         Ok(match io {
             LogIo::Mapped => Box::new(MappedWindow::new(&self.file, self.name).map_err(failed)?),
             LogIo::Buffered => {
-                let file = self.file.try_clone().map_err(failed)?;
+                let file = duplicate(&self.file).map_err(failed)?;
                 Box::new(BufferedWindow::new(file, self.name, self.len()?))
             }
             LogIo::Direct => {
@@ -280,8 +280,8 @@ mod tests {
         }
     }
 
-    /// If a page-cache folio were longer than a page, a sync would write the whole folio, and a store into its other
-    /// pages would wait.
+    /// If the page cache stored several pages as one unit (a folio), a sync would write all of them, and a store into
+    /// any of them would wait.
     #[test]
     fn mapped_page_sync_affects_only_its_page() {
         let directory = tempfile::tempdir().unwrap();
@@ -334,11 +334,11 @@ mod tests {
             (123, BOUNCE_LEN_MAX),
         ] {
             let mut out = vec![0; len];
-            file.read_past_cache(offset as u64, &mut out).unwrap();
+            file.read_bypassing_cache(offset as u64, &mut out).unwrap();
             assert!(out == bytes[offset..offset + len], "{offset}+{len}");
         }
         for (offset, len) in [(len, 1), (len - 1, 2), (len + 5000, 1), (0, len + 1)] {
-            let error = file.read_past_cache(offset as u64, &mut vec![0; len]).unwrap_err();
+            let error = file.read_bypassing_cache(offset as u64, &mut vec![0; len]).unwrap_err();
             let Error::Io { source, .. } = &error else { panic!("{error}") };
             assert_eq!(source.kind(), io::ErrorKind::UnexpectedEof, "{offset}+{len}");
         }
@@ -359,8 +359,8 @@ mod tests {
             is_synced: Mutex::new(false),
         };
         let mut out = [0; 5];
-        file.read_past_cache(5, &mut out).unwrap();
+        file.read_bypassing_cache(5, &mut out).unwrap();
         assert_eq!(&out, b"bytes");
-        assert_eq!(file.read_past_cache(6, &mut out).unwrap_err().offset(), Some(6));
+        assert_eq!(file.read_bypassing_cache(6, &mut out).unwrap_err().offset(), Some(6));
     }
 }

@@ -46,8 +46,8 @@ pub(super) struct DirectWindow {
     len: u64,
     /// The bytes that the next sync writes. The lock is held during a put, so that puts run one at a time.
     unsynced: Mutex<Unsynced>,
-    /// Spare memory to exchange with the memory of `unsynced`. The lock is held during a sync, because the device may
-    /// still read the memory. `None` after a failed write, whose bytes are lost.
+    /// A second buffer, which a sync exchanges with that of `unsynced`. A sync holds the lock, because the device may
+    /// still read the buffer. `None` after a failed write, whose bytes are lost.
     idle: Mutex<Option<AlignedBuf>>,
     name: FileName,
 }
@@ -261,7 +261,8 @@ mod tests {
         assert!(found(&named) == expected);
     }
 
-    /// A frame without a payload puts an empty range directly after its header, where the window may end.
+    /// A frame without a payload results in a put of no bytes directly after its header, possibly at the end of the
+    /// window.
     #[test]
     fn empty_put_is_valid_in_synced_range_and_at_window_end() {
         let Some((named, window)) = with_window() else { return };
@@ -320,7 +321,7 @@ mod tests {
         window.sync(0, 4096).unwrap();
         assert!(found(&named)[4096..] == [7; LEN - 4096]);
         window.sync(4096, 4096).unwrap();
-        // A payload is put before its header, and a second header in the block before.
+        // As for a frame, a payload is put before its header. Another header is put in the block before it.
         window.put(12288 + 80, &[3; 100]).unwrap();
         window.put(8192 + 16, &[4; 10]).unwrap();
         window.sync(8192, 4096 + 180).unwrap();

@@ -49,7 +49,8 @@ pub(crate) struct ImageSpares {
     kept_ready: Mutex<BTreeMap<u64, KeptReady>>,
 }
 
-/// An opaque resource, for example a mapping, that keeps a file ready for the next images until the resource is dropped.
+/// An opaque resource, for example a mapping, that keeps a file ready for the next images until the resource is
+/// dropped.
 pub(crate) type KeptReady = Arc<dyn Any + Send + Sync>;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,7 +69,8 @@ pub(crate) struct ReusedFile {
 }
 
 impl ImageSpares {
-    /// Lists the spares of earlier runs without changing them, because an open that fails must change nothing on disk.
+    /// Lists the spares that earlier opens left without changing them, because an open that fails must change nothing
+    /// on disk.
     pub fn open(disk: Arc<dyn Disk>, store: StoreId) -> Result<Self> {
         let mut files = Vec::new();
         for name in disk.list(Folder::Pages)? {
@@ -120,7 +122,7 @@ impl ImageSpares {
                 // Step 1.
                 (true, false) => match self.disk.rename(name, FileName::ImageSpare(spare.number)) {
                     Ok(()) => {}
-                    // XFS may have no block for the new name. Removing the file still frees its space.
+                    // XFS may have no free block for the new name. The file is then removed, which frees its space.
                     Err(error) if error.is_no_space() => {
                         self.remove(name, spare.number)?;
                         continue;
@@ -144,7 +146,7 @@ impl ImageSpares {
             let name = FileName::ImageSpare(spare.number);
             match self.disk.open(name, false).and_then(|file| self.is_usable(&*file)) {
                 Ok(false) => self.remove(name, spare.number)?,
-                // If a resource is short, the spare is checked when it is used.
+                // If the spare cannot be checked for lack of memory or file handles, it is checked when it is used.
                 Err(error) if !error.is_passing() => return Err(error),
                 Ok(true) | Err(_) => insert(&mut files, *spare),
             }
@@ -181,7 +183,8 @@ impl ImageSpares {
         while let Some(spare) = self.take(len) {
             let name = FileName::ImageSpare(spare.number);
             let opened = self.disk.open(name, false);
-            // The check may not have run because of a crash, and another program may have linked the spare since.
+            // The spare is checked again: the first check may have been skipped, or another program may have linked the
+            // file since.
             let judged = opened.and_then(|file| self.is_usable(&*file));
             if !judged.inspect_err(|_| insert(&mut self.files.lock(), spare))? {
                 self.remove(name, spare.number)?;
@@ -223,7 +226,8 @@ impl ImageSpares {
     }
 
     /// Calls `keep` for each spare that is not yet ready for the next images, the longest first. `is_ready` returns
-    /// whether a resource makes a spare of the given length ready. `keep` returns `None` if it cannot make a file ready.
+    /// whether a resource makes a spare of the given length ready. `keep` returns `None` if it cannot make a file
+    /// ready.
     ///
     /// The call is slow and holds no lock. If a spare is removed during the call, its new resource is dropped.
     pub fn keep_ready(
@@ -283,7 +287,7 @@ impl ImageSpares {
     /// Returns whether a file may be overwritten. Three kinds of files must not be overwritten:
     ///
     /// - A file with a second name, because the name may belong to a fork.
-    /// - A file of an ancestor store, because it may have readers that acquire no locks here.
+    /// - A file of the store from which this one was forked, because its readers acquire no locks here.
     /// - A file with holes, because on a full disk a store into a hole raises SIGBUS.
     fn is_usable(&self, file: &dyn DiskFile) -> Result<bool> {
         if !file.has_one_name()? || !file.is_without_holes()? {

@@ -33,7 +33,7 @@ use rustix::fs::OFlags;
 use super::DiskLock;
 use super::claim::{Claim, description};
 use super::directory::{Directory, OpenDirectory};
-use super::record_locks::{self, Mode, NO_END, Owner, knows_no_locks};
+use super::record_locks::{self, Mode, NO_END, Owner, is_lock_unsupported};
 use crate::base::closed_on_fork::ClosedOnFork;
 use crate::base::process::{ForkGuard, PerProcess};
 use crate::base::sync::Mutex;
@@ -85,17 +85,18 @@ fn lock_directory(open: Arc<OpenDirectory>) -> Result<DirLock> {
 /// Acquires the lock of the process and the lock of the open file. Returns `false` if another writer holds either lock.
 #[expect(clippy::disallowed_methods, reason = "the system reports no event when a child closes a descriptor")]
 fn take_both(file: &File) -> io::Result<bool> {
-    // The lock that names its owner comes first: the system reports the oldest lock to a process that is refused.
+    // The process lock comes first: if another process is refused, the system reports the owner of the oldest lock, and
+    // only this lock has an owner with a process id.
     if !record_locks::try_lock(file, Owner::Process, Mode::Exclusive, OF_PROCESS)? {
         return Ok(false);
     }
     let until = Instant::now() + CHILD_PATIENCE;
     loop {
         match record_locks::try_lock(file, Owner::OpenFile, Mode::Exclusive, OF_OPEN_FILE) {
-            // The owner may just have been killed while a forked child of the owner has not yet run. The child closes
-            // its copy of the descriptor as soon as it runs.
+            // The owner of the lock may have been killed while a child that it has just forked has not run yet. As soon
+            // as the child runs, it closes its copy of the descriptor, and the lock ends.
             Ok(false) if Instant::now() < until => std::thread::sleep(Duration::from_millis(1)),
-            Err(error) if knows_no_locks(&error) => {
+            Err(error) if is_lock_unsupported(&error) => {
                 tracing::warn!(%error, "LOCK is held for as long as this process closes no descriptor of it");
                 return Ok(true);
             }
@@ -157,7 +158,7 @@ impl Drop for DirLock {
         // A child created by a bare `clone` may have a copy of the descriptor, which would keep the lock.
         if self.file.is_own()
             && let Err(error) = record_locks::unlock(self.file.file(), OF_OPEN_FILE)
-            && !knows_no_locks(&error)
+            && !is_lock_unsupported(&error)
         {
             tracing::warn!(%error, "the writer lock ends only with its last descriptor");
         }
@@ -253,7 +254,7 @@ fn describe(file: &File) -> io::Result<()> {
     let description = format!("{}\n{:016x}{:016x}\n", HolderInfo::of_this_process(), random(), random());
     file.write_all_at(description.as_bytes(), 0)
         .and_then(|()| file.set_len(description.len() as u64))
-        // On failure, remove at least the description of an earlier holder.
+        // On failure, the description of an earlier owner is removed, because it would be wrong.
         .inspect_err(|_| _ = file.set_len(0))
 }
 
@@ -261,8 +262,8 @@ fn describe(file: &File) -> io::Result<()> {
 /// the holder's process id.
 fn holder(file: &File) -> String {
     let text = description(file);
-    // No process is reported if the holder has just unlocked, has lost the process's lock, or is in a process namespace
-    // that is not visible here.
+    // There is no process id if the owner has just released the lock, has lost its process lock, or is in a process
+    // namespace that is not visible here.
     match record_locks::conflict(file, 0..NO_END).ok().flatten().and_then(|held| held.process) {
         Some(pid) if !text.starts_with(&format!("process {pid},")) => format!("process {pid}"),
         _ if text.is_empty() => "another process".to_owned(),
@@ -278,7 +279,7 @@ mod tests {
     use super::*;
 
     /// Runs one test of this binary in another process on `directory`, with its standard input and output as pipes.
-    fn errand(test: &str, directory: &Path) -> Child {
+    fn run_in_child(test: &str, directory: &Path) -> Child {
         Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "--nocapture", &format!("disk::lock::tests::{test}")])
             .env("REMANENT_TEST_ERRAND", directory)
@@ -289,7 +290,7 @@ mod tests {
     }
 
     /// Returns the directory passed to the child process, or `None` in the process that runs the tests.
-    fn errand_directory() -> Option<std::path::PathBuf> {
+    fn child_directory() -> Option<std::path::PathBuf> {
         std::env::var_os("REMANENT_TEST_ERRAND").map(Into::into)
     }
 
@@ -335,7 +336,7 @@ mod tests {
 
     #[test]
     fn second_lock_in_process_fails_and_keeps_first() {
-        if let Some(directory) = errand_directory() {
+        if let Some(directory) = child_directory() {
             println!("\n{}", if holder_of(&directory).is_some() { "refused" } else { "locked" });
             return;
         }
@@ -348,12 +349,12 @@ mod tests {
         let link = directory.path().join("link");
         std::os::unix::fs::symlink(directory.path(), &link).unwrap();
         assert!(holder_of(&link).is_some());
-        // The refusals have not released the record lock.
-        let mut other = errand(name, directory.path());
+        // The refused attempts above have not released the process lock.
+        let mut other = run_in_child(name, directory.path());
         wait_for(&mut other, "refused");
         assert!(other.wait().unwrap().success());
         drop(lock);
-        let mut other = errand(name, directory.path());
+        let mut other = run_in_child(name, directory.path());
         wait_for(&mut other, "locked");
         assert!(other.wait().unwrap().success());
         assert_eq!(holder_of(directory.path()), None);
@@ -361,7 +362,7 @@ mod tests {
 
     #[test]
     fn other_process_is_refused_until_holder_exits() {
-        if let Some(directory) = errand_directory() {
+        if let Some(directory) = child_directory() {
             let _lock = acquire(&directory).unwrap();
             println!("\nlocked");
             // Waits until the parent kills this process.
@@ -369,14 +370,14 @@ mod tests {
             return;
         }
         let directory = tempfile::tempdir().unwrap();
-        let mut other = errand("other_process_is_refused_until_holder_exits", directory.path());
+        let mut other = run_in_child("other_process_is_refused_until_holder_exits", directory.path());
         wait_for(&mut other, "locked");
         let holder = holder_of(directory.path()).unwrap();
         let executable = std::env::current_exe().unwrap();
         let expected =
             format!("process {}, {}", other.id(), executable.file_name().unwrap().to_str().unwrap());
         assert!(holder.starts_with(&expected), "{holder}");
-        // A description that does not match the lock's owner is ignored.
+        // A description in `LOCK` whose process id is not that of the lock's owner is ignored.
         std::fs::write(directory.path().join("LOCK"), "process 1, init\n").unwrap();
         assert_eq!(holder_of(directory.path()), Some(format!("process {}", other.id())));
         other.kill().unwrap();
@@ -386,7 +387,7 @@ mod tests {
 
     #[test]
     fn querying_lock_does_not_acquire_it() {
-        if let Some(directory) = errand_directory() {
+        if let Some(directory) = child_directory() {
             println!("\n{}", if is_locked(&directory).unwrap() { "held" } else { "free" });
             return;
         }
@@ -398,7 +399,7 @@ mod tests {
         // A query in the process that holds the lock does not release the lock.
         assert!(is_locked(directory.path()).unwrap());
         for (found, lock) in [("held", Some(lock)), ("free", None)] {
-            let mut other = errand("querying_lock_does_not_acquire_it", directory.path());
+            let mut other = run_in_child("querying_lock_does_not_acquire_it", directory.path());
             wait_for(&mut other, found);
             assert!(other.wait().unwrap().success());
             drop(lock);
@@ -408,7 +409,7 @@ mod tests {
 
     #[test]
     fn closing_other_descriptor_keeps_lock() {
-        if let Some(directory) = errand_directory() {
+        if let Some(directory) = child_directory() {
             println!("\n{}", holder_of(&directory).unwrap_or("nobody".to_owned()));
             return;
         }
@@ -416,7 +417,7 @@ mod tests {
         let _lock = acquire(directory.path()).unwrap();
         // Simulates a program that copies the directory, which releases the process's lock.
         drop(File::open(directory.path().join("LOCK")).unwrap());
-        let mut other = errand("closing_other_descriptor_keeps_lock", directory.path());
+        let mut other = run_in_child("closing_other_descriptor_keeps_lock", directory.path());
         let output = BufReader::new(other.stdout.as_mut().unwrap());
         let expected = HolderInfo::of_this_process().to_string();
         assert!(output.lines().any(|line| line.unwrap() == expected), "not refused by {expected}");
@@ -427,7 +428,7 @@ mod tests {
     /// other.
     #[test]
     fn whole_file_process_lock_excludes_both_ways() {
-        if let Some(directory) = errand_directory() {
+        if let Some(directory) = child_directory() {
             let file = File::options().write(true).open(directory.join("LOCK")).unwrap();
             let is_taken = record_locks::try_lock(&file, Owner::Process, Mode::Exclusive, 0..NO_END).unwrap();
             println!("\n{}", if is_taken { "taken" } else { "refused" });
@@ -440,13 +441,13 @@ mod tests {
         let drop_lock_of_process = || drop(File::open(directory.path().join("LOCK")).unwrap());
         for lose in [(&|| ()) as &dyn Fn(), &drop_lock_of_process] {
             lose();
-            let mut old = errand(name, directory.path());
+            let mut old = run_in_child(name, directory.path());
             wait_for(&mut old, "refused");
             drop(old.stdin.take());
             assert!(old.wait().unwrap().success());
         }
         drop(lock);
-        let mut old = errand(name, directory.path());
+        let mut old = run_in_child(name, directory.path());
         wait_for(&mut old, "taken");
         assert_eq!(holder_of(directory.path()), Some(format!("process {}", old.id())));
         drop(old.stdin.take());

@@ -1,4 +1,6 @@
-//! A window that uses a shared mapping. A put copies bytes into memory, without a system call.
+//! A window that uses a shared mapping. A short put copies bytes into memory, without a system call. On a disk, a long
+//! put writes to the file instead: the kernel write-protects mapped pages whenever it writes them to the medium, and a
+//! page fault for every 4 KiB costs more than a call. Both ways write to the same pages of the page cache.
 //!
 //! The copied bytes survive the death of the process, because the mapped pages belong to the file.
 //!
@@ -10,17 +12,22 @@
 use std::fs::File;
 use std::io;
 use std::ops::Range;
+use std::os::unix::fs::FileExt;
 use std::ptr;
 
-use memmap2::{Advice, MmapOptions, MmapRaw};
+use memmap2::{Advice, MmapOptions, MmapRaw, UncheckedAdvice};
 use remanent_format::FileName;
 
-use super::capabilities::has_no_other_cache;
+use super::capabilities::{has_no_other_cache, is_in_memory};
 use super::{FileMemory, Window};
 use crate::base::process::ForkGuard;
 use crate::base::sync::Mutex;
 use crate::error::{Error, IoAction, Result};
 use crate::options::caller_memory::HostMemory;
+
+/// The minimum length in bytes of a put that writes to the file. Commits of 4 KiB take a third less time than with
+/// copies, and commits of 64 bytes take twice as long.
+const CALL_LEN_MIN: usize = 2 << 10;
 
 /// A window that writes to a whole file through a shared mapping.
 ///
@@ -37,17 +44,31 @@ pub(super) struct MappedWindow {
     /// The mapped memory. In a forked child, these addresses are unmapped or belong to other memory, so the child must
     /// not unmap them.
     map: ForkGuard<MmapRaw>,
+    /// The file for long puts, or `None` if all puts copy.
+    file: Option<File>,
     /// A lock that is held during a put. The lock makes this module sound regardless of its callers, and costs a few
     /// nanoseconds without contention.
     putting: Mutex<()>,
     name: FileName,
 }
 
+/// Returns another descriptor of an open file. If the limit of open files is below the lowest number that the system may
+/// give to the descriptor, the system reports EINVAL. That is a shortage, like EMFILE.
+pub(super) fn duplicate(file: &File) -> io::Result<File> {
+    file.try_clone().map_err(|error| match error.raw_os_error() {
+        Some(libc::EINVAL) => io::Error::from_raw_os_error(libc::EMFILE),
+        _ => error,
+    })
+}
+
 impl MappedWindow {
     /// Maps the whole `file`, shared. Forked children do not inherit the mapping, because their stores would modify the
     /// parent's log.
     pub(super) fn new(file: &File, name: FileName) -> io::Result<Self> {
-        let window = Self::of(MmapRaw::map_raw(file)?, name)?;
+        let mut window = Self::of(MmapRaw::map_raw(file)?, name)?;
+        if !is_in_memory(file)? {
+            window.file = Some(duplicate(file)?);
+        }
         // Pages evicted from the page cache are read back one by one, for the reason given at `DirFile::write_zeros`.
         window.map.advise(Advice::Random)?;
         Ok(window)
@@ -59,7 +80,23 @@ impl MappedWindow {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "the file is empty"));
         }
         map.advise(Advice::DontFork)?;
-        Ok(Self { map: ForkGuard::new(map), putting: Mutex::new(()), name })
+        Ok(Self { map: ForkGuard::new(map), file: None, putting: Mutex::new(()), name })
+    }
+
+    /// Removes the mapped pages of a range from the page table of the process. Their bytes remain in the page cache, and
+    /// the next store to one of these pages maps it again.
+    ///
+    /// The kernel write-protects each mapped page before it writes the page to the medium, and interrupts all
+    /// processors on which the process runs, once for every 4 KiB. Here it interrupts them once for the range: a sync of
+    /// 64 MiB took 0.02 s of a processor instead of 0.37 s, and the committing thread made 1.6 times as many puts of
+    /// 4 KiB meanwhile.
+    fn unmap_pages(&self, start: usize, len: usize) {
+        // SAFETY: the mapping is shared and of a file, so its pages keep their bytes: what a store has put there belongs
+        // to the page cache. No Rust reference to the bytes exists.
+        let unmapped = unsafe { self.map.unchecked_advise_range(UncheckedAdvice::DontNeed, start, len) };
+        if let Err(error) = unmapped {
+            tracing::debug!(file = %self.name, %error, "the log's pages stay mapped during a sync");
+        }
     }
 
     /// Returns the range as indices into the mapping.
@@ -77,6 +114,10 @@ impl Window for MappedWindow {
     fn put(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         let (start, len) = self.range(offset, bytes.len() as u64);
         let _one_put_at_a_time = self.putting.lock();
+        if let Some(file) = self.file.as_ref().filter(|_| len >= CALL_LEN_MIN) {
+            let written = file.write_all_at(bytes, offset);
+            return written.map_err(|source| Error::io(IoAction::Write, self.name, Some(offset), source));
+        }
         // SAFETY: `range` has asserted start + len <= map.len(), so the sum stays inside the mapping, which is one
         // allocation of that length and lives as long as `self`.
         let target = unsafe { self.map.as_mut_ptr().add(start) };
@@ -89,6 +130,9 @@ impl Window for MappedWindow {
 
     fn sync(&self, offset: u64, len: u64) -> Result<()> {
         let (start, len) = self.range(offset, len);
+        if self.file.is_some() {
+            self.unmap_pages(start, len);
+        }
         // `msync` of the pages that contain the range. For a file, this is an fsync of the range, so it also flushes
         // the device's cache.
         self.map

@@ -54,10 +54,10 @@ pub trait Disk: Any + Send + Sync {
     /// Returns an error if another writer has opened the store after this writer. Two writers are possible only where
     /// locks do not work.
     ///
-    /// A writer writes its description to `LOCK` before it reads the log. Therefore the other writer finds all batches
-    /// that were synced before a successful check. The disk itself performs this check before each change to a file or
-    /// a name. Callers must perform the check only before they write through [windows](DiskFile::window) and [mapped
-    /// parts](DiskFile::mapped_part).
+    /// A writer writes its description to `LOCK` before it reads the log. If this check succeeds, no other writer has
+    /// read the log yet, so a later writer finds all batches that were synced before the check. The disk itself
+    /// performs this check before each change to a file or a name. Callers must perform the check only before they
+    /// write through [windows](DiskFile::window) and [mapped parts](DiskFile::mapped_part).
     ///
     /// # Errors
     /// [`Error::Superseded`](crate::Error::Superseded); I/O errors.
@@ -213,7 +213,7 @@ pub trait Disk: Any + Send + Sync {
     fn refuses(&self, io: LogIo) -> Result<Option<String>>;
 
     /// Returns the reason why this disk does not support `io` for image files, or `None` if the disk supports `io`.
-    /// `Buffered` is always supported.
+    /// `Buffered` is always supported. For `Auto`, returns the reason why direct I/O is not supported or gains nothing.
     ///
     /// # Errors
     /// I/O errors.
@@ -272,18 +272,18 @@ pub trait DiskFile: Send + Sync {
     ///
     /// # Errors
     /// Same as `read_at`.
-    fn read_past_cache(&self, offset: u64, out: &mut [u8]) -> Result<()>;
+    fn read_bypassing_cache(&self, offset: u64, out: &mut [u8]) -> Result<()>;
 
     /// Fills `out` with the bytes at `offset`. Cached bytes are read from the page cache, and all others from the
     /// medium.
     ///
-    /// The bytes must have been read with [`read_past_cache`](Self::read_past_cache) after their last sync, and no
-    /// writer may modify them. For other bytes, the cache does not prove what is on the medium (I6).
+    /// The bytes must have been read with [`read_bypassing_cache`](Self::read_bypassing_cache) after their last sync,
+    /// and no writer may modify them. For other bytes, the cache does not prove what is on the medium (I6).
     ///
     /// # Errors
     /// Same as `read_at`.
     fn read_proven(&self, offset: u64, out: &mut [u8]) -> Result<()> {
-        self.read_past_cache(offset, out)
+        self.read_bypassing_cache(offset, out)
     }
 
     /// Returns the byte ranges of the file that are currently in no cache of the system, in ascending order, separated

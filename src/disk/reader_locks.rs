@@ -17,7 +17,7 @@ use rustix::fs::OFlags;
 
 use super::directory::Directory;
 use super::lock::open_lock_file;
-use super::record_locks::{self, Mode, Owner, knows_no_locks};
+use super::record_locks::{self, Mode, Owner, is_lock_unsupported};
 use super::{DiskLock, Hold};
 use crate::base::closed_on_fork::ClosedOnFork;
 use crate::error::{Error, IoAction, Result};
@@ -40,7 +40,7 @@ pub(super) fn hold(directory: Directory<'_>, id: SnapshotId) -> Result<Hold> {
     match ByteLock::take(file, Mode::Shared, id) {
         Ok(Some(lock)) => Ok(Hold::Held(Box::new(lock))),
         Ok(None) => Ok(Hold::Retiring),
-        Err(error) if knows_no_locks(&error) => Ok(Hold::Impossible),
+        Err(error) if is_lock_unsupported(&error) => Ok(Hold::Impossible),
         Err(error) => Err(Error::io(IoAction::Lock, FileName::Readers, Some(id.0), error)),
     }
 }
@@ -53,7 +53,7 @@ pub(super) fn try_retire(directory: Directory<'_>, id: SnapshotId) -> Result<Opt
         Ok(Some(lock)) => Ok(Some(Box::new(lock))),
         Ok(None) => Ok(None),
         // Locks are not supported, so no reader can hold a snapshot either.
-        Err(error) if knows_no_locks(&error) => Ok(Some(Box::new(NoLock))),
+        Err(error) if is_lock_unsupported(&error) => Ok(Some(Box::new(NoLock))),
         Err(error) => Err(Error::io(IoAction::Lock, FileName::Readers, Some(id.0), error)),
     }
 }
@@ -67,7 +67,7 @@ pub(super) fn is_held(directory: Directory<'_>, id: SnapshotId) -> Result<bool> 
     };
     match record_locks::conflict(&file, byte(id)) {
         Ok(conflict) => Ok(conflict.is_some_and(|held| held.mode == Mode::Shared)),
-        Err(error) if knows_no_locks(&error) => Ok(false),
+        Err(error) if is_lock_unsupported(&error) => Ok(false),
         Err(error) => Err(Error::io(IoAction::Inspect, FileName::Readers, Some(id.0), error)),
     }
 }

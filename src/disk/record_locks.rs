@@ -67,7 +67,7 @@ pub(super) fn conflict(file: &File, range: Range<u64>) -> io::Result<Option<Conf
     let mut lock = described(Mode::Exclusive.kind(), range)?;
     call(file, libc::F_OFD_GETLK, &mut lock).or_else(|error| {
         // The kernel supports only process locks.
-        if knows_no_locks(&error) { call(file, libc::F_GETLK, &mut lock) } else { Err(error) }
+        if is_lock_unsupported(&error) { call(file, libc::F_GETLK, &mut lock) } else { Err(error) }
     })?;
     let mode = match libc::c_int::from(lock.l_type) {
         libc::F_UNLCK => return Ok(None),
@@ -80,7 +80,7 @@ pub(super) fn conflict(file: &File, range: Range<u64>) -> io::Result<Option<Conf
 }
 
 /// Returns whether `error` means that the file system or the kernel does not support this kind of lock.
-pub(super) fn knows_no_locks(error: &io::Error) -> bool {
+pub(super) fn is_lock_unsupported(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOLCK | libc::EOPNOTSUPP))
 }
 

@@ -35,11 +35,11 @@ enum ReadPath {
     /// Through the page cache, so that the source sees the same bytes as other processes.
     Visible,
     /// From the medium, if the system allows reads that bypass the page cache.
-    PastCache,
+    BypassingCache,
     /// From the page cache where bytes are cached, otherwise from the medium.
     Proven,
     /// From the medium, except for the bytes that the recording source has already read from the medium.
-    PastCacheOnce,
+    BypassingCacheOnce,
 }
 
 impl DiskSource {
@@ -49,20 +49,20 @@ impl DiskSource {
     }
 
     /// Creates a source that reads through the page cache and records the bytes that it reads from the medium, for
-    /// [`past_cache_once`](Self::past_cache_once).
+    /// [`bypassing_cache_once`](Self::bypassing_cache_once).
     pub fn noting(disk: Arc<dyn Disk>) -> Self {
         Self { uncached: Some(Arc::default()), ..Self::by(disk, ReadPath::Visible) }
     }
 
     /// Creates a source that reads from the medium, if the system allows reads that bypass the page cache. The bytes
     /// must have been synced.
-    pub fn past_cache(disk: Arc<dyn Disk>) -> Self {
-        Self::by(disk, ReadPath::PastCache)
+    pub fn bypassing_cache(disk: Arc<dyn Disk>) -> Self {
+        Self::by(disk, ReadPath::BypassingCache)
     }
 
     /// Returns a source for the same directory that reads from the medium.
     pub fn on_medium(&self) -> Self {
-        Self::past_cache(self.disk.clone())
+        Self::bypassing_cache(self.disk.clone())
     }
 
     /// Creates a source that reads cached bytes from the page cache, and all others from the medium. The bytes must
@@ -76,9 +76,9 @@ impl DiskSource {
     ///
     /// The bytes must have been synced and read by this source, and no writer may have modified them since this source
     /// was created.
-    pub fn past_cache_once(&self) -> Self {
+    pub fn bypassing_cache_once(&self) -> Self {
         let uncached = self.uncached.clone();
-        Self { uncached, ..Self::by(self.disk.clone(), ReadPath::PastCacheOnce) }
+        Self { uncached, ..Self::by(self.disk.clone(), ReadPath::BypassingCacheOnce) }
     }
 
     fn by(disk: Arc<dyn Disk>, way: ReadPath) -> Self {
@@ -141,12 +141,12 @@ impl ReadAt for DiskSource {
         let open = self.file(file).map_err(to_io)?;
         let read = match self.way {
             ReadPath::Visible => open.read_at(offset, out),
-            ReadPath::PastCache => open.read_past_cache(offset, out),
+            ReadPath::BypassingCache => open.read_bypassing_cache(offset, out),
             ReadPath::Proven => open.read_proven(offset, out),
-            ReadPath::PastCacheOnce if self.was_uncached(file, &(offset..offset + out.len() as u64)) => {
+            ReadPath::BypassingCacheOnce if self.was_uncached(file, &(offset..offset + out.len() as u64)) => {
                 open.read_at(offset, out)
             }
-            ReadPath::PastCacheOnce => open.read_past_cache(offset, out),
+            ReadPath::BypassingCacheOnce => open.read_bypassing_cache(offset, out),
         };
         read.map_err(to_io)
     }
@@ -154,7 +154,8 @@ impl ReadAt for DiskSource {
 
 fn to_io(error: Error) -> io::Error {
     let kind = match &error {
-        // The error number lets a decoder distinguish a shortage from a failing medium.
+        // The error number is preserved, so that a decoder can distinguish a shortage of memory or file handles from a
+        // failing medium.
         Error::Io { source, .. } if error.is_shortage() => {
             return source.raw_os_error().map_or_else(|| source.kind().into(), io::Error::from_raw_os_error);
         }

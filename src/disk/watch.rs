@@ -98,8 +98,8 @@ impl Hub {
         let writes = WatchFlags::MODIFY | WatchFlags::CLOSE_WRITE;
         let watch = inotify::add_watch(&*inotify, path, names | writes | WatchFlags::ONLYDIR)?;
         let news = Arc::new(WatchState::default());
-        let (source, told) = (inotify.clone(), news.clone());
-        threads::start("remanent-watch", move || report(&source, &told))?;
+        let (source, state) = (inotify.clone(), news.clone());
+        threads::start("remanent-watch", move || report(&source, &state))?;
         Ok(Self { inotify, watch, news })
     }
 }

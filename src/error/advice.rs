@@ -3,7 +3,10 @@
 use std::borrow::Cow;
 
 use super::remedy::remedy_of_poisoned;
-use super::{Error, Invalid, LayoutError, Mismatch, NoSuchState, Refused, Remedy, Taken, Unavailable};
+use super::{
+    ArchiveErrorKind, Error, INCARNATION, Invalid, LayoutError, Mismatch, NcclError, NoSuchState, Refused,
+    Remedy, Taken, Unavailable,
+};
 
 impl Error {
     /// Returns the remedy as an instruction to the caller.
@@ -35,6 +38,10 @@ impl Error {
             }
             Error::Invalid(invalid) => advice_on_invalid(invalid),
             Error::NoSuchState(state) => advice_on_state(state),
+            // Every open for writing uses an incarnation number, and a fork continues with the next one.
+            Error::Limit { what: INCARNATION, .. } => {
+                "open the store read-only, and copy its pages to a new store".into()
+            }
             Error::Limit { what, limit, .. } => {
                 format!("keep {what} at or below {limit}, or split it").into()
             }
@@ -96,8 +103,49 @@ impl Error {
                 "close the store, if it is open, and open it again once the device works"
             }
             Error::Damaged(_) => "run `remanent verify`, which lists all damage and what can be saved",
+            Error::Nccl(error) => advice_on_nccl(error),
+            Error::Archive(error) => advice_on_archive(error.kind),
             Error::Poisoned(cause) => advice_of_poisoned(cause),
             _ => advice_of(self.remedy()),
+        }
+    }
+}
+
+/// Returns the advice for a failure of an archive.
+fn advice_on_archive(kind: ArchiveErrorKind) -> &'static str {
+    match kind {
+        ArchiveErrorKind::NoArchive => "open the store with `Options::archive`",
+        ArchiveErrorKind::Settings => "correct the URL or the setting",
+        ArchiveErrorKind::Superseded | ArchiveErrorKind::Diverged => {
+            "restore the archive into an empty directory, and continue there"
+        }
+        ArchiveErrorKind::Lost => {
+            "check the URL and the lifecycle rules of the bucket; `remanent archive status` shows what is there"
+        }
+        ArchiveErrorKind::OtherStore => "give each store a URL of its own",
+        ArchiveErrorKind::Bucket => "check the network, the credential and the URL",
+        ArchiveErrorKind::Unsupported => "use a bucket with create-if-absent requests",
+        ArchiveErrorKind::Damaged => "run `remanent archive verify`, which lists all damage",
+        ArchiveErrorKind::Limit => "use longer pages, so that a snapshot has fewer files, or shorter batches",
+        ArchiveErrorKind::Directory => "run `remanent verify` on the directory of the store",
+    }
+}
+
+/// Returns the advice for a failure of NCCL.
+fn advice_on_nccl(error: &NcclError) -> &'static str {
+    match error {
+        NcclError::NotFound { .. } | NcclError::MissingSymbol { .. } | NcclError::TooOld { .. } => {
+            "install NCCL, for example by `pip install nvidia-nccl-cu12`, and set REMANENT_NCCL to the path of \
+             libnccl.so.2 if it is elsewhere"
+        }
+        NcclError::NoSuchRank { .. } => "number the ranks from 0, each below the number of ranks",
+        NcclError::RankTaken { .. } => "give each process its own rank, and each communicator a new id",
+        NcclError::Unlike { .. } => "call the operation on all ranks, with stores of the same pages",
+        NcclError::Failed { .. }
+        | NcclError::JoinTimedOut { .. }
+        | NcclError::TimedOut { .. }
+        | NcclError::Aborted { .. } => {
+            "restart the ranks that are missing, and join again with a new id; NCCL_DEBUG=WARN prints details"
         }
     }
 }

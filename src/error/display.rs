@@ -11,7 +11,7 @@ impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.fmt_failure(f)?;
         match self {
-            // This message ends with the remedy as a question.
+            // The message for a misspelled name ends with a suggestion instead of advice.
             Error::NoSuchState(NoSuchState::Name { nearest: Some(_), .. }) => Ok(()),
             _ => write!(f, "; {}", self.advice()),
         }
@@ -91,6 +91,8 @@ impl Error {
                 write!(f, "batch {position} is not in the store's history{survived}")
             }
             Error::Device { reason, .. } => write!(f, "device: {reason}"),
+            Error::Nccl(error) => write!(f, "{error}"),
+            Error::Archive(error) => write!(f, "{error}"),
             Error::Poisoned(cause) => {
                 f.write_str("the store stopped after an earlier failure: ")?;
                 cause.fmt_failure(f)

@@ -235,13 +235,13 @@ pub enum Refused {
         /// Why the memory cannot be used.
         reason: String,
     },
-    /// A page lives in the caller-owned memory, or has left it while a lane may still access the memory. Only the store
-    /// may write to a page's memory.
+    /// A page is stored in the caller-owned memory, or has left it while the device may still access the memory. Only
+    /// the store may write to a page's memory.
     #[error("{len} bytes of a caller's memory cannot be used: page {page} is in it")]
     MemoryInUse {
         /// The length of the memory in bytes.
         len: u64,
-        /// The page that lives in this memory, or that has left it.
+        /// The page that is stored in this memory, or that has left it.
         page: PageId,
     },
     /// The page's memory does not support hints about its location.

@@ -1,8 +1,10 @@
 //! The crate's error type. An error states its cause, its location, the state of the store afterwards, and the remedy.
 
 mod advice;
+mod archive;
 mod display;
 mod kinds;
+mod nccl;
 mod nearest;
 mod remedy;
 
@@ -15,7 +17,9 @@ pub use remanent_format::log::TornTail;
 pub use remanent_format::{Damage, Defect, FileName, Folder, KeyLenError, UnknownPlace};
 use remanent_format::{Epoch, Key, Lsn, PageId, Place, Position, SnapshotId};
 
+pub use self::archive::{ArchiveError, ArchiveErrorKind};
 pub use self::kinds::{Invalid, IoAction, IoObject, Mismatch, NoSuchState, Refused, Taken, Unavailable};
+pub use self::nccl::NcclError;
 #[doc(hidden)]
 pub use self::nearest::nearest;
 pub use self::remedy::Remedy;
@@ -23,6 +27,9 @@ pub use crate::layout::LayoutError;
 
 /// A [`Result`](std::result::Result) whose default error type is [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// The `what` of an [`Error::Limit`] for a store that was opened so often that no incarnation number is left.
+pub(crate) const INCARNATION: &str = "incarnation";
 
 /// The error type of all fallible calls.
 ///
@@ -259,6 +266,15 @@ pub enum Error {
         /// Whether the process's device context was lost.
         context_lost: bool,
     },
+    /// NCCL cannot be used, or a communicator failed. The ranks of a communicator that failed need a new one.
+    ///
+    /// The cause is the environment. The store is unchanged.
+    Nccl(Box<NcclError>),
+    /// The archive of the store refused it or failed.
+    ///
+    /// The cause is the environment. The store is unchanged. [`ArchiveErrorKind::Superseded`] also poisons an open store:
+    /// another directory continues its archive.
+    Archive(Box<ArchiveError>),
     /// The store was stopped by the contained error. Commits and snapshots fail until it is opened again.
     ///
     /// The cause is the contained error. The store is poisoned.
@@ -403,6 +419,18 @@ impl Error {
             Error::Damaged(damage) => Some(&mut damage.store),
             _ => None,
         }
+    }
+}
+
+impl From<ArchiveError> for Error {
+    fn from(error: ArchiveError) -> Self {
+        Error::Archive(Box::new(error))
+    }
+}
+
+impl From<NcclError> for Error {
+    fn from(error: NcclError) -> Self {
+        Error::Nccl(Box::new(error))
     }
 }
 

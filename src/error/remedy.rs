@@ -4,7 +4,7 @@ use std::io;
 
 use remanent_format::SHORTAGES;
 
-use super::{Error, IoAction, IoObject, Refused};
+use super::{ArchiveErrorKind, Error, IoAction, IoObject, NcclError, Refused};
 
 /// The kind of action that resolves an [`Error`]. [`Error::advice`] describes the action in words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,6 +69,8 @@ impl Error {
             Error::Device { context_lost: true, .. } => Remedy::NewProcess,
             Error::Overtaken { .. } | Error::Diverged { .. } => Remedy::StartOver,
             Error::Damaged(_) => Remedy::Inspect,
+            Error::Nccl(error) => remedy_of_nccl(error),
+            Error::Archive(error) => remedy_of_archive(error.kind),
             Error::Poisoned(cause) => remedy_of_poisoned(cause),
         }
     }
@@ -107,6 +109,35 @@ impl Error {
             }
             _ => false,
         }
+    }
+}
+
+/// Returns the remedy for a failure of an archive.
+fn remedy_of_archive(kind: ArchiveErrorKind) -> Remedy {
+    match kind {
+        ArchiveErrorKind::NoArchive
+        | ArchiveErrorKind::Settings
+        | ArchiveErrorKind::OtherStore
+        | ArchiveErrorKind::Limit => Remedy::ChangeCall,
+        ArchiveErrorKind::Superseded | ArchiveErrorKind::Diverged => Remedy::StartOver,
+        ArchiveErrorKind::Lost | ArchiveErrorKind::Bucket | ArchiveErrorKind::Unsupported => Remedy::Permit,
+        ArchiveErrorKind::Damaged | ArchiveErrorKind::Directory => Remedy::Inspect,
+    }
+}
+
+/// Returns the remedy for a failure of NCCL: install another library, correct the call, or make a new communicator.
+fn remedy_of_nccl(error: &NcclError) -> Remedy {
+    match error {
+        NcclError::NotFound { .. } | NcclError::MissingSymbol { .. } | NcclError::TooOld { .. } => {
+            Remedy::Permit
+        }
+        NcclError::NoSuchRank { .. } | NcclError::RankTaken { .. } | NcclError::Unlike { .. } => {
+            Remedy::ChangeCall
+        }
+        NcclError::Failed { .. }
+        | NcclError::JoinTimedOut { .. }
+        | NcclError::TimedOut { .. }
+        | NcclError::Aborted { .. } => Remedy::Retry,
     }
 }
 

@@ -26,6 +26,10 @@ fn io(action: IoAction, object: IoObject, errno: i32) -> Error {
     Error::system(action, object, io::Error::from_raw_os_error(errno))
 }
 
+fn archive(url: &str, kind: ArchiveErrorKind, reason: &str) -> Error {
+    ArchiveError { url: text(url), kind, reason: text(reason) }.into()
+}
+
 fn failed_sync() -> Error {
     io(IoAction::Sync, IoObject::File { file: SEGMENT, offset: Some(4096) }, 5)
 }
@@ -172,6 +176,62 @@ fn system_errors() -> Vec<Row> {
             ENVIRONMENT,
             "9 in incarnation 0",
         ),
+        (
+            archive("s3://bucket/path", ArchiveErrorKind::Bucket, "get line/7: access denied"),
+            NOWHERE,
+            Remedy::Permit,
+            ENVIRONMENT,
+            "the archive s3://bucket/path: get line/7: access denied; check the network, the credential and the URL",
+        ),
+        (
+            archive("", ArchiveErrorKind::NoArchive, "the store has no archive"),
+            NOWHERE,
+            Remedy::ChangeCall,
+            ENVIRONMENT,
+            "the store has no archive; open the store with `Options::archive`",
+        ),
+        (
+            archive("az://a/b", ArchiveErrorKind::Diverged, "the archive ends at 9"),
+            NOWHERE,
+            Remedy::StartOver,
+            ENVIRONMENT,
+            "restore the archive into an empty directory",
+        ),
+        (
+            archive("az://a/b", ArchiveErrorKind::Damaged, "line/7 is damaged"),
+            NOWHERE,
+            Remedy::Inspect,
+            ENVIRONMENT,
+            "run `remanent archive verify`",
+        ),
+        (
+            NcclError::NotFound { tried: vec![(text("libnccl.so.2"), text("no file"))] }.into(),
+            NOWHERE,
+            Remedy::Permit,
+            ENVIRONMENT,
+            "the library NCCL was not loaded: libnccl.so.2 (no file); install NCCL",
+        ),
+        (
+            NcclError::TimedOut {
+                rank: 0,
+                ranks: 2,
+                call: "ncclAllGather",
+                waited: std::time::Duration::from_secs(9),
+                ended: vec![1],
+            }
+            .into(),
+            NOWHERE,
+            Remedy::Retry,
+            ENVIRONMENT,
+            "rank 0 of 2: ncclAllGather was not complete after 9 s; ended: rank 1; restart the ranks",
+        ),
+        (
+            NcclError::RankTaken { rank: 3 }.into(),
+            NOWHERE,
+            Remedy::ChangeCall,
+            ENVIRONMENT,
+            "rank 3 has joined already; give each process",
+        ),
         (Error::Poisoned(Arc::new(failed_sync())), at, Remedy::Reopen, CONTAINED, "open it again"),
         (Error::Poisoned(Arc::new(lost_device())), NOWHERE, Remedy::NewProcess, CONTAINED, "new process"),
         (Error::Poisoned(Arc::new(full())), of_segment, Remedy::Reopen, CONTAINED, "open it again"),
@@ -213,7 +273,7 @@ fn call_errors() -> Vec<(Error, Option<Lsn>, Remedy, &'static str)> {
             Invalid::StatePoint { found: text("12") },
             "expected lsn:N, snapshot:N or the name of a snapshot, found \"12\"",
         ),
-        change(Key::new("").unwrap_err().into(), "1 to 64 bytes long"),
+        change(Key::new("").unwrap_err().into(), "1 to 64 bytes"),
         invalid(Invalid::Layout(LayoutError::Zero { dimension: "heads" }), "heads is 0"),
         invalid(Invalid::Operation { index: 4, reason: text("no") }, "operation 4 of the batch: no"),
         invalid(
@@ -222,6 +282,7 @@ fn call_errors() -> Vec<(Error, Option<Lsn>, Remedy, &'static str)> {
         ),
         (Error::Invalid(out_of_order), Some(Lsn(9)), Remedy::ChangeCall, "7 is the next"),
         change(Error::Limit { what: "note", found: 9, limit: 8 }, "note is 9, over the limit of 8"),
+        change(Error::Limit { what: INCARNATION, found: 9, limit: 8 }, "copy its pages to a new store"),
         change(Error::UnknownPage { page: PAGE }, "no page 7"),
         change(Error::UnknownKey { key: key() }, "no page with key weights"),
         change(
@@ -318,7 +379,7 @@ fn every_error_names_location_cause_state_and_remedy() {
         let message = error.to_string();
         assert!(message.contains(words), "{message:?} does not state {words:?}");
         assert!(!message.starts_with(char::is_uppercase) && !message.ends_with('.'), "{message}");
-        // The remedy is specific, and the message ends with it or asks for it.
+        // The remedy is stated, and the message ends with it or with a suggestion.
         let advice = error.advice();
         assert!(message.ends_with(&*advice) || message.ends_with("did you mean \"warm\"?"), "{message}");
         assert!(advice.len() > 12 && !advice.contains("change the call"), "{error}: {advice}");
@@ -340,7 +401,7 @@ fn every_error_names_location_cause_state_and_remedy() {
         }
         seen.insert((variant, kind));
     }
-    // No two kinds share a remedy, except for failed system calls.
+    // Except for failed system calls, two kinds of errors never share the text of a remedy.
     for (advice, names) in advised {
         assert!(names.len() == 1, "{advice}: {names:?}");
     }

@@ -72,7 +72,7 @@ impl Pauses {
 pub(super) struct Suspicion {
     at: Instant,
     again_after: Duration,
-    /// Whether the log's end was checked for damage since the follower was opened.
+    /// Whether the log's end has been checked for damage since the follower was opened.
     was_checked: bool,
     /// Whether data that resembles a frame has already moved the next check to an earlier time.
     was_noted: bool,
@@ -146,8 +146,8 @@ mod tests {
         }
     }
 
-    /// A writer of a mapped log triggers no event for a batch that soon follows another batch. A follower must
-    /// therefore check often during that time.
+    /// The writer of a mapped log triggers no event for a batch that soon follows another one. During that time, the
+    /// follower must therefore check often.
     #[test]
     fn follower_polls_often_while_writer_may_be_silent() {
         let (mut pauses, mut passed) = (Pauses::new(), Duration::ZERO);

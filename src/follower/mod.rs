@@ -116,7 +116,7 @@ pub struct Follower {
     idle_since: Instant,
     watch: Box<dyn Watch>,
     checks: u64,
-    /// The last checked point in a segment without its first frames. The check found that no frame after the point was
+    /// A point in a segment without its first frames, for which a check found that no frame after the point was
     /// omitted.
     checked_gap: Option<LogPoint>,
 }
@@ -130,7 +130,7 @@ impl Follower {
     #[doc(hidden)]
     pub fn open_on(disk: Arc<dyn Disk>, from: FollowFrom) -> Result<Self> {
         let complaint = |error: &Error| match error {
-            // A newer snapshot replaced the one that was found.
+            // The snapshot that was found has been replaced by a newer one in the meantime.
             Error::Overtaken { .. } => from == FollowFrom::Snapshot,
             error => needs_confirmation(error),
         };
@@ -152,8 +152,9 @@ impl Follower {
         opened.map_err(|error| error.in_store(&disk.label()))
     }
 
-    /// Creates a follower that starts after the end of a snapshot. A snapshot's images belong to different moments, so
-    /// its state is complete only at its end. The follower therefore reads the batches from `redo` to `end` first.
+    /// Creates a follower that starts after the end of a snapshot. The pages of a snapshot reflect different batches,
+    /// so its state is consistent only at its end. The follower therefore reads the batches from `redo` to `end` first,
+    /// without returning them.
     fn behind_end(disk: Arc<dyn Disk>, store: &StoreFile, redo: LogPoint, end: Lsn) -> Result<Self> {
         let position = seek::at(redo);
         // I7: the log is durable up to the end of a published snapshot.
@@ -223,7 +224,7 @@ impl Follower {
         let deadline = Instant::now().checked_add(timeout);
         let mut pauses = Pauses::new();
         loop {
-            // 1. Take the next frame, if it is complete.
+            // 1. Return the next frame's batch, if the frame is complete.
             if let Some(batch) = self.take()? {
                 return Ok(Some(batch));
             }
@@ -239,11 +240,11 @@ impl Follower {
                 pauses.check_now();
                 continue;
             }
-            // 3. Check whether waiting can help.
+            // 3. Check whether the next frame is damaged, in which case waiting is useless.
             if due {
                 self.judge()?;
                 self.suspicion.note_check(now);
-                // A frame that was written in the meantime can now be read.
+                // The frame may have been completed in the meantime.
                 continue;
             }
             // 4. Wait for changes, or for the pause to end.
@@ -278,12 +279,12 @@ impl Follower {
             if header.kind == FrameKind::Batch && header.lsn > self.position.lsn {
                 handed = Some(self.open_batch(taken)?);
             }
-            // The point advances only now, so that a batch that could not be opened is retried.
+            // The point advances only after the batch was decoded, so that a failed attempt can be repeated.
             self.tail.go_to(end);
             self.mark = self.mark.max(header.durable);
             self.suspicion.progress();
             self.idle_since = Instant::now();
-            // A copy of the last batch defines the follower's position from now on.
+            // If this is a copy of the last returned batch, the follower's position moves to the copy.
             if header.kind == FrameKind::Batch && header.lsn >= self.position.lsn {
                 self.position = seek::at(end);
             }
@@ -347,7 +348,7 @@ impl Follower {
         if !segments.contains(&here.segment) && self.tail.peek()?.is_none() {
             return Err(missing(&self.disk, here));
         }
-        // A segment in which a close omitted frames never changes again, so one check per point suffices.
+        // A segment without its first frames never changes again, so it is checked once per point.
         if self.checked_gap != Some(here)
             && lacks_first_frames(&*self.disk, self.store.store, here.segment)?
             && self.tail.peek()?.is_none()
@@ -365,7 +366,8 @@ impl Follower {
         let here = self.tail.point();
         let before = opening.predecessor.incarnation;
         if before != here.incarnation && !is_skipped_successor(opening, here.incarnation) {
-            // Either the incarnations in between were recycled, or the current one never became part of the line.
+            // Either the incarnations in between were recycled, or the current incarnation was omitted from the store's
+            // history.
             let on_line = before.number > here.incarnation.number;
             let error = if on_line { missing(&self.disk, here) } else { diverged(self.position, None) };
             return Err(error);
@@ -378,8 +380,8 @@ impl Follower {
         Ok(true)
     }
 
-    /// Returns the first opening after the current point. This is the opening of the next incarnation, unless its
-    /// segment was recycled.
+    /// Returns the first opening segment after the follower's position in the log, with the segment's number. The opening
+    /// begins the next incarnation of the writer, or a later one if the segment of the next one was recycled.
     ///
     /// # Errors
     /// [`Error::Diverged`] if the directory now contains another store.
@@ -414,13 +416,13 @@ impl Follower {
             if !is_certain {
                 continue;
             }
-            // A segment that was recycled since the last check of names is missing from both reads.
+            // A segment that was recycled after the last check of names is missing from both reads of the log.
             if self.check_names()? {
                 return Ok(());
             }
             return match (&first.defect, first.file) {
-                // The segment may no longer be needed: after a power cut, the segment of this point may exist
-                // although the next one was removed.
+                // After a power cut, the segment of this point may still exist although the next one was removed,
+                // because neither is needed any more.
                 (Defect::Missing, FileName::Segment(segment)) => {
                     let point = LogPoint { segment, offset: first.offset, ..self.tail.point() };
                     Err(missing(&self.disk, point))

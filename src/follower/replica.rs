@@ -44,7 +44,7 @@ impl Replica {
     /// The errors of [`Replica::from_snapshot`].
     #[doc(hidden)]
     pub fn from_snapshot_on(disk: &Arc<dyn Disk>) -> Result<Self> {
-        // An error while the snapshot is being recycled is not final, because a newer snapshot exists.
+        // If the snapshot is recycled while it is read, a newer snapshot exists, and the read is repeated.
         let requested = ask(
             disk,
             Lsn(1),
@@ -66,8 +66,8 @@ impl Replica {
         let contents = survey.load(&source, &resolution, u64::MAX)?;
         let mut proven = BTreeMap::new();
         for (page, bytes) in contents {
-            // The pages are inserted one by one, because collecting a map makes one allocation for all pages, whose
-            // failure aborts the process.
+            // Each insertion allocates separately. Collecting into a map would make one long allocation, whose failure
+            // aborts the process.
             proven.insert(page, bytes?);
         }
         let position = Follower::behind_end(disk.clone(), &survey.store, base.redo, base.end)?.position();
@@ -96,7 +96,7 @@ impl Replica {
         for (page, image) in images {
             let Some(content) = self.contents.get_mut(&page) else { continue };
             if let Err(error) = source.fill(&image, content) {
-                // The replica has neither its previous nor its intended state.
+                // The replica has neither the previous nor the new state.
                 *self = Self::default();
                 return Err(error);
             }
@@ -127,7 +127,7 @@ impl Replica {
         for info in &changed {
             self.reserve(&mut created, info.page, info.len)?;
         }
-        // No later step fails.
+        // From here on, no step fails.
         self.contents.extend(created);
         for info in &changed {
             self.contents.get_mut(&info.page).expect("reserved").resize(info.len as usize, 0);
@@ -153,7 +153,7 @@ impl Replica {
             .table
             .plan(lsn, &ops, PlanMode::Commit)
             .map_err(|(_, refusal)| damaged(Defect::from(refusal)))?;
-        // All memory is allocated and all images are verified first, so that no later step fails.
+        // All memory is allocated and all images are verified first, so that no later step can fail.
         let mut created = BTreeMap::new();
         let mut images = Vec::new();
         for at in &ops {
@@ -177,7 +177,8 @@ impl Replica {
                 self.contents.remove(page);
             }
         }
-        // Each image is the only change to the bytes of its page in this batch. The page may have been deleted again.
+        // The batch makes no other change to the bytes of a page with an image, but it may have deleted the page
+        // afterwards.
         Ok(images)
     }
 

@@ -106,7 +106,7 @@ fn check_on_line(disk: &Arc<dyn Disk>, survey: &Survey, position: FollowerPositi
     {
         return Ok(());
     }
-    // The remaining openings reach back to the predecessor of the oldest one. Earlier incarnations are unknown.
+    // The oldest remaining opening also states its predecessor. Nothing is known about earlier incarnations.
     let oldest = log.line().first().map(|(_, opening)| opening.predecessor.incarnation).or(log.newest());
     if oldest.is_none_or(|oldest| incarnation.number >= oldest.number) {
         return Err(diverged(position, None));
@@ -154,7 +154,7 @@ fn find(disk: &Arc<dyn Disk>, survey: &Survey, position: FollowerPosition) -> Re
             start = Some(point);
         }
     }
-    // A close may have omitted the first frames of a segment in which a replay begins.
+    // When a log is closed, the first frames of a segment may be omitted. Replay then begins inside the segment.
     let redos = survey.readable().map(|manifest| manifest.redo).filter(|redo| {
         redo.incarnation == position.incarnation
             && redo.lsn <= position.lsn
@@ -168,8 +168,8 @@ fn find(disk: &Arc<dyn Disk>, survey: &Survey, position: FollowerPosition) -> Re
     let mut tail = Tail::new(disk.clone(), store, start);
     while tail.point().lsn < position.lsn {
         let Some(taken) = tail.peek()? else {
-            // The batch was returned before, so it was complete. It is now recycled or damaged, or a power cut
-            // shortened the log.
+            // The follower has returned this batch before, so its frame was complete. It is now recycled or damaged, or
+            // a power cut has shortened the log.
             let point = tail.point();
             if let overtaken @ Error::Overtaken { .. } = missing(disk, point) {
                 return Err(overtaken);

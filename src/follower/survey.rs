@@ -43,7 +43,7 @@ pub(super) fn ask<T>(
             answer => return answer,
         }
     }
-    // The writer recycles files faster than this reader reads them, and all remaining files are newer than the batch.
+    // The writer recycles files faster than they are read here, and all remaining files are newer than the batch.
     Err(Error::Overtaken { lsn, snapshot: newest })
 }
 

@@ -61,7 +61,7 @@ impl Tail {
                 if fresh {
                     break;
                 }
-                // Buffered bytes may be older than the bytes in the file.
+                // The buffered bytes may be outdated, so the file is read again.
                 open.forget();
             }
         }
@@ -100,7 +100,8 @@ fn peek_at(
         return Ok(None);
     };
     let Some(payload) = open.payload(&header)? else { return Ok(None) };
-    // The file's header is checked last: if the file was recycled earlier, the header is that of another segment.
+    // The file's header is checked last. If the file was recycled before this check, the header belongs to another
+    // segment.
     let whole = check_payload(&header, &payload).is_ok() && open.is_still()?;
     Ok(whole.then_some(TakenFrame { header, payload, end }))
 }

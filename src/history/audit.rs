@@ -4,13 +4,13 @@
 //! loses it or a snapshot makes it permanent. An audit detects such changes.
 //!
 //! 1. **Open** the current state on disk: the newest snapshot, and the log after it.
-//! 2. **Checksum** the pages on the device, a chunk at a time. Each chunk is a turn of the applier, so its checksums
-//!    belong to one state, and batches are applied between two chunks.
+//! 2. **Checksum** the pages on the device, one chunk at a time. Each chunk is processed between two batches, so that
+//!    its checksums belong to one state.
 //! 3. **Compare** each checksum with the stored checksum if an image contains exactly the page. Otherwise compose the
 //!    page from image and log.
 //! 4. **Repeat** for the pages that batches changed since step 1: compute their checksums again, and open the state
-//!    that belongs to exactly these checksums. Thus even pages that change constantly are compared, and no step is
-//!    tried twice.
+//!    that belongs to exactly these checksums. Thus even pages that change constantly are compared, and no step need be
+//!    repeated.
 //!
 //! The audit writes nothing, so a crash loses nothing.
 
@@ -83,7 +83,7 @@ impl Auditor<'_> {
     /// - The errors of [`PastState::open`].
     pub fn run(&self) -> Result<Audit> {
         let mut audit = Audit::default();
-        // 1. The catalog is locked before any required file can be removed.
+        // Step 1. While the catalog is locked, no file that the state needs can be removed.
         let (pages, begin) = {
             let _keeping = self.catalog.lock();
             let (pages, lsn) = self.pages()?;
@@ -92,7 +92,7 @@ impl Auditor<'_> {
             }
             (pages, self.past(lsn)?)
         };
-        // 2. and 3.
+        // Steps 2 and 3.
         let mut changed_since = Vec::new();
         for chunk in chunks(&pages, CHUNK_BYTES, |(_, len)| *len)? {
             for (info, sum) in self.sum(chunk)?.pages {
@@ -104,7 +104,7 @@ impl Auditor<'_> {
             }
         }
         drop(begin);
-        // 4.
+        // Step 4.
         for chunk in chunks(&changed_since, CHUNK_BYTES, |(_, len)| *len)? {
             let (sums, past) = {
                 let _keeping = self.catalog.lock();

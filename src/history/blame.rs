@@ -77,8 +77,8 @@ impl View {
                 Defect::Missing if past.disk().directory().is_err() => {
                     return Err(Error::NoStore { path: past.disk().label(), found: None });
                 }
-                // Damage found twice in the same place is real, because changes of a writer would be elsewhere.
-                // However, if the state was removed, every attempt finds the same files missing.
+                // A writer's changes would move the damage. If the same damage is found twice, it is real, unless the
+                // state was removed: then every attempt finds the same files missing.
                 _ if before.replace(damage.clone()).is_some_and(|before| before == damage) => {
                     if past.is_kept()? {
                         return Err(Error::from(damage).in_store(&past.disk().label()));

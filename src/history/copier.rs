@@ -139,7 +139,7 @@ impl DeviceCopier {
             }
             bytes.check_process()?;
             bytes.check_device(device)?;
-            // These guards are held until all bytes have arrived.
+            // These guards keep pages out of the memory until all bytes have arrived.
             let (use_of_range, target) = bytes.begin_write()?;
             push(&mut in_use, use_of_range)?;
             push(&mut targets, (*page, target))?;
@@ -220,7 +220,7 @@ impl LoadRun<'_> {
             let at = self.targets.binary_search_by_key(&page, |(page, _)| *page);
             Ok(self.targets[at.expect("each image is of a page with memory")].1)
         };
-        // The view checks damage again, to distinguish it from files that a writer removed.
+        // The view reads damaged files again, to distinguish damage from files that a writer has removed.
         self.past.read_with_retry(|source| {
             let loader = ImageLoader {
                 device: self.device,

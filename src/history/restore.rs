@@ -66,22 +66,22 @@ impl RestoreRun<'_> {
     /// Restores the state after batch `restored` and returns the position of the restore in the log.
     pub fn run(&self, restored: Lsn, submitted: &mut PageTable, catalog: &mut Catalog) -> Result<LogPoint> {
         self.engine.poison.check()?;
-        // 1.
+        // Step 1.
         self.engine.log.wait_durable(submitted.lsn())?;
         let old = PastState::open(&self.engine.disk, Some(&StatePoint::Lsn(restored)))?;
         let in_memory = old.table().pages().filter(|info| info.place != Place::Disk);
         self.budget.check(in_memory.map(|info| (info.place, info.len)))?;
-        // 2.
+        // Step 2.
         let lsn = submitted.lsn().next();
         let epoch = Epoch(submitted.epoch_high().0 + 1);
         let pages = collected(old.table().pages().map(|info| at_restore(&info, submitted, lsn, epoch)))?;
-        // If no page changed, none has the new epoch.
+        // If the restore changes no page, no page has the new epoch.
         let epoch_high = pages.iter().map(|info| info.epoch).fold(submitted.epoch_high(), Epoch::max);
         let number = catalog.files.take_number();
         let logged = self.write_images(&pages, &old, number).and_then(|images| {
             let target = RestoreTarget { pages, root: old.table().root().clone(), images };
             let table_crc = self.write_table(&target, submitted.next_page(), lsn, epoch_high, number)?;
-            // 3.
+            // Step 3.
             let mut payload = PayloadWriter::default();
             let record = Op::Restore { table: number, table_crc, restored };
             payload.push(&record).map_err(|defect| Error::from(defect.at(FileName::Table(number), 0)))?;
@@ -94,28 +94,30 @@ impl RestoreRun<'_> {
         let files = target.images.values().flat_map(ImageRef::files);
         let files = set_of(files.map(|(file, _)| file));
         catalog.tables.insert(number, RetainedTable { restored_at: lsn, files });
-        // The next snapshot reuses the table's images instead of writing them again.
+        // These images need not be written again: the next snapshot refers to them.
         for info in target.pages.iter().filter(|info| info.lsn == lsn) {
             catalog.known.note(info.page, lsn, target.images.get(&info.page).copied());
         }
         self.engine.log.wait_durable(point.lsn)?;
-        // 4.
+        // Step 4.
         let target = Arc::new(target);
-        // From here on, readers find the restored state, and wait for the bytes of the pages that it changes.
+        // From here on, lookups find the restored state. Reads of a page that the restore changes wait until its bytes
+        // are replaced.
         self.engine.versions.replace(point.lsn, &target.pages, &target.root);
         let overwritten = self.overwrite(target.clone(), point);
-        // The log contains the restore, so the state has changed even if memory could not be overwritten.
+        // The restore is in the log, so the table is replaced even if memory could not be overwritten.
         submitted.replace(point.lsn, target.pages.iter().cloned(), target.root.clone());
         submitted.index_keys().expect("the old state had unique keys");
         overwritten.map_err(|error| self.engine.poison.set(error))?;
-        // No batch is committed in between, because the caller holds the submission lock.
+        // No batch was committed in between, because the caller holds the submission lock. All pages may have changed,
+        // so streams report a gap.
         self.engine.applier.changes().publish(Err(point.lsn));
         tracing::info!(%restored, lsn = %point.lsn, "restored");
         Ok(point)
     }
 
-    /// Runs the first part of step 2: returns a verified image of every non-empty page. Pages without an exact image
-    /// are written again.
+    /// Performs the first part of step 2: returns a verified image of every non-empty page. Pages that no image
+    /// contains exactly are written again.
     fn write_images(
         &self,
         pages: &[PageInfo],
@@ -130,7 +132,7 @@ impl RestoreRun<'_> {
                 None => push(&mut stale, info.clone())?,
             }
         }
-        let source = DiskSource::past_cache(self.engine.disk.clone());
+        let source = DiskSource::bypassing_cache(self.engine.disk.clone());
         prove(&source, wanted(pages, &images))?;
         if stale.is_empty() {
             return Ok(images);
@@ -145,7 +147,7 @@ impl RestoreRun<'_> {
         Ok(images)
     }
 
-    /// Runs the second part of step 2: writes the table and returns its checksum.
+    /// Performs the second part of step 2: writes the table and returns its checksum.
     fn write_table(
         &self,
         target: &RestoreTarget,
@@ -194,9 +196,9 @@ impl RestoreRun<'_> {
         error
     }
 
-    /// Runs step 4: replaces the tables and overwrites page memory with the old state.
+    /// Performs step 4: replaces the tables and overwrites page memory with the old state.
     fn overwrite(&self, target: Arc<RestoreTarget>, point: LogPoint) -> Result<()> {
-        let source = DiskSource::past_cache(self.engine.disk.clone());
+        let source = DiskSource::bypassing_cache(self.engine.disk.clone());
         let (device, staging) = (self.engine.device.clone(), self.engine.staging.clone());
         let disk_pages = self.engine.disk_pages.clone();
         let overwritten = self.engine.applier.turn(move |turn| {
@@ -263,12 +265,12 @@ fn overwrite(
     turn.applied.table.replace(point.lsn, pages.iter().cloned(), root.clone());
     turn.applied.table.index_keys().expect("the old state had unique keys");
     turn.applied.point = point;
-    // The pages are sorted by id.
+    // The pages are sorted by id, so a binary search finds the page's new place and length.
     let staying = |page: PageId| {
         let at = pages.binary_search_by_key(&page, |info| info.page).ok()?;
         Some((pages[at].place, pages[at].len))
     };
-    // Unneeded memory is freed first, because the budget has room only for the remaining pages (I10).
+    // Memory that is no longer needed is freed first. The budget may not have room for both states (I10).
     let last_use = turn.submit(CommandList::default())?.fence();
     let fits = |page: PageId, memory: &PageMemory| staying(page) == Some((memory.place(), memory.byte_len()));
     let leaving = turn.applied.memory.iter().filter(|(page, memory)| !fits(*page, memory));
@@ -285,8 +287,8 @@ fn overwrite(
         turn.versions.moved(info.page, memory.span().memory);
     }
     turn.applied.memory.extend(missing.iter().map(|info| info.page).zip(memory));
-    // The images were verified before the restore was logged. They are read again because they are not kept in memory.
-    // A failed read is retried once, because memory is already partly overwritten.
+    // The images were verified before the restore was logged, but were not kept in memory, so they are read again. A
+    // failed read is retried once, because some pages are already overwritten.
     let mut images = collected(wanted(changed(), images))?;
     let memory = &turn.applied.memory;
     let target = |page: PageId| Ok(memory[page].span());

@@ -86,7 +86,7 @@ pub(crate) fn create<E: From<Error>>(
     target.make_folder(Folder::Root).map_err(no_space)?;
     let _lock = target.lock().map_err(no_space)?;
     start_over(target).map_err(no_space)?;
-    // 1.
+    // Step 1.
     let ancestors: BTreeSet<[u8; 16]> = shared.writers.values().map(|store| store.0).collect();
     let store = StoreFile {
         store: StoreId(random()?),
@@ -98,7 +98,7 @@ pub(crate) fn create<E: From<Error>>(
         },
     };
     claim(target, &store).map_err(no_space)?;
-    // 2.
+    // Step 2.
     let mut linked = BTreeSet::new();
     if let Some(disk) = &shared.disk {
         for number in shared.writers.keys() {
@@ -112,7 +112,7 @@ pub(crate) fn create<E: From<Error>>(
     let images: BTreeMap<PageId, ImageRef> = map_of(images.map(|(page, image)| (*page, *image)));
     let number = linked.last().map_or(1, |last| last + 1);
     let images = write_images(&origin.table, target, store.store, images, number, read)?;
-    // 3.
+    // Step 3.
     let point = origin.point;
     let end =
         LogEnd { accepted: point, proven: point, torn: None, verified: Vec::new(), harmless: Vec::new() };
@@ -123,7 +123,7 @@ pub(crate) fn create<E: From<Error>>(
     let pool = SegmentPool::new(target.clone(), store.store, rules, LogIo::Buffered, image_spares)?;
     let pool = Arc::new(pool);
     let (log, _) = begin(&pool, store.store, &before, Vec::new())?;
-    // 4.
+    // Step 4.
     let table = &origin.table;
     let entries = collected(table.pages().map(|info| entry(&info, images.get(&info.page).copied())))?;
     let manifest = Manifest {
@@ -137,7 +137,7 @@ pub(crate) fn create<E: From<Error>>(
         next_page: table.next_page(),
         epoch_high: table.epoch_high(),
         next_file: number + 1,
-        // Shared files belong to no batch of the new store.
+        // No image file belongs to a batch of the new store.
         ahead_from: number + 1,
         entries,
         tombstones: Vec::new(),
@@ -145,7 +145,7 @@ pub(crate) fn create<E: From<Error>>(
     };
     assert!(manifest.redo.lsn == manifest.end); // The state is exact, so the manifest's `redo` equals its end.
     publish_manifest(target, &manifest, usize::MAX, &without_spare)?;
-    // 5.
+    // Step 5.
     target.rename(CLAIM, FileName::Store).map_err(no_space)?;
     target.sync_folder(Folder::Root)?;
     tracing::info!(store = %store.store, lsn = %table.lsn(), linked = linked.len(), "founded");
@@ -169,7 +169,7 @@ pub(crate) fn create_alone<E: From<Error>>(
     create(origin, &SharedImages::default(), target, read)
 }
 
-/// Runs the second part of step 2: writes the images of the pages without a shared image.
+/// Performs the second part of step 2: writes images of the pages without a shared image.
 fn write_images<E: From<Error>>(
     table: &PageTable,
     target: &Arc<dyn Disk>,
@@ -178,7 +178,7 @@ fn write_images<E: From<Error>>(
     number: u64,
     read: PageRead<'_, E>,
 ) -> Result<BTreeMap<PageId, ImageRef>, E> {
-    prove(&DiskSource::past_cache(target.clone()), wanted(table.pages(), &images))?;
+    prove(&DiskSource::bypassing_cache(target.clone()), wanted(table.pages(), &images))?;
     let is_missing = |info: &PageInfo| info.len > 0 && !images.contains_key(&info.page);
     let rest = collected(table.pages().filter(is_missing))?;
     if rest.is_empty() {

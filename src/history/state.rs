@@ -19,6 +19,7 @@ use std::time::Duration;
 
 use remanent_format::image::ImageRef;
 use remanent_format::image::read::{check_image, read_image_into};
+use remanent_format::log::LogMap;
 use remanent_format::manifest::Manifest;
 use remanent_format::state::reach::{Reach, Role};
 use remanent_format::state::replay::ResolvedState;
@@ -73,7 +74,7 @@ fn check_is_store(disk: &Arc<dyn Disk>) -> Result<()> {
         return Ok(());
     }
     let judged = unfinished_files(disk);
-    // A writer may have completed the creation of the store, and have committed, in the meantime.
+    // A writer may have completed the creation of the store in the meantime, and even committed.
     if has_record()? {
         Ok(())
     } else {
@@ -135,21 +136,20 @@ impl PastState {
                     }
                     Err(not_found) => not_found,
                 };
-            // If attempts find different files, a longer log or a different error, a writer is active, and the survey
-            // was inconsistent.
+            // If two attempts find different files, a longer log or a different error, a writer is active, and the
+            // files changed while they were listed.
             let links = survey.links.keys().copied().collect();
-            let segments = survey.log.segments().keys().copied().collect();
-            let now = (links, segments, reached, error.to_string());
+            let now = (links, segment_numbers(&survey.log), reached, error.to_string());
             let before = before.replace(now.clone());
             let moved = before.as_ref().is_some_and(|before| *before != now);
             let is_outside = matches!(error, Error::NoSuchState(NoSuchState::OutsideWindow { .. }));
-            // A snapshot that was being removed may be usable again once its log is removed.
+            // While a writer removes log, it locks a snapshot, which can be used again afterwards.
             if before.is_some() && (!moved || is_outside) && !is_being_removed {
                 return Err(error);
             }
             if moved && point.is_none() && reached > Lsn(0) {
-                // The writer committed more batches during this call, so the batch reached before was the newest at
-                // that time.
+                // The writer has committed more batches during this call. The last batch that the search reached was
+                // the newest one at that time, so it is an acceptable result.
                 if let Ok(past) = Self::search(disk, &source, &survey, Until::At(reached))
                     && past.is_whole
                 {
@@ -170,7 +170,7 @@ impl PastState {
         unreachable!("the last attempt returns")
     }
 
-    /// Tries to compose the state from the snapshots, newest first, and then from the beginning of the log.
+    /// Tries to build the state from each snapshot, newest first, and then from the beginning of the log.
     fn search(
         disk: &Arc<dyn Disk>,
         source: &DiskSource,
@@ -180,12 +180,12 @@ impl PastState {
         let (mut first, mut reached, mut is_being_removed) = (None, Lsn(0), false);
         let mut in_parts = None;
         let mut oldest: Option<Lsn> = None;
-        // The log is walked a second time only if the newest snapshot is unsuitable.
+        // The log is read to its end only if the newest snapshot is unsuitable.
         let log_end = OnceCell::new();
         let log_end = || log_end.get_or_init(|| Reach::at_the_end(survey, source)).as_ref();
         let newest = survey.readable().next_back().map(|link| link.snapshot);
         for id in survey.links.keys().rev().map(|id| Some(*id)).chain([None]) {
-            // A link states its end and where its log begins, so its chain need not be followed yet.
+            // The manifest states these two points itself, so the manifests on which it is based are not read yet.
             let (end, redo) = match id.map(|id| &survey.links[&id]) {
                 Some(Ok((link, _))) => (link.end, Some(link.redo)),
                 Some(Err(damage)) => {
@@ -195,21 +195,14 @@ impl PastState {
                 None => (Lsn(0), survey.log.beginning()),
             };
             let Some(redo) = redo else { continue };
-            // The newest snapshot is always a start, and usually the one needed. The last seal states the role of the
-            // other snapshots.
-            let role = if id.is_some() && id == newest {
-                Role::Start
-            } else if let Some((_, reach)) = log_end() {
-                let beginning = if reach.beginning().is_some() { Role::Start } else { Role::Link };
-                id.map_or(beginning, |id| reach.role(id))
-            } else if survey.log.segments().contains_key(&redo.segment) {
-                // If the log cannot be followed, every snapshot whose segment exists is tried.
-                Role::Start
-            } else {
-                Role::OwnEnd
+            // Replay may always start from the newest snapshot, which is usually the required one.
+            let role = match id {
+                Some(_) if id == newest => Role::Start,
+                _ => role(survey, log_end().map(|(_, reach)| reach), id, redo),
             };
-            // A snapshot without any log after it can still provide its own end, if it is exact.
-            if role == Role::Link || (role == Role::OwnEnd && (until.lsn() != Some(end) || redo.lsn != end)) {
+            // Without the log after it, an exact snapshot can still provide the state at its own end.
+            if role == Role::Link || (role == Role::EndOnly && (until.lsn() != Some(end) || redo.lsn != end))
+            {
                 continue;
             }
             if role == Role::Start {
@@ -226,8 +219,8 @@ impl PastState {
             match opened {
                 Ok(Some(past)) => match past.has_images() {
                     Ok(true) => return Ok(Self { is_whole: true, ..past }),
-                    // The snapshot is held, so no more of its files are removed. If it is no longer a start, a writer
-                    // removed the missing files.
+                    // The lock on the snapshot now prevents the removal of its files. If replay may no longer start
+                    // from it, a writer removed the missing files before. Otherwise they are lost.
                     Ok(false) if !is_promised(disk, id, until) => is_being_removed = true,
                     Ok(false) => _ = in_parts.get_or_insert(past),
                     Err(error) => _ = first.get_or_insert(error),
@@ -240,30 +233,13 @@ impl PastState {
             }
             reached = reached.max(op_locations.point().lsn);
         }
-        // Lost images affect only their own pages.
+        // Some images are lost. Only the pages that need them are unreadable.
         if let Some(past) = in_parts {
             return Ok(past);
         }
         let nothing = || match (until, oldest) {
             (Until::At(requested), Some(oldest)) if requested < oldest => {
-                // The error states the range of available batches.
-                match log_end() {
-                    Some((newest, reach)) => {
-                        let oldest = reach.opens_at().unwrap_or_default();
-                        Error::NoSuchState(NoSuchState::OutsideWindow {
-                            requested,
-                            oldest,
-                            newest: *newest,
-                            below: reach.below(),
-                        })
-                    }
-                    None => Error::NoSuchState(NoSuchState::OutsideWindow {
-                        requested,
-                        oldest,
-                        newest: survey.mark(),
-                        below: Vec::new(),
-                    }),
-                }
+                outside_window(survey, requested, oldest, log_end())
             }
             _ => survey.log.chain_break().cloned().unwrap_or_else(|| missing(survey)).into(),
         };
@@ -314,9 +290,9 @@ impl PastState {
             hold,
             is_whole: false,
         };
-        // Between the survey and the hold, the writer may have removed the snapshot, or reused the first segment, whose
-        // bytes then look like a log that ends at its beginning. A writer in recovery reuses the last segments, whose
-        // batches it has copied.
+        // Before the snapshot was locked, a writer may have removed it, or reused its first segment, so that the log
+        // appears to end there. A writer that is opening the store reuses the last segments, whose batches it has
+        // copied.
         let had_files = survey.log.segments().contains_key(&redo.segment);
         Ok((!had_files || past.has_files()?).then_some(past))
     }
@@ -372,7 +348,8 @@ impl PastState {
         &self.resolved.table
     }
 
-    /// Returns the image that contains exactly the bytes of a page, or `None` if the page must be composed.
+    /// Returns the image whose bytes equal those of the page in this state. Returns `None` if later batches must be
+    /// applied to an image.
     pub fn exact_image(&self, page: PageId) -> Option<ImageRef> {
         self.op_locations.exact_image(&self.resolved, page)
     }
@@ -448,7 +425,7 @@ impl PastState {
             Lookup::Held(from, bytes) => return Ok((from, bytes)),
             Lookup::Missing(next) => next,
         };
-        // Other threads can read in the meantime. In the worst case, two threads compose the same window.
+        // No lock is held while the window is read. In the worst case, two threads read the same window.
         let bytes = if next == (0..page_len) && page_len <= WHOLE_LEN_MAX {
             self.read_with_retry(|source| self.op_locations.load(source, &self.resolved, page))?
         } else {
@@ -483,28 +460,30 @@ impl PastState {
             Err(damage) => damage,
         };
         if damage.defect == Defect::Missing {
-            // In a removed directory, every file is missing.
+            // If the directory was removed, this returns an error, because every file would appear to be missing.
             self.disk.directory()?;
         }
         match damage.defect {
             Defect::Memory { needed } => Err(Error::OutOfMemory { place: Place::Host, len: needed }),
             Defect::Missing if !self.is_kept()? => Err(self.overtaken()),
-            // The writer reused the file after it was opened by name.
+            // The writer has reused the file since it was opened.
             _ if anew.is_gone(damage.file) && !self.is_kept()? => Err(self.overtaken()),
-            // The error names the store because a fork involves another store, too.
+            // The error names the store, because during a fork there are two stores.
             _ => Err(Error::from(damage).in_store(&self.disk.label())),
         }
     }
 
-    /// Returns whether no writer can have removed a file that this state needs.
+    /// Returns whether no writer can have removed a file that this state needs. The existing files do not prove that: a
+    /// writer may keep a manifest as a link of later snapshots, and the log after it, without the images.
     pub fn is_kept(&self) -> Result<bool> {
-        Ok(self.hold.is_some() || self.has_files()?)
+        let promised = is_promised(&self.disk, self.base, Until::At(self.lsn()));
+        Ok(promised && (self.hold.is_some() || self.has_files()?))
     }
 
     /// Returns whether the files that a writer removes first still exist: the snapshot's manifest and the log segments.
     /// The log is checked too, because a manifest may be kept for later snapshots.
     fn has_files(&self) -> Result<bool> {
-        // Names are unique across the kinds of files.
+        // A file name identifies the kind of the file, so names of both folders can share a set.
         let mut present: BTreeSet<String> = self.disk.list(Folder::Log)?.into_iter().collect();
         present.extend(self.disk.list(Folder::Snapshots)?);
         let segments = self.segments.iter().map(|number| FileName::Segment(*number));
@@ -547,13 +526,50 @@ fn until(survey: &Survey, point: Option<&StatePoint>) -> Result<Until> {
     })
 }
 
-/// Returns whether the last seal of the log permits composing a state from the given snapshot or the beginning of the
-/// log. If the seal cannot be read, returns a result for which missing files are reported as lost and not as removed.
+/// Returns whether, according to the last seal, replay may start from the given snapshot or the beginning of the log.
+/// If the seal cannot be read, the result makes the caller report missing files as lost, not as removed.
 fn is_promised(disk: &Arc<dyn Disk>, base: Option<SnapshotId>, until: Until) -> bool {
-    let source = DiskSource::new(disk.clone());
-    let Ok(survey) = Survey::read(&source) else { return true };
-    let Some((_, reach)) = Reach::at_the_end(&survey, &source) else { return true };
-    reach.leads_to(base, until.lsn())
+    let mut before = None;
+    for _ in 0..ATTEMPTS {
+        let source = DiskSource::new(disk.clone());
+        let Ok(survey) = Survey::read(&source) else { return true };
+        if let Some((_, reach)) = Reach::at_the_end(&survey, &source) {
+            return reach.leads_to(base, until.lsn());
+        }
+        // A writer may have removed a file during the survey. If so, the next survey finds other files.
+        let files = (survey.links.into_keys().collect::<Vec<_>>(), segment_numbers(&survey.log));
+        if before.replace(files.clone()).is_some_and(|before| before == files) {
+            return true;
+        }
+    }
+    false
+}
+
+fn segment_numbers(log: &LogMap) -> Vec<u64> {
+    log.segments().keys().copied().collect()
+}
+
+/// Returns the role of a candidate other than the newest snapshot, whose log begins at `redo`. The last seal, from which
+/// `reach` was computed, states what the candidate can be used for. `reach` is `None` without a readable seal.
+fn role(survey: &Survey, reach: Option<&Reach>, id: Option<SnapshotId>, redo: LogPoint) -> Role {
+    match (reach, id) {
+        (Some(reach), Some(id)) => reach.role(id),
+        (Some(reach), None) if reach.beginning().is_some() => Role::Start,
+        (Some(_), None) => Role::Link,
+        // Without a readable seal, every candidate whose segment exists is tried.
+        (None, _) if survey.log.segments().contains_key(&redo.segment) => Role::Start,
+        (None, _) => Role::EndOnly,
+    }
+}
+
+/// Returns the error for a batch before the retained range, which states that range. `oldest` is the end of the oldest
+/// start, and `log_end` is the newest batch with the reach of the log, if the log can be followed.
+fn outside_window(survey: &Survey, requested: Lsn, oldest: Lsn, log_end: Option<&(Lsn, Reach)>) -> Error {
+    let (oldest, newest, below) = match log_end {
+        Some((newest, reach)) => (reach.opens_at().unwrap_or_default(), *newest, reach.below()),
+        None => (oldest, survey.mark(), Vec::new()),
+    };
+    Error::NoSuchState(NoSuchState::OutsideWindow { requested, oldest, newest, below })
 }
 
 fn missing(survey: &Survey) -> Damage {

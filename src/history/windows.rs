@@ -152,7 +152,7 @@ mod tests {
         assert_eq!(at(5 * MIB, 1), None);
         assert_eq!(at(6 * MIB, 1), Some(6 * MIB..8 * MIB));
         assert_eq!(at(8 * MIB + 100, 1), Some(8 * MIB..12 * MIB));
-        // Elsewhere, the length starts over, unless more bytes are requested at once.
+        // A window that does not follow the previous one is short again, unless the caller requests more bytes.
         assert_eq!(at(100 * MIB, 1), Some(100 * MIB..101 * MIB));
         assert_eq!(at(110 * MIB + 1, 4 * MIB), Some(110 * MIB..115 * MIB));
         assert_eq!(at(150 * MIB, u64::MAX), Some(150 * MIB..182 * MIB));

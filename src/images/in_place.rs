@@ -27,8 +27,8 @@ impl ImageWriter {
     }
 
     /// Reserves space for a chunk of `chunk_len` bytes, and returns the offset of the chunk in the file. Returns `None`
-    /// if the chunk would end after the end of the file's memory. Reserved space that is not used has no head, and is
-    /// never read.
+    /// if the chunk would not fit in the mapped part of the file. If the caller does not use the space, it remains
+    /// without a chunk head, and no reader accesses it.
     pub fn take_place(&self, chunk_len: u64) -> Option<u64> {
         let reach = self.target.as_ref()?.byte_len();
         let _no_other_appends = self.tail.lock();
@@ -54,7 +54,7 @@ impl ImageWriter {
         let images = collected(pages.iter().map(|(info, sum)| new_image(info, *sum, None)))?;
         let chunk = Chunk::plan(self.number, offset, &images)
             .map_err(|defect| Error::from(defect.at(FileName::Pages(self.number), offset)))?;
-        // I7: a longer chunk would overwrite the next one, which another thread wrote.
+        // I7: a chunk that is longer than its reserved space would overwrite the next one, which another thread wrote.
         assert!(chunk.len == chunk_len, "a chunk that is not as long as its place");
         let head = self.encode_head(&chunk)?;
         self.growing
@@ -80,7 +80,7 @@ impl ImageWriter {
         let len = Chunk::head_len(chunk.images.len() as u64);
         let no_memory = || Error::OutOfMemory { place: Place::Host, len };
         let mut head = AlignedBuf::try_new(len as usize).ok_or_else(no_memory)?;
-        self.file.read_past_cache(chunk.offset, &mut head)?;
+        self.file.read_bypassing_cache(chunk.offset, &mut head)?;
         self.check_head(chunk, &head)?;
         let target = self.target.as_ref().expect("a device copied to it");
         let range = |header: &ImageHeader| header.image.offset..header.image.offset + header.image.stored_len;

@@ -188,9 +188,9 @@ impl ImageWriter {
     /// Reads the chunk of a long page back from the medium and verifies it (I7).
     pub(super) fn verify_long(&self, chunk: &Chunk) -> Result<()> {
         let mut head = AlignedBuf::new(Chunk::head_len(1) as usize);
-        self.file.read_past_cache(chunk.offset, &mut head)?;
+        self.file.read_bypassing_cache(chunk.offset, &mut head)?;
         self.check_head(chunk, &head)?;
-        let source = DiskSource::past_cache(self.disk.clone());
+        let source = DiskSource::bypassing_cache(self.disk.clone());
         let header = &chunk.images[0];
         stream_image(&source, &header.image, header.len, |_| Ok::<_, Damage>(()))?;
         Ok(())

@@ -389,7 +389,7 @@ impl ImageWriter {
 
     fn verify_chunk(&self, chunk: &Chunk, bytes: &mut [u8]) -> Result<()> {
         let file = FileName::Pages(self.number);
-        self.file.read_past_cache(chunk.offset, bytes)?;
+        self.file.read_bypassing_cache(chunk.offset, bytes)?;
         self.check_head(chunk, bytes)?;
         for ImageHeader { image, len, .. } in &chunk.images {
             let at = (image.offset - chunk.offset) as usize;

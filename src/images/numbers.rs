@@ -4,9 +4,9 @@
 //! Until a snapshot names a batch's images, only the batch's frame names them. Their file is kept while replay may
 //! start before the frame, that is, while the frame's Lsn is above the floor, regardless of the frame's segment.
 //!
-//! A crash loses this list. Recovery rebuilds it from the frames that it replays. For other files of batches, recovery
-//! assumes that the newest possible batch names them (`ahead_from` in manifests). These files are kept longer than
-//! needed, but are never removed too early.
+//! A crash loses this list. Recovery rebuilds it from the frames that it replays. For each other file that was written
+//! for a batch, recovery assumes the newest batch that could name it (`ahead_from` in manifests). Such a file may be
+//! kept longer than needed, but is never removed too early.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -27,7 +27,7 @@ pub(crate) struct ImageFiles {
     /// The pages on disk. Their images must not be removed.
     disk_pages: Arc<DiskPages>,
     state: Mutex<NumberState>,
-    /// The first number that this run of the store can assign.
+    /// The first number that can be assigned since this open.
     first: u64,
     /// A lock that is held while files are listed and removed. This lock is acquired before `state`.
     removals: Mutex<()>,
@@ -108,8 +108,8 @@ impl ImageFiles {
         assert!(before == Some(None)); // I8: the file was kept since its number was assigned.
     }
 
-    /// Returns the first number that this run of the store can assign. Every file with this number or a greater number
-    /// was created in this run.
+    /// Returns the first number that can be assigned since this open. Every file with this number or a greater number
+    /// was created since this open.
     pub fn first(&self) -> u64 {
         self.first
     }

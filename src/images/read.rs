@@ -255,7 +255,7 @@ pub(crate) fn prove(source: &DiskSource, wanted: impl IntoIterator<Item = ImageR
 /// An image longer than [`RUN_BYTES`] is read piece by piece.
 ///
 /// # Errors
-/// `OutOfMemory`.
+/// `OutOfMemory`, or the system's error if another resource ran short. A shortage is no damage: the images may be intact.
 pub(crate) fn damaged(
     source: &DiskSource,
     wanted: &mut [ImageRequest],
@@ -264,7 +264,11 @@ pub(crate) fn damaged(
     let runs = collected(runs(wanted))?;
     let threads = parallel::threads(THREADS_MAX.min(threads_max));
     let damaged = |(): &mut (), index: usize| runs[index].damaged(source);
-    collected(parallel::map_indexed(threads, runs.len(), || (), damaged)?.into_iter().flatten())
+    let found = parallel::map_indexed(threads, runs.len(), || (), damaged)?;
+    match found.iter().flatten().find(|(_, damage)| damage.defect.is_shortage()) {
+        Some((_, shortage)) => Err(shortage.clone().into()),
+        None => collected(found.into_iter().flatten()),
+    }
 }
 
 #[cfg(test)]

@@ -42,8 +42,9 @@ impl<'a> PendingImages<'a> {
     ) -> Result<Self> {
         let info = |(page, bytes): &(PageId, &'a [u8])| (info(*page, bytes.len() as u64), *bytes);
         let pages = collected(pages.iter().map(info))?;
-        let count = ahead_file_count(&pages, |(info, _)| info.len)?;
-        Self::make(files, store, options, count, |writers| writers.write_all(&pages))
+        let bytes = pages.iter().map(|(info, _)| info.len).sum();
+        let count = ahead_file_count(&pages, bytes, |(info, _)| info.len)?;
+        Self::make(files, store, options, bytes, count, |writers| writers.write_all(&pages))
     }
 
     /// Writes pages of the given lengths like [`write`](Self::write). `read` provides the bytes of a page piece by
@@ -61,23 +62,25 @@ impl<'a> PendingImages<'a> {
         read: impl Fn(&mut W, &PageInfo, u64, &mut [u8]) -> Result<()> + Sync,
     ) -> Result<Self> {
         let pages = collected(pages.iter().map(|(page, len)| info(*page, *len)))?;
-        let count = ahead_file_count(&pages, |info| info.len)?;
-        Self::make(files, store, options, count, |writers| writers.write_read(&pages, equip, read))
+        let bytes = pages.iter().map(|info| info.len).sum();
+        let count = ahead_file_count(&pages, bytes, |info| info.len)?;
+        Self::make(files, store, options, bytes, count, |writers| writers.write_read(&pages, equip, read))
     }
 
     fn make(
         files: &'a ImageFiles,
         store: StoreId,
         options: ImageOptions,
+        bytes: u64,
         count: u64,
         write: impl FnOnce(&ImageWriters) -> Result<Vec<ImageRef>>,
     ) -> Result<Self> {
         let _phase = phases::enter(Phase::WriteAhead);
-        // 1. From here on the numbers are assigned for good, whether or not the files are created.
+        // 1. The numbers count as assigned from here on, even if a file is not created.
         let numbers = files.begin_for_batch(count);
-        let writers = ImageWriters::create_ahead(files, store, numbers.clone(), options);
+        let writers = ImageWriters::create_ahead(files, store, numbers.clone(), bytes, options);
         let writers = writers.inspect_err(|_| numbers.clone().for_each(|file| files.forget(file)))?;
-        // 2. Dropping this value before the batch is logged removes the files.
+        // 2. If this value is dropped before the batch is logged, the files are removed.
         let mut ahead = Self { files, numbers, images: Vec::new(), is_refused: true };
         ahead.images = write(&writers)?;
         writers.sync()?;
@@ -89,14 +92,14 @@ impl<'a> PendingImages<'a> {
         &self.images
     }
 
-    /// Step 3. Records that batch `lsn` is logged, so that the image files are kept.
+    /// Performs step 3: records that batch `lsn` is logged, so that the image files are kept.
     pub fn logged(mut self, lsn: Lsn) {
         self.is_refused = false;
         self.numbers.clone().for_each(|file| self.files.logged(file, lsn));
     }
 
-    /// Keeps the image files, because it is unknown whether the batch is logged. The next open determines this from the
-    /// log.
+    /// Keeps the image files although the commit failed, because the batch may be in the log. The next open removes the
+    /// files if it is not.
     pub fn leave(&mut self) {
         self.is_refused = false;
     }

@@ -41,8 +41,7 @@ pub(crate) fn file_count(bytes: u64, chunk_len: u64, threads: usize) -> u64 {
 
 /// Returns the number of files to which a batch's pages of the given lengths are written concurrently. No file is
 /// empty.
-pub(super) fn ahead_file_count<P>(pages: &[P], len: impl Fn(&P) -> u64) -> Result<u64> {
-    let bytes = pages.iter().map(&len).sum();
+pub(super) fn ahead_file_count<P>(pages: &[P], bytes: u64, len: impl Fn(&P) -> u64) -> Result<u64> {
     let chunks = chunks(pages, CHUNK_BYTES, len)?.len() as u64;
     Ok(file_count(bytes, CHUNK_BYTES, parallel::threads(THREADS_MAX)).min(chunks.max(1)))
 }
@@ -80,15 +79,17 @@ impl ImageWriters {
         Ok(writers)
     }
 
-    /// Starts image files with the given numbers, for a batch. If this call or a call of the writer returns that the
+    /// Starts image files with the given numbers, for a batch that writes about `len` bytes. If this call or a call of the writer returns that the
     /// disk is full, the caller must abandon the files.
     pub fn create_ahead(
         image_files: &ImageFiles,
         store: StoreId,
         numbers: Range<u64>,
+        len: u64,
         options: ImageOptions,
     ) -> Result<Self> {
         let mut writers = Self::none(image_files, &numbers);
+        let options = options.for_file(len / (numbers.end - numbers.start).max(1));
         for number in numbers {
             let disk = writers.disk.clone();
             match ImageWriter::create(disk, store, number, ImagePurpose::Batch, options) {
@@ -119,7 +120,7 @@ impl ImageWriters {
     ) -> Result<()> {
         let purpose = ImagePurpose::Snapshot;
         let file_len = IMAGE_HEADER_BLOCK + len / (numbers.end - numbers.start).max(1);
-        let spares = self.spares.clone();
+        let (spares, options) = (self.spares.clone(), options.for_file(file_len));
         let mut over = spares.reuse(numbers.clone(), file_len)?;
         self.reused = over.len();
         for number in numbers {
@@ -252,7 +253,7 @@ impl ImageWriters {
     /// Removes the unfinished image files.
     pub fn abandon(self) {
         for mut file in self.files {
-            // The file's space is freed only once no mapping refers to it.
+            // The memory is unmapped first, because the file's space is freed only when no mapping refers to it.
             file.target = None;
             self.spares.drop_kept_ready(file.number);
             file.abandon();
@@ -273,7 +274,7 @@ mod tests {
             ("two of them are two", vec![1 << 30; 2], threads.min(2)),
             ("many pages", vec![1 << 20; 200], threads),
         ] {
-            assert_eq!(ahead_file_count(&lens, |len| *len).unwrap(), expected, "{why}");
+            assert_eq!(ahead_file_count(&lens, lens.iter().sum(), |len| *len).unwrap(), expected, "{why}");
         }
     }
 }

@@ -212,7 +212,7 @@ impl BlockLayout {
     /// # Errors
     /// [`LayoutError::OutOfRange`].
     pub fn extents(&self, block: u64) -> LayoutResult<Vec<Extent>> {
-        // Copying the block to itself merges exactly the runs that are adjacent in the layout.
+        // A copy of the block to itself is divided into the block's extents.
         Ok(self.copies(block, self, block)?.into_iter().map(|copy| copy.from).collect())
     }
 

@@ -14,7 +14,11 @@ mod sync_guard;
 mod waits;
 mod threads;
 mod watch;
+mod archived;
 
+pub(crate) use archived::ArchiveProgress;
+#[cfg(feature = "archive")]
+pub use archived::ArchiveStats;
 pub(crate) use segments::{SegmentPool, SegmentRules, SpacePurpose};
 pub(crate) use state::LogStart;
 pub use state::LogStats;

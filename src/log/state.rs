@@ -45,9 +45,9 @@ pub(crate) struct LogStart {
 /// time, so that they need no notification. At most 200 notifications per second are sent.
 pub(crate) const NOTIFY_AFTER: Duration = Duration::from_millis(5);
 
-/// The time for which a successful check for another writer permits further writes without a new check. Another writer
-/// cannot reuse a segment of this writer within this time, because it first reads the log and syncs its opening. A
-/// check takes two system calls, more time than writing a small frame.
+/// The time for which a check that no other writer has opened the store remains valid. Another writer cannot reuse a
+/// segment of this writer within this time, because it first reads the log and syncs its opening. The check takes two
+/// system calls, longer than writing a small frame.
 const CHECK_AFTER: Duration = Duration::from_millis(1);
 
 /// The minimum of [`LogState::sync_after_bytes`].
@@ -91,8 +91,8 @@ pub(super) struct LogState {
     /// The time of the last check that no other writer has opened the store. If `None`, a check is required before the
     /// next frame.
     pub checked: Option<Instant>,
-    /// The segments that the log has left, each with the last batch in it. An entry is removed when that batch is
-    /// durable.
+    /// Earlier segments that are not completely durable, each with the last batch in it. An entry is removed when that
+    /// batch is durable.
     pub left_behind: VecDeque<(u64, Lsn)>,
     /// The number of synced seals. A snapshot counts as recorded only after the seal that names it is synced (I7).
     pub seals_durable: u64,
@@ -102,9 +102,15 @@ pub(super) struct LogState {
     /// The error of the last seal that could not be written.
     pub seal_refusal: Option<Error>,
     pub durable: Lsn,
+    /// The durable mark in the newest frame.
+    pub mark: Lsn,
+    /// The newest batch under a durable mark that is itself durable. Unlike other durable batches, no crash can make
+    /// later batches follow an earlier batch instead, because every open knows that the batch was durable (I6).
+    pub proven: Lsn,
     /// Whether a thread is syncing. Other threads must wait before they sync.
     pub is_syncing: bool,
-    /// The newest batch that the current or last sync covers. Later batches wait for the next sync.
+    /// The newest batch that the current sync covers, or the last sync if none is running. Later batches wait for the
+    /// next sync.
     pub sync_target: Lsn,
     /// The number of syncs begun. Its parity selects the condition variable on which a committer waits.
     pub syncs_begun: usize,
@@ -121,7 +127,7 @@ pub(super) struct LogState {
     /// Whether a seal could not be written, so that the seal at close may use the reserve.
     pub is_seal_missed: bool,
     pub last_append: Instant,
-    /// The time at which [`Self::ends_silence`] was last called for a batch.
+    /// The time of the last batch for which [`Self::ends_silence`] was called.
     last_batch: Option<Instant>,
     pub verified: Vec<VerifiedSnapshot>,
     pub grow_after: Option<Instant>,
@@ -135,7 +141,7 @@ pub(super) struct LogState {
     pub replay_start: Option<LogPoint>,
 }
 
-/// A segment that receives frames now or later. Its window keeps the file open.
+/// A segment that receives frames now or later. Its window, through which frames are written, keeps the file open.
 pub(super) struct OpenSegment {
     pub number: u64,
     pub len: u64,
@@ -193,6 +199,9 @@ impl LogState {
             seals_refused: 0,
             seal_refusal: None,
             durable: start.point.lsn,
+            // The opening states that the batches before it are durable, and is synced.
+            mark: start.point.lsn,
+            proven: start.point.lsn,
             is_syncing: false,
             sync_target: start.point.lsn,
             syncs_begun: 0,
@@ -220,19 +229,18 @@ impl LogState {
         self.checked.is_none_or(|at| now - at >= CHECK_AFTER)
     }
 
-    /// Determines where a frame of `frame_len` bytes fits. If the frame does not fit yet, the caller releases the lock,
-    /// performs the returned action and calls this function again.
+    /// Determines whether a frame of `frame_len` bytes can be stored now. If not, the caller releases the lock,
+    /// performs the returned action, and calls this function again.
     ///
-    /// The function changes nothing, because storing the frame may still fail. If the log entered the next segment for
-    /// a frame that is not stored, a later, longer frame could skip that segment, and the next open would treat the
-    /// empty segment as damage.
+    /// This function does not enter the next segment, because storing the frame may still fail. A later, longer frame
+    /// could then skip the segment that was entered, and the next open would report the empty segment as damage.
     pub fn room_for(&self, frame_len: u64) -> Room {
         if self.next_offset() + frame_len <= self.current.len {
             return Room::Ready;
         }
         let long_enough = self.empty.front().is_some_and(|next| SEGMENT_HEADER_BLOCK + frame_len <= next.len);
-        // I8: the segment after the one that the log enters exists, synced, with its name. A reader treats a missing
-        // newest segment as damage, so its absence must never be normal.
+        // I8: the segment after the one that the log enters exists, is synced and has its name. A reader therefore
+        // treats a missing newest segment as damage.
         if !long_enough || self.empty.len() < EMPTY_COUNT {
             return Room::AfterGrowth;
         }
@@ -258,7 +266,7 @@ impl LogState {
         self.offset = SEGMENT_HEADER_BLOCK;
         // A frame that joins a group directly follows the previous one, so the first frame of a segment starts a group.
         self.group_open = false;
-        // Another writer may have reused the empty segment as a spare.
+        // Another writer may have opened the store and reused the empty segment, so the next frame requires a check.
         self.checked = None;
         self.stats.rolls += 1;
     }
@@ -343,7 +351,8 @@ pub(super) struct GrowthWatch {
     /// The batch and the number of replay bytes at which the wait ends, whichever the log reaches first. `None` if no
     /// watcher waits.
     pub(super) wanted: Option<(Lsn, u64)>,
-    /// Whether another thread has asked the watcher to end its wait. The flag also ends a wait that has not begun yet.
+    /// Whether another thread has asked the watching thread to stop waiting. If it is not waiting, its next wait ends
+    /// at once.
     pub(super) is_called: bool,
 }
 
@@ -381,7 +390,7 @@ mod tests {
     #[test]
     fn sync_waits_until_enough_bytes() {
         let mut state = opened();
-        // Two syncs that took hours have served two threads, and one of the threads has returned.
+        // Two syncs, which took hours, have each served two threads. One of these threads has appended again.
         for began in [state.last_append; 2] {
             (0..2).for_each(|_| state.waiters.arrive());
             state.waiters.begin(began);

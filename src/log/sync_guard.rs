@@ -20,6 +20,8 @@ pub(super) struct SyncGuard<'a> {
     dirty: Vec<DirtyRange>,
     /// The newest batch among the frames that the sync covers.
     target: Lsn,
+    /// The durable mark in the newest frame that the sync covers.
+    mark: Lsn,
     /// The number of seals appended when the sync began.
     seals: u64,
 }
@@ -39,7 +41,7 @@ impl<'a> SyncGuard<'a> {
         state.syncs_begun += 1;
         state.waiters.begin(Instant::now());
         let dirty = std::mem::take(&mut state.dirty);
-        Some(Self { log, dirty, target: state.point.lsn, seals: state.stats.seals })
+        Some(Self { log, dirty, target: state.point.lsn, mark: state.mark, seals: state.stats.seals })
     }
 
     /// Makes the frames that this sync covers durable.
@@ -59,14 +61,15 @@ impl<'a> SyncGuard<'a> {
         for range in &self.dirty {
             range.window.sync(range.from, range.to - range.from)?;
         }
-        // This check must follow the sync: another writer that has opened the store, and may not have read these
-        // frames, has announced itself by now. Frames that it did read are part of its log, and may be acknowledged.
+        // This check must follow the sync. By now, a writer that has opened the store without reading these frames is
+        // detectable. Frames that it has read belong to its log too, and may be acknowledged.
         self.log.pool.check_writer()?;
         // The mark advances only now: a frame that carried it earlier would turn a torn tail into damage (I4).
         let mut state = self.log.state.lock();
         assert!(self.target >= state.durable); // I4: the mark never decreases.
         assert!(self.target <= state.point.lsn); // I4: the mark covers only appended batches.
         state.durable = self.target;
+        state.proven = self.mark;
         state.checked = Some(Instant::now());
         if let Some(logged) = &self.log.logged {
             // Stored under the lock, so that a caller that finds the batch durable also finds it logged.
@@ -88,11 +91,11 @@ impl Drop for SyncGuard<'_> {
         if std::thread::panicking() {
             self.log.fail(Error::panicked("a thread that syncs the log"));
         }
-        // The right is returned before the threads are woken, so that the first of them can begin the next sync.
+        // Another sync is permitted before the threads are woken, so that the first of them can begin it.
         let mut state = self.log.state.lock();
         state.is_syncing = false;
         if std::mem::take(&mut state.is_keeper_asleep) {
-            // The keeper slept because there was nothing to sync or seal, which may have changed.
+            // The keeper may be asleep, because there was nothing to sync or seal when it checked.
             self.log.work.notify_one();
         }
         let durable = state.durable;
@@ -105,8 +108,8 @@ impl Drop for SyncGuard<'_> {
         // The threads are woken one by one. After a single broadcast, each thread wakes only when the previous one
         // releases the lock, and 8 threads on 2 cores made a fifth fewer commits of 4 KiB.
         (0..served).for_each(|_| synced.notify_one());
-        // At most one more thread is left: it waits for the sync after the next, and its notification woke another
-        // thread.
+        // At most one more thread is left: it waits for the sync after the next one, and its notification has woken
+        // another thread instead.
         synced.notify_all();
         self.log.progress.notify_all();
         self.log.wakers.wake(durable);

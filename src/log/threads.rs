@@ -31,18 +31,18 @@ impl Log {
         loop {
             match self.next_task() {
                 KeeperTask::Sync => {
-                    // The length is determined before the sync, which resets the byte count that it depends on.
+                    // The length is determined before the sync, which resets the count of unsynced bytes from which it
+                    // is computed.
                     let len = self.state.lock().upcoming_len();
                     self.or_fail(Self::sync);
                     self.prefault(len);
-                    // Prefaulting follows the sync that is due, because it may also wait on a busy disk.
+                    // The sync is due and therefore comes first. Prefaulting may also wait for a busy disk.
                 }
                 KeeperTask::Seal => self.or_fail(Self::seal),
                 KeeperTask::Stop => break,
             }
         }
-        // This is the last notification: threads and tasks that wait for progress must find out that there will be
-        // none.
+        // The keeper ends here, so threads and tasks that wait for progress are woken for the last time.
         self.notify_threads();
         self.wake_tasks_of_failed();
     }
@@ -59,8 +59,8 @@ impl Log {
         let mut state = self.state.lock();
         loop {
             if self.check().is_err() {
-                // The log has failed, so no further batch becomes durable. Waiting threads must be notified: a thread
-                // that checked the log just before the failure may have gone to sleep since, under this lock.
+                // The log has failed, so no more batches become durable. Waiting threads are woken under this lock.
+                // Otherwise a thread that checked the log just before the failure could sleep forever.
                 if state.must_stop {
                     return KeeperTask::Stop;
                 }
@@ -68,7 +68,8 @@ impl Log {
                 drop(state);
                 self.wake_tasks_of_failed();
                 state = self.state.lock();
-                // If the log was stopped in between, its notification was already sent.
+                // If the log was stopped in between, the notification was sent before this wait, and must not be waited
+                // for.
                 if !state.must_stop {
                     self.work.wait(&mut state);
                 }
@@ -85,7 +86,8 @@ impl Log {
                 return KeeperTask::Seal;
             }
             let is_much = state.dirty_bytes >= state.sync_after_bytes();
-            // A waiting committer begins its own sync. The deadline is for batches without a waiting committer.
+            // A committer that waits for its batch syncs by itself. The deadline matters for batches that no committer
+            // waits for.
             let due =
                 state.must_stop || state.is_sync_wanted || is_much || sync_at.is_some_and(|at| at <= now);
             if !state.dirty.is_empty() && due {
@@ -172,37 +174,43 @@ impl Log {
                     break;
                 }
                 Room::AfterGrowth => {
-                    // A seal that only ends a busy period must not use the reserve. Batches would follow it into the
-                    // segment that it took from the reserve. On a full disk, slow commits used up the whole reserve
-                    // that way.
-                    let last = state.must_seal_now || state.must_stop;
+                    // A seal that only marks the end of a busy period must not use reserved segments. On a full disk,
+                    // each slow commit would otherwise be followed by a seal in a reserved segment, until none is left.
+                    let is_last = state.must_seal_now || state.must_stop;
                     drop(state);
-                    match self.grow(&[], if last { SpacePurpose::Seal } else { SpacePurpose::User }) {
-                        Ok(_) => {}
-                        Err(error) if error.is_passing() => {
-                            let mut state = self.state.lock();
-                            // The seal is given up until the next batch. Otherwise the keeper would retry without a
-                            // pause.
-                            state.sealed = true;
-                            state.is_seal_missed = !last;
-                            if last {
-                                state.must_seal_now = false;
-                                state.seals_refused += 1;
-                                state.seal_refusal = Some(error);
-                            }
-                            return Ok(());
-                        }
-                        Err(error) => return Err(error),
+                    if !self.grow_for_seal(if is_last { SpacePurpose::Seal } else { SpacePurpose::User })? {
+                        return Ok(());
                     }
                 }
                 Room::AfterSync(_) => {
-                    // The segment before the last one is not durable yet, so the seal waits like a batch.
+                    // An earlier segment is not durable yet. The seal waits for it, as a batch would.
                     drop(state);
                     self.sync()?;
                 }
             }
         }
         self.sync()
+    }
+
+    /// Creates segments for a seal. Returns whether the seal has room now. Otherwise the seal is given up.
+    fn grow_for_seal(&self, purpose: SpacePurpose) -> Result<bool> {
+        match self.grow(&[], purpose) {
+            Ok(_) => Ok(true),
+            Err(error) if error.is_passing() => {
+                let is_last = purpose == SpacePurpose::Seal;
+                let mut state = self.state.lock();
+                // No seal is attempted until the next batch. Otherwise the keeper would retry without a pause.
+                state.sealed = true;
+                state.is_seal_missed = !is_last;
+                if is_last {
+                    state.must_seal_now = false;
+                    state.seals_refused += 1;
+                    state.seal_refusal = Some(error);
+                }
+                Ok(false)
+            }
+            Err(error) => Err(error),
+        }
     }
 
     /// Runs the maker thread until the log stops. The maker keeps two empty segments ready and the reserve full.
@@ -218,14 +226,14 @@ impl Log {
                 }
                 _ => {
                     drop(state);
-                    // Space that is too small for a segment may suffice for the reserve.
+                    // If the space is too short for a segment, it may still suffice for the reserve.
                     let grown = self.grow(&[], SpacePurpose::User);
                     let reserve_full = self.pool.add_to_reserve();
                     state = self.state.lock();
                     state.reserve_full = matches!(reserve_full, Ok(true));
                     match grown.and(reserve_full) {
                         Ok(_) => state.grow_after = None,
-                        // A committer that needs the segment now gets this error from its own attempt.
+                        // If a committer needs the segment now, its own attempt returns this error.
                         Err(error) if error.is_passing() => {
                             tracing::debug!(%error, "no empty segment was made; it is tried again later");
                             state.grow_after = Some(Instant::now() + GROW_AGAIN_AFTER);

@@ -27,7 +27,8 @@ impl Log {
         }
     }
 
-    /// Waits like [`wait_logged`](Self::wait_logged), but lets committers proceed first. For the applier thread.
+    /// Waits like [`wait_logged`](Self::wait_logged), but leaves the sync to committers if possible. The applier thread
+    /// calls this function.
     ///
     /// No committer waits for the applier, and copies made by the applier take CPU time from committers. Therefore, if
     /// a committer will sync, the applier leaves the sync to that committer, and is woken after all committers.
@@ -38,8 +39,8 @@ impl Log {
         let mut state = self.state.lock();
         while state.durable < lsn {
             if state.is_syncing {
-                // The wait continues even if the log has failed in between: a batch that this sync makes durable is
-                // visible to readers, and must be applied.
+                // A failure of the log does not end this wait: a batch that the current sync makes durable is visible
+                // to readers, and must be applied.
                 self.progress.wait(&mut state);
                 continue;
             }
@@ -73,16 +74,16 @@ impl Log {
             state.waiters.arrive();
         }
         while state.durable < lsn {
-            // Checked first in the loop: after a failure no sync will ever reach this batch.
+            // After a failure, no sync ever covers this batch.
             self.check()?;
-            // Recomputed in each iteration, because a sync that began in between may cover this batch.
+            // Computed in each iteration, because a sync that began in between may cover this batch.
             let round = state.syncs_begun + usize::from(lsn > state.sync_target);
             let synced = &self.synced[round % 2];
             if state.is_syncing {
                 synced.wait(&mut state);
                 continue;
             }
-            // One committer watches the clock for all waiting committers, because waking each of them would be useless.
+            // Only one committer waits with a timeout, because waking all of them would be useless.
             match state.more_until() {
                 None => state = self.sync_all(state)?,
                 Some(_) if state.waiters.is_watched => synced.wait(&mut state),
@@ -151,9 +152,52 @@ impl Log {
         }
     }
 
+    /// Waits until a batch after `lsn` is proven, or `is_called` returns true. The caller calls
+    /// [`wake_archiver`](Self::wake_archiver) when `is_called` changes.
+    #[cfg(feature = "archive")]
+    pub fn wait_proven_after(&self, lsn: Lsn, is_called: impl Fn() -> bool) {
+        let mut state = self.state.lock();
+        while state.proven <= lsn && !is_called() {
+            self.progress.wait(&mut state);
+        }
+    }
+
+    /// Wakes the threads in [`wait_proven_after`](Self::wait_proven_after).
+    #[cfg(feature = "archive")]
+    pub fn wake_archiver(&self) {
+        // A thread that has found nothing to do waits by the time that the lock is free.
+        drop(self.state.lock());
+        self.progress.notify_all();
+    }
+
+    /// Makes batch `lsn` durable, and proven by a seal unless a later frame proves it. Returns the newest proven batch,
+    /// which is earlier if there is no space for a seal.
+    ///
+    /// # Errors
+    /// The log's error, if it has failed.
+    #[cfg(feature = "archive")]
+    pub fn prove(&self, lsn: Lsn) -> Result<Lsn> {
+        self.sync_up_to(lsn)?;
+        let mut state = self.state.lock();
+        let refused = state.seals_refused;
+        while state.proven < lsn && state.seals_refused == refused {
+            self.check()?;
+            state.must_seal_now = true;
+            self.work.notify_one();
+            self.progress.wait(&mut state);
+        }
+        Ok(state.proven)
+    }
+
+    /// Returns the newest proven batch.
+    #[cfg(feature = "archive")]
+    pub fn proven(&self) -> Lsn {
+        self.state.lock().proven
+    }
+
     /// Records `verified` snapshots in a seal, and waits until that seal is durable. The files that these snapshots
     /// supersede must not be removed earlier (I7). After a crash before the seal, an open would have no proof that the
-    /// snapshots are sound.
+    /// snapshots are intact.
     pub fn record_verified(&self, verified: Vec<VerifiedSnapshot>) -> Result<()> {
         let mut state = self.state.lock();
         state.verified = verified;
@@ -162,8 +206,7 @@ impl Log {
         let (seals, refused) = (state.stats.seals, state.seals_refused);
         while state.seals_durable <= seals {
             self.check()?;
-            // On a full disk the seal is given up, and the caller is notified now. It keeps the files that it wanted to
-            // remove.
+            // If the disk is full, the seal is abandoned, and the caller must keep the files that it wanted to remove.
             if state.seals_refused > refused
                 && let Some(refusal) = &state.seal_refusal
             {

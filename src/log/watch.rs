@@ -10,8 +10,9 @@ use super::writer::Log;
 use crate::base::sync::Instant;
 
 impl Log {
-    /// Waits until the log contains batch `lsn`, until replaying the appended batches would read `bytes` bytes, until
-    /// the time `until`, or until a call of [`call_watcher`](Self::call_watcher). Only one thread may watch.
+    /// Waits until one of these occurs: the log contains batch `lsn`; replaying the appended batches would read `bytes`
+    /// bytes; the time `until`; a call of [`call_watcher`](Self::call_watcher). Only one thread may call this function
+    /// at a time.
     pub fn watch(&self, lsn: Lsn, bytes: u64, until: Option<Instant>) {
         let mut state = self.state.lock();
         // The request is set before the log's growth is checked, under one lock, so no append in between is missed.
@@ -39,8 +40,8 @@ impl Log {
         (state.point.lsn, state.replay_bytes())
     }
 
-    /// Adds the bytes of the images that an appended batch names. A replay reads these images, so they count towards
-    /// the next snapshot like frames.
+    /// Adds the bytes of the images that an appended batch names. A replay reads these images, so they count like log
+    /// bytes when the store decides whether a snapshot is due.
     pub fn count_ahead(&self, bytes: u64) {
         let mut state = self.state.lock();
         state.ahead_bytes += bytes;
@@ -49,7 +50,7 @@ impl Log {
         }
     }
 
-    /// Ends the watcher's wait. If the watcher is not waiting, its next wait ends immediately.
+    /// Ends the wait of the thread in [`watch`](Self::watch). If no thread is waiting, the next wait ends immediately.
     pub fn call_watcher(&self) {
         self.state.lock().watch.is_called = true;
         self.grown.notify_one();

@@ -8,7 +8,7 @@
 //! boundary, so that no synced byte is written again (I5). A power cut during such a write could destroy bytes that
 //! were already durable.
 //!
-//! A device or a snapshot may poison the store while the log is sound. The store then accepts no more batches, but all
+//! A device or a snapshot may poison the store while the log is intact. The store then accepts no more batches, but all
 //! logged batches are still synced and sealed, unless the log's own writes and syncs fail.
 //!
 //! Lock order: the store's submission lock, then `growth`, then `state`. The keeper does not take the submission lock,
@@ -100,7 +100,7 @@ impl Log {
             .spawn("remanent-keeper", Self::keep)
             .and_then(|()| log.spawn("remanent-maker", Self::keep_segments_ready));
         if started.is_err() {
-            // A thread that did start must not continue with a log that is never returned.
+            // If the second thread cannot be started, the first one must end, because the log is not returned.
             log.stop();
         }
         started.map(|()| log)
@@ -110,7 +110,7 @@ impl Log {
         let log = self.clone();
         let thread = threads::start(name, move || {
             // A thread that panics poisons the store, so that no committer waits for the thread forever.
-            let _heard_of = LogThreadGuard(&log);
+            let _guard = LogThreadGuard(&log);
             life(&log);
         });
         let thread = thread.map_err(|error| Error::thread("one of the log's threads", error))?;
@@ -147,9 +147,9 @@ impl Log {
                         }
                         break state;
                     }
-                    // On a full disk the next open has priority, because the log grows by a segment with each opening
-                    // that commits a batch. Checked only once, because `hold_reserve` leaves filling the reserve to the
-                    // maker if it finds space.
+                    // On a full disk, space for the next open has priority, because each opening that commits a batch
+                    // adds a segment to the log. Checked only once: if the disk has space, `hold_reserve` leaves the
+                    // creation of reserved segments to the maker thread.
                     drop(state);
                     let kept = self.pool.hold_reserve(number, empty, purpose);
                     kept.map_err(|error| self.unless_passing(error))?;
@@ -170,12 +170,12 @@ impl Log {
         let point = self.put(&mut state, FrameKind::Batch, payload, payload_crc, is_in_place)?;
         let now = state.last_append;
         let is_to_tell = self.io == LogIo::Mapped && state.ends_silence(now);
-        // A notification is a system call, so the keeper is woken only from an indefinite sleep. A keeper that has yet
-        // to seal checks again in time for this frame.
+        // Notifying the keeper is a system call, which is needed only if the keeper sleeps without a timeout. A keeper
+        // that still has to seal wakes up in time for this frame.
         if state.dirty_since.is_none() {
             state.dirty_since = Some(state.last_append);
         }
-        // Only the frame that crosses the bound wakes the keeper. Further notifications would be useless.
+        // Only the frame that exceeds the bound wakes the keeper. Later frames need not do so again.
         let much = state.sync_after_bytes();
         let is_much = state.dirty_bytes >= much && state.dirty_bytes - frame_len < much;
         if std::mem::take(&mut state.is_keeper_asleep) || is_much {
@@ -214,8 +214,8 @@ impl Log {
         self.state.lock().stats
     }
 
-    /// Creates a small file from a spare ([`SegmentPool::make_small`]). Returns `None` if the next open needs all
-    /// spares.
+    /// Creates a small file from a spare segment ([`SegmentPool::make_small`]). Returns `None` if the next open needs
+    /// all spares.
     pub fn make_small(
         &self,
         temporary: FileName,
@@ -226,8 +226,8 @@ impl Log {
         self.pool.make_small(temporary, len, empty, purpose)
     }
 
-    /// Removes a spare to make space for a small file, unless the next open needs the spare. Returns whether a spare
-    /// was removed.
+    /// Removes a spare segment to make space for a small file, unless the next open needs it. Returns whether one was
+    /// removed.
     pub fn release_one(&self, purpose: SpacePurpose) -> Result<bool> {
         let empty = self.state.lock().empty.len();
         self.pool.release_one(empty, purpose)
@@ -254,7 +254,7 @@ impl Log {
             return;
         }
         let Some(end) = self.state.lock().closed_end() else { return };
-        // A failure loses nothing: the next open finds every frame, and its close tries again.
+        // A failure leaves the store valid: the next open finds every frame, and frees the space when it closes.
         if let Err(error) = self.pool.shrink(end) {
             tracing::warn!(%error, "the closed store takes more space than it needs");
         }
@@ -280,20 +280,20 @@ impl Log {
             }
             let made = self.pool.make(next, count, purpose);
             let made = made.map_err(|error| self.unless_passing(error))?;
-            // The lock was not held while the segment was created. Only a thread with `growth` appends to the list, so
-            // the number is still the next one.
+            // The state lock was not held while the segment was created, but the number is still the next one: only a
+            // thread that holds `growth` adds segments.
             let mut state = self.state.lock();
             let last = state.empty.back().map_or(state.current.number, |last| last.number);
             assert!(made.number == last + 1); // I8: the walk finds the segment by its number.
             state.empty.push_back(live(made));
-            // The reserve grows with the segments, so it may be too short now.
+            // The reserved segments must be about as long as the log's segments, so the reserve may no longer suffice.
             state.reserve_full = false;
             self.room.notify_one();
         }
-        // The short segment leaves the list while it is replaced, so that no thread enters it: with fewer than two
-        // ready segments, no thread does. Otherwise a seal that the keeper put into the short segment is lost with the
-        // replaced file. The next open then found a broken chain under a durable mark and refused the store, in three
-        // of four runs of the kill suite.
+        // The short segment is removed from the list while it is replaced, so that no thread enters it: a thread enters
+        // a segment only if at least two are ready. Otherwise the keeper could write a seal into the short segment, and
+        // lose it together with the replaced file. In three of four runs of the kill suite, the next open then found a
+        // broken chain under a durable mark and refused the store.
         let short = {
             let mut state = self.state.lock();
             let next = state.empty.front();
@@ -307,8 +307,8 @@ impl Log {
                 .with_surplus(|| self.pool.make_long(short.number, payload, EMPTY_COUNT - 1, purpose));
             let (next, result) = match made {
                 Ok(long) => (live(long.segment), Ok(long.holds_payload.then_some(short.number))),
-                // If the error is transient, the rename did not happen: the short segment still has its name, and
-                // accepts shorter frames.
+                // After a transient error, the rename did not happen. The short segment still has its name, and can
+                // receive shorter frames.
                 Err(error) => (short, Err(self.unless_passing(error))),
             };
             self.state.lock().empty.push_front(next);
@@ -368,8 +368,8 @@ impl Log {
         let window = &state.current.window;
         let payload_put = if is_in_place { Ok(()) } else { window.put(offset + header_len, payload) };
         let written = payload_put.and_then(|()| window.put(offset, &bytes));
-        // A failed put may have stored a part of the frame. The log ends here, because a retry would overwrite bytes in
-        // an unknown state.
+        // A part of the frame may have been stored. The log fails, because a retry would overwrite bytes in an unknown
+        // state.
         written.map_err(|error| self.fail(error))?;
 
         let end = header.end();
@@ -381,11 +381,11 @@ impl Log {
         state.dirty_bytes += end - offset;
         state.stats.bytes += end - offset;
         state.group_open = true;
+        state.mark = header.durable;
         state.chain = chain;
         state.offset = end;
         state.last_append = now;
-        // Any frame, including a seal, may have been the first of its segment, in which case another empty segment is
-        // needed.
+        // This frame may have been the first one of its segment, so that there is one empty segment less.
         if state.empty.len() < EMPTY_COUNT {
             self.room.notify_one();
         }
@@ -411,7 +411,7 @@ impl Log {
     }
 
     /// Returns the store's error if the log has failed.
-    pub(super) fn check(&self) -> Result<()> {
+    pub fn check(&self) -> Result<()> {
         if self.failed.load(Ordering::Acquire) { self.poison.check() } else { Ok(()) }
     }
 
@@ -423,8 +423,8 @@ impl Log {
     pub(super) fn fail(&self, error: Error) -> Error {
         let error = self.poison.set(error);
         self.failed.store(true, Ordering::Release);
-        // A thread that is about to wait has checked the log under the lock. When the keeper has checked the log under
-        // the same lock, that thread waits, and the keeper wakes it.
+        // A thread that is about to wait has checked `failed` under the state lock. The keeper acquires the same lock
+        // before it notifies, so that thread waits by then and is woken.
         self.work.notify_one();
         self.notify_threads();
         error

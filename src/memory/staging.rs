@@ -66,7 +66,8 @@ enum GrowthState {
         staging: Staging,
         len: usize,
     },
-    /// More bytes than the pool would keep, in zeroed memory. Appending zeros to this memory only increases the length.
+    /// The bytes are in ordinary, zeroed memory, because they are more than the pool would keep. Appending zeros only
+    /// increases the length.
     Zeroed {
         bytes: Vec<u8>,
         len: usize,
@@ -93,8 +94,8 @@ impl StagingPool {
         Self { device, idle_bytes_max, idle: CachePadded::default() }
     }
 
-    /// Returns a staging buffer of `len` bytes. A reused buffer contains the bytes of its last user. The pool does not
-    /// zero buffers, because every user overwrites the bytes before reading them.
+    /// Returns a staging buffer of `len` bytes with unspecified contents. The pool does not zero reused buffers,
+    /// because every user overwrites the bytes before it reads them.
     ///
     /// # Errors
     /// `OutOfMemory`, a device error.
@@ -267,8 +268,8 @@ impl StagingPool {
 
     /// Returns several staging buffers to the pool together, such as the buffers of a completed list.
     pub fn put_all(&self, staging: impl IntoIterator<Item = Staging>) {
-        // They are sorted before the lock is taken and freed after it is released, so that other threads wait for
-        // neither: unpinning takes time.
+        // Buffers are sorted before the lock is acquired, and freed after it is released, so that other threads do not
+        // wait: unpinning memory takes time.
         let mut freed = Vec::new();
         let mut given = IdleStagings::default();
         for staging in staging {
@@ -537,8 +538,8 @@ mod tests {
             pool.put(staging.into_staging());
             assert!(pool.idle_bytes() <= 16 << 10);
         }
-        // After 4 + 4 + 4 KiB and 8 KiB more, a buffer of 4 KiB was freed. With the second 8 KiB, one of those was
-        // freed.
+        // There were 12 KiB in three buffers. The first 8 KiB buffer caused a 4 KiB buffer to be freed, and the second
+        // caused an 8 KiB buffer to be freed.
         assert_eq!(pool.idle_bytes(), 16 << 10);
         pool.put(pool.device.staging(32 << 10).unwrap());
         assert_eq!(pool.idle_bytes(), 16 << 10, "larger than the limit: not kept");
@@ -556,7 +557,7 @@ mod tests {
             (600, [10, 20, 994], true),
             (5000, [4096, 4096, 1], false),
             (CLASS_LEN_MAX + 1, [1, 2, 3], false),
-            // More than expected.
+            // More bytes than requested are appended.
             (CLASS_LEN_MAX + 1, [1, CLASS_LEN_MAX, 3], false),
         ] {
             pool.trim();

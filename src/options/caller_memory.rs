@@ -18,8 +18,8 @@ pub struct CallerMemory {
 
 /// Host memory owned by another object, such as an array of another library.
 ///
-/// Only store calls whose documentation says so read or write the bytes. If the owner changes the bytes during such a
-/// call, the result is a mixture of old and new bytes.
+/// The store accesses the bytes only during calls whose documentation states that they do. If the owner changes the
+/// bytes during such a call, the result is a mixture of old and new bytes.
 pub trait HostMemory: Send + Sync {
     /// Returns the length in bytes, which never changes.
     fn byte_len(&self) -> u64;

@@ -19,6 +19,10 @@ pub enum Ack {
     /// The batch survives a power cut. On an in-memory file system such as tmpfs this is the same as
     /// `Logged`, because its files do not survive a power cut.
     Durable,
+    /// The batch survives the loss of the machine: every restore of the archive that begins later contains it. The batch is
+    /// also `Durable`. Only a store with an archive (the feature `archive`) gives this guarantee; others refuse it with
+    /// [`Error::Archive`].
+    Archived,
 }
 
 /// How the log is written to disk. All variants write the same bytes.
@@ -49,6 +53,11 @@ impl fmt::Display for LogIo {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ImageIo {
+    /// `Direct` for image files of at least 8 MiB and `Buffered` for shorter ones, whose space would take longer to
+    /// allocate than their bytes take to write. `Buffered` for all files on tmpfs, and on file systems without direct
+    /// I/O.
+    #[default]
+    Auto,
     /// Writes images through a shared mapping of preallocated space. Requires a file system that overwrites blocks
     /// rather than writing changed blocks elsewhere. Slower than the other variants for new files.
     ///
@@ -61,7 +70,6 @@ pub enum ImageIo {
     /// [`SnapshotStats::bytes_in_place`]: crate::stats::SnapshotStats::bytes_in_place
     Mapped,
     /// Writes with `pwrite` and `fdatasync`. Works on every file system.
-    #[default]
     Buffered,
     /// Writes images bypassing the page cache (`O_DIRECT`), so a snapshot does not evict the cached data of other
     /// programs. The next open reads all images from disk. In measurements, this was the fastest way to write to a disk
@@ -72,6 +80,7 @@ pub enum ImageIo {
 impl fmt::Display for ImageIo {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
+            ImageIo::Auto => "auto",
             ImageIo::Mapped => "mapped",
             ImageIo::Buffered => "buffered",
             ImageIo::Direct => "direct",
@@ -152,7 +161,8 @@ pub enum PageLoad {
     #[default]
     Eager,
     /// Loads the pages that the log changed before the open returns. Loads all other pages in the background, requested
-    /// pages first.
+    /// pages first. A page on disk that a durable batch wrote completely since the newest snapshot is verified when it
+    /// is read, not at the open.
     OnDemand,
 }
 

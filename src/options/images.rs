@@ -4,6 +4,10 @@ use super::{Compression, ImageIo};
 #[cfg(doc)]
 use crate::error::Error;
 
+/// The minimum length in bytes of an image file that [`ImageIo::Auto`] writes with direct I/O. Direct writes allocate
+/// space first and return the excess at the end. For a file of 3 MB that takes longer than it saves.
+const DIRECT_LEN_MIN: u64 = 8 << 20;
+
 /// How the images of pages are written. Snapshots write images, and so do batches with long writes, before the batch is
 /// logged. Reading images does not depend on these options.
 ///
@@ -35,10 +39,10 @@ impl ImageOptions {
         Self::default()
     }
 
-    /// Sets how image files are written to disk. Default: [`ImageIo::Buffered`].
+    /// Sets how image files are written to disk. Default: [`ImageIo::Auto`].
     ///
-    /// Use [`ImageIo::Direct`] if snapshots must not displace cached data of other programs, and [`ImageIo::Mapped`]
-    /// for a store on tmpfs with pages on a GPU. The open fails with [`Error::Invalid`] if the file system does not
+    /// Use [`ImageIo::Buffered`] if pages are usually read soon after they were written, because their images then
+    /// stay in the page cache, and [`ImageIo::Mapped`] for a store on tmpfs with pages on a GPU. The open fails with [`Error::Invalid`] if the file system does not
     /// support `io`.
     #[must_use]
     pub fn io(mut self, io: ImageIo) -> Self {
@@ -64,6 +68,16 @@ impl ImageOptions {
     pub fn chunk_len(mut self, bytes: u64) -> Self {
         self.chunk_len = Some(bytes);
         self
+    }
+
+    /// Returns these options for an image file of about `len` bytes: [`ImageIo::Auto`] is replaced with its choice.
+    pub(crate) fn for_file(self, len: u64) -> Self {
+        let io = match self.io {
+            ImageIo::Auto if len >= DIRECT_LEN_MIN => ImageIo::Direct,
+            ImageIo::Auto => ImageIo::Buffered,
+            io => io,
+        };
+        Self { io, ..self }
     }
 
     /// Returns whether a device copies images directly to the mapped memory of files, if the file system supports that.

@@ -44,6 +44,9 @@ pub struct MemoryOptions {
     pub load: PageLoad,
     /// The source of caller-owned memory for pages.
     pub(crate) page_memory: Option<PageMemorySource>,
+    /// The ranks with which an open shares the loading of pages.
+    #[cfg(feature = "nccl")]
+    pub(crate) gather: Option<super::GatherSource>,
 }
 
 impl MemoryOptions {

@@ -1,9 +1,14 @@
 //! Options of a store, in groups: [`MemoryOptions`], [`Tiers`], [`LogOptions`],
-//! [`ImageOptions`], [`SnapshotSchedule`], [`Retention`] and [`ScrubSchedule`].
+//! [`ImageOptions`], [`SnapshotSchedule`], [`Retention`] and [`ScrubSchedule`]. With the feature `archive` also
+//! `ArchiveOptions`.
 
+#[cfg(feature = "archive")]
+mod archive;
 mod choices;
 mod budget;
 pub(crate) mod caller_memory;
+#[cfg(feature = "nccl")]
+mod gather;
 mod images;
 mod log;
 mod memory;
@@ -12,10 +17,18 @@ mod schedules;
 mod snapshot;
 pub(crate) mod tiers;
 
+#[cfg(feature = "nccl")]
+use remanent_format::Place;
 use remanent_format::limits::IDENTITY_LEN_MAX;
 
+#[cfg(feature = "archive")]
+pub use self::archive::ArchiveOptions;
 pub use self::budget::Budget;
 pub use self::choices::{Ack, Compression, Create, DeviceChoice, ImageIo, LogIo, PageLoad};
+#[cfg(feature = "nccl")]
+pub use self::gather::GatherMode;
+#[cfg(feature = "nccl")]
+pub(crate) use self::gather::{GatherSource, ImageExchange};
 pub use self::images::ImageOptions;
 pub use self::log::LogOptions;
 pub use self::memory::MemoryOptions;
@@ -24,7 +37,7 @@ pub use self::retention::Retention;
 pub use self::schedules::{ScrubSchedule, SnapshotSchedule};
 pub use self::snapshot::SnapshotOptions;
 use self::tiers::Tiers;
-use crate::error::{Error, Invalid, Result};
+use crate::error::{ArchiveError, Error, Invalid, Result};
 
 /// Options for opening a store. Every option has a default.
 ///
@@ -78,6 +91,9 @@ pub struct Options {
     pub retention: Retention,
     /// When the data on disk is scrubbed in the background.
     pub scrubs: ScrubSchedule,
+    /// The archive of the store.
+    #[cfg(feature = "archive")]
+    pub archive: Option<ArchiveOptions>,
 }
 
 impl Options {
@@ -110,10 +126,9 @@ impl Options {
 
     /// Binds device slots to devices. Default: an empty list, which binds every slot to [`Options::device`].
     ///
-    /// Pages in [`Place::Device`] number *n* live on the *n*-th device of the list, pages in all other places
-    /// on the first. Slots are bound at each open, so a store can be reopened with fewer, more or different
-    /// devices. An open or a batch that needs memory in a slot without a device fails with
-    /// [`Error::Unavailable`].
+    /// Pages in [`Place::Device`] number *n* are stored on the *n*-th device of the list, pages in all other places on
+    /// the first. Slots are bound at each open, so a store can be reopened with fewer, more or different devices. An
+    /// open or a batch that needs memory in a slot without a device fails with [`Error::Unavailable`].
     ///
     /// ```
     /// use remanent::{DeviceChoice, Options, Place};
@@ -132,6 +147,12 @@ impl Options {
     pub fn slots(mut self, devices: impl Into<Vec<DeviceChoice>>) -> Self {
         self.slots = devices.into();
         self
+    }
+
+    /// Returns the places of the device slots: one for each bound slot, or slot 0 alone if all slots share one device.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn device_places(&self) -> impl Iterator<Item = Place> {
+        (0..u32::try_from(self.slots.len().max(1)).unwrap_or(u32::MAX)).map(Place::Device)
     }
 
     /// Sets an application-defined description of the store, of at most 64 KiB. Default: none.
@@ -210,6 +231,14 @@ impl Options {
         self
     }
 
+    /// Sets the archive of the store. Default: none.
+    #[cfg(feature = "archive")]
+    #[must_use]
+    pub fn archive(mut self, archive: ArchiveOptions) -> Self {
+        self.archive = Some(archive);
+        self
+    }
+
     /// Returns an error if any value is invalid. Every open calls this before it accesses the directory.
     pub(crate) fn check(&self) -> Result<()> {
         if self.identity.as_ref().is_some_and(|identity| identity.len() > IDENTITY_LEN_MAX) {
@@ -219,6 +248,15 @@ impl Options {
         self.snapshots.check()?;
         self.retention.check()?;
         self.scrubs.check()?;
+        #[cfg(feature = "archive")]
+        self.archive.iter().try_for_each(ArchiveOptions::check)?;
+        #[cfg(feature = "archive")]
+        let has_archive = self.archive.is_some();
+        #[cfg(not(feature = "archive"))]
+        let has_archive = false;
+        if self.ack == Ack::Archived && !has_archive {
+            return Err(ArchiveError::absent().into());
+        }
         self.tiers.iter().try_for_each(|tiers| tiers.check(&self.memory.budget))
     }
 }

@@ -90,8 +90,9 @@ impl Retention {
     /// Sets the minimum number of log bytes to keep. The newest snapshot from which these bytes can be replayed is also
     /// kept. Default: 0, which keeps only the log that the kept snapshots need.
     ///
-    /// Set it if followers read the log, or to be able to return to any state in this part of the log. Images written
-    /// before their batch was logged are also kept, but not counted. A log shorter than `bytes` is kept completely.
+    /// Set it if followers read the log, or to be able to return to any state in this part of the log. Images that
+    /// batches wrote before they were logged are kept with the log, but not counted. A log shorter than `bytes` is kept
+    /// completely.
     #[must_use]
     pub fn log_kept(mut self, bytes: u64) -> Self {
         self.log_kept = bytes;
@@ -125,8 +126,8 @@ impl Retention {
         self
     }
 
-    /// Returns the rules that apply to every prune, without the names to give up.
-    pub(crate) fn standing(self) -> Self {
+    /// Returns these rules without the names to give up, which apply to a single prune only.
+    pub(crate) fn without_given_up_names(self) -> Self {
         Self { names_given_up: BTreeSet::new(), names_only: false, ..self }
     }
 

@@ -31,15 +31,15 @@ pub(super) struct BestCandidate<'s, 'a> {
     pub harmless: Vec<Damage>,
 }
 
-/// The damaged images that excluded a snapshot as the start of the open. An older snapshot that names such an image is
-/// skipped without loading it, because the image is still damaged. No batch between the two snapshots can have replaced
-/// the image, or the newer snapshot would not name it.
+/// The damaged images because of which newer snapshots could not be loaded. An older snapshot that refers to one of
+/// these images is skipped without an attempt to load it. No batch between the two snapshots can have replaced the
+/// image, or the newer snapshot would not refer to it.
 #[derive(Default)]
 struct BlockingImages(Vec<(ImageRef, Damage)>);
 
 impl BlockingImages {
-    /// Records the image that contains a snapshot's damage. Images of pages on disk are not recorded, because an open
-    /// reads them only if the snapshot is not verified.
+    /// Records the image at which loading the snapshot `base` has failed. Images of pages on disk are not recorded,
+    /// because an open reads them only if the snapshot is not verified.
     fn note(&mut self, base: &Manifest, table: &PageTable, damage: &Damage) {
         let lies_there = |entry: &&ManifestEntry| {
             let image = entry.image.filter(|image| FileName::Pages(image.file) == damage.file);
@@ -62,7 +62,7 @@ impl Recovery<'_> {
     /// be loaded, returns the damage of the newest snapshot.
     ///
     /// Skipping a snapshot costs only time, because an older snapshot and more log produce the same pages. Only damage
-    /// leads to the next candidate. After a shortage, an older snapshot would open the same state, but the new
+    /// causes a snapshot to be skipped. After a shortage, an older snapshot would open the same state, but the new
     /// incarnation would not record the newer snapshots as verified.
     pub(super) fn load_best<'s>(
         &self,
@@ -78,8 +78,8 @@ impl Recovery<'_> {
                 }
                 let mut resolution = self.resolve(source, survey, base.as_ref())?;
                 let end = resolution.end.as_ref().expect("followed to its end");
-                // The floor is known only at the end of the log. Below the floor, segments and images may be missing
-                // although the manifest still exists.
+                // The floor, below which segments and images may have been removed, is known only now that the end of
+                // the log was read.
                 Reach::of(survey, &end.verified).check_start(base.as_deref())?;
                 let loaded = load(self, source, survey, base.as_deref(), &mut resolution);
                 if let (Err(Error::Damaged(damage)), Some(base)) = (&loaded, &base)
@@ -132,8 +132,8 @@ impl Recovery<'_> {
         Ok(following.finish(stopped.end, stopped.point)?)
     }
 
-    /// Returns a reader of the log's frames from `source`. The reader also checks the durable mark of the manifests. A
-    /// log that ends below the mark has lost durable batches and is not torn (I4).
+    /// Returns a reader of the log's frames from `source`. A log that ends below the durable mark in the manifests has
+    /// lost durable batches, and the reader reports it as damaged instead of torn (I4).
     pub(super) fn frames<'s>(&'s self, source: &'s DiskSource, survey: &'s Survey) -> Frames<'s> {
         let window_len = self.options.log.replay_window_len;
         Frames { source, map: &survey.log, mark: survey.mark(), staging: self.staging, window_len }

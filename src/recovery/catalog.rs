@@ -32,7 +32,7 @@ use crate::images::numbers::ImageFiles;
 pub(super) struct CatalogDraft<'s> {
     /// The snapshots that the new incarnation records as verified.
     pub verified: Vec<VerifiedSnapshot>,
-    /// The links to publish again before the snapshots that follow them are recorded (I7).
+    /// The manifests to publish again, before the seal that records their snapshots is written (I7).
     pub anew: Vec<&'s Manifest>,
     /// The pages that differ from the newest snapshot. The next snapshot checks only these pages.
     pub changed: Vec<PageId>,
@@ -71,72 +71,18 @@ impl<'s> CatalogDraft<'s> {
         let reach = Reach::of(survey, &end.verified);
         let (mut verified, anew) = verified(survey, end, resolution.base);
         let floor = floor(survey, &reach, &verified);
-        // The seal states for each snapshot whether the log after it is kept. Without this log the snapshot is not a
-        // start.
+        // Records whether the log after the snapshot is kept. If it is not, replay cannot start from the snapshot.
         for entry in &mut verified {
             let redo = survey.chain(entry.snapshot)?[0].redo.lsn;
             entry.log_kept = floor.is_some_and(|floor| redo >= floor);
         }
         let is_readable = |snapshot: &SnapshotId| survey.chain(*snapshot).is_ok();
-        let mut is_unread = !survey.links.keys().all(is_readable);
+        let is_unread = !survey.links.keys().all(is_readable);
         let known = KnownImages::recovered(survey, base, replay_images)?;
-        let mut for_batches = BTreeMap::new();
-        let mut tables = BTreeMap::new();
-        // Only manifests contain the numbers of files that were already removed.
-        let mut next_file = survey.readable().map(|manifest| manifest.next_file).max().unwrap_or(1);
-        for name in disk.list(Folder::Pages)? {
-            match FileName::parse(Folder::Pages, &name) {
-                Some(FileName::Pages(number)) => {
-                    next_file = next_file.max(number + 1);
-                    // The frame that names the file may be one that this open does not read, in older log or in the
-                    // removed tail.
-                    if may_be_for_a_batch(source, number, survey) {
-                        for_batches.insert(number, newest_batch(survey, resolution, number));
-                    }
-                }
-                // I13: a spare contains chunks with its number.
-                Some(FileName::ImageSpare(number)) => next_file = next_file.max(number + 1),
-                Some(file @ FileName::Table(number)) => {
-                    next_file = next_file.max(number + 1);
-                    // An unreadable table is needed only by log older than the replayed one. Its images are kept,
-                    // because it is unknown which files contain them.
-                    match read_manifest(source, file, &survey.store) {
-                        Ok((table, _)) => {
-                            let images = table.entries.iter().filter_map(|entry| entry.image);
-                            let files = images.flat_map(|image| image.files());
-                            let files = set_of(files.map(|(file, _)| file));
-                            tables.insert(number, RetainedTable { restored_at: table.end, files });
-                        }
-                        Err(_) => is_unread = true,
-                    }
-                }
-                _ => {}
-            }
-        }
-        // These snapshots follow all other readable links, or the links are removed with the next snapshot.
-        let mut snapshots = BTreeMap::new();
-        for VerifiedSnapshot { snapshot, manifest_crc, .. } in &verified {
-            let chain = survey.chain(*snapshot)?;
-            let links = chain[1..].iter().map(|link| link.snapshot).collect();
-            // The sums of the base were computed with the known images, so its entries, which include all pages, are
-            // not visited again.
-            let sums = match resolution.base == Some(*snapshot) {
-                true => known.sums(),
-                false => ImageTotals::of(survey.entries(*snapshot)?.map(|entry| entry.image)),
-            };
-            // A snapshot assigns consecutive numbers to its image files, after those of the previous snapshot. If that
-            // snapshot was removed, one of its files may be attributed to this snapshot.
-            let next = chain[0].next_file;
-            let first = match survey.links.get(&SnapshotId(snapshot.0 - 1)) {
-                Some(Ok((before, _))) => before.next_file,
-                _ => next.saturating_sub(IMAGE_FILES_MAX),
-            };
-            let is_other = |file: u64| for_batches.contains_key(&file) || tables.contains_key(&file);
-            let is_own = |file: u64| (first..next).contains(&file) && !is_other(file);
-            snapshots
-                .insert(*snapshot, RetainedSnapshot::new(chain[0], is_own, sums, links, *manifest_crc, true));
-        }
+        let folder = PagesFolder::read(disk, source, survey, resolution)?;
+        let snapshots = retained(survey, &verified, resolution.base, &known, &folder)?;
         let (changed, submitted) = (known.changed(table)?, table.clone());
+        let PagesFolder { for_batches, tables, next_file, has_unread_table } = folder;
         Ok(Self {
             verified,
             anew,
@@ -148,7 +94,7 @@ impl<'s> CatalogDraft<'s> {
             for_batches,
             next_file,
             floor,
-            is_unread,
+            is_unread: is_unread || has_unread_table,
         })
     }
 
@@ -177,6 +123,90 @@ impl<'s> CatalogDraft<'s> {
     }
 }
 
+/// The image files and tables in the pages folder.
+struct PagesFolder {
+    for_batches: BTreeMap<u64, Lsn>,
+    tables: BTreeMap<u64, RetainedTable>,
+    next_file: u64,
+    has_unread_table: bool,
+}
+
+impl PagesFolder {
+    fn read(disk: &dyn Disk, source: &DiskSource, survey: &Survey, resolution: &Resolution) -> Result<Self> {
+        // The numbers of files that were removed are known only from the manifests.
+        let next_file = survey.readable().map(|manifest| manifest.next_file).max().unwrap_or(1);
+        let (for_batches, tables) = (BTreeMap::new(), BTreeMap::new());
+        let mut folder = Self { for_batches, tables, next_file, has_unread_table: false };
+        for name in disk.list(Folder::Pages)? {
+            let Some(file) = FileName::parse(Folder::Pages, &name) else { continue };
+            match file {
+                FileName::Pages(number) => {
+                    folder.note_number(number);
+                    // A frame may name the file although this open does not read it: in older log, or in the torn tail
+                    // that this open removes.
+                    if may_be_for_a_batch(source, number, survey) {
+                        folder.for_batches.insert(number, newest_batch(survey, resolution, number));
+                    }
+                }
+                // I13: the chunks in a spare contain the spare's number.
+                FileName::ImageSpare(number) => folder.note_number(number),
+                FileName::Table(number) => {
+                    folder.note_number(number);
+                    // An unreadable table is needed only by log that is older than the replayed part. Which images it
+                    // names is unknown, so all images are kept.
+                    let Ok((table, _)) = read_manifest(source, file, &survey.store) else {
+                        folder.has_unread_table = true;
+                        continue;
+                    };
+                    let images = table.entries.iter().filter_map(|entry| entry.image);
+                    let files = set_of(images.flat_map(|image| image.files()).map(|(file, _)| file));
+                    folder.tables.insert(number, RetainedTable { restored_at: table.end, files });
+                }
+                _ => {}
+            }
+        }
+        Ok(folder)
+    }
+
+    fn note_number(&mut self, number: u64) {
+        self.next_file = self.next_file.max(number + 1);
+    }
+}
+
+/// Returns the verified snapshots with the files that they need. `base` is the loaded snapshot.
+fn retained(
+    survey: &Survey,
+    verified: &[VerifiedSnapshot],
+    base: Option<SnapshotId>,
+    known: &KnownImages,
+    folder: &PagesFolder,
+) -> Result<BTreeMap<SnapshotId, RetainedSnapshot>> {
+    // Snapshots from other readable manifests are not listed: later snapshots are based on them, or they are removed
+    // with the next snapshot.
+    let mut snapshots = BTreeMap::new();
+    for VerifiedSnapshot { snapshot, manifest_crc, .. } in verified {
+        let chain = survey.chain(*snapshot)?;
+        let links = chain[1..].iter().map(|link| link.snapshot).collect();
+        // The totals of the loaded snapshot were computed together with `known`, so its entries are not visited again.
+        let sums = match base == Some(*snapshot) {
+            true => known.sums(),
+            false => ImageTotals::of(survey.entries(*snapshot)?.map(|entry| entry.image)),
+        };
+        // The image files of a snapshot have consecutive numbers after those of the previous snapshot. If the previous
+        // snapshot was removed, its last file may be attributed to this one.
+        let next = chain[0].next_file;
+        let first = match survey.links.get(&SnapshotId(snapshot.0 - 1)) {
+            Some(Ok((before, _))) => before.next_file,
+            _ => next.saturating_sub(IMAGE_FILES_MAX),
+        };
+        let is_other = |file| folder.for_batches.contains_key(&file) || folder.tables.contains_key(&file);
+        let is_own = |file: u64| (first..next).contains(&file) && !is_other(file);
+        let kept = RetainedSnapshot::new(chain[0], is_own, sums, links, *manifest_crc, true);
+        snapshots.insert(*snapshot, kept);
+    }
+    Ok(snapshots)
+}
+
 impl Recovery<'_> {
     /// Builds the catalog of the open store and removes unneeded files. `end` is the newest batch.
     pub(super) fn keep(
@@ -190,24 +220,24 @@ impl Recovery<'_> {
         let (is_unread, newest) = (draft.is_unread, survey.links.keys().next_back().copied());
         let batch_files: BTreeSet<u64> = draft.for_batches.keys().copied().collect();
         let catalog = draft.into_catalog(&self.disk, spares, self.disk_pages.clone(), survey, end);
-        // Unreferenced image files of snapshots come from a snapshot that a crash interrupted. If a snapshot was
-        // skipped, its images are kept as evidence of the damage until newer ones replace it.
+        // Unnamed image files usually come from a snapshot that a crash interrupted. If this open has skipped a damaged
+        // snapshot, its images are kept to help diagnose the damage, until newer images replace them.
         if newest == base && !is_unread {
             self.remove_unneeded_images(&catalog, survey, &batch_files)?;
         }
         Ok(catalog)
     }
 
-    /// Removes unneeded image files that a crash left. The opening seal durably states the floor, so no replay begins
-    /// below the floor (I8).
+    /// Removes image files that a crash left behind and that nothing needs. The opening seal, which is durable by now,
+    /// states the floor, so no replay begins below it (I8).
     fn remove_unneeded_images(
         &self,
         catalog: &Catalog,
         survey: &Survey,
         batch_files: &BTreeSet<u64>,
     ) -> Result<()> {
-        // A reader may have started, before the crash or just now, from a snapshot that is no longer a start. All files
-        // are kept for that reader until the next snapshot. The locks are held until the removal is complete, so that
+        // A reader may have started from a snapshot from which replay can no longer start. If there is such a reader,
+        // all files are kept until the next snapshot. Otherwise its lock is held until the removal is complete, so that
         // no reader starts in between.
         let starts = |id: &SnapshotId| catalog.snapshots.get(id).is_some_and(|kept| catalog.reaches(kept));
         // A reader may have started from any manifest that existed at the survey, or from the beginning of the log.
@@ -224,13 +254,12 @@ impl Recovery<'_> {
         let next_file = catalog.snapshots.values().map(|kept| kept.next_file).max().unwrap_or(1);
         let floor = catalog.floor.unwrap_or_default();
         for name in self.disk.list(Folder::Pages)? {
-            // Tables are kept, because the next retention decides about them.
+            // Tables are not removed here. The next snapshot applies retention to them.
             let Some(file @ FileName::Pages(number)) = FileName::parse(Folder::Pages, &name) else {
                 continue;
             };
-            // The number of a batch's file is known to be assigned only while the file exists, or once a manifest
-            // states so. A removed frame may name the number, and a new file with that number would give the frame
-            // other bytes.
+            // The file with the highest number proves that the number is in use, unless a manifest states so. A removed
+            // frame may name the number, and must not find another file under it.
             let is_highest = number + 1 == catalog.files.first() && number >= next_file;
             let is_needed = named.contains(&number)
                 || catalog.files.is_for_batch(number, floor)
@@ -239,7 +268,7 @@ impl Recovery<'_> {
                 self.disk.remove(file)?;
             }
         }
-        // Files that only batches up to the floor named need not be tracked.
+        // Files that only batches up to the floor name are no longer tracked.
         catalog.files.recycled(floor);
         Ok(())
     }
@@ -247,8 +276,8 @@ impl Recovery<'_> {
 
 /// Returns the batch from which replay may start once the new incarnation has begun.
 ///
-/// In a fork, and in a store of an older build, no seal states this batch yet, and the beginning of the log is missing.
-/// The result is then the `redo` of the oldest recorded snapshot whose log exists.
+/// Usually a seal states this batch. In a fork, and in a store of an older build, there is no such seal yet, and the
+/// beginning of the log is missing. The result is then the `redo` of the oldest recorded snapshot whose log exists.
 fn floor(survey: &Survey, reach: &Reach, verified: &[VerifiedSnapshot]) -> Option<Lsn> {
     if reach.floor().is_some() || reach.beginning().is_some() {
         return reach.floor();
@@ -258,12 +287,12 @@ fn floor(survey: &Survey, reach: &Reach, verified: &[VerifiedSnapshot]) -> Optio
     links.map(|(link, _)| link.redo.lsn).min()
 }
 
-/// Returns the newest batch that may name an image file written for a batch. A file with a smaller bound is freed
+/// Returns the newest batch that may name an image file that was written for a batch. A lower result frees the file
 /// earlier.
 ///
-/// - A replayed frame states its batch.
-/// - Any other frame is at or before the `redo` of the loaded snapshot. The frame is also at or before the `redo` of
-///   each snapshot whose manifest states that only files with higher numbers belong to later batches.
+/// - If a replayed frame names the file, the result is that frame's batch.
+/// - Otherwise a frame that names the file is at or before the `redo` of the loaded snapshot. It is also at or before
+///   the `redo` of each snapshot whose manifest states that the files of later batches have higher numbers.
 fn newest_batch(survey: &Survey, resolution: &Resolution, number: u64) -> Lsn {
     if let Some(lsn) = resolution.ahead.get(&number) {
         return *lsn;

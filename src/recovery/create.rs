@@ -43,8 +43,8 @@ pub(crate) fn check_directory(disk: &dyn Disk, create: Create) -> Result<()> {
     if names.iter().any(|name| is(name, FileName::Store)) {
         return Ok(());
     }
-    // `lost+found` belongs to a file system whose root is this directory. The store's own names without STORE come from
-    // an interrupted creation. Any other name indicates a wrong path, which must not be written to.
+    // `lost+found` exists in the root of a file system. The store's own file names without STORE come from an
+    // interrupted creation. Any other name indicates a wrong path, which is left unchanged.
     let ours = |name: &String| {
         FileName::parse(Folder::Root, name).is_some()
             || Folder::INNER.iter().any(|folder| folder.name() == name)
@@ -74,7 +74,7 @@ impl Recovery<'_> {
                 ancestors: Vec::new(),
             },
         };
-        // The random id identifies files of another store that are copied into this directory.
+        // The store's id is random, so that a file of another store that is copied here is recognized.
         let pool = self.pool(store.store)?;
         let (log, position) = begin(&pool, store.store, &Predecessor::default(), Vec::new())?;
         let bytes = store.encode().map_err(|defect| Error::from(defect.at(FileName::Store, 0)))?;
@@ -137,7 +137,7 @@ pub(crate) fn start_over(disk: &Arc<dyn Disk>) -> Result<()> {
     for file in left {
         disk.remove(file)?;
     }
-    // The folders are synced, so that after a power cut no removed file reappears in the new store.
+    // The folders are synced, so that no removed file reappears in the new store after a power cut.
     Folder::INNER.into_iter().try_for_each(|folder| disk.sync_folder(folder))
 }
 
@@ -148,10 +148,15 @@ pub(crate) fn start_over(disk: &Arc<dyn Disk>) -> Result<()> {
 pub(crate) fn unfinished_files(disk: &Arc<dyn Disk>) -> Result<Vec<FileName>> {
     let source = DiskSource::new(disk.clone());
     let claimed = is_claimed(disk)?;
+    // A restore from an archive creates ARCHIVE before any other file, and STORE after all others.
+    if disk.list(Folder::Root)?.contains(&FileName::Archive.name()) {
+        return Err(Defect::Missing.at(FileName::Store, 0).into());
+    }
     let mut left = Vec::new();
     for folder in Folder::INNER {
         for file in disk.list(folder)?.iter().filter_map(|name| FileName::parse(folder, name)) {
-            // With a claim, images and manifests belong to an interrupted fork.
+            // Images and manifests belong to an interrupted fork if the directory is claimed, and otherwise to a store
+            // that lost STORE.
             let is_more = match file {
                 FileName::Pages(_) | FileName::Table(_) | FileName::Manifest(_) => !claimed,
                 FileName::Segment(_) => holds_batch(&source, file)?,
@@ -171,7 +176,7 @@ pub(crate) fn unfinished_files(disk: &Arc<dyn Disk>) -> Result<Vec<FileName>> {
 fn holds_batch(source: &DiskSource, file: FileName) -> Result<bool> {
     /// The number of bytes to read at a time. A segment may be gigabytes long.
     const WINDOW: usize = 1 << 20;
-    // A segment that cannot be read may contain a batch, so the creation is refused.
+    // A segment that cannot be read may contain batches, so it is reported as an error.
     let unreadable = |error: std::io::Error| Error::from(Defect::of_read(&error).at(file, 0));
     let is_batch = |bytes: &[u8]| {
         UncheckedFrame::decode(bytes).is_ok_and(|frame| frame.unproven().kind == FrameKind::Batch)
@@ -185,7 +190,7 @@ fn holds_batch(source: &DiskSource, file: FileName) -> Result<bool> {
         if bytes.windows(FrameHeaderRaw::LEN).step_by(FRAME_ALIGN as usize).any(is_batch) {
             return Ok(true);
         }
-        // A header at the end of the window that is cut off is the first header of the next window.
+        // A header that the end of the window cuts off is at the start of the next window.
         at += (WINDOW - FrameHeaderRaw::LEN) as u64;
     }
     Ok(false)
@@ -202,14 +207,14 @@ fn is_claimed(disk: &Arc<dyn Disk>) -> Result<bool> {
     Ok(StoreFile::decode(&bytes).is_ok())
 }
 
-/// Claims a directory for a store that is being created elsewhere, by writing and syncing STORE under its temporary
-/// name. The content of the file distinguishes a claim from a temporary file left by a crash.
+/// Claims a directory for a store that is being created in it, by writing and syncing STORE under its temporary name.
+/// The contents of this file distinguish a claim from a temporary file that a crash left.
 pub(crate) fn claim(target: &Arc<dyn Disk>, store: &StoreFile) -> Result<()> {
     let bytes = store.encode().map_err(|defect| Error::from(defect.at(FileName::Store, 0)))?;
     let file = target.create(CLAIM)?;
     file.write_at(0, &bytes)?;
-    // The claim must be durable before any other file has its name, because it distinguishes those files from a store
-    // that lost STORE.
+    // The claim is synced before any other file is created. Without it, such files would look like a store that lost
+    // STORE.
     file.sync()?;
     target.sync_folder(Folder::Root)
 }

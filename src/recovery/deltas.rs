@@ -17,7 +17,7 @@ use crate::images::disk_pages::DiskPage;
 use crate::memory::arena::PageMemory;
 use crate::memory::staging::StagingPool;
 
-/// The number of bytes that a thread checksums in the time in which it decodes one operation.
+/// The number of bytes for which computing a checksum takes as long as decoding one operation.
 const SUMMED_PER_OP: usize = 1 << 10;
 
 /// A page whose length changes during replay.
@@ -28,10 +28,11 @@ pub(super) enum ResizedPage {
     Windows(PageTrail),
 }
 
-/// The pages whose bases are newer than the start of the replay. Replay skips the batches that such a base contains.
+/// The pages whose base (the image from which replay starts) is newer than the start of the replay. Replay skips the
+/// batches that such a base already contains.
 ///
-/// A snapshot is gathered while batches continue, so its image of a page may contain batches after `redo`. Usually,
-/// applying these batches again produces the same bytes, because the log contains after-images (I2). However, a batch
+/// A snapshot is gathered while batches continue, so its image of a page may contain batches after `redo`. Applying
+/// these batches again usually produces the same bytes, because the log contains after-images (I2). However, a batch
 /// that precedes a resize may write past the end of the page in the image.
 #[derive(Default)]
 pub(super) struct NewerBases {
@@ -83,8 +84,8 @@ pub(super) struct Deltas<'l> {
 }
 
 impl Deltas<'_> {
-    /// Builds a command list in log order from a run's batches for pages in device memory. Batches for pages in host
-    /// memory are applied immediately.
+    /// Builds a command list from the batches of a run, in log order, for pages in device memory. Batches for pages in
+    /// host memory are applied immediately.
     pub fn list(&self, run: BatchRun) -> Result<(CommandList, Vec<ArrivalProof>)> {
         // Only one thread builds lists, so this lock is uncontended.
         let mut on_host = self.on_host.lock();
@@ -98,8 +99,8 @@ impl Deltas<'_> {
         for part in parts {
             list.append(part)?;
         }
-        // The device reads deltas from the memory into which the frames were read, so the list owns that memory until
-        // the list completes.
+        // The device reads deltas from the memory into which the frames were read, so the command list owns that
+        // memory.
         if list.is_empty() {
             self.staging.put(run.memory.into_staging());
         } else {
@@ -125,8 +126,8 @@ impl Deltas<'_> {
             let ops = decode_payload(run.payload(batch)).map_err(|defect| batch.damage(defect))?;
             list.make_room(&ops)?;
             let page_of = |op: &OpAt<'_>| op.op.page().filter(|page| self.late.applies(*page, lsn));
-            // A page without memory is on disk, is deleted by a later batch, or stays unloaded. In the last case no
-            // batch here changes the page.
+            // A page without memory is on disk, or a later batch deletes it, or it is not loaded yet. In the last case,
+            // no batch of this run changes it.
             let target = |op: &OpAt<'_>| {
                 let page = page_of(op)?;
                 Some((page, self.memory.get(page)?))
@@ -151,8 +152,8 @@ impl Deltas<'_> {
                         .note(&batch.header, run.payload(batch), &ops, index)
                         .map_err(|defect| batch.damage(defect))?,
                     None => {
-                        // No frame that names an image applies here, because from that batch on, the image is the
-                        // page's base.
+                        // If a frame names an image of the page, that image is the page's base, and the frame is not
+                        // replayed.
                         let aside = stage_aside(&op.op, &BTreeMap::new(), self.staging)?;
                         list.data(op, payload, memory, aside);
                     }

@@ -32,9 +32,9 @@ use crate::memory::staging::{StagingBuf, StagingPool};
 /// The maximum number of threads that read images. Four threads keep a disk busy. From the page cache, each thread
 /// delivers a few gigabytes per second, checksums included, and a GPU accepts fifty.
 const THREADS_MAX: usize = 12;
-/// The maximum number of copies in flight while a thread continues to read. A lane executes the copies one after the
-/// other, but should never wait for the next copy. From the page cache to an H200, 4 copies of 2 MiB reached 39 GB/s, 8
-/// copies 49 GB/s and 12 copies 50 GB/s. More copies would only need more staging, which a GPU pins at 1.5 GB/s.
+/// The maximum number of copies in flight while a thread continues to read. A lane executes copies one after the other,
+/// and must not run out of them. From the page cache to an H200, 4 copies of 2 MiB reached 39 GB/s, 8 copies 49 GB/s
+/// and 12 copies 50 GB/s. More copies would only need more staging memory, which a GPU pins at 1.5 GB/s.
 const COPIES_MAX: usize = 12;
 
 /// Reads images from disk, verifies them, and uploads them into the memory of their pages.
@@ -99,15 +99,16 @@ impl ImageLoader<'_> {
         }
         let device = self.device.label();
         tracing::warn!(device, images = unlike.len(), "the device's sums are not those of the images");
-        // The images are read from the medium and checksummed by the host, so only a damaged image fails here.
+        // This time the images are read from the medium and the host computes the checksums, so only an image that is
+        // really damaged causes an error.
         let medium = self.source.on_medium();
         let again = ImageLoader { source: &medium, summed_by: SummedBy::Host, ..*self };
         let unlike = again.load_once(std::iter::once(&mut *unlike), threads)?;
         if unlike.is_empty() { Ok(()) } else { Err(transfer_corrupted(self.device, "pages")) }
     }
 
-    /// Loads images once. Returns the images whose checksum on the device differs from the stored checksum. If the
-    /// device computes no checksums, the host verifies every image.
+    /// Loads images once. Returns the images whose checksum, as computed by the device, differs from the stored one. If
+    /// the device computes no checksums, the host verifies every image.
     fn load_once<'i>(
         &self,
         images: impl Iterator<Item = &'i mut [ImageRequest]>,
@@ -118,9 +119,9 @@ impl ImageLoader<'_> {
         let parts = parallel::for_each(threads, images, into_work)?;
         let mut work: Vec<LoadStep<'_>> = Vec::new();
         parts.into_iter().try_for_each(|part| append(&mut work, part))?;
-        // The work is sorted in the order in which memory is allocated concurrently, so that threads rarely wait for
-        // memory. The parts of an image stay together, as `check_parts` requires. A stable sort would allocate memory
-        // infallibly.
+        // The work is sorted in the order in which another thread allocates the pages' memory, so that threads rarely
+        // wait for memory. The parts of an image stay together, as `check_parts` requires. A stable sort could panic
+        // for lack of memory.
         work.sort_unstable_by_key(LoadStep::key);
         let copies = PendingCopies {
             loader: self,
@@ -138,7 +139,7 @@ impl ImageLoader<'_> {
                 LoadStep::Compressed(wanted) => self.load_compressed(wanted, &copies).map(|()| None),
             },
         );
-        // Also after an error, no copy may still write to memory that the caller frees.
+        // Even after an error, all copies must end, because the caller frees the memory to which they write.
         copies.finish_all_but(0)?;
         check_parts(work.iter().zip(checksums?))?;
         copies.found.into_inner().unlike()
@@ -157,7 +158,8 @@ impl ImageLoader<'_> {
         // uploaded together.
         let (mut stored, mut decoded, mut decoded_bytes) = (Vec::new(), Vec::new(), Vec::new());
         for page in run.pages(&read, self.summed_by()) {
-            // The host verifies the checksum here, before any byte is uploaded, or the device does after arrival.
+            // An error means that the host found a wrong checksum before any byte was uploaded. The device checks the
+            // other pages after the upload.
             let (wanted, at, content) = page?;
             let target = (self.target)(wanted.page)?;
             match content {
@@ -217,7 +219,7 @@ impl ImageLoader<'_> {
         let ImageRef { file, offset, .. } = wanted.image;
         // I9: the image's length is checked against the page's before the image is read.
         wanted.image.check(wanted.len).map_err(|defect| defect.at(FileName::Pages(file), offset))?;
-        // A single part cannot be verified: all parts are verified together after they are uploaded.
+        // The parts of an image are verified together, after all of them are uploaded.
         let in_file = offset + range.start..offset + range.end;
         let take = |len| self.staging.take(len);
         let (read, checksum) = match self.summed_by() {
@@ -273,7 +275,7 @@ struct Copies {
     summed: Vec<Part>,
 }
 
-/// The device's checksums that are wrong or that cover only a part of a page.
+/// The checksums computed by the device that are wrong, or that cover only a part of a page.
 #[derive(Default)]
 struct FoundSums {
     /// The requests whose page has a wrong checksum.
@@ -302,7 +304,7 @@ impl FoundSums {
             let mut sum = crc32fast::Hasher::new();
             let mut end = 0;
             for (part, of_part) in of_page {
-                // I6: bytes in a gap would be part of the page without being verified by a sum.
+                // I6: without this check, a missing part would belong to the page without being covered by a checksum.
                 assert!(part.offset == end, "a part of a page without its sum");
                 end += part.target.len;
                 sum.combine(&crc32fast::Hasher::new_with_initial_len(*of_part, part.target.len));
@@ -343,10 +345,10 @@ impl PendingCopies<'_> {
         let mut list = CommandList { commands, staging: vec![staged.into_staging()] };
         let summed = if device.crosses_bus() { collected(parts().copied())? } else { Vec::new() };
         if !summed.is_empty() {
-            // The sums follow the copies in the same list, so that they cover the arrived bytes.
+            // The checksum commands follow the copies in the same list, so that they read the copied bytes.
             pool.add_sums(&mut list, collected(summed.iter().map(|part| part.target))?)?;
         }
-        // The order of lanes does not matter, so a counter suffices to distribute the lists.
+        // Any lane may execute any list, so a counter distributes them.
         let turn = self.begun.fetch_add(1, Ordering::Relaxed) % lanes.len();
         let pending = device.submit(lanes[turn], list)?;
         self.under_way.lock().push_back(Copies { pending, summed });
@@ -358,7 +360,7 @@ impl PendingCopies<'_> {
     /// pool. Staging buffers of other completed copies are returned as well, and are reused first, because on the host
     /// they are still in the processor's cache.
     fn finish_all_but(&self, at_most: usize) -> Result<()> {
-        // Waiting for a fence that was reached costs nothing.
+        // Waiting for a fence that has passed costs nothing.
         let is_done = |copies: &Copies| {
             let Fence { lane, value } = copies.pending.fence();
             value <= self.loader.device.reached(lane)
@@ -409,7 +411,7 @@ fn check_parts<'a>(parts: impl Iterator<Item = (&'a LoadStep<'a>, Option<u32>)>)
         // The checksums of the parts combine to the checksum of the whole, so no byte is summed twice.
         so_far.combine(&crc32fast::Hasher::new_with_initial_len(checksum, range.end - range.start));
         if range.end == image.stored_len {
-            // With the last part, the image is verified, and the open may continue (I6).
+            // The last part completes the checksum, and the open may rely on the image (I6).
             let (found, computed) = (image.stored_crc, std::mem::take(&mut so_far).finalize());
             if found != computed {
                 return Err(damaged(Defect::Checksum { what: "image", found, computed }));

@@ -123,16 +123,16 @@ impl Loads {
     }
 
     fn load_all(&self) {
-        // Only pages whose images were verified on the medium are ever left unloaded (I7), so they may be read from the
-        // cache.
+        // Pages are left unloaded only if their images were verified on the medium (I7), so the images may be read
+        // through the page cache.
         let proven = DiskSource::proven(self.engine.disk.clone());
         while let Some(pages) = self.unloaded().take(FOLLOWING_BYTES_MAX, RUN_BYTES) {
             self.load(&proven, pages);
         }
     }
 
-    /// Loads some pages. If an image is damaged, loads each page again separately from the medium. The second load
-    /// identifies the damaged image and excludes damage in the page cache.
+    /// Loads some pages. If an image is damaged, reads each page again separately, with O_DIRECT. That identifies the
+    /// damaged image, and succeeds if only the page cache was damaged.
     fn load(&self, proven: &DiskSource, pages: Vec<UnloadedPage>) {
         match self.read_patiently(proven, &pages) {
             // A page counts as loaded only when all of it is verified.
@@ -140,8 +140,9 @@ impl Loads {
             // The store is closing. The page is intact on disk.
             Ok(false) => self.unloaded().give_up(pages),
             Err(Error::Damaged(_)) => {
-                // A separate read past the cache reports damage for the right page and excludes a damaged cache.
-                let medium = DiskSource::past_cache(self.engine.disk.clone());
+                // A separate read with O_DIRECT reports the damaged page, and succeeds if only the page cache was
+                // damaged.
+                let medium = DiskSource::bypassing_cache(self.engine.disk.clone());
                 for unloaded in pages {
                     match self.read_patiently(&medium, std::slice::from_ref(&unloaded)) {
                         Ok(true) => self.install(vec![unloaded]),
@@ -179,7 +180,7 @@ impl Loads {
     fn fail(&self, unloaded: UnloadedPage, error: Error) {
         let error = error.in_store(&self.engine.disk.label());
         tracing::error!(%error, page = %unloaded.page, "a page cannot be loaded");
-        // Poisoning must come first: no file is removed from disk after this.
+        // The store is poisoned first, because after that no file is removed from disk.
         let poisoned = self.engine.poison.set(error.clone());
         if !matches!(error, Error::Damaged(_)) {
             self.unloaded().end(poisoned);
@@ -195,14 +196,14 @@ impl Loads {
             image: unloaded.image,
         };
         let mut images = collected(pages.iter().map(wanted))?;
-        // No batch and no reader has access to this memory yet, so a failure leaves nothing to undo.
+        // No batch and no reader has access to this memory yet, so it can be left partly filled.
         let mut targets: HashMap<PageId, Span> = HashMap::new();
         for unloaded in pages {
             insert(&mut targets, unloaded.page, unloaded.memory.span())?;
         }
         let target = |page: PageId| Ok(targets[&page]);
         let is_short = pages.iter().all(|unloaded| unloaded.memory.byte_len() <= SHORT_COPY_LEN_MAX);
-        // The order does not matter, so a counter suffices to distribute the loads.
+        // Any lane may be used for any page, so a counter distributes the loads.
         let mut lanes = LANES;
         lanes.rotate_left(self.begun.fetch_add(1, Ordering::Relaxed) % LANES.len());
         let loader = ImageLoader {
@@ -211,8 +212,8 @@ impl Loads {
             source,
             lanes: &lanes,
             target: &target,
-            // Callers wait for short pages. With sums of the host, no second read is needed to distinguish damage from
-            // a device fault.
+            // Callers wait for short pages. If the host computes the checksum, no second read is needed to distinguish
+            // a damaged image from a device error.
             summed_by: if is_short { SummedBy::Host } else { SummedBy::Device },
         };
         loader.load(std::iter::once(&mut *images), parallel::threads(LONG_THREADS_MAX))
@@ -220,8 +221,8 @@ impl Loads {
 
     /// Passes loaded pages to the applier, and wakes the callers that wait for the pages.
     ///
-    /// The pages are passed in a turn of the applier, so that no batch is applied concurrently. The callers are woken
-    /// after the turn, when the applier's state contains the memory.
+    /// The applier adds the memory of the pages between two batches, so that no batch finds only some of it. The
+    /// callers are woken after that.
     fn install(&self, pages: Vec<UnloadedPage>) {
         let loaded: Vec<(PageId, u64)> =
             pages.iter().map(|unloaded| (unloaded.page, unloaded.memory.byte_len())).collect();
@@ -229,7 +230,7 @@ impl Loads {
             pages
                 .iter()
                 .for_each(|unloaded| turn.versions.moved(unloaded.page, unloaded.memory.span().memory));
-            // The memory is added in the same turn as the versions, so that no batch is applied in between.
+            // Memory and versions are updated between the same two batches.
             turn.applied.memory.extend(pages.into_iter().map(|unloaded| (unloaded.page, unloaded.memory)));
             Ok(())
         });
@@ -245,8 +246,8 @@ impl Loads {
         if memory.peek().is_none() {
             return;
         }
-        // An empty list after all others in each lane completes when no list uses this memory any more. If the device
-        // fails at that, the memory stays counted and a warning is logged.
+        // A lane runs its lists in order, so an empty list completes when no list uses this memory any more. If the
+        // device fails, the memory stays counted in the budget, and a warning is logged.
         let device = &*self.engine.device;
         let last = |lane: &Lane| {
             device.submit(*lane, CommandList::default()).and_then(|last| device.finish(last)).map(drop)

@@ -21,7 +21,7 @@ use super::loaded_pages::{LoadedPages, PageSet};
 use super::log_reader::BatchRun;
 use super::lowered_pages::{ImagedPages, LoweredPages};
 use super::page_memory::PageMemories;
-use super::page_sources::{ImageGroup, PageSources, SourceSorter};
+use super::page_sources::{ImageGroup, PageOnDisk, PageSources, Proof, SourceSorter};
 use super::submitted_lists::SubmittedLists;
 use super::verified_snapshots::is_verified;
 use crate::applier::{ListBuilder, UnloadedPage};
@@ -45,8 +45,8 @@ use crate::options::PageLoad;
 /// 2. **Sort** the pages by their sources.
 /// 3. **Load** images, **allocate** memory and **determine** the files to keep, all concurrently. In sequence,
 ///    allocation alone took a third of the time to load pages of 16 KiB.
-/// 4. **Set apart** the pages that stay unloaded, so that the replay finds no memory for them. Otherwise the page
-///    loader would later overwrite the result of the replay.
+/// 4. **Remove** the pages that stay unloaded from the set of pages that replay changes. Otherwise the page loader
+///    would later overwrite the result of the replay.
 /// 5. **Replay** the log. The replay must follow step 3, because a later upload of an image would overwrite changes of
 ///    batches.
 /// 6. **Finish**: wait for the command lists. A list in flight would write to memory that is freed earlier.
@@ -74,8 +74,8 @@ pub(super) fn load<'a, 's>(
     let memories = PageMemories::reserve(recovery.arena, placed, lent)?;
     // Step 2.
     let from = replay_start(survey, base);
-    // The images of an unverified snapshot are loaded immediately even with on-demand loading, because they were not
-    // read back yet (I7).
+    // The images of an unverified snapshot have not been read back (I7), so they are loaded now even with on-demand
+    // loading.
     let sorter = SourceSorter {
         table,
         placed,
@@ -84,6 +84,7 @@ pub(super) fn load<'a, 's>(
         is_verified: base.is_some_and(|base| is_verified(survey, base, resolution)),
         may_be_unloaded: recovery.options.memory.load == PageLoad::OnDemand,
         from: from.lsn,
+        mark: resolution.end.as_ref().map_or(Lsn(0), |end| end.proven.lsn),
     };
     let sources = sorter.sort(&memories)?;
     // The bases are no longer needed. This frees memory before images are read.
@@ -92,9 +93,9 @@ pub(super) fn load<'a, 's>(
     let late = NewerBases::of(late);
     // Step 3.
     let mut loader = Loader::new(recovery);
-    // Durable bytes are verified past the cache (I6): images, and frames up to the last durable mark, unless following
-    // the log already read them from the medium.
-    let sealed = DiskSource::past_cache(recovery.disk.clone());
+    // Durable bytes are read with O_DIRECT (I6): images, and frames up to the last durable mark. Frames that the first
+    // pass over the log already read from the medium are not read again.
+    let sealed = DiskSource::bypassing_cache(recovery.disk.clone());
     let load = || {
         loader.find_on_disk(&sealed, &on_disk)?;
         loader.load_to_host(&sealed, table, &resized)?;
@@ -102,8 +103,8 @@ pub(super) fn load<'a, 's>(
     };
     let look_up = || CatalogDraft::read(&*recovery.disk, source, survey, base, resolution, replay_images);
     let (read, (draft, ())) = parallel::join(load, || parallel::join(look_up, || memories.allocate()));
-    // A lack of memory is reported before damage. An older snapshot would lack the memory as well, so trying it would
-    // hide the cause.
+    // A lack of memory is returned before damage. If damage were returned, an older snapshot would be tried, for which
+    // memory is missing too.
     let unloaded = loader.take_memory(memories).and(read);
     // Steps 4 to 6.
     let replayed = unloaded.and_then(|unloaded| {
@@ -156,8 +157,8 @@ impl<'a> Loader<'a> {
         }
     }
 
-    /// Runs step 3 for pages whose length changes: loads the bytes of the pages into host memory before the replay.
-    /// Pages that do not fit are assembled after the replay.
+    /// Performs step 3 for pages whose length changes during replay: loads their bytes into host memory. Pages that do
+    /// not fit there are assembled after the replay.
     fn load_to_host(
         &mut self,
         sealed: &DiskSource,
@@ -166,7 +167,7 @@ impl<'a> Loader<'a> {
     ) -> Result<()> {
         let mut held = 0_u64;
         for (page, base) in resized {
-            // I10: at most the final length is kept, even if the page is longer in between.
+            // I10: at most the page's final length is kept in memory, even if the page is longer in between.
             let final_len = table.get(*page).expect("every base is a page's").len;
             let resized = if held.saturating_add(final_len) <= ON_HOST_MAX {
                 held += final_len;
@@ -179,24 +180,24 @@ impl<'a> Loader<'a> {
         Ok(())
     }
 
-    /// Creates the pages that stay on disk from their images. Images that were not read back yet are verified now,
-    /// because the new incarnation relies on them (I7).
-    fn find_on_disk(&self, sealed: &DiskSource, pages: &[(PageId, Base, bool)]) -> Result<()> {
-        let unproven = pages.iter().filter(|(.., is_proven)| !is_proven);
-        let wanted = unproven.filter_map(|(page, base, _)| {
+    /// Creates the pages that stay on disk from their images, and verifies the images that [`Proof::Now`] marks.
+    fn find_on_disk(&self, sealed: &DiskSource, pages: &[PageOnDisk]) -> Result<()> {
+        let unproven = pages.iter().filter(|page| page.proof == Proof::Now);
+        let wanted = unproven.filter_map(|PageOnDisk { page, base, .. }| {
             Some(ImageRequest { page: *page, len: base.len, image: base.image? })
         });
         prove(sealed, wanted)?;
         let Recovery { disk_pages, .. } = self.recovery;
-        let page = |(page, base, _): &(PageId, Base, bool)| match base.image {
-            Some(image) => (*page, disk_pages.page(Some(disk_pages.proven_image(image, base.len)))),
-            None => (*page, disk_pages.zeros(base.len)),
+        let page = |PageOnDisk { page, base, proof }: &PageOnDisk| match (base.image, proof) {
+            (Some(image), Proof::AtRead) => (*page, disk_pages.page(Some(disk_pages.image(image, base.len)))),
+            (Some(image), _) => (*page, disk_pages.page(Some(disk_pages.proven_image(image, base.len)))),
+            (None, _) => (*page, disk_pages.zeros(base.len)),
         };
         self.on_host.lock().on_disk = pages.iter().map(page).collect();
         Ok(())
     }
 
-    /// Runs step 3 for the pages in device memory: loads their images. Returns the pages that are left unloaded.
+    /// Performs step 3 for the pages in device memory: loads their images. Returns the pages that are left unloaded.
     fn load_images(
         &mut self,
         sealed: &DiskSource,
@@ -205,8 +206,12 @@ impl<'a> Loader<'a> {
         images: ImageGroup,
         zeros: &[PageId],
     ) -> Result<Vec<(PageId, ImageRef)>> {
-        // All lanes for bulk copies are used in turn: no snapshot drains during an open, and while the device checksums
-        // the bytes that one lane copied, the other lanes use the bus.
+        // Loads use all lanes for bulk copies. No snapshot is being taken during an open, and while the device computes
+        // checksums of the bytes that one lane has copied, the other lanes can use the bus.
+        #[cfg_attr(
+            feature = "nccl",
+            expect(unused_mut, reason = "without the feature it is loaded as it is")
+        )]
         let ImageGroup { mut proven, mut unproven, unloaded } = images;
         let Recovery { disk, device, staging, .. } = self.recovery;
         let target = |page: PageId| memories.of(page);
@@ -221,20 +226,24 @@ impl<'a> Loader<'a> {
             }
             .load(images.iter_mut().map(Vec::as_mut_slice), threads())
         };
-        // No frame records that these images were read back, so a disk that lost them is detected here, before the new
-        // incarnation relies on them (I6, I7).
+        // No frame states that these images were read back. If the disk has lost one, this is detected here, before the
+        // new incarnation relies on it (I6, I7).
         load(sealed, &mut unproven)?;
-        match load(&DiskSource::proven(disk.clone()), &mut proven) {
-            // The damage may affect only the cached copy, so the images are read again from the medium.
-            Err(Error::Damaged(_)) => load(sealed, &mut proven)?,
-            loaded => loaded?,
-        }
-        // Pages that the log creates come last. They are at the end of the table, so their memory is allocated last,
-        // and waiting for it earlier would keep a thread from reading images.
+        let load_proven =
+            |images: &mut [Vec<ImageRequest>]| match load(&DiskSource::proven(disk.clone()), images) {
+                // The damage may be limited to the page cache, so the images are read again from the medium.
+                Err(Error::Damaged(_)) => load(sealed, images),
+                loaded => loaded,
+            };
+        #[cfg(feature = "nccl")]
+        let mut proven = self.recovery.gather(table, memories, proven, &load_proven)?;
+        load_proven(&mut proven)?;
+        // Pages that the log creates have the highest ids, so their memory is allocated last. Waiting for it earlier
+        // would keep a thread from reading images.
         for page in zeros {
             let (target, of) = (memories.of(*page)?, table.get(*page).expect("a page of the table"));
-            // The system provides long host memory zeroed, and writing zeros would touch gigabytes before they are
-            // used. Caller-owned memory may contain any bytes.
+            // The system provides large host allocations already zeroed, and writing zeros again would touch gigabytes.
+            // Caller-owned memory may contain any bytes.
             if memories.is_lent(*page)? || !device.allocates_zeros(of.place, of.len) {
                 self.list.try_zero(target)?;
             }
@@ -243,15 +252,15 @@ impl<'a> Loader<'a> {
         Ok(unloaded)
     }
 
-    /// Adopts the allocated memory, even if a later allocation failed, so that a failed open frees the memory.
+    /// Takes over the allocated memory, so that a failed open frees it. Then returns the error if an allocation has
+    /// failed.
     fn take_memory(&mut self, memories: PageMemories<'_>) -> Result<()> {
         let (memory, allocated) = memories.finish();
         self.pages.memory = memory;
         allocated
     }
 
-    /// Runs step 4: moves the memory of unloaded pages out of the page set, so that the replay does not access these
-    /// pages.
+    /// Performs step 4: moves the memory of unloaded pages out of the set of pages that replay changes.
     fn set_apart(&mut self, unloaded: Vec<(PageId, ImageRef)>) -> Result<()> {
         if unloaded.is_empty() {
             return Ok(());
@@ -270,12 +279,12 @@ impl<'a> Loader<'a> {
                 None => Some((page, memory)),
             })
             .collect();
-        // I10: memory was claimed for each page of the table, including those loaded later.
+        // I10: memory was allocated for each unloaded page.
         assert!(unloaded.next().is_none(), "allocated for each page");
         Ok(())
     }
 
-    /// Runs step 5: replays the log on top of the images.
+    /// Performs step 5: replays the log on top of the images.
     fn replay(
         &mut self,
         source: &DiskSource,
@@ -286,16 +295,16 @@ impl<'a> Loader<'a> {
     ) -> Result<()> {
         let end = resolution.end.as_ref().expect("followed to its end");
         assert!(from.lsn <= end.proven.lsn); // I6: a manifest's end is a durable mark, and its `redo` is before it.
-        let sealed_log = source.past_cache_once();
+        let sealed_log = source.bypassing_cache_once();
         let Self { recovery, pages, on_host, in_flight, tail, .. } = self;
-        // A list is built on the thread that reads the run, and submitted on this thread in log order, because the
-        // order of a page's deltas must not change.
+        // Lists are built on another thread, and submitted on this thread in log order, because the order of a page's
+        // deltas must not change.
         let crosses_bus = recovery.device.crosses_bus();
         let deltas = Deltas { memory: &pages.memory, on_host, late, staging: recovery.staging, crosses_bus };
         let list = |run| deltas.list(run);
         recovery.replay(&sealed_log, survey, from, end.proven.lsn, list, |list| in_flight.submit(list?))?;
-        // Batches above the last mark are read through the cache, which may be the only place that contains them (I6).
-        // A read past the cache could return less than the walk found.
+        // Batches above the last durable mark are read through the page cache, which may be the only place that
+        // contains them (I6). With O_DIRECT, fewer batches might be found than in the first pass over the log.
         let list_and_payloads = |run: BatchRun| {
             let payloads = run.batches.iter().map(|batch| copied(run.payload(batch)));
             (payloads.collect::<Result<Vec<_>>>(), deltas.list(run))
@@ -307,14 +316,14 @@ impl<'a> Loader<'a> {
             end.accepted.lsn,
             list_and_payloads,
             |(payloads, list)| {
-                // The payloads are copied, because the device takes the run's memory, and they are needed until the
-                // opening segment is written.
+                // The payloads are copied, because they are needed until the opening segment is written, and the
+                // command list owns the memory of the run.
                 append(tail, payloads?)?;
                 in_flight.submit(list?)
             },
         )?;
-        // I6: each accepted batch that no mark covers is carried over exactly once. A missing batch would be
-        // acknowledged by the new opening without existing.
+        // I6: the new incarnation copies each accepted batch that no mark covers exactly once. If one were missing, the
+        // new opening would acknowledge a batch that does not exist.
         assert!(tail.len() as u64 == end.accepted.lsn.0 - end.proven.lsn.0);
         let HostPages { resized, on_disk } = std::mem::take(&mut *self.on_host.lock());
         self.pages.on_disk = on_disk;
@@ -324,7 +333,7 @@ impl<'a> Loader<'a> {
             let trail = match resized {
                 ResizedPage::Whole(whole) => {
                     let whole = whole.into_bytes();
-                    // I10: the page has the length that was claimed for it.
+                    // I10: the page has the length for which memory was allocated.
                     assert!(whole.len() as u64 == len);
                     self.upload(page, 0, &whole)?;
                     continue;
@@ -332,8 +341,7 @@ impl<'a> Loader<'a> {
                 ResizedPage::Windows(trail) => trail,
             };
             for from in (0..len).step_by(WINDOW_LEN as usize) {
-                // All of it was verified, past the cache where required, so a read now returns the same bytes or an
-                // error.
+                // The sources of the page were verified before, so this read returns the same bytes or an error.
                 self.upload(page, from, &trail.window(source, &(from..len.min(from + WINDOW_LEN)))?)?;
             }
         }
@@ -350,12 +358,13 @@ impl<'a> Loader<'a> {
         staging.upload(Lane::Apply, self.pages.memory[page].part(offset, bytes.len() as u64), bytes)
     }
 
-    /// Runs step 6: returns the loaded pages or, after an error, frees their memory.
+    /// Performs step 6: waits for the command lists, and returns the loaded pages or, after an error, frees their
+    /// memory.
     fn finish(mut self, arena: &Arena, loaded: Result<()>) -> Result<LoadedPages<'_>> {
         if loaded.is_err() {
-            // Lists may still use the memory. An empty list after all others in the lane completes when they have
-            // completed. If the device fails at that, the memory stays counted and a warning is logged. If it were
-            // freed, a list of the failed open could write to it after another page was placed there.
+            // The lane runs its lists in order, so an empty list completes after all lists that use the memory. If the
+            // device fails, the memory is not freed: a list of the failed open could write to it after it was assigned
+            // to another page.
             let device = self.in_flight.device;
             let drained =
                 device.submit(Lane::Apply, CommandList::default()).and_then(|last| device.finish(last));
@@ -368,8 +377,8 @@ impl<'a> Loader<'a> {
 }
 
 impl Recovery<'_> {
-    /// Reads the batches after `from` up to `until` a second time. The first read resolved the state, so all of the
-    /// batches exist.
+    /// Reads the batches after `from` up to `until` a second time, for replay. The first pass over the log has
+    /// determined the page table from the same batches.
     fn replay<T: Send>(
         &self,
         source: &DiskSource,
@@ -381,7 +390,8 @@ impl Recovery<'_> {
     ) -> Result<()> {
         let stopped = self.frames(source, survey).read(from, Some(until), make, each)?;
         if stopped.point.lsn < until {
-            // The walk found the batches in the cache, but the medium has other bytes, so a sync failed silently (I6).
+            // The first pass has found the batches in the page cache, but the medium contains other bytes, so a sync
+            // failed without an error (I6).
             return Err(Defect::Missing.at_lsn(FileName::Segment(from.segment), from.offset, until).into());
         }
         Ok(())

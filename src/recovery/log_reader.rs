@@ -1,16 +1,16 @@
-//! Reads and verifies frames of the log on a separate thread, before the thread that uses them needs them.
+//! Reads and verifies frames of the log on a separate thread, in advance of the thread that uses them.
 //!
 //! A long log is read in *windows* of some mebibytes. All cores read a window in chunks, and each chunk is checksummed
 //! while it is in the core's cache. Then the reading thread follows the headers, frame by frame, and combines the
-//! checksums of the chunks to verify the payloads. The log is therefore judged in log order, regardless of the order in
-//! which chunks were completed (I4). All cores also decode the operations of verified frames. If the reading thread
-//! finds no frame at a position, it reads the bytes once more before it decides.
+//! checksums of the chunks to verify the payloads. Frames are thus accepted or rejected in log order, regardless of the
+//! order in which chunks were completed (I4). All cores also decode the operations of verified frames. If the reading
+//! thread finds no frame at a position, it reads the bytes once more before it decides that the log ends there.
 //!
-//! Frames are read into staging and stay in it, so that a device can read deltas from that memory. At any time, one
-//! window is being read, one is being converted to a command list and one is in use, and one window waits for each of
-//! the latter two steps. Each window is at least as long as its longest frame. If frames are longer than windows, the
-//! reading thread builds the lists, and three windows are in memory instead of five. One thread reads a short log, or
-//! any log on a system with few cores, in successive windows of one megabyte.
+//! Frames are read into staging memory, from which a device can read deltas. A window passes through three steps: it is
+//! read, converted to a command list, and used. One window may wait before each of the last two steps, so up to five
+//! are in memory. Each window is at least as long as its longest frame. If frames are longer than windows, the reading
+//! thread builds the command lists itself, and only three windows are in memory. One thread reads a short log, or any
+//! log on a system with few cores, in successive windows of one megabyte.
 //!
 //! This module writes nothing to disk, so a crash loses nothing.
 
@@ -34,15 +34,15 @@ use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 use crate::memory::staging::{StagingBuf, StagingPool};
 
-/// The maximum number of runs that wait for the using thread, in a log that is read without windows. Each run uses
-/// staging of up to the length of the longest frame.
+/// The maximum number of runs (batches that share a staging buffer) that wait to be used, if one thread reads the log.
+/// Each run uses staging memory of up to the length of the longest frame.
 const RUNS_MAX: usize = 2;
 /// The maximum number of windows that wait for the next step, in addition to the window that is being read.
 const WINDOWS_READY_MAX: usize = 1;
 /// The maximum number of threads that read and checksum one window.
 const THREADS_MAX: usize = 16;
-/// The minimum number of threads for reading in windows. Two threads are kept busy by reading one run and using
-/// another. On two busy cores, windows took 1.2 times the CPU time without a gain.
+/// The minimum number of threads for reading in windows. With fewer, reading and using the log keep all threads busy
+/// already. On two busy cores, windows took 1.2 times the CPU time without a gain.
 const THREADS_MIN: usize = 4;
 /// The number of bytes of a window per thread. Each step of a window ends when the last thread has completed its part,
 /// so short windows are inefficient. Several windows should fit in the last-level cache.
@@ -73,7 +73,7 @@ pub(super) struct Frames<'a> {
     pub window_len: Option<u64>,
 }
 
-/// The lengths of windows and chunks, and the number of threads, for reading a log in windows.
+/// The lengths of windows and chunks, and the number of threads, with which a log is read in windows.
 #[derive(Clone, Copy)]
 struct WindowRules {
     len: u64,
@@ -122,7 +122,7 @@ impl LoggedBatch {
 }
 
 impl From<ProducerPanic> for Error {
-    // A panic of the reading thread fails only the open. The process, and other stores in it, continue.
+    // A panic of the reading thread fails only this open. The process and its other stores continue.
     fn from(_: ProducerPanic) -> Self {
         Error::panicked("the thread that reads the log ahead")
     }
@@ -146,8 +146,8 @@ impl Frames<'_> {
         make: impl Fn(BatchRun) -> T + Sync,
         each: impl FnMut(T) -> Result<()>,
     ) -> Result<StopPoint> {
-        // The walk reports only damage, so a failed allocation of staging is recorded here. Reported as damage, it
-        // would cost the store a sound snapshot.
+        // A failed allocation of staging memory must not be reported as damage, because the open would then skip an
+        // intact snapshot. It is recorded here, and returned as its own error.
         let no_staging = Mutex::new(None);
         let is_empty = until.is_some_and(|until| until <= from.lsn);
         let rules = if is_empty { None } else { self.windows(from) };
@@ -173,7 +173,7 @@ impl Frames<'_> {
                     if rules.has_long_frames {
                         return Ok(walk(&mut |run| emit(make(run))));
                     }
-                    // If no more runs are needed, the error of `each` takes precedence.
+                    // If `each` has failed, no more runs are needed, and its error is returned.
                     let emit_made = |run| if emit(make(run)) { Ok(()) } else { Err(ProducerPanic) };
                     parallel::pipeline(runs_max, walk, emit_made)
                 };
@@ -198,7 +198,7 @@ impl Frames<'_> {
             None if threads < THREADS_MIN || len < WINDOW_LEN_MIN => return None,
             None => (len, CHUNK_LEN, threads),
         };
-        // A frame that fits in no segment has its own segment.
+        // A frame that is longer than a segment gets a segment of its own length.
         let has_long_frames = lens.max().is_some_and(|longest| longest > LONG_WINDOWS * len);
         Some(WindowRules { len, chunk_len, threads, has_long_frames })
     }
@@ -219,7 +219,7 @@ impl Frames<'_> {
         })
     }
 
-    /// Follows the log on the reading thread. Passes each run on when the next frame is in another buffer.
+    /// Follows the log on the reading thread. Passes a run to `emit` when the next frame is in another buffer.
     fn walk(
         &self,
         from: LogPoint,
@@ -230,8 +230,8 @@ impl Frames<'_> {
     ) -> Result<StopPoint, Damage> {
         // The buffers are staging, from which a device can read deltas without another copy.
         let allocate = |len: usize| {
-            // A smaller request may succeed later. The error remains recorded, because a walk without memory may judge
-            // the log with the staging that it does get.
+            // The reader may retry with a smaller buffer. The error remains recorded, because the result of such a read
+            // cannot be trusted to be the end of the log.
             self.staging.take(len).map_err(|error| {
                 *no_staging.lock() = Some(error.clone());
                 io::Error::other(error)
@@ -249,8 +249,8 @@ impl Frames<'_> {
         let mut emit = |run| emit(BatchRun::new(run, threads));
         let walked = self.walk_to(&mut walk, until, &mut run, &mut emit);
         let stopped = StopPoint { point: walk.point(), end: walk.end().cloned() };
-        // After this, the last run's memory has one owner. Batches before damage are passed on, too, because an error
-        // in one of them comes first in the log and is the one to report.
+        // Dropping the reader releases the memory of the last run. Batches before damage are passed on, too: if one of
+        // them causes an error, that error is returned instead.
         drop(walk);
         if let Some(last) = run {
             emit(last);
@@ -258,7 +258,7 @@ impl Frames<'_> {
         walked.map(|()| stopped)
     }
 
-    /// Follows the log up to `until`. Leaves the last run in `run`, because the reader still shares the run's memory.
+    /// Follows the log up to `until`. Leaves the last run in `run`, because the reader still refers to its memory.
     fn walk_to(
         &self,
         walk: &mut LogWalk<'_, StagingBuf>,
@@ -268,7 +268,7 @@ impl Frames<'_> {
     ) -> Result<(), Damage> {
         while until.is_none_or(|until| walk.point().lsn < until) {
             let Some(frame) = walk.next()? else { break };
-            // A seal changes no page. The walk itself reads the seal's record of verified snapshots.
+            // A seal changes no page. The reader itself evaluates the seal's list of verified snapshots.
             if frame.header.kind != FrameKind::Batch {
                 continue;
             }
@@ -278,7 +278,7 @@ impl Frames<'_> {
                 Some((memory, batches)) if Arc::ptr_eq(memory, frame.memory) => batches.push(batch),
                 _ => {
                     let read = run.replace((frame.memory.clone(), vec![batch]));
-                    // The thread that uses the runs has failed, so it needs no more, and its error takes precedence.
+                    // The thread that uses the runs has failed, and its error is returned.
                     if !read.is_none_or(&mut *emit) {
                         break;
                     }

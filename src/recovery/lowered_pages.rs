@@ -69,7 +69,7 @@ impl ImagedPages<'_> {
         if base.lsn == info.lsn {
             return true;
         }
-        // The page was only moved since the image, which changes no bytes.
+        // If the page was only moved since the image was written, its bytes are unchanged.
         let entries = self.snapshot.map_or(&[][..], |snapshot| &snapshot.entries);
         let named = entries.binary_search_by_key(&page, |entry| entry.page).map(|at| &entries[at]);
         named.is_ok_and(|named| named.image == Some(image) && named.epoch == info.epoch)
@@ -111,7 +111,8 @@ impl LoweredPages {
                 push(&mut leaving, LeavingPage { waits_in_memory, lsn, page, len })?;
             }
             leaving.sort_unstable();
-            // The free share of the place is established immediately.
+            // Pages are demoted until the place has the free share that its tier requires, not only until the pages
+            // fit.
             let mut surplus = used - (limit - tiers.free_bytes(limit));
             let mut waiting = 0;
             for LeavingPage { waits_in_memory, page, len, .. } in leaving {

@@ -27,18 +27,18 @@
 //! | a link that the newest snapshot follows: one copy bad | a rotten sector | use the other copy, rewrite both | `one_bad_copy_of_link_is_repaired` |
 //! | such a link: both copies bad, or missing | bit rot | treat all snapshots that follow it as lost | `lost_link_loses_its_snapshot` |
 //! | a manifest that the record names is missing, or not the one verified | a lost file | report once: the next record does not name it | `missing_manifest_of_a_kept_snapshot_is_reported` |
-//! | links that no record names | snapshots that others follow | keep them for those others only, not as snapshots | `links_of_others_are_not_snapshots` |
+//! | links that no record names | snapshots that others follow | keep them for those others only, not as snapshots | `links_kept_for_other_snapshots_are_not_listed` |
 //! | manifest not recorded as verified | a crash between rename and seal | publish and verify it again | `unrecorded_manifest_is_published_again` |
 //! | frames after the last valid one, covered by no mark | a torn tail | cut, report | `torn_tail_is_cut` |
 //! | frames after the last valid one, covered by a mark | bit rot, a lost write | refuse with file, offset, lsn | `damage_under_a_mark_is_refused` |
-//! | the next frame's position cannot be read | a latent sector error | refuse: an error says nothing about the log | `unreadable_log_is_refused` |
+//! | the next frame's position cannot be read | a latent sector error | refuse: an unreadable position proves neither a frame nor the log's end | `unreadable_log_is_refused` |
 //! | frames of an older incarnation past its end | cut by an earlier recovery | never read | `truncated_frames_stay_truncated` |
 //! | the newest segment is missing | a lost file | refuse: a segment with frames has a successor | `missing_newest_segment_is_refused` |
 //! | a segment in between is missing, foreign or cut short | a lost or swapped file | refuse | `missing_segment_is_refused` |
 //! | the header of a segment with frames is bad | bit rot | refuse | `bad_segment_header_is_refused` |
 //! | the header of the empty newest segment is bad | bit rot | replace the segment: nothing is lost | `bad_header_of_empty_segment_is_harmless` |
-//! | the newest incarnation has no batch | an open that committed nothing | leave it out of the line, and recycle its segments | `opens_without_commits_leave_disk_unchanged` |
-//! | an incarnation that its successor left out | a crash before its segments were recycled | recycle: it has no meaning | `crash_while_skipping_incarnation_loses_nothing` |
+//! | the newest incarnation has no batch | an open that committed nothing | omit it from the store's history, and recycle its segments | `opens_without_commits_leave_disk_unchanged` |
+//! | an incarnation that its successor omitted | a crash before its segments were recycled | recycle: it has no meaning | `crash_while_skipping_incarnation_loses_nothing` |
 //! | the newest incarnation has no batch, but contains a manifest's `redo` | a fork's first incarnation; a snapshot without commits before it | keep as long as the manifest | `incarnation_of_replay_start_is_kept` |
 //! | the newest incarnation has no batch, but a manifest cannot be read | bit rot | keep: the manifest's `redo` may be in it | `an_unreadable_manifest_keeps_every_incarnation` |
 //! | one empty segment more than needed | a crash before the opening's rename | replace or recycle | `crash_before_the_rename_changes_nothing` |
@@ -57,11 +57,11 @@
 //!    verified (I7). Begin the new incarnation (I5): build the complete opening segment under a temporary name, sync
 //!    the segment and read it back, create the empty segment after it, rename the opening segment, and sync the folder.
 //!    **The rename is the only commit point.** Before the rename the log is unchanged, and the next open repeats these
-//!    steps. An incarnation that accepted no batch is left out of the line. The new incarnation names the same
-//!    predecessor, and begins where the omitted incarnation began.
-//! 5. Recycle the segments that were cut or left out, unless a reader may be using them. Remove unnamed files, and
-//!    create the report. After a crash, or because of a reader, segments of an incarnation that is not on the line may
-//!    remain. Such segments have no meaning, and the next open or snapshot recycles them.
+//!    steps. An incarnation that accepted no batch is omitted from the store's history: the new incarnation names the
+//!    same predecessor, and begins where the omitted one began.
+//! 5. Recycle the segments that were cut or omitted, unless a reader may be using them. Remove unnamed files, and
+//!    create the report. After a crash, or because of a reader, segments of an omitted incarnation may remain. Such
+//!    segments have no meaning, and the next open or snapshot recycles them.
 
 pub(crate) mod create;
 mod survey;
@@ -70,6 +70,8 @@ pub(crate) mod image_loader;
 mod catalog;
 mod verified_snapshots;
 mod lent_pages;
+#[cfg(feature = "nccl")]
+mod gather;
 mod page_memory;
 mod lowered_pages;
 mod loaded_pages;
@@ -93,13 +95,22 @@ use remanent_format::segment::FORMAT_VERSION;
 use remanent_format::state::follow::Resolution;
 use remanent_format::state::survey::Survey;
 use remanent_format::store::StoreFile;
-use remanent_format::{Defect, FileName, Folder, LogPoint, PageId, PageTable, Position, SnapshotId, StoreId};
+use remanent_format::{
+    Damage, Defect, FileName, Folder, LogPoint, PageId, PageTable, Position, SnapshotId, StoreId,
+};
 
 use self::candidates::BestCandidate;
+use self::catalog::CatalogDraft;
+#[cfg(feature = "nccl")]
+pub(crate) use self::gather::OpenGather;
 pub(crate) use self::lazy_load::PageLoader;
+use self::loaded_pages::LoadedPages;
 use self::lowered_pages::LoweredPages;
 pub(crate) use self::open_preview::OpenPreview;
+pub use self::open_preview::SurveyedStore;
 use self::opening::{Predecessor, begin};
+#[cfg(feature = "nccl")]
+pub use self::report::GatherReport;
 pub use self::report::RecoveryReport;
 use crate::applier::AppliedState;
 use crate::base::phases;
@@ -140,6 +151,19 @@ pub(crate) struct RecoveredStore {
     pub behind: ReplayBacklog,
     /// The report that [`Store::recovered`](crate::Store::recovered) returns.
     pub recovered: RecoveryReport,
+}
+
+/// The incarnation that an open began, in which the store continues the log.
+struct NewIncarnation {
+    pool: Arc<SegmentPool>,
+    /// The contents of the STORE file, including the features that this build writes.
+    store: StoreFile,
+    log: LogStart,
+    position: Position,
+    /// The end of the log that the incarnation continues. An omitted incarnation lies above it.
+    on_line: LogEnd,
+    /// The number of the highest segment before the incarnation began.
+    highest: u64,
 }
 
 /// The amount of log after the newest snapshot, which determines when the next snapshot is due.
@@ -206,6 +230,9 @@ pub(crate) struct Recovery<'a> {
     pub log_io: LogIo,
     /// The shared state of the pages on disk: counters, uses of image files, and the memory for pending writes.
     pub disk_pages: Arc<DiskPages>,
+    /// The ranks with which the open shares the loading of pages.
+    #[cfg(feature = "nccl")]
+    pub gather: OpenGather<'a>,
 }
 
 impl Recovery<'_> {
@@ -215,7 +242,10 @@ impl Recovery<'_> {
         let started = Instant::now();
         let is_store = |name: &String| FileName::parse(Folder::Root, name) == Some(FileName::Store);
         let exists = self.disk.list(Folder::Root)?.iter().any(is_store);
-        let mut opened = if exists { self.recover()? } else { self.create()? };
+        let opened = if exists { self.recover() } else { self.create() };
+        #[cfg(feature = "nccl")]
+        self.decline_gather();
+        let mut opened = opened?;
         opened.recovered.elapsed = started.elapsed();
         Ok(opened)
     }
@@ -223,32 +253,14 @@ impl Recovery<'_> {
     /// Recovers a store. The numbers in the code refer to the order of steps in the module's docs. Nothing is written
     /// up to step 3, so an error or a crash in these steps has no effect.
     fn recover(&self) -> Result<RecoveredStore> {
-        // 1. I6: names that are not durable yet must not be relied on. A rename may exist only in the cache. A power
-        //    cut after this open would restore the old name, although the new incarnation already relies on the new
-        //    one. Missing folders are checked later, by their expected contents.
-        let inner: Vec<Folder> = Folder::INNER.into_iter().collect();
-        let present = self.disk.list(Folder::Root)?;
-        for folder in inner.iter().filter(|folder| present.iter().any(|name| name == folder.name())) {
-            self.disk.sync_folder(*folder)?;
-        }
-        self.disk.sync_folder(Folder::Root)?;
-
-        // The source records which ranges of the log were not cached. They came from the medium, and step 3 need not
-        // read them again (I6).
+        self.sync_folders()?; // 1
+        // The source records which ranges of the log were not in the page cache. They were read from the medium, so
+        // step 3 need not read them again (I6).
         let source = DiskSource::noting(self.disk.clone());
-        // 2. and 3.
+        // Steps 2 and 3.
         let survey = survey::read(&source)?;
         self.check_identity(&survey.store)?;
-        // Segments are created before STORE, so a store always has a log, and an empty folder means that the log was
-        // lost. Treated as a new store, it would acknowledge batches with numbers that were already assigned.
-        if survey.log.newest().is_none() {
-            let (number, defect) = match survey.log.segments().iter().next_back() {
-                Some((number, newest)) => (*number, newest.header.clone().err().unwrap_or(Defect::Missing)),
-                None => (1, Defect::Missing),
-            };
-            return Err(defect.at_lsn(FileName::Segment(number), 0, survey.mark()).into());
-        }
-
+        check_has_log(&survey)?;
         let BestCandidate { resolution, mut loaded, mut draft, mut harmless } =
             self.load_best(&source, &survey)?;
         let end = resolution.end.clone().expect("followed to its end");
@@ -256,105 +268,48 @@ impl Recovery<'_> {
         assert!(end.accepted.lsn >= survey.mark());
         assert!(end.proven.lsn <= end.accepted.lsn); // I6
         harmless.extend(end.harmless.iter().cloned());
-        // A recorded but missing snapshot is omitted from the next seal, so only this open can report it.
-        for damage in Record(&end.verified).lost(&survey) {
-            if harmless.iter().all(|known| (known.file, &known.defect) != (damage.file, &damage.defect)) {
-                tracing::warn!(%damage, "a snapshot that was kept is lost");
-                harmless.push(damage);
-            }
-        }
+        report_lost_snapshots(&survey, &end, &mut harmless);
 
-        // 4. The new incarnation. Each step assumes that the previous one is durable: features before any byte that an
-        //    older build would misread, and manifests before the seal that records them.
-        let store = survey.store.store;
-        let highest = survey.log.segments().keys().next_back().copied().unwrap_or(0);
         let (tail, lowered) = (std::mem::take(&mut loaded.tail), loaded.lowered.take());
-        // Everything is read and verified. The directory is changed only from here on.
-        for folder in inner {
-            self.disk.make_folder(folder)?;
-        }
-        // Temporary files are removed before new ones are created, because those of a crash could not be distinguished
-        // later.
-        self.remove_temporaries()?;
-        let pool = self.pool(store)?;
-        let store_file = self.with_features(&pool, survey.store.clone())?;
         let copied_batches = tail.len() as u64;
-        let newest = end.accepted.incarnation;
-        let on_line = end_without(&survey, &end).unwrap_or_else(|| end.clone());
-        // The opening replaces the highest segment, which is empty, because a segment with frames has a successor (I8).
-        let before = Predecessor { segment: highest, newest, end: Some(on_line.clone()), tail };
-        // I7: the opening seal records the snapshot as verified. A manifest that no frame under a mark records may have
-        // its name only in the cache, so it is published again first. Otherwise the seal, which is under a mark, could
-        // outlive the name, and the next open would miss a snapshot that permitted recycling.
-        for link in std::mem::take(&mut draft.anew) {
-            with_reserve(&pool, |spare| publish_manifest(&self.disk, link, usize::MAX, spare))?;
-        }
-        let (log, position) = begin(&pool, store, &before, draft.verified.clone())?;
-        assert!(position.lsn == end.accepted.lsn); // I5: every accepted batch is carried over.
-        assert!(position.incarnation.number > newest.number); // I5: no incarnation begins twice.
-
-        // 5. Remove what a crash left: segments whose batches were copied, and the incarnation that was left out of the
-        //    line. They are recycled only now. Before the rename no file may be changed, and until the folder is synced
-        //    a power cut may restore the incarnation, which would then lack its segments.
-        let removed = on_line.proven.segment + 1..highest;
-        let mut junk: Vec<u64> =
-            survey.log.segments().keys().copied().filter(|n| removed.contains(n)).collect();
-        // I8: a replay from the loaded snapshot begins before all of them.
+        let continued = self.begin_incarnation(&survey, &end, &mut draft, tail)?; // 4
+        // I8: a replay from the loaded snapshot begins before all segments that are recycled.
         let base = resolution.base.and_then(|base| survey.links[&base].as_ref().ok());
-        assert!(base.is_none_or(|(link, _)| link.redo.segment <= on_line.proven.segment));
-        let readers_locked_out =
-            if junk.is_empty() { Some(Vec::new()) } else { self.lock_out_readers(&survey) };
-        if readers_locked_out.is_none() {
-            // I8: an active reader may be anywhere in the log up to the last batch.
-            junk.retain(|number| *number > end.accepted.segment);
-        }
-        pool.recycle(&junk)?;
-        drop(readers_locked_out);
+        assert!(base.is_none_or(|(link, _)| link.redo.segment <= continued.on_line.proven.segment));
+        self.recycle_omitted(&survey, &end, &continued)?; // 5
+        let NewIncarnation { pool, store, log, position, .. } = continued;
         let mut changed = std::mem::take(&mut draft.changed);
         let mut submitted = std::mem::take(&mut draft.submitted);
         let spares = pool.image_spares().clone();
         let catalog = self.keep(draft, spares, &survey, resolution.base, end.accepted.lsn)?;
 
-        let mut recovered = self.report(position, false);
-        recovered.previous = Some(Position { incarnation: end.accepted.incarnation, lsn: end.accepted.lsn });
-        recovered.snapshot = resolution.base;
+        let mut recovered = RecoveryReport {
+            previous: Some(Position { incarnation: end.accepted.incarnation, lsn: end.accepted.lsn }),
+            snapshot: resolution.base,
+            replayed_batches: resolution.batches,
+            replayed_bytes: resolution.bytes,
+            copied_batches,
+            torn: end.torn,
+            harmless,
+            ..self.report(position, false)
+        };
         let behind = ReplayBacklog::of(&survey, &resolution);
-        recovered.replayed_batches = resolution.batches;
-        recovered.replayed_bytes = resolution.bytes;
-        recovered.copied_batches = copied_batches;
-        recovered.torn = end.torn;
-        recovered.harmless = harmless;
         tracing::info!(
             incarnation = %position.incarnation, lsn = %position.lsn, snapshot = ?recovered.snapshot,
             replayed = recovered.replayed_batches, copied = copied_batches, torn = ?recovered.torn, "recovered"
         );
         // No later step fails, so the memory need not be freed.
-        let (memory, on_disk, unloaded) = loaded.keep()?;
-        // I10: each page of the table has the memory claimed for it, and no other memory is allocated.
-        let (left, _) = unloaded.left();
-        let count = memory.len() + on_disk.len();
-        assert!(count as u64 + left == resolution.resolved.table.pages().len() as u64);
-        recovered.unloaded_pages = left;
-        let (mut table, unloaded) = (resolution.resolved.table, Arc::new(unloaded));
+        let (mut applied, unloaded_pages) = self.applied(resolution.resolved.table, loaded, &log)?;
+        recovered.unloaded_pages = unloaded_pages;
         let mut first_batch = None;
         if let Some(LoweredPages { table: after, pages, payload }) = lowered {
-            (table, submitted) = (after.clone(), after);
+            (applied.table, submitted) = (after.clone(), after);
             changed.extend(&pages);
             recovered.lowered_pages = pages.len() as u64;
             first_batch = Some(payload);
         }
-        let applied = AppliedState {
-            table,
-            memory,
-            on_disk: self.disk_pages.table(on_disk),
-            unloaded,
-            point: log.point,
-            deleted: None,
-            cut: None,
-            gathers: HashMap::new(),
-        };
         Ok(RecoveredStore {
-            store: store_file,
+            store,
             applied,
             submitted,
             changed,
@@ -367,12 +322,108 @@ impl Recovery<'_> {
         })
     }
 
-    /// Prevents new readers from starting at any snapshot. Returns `None` if a reader is active, because the reader may
-    /// be at any position in the log. If a lock cannot be tried for lack of space or of a file handle, also returns
-    /// `None`, and a later snapshot removes the files.
+    /// Syncs the folders, because names that are not durable yet must not be relied on (I6). A rename may exist only in
+    /// the cache. A power cut after this open would restore the old name, although the new incarnation already relies
+    /// on the new one. Missing folders are checked later, by their expected contents.
+    fn sync_folders(&self) -> Result<()> {
+        let present = self.disk.list(Folder::Root)?;
+        for folder in Folder::INNER {
+            if present.iter().any(|name| name == folder.name()) {
+                self.disk.sync_folder(folder)?;
+            }
+        }
+        self.disk.sync_folder(Folder::Root)
+    }
+
+    /// Begins the incarnation in which the opened store continues the log. The directory is changed only from here on,
+    /// when everything is read and verified.
+    ///
+    /// Each step assumes that the previous one is durable: features before any byte that an older build would misread,
+    /// and manifests before the seal that records them.
+    fn begin_incarnation(
+        &self,
+        survey: &Survey,
+        end: &LogEnd,
+        draft: &mut CatalogDraft<'_>,
+        tail: Vec<Vec<u8>>,
+    ) -> Result<NewIncarnation> {
+        let store = survey.store.store;
+        let highest = survey.log.segments().keys().next_back().copied().unwrap_or(0);
+        for folder in Folder::INNER {
+            self.disk.make_folder(folder)?;
+        }
+        // Temporary files are removed before new ones are created, because those of a crash could not be distinguished
+        // later.
+        self.remove_temporaries()?;
+        let pool = self.pool(store)?;
+        let store_file = self.with_features(&pool, survey.store.clone())?;
+        let newest = end.accepted.incarnation;
+        let on_line = end_without(survey, end).unwrap_or_else(|| end.clone());
+        // The opening replaces the highest segment, which is empty, because a segment with frames has a successor (I8).
+        let before = Predecessor { segment: highest, newest, end: Some(on_line.clone()), tail };
+        // I7: the opening seal records the snapshot as verified. A manifest that no frame under a mark records may have
+        // its name only in the cache, so it is published again first. Otherwise the seal, which is under a mark, could
+        // outlive the name, and the next open would miss a snapshot that permitted recycling.
+        for link in std::mem::take(&mut draft.anew) {
+            with_reserve(&pool, |spare| publish_manifest(&self.disk, link, usize::MAX, spare))?;
+        }
+        let (log, position) = begin(&pool, store, &before, draft.verified.clone())?;
+        assert!(position.lsn == end.accepted.lsn); // I5: every accepted batch is carried over.
+        assert!(position.incarnation.number > newest.number); // I5: no incarnation begins twice.
+        Ok(NewIncarnation { pool, store: store_file, log, position, on_line, highest })
+    }
+
+    /// Recycles segments that a crash left: those whose batches were copied, and the incarnation that was left out of
+    /// the line.
+    ///
+    /// They are recycled only after the new incarnation began. Before the rename no file may be changed, and until the
+    /// folder is synced a power cut may restore the incarnation, which would then lack its segments.
+    fn recycle_omitted(&self, survey: &Survey, end: &LogEnd, continued: &NewIncarnation) -> Result<()> {
+        let removed = continued.on_line.proven.segment + 1..continued.highest;
+        let mut junk: Vec<u64> =
+            survey.log.segments().keys().copied().filter(|number| removed.contains(number)).collect();
+        if junk.is_empty() {
+            return Ok(());
+        }
+        let readers_locked_out = self.lock_out_readers(survey);
+        if readers_locked_out.is_none() {
+            // I8: an active reader may be anywhere in the log up to the last batch.
+            junk.retain(|number| *number > end.accepted.segment);
+        }
+        continued.pool.recycle(&junk)
+    }
+
+    /// Returns the applier's initial state, and the number of pages that are not loaded yet.
+    fn applied(
+        &self,
+        table: PageTable,
+        loaded: LoadedPages<'_>,
+        log: &LogStart,
+    ) -> Result<(AppliedState, u64)> {
+        let (memory, on_disk, unloaded) = loaded.keep()?;
+        // I10: each page of the table has the memory claimed for it, and no other memory is allocated.
+        let (left, _) = unloaded.left();
+        let count = memory.len() + on_disk.len();
+        assert!(count as u64 + left == table.pages().len() as u64);
+        let applied = AppliedState {
+            table,
+            memory,
+            on_disk: self.disk_pages.table(on_disk),
+            unloaded: Arc::new(unloaded),
+            point: log.point,
+            deleted: None,
+            cut: None,
+            gathers: HashMap::new(),
+        };
+        Ok((applied, left))
+    }
+
+    /// Locks all snapshots against new readers. Returns `None` if a reader is active, because the reader may be at any
+    /// position in the log, or if a lock cannot be taken for lack of disk space or file handles. The files are then
+    /// kept, and a later snapshot removes them.
     fn lock_out_readers(&self, survey: &Survey) -> Option<Vec<Box<dyn DiskLock>>> {
-        // Number 0 represents the beginning of the log. A reader may also have started from a link that no record
-        // names.
+        // Number 0 represents the beginning of the log. A reader may also have started from a manifest that no seal
+        // records.
         let starts = survey.links.keys().copied().chain([SnapshotId(0)]);
         let mut locks = Vec::new();
         for snapshot in starts {
@@ -450,6 +501,30 @@ impl Recovery<'_> {
     }
 }
 
+/// Returns an error for a store without segments. A creation writes segments before STORE, so such a store has lost its
+/// log. If it were treated as a new store, it would assign batch numbers a second time.
+fn check_has_log(survey: &Survey) -> Result<()> {
+    if survey.log.newest().is_none() {
+        let (number, defect) = match survey.log.segments().iter().next_back() {
+            Some((number, newest)) => (*number, newest.header.clone().err().unwrap_or(Defect::Missing)),
+            None => (1, Defect::Missing),
+        };
+        return Err(defect.at_lsn(FileName::Segment(number), 0, survey.mark()).into());
+    }
+    Ok(())
+}
+
+/// Adds the snapshots that the log records and the directory lacks to the damage that an open reports. The next seal
+/// omits these snapshots, so only this open can report them.
+fn report_lost_snapshots(survey: &Survey, end: &LogEnd, harmless: &mut Vec<Damage>) {
+    for damage in Record(&end.verified).lost(survey) {
+        if harmless.iter().all(|known| (known.file, &known.defect) != (damage.file, &damage.defect)) {
+            tracing::warn!(%damage, "a snapshot that was kept is lost");
+            harmless.push(damage);
+        }
+    }
+}
+
 /// Returns the end of the log before its newest incarnation, or `None` if that incarnation must be kept.
 ///
 /// Omitting an incarnation without batches frees its segment. Otherwise a store that is opened repeatedly without
@@ -467,11 +542,11 @@ fn end_without(survey: &Survey, end: &LogEnd) -> Option<LogEnd> {
     let is_without_batches = opening.accepted == began.lsn && end.accepted.lsn == began.lsn;
     let all_is_readable = survey.links.values().all(Result::is_ok);
     let begins_replay = || survey.readable().any(|manifest| manifest.redo.incarnation == newest);
-    // Each of these conditions requires the incarnation: a replay or an acknowledgement may depend on it.
+    // A replay or an acknowledgement may depend on the incarnation, so it is kept.
     if !is_without_batches || !all_is_readable || begins_replay() {
         return None;
     }
-    // The new opening begins like the omitted one, with the same batches and chain hash.
+    // The new incarnation begins where the omitted one began, with the same batches and chain hash.
     let accepted = LogPoint { lsn: opening.accepted, chain: opening.accepted_chain, ..began };
     Some(LogEnd { accepted, proven: began, ..end.clone() })
 }

@@ -34,6 +34,18 @@ pub(crate) struct OpenPreview {
     pub under_way_from: Option<u64>,
 }
 
+/// A store that a caller has read. Tools that need the survey and the state themselves pass them on, so that the log is
+/// not read twice.
+#[derive(Clone, Copy, Debug)]
+pub struct SurveyedStore<'s> {
+    /// The survey of all files.
+    pub survey: &'s Survey,
+    /// The newest state, which must have been followed to the end of the log.
+    pub newest: &'s Resolution,
+    /// Whether a writer had the store open. Must have been determined before the files were read.
+    pub is_locked: bool,
+}
+
 impl OpenPreview {
     /// Reads the store's files, and retries if a writer changed them during the read.
     ///
@@ -61,17 +73,21 @@ impl OpenPreview {
         let is_locked = disk.is_locked()?;
         let source = DiskSource::new(disk.clone());
         let survey = survey::read(&source)?;
-        let resolution = best(&source, &survey)?;
+        let newest = best(&source, &survey)?;
+        Self::of(disk, &SurveyedStore { survey: &survey, newest: &newest, is_locked })
+    }
+
+    /// Builds the preview of a store that was already read.
+    ///
+    /// # Errors
+    /// [`Error::Damaged`], or an I/O error.
+    pub fn of(disk: &Arc<dyn Disk>, store: &SurveyedStore<'_>) -> Result<Self> {
+        let SurveyedStore { survey, newest: resolution, is_locked } = *store;
+        let source = DiskSource::new(disk.clone());
         let end = resolution.end.as_ref().expect("followed to its end");
         let base = resolution.base.map(|base| survey.snapshot(base)).transpose()?;
-        let draft = CatalogDraft::read(
-            &**disk,
-            &source,
-            &survey,
-            base.as_deref(),
-            &resolution,
-            ReplayImages::default(),
-        )?;
+        let images = ReplayImages::default();
+        let draft = CatalogDraft::read(&**disk, &source, survey, base.as_deref(), resolution, images)?;
         // Files of batches in progress have numbers from `ahead_from` on, and those of a snapshot from `next_file` on.
         let newest = survey.readable().next_back();
         let numbers = newest.map_or(0, |link| link.next_file.min(link.ahead_from));
@@ -81,7 +97,7 @@ impl OpenPreview {
         Ok(Self {
             current_segment: end.accepted.segment,
             under_way_from: is_locked.then_some(numbers),
-            catalog: draft.into_catalog(disk, spares, disk_pages, &survey, end.accepted.lsn),
+            catalog: draft.into_catalog(disk, spares, disk_pages, survey, end.accepted.lsn),
         })
     }
 }

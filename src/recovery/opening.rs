@@ -10,7 +10,7 @@ use remanent_format::segment::{Opening, SEGMENT_HEADER_BLOCK};
 use remanent_format::{Defect, FileName, Folder, Incarnation, LogPoint, Position, StoreId};
 
 use crate::base::allocation::make_room;
-use crate::error::{Error, IoAction, IoObject, Result};
+use crate::error::{Error, INCARNATION, IoAction, IoObject, Result};
 use crate::log::{LogStart, SegmentPool, SpacePurpose};
 
 /// Begins the incarnation after `before`, in the steps that I5 requires.
@@ -25,12 +25,12 @@ pub(crate) fn begin(
 ) -> Result<(LogStart, Position)> {
     let opening = before.opening(Incarnation {
         number: before.newest.number.checked_add(1).ok_or(Error::Limit {
-            what: "incarnation",
+            what: INCARNATION,
             found: u64::from(u32::MAX) + 1,
             limit: u32::MAX.into(),
         })?,
-        // Two attempts may choose the same number, of which at most one became durable. The random half distinguishes
-        // them.
+        // Two attempts may choose the same number, but at most one of them became durable. The random part
+        // distinguishes them.
         random: u32::from_le_bytes(random()?),
     });
     // The highest segment is empty, and the rename replaces it.
@@ -40,13 +40,13 @@ pub(crate) fn begin(
     //    without existing.
     let frames = opening_frames(store, number, &opening, &before.tail, &verified);
     let segment = pool.build_opening(number, opening, &frames.bytes)?;
-    // 2. Read the file back past the cache, to detect a failed sync before anything depends on the file. After the
+    // 2. Read the file back with O_DIRECT, to detect a failed sync before anything depends on the file. After the
     //    rename this is the only copy of the tail, because the end of the predecessor is cut. Memory for the tail is
     //    allocated fallibly, so a lack of memory refuses the open.
     let mut found = Vec::new();
     make_room(&mut found, frames.bytes.len())?;
     found.resize(frames.bytes.len(), 0);
-    segment.file.read_past_cache(SEGMENT_HEADER_BLOCK, &mut found)?;
+    segment.file.read_bypassing_cache(SEGMENT_HEADER_BLOCK, &mut found)?;
     if found != frames.bytes {
         let defect = Defect::Field { what: "opening segment that differs from the one written", found: 0 };
         return Err(defect.at(FileName::Temporary(Folder::Log, number), SEGMENT_HEADER_BLOCK).into());
@@ -86,8 +86,8 @@ pub(crate) struct Predecessor {
 }
 
 impl Predecessor {
-    /// Creates the opening record of the new incarnation. The record states the last proven point of the predecessor
-    /// (I6). Later frames may exist only in the page cache, and are never read again.
+    /// Creates the opening record of the new incarnation. The record states the last durable point of the predecessor
+    /// (I6). The frames after that point, which may exist only in the page cache, are never read again.
     fn opening(&self, incarnation: Incarnation) -> Opening {
         let (predecessor, accepted) =
             self.end.as_ref().map_or_else(Default::default, |end| (end.proven, end.accepted));
@@ -118,7 +118,7 @@ fn opening_frames(
     let mut point = opening.start(segment);
     let mut push = |kind, lsn, durable, payload: &[u8], chain_prev| {
         let offset = SEGMENT_HEADER_BLOCK + bytes.len() as u64;
-        // A copied frame is encoded again with its new position, because a frame that was only moved is invalid (I3).
+        // A copied frame is encoded again for its new position, because the position is a part of the frame (I3).
         let header = FrameHeader {
             kind,
             group_start: bytes.is_empty(),
@@ -135,7 +135,7 @@ fn opening_frames(
         let (encoded, chain) = header.encode();
         bytes.extend_from_slice(&encoded);
         bytes.extend_from_slice(payload);
-        // Zeros fill the space up to the next frame's boundary.
+        // The payload is padded with zeros up to the next frame's boundary.
         bytes.resize((offset - SEGMENT_HEADER_BLOCK + frame_len(payload.len() as u64)) as usize, 0);
         (header.end(), chain)
     };
@@ -146,7 +146,7 @@ fn opening_frames(
         let (offset, chain) = push(FrameKind::Batch, lsn, opening.predecessor.lsn, payload, point.chain);
         point = LogPoint { lsn, offset, chain, ..point };
     }
-    // The seal comes last: it ends the opening's busy period, and its mark covers the tail (I4).
+    // The seal is the last frame of the opening, and its mark covers the copied batches (I4).
     let seal = encode_seal(verified);
     let (end, chain) = push(FrameKind::Seal, point.lsn, point.lsn, &seal, point.chain);
     assert!(point.lsn == opening.accepted); // I5: exactly the accepted batches are carried over.

@@ -2,8 +2,8 @@
 //! The memory is then allocated piece by piece while other threads load into completed pieces. When all memory was
 //! allocated before loading, allocation took a third of the time to load pages of 16 KiB.
 //!
-//! A single thread allocates. With several threads, the host's allocator gave each thread new memory and kept the
-//! memory freed by the previous store, and opening took a quarter longer.
+//! A single thread allocates. With several threads, the C library's allocator used a separate heap per thread instead
+//! of the memory that the previous store had freed, and opening took a quarter longer.
 
 use std::sync::OnceLock;
 
@@ -17,8 +17,8 @@ use crate::error::{Error, Result};
 use crate::memory::arena::{Arena, PageMemory, Purpose, Reservation};
 
 /// The maximum number of bytes in a piece, not counting its last page. A thread that needs a page waits until the whole
-/// piece is allocated and, on the host device, filled with zeros. A piece consists of whole rows of the table, so that
-/// the final list takes over whole rows.
+/// piece is allocated and, on the host device, filled with zeros. Pieces end at row boundaries of the page table, so
+/// that the final table can take over whole rows.
 const PIECE_BYTES: u64 = 4 << 20;
 
 /// The memory of all pages of a table during an open, while one thread allocates it and other threads load pages into
@@ -59,8 +59,8 @@ impl<'a> PageMemories<'a> {
         let mut pieces: Vec<MemoryPiece> = Vec::new();
         let mut bytes = 0;
         for (page, place, len) in table.lens() {
-            // The budget does not count caller-owned memory, and a page on disk has no memory. The pieces still contain
-            // all pages, because other steps divide the table into the same pieces.
+            // Caller-owned memory does not count toward the budget, and a page on disk has no memory. The pieces still
+            // contain all pages, because other steps divide the table into the same pieces.
             let own_len = if lent.has(page) || place == Place::Disk { 0 } else { len };
             match sums.iter_mut().find(|(of, _)| *of == place) {
                 Some((_, sum)) => *sum = sum.saturating_add(own_len),
@@ -85,7 +85,7 @@ impl<'a> PageMemories<'a> {
 
     /// Allocates the memory of all pages. Stops at the first failure, because the open fails anyway.
     pub fn allocate(&self) {
-        // On every exit, the guard completes the pieces that were not reached.
+        // On every exit, the guard sets a result for the pieces that were not reached.
         let mut rest = PieceGuard { memories: self, refused: None };
         for piece in &self.pieces {
             let pages = self.table.lens_between(piece.first, piece.last);
@@ -98,7 +98,7 @@ impl<'a> PageMemories<'a> {
                 Some((page, memory.ok()?))
             });
             let memory = memory.collect();
-            // The result is set even after a failure, because threads that wait for the piece must be notified.
+            // The result is set even after a failure, because threads may be waiting for the piece.
             let refused = rest.refused.clone();
             let _set_once = piece.allocated.set(PieceResult { memory, refused });
             if rest.refused.is_some() {

@@ -17,7 +17,7 @@ use crate::images::read::ImageRequest;
 
 /// The maximum number of threads that sort pages.
 const THREADS_MAX: usize = 8;
-/// The number of pages for which one more thread is started.
+/// The number of pages per thread: one more thread is used for each further `PAGES_MIN` pages.
 const PAGES_MIN: usize = 8 << 10;
 
 /// The page table to sort by source, and the facts that classify its pages.
@@ -35,6 +35,26 @@ pub(super) struct SourceSorter<'a> {
     pub may_be_unloaded: bool,
     /// The batch after which replay begins.
     pub from: Lsn,
+    /// The newest batch that is known to be durable.
+    pub mark: Lsn,
+}
+
+/// A page that stays on disk.
+pub(super) struct PageOnDisk {
+    pub page: PageId,
+    pub base: Base,
+    pub proof: Proof,
+}
+
+/// Whether an image of a page on disk is known to be intact.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Proof {
+    /// The image was verified on the medium together with its snapshot, or there is no image.
+    Recorded,
+    /// The open must verify the image, because the new incarnation relies on it (I7).
+    Now,
+    /// The image is verified when it is read. Only the kept log names it, as durable.
+    AtRead,
 }
 
 /// The pages of a table, grouped by the source of their bytes. Each list is in page order.
@@ -45,9 +65,7 @@ pub(super) struct PageSources {
     pub zeros: Vec<PageId>,
     /// Pages whose length changes during replay, each with the image or zeros from which replay starts.
     pub resized: Vec<(PageId, Base)>,
-    /// Pages that stay on disk. Each tuple contains the page, its base, and whether its image was verified on the
-    /// medium.
-    pub on_disk: Vec<(PageId, Base, bool)>,
+    pub on_disk: Vec<PageOnDisk>,
     /// Pages whose bases are newer than the start of the replay. Each tuple contains the page and the newest batch in
     /// its base.
     pub late: Vec<(PageId, Lsn)>,
@@ -102,9 +120,10 @@ impl SourceSorter<'_> {
     ///
     /// The images that a verified snapshot names were verified on the medium (I7), no writer changes them, and each has
     /// its checksum. Therefore they may be read through the page cache. If pages are loaded on demand, pages that no
-    /// batch has changed since the snapshot are left unloaded.
+    /// batch has changed since the snapshot are left unloaded, and images of pages on disk that only durable batches of
+    /// the log name are verified when they are read. The next snapshot verifies them before it counts as verified.
     fn sort_between(&self, (first, last): (PageId, PageId)) -> Result<PageSources> {
-        let Self { table, placed, bases, snapshot, is_verified, may_be_unloaded, from } = *self;
+        let Self { table, placed, bases, snapshot, is_verified, may_be_unloaded, from, mark } = *self;
         let mut sorted = PageSources::default();
         let any_on_disk = placed.lens_between(first, last).any(|(_, place, _)| place == Place::Disk);
         // The images are counted first, because growing vectors would leave holes in the heap, about 35 bytes per page.
@@ -119,24 +138,31 @@ impl SourceSorter<'_> {
             while named.next_if(|entry| entry.page < page).is_some() {}
             let named = named.next_if(|entry| entry.page == page);
             if base.lsn > from {
-                // The image was gathered while batches continued, and contains some batches after `redo`, which replay
-                // must skip.
+                // The image was gathered after `redo`. It contains some batches that replay must skip.
                 push(&mut sorted.late, (page, base.lsn))?;
             }
-            sorted.replay_images.note(page, named, &base, table);
-            let is_proven = |image| is_verified && named.is_some_and(|entry| entry.image == Some(image));
+            let is_named = |image| named.is_some_and(|entry| entry.image == Some(image));
+            let is_proven = |image| is_verified && is_named(image);
             if any_on_disk && placed.get(page).is_some_and(|info| info.place == Place::Disk) {
-                let is_proven = base.image.is_none_or(is_proven);
-                push(&mut sorted.on_disk, (page, base, is_proven))?;
+                let was_on_disk = table.get(page).is_some_and(|info| info.place == Place::Disk);
+                let may_wait = may_be_unloaded && was_on_disk && base.lsn <= mark;
+                let proof = match base.image {
+                    Some(image) if !is_named(image) && may_wait => Proof::AtRead,
+                    Some(image) if !is_proven(image) => Proof::Now,
+                    _ => Proof::Recorded,
+                };
+                sorted.replay_images.note(page, named, &base, table, proof != Proof::AtRead);
+                push(&mut sorted.on_disk, PageOnDisk { page, base, proof })?;
                 continue;
             }
+            sorted.replay_images.note(page, named, &base, table, true);
             match base.image {
                 _ if base.resized => push(&mut sorted.resized, (page, base))?,
                 Some(image) => {
                     let is_proven = is_proven(image);
                     let is_unchanged = || table.get(page).is_some_and(|info| info.lsn == base.lsn);
-                    // A page that a batch changed must be complete when the open returns, because the log is not read
-                    // again later.
+                    // If a batch has changed the page, the page must be loaded now, because the log is not read again
+                    // later.
                     if may_be_unloaded && is_proven && is_unchanged() {
                         push(&mut sorted.images.unloaded, (page, image))?;
                         continue;
@@ -227,6 +253,7 @@ mod tests {
                 is_verified,
                 may_be_unloaded,
                 from: REDO,
+                mark: Lsn(800),
             };
             let sources_of = |sorted: PageSources| {
                 let PageSources { images, zeros, resized, on_disk, late, replay_images } = sorted;

@@ -31,6 +31,11 @@ pub struct RecoveryReport {
     /// The number of pages that the open moved to slower places because they exceeded the memory budget
     /// ([`crate::Options::tiers`]).
     pub lowered_pages: u64,
+    /// How the open shared the loading of pages with other ranks
+    /// ([`MemoryOptions::gather`](crate::options::MemoryOptions::gather)). `None` without that option, for a new store, and
+    /// if the open loaded no snapshot.
+    #[cfg(feature = "nccl")]
+    pub gather: Option<GatherReport>,
     /// The frames that were cut from the end of the log, or `None` if the log was intact.
     pub torn: Option<TornTail>,
     /// Damage that did not affect the newest state, such as skipped snapshots, kept snapshots whose manifests are
@@ -46,6 +51,25 @@ pub struct RecoveryReport {
     pub elapsed: Duration,
 }
 
+/// The pages that an open loaded together with other ranks.
+#[cfg(feature = "nccl")]
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct GatherReport {
+    /// The number of ranks.
+    pub ranks: u32,
+    /// The number of pages in the share that this rank loaded for all ranks.
+    pub loaded_pages: u64,
+    /// The total length of these pages in bytes.
+    pub loaded_bytes: u64,
+    /// The number of pages that arrived from other ranks.
+    pub received_pages: u64,
+    /// The total length of these pages in bytes.
+    pub received_bytes: u64,
+    /// Why the ranks did not exchange all pages, if so. The rank then loaded the rest itself.
+    pub stopped: Option<String>,
+}
+
 impl Recovery<'_> {
     /// Creates a report with default values. The caller sets the other fields.
     pub(super) fn report(&self, position: Position, created: bool) -> RecoveryReport {
@@ -59,6 +83,8 @@ impl Recovery<'_> {
             copied_batches: 0,
             unloaded_pages: 0,
             lowered_pages: 0,
+            #[cfg(feature = "nccl")]
+            gather: self.gather.report(),
             torn: None,
             harmless: Vec::new(),
             device: self.device.label(),

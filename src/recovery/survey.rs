@@ -63,12 +63,12 @@ pub(super) fn read(source: &DiskSource) -> Result<Survey, Damage> {
 fn read_link(source: &DiskSource, file: FileName) -> Option<(Manifest, u32)> {
     let mut header = [0; ManifestHeaderRaw::LEN];
     source.read_at(file, 0, &mut header).ok()?;
-    // The length in the header is trusted only if the file is that long (I9), because a damaged header could request a
-    // TiB of memory.
+    // The length in the header may be damaged and request a TiB of memory, so it is compared with the length of the
+    // file (I9).
     let copy_len = Manifest::copy_len(&header)?;
     let is_whole = source.len(file).ok()?? == 2 * copy_len;
     let half = usize::try_from(copy_len).ok().filter(|half| is_whole && *half > READ_LEN)?;
-    // Zeroed memory is mapped on first touch, and each thread is the first to touch its own pieces.
+    // The system maps zeroed memory when it is first touched. Each thread first touches its own pieces.
     let mut copy = u8::new_vec_zeroed(half).ok()?;
     let pieces: Vec<Mutex<&mut [u8]>> = copy.chunks_mut(READ_LEN).map(Mutex::new).collect();
     let read = |second: &mut Option<Vec<u8>>, piece: usize| {
@@ -79,7 +79,7 @@ fn read_link(source: &DiskSource, file: FileName) -> Option<(Manifest, u32)> {
         source.read_at(file, copy_len + at, second).map_err(drop)?;
         if **first == *second { Ok(()) } else { Err(()) }
     };
-    // If an allocation fails, the link is left to the single-threaded reader of damaged links.
+    // If memory is unavailable, the file is left to the single-threaded reader, which handles all errors.
     let equip = || u8::new_vec_zeroed(READ_LEN).ok();
     parallel::map_indexed(parallel::threads(THREADS_MAX), pieces.len(), equip, read).ok()?;
     drop(pieces);
@@ -188,7 +188,7 @@ mod tests {
         put(FileName::Segment(1), &segment);
         put(FileName::Segment(2), &[7; 100]);
         let (by_threads, by_one) = both();
-        // `assert_eq` is not used, because its message would contain two very long texts.
+        // `assert_eq` would print two very long texts.
         assert!(by_threads == by_one && by_one.starts_with("Ok"), "{}", by_one.len());
         assert!(by_one.contains("is_blank: true") && by_one.contains("manifest's number"));
         assert_eq!(by_one.matches("manifest body").count(), 2);

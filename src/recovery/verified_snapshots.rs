@@ -20,14 +20,14 @@ pub(super) fn verified<'s>(
 ) -> (Vec<VerifiedSnapshot>, Vec<&'s Manifest>) {
     let health = |snapshot: SnapshotId| survey.links[&snapshot].as_ref().map(|(_, health)| health).ok();
     let on_disk = |snapshot: SnapshotId| on_disk(survey, snapshot);
-    // Newer snapshots were skipped, and recording them would declare that an open can start from them.
+    // Snapshots newer than the loaded one were skipped. If they were recorded, later opens would rely on them.
     let usable = |snapshot: SnapshotId| base.is_some_and(|base| snapshot <= base);
     let recorded = end.verified.iter().copied();
     let mut verified: Vec<VerifiedSnapshot> =
         recorded.filter(|entry| usable(entry.snapshot) && is_same(on_disk(entry.snapshot), entry)).collect();
     let is_recorded = |used: &VerifiedSnapshot| verified.iter().any(|entry| is_same(Some(*used), entry));
-    // If a crash occurred between the rename and the seal of the loaded snapshot, no frame records it. The snapshot
-    // counts from now on: its images were just read past the cache, and its manifest is published again (I7).
+    // No seal records the loaded snapshot if a crash occurred between its rename and the seal. It is recorded now: its
+    // images were just read with O_DIRECT, and its manifest is published again (I7).
     let used = base.and_then(on_disk).filter(|used| !is_recorded(used));
     verified.extend(used);
     verified.sort_unstable_by_key(|entry| entry.snapshot);

@@ -4,8 +4,8 @@
 //! of the [`SnapshotSchedule`](crate::options::SnapshotSchedule) fires. Snapshots that callers take count as well.
 //! Without commits, nothing is written.
 //!
-//! A log may also consist of many short runs of a process that each commit a little. Therefore the segments that exist
-//! when the store is opened count as log growth with their length on disk. After more than [`RESTARTS_MAX`] openings
+//! A process that is restarted often may never write enough log in one run. Therefore the log segments that exist when
+//! the store is opened count as log growth, with their length on disk. After more than [`RESTARTS_MAX`] openings
 //! without a snapshot, the thread takes a snapshot when the store is opened or, if that fails, when the store is
 //! closed.
 //!
@@ -60,7 +60,8 @@ pub(crate) struct LastSnapshot {
 }
 
 impl LastSnapshot {
-    /// Returns whether more than [`RESTARTS_MAX`] openings of the store follow the snapshot in the log.
+    /// Returns whether more than [`RESTARTS_MAX`] openings of the store follow the snapshot in the log. A snapshot is
+    /// then due regardless of the log's length.
     pub fn is_in_pieces(&self) -> bool {
         self.restarts > RESTARTS_MAX
     }
@@ -95,7 +96,7 @@ impl Rules {
         again: Option<(u64, Instant)>,
         now: Instant,
     ) -> Next {
-        // No batch was committed since, even if seals have lengthened the log.
+        // No batch was committed since the last snapshot. Seals may have lengthened the log.
         if lsn <= last.lsn {
             return Next::Wait { lsn: last.lsn.next(), bytes: u64::MAX, until: None };
         }
@@ -148,9 +149,9 @@ impl BackgroundSnapshots {
 impl Drop for BackgroundSnapshots {
     /// Stops the thread and abandons its snapshot in progress. Snapshots that wait for verification are still verified.
     fn drop(&mut self) {
-        // Cancel the pace first: this wakes a thread that waits for its turn to write.
+        // This cancels a rate-limited snapshot, whose thread may be waiting for its next write.
         self.snapshots.pace.call_off();
-        // Then wake a thread that waits for the log to grow.
+        // If no snapshot is in progress, the thread waits for the log to grow, and is woken here.
         self.snapshots.engine.log.call_watcher();
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
@@ -158,6 +159,16 @@ impl Drop for BackgroundSnapshots {
             tracing::error!("the thread for snapshots panicked");
         }
         self.snapshots.unverified.join();
+    }
+}
+
+impl Snapshots {
+    /// Takes a snapshot that includes batch `lsn` at the rate of background snapshots, unless one with this batch was taken
+    /// meanwhile.
+    #[cfg(feature = "archive")]
+    pub fn take_in_background(self: &Arc<Self>, lsn: Lsn) -> Result<()> {
+        let is_due = || self.last.lock().lsn < lsn;
+        SnapshotLoop(self.clone()).take(lsn, is_due).map(drop)
     }
 }
 
@@ -184,11 +195,11 @@ impl SnapshotLoop {
                         == Next::Take
                 }) {
                     Ok(_) => again = None,
-                    // A page whose image is damaged may be rewritten or deleted.
+                    // The damaged page may still be rewritten or deleted, after which a snapshot is possible.
                     Err(error) if error.is_passing() || matches!(error, Error::Damaged(_)) => {
                         tracing::warn!(%error, "no snapshot could be taken; it is tried again later");
-                        // The retry does not happen at the next batch, which would find the same shortage and repeat
-                        // the gathering.
+                        // Without this delay, the retry would happen at the next batch, gather the same pages, and fail
+                        // again.
                         let more = rules.log_bytes.map_or(u64::MAX, |bytes| (bytes / AGAIN_PART).max(1));
                         let bytes = log.1.saturating_add(more);
                         again = Some((bytes, Instant::now() + AGAIN_AFTER));
@@ -207,10 +218,10 @@ impl SnapshotLoop {
     fn take(&self, lsn: Lsn, is_due: impl FnOnce() -> bool) -> Result<Option<SnapshotInfo>> {
         // A snapshot begins at the last applied batch: without this wait it might not include `lsn`.
         self.0.engine.applier.wait_applied(lsn)?;
-        // The lock is taken patiently, so that a background snapshot does not make another one hurry.
+        // A background snapshot waits for the lock without making the snapshot that holds it run at full speed.
         let mut catalog = self.0.catalog.lock_patiently();
         let request = SnapshotRequest { paced: true, ..SnapshotRequest::default() };
-        // A long snapshot of a caller may have made this one unnecessary.
+        // A caller's snapshot, for which this thread has waited, may have made this one unnecessary.
         is_due().then(|| self.0.take(&mut catalog, &request)).transpose()
     }
 }

@@ -1,4 +1,4 @@
-//! Determines the first and the last batch of a snapshot. Both are read between two batches of the applier.
+//! Determines the first and the last batch of a snapshot. Both are determined on the applier, between two batches.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use crate::catalog::{Beginning, Catalog, SnapshotWork};
 use crate::device::CommandList;
 use crate::error::{Error, Result};
 
-/// The result of phase 1: the batch at which the snapshot begins, and the pages to write.
+/// The result of phase 1 ([`snapshot`](super)): the batch at which the snapshot begins, and the pages to write.
 pub(super) struct SnapshotStart {
     pub redo: LogPoint,
     pub sorted: SnapshotWork,
@@ -34,9 +34,9 @@ pub(super) struct End {
 }
 
 impl Snapshots {
-    /// Runs phase 1. An exact snapshot classifies all pages in one turn of the applier. A fuzzy snapshot classifies a
-    /// limited number of pages per turn, because no batch is applied during a turn, and classifying a million pages
-    /// took most of 0.35 to 0.6 s.
+    /// Performs phase 1. An exact snapshot classifies all pages at once, between two batches. A fuzzy snapshot
+    /// classifies a limited number of pages at a time, because no batch is applied meanwhile. Classifying a million
+    /// pages at once took most of 0.35 to 0.6 s.
     pub(super) fn begin(
         &self,
         catalog: &Catalog,
@@ -53,15 +53,15 @@ impl Snapshots {
                     || classes
                 };
                 let sorted = known.plan_work(pages, &wasteful, CARRY_BYTES_MAX, classify)?;
-                // The pages are classified and the cut is made in a single turn, so that no batch is applied in
-                // between.
+                // The pages are classified and the exact cut is created between the same two batches, so that both have
+                // the same state.
                 let end = Some(End::here(turn));
                 turn.applied.cut = Some(ExactCut::new(sorted.gather.iter().map(|(page, _)| *page)));
                 Ok(SnapshotStart { redo: turn.applied.point, sorted, end })
             });
         }
-        // Recording of deletes starts in the turn that fixes `redo`. A delete in between would not be recorded, and the
-        // page would be missing from the snapshot without a tombstone.
+        // The applier records deletes from here on, where `redo` is determined. A page that was deleted unrecorded
+        // after `redo` would be missing from the snapshot without a tombstone.
         let (redo, pages) = self.engine.applier.turn(|turn| {
             let pages = beginning(turn)?;
             turn.applied.deleted = Some(BTreeMap::new());
@@ -84,7 +84,7 @@ impl Snapshots {
         }
     }
 
-    /// Runs phase 3: captures the last applied batch, with the root and the counters after that batch.
+    /// Performs phase 3: returns the last applied batch, with the root and the counters after that batch.
     pub(super) fn end(&self) -> Result<End> {
         self.engine.applier.turn(|turn| Ok(End::here(turn)))
     }
@@ -92,11 +92,10 @@ impl Snapshots {
     /// Stops the applier from recording deleted pages for a snapshot.
     pub(super) fn stop_watching(&self) -> Result<()> {
         self.engine.applier.turn(|turn| {
-            // Otherwise the table of deletes would grow for as long as the store is open.
+            // The set of deleted pages would otherwise grow for as long as the store is open.
             turn.applied.deleted = None;
             if let Some(cut) = turn.applied.cut.take() {
-                // Copies that the cut kept aside may be in use by commands in flight. Their memory is freed after those
-                // commands, in lane order.
+                // Commands in flight may still read the memory of preserved pages. It is freed after these commands.
                 let last_use = turn.submit(CommandList::default())?.fence();
                 cut.retire(turn.arena, last_use);
             }
@@ -106,7 +105,7 @@ impl Snapshots {
 }
 
 impl End {
-    /// Captures the last batch, the root and the counters during a turn of the applier, between two batches.
+    /// Returns the current state. Must be called between two batches.
     pub(super) fn here(turn: &mut Turn<'_>) -> Self {
         let table = &turn.applied.table;
         Self {
@@ -119,7 +118,7 @@ impl End {
     }
 }
 
-/// Returns the pages that may differ from the newest snapshot, for a snapshot that begins in this turn of the applier.
+/// Returns the pages that may differ from the newest snapshot, for a snapshot that begins between these two batches.
 pub(super) fn beginning(turn: &mut Turn<'_>) -> Result<Beginning> {
     let table = &mut turn.applied.table;
     let changed = table.changed().map_err(Error::of_memory)?;

@@ -1,8 +1,9 @@
-//! Compaction: the next snapshot rewrites the images that remain in mostly unused image files.
+//! Compaction: a snapshot also rewrites the images that are still in use in mostly unused image files.
 //!
-//! A snapshot names images in older files for pages that did not change. A file is kept as long as a snapshot names one
-//! of its images (I8), so a file with one such page would be kept forever. Therefore a snapshot gathers the pages in
-//! mostly unused files as if the pages had changed. The files are freed together with the older snapshots.
+//! For pages that did not change, a snapshot refers to images in older files. A file is kept as long as any snapshot
+//! refers to one of its images (I8), so a single page that never changes would keep a whole file. Therefore a snapshot
+//! gathers the pages in mostly unused files as if they had changed. The files are removed together with the older
+//! snapshots.
 //!
 //! No file is removed here, so a crash loses nothing.
 
@@ -45,7 +46,7 @@ impl Snapshots {
         let Some(newest) = catalog.snapshots.values().next_back() else { return Ok(Vec::new()) };
         let mut files = Vec::new();
         for (&number, &newest_bytes) in &newest.files {
-            // Emptying a file that is kept for another reason would not free its space.
+            // A file that a named snapshot needs is kept anyway, so rewriting its images would free no space.
             let by_name = |kept: &&crate::catalog::RetainedSnapshot| {
                 kept.info.name.is_some() && kept.files.contains_key(&number)
             };
@@ -64,7 +65,7 @@ impl Snapshots {
         Ok(choose(files))
     }
 
-    /// Returns the length of a file in bytes, or 0 if the file is missing. A scrub reports missing files.
+    /// Returns the length of a file in bytes, or 0 if the file is missing. Missing files are reported by scrubs.
     fn measure(&self, file: FileName) -> Result<u64> {
         let len = DiskSource::new(self.engine.disk.clone()).len(file);
         Ok(len.map_err(|source| Error::io(IoAction::Inspect, file, None, source))?.unwrap_or(0))

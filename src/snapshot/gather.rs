@@ -1,11 +1,11 @@
-//! Gathering: copies the pages of a snapshot on the device, one chunk at a time, and writes the copies to image files,
-//! one file per writing thread.
+//! Gathers the pages of a snapshot: copies them on the device, one chunk at a time, and writes the copies to image
+//! files, one file per thread.
 //!
-//! The device runs the copies in lane order with the deltas, because a copy concurrent with a delta could contain half
-//! of a batch. The copy stays on the device first, because the transfer to the host is slow, and no delta should wait
-//! for the transfer.
+//! The copies run in [`Lane::Apply`](crate::device::Lane::Apply), in order with the deltas. A copy that ran
+//! concurrently with a delta could contain a part of a batch. The copies remain on the device until they are
+//! transferred to the host in another lane, so that no delta waits for the transfer.
 //!
-//! A crash here leaves unreferenced image files.
+//! A crash leaves image files that no manifest names.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -30,26 +30,26 @@ use crate::images::disk_pages::DiskPage;
 use crate::images::{ImageWriter, PIECE_BYTES, ReadPass, Sink, chunks, resize};
 use crate::memory::staging::StagingBuf;
 
-/// The minimum length in bytes of a piece of a long page. A shorter piece is not worth a turn of the applier.
+/// The minimum length in bytes of a piece of a long page, because each piece interrupts the applier.
 const PIECE_LEN_MIN: u64 = 64;
 /// The number of chunks that are merged into one if the device copies pages directly to files. Such chunks use no host
 /// memory, so they can be longer.
 const IN_PLACE_CHUNKS: u64 = 4;
-/// The maximum number of attempts to gather a long page piece by piece. After the last attempt, the page is captured as
-/// a whole.
+/// The maximum number of attempts to gather a long page piece by piece. After the last failed attempt, the whole page
+/// is copied at once.
 const GATHERS_MAX: usize = 3;
 
-/// The pages of one chunk as captured between two batches. `pages` contains the offset of each page's bytes in the
-/// staging buffer.
+/// The pages of one chunk, all captured between the same two batches. `pages` contains the offset of each page's bytes
+/// in the staging buffer.
 pub(super) struct GatheredPages<C> {
     pub pages: Vec<(PageInfo, usize)>,
     /// The captured pages on disk. Their bytes are read after the capture, when the images are written.
     pub on_disk: Vec<(PageInfo, DiskPage)>,
-    /// The device's copies of the pages, or the running transfer of the copies to the staging buffer.
+    /// The device's copies of the pages, or their transfer to the staging buffer.
     pub copies: C,
 }
 
-/// The memory of the non-empty pages of a chunk, with the position of each page in the chunk.
+/// The memory of the non-empty pages of a chunk, and their positions in the chunk.
 pub(super) struct ChunkSources {
     /// The place in which the device allocates the copies, which is the place of the chunk's first page.
     pub place: Place,
@@ -84,7 +84,7 @@ pub(crate) struct GatheredDiskPage {
     pub image: Option<ImageRef>,
 }
 
-/// A long page to gather, with the location of its bytes.
+/// A long page to gather: in memory or on disk.
 enum LongPage {
     InMemory(PageInfo),
     OnDisk(PageInfo, DiskPage),
@@ -93,9 +93,9 @@ enum LongPage {
 /// The outcome of writing a long page directly to the memory of an image file.
 pub(super) enum PlacedPage {
     Written(ImageRef),
-    /// The captured bytes are lost, because batches changed more of the page than the limit of kept bytes.
+    /// The captured state was lost, because batches changed more of the page than the limit on preserved bytes.
     Gone,
-    /// The memory of the image file has no room for the page.
+    /// The mapped part of the image file has no space left for the page.
     NoPlace,
 }
 
@@ -110,7 +110,7 @@ struct OrderedEntries {
     on_disk: Vec<GatheredDiskPage>,
     /// The number of chunks whose entries were merged into `entries`.
     chunks: usize,
-    /// The entries of written chunks, by chunk number, that wait for an earlier chunk.
+    /// The entries of written chunks that wait for an earlier chunk, by chunk number.
     early: BTreeMap<usize, Vec<ManifestEntry>>,
 }
 
@@ -126,7 +126,7 @@ impl OrderedEntries {
     fn put(&mut self, chunk: usize, GatheredEntries { entries, mut on_disk }: GatheredEntries) {
         self.on_disk.append(&mut on_disk);
         self.early.insert(chunk, entries);
-        // A chunk that closes a gap releases all chunks that waited after it.
+        // This chunk may be the one for which later chunks have waited.
         while let Some(mut next) = self.early.remove(&self.chunks) {
             self.entries.append(&mut next);
             self.chunks += 1;
@@ -145,7 +145,7 @@ impl Snapshots {
         Ok(chunks(pages, self.chunk_len, |(_, len)| *len)?.len() as u64)
     }
 
-    /// Runs phase 2. Several threads gather chunks, so that one thread writes a chunk while others gather.
+    /// Performs phase 2. Several threads gather chunks, so that one writes a chunk while others gather.
     pub(super) fn gather_all(
         &self,
         target: &GatherTarget<'_>,
@@ -153,7 +153,7 @@ impl Snapshots {
         pages: &[(PageId, u64)],
         paced: bool,
     ) -> Result<GatheredEntries> {
-        // The rate limit counts from here, so that time spent in other phases is not made up for.
+        // The rate limit counts from here. Time spent in earlier phases does not allow a higher rate.
         let began = Instant::now();
         // Where a device copies to files, each chunk costs kernel launches in addition to its bytes, so fewer
         // chunks are faster.
@@ -166,7 +166,8 @@ impl Snapshots {
             let keep_pace =
                 |more| if paced { self.pace.keep(began, writers.byte_len() + more) } else { Ok(()) };
             let entries = match chunks[index].split_last() {
-                // A long page at the end of a device's chunk is gathered separately from the pages before it.
+                // A long page is the last one of its chunk. If the device copies to files, the pages before it are
+                // gathered separately.
                 Some((long, others)) if long.1 > self.piece_len() => {
                     let mut gathered = self.gather_chunk(target, others)?;
                     let GatheredEntries { entries, on_disk } = self.gather_long(target, *long, &keep_pace)?;
@@ -181,17 +182,17 @@ impl Snapshots {
         };
         parallel::map_indexed(threads, chunks.len(), || (), write)?;
         let gathered_part = gathered_part.into_inner();
-        // A missing entry would be a page lost in the next crash.
+        // A page without an entry would be lost in the next crash.
         assert!(gathered_part.chunks == chunks.len(), "each chunk was put in its place");
         Ok(GatheredEntries { entries: gathered_part.entries, on_disk: gathered_part.on_disk })
     }
 
-    /// Gathers a long page piece by piece, and writes each piece before the next piece is gathered. Gathering a page of
-    /// one gigabyte in one copy took three to four times its length of host memory.
+    /// Gathers a long page piece by piece, and writes each piece before the next one is gathered. Gathering a page of
+    /// one gigabyte at once took three to four times its length of host memory.
     ///
-    /// The image still contains a single state, because a batch first copies the parts that it will overwrite, up to a
-    /// limit of bytes. If batches exceed the limit, gathering starts again. The last attempt captures the page as a
-    /// whole.
+    /// The image still contains a single state of the page: before a batch overwrites a part that is not gathered yet,
+    /// that part is copied. If these copies exceed a limit, gathering starts again. After [`GATHERS_MAX`] attempts, the
+    /// whole page is copied at once.
     fn gather_long(
         &self,
         target: &GatherTarget<'_>,
@@ -200,7 +201,7 @@ impl Snapshots {
     ) -> Result<GatheredEntries> {
         let _phase = phases::enter(Phase::SnapshotGather);
         self.engine.applier.unloaded().wait([page])?;
-        // A page under constant writes may never be captured piece by piece, so attempts are limited.
+        // A page that is written constantly might never be gathered piece by piece.
         for _ in 0..GATHERS_MAX {
             // `None` means that the page was deleted since it was chosen. The record of the delete becomes a tombstone.
             let info = match self.begin_gather(page)? {
@@ -225,12 +226,12 @@ impl Snapshots {
                     }
                 }),
             };
-            // After a failure, too, the applier must stop tracking the page: otherwise every batch that writes to the
-            // page would copy bytes aside unnecessarily.
+            // This runs even after a failure. Otherwise the applier would continue to copy parts of the page before
+            // each write.
             self.engine.applier.turn(move |turn| {
                 if let Some(cut) = &mut turn.applied.cut {
                     cut.take(page)?;
-                    // Pieces of the kept copy may still be in flight, so its memory is freed after them.
+                    // Commands in flight may still read the preserved copy, so its memory is freed after them.
                     let last_use = turn.submit(CommandList::default())?.fence();
                     if let Some(cut) = &mut turn.applied.cut {
                         cut.retire_used(turn.arena, last_use);
@@ -238,7 +239,7 @@ impl Snapshots {
                 }
                 turn.end_gather(page)
             })?;
-            // The error is checked after the turn, so that the applier does not track the page forever.
+            // Errors are returned only here, after the applier has stopped preserving the page.
             let image = written?;
             if image.is_some() || info.len == 0 {
                 self.progress.gathered(1, len);
@@ -246,27 +247,27 @@ impl Snapshots {
                 return Ok(GatheredEntries { entries, on_disk: Vec::new() });
             }
         }
-        // Gathering the whole page in one turn takes its full length of memory but always completes.
+        // Copying the whole page at once takes its full length of memory, but cannot fail because of writes.
         tracing::debug!(%page, "a long page changes faster than it is gathered: it is gathered whole");
         self.gather_chunk(target, &[(page, len)])
     }
 
-    /// Starts to capture a long page. Returns `None` if the page was deleted. For an exact snapshot, the applier
-    /// already keeps the bytes that the page had at the snapshot's batch.
+    /// Starts to gather a long page, and returns `None` if the page was deleted. Until the page is gathered, its
+    /// current state is preserved. For an exact snapshot, the cut already preserves the state at the snapshot's batch.
     fn begin_gather(&self, page: PageId) -> Result<Option<LongPage>> {
         self.engine.applier.turn(move |turn| {
             turn.intact()?;
             if let Some((info, copy)) = take_on_disk(turn, page)? {
                 return Ok(Some(LongPage::OnDisk(info, copy)));
             }
-            // The cut takes precedence, because an exact snapshot shows the state at the cut.
+            // An exact snapshot needs the state at the cut, not the current one.
             if let Some(cut) = &turn.applied.cut
                 && let Some((info, _)) = cut.find(page)?
             {
                 return Ok(Some(LongPage::InMemory(info)));
             }
             let Some(info) = turn.applied.table.get(page) else { return Ok(None) };
-            // From now on, a batch that is about to write to the page keeps its old bytes aside.
+            // From here on, parts of the page are copied before a batch writes to them.
             if turn.applied.cut.is_none() {
                 turn.begin_gather(info.clone());
             }
@@ -274,8 +275,8 @@ impl Snapshots {
         })
     }
 
-    /// Writes the image of a captured page. Returns `None` if batches changed more of the page than the limit of kept
-    /// bytes.
+    /// Writes the image of a page whose gathering has begun. Returns `None` if batches changed more of the page than
+    /// the limit on preserved bytes.
     fn write_gathered(
         &self,
         file: &ImageWriter,
@@ -291,17 +292,17 @@ impl Snapshots {
             let staged = staging.take(len as usize)?;
             let drain = self.engine.applier.turn(move |turn| {
                 turn.intact()?;
-                // More was written than could be kept aside, so the captured state is lost.
+                // `None`: batches changed more of the page than the limit on preserved bytes.
                 let Some(sources) = gathered_sources(turn, page, &range)? else { return Ok(None) };
                 let drain = turn.drain(place, sources, len, staged, 0, Some(&staging))?;
-                // The last pass has read this range: later writes to it need not be kept aside.
+                // This range is not read again, so it need not be preserved any longer.
                 if pass == ReadPass::Last {
                     turn.gathered(page, range.end, drain.fence());
                 }
                 Ok(Some(drain))
             })?;
             let Some(drain) = drain else { return Ok(false) };
-            // The wait is outside the lane, so batches are applied concurrently.
+            // The applier does not wait for the transfer, so batches are applied meanwhile.
             let drained = drain.finish(&self.engine.device)?;
             // The staging buffer is returned before the error is checked.
             let taken = sink(&drained.bytes, drained.sum());
@@ -317,14 +318,14 @@ impl Snapshots {
 
     /// Gathers pages, transfers them to the host, and writes them as one chunk.
     ///
-    /// The staging buffer is allocated before the applier's turn. A GPU pins memory at only 1.5 GB/s, and the applier
-    /// would otherwise wait for the allocation.
+    /// The staging buffer is allocated on this thread before the applier captures the pages. A GPU pins memory at only
+    /// 1.5 GB/s, and the applier must not wait for that.
     fn gather_chunk(&self, target: &GatherTarget<'_>, chunk: &[(PageId, u64)]) -> Result<GatheredEntries> {
         if chunk.is_empty() {
             return Ok(GatheredEntries::default());
         }
         let _phase = phases::enter(Phase::SnapshotGather);
-        // A page may be unloaded here although no batch changed it, because its file is wasteful or its image damaged.
+        // Pages that are not loaded yet can be among them: compaction rewrites their file, or their image is damaged.
         self.engine.applier.unloaded().wait(chunk.iter().map(|(page, _)| *page))?;
         if target.writers.is_in_place() {
             return self.gather_in_place(target, chunk);
@@ -382,7 +383,7 @@ impl Snapshots {
     }
 
     /// Builds the manifest entries of the gathered pages of a chunk. `images` contains the images of the non-empty
-    /// pages, in page order.
+    /// pages, in page order, and `on_disk` the pages on disk.
     pub(super) fn chunk_entries(
         &self,
         target: &GatherTarget<'_>,
@@ -406,7 +407,7 @@ impl Snapshots {
         Ok(gathered)
     }
 
-    /// Captures `pages` in lane order with the deltas, and starts to transfer them to the staging buffer `staged`.
+    /// Captures `pages` in order with the deltas, and starts to transfer them to the staging buffer `staged`.
     fn gather(&self, pages: Vec<PageId>, staged: StagingBuf) -> Result<GatheredPages<Drain>> {
         let staging = self.engine.staging.clone();
         self.gather_by(pages, Drain::fence, move |turn, chunk| {
@@ -417,16 +418,15 @@ impl Snapshots {
         })
     }
 
-    /// Captures `pages` in lane order with the deltas, and copies the pages in memory with `copy`. `fence` returns the
-    /// fence that signals the end of the copies. Deleted pages are skipped, because the applier records the batch that
-    /// deleted each page.
+    /// Captures `pages` between two batches. Copies those in memory by calling `copy`, whose result has the fence
+    /// `fence`. Skips deleted pages, because the applier records their deletes.
     pub(super) fn gather_by<C: Send + 'static>(
         &self,
         pages: Vec<PageId>,
         fence: fn(&C) -> Fence,
         copy: impl FnOnce(&Turn<'_>, ChunkSources) -> Result<C> + Send + 'static,
     ) -> Result<GatheredPages<C>> {
-        // The turn fixes the moment of the snapshot for these pages: table entries and bytes are captured together.
+        // Table entries and bytes are captured between the same two batches, so that they belong to one state.
         self.engine.applier.turn(move |turn| {
             turn.intact()?;
             let (mut gathered_part, mut on_disk) = (Vec::new(), Vec::new());
@@ -436,9 +436,10 @@ impl Snapshots {
                     push(&mut on_disk, page)?;
                     continue;
                 }
-                // The page is removed from the cut, so that later batches need not keep it.
+                // The page is removed from the cut, which then no longer preserves it.
                 let kept = match &mut turn.applied.cut {
-                    // If a batch changed the page since the cut, an exact snapshot uses the copy made at that time.
+                    // If a batch has changed the page since the cut, an exact snapshot uses the copy that preserves the
+                    // earlier state.
                     Some(cut) => cut.take(page)?,
                     None => None,
                 };
@@ -451,11 +452,11 @@ impl Snapshots {
                     },
                 });
             }
-            // All pages are copied aside in the place of the first one, and drained from there.
+            // All pages are copied to memory in the place of the first one, and transferred from there.
             let place = gathered_part.first().map_or(Place::Host, |(info, _)| info.place);
             let images = gathered_part.iter().filter(|(info, _)| info.len > 0).count();
-            // The length of the chunk's head depends on the number of its images. Payloads are drained to their final
-            // position after it.
+            // The head's length depends on the number of images. The transfer puts each page at its final offset after
+            // the head.
             let head_len = Chunk::head_len(images as u64);
             let mut sources = Vec::new();
             make_room(&mut sources, images)?;
@@ -470,7 +471,7 @@ impl Snapshots {
             });
             let pages = collected(pages)?;
             let copies = copy(turn, ChunkSources { place, sources, head_len, len: at })?;
-            // Copies that the cut kept aside are freed after this use, not only at the end of the snapshot.
+            // Copies in the cut that this command list reads are freed after it, not only at the end of the snapshot.
             if let Some(cut) = &mut turn.applied.cut {
                 cut.retire_used(turn.arena, fence(&copies));
             }
@@ -479,15 +480,15 @@ impl Snapshots {
     }
 }
 
-/// Captures a page that is on disk. For an exact snapshot, captures the state that the page had at the snapshot's
-/// batch, otherwise the current state. Returns `None` for a page in memory.
+/// Captures a page on disk: for an exact snapshot, in its state at the snapshot's batch, otherwise in its current
+/// state. Returns `None` for a page in memory.
 fn take_on_disk(turn: &mut Turn<'_>, page: PageId) -> Result<Option<(PageInfo, DiskPage)>> {
     let AppliedState { table, on_disk, cut, .. } = &mut *turn.applied;
     if let Some(cut) = cut {
         if let Some(kept) = cut.take_on_disk(page)? {
             return Ok(Some(kept));
         }
-        // The page has changed since the cut and was kept aside in memory, so it was moved to disk only after the cut.
+        // The cut preserves the page in memory, so the page was moved to disk after the cut.
         if cut.find(page)?.is_some() {
             return Ok(None);
         }
@@ -501,14 +502,15 @@ fn take_on_disk(turn: &mut Turn<'_>, page: PageId) -> Result<Option<(PageInfo, D
     Ok(Some((info, copy)))
 }
 
-/// Returns the parts of memory that contain a range of a page being captured, each with its offset in the range.
-/// Returns `None` if batches changed more of the page than the limit of kept bytes.
+/// Returns the memory that contains a range of a page that is being gathered, each span with its offset in the range.
+/// Returns `None` if batches changed more of the page than the limit on preserved bytes.
 pub(super) fn gathered_sources(
     turn: &Turn<'_>,
     page: PageId,
     range: &Range<u64>,
 ) -> Result<Option<Vec<(Span, u64)>>> {
-    // If a batch changed the page since the cut, the cut has the old bytes. Otherwise the page's own memory has them.
+    // If a batch has changed the page since an exact cut, the cut has a copy of its earlier state. Otherwise the page's
+    // own memory contains that state.
     let Some(cut) = &turn.applied.cut else { return Ok(turn.gather_spans(page, range.start, range.end)) };
     let len = range.end - range.start;
     let source = match cut.find(page)? {
@@ -531,7 +533,7 @@ mod tests {
             (3 * number..3 * number + number % 4).map(page).collect::<Vec<_>>()
         };
         let expected: Vec<ManifestEntry> = (0..12).flat_map(chunk).collect();
-        // Steps of 5, 7 and 11 visit every chunk, because they have no common divisor with 12.
+        // Steps of 5, 7 and 11 chunks, modulo 12, visit every chunk.
         for step in [1, 5, 7, 11] {
             let mut gathered_part = OrderedEntries::of(expected.len()).unwrap();
             let gathered = |number| GatheredEntries { entries: chunk(number as u64), on_disk: Vec::new() };

@@ -1,10 +1,10 @@
-//! Gathering in place: the device copies pages directly to the memory of an image file, and reads the pages back from
-//! that memory when the snapshot is verified. The host writes the heads of chunks but no page bytes.
+//! Writes images without the host: the device copies pages directly to the mapped memory of an image file, and reads
+//! them back from there when the snapshot is verified. The host writes only the heads of chunks.
 //!
-//! A chunk is written through a staging buffer (`gather.rs`) if the device has no room to copy the chunk, or if the
-//! chunk is past the end of the file's memory. The host then reads the chunk back like any other chunk.
+//! A chunk is written through a staging buffer on the host ([`super::gather`]) if the budget has no room for the
+//! device's copy of it, or if it would lie outside the mapped part of the file. The host then also reads it back.
 //!
-//! A crash here leaves unreferenced image files.
+//! A crash leaves image files that no manifest names.
 
 use std::ops::Range;
 
@@ -113,11 +113,11 @@ impl Snapshots {
                 let Some(sources) = gathered_sources(turn, page, &range)? else { return Ok(None) };
                 let len = range.end - range.start;
                 let gathered = turn.gather_aside(place, sources, len, 0, len, &staging)?;
-                // Later writes to this range need not be kept aside.
+                // This range is gathered, so it need not be preserved from later writes.
                 turn.gathered(page, range.end, gathered.fence());
                 Ok(Some(gathered))
             })?;
-            // The space reserved in the file remains without a head.
+            // The captured state is lost. The space that was reserved in the file stays unused, without a chunk head.
             let Some(gathered) = gathered else { return Ok(PlacedPage::Gone) };
             let (at, device) = (offset + head_len + start, &*self.engine.device);
             match gathered {
@@ -134,7 +134,7 @@ impl Snapshots {
                     is_in_place = false;
                 }
             }
-            // The reserved space has counted as written since it was reserved, so the rate limit covers the whole page.
+            // The whole page was counted when its space was reserved, so no bytes are added here.
             keep_pace(0)?;
         }
         let end = head_len + info.len;

@@ -2,13 +2,12 @@
 //!
 //! A snapshot blocks neither commits nor readers. Its phases:
 //!
-//! 1. **Begin** (one applier turn, plus one for every thousand pages classified): `redo` is the last batch applied.
-//!    From this turn on, the applier records deletes. Pages are split into pages to gather and pages that already have
-//!    a known image.
-//! 2. **Gather** (one turn per chunk): the device copies pages in lane order with the deltas, each with its table entry
-//!    of that moment. The copies are written to disk while commits continue.
-//! 3. **End** (one turn): `end` is the last batch applied. The turn also captures the root, the counters, and
-//!    tombstones for pages deleted before they were gathered.
+//! 1. **Begin**: `redo` is the last batch applied. From here on, the applier records deletes. Between batches, a
+//!    thousand at a time, pages are divided into pages to gather and pages that already have a known image.
+//! 2. **Gather**: between two batches, the device copies the pages of one chunk, and their table entries are captured.
+//!    The copies are written to disk while commits continue.
+//! 3. **End**: `end` is the last batch applied. The root, the counters, and tombstones for pages deleted before they
+//!    were gathered are captured at the same time.
 //! 4. **Sync** the image files and their directory entries, then wait until the log is durable up to `end` (I7).
 //! 5. **Publish** the manifest. After this rename, recovery starts from the new snapshot.
 //! 6. **Verify**: read the manifest and the images back, bypassing the page cache, and record the result in a seal. The
@@ -17,7 +16,7 @@
 //!    next snapshot overwrites the image files freed in this phase (I13).
 //!
 //! An exact snapshot ends where it begins. The old bytes of a page that a batch is about to change are kept until the
-//! page is gathered (`applier/exact_cut.rs`). Phase 1 is then a single turn that includes phase 3.
+//! page is gathered (`applier/exact_cut.rs`). Phases 1 and 3 then run together, between the same two batches.
 //!
 //! A crash in phases 1 to 4 leaves image files that no manifest names. A crash in phases 5 to 7 leaves a snapshot that
 //! the next open publishes and verifies again. Three failures leave the store unchanged: a full disk or a shortage of
@@ -54,6 +53,7 @@ use self::gather::GatheredEntries;
 use self::overlays::{GatherTarget, OverlayRules};
 pub use self::progress::SnapshotPhase;
 pub(crate) use self::progress::SnapshotProgress;
+use self::publication::ManifestParts;
 pub use self::retain::PruneReport;
 pub(crate) use self::retain::RetentionContext;
 pub use self::scrub::ScrubReport;
@@ -90,7 +90,7 @@ pub(crate) struct Snapshots {
     pub progress: SnapshotProgress,
     /// The rate limit of background snapshots, and the signal that cancels them.
     pub pace: Arc<Pace>,
-    /// The last batch and the time of the last snapshot, from which the background thread computes when the next is
+    /// The last batch and the time of the last snapshot, with which the background thread decides when the next one is
     /// due.
     pub last: Mutex<LastSnapshot>,
 }
@@ -134,7 +134,8 @@ impl Snapshots {
     /// Takes a snapshot. The caller must hold the catalog lock. If the disk is full, frees the space of deleted pages
     /// and tries again once.
     pub fn take(&self, catalog: &mut Catalog, request: &SnapshotRequest) -> Result<SnapshotInfo> {
-        // Checked under the catalog lock: only one of two callers can take the last place in the queue.
+        // Checked under the catalog lock, so that two callers cannot both take the last place in the queue of
+        // unverified snapshots.
         if request.then == AfterPublication::Leave && self.unverified.is_full() {
             self.finish(catalog)?;
         }
@@ -155,8 +156,8 @@ impl Snapshots {
         }
     }
 
-    /// Takes a snapshot before the store closes if too many openings follow the last snapshot. Each opening uses a
-    /// segment. A process that starts often and ends soon never runs long enough for the background thread to take a
+    /// Takes a snapshot when the store closes, if too many openings of the store follow the last snapshot. Each opening
+    /// creates a log segment, and a process that is restarted often may never run long enough for a background
     /// snapshot.
     pub fn take_at_close(&self) -> Result<()> {
         let last = *self.last.lock();
@@ -166,8 +167,9 @@ impl Snapshots {
         Ok(())
     }
 
-    /// Runs phases 6 and 7, or leaves them to the background thread if `then` is [`AfterPublication::Leave`].
-    /// Superseded files are removed only after every file of the snapshot was read back (I7).
+    /// Verifies the published snapshot and removes superseded files (phases 6 and 7), or leaves this to the background
+    /// thread if `then` is [`AfterPublication::Leave`]. Files are removed only after every file of the snapshot was
+    /// read back (I7).
     fn follow_up(&self, catalog: &mut Catalog, then: AfterPublication) -> Result<()> {
         if then == AfterPublication::Leave {
             self.unverified.set_retention_pending(true);
@@ -184,8 +186,8 @@ impl Snapshots {
         self.retain(catalog)
     }
 
-    /// Runs all phases once. A transient failure after publication does not fail the snapshot. `is_short` states
-    /// whether a previous attempt found the disk full.
+    /// Performs all phases once. A shortage of memory or disk space after publication does not fail the snapshot.
+    /// `is_short` states whether a previous attempt found the disk full.
     fn take_once(
         &self,
         catalog: &mut Catalog,
@@ -197,7 +199,8 @@ impl Snapshots {
         // The length of the log before the snapshot begins: later commits count towards the next snapshot.
         let (began, (_, log_bytes)) = (Instant::now(), self.engine.log.length());
         // On a full disk, freed space refills the reserve first, because without the reserve no delete could free more.
-        self.engine.log.pool.fill().map_err(|error| self.poison_unless_harmless(error))?;
+        // The length of the images is not known yet.
+        self.engine.log.pool.fill(u64::MAX).map_err(|error| self.poison_unless_harmless(error))?;
         // Surplus spares are released if images need the space.
         let mut is_unreadable = false;
         let pool = &self.engine.log.pool;
@@ -205,7 +208,7 @@ impl Snapshots {
         let taken = written.and_then(|id| {
             match self.follow_up(catalog, request.then) {
                 Ok(()) => Ok(catalog.snapshots[&id].info.clone()),
-                // The snapshot cannot be verified or recorded now. It is valid because it is published, but no files
+                // The snapshot cannot be verified or recorded now. It is published and therefore valid, but no files
                 // may be recycled for it yet (I7).
                 Err(error) if error.is_passing() => {
                     tracing::warn!(%error, snapshot = %id, "published; the next snapshot does the rest");
@@ -225,8 +228,8 @@ impl Snapshots {
             let bytes = i64::try_from(log_bytes).unwrap_or(i64::MAX);
             *self.last.lock() = LastSnapshot { lsn: info.end, bytes, restarts: 0, at: began };
         }
-        // The catalog is updated before the end is announced: a caller that waits for the end must find the snapshot in
-        // the catalog.
+        // The catalog is updated before the end is announced, because a caller that waits for the end then looks the
+        // snapshot up in the catalog.
         self.catalog.publish_copy(catalog);
         self.progress.end(taken.as_ref().map(|info| info.id).map_err(Error::clone));
         taken
@@ -235,8 +238,8 @@ impl Snapshots {
     /// Poisons the store, except for errors that leave the store unchanged. Returns `error`.
     fn poison_unless_harmless(&self, error: Error) -> Error {
         match error {
-            // An exact snapshot had no room in the budget for pages to keep aside. Only the snapshot fails, and no
-            // batch.
+            // `OverBudget`: the budget had no room for copies of pages that an exact snapshot preserves. Only the
+            // snapshot fails, not the batches.
             Error::Closed | Error::OutOfMemory { .. } | Error::OverBudget { .. } => error,
             error if error.is_passing() => error,
             error => self.engine.poison.set(error),
@@ -250,13 +253,16 @@ impl Snapshots {
 
     /// Reads back the images that were written before their batches were logged. Returns the number of page bytes read.
     pub fn verify_pending_images(&self, catalog: &Catalog, threads_max: usize) -> Result<u64> {
-        catalog.known.prove(&DiskSource::past_cache(self.engine.disk.clone()), threads_max)
+        catalog.known.prove(&DiskSource::bypassing_cache(self.engine.disk.clone()), threads_max)
     }
 
     /// Runs phases 1 to 5: writes a snapshot and publishes it.
     ///
-    /// a. **Prove** the images that were written before their batches were logged. The manifest will name these images,
-    /// so they are read back first (I7).
+    /// a. **Prove** the images that were written before their batches were logged, and those that earlier snapshots
+    /// name. The manifest will name these images, so they are read back first (I7). A snapshot whose verification is
+    /// left to the background thread does not wait: its manifest names the images of batches at once, and phase 6 reads
+    /// them back. Until then the previous snapshot and the log after it are kept. However, such a snapshot does wait if
+    /// the previous one has a name, because an open knows that one only from a record.
     ///
     /// b. **Begin** (phase 1). This phase determines `redo`, and with it the files that may belong to later batches. A
     /// batch that takes a file number after this phase is above `redo`.
@@ -265,7 +271,7 @@ impl Snapshots {
     /// already contain.
     ///
     /// d. **Stop watching**, whether step c succeeded or not. Otherwise the applier would continue to record deletes
-    /// and to keep old bytes of pages for a snapshot that is never finished.
+    /// and to preserve pages for a snapshot that is never finished.
     ///
     /// e. **Publish** (phases 4 and 5), once all named snapshots are recorded. The manifest number counts as used
     /// before the attempt, because after a failure the file may exist on disk, and a file name is never used for two
@@ -284,42 +290,43 @@ impl Snapshots {
         is_unreadable: &mut bool,
     ) -> Result<SnapshotId> {
         let threads_max = request.threads_max();
-        // a.
-        self.verify_pending_images(catalog, threads_max)?;
+        self.verify_earlier(catalog, request)?; // a
         // On a full disk, no images are rewritten merely to empty their file.
         let wasteful = if is_short { Vec::new() } else { self.wasteful_files(catalog)? };
         let overlays = self.overlay_rules(&catalog.known, &wasteful);
         let SnapshotStart { redo, sorted, end } = self.begin(catalog, wasteful, request.exact)?;
         let ahead_from = catalog.files.ahead_from(redo.lsn);
-        // c.
+        // Step c.
         let plan = self.plan_files(catalog, &sorted, threads_max);
         let gathered = plan.and_then(|plan| {
             let gathered = self.gather_and_end(&catalog.files, &plan, &sorted.gather, overlays, end, request);
             Ok((gathered.map_err(|error| needing(plan.expected_bytes, error))?, plan))
         });
-        // d.
+        // Step d.
         self.stop_watching()?;
         *is_unreadable = matches!(gathered, Err(Error::Damaged(_)));
         let (GatheredImages { writers, gathered_entries, end }, plan) = gathered?;
-        // e.
+        // Step e.
         self.progress.enter(SnapshotPhase::Publish);
         let (follows, visited) = (sorted.follows, sorted.visited);
-        // This is not the end of the plan's range: the base of an overlay may be an image written since, for a batch
-        // that moved its page to disk.
+        // This number may exceed those in the plan: the base of an overlay may be an image that was written during this
+        // snapshot, for a batch that moved a page to disk.
         let next_file = catalog.files.next_number();
         let manifest = self.record_named(catalog).and_then(|()| {
-            self.manifest(
-                catalog.next_snapshot,
-                request.name.clone(),
+            let manifest = self.manifest(ManifestParts {
+                snapshot: SnapshotId(catalog.next_snapshot),
+                name: request.name.clone(),
                 redo,
                 sorted,
-                gathered_entries.entries,
+                gathered_entries: gathered_entries.entries,
                 end,
                 next_file,
                 ahead_from,
-            )
+            })?;
+            let of_batches = catalog.known.unverified_in(&manifest.entries)?;
+            Ok((manifest, of_batches))
         });
-        let manifest = match manifest {
+        let (manifest, of_batches) = match manifest {
             Ok(manifest) => manifest,
             Err(error) => {
                 writers.into_iter().for_each(ImageWriters::abandon);
@@ -339,7 +346,7 @@ impl Snapshots {
             }
             Err(error) => return Err(error),
         };
-        // f.
+        // Step f.
         let is_own = |file| plan.numbers.contains(&file);
         let kept = RetainedSnapshot::new(&manifest, is_own, sums, links, file.header_crc, false);
         let info = &kept.info;
@@ -349,9 +356,28 @@ impl Snapshots {
         );
         let id = info.id;
         let on_disk = gathered_entries.on_disk;
-        self.unverified.push(WrittenSnapshot { snapshot: id, manifest: file, images: writers, on_disk });
+        self.unverified.push(WrittenSnapshot {
+            snapshot: id,
+            manifest: file,
+            images: writers,
+            of_batches,
+            on_disk,
+        });
         catalog.snapshots.insert(id, kept);
         Ok(id)
+    }
+
+    /// Verifies the images that the snapshot must not name unverified.
+    fn verify_earlier(&self, catalog: &mut Catalog, request: &SnapshotRequest) -> Result<()> {
+        let names_unverified = request.then == AfterPublication::Leave;
+        if self.unverified.names_batch_images() && (!names_unverified || !catalog.are_named_recorded()) {
+            self.verify(catalog)?;
+        }
+        if !names_unverified {
+            self.verify_pending_images(catalog, request.threads_max())?;
+        }
+        catalog.known.set_names_unverified(names_unverified);
+        Ok(())
     }
 
     /// Chooses the number of gathering threads and of image files, and assigns the files' numbers.
@@ -361,13 +387,13 @@ impl Snapshots {
         let longest = sorted.gather.iter().map(|(_, len)| (*len).min(self.piece_len())).max().unwrap_or(0);
         let threads = chunk_threads(longest).min(threads_max);
         let expected_bytes = self.expected_bytes(&sorted.gather)?;
-        // A file without chunks would stay empty and be kept unnecessarily.
+        // There are at most as many files as chunks, because an empty file would be kept like any other.
         let chunks = self.chunk_count(&sorted.gather)?.max(1);
         let files = file_count(expected_bytes, self.chunk_len, threads).min(chunks);
         Ok(GatherPlan { expected_bytes, threads, numbers: catalog.files.take_numbers(files) })
     }
 
-    /// Runs phases 2 and 3. On failure the image files are removed, because no record names them yet.
+    /// Performs phases 2 and 3. On failure the image files are removed, because no record names them yet.
     fn gather_and_end(
         &self,
         files: &ImageFiles,
@@ -387,7 +413,7 @@ impl Snapshots {
         }
     }
 
-    /// Runs phase 2. Creates no image file if no page must be gathered.
+    /// Performs phase 2. Creates no image file if no page must be gathered.
     fn gather_into(
         &self,
         files: &ImageFiles,
@@ -419,8 +445,8 @@ impl Snapshots {
     }
 }
 
-/// Raises the number of bytes in a disk-full error to the length of all the snapshot's images. If the error stated only
-/// the failed chunk, a caller would free too little space, and the next attempt would fail at a later chunk.
+/// Replaces the number of bytes in a disk-full error by the length of all images of the snapshot. The failed write may
+/// have been a single chunk, and a caller that freed only so much space would fail again at a later chunk.
 fn needing(bytes: u64, error: Error) -> Error {
     match error {
         Error::DiskFull { file, needed, store } => Error::DiskFull { file, needed: needed.max(bytes), store },

@@ -1,13 +1,14 @@
-//! Chooses the pages on disk that get an overlay instead of a full image in a snapshot.
+//! Decides which pages on disk get an overlay in a snapshot, instead of a whole image. An overlay contains only the
+//! pieces that differ from an older whole image, its base.
 //!
-//! A page gets a full image in each of these cases:
+//! A page gets a whole image in each of these cases:
 //!
 //! - The page is short.
-//! - Most of the page changed.
-//! - The page's image is not known to be sound.
-//! - The page's image is in a file that compaction rewrites, because an overlay would keep that file.
+//! - Most of the page has changed.
+//! - The page's current image is not verified, or known to be damaged.
+//! - The page's current image is in a file that compaction rewrites, and an overlay would keep that file.
 //!
-//! A crash here leaves unreferenced image files.
+//! A crash leaves image files that no manifest names.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -37,14 +38,14 @@ pub(super) struct OverlayRules {
     known: Arc<KnownImages>,
     /// The numbers of the image files that compaction rewrites.
     wasteful: BTreeSet<u64>,
-    /// The maximum length in bytes of pages that always get a full image.
+    /// The maximum length in bytes of a page that always gets a whole image.
     whole_max: u64,
 }
 
 impl OverlayRules {
     fn allow(&self, page: PageId, copy: &DiskPage) -> bool {
         let Some(image) = copy.image().filter(|_| copy.byte_len() > self.whole_max) else { return false };
-        // The file of the base, or of the image that would become the base.
+        // The last file of the image contains its base, or the image that would become the base.
         let stays = image.image().files().last().is_some_and(|(file, _)| !self.wasteful.contains(&file));
         stays && self.known.may_be_base(page, image.image(), image.is_proven())
     }
@@ -79,8 +80,8 @@ impl Snapshots {
         })
     }
 
-    /// Writes the overlays of `pages`. Returns one element per page, in order, which is `None` for a page that needs a
-    /// full image.
+    /// Writes overlays of those pages for which the rules permit one. Returns one element per page, in order: the
+    /// overlay, or `None` if the page needs a whole image.
     pub(super) fn write_overlays(
         &self,
         target: &GatherTarget<'_>,
@@ -95,7 +96,8 @@ impl Snapshots {
             }
             let mut new = match copy.overlay() {
                 Ok(Some(new)) => new,
-                // After `Damaged`, batches may have overwritten the damaged part, so the whole page can be read.
+                // If a part of the base is damaged, a whole image may still be possible, because later writes may cover
+                // that part.
                 Ok(None) | Err(Error::Damaged(_)) => continue,
                 Err(error) => return Err(error),
             };
@@ -132,7 +134,7 @@ impl Snapshots {
 }
 
 impl ShortOverlays<'_> {
-    /// Writes all overlays as one chunk. Separate chunks would occupy at least one block each.
+    /// Writes all overlays as one chunk, because each chunk occupies at least one block of the file system.
     fn write(self, writers: &ImageWriters) -> Result<Vec<(usize, ImageRef)>> {
         if self.overlays.is_empty() {
             return Ok(Vec::new());

@@ -1,5 +1,5 @@
-//! Retention rules, which determine the snapshots and the log to keep. The rules access no disk, so that a test can
-//! check them against thousands of random histories.
+//! Applies the retention rules: determines which snapshots and which part of the log to keep. This module accesses no
+//! disk, so that a test can check it with thousands of random histories.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -18,14 +18,14 @@ pub(super) struct RetentionPlan {
 }
 
 impl RetentionPlan {
-    /// Returns whether this plan removes a snapshot, or the log that follows the snapshot.
+    /// Returns whether this plan removes the snapshot `kept`, or any of the log after it.
     pub fn takes_from(&self, kept: &RetainedSnapshot, log: &LogOnDisk) -> bool {
         let is_cut = self.log_from.is_some_and(|(_, redo)| kept.redo.lsn < redo);
         !self.snapshots.contains(&kept.info.id) || (is_cut && log.reaches(kept))
     }
 }
 
-/// The segments of the log on disk, and the earliest batch at which replay may start.
+/// The segments of the log on disk, and the earliest batch from which replay is permitted.
 #[derive(Clone, Debug, Default)]
 pub(super) struct LogOnDisk {
     /// The length in bytes of each segment, by segment number.
@@ -33,7 +33,8 @@ pub(super) struct LogOnDisk {
     /// The number of the segment that receives frames. The retention rules do not count this segment and later
     /// segments.
     pub current: u64,
-    /// The lowest `redo` at which replay may start, or `None` if replay may also start at the beginning of the log.
+    /// The floor: the lowest `redo` from which replay is permitted, or `None` if it may start at the beginning of the
+    /// log.
     pub floor: Option<Lsn>,
 }
 
@@ -56,24 +57,23 @@ impl LogOnDisk {
         match (is_beginning_held, self.floor) {
             (false, _) => wanted,
             (true, None) => Some(self.as_it_is()),
-            // The beginning of the log is no longer available to new readers. A reader that holds it started earlier,
-            // and may need any part of the log.
+            // A reader may hold the beginning of the log although the log is to be removed: it started earlier, and may
+            // need any part of the log. Nothing is removed.
             (true, Some(_)) => None,
         }
     }
 
-    /// Returns the current start of the log. A plan with this start removes no log.
+    /// Returns the current start of the log, so that a plan with this start removes none of it.
     fn as_it_is(&self) -> (u64, Lsn) {
         (0, self.floor.unwrap_or_default())
     }
 }
 
-/// Applies the rules and returns the snapshots and the log to keep. `held` contains the snapshots that readers hold,
-/// `is_beginning_held` states whether a reader holds the beginning of the log, and `now_unix_ms` is in milliseconds
-/// since 1970.
+/// Applies the retention rules. `held` contains the snapshots that readers have locked, `is_beginning_held` states
+/// whether a reader has locked the beginning of the log, and `now_unix_ms` is the time in milliseconds since 1970.
 ///
-/// Only verified snapshots count (I7). If an unverified snapshot counted and the disk had lost one of its images, the
-/// snapshot before it would be lost, too.
+/// Only verified snapshots may be passed (I7). If the disk has lost an image of an unverified snapshot, the snapshot
+/// before it is still needed.
 pub(super) fn plan(
     snapshots: &BTreeMap<SnapshotId, RetainedSnapshot>,
     retention: &Retention,
@@ -84,10 +84,10 @@ pub(super) fn plan(
 ) -> RetentionPlan {
     let with_log: Vec<&RetainedSnapshot> =
         snapshots.values().filter(|kept| kept.info.verified && log.reaches(kept)).collect();
-    // A damaged snapshot replaces no other.
+    // A damaged snapshot does not count toward the number of snapshots to keep.
     let mut starts: Vec<&RetainedSnapshot> = with_log.iter().copied().filter(|kept| kept.is_sound).collect();
-    // The next snapshot follows the newest one and shares its images. After an open, it follows the one from which
-    // recovery started. Both are kept under any rule.
+    // The newest snapshot is the one whose images the next snapshot shares. The newest intact snapshot is where
+    // recovery starts. Both are kept under any rule.
     let newest = [snapshots.keys().next_back().copied(), starts.last().map(|kept| kept.info.id)];
     let is_newest = |kept: &RetainedSnapshot| newest.contains(&Some(kept.info.id));
     if retention.names_only {
@@ -99,7 +99,7 @@ pub(super) fn plan(
     }
     let replaced = replaced(&starts);
     starts.retain(|kept| !replaced.contains(&kept.info.id));
-    // While there are fewer snapshots than wanted, the log before the first of them substitutes for the missing ones.
+    // While there are fewer intact snapshots than wanted, the log before the first of them is kept instead.
     let Some(counted) = starts.len().checked_sub(retention.snapshots_kept.max(1)) else {
         let is_replaced =
             |kept: &RetainedSnapshot| replaced.contains(&kept.info.id) && !is_named(kept, retention);
@@ -112,38 +112,37 @@ pub(super) fn plan(
     };
     let times = times(snapshots);
     let age_ms = u64::try_from(retention.snapshots_kept_for.as_millis()).unwrap_or(u64::MAX);
-    // A replaced snapshot is not kept for its age, because its time was passed on to its replacement.
+    // A replaced snapshot is not kept for its age, because its replacement has the same creation time.
     let is_young = |kept: &&&RetainedSnapshot| {
         !replaced.contains(&kept.info.id) && now_unix_ms.saturating_sub(times[&kept.info.id]) < age_ms
     };
     let reaches_back = |kept: &&&RetainedSnapshot| log.bytes_after(kept.redo) >= retention.log_kept;
     let wants_log = retention.log_kept > 0;
-    // The newest start with enough log after it. An older start would keep more log than wanted.
+    // The newest snapshot that is followed by enough log. An older one would keep more log than wanted.
     let log_base = starts.iter().rev().find(reaches_back).filter(|_| wants_log);
     // If the log is shorter than wanted, all of it is kept.
     let from_beginning = wants_log && log_base.is_none() && log.floor.is_none();
     let log_base = log_base.or(starts.first().filter(|_| wants_log));
-    // A reader may be following the log after the snapshot that it holds.
+    // The reader of a locked snapshot may also be following the log after it.
     let held_with_log = with_log.iter().filter(|kept| held.contains(&kept.info.id));
-    // Snapshots to replay from, which keep the log after them.
+    // The snapshots from which replay may begin. They keep the log after them.
     let replayed: Vec<&RetainedSnapshot> = starts[counted..]
         .iter()
         .chain(with_log.iter().filter(is_young))
         .chain(log_base)
         .chain(held_with_log)
-        // A fuzzy snapshot is useless without the log up to its end, because its pages belong to different batches.
+        // A fuzzy snapshot also needs the log up to its end, because its pages reflect different batches.
         .chain(with_log.iter().filter(|kept| is_named(kept, retention) && kept.info.redo < kept.info.end))
         .copied()
         .collect();
-    // Exact named snapshots are kept to be read, and their state needs no log.
+    // An exact named snapshot is kept without the log after it, because its state is complete.
     let looked_at = snapshots
         .values()
         .filter(|kept| is_named(kept, retention) || held.contains(&kept.info.id) || is_newest(kept));
     let stays: Vec<&RetainedSnapshot> = replayed.iter().copied().chain(looked_at).collect();
     let oldest = replayed.iter().map(|kept| kept.redo.lsn).min().map(|lsn| {
-        // Snapshots of the same batch may be in segments of different runs. If that batch is the floor, all such
-        // snapshots that are kept remain starts and keep their segments. Otherwise the older one's segment would be
-        // removed although the floor declares it a start.
+        // Two snapshots of the same batch may be in segments of different incarnations of the log. If that batch
+        // becomes the floor, replay from either must remain possible, so the earlier segment is kept.
         let from_there = stays.iter().filter(|kept| kept.redo.lsn >= lsn && log.reaches(kept));
         let segment = from_there.map(|kept| kept.redo.segment).min();
         (segment.expect("what is replayed stays"), lsn)
@@ -153,17 +152,17 @@ pub(super) fn plan(
     RetentionPlan { snapshots, log_from: log.from(oldest, is_beginning_held) }
 }
 
-/// Returns the snapshots whose successor begins at the same point and ends later. The successor is a thin snapshot,
-/// which replaces its predecessor to release the predecessor's files. `starts` must be ascending.
+/// Returns the snapshots that a thin snapshot replaces. Its successor then begins at the same batch and ends later.
+/// `starts` must be ascending.
 fn replaced(starts: &[&RetainedSnapshot]) -> BTreeSet<SnapshotId> {
     let pairs = starts.windows(2);
     let replaced = pairs.filter(|pair| pair[0].redo == pair[1].redo && pair[0].info.end < pair[1].info.end);
     replaced.map(|pair| pair[0].info.id).collect()
 }
 
-/// Returns the time from which each snapshot's age is computed: the earliest time among its own and those of later
-/// snapshots. Thus a clock that was temporarily fast keeps no snapshot longer than until the clock is right again, and
-/// a time in the future makes no snapshot look older.
+/// Returns the time from which the age of each snapshot is computed: the earliest creation time of this and all later
+/// snapshots. Thus a clock that was ahead for a while keeps no snapshot longer than until the clock is correct again,
+/// and never makes a snapshot look older.
 fn times(snapshots: &BTreeMap<SnapshotId, RetainedSnapshot>) -> BTreeMap<SnapshotId, u64> {
     let mut oldest = u64::MAX;
     let time = |(id, kept): (&SnapshotId, &RetainedSnapshot)| {
@@ -190,7 +189,8 @@ mod tests {
     use super::*;
     use crate::catalog::SnapshotInfo;
 
-    /// Returns snapshot `id`, written at second `id`, in segment `id`, after batch 10 × `id`.
+    /// Returns a test snapshot with number `id`, created at second `id`, in segment `id`, whose `redo` is batch 10 ×
+    /// `id`.
     fn kept(id: u64, name: Option<&str>, is_exact: bool) -> (SnapshotId, RetainedSnapshot) {
         let redo = LogPoint { segment: id, lsn: Lsn(10 * id), ..LogPoint::default() };
         let info = SnapshotInfo {
@@ -203,6 +203,7 @@ mod tests {
             bytes: 0,
             bytes_written: 0,
             verified: true,
+            root: std::sync::Arc::default(),
         };
         let (files, links) = (BTreeMap::new(), Vec::new());
         (
@@ -279,7 +280,7 @@ mod tests {
             let snapshots: Vec<u64> = found.snapshots.iter().map(|id| id.0).collect();
             assert_eq!((snapshots, found.log_from.map(|from| from.0)), (kept, log_from), "{why}");
         }
-        // Two snapshots of one batch, in segments of two runs, share one floor.
+        // Two snapshots of the same batch, in segments of two incarnations of the log.
         let mut twice = snapshots.clone();
         twice.get_mut(&SnapshotId(4)).unwrap().redo.lsn = Lsn(70);
         let found = plan(&twice, &rules(1, 0, 0), &log, 10_500, &BTreeSet::new(), false);
@@ -318,7 +319,7 @@ mod tests {
             which: usize,
             names_only: bool,
         },
-        /// Marks a snapshot as damaged. The snapshot no longer replaces others, and the window has a hole.
+        /// Marks a snapshot as damaged. It then no longer counts toward the snapshots to keep.
         Damage {
             which: usize,
         },
@@ -388,7 +389,7 @@ mod tests {
                             retention = retention.give_up(names[which % names.len()]).names_only(names_only);
                         }
                     }
-                    // The newest snapshot was verified just now.
+                    // The newest snapshot has just been verified, so it is not damaged.
                     TestEvent::Damage { which } if ids.len() > 1 => {
                         snapshots.get_mut(&ids[which % (ids.len() - 1)]).unwrap().is_sound = false;
                     }
@@ -420,12 +421,12 @@ mod tests {
                 let is_given_up = |id: &SnapshotId| snapshots[id].info.name.is_some() && !has_name(id);
                 let stays = |id: &SnapshotId| found.snapshots.contains(id);
 
-                // Under any rules, recovery has a start: a sound snapshot, or the beginning of the log.
+                // Recovery always has a start: an intact snapshot, or the beginning of the log.
                 let is_open = floor.is_none() || ids.iter().any(|id| stays(id) && snapshots[id].is_sound && reached(id, floor));
                 prop_assert!(is_open || starts.is_empty(), "nothing is left to start from");
-                // The next snapshot follows the newest one.
+                // The newest snapshot is kept, because the next one shares its images.
                 prop_assert!(stays(ids.last().expect("just taken")), "the newest one went");
-                // Held snapshots are kept, with the log that they had.
+                // Locked snapshots are kept, together with the log after them.
                 for id in &held {
                     let has_log = !reached(id, log.floor) || reached(id, floor);
                     prop_assert!(stays(id) && has_log, "{id} is held");
@@ -465,16 +466,16 @@ mod tests {
                     for id in starts.iter().filter(|id| age(id) < age_max) {
                         prop_assert!(stays(id) && reached(id, floor), "{id} is young");
                     }
-                    // At least `log_kept` bytes of log are kept, or all that existed. Log before the oldest start is
-                    // useless.
+                    // At least `log_kept` bytes of log are kept, or all that exist. Log before the oldest start cannot
+                    // be replayed.
                     if let Some((segment, redo)) = found.log_from {
                         let point = LogPoint { segment, lsn: redo, ..LogPoint::default() };
                         let oldest = starts.first().map(|id| snapshots[id].redo.lsn);
                         let is_all = floor == log.floor || oldest.is_none_or(|oldest| redo <= oldest);
                         prop_assert!(is_all || log.bytes_after(point) >= retention.log_kept, "log from {redo}");
                     }
-                    // Nothing else is kept: a kept snapshot without a name or reader is counted, is young, or begins
-                    // the wanted log.
+                    // Nothing else is kept: a snapshot that has no name or reader is counted or young, or is where the
+                    // wanted log begins.
                     let wanted = |id: &SnapshotId| newest.contains(&id) || age(id) < age_max;
                     let others = found.snapshots.iter().filter(|id| !wanted(id) && !has_name(id) && !held.contains(id));
                     let others: Vec<_> = others.collect();

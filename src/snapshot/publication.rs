@@ -22,27 +22,31 @@ use crate::error::{Error, Result};
 use crate::images::ImageWriters;
 use crate::log::SpacePurpose;
 
+/// The values of which a manifest consists.
+pub(super) struct ManifestParts {
+    pub snapshot: SnapshotId,
+    pub name: Option<String>,
+    pub redo: LogPoint,
+    /// The entries of unchanged pages, and the pages that were gathered.
+    pub sorted: SnapshotWork,
+    pub gathered_entries: Vec<ManifestEntry>,
+    pub end: End,
+    pub next_file: u64,
+    pub ahead_from: u64,
+}
+
 impl Snapshots {
     /// Builds the manifest from the entries of unchanged pages, the entries of gathered pages, and tombstones for pages
     /// deleted since the snapshot began.
-    #[expect(clippy::too_many_arguments, reason = "a manifest says all of this, and is put together once")]
-    pub(super) fn manifest(
-        &self,
-        number: u64,
-        name: Option<String>,
-        redo: LogPoint,
-        sorted: SnapshotWork,
-        gathered_entries: Vec<ManifestEntry>,
-        end: End,
-        next_file: u64,
-        ahead_from: u64,
-    ) -> Result<Manifest> {
+    pub(super) fn manifest(&self, parts: ManifestParts) -> Result<Manifest> {
+        let ManifestParts { snapshot, name, redo, sorted, gathered_entries, end, next_file, ahead_from } =
+            parts;
         Ok(Manifest {
             kind: sorted.follows.map_or(ManifestKind::Base, |(previous, previous_crc)| {
                 ManifestKind::Change { previous, previous_crc }
             }),
             store: self.engine.store,
-            snapshot: SnapshotId(number),
+            snapshot,
             name,
             created_unix_ms: unix_ms(),
             redo,
@@ -71,7 +75,7 @@ impl Snapshots {
     ) -> Result<(PublishedFile, (ImageTotals, Vec<SnapshotId>))> {
         let publish = || self.publish_all(writers, manifest, threads_max);
         let Some((previous, _)) = follows else {
-            // A base names all pages. Its in-memory form is built while the file is written.
+            // If the manifest lists all pages, the catalog's representation of it is built while the file is written.
             let base = || NewestSnapshot::of_base(manifest);
             let (base, published) = if threads_max == 1 {
                 let published = publish();
@@ -111,17 +115,17 @@ impl Snapshots {
         self.publish_manifest(manifest, threads_max)
     }
 
-    /// Publishes a manifest with up to `threads_max` threads. On a full disk, the manifest may use the disk reserve.
+    /// Publishes a manifest with up to `threads_max` threads. On a full disk, a manifest may use reserved log segments.
     pub(super) fn publish_manifest(&self, manifest: &Manifest, threads_max: usize) -> Result<PublishedFile> {
         let _phase = phases::enter(Phase::Publish);
-        // A manifest without images is small, and frees the space of deleted pages. Therefore it may use as much of the
-        // reserve as a seal.
+        // A manifest without images is small and leads to freed space. Therefore it may use as much of the reserved
+        // space as a seal.
         let purpose = if manifest.entries.is_empty() { SpacePurpose::Seal } else { SpacePurpose::User };
         let spare = |temporary, len| self.engine.log.make_small(temporary, len, purpose);
         loop {
             match publish_unchecked(&self.engine.disk, manifest, threads_max, &spare) {
-                // Without the manifest, writing the images would be useless. A manifest longer than a spare may need
-                // several spares.
+                // Without the manifest, the images already written would be useless. One reserved segment may not
+                // suffice for it.
                 Err(Error::DiskFull { .. }) if self.engine.log.release_one(purpose)? => {}
                 published => return published,
             }

@@ -59,17 +59,21 @@ pub(crate) struct RetentionContext<'a> {
 }
 
 impl Snapshots {
-    /// Writes the record of phase 6. The record lists every verified snapshot that is kept, and whether the log after
-    /// the snapshot is kept.
+    /// Writes the record of phase 6: the list of verified snapshots that are kept, each with the information whether
+    /// the log after it is kept, and the floor.
     ///
-    /// Returns once a seal with the record is synced. Only such a record permits recycling (I7).
+    /// Returns once a seal with the record is synced. Files may be recycled only after that (I7).
     pub fn record(
         &self,
         catalog: &mut Catalog,
         floor: Option<Lsn>,
         stays: impl Fn(&SnapshotId) -> bool,
     ) -> Result<()> {
-        let is_in_record = |kept: &RetainedSnapshot| kept.info.verified && stays(&kept.info.id);
+        // If the first verification of a snapshot finds damage, the snapshot is not recorded: an open that tries it
+        // must read its images.
+        let is_in_record = |kept: &RetainedSnapshot| {
+            kept.info.verified && (kept.is_sound || kept.is_recorded) && stays(&kept.info.id)
+        };
         let kept = catalog.snapshots.values().filter(|kept| is_in_record(kept));
         let record = kept.map(|kept| VerifiedSnapshot {
             snapshot: kept.info.id,
@@ -81,19 +85,19 @@ impl Snapshots {
         Ok(())
     }
 
-    /// Verifies and records named snapshots before another snapshot is published. After a crash, opening the store
-    /// finds only the newest snapshot and the recorded snapshots. Without this record, a durable named snapshot could
-    /// be lost (I7).
+    /// Verifies and records all named snapshots. This must precede the publication of another snapshot: after a crash,
+    /// opening the store finds only the newest snapshot and the recorded ones, so an unrecorded named snapshot would be
+    /// lost (I7).
     pub fn record_named(&self, catalog: &mut Catalog) -> Result<()> {
-        if catalog.snapshots.values().all(|kept| kept.is_recorded || kept.info.name.is_none()) {
+        if catalog.are_named_recorded() {
             return Ok(());
         }
         self.verify(catalog)?;
         self.record(catalog, catalog.floor, |_| true)
     }
 
-    /// Runs phase 7, including the record of phase 6. While any page is not yet loaded, writes only the record, because
-    /// loading may need an older snapshot and more log to replace a damaged image.
+    /// Performs phase 7, including the record of phase 6. While pages are still being loaded, only the record is
+    /// written: if an image is damaged, loading needs an older snapshot and the log after it.
     pub fn retain(&self, catalog: &mut Catalog) -> Result<()> {
         if self.engine.applier.unloaded().is_any() {
             self.record(catalog, catalog.floor, |_| true)?;
@@ -108,7 +112,7 @@ impl Snapshots {
     /// omits files of a running snapshot.
     pub fn would_prune(&self, retention: &Retention) -> Result<PruneReport> {
         let latest = self.catalog.latest();
-        // The function uses a copy of the catalog, whose lock may be held for the duration of a snapshot.
+        // Uses a copy of the catalog, whose lock may be held until a snapshot ends.
         let mut pruned = self.subject(&latest.catalog).would_prune(retention)?;
         pruned.files.retain(|(file, _)| match file {
             FileName::Pages(number) | FileName::Table(number) => *number < latest.next_file,
@@ -124,16 +128,16 @@ impl Snapshots {
         // I7: a snapshot that is not verified cannot replace another.
         self.verify(catalog)?;
         assert!(catalog.snapshots.values().all(|kept| kept.info.verified)); // I7
-        // A rejected batch removes its own file. Such removals are blocked, so that no file listed in the plan
-        // disappears.
+        // The file that a failed commit has written is removed by its committer. This is blocked meanwhile, so that all
+        // files in the plan still exist.
         let files = catalog.files.clone();
         let _none_goes = files.block_removals();
         // I8: snapshots that readers hold are kept, and no reader may start from a retiring snapshot until its files
         // are removed.
         let mut going = Vec::new();
         let (plan, pruned) = self.subject(catalog).plan(retention, &mut |id| {
-            // The lock is kept until everything is removed: a reader that started in between would find only some of
-            // the files.
+            // The lock is held until all files are removed, because a reader that started in between would miss some of
+            // them.
             let lock = self.engine.disk.try_retire(id)?;
             let is_free = lock.is_some();
             going.extend(lock);
@@ -149,10 +153,10 @@ impl Snapshots {
         let _phase = phases::enter(Phase::Recycle);
         catalog.floor = floor;
         catalog.snapshots.retain(|id, _| plan.snapshots.contains(id));
-        // Replay from the new floor reaches no restore at or before it.
+        // Tables of restores that replay from the new floor no longer reaches.
         catalog.tables.retain(|_, table| is_needed(table.restored_at, &plan));
         if catalog.unread.is_some_and(|unread| floor.is_some_and(|floor| floor >= unread)) {
-            // Everything that could need unnamed files is below the floor now.
+            // An unreadable manifest or table cannot be needed any more if it is below the floor.
             catalog.unread = None;
         }
         let segments: Vec<u64> = pruned
@@ -170,16 +174,16 @@ impl Snapshots {
         // 4. Remove images and tables.
         files.recycled(floor.unwrap_or_default());
         self.recycle_images(catalog, &pruned)?;
-        // A reader whose needs are unknown keeps all of the log.
+        // If the start of replay is unknown, all of the log is kept.
         self.engine.log.set_replay_start(plan.log_from.and_then(|_| catalog.replay_start()));
         Ok(pruned)
     }
 
-    /// Runs step 4: removed image files become spares where possible and are deleted otherwise. All records that named
-    /// these files have been durably removed (I13).
+    /// Performs step 4 of [`prune`](Self::prune): turns removed image files into spares, or deletes them. All records
+    /// that named these files have been durably removed (I13).
     ///
-    /// A file can become a spare only if its number is below the next file number of a kept manifest. Any other number
-    /// may be assigned again after a crash, and old chunks in a spare would then look like new chunks.
+    /// Only a file whose number is below the next file number in a kept manifest can become a spare. Otherwise the
+    /// number may be assigned again after a crash, and the spare's old chunks would be taken for new ones.
     fn recycle_images(&self, catalog: &Catalog, pruned: &PruneReport) -> Result<()> {
         let next_file = catalog.snapshots.values().map(|kept| kept.next_file).max().unwrap_or(0);
         let is_free = |file: FileName, len: u64| match file {
@@ -213,7 +217,7 @@ impl Snapshots {
         let useful = written.saturating_add(written / HEADS_SHARE + IMAGE_FILES_MAX * HEADS_BYTES);
         let bytes_max = if self.keeps_spares { bound.min(useful) } else { 0 };
         spares.recycle(&free, bytes_max, !going.is_empty())?;
-        // The memory is registered here, where no commit waits for it. The next snapshot but one writes to the file.
+        // The memory is registered with the device now, so that no commit waits for it later.
         if self.images.is_in_place() {
             let (arena, staging) = (&self.engine.arena, &self.engine.staging);
             let is_ready = |kept: &KeptReady, len| {
@@ -224,8 +228,8 @@ impl Snapshots {
         Ok(())
     }
 
-    /// Returns the minimum length in bytes of an image file that is kept as a spare, which is half a chunk. A shorter
-    /// spare is not worth another sync of its folder.
+    /// Returns the minimum length in bytes of an image file that is kept as a spare: half a chunk. Reusing a shorter
+    /// file saves less than the additional sync of the folder costs.
     fn spare_len_min(&self) -> u64 {
         self.chunk_len / 2
     }
@@ -242,8 +246,8 @@ impl Snapshots {
         assert!(starts.all(|kept| *newest < kept.redo.segment));
     }
 
-    /// Removes the files of `folder` in `pruned` and syncs the folder, because the removals of the next step must not
-    /// reach the disk before these removals.
+    /// Removes the files of `folder` that `pruned` lists, and syncs the folder, so that these removals are durable
+    /// before those of the next step.
     fn remove_all(&self, folder: Folder, pruned: &PruneReport) -> Result<()> {
         let files = || pruned.files.iter().map(|(file, _)| *file).filter(|file| file.folder() == folder);
         files().try_for_each(|file| self.engine.disk.remove(file))?;
@@ -277,10 +281,10 @@ impl RetentionContext<'_> {
         let Self { catalog, .. } = *self;
         let log = self.log_on_disk()?;
         let (now, no_reader) = (unix_ms(), BTreeSet::new());
-        // The plan is made twice, first without readers, to find the snapshots whose readers matter. Otherwise each
-        // prune would try one lock per snapshot.
+        // The rules are first applied as if there were no readers. Only the snapshots that would then lose something
+        // are checked for readers, which costs a file lock each.
         let wanted = plan(&catalog.snapshots, retention, &log, now, &no_reader, false);
-        // A named snapshot may lose the log after it, which its reader may be following.
+        // A named snapshot may remain but lose the log after it, which a reader may be following.
         let mut held = BTreeSet::new();
         for (id, _) in catalog.snapshots.iter().filter(|(_, kept)| wanted.takes_from(kept, &log)) {
             // I8: the snapshot and the log after it are kept until its reader has ended.
@@ -290,8 +294,8 @@ impl RetentionContext<'_> {
         }
         let is_beginning_held = !is_free(SnapshotId(0))?;
         let mut plan = plan(&catalog.snapshots, retention, &log, now, &held, is_beginning_held);
-        // A reader may also have started from a link that is kept only for later snapshots, or that a crash left. The
-        // catalog does not contain the needs of that reader, so everything is kept until the reader has ended.
+        // A reader may also have started from a manifest that is kept only because later snapshots are based on it, or
+        // that a crash left behind. Which files that reader needs is unknown, so everything is kept until it has ended.
         for id in self.links_without_snapshot()? {
             if !is_free(id)? {
                 plan =
@@ -306,14 +310,14 @@ impl RetentionContext<'_> {
         Ok((plan, PruneReport { snapshots, held, files }))
     }
 
-    /// Lists the files that no kept snapshot, table or frame needs, in the order of their removal.
+    /// Lists the files that no kept snapshot, table or frame needs, in the order in which they must be removed.
     fn unneeded_files(&self, plan: &RetentionPlan, log: &LogOnDisk) -> Result<Vec<(FileName, u64)>> {
         let Self { catalog, .. } = *self;
         let kept = || catalog.snapshots.values().filter(|kept| plan.snapshots.contains(&kept.info.id));
-        // A snapshot needs its own link and all links down to its base (I8).
+        // A snapshot needs its own manifest and the chain of manifests on which it is based (I8).
         let links: BTreeSet<SnapshotId> =
             kept().flat_map(|kept| kept.links.iter().copied().chain([kept.info.id])).collect();
-        // A table is removed when no kept replay reaches its restore.
+        // The table of a restore is needed only if replay may reach the restore.
         let tables = || catalog.tables.iter().filter(|(_, table)| is_needed(table.restored_at, plan));
         // Images that a kept snapshot or a kept table names (I8).
         let named: BTreeSet<u64> = kept()
@@ -321,22 +325,23 @@ impl RetentionContext<'_> {
             .chain(tables().flat_map(|(_, table)| &table.files))
             .copied()
             .collect();
-        // A manifest that could not be read is kept as evidence until other manifests of its age are removed.
+        // An unreadable manifest is not removed until all manifests that are as old are removed. It may help to
+        // diagnose the damage.
         let settled = kept().filter(|kept| plan.log_from.is_some_and(|from| kept.redo.lsn >= from.1));
         let settled = settled.map(|kept| kept.info.id).min();
         let mut files = self.lens(Folder::Snapshots, |file| match file {
             FileName::Manifest(number) => {
                 let id = SnapshotId(number);
-                // Older than every snapshot that recovery can start from.
+                // Older than every snapshot from which recovery can start.
                 let is_old = settled.is_some_and(|settled| id < settled);
                 !links.contains(&id) && (is_old || catalog.snapshots.contains_key(&id))
             }
             _ => false,
         })?;
-        // Images may be removed only if log may be, because a frame of the log may name them.
+        // If no log may be removed, no image may be removed either, because a frame may name it.
         let (bound, redo) = plan.log_from.unwrap_or_default();
         if plan.log_from.is_some() {
-            // A manifest or table that could not be read may need any file from before this run.
+            // An unreadable manifest or table may name any file that was written before this open.
             let unread = catalog.unread.is_some_and(|unread| redo < unread);
             let first = if unread { catalog.files.first() } else { 0 };
             let mut pages = self.lens(Folder::Pages, |file| match file {
@@ -347,7 +352,7 @@ impl RetentionContext<'_> {
             let next_file = kept().map(|kept| kept.next_file).max().unwrap_or(1);
             let highest = pages.iter().filter_map(|(file, _)| number(*file)).max();
             pages.retain(|(file, _)| match *file {
-                // The number is known to be assigned only while the file exists, or once a manifest states so.
+                // The file with the highest number proves that the number is in use, unless a kept manifest states so.
                 FileName::Pages(number) if Some(number) == highest && number >= next_file => false,
                 FileName::Pages(number) => {
                     !named.contains(&number)
@@ -377,7 +382,7 @@ impl RetentionContext<'_> {
         Ok(measured.map(|(file, len)| NamedImageFile { len, live_bytes: live_bytes(file, len) }).collect())
     }
 
-    /// Returns the manifests on disk that are links of other snapshots only.
+    /// Returns the manifests on disk that are kept only because other snapshots are based on them.
     fn links_without_snapshot(&self) -> Result<Vec<SnapshotId>> {
         let names = self.disk.list(Folder::Snapshots)?;
         let ids = names.iter().filter_map(|name| match FileName::parse(Folder::Snapshots, name) {
@@ -408,7 +413,7 @@ impl RetentionContext<'_> {
             names.iter().filter_map(|name| FileName::parse(folder, name)).filter(|file| wanted(*file));
         let len = |file| match self.disk.open(file, false) {
             Ok(open) => open.len().map(|len| Some((file, len))),
-            // The file was removed since the folder was listed, because a snapshot was just given up.
+            // A concurrent commit that failed has removed its file since the folder was listed.
             Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => Ok(None),
             Err(error) => Err(error),
         };
@@ -430,8 +435,9 @@ struct NamedImageFile {
 }
 
 impl NamedImageFile {
-    /// Returns the number of named bytes plus their estimated overhead, at most the length of the file. Without
-    /// `HEADS_SHARE`, one of several files freed by a snapshot would never fit.
+    /// Returns the number of bytes that snapshots name, plus their estimated overhead, but at most the length of the
+    /// file. Without the estimate [`HEADS_SHARE`], the limit on spares would exclude one of several files that a
+    /// snapshot frees together.
     fn live_len(&self) -> u64 {
         self.len.min(self.live_bytes.saturating_add(self.live_bytes / HEADS_SHARE + HEADS_BYTES))
     }

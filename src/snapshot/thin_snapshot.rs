@@ -23,13 +23,14 @@ use crate::disk::source::DiskSource;
 use crate::error::Result;
 
 impl Snapshots {
-    /// Removes the files that only deleted pages need. Returns whether any file was removed.
+    /// Removes the files that only contain images of deleted pages. Returns whether any file was removed.
     pub(super) fn release_empty(&self, catalog: &mut Catalog) -> Result<bool> {
-        // If the image of an unloaded page is damaged, an older snapshot can replace it.
+        // If the image of a page that is not loaded yet is damaged, the page is rebuilt from an older snapshot, so
+        // nothing is removed.
         if self.engine.applier.unloaded().is_any() {
             return Ok(false);
         }
-        // The replaced snapshot is removed only after this one is verified (I7); `prune` ensures that.
+        // The replaced snapshot is removed only after this one is verified (I7), which `prune` ensures.
         self.engine.log.pool.with_surplus(|| self.write_thin(catalog))?;
         let pruned = self.prune(catalog, &self.retention);
         self.catalog.publish_copy(catalog);
@@ -39,38 +40,38 @@ impl Snapshots {
     /// Publishes a thin snapshot if at least one file contains images of deleted pages only. Files contain many images,
     /// so without such a file the thin snapshot would free no space.
     fn write_thin(&self, catalog: &mut Catalog) -> Result<()> {
-        // `None` if the chain of links would become too long.
+        // `None` if the chain of manifests is already at its maximum length.
         let Some((previous, previous_crc)) = catalog.known.newest_link() else { return Ok(()) };
         // A snapshot that a scrub found damaged is not a valid start.
         let newest = catalog.snapshots.get(&previous).filter(|kept| kept.is_sound);
         let Some(RetainedSnapshot { redo, info, .. }) = newest else { return Ok(()) };
         // `redo` is unchanged: no image is written, so the log after `redo` is still needed.
         let (redo, newest_end, created_unix_ms) = (*redo, info.end, info.created_unix_ms);
-        // A restore replaced the whole state since. The state before it no longer exists, and no snapshot can span it.
+        // A restore after `redo` has replaced all pages, so the snapshot's images are not those of the current state.
         if catalog.tables.values().any(|table| table.restored_at > redo.lsn) {
             return Ok(());
         }
         let gone = self.deleted_pages(catalog)?;
-        // A thin snapshot costs a manifest and a link that replays follow, so it must free space.
+        // The manifest costs space and makes every later open slower, so it must free at least one file.
         if !catalog.known.has_file_of(&gone) {
             return Ok(());
         }
-        // Determined after the pages are classified: if a page is deleted in between, replay from `redo` finds its
-        // delete.
+        // The end is determined after the pages are classified. A page that is deleted in between is handled by replay,
+        // which starts at `redo`.
         let end = self.end()?;
         let mut tombstones = self.tombstones_after(redo.lsn, previous, newest_end)?;
         // Any batch from the delete on is correct, because the page's number is never reused.
         append(&mut tombstones, gone.into_iter().map(|page| Tombstone { page, lsn: end.point.lsn }))?;
         tombstones.sort_unstable_by_key(|tombstone| tombstone.page);
         let End { point, root, next_page, epoch_high, .. } = end;
-        // The snapshot takes no file number.
+        // This snapshot writes no image file, so it takes no file number.
         let next_file = catalog.files.next_number();
         let manifest = Manifest {
             kind: ManifestKind::Change { previous, previous_crc },
             store: self.engine.store,
             snapshot: SnapshotId(catalog.next_snapshot),
             name: None,
-            // Retention treats this snapshot as being as old as the one that it replaces.
+            // The creation time is that of the replaced snapshot, so that retention treats both as equally old.
             created_unix_ms,
             redo,
             end: point.lsn,
@@ -84,14 +85,15 @@ impl Snapshots {
         };
         let link = Link::of(&manifest, 0)?;
         self.record_named(catalog)?;
-        // From here on the number is used even after a failure, because a file name never has two contents.
+        // From here on, the number counts as used even after a failure, because a file name is never used for two
+        // contents.
         catalog.next_snapshot += 1;
         // As for any snapshot, the log is first made durable up to its end (I7).
         let published = self.publish_all(None, &manifest, 1)?;
         let crc = published.header_crc;
         let (sums, before) =
             catalog.known.advance_by_change(&manifest, Link { manifest_crc: crc, ..link }, previous);
-        // None of the images was written for this snapshot.
+        // This snapshot wrote no image.
         let kept = RetainedSnapshot::new(&manifest, |_| false, sums, before, crc, false);
         let id = kept.info.id;
         tracing::info!(
@@ -102,6 +104,7 @@ impl Snapshots {
             snapshot: id,
             manifest: published,
             images: None,
+            of_batches: Vec::new(),
             on_disk: Vec::new(),
         });
         catalog.snapshots.insert(id, kept);
@@ -112,7 +115,7 @@ impl Snapshots {
     fn deleted_pages(&self, catalog: &Catalog) -> Result<Vec<PageId>> {
         let changed = self.engine.applier.turn(|turn| Ok(beginning(turn)?.changed))?;
         let mut gone = Vec::new();
-        // The pages are processed in portions, because no batch is applied during a turn.
+        // The pages are processed in groups, because no batch is applied while the applier classifies a group.
         for pages in changed.chunks(CLASSIFIED_AT_ONCE) {
             let (known, pages) = (catalog.known.clone(), Arc::new(pages.to_vec()));
             let looked_at = pages.clone();
@@ -126,10 +129,10 @@ impl Snapshots {
         Ok(gone)
     }
 
-    /// Returns the tombstones of the newest snapshot for pages that were deleted while the snapshot was taken. Replay
-    /// from the same `redo` finds batches of those pages again and must be able to skip them.
+    /// Returns the newest snapshot's tombstones, for pages that were deleted while that snapshot was taken. Replay from
+    /// the same `redo` finds batches of those pages again and must skip them.
     fn tombstones_after(&self, redo: Lsn, newest: SnapshotId, newest_end: Lsn) -> Result<Vec<Tombstone>> {
-        // An exact snapshot was taken at a single moment, so no page was deleted in between.
+        // An exact snapshot begins and ends at the same batch, so no page was deleted in between.
         if newest_end == redo {
             return Ok(Vec::new());
         }

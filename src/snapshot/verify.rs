@@ -2,8 +2,8 @@
 //!
 //! A snapshot is durable once it is published, and recovery after a crash starts from it. The snapshot that it replaces
 //! is kept until every file of the new snapshot was read back, bypassing the page cache (I7). Reading takes about as
-//! long as writing, and a caller that needs only durability does not wait. Snapshots are read back in the order of
-//! publication, because each shares images with earlier snapshots.
+//! long as writing, so a caller that needs only durability does not wait for it. Snapshots are read back in the order
+//! of publication, because each shares images with earlier snapshots.
 //!
 //! A thread that holds the catalog lock may wait for the verifying thread, but the reverse would deadlock. Therefore
 //! the verifying thread takes the catalog lock only after reading, to record the result.
@@ -14,11 +14,12 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use remanent_format::SnapshotId;
+use remanent_format::image::ImageRef;
+use remanent_format::{Damage, FileName, PageId, SnapshotId};
 
-use super::Snapshots;
 use super::gather::GatheredDiskPage;
-use crate::base::allocation::collected;
+use super::{SnapshotRequest, Snapshots};
+use crate::base::allocation::{collected, map_of};
 use crate::base::parallel;
 use crate::base::poison::PoisonOnPanic;
 use crate::base::sync::thread::JoinHandle;
@@ -26,8 +27,11 @@ use crate::base::sync::threads;
 use crate::base::sync::{Mutex, Rank};
 use crate::catalog::Catalog;
 use crate::catalog::publish::PublishedFile;
+use crate::disk::Disk;
+use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
-use crate::images::ImageWriters;
+use crate::images::read::{ImageRequest, damaged};
+use crate::images::{ImageWriters, THREADS_MAX};
 
 /// The maximum number of snapshots that wait for verification, which bounds their memory use. A caller that publishes
 /// another snapshot first verifies the waiting snapshots.
@@ -41,7 +45,7 @@ pub(crate) struct UnverifiedSnapshots {
     queue: Mutex<VerifyQueue>,
     /// The snapshots that were read back but are not yet marked as verified in the catalog. A thread holds this lock
     /// while it reads a snapshot back.
-    proven: Mutex<Vec<SnapshotId>>,
+    proven: Mutex<Vec<ProvenSnapshot>>,
     /// The verifying thread, running or ended, or `None` if no thread was started yet.
     thread: Mutex<Option<JoinHandle<()>>>,
 }
@@ -61,29 +65,57 @@ pub(crate) struct WrittenSnapshot {
     pub manifest: PublishedFile,
     /// The image files, with their expected contents, or `None` if the snapshot wrote none.
     pub images: Option<ImageWriters>,
+    /// The images that batches wrote and that were not read back before the snapshot named them.
+    pub of_batches: Vec<ImageRequest>,
     /// The pages on disk that the snapshot gathered, with their new images.
     pub on_disk: Vec<GatheredDiskPage>,
 }
 
 impl WrittenSnapshot {
-    /// Reads the snapshot's own files back, bypassing the page cache (I7). Older images were read back for the
-    /// snapshots that wrote them.
+    /// Reads the snapshot's own files and the images of batches back, bypassing the page cache (I7). Older images were
+    /// read back for the snapshots that wrote them. Returns the damaged images of batches.
     ///
     /// The page cache would return the bytes as written, even if the disk lost them.
-    fn check(&self) -> Result<()> {
+    fn check(&mut self, disk: &Arc<dyn Disk>) -> Result<Vec<DamagedImage>> {
         self.manifest.check()?;
-        self.images.iter().try_for_each(ImageWriters::verify)
+        self.images.iter().try_for_each(ImageWriters::verify)?;
+        let pages = map_of(self.of_batches.iter().map(|of| ((of.image.file, of.image.offset), of.page)));
+        let found = damaged(&DiskSource::bypassing_cache(disk.clone()), &mut self.of_batches, THREADS_MAX)?;
+        let damaged = found.into_iter().map(|(image, damage)| {
+            let page = pages[&(image.file, image.offset)];
+            DamagedImage { page, image, damage }
+        });
+        collected(damaged)
     }
+}
+
+/// A snapshot that was read back, with the damaged images of batches that it names.
+struct ProvenSnapshot {
+    snapshot: SnapshotId,
+    /// Whether the snapshot names images of batches that were not read back before.
+    names_batch_images: bool,
+    damaged: Vec<DamagedImage>,
+}
+
+/// An image that does not contain the bytes that were written.
+struct DamagedImage {
+    page: PageId,
+    image: ImageRef,
+    damage: Damage,
 }
 
 #[derive(Default)]
 struct VerifyQueue {
     /// The snapshots that wait to be read back, in order of publication.
     written: VecDeque<WrittenSnapshot>,
-    /// Whether a thread will check the queue again before it ends. The same lock protects this flag and the queue.
-    /// Otherwise a snapshot pushed while the thread ends would wait for the next thread.
+    /// The number of snapshots that name images of batches, from their publication until their verification is in the
+    /// catalog.
+    naming_batch_images: usize,
+    /// Whether a thread is processing the queue and will check it again before it ends. The flag has the same lock as
+    /// the queue: otherwise a snapshot that is added while the thread ends would not be processed until the next one is
+    /// added.
     is_attended: bool,
-    /// Whether unneeded files must still be removed after the publication of a snapshot.
+    /// Whether unneeded files must still be removed, because a snapshot was published since.
     is_retention_owed: bool,
 }
 
@@ -99,7 +131,15 @@ impl UnverifiedSnapshots {
 
     /// Adds a published snapshot. Until it is verified, no file is recycled.
     pub fn push(&self, written: WrittenSnapshot) {
-        self.queue.lock().written.push_back(written);
+        let mut queue = self.queue.lock();
+        queue.naming_batch_images += usize::from(!written.of_batches.is_empty());
+        queue.written.push_back(written);
+    }
+
+    /// Returns whether a published snapshot names images of batches, and the catalog does not record yet whether they
+    /// are intact.
+    pub fn names_batch_images(&self) -> bool {
+        self.queue.lock().naming_batch_images > 0
     }
 
     pub fn is_full(&self) -> bool {
@@ -115,18 +155,28 @@ impl UnverifiedSnapshots {
     /// gathered pages on disk of each snapshot.
     fn read_back(
         &self,
-        proven: &mut Vec<SnapshotId>,
+        disk: &Arc<dyn Disk>,
+        proven: &mut Vec<ProvenSnapshot>,
         then: impl Fn(Vec<GatheredDiskPage>) -> Result<()>,
     ) -> Result<()> {
         loop {
             let Some(mut written) = self.queue.lock().written.pop_front() else { return Ok(()) };
-            let checked = written.check().and_then(|()| then(std::mem::take(&mut written.on_disk)));
-            if let Err(error) = checked {
-                self.queue.lock().written.push_front(written);
-                return Err(error);
-                // The snapshot remains first in the queue, because no later one may be marked as verified before it.
+            let names_batch_images = !written.of_batches.is_empty();
+            let checked = written.check(disk).and_then(|damaged| {
+                then(std::mem::take(&mut written.on_disk))?;
+                Ok(damaged)
+            });
+            match checked {
+                Ok(damaged) => {
+                    proven.push(ProvenSnapshot { snapshot: written.snapshot, names_batch_images, damaged })
+                }
+                Err(error) => {
+                    // The snapshot remains first in the queue, because no later one may be marked as verified before
+                    // it.
+                    self.queue.lock().written.push_front(written);
+                    return Err(error);
+                }
             }
-            proven.push(written.snapshot);
         }
     }
 }
@@ -139,11 +189,11 @@ fn join(thread: Option<JoinHandle<()>>) {
 }
 
 impl Snapshots {
-    /// Verifies published snapshots and runs retention on a background thread, for snapshots requested with
-    /// [`AfterPublication::Leave`](super::AfterPublication::Leave). The background thread takes the catalog lock to
-    /// record its result.
+    /// Verifies published snapshots and removes superseded files on a background thread, for snapshots requested with
+    /// [`AfterPublication::Leave`](super::AfterPublication::Leave).
     pub fn attend_later(self: &Arc<Self>) {
-        // Only one thread runs at a time. It checks the queue again before it ends, so it will find this snapshot.
+        // One thread at a time processes the queue. It checks the queue again before it ends, so it will find this
+        // snapshot.
         if std::mem::replace(&mut self.unverified.queue.lock().is_attended, true) {
             return;
         }
@@ -151,11 +201,12 @@ impl Snapshots {
         let thread = threads::start("remanent-verify", move || {
             let thread = "the thread that verifies snapshots";
             let _poisons = PoisonOnPanic { poison: snapshots.engine.poison.clone(), thread };
-            // A panic poisons the store, because snapshots must not be left waiting unnoticed.
+            // A panic poisons the store. Otherwise no more snapshots would be verified, and their files would
+            // accumulate.
             snapshots.attend();
         });
         match thread {
-            // The previous thread has ended or is about to: it has cleared `is_attended`.
+            // The previous thread has ended or will end without waiting, because it has cleared `is_attended`.
             Ok(thread) => join(self.unverified.thread.lock().replace(thread)),
             Err(error) => {
                 tracing::warn!(%error, "the next snapshot verifies this one, too");
@@ -164,13 +215,16 @@ impl Snapshots {
         }
     }
 
-    /// Runs phases 6 and 7 until no snapshot waits for verification. Other threads may take snapshots in the meantime.
+    /// Performs phases 6 and 7 until no snapshot waits for verification. Other threads may take snapshots in the
+    /// meantime.
     fn attend(&self) {
         loop {
             let proven =
-                self.unverified.read_back(&mut self.unverified.proven.lock(), |pages| self.rebase(pages));
+                self.unverified.read_back(&self.engine.disk, &mut self.unverified.proven.lock(), |pages| {
+                    self.rebase(pages)
+                });
             let finished = match proven {
-                // Recorded and recycled by the same thread, in order of publication.
+                // The result is recorded, and files are recycled, in order of publication.
                 Ok(()) => self.finish_pending_retention(&mut self.catalog.lock_patiently()),
                 Err(error) if error.is_passing() => Err(error),
                 Err(error) => Err(self.engine.poison.set(error)),
@@ -179,7 +233,7 @@ impl Snapshots {
                 tracing::error!(%error, "a snapshot that is published cannot be verified");
             }
             let mut queue = self.unverified.queue.lock();
-            // After a shortage the next snapshot verifies this one, too.
+            // After a shortage of memory or disk space, the next snapshot also verifies this one.
             if queue.written.is_empty() || finished.is_err() {
                 queue.is_attended = false;
                 return;
@@ -187,21 +241,22 @@ impl Snapshots {
         }
     }
 
-    /// Switches gathered pages on disk to their new images, which have been read back. The switch frees the memory of
-    /// the changes to those pages.
+    /// Makes gathered pages on disk refer to their new images, which have been read back. This frees the memory of the
+    /// pages' pending writes.
     fn rebase(&self, gathered: Vec<GatheredDiskPage>) -> Result<()> {
         if gathered.is_empty() {
             return Ok(());
         }
-        // Done outside the turn, because a reader may still be loading the facts about the previous image from disk.
+        // This runs before the applier is involved, because the information about the previous image may have to be
+        // read from disk.
         let after = |GatheredDiskPage { page, copy, image }: GatheredDiskPage| {
             let before = copy.image().map(AsRef::as_ref);
             let image = image.map(|image| self.engine.disk_pages.image_after(image, copy.byte_len(), before));
             (page, copy, image)
         };
         let proven = collected(gathered.into_iter().map(after))?;
-        // I7: only the payload of an overlay was read back, which does not verify the page that the payload and its
-        // base form.
+        // I7: only the stored bytes of an overlay were read back so far. Here the page that the overlay and its base
+        // form together is verified.
         let prove = |(): &mut (), at: usize| {
             let image = proven[at].2.as_ref().filter(|image| !image.image().is_whole());
             image.map_or(Ok(()), |image| image.prove().map(drop))
@@ -215,8 +270,8 @@ impl Snapshots {
         })
     }
 
-    /// Runs phases 6 and 7 unless another thread has already run them. If a restore ran the phases, nothing is removed
-    /// until the next snapshot, because a restore removes no other snapshot.
+    /// Performs phases 6 and 7 unless another thread has already done so. After a restore, nothing is removed until the
+    /// next snapshot.
     fn finish_pending_retention(&self, catalog: &mut Catalog) -> Result<()> {
         if !self.unverified.is_retention_owed() {
             return Ok(());
@@ -224,9 +279,10 @@ impl Snapshots {
         self.finish(catalog)
     }
 
-    /// Runs phases 6 and 7 for all published snapshots.
+    /// Performs phases 6 and 7 for all published snapshots.
     pub fn finish(&self, catalog: &mut Catalog) -> Result<()> {
-        match self.verify(catalog).and_then(|()| self.retain(catalog)) {
+        let verified = self.verify(catalog).and_then(|()| self.replace_damaged(catalog));
+        match verified.and_then(|()| self.retain(catalog)) {
             // There is no space to write the record, so no files are recycled yet.
             Ok(()) | Err(Error::DiskFull { .. }) => Ok(()),
             Err(error) if error.is_passing() => Err(error),
@@ -234,16 +290,47 @@ impl Snapshots {
         }
     }
 
-    /// Runs phase 6. On return, every snapshot in the catalog is verified and permits recycling (I7).
+    /// Reads the published snapshots back and records the result in the catalog (phase 6). On return, every snapshot in
+    /// the catalog is verified, and those without damage may replace others (I7).
     pub fn verify(&self, catalog: &mut Catalog) -> Result<()> {
         let mut proven = self.unverified.proven.lock();
-        self.unverified.read_back(&mut proven, |pages| self.rebase(pages))?;
-        // A snapshot that is no longer in the catalog needs no record.
-        for snapshot in proven.drain(..) {
+        self.unverified.read_back(&self.engine.disk, &mut proven, |pages| self.rebase(pages))?;
+        for ProvenSnapshot { snapshot, names_batch_images, damaged } in proven.drain(..) {
+            self.unverified.queue.lock().naming_batch_images -= usize::from(names_batch_images);
+            for DamagedImage { page, image, damage } in damaged {
+                tracing::warn!(%damage, %page, %snapshot, "an image of a published snapshot is damaged");
+                let file = if let FileName::Pages(file) = damage.file { file } else { image.file };
+                catalog.known.mark_damaged(page, &image, (file, damage.offset));
+                // Later snapshots may name the image, too.
+                let later = catalog.snapshots.range_mut(snapshot..).map(|(_, kept)| kept);
+                for kept in later.filter(|kept| kept.files.contains_key(&image.file)) {
+                    kept.is_sound = false;
+                }
+            }
+            // A snapshot that is no longer in the catalog needs no record.
             if let Some(kept) = catalog.snapshots.get_mut(&snapshot) {
                 kept.info.verified = true;
             }
         }
         Ok(())
+    }
+
+    /// Takes a snapshot if the newest one is damaged. The new snapshot gathers the pages of damaged images from memory,
+    /// and keeps all older snapshots, because one of them may be the only sound one. If a page exists only in its
+    /// damaged image, the failure is logged, and the older snapshots are kept.
+    fn replace_damaged(&self, catalog: &mut Catalog) -> Result<()> {
+        let newest = catalog.snapshots.values().next_back();
+        if newest.is_none_or(|newest| newest.is_sound) {
+            return Ok(());
+        }
+        let request = SnapshotRequest { keeps_others: true, ..SnapshotRequest::default() };
+        match self.take(catalog, &request) {
+            Ok(_) => Ok(()),
+            Err(error @ Error::Damaged(_)) => {
+                tracing::error!(%error, "the newest snapshot is damaged and cannot be replaced");
+                Ok(())
+            }
+            Err(error) => Err(error),
+        }
     }
 }

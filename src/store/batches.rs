@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use remanent_format::{Key, Lsn, PageId, PageInfo, Place, Position};
+use remanent_format::{Key, LogPoint, Lsn, PageId, PageInfo, Place, Position};
 
 use super::Store;
 use super::ticket::{CommitReceipt, Ticket, wait};
@@ -27,12 +27,11 @@ impl Store {
     /// returned.
     ///
     /// # Errors
-    /// These leave the store unchanged: [`Error::UnknownPage`], [`Error::OutOfBounds`], [`Error::Conflict`],
-    /// [`Error::Taken`], [`Error::Invalid`], [`Error::Limit`], [`Error::OverBudget`],
-    /// [`Error::DiskFull`], and [`Error::Damaged`] as for [`Store::read`]. [`Error::Poisoned`] if the store
-    /// has failed.
+    /// These leave the store unchanged: [`Error::UnknownPage`], [`Error::UnknownKey`], [`Error::OutOfBounds`],
+    /// [`Error::Conflict`], [`Error::Taken`], [`Error::Invalid`], [`Error::Limit`], [`Error::OverBudget`],
+    /// [`Error::DiskFull`], and [`Error::Damaged`] as for [`Store::read`]. [`Error::Poisoned`] if the store has failed.
     pub fn submit(&self, batch: impl Into<WriteBatch>) -> Result<Ticket> {
-        let committed = self.log_batch(&batch.into())?;
+        let committed = self.log_batch(batch.into())?;
         Ok(Ticket::new(committed, self.parts.engine.0.clone()))
     }
 
@@ -43,15 +42,39 @@ impl Store {
     pub fn commit(&self, batch: impl Into<WriteBatch>) -> Result<CommitReceipt> {
         // No ticket is created: a ticket would increment the engine's reference count, a word that all threads contend
         // for.
-        let committed = self.log_batch(&batch.into())?;
+        let committed = self.log_batch(batch.into())?;
         wait(self.parts.options.ack, committed.position.lsn, self.engine())?;
         Ok(committed)
     }
 
-    fn log_batch(&self, batch: &WriteBatch) -> Result<CommitReceipt> {
+    fn log_batch(&self, mut batch: WriteBatch) -> Result<CommitReceipt> {
         self.check_process()?;
-        let (point, pages) = self.in_store(self.parts.mover.submit(batch))?;
+        let submitted = match batch.has_keys() {
+            true => self.submit_by_keys(&mut batch),
+            false => self.parts.mover.submit(&batch),
+        };
+        let (point, pages) = self.in_store(submitted)?;
         Ok(CommitReceipt { position: Position { incarnation: point.incarnation, lsn: point.lsn }, pages })
+    }
+
+    /// Submits a batch that names pages by keys.
+    ///
+    /// A page has the same key from its creation to its deletion. Thus a lookup is still correct when the batch is
+    /// checked under the submission lock if the page exists then. Otherwise the batch fails because the page is
+    /// unknown, and another page may have the key by now.
+    fn submit_by_keys(&self, batch: &mut WriteBatch) -> Result<(LogPoint, Vec<PageId>)> {
+        batch.check_copies()?;
+        let look_up = |batch: &mut WriteBatch| {
+            let table = self.committer().lock();
+            batch.look_up_keys(|key| table.get_key(key).map(|info| info.page))
+        };
+        look_up(batch)?;
+        loop {
+            match self.parts.mover.submit(batch) {
+                Err(Error::UnknownPage { .. }) if look_up(batch)? => {}
+                submitted => return submitted,
+            }
+        }
     }
 
     /// Sets the contents of the page with key `key` to `bytes`, creating the page in `place` if it does not exist.

@@ -6,11 +6,15 @@
 //! store on a GPU are read in the same way while no command list in flight writes to them. The applier reads all other
 //! pages between two batches. These are pages in GPU memory, and pages that batches change during every attempt.
 
-use remanent_format::{Lsn, PageId, PageInfo, Place};
+use std::ops::ControlFlow;
+use std::sync::Arc;
+
+use remanent_format::{Lsn, PageId, PageInfo, Place, Width};
 
 use super::Store;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
+use crate::images::disk_pages::{DiskImage, DiskPage};
 #[cfg(doc)]
 use crate::options::PageLoad;
 
@@ -196,7 +200,7 @@ impl Store {
         }
         let len = out.len() as u64;
         let Engine { applier, device, staging, poison, .. } = self.engine();
-        // If the page was shortened or deleted in between, its Lsn differs, and nothing is read.
+        // If the page has another Lsn by now, it may be shorter, so nothing is read.
         let range = move |now: &PageInfo| if now.lsn == lsn { (offset, len) } else { (0, 0) };
         match applier.read(device, staging, page, len, range) {
             Ok((now, _, bytes)) => {
@@ -216,7 +220,8 @@ impl Store {
     /// reflect.
     ///
     /// Returns `None`, with unspecified bytes in `out`, if the page has a newer version or the calling thread cannot
-    /// read the page. In all cases, the applier has applied the batch of this version on return.
+    /// read the page. On return, the applier has applied the batch that created this version, even if the result is
+    /// `None`.
     pub(super) fn read_version(&self, info: &PageInfo, offset: u64, out: &mut [u8]) -> Result<Option<Lsn>> {
         let Engine { applier, versions, device, .. } = self.engine();
         applier.unloaded().wait([info.page])?;
@@ -245,16 +250,82 @@ impl Store {
 
     /// Reads a page on disk like [`read_version`](Self::read_version), directly into `out`.
     fn read_on_disk(&self, info: &PageInfo, offset: u64, out: &mut [u8]) -> Result<Option<Lsn>> {
-        let (page, lsn, range) = (info.page, info.lsn, offset..offset + out.len() as u64);
-        let caught = self.engine().applier.turn(move |turn| {
-            turn.intact()?;
-            let is_it = turn.applied.table.get(page).is_some_and(|now| now.lsn == lsn);
-            let copy = turn.applied.on_disk.get(page).filter(|_| is_it).map(|page| page.part(&range));
-            Ok(copy.map(|copy| (copy, turn.applied.point.lsn)))
-        })?;
-        let Some((copy, lsn)) = caught else { return Ok(None) };
+        let range = offset..offset + out.len() as u64;
+        let Some((copy, lsn)) = self.on_disk(info, move |page| page.part(&range))? else { return Ok(None) };
         copy.read(offset, out)?;
         Ok(Some(lsn))
+    }
+
+    /// Calls `copy` with the page version `info` of a page on disk. Returns the result, and the newest batch that it
+    /// reflects. Returns `None` if the page has a newer version.
+    fn on_disk<T: Send + 'static>(
+        &self,
+        info: &PageInfo,
+        copy: impl FnOnce(&DiskPage) -> T + Send + 'static,
+    ) -> Result<Option<(T, Lsn)>> {
+        let (page, lsn) = (info.page, info.lsn);
+        self.engine().applier.turn(move |turn| {
+            turn.intact()?;
+            let is_it = turn.applied.table.get(page).is_some_and(|now| now.lsn == lsn);
+            let found = turn.applied.on_disk.get(page).filter(|_| is_it);
+            Ok(found.map(|page| (copy(page), turn.applied.point.lsn)))
+        })
+    }
+
+    /// Returns the image that alone contains the page version `info`, uncompressed. Returns `None` if there is no such
+    /// image, because the page is in memory, or was written to since its image was made.
+    fn raw_image(&self, info: &PageInfo) -> Result<Option<Arc<DiskImage>>> {
+        if info.place != Place::Disk || info.len == 0 {
+            return Ok(None);
+        }
+        if !self.engine().applier.has_applied(info.lsn) {
+            self.engine().applier.wait_applied(info.lsn)?;
+        }
+        let found = self.on_disk(info, |page| page.only_image().cloned())?;
+        Ok(found.and_then(|(image, _)| image).filter(|image| image.is_raw()))
+    }
+
+    /// Compares `bytes` with the part at `offset` of the page version `info`, without verifying the page's bytes. Returns
+    /// the number of elements of `width` bytes that differ, or `None` if a read that verifies is as fast.
+    ///
+    /// Use the result only for choices that are correct whatever the page contains.
+    ///
+    /// # Errors
+    /// [`Error::Closed`], [`Error::Poisoned`].
+    #[doc(hidden)]
+    pub fn estimate_difference(
+        &self,
+        info: &PageInfo,
+        offset: u64,
+        width: Width,
+        bytes: &[u8],
+    ) -> Result<Option<usize>> {
+        let Some(image) = self.raw_image(info)? else { return Ok(None) };
+        let mut before = Vec::new();
+        make_room(&mut before, bytes.len() as u64)?;
+        if offset.checked_add(bytes.len() as u64).is_none_or(|end| end > info.len)
+            || !image.peek(offset, &mut before)
+        {
+            return Ok(None);
+        }
+        let elements = before.chunks(width.bytes()).zip(bytes.chunks(width.bytes()));
+        Ok(Some(elements.filter(|(before, after)| before != after).count()))
+    }
+
+    /// Passes the bytes of the page version `info` to `visit`, in order and in pieces. Returns whether all bytes are
+    /// verified: not if `visit` ended the scan. Each byte is read once, whereas parts of a long page can only be read
+    /// after a read of the whole page. Returns `None`, without any call of `visit`, if parts of the page can be read
+    /// without that.
+    ///
+    /// # Errors
+    /// [`Error::Damaged`], [`Error::Closed`], [`Error::Poisoned`].
+    #[doc(hidden)]
+    pub fn scan(
+        &self,
+        info: &PageInfo,
+        visit: impl FnMut(u64, &[u8]) -> ControlFlow<()>,
+    ) -> Result<Option<bool>> {
+        self.raw_image(info)?.map(|image| image.scan(visit)).transpose()
     }
 }
 

@@ -2,8 +2,8 @@
 //!
 //! If both pages are in the same place and kernels can access them, the device compares them. The device builds a
 //! bitmap of the differing elements and counts its bits, with the same kernels that find the changes of a capture. Only
-//! a count and an index are copied to the host. The whole comparison runs in one turn of the applier, so both pages
-//! belong to the same state.
+//! a count and an index are copied to the host. The applier runs the whole comparison between two batches, so both
+//! pages belong to the same state.
 //!
 //! The calling thread compares all other pages in pieces. The thread looks up both pages in one view, and starts again
 //! if a batch changes one of them during the comparison. The third attempt blocks batches, and so always completes.
@@ -60,10 +60,10 @@ impl Comparison {
     }
 }
 
-/// A comparison that the device is running.
+/// A comparison whose command list is in flight.
 struct Comparing {
     pending: Pending,
-    /// The memory of the bitmaps, freed when the command list completes.
+    /// The memory of the bitmap, freed when the command list completes.
     scratch: Vec<PageMemory>,
     parts: Vec<Part>,
     lsn: Lsn,
@@ -162,7 +162,7 @@ impl Store {
             let begin = part.offset / width.bytes() as u64;
             match word(number) {
                 0 => {}
-                // An incomplete last element counts once.
+                // A part of width 1 covers the incomplete last element of wider elements, which counts once.
                 _ if part.width != width => compared.add(1, begin),
                 count => compared.add(count, begin + word(parts.len() + number)),
             }

@@ -13,7 +13,7 @@ use crate::error::{Error, NoSuchState, Result, Taken};
 use crate::history::point::StatePoint;
 use crate::history::restore::RestoreRun;
 use crate::options::{Retention, SnapshotOptions};
-use crate::recovery::OpenPreview;
+use crate::recovery::{OpenPreview, SurveyedStore};
 use crate::snapshot::{AfterPublication, PROVERS_MAX, PruneReport, RetentionContext, SnapshotRequest};
 
 impl Store {
@@ -46,7 +46,7 @@ impl Store {
     ///
     /// # Errors
     /// These leave the store unchanged: [`Error::Taken`]; [`Error::Limit`] for an empty name or a name of more than 64
-    /// bytes; [`Error::OverBudget`] and [`Error::OutOfMemory`] if an exact snapshot has no room to copy pages aside.
+    /// bytes; [`Error::OverBudget`] and [`Error::OutOfMemory`] if an exact snapshot has no room for copies of pages.
     /// Otherwise the same as [`Store::snapshot`].
     pub fn snapshot_with(&self, options: impl Into<SnapshotOptions>) -> Result<SnapshotInfo> {
         self.check_process()?;
@@ -154,20 +154,23 @@ impl Store {
     /// Same as [`Store::would_prune_at`].
     #[doc(hidden)]
     pub fn would_prune_on(disk: &Arc<dyn Disk>, retention: &Retention) -> Result<PruneReport> {
-        let preview = || {
-            let OpenPreview { catalog, current_segment, under_way_from } = OpenPreview::take(disk)?;
-            let mut pruned = RetentionContext { disk: &**disk, catalog: &catalog, current_segment }
-                .would_prune(retention)?;
-            let is_under_way = |file: &FileName| match file {
-                FileName::Pages(number) | FileName::Table(number) => {
-                    under_way_from.is_some_and(|from| *number >= from)
-                }
-                _ => false,
-            };
-            pruned.files.retain(|(file, _)| !is_under_way(file));
-            Ok(pruned)
-        };
-        preview().map_err(|error: Error| error.in_store(&disk.label()))
+        let pruned = OpenPreview::take(disk).and_then(|preview| would_prune(&**disk, preview, retention));
+        pruned.map_err(|error| error.in_store(&disk.label()))
+    }
+
+    /// Returns what [`Store::would_prune_at`] would return for a store that the caller has already read.
+    ///
+    /// # Errors
+    /// Same as [`Store::would_prune_at`].
+    #[doc(hidden)]
+    pub fn would_prune_surveyed(
+        disk: &Arc<dyn Disk>,
+        store: &SurveyedStore<'_>,
+        retention: &Retention,
+    ) -> Result<PruneReport> {
+        let pruned =
+            OpenPreview::of(disk, store).and_then(|preview| would_prune(&**disk, preview, retention));
+        pruned.map_err(|error| error.in_store(&disk.label()))
     }
 
     /// Removes the snapshots and files that `retention` does not keep, and returns a report of them. Files that a kept
@@ -310,4 +313,18 @@ impl Store {
         }
         Ok(Position { incarnation: point.incarnation, lsn: point.lsn })
     }
+}
+
+/// Returns what a prune of the previewed store would remove, except files that a writer may still be creating.
+fn would_prune(disk: &dyn Disk, preview: OpenPreview, retention: &Retention) -> Result<PruneReport> {
+    let OpenPreview { catalog, current_segment, under_way_from } = preview;
+    let mut pruned = RetentionContext { disk, catalog: &catalog, current_segment }.would_prune(retention)?;
+    let is_under_way = |file: &FileName| match file {
+        FileName::Pages(number) | FileName::Table(number) => {
+            under_way_from.is_some_and(|from| *number >= from)
+        }
+        _ => false,
+    };
+    pruned.files.retain(|(file, _)| !is_under_way(file));
+    Ok(pruned)
 }

@@ -97,8 +97,8 @@ impl Store {
                 applier.wait_applied(point.lsn)?;
                 leases.wait_ended_of(page)
             });
-            // The handover is taken even after a failed wait. If the applier hands the memory out later, it frees the
-            // memory itself.
+            // `take` must be called even if a wait has failed. If the applier stores the memory after this call, it
+            // frees the memory itself.
             let given = handover.take();
             match (waited, given) {
                 (Ok(()), Some((memory, fence))) => {
@@ -183,10 +183,10 @@ impl Store {
     /// Compares page memory with the committed batches, and returns the pages that were modified without a batch, for
     /// example by a kernel that wrote to a leased address or past the end of its own memory.
     ///
-    /// The device computes a checksum of each page, in turns between batches. The audit compares these checksums with
-    /// those that the newest snapshot and the log imply. If a snapshot contains the current version of a page, its
-    /// check costs only the checksum. All other pages are rebuilt on the host, one at a time. A CRC-32 misses one
-    /// change in four billion.
+    /// The device computes a checksum of each page, in steps that run between two batches. The audit compares these
+    /// checksums with those that the newest snapshot and the log imply. If a snapshot contains the current version of a
+    /// page, its check costs only the checksum. All other pages are rebuilt on the host, one at a time. A CRC-32 misses
+    /// one change in four billion.
     ///
     /// A snapshot writes the current memory of every page that batches changed since the previous snapshot. A stray
     /// write to such a page is therefore detected only by an audit before that snapshot. To repair a reported page,

@@ -13,6 +13,7 @@
 //! | `device_reads` | reads into device memory |
 //! | `read_pages` | the trait of all types from which pages can be read |
 //! | `compare` | compares two pages |
+//! | `agreement` | compares the pages of several ranks' stores |
 //! | `changes` | reports the changes of each batch |
 //! | `view` | looks up and reads pages in their state after one batch |
 //! | `history` | takes, verifies, prunes and restores snapshots |
@@ -22,6 +23,8 @@
 //! | `ticket` | waits for a submitted batch |
 //! | `stats`, `metrics` | counters and sizes |
 
+#[cfg(feature = "nccl")]
+pub(crate) mod agreement;
 pub(crate) mod kernels;
 mod batches;
 mod bytes;
@@ -71,6 +74,8 @@ pub use view::{LiveView, Pages};
 pub use remanent_format::SharedMetadata;
 
 pub use crate::applier::descriptor::{MemoryDescriptor, MemoryKind};
+#[cfg(feature = "nccl")]
+pub use crate::recovery::GatherReport;
 pub use crate::recovery::RecoveryReport;
 
 /// A store directory that is open for reading and writing: its pages, root, log and snapshots.
@@ -112,6 +117,10 @@ pub struct Store {
 /// The parts of an open store. Fields that own threads are declared in drop order, so that no thread outlives another
 /// thread for which it waits.
 struct StoreParts {
+    /// The thread that archives the store, or `None`. It is dropped first: it makes the last batches durable and takes
+    /// snapshots.
+    #[cfg(feature = "archive")]
+    _archiver: Option<crate::archive::Archiver>,
     prefetcher: PrefetchThread,
     /// The thread that evicts pages from full tiers, or `None` if the store has no tiers.
     _tiers: Option<TierThread>,
@@ -122,7 +131,7 @@ struct StoreParts {
     _scrubber: Scrubber,
     _loader: PageLoader,
     reads: Reads,
-    /// The engine, dropped after every part that queues turns on the applier.
+    /// The engine, dropped after every part whose threads run closures on the applier.
     engine: RunningEngine,
     committer: Arc<Committer>,
     snapshots: Arc<Snapshots>,
@@ -191,6 +200,8 @@ impl Store {
     /// Unless the disk is nearly full, a closed store occupies at most 1.1 times the bytes of the images and the log
     /// that its [`Retention`](crate::Retention) keeps, plus 256 KiB. A failure to free space is reported only as a
     /// `tracing` event.
+    ///
+    /// A store with an archive first archives its last batches, for at most 30 seconds, unless a request fails.
     ///
     /// If the log after the newest snapshot spans more than 16 incarnations, and automatic snapshots are enabled, a
     /// snapshot is taken first.

@@ -3,18 +3,20 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use remanent_format::{Lsn, Place};
+use remanent_format::{Folder, Lsn, PageTable, Place};
 
 use super::{Store, StoreParts};
 use crate::applier::Reads;
+#[cfg(feature = "archive")]
+use crate::archive::CheckedArchive;
 use crate::base::cache_padded::CachePadded;
 use crate::base::pace::Pace;
 use crate::base::process::ForkGuard;
 use crate::base::sync::atomic::AtomicU64;
 use crate::base::sync::{Instant, Mutex, Rank};
-use crate::catalog::CatalogLock;
+use crate::catalog::{Catalog, CatalogLock};
 use crate::device::{Device, EngineDevice};
-use crate::disk::Disk;
+use crate::disk::{Disk, DiskLock};
 use crate::engine::{Engine, EngineStart};
 use crate::error::{Error, Invalid, Result};
 use crate::images::CHUNK_BYTES;
@@ -23,7 +25,7 @@ use crate::memory::arena::Arena;
 use crate::memory::staging::StagingPool;
 use crate::options::{Ack, Create, ImageIo, LogIo, Options};
 use crate::recovery::create::check_directory;
-use crate::recovery::{PageLoader, RecoveredStore, Recovery};
+use crate::recovery::{PageLoader, RecoveredStore, Recovery, ReplayBacklog};
 use crate::snapshot::{
     BackgroundSnapshots, LastSnapshot, Rules, Scrub, Scrubber, SnapshotProgress, Snapshots,
 };
@@ -65,18 +67,15 @@ impl Store {
         directory: Option<Box<dyn Any + Send + Sync>>,
     ) -> Result<Self> {
         options.check()?;
-        options.retention = options.retention.standing();
+        options.retention = options.retention.without_given_up_names();
         let _span = tracing::info_span!("open", directory = disk.label()).entered();
         let device = EngineDevice::new(device);
-        check_directory(&*disk, options.create)?;
-        if options.create == Create::IfEmpty {
-            disk.make_parents()?;
-        }
-        disk.make_folder(remanent_format::Folder::Root)?;
-        let lock = disk.lock()?;
+        let lock = lock_directory(&*disk, options.create)?;
+        // Refuses a directory that must not continue the archive before anything is changed.
+        #[cfg(feature = "archive")]
+        let archive = options.archive.as_ref().map(|to| CheckedArchive::new(to, &*disk)).transpose()?;
         let (log_io, log_io_reason) = choose_log_io(&*disk, &options)?;
-        let images = options.images;
-        check_image_io(&*disk, images.io)?;
+        options.images.io = choose_image_io(&*disk, options.images.io)?;
         let arena = Arc::new(Arena::new(device.clone(), options.memory.budget.clone()));
         let staging = Arc::new(StagingPool::new(device.clone(), STAGING_IDLE_BYTES));
         let disk_pages = Arc::new(DiskPages::new(disk.clone(), options.memory.budget.limit(Place::Disk)));
@@ -88,8 +87,9 @@ impl Store {
             options: &options,
             log_io,
             disk_pages: disk_pages.clone(),
+            #[cfg(feature = "nccl")]
+            gather: crate::recovery::OpenGather::new(&options),
         };
-        let opened = recovery.open()?;
         let RecoveredStore {
             store,
             mut applied,
@@ -101,9 +101,9 @@ impl Store {
             catalog,
             behind,
             mut recovered,
-        } = opened;
+        } = recovery.open()?;
         recovered.log_io = log_io_reason;
-        recovered.image_io = images.io.to_string();
+        recovered.image_io = options.images.io.to_string();
         disk_pages.note(submitted.lens().map(|(_, place, _)| place));
         // Only the applier's table tracks changes, because snapshots are taken from that table.
         applied.table.watch(changed);
@@ -126,55 +126,36 @@ impl Store {
             applied,
             submitted: &submitted,
             uses: tiers.as_ref().map(|(_, uses, _)| uses.clone()),
+            #[cfg(feature = "archive")]
+            archive: archive.as_ref().map(|archive| archive.progress().clone()),
+            #[cfg(not(feature = "archive"))]
+            archive: None,
         };
         let running = Engine::start(start)?;
         let engine = &running.0;
         let loader = PageLoader::start(engine.clone())?;
         let Engine { applier, device, staging, poison, .. } = &**engine;
         let reads = Reads::new(applier.clone(), device.clone(), staging.clone(), poison.clone());
-        let committer = Arc::new(Committer {
-            engine: engine.clone(),
-            next_page: CachePadded(AtomicU64::new(submitted.next_page())),
-            submitted: CachePadded(Mutex::of_rank(Rank::SUBMITTED, submitted)),
-            waiting: CachePadded(CombineQueue::new()),
-            files: catalog.files.clone(),
-            known: catalog.known.clone(),
-            takes_snapshots: options.snapshots.is_enabled(),
-            digest_keys: Mutex::of_rank(Rank::WAITING, DigestKeys::default()),
-            images,
-            ahead_bytes_min: engine.log.pool.segment_len() / BULK_SHARE,
-        });
+        let committer = Arc::new(committer(engine, &catalog, submitted, &options));
         let counts = Arc::<TierCounts>::default();
         let keeper = tiers.map(|(tiers, uses, residents)| {
             let (engine, committer) = (engine.clone(), committer.clone());
             Arc::new(TierKeeper::new(engine, committer, tiers, uses, residents, counts.clone()))
         });
-        let mover = Arc::new(PageMover {
+        let mover = PageMover {
             engine: engine.clone(),
             committer: committer.clone(),
             keeper: keeper.clone(),
             counts,
-        });
+        };
+        let mover = Arc::new(mover);
         let tiers = keeper.map(TierThread::start).transpose()?;
-        let pace = Arc::new(Pace::new(options.snapshots.bytes_per_second));
-        let snapshots = Arc::new(Snapshots {
-            engine: engine.clone(),
-            retention: options.retention.clone(),
-            images,
-            chunk_len: images.chunk_len.map_or(CHUNK_BYTES, |len| len.max(1)),
-            keeps_spares: options.log.spare_bytes != Some(0),
-            catalog: CatalogLock::new(catalog, pace.clone()),
-            unverified: Default::default(),
-            progress: SnapshotProgress::default(),
-            pace,
-            last: Mutex::new(LastSnapshot {
-                lsn: Lsn(recovered.position.lsn.0.saturating_sub(recovered.replayed_batches)),
-                bytes: -i64::try_from(behind.bytes).unwrap_or(i64::MAX),
-                restarts: behind.restarts,
-                at: Instant::now(),
-            }),
-        });
+        let last_lsn = Lsn(recovered.position.lsn.0.saturating_sub(recovered.replayed_batches));
+        let snapshots = Arc::new(snapshots(engine, catalog, &options, last_snapshot(last_lsn, behind)));
         let rules = Rules { log_bytes: options.snapshots.log_bytes, interval: options.snapshots.interval };
+        #[cfg(feature = "archive")]
+        let archiver =
+            archive.map(|archive| archive.connect(engine.clone(), snapshots.clone())).transpose()?;
         let background = BackgroundSnapshots::start(snapshots.clone(), rules)?;
         let scrub_pace = Pace::new(options.scrubs.bytes_per_second);
         let scrub = Arc::new(Scrub::new(snapshots.clone(), store.clone(), scrub_pace));
@@ -182,6 +163,8 @@ impl Store {
         Ok(Self {
             recovered,
             parts: ForkGuard::new(StoreParts {
+                #[cfg(feature = "archive")]
+                _archiver: archiver,
                 prefetcher: PrefetchThread::new(mover.clone()),
                 _tiers: tiers,
                 mover,
@@ -201,13 +184,69 @@ impl Store {
     }
 }
 
-/// Returns an error if the disk does not support the chosen way to write images.
-fn check_image_io(disk: &dyn Disk, io: ImageIo) -> Result<()> {
-    match disk.refuses_images(io)? {
-        Some(reason) => {
+/// Creates the directory if the options permit it, and locks it.
+fn lock_directory(disk: &dyn Disk, create: Create) -> Result<Box<dyn DiskLock>> {
+    check_directory(disk, create)?;
+    if create == Create::IfEmpty {
+        disk.make_parents()?;
+    }
+    disk.make_folder(Folder::Root)?;
+    disk.lock()
+}
+
+fn committer(engine: &Arc<Engine>, catalog: &Catalog, submitted: PageTable, options: &Options) -> Committer {
+    Committer {
+        engine: engine.clone(),
+        next_page: CachePadded(AtomicU64::new(submitted.next_page())),
+        submitted: CachePadded(Mutex::of_rank(Rank::SUBMITTED, submitted)),
+        waiting: CachePadded(CombineQueue::new()),
+        files: catalog.files.clone(),
+        known: catalog.known.clone(),
+        takes_snapshots: options.snapshots.is_enabled(),
+        digest_keys: Mutex::of_rank(Rank::WAITING, DigestKeys::default()),
+        images: options.images,
+        ahead_bytes_min: engine.log.pool.segment_len() / BULK_SHARE,
+    }
+}
+
+fn snapshots(engine: &Arc<Engine>, catalog: Catalog, options: &Options, last: LastSnapshot) -> Snapshots {
+    let pace = Arc::new(Pace::new(options.snapshots.bytes_per_second));
+    Snapshots {
+        engine: engine.clone(),
+        retention: options.retention.clone(),
+        images: options.images,
+        chunk_len: options.images.chunk_len.map_or(CHUNK_BYTES, |len| len.max(1)),
+        keeps_spares: options.log.spare_bytes != Some(0),
+        catalog: CatalogLock::new(catalog, pace.clone()),
+        unverified: Default::default(),
+        progress: SnapshotProgress::default(),
+        pace,
+        last: Mutex::new(last),
+    }
+}
+
+/// Returns the newest snapshot, as the schedule of background snapshots counts from it.
+fn last_snapshot(lsn: Lsn, behind: ReplayBacklog) -> LastSnapshot {
+    LastSnapshot {
+        lsn,
+        bytes: -i64::try_from(behind.bytes).unwrap_or(i64::MAX),
+        restarts: behind.restarts,
+        at: Instant::now(),
+    }
+}
+
+/// Returns the way to write images, or an error if the disk does not support the way that the options request.
+/// [`ImageIo::Auto`] remains only if direct I/O is useful.
+fn choose_image_io(disk: &dyn Disk, io: ImageIo) -> Result<ImageIo> {
+    match (disk.refuses_images(io)?, io) {
+        (None, io) => Ok(io),
+        (Some(reason), ImageIo::Auto) => {
+            tracing::info!(reason, "images are written through the page cache");
+            Ok(ImageIo::Buffered)
+        }
+        (Some(reason), io) => {
             Err(Error::Invalid(Invalid::Option { option: "images.io", reason: format!("{io}: {reason}") }))
         }
-        None => Ok(()),
     }
 }
 
@@ -227,7 +266,7 @@ fn choose_log_io(disk: &dyn Disk, options: &Options) -> Result<(LogIo, String)> 
     // direct,buffered,mapped`).
     let (wanted, why) = match options.ack {
         Ack::Durable => (LogIo::Direct, ": every commit waits for a sync"),
-        Ack::Applied | Ack::Logged => (LogIo::Mapped, ""),
+        Ack::Applied | Ack::Logged | Ack::Archived => (LogIo::Mapped, ""),
     };
     Ok(match disk.refuses(wanted)? {
         None => (wanted, format!("{wanted}{why}")),

@@ -129,7 +129,7 @@ impl ManyBytes {
         outcome.map(|outcome| Self { outcome: ForkGuard::new(outcome), ranges })
     }
 
-    /// Returns the newest batch of the state that was read, or 0 in a forked child.
+    /// Returns the Lsn of the newest batch that the returned bytes reflect. In a child process after `fork`, returns 0.
     #[must_use]
     pub fn lsn(&self) -> Lsn {
         self.outcome.check().map_or(Lsn(0), |outcome| outcome.lsn)

@@ -76,6 +76,9 @@ pub struct Stats {
     pub snapshots: SnapshotStats,
     /// Counters of scrubs, and the outcome of the last scrub.
     pub scrubs: ScrubStats,
+    /// Counters of the archive, or `None` if the store has none.
+    #[cfg(feature = "archive")]
+    pub archive: Option<crate::log::ArchiveStats>,
 }
 
 impl Store {
@@ -105,6 +108,8 @@ impl Store {
             staging_idle_bytes: staging.idle_bytes(),
             snapshots: snapshots.progress.stats(),
             scrubs: scrub.stats(),
+            #[cfg(feature = "archive")]
+            archive: self.engine().archive.as_ref().map(|archive| archive.stats()),
         }
     }
 
@@ -136,11 +141,11 @@ impl Store {
     pub fn trim(&self) -> Result<u64> {
         self.check_process()?;
         let Engine { applier, device, arena, staging, .. } = self.engine();
-        // The turn runs after all deletes submitted so far.
+        // The empty closure runs after all deletes that were submitted before, so their memory can be freed.
         applier.turn(|_| Ok(()))?;
         arena.reap_all()?;
         arena.drop_released();
-        // The previous drop retired memory that kept a page alive for a caller.
+        // Dropping the last handles to memory that pages have left may have retired more memory.
         arena.reap_all()?;
         staging.trim();
         device.abilities().cache.map_or(Ok(0), |cache| cache.trim())

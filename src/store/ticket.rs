@@ -76,7 +76,8 @@ impl Ticket {
     /// Returns whether the batch is acknowledged at level `ack`. Neither waits nor starts a sync.
     ///
     /// # Errors
-    /// [`Error::Poisoned`] if the batch is not acknowledged and never will be; [`Error::Forked`].
+    /// [`Error::Poisoned`] if the batch is not acknowledged and never will be; [`Error::Archive`] for `Ack::Archived` if the
+    /// store has no archive or the archive has ended; [`Error::Forked`].
     pub fn is_acknowledged(&self, ack: Ack) -> Result<bool> {
         let Engine { log, applier, .. } = &**self.engine.check()?;
         let lsn = self.committed.position.lsn;
@@ -84,13 +85,15 @@ impl Ticket {
             Ack::Logged => log.is_logged(lsn),
             Ack::Applied => applier.is_applied(lsn),
             Ack::Durable => log.is_durable(lsn),
+            Ack::Archived => self.engine.check()?.archive()?.is_archived(lsn),
         }
     }
 
     /// Waits until the batch is acknowledged at level `ack`.
     ///
     /// # Errors
-    /// [`Error::Poisoned`] if the store has failed; [`Error::Forked`].
+    /// [`Error::Poisoned`] if the store has failed; [`Error::Archive`] for `Ack::Archived` if the store has no archive or the
+    /// archive has ended, and [`Error::Closed`] if the store was closed before; [`Error::Forked`].
     pub fn wait(&self, ack: Ack) -> Result<()> {
         wait(ack, self.committed.position.lsn, self.engine.check()?)
     }
@@ -108,6 +111,7 @@ impl Ticket {
             Ack::Logged => log.wait_logged_until(lsn, until),
             Ack::Applied => applier.wait_applied_until(lsn, until),
             Ack::Durable => log.wait_durable_until(lsn, until),
+            Ack::Archived => self.engine.check()?.ask_to_archive(lsn)?.wait(lsn, Some(until)),
         }
     }
 
@@ -158,7 +162,11 @@ impl Acknowledged {
     /// Returns the set of wakers with which the future must register for its acknowledgement level.
     fn wakers(&self) -> Result<&Wakers> {
         let Engine { log, applier, .. } = &**self.ticket.engine.check()?;
-        Ok(if self.ack == Ack::Applied { applier.wakers() } else { log.wakers() })
+        Ok(match self.ack {
+            Ack::Applied => applier.wakers(),
+            Ack::Logged | Ack::Durable => log.wakers(),
+            Ack::Archived => self.ticket.engine.check()?.archive()?.wakers(),
+        })
     }
 
     fn poll_once(&mut self, context: &mut Context<'_>) -> Result<bool> {
@@ -174,6 +182,7 @@ impl Acknowledged {
         match self.ack {
             Ack::Applied => applier.expedite(lsn),
             Ack::Logged | Ack::Durable => log.ask_for_sync(),
+            Ack::Archived => _ = self.ticket.engine.check()?.ask_to_archive(lsn)?,
         }
         // The batch may have been acknowledged before the waker was registered.
         self.ticket.is_acknowledged(self.ack)
@@ -207,5 +216,6 @@ pub(super) fn wait(ack: Ack, lsn: Lsn, engine: &Engine) -> Result<()> {
         Ack::Logged => log.wait_logged(lsn),
         Ack::Applied => applier.wait_applied(lsn).map(drop),
         Ack::Durable => log.wait_durable(lsn),
+        Ack::Archived => engine.ask_to_archive(lsn)?.wait(lsn, None).map(drop),
     }
 }

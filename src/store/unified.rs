@@ -57,7 +57,7 @@ impl Store {
                 let reason = "only pages in unified memory move between a GPU and the host by themselves";
                 return Err(Error::Refused(Refused::Hint { place, reason }));
             }
-            // Called within this turn, so that the page cannot move first.
+            // The hint is set within this closure, which runs between two batches, so that the page cannot move first.
             device.hint_unified(turn.applied.memory_of(page)?.span().memory, hint)
         });
         hinted.map_err(|error| match error {

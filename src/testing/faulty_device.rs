@@ -294,7 +294,7 @@ impl Device for FaultyDevice {
 
     fn release(&self, memory: MemoryId) -> Result<()> {
         self.enter(DeviceCall::Release)?;
-        // This must precede the release, after which the id may be reused.
+        // The record is removed before the memory is released, because its id may be reused immediately afterwards.
         self.state.lock().released(memory);
         self.inner.release(memory)
     }

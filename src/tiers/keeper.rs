@@ -1,9 +1,9 @@
 //! The thread that evicts pages so that part of each place stays free.
 //!
 //! The thread sleeps until a commit finds too little free memory in a place. The thread then processes the places from
-//! last to first, so that pages evicted from one place find room in the places below. An evicted page is moved to the
-//! next place with enough room. Before a page is moved to disk, the thread writes an image of the page, unless an image
-//! with exactly its bytes exists. The submission lock is not held during that write.
+//! last to first, so that the places below have free memory for pages that are evicted from a place above. An evicted
+//! page is moved to the next place with enough free memory. Before a page is moved to disk, the thread writes an image
+//! of the page, unless an image with exactly its bytes exists. The submission lock is not held during that write.
 //!
 //! A page that another batch changes in the meantime is in use, and is not evicted.
 
@@ -50,8 +50,8 @@ pub(crate) struct TierKeeper {
     called: Condvar,
     round_ended: Condvar,
     /// A lock that keeps concurrent moves from starving each other. Calls that move pages lock it for reading, because
-    /// their pages cannot be evicted in the meantime. A call that found no room because of other moves locks it for
-    /// writing. No caller-supplied code runs while the lock is held.
+    /// their pages cannot be evicted in the meantime. A call that failed for lack of memory because of other moves
+    /// locks it for writing. No caller-supplied code runs while the lock is held.
     pub moves_in_progress: RwLock<()>,
     counts: Arc<TierCounts>,
 }
@@ -170,7 +170,7 @@ impl TierKeeper {
         self.tiers[at..].iter().find(can_have).map(|tier| tier.place).filter(|below| *below != place)
     }
 
-    /// Waits until the thread has freed `bytes` bytes in a place. Other threads may take the room before the caller
+    /// Waits until the thread has freed `bytes` bytes in a place. Other threads may use the memory before the caller
     /// does. Returns `false` if no page can be evicted from the place.
     ///
     /// # Errors
@@ -183,7 +183,7 @@ impl TierKeeper {
         let requested = calls.requested.entry(tier).or_default();
         *requested = requested.saturating_add(bytes);
         self.called.notify_all();
-        // A round in progress does not include this request.
+        // A round that is already in progress may have begun before this request, so the next round counts.
         let round = calls.begun + 1;
         while calls.ended < round && !calls.is_over {
             self.round_ended.wait(&mut calls);
@@ -236,7 +236,7 @@ impl TierKeeper {
                     (!calls.stuck.is_empty()).then(|| Instant::now() + PAUSE)
                 }
                 Err(error) => {
-                    // Any other failure has poisoned the store, which reports it.
+                    // Any other error has poisoned the store, and later calls return it.
                     calls.is_over = !error.is_passing();
                     if error.is_passing() {
                         tracing::warn!(%error, "pages could not be moved to a slower place");
@@ -296,11 +296,11 @@ impl TierKeeper {
         uses.into_iter().for_each(|page_use| residents.record(page_use));
     }
 
-    /// Moves pages from a tier to the next place that has room for them. Pages that are not moved are returned to the
-    /// policy. Returns the number of moved pages, or `None` if no place has room.
+    /// Moves pages from a tier to the next place that has free memory for them. Pages that are not moved are returned
+    /// to the policy. Returns the number of moved pages, or `None` if no place has enough memory.
     fn move_down(&self, at: usize, mut pages: Vec<(PageId, u64)>) -> Result<Option<usize>> {
-        // Evicting pages from caller-owned memory would gain nothing, because this memory does not count toward the
-        // budget, and the caller wants the pages to use it.
+        // Pages in caller-owned memory are not evicted. This memory does not count toward the budget, and the caller
+        // wants the pages to be there.
         let requested: Vec<PageId> = pages.iter().map(|(page, _)| *page).collect();
         let lent = self.engine.applier.turn(move |turn| {
             turn.intact()?;
@@ -361,7 +361,7 @@ impl TierKeeper {
             }
             match self.committer.submit(&batch) {
                 Ok((point, _)) => {
-                    // The room is free once the applier no longer uses the memory.
+                    // The memory of the moved pages is free only after the applier has applied the batch.
                     self.engine.applier.wait_applied(point.lsn)?;
                     let moved: Vec<_> = pages.iter().map(|(_, len)| (from, *len)).collect();
                     self.counts.moved(to, &moved, begun.elapsed());
@@ -373,7 +373,7 @@ impl TierKeeper {
                     self.stay(&stays);
                 }
                 Err(Error::OverBudget { .. }) => {
-                    // Other threads took the room.
+                    // Other threads have taken the free memory, so the pages stay where they are.
                     self.stay(&pages);
                     return Ok(0);
                 }

@@ -1,4 +1,5 @@
-//! Submits batches and moves pages. If a place has no room, waits until the keeper has evicted pages from it.
+//! Submits batches and moves pages. If a place lacks free memory, waits until the [`keeper`](super::keeper) has evicted
+//! pages from it.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -15,7 +16,8 @@ use crate::error::{Error, Result};
 use crate::write::batch::WriteBatch;
 use crate::write::commit::Committer;
 
-/// The maximum number of attempts to submit a batch for which room was made. Other threads may take the room each time.
+/// The maximum number of attempts to submit a batch for which pages were evicted. Each time, other threads may use the
+/// freed memory first.
 const TRIES_MAX: usize = 100;
 /// The maximum number of pages that one batch moves if there is room for all pages of a call.
 const BATCH_PAGES: usize = 4096;
@@ -53,15 +55,15 @@ impl PageMover {
     pub fn submit(&self, batch: &WriteBatch) -> Result<(LogPoint, Vec<PageId>)> {
         let submitted = self.submit_with_others(batch);
         let Some(keeper) = self.waits_for_others(&submitted) else { return submitted };
-        // The lock is released before the submission, because sources of the batch are caller-supplied code, and may
-        // move pages themselves.
+        // The lock is released before the submission. The batch may read from a caller's source, whose code may itself
+        // move pages and acquire this lock.
         drop(keeper.moves_in_progress.write());
         self.submit_with_others(batch)
     }
 
-    /// Returns the keeper if `tried` failed for lack of room that evictions could free. The caller must then try again
-    /// while no other call moves pages. Pages in use by other calls cannot be evicted, so concurrent calls may make
-    /// each other fail although there is room for each call alone.
+    /// Returns the keeper if `tried` failed for lack of memory that evictions could free. The caller must then try
+    /// again while no other call moves pages. Pages in use by other calls cannot be evicted, so concurrent calls may
+    /// make each other fail although there is enough memory for each call alone.
     fn waits_for_others<T>(&self, tried: &Result<T>) -> Option<&TierKeeper> {
         let Err(Error::OverBudget { place, requested, .. }) = tried else { return None };
         self.keeper.as_deref().filter(|keeper| keeper.may_make_room(*place, *requested))
@@ -99,7 +101,8 @@ impl PageMover {
         };
         let going: Vec<_> = set_of(batch.pages_that_grow()).into_iter().filter_map(is_there).collect();
         match self.move_all(&going, below, begun) {
-            // Another thread deleted or leased one of the pages, which the batch itself detects.
+            // Another thread has deleted or leased one of the pages. If that matters to the batch, its submission
+            // returns the error.
             Err(Error::UnknownPage { .. } | Error::Leased { .. }) => Ok(true),
             moved => moved.map(|point| point.is_some()),
         }
@@ -109,8 +112,8 @@ impl PageMover {
     /// batch that moved pages, or `None` if there are no pages.
     ///
     /// Many pages are moved by several batches that are submitted concurrently: while one batch is planned and copied,
-    /// the next batch is prepared. If there is no room for all pages, a single batch requests the room. Thus a call
-    /// without enough room moves nothing, and concurrent calls do not take each other's room.
+    /// the next batch is prepared. If the place lacks free memory for all pages, a single batch requests it. Thus a
+    /// call that cannot get enough memory moves nothing, and concurrent calls do not take memory from each other.
     fn move_all(
         &self,
         pages: &[(PageId, Place, u64)],
@@ -178,7 +181,7 @@ impl PageMover {
                     hits += 1;
                 }
             } else {
-                // The policy of the place is notified of the arrival, which does not count as a use yet.
+                // The eviction policy is notified when the page arrives, so the page is not reported as used here.
                 push(&mut coming, (page, from, len))?;
             }
         }
@@ -196,11 +199,11 @@ impl PageMover {
         loop {
             match self.move_counting(pages, place, hits) {
                 Ok(point) => {
-                    // With a direct log, lookups show the new place only once the batch is logged.
+                    // With a direct log, lookups return the new place only after the batch is logged.
                     point.map_or(Ok(()), |point| self.engine.log.wait_logged(point.lsn))?;
                     return self.engine.applier.unloaded().wait(pages.iter().copied());
                 }
-                // All deleted pages are removed at once, because there may be thousands.
+                // All deleted pages are removed in one pass, because there may be thousands.
                 Err(Error::UnknownPage { page }) => pages
                     .retain(|other| *other != page && self.engine.versions.page(*other, |_| ()).is_some()),
                 Err(error) => return Err(error),

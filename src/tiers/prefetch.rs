@@ -181,7 +181,7 @@ impl Job {
 
     fn end(&self, outcome: Result<()>) {
         let mut state = self.state.lock();
-        // If the job was canceled, not all pages have arrived.
+        // If the job was canceled in the meantime, not all pages have arrived.
         if outcome.is_ok() && state.outcome.is_none() {
             state.ended = Some(Instant::now());
         }
@@ -294,7 +294,7 @@ impl Drop for EndJobsOnDrop<'_> {
         let mut queue = self.0.state.lock();
         queue.is_over = true;
         let waiting = std::mem::take(&mut queue.waiting);
-        // A woken task may request pages again.
+        // The lock is released first, because a woken task may request another prefetch immediately.
         drop(queue);
         waiting.into_iter().for_each(|job| job.end(Err(Error::Closed)));
     }
@@ -305,7 +305,7 @@ impl Drop for PrefetchThread {
         self.jobs.state.lock().is_over = true;
         self.jobs.changed.notify_all();
         let Some(thread) = self.thread.lock().take() else { return };
-        // The thread may be waiting for a page whose load is delayed by a shortage.
+        // The thread may be waiting for a page whose load is delayed by a lack of memory.
         self.mover.end_loads();
         if thread.join().is_err() {
             tracing::error!("the thread for prefetching panicked");

@@ -72,7 +72,8 @@ struct Step {
 
 impl<'s> ReadAhead<'s> {
     pub(crate) fn new(mover: &'s PageMover, prefetcher: &'s PrefetchThread, place: Place) -> Self {
-        // The budget of the disk limits only buffered writes, and moving pages there needs none.
+        // The budget of [`Place::Disk`] limits only the memory for pending writes, which moving a page to disk does not
+        // need.
         let budget = if place == Place::Disk { u64::MAX } else { mover.engine.arena.budget(place) };
         Self {
             mover,
@@ -94,7 +95,7 @@ impl<'s> ReadAhead<'s> {
     /// of the budget, the method returns `false`.
     #[must_use]
     pub fn wants_more(&self) -> bool {
-        // The first step is used next, and the other steps follow it.
+        // The first step is the one that the caller uses next. Only the steps after it count as prefetched.
         let Some(first) = self.upcoming.front() else { return true };
         let behind = self.bytes - first.bytes;
         self.upcoming.len() <= self.pace.distance()
@@ -137,15 +138,16 @@ impl<'s> ReadAhead<'s> {
         }
         prefetch.cancel()?;
         let moving = prefetch.moving_since()?;
-        // Pages that arrived in advance were moved for this step, so they do not count as hits.
+        // Pages that a prefetch moved for this step do not count as hits.
         let hits = if moving.is_some() { Hits::Arrivals } else { Hits::Uses };
-        // An error that kept pages from being prefetched occurs again here, or no longer applies.
+        // If a prefetch has failed, this call either returns the same error, or succeeds because the cause no longer
+        // exists.
         let there = self.mover.move_existing(&mut pages, self.place, hits);
         let now = Instant::now();
         self.given = Some(now);
         self.in_store(there)?;
         let begun = moving.map_or(called, |(begun, _)| begun);
-        // If all pages arrived in advance, they had arrived before the call.
+        // If all pages were prefetched, they arrived before this call.
         let ended = moving.and_then(|(_, ended)| ended).unwrap_or(now);
         self.pace.latency.note(ended - begun);
         Ok(Some(pages))
@@ -159,8 +161,8 @@ impl<'s> ReadAhead<'s> {
 impl Drop for ReadAhead<'_> {
     /// Cancels all moves that have not begun.
     fn drop(&mut self) {
-        // All moves are canceled before the first wait, because otherwise the next one would begin during that wait. In
-        // a forked child, there is nothing to cancel.
+        // All moves are canceled before the first wait. Otherwise the moves of the next step would begin during the
+        // wait. In a forked child, there is nothing to cancel.
         let given_up = self.upcoming.iter().try_for_each(|step| step.prefetch.give_up());
         let ended = given_up.and_then(|()| self.upcoming.iter().try_for_each(|step| step.prefetch.cancel()));
         debug_assert!(ended.is_ok() || !self.opener.is_current());
@@ -189,7 +191,7 @@ impl Pace {
     fn distance(&self) -> usize {
         let (Some(latency), Some(interval)) = (self.latency.late(), self.interval.mean()) else { return 1 };
         let steps = latency.as_secs_f64() / interval.as_secs_f64().max(1e-9);
-        // The conversion saturates.
+        // The conversion to `usize` saturates.
         (steps.ceil() as usize).clamp(1, STEPS_MAX)
     }
 }

@@ -30,7 +30,7 @@ impl Residents {
         match page_use {
             PageUse::Read(page) => self.used(page),
             PageUse::Changed(page, at) => {
-                // A page without bytes is not tracked, because evicting it would free no room.
+                // Evicting a page without bytes would free nothing, so such a page is not tracked.
                 let at = at.filter(|(_, len)| *len > 0).and_then(|(place, len)| {
                     let tier = self.tiers.iter().position(|(of_tier, _)| *of_tier == place)?;
                     Some(Resident { tier, len })
@@ -135,13 +135,13 @@ mod tests {
             (b, Some((Place::Device(0), 10))),
             (c, Some((Place::Host, 10))),
             (d, Some((Place::Disk, 10))),
-            // A change without a move counts as a use.
+            // A change that moves nothing counts as a use.
             (a, Some((Place::Device(0), 10))),
         ] {
             residents.record(PageUse::Changed(page, at));
         }
         assert_eq!(chosen(&mut residents, 0, 1), [b]);
-        // A batch has moved the page down, and the page is the newest there.
+        // A batch has moved page `b` to the lower place, where it is the most recently used page.
         residents.record(PageUse::Changed(b, Some((Place::Host, 10))));
         residents.record(PageUse::Read(c));
         assert_eq!(chosen(&mut residents, 1, 100), [b, c]);

@@ -47,7 +47,7 @@ pub struct MoveStats {
     pub pages: u64,
     /// The total length of the moved pages in bytes.
     pub bytes: u64,
-    /// The total time of the moves. The time of an eviction ends when its room is free. The time of a requested move
+    /// The total time of the moves. The time of an eviction ends when its memory is free. The time of a requested move
     /// ends when the move is logged. Pages from disk have arrived by then. If a batch moves pages from several places,
     /// its time is divided among the places in proportion to their bytes.
     ///

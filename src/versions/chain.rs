@@ -1,7 +1,7 @@
 //! The chain of versions of a page or of the root, newest first.
 //!
-//! A version refers to the previous version until no reader can need the previous version. The previous version is then
-//! unlinked. If a reader reaches the end of a chain, either its Lsn is outdated or the page did not exist at that Lsn.
+//! A version refers to the previous version until no reader can need it. The previous version is then unlinked. If a
+//! reader finds no version old enough for its Lsn, either its Lsn is outdated or the page did not exist at that Lsn.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -39,11 +39,11 @@ pub(super) struct PageState {
 
 /// The Lsn, epoch and place of a page after each of its two newest batches.
 ///
-/// The writer overwrites the older state, and only after all readers and views have reached the newer state. A reader
-/// uses the newest state that its Lsn has reached. If its Lsn has reached neither state, its Lsn is outdated.
+/// The writer overwrites the older of the two states once all readers and views have reached the newer one. A reader
+/// uses the newest state whose batch is at or before the reader's Lsn. If both are later, the reader's Lsn is outdated.
 ///
-/// Each state is a sequence lock of atomics, whose sequence number is the batch. `places` contains the places of both
-/// states, because together they fill a gap in the layout.
+/// Each state is a sequence lock made of atomics, with the batch as its sequence number. The places of both states
+/// share one field, which fills a gap in the memory layout.
 struct Numbers {
     states: [NumberPair; 2],
     /// The places of both states, encoded by [`Place::to_bits`].
@@ -105,7 +105,8 @@ impl Numbers {
     /// with the same batch before and after the read is consistent.
     fn read(&self, which: usize) -> Option<(Lsn, Epoch, u16)> {
         let NumberPair { lsn: batch, epoch } = &self.states[which];
-        // Acquire: a reader of an epoch or place that is being written observes afterwards that the batch has changed.
+        // Acquire: a thread that loads an epoch or place of a write in progress observes a changed batch in the last
+        // load.
         let lsn = batch.load(Ordering::Acquire);
         let epoch = epoch.load(Ordering::Acquire);
         let place = self.places[which].load(Ordering::Acquire);
@@ -126,7 +127,8 @@ impl Numbers {
         let first = &self.states[0].lsn;
         loop {
             // The batch of the first state is read before and after the second state. If it is unchanged, both states
-            // existed at one moment. Otherwise, the second state may have contained the required one between the reads.
+            // are from the same point in time. Otherwise, the required state may have been in the other slot when that
+            // slot was read.
             let before = first.load(Ordering::Acquire);
             let states = [self.read(1), self.read(0)];
             if first.load(Ordering::Acquire) != before {

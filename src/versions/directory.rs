@@ -40,10 +40,9 @@ struct Chunk {
     used: AtomicUsize,
 }
 
-/// A sequence of lookups that caches the chunk of the last page, because a long batch usually accesses adjacent pages.
-///
-/// A cached chunk that was removed contains no pages. A new chunk may have replaced it, unless the writer performs the
-/// lookups.
+/// A sequence of page lookups that caches the chunk of the last page, because a long batch usually accesses adjacent
+/// pages. A cached chunk that was removed in the meantime is empty. Only the writer can rely on this: for other
+/// threads, a new chunk may have replaced the removed one.
 pub(super) struct SlotWalk<'d> {
     directory: &'d Directory,
     /// The cached chunk, and the id of its first page divided by [`WIDTH`].
@@ -158,8 +157,8 @@ impl Directory {
         SlotWalk { directory: self, chunk: None }
     }
 
-    /// Returns whether the chunk of a page does not exist. No page of that chunk then exists.
-    pub fn is_blank(&self, page: PageId) -> bool {
+    /// Returns whether the directory has no chunk for a page, so that neither the page nor its neighbors exist.
+    pub fn lacks_chunk(&self, page: PageId) -> bool {
         let (row, at, _) = locate(page.0);
         let rows = self.rows.load();
         let Some(rows) = rows.as_ref() else { return true };
@@ -172,8 +171,8 @@ impl Directory {
         page.0 / WIDTH as u64 == other.0 / WIDTH as u64
     }
 
-    /// Adds a chunk of pages, ordered by id. [`is_blank`](Self::is_blank) must return `true` for the pages. Only the
-    /// writer may call this.
+    /// Adds a chunk of pages, ordered by id. [`lacks_chunk`](Self::lacks_chunk) must return `true` for the pages. Only
+    /// the writer may call this.
     ///
     /// Adding the pages of a long batch to their slots separately would exchange a shared pointer for each page, while
     /// the submission lock is held.

@@ -4,9 +4,9 @@
 //! visible when two Lsns have reached it: `installed`, which states that all its versions are in place, and the log's
 //! `logged`, if logging completes after the append. Both Lsns only increase, so their minimum increases too, and the
 //! whole batch becomes visible at once. A batch that was acknowledged as logged to any caller is visible to every read
-//! that begins afterwards. `installed` increases when the batch is passed to the applier. As a result, the turn of a
-//! reader that has observed the new value is queued after the batch, and a reader that finds its bytes changed finds
-//! the versions, too.
+//! that begins afterwards. `installed` increases when the batch is passed to the applier. As a result, a read that a
+//! thread queues on the applier after it has observed the new value runs after the batch. A reader that finds bytes
+//! changed also finds the versions that the batch installed.
 //!
 //! A reader loads the visible Lsn, then the newest version of a page, and follows the chain back to a version that this
 //! Lsn has reached. If the chain ends first, either the page did not exist yet or the Lsn was outdated. Loading the Lsn
@@ -20,11 +20,12 @@
 //! 1. The writer overwrites the older state only if the newer state is at or below the *floor*, which is at most the
 //!    visible Lsn at that time and the Lsn of every view. Otherwise the writer creates a version, as for any other
 //!    change.
-//! 2. Therefore a view never needs the overwritten state. A reader that loaded the visible Lsn earlier may need that
-//!    state. In that case, both states are above its Lsn, so the reader finds no state and loads the Lsn again, which
-//!    has increased.
+//! 2. Therefore a view never needs the overwritten state. A reader that has loaded the visible Lsn earlier may need it.
+//!    Both states are then newer than the reader's Lsn, so the reader detects this and loads the Lsn again, which has
+//!    increased.
 //! 3. A state is read consistently: its batch is `NO_LSN` while the state changes, and no batch is stored twice.
-//! 4. Both states are read at one moment: the first state is the same before and after the read of the second state.
+//! 4. Both states are from the same point in time: the first state is the same before and after the read of the second
+//!    state.
 //! 5. A writer suspended halfway blocks no reader, because the other state is the newest installed one.
 //!
 //! One writer at a time, the holder of the submission lock, installs and unlinks versions. The bytes of pages are
@@ -160,7 +161,7 @@ impl Versions {
 
     /// Returns the newest visible batch.
     pub fn visible(&self) -> Lsn {
-        // Acquire: a reader that observes this Lsn also observes the versions installed before.
+        // Acquire: a reader that observes this Lsn also observes all versions installed before it.
         let installed = self.written.installed.load(Ordering::Acquire);
         let logged = self.logged.as_ref().map_or(u64::MAX, |logged| logged.load(Ordering::Acquire));
         Lsn(installed.min(logged))
@@ -183,8 +184,8 @@ impl Versions {
         loop {
             match self.page_at(page, self.visible(), &read) {
                 Ok(made) => return Some(made),
-                // If the oldest remaining version is visible by now, the Lsn was outdated, and the version for that Lsn
-                // is already unlinked. Otherwise the page does not exist yet.
+                // If the oldest remaining version is visible by now, the Lsn `at` was outdated, and the version for it
+                // is already unlinked: retry. Otherwise the page does not exist yet.
                 Err(ReadMiss::Later(lsn)) if lsn <= self.visible() => {}
                 Err(_) => return None,
             }
@@ -197,7 +198,7 @@ impl Versions {
         loop {
             let at = self.visible();
             let found = self.page_by_key_at(key, at, &read);
-            // If the visible Lsn has increased, a deleted page may have released the key to another page.
+            // If the visible Lsn has increased, the key may have passed from a deleted page to another page: retry.
             if found.is_some() || self.visible() == at {
                 return found;
             }
@@ -299,7 +300,7 @@ impl Versions {
         self.unlink(&mut writer, pages.size_hint().0);
         let (mut created, mut deleted) = (0, 0);
         let mut walk = self.pages.walk();
-        // A batch with more pages than the cache holds would only evict cached pages.
+        // A batch with more pages than the cache can hold would only evict the cached pages.
         let is_short = pages.size_hint().0 <= recent_pages::PLACES;
         let mut pages = pages.peekable();
         while let Some((page, info)) = pages.next() {
@@ -332,11 +333,11 @@ impl Versions {
                         info.key.iter().for_each(|key| self.assign_key(key, page));
                         PageState::present(PageShape::from(info), info.epoch, info.lsn)
                     };
-                    if !self.pages.is_blank(page) {
+                    if !self.pages.lacks_chunk(page) {
                         self.pages.set(page, Version::new(new(page, info), None));
                         continue;
                     }
-                    // A batch that creates many pages fills whole chunks.
+                    // A batch that creates many pages adds them chunk by chunk.
                     let mut last = page;
                     let mut chunk = vec![(page, new(page, info))];
                     while let Some((next, Some(info))) = pages.next_if(|(next, info)| {
@@ -433,7 +434,7 @@ impl Versions {
         if superseded.len() < SUPERSEDED_MIN {
             return;
         }
-        // The floor is rarely recomputed, because that requires a lock.
+        // Computing the floor requires a lock, so the last value is used as long as it permits unlinking a version.
         if superseded.front().is_some_and(|oldest| oldest.lsn() > *floor) {
             *floor = self.floor();
         }
@@ -473,7 +474,8 @@ impl Versions {
 
     /// Returns the newest batch that all views and all future readers have reached.
     fn floor(&self) -> Lsn {
-        // Read under the lock, so that a view that registers later finds a visible Lsn that is at least as high.
+        // The visible Lsn is read under the lock. A view that registers later therefore gets an Lsn that is at least as
+        // high.
         let views = self.views.0.lock();
         let visible = self.visible();
         views.keys().next().map_or(visible, |oldest| visible.min(*oldest))
@@ -502,16 +504,15 @@ impl PageWalk<'_> {
         let seen = state.as_ref().and_then(|state| state.seen(at).ok());
         match seen {
             Some(seen) => Some(read(&seen)),
-            // The page does not exist, or does not exist at that Lsn, which may be outdated by now.
+            // The page does not exist, or not at the Lsn of this sequence, which may be outdated by now.
             None => self.versions.page(page, read),
         }
     }
 
     /// Publishes new memory for a page's bytes, like [`Versions::moved`].
     pub fn moved(&mut self, page: PageId, memory: MemoryId) {
-        // If the page does not exist, a batch that the applier has not reached yet deleted it. The same is true of each
-        // page of a chunk that is removed in the meantime. A restore may create some of these pages again, and
-        // publishes their memory itself.
+        // The page may not exist: a batch that the applier has not reached yet may have deleted it, possibly with its
+        // whole chunk. If a restore has created the page again, the restore publishes its memory itself.
         self.slots.with(page, |slot| slot.set_memory(Some(memory)));
     }
 }

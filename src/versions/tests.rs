@@ -69,7 +69,7 @@ fn move_to(page: u64, place: Place) -> Op<'static> {
     Op::Move { page: PageId(page), place }
 }
 
-/// Returns a place for a number. Consecutive numbers have different places.
+/// Returns a place for a number, so that consecutive numbers have different places.
 fn place_of(number: u64) -> Place {
     [Place::Host, Place::Device(63), Place::Disk][number as usize % 3]
 }
@@ -137,7 +137,7 @@ fn every_view_equals_table_of_its_batch() {
         };
         ground.submit(&ops);
         tables.push(ground.table.clone());
-        // The visible Lsn lags behind, as with a direct log.
+        // As with a direct log, batches become visible later than they are installed.
         let logged = ground.table.lsn().0 - draw(3).min(ground.table.lsn().0);
         ground.logged.fetch_max(logged, Ordering::AcqRel);
         let at = ground.versions.visible();
@@ -295,7 +295,7 @@ fn batch_of_many_pages_changes_each_page() {
         }
         check(&view, &table);
     }
-    // No view needs the old states, so a change of bytes alone creates no version.
+    // No view needs the old states, so batches that change only bytes create no versions.
     let count = |ground: &TestTable| (1..700).map(|page| ground.versions_of(page)).sum::<usize>();
     ground.commit(&rising);
     let before = count(&ground);

@@ -1,4 +1,5 @@
-//! The public interface as an application meets it: what chains, what converts, what is waited for and how.
+//! The public interface from an application's point of view: chained calls, argument conversions, and ways to
+//! wait.
 
 use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -18,14 +19,14 @@ use remanent::{
     StatePoint, Store, Ticket, Value,
 };
 
-/// Longer than anything here takes.
+/// Timeout, longer than any operation in these tests.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn store() -> Store {
     Store::temporary().unwrap()
 }
 
-/// A waker that counts its calls, and lets this thread go on.
+/// A waker that counts its calls and unparks a thread.
 struct Unpark(thread::Thread, AtomicUsize);
 
 impl Wake for Unpark {
@@ -35,7 +36,7 @@ impl Wake for Unpark {
     }
 }
 
-/// Polls a future until it is ready; how often it was woken.
+/// Polls a future until it is ready. Also returns how often it was woken.
 fn block_on<T>(future: impl Future<Output = T>) -> (T, usize) {
     let unpark = Arc::new(Unpark(thread::current(), AtomicUsize::new(0)));
     let waker = Waker::from(unpark.clone());
@@ -194,7 +195,7 @@ fn python_signature_states_the_defaults() {
     let number = |value: Option<u64>| value.map_or_else(|| "None".to_owned(), |value| value.to_string());
     let seconds = |time: Option<Duration>| format!("{:?}", time.unwrap().as_secs_f64());
     assert_eq!((memory.load, memory.budget.limit(Place::Host)), (PageLoad::Eager, u64::MAX));
-    assert_eq!((log.io, images.io, images.compression), (None, ImageIo::Buffered, Compression::Zstd));
+    assert_eq!((log.io, images.io, images.compression), (None, ImageIo::Auto, Compression::Zstd));
     for group in [
         "memory={'budget': None, 'load': 'eager', 'page_memory': None}".to_owned(),
         format!(
@@ -203,7 +204,7 @@ fn python_signature_states_the_defaults() {
             number(log.reserve_bytes),
             number(log.spare_bytes)
         ),
-        "images={'io': 'buffered', 'compression': True}".to_owned(),
+        "images={'io': 'auto', 'compression': True}".to_owned(),
         format!(
             "snapshots={{'log_bytes': {}, 'interval': {}, 'bytes_per_second': {}}}",
             number(snapshots.log_bytes),
@@ -226,7 +227,7 @@ fn python_signature_states_the_defaults() {
     }
 }
 
-/// Reads everything in the one way that all readers have.
+/// Reads all pages through the methods that every reader implements.
 fn all(pages: &impl ReadPages) -> Vec<(PageId, Option<Key>, Vec<u8>)> {
     let listed: Vec<_> = pages.pages().unwrap().collect();
     assert_eq!(listed.len() as u64, pages.page_count().unwrap());
@@ -344,12 +345,12 @@ fn many_tasks_wait_for_one_sync() {
         }
     });
     assert!(tickets.iter().all(|ticket| ticket.is_acknowledged(Ack::Durable).unwrap()));
-    // A future that is dropped leaves no task behind to be woken.
+    // After the drop of a future, no task is left to be woken.
     drop(store.submit(store.batch().set_root("step", 99u64)).unwrap().acknowledged(Ack::Durable));
     store.close().unwrap();
 }
 
-/// A waker that holds up the thread that calls it until it is told to go on.
+/// A waker that blocks the thread that calls it until the test releases it.
 struct Holding(Mutex<mpsc::Receiver<()>>);
 
 impl Wake for Holding {
@@ -358,7 +359,7 @@ impl Wake for Holding {
     }
 }
 
-/// Pages that come ahead can be awaited, and a task hears of it if they are given up.
+/// A prefetch of pages can be awaited, and a waiting task is woken if the prefetch is cancelled.
 #[test]
 fn prefetches_can_be_awaited() {
     let store = store();
@@ -367,7 +368,8 @@ fn prefetches_can_be_awaited() {
     let pages = store.commit(batch).unwrap().pages;
     let (go_on, held) = mpsc::channel();
     let holding = Waker::from(Arc::new(Holding(Mutex::new(held))));
-    // Until it is asked for before it is there: from then on the thread stands still, in this waker.
+    // Repeated until a prefetch is waited for before it is complete: then the prefetching thread blocks in
+    // this waker.
     let mut places = [Place::Host, Place::Disk].into_iter().cycle();
     let mut first = loop {
         let mut coming = store.prefetch(&pages, places.next().unwrap()).unwrap();
@@ -406,8 +408,8 @@ fn waiting_task_is_woken_on_failure() {
     }
 }
 
-/// Asks for the acknowledgement of a ticket in the call that wakes the task, as an executor does that polls
-/// the task at once.
+/// A waker that asks for a ticket's acknowledgement inside `wake`, as an executor does that polls the task at
+/// once.
 struct AsksAtOnce(Mutex<Option<Ticket>>, mpsc::Sender<Result<bool>>);
 
 impl Wake for AsksAtOnce {
@@ -423,7 +425,7 @@ fn a_task_may_be_polled_by_the_call_that_wakes_it() {
     for _ in 0..100 {
         let Some(&operation) = left.last() else { break };
         let disk = SimDisk::new();
-        // Only a sync that somebody asks for comes before the failure.
+        // No sync happens before the failure unless a caller requests it.
         let options = Options::new().log(LogOptions::new().io(LogIo::Buffered).segment_len(64 << 10));
         let store = Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options).unwrap();
         let ticket = store.submit(store.batch().set_root("step", 1u64)).unwrap();
@@ -431,7 +433,7 @@ fn a_task_may_be_polled_by_the_call_that_wakes_it() {
         let (send, answer) = mpsc::channel();
         let waker = Waker::from(Arc::new(AsksAtOnce(Mutex::new(Some(ticket.clone())), send)));
         let mut acknowledged = Box::pin(ticket.acknowledged(Ack::Durable));
-        // The sync may end, or the log fail, before the poll returns. Then no task waits.
+        // The sync may end, or the log fail, before the poll returns. Then no task is waiting.
         if let Poll::Ready(answer) = acknowledged.as_mut().poll(&mut Context::from_waker(&waker)) {
             let is_synced = operation == Operation::Put && answer.is_ok();
             assert!(is_synced || matches!(answer, Err(Error::Poisoned(_))), "{operation:?}: {answer:?}");
@@ -440,7 +442,7 @@ fn a_task_may_be_polled_by_the_call_that_wakes_it() {
         let submitted = thread::spawn(move || store.submit(store.batch().set_root("step", 2u64)));
         let answer = answer.recv_timeout(PATIENCE).expect("the waker returns");
         match operation {
-            // The first batch was logged, and is durable if its sync came before the failure.
+            // The first batch was logged, and is durable if its sync was completed before the failure.
             Operation::Put => assert!(matches!(answer, Ok(true) | Err(Error::Poisoned(_))), "{answer:?}"),
             _ => assert!(matches!(answer, Err(Error::Poisoned(_))), "{answer:?}"),
         }
@@ -457,8 +459,8 @@ fn store_opens_with_custom_device() {
     assert_eq!(store.recovered().device, "host");
 }
 
-/// Without one call, each application writes the lookup and the create, and two threads that do so leave the
-/// loser with an error.
+/// `put` looks a key up and creates the page in one call. With two calls, one of two concurrent threads would
+/// get an error.
 #[test]
 fn put_succeeds_under_concurrent_key_changes() {
     const ROUNDS: usize = 50;
@@ -479,7 +481,7 @@ fn put_succeeds_under_concurrent_key_changes() {
             let (store, key) = (&store, &key);
             scope.spawn(move || {
                 for _ in 0..ROUNDS {
-                    // It may be gone, or changed since: both are this thread's own affair.
+                    // The page may have been deleted or changed meanwhile, which this thread has to expect.
                     if let Ok(info) = store.page_by_key(key) {
                         let mut batch = store.batch();
                         batch.delete(info.page);
@@ -495,15 +497,13 @@ fn put_succeeds_under_concurrent_key_changes() {
     }
 }
 
-/// A program writes keys, names and states as text, and need not convert them first.
+/// Keys, names and states can be passed as text without a conversion.
 #[test]
 fn calls_take_text_for_keys_names_and_states() {
     let store = Store::temporary().unwrap();
     let (page, first) = store.put("a", b"one", Place::Host).unwrap();
     store.snapshot_with("before").unwrap();
-    let mut batch = store.batch();
-    batch.write(store.page_by_key("a").unwrap(), 0, b"two");
-    store.commit(batch).unwrap();
+    store.commit(store.batch().write("a", 0, b"two")).unwrap();
     assert_eq!(store.get("a").unwrap().as_deref(), Some(&b"two"[..]));
 
     for point in ["name:before", "before", "lsn:1"] {

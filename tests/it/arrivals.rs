@@ -1,8 +1,8 @@
-//! Bytes that are made on a stream of the caller's: a batch that takes them waits for their stream, and no
-//! other batch does.
+//! Bytes that are produced on a caller's stream: a batch that reads them waits for that stream, and no other
+//! batch does.
 //!
-//! The device runs everything as late as it may. A stream that is held stands still, as if a kernel in it did
-//! not end. A lane that waited for it would panic.
+//! The device executes all work as late as allowed. A stream that the test holds executes nothing, as if its
+//! kernel never ended. An engine lane that waited for it would panic.
 
 use std::sync::Arc;
 use std::thread;
@@ -21,7 +21,7 @@ use crate::device_ops::{PLACE, content, open, page};
 
 const LEN: u64 = 64;
 
-/// A store of one page of zeros, on a device that runs late.
+/// A store with one page of zeros, on a device that executes its work late.
 struct Bench {
     device: Arc<LateDevice>,
     store: Store,
@@ -36,13 +36,13 @@ impl Bench {
         Self { device, store, page }
     }
 
-    /// Memory that a stream makes, and the stream.
+    /// Allocates device memory, and a stream to fill it on.
     fn memory(&self) -> (DeviceBytes, RawStream) {
         let stream = self.device.stream();
         (self.store.device_bytes(LEN, PLACE).unwrap().on(stream), stream)
     }
 
-    /// Puts a kernel on the memory's stream that fills it.
+    /// Queues a kernel that fills the memory, on the memory's stream.
     fn fill(&self, memory: &DeviceBytes, byte: u8) {
         let target = self.device.span_at(memory.address().unwrap(), memory.byte_len());
         self.device.queue(memory.stream().unwrap(), move |inner| {
@@ -59,10 +59,11 @@ fn copied(memory: &DeviceBytes) -> Vec<u8> {
     bytes
 }
 
-/// A way in which a batch takes a stream's bytes, the first one to the page's first byte.
+/// A batch operation that reads bytes of a stream, with its name. It writes the first byte of the memory to
+/// the first byte of the page.
 type Take<'b> = (&'static str, Box<dyn Fn() -> Result<()> + Send + Sync + 'b>);
 
-/// All ways, for a page that is as long as the memory. Other things that a way needs are made here.
+/// Returns all such operations, for a page of the memory's length, with the resources that they need.
 fn takes<'b>(store: &'b Store, page: PageId, memory: &'b DeviceBytes) -> [Take<'b>; 3] {
     let commit = move |add: &dyn Fn(&mut WriteBatch)| {
         let mut batch = store.batch();
@@ -107,7 +108,7 @@ fn bytes_are_read_and_written_after_their_stream() {
     assert_eq!(copied(&plain), [0; LEN as usize], "no stream was named as their maker");
     assert_eq!(copied(&memory), [1; LEN as usize]);
     bench.fill(&memory, 2);
-    // A range is made on the same stream.
+    // The range is written on the same stream.
     memory.part(10..20).unwrap().write(3, &[9; 4]).unwrap();
     let mut expected = [2; LEN as usize];
     expected[13..17].fill(9);

@@ -1,7 +1,7 @@
-//! Audits: a page that was changed without the store's knowledge is named, and no other page is, whatever
-//! batches do meanwhile.
+//! Audits: exactly the pages that were changed without the store's knowledge are reported, whatever batches
+//! are committed meanwhile.
 //!
-//! A rogue kernel is a write to the address of a lease, by the device beneath the one that the store has.
+//! A rogue kernel is simulated by a write to a leased address on the device that the store's device wraps.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock, Weak};
@@ -17,10 +17,11 @@ use remanent::{Error, Key, Options, PageId, Result, Store};
 use crate::device_ops::{PLACE, content, page};
 use crate::kill::workload::Random;
 
-/// Called by the thread that audits, when sums are on their way.
+/// Called by the auditing thread while checksums are being computed.
 type Between = Box<dyn FnMut(&Store) + Send>;
 
-/// A late device whose memory can be written to without the store's knowledge, and that calls back.
+/// A device that executes work late, whose memory can be changed behind the store's back, and that calls back
+/// during an audit.
 struct Rogue {
     beneath: Arc<HostDevice>,
     late: LateDevice,
@@ -41,7 +42,7 @@ impl Rogue {
         Arc::new(Self { beneath, late, state: Mutex::default(), store: OnceLock::new() })
     }
 
-    /// Changes the byte at `offset` of a page.
+    /// Changes the byte at `offset` of a page behind the store's back.
     fn change(&self, store: &Store, page: PageId, offset: u64) {
         let before = content(store, page)[offset as usize];
         let address = store.lease(page).unwrap().address().expect("a page that has bytes");
@@ -67,7 +68,7 @@ impl Device for Rogue {
     fn wait(&self, fence: Fence) -> Result<()> {
         let mut state = self.state.lock().unwrap();
         if std::mem::take(&mut state.sums_are_on_their_way) {
-            // Taken out while it runs: a batch that it commits must not call it again.
+            // Taken out during the call, so that a batch that it commits does not call it again.
             if let Some(mut between) = state.between.take() {
                 drop(state);
                 between(&self.store.get().and_then(Weak::upgrade).expect("the store is open"));
@@ -78,15 +79,15 @@ impl Device for Rogue {
     }
 }
 
-/// Opens a store with segments of a mebibyte: a batch that writes a quarter of it as whole pages writes them
-/// to an image first.
+/// Opens a store with segments of 1 MiB, where a batch that writes 256 KiB of whole pages writes them to an
+/// image file first.
 fn open(device: Arc<dyn Device>) -> Arc<Store> {
     let options =
         Options::new().log(LogOptions::new().segment_len(1 << 20)).snapshots(SnapshotSchedule::never());
     Arc::new(Store::open_on(Arc::new(SimDisk::new()), device, options).unwrap())
 }
 
-/// The pages that an audit names, each with its first difference.
+/// Returns the pages that an audit reports, each with its first difference.
 fn changed(store: &Store) -> BTreeMap<PageId, Option<u64>> {
     let changed = store.audit().unwrap().changed;
     changed.into_iter().map(|changed| (changed.page, changed.first_difference)).collect()
@@ -98,8 +99,8 @@ fn write(store: &Store, page: PageId, offset: u64, bytes: &[u8]) {
     store.commit(batch).unwrap();
 }
 
-/// Pages of every origin: with an image of just this version, with an image and a later delta, with the log
-/// alone, never written, made longer, moved by a lease, and one without any bytes.
+/// Creates pages of every origin: with an image of exactly this version, with an image and a later delta,
+/// with the log alone, never written, lengthened, moved under a lease, and empty.
 fn pages_of_all_origins(store: &Store) -> Vec<PageId> {
     let mut random = Random(3);
     let mut pages = vec![page(store, &random.bytes(5000)), page(store, &random.bytes(5000))];
@@ -161,7 +162,8 @@ fn batch_repairs_only_written_bytes_of_page() {
     device.change(&store, page, 600);
     write(&store, page, 0, &[2; 100]);
     assert_eq!(changed(&store), [(page, Some(600))].into());
-    // The snapshot before shares its image with the next one. The change in memory is reported all the same.
+    // The previous snapshot shares its image with the next one. The change in memory is reported
+    // nevertheless.
     write(&store, page, 600, &[2]);
     assert_eq!(changed(&store), [].into());
     store.snapshot().unwrap();
@@ -183,8 +185,8 @@ fn audit_compares_pages_changed_concurrently() {
     device.change(&store, pages[2], 700);
     let (second, calls) = (pages.clone(), Arc::new(Mutex::new(0)));
     let counted = calls.clone();
-    // Sums of the first page are under way when the change is made, and all other pages but the second are
-    // changed, too. The second page stays as it is.
+    // The change is made while the checksums of the first page are being computed. All other pages except the
+    // second are changed as well.
     device.state.lock().unwrap().between = Some(Box::new(move |store| {
         let mut calls = counted.lock().unwrap();
         *calls += 1;
@@ -201,11 +203,11 @@ fn audit_compares_pages_changed_concurrently() {
     let audit = store.audit().unwrap();
     let named: Vec<_> =
         audit.changed.iter().map(|changed| (changed.page, changed.first_difference)).collect();
-    // The second of them was changed once more before its bytes could be compared.
+    // The second of these pages was changed once more before its bytes could be compared.
     assert_eq!(named, [(pages[1], Some(500)), (pages[2], None)]);
     device.state.lock().unwrap().between = None;
     assert_eq!(changed(&store), [(pages[1], Some(500)), (pages[2], Some(700))].into());
-    // The first two as they were at the beginning, two as they were later.
+    // The first two pages are compared with their first version, two with a later one.
     assert_eq!((audit.pages, audit.bytes), (4, 4 * LEN as u64));
     assert_eq!((audit.by_image, audit.by_replay), (2, 2));
     assert!(*calls.lock().unwrap() > 4, "batches came between");
@@ -246,7 +248,7 @@ fn device_error_in_audit_poisons_store() {
         let store = open(device.clone());
         page(&store, &[1; 40_000]);
         device.arm(DeviceFault { call: Some(call), nth: 1, context_lost: false });
-        // Idle staging would do for a few sums, so it is given back first.
+        // The idle staging memory would suffice for a few checksums, so it is released first.
         store.trim().unwrap();
         let error = store.audit().unwrap_err();
         assert!(matches!(&error, Error::Poisoned(_)) && error.to_string().contains("as arranged"), "{error}");

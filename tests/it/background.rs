@@ -1,5 +1,5 @@
-//! Snapshots that the store takes on its own. No test here waits for a time to pass: the log grows by what a
-//! test commits, and the test is told when a snapshot has ended.
+//! Background snapshots. No test waits for time to pass: the log grows by what a test commits, and an event
+//! reports the end of each snapshot.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,7 +16,7 @@ use crate::faults::watched;
 use crate::interrupted_reads::InterruptedDisk;
 use crate::with_options::With;
 
-/// A year, which no test takes.
+/// A year, which is longer than any test runs.
 const NEVER: Duration = Duration::from_secs(365 * 24 * 3600);
 
 fn options() -> Options {
@@ -62,7 +62,7 @@ fn grown_log_triggers_snapshot() {
         assert_eq!((newest.end, newest.verified), (Lsn(5 * round), true));
         assert!(matches!(stats.last, Some(Ok(id)) if id == newest.id), "{stats:?}");
     }
-    // Two are kept, and the log after the older one.
+    // Two snapshots are kept, and the log after the older one.
     assert_eq!(store.snapshots().len(), 2);
     store.close().unwrap();
     let store = open(&disk, options());
@@ -75,8 +75,8 @@ fn snapshot_interval_requires_a_commit() {
         open(&SimDisk::new(), options().with(|options| options.snapshots.interval = Some(Duration::ZERO)));
     commit(&store, 1);
     store.wait_for_snapshots(1);
-    // The snapshot's own frames and idle seals add to the log, and make no snapshot due: the second is that
-    // of the commit.
+    // The frames of the snapshot itself and idle seals lengthen the log, but make no snapshot due: the second
+    // snapshot is due to the commit.
     for lsn in 2..6 {
         assert_eq!(commit(&store, 2), Lsn(lsn));
         store.wait_for_snapshots(lsn);
@@ -105,11 +105,11 @@ fn replayed_bytes_count_toward_snapshot() {
     assert_eq!(store.snapshots().pop().unwrap().end, Lsn(6));
 }
 
-/// A snapshot that the caller takes starts the count again.
+/// A snapshot that the caller takes resets the log growth that makes a background snapshot due.
 #[test]
-fn manual_snapshot_counts() {
+fn manual_snapshot_resets_log_growth() {
     let store = open(&SimDisk::new(), options().with(|options| options.snapshots.log_bytes = Some(20_000)));
-    // Repeated, because the thread may be slow to see that one is due.
+    // Repeated, because the background thread may notice late that a snapshot is due.
     for taken in 1..=20 {
         commits(&store, 4);
         store.snapshot().unwrap();
@@ -120,7 +120,8 @@ fn manual_snapshot_counts() {
     assert_eq!(store.snapshots().pop().unwrap().end, Lsn(85));
 }
 
-/// A snapshot becomes due while a caller takes one. The caller's then covers most of what made it due.
+/// A background snapshot becomes due while the caller takes one. The caller's covers most of the log growth,
+/// so no other one follows.
 #[test]
 fn long_manual_snapshot_is_not_followed_by_needless_one() {
     const ROUNDS: u64 = 20;
@@ -145,13 +146,13 @@ fn long_manual_snapshot_is_not_followed_by_needless_one() {
             while store.stats().snapshots.phase == SnapshotPhase::Idle && !snapshot.is_finished() {
                 std::thread::yield_now();
             }
-            // After its beginning: not enough for another snapshot, unless the thread does not know of this
-            // one.
+            // Log growth after the start of the snapshot: not enough for another one, unless the thread does
+            // not take this one into account.
             commits(&store, 10);
         });
         assert_eq!(store.stats().snapshots.taken, round);
     }
-    // When these are enough, no snapshot has been taken in between.
+    // After these commits a snapshot is due. None was taken in between.
     commits(&store, 10);
     store.wait_for_snapshots(ROUNDS + 1);
     let stats = store.stats().snapshots;
@@ -162,7 +163,8 @@ fn long_manual_snapshot_is_not_followed_by_needless_one() {
 #[test]
 fn full_disk_is_reported_and_retried() {
     let disk = SimDisk::new();
-    // Each commit is enough. An eighth of that makes the thread try again; a seal in a pause is less.
+    // Each commit makes a snapshot due. After a failure the thread tries again when the log has grown by an
+    // eighth of that; a seal in a pause is shorter.
     let rules = options().with(|options| {
         options.snapshots.log_bytes = Some(4000);
         options.snapshots.interval = Some(NEVER);
@@ -171,8 +173,8 @@ fn full_disk_is_reported_and_retried() {
     let store = open(&disk, rules);
     commit(&store, 0);
     store.wait_for_snapshots(1);
-    // Until the spares for opens are there a full disk refuses commits, too. One that stays full, though a
-    // segment that is just being made is given up.
+    // Until the spares for opens exist, commits can fail on a full disk. The disk stays full even if a
+    // segment under construction is discarded.
     until(|| is_held(&disk, 4));
     disk.set_capacity(Some(0));
     commit(&store, 1);
@@ -180,7 +182,7 @@ fn full_disk_is_reported_and_retried() {
     let stats = store.stats().snapshots;
     assert_eq!((stats.taken, stats.failed), (1, 1));
     assert!(matches!(stats.last, Some(Err(Error::DiskFull { .. }))), "{stats:?}");
-    // A failed snapshot does not stop commits, and the next one makes the thread try again.
+    // A failed snapshot does not stop commits; the next commit makes the thread try again.
     disk.set_capacity(None);
     commit(&store, 2);
     store.wait_for_snapshots(3);
@@ -190,7 +192,7 @@ fn full_disk_is_reported_and_retried() {
     store.close().unwrap();
 }
 
-/// At one byte a second a snapshot would take an hour. A store that closes gives it up, and loses nothing.
+/// At one byte per second a snapshot would take an hour. Closing the store cancels it and loses no data.
 #[test]
 fn close_cancels_slow_snapshot() {
     let disk = SimDisk::new();
@@ -212,13 +214,13 @@ fn close_cancels_slow_snapshot() {
     store.close().unwrap();
     let store = open(&disk, options());
     assert_eq!((store.recovered().position.lsn, store.snapshots().len()), (Lsn(6), 0));
-    // A snapshot by hand goes as fast as it can.
+    // A snapshot requested by the caller is not rate-limited.
     drop(store);
     let store = open(&disk, slow.with(|options| options.snapshots.log_bytes = None));
     assert_eq!(store.snapshot().unwrap().end, Lsn(6));
 }
 
-/// Images and manifest are written in parts: they are long enough for several.
+/// Images and manifest are long enough to be written in several parts.
 #[test]
 fn background_snapshot_is_verified_by_its_writer_thread() {
     let disk = SimDisk::new();
@@ -228,7 +230,7 @@ fn background_snapshot_is_verified_by_its_writer_thread() {
         options.snapshots.log_bytes = Some(1 << 20);
     });
     let store = Store::open_on(watched.clone(), Arc::new(HostDevice::new()), rules).unwrap();
-    watched.past_cache();
+    watched.bypassing_cache();
     let mut batch = store.batch();
     for _ in 0..20_000 {
         let page = batch.create(64, Place::Host).page();
@@ -238,11 +240,11 @@ fn background_snapshot_is_verified_by_its_writer_thread() {
     store.wait_for_snapshots(1);
     assert_eq!(store.stats().snapshots.taken, 1);
     assert!(disk.bytes(FileName::Manifest(1)).unwrap().len() > 3 << 20);
-    assert_eq!(watched.past_cache().len(), 1);
+    assert_eq!(watched.bypassing_cache().len(), 1);
     store.close().unwrap();
 }
 
-/// A store with a background snapshot that would take an hour.
+/// Returns a store whose running background snapshot would take an hour.
 fn with_a_slow_snapshot() -> Store {
     let slow = options().with(|options| {
         options.snapshots.log_bytes = Some(20_000);

@@ -1,5 +1,5 @@
-//! Blocks of an engine's cache, in pages and in the engine's own tensors: each byte is the one that a slow
-//! loop puts there, however many blocks a call names, and a call makes one list of commands.
+//! Blocks of an inference engine's cache, in pages and in the engine's own tensors. Each byte is where a slow
+//! byte-by-byte loop puts it, and a call issues one list of commands for any number of blocks.
 
 use std::collections::BTreeMap;
 
@@ -20,7 +20,7 @@ const ARRANGEMENTS: [Arrangement; 3] = [
     Arrangement::LayersApart { block_first: true },
     Arrangement::LayersApart { block_first: false },
 ];
-/// Runs of a length that divides nothing.
+/// A shape in which the length of a block's contiguous ranges is not a multiple of any vector width.
 const SHAPE: BlockShape = BlockShape { layers: 3, outer: 2, tokens: 5, inner: 7, width: 2 };
 
 /// The bytes of a layout's regions, of an engine or of a store.
@@ -30,8 +30,8 @@ fn layout(arrangement: usize, blocks: u64, align: u32) -> BlockLayout {
     BlockLayout::new(SHAPE, blocks, ARRANGEMENTS[arrangement % 3], align).unwrap()
 }
 
-/// Where the run of each (block, layer, outer part) begins: the runs are laid out one after the other, in the
-/// order that the arrangement says.
+/// Returns offset and length of the contiguous range of each (block, layer, outer part). The ranges follow each other
+/// in the order of the arrangement.
 fn runs(layout: &BlockLayout) -> BTreeMap<(u64, u32, u8), (usize, usize)> {
     let BlockShape { layers, outer, tokens, inner, width } = layout.shape();
     let run_len = tokens as usize * inner as usize * usize::from(width);
@@ -73,14 +73,14 @@ fn random_regions(random: &mut Random, layout: &BlockLayout) -> Regions {
     (0..layout.region_count()).map(|_| random.bytes(layout.region_len())).collect()
 }
 
-/// Pages of a layout that hold these bytes, gaps included.
+/// Creates the pages of a layout with these bytes, gaps included.
 fn pages(store: &Store, layout: BlockLayout, place: Place, regions: &Regions) -> BlockPages {
     let mut batch = store.batch();
     for page in BlockPages::create(&mut batch, layout, place).into_iter().zip(regions) {
         batch.write(page.0, 0, page.1);
     }
     let ticket = store.submit(batch).unwrap();
-    // So that no list of it comes later.
+    // Waits, so that no list of this batch is submitted later.
     ticket.wait(Ack::Applied).unwrap();
     BlockPages::new(store, layout, ticket.pages().to_vec()).unwrap()
 }
@@ -107,13 +107,13 @@ fn bytes_in(tensors: &[DeviceBytes]) -> Regions {
     tensors.iter().map(bytes).collect()
 }
 
-/// Lists that the store has given to its device in a lane.
+/// Number of lists that the store has submitted to its device on a lane.
 fn lists(store: &Store, lane: Lane) -> u64 {
     store.stats().lanes.iter().filter(|(of, _)| *of == lane).map(|(_, lane)| lane.lists).sum()
 }
 
-/// Pages of each arrangement in each place, and tensors of each: blocks that are named by one call are loaded
-/// and written as a slow loop does it, gaps and other blocks stay, and one list does it.
+/// Pages and tensors of each arrangement in each place: one call loads or writes its blocks with one list, with the
+/// result of a slow loop, and leaves gaps and other blocks unchanged.
 #[test]
 fn many_blocks_are_loaded_and_written_by_one_list() {
     let places = [PLACE, Place::Pinned, Place::Disk];
@@ -129,7 +129,7 @@ fn many_blocks_are_loaded_and_written_by_one_list() {
                 (random_regions(&mut random, &of_engine), random_regions(&mut random, &of_store));
             let engine = tensors(&store, of_engine, &in_engine);
             let pages = pages(&store, of_store, place, &in_pages);
-            // A layout of one block as well: each block a page of its own.
+            // Also a layout with one block per page.
             let of_one = layout(0, 1, 1);
             let one = self::pages(&store, of_one, place, &vec![vec![7; of_one.region_len() as usize]]);
             let mut in_one = contents(&store, &one);
@@ -159,7 +159,7 @@ fn many_blocks_are_loaded_and_written_by_one_list() {
     }
 }
 
-/// The batch that creates pages fills them from tensors.
+/// A batch that creates pages can fill them from tensors.
 #[test]
 fn new_pages_are_created_in_tensors() {
     for device in devices() {
@@ -189,7 +189,7 @@ fn new_pages_are_created_in_tensors() {
     }
 }
 
-/// However many blocks are written, the device gathers them by as many lists as one.
+/// The device gathers any number of written blocks with the same number of lists as one.
 #[test]
 fn block_count_does_not_change_list_count() {
     for device in devices() {
@@ -208,12 +208,12 @@ fn block_count_does_not_change_list_count() {
             store.commit(batch).unwrap();
             lists(&store, Lane::Stage) - submitted
         };
-        // The gather, and an empty list after which its memory goes back.
+        // Two lists: the gather, and an empty list after which its memory is freed.
         assert_eq!((of_count(1), of_count(20)), (2, 2), "on {label}");
     }
 }
 
-/// What an engine changes in the blocks that it names goes to the pages, by pages' shadows and by digests.
+/// Changes that an engine made in the named blocks are captured into pages, both with page shadows and with digests.
 #[test]
 fn changed_blocks_are_captured_from_tensors() {
     let cases = [
@@ -255,7 +255,8 @@ fn changed_blocks_are_captured_from_tensors() {
     }
 }
 
-/// Two stores whose layouts differ in everything but the blocks' shape: each pair of arrangements, both ways.
+/// Blocks move in both directions between two stores whose layouts have only the block shape in common, for each pair
+/// of arrangements.
 #[test]
 fn stores_of_different_layouts_exchange_blocks() {
     let [ours, theirs] = [0, 1].map(|_| devices().into_iter());
@@ -291,8 +292,7 @@ fn stores_of_different_layouts_exchange_blocks() {
     }
 }
 
-/// Blocks in the caller's host memory: they go into a store, from its pages to pages of another layout, and
-/// back out.
+/// Blocks in the caller's host memory are written to a store, copied to pages of another layout, and read back.
 #[test]
 fn blocks_round_trip_through_store() {
     for device in devices() {
@@ -325,7 +325,7 @@ fn blocks_round_trip_through_store() {
     }
 }
 
-/// Pages that live in the engine's own tensors: what the store writes there, the engine reads there.
+/// Pages can live in the engine's own tensors: the engine sees what the store writes.
 #[test]
 fn pages_live_in_engine_tensors() {
     for device in devices() {
@@ -347,7 +347,7 @@ fn pages_live_in_engine_tensors() {
         slow_copy((&of_store, &in_pages, 1), (&of_engine, &mut expected, 2));
         assert!(contents(&store, &in_tensors) == expected);
         assert!(bytes_in(engine.tensors()) == expected);
-        // The store alone writes there.
+        // Only the store may write to these pages' memory.
         let refused = engine.load(&store, &[(source.block(0), 0)]).unwrap_err();
         assert!(matches!(refused, Error::Refused(Refused::MemoryInUse { .. })), "{refused}");
     }
@@ -379,7 +379,7 @@ fn pages_and_tensors_that_do_not_hold_the_layout_are_refused() {
     let short = BlockTensors::new(longer, engine.tensors().to_vec()).unwrap_err();
     assert_eq!(short, LayoutError::RegionLen { region: 0, found, expected });
 
-    // Nothing is in the batch if one of the blocks is not there, or of another shape.
+    // If one of the blocks does not exist or has another shape, the call adds nothing to the batch.
     let mut batch = store.batch();
     let outside = engine.write(&mut batch, &[(0, held.block(0)), (1, held.block(2))]).unwrap_err();
     assert!(

@@ -1,8 +1,8 @@
-//! The space that a store takes on disk follows from what is kept, never from how long the store has run.
+//! The disk space of a store depends on what is kept, never on how long the store has run.
 //!
-//! Bytes in `pages/` ≤ 2 × (images that kept snapshots name + those that the snapshot under way makes) + what
-//! was written ahead of batches above the floor + one file. An image that is not needed goes with the next
-//! snapshot, whichever segment its frame lies in, and also after the store was opened again.
+//! Bytes in `pages/` ≤ 2 × (images that kept snapshots and the running one name) + images that batches above
+//! the floor wrote before their frames + one file. The next snapshot removes an image that is no longer
+//! needed, whichever segment contains its frame, also after the store was reopened.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -23,7 +23,8 @@ use crate::files::{Files, SPARES_FOR_OPENS, State, open_with, small};
 use crate::kill::workload::Random;
 use crate::with_options::With;
 
-/// Long enough to be written ahead, with the longest segments used here.
+/// A page length from which a batch writes the page to an image file, even with the longest segments used
+/// here.
 const PAGE_LEN: usize = 256 << 10;
 
 fn content(seed: u64) -> Vec<u8> {
@@ -48,13 +49,14 @@ fn read(past: &View, page: PageId) -> Vec<u8> {
     bytes
 }
 
-/// The bytes in `pages/`, and the bytes that the rule allows there.
+/// Returns the bytes in `pages/`, and the bytes that the rule allows.
 fn page_bytes(disk: &SimDisk) -> (u64, u64) {
     let [pages, allowed, _] = bytes_kept(&Files::of(disk));
     (pages, allowed)
 }
 
-/// The bytes in `pages/`, spares among them; those that the rule allows there; those that the kept log takes.
+/// Returns the bytes in `pages/` including spare files, the bytes that the rule allows there, and the bytes
+/// of the kept log.
 fn bytes_kept(files: &Files) -> [u64; 3] {
     let survey = Survey::read(files).unwrap();
     let lens: BTreeMap<u64, u64> = files
@@ -93,7 +95,7 @@ fn bytes_kept(files: &Files) -> [u64; 3] {
     let mut ahead = BTreeSet::new();
     let mut log = 0;
     while let Some(frame) = walk.next().unwrap() {
-        // Each may begin a group.
+        // Each frame may begin a group.
         log += align_up(frame.header.frame_len(), GROUP_ALIGN);
         for op in decode_payload(frame.payload).unwrap_or_default() {
             if let Op::Image { image, .. } = op.op {
@@ -132,7 +134,7 @@ fn overwritten(options: &Options, reopened: bool) {
     let state = State::of(&store);
     store.close().unwrap();
     let (bytes, _) = page_bytes(&disk);
-    // Two snapshots with the log between them, and a file that both share.
+    // Two snapshots with the log between them, and a file that both of them use.
     assert!(bytes < 13 * (PAGE_LEN as u64 + 8192), "{bytes}");
     let store = open_with(&disk, options.clone()).unwrap();
     assert_eq!(State::of(&store), state);
@@ -155,19 +157,19 @@ fn endless_overwrite_uses_only_retained_space() {
     }
 }
 
-/// The whole directory of a store with default options, and so with segments of 16 MiB: images by their rule,
-/// the kept log, and five segments beside it: the one in use, two that are empty, and two of the reserve.
-/// Those that wait to be used again are bounded by an option of their own.
+/// The whole directory of a store with default options and segments of 16 MiB: images up to their bound, the
+/// kept log, and five more segments (the current one, two empty ones and two of the reserve). Segments that
+/// wait for reuse are bounded by an option of their own.
 #[test]
 fn disk_usage_is_bounded_with_default_options() {
-    // On a disk that does not say how long it is.
+    // On a disk that does not report its size.
     const SPARE_BYTES: u64 = 512 << 20;
     bounded_directory(&Options::new(), SPARE_BYTES);
     bounded_directory(&Options::new().log(LogOptions::new().spare_bytes(SEGMENT_LEN)), SEGMENT_LEN);
 }
 
 const SEGMENT_LEN: u64 = 16 << 20;
-/// The length of the first segments of a log: those held for opens may be such ones that were taken back.
+/// Length of the first segments of a log. The reserve for opens may contain recycled segments of this length.
 const FIRST_LEN: u64 = 256 << 10;
 
 fn bounded_directory(options: &Options, spare_bytes: u64) {
@@ -186,7 +188,7 @@ fn bounded_directory(options: &Options, spare_bytes: u64) {
         let mut written = 0;
         for number in 0.. {
             let mut batch = store.batch();
-            // Whole pages that are written ahead, or a short change of one.
+            // Whole pages, which get images, or a short change of one page.
             let (count, len) = if number % 40 == 7 { (20, PAGE_LEN) } else { (1, PAGE_LEN / 5) };
             for page in &pages[..count] {
                 batch.write(*page, 0, &noise[number % PAGE_LEN..][..len]);
@@ -212,17 +214,17 @@ fn bounded_directory(options: &Options, spare_bytes: u64) {
         let found = files.bytes_len() as u64;
         let (used, bound) = (found - spares, allowed + log + 3 * SEGMENT_LEN);
         assert!(used <= bound, "round {round}: {used} bytes without spares, {bound} allowed");
-        // The reserve, the short ones for opens, and those that wait.
+        // The reserve, the short segments for opens, and segments that wait for reuse.
         let bound = 2 * SEGMENT_LEN + SPARES_FOR_OPENS as u64 * FIRST_LEN + spare_bytes;
         assert!(spares <= bound, "round {round}: {spares} bytes of spares, {bound} allowed");
         most = most.max(found);
     }
     assert!(most > 2 * ROUND_BYTES, "{most}");
-    // All that was written would not have fitted.
+    // All bytes written would not fit within this limit.
     assert!(most < 6 * ROUND_BYTES, "{most}");
 }
 
-/// The files that the store says may go are those that go, and afterwards no other may go.
+/// A prune removes exactly the files that the store lists as removable, and none is listed afterwards.
 #[test]
 fn would_prune_matches_prune() {
     let disk = SimDisk::new();
@@ -254,7 +256,8 @@ fn would_prune_matches_prune() {
     }
 }
 
-/// An inspector says of a store what the store itself says, while it is open or closed, and leaves no trace.
+/// The inspector lists the same removable snapshots as the store, while the store is open and after it is
+/// closed, and changes no file.
 #[test]
 fn inspection_lists_prunable_snapshots() {
     for seed in 1..=6 {
@@ -325,14 +328,14 @@ fn inspection_lists_prunable_snapshots() {
     }
 }
 
-/// Files that a crash left are listed, though an open removes them before any prune; files that a writer has
-/// under way are not.
+/// Files that a crash left behind are listed, although an open removes them before any prune; files that a
+/// writer is still writing are not.
 #[test]
 fn dry_run_lists_removals_without_work_in_progress() {
     let disk = SimDisk::new();
     let looked_at: Arc<dyn Disk> = Arc::new(disk.clone());
     let store = open_with(&disk, small().with(|options| options.log.segment_len = 1 << 20)).unwrap();
-    // Short enough that only a snapshot writes an image of it.
+    // So short that only a snapshot writes an image of it.
     let mut batch = store.batch();
     batch.create(4096, Place::Host);
     store.commit(batch).unwrap();
@@ -343,8 +346,8 @@ fn dry_run_lists_removals_without_work_in_progress() {
     let next = store.snapshots().last().map(|info| info.id).unwrap();
     let survey = Survey::read(&Files::of(&disk)).unwrap();
     let number = survey.snapshot(next).unwrap().next_file;
-    // Two images of a snapshot that was never finished: that of the higher number stays, for it shows that
-    // its number is taken.
+    // Two images of a snapshot that was never finished: the file with the higher number stays, because it
+    // records that its number is taken.
     for number in [number, number + 1] {
         let file = disk.create(FileName::Pages(number)).unwrap();
         file.write_at(0, &image.1).unwrap();
@@ -363,8 +366,8 @@ fn dry_run_lists_removals_without_work_in_progress() {
     assert!(left.iter().all(|file| !files.contains_key(file)), "{left:?}");
 }
 
-/// A snapshot that a name keeps, and a later one of the same batch, taken after a restart: the log after that
-/// batch is kept, so both can be started from, and nothing is missing.
+/// A named snapshot and a later one of the same batch, taken after a restart: the log after that batch is
+/// kept, so recovery can start from either of them.
 #[test]
 fn equal_snapshots_before_and_after_restart_both_valid() {
     let disk = SimDisk::new();
@@ -387,12 +390,12 @@ fn equal_snapshots_before_and_after_restart_both_valid() {
     assert_eq!(store.scrub().unwrap().damage, []);
     assert_eq!(State::of(&store), state);
     store.close().unwrap();
-    // Without the later one, the named one is what recovery starts from.
+    // Without the later snapshot, recovery starts from the named one.
     disk.remove(FileName::Manifest(later.id.0)).unwrap();
     assert_eq!(State::of(&open()), state);
 }
 
-/// Below the floor there is nothing, though the segment is there with all of its frames.
+/// States below the floor cannot be restored, although the segment and its frames exist.
 #[test]
 fn states_below_floor_are_unreachable_except_named() {
     let disk = SimDisk::new();
@@ -439,7 +442,8 @@ fn states_below_floor_are_unreachable_except_named() {
     assert_eq!(State::of(&store).contents, then.contents);
 }
 
-/// A restore's table goes with the state that needs it. Later states are then outside of the window.
+/// A prune removes a restore's table with the last state that needs it. Later states are then outside of the
+/// restore window.
 #[test]
 fn states_after_restore_without_table_are_unreachable() {
     let disk = SimDisk::new();
@@ -476,7 +480,7 @@ fn states_after_restore_without_table_are_unreachable() {
     }
 }
 
-/// The log is kept from its beginning while there is less of it than the rules want.
+/// The log is kept from its beginning until it is longer than the options request.
 #[test]
 fn log_is_kept_up_to_wanted_length() {
     let disk = SimDisk::new();
@@ -491,8 +495,8 @@ fn log_is_kept_up_to_wanted_length() {
             store.snapshot().unwrap();
         }
     }
-    // The oldest one, to start from, and the newest. Of the others, the images that no batch names are
-    // removed.
+    // The oldest snapshot, from which recovery starts, and the newest. Of the others, the images that no
+    // batch names are removed.
     assert_eq!(store.snapshots().len(), 2);
     let source: Arc<dyn Disk> = Arc::new(disk.clone());
     for (lsn, state) in (1..).zip(&states) {
@@ -501,9 +505,10 @@ fn log_is_kept_up_to_wanted_length() {
     }
 }
 
-/// Large pages that are written whole leave small frames: their images count all the same.
+/// Large whole-page writes leave small frames in the log, but their images count as log growth that makes a
+/// snapshot due.
 #[test]
-fn images_written_ahead_make_a_snapshot_due() {
+fn images_of_batches_make_a_snapshot_due() {
     let disk = SimDisk::new();
     let options = small().with(|options| options.log.segment_len = 1 << 20);
     let store = open_with(
@@ -515,7 +520,7 @@ fn images_written_ahead_make_a_snapshot_due() {
     (1..4).for_each(|round| _ = overwrite(&store, page, round));
     store.wait_for_snapshots(1);
     store.close().unwrap();
-    // Images of batches that an open replays count, too.
+    // Images of batches that an open replays count as log growth as well.
     let disk = SimDisk::new();
     let store = open_with(&disk, options.clone()).unwrap();
     let page = create(&store, 0);
@@ -527,7 +532,8 @@ fn images_written_ahead_make_a_snapshot_due() {
     store.wait_for_snapshots(1);
 }
 
-/// A file that a crash left before its batch was logged: its presence alone says that its number is taken.
+/// A crash left a file whose batch was never logged. The file is the only record that its number is taken, so
+/// it must stay.
 #[test]
 fn highest_numbered_file_stays_until_a_manifest_uses_it() {
     let disk = SimDisk::new();
@@ -556,7 +562,7 @@ fn highest_numbered_file_stays_until_a_manifest_uses_it() {
     assert_eq!(State::of(&store).contents[&next], content(1));
 }
 
-/// Numbers of image files are never used twice, also where the file with the highest went.
+/// Numbers of image files are never reused, even after the file with the highest number was removed.
 #[test]
 fn image_file_numbers_are_never_reused() {
     let disk = SimDisk::new();

@@ -1,5 +1,5 @@
-//! Whole pages in bulk: their bytes are written once, to an image file that the log names, and the file stays
-//! for as long as a frame or a snapshot names it.
+//! Whole pages in bulk: their bytes are written once, to an image file that the log names. The file is kept
+//! as long as a frame or a snapshot names it.
 
 use std::sync::Arc;
 
@@ -23,15 +23,15 @@ use crate::files::{Files, State, open, open_with, small};
 use crate::kill::workload::Random;
 use crate::with_options::With;
 
-/// Longer than a segment of these tests, so that no frame could hold it without one of its own.
+/// Longer than a segment of these tests, so a frame with the page inline would need its own segment.
 const PAGE_LEN: usize = 20 << 10;
 
-/// Bytes that no compression makes shorter.
+/// Returns incompressible bytes.
 fn content(seed: u8) -> Vec<u8> {
     Random(seed.into()).bytes(PAGE_LEN as u64)
 }
 
-/// Fills a batch with pages of their own bytes.
+/// Adds pages with distinct content to a batch.
 fn create_pages(batch: &mut WriteBatch, seeds: std::ops::Range<u8>) {
     for seed in seeds {
         batch.create_from(content(seed), Place::Host).optional_key(Key::new([seed + 1]).ok());
@@ -48,7 +48,7 @@ fn image_files(disk: &SimDisk) -> Vec<FileName> {
     Files::of(disk).names(|file| matches!(file, FileName::Pages(_)))
 }
 
-/// Waits for the store's own threads: one segment takes frames, and two are made ahead.
+/// Waits until the store's threads have the current segment and two spare ones ready.
 fn until_segments_are_made(disk: &SimDisk) {
     let is_segment = |name: &String| matches!(FileName::parse(Folder::Log, name), Some(FileName::Segment(_)));
     while Disk::list(disk, Folder::Log).unwrap().iter().filter(|name| is_segment(name)).count() < 3 {
@@ -56,7 +56,7 @@ fn until_segments_are_made(disk: &SimDisk) {
     }
 }
 
-/// The number of operations of each kind in the log.
+/// Returns the number of operations of each kind in the log.
 fn logged_kinds(disk: &SimDisk) -> std::collections::BTreeMap<&'static str, usize> {
     let files = Files::of(disk);
     let survey = Survey::read(&files).unwrap();
@@ -83,11 +83,11 @@ fn importing_pages_writes_their_bytes_once() {
     let file_bytes: usize = image_files(&disk).iter().map(|file| disk.bytes(*file).unwrap().len()).sum();
     assert!(file_bytes <= 10 * PAGE_LEN + 2 * 4096, "images take {file_bytes} bytes");
 
-    // Whole pages that are written anew, one as long as before, one not.
+    // Whole pages are replaced, one with the same length, one with another.
     let mut batch = store.batch();
     batch.write(pages[0], 0, &content(100));
     batch.resize(pages[1], 2 * PAGE_LEN as u64).write(pages[1], 0, &[content(101), content(102)].concat());
-    // None of these replaces all bytes and does nothing else.
+    // None of these operations only replaces all bytes of a page.
     batch.write(pages[2], 0, &content(103)[..PAGE_LEN - 1]);
     batch.write(pages[3], 0, &content(104)).write(pages[3], 5, b"more");
     let copy = batch.clone_page(pages[0]);
@@ -122,7 +122,7 @@ fn next_snapshot_reuses_batch_images() {
     assert_eq!((info.bytes, info.bytes_written), ((10 * PAGE_LEN) as u64, 0));
     assert_eq!(image_files(&disk).len(), 1);
 
-    // Images that an open finds in the log are known, too; a page that changed since is gathered.
+    // Images that an open finds in the log are used as well; a page that changed since is gathered.
     import(&store, 10..12);
     let mut batch = store.batch();
     batch.write(pages[0], 0, &[1]);
@@ -180,7 +180,7 @@ fn concurrently_resized_page_is_written_as_intended() {
     let disk = SimDisk::new();
     let store = Arc::new(open(&disk).unwrap());
     let page = import(&store, 0..1)[0];
-    // Two threads: one writes what it takes to be the whole page, the other changes the page's length.
+    // One thread writes the page with its last known length, the other changes the length.
     let resizer = std::thread::spawn({
         let store = store.clone();
         move || {
@@ -191,7 +191,7 @@ fn concurrently_resized_page_is_written_as_intended() {
             }
         }
     });
-    // At least once, however fast the other thread is.
+    // At least one attempt, however fast the other thread is.
     loop {
         let mut batch = store.batch();
         batch.write(page, 0, &content(5));
@@ -236,7 +236,7 @@ fn unwritable_images_poison_without_logging() {
         let store = open(&disk).unwrap();
         import(&store, 0..1);
         let state = State::of(&store);
-        // Only images are created, written and synced from here on.
+        // From here on, only image files are created, written and synced.
         until_segments_are_made(&disk);
         disk.fail(DiskFault { operation, skip: 0, times: 1, errno: EIO });
         let mut batch = store.batch();
@@ -250,8 +250,8 @@ fn unwritable_images_poison_without_logging() {
     }
 }
 
-/// The log after a kept snapshot is replayed, and with it the batch that names the file, whatever newer
-/// snapshots name.
+/// Recovery may replay the log after any kept snapshot, so the file that a batch of it names stays, whatever
+/// newer snapshots name.
 #[test]
 fn files_stay_as_long_as_a_kept_frame_or_snapshot_names_them() {
     let disk = SimDisk::new();
@@ -261,7 +261,7 @@ fn files_stay_as_long_as_a_kept_frame_or_snapshot_names_them() {
     let (named, segment) = (image_files(&disk)[0], FileName::Segment(store.stats().segment));
     let mut is_gone = Vec::new();
     for turn in 0..4 {
-        // Every page changes, so that no snapshot from now on can name the images.
+        // Every page changes, so that no later snapshot can name these images.
         for number in 0..40 {
             let mut batch = store.batch();
             pages.iter().for_each(|page| _ = batch.write(*page, number, &[turn; 300]));
@@ -283,7 +283,7 @@ fn files_found_at_open_stay_until_their_log_is_recycled() {
     let page = import(&store, 0..1)[0];
     store.close().unwrap();
     let named = image_files(&disk)[0];
-    // As a crash between the images and their batch leaves them.
+    // The state after a crash between the write of the images and their batch.
     let unnamed = FileName::Pages(70);
     disk.create(unnamed).unwrap().write_at(0, &disk.bytes(named).unwrap()).unwrap();
     let header = ImageFileHeader { store: StoreId([1; 16]), file: 70, purpose: ImagePurpose::Batch };
@@ -336,8 +336,8 @@ fn long_pages_keep_their_order_among_other_commits() {
     assert_eq!(State::of(&open(&disk).unwrap()), state);
 }
 
-/// A batch moves a page and overwrites all of it, in this order and with more between the two: the page has
-/// the new bytes, wherever it came from and went to, before and after a restart.
+/// A batch moves a page, changes others and then overwrites the whole page: the page has the new bytes, for
+/// every pair of places, before and after a restart.
 #[test]
 fn moved_and_overwritten_page_has_new_bytes() {
     const PLACES: [Place; 3] = [Place::Disk, Place::Host, Place::Pinned];
@@ -361,7 +361,7 @@ fn moved_and_overwritten_page_has_new_bytes() {
                     batch.write(other, 0, b"hello");
                 }
                 batch.write(page, 0, &content(seed + 1));
-                // Elements with gaps between them are staged as whole pages are.
+                // Elements with gaps between them are staged in the same way as whole pages.
                 batch.scatter(other, Width::W1, &[1, 3], b"ab");
                 store.commit(batch).unwrap();
                 let check = |store: &Store| {

@@ -1,5 +1,5 @@
-//! Captures: a page becomes what its working copy is, the log gets what changed, and no other writer's
-//! changes are lost.
+//! Captures: a page gets the content of its working copy, only the changed elements are logged, and changes
+//! of other writers are not lost.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use remanent::{Epoch, Error, Options, Place, Store};
 use crate::device_ops::{PLACE, content, devices, open, page};
 use crate::kill::workload::Random;
 
-/// Shadows that find elements.
+/// Shadows that find changed elements.
 const COPIES: [Shadow; 3] = [Shadow::Page, Shadow::Kept(Place::Device(0)), Shadow::Kept(Place::Pinned)];
 const SHADOWS: [Shadow; 4] = [COPIES[0], COPIES[1], COPIES[2], Shadow::Digest];
 
@@ -91,7 +91,8 @@ fn capture_makes_page_and_log_equal_working_copy() {
     }
 }
 
-/// Each copy's bytes stay until the batch is logged; the room for the bits of one is enough for all.
+/// The bytes of each working copy stay until the batch is logged; the bitmap memory of one capture is reused
+/// by all of them.
 #[test]
 fn captures_of_batch_share_bitmap_memory() {
     const LEN: u64 = 1 << 20;
@@ -113,7 +114,7 @@ fn captures_of_batch_share_bitmap_memory() {
     assert!(copies.iter().all(|copy| content(&store, copy.page()) == copied(copy)));
 }
 
-/// They are compared together, each by elements of its own width and with what it is to be compared with.
+/// All copies of a batch are compared in one pass, each with its own element width and its own shadow.
 #[test]
 fn copies_of_every_kind_are_captured_by_one_batch() {
     for device in devices() {
@@ -163,7 +164,8 @@ fn copies_of_every_kind_are_captured_by_one_batch() {
     }
 }
 
-/// The ranges that a capture compares, and two bits for each of their elements.
+/// The memory that a capture needs is claimed in one step: the ranges that it compares, and two bits for each
+/// element.
 #[test]
 fn memory_of_a_capture_is_claimed_at_once() {
     const LEN: u64 = 1 << 20;
@@ -190,7 +192,7 @@ fn memory_of_a_capture_is_claimed_at_once() {
     let (peak, lsn) = (store.stats().places[0].1.peak_bytes, store.lsn().0);
     assert_eq!((peak, lsn), (2 * LEN, 1), "nothing was copied, nothing logged");
     capture_ranges(&store, &copy, &[4000..4002, 8000..8016]).unwrap();
-    // With room for the payload.
+    // With a budget for the payload as well.
     let (store, copy) = open(ASKED + 4096);
     capture(&store, &copy).unwrap();
     assert_eq!(store.lsn().0, 2);
@@ -219,7 +221,7 @@ fn capture_logs_only_changes() {
     capture(&store, &copy).unwrap();
     let found = grown();
     assert!((50_000..50_000 + 8192).contains(&found), "{found} bytes for a range of 50,000");
-    // No write at all, then bytes that are what they were.
+    // First no write at all, then a write of equal bytes.
     copy.bytes().write(1000, &[2; 100]).unwrap();
     let epoch = copy.epoch();
     capture(&store, &copy).unwrap();
@@ -227,7 +229,7 @@ fn capture_logs_only_changes() {
     assert_eq!((copy.epoch(), store.page(page).unwrap().epoch), (epoch, epoch));
 }
 
-/// A host device that counts what it brings to the host on the lane for staging.
+/// A host device that counts the bytes that it downloads on the staging lane.
 struct Counting {
     inner: HostDevice,
     brought: AtomicU64,
@@ -247,7 +249,7 @@ impl Device for Counting {
     }
 }
 
-/// Unchanged bytes cost nothing on the way to the host, and neither does the number of elements.
+/// The download depends neither on the unchanged bytes nor on the number of elements.
 #[test]
 fn capture_downloads_indices_and_values() {
     const LEN: usize = 4 << 20;
@@ -265,7 +267,7 @@ fn capture_downloads_indices_and_values() {
             capture(&store, &copy).unwrap();
             let brought = device.brought.load(Ordering::Relaxed) as usize;
             let changed = LEN.div_ceil(every);
-            // An index is four bytes, its value is one. What the host knows does not come down.
+            // An index takes four bytes, its value one. Bytes that the host has already are not downloaded.
             let expected = match per_element {
                 0 if every == 20 => LEN / 8 + changed,
                 _ => per_element * changed,
@@ -314,7 +316,7 @@ fn copy_written_after_staging_is_captured_as_staged() {
     let page = page(&store, &[0; 64]);
     let copy = store.working_copy(page, Width::W1, Shadow::Page).unwrap();
     copy.bytes().write(10, &[5; 3]).unwrap();
-    // Between staging and the comparison with the page, a kernel takes the change back.
+    // Between staging and the comparison with the page, a kernel reverts the change.
     let stream = device.stream();
     fill_on(&device, stream, copy.bytes(), 0);
     device.wait_external(Lane::Apply, stream).unwrap();
@@ -334,7 +336,7 @@ fn staged_bytes_stay_until_shadow_is_updated() {
     for round in 1..4 {
         copy.bytes().write(u64::from(round), &[round]).unwrap();
         capture(&store, &copy).unwrap();
-        // New memory is wanted: what is free is released first, and the device must see what is still named.
+        // An allocation frees unused memory first; the device must not lose memory that commands still use.
         page(&store, &[round; 64]);
     }
     assert_eq!(content(&store, captured)[..5], [0, 1, 2, 3, 0]);
@@ -354,7 +356,7 @@ fn only_declared_ranges_are_compared() {
         assert_eq!(content(&store, page), expected, "{shadow:?}");
         capture_ranges(&store, &copy, &[]).unwrap();
         assert_eq!(content(&store, page), expected, "{shadow:?}");
-        // A range that was not named is still a change.
+        // A changed range that was not passed to the call remains to be captured.
         capture(&store, &copy).unwrap();
         assert_eq!(content(&store, page), [1; 1000], "{shadow:?}");
         let outside = capture_ranges(&store, &copy, &[0..1, 990..1001]);
@@ -386,7 +388,7 @@ fn concurrent_changes_are_never_undone() {
     }
 }
 
-/// Two threads capture copies of one page, again and again: each change is there at the end, once.
+/// Two threads capture working copies of the same page repeatedly: each change is present once at the end.
 #[test]
 fn concurrent_captures_let_one_win_and_fail_the_other() {
     for (seed, shadow) in (0..4).flat_map(|seed| [(seed, Shadow::Page), (seed, Shadow::Digest)]) {
@@ -403,7 +405,7 @@ fn concurrent_captures_let_one_win_and_fail_the_other() {
                 scope.spawn(move || {
                     let copy = store.working_copy(page, Width::W1, shadow).unwrap();
                     for _ in 0..20 {
-                        // Both threads count in the same byte, and each in one of its own.
+                        // Both threads increment the same byte, and each increments one of its own.
                         loop {
                             for at in [0, 1 + thread] {
                                 let mut byte = [0];
@@ -448,7 +450,7 @@ fn several_captures_are_one_batch_or_none_with(shadow: Shadow) {
     store.commit(batch).unwrap();
     assert!(matches!(both(), Err(Error::Conflict { .. })));
     assert_eq!(pages.map(|page| content(&store, page)[4]), [1, 1]);
-    // The first is still of its page's state.
+    // The first working copy still corresponds to its page.
     capture(&store, &copies[0]).unwrap();
     assert_eq!(content(&store, pages[0])[4], 2);
 }
@@ -496,7 +498,7 @@ fn initial_copy_option_sets_copy_direction() {
     }
 }
 
-/// An array of the host that something else owns, and that says when it goes.
+/// A host array with an external owner, which records when it is dropped.
 struct Array(Vec<u8>, Arc<AtomicU64>);
 
 impl HostMemory for Array {
@@ -532,14 +534,14 @@ fn external_array_is_captured_in_place() {
         assert!(copied(&copy) == plain, "{shadow:?}");
         for (at, byte) in [(0, 1), (70_001, 2), (plain.len() - 1, 3)] {
             plain[at] = byte;
-            // By another handle to the same bytes: the array's own library writes there.
+            // Through another handle to the same bytes, as the array's own library writes them.
             store.caller_bytes(&array).unwrap().write(at as u64, &[byte]).unwrap();
         }
         let logged = store.stats().log.bytes;
         capture(&store, &copy).unwrap();
         assert!(content(&store, page) == plain, "{shadow:?}");
         assert!(shadow == Shadow::Digest || store.stats().log.bytes - logged < 8192, "{shadow:?}");
-        // Another batch's changes reach the array by a reload alone.
+        // Changes of other batches reach the array only by a reload.
         let mut batch = store.batch();
         batch.write(page, 5, &[9]);
         store.commit(batch).unwrap();
@@ -578,13 +580,13 @@ fn memory_without_working_copy_is_refused() {
         matches!(odd, Err(Error::Refused(Refused::Memory { len: 12, .. }))),
         "elements off their boundary: {odd:?}"
     );
-    // A page that has another length by now.
+    // A page whose length has changed since.
     let copy = store.working_copy(page, Width::W4, Shadow::Page).unwrap();
     let mut batch = store.batch();
     batch.resize(page, 16);
     store.commit(batch).unwrap();
     assert!(matches!(capture(&store, &copy), Err(Error::Conflict { .. })));
     assert!(matches!(store.reload(&copy), Err(Error::Refused(Refused::Memory { len: 12, .. }))));
-    // A half loaded copy is of no state.
+    // A working copy whose load failed halfway corresponds to no state of its page.
     assert!(matches!(capture(&store, &copy), Err(Error::Conflict { expected: Epoch(0), .. })));
 }

@@ -1,5 +1,5 @@
-//! Streams of changes: what is not told is unchanged, batches come in their order, and none is left out
-//! unsaid.
+//! Change streams: a byte that no event reports is unchanged, batches arrive in log order, and a missing
+//! batch is reported as a gap.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -25,16 +25,17 @@ fn applied(changes: &mut ChangeStream) -> Arc<AppliedBatch> {
     }
 }
 
-/// Commits a batch, and waits until streams were told of it: a stream begins between two batches.
+/// Commits a batch and waits until it was published to change streams, so that a new stream begins between
+/// two batches.
 fn apply(store: &Store, batch: &mut WriteBatch) {
     let lsn = store.commit(batch).unwrap().position.lsn;
     assert!(store.changes().unwrap().begin_lsn() >= lsn);
 }
 
-/// A store's pages as a caller that follows a stream knows them.
+/// The pages of a store as reconstructed from its change stream.
 type Mirror = BTreeMap<PageId, (PageInfo, Vec<u8>)>;
 
-/// Takes a batch to a mirror: it looks at nothing that is not told.
+/// Applies a batch to a mirror, and uses only what the batch reports.
 fn follow(store: &Store, batch: &AppliedBatch, mirror: &mut Mirror) {
     for AppliedPage { page, epoch, changes, .. } in &batch.pages {
         for change in changes {
@@ -168,7 +169,7 @@ fn change_stream_reports_batch_page_by_page() {
         (committed.pages[0], Epoch(1), vec![AppliedChange::Created]),
     ];
     assert_eq!(reported, expected);
-    // A batch that leaves its page as it was names it.
+    // A batch that does not change a page's bytes is reported with the page nevertheless.
     store.commit(store.batch().move_to(one, Place::Host).note("nothing")).unwrap();
     let reported = applied(&mut changes);
     assert_eq!(
@@ -177,8 +178,8 @@ fn change_stream_reports_batch_page_by_page() {
     );
 }
 
-/// Streams that begin at any time are told of each batch after their beginning, once and in order; the batch
-/// is applied by then.
+/// A stream that begins at any time receives each later batch once and in order, and only after it was
+/// applied.
 #[test]
 fn batches_of_all_threads_are_reported_in_order() {
     let store = open(&SimDisk::new(), Arc::new(HostDevice::new()));
@@ -194,7 +195,7 @@ fn batches_of_all_threads_are_reported_in_order() {
         for _ in 0..20 {
             let late = store.changes().unwrap();
             let begin = late.begin_lsn().0;
-            // A stream that began as the last batch was applied is told of none.
+            // A stream that began when the last batch was applied receives no batch.
             for (event, lsn) in late.take(50.min(2004 - begin) as usize).zip(begin + 1..) {
                 let ChangeEvent::Applied(batch) = event else { panic!("{event:?}") };
                 assert_eq!(batch.lsn, Lsn(lsn));
@@ -209,15 +210,15 @@ fn batches_of_all_threads_are_reported_in_order() {
     assert_eq!(early.next_timeout(Duration::ZERO).unwrap(), None);
 }
 
-/// A caller that does not keep up hears so, in the place of the batches that it missed; a restore is told
-/// alike.
+/// A receiver that is too slow gets a gap in the place of the batches that it missed. A restore is reported
+/// as a gap as well.
 #[test]
 fn gap_is_reported_at_its_position() {
     let store = open(&SimDisk::new(), Arc::new(HostDevice::new()));
     let page = page(&store, &[0; 1 << 19]);
     let snapshot = store.snapshot().unwrap();
     let mut changes = store.changes().unwrap();
-    // Each of 10,000 ranges that do not touch.
+    // Each batch has 10,000 ranges that do not touch each other.
     for number in 0..8 {
         let mut batch = store.batch();
         (0..10_000).for_each(|at| _ = batch.write(page, 4 * at, &[number]));
@@ -261,7 +262,7 @@ fn a_stream_ends_with_its_store() {
     assert!(matches!(changes.next_timeout(Duration::MAX), Err(Error::Poisoned(_))));
 }
 
-/// Pages that are there already cost nothing; the others move in one batch.
+/// Pages that are in the requested place are not copied; all others move in one batch.
 #[test]
 fn ensure_moves_only_pages_at_other_places() {
     let store = open(&SimDisk::new(), Arc::new(HostDevice::new()));

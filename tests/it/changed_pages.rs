@@ -1,9 +1,9 @@
-//! A snapshot looks at changed pages and at no others. So each kind of change must mark its page, and the
-//! mark must stay until a snapshot that has the page was published.
+//! A snapshot visits only pages that are marked as changed. So each kind of change must mark its page, and
+//! the mark must stay until a snapshot that contains the page was published.
 //!
-//! Each case begins with pages that are all in the newest snapshot, and with none left to look at. Pages that
-//! the case changes must be in the next snapshot, which is rebuilt from the files: a change that it missed
-//! lies before its `redo`, and would be lost. Its link must name these pages alone.
+//! In each case all pages are in the newest snapshot and none is marked at first. The pages that the case
+//! changes must be in the next snapshot, which is rebuilt from the files: a change that it missed lies before
+//! its `redo` and would be lost. The snapshot's own link must name exactly these pages.
 
 use std::collections::BTreeSet;
 
@@ -32,7 +32,7 @@ fn commit(store: &Store, change: impl FnOnce(&mut WriteBatch)) -> Vec<PageId> {
     store.commit(batch).unwrap().pages
 }
 
-/// A store whose pages are all in a snapshot.
+/// Returns a store whose pages are all in a snapshot.
 fn settled(disk: &SimDisk) -> (Store, Vec<PageId>) {
     let store = open_with(disk, small()).unwrap();
     let pages = commit(&store, |batch| {
@@ -41,13 +41,13 @@ fn settled(disk: &SimDisk) -> (Store, Vec<PageId>) {
             batch.fill(page, 0, PAGE_LEN, &[number]).set_metadata(page, "old", "old");
         }
     });
-    // The first has them all, and the second has seen that none changed.
+    // The first snapshot contains all pages; the second one finds no changed page.
     store.snapshot().unwrap();
     store.snapshot().unwrap();
     (store, pages)
 }
 
-/// The pages that a snapshot's own link names.
+/// Returns the pages that the link of a snapshot names.
 fn link(disk: &SimDisk, info: &SnapshotInfo) -> BTreeSet<PageId> {
     let survey = Survey::read(&Files::of(disk)).unwrap();
     let (link, _) = survey.links[&info.id].as_ref().unwrap();
@@ -55,7 +55,8 @@ fn link(disk: &SimDisk, info: &SnapshotInfo) -> BTreeSet<PageId> {
     link.entries.iter().map(|entry| entry.page).chain(tombstones).collect()
 }
 
-/// Demands that the next snapshot is the store's state, and that its link names these pages alone.
+/// Asserts that the next snapshot has the state of the store, and that its link names exactly the expected
+/// pages.
 fn check(disk: &SimDisk, store: &Store, why: &str, expected: &[PageId]) {
     let state = State::of(store);
     let info = store.snapshot().unwrap();
@@ -63,7 +64,7 @@ fn check(disk: &SimDisk, store: &Store, why: &str, expected: &[PageId]) {
     let options = RebuildOptions { base: Some(info.id), until: Some(info.end), ..RebuildOptions::default() };
     let rebuilt = rebuild(&Files::of(disk), &options).unwrap();
     assert!(State::rebuilt(&rebuilt) == state, "{why}: the snapshot is not the state");
-    // Afterwards no change is left to tell.
+    // After this snapshot no page is marked as changed.
     let next = store.snapshot().unwrap();
     assert_eq!(link(disk, &next), BTreeSet::new(), "{why}: again");
 }
@@ -124,7 +125,7 @@ fn every_kind_of_change_is_in_next_snapshot() {
             commit(store, |batch| _ = batch.write(pages[1], 0, b"undone").delete(pages[2]));
             commit(store, |batch| _ = batch.create(10, PLACE).page());
             store.restore(StatePoint::Lsn(before)).unwrap();
-            // The store has taken a snapshot on its own.
+            // The store has taken a background snapshot.
             Vec::new()
         }),
     ];
@@ -138,8 +139,8 @@ fn every_kind_of_change_is_in_next_snapshot() {
 
 #[test]
 fn failed_snapshot_keeps_changes() {
-    // Returns whether it failed for want of space. A call that succeeds without space, or poisons the store,
-    // is another test's matter.
+    // Returns whether the call failed for lack of space. Calls that succeed without space or poison the store
+    // are tested elsewhere.
     let fails = |what: &str, strike: &dyn Fn(&SimDisk)| {
         let disk = SimDisk::new();
         let (store, pages) = settled(&disk);
@@ -152,7 +153,7 @@ fn failed_snapshot_keeps_changes() {
         true
     };
     assert!(fails("a full disk", &|disk| disk.set_capacity(Some(0))));
-    // Once, and perhaps in a call of the thread that makes segments.
+    // Fails once, possibly in the thread that creates segments.
     for operation in [Operation::Create, Operation::Write, Operation::SyncFolder] {
         for skip in 0..3 {
             let fault = DiskFault { operation, skip, times: 1, errno: ENOSPC };
@@ -178,7 +179,7 @@ fn replayed_changes_are_in_next_snapshot() {
     commit(&store, |batch| _ = batch.write(pages[20], 0, b"since"));
     check(&killed, &store, "replayed, and since", &[pages[0], pages[1], pages[20], new[0]]);
 
-    // A restore that is replayed, because its own snapshot was never published.
+    // A restore that is replayed because its snapshot was never published.
     let disk = SimDisk::new();
     let (store, pages) = settled(&disk);
     let before = store.lsn();

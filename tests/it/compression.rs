@@ -1,4 +1,4 @@
-//! Images that are stored compressed, through every part that reads images.
+//! Compressed images, in every component that reads images.
 
 use std::path::Path;
 
@@ -13,7 +13,7 @@ use remanent_format::{FileName, Folder};
 use remanent::disk::dir::DirReader;
 use remanent_format::image::Codec;
 
-/// Pages of zeros, of words that ascend slowly, and of bytes without order; short ones and long ones.
+/// Returns pages of zeros, of slowly ascending words and of random bytes, each short and long.
 fn contents() -> Vec<Vec<u8>> {
     let words = |count: u32| (0..count).flat_map(|word| (word / 5).to_le_bytes()).collect::<Vec<u8>>();
     let mut state = 88_172_645_463_325_252_u64;
@@ -27,7 +27,7 @@ fn contents() -> Vec<Vec<u8>> {
         (0..len).map(next).collect::<Vec<u8>>()
     };
     let (short, long) = (noise(3000), noise(600_000));
-    // Together longer than one upload.
+    // Together longer than one upload to the device.
     vec![vec![0; 100], vec![0; 70_000], words(1000), words(700_000), short, long, vec![], vec![9; 5 << 20]]
 }
 
@@ -58,7 +58,7 @@ fn compressed_images_are_read_by_all() {
     let (store, snapshot) = store(directory.path(), Compression::Zstd);
     assert!(snapshot.bytes < raw / 3, "{} of {raw} bytes", snapshot.bytes);
 
-    // Each image is stored as it should be, and sound.
+    // Each image has the expected codec and is intact.
     let reader = DirReader::new(directory.path());
     let survey = Survey::read(&reader).unwrap();
     let manifest = survey.readable().next().unwrap();
@@ -70,7 +70,7 @@ fn compressed_images_are_read_by_all() {
         check_image(&reader, image, entry.len).unwrap();
     }
 
-    // Pages are restored from them.
+    // A restore reads these images.
     let mut batch = store.batch();
     for (page, content) in (1..).map(PageId).zip(contents()) {
         if content.is_empty() {
@@ -84,7 +84,7 @@ fn compressed_images_are_read_by_all() {
     check(&store);
     store.close().unwrap();
 
-    // They are rebuilt and recovered, with a page whose length changes after its image.
+    // A rebuild and an open read these images, with a page whose length changes after its image.
     let rebuilt = rebuild(&reader, &RebuildOptions::default()).unwrap();
     assert!(rebuilt.contents.values().eq(&contents()));
     let store = Store::open(directory.path()).unwrap();
@@ -114,8 +114,7 @@ fn store_is_readable_with_any_image_io() {
     }
 }
 
-/// One bit of any compressed image is flipped: the snapshot before is used, and the time that this cost is
-/// reported.
+/// For a flipped bit in any compressed image, recovery uses the previous snapshot and reports the damage.
 #[test]
 fn a_damaged_compressed_image_falls_back() {
     let directory = tempfile::tempdir().unwrap();

@@ -1,4 +1,5 @@
-//! Copies of ranges between pages of one batch: the bytes are those of the copy's own point in the batch.
+//! Copies of ranges between pages of one batch: the bytes are those of the source at the copy's position in
+//! the batch.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -16,7 +17,7 @@ use crate::kill::workload::Random;
 
 const PLACES: [Place; 3] = [Place::Device(0), Place::Pinned, Place::Host];
 
-/// Adds a random operation to a batch, and does it to plain vectors.
+/// Adds a random operation to a batch, and applies it to plain vectors.
 fn operation(
     random: &mut Random,
     batch: &mut WriteBatch,
@@ -46,7 +47,7 @@ fn operation(
         3 => {
             batch.move_to(names[to], PLACES[random.below(3) as usize]);
         }
-        // Copies most of all: also of nothing, and within one page, where the ranges may overlap.
+        // Mostly copies: also empty ones, and copies within one page, whose ranges may overlap.
         _ => {
             let len = random.below(plain[from].len().min(plain[to].len()) as u64 + 1) as usize;
             let start = random.below((plain[from].len() - len) as u64 + 1) as usize;
@@ -83,7 +84,7 @@ fn copy_reads_bytes_at_its_point_in_batch() {
             }
         }
         drop(store);
-        // The log has the bytes, and no formula over other bytes (I2).
+        // The log contains the copied bytes, not a reference to other bytes (I2).
         let store = open(&disk, Arc::new(HostDevice::new()));
         for (page, bytes) in pages.iter().zip(&plain) {
             assert!(content(&store, *page) == *bytes, "{page} recovered from {label}");
@@ -91,7 +92,7 @@ fn copy_reads_bytes_at_its_point_in_batch() {
     }
 }
 
-/// A copy of a few bytes of a long page takes a few bytes of log, and leaves the source as it was.
+/// A copy of a few bytes of a long page logs only these bytes, and does not change the source.
 #[test]
 fn copy_logs_only_its_range() {
     let store = open(&SimDisk::new(), Arc::new(HostDevice::new()));
@@ -104,7 +105,7 @@ fn copy_logs_only_its_range() {
 }
 
 #[test]
-fn a_wrong_copy_changes_nothing() {
+fn invalid_copy_changes_nothing() {
     type Build = fn(&Store, &mut WriteBatch, [PageId; 2]);
     type Expected = fn(&Error) -> bool;
     let store = open(&SimDisk::new(), Arc::new(HostDevice::new()));
@@ -176,7 +177,7 @@ fn a_wrong_copy_changes_nothing() {
         assert!(is_expected(&error), "{name}: {error}");
         assert_eq!(store.lsn(), lsn, "{name}");
     }
-    // The device's bytes may come after the copy: the copy takes what was there before.
+    // The device's bytes may be written after the copy: the copy reads the earlier bytes.
     let memory = store.device_bytes(4, Place::Device(0)).unwrap();
     let mut batch = store.batch();
     batch.copy(pages[0], 0..2, pages[1], 0).write_device(pages[0], 0, &memory);
@@ -184,8 +185,8 @@ fn a_wrong_copy_changes_nothing() {
     assert_eq!((&content(&store, pages[1])[..3], content(&store, pages[0])[0]), (&[1, 1, 2][..], 0));
 }
 
-/// The bytes are read before the batch has its place in the log. A writer that comes in between must not
-/// leave the target with bytes that the source did not have at that place.
+/// The source is read before the batch has its position in the log. If another batch writes the source in
+/// between, the target must get the bytes that the source has at the copying batch's position.
 #[test]
 fn copy_during_commits_has_its_log_position() {
     const LEN: u64 = 5000;
@@ -217,7 +218,7 @@ fn copy_during_commits_has_its_log_position() {
     }
 }
 
-/// A lease of the target keeps what it showed, and a lease of the source costs no memory.
+/// A lease of the target still shows the old bytes; a lease of the source needs no additional memory.
 #[test]
 fn leases_see_a_copy_as_they_see_a_write() {
     let store = open(&SimDisk::new(), Arc::new(HostDevice::new()));
@@ -231,7 +232,7 @@ fn leases_see_a_copy_as_they_see_a_write() {
     assert_eq!(used() - before, 4, "a spare for the target, none for the source");
 }
 
-/// Pages of one device's other places, and a page longer than its short ways for copies.
+/// Copies between all places of one device, of pages short and too long for the fast path.
 #[test]
 fn pages_copy_between_all_places() {
     for device in devices() {

@@ -1,4 +1,4 @@
-//! Counts of what the device does: the same on every device, and exact.
+//! Counters of device work: exact, and the same on every device.
 
 use std::sync::Arc;
 
@@ -37,7 +37,7 @@ fn commit(store: &Store, build: impl FnOnce(&mut WriteBatch)) -> Vec<PageId> {
     store.commit(batch).unwrap().pages
 }
 
-/// Pages and bytes that went from one place to another.
+/// Returns the number of copies and bytes from one place to another.
 fn moved(stats: &Stats, from: Place, to: Place) -> (u64, u64) {
     let moved = stats.transfers.iter().find(|moved| (moved.from, moved.to) == (from, to));
     moved.map_or((0, 0), |moved| (moved.pages, moved.bytes))
@@ -52,13 +52,14 @@ fn lane(stats: &Stats, lane: Lane) -> LaneStats {
     stats.lanes.iter().find(|(of, _)| *of == lane).unwrap().1
 }
 
-/// What a workload moves, each row with its places, how many ranges and how many bytes.
+/// Runs a workload. Returns the copies that it makes: source and target place, number of ranges, number of
+/// bytes.
 fn workload(store: &Store, far: Place) -> Vec<(Place, Place, u64, u64)> {
     let page = commit(store, |batch| {
         let page = batch.create(LEN, PLACE).page();
         batch.write(page, 0, &[1; 100]).scatter(page, Width::W4, &[50, 60], &[2; 8]);
     })[0];
-    // Zeros are written where the page is, and come from nowhere.
+    // A fill is executed where the page is, and is no transfer.
     commit(store, |batch| _ = batch.fill(page, 1000, 100, &[3]).move_to(page, far));
     commit(store, |batch| _ = batch.write(page, 0, &[4; 7]).resize(page, LEN + 1));
     let stats = store.stats();
@@ -71,7 +72,7 @@ fn workload(store: &Store, far: Place) -> Vec<(Place, Place, u64, u64)> {
 #[test]
 fn every_device_counts_the_bytes_of_deltas_and_moves() {
     let far = Place::Pinned;
-    // The sparse delta counts with the range in which its elements lie: from the page's start on.
+    // The sparse delta counts as the range that contains its elements, from the start of the page.
     let expected = [
         (Place::Host, PLACE, 2, 100 + 244),
         (Place::Host, far, 1, 7),
@@ -91,7 +92,7 @@ fn every_device_counts_the_bytes_of_deltas_and_moves() {
         let store = open(device.clone());
         assert_eq!(workload(&store, far), expected, "{}", device.label());
         let stats = store.stats();
-        // One for the create, one for the move, one for the resize.
+        // One allocation each for the create, the move and the resize.
         assert_eq!(allocations(&stats, PLACE).allocations, 1, "{}", device.label());
         assert_eq!(allocations(&stats, far).allocations, 2, "{}", device.label());
         store.trim().unwrap();
@@ -125,10 +126,10 @@ fn reads_and_snapshots_are_counted_as_downloads() {
     assert_eq!(moved(&store.stats(), PLACE, Place::Host), (1, 90));
     store.snapshot().unwrap();
     let (_, bytes) = moved(&store.stats(), PLACE, Place::Host);
-    // Each page in a snapshot's area begins on a boundary.
+    // Pages in a snapshot's staging area are aligned.
     assert!((90 + LEN..90 + LEN + 64).contains(&bytes), "{bytes}");
 
-    // Bytes that the caller's own thread reads are no transfer.
+    // Bytes that the caller's own thread reads are not counted as a transfer.
     let store = open(host());
     let page = commit(&store, |batch| _ = batch.create_from(vec![1; LEN as usize], PLACE))[0];
     store.read(page, 10, &mut [0; 90]).unwrap();
@@ -139,7 +140,7 @@ fn reads_and_snapshots_are_counted_as_downloads() {
 fn counters_report_queued_lists_and_waits() {
     let store = open(Arc::new(LateDevice::new(host())));
     let page = commit(&store, |batch| _ = batch.create(LEN, PLACE))[0];
-    // In the lane, and not run before a caller must have it.
+    // Queued in the lane, and not executed before a caller needs the result.
     for byte in 1..=3 {
         commit(&store, |batch| _ = batch.fill(page, 0, LEN, &[byte]));
     }
@@ -164,7 +165,7 @@ fn refused_allocation_is_counted() {
     assert_eq!((counted.allocations, counted.refusals, counted.frees), (0, 1, 0));
 }
 
-/// What `publish_metrics` tells of tiers and of pages on disk is what `stats` does.
+/// `publish_metrics` reports the same values of tiers and disk pages as `stats`.
 #[cfg(feature = "metrics")]
 #[test]
 fn metrics_match_stats() {
@@ -198,12 +199,12 @@ fn metrics_match_stats() {
             unreachable!("gauges are published as they are")
         }
         fn set(&self, value: f64) {
-            // Seconds would be zero otherwise.
+            // Stored in billionths, because seconds would be rounded to zero.
             self.0.store((value * 1e9).round() as u64, Ordering::Relaxed);
         }
     }
 
-    /// Numbers by name and labels; those of gauges in billionths.
+    /// Published numbers by name and labels; gauges in billionths.
     #[derive(Default)]
     struct Numbers(Mutex<BTreeMap<String, Arc<Number>>>);
 
@@ -250,7 +251,7 @@ fn metrics_match_stats() {
     batch.write(pages[11], 0, &[1; 9]);
     store.commit(batch).unwrap();
 
-    // The thread of the tiers may still be at work.
+    // The thread that moves pages between tiers may still be working.
     let (stats, numbers) = loop {
         let (before, numbers) = (store.stats(), Numbers::default());
         metrics::with_local_recorder(&numbers, || store.publish_metrics());

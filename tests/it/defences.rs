@@ -1,5 +1,6 @@
-//! The list of `tests/defences` fits the sources: each defence is found where the list says, and its test
-//! exists. That the tests go red is shown there, in a copy of the sources that has the switches.
+//! The list of `tests/defences` matches the sources: each listed piece of code occurs in its file, and its
+//! test exists. `tests/defences` itself checks that the tests fail, in a copy of the sources with the
+//! switches.
 
 #[path = "../defences/src/list/mod.rs"]
 mod list;

@@ -1,5 +1,5 @@
-//! Copies between memory of a device and stores that keep their pages elsewhere: the bytes that were there
-//! and no others, or an error that names what is to blame.
+//! Copies between device memory and stores that keep their pages elsewhere: exactly the right bytes, or an
+//! error that names the cause.
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ use crate::kill::workload::Random;
 use crate::overlays::image_of;
 use crate::with_options::With;
 
-/// Around the length at which an image is read in parts, and shorter and longer than a window of a view.
+/// Lengths around the one from which images are read in parts, and around a view's window.
 const LENS: [u64; 8] = [5, 0, 4096, 70_001, (4 << 20) - 8192, (4 << 20) + 3, 9 << 20, (1 << 20) + 13];
 
 fn open(disk: &SimDisk, compression: Compression) -> Store {
@@ -39,7 +39,7 @@ fn view(disk: &SimDisk, point: Option<&StatePoint>) -> View {
     View::open_on(&(Arc::new(disk.clone()) as Arc<dyn Disk>), point).unwrap()
 }
 
-/// Half of it can be compressed.
+/// Returns bytes of which half are compressible.
 fn content(random: &mut Random, len: u64) -> Vec<u8> {
     let mut bytes = random.bytes(len);
     bytes.truncate(len as usize / 2);
@@ -47,7 +47,7 @@ fn content(random: &mut Random, len: u64) -> Vec<u8> {
     bytes
 }
 
-/// Pages with images alone, with batches after them, and with no image at all.
+/// Creates pages with images alone, with later batches, and with no image at all.
 fn write(store: &Store, random: &mut Random) -> Vec<(PageId, Vec<u8>)> {
     let mut pages = Vec::new();
     for (at, len) in LENS.into_iter().enumerate() {
@@ -69,7 +69,7 @@ fn write(store: &Store, random: &mut Random) -> Vec<(PageId, Vec<u8>)> {
     pages
 }
 
-/// Memory of the device, which holds other bytes.
+/// Allocates device memory that contains other bytes.
 fn targets(memories: &Store, pages: &[(PageId, Vec<u8>)]) -> Vec<DeviceBytes> {
     let memory = |(_, bytes): &(PageId, Vec<u8>)| {
         let memory = memories.device_bytes(bytes.len() as u64, PLACE).unwrap();
@@ -90,7 +90,7 @@ fn view_loads_every_page_into_its_memory() {
         let store = open(&disk, compression);
         let then = write(&store, &mut random);
         let lsn = store.lsn();
-        // Later states are none of the view's business.
+        // Later states do not affect the view.
         let mut now = then.clone();
         let mut batch = store.batch();
         for (page, bytes) in now.iter_mut().filter(|(_, bytes)| bytes.len() > 5) {
@@ -111,7 +111,7 @@ fn view_loads_every_page_into_its_memory() {
                 for ((page, bytes), memory) in expected.iter().zip(&targets) {
                     assert!(bytes_of(memory) == *bytes, "{page} at {point:?} on {label}, {compression:?}");
                 }
-                // One alone, and nothing beside it.
+                // A page alone, without neighbours.
                 copier.load(&view, &named(&expected[3..4], &targets[2..3])).unwrap_err();
                 copier.load(&view, &[]).unwrap();
             }
@@ -119,7 +119,7 @@ fn view_loads_every_page_into_its_memory() {
     }
 }
 
-/// Of the host's memory that something else has, too: there the bytes go by one copy more.
+/// Memory that another owner allocated on the host is filled as well, with one more copy.
 #[test]
 fn caller_memory_is_filled() {
     let (disk, mut random) = (SimDisk::new(), Random(4));
@@ -135,7 +135,7 @@ fn caller_memory_is_filled() {
     }
 }
 
-/// Short and long pages, in memory and on disk, of memory from which a part is taken.
+/// Short and long pages, in memory and on disk, are created from a part of device memory.
 #[test]
 fn page_of_any_store_is_created_from_device_memory() {
     for device in devices() {
@@ -164,7 +164,7 @@ fn page_of_any_store_is_created_from_device_memory() {
         store.snapshot().unwrap();
         drop(store);
         check(&open(&disk, Compression::Zstd));
-        // Bytes past the memory's end make no page.
+        // A range beyond the end of the memory is refused.
         let store = open(&SimDisk::new(), Compression::Zstd);
         let short = Arc::new(copier.source(memories.device_bytes(9, PLACE).unwrap()).unwrap());
         let mut batch = store.batch();
@@ -202,7 +202,8 @@ fn unfillable_request_is_refused() {
     assert!(bytes_of(&memory).iter().all(|byte| *byte == 1), "nothing was written");
 }
 
-/// A damaged image is named, whether it is loaded in parts or with others; other pages still come.
+/// The error names the damaged image, whether it is loaded in parts or together with others; other pages can
+/// be loaded.
 #[test]
 fn damage_is_reported_and_affects_only_its_page() {
     for at in [3_usize, 6] {

@@ -1,5 +1,5 @@
-//! Deltas whose bytes are made on a device: the log and the page get the bytes that the device had, and the
-//! device checks the indices first.
+//! Deltas with bytes from device memory: log and page get the bytes that the device had, after the device
+//! checked the indices.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ use crate::kill::workload::Random;
 pub const PLACE: Place = Place::Device(0);
 const WIDTHS: [Width; 5] = [Width::W1, Width::W2, Width::W4, Width::W8, Width::W16];
 
-/// Devices that are early, late, at random, and real where there is one.
+/// Devices that execute early, late and randomly, and a GPU if there is one.
 pub fn devices() -> Vec<Arc<dyn Device>> {
     let host = || Arc::new(HostDevice::new());
     let mut devices: Vec<Arc<dyn Device>> =
@@ -37,7 +37,7 @@ pub fn open(disk: &SimDisk, device: Arc<dyn Device>) -> Store {
     Store::open_on(Arc::new(disk.clone()), device, options).unwrap()
 }
 
-/// Creates a page of these bytes.
+/// Creates a page with these bytes.
 pub fn page(store: &Store, bytes: &[u8]) -> PageId {
     let mut batch = store.batch();
     batch.create_from(bytes, PLACE);
@@ -50,14 +50,14 @@ pub fn content(store: &Store, page: PageId) -> Vec<u8> {
     bytes
 }
 
-/// The bytes of device memory.
+/// Reads the bytes of device memory.
 pub fn bytes_of(memory: &DeviceBytes) -> Vec<u8> {
     let mut bytes = vec![0; memory.byte_len() as usize];
     memory.read(0, &mut bytes).unwrap();
     bytes
 }
 
-/// Makes device memory with these bytes.
+/// Allocates device memory with these bytes.
 fn born(store: &Store, bytes: &[u8]) -> DeviceBytes {
     let memory = store.device_bytes(bytes.len() as u64, PLACE).unwrap();
     memory.write(0, bytes).unwrap();
@@ -68,7 +68,8 @@ fn index_bytes(indices: &[u32]) -> Vec<u8> {
     indices.iter().flat_map(|index| index.to_le_bytes()).collect()
 }
 
-/// Adds the same random operation to two batches: one takes the bytes from the host, one from the device.
+/// Adds the same random operation to two batches: one takes the bytes from the host, the other from the
+/// device.
 fn operation(
     random: &mut Random,
     page: PageId,
@@ -109,7 +110,7 @@ fn device_bytes_are_written_like_host_bytes() {
         let (disk, host) = (SimDisk::new(), SimDisk::new());
         let (store, plain) = (open(&disk, device), open(&host, Arc::new(HostDevice::new())));
         let mut random = Random(11);
-        // Longer than the device's short ways for small copies.
+        // Longer than what the device's fast paths for small copies handle.
         let lens = [100_u64, 4096, 5000, 200_001];
         let begin = lens.map(|len| random.bytes(len));
         let pages = begin.each_ref().map(|bytes| (page(&store, bytes), page(&plain, bytes)).0);
@@ -125,7 +126,7 @@ fn device_bytes_are_written_like_host_bytes() {
             assert!(content(&store, pages[at]) == content(&plain, pages[at]), "round {round} on {label}");
         }
         drop(store);
-        // The log has it, too.
+        // The log has the same bytes.
         let store = open(&disk, Arc::new(HostDevice::new()));
         for page in pages {
             assert!(content(&store, page) == content(&plain, page), "{page} recovered from {label}");
@@ -146,7 +147,7 @@ fn logged_bytes_equal_merged_bytes_despite_later_caller_writes() {
             batch.write_device(page, 0, &memory);
             store.submit(batch).unwrap();
             memory.write(0, &[step; 4096]).unwrap();
-            // The batch took the memory as it was at submission.
+            // The batch has the bytes that the memory had at submission.
             assert_eq!(content(&store, page), [step - 1; 4096], "seed {seed}");
         }
         let live = content(&store, page);
@@ -161,7 +162,7 @@ fn bytes_are_taken_after_producing_stream_reaches_them() {
     let store = open(&SimDisk::new(), device.clone());
     let page = page(&store, &[0; 8]);
     let stream = device.stream();
-    // A kernel that fills memory with one number.
+    // A kernel that fills memory with a pattern.
     let make = |memory: &DeviceBytes, pattern: [u8; 16]| {
         let target = device.span_at(memory.address().unwrap(), memory.byte_len());
         device.queue(stream, move |inner| {
@@ -196,7 +197,7 @@ fn memory_for_callers_is_zero_at_first() {
     for device in devices() {
         let store = open(&SimDisk::new(), device);
         for _ in 0..2 {
-            // The bytes from before show nowhere.
+            // The earlier bytes of the memory are not visible.
             let memory = store.device_bytes(1000, PLACE).unwrap();
             let mut bytes = [1; 1000];
             memory.read(0, &mut bytes).unwrap();
@@ -287,7 +288,7 @@ fn page_grown_in_batch_accepts_elements_at_new_length() {
 }
 
 #[test]
-fn device_bytes_count_in_the_budget_and_are_given_back() {
+fn device_bytes_count_in_the_budget_until_dropped() {
     let device: Arc<dyn Device> = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));
     let options = Options::new().memory(MemoryOptions::new().budget(PLACE, 3000));
     let store = Store::open_on(Arc::new(SimDisk::new()), device, options).unwrap();
@@ -300,7 +301,7 @@ fn device_bytes_count_in_the_budget_and_are_given_back() {
         store.commit(batch)
     };
     for _ in 0..5 {
-        // The payload is put together on the device: with its headers it is longer than what it writes.
+        // The payload is built on the device; with its headers it is longer than the bytes that it writes.
         assert!(matches!(write(1000), Err(Error::OverBudget { .. })));
         write(900).unwrap();
     }

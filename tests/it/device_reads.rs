@@ -1,5 +1,4 @@
-//! Reads into memory of the device: the right bytes in the right places, all of one batch, and nothing else
-//! touched.
+//! Reads into device memory: the right bytes in the right places, all as of one batch, and no other byte changes.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,8 +13,8 @@ use remanent::{Ack, Error, PageId, Place, Store};
 use crate::device_ops::{PLACE, bytes_of, devices, open, page};
 use crate::kill::workload::Random;
 
-/// Pages of all places, ranges short and long, in memory of two places: each byte is the one that a slow copy
-/// puts there.
+/// Pages in all places, short and long ranges, memory in two places: each byte is the one that a byte-by-byte copy puts
+/// there.
 #[test]
 fn each_memory_holds_its_range() {
     const LEN: u64 = 300_000;
@@ -32,7 +31,7 @@ fn each_memory_holds_its_range() {
             batch.create_from(bytes.clone(), place);
             let created = store.commit(batch).unwrap().pages[0];
             if len > 80 {
-                // Over the image of the page on disk, too.
+                // Writes to pages, including the page on disk, after their images.
                 let mut batch = store.batch();
                 batch.write(created, 50, &[7; 30]);
                 store.commit(batch).unwrap();
@@ -66,8 +65,7 @@ fn each_memory_holds_its_range() {
     }
 }
 
-/// Each batch writes its number to all pages, so all memories hold one number: that of the batch that is
-/// named.
+/// Each batch writes its number to all pages, so all memories must contain the number of the requested batch.
 #[test]
 fn loaded_memories_are_of_requested_batch() {
     const LEN: u64 = 40_000;
@@ -83,12 +81,12 @@ fn loaded_memories_are_of_requested_batch() {
                 let number = (store.lsn().0 + 1 - first) as u8;
                 let mut batch = store.batch();
                 pages.iter().for_each(|page| _ = batch.fill(*page, 0, LEN, &[number]));
-                // Batches that are not applied yet would gather, and a read waits for all of them.
+                // A read waits for all batches before it, so batches must not accumulate.
                 store.submit(batch).unwrap().wait(Ack::Applied).unwrap();
             }
         });
         let ranges: Vec<_> = pages.iter().zip(&memory).map(|(page, memory)| (*page, 0, memory)).collect();
-        // Looked at when the writer has ended: a failure must not leave it running.
+        // Checked after the writer has ended, because a failure must not leave it running.
         let read =
             |_| store.read_device(&ranges).map(|lsn| (lsn, memory.iter().map(bytes_of).collect::<Vec<_>>()));
         let found: Vec<_> = (0..30).map(read).collect();
@@ -123,7 +121,7 @@ fn unreadable_source_or_target_is_refused() {
     );
     let foreign = Store::temporary().unwrap().device_bytes(100, PLACE).unwrap();
     assert!(matches!(refused(&[(one, 0, &foreign)]), Error::Refused(Refused::Memory { .. })));
-    // A page lives there.
+    // Memory that a page uses.
     let mut batch = store.batch();
     batch.create_in(&memory);
     let lent = store.commit(batch).unwrap().pages[0];
@@ -131,7 +129,7 @@ fn unreadable_source_or_target_is_refused() {
         matches!(refused(&[(one, 0, &memory)]), Error::Refused(Refused::MemoryInUse { page, .. }) if page == lent)
     );
     assert_eq!(store.read_to_vec(lent).unwrap(), [0; 100]);
-    // Nothing at all is fine.
+    // An empty list is valid.
     store.read_device(&[]).unwrap();
     store.read_device(&[(one, 100, &store.device_bytes(0, PLACE).unwrap())]).unwrap();
 }

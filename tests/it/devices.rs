@@ -1,4 +1,5 @@
-//! Promises of single devices beyond the laws: the host device's refusals, lateness, arranged faults.
+//! Properties of single devices beyond those of `device_laws`: refusals of the host device, late execution,
+//! injected faults.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc;
@@ -26,7 +27,7 @@ fn host() -> Arc<dyn Device> {
     Arc::new(HostDevice::new())
 }
 
-/// The host device, and a GPU where there is one.
+/// The host device, and a GPU if there is one.
 fn devices() -> Vec<Arc<dyn Device>> {
     let mut devices = vec![host()];
     if let Some(gpu) = gpu::device() {
@@ -155,7 +156,7 @@ fn ranges_that_break_the_contract_panic_on(device: Arc<dyn Device>) {
         let list = CommandList { commands: vec![command], staging: vec![staging] };
         assert!(panics(|| drop(device.submit(Lane::Apply, list))), "{name} on {}", device.label());
     }
-    // None of these calls stopped the lane.
+    // The lane is still usable after these calls.
     let pending = submit(&*device, Lane::Apply, fill(ok, 1), vec![]);
     assert_eq!(pending.fence().value, 1);
     pending.finish(&*device).unwrap();
@@ -181,7 +182,8 @@ fn unknown_fence_panics() {
     }
 }
 
-/// Staging that, when a list writes to it, makes another thread allocate and sees whether it can.
+/// Staging memory that, when a list writes to it, lets another thread allocate, and records whether that
+/// succeeded.
 struct AllocatesMeanwhile {
     bytes: Vec<u8>,
     device: Arc<dyn Device>,
@@ -200,7 +202,7 @@ impl StagingMemory for AllocatesMeanwhile {
             submit(&*device, Lane::Apply, fill(span(memory, 0, 1), 1), vec![]);
             sender.send(()).unwrap();
         });
-        // The limit only turns a deadlock into a failure.
+        // The timeout turns a deadlock into a failure.
         let done = receiver.recv_timeout(Duration::from_secs(20)).is_ok();
         if done {
             thread.join().unwrap();
@@ -280,7 +282,7 @@ fn late_device_runs_lists_lazily() {
     assert_eq!((device.reached(Lane::Apply), on_inner()), (0, vec![POISON; 4]));
     device.wait(pending[1].fence()).unwrap();
     assert_eq!((device.reached(Lane::Apply), on_inner()), (2, vec![2; 4]), "as far as was waited for");
-    // The other lane is made to wait for the rest.
+    // The other lane has to wait for the remaining lists.
     device.after(Lane::Drain, pending[2].fence()).unwrap();
     let drained = submit(&device, Lane::Drain, fill(span(memory, 0, 1), 9), vec![]);
     assert_eq!(device.reached(Lane::Apply), 2);
@@ -301,7 +303,7 @@ fn late_device_overwrites_undefined_bytes() {
     let returned = submit(&device, Lane::Apply, download, returned).finish(&device).unwrap();
     assert_eq!(returned[0][..], [1, 2, 3, 4, 5, 6], "what the list did not read is not");
 
-    // A lying device that writes nothing is found by the poison in its download.
+    // A device that does not execute its list is detected by the poison bytes in the download.
     let lying = LateDevice::new(Arc::new(DoesNothing));
     let download = Command::Download { source: span(memory, 0, 4), target: staged(4) };
     let returned =
@@ -309,7 +311,7 @@ fn late_device_overwrites_undefined_bytes() {
     assert_eq!(returned[0][..], [POISON, POISON, POISON, POISON, 0, 0]);
 }
 
-/// A device that gives the staging back as it came.
+/// A device that executes nothing, and returns staging memory unchanged.
 struct DoesNothing;
 
 impl Device for DoesNothing {
@@ -395,14 +397,14 @@ fn injected_fault_hits_its_call_and_propagates() {
                 let remedy = if context_lost { Remedy::NewProcess } else { Remedy::Reopen };
                 assert_eq!(error.remedy(), remedy, "{error}");
                 assert!(error.to_string().contains(&format!("{call:?}")), "{error}");
-                // A lost context stays lost.
+                // A lost context is not recovered.
                 assert_eq!(make(&device, memories[2], stream).is_err(), context_lost, "{call:?}");
             }
         }
     }
 }
 
-/// A stream that no device here knows.
+/// Returns a stream that belongs to no device of the store.
 fn unknown_stream() -> RawStream {
     LateDevice::new(host()).stream()
 }
@@ -455,7 +457,7 @@ fn lane_and_caller_stream_wait_for_each_other() {
     queue_read(&device);
     device.wait_external(Lane::Apply, stream).unwrap();
     let two = submit(&device, Lane::Apply, fill(span(memory, 0, 4), 2), vec![]).fence();
-    // The lane does not see work that the stream does after the lane was told to wait for it.
+    // The lane does not wait for work that is queued on the stream after this call.
     queue_read(&device);
     assert_eq!((device.reached(Lane::Apply), &*seen.lock().unwrap()), (0, &vec![]));
     device.wait(two).unwrap();
@@ -512,6 +514,6 @@ fn fault_under_late_device_stops_lane_and_its_waiters() {
     device.wait(before).unwrap();
     assert_eq!((device.reached(Lane::Apply), device.reached(Lane::Drain)), (1, 0));
     assert!(matches!(device.submit(Lane::Drain, CommandList::default()), Err(Error::Device { .. })));
-    // No queued command names the memory any more.
+    // No queued command uses the memory any more.
     device.release(memory).unwrap();
 }

@@ -1,5 +1,5 @@
-//! Working copies that are compared with digests: whole chunks are captured, each change once, and no memory
-//! is taken for what did not change.
+//! Working copies that are compared by digests: whole chunks are captured, each change once, and unchanged
+//! chunks need no memory.
 
 use std::sync::{Arc, Mutex};
 
@@ -27,7 +27,7 @@ fn capture(store: &Store, copy: &WorkingCopy) -> remanent::Result<u64> {
     Ok(store.stats().log.bytes - before)
 }
 
-/// How many chunks a capture logged.
+/// Returns the number of chunks that a capture logged.
 fn chunks_captured(store: &Store, copy: &WorkingCopy) -> u64 {
     let logged = capture(store, copy).unwrap();
     let chunks = logged / CHUNK;
@@ -54,10 +54,10 @@ fn digest_capture_logs_changed_chunks() {
         assert!(content(&store, page) == plain, "round {round}");
     }
     assert!(copy.epoch() > epoch);
-    // Bytes that are written, and are what they were.
+    // Bytes that are written without a change.
     copy.bytes().write(100, &plain[100..5000]).unwrap();
     assert_eq!(chunks_captured(&store, &copy), 0);
-    // There and back: both are changes.
+    // Changed and changed back: both are captured.
     for byte in [9, plain[3]] {
         copy.bytes().write(3, &[byte]).unwrap();
         assert_eq!(chunks_captured(&store, &copy), 1);
@@ -79,12 +79,13 @@ fn ranges_are_widened_to_chunks() {
     expected[CHUNK as usize..2 * CHUNK as usize].fill(1);
     expected[5 * CHUNK as usize..].fill(1);
     assert!(content(&store, page) == expected);
-    // What was not looked at is a change still, and what was captured is none any more.
+    // Changes outside of the captured ranges remain to be captured; captured ones do not.
     assert_eq!(chunks_captured(&store, &copy), 4);
     assert!(content(&store, page).iter().all(|byte| *byte == 1));
 }
 
-/// Memory that becomes a copy which its page is to follow: nothing is known of it, so all of it is captured.
+/// Memory that was stored in a page becomes its working copy: there are no digests yet, so all of it is
+/// captured.
 #[test]
 fn nothing_is_known_before_the_first_capture_of_stored_memory() {
     let store = host();
@@ -92,7 +93,7 @@ fn nothing_is_known_before_the_first_capture_of_stored_memory() {
     let tensor = store.device_bytes(3 * CHUNK, PLACE).unwrap();
     tensor.write(0, &vec![7; 3 * CHUNK as usize]).unwrap();
     let copy = store.working_copy_in(page, &tensor, Width::W1, Shadow::Digest, InitialCopy::Store).unwrap();
-    // A part of it first: the rest stays unknown.
+    // A part is captured first: the rest remains unknown.
     let mut batch = store.batch();
     batch.capture_ranges(&copy, &[0..1, 5..6]);
     store.commit(batch).unwrap();
@@ -115,24 +116,24 @@ fn changes_found_by_refused_batch_are_found_again() {
     assert_eq!(content(&store, page)[CHUNK as usize], 1);
 }
 
-/// The moment at which a kernel of the caller's writes to a copy that is being captured.
+/// When a caller's kernel writes to a working copy that is being captured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Moment {
-    /// The copy was looked at.
+    /// After the copy was compared.
     Looked,
-    /// What changed was gathered, and its digests are not made yet.
+    /// After the changes were gathered, before their digests are computed.
     Gathered,
 }
 
-/// A host device with such a kernel.
+/// A host device that simulates such a kernel.
 struct Meddling {
     inner: HostDevice,
-    /// When it writes, once.
+    /// When to write; taken once.
     at: Mutex<Option<Moment>>,
 }
 
 impl Meddling {
-    /// Writes to two chunks of three: one that was found changed, and one that was not.
+    /// Writes to two of three chunks: one that was found changed, and one that was not.
     fn meddle(&self, lane: Lane, copy: Span) {
         let fill = |chunk: u64| Command::Fill {
             target: Span { offset: chunk * CHUNK, len: 8, ..copy },
@@ -173,8 +174,8 @@ impl Device for Meddling {
     }
 }
 
-/// The digests that are kept are those of what was captured. Of what was looked at, or of what lies in the
-/// copy by then, a change in between would never be captured.
+/// The kept digests are those of the captured bytes. If they were computed from the compared bytes, or from
+/// the later content of the copy, a change in between would never be captured.
 #[test]
 fn a_change_in_the_middle_of_a_capture_is_not_lost() {
     for (place, moment) in [PLACE, Place::Disk]
@@ -192,7 +193,7 @@ fn a_change_in_the_middle_of_a_capture_is_not_lost() {
         let tensor = store.device_bytes(3 * CHUNK, PLACE).unwrap();
         let copy =
             store.working_copy_in(page, &tensor, Width::W1, Shadow::Digest, InitialCopy::Load).unwrap();
-        // Of a page on disk, a third is captured as an image of all of it.
+        // A third of a page on disk is changed, which is captured as an image of the whole page.
         copy.bytes().write(100, &[1]).unwrap();
         *device.at.lock().unwrap() = Some(moment);
         capture(&store, &copy).unwrap();
@@ -208,8 +209,8 @@ fn a_change_in_the_middle_of_a_capture_is_not_lost() {
     }
 }
 
-/// A state in the caller's memory and on disk, without a second copy anywhere: beside the tensor, a capture
-/// takes a wave of 32 MiB and the key.
+/// The state is in the caller's memory and on disk, without another copy: apart from the tensor, a capture
+/// needs one piece of 32 MiB and the digests' key.
 #[test]
 fn capture_memory_is_one_wave() {
     const WAVE: u64 = 32 << 20;
@@ -232,7 +233,7 @@ fn capture_memory_is_one_wave() {
     let tensor = store.device_bytes(LEN, PLACE).unwrap();
     let copy = store.working_copy_in(page, &tensor, Width::W1, Shadow::Digest, InitialCopy::Load).unwrap();
     let mut plain = vec![0_u8; LEN as usize];
-    // A few chunks go to the log, a half to an image, more than a wave to the log.
+    // A few chunks are logged; a half is written as an image; more than one piece is logged.
     let rounds = [(5, LEN / CHUNK / 3), (5, 2), (9, 1), (11, 5)];
     for (salt, every) in rounds {
         for chunk in (0..LEN / CHUNK + 1).step_by(every as usize) {

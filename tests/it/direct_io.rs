@@ -1,14 +1,14 @@
-//! The ways to write images that go with those to write the log; and direct logs, where the folder for
-//! temporary files supports them. Elsewhere tests write a buffered log instead and say so, past the capture
-//! of their output.
+//! The image I/O that tests combine with each kind of log I/O; and direct logs, if the folder for temporary
+//! files supports them. Otherwise tests use a buffered log and print a message, bypassing the capture of test
+//! output.
 
 use std::io::Write;
 
 use remanent::disk::{Disk, dir::DirDisk};
 use remanent::options::{ImageIo, LogIo};
 
-/// The way to write images that goes with a way to write the log: so tests of each of three logs are tests of
-/// each way to write images, too.
+/// Returns the image I/O for a log I/O, so that tests that iterate over the three log I/Os cover the three
+/// image I/Os as well.
 pub fn image_io(log_io: LogIo) -> ImageIo {
     match log_io {
         LogIo::Mapped => ImageIo::Mapped,
@@ -17,7 +17,7 @@ pub fn image_io(log_io: LogIo) -> ImageIo {
     }
 }
 
-/// The way in which tests write a direct log here.
+/// Returns the log I/O that tests of direct logs use on this machine.
 pub fn log_io() -> LogIo {
     match DirDisk::new(std::env::temp_dir()).refuses(LogIo::Direct).unwrap() {
         None => LogIo::Direct,

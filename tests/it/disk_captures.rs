@@ -1,5 +1,4 @@
-//! Captures of pages on disk: the state lies in the caller's memory and on disk, and in no memory of the
-//! store's.
+//! Captures of pages on disk: the state is in the caller's memory and on disk, not in the store's memory.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,27 +17,26 @@ use crate::kill::workload::Random;
 use crate::pages_on_disk::{commit, move_to, opened, uncompressed};
 use crate::with_options::With;
 
-/// A chunk of digests, and a page of 16.
+/// Length of a digested chunk, and of a page with 16 of them, in bytes.
 const CHUNK: u64 = 64 << 10;
 const PAGE: u64 = 16 * CHUNK;
 const SHADOWS: [Shadow; 2] = [Shadow::Kept(Place::Host), Shadow::Digest];
 
-/// Bytes of the caller's, as long as a page, for kernels to write.
+/// Allocates caller's memory of the length of a page, for kernels to write.
 fn tensor(store: &Store, bytes: &[u8]) -> remanent::device::DeviceBytes {
     let tensor = store.device_bytes(bytes.len() as u64, Place::Device(0)).unwrap();
     tensor.write(0, bytes).unwrap();
     tensor
 }
 
-/// The image files of a store, and how many bytes they hold.
+/// Returns the number of bytes in a store's image files.
 fn image_bytes(disk: &SimDisk) -> u64 {
     let files = Files::of(disk);
     let names = files.names(|file| matches!(file, FileName::Pages(_)));
     names.iter().map(|name| files.0[name].len() as u64).sum()
 }
 
-/// A state that lives in the caller's memory and on disk: no memory of the store's holds the page. Changes
-/// are found against a shadow.
+/// The state is in the caller's memory and on disk only. Changes are found with a shadow.
 #[test]
 fn working_copy_of_disk_page_is_captured() {
     let host = || Arc::new(HostDevice::new()) as Arc<dyn Device>;
@@ -59,7 +57,7 @@ fn stands_for_a_page_on_disk(shadow: Shadow, device: &Arc<dyn Device>) {
     let mut plain = random.bytes(LEN as u64);
     let mut store = reopen();
     let page = commit(&store, |batch| _ = batch.create_from(plain.clone(), Place::Disk))[0];
-    // Also a page that is more than its image.
+    // The page also has a change after its image.
     plain[70..80].fill(1);
     commit(&store, |batch| _ = batch.write(page, 70, &[1; 10]));
 
@@ -78,7 +76,7 @@ fn stands_for_a_page_on_disk(shadow: Shadow, device: &Arc<dyn Device>) {
     assert!(in_memory(&copy) == plain, "what was loaded");
     assert_eq!(store.page(page).unwrap().place, Place::Disk);
 
-    // A few elements go to the log.
+    // A few changed elements are logged.
     let capture = |store: &Store, plain: &mut Vec<u8>, changes: &[std::ops::Range<usize>], salt: u8| {
         for range in changes {
             plain[range.clone()].iter_mut().for_each(|byte| *byte = byte.wrapping_add(salt));
@@ -91,7 +89,7 @@ fn stands_for_a_page_on_disk(shadow: Shadow, device: &Arc<dyn Device>) {
     };
     let (logged, in_images) = capture(&store, &mut plain, &[4..8, 9000..9100, LEN - 4..LEN], 3);
     assert!(logged < few && in_images == 0, "{logged} bytes in the log, {in_images} in images");
-    // Much of the page goes to an image, once.
+    // A large change is written as an image, once.
     let (logged, in_images) = capture(&store, &mut plain, std::slice::from_ref(&(100..LEN / 2)), 5);
     assert!(logged < 4096 && in_images >= LEN as u64, "{logged} bytes in the log, {in_images} in images");
     assert_eq!(store.stats().pending_bytes, 0, "the image has all of them");
@@ -100,7 +98,7 @@ fn stands_for_a_page_on_disk(shadow: Shadow, device: &Arc<dyn Device>) {
     let written = store.snapshot().unwrap().bytes_written;
     assert!(written >= LEN as u64, "the page changed since its image: {written}");
 
-    // Changes of others are not taken back.
+    // Changes by other writers are not reverted.
     commit(&store, |batch| _ = batch.write(page, 0, &[9]));
     plain[0] = 9;
     let refused = store.commit({
@@ -111,13 +109,13 @@ fn stands_for_a_page_on_disk(shadow: Shadow, device: &Arc<dyn Device>) {
     assert!(matches!(refused, Err(Error::Conflict { .. })), "{refused:?}");
     store.reload(&copy).unwrap();
     assert!(in_memory(&copy) == plain, "what was loaded again");
-    // The other way round: fresh memory takes the page over with the next capture.
+    // In the other direction: new memory is captured, which replaces the whole page.
     let fresh = random.bytes(LEN as u64);
     let memory = tensor(&store, &fresh);
     let copy = store.working_copy_in(page, &memory, Width::W1, shadow, InitialCopy::Store).unwrap();
     commit(&store, |batch| _ = batch.capture(&copy));
     assert!(store.read_to_vec(page).unwrap() == fresh);
-    // It goes on as a copy of a page in memory, and back.
+    // The same copy is captured after the page moved to memory, and back to disk.
     let mut plain = fresh;
     for (place, at) in [(Place::Host, 10), (Place::Disk, 20), (Place::Pinned, 30)] {
         move_to(&store, page, place);
@@ -135,8 +133,8 @@ fn stands_for_a_page_on_disk(shadow: Shadow, device: &Arc<dyn Device>) {
     }
 }
 
-/// What is captured of a page on disk waits in memory for a snapshot. Where it finds no room there, and no
-/// snapshot comes, pages are written whole, those of which most changed first.
+/// Captured changes of a page on disk stay in memory until the next snapshot. If they exceed the budget before that,
+/// pages are written whole, starting with the most changed ones.
 #[test]
 fn pages_with_too_many_changes_are_written_whole() {
     for shadow in SHADOWS {
@@ -153,7 +151,8 @@ fn pages_with_too_many_changes_are_written_whole() {
             store.working_copy_in(*page, &memory, Width::W1, shadow, InitialCopy::Load).unwrap()
         };
         let copies: Vec<_> = pages.iter().zip(&plain).map(copy).collect();
-        // Chunks that change of each page, of 16: never more than a quarter. Four of them have room.
+        // Number of changed chunks of each page, out of 16: never more than a quarter. There is memory for four pages
+        // with such changes.
         let rounds =
             [([1, 2, 3, 4], 2..=2), ([4, 1, 1, 1], 1..=3), ([0, 0, 1, 0], 0..=1), ([4, 4, 4, 4], 3..=4)];
         for (round, (chunks, expected)) in rounds.into_iter().enumerate() {
@@ -174,7 +173,7 @@ fn pages_with_too_many_changes_are_written_whole() {
             }
             assert!(store.stats().pending_bytes <= 800 << 10);
         }
-        // Beside other operations that take almost all of the room, no capture has any.
+        // If other operations take almost all memory, no capture has enough.
         store.snapshot().unwrap();
         let other = commit(&store, |batch| _ = batch.create(PAGE, Place::Disk))[0];
         for copy in &copies {
@@ -195,8 +194,8 @@ fn pages_with_too_many_changes_are_written_whole() {
     }
 }
 
-/// A page goes to memory and back while it is captured whole: an image that was written for the page on disk
-/// is not taken for one in memory.
+/// A page moves to memory and back during a whole-page capture: the image that was written for the page on disk must
+/// not be used for a page in memory.
 #[test]
 fn a_page_moves_while_it_is_captured() {
     SHADOWS.into_iter().for_each(a_page_moves_while_it_is_captured_with);
@@ -210,7 +209,7 @@ fn a_page_moves_while_it_is_captured_with(shadow: Shadow) {
     let memory = tensor(&store, &[0; LEN]);
     let copy = store.working_copy_in(page, &memory, Width::W1, shadow, InitialCopy::Load).unwrap();
     let is_over = AtomicBool::new(false);
-    // Captures the page, and says whether an image has it.
+    // Captures the page, and returns whether the capture wrote an image.
     let capture = |round: u8| {
         copy.bytes().write(0, &[round; LEN]).unwrap();
         let logged = store.stats().log.bytes;
@@ -238,7 +237,7 @@ fn a_page_moves_while_it_is_captured_with(shadow: Shadow) {
     }
 }
 
-/// A capture that loses its race for the page writes an image in vain, which goes.
+/// A capture that conflicts with another change has written its image for nothing, and removes it.
 #[test]
 fn refused_capture_removes_its_image() {
     SHADOWS.into_iter().for_each(an_image_of_a_capture_that_is_refused_goes_with);

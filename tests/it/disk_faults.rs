@@ -1,4 +1,4 @@
-//! A refusal of a real file system is passed on with the file, the offset and the system's own words.
+//! An error of a real file system is reported with the file, the offset and the system's message.
 
 use std::io::ErrorKind;
 use std::os::unix::ffi::OsStrExt;
@@ -28,7 +28,7 @@ fn with_folders() -> (tempfile::TempDir, DirDisk) {
     (directory, disk)
 }
 
-/// Checks that the call failed on a file, for this reason, at this offset.
+/// Checks that the call failed on this file, with this error, at this offset.
 #[track_caller]
 fn refused<T>(result: Result<T>, file: FileName, offset: Option<u64>, kind: ErrorKind) {
     let error = result.map(drop).unwrap_err();
@@ -37,7 +37,7 @@ fn refused<T>(result: Result<T>, file: FileName, offset: Option<u64>, kind: Erro
     assert!(error.to_string().contains(&file.to_string()), "{error}");
 }
 
-/// Checks that the call failed on a folder, for this reason.
+/// Checks that the call failed on this folder, with this error.
 #[track_caller]
 fn folder_refused<T>(result: Result<T>, folder: &Path, reason: ErrorKind) {
     match result.map(drop).unwrap_err() {
@@ -132,7 +132,7 @@ fn permission_denied_is_reported() {
     for path in [disk.path(), &log] {
         permit(path, 0o700);
     }
-    // The refused lock has left nothing behind.
+    // The refused attempt has left no lock.
     disk.lock().unwrap();
 }
 
@@ -146,7 +146,7 @@ fn store_opens_in_unreadable_folder() {
     std::fs::set_permissions(&outer, std::fs::Permissions::from_mode(0o300)).unwrap();
     as_ordinary_user(|| {
         disk.make_folder(Folder::Root).unwrap();
-        // But no store is made there: its name could not be made durable.
+        // No store is created there, because its directory's name could not be made durable.
         let new = DirDisk::new(outer.join("new"));
         folder_refused(new.make_folder(Folder::Root), new.path(), ErrorKind::PermissionDenied);
     });
@@ -162,7 +162,7 @@ fn short_file_is_error_with_offset_not_zeros() {
     type Read = fn(&dyn DiskFile, u64, &mut [u8]) -> Result<()>;
     let ways: [Read; 3] = [
         |f, offset, out| f.read_at(offset, out),
-        |f, offset, out| f.read_past_cache(offset, out),
+        |f, offset, out| f.read_bypassing_cache(offset, out),
         |f, offset, out| f.read_proven(offset, out),
     ];
     for read in ways {
@@ -183,7 +183,7 @@ fn short_file_is_error_with_offset_not_zeros() {
     assert_eq!(reader.read_at(FileName::Store, 0, &mut out).unwrap_err().kind(), ErrorKind::NotFound);
 }
 
-/// `/dev/full` accepts every call but those that write bytes.
+/// `/dev/full` accepts every call except writes.
 #[test]
 fn enospc_is_reported_with_offset() {
     let (_directory, disk) = with_folders();
@@ -293,7 +293,7 @@ fn messages_state_the_problem() {
     assert!(text.starts_with(&format!("cannot open LOCK of the store in {}: ", path.display())), "{text}");
 }
 
-/// An application may have many stores open: which one is meant, each error says.
+/// An application may have many stores open, so each error names the store's directory.
 #[test]
 fn an_error_of_an_open_store_names_its_directory() {
     let disk = SimDisk::new();
@@ -309,7 +309,7 @@ fn an_error_of_an_open_store_names_its_directory() {
         assert!(text.contains("the store in a simulated disk"), "{text}");
         error
     };
-    // No space.
+    // The disk is full.
     disk.set_capacity(Some(disk.used_bytes()));
     let full = (0..100).find_map(|_| {
         let mut batch = store.batch();
@@ -322,7 +322,7 @@ fn an_error_of_an_open_store_names_its_directory() {
         Error::DiskFull { .. }
     ));
     disk.set_capacity(None);
-    // Damage.
+    // A file is damaged.
     let images = FileName::Pages(1);
     let len = disk.bytes(images).unwrap().len();
     disk.damage(images, 4096, &vec![0xA5; len - 4096]);
@@ -334,7 +334,7 @@ fn an_error_of_an_open_store_names_its_directory() {
     ] {
         assert!(matches!(named(refused.unwrap_err()), Error::Damaged(_)));
     }
-    // The store stopped.
+    // The store is poisoned.
     disk.fail(DiskFault { operation: Operation::SyncWindow, skip: 0, times: 1, errno: 5 });
     let mut batch = store.batch();
     batch.set_root("step", 1u64);

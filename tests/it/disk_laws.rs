@@ -1,5 +1,5 @@
-//! All disks behave the same: random calls on a real directory, through each kind of window, and on the
-//! simulated disk give the same answers, the same bytes and the same names.
+//! All disks behave the same: random calls on a real directory, through each kind of window, and on the simulated disk
+//! have the same results, and leave the same bytes and names.
 
 use std::io::ErrorKind;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use remanent::{Error, Result, SnapshotId};
 
 const BLOCK: u64 = 4096;
 
-/// A call of the disk; `usize`s name one of a few files or handles.
+/// A call to the disk; each `usize` is the index of a file or handle.
 #[derive(Clone, Debug)]
 enum Call {
     Create(usize),
@@ -29,12 +29,12 @@ enum Call {
     SyncAndReadPast(usize, u64, usize),
     SyncAndReadProven(usize, u64, usize),
     Put(usize, u64, Vec<u8>),
-    /// Space for 4 KiB times the second, from 4 KiB times the first on.
+    /// Reserves space: offset and length, in blocks of 4 KiB.
     Reserve(usize, u64, u64),
     Cut(usize, u64),
-    /// A block of one byte, at 4 KiB times the number, written past the cache.
+    /// Writes a block of 4 KiB with direct I/O: its number, and the byte that fills it.
     WriteDirect(usize, u64, u8),
-    /// Bytes put into the mapping of a part that ends with them.
+    /// Writes bytes to the end of a partial mapping.
     PutIntoPart(usize, u64, Vec<u8>),
 }
 
@@ -65,7 +65,7 @@ fn call() -> impl Strategy<Value = Call> {
     ]
 }
 
-/// The answer to a call: bytes read, or the kind of the error.
+/// The result of a call: bytes that were read, or the kind of the error.
 type Answer = std::result::Result<Vec<u8>, ErrorKind>;
 
 fn answer(result: Result<Vec<u8>>) -> Answer {
@@ -75,7 +75,7 @@ fn answer(result: Result<Vec<u8>>) -> Answer {
     })
 }
 
-/// A disk under test with a few open files.
+/// A disk under test with some open files.
 struct Subject {
     disk: Arc<dyn Disk>,
     io: LogIo,
@@ -89,7 +89,7 @@ impl Subject {
         Self { disk, io, open: [None, None, None] }
     }
 
-    /// Makes the call; on a slot without an open file, calls of files answer nothing.
+    /// Makes the call. On a slot without an open file, calls that need one return nothing.
     fn call(&mut self, call: &Call) -> Answer {
         let read = |len: usize, read: &dyn Fn(&mut [u8]) -> Result<()>| {
             let mut out = vec![0; len];
@@ -124,16 +124,16 @@ impl Subject {
             Call::SyncAndReadPast(slot, offset, len) => match &self.open[*slot] {
                 Some(file) => {
                     file.sync().unwrap();
-                    read(*len, &|out| file.read_past_cache(*offset, out))
+                    read(*len, &|out| file.read_bypassing_cache(*offset, out))
                 }
                 None => Ok(Vec::new()),
             },
             Call::SyncAndReadProven(slot, offset, len) => match &self.open[*slot] {
                 Some(file) => {
                     file.sync().unwrap();
-                    read(*len, &|out| file.read_past_cache(*offset, out)).and_then(|past_cache| {
+                    read(*len, &|out| file.read_bypassing_cache(*offset, out)).and_then(|bypassing_cache| {
                         let proven = read(*len, &|out| file.read_proven(*offset, out));
-                        assert_eq!(proven.as_ref(), Ok(&past_cache));
+                        assert_eq!(proven.as_ref(), Ok(&bypassing_cache));
                         proven
                     })
                 }
@@ -176,7 +176,7 @@ impl Subject {
             },
             Call::PutIntoPart(slot, offset, bytes) => match &self.open[*slot] {
                 Some(file) if !bytes.is_empty() && offset + bytes.len() as u64 <= file.len().unwrap() => {
-                    // A hole has no space, as a part must.
+                    // A hole has no allocated space, which a partial mapping needs.
                     let end = offset + bytes.len() as u64;
                     file.reserve(*offset, end).unwrap();
                     let start = offset / 2;
@@ -190,7 +190,7 @@ impl Subject {
         }
     }
 
-    /// The names on the disk, and the lengths of the open files.
+    /// Returns the names on the disk, and the lengths of the open files.
     fn view(&self) -> (Vec<String>, Vec<Option<u64>>) {
         let lens = self.open.iter().map(|file| file.as_ref().map(|file| file.len().unwrap()));
         (self.disk.list(Folder::Log).unwrap(), lens.collect())

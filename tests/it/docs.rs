@@ -1,11 +1,11 @@
-//! The pages in `docs/` name files, threads and items of the API: they must exist.
+//! Files, threads and API items that the pages in `docs/` name must exist.
 
 use std::fs;
 use std::path::Path;
 
 use super::layout::read;
 
-/// The pages that describe the code, with the folders below which they name files.
+/// The pages that describe the code, with the folders in which the files that they name are looked up.
 const PAGES: &[(&str, &[&str])] = &[
     ("docs/architecture.md", &["", "src"]),
     ("docs/concurrency.md", &["", "src"]),
@@ -45,7 +45,7 @@ fn every_thread_is_documented() {
     assert!(started > 10, "threads are not recognized");
 }
 
-/// The names that a page defines as links to sources, and those sources.
+/// Returns the link definitions of a page that point to sources: name and source.
 fn defined_links(page: &str) -> Vec<(&str, &str)> {
     let links = page.lines().filter_map(|line| line.strip_prefix("[`")?.split_once("`]: ../"));
     links.filter(|(_, file)| file.ends_with(".rs")).collect()

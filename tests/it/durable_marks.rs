@@ -1,5 +1,5 @@
 //! Durable batches are marked as durable, and marked batches are durable. Later opens judge damage by these
-//! marks (I4). The reads past the cache find out a disk whose syncs do nothing (I6).
+//! marks (I4). Direct reads detect a disk whose syncs have no effect (I6).
 
 use std::sync::Arc;
 
@@ -32,7 +32,7 @@ fn commit(store: &Store, ack: Ack) -> Lsn {
     ticket.position().lsn
 }
 
-/// The headers of all frames in the log.
+/// Returns the headers of all frames in the log.
 fn frames(disk: &SimDisk) -> Vec<FrameHeader> {
     let survey = Survey::read(disk).unwrap();
     let of_segment = |number: &u64| frames_of_segment(disk, survey.store.store, *number);
@@ -40,18 +40,18 @@ fn frames(disk: &SimDisk) -> Vec<FrameHeader> {
     frames.map(|frame| *frame.unproven()).collect()
 }
 
-/// The disk as a death of the process would leave it now.
+/// Returns the disk as a kill of the process leaves it now.
 fn killed(disk: &SimDisk) -> SimDisk {
     disk.after_kill(Moment { event: disk.events(), tear: None })
 }
 
-/// A mark that lags costs nothing as long as nothing is damaged, and no crash shows it. So each mark is
-/// checked.
+/// An outdated mark has no consequence as long as nothing is damaged, and no crash reveals it. So each mark
+/// is checked here.
 #[test]
 fn every_frame_carries_the_newest_durable_batch() {
     let disk = SimDisk::new();
     let store = open(&disk).unwrap();
-    // By batch: the newest batch that was known to be durable before it was submitted.
+    // By batch: the newest batch that was known to be durable when it was submitted.
     let (mut known, mut durable) = (vec![Lsn(0)], Lsn(0));
     for step in 0..40 {
         known.push(durable);
@@ -78,7 +78,7 @@ fn seal_follows_busy_period() {
     let store = open(&disk).unwrap();
     for _ in 0..3 {
         let lsn = commit(&store, Ack::Logged);
-        // No call asks for it: the log seals by itself.
+        // No call requests the seal: the log writes it by itself.
         let covers = |frame: &FrameHeader| frame.kind == FrameKind::Seal && frame.durable == lsn;
         while !frames(&disk).iter().any(covers) {
             std::thread::yield_now();
@@ -86,7 +86,7 @@ fn seal_follows_busy_period() {
     }
 }
 
-/// A batch that comes after a pause finds as many segments made as one that comes without.
+/// A batch after a pause finds as many prepared segments as one without a pause.
 #[test]
 fn seal_in_new_segment_creates_next() {
     watched("a roll", || {
@@ -97,7 +97,7 @@ fn seal_in_new_segment_creates_next() {
                 std::thread::yield_now();
             }
         };
-        // These are made before anything is committed.
+        // These files are created before anything is committed.
         wait_for(&[FileName::Segment(3), FileName::Spare(0), FileName::Spare(1)]);
         let mut batch = store.batch();
         batch.note("x".repeat(5000));
@@ -125,7 +125,7 @@ fn unsynced_write_is_detected_at_next_open() {
     commit(&store, Ack::Durable);
     disk.skip_syncs(|point| matches!(point, SyncPoint::Window(_)));
     let lied_about = commit(&store, Ack::Durable);
-    // Its frame says that the batch before it is durable.
+    // The frame of this batch records that the previous one is durable.
     commit(&store, Ack::Durable);
     let left = killed(&disk);
     drop(store);
@@ -136,7 +136,7 @@ fn unsynced_write_is_detected_at_next_open() {
     }
 }
 
-/// The reads past the cache of an open whose log has at least `segments_min` segments.
+/// Returns the number of direct reads of an open whose log has at least `segments_min` segments.
 fn reads_past_the_cache(segments_min: usize) -> usize {
     let disk = SimDisk::new();
     let store = open(&disk).unwrap();
@@ -149,17 +149,17 @@ fn reads_past_the_cache(segments_min: usize) -> usize {
     let reopened = disk.after_power_cut();
     let store = open(&reopened).unwrap();
     assert_eq!(store.lsn(), last);
-    reopened.calls(Operation::ReadPastCache)
+    reopened.calls(Operation::ReadBypassingCache)
 }
 
-/// A follower that reads the log to its end takes from the medium what the page cache does not have. The
-/// replay of the same log does not need to do so again.
+/// A follower that reads the log to its end has read from the medium what was not in the page cache. A replay
+/// of the same log then needs no further read.
 #[test]
 fn a_log_is_read_from_the_medium_once() {
     assert_eq!(reads_past_the_cache(20), reads_past_the_cache(5));
 }
 
-/// The images that a snapshot names, and the record of it, vouch for no other images.
+/// Images that a snapshot names, and the record of that snapshot, prove nothing about other images.
 #[test]
 fn unsynced_batch_image_is_detected_at_next_open() {
     let disk = SimDisk::new();
@@ -180,7 +180,7 @@ fn unsynced_batch_image_is_detected_at_next_open() {
     }
 }
 
-/// This thread's page faults so far that needed no read: the tenth field of its `stat`. The second field is a
+/// Returns this thread's number of minor page faults: the tenth field of its `stat`, whose second field is a
 /// name.
 fn faults() -> u64 {
     let stat = std::fs::read_to_string("/proc/thread-self/stat").unwrap();
@@ -188,8 +188,8 @@ fn faults() -> u64 {
     behind_name.split_whitespace().nth(7).unwrap().parse().unwrap()
 }
 
-/// On a busy disk a page fault waits for the disk, and all committers wait for the thread that takes the
-/// fault.
+/// On a busy disk a page fault waits for the disk, and all committers wait for the thread with the fault. So
+/// another thread touches the log's memory first.
 #[test]
 fn busy_log_memory_is_prefaulted_for_committers() {
     let directory = tempfile::tempdir().unwrap();
@@ -219,8 +219,8 @@ fn busy_log_memory_is_prefaulted_for_committers() {
         (0..20).for_each(write);
         of_rounds.push(faults() - before);
     }
-    // Of 11 pages each round. The memory is brought in after the sync is counted, so that on a busy machine a
-    // committer comes first in some rounds.
+    // Each round writes 11 pages. The memory is touched after the sync is counted, so on a busy machine a
+    // committer may come first in some rounds.
     of_rounds.sort_unstable();
     assert!(of_rounds[of_rounds.len() / 2] < 2, "{of_rounds:?}");
 }

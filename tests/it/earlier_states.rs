@@ -1,5 +1,4 @@
-//! Looking at earlier states, read-only: while a writer works, on damaged stores, and where nothing can be
-//! locked.
+//! Read-only views of earlier states: while a writer works, on damaged stores, and on file systems without locks.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -26,12 +25,12 @@ fn three_pages(store: &Store) -> Vec<PageId> {
     store.commit(batch).unwrap().pages
 }
 
-/// The bytes that batch `lsn` writes to all of a page.
+/// Returns the bytes that batch `lsn` writes to the whole page.
 fn content(page: PageId, lsn: u64) -> Vec<u8> {
     (0..LEN as u64).map(|at| (page.0 * 31 + lsn * 7 + at) as u8).collect()
 }
 
-/// Writes all of the pages anew.
+/// Overwrites all pages.
 fn rewrite(store: &Store, pages: &[PageId]) -> Lsn {
     let lsn = store.lsn().next();
     let mut batch = store.batch();
@@ -50,7 +49,7 @@ fn newest(disk: &SimDisk) -> Result<View> {
     View::open_on(&(Arc::new(disk.clone()) as Arc<dyn Disk>), None)
 }
 
-/// Demands that all bytes are those of the handle's own batch.
+/// Asserts that all bytes are those of the view's batch.
 fn check(old: &View, pages: &[PageId]) {
     for page in pages {
         let mut bytes = vec![0; LEN];
@@ -117,7 +116,7 @@ fn view_without_store_is_refused() {
     assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
 }
 
-/// Pages that share no image: each damage takes its own page.
+/// Pages that share no image: damage to one image makes only its page unreadable.
 #[test]
 fn damage_affects_only_its_page() {
     let disk = SimDisk::new();
@@ -137,7 +136,7 @@ fn damage_affects_only_its_page() {
     let error = old.read(pages[1], 0, &mut out).unwrap_err();
     assert_eq!((error.file(), error.offset()), (Some(file), Some(place as u64)), "{error}");
     check(&old, &[pages[0], pages[2]]);
-    // A mended image can be read.
+    // Once the byte is restored, the image can be read.
     disk.damage(file, place as u64 + 17, &[wanted[17]]);
     check(&old, &pages);
 }
@@ -167,8 +166,7 @@ fn log_damage_loses_only_later_states() {
     }
 }
 
-/// Readers run while a writer commits, snapshots and recycles without end: they read what was there at their
-/// batch.
+/// Readers run while a writer commits, takes snapshots and recycles: they read the state of their batch.
 #[test]
 fn readers_see_one_state_while_a_writer_recycles() {
     let disk = SimDisk::new();
@@ -179,7 +177,7 @@ fn readers_see_one_state_while_a_writer_recycles() {
     read_while_store_commits(store, || Store::open_read_only(&path), false);
 }
 
-/// The same where the readers can hold nothing: they may be overtaken.
+/// Without locks readers cannot keep their state, so they may be overtaken.
 #[test]
 fn readers_without_hold_are_overtaken_or_correct() {
     let disk = SimDisk::new();
@@ -187,7 +185,43 @@ fn readers_without_hold_are_overtaken_or_correct() {
     read_while_written(&disk, || View::open_on(&unheld, None), true);
 }
 
-/// A writer keeps a state from readers while it removes it: on a busy disk for longer than many looks take.
+/// A writer may remove images of a snapshot while it keeps the manifest, as a link of later ones, and the log after it.
+/// A reader without a lock then lost its state, and nothing is damaged.
+#[test]
+fn images_removed_behind_kept_link_are_not_damage() {
+    let disk = SimDisk::new();
+    let store = open_with(&disk, small().retention(Retention::new().snapshots_kept(1))).unwrap();
+    let pages = three_pages(&store);
+    rewrite(&store, &pages);
+    // Further pages that do not change, so that a snapshot of one page is based on the previous snapshot.
+    let mut batch = store.batch();
+    (0..40).for_each(|_| _ = batch.create_from(vec![7; 40], Place::Host));
+    store.commit(batch).unwrap();
+    store.snapshot().unwrap();
+    let change_one = || {
+        let mut batch = store.batch();
+        batch.write(pages[0], 0, &content(pages[0], store.lsn().0 + 1));
+        store.commit(batch).unwrap();
+        store.snapshot().unwrap()
+    };
+    let link = change_one();
+    let view = View::open_on(&unlockable(&disk), None).unwrap();
+    assert_eq!(view.base(), Some(link.id));
+    change_one();
+    let names = disk.list(Folder::Snapshots).unwrap();
+    assert!(names.contains(&FileName::Manifest(link.id.0).name()), "the link is kept: {names:?}");
+    let mut bytes = vec![0; LEN];
+    let errors = [
+        view.read(pages[0], 0, &mut bytes).unwrap_err(),
+        view.prove_pages(&pages).unwrap_err(),
+        view.blame(pages[0], 3..9).unwrap_err(),
+    ];
+    for error in errors {
+        assert!(matches!(error, Error::Overtaken { lsn, .. } if lsn == view.lsn()), "{error}");
+    }
+}
+
+/// A writer locks a state against readers while it removes it: on a busy disk for longer than many attempts take.
 #[test]
 fn a_reader_waits_until_a_removal_ends() {
     let disk = SimDisk::new();
@@ -231,7 +265,7 @@ fn read_while_store_commits(store: Store, look: impl Fn() -> Result<View> + Sync
                         *seen.lock().unwrap().entry(old.lsn().0).or_default() += 1;
                         match old.blame(pages[0], 3..9) {
                             Ok(changes) => check_changes(&changes, pages[0], old.lsn()),
-                            // It holds no more than its own state.
+                            // The reader does not keep other states than its own.
                             Err(Error::Overtaken { .. }) => {}
                             Err(error) => panic!("at {}: {error}", old.lsn()),
                         }
@@ -263,7 +297,7 @@ fn read_while_store_commits(store: Store, look: impl Fn() -> Result<View> + Sync
     assert!(seen.into_inner().unwrap().len() >= STATES, "the writer ended first");
 }
 
-/// Demands that changes of bytes 3 to 9 of a page, which `rewrite` wrote, follow each other up to a batch.
+/// Asserts that changes of bytes 3 to 9 of a page, which `rewrite` wrote, are consecutive up to a batch.
 fn check_changes(changes: &[ValueChange], page: PageId, last: Lsn) {
     for change in changes.iter().filter(|change| change.before.is_some()) {
         assert_eq!(change.after.as_deref(), Some(&content(page, change.lsn.0)[3..9]), "{change:?}");
@@ -275,7 +309,7 @@ fn check_changes(changes: &[ValueChange], page: PageId, last: Lsn) {
     assert_eq!((newest.lsn, newest.after.as_deref()), (last, Some(&content(page, last.0)[3..9])));
 }
 
-/// Says that its thread ended, even after a panic.
+/// Sets a flag when dropped: its thread ended, even by a panic.
 pub struct Ends<'a>(pub &'a AtomicBool);
 
 impl Drop for Ends<'_> {
@@ -284,12 +318,12 @@ impl Drop for Ends<'_> {
     }
 }
 
-/// A disk on which nothing can be held, like read-only media; nor can its files be linked.
+/// Returns a disk whose files can be neither locked nor linked, like read-only media.
 pub fn unlockable(disk: &SimDisk) -> Arc<dyn Disk> {
     Arc::new(HoldsBy(disk.clone(), |_| Ok(Hold::Impossible)))
 }
 
-/// A disk whose states are held by the given function; its files cannot be linked.
+/// A disk that locks states with the given function, and whose files cannot be linked.
 struct HoldsBy<H>(SimDisk, H);
 
 impl<H: Fn(SnapshotId) -> Result<Hold> + Send + Sync + 'static> Disk for HoldsBy<H> {
@@ -358,7 +392,7 @@ impl<H: Fn(SnapshotId) -> Result<Hold> + Send + Sync + 'static> Disk for HoldsBy
     }
 }
 
-/// A held state outlives retention; once released, it is removed.
+/// A state locked by a reader is kept beyond retention, and removed after its release.
 #[test]
 fn held_pages_stay_until_released() {
     let disk = SimDisk::new();
@@ -376,7 +410,7 @@ fn held_pages_stay_until_released() {
         }
         store.snapshot().unwrap();
     }
-    // Read for the first time now: no file was taken away.
+    // These images are read for the first time: no file was removed.
     check(&old, &pages);
     check(&other, &pages);
     drop(old);
@@ -392,8 +426,8 @@ fn held_pages_stay_until_released() {
     assert!(matches!(window, Error::NoSuchState(NoSuchState::OutsideWindow { .. })), "{window}");
 }
 
-/// The writer takes the first segment for something else after a reader surveyed the store, and before the
-/// reader holds the log's beginning: an open file must not read like a log that has just begun.
+/// The writer reuses the first segment after a reader listed the store's files, and before the reader locks the
+/// beginning of the log. The reader, which has the file open, must not take it for a log that has just begun.
 #[test]
 fn recycled_beginning_is_not_a_restorable_state() {
     let disk = SimDisk::new();
@@ -416,8 +450,7 @@ fn recycled_beginning_is_not_a_restorable_state() {
     check(&old, &pages);
 }
 
-/// What a process left that was killed after this number of batches since its snapshot. The log may have
-/// synced none of them.
+/// Returns a disk as left by a kill this number of batches after the snapshot. None of them may be synced.
 fn killed_after(batches: usize) -> (SimDisk, Vec<PageId>) {
     let disk = SimDisk::new();
     let store = open_with(&disk, small().ack(Ack::Logged)).unwrap();
@@ -437,8 +470,8 @@ fn segments(disk: &SimDisk) -> BTreeSet<u64> {
     names.iter().filter_map(number).collect()
 }
 
-/// A writer that recovers copies the batches which may be in the page cache alone, and their segments go. A
-/// reader that is on its way through these keeps them.
+/// A writer that recovers copies the batches that may be in the page cache alone, and removes their segments. A reader
+/// that is reading these segments keeps them.
 #[test]
 fn recovering_writer_keeps_segments_held_by_reader() {
     let mut went = 0;
@@ -462,7 +495,7 @@ fn recovering_writer_keeps_segments_held_by_reader() {
     assert!(went > 0, "no segment went without a reader");
 }
 
-/// The writer recovers after a reader surveyed the store, and before the reader holds anything.
+/// The writer recovers after a reader listed the store's files, and before the reader locks any.
 #[test]
 fn segments_removed_before_hold_are_not_damage() {
     for batches in 1..30 {
@@ -477,7 +510,7 @@ fn segments_removed_before_hold_are_not_damage() {
     }
 }
 
-/// The log's beginning is held as number 0.
+/// The beginning of the log is locked as number 0.
 #[test]
 fn log_beginning_can_be_held() {
     let disk = SimDisk::new();
@@ -501,7 +534,7 @@ fn log_beginning_can_be_held() {
     ));
 }
 
-/// A restore keeps the state that it leaves, so that a later restore can return to it.
+/// A restore keeps the state before it, so that a later restore can return to it.
 #[test]
 fn restore_can_be_undone() {
     let disk = SimDisk::new();
@@ -539,7 +572,7 @@ fn read_only_directory_is_readable() {
     store.snapshot().unwrap();
     rewrite(&store, &pages);
     drop(store);
-    // As in a copy on such a medium: no file to lock.
+    // As in a copy on read-only media: there is no file to lock.
     for file in ["READERS", "LOCK"] {
         std::fs::remove_file(path.join(file)).unwrap();
     }
@@ -548,7 +581,7 @@ fn read_only_directory_is_readable() {
     assert!(!path.join("READERS").exists() && !path.join("LOCK").exists());
 }
 
-/// Commits and takes snapshots until the log's first segments are gone. Ends with a snapshot.
+/// Commits and takes snapshots until the log's first segments are removed. The last operation is a snapshot.
 fn forget_the_beginning(store: &Store, pages: &[PageId]) {
     for _ in 0..20 {
         (0..5).for_each(|_| _ = rewrite(store, pages));
@@ -565,7 +598,7 @@ fn blame_lists_each_changing_batch_in_retained_range() {
     let lsns: Vec<Lsn> = (0..4).map(|_| rewrite(&store, &pages)).collect();
     store.snapshot().unwrap();
     let mut batch = store.batch();
-    // The same bytes again are no change, and neither are those of other pages.
+    // A write of equal bytes is no change, and neither are writes to other pages.
     batch.write(pages[0], 0, &content(pages[0], lsns[3].0)).write(pages[1], 0, b"other").note("nothing");
     store.commit(batch).unwrap();
     let mut batch = store.batch();
@@ -583,7 +616,7 @@ fn blame_lists_each_changing_batch_in_retained_range() {
     assert_eq!((change.note.as_deref(), change.after.as_deref()), (Some("step 99"), Some(&b"culpri"[..])));
     assert_eq!(change.root.as_ref().unwrap()["step"], 99u64.into());
     assert_eq!(changes[6].after.as_deref(), Some(&content(pages[0], lsns[3].0)[3..9]));
-    // An earlier state knows nothing of later batches.
+    // The history up to an earlier state does not include later batches.
     let then = at(&disk, &StatePoint::Lsn(lsns[1])).unwrap();
     check_changes(&then.blame(pages[0], 3..9).unwrap(), pages[0], lsns[1]);
     for (page, range) in [(pages[0], 599..601), (pages[0], u64::MAX - 1..u64::MAX)] {
@@ -591,7 +624,8 @@ fn blame_lists_each_changing_batch_in_retained_range() {
     }
     assert!(matches!(view.blame(PageId(77), 0..1), Err(Error::UnknownPage { page: PageId(77) })));
 
-    // Once the log before a snapshot is gone, its page is the first that is known. A view keeps it.
+    // After the log before a snapshot was removed, the snapshot's version of the page is the first known one. A view
+    // keeps that log.
     drop((view, then, store));
     let store = open_with(&disk, small().retention(Retention::new().snapshots_kept(1))).unwrap();
     forget_the_beginning(&store, &pages);
@@ -607,13 +641,14 @@ fn blame_lists_each_changing_batch_in_retained_range() {
     assert!(matches!(refused, Error::Limit { found: 65_537, limit: 65_536, .. }), "{refused}");
 }
 
-/// A snapshot that is there only for those that follow it has lost images of its own, and tells nothing.
+/// A snapshot that is kept only because others follow it may have lost images of its own, so it is no starting point of
+/// the history.
 #[test]
 fn followed_links_are_not_history() {
     let disk = SimDisk::new();
     let store = open_with(&disk, small().retention(Retention::new().snapshots_kept(1))).unwrap();
     let pages = three_pages(&store);
-    // Others that stay as they are, so that a snapshot of the three follows the one before.
+    // Further pages that do not change, so that a snapshot of the three is based on the previous one.
     let mut batch = store.batch();
     (0..40).for_each(|_| _ = batch.create_from(vec![7; 40], Place::Host));
     store.commit(batch).unwrap();
@@ -650,7 +685,7 @@ fn blame_stops_at_damaged_image() {
         }
     }
     assert!(damaged > 0);
-    // Far from the bytes that are asked for, but within the image.
+    // Far from the requested bytes, but within the image.
     let told = view.blame(pages[0], 3..9);
     assert!(matches!(told, Err(Error::Damaged(_))), "{told:?}");
     view.blame(pages[1], 3..9).unwrap();

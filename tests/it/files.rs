@@ -1,4 +1,4 @@
-//! A store directory as a map of files, to damage, to rebuild from, and to open; and the state of a store
+//! A store directory as a map of files, which tests damage, rebuild from and open; and the state of a store
 //! as its caller sees it.
 
 use std::collections::BTreeMap;
@@ -15,8 +15,8 @@ use remanent_format::state::rebuild::RebuiltStore;
 pub use crate::archive::Files;
 
 impl Files {
-    /// The files that a process sees on a disk, but for those that are only locked. A store may be at work
-    /// there: a file that it makes, renames or removes meanwhile is read anew.
+    /// Reads the files that a process sees on a disk, except those that exist only to be locked. A store may
+    /// be open there: if a file is created, renamed or removed meanwhile, it is read again.
     pub fn of(disk: &SimDisk) -> Self {
         let names = || -> Vec<FileName> {
             let folders = [Folder::Root, Folder::Log, Folder::Pages, Folder::Snapshots];
@@ -37,7 +37,7 @@ impl Files {
         }
     }
 
-    /// A disk that holds these files durably.
+    /// Returns a disk that has these files durably.
     pub fn disk(&self) -> SimDisk {
         let disk = SimDisk::new();
         for folder in Folder::INNER {
@@ -54,12 +54,12 @@ impl Files {
         disk
     }
 
-    /// The bytes of all files.
+    /// Returns the total length of all files in bytes.
     pub fn bytes_len(&self) -> usize {
         self.0.values().map(Vec::len).sum()
     }
 
-    /// The names of the files that `wanted` accepts.
+    /// Returns the names of the files that `wanted` accepts.
     pub fn names(&self, wanted: impl Fn(FileName) -> bool) -> Vec<FileName> {
         self.0.keys().copied().filter(|file| wanted(*file)).collect()
     }
@@ -117,7 +117,7 @@ pub fn open_with(disk: &SimDisk, options: Options) -> Result<Store, Error> {
 /// Spares that a store keeps for opens on a full disk, in addition to its reserve.
 pub const SPARES_FOR_OPENS: usize = 5;
 
-/// The smallest segments, so that a few batches cross every boundary.
+/// Options with the smallest segments, so that a few batches fill several of them.
 pub fn small() -> Options {
     let options = Options::new().log(LogOptions::new().segment_len(16 << 10));
     options.snapshots(SnapshotSchedule::never()).scrubs(ScrubSchedule::new().interval(None))

@@ -1,4 +1,4 @@
-//! Forks: complete or absent, in the state that was asked for, and two stores that do not disturb each other.
+//! Forks are complete or absent, have the requested state, and are independent of their source.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -15,7 +15,7 @@ use crate::files::{Files, State, open, open_with, small};
 
 const LEN: u64 = 3000;
 
-/// Commits a batch that writes all pages anew.
+/// Commits a batch that overwrites all pages.
 fn rewrite(store: &Store, pages: &[PageId]) -> Lsn {
     let mut batch = store.batch();
     for page in pages {
@@ -26,8 +26,8 @@ fn rewrite(store: &Store, pages: &[PageId]) -> Lsn {
     store.commit(batch).unwrap().position.lsn
 }
 
-/// Makes three pages, which a snapshot catches all; afterwards one of them, the root and a fourth page
-/// change. Returns the last batch of that.
+/// Creates three pages and takes a snapshot of them; afterwards changes one of them, the root, and creates a
+/// fourth page. Returns the last batch.
 fn work(store: &Store) -> (Vec<PageId>, Lsn) {
     let mut batch = store.batch();
     for _ in 0..3 {
@@ -52,8 +52,8 @@ fn fork(old: &View, target: &SimDisk) -> Result<remanent::StoreId, Error> {
     old.fork_on(&(Arc::new(target.clone()) as Arc<dyn Disk>))
 }
 
-/// The files that a power cut in a fork leaves are no store, and may be forked to again, or they are the
-/// complete fork. Tried where image files are linked, and where all pages are copied.
+/// The files that a power cut during a fork leaves are either no store, and the fork can be repeated, or the
+/// complete fork. Tested with linked image files and with copied pages.
 #[test]
 fn fork_is_complete_or_absent() {
     let source = SimDisk::new();
@@ -77,7 +77,7 @@ fn fork_is_complete_or_absent() {
                 }
                 Err(Error::NoStore { found: None, .. }) => {
                     absent += 1;
-                    // Each seventh of them: they differ in what was not synced yet.
+                    // Only every seventh of them is tested: they differ only in unsynced bytes.
                     if absent % 7 == 1 {
                         fork(&old, &image.disk).unwrap();
                         assert_eq!(State::of(&open(&image.disk).unwrap()), expected);
@@ -92,8 +92,8 @@ fn fork_is_complete_or_absent() {
     }
 }
 
-/// No frame records a fork's snapshot as verified before the fork is opened to be written. That says nothing
-/// about its images.
+/// Before a fork is opened for writing, no frame records its snapshot as verified. That does not make its
+/// images less reliable.
 #[test]
 fn lost_image_file_costs_new_fork_only_its_pages() {
     let source = SimDisk::new();
@@ -147,7 +147,7 @@ fn fork_is_independent_store() {
     drop(forked);
     let forked = open(&target).unwrap();
     assert_eq!(State::of(&forked), now);
-    // Nothing leads to a state before the fork.
+    // No state before the fork can be restored.
     assert!(matches!(
         forked.restore(StatePoint::Lsn(Lsn(lsn.0 - 1))),
         Err(Error::NoSuchState(NoSuchState::OutsideWindow { .. }))
@@ -165,7 +165,7 @@ fn fork_into_nonempty_directory_is_refused() {
     let target = SimDisk::new();
     let other = open(&target).unwrap();
     rewrite(&other, &[]);
-    // An open store makes room on its own.
+    // An open store would free space in the background.
     other.close().unwrap();
     let events = target.events();
     assert!(matches!(fork(&old, &target), Err(Error::NoStore { found: Some(_), .. })));
@@ -173,7 +173,7 @@ fn fork_into_nonempty_directory_is_refused() {
     assert!(matches!(fork(&old, &source), Err(Error::NoStore { found: Some(_), .. })));
 }
 
-/// Image files are shared, until one of the stores lets go of them.
+/// Image files are shared until one of the stores removes them.
 #[test]
 fn a_fork_shares_image_files() {
     let directory = tempfile::tempdir().unwrap();
@@ -187,7 +187,7 @@ fn a_fork_shares_image_files() {
     assert_eq!(links(&path).iter().max(), Some(&2));
     assert_eq!(links(&first), [2, 1], "shared images, and those of the pages that changed since");
 
-    // The fork of a fork shares with both.
+    // The fork of a fork shares files with both stores.
     let forked = options().open(&first).unwrap();
     forked.fork(&second, StatePoint::Lsn(lsn)).unwrap();
     drop(forked);
@@ -206,7 +206,7 @@ fn a_fork_shares_image_files() {
     assert_eq!(State::of(&options().open(&second).unwrap()), expected);
 }
 
-/// The number of names that each image file of a store has.
+/// Returns the number of links of each image file of a store.
 fn links(store: &Path) -> Vec<u64> {
     let mut files: Vec<_> =
         std::fs::read_dir(store.join("pages")).unwrap().map(|entry| entry.unwrap().path()).collect();

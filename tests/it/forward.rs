@@ -1,6 +1,7 @@
-//! Devices of tests that wrap another device: they implement what they do differently, and forward the rest.
+//! Helper for test devices that wrap another device: they implement the methods that differ, and forward the
+//! rest.
 
-/// The methods of `Device` that do nothing but call those of the device in field `$inner`.
+/// Implements methods of `Device` that only call the same method of the device in field `$inner`.
 macro_rules! forward {
     ($inner:ident: $($method:ident)*) => {
         $(forward!(@$method $inner);)*

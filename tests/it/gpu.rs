@@ -1,7 +1,7 @@
-//! The GPU that tests run on, where there is one. Where there is none they say so, past the capture of their
-//! output, and do nothing: a run without a GPU is never taken for one with it.
+//! The GPU for tests, if there is one. Otherwise tests print a message, bypassing the capture of test output,
+//! and do nothing, so that a run without a GPU cannot be mistaken for one with a GPU.
 //!
-//! [`Caller`] stands for the program that uses a store: it has memory and streams of its own.
+//! [`Caller`] represents the program that uses a store, with memory and streams of its own.
 
 use std::cell::Cell;
 use std::ffi::c_void;
@@ -17,7 +17,7 @@ use remanent::error::Unavailable;
 
 use crate::machine;
 
-/// A new device on the first GPU; `None`, said aloud, where there is none.
+/// Returns a new device on the first GPU; prints a message and returns `None` if there is none.
 pub fn device() -> Option<Arc<CudaDevice>> {
     match CudaDevice::open(0) {
         Ok(device) => Some(Arc::new(device)),
@@ -33,10 +33,10 @@ thread_local! {
     static IS_ON_GPU: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs the body of a test on the host device, and on a GPU where there is one. It opens its stores, on this
-/// thread, with devices that [`under_test`] gives.
+/// Runs the body of a test on the host device, and on a GPU if there is one. The body opens its stores on
+/// this thread with the devices that [`under_test`] returns.
 pub fn on_each_device(test: impl Fn()) {
-    /// The next test on this thread may be another one.
+    /// Resets the thread's device when dropped, because the next test on this thread may be another one.
     struct Leaves;
     impl Drop for Leaves {
         fn drop(&mut self) {
@@ -51,7 +51,7 @@ pub fn on_each_device(test: impl Fn()) {
     }
 }
 
-/// A new device: a GPU's where the test runs [on one](on_each_device), and the host device anywhere else.
+/// Returns a new device: on a GPU if the test runs [on one](on_each_device), otherwise a host device.
 pub fn under_test() -> Arc<dyn Device> {
     match IS_ON_GPU.get() {
         true => device().expect("it was there before"),
@@ -59,13 +59,13 @@ pub fn under_test() -> Arc<dyn Device> {
     }
 }
 
-/// New devices on the first two GPUs; `None`, said aloud, where there are fewer.
+/// Returns new devices on the first two GPUs; prints a message and returns `None` if there are fewer.
 pub fn two() -> Option<[Arc<dyn Device>; 2]> {
     with_first(1)
 }
 
-/// New devices on the first and the third GPU, which the fake driver does not connect; `None`, said aloud,
-/// where there are fewer.
+/// Returns new devices on the first and the third GPU, between which the fake driver allows no peer access;
+/// prints a message and returns `None` if there are fewer.
 pub fn two_apart() -> Option<[Arc<dyn Device>; 2]> {
     with_first(2)
 }
@@ -82,10 +82,10 @@ fn with_first(other: u32) -> Option<[Arc<dyn Device>; 2]> {
     }
 }
 
-/// Runs the body of a test on a GPU in a process of its own, as [`machine::alone`] does. In a shared process,
-/// a thread that gives memory back to the driver waits for every stream of the GPU, and locks other threads
-/// out meanwhile. If the end of another test did that, a test that [holds a stream up](Stream::hold) until
-/// the store has gone on would wait for itself.
+/// Runs the body of a test on a GPU in its own process, like [`machine::alone`]. In a shared process, a
+/// thread that frees driver memory waits for every stream of the GPU, and blocks other threads meanwhile. At
+/// the end of another test, that would deadlock with a test that [holds a stream](Stream::hold) until the
+/// store has finished something.
 pub fn alone<Test: FnOnce() + Send + 'static>(body: Test) {
     if machine::is_alone() || device().is_some() {
         machine::alone(body);
@@ -99,7 +99,7 @@ fn skipped(reason: &str) {
     writeln!(uncaptured, "SKIPPED on a GPU: {test}: {reason}").unwrap();
 }
 
-/// Makes a call of the driver's, which must succeed.
+/// Calls a driver function and asserts success.
 macro_rules! call {
     ($($call:tt)*) => {{
         // SAFETY: a context is current, which the `Caller` made so; pointers are to live values of the right
@@ -109,7 +109,7 @@ macro_rules! call {
     }};
 }
 
-/// The version of CUDA that the driver is of, major and minor; `None` where there is no driver.
+/// Returns the driver's CUDA version, major and minor; `None` if there is no driver.
 pub fn driver_version() -> Option<(i32, i32)> {
     CudaDevice::count().ok()?;
     let mut version = 0;
@@ -119,10 +119,10 @@ pub fn driver_version() -> Option<(i32, i32)> {
     Some((version / 1000, version % 1000 / 10))
 }
 
-/// A program that uses the first GPU at the same time as the store. Its context is current on this thread.
+/// A program that uses the first GPU together with the store. Its context is current on this thread.
 pub struct Caller {
     context: sys::CUcontext,
-    /// One at a time: while one captures a graph, the driver refuses calls of other threads.
+    /// Only one exists at a time: while one captures a graph, the driver refuses calls of other threads.
     _alone: MutexGuard<'static, ()>,
 }
 
@@ -130,7 +130,7 @@ pub struct Caller {
 unsafe impl Sync for Caller {}
 
 impl Caller {
-    /// A new caller; `None`, said aloud, where there is no GPU.
+    /// Returns a new caller; prints a message and returns `None` if there is no GPU.
     pub fn new() -> Option<Self> {
         static ALONE: Mutex<()> = Mutex::new(());
         let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
@@ -142,24 +142,24 @@ impl Caller {
         Some(caller)
     }
 
-    /// Makes the context current on this thread, too.
+    /// Makes the context current on this thread as well.
     pub fn enter(&self) {
         call!(cuCtxSetCurrent(self.context));
     }
 
-    /// A stream that does not wait for the default one.
+    /// Creates a stream that does not wait for the default stream.
     pub fn stream(&self) -> Stream {
         let mut raw = std::ptr::null_mut();
         call!(cuStreamCreate(&mut raw, 1));
         Stream { raw }
     }
 
-    /// The default stream of the context.
+    /// Returns the default stream of the context.
     pub fn default_stream(&self) -> Stream {
         Stream { raw: std::ptr::null_mut() }
     }
 
-    /// Memory of the GPU, all zero.
+    /// Allocates GPU memory filled with zeros.
     pub fn memory(&self, len: u64) -> Memory {
         let mut address = 0;
         call!(cuMemAlloc_v2(&mut address, len as usize));
@@ -167,14 +167,14 @@ impl Caller {
         Memory { address, len }
     }
 
-    /// Bytes of the GPU's memory that are free, as the driver counts them.
+    /// Returns the free bytes of GPU memory as reported by the driver.
     pub fn free_bytes(&self) -> u64 {
         let (mut free, mut total) = (0, 0);
         call!(cuMemGetInfo_v2(&mut free, &mut total));
         free as u64
     }
 
-    /// Whether an address lies in memory that the driver has given to this process.
+    /// Whether the address is in memory that the driver allocated for this process.
     pub fn knows(&self, address: u64) -> bool {
         let mut kind = 0_u32;
         let requested = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
@@ -185,11 +185,11 @@ impl Caller {
     }
 }
 
-/// Bytes of a mapping, of which any GPU can have one.
+/// Length in bytes of a mapping, which every GPU supports.
 pub const MAPPING_LEN: u64 = 2 << 20;
 
-/// Addresses that were reserved at once, and got memory mapping by mapping, as an allocator of expandable
-/// segments does it.
+/// A reserved address range to which memory is mapped piece by piece, as an allocator of expandable segments
+/// does.
 pub struct Segment {
     pub address: u64,
     reserved_len: usize,
@@ -198,7 +198,7 @@ pub struct Segment {
 }
 
 impl Caller {
-    /// A segment that has room for `reserved` mappings, and the first `mapped` of them.
+    /// Reserves a range for `reserved` mappings, and maps the first `mapped` of them.
     pub fn segment(&self, mapped: usize, reserved: usize) -> Segment {
         const LEN: usize = MAPPING_LEN as usize;
         let mut address = 0;
@@ -229,21 +229,21 @@ impl Drop for Segment {
     }
 }
 
-/// The bytes that the host sees at an address of the GPU's.
+/// Returns the bytes that the host reads at an address of GPU memory.
 pub fn host_sees(address: u64, len: u64) -> Vec<u8> {
     // SAFETY: tests name the memory of a page in host memory that they have leased, and no kernel of theirs
     // writes to it.
     unsafe { std::slice::from_raw_parts(address as *const u8, len as usize) }.to_vec()
 }
 
-/// Device memory of the caller's.
+/// Caller-owned device memory.
 pub struct Memory {
     pub address: u64,
     len: u64,
 }
 
 impl Memory {
-    /// The memory's bytes now.
+    /// Reads the memory's bytes.
     pub fn content(&self) -> Vec<u8> {
         let mut bytes = vec![0_u8; self.len as usize];
         call!(cuMemcpyDtoH_v2(bytes.as_mut_ptr().cast(), self.address, bytes.len()));
@@ -257,37 +257,37 @@ impl Drop for Memory {
     }
 }
 
-/// A stream of the caller's.
+/// A stream of the caller.
 pub struct Stream {
     raw: sys::CUstream,
 }
 
 impl Stream {
-    /// The stream as the store takes it.
+    /// Returns the stream in the form that the store accepts.
     pub fn raw(&self) -> RawStream {
         // SAFETY: the stream is of the first GPU's primary context, and tests drop it after their stores'
         // leases.
         unsafe { RawStream::from_cuda(self.raw as u64) }
     }
 
-    /// Puts a copy of `len` bytes on the stream.
+    /// Queues a copy of `len` bytes on the stream.
     pub fn copy(&self, target: u64, source: u64, len: u64) {
         call!(cuMemcpyAsync(target, source, len as usize, self.raw));
     }
 
-    /// Lets the stream stand still until it is let go; for tests that run [`alone`].
+    /// Blocks the stream until [`Hold::let_go`]; for tests that run [`alone`].
     pub fn hold(&self) -> Hold {
         assert!(machine::is_alone(), "no other test may run while a stream stands still");
         let mut word = std::ptr::null_mut::<c_void>();
         call!(cuMemHostAlloc(&mut word, 4, 3));
         let hold = Hold { word: word.cast() };
         hold.set(0);
-        // Until the word is at least 1.
+        // The stream waits until the word is at least 1.
         call!(cuStreamWaitValue32_v2(self.raw, word as u64, 1, 0));
         hold
     }
 
-    /// Whether all that was put on the stream is done.
+    /// Whether all work that was queued on the stream is complete.
     pub fn is_done(&self) -> bool {
         // SAFETY: the stream is live, and its context is current.
         let result = unsafe { sys::cuStreamQuery(self.raw) };
@@ -299,7 +299,7 @@ impl Stream {
         call!(cuStreamSynchronize(self.raw));
     }
 
-    /// Begins the capture of a graph, in the mode that forgives least.
+    /// Starts a graph capture in global mode, the strictest one.
     pub fn capture(&self) -> Capture<'_> {
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
         call!(cuStreamBeginCapture_v2(self.raw, mode));
@@ -315,13 +315,13 @@ impl Drop for Stream {
     }
 }
 
-/// A word that a stream waits for.
+/// The word in memory that a blocked stream waits for.
 pub struct Hold {
     word: *mut u32,
 }
 
 impl Hold {
-    /// Lets the stream go on.
+    /// Unblocks the stream.
     pub fn let_go(self) {
         self.set(1);
     }
@@ -332,13 +332,13 @@ impl Hold {
     }
 }
 
-/// A graph's capture under way.
+/// A running graph capture.
 pub struct Capture<'s> {
     stream: &'s Stream,
 }
 
 impl Capture<'_> {
-    /// Ends the capture of the graph.
+    /// Ends the capture, and returns the graph.
     pub fn end(self) -> Graph {
         let (mut graph, mut executable) = (std::ptr::null_mut(), std::ptr::null_mut());
         call!(cuStreamEndCapture(self.stream.raw, &mut graph));

@@ -1,5 +1,5 @@
-//! The space that the log takes on disk: little while a store is young, and no more than its use and its
-//! rules say.
+//! Disk space of the log: a young store's log is small, and it grows no further than its use and its options
+//! require.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -19,19 +19,19 @@ use crate::direct_io;
 use crate::files::{Files, SPARES_FOR_OPENS, State, open_with, small};
 use crate::with_options::With;
 
-/// The length of the first segments.
+/// Length in bytes of the first segments.
 const FIRST: u64 = 64 << 10;
-/// Segments shorter than this grow to four times their length, longer ones to twice.
+/// The length of segments grows fourfold up to this length in bytes, and twofold above it.
 const STEEP: u64 = 256 << 10;
 
 fn ways() -> [LogIo; 3] {
     [LogIo::Mapped, LogIo::Buffered, direct_io::log_io()]
 }
 
-/// The files of the log, with their lengths in bytes.
+/// Returns the files of the log, with their lengths in bytes.
 fn log_files(directory: &Path) -> BTreeMap<FileName, u64> {
     let entries = std::fs::read_dir(directory.join("log")).unwrap().map(|entry| entry.unwrap());
-    // A file may get another name meanwhile.
+    // A file may be renamed meanwhile.
     let file = |entry: std::fs::DirEntry| {
         let name = FileName::parse(Folder::Log, entry.file_name().to_str().unwrap()).unwrap();
         Some((name, entry.metadata().ok()?.len()))
@@ -39,7 +39,7 @@ fn log_files(directory: &Path) -> BTreeMap<FileName, u64> {
     entries.filter_map(file).collect()
 }
 
-/// The lengths of the segments in bytes, in their order.
+/// Returns the lengths of the segments in bytes, in order.
 fn segment_lens(directory: &Path) -> Vec<u64> {
     let files = log_files(directory);
     files.iter().filter(|(file, _)| matches!(file, FileName::Segment(_))).map(|(_, len)| *len).collect()
@@ -53,7 +53,7 @@ fn bytes_on_disk(directory: &Path) -> u64 {
     std::fs::read_dir(directory).unwrap().map(|entry| of(entry.unwrap())).sum()
 }
 
-/// Options as a user opens a store, but for snapshots, which come when a test wants them.
+/// Default options, except that snapshots are taken only by the tests.
 fn options(log_io: LogIo) -> Options {
     Options::new().log(LogOptions::new().io(log_io)).snapshots(SnapshotSchedule::never())
 }
@@ -70,7 +70,7 @@ fn write(store: &Store, page: PageId, len: usize, seed: u64) {
     store.commit(batch).unwrap();
 }
 
-/// Waits for files that the store's own threads make; not for ever, so that a failing test comes to an end.
+/// Waits for files that the store's threads create, with a timeout.
 fn wait_until(what: &str, is_made: impl Fn() -> bool) {
     let began = std::time::Instant::now();
     while !is_made() {
@@ -79,7 +79,7 @@ fn wait_until(what: &str, is_made: impl Fn() -> bool) {
     }
 }
 
-/// Waits for everything that an open makes ahead.
+/// Waits until everything that an open prepares in the background exists.
 fn settle(store: &Store, directory: &Path) {
     let is_made = || {
         let files = log_files(directory);
@@ -112,7 +112,7 @@ fn empty_store_stays_small_across_opens() {
     }
 }
 
-/// A store that is started again and again, and does little or nothing each time.
+/// A store that is reopened many times, with little or no work each time.
 #[test]
 fn thousand_opens_leave_disk_unchanged() {
     const OPENS: usize = 1000;
@@ -154,7 +154,7 @@ fn segments_grow_with_what_is_logged() {
             write(&store, page, 10_000, seed);
         }
         let state = State::of(&store);
-        // Listed before the close, which shortens the last ones.
+        // Listed before the close, which shortens the last segments.
         let lens = segment_lens(directory.path());
         store.close().unwrap();
         assert_eq!(lens[..4], [FIRST; 4], "{lens:?}");
@@ -164,8 +164,8 @@ fn segments_grow_with_what_is_logged() {
         }
         assert!(lens.iter().filter(|len| **len == usual).count() >= 3, "{lens:?}");
 
-        // Segments of any lengths stand next to those of another run, which grow to the length that its
-        // options say.
+        // Segments of any lengths are followed by those of another run, which grow to the length in its
+        // options.
         for segment_len in [64 << 10, 1 << 20] {
             let store = options(log_io)
                 .with(|options| options.log.segment_len = segment_len)
@@ -187,15 +187,14 @@ fn segments_grow_with_what_is_logged() {
     }
 }
 
-/// A frame that fits no short segment is logged in a young store, too, and those that follow it find long
-/// ones.
+/// A frame longer than any segment of a young store can be logged as well, and segments after it are long.
 #[test]
 fn frame_longer_than_first_segments_is_logged() {
     for log_io in ways() {
         for len in [FIRST as usize - 4096, FIRST as usize, 3 << 20, 20 << 20] {
             let directory = tempfile::tempdir().unwrap();
             let store = options(log_io).open(directory.path()).unwrap();
-            // Longer than what is written: a page that is written whole would have an image of its own.
+            // Longer than what is written, because a page that is written whole would get an image.
             let page = create(&store, len as u64 + 4096);
             (0..4).for_each(|round| write(&store, page, len, round));
             let state = State::of(&store);
@@ -206,8 +205,8 @@ fn frame_longer_than_first_segments_is_logged() {
     }
 }
 
-/// A segment that is made for a frame has its payload from the start: no byte of it is written over zeros.
-/// Frames of a direct log wait in memory, and are written with the next sync.
+/// A segment that is created for one frame is written with that frame's payload at once, not first with
+/// zeros. Frames of a direct log stay in memory until the next sync writes them.
 #[test]
 fn frame_in_own_segment_is_written_once() {
     const LEN: usize = 1 << 20;
@@ -224,7 +223,7 @@ fn frame_in_own_segment_is_written_once() {
                     *written.entry(file.to_owned()).or_default() += len;
                 }
             }
-            // A seal that comes first takes the segment, and the frame gets another one: so of each file.
+            // If a seal comes first, the frame gets another segment, so all files are counted.
             let long: Vec<usize> = written.values().copied().filter(|bytes| *bytes >= LEN).collect();
             let is_once = |bytes: &usize| (times * LEN..times * LEN + LEN / 4).contains(bytes);
             assert!((1..=2).contains(&long.len()) && long.iter().all(is_once), "{log_io}: {written:?}");
@@ -239,7 +238,7 @@ fn frame_in_own_segment_is_written_once() {
     }
 }
 
-/// The file that an event writes to, and how many bytes.
+/// Returns the file that an event writes to, and the number of bytes.
 fn written_bytes(event: &str) -> Option<(&str, usize)> {
     let written = ["write ", "put "].iter().find_map(|kind| event.strip_prefix(kind))?;
     let (file, _) = written.split_once(' ').expect("a file and a range");
@@ -247,7 +246,8 @@ fn written_bytes(event: &str) -> Option<(&str, usize)> {
     Some((file, len.parse().expect("a length")))
 }
 
-/// Each run commits a little and ends. Its segments go with the snapshot that several such runs make due.
+/// Each run commits a little and closes the store. After several such runs a snapshot becomes due, which
+/// removes their segments.
 #[test]
 fn restarts_that_commit_a_little_are_bounded() {
     for log_io in ways() {
@@ -263,7 +263,7 @@ fn restarts_that_commit_a_little_are_bounded() {
             let survey = Survey::read(&DirReader::new(directory.path())).unwrap();
             openings = openings.max(survey.log.line().len());
         }
-        // After the older of two snapshots lie two times sixteen runs, of one segment each.
+        // After the older of two snapshots there are at most two times sixteen runs, each with one segment.
         assert!(openings <= 2 * 17 + 1, "{log_io}: {openings} openings");
         assert!(bytes <= (2 * 17 + 12) * FIRST, "{log_io}: {bytes} bytes");
         let store = Store::open(directory.path()).unwrap();
@@ -291,12 +291,12 @@ fn spares_beyond_reserve_use_allowed_space() {
         let disk = files.disk();
         let spares = files.0.iter().filter(|(file, _)| matches!(file, FileName::Spare(_)));
         let bytes: u64 = spares.map(|(_, content)| content.len() as u64).sum();
-        // Those held for opens may be first segments of the log that were taken back.
+        // The spares for opens may be recycled first segments of the log.
         let reserve = (2 << 20) + SPARES_FOR_OPENS as u64 * STEEP;
         assert!(bytes <= reserve + allowed, "{spare_bytes}: {bytes} bytes");
-        // More than 10 MiB of log went with the snapshot.
+        // The snapshot made more than 10 MiB of log obsolete.
         assert!(spare_bytes < 1 << 30 || bytes > 8 << 20, "{bytes} bytes");
-        // Another run may allow less.
+        // The options of another run may allow less.
         for (spare_bytes, allowed) in [(2 << 20, 2 << 20), (0, 0)] {
             let options = small().with(|options| {
                 options.log.segment_len = 1 << 20;
@@ -312,7 +312,7 @@ fn spares_beyond_reserve_use_allowed_space() {
     }
 }
 
-/// A batch with deletes whose frame is longer than the shortest spare finds a longer one of the reserve.
+/// A batch with deletes whose frame is longer than the shortest spare uses a longer one of the reserve.
 #[test]
 fn long_delete_batch_takes_long_enough_reserve_segment() {
     let disk = SimDisk::new();
@@ -320,7 +320,7 @@ fn long_delete_batch_takes_long_enough_reserve_segment() {
         let options = options(LogIo::Mapped).with(|options| options.log.segment_len = 4 << 20);
         Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options).unwrap()
     };
-    // The segments that one run makes ahead are short spares of the next one.
+    // The segments that one run prepares are short spares for the next one.
     open().close().unwrap();
     let store = open();
     let mut batch = store.batch();
@@ -331,7 +331,7 @@ fn long_delete_batch_takes_long_enough_reserve_segment() {
     wait_until("the reserve", || has_reserve(&disk));
     disk.set_capacity(Some(disk.used_bytes()));
     for half in pages.chunks(20_000) {
-        // No user's batch fits any more into the segment in use.
+        // No ordinary batch fits into the current segment any more.
         for len in [60_000, 1000] {
             while store.commit(noted(&store, len)).is_ok() {}
         }
@@ -352,7 +352,7 @@ fn noted(store: &Store, len: usize) -> remanent::WriteBatch {
     batch
 }
 
-/// An open that finds no space for its second segment leaves the first one as a spare, however often it is
+/// An open that finds no space for its second segment keeps the first one as a spare, however often it is
 /// tried.
 #[test]
 fn open_failing_without_space_keeps_spares() {
@@ -389,8 +389,8 @@ fn open_failing_without_space_keeps_spares() {
     assert_eq!(State::of(&open().unwrap()), state);
 }
 
-/// Whether two spares are as long as the log's segments ask for, the whole reserve is there, and no file is
-/// being made.
+/// Whether two spares have the length that the log's segments call for, the reserve is complete, and no file
+/// is being created.
 fn has_reserve(disk: &SimDisk) -> bool {
     let files = Files::of(disk).0;
     let of = |wanted: fn(&FileName) -> bool| {
@@ -401,12 +401,12 @@ fn has_reserve(disk: &SimDisk) -> bool {
     let spares: Vec<usize> = of(|file| matches!(file, FileName::Spare(_))).collect();
     is_made
         && spares.len() >= 2 + SPARES_FOR_OPENS
-        // The reserve of a young store is shorter.
+        // The reserve of a young store has shorter segments.
         && (longest <= FIRST as usize || spares.iter().filter(|len| **len >= longest / 2).count() >= 2)
 }
 
-/// A full disk, its pages deleted as the error advises, closed and opened: each step works, in a store of any
-/// age.
+/// A store fills the disk, its pages are deleted as the error advises, and it is closed and opened: each step
+/// works, for stores of any age.
 #[test]
 fn a_store_that_filled_the_disk_opens_after_each_step() {
     for batches in [0, 3, 10, 30, 100, 300] {
@@ -430,7 +430,7 @@ fn a_store_that_filled_the_disk_opens_after_each_step() {
         let mut state = State::of(&store);
         let mut store = Some(store);
         for page in [None, Some(pages[1]), Some(pages[0])] {
-            // As the process ends, and as a power cut would leave it.
+            // As a kill and a power cut leave the store.
             if let Some(page) = page {
                 let store = store.as_ref().unwrap();
                 let mut batch = store.batch();
@@ -446,7 +446,7 @@ fn a_store_that_filled_the_disk_opens_after_each_step() {
     }
 }
 
-/// An opening's description of itself is what its file is.
+/// The length in the header of an open's first segment is the length of its file.
 #[test]
 fn segment_header_states_length() {
     let disk = SimDisk::new();

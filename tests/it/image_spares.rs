@@ -1,5 +1,5 @@
-//! Image files that nothing needs any more are written over by the next snapshots. No reader finds other
-//! bytes than it looks for (I13).
+//! Image files that are no longer needed are overwritten by later snapshots. No reader accepts bytes of
+//! another image (I13).
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
@@ -22,7 +22,7 @@ use crate::with_options::With;
 const WAYS: [ImageIo; 3] = [ImageIo::Mapped, ImageIo::Buffered, ImageIo::Direct];
 const LEN: u64 = 100_000;
 
-/// One snapshot is kept, and files of any length are worth writing again.
+/// Options that keep one snapshot, and reuse files of any length.
 fn options() -> Options {
     small()
         .retention(Retention::new().snapshots_kept(1))
@@ -40,7 +40,7 @@ fn begin(store: &Store, count: u64) -> Vec<PageId> {
     pages
 }
 
-/// Changes a part of each page, and takes a snapshot: it writes all of them.
+/// Changes a part of each page, and takes a snapshot, which writes all pages.
 fn rewrite(store: &Store, pages: &[PageId], seed: u64) {
     change(store, pages, seed);
     store.snapshot().unwrap();
@@ -58,7 +58,7 @@ fn reused(store: &Store) -> u64 {
     store.stats().snapshots.files_reused
 }
 
-/// The files of a folder of images by name, with their inodes and lengths.
+/// Returns the names of image files with their inodes and lengths.
 fn inodes(directory: &Path) -> BTreeMap<FileName, (u64, u64)> {
     let files = std::fs::read_dir(directory.join("pages")).unwrap().map(|entry| {
         let entry = entry.unwrap();
@@ -74,7 +74,7 @@ fn spares(disk: &SimDisk) -> Vec<(FileName, u64)> {
     spares.map(|(file, bytes)| (file, bytes.len() as u64)).collect()
 }
 
-/// Bytes of images and spares.
+/// Returns the bytes of image files and spares.
 fn image_bytes(disk: &SimDisk) -> u64 {
     let files = Files::of(disk).0.into_iter();
     let files = files.filter(|(file, _)| matches!(file, FileName::Pages(_) | FileName::ImageSpare(_)));
@@ -118,7 +118,7 @@ fn files_that_snapshots_free_are_written_again_in_place() {
         rewrite(&store, &pages, 5);
         assert_eq!(reused(&store), 1, "{io}");
         assert_eq!(inodes(directory.path()).len(), 2, "{io}");
-        // A caller that prunes wants the space.
+        // A prune by the caller also removes spares.
         store.prune(&Retention::default().snapshots_kept(1)).unwrap();
         assert_eq!(inodes(directory.path()).keys().filter(|file| is_spare(file)).count(), 0, "{io}");
         let state = State::of(&store);
@@ -141,7 +141,7 @@ fn file_shared_with_fork_is_not_reused() {
     }
     assert!(reused(&store) > 0);
     let shared: Vec<u64> = inodes(beside.path()).into_values().map(|(inode, _)| inode).collect();
-    // Open files keep their inodes from others.
+    // Files that are open keep their inode numbers from being reused.
     let files = inodes(beside.path()).into_keys();
     let _open: Vec<_> =
         files.map(|file| std::fs::File::open(beside.path().join(file.to_string())).unwrap()).collect();
@@ -149,7 +149,7 @@ fn file_shared_with_fork_is_not_reused() {
 
     let fork = options().open(beside.path()).unwrap();
     assert_eq!(State::of(&fork), state);
-    // The ancestor's file has one name once the ancestor is gone. Its readers hold nothing here.
+    // After the ancestor is removed, its file has one link. Its readers hold no lock here.
     store.close().unwrap();
     drop(directory);
     rewrite(&fork, &pages, 7);
@@ -159,7 +159,7 @@ fn file_shared_with_fork_is_not_reused() {
     assert!(reused(&fork) > 0, "files of its own are written again");
 }
 
-/// A backup by links, taken while the store is open, keeps its bytes.
+/// A backup by hard links, taken while the store is open, keeps its bytes.
 #[test]
 fn hard_linked_spare_is_not_reused() {
     let directory = tempfile::tempdir().unwrap();
@@ -179,7 +179,7 @@ fn hard_linked_spare_is_not_reused() {
     assert_eq!(std::fs::metadata(&copy).unwrap().nlink(), 1, "the spare itself is gone");
 }
 
-/// A hole in a file that is mapped would turn a full disk into a signal.
+/// Through a mapping, a write to a hole on a full disk would end the process with a signal.
 #[test]
 fn sparse_spare_is_not_reused() {
     let directory = tempfile::tempdir().unwrap();
@@ -190,7 +190,7 @@ fn sparse_spare_is_not_reused() {
     let (name, (_, len)) = found.iter().find(|(file, _)| matches!(file, FileName::ImageSpare(_))).unwrap();
     let path = directory.path().join(name.to_string());
     let head = std::fs::read(&path).unwrap()[..4096].to_vec();
-    // A close removes the spare that a killed process would have left.
+    // A close removes the spare that a killed process would leave.
     store.close().unwrap();
     assert!(!path.exists());
     std::fs::write(&path, head).unwrap();
@@ -218,7 +218,7 @@ fn file_held_by_reader_is_not_reused() {
             assert!(bytes == *expected, "page {page}");
         }
     };
-    // The view keeps files open from now on.
+    // From here on the view has files open.
     view.read(pages[0], 0, &mut [0; 10]).unwrap();
     for seed in 2..6 {
         rewrite(&store, &pages, seed);
@@ -233,7 +233,7 @@ fn file_held_by_reader_is_not_reused() {
     assert!(!matches!(error, Error::Damaged(_)), "{error}");
 }
 
-/// A follower is in the middle of an image when the writer frees the file and writes over it.
+/// A follower is reading an image when the writer frees the file and overwrites it.
 #[test]
 fn follower_of_overwritten_image_is_overtaken() {
     const LONG: u64 = 4 << 20;
@@ -253,7 +253,7 @@ fn follower_of_overwritten_image_is_overtaken() {
         if pieces > 1 {
             return;
         }
-        // The snapshot takes the image over, and each of the next ones frees a file.
+        // The next snapshot still names the image, and each of the following ones frees a file.
         for seed in 1..5 {
             let mut batch = store.batch();
             batch.write(pages[0], 8, &Random(seed).bytes(LONG - 8));
@@ -271,7 +271,7 @@ fn follower_of_overwritten_image_is_overtaken() {
     assert!(matches!(error, Error::Overtaken { .. }), "{error}");
 }
 
-/// Images and spares take at most twice what the snapshots name.
+/// Images and spares together take at most twice the bytes of the images that snapshots name.
 #[test]
 fn spares_use_at_most_image_space() {
     let sim = SimDisk::new();
@@ -292,7 +292,7 @@ fn spares_use_at_most_image_space() {
     assert!(found <= 2 * (LEN + 3 * 4096), "{found} bytes after deletes; spares: {:?}", spares(&sim));
 }
 
-/// On a full disk spares are the first to go: for batches, for snapshots, and for an open.
+/// On a full disk spares are removed first: for batches, for snapshots, and for an open.
 #[test]
 fn full_disk_releases_spares() {
     let rules = || {
@@ -311,20 +311,24 @@ fn full_disk_releases_spares() {
     };
     let (sim, store, pages) = made();
     sim.set_capacity(Some(sim.used_bytes()));
-    // No batch is refused while spares can give way.
+    // No batch fails as long as spares can be removed. The exact end depends on the maker's segments.
     let free: u64 = spares(&sim).iter().map(|(_, len)| len).sum();
     let mut logged = 0;
-    while logged < free / 2 {
+    let error = loop {
         let mut batch = store.batch();
         batch.write(pages[0], 0, &Random(logged + 1).bytes(4000));
-        store.commit(batch).unwrap();
-        logged += 4000;
-    }
+        match store.commit(batch) {
+            Ok(_) => logged += 4000,
+            Err(error) => break error,
+        }
+    };
+    assert!(matches!(error, Error::DiskFull { .. }), "{error}");
+    assert!(logged > free / 3, "{logged} of {free} bytes");
     assert!(spares(&sim).is_empty());
     drop(store);
 
     let (sim, store, pages) = made();
-    // A page as long as all of the spares fits only into their space.
+    // A page of the length of all spares fits only into their space.
     let free: u64 = spares(&sim).iter().map(|(_, len)| len).sum();
     let mut batch = store.batch();
     batch.create(free - (40 << 10), Place::Host);
@@ -339,8 +343,9 @@ fn full_disk_releases_spares() {
     drop(open_with(&sim, rules()).unwrap());
 }
 
-/// After no crash does a spare hold a chunk whose number may be given again: in a later file of that number
-/// it would look like a new one. Without the sync of the folder before the first chunk, some would.
+/// After no crash does a spare contain a chunk with a file number that may be assigned again: in a later file
+/// of that number the chunk would look valid. The sync of the folder before the first chunk prevents this;
+/// without it, some crashes leave such a chunk.
 #[test]
 fn spares_hold_no_chunk_with_future_number() {
     for is_synced in [true, false] {
@@ -390,7 +395,7 @@ fn spares_hold_no_chunk_with_future_number() {
     }
 }
 
-/// The number that an open gives the next image file.
+/// Returns the number that an open assigns to the next image file.
 fn next_number(disk: &SimDisk) -> u64 {
     let numbers = Disk::list(disk, Folder::Pages).unwrap().into_iter().filter_map(|name| {
         match FileName::parse(Folder::Pages, &name)? {

@@ -1,6 +1,7 @@
-//! Pages are copied straight to the memory of image files, where a file system in memory and the device
-//! allow it. The same bytes lie in the files as by the other ways, and they are proven where they lie. Where
-//! anything refuses, bytes go by way of staging.
+//! Pages are copied by the device directly to mapped image files, if the files are on a memory file system
+//! and the device supports it. The files have the same content as with the other ways to write them, and the
+//! images are verified in place. If the device or the file system refuses, the bytes are copied through
+//! staging memory.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -22,12 +23,12 @@ use crate::kill::workload::Random;
 use crate::machine::skipped;
 use crate::with_options::With;
 
-/// One chunk a snapshot, or two for the pages that are longer than a piece.
+/// Length of a chunk: a snapshot has one, or two if a page is longer than a piece.
 const CHUNK_LEN: u64 = 64 << 10;
-/// Lengths that leave gaps between images, an empty page, and one that goes piece by piece.
+/// Lengths of pages: with gaps between images, an empty page, and one that is copied in pieces.
 const LENS: [u64; 6] = [1000, 4096, 77, 0, 30_000, 3 * CHUNK_LEN + 5];
 
-/// A folder in memory; `None`, said aloud, where there is none.
+/// Returns a folder on a memory file system; prints a message and returns `None` if there is none.
 fn in_memory() -> Option<tempfile::TempDir> {
     let folder = tempfile::tempdir_in("/dev/shm");
     folder.inspect_err(|error| skipped("files in memory", &format!("/dev/shm: {error}"))).ok()
@@ -57,8 +58,8 @@ fn create_of(store: &Store, place: Place, lens: &[u64]) -> Vec<PageId> {
     store.commit(batch).unwrap().pages
 }
 
-/// Changes a part of every page, so that the next snapshot writes all of them. A page that is written whole
-/// may have its image ahead of the batch.
+/// Changes a part of every page, so that the next snapshot writes all of them. The image of a page that is
+/// written whole may already be written by the batch.
 fn change(store: &Store, pages: &[PageId], seed: u64) {
     let mut batch = store.batch();
     let len = |page: &PageId| store.page(*page).unwrap().len;
@@ -68,7 +69,7 @@ fn change(store: &Store, pages: &[PageId], seed: u64) {
     store.commit(batch).unwrap();
 }
 
-/// Takes this many snapshots, each of all pages.
+/// Takes snapshots, each of which contains all pages.
 fn snapshots(store: &Store, pages: &[PageId], seeds: std::ops::Range<u64>) -> Result<()> {
     seeds.into_iter().try_for_each(|seed| {
         change(store, pages, seed);
@@ -95,7 +96,7 @@ fn image_files(directory: &Path) -> BTreeMap<FileName, Vec<u8>> {
     files.collect()
 }
 
-/// The state is there, and nothing on disk is damaged.
+/// Asserts that the store has the state, and that no file is damaged.
 fn opens_with(directory: &Path, state: &State) {
     let store = in_place().open_with(directory, host()).unwrap();
     assert_eq!(State::of(&store), *state);
@@ -113,7 +114,7 @@ fn copy_folder(source: &Path, target: &Path) {
     }
 }
 
-/// One chunk each, so that threads cannot change the order of images.
+/// One chunk each, so that the order of images does not depend on the timing of threads.
 #[test]
 fn in_place_copy_writes_same_file_bytes_as_other_ways() {
     lie_there_as_other_ways_write_them(&LENS[..5]);
@@ -155,8 +156,8 @@ fn lie_there_as_other_ways_write_them(lens: &[u64]) {
     }
 }
 
-/// Devices that run late, and several as one, leave the same state. A list that named a file which is
-/// let go of too early would panic here.
+/// Late devices and combined devices leave the same state. A list that uses a mapping which was released too
+/// early would panic here.
 #[test]
 fn every_kind_of_device_copies_in_place() {
     let late = |seed| Arc::new(LateDevice::seeded(host(), seed)) as Arc<dyn Device>;
@@ -183,7 +184,7 @@ fn works_in_place(name: &str, directory: &Path, device: Arc<dyn Device>, slot: u
     snapshots(&store, &pages, 1..5).unwrap();
     change(&store, &pages, 5);
     store.snapshot_with(SnapshotOptions::new().name("exact")).unwrap();
-    // Long pages are caught while batches change them.
+    // Long pages are gathered while batches change them.
     std::thread::scope(|scope| {
         scope.spawn(|| (6..30).for_each(|seed| change(&store, &pages, seed)));
         store.snapshot().unwrap();
@@ -194,13 +195,14 @@ fn works_in_place(name: &str, directory: &Path, device: Arc<dyn Device>, slot: u
     opens_with(directory, &state);
 }
 
-/// Once, or for good: the snapshot is not called verified, and the one before serves.
+/// A bit flip that happens once or every time: the snapshot is not recorded as verified, and the previous one
+/// is used.
 #[test]
 fn bit_flip_on_transfer_to_file_is_detected_before_use() {
     each_flip(BusTransfer::File, |_, verified| assert_told(&verified.unwrap_err()));
 }
 
-/// A bit that turns over once on that way costs nothing.
+/// A single bit flip on a transfer from a file has no effect, because the transfer is repeated.
 #[test]
 fn bit_flip_on_transfer_from_file_is_reread() {
     each_flip(BusTransfer::FromFile, |count, verified| match verified {
@@ -216,8 +218,8 @@ fn assert_told(error: &Error) {
     assert!(error.to_string().contains("changed on the way"), "{error}");
 }
 
-/// Has each copy of a snapshot change a bit, alone and with all after it, until none does. `check` gets how
-/// many did, and what the verification of the snapshot came to.
+/// Flips a bit in the first, second, … copy of a snapshot, alone or together with all later ones, until there
+/// is no further copy. `check` receives the number of flips, and the result of the snapshot's verification.
 fn each_flip(way: BusTransfer, check: impl Fn(u64, Result<()>)) {
     let mut struck = 0;
     for nth in 1.. {
@@ -237,7 +239,7 @@ fn each_flip(way: BusTransfer, check: impl Fn(u64, Result<()>)) {
             let newest = store.snapshots().pop().unwrap();
             assert_eq!(newest.verified, verified.is_ok(), "{way:?} {nth} {times}");
             if verified.is_err() {
-                // What it would have replaced stays.
+                // The snapshots that it would have replaced are kept.
                 assert!(known.iter().all(|before| store.snapshots().contains(before)), "{way:?} {nth}");
             }
             match count {
@@ -256,7 +258,7 @@ fn each_flip(way: BusTransfer, check: impl Fn(u64, Result<()>)) {
     assert!(struck >= 2, "{struck} copies changed");
 }
 
-/// Whichever call fails, the state is there again, and no file is damaged.
+/// Whichever call fails, the state is recovered, and no file is damaged.
 #[test]
 fn device_failure_loses_no_state() {
     let calls = [
@@ -278,7 +280,7 @@ fn device_failure_loses_no_state() {
             change(&store, &pages, 2);
             let before = store.lsn();
             device.arm(DeviceFault { call: Some(call), nth, context_lost });
-            // The first registers, the others copy to what is registered.
+            // The first snapshot registers the file; the others copy to the registered file.
             let taken = (0..3).try_for_each(|_| {
                 let mut batch = store.batch();
                 let changed = pages.iter().zip(LENS).filter(|(_, len)| *len > 0);
@@ -315,7 +317,7 @@ fn device_without_file_copies_uses_staging() {
         assert!(device.struck(), "it was asked");
     }
     assert_eq!((bytes_in_place(&store), registered_bytes(&store)), (0, 0));
-    // From now on it is not refused: the second snapshot from here finds a file that is registered.
+    // From here on registration succeeds: the second snapshot finds a registered file.
     snapshots(&store, &pages, 5..7).unwrap();
     assert!(bytes_in_place(&store) > 0);
     let state = State::of(&store);
@@ -351,7 +353,7 @@ fn registered_files_respect_budget_and_yield_to_pages() {
     snapshots(&store, &pages, 6..9).unwrap();
     assert_eq!(registered_bytes(&store), len, "one of two files");
     assert!(bytes_in_place(&store) > 0);
-    // Pages come first.
+    // Pages have priority over registered files.
     let mut batch = store.batch();
     let page = batch.create(len, Place::Pinned).page();
     batch.write(page, 0, b"first");
@@ -365,7 +367,7 @@ fn registered_files_respect_budget_and_yield_to_pages() {
     opens_with(folder.path(), &state);
 }
 
-/// A fork has a second name for the file: it is not written over, and its mapping goes.
+/// A fork has a hard link to the file, so the file is not overwritten, and its mapping is released.
 #[test]
 fn file_shared_with_fork_is_dropped_not_reused() {
     let Some(folder) = in_memory() else { return };
@@ -385,7 +387,7 @@ fn file_shared_with_fork_is_dropped_not_reused() {
     assert_eq!(forked.scrub().unwrap().damage, []);
 }
 
-/// A mapping that outlived its file would keep the file's space, and its part of the budget.
+/// A mapping that outlived its file would keep the file's disk space, and its part of the budget.
 #[test]
 fn removed_file_is_released() {
     let Some(folder) = in_memory() else { return };
@@ -393,7 +395,7 @@ fn removed_file_is_released() {
     let pages = create(&store, Place::Device(0));
     snapshots(&store, &pages, 1..5).unwrap();
     let both = registered_bytes(&store);
-    // A caller that prunes wants the space of spares.
+    // A prune by the caller also removes spares.
     store.prune(&Retention::default().snapshots_kept(1)).unwrap();
     let one = registered_bytes(&store);
     let left = image_files(folder.path());
@@ -401,7 +403,8 @@ fn removed_file_is_released() {
     assert_eq!(both, 2 * one);
 }
 
-/// Without room for copies aside, deltas wait, and the host sums what it writes: all of that is read back.
+/// Without memory for copies of pages, batches wait, and the host computes checksums of what it writes;
+/// everything is read back.
 #[test]
 fn without_copy_room_pages_use_staging() {
     let Some(folder) = in_memory() else { return };
@@ -416,7 +419,7 @@ fn without_copy_room_pages_use_staging() {
     opens_with(folder.path(), &state);
 }
 
-/// The end of a file that grew goes by way of staging once, and not for good.
+/// The new end of a file that grew is written through staging once; later it is registered as well.
 #[test]
 fn grown_file_is_registered_again() {
     let Some(folder) = in_memory() else { return };
@@ -443,7 +446,8 @@ fn grown_file_is_registered_again() {
     opens_with(folder.path(), &state);
 }
 
-/// A file that would keep a long tail is let go of before it is cut, and what the next ones write is right.
+/// The mapping of a file that is too long is released before the file is truncated, and later images are
+/// written correctly.
 #[test]
 fn overlong_files_are_truncated_except_mapped() {
     let Some(folder) = in_memory() else { return };
@@ -468,7 +472,7 @@ fn overlong_files_are_truncated_except_mapped() {
     opens_with(folder.path(), &state);
 }
 
-/// Compression is the host's work, and so is a file on a medium.
+/// Compression is done by the host, and a file on a block device cannot be registered, so staging is used.
 #[test]
 fn registration_is_skipped_if_host_needs_bytes() {
     let Some(memory) = in_memory() else { return };

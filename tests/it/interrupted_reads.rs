@@ -1,6 +1,6 @@
-//! A disk on which something happens between two reads: at a moment that a test chooses, and so at every
-//! moment, one after the other. Or a disk whose cache is damaged, and not its medium. It records which
-//! threads read past the cache.
+//! A disk that runs a callback between two reads, at a point that the test chooses, so that a test can try
+//! every point in turn. It can also simulate a damaged page cache over an intact medium, and records which
+//! threads make direct reads.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -16,7 +16,8 @@ use remanent::{Result, SnapshotId};
 
 type Strike = Box<dyn FnOnce() + Send>;
 
-/// A disk that reads the files of `inner`. Before the read of number `at`, counted from 0, the strike runs.
+/// A disk that reads the files of `inner`, and runs the callback `strike` before read number `at`, counted
+/// from 0.
 pub struct InterruptedDisk {
     inner: SimDisk,
     moment: Arc<Moment>,
@@ -30,7 +31,7 @@ struct Moment {
     thread: Option<&'static str>,
     strike: Mutex<Option<Strike>>,
     cache_is_damaged: bool,
-    past_cache: Mutex<HashSet<ThreadId>>,
+    bypassing_cache: Mutex<HashSet<ThreadId>>,
 }
 
 impl InterruptedDisk {
@@ -39,35 +40,35 @@ impl InterruptedDisk {
         Self { inner: inner.clone(), moment: Arc::new(moment) }
     }
 
-    /// A disk on which nothing strikes.
+    /// Returns a disk without a callback.
     pub fn never(inner: &SimDisk) -> Self {
         Self::new(inner, usize::MAX, || {})
     }
 
-    /// A disk on which the strike comes before the first read by the thread of this name.
+    /// Returns a disk that runs the callback before the first read by the thread with this name.
     pub fn of_thread(inner: &SimDisk, name: &'static str, strike: impl FnOnce() + Send + 'static) -> Self {
         let strike = Mutex::new(Some(Box::new(strike) as Strike));
         let moment = Moment { at: usize::MAX, thread: Some(name), strike, ..Moment::default() };
         Self { inner: inner.clone(), moment: Arc::new(moment) }
     }
 
-    /// A disk on which nothing strikes, but all bytes from the cache are wrong.
+    /// Returns a disk without a callback whose page cache returns wrong bytes for every read.
     pub fn with_damaged_cache(inner: &SimDisk) -> Self {
         let moment = Moment { at: usize::MAX, cache_is_damaged: true, ..Moment::default() };
         Self { inner: inner.clone(), moment: Arc::new(moment) }
     }
 
-    /// The threads that have read past the cache since the last call.
-    pub fn past_cache(&self) -> HashSet<ThreadId> {
-        std::mem::take(&mut self.moment.past_cache.lock().unwrap())
+    /// Returns the threads that have made direct reads since the last call.
+    pub fn bypassing_cache(&self) -> HashSet<ThreadId> {
+        std::mem::take(&mut self.moment.bypassing_cache.lock().unwrap())
     }
 
-    /// Bytes of files that were read since the last call.
+    /// Returns the number of bytes read from files since the last call.
     pub fn bytes_read(&self) -> u64 {
         self.moment.bytes.swap(0, Ordering::SeqCst)
     }
 
-    /// The number of reads so far. If it is at most `at`, nothing struck.
+    /// Returns the number of reads so far. If it is at most `at`, the callback has not run.
     pub fn reads(&self) -> usize {
         self.moment.reads.load(Ordering::SeqCst)
     }
@@ -201,11 +202,11 @@ impl DiskFile for InterruptedFile {
         self.inner.read_at(offset, out)
     }
 
-    fn read_past_cache(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+    fn read_bypassing_cache(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         self.moment.pass();
         self.moment.bytes.fetch_add(out.len() as u64, Ordering::SeqCst);
-        self.moment.past_cache.lock().unwrap().insert(thread::current().id());
-        self.inner.read_past_cache(offset, out)
+        self.moment.bypassing_cache.lock().unwrap().insert(thread::current().id());
+        self.inner.read_bypassing_cache(offset, out)
     }
 
     fn read_proven(&self, offset: u64, out: &mut [u8]) -> Result<()> {
@@ -213,7 +214,8 @@ impl DiskFile for InterruptedFile {
         self.moment.bytes.fetch_add(out.len() as u64, Ordering::SeqCst);
         self.inner.read_proven(offset, out)?;
         if self.moment.cache_is_damaged {
-            // All of it: a read begins on a block, before the bytes that are wanted.
+            // All bytes are changed, because a direct read starts at a block boundary before the requested
+            // bytes.
             out.iter_mut().for_each(|byte| *byte ^= 1);
         }
         Ok(())

@@ -1,26 +1,25 @@
-//! The layout of the three crates: folders in an order, and a file imports only from folders below its own.
+//! The layout of the four crates: folders have an order, and a file imports only from folders below its
+//! own.
 //!
-//! The order is written once a crate, as the table under `# Map` in its `lib.rs`, from the top down. This
-//! reads that table and the sources, and holds them to each other:
+//! The order of each crate is the table under `# Map` in its `lib.rs`, from top to bottom. These tests
+//! compare that table with the sources:
 //!
-//! - Each folder, and each file beside `lib.rs`, is a row of the table, and the `mod` lines stand in its
+//! - Each folder, and each file next to `lib.rs`, is a row of the table, and the `mod` lines are in the same
 //!   order.
-//! - `crate::` and `super::` paths are followed to the file that they name: down the table, or within a
-//!   folder.
-//! - Within a folder no files import each other in a circle. A `mod.rs` may name its own files, and they may
-//!   name it.
-//! - Only `lib.rs`, tests and `testing` choose among the implementations of the seams `Device` and `Disk`.
-//! - Unsafe code has few rooms, and the library never prints.
-//! - Threads meet by `base/sync`, so that a test's scheduler sees it.
+//! - Each `crate::` or `super::` path refers to a file further down the table, or in the same folder.
+//! - Within a folder there are no cycles of imports, except between a `mod.rs` and its own files.
+//! - Only `lib.rs`, tests and `testing` choose among the implementations of the traits `Device` and `Disk`.
+//! - Unsafe code is allowed in a few listed files, and the library never prints.
+//! - Threads synchronize only with `base/sync`, so that a test's scheduler can control them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 
 /// The crates, by the folder of their sources.
-const CRATES: &[&str] = &["src", "format/src", "tools/src"];
+const CRATES: &[&str] = &["src", "format/src", "archive/src", "tools/src"];
 
-/// The only files that may hold unsafe code.
+/// The only files that may contain unsafe code.
 const UNSAFE_ROOMS: &[&str] = &[
     "src/device/cuda/",
     "src/disk/mapped.rs",
@@ -32,10 +31,10 @@ const UNSAFE_ROOMS: &[&str] = &[
     "bench/src/allocators.rs",
 ];
 
-/// Macros that print, and functions that return something to print to.
+/// Macros that print, and functions that return an output stream.
 const PRINTERS: &[&str] = &["println!", "eprintln!", "print!", "eprint!", "dbg!", "stdout()", "stderr()"];
 
-/// Ways for threads to meet that go past `base/sync`.
+/// Synchronization of threads without `base/sync`.
 const PAST_SYNC: &[&str] = &[
     "parking_lot",
     "std::sync::Mutex",
@@ -48,12 +47,12 @@ const PAST_SYNC: &[&str] = &[
     "std::thread::current",
 ];
 
-/// The files that may use them: parallel work has one thread under a scheduler, and the host device holds a
+/// The files that may use it: parallel work has one thread under a scheduler, and the host device holds a
 /// lock while it copies.
 const SYNC_ROOMS: &[&str] = &["src/base/sync/", "src/base/parallel.rs", "src/device/host/"];
 
-/// The implementations of the seams. Only `lib.rs`, `testing`, and files next to an implementation may import
-/// it.
+/// The implementations of the traits `Device` and `Disk`, which only `lib.rs`, `testing` and files in the same folder
+/// may import.
 const BEHIND_THE_SEAMS: &[&str] = &[
     "src/device/cuda/",
     "src/device/host/",
@@ -70,7 +69,7 @@ type Sources = BTreeMap<String, String>;
 
 /// The sources of one crate.
 struct Crate<'a> {
-    /// The folder of its sources.
+    /// The folder of the crate's sources.
     root: &'a str,
     sources: &'a Sources,
 }
@@ -80,7 +79,7 @@ impl Crate<'_> {
         format!("{}/lib.rs", self.root)
     }
 
-    /// The folder of `file` directly in the root, or its name without the ending if it lies there itself.
+    /// Returns the folder of `file` directly below the root, or its name without the extension if it is in the root.
     fn top<'f>(&self, file: &'f str) -> Option<&'f str> {
         let path = file.strip_prefix(self.root)?.strip_prefix('/')?;
         let top = path.split('/').next().unwrap_or(path);
@@ -88,7 +87,7 @@ impl Crate<'_> {
         (!["lib", "main"].contains(&top)).then_some(top)
     }
 
-    /// The order, from the top down: the first column of the table under `# Map`.
+    /// Returns the order of the folders from top to bottom: the first column of the table under `# Map`.
     fn order(&self) -> Vec<String> {
         let text = &self.sources[&self.lib()];
         let map = text.lines().skip_while(|line| *line != "//! # Map").skip(1);
@@ -99,7 +98,7 @@ impl Crate<'_> {
         rows.collect()
     }
 
-    /// The differences between the table, the folders and the `mod` lines of `lib.rs`.
+    /// Returns the differences between the table, the folders and the `mod` lines of `lib.rs`.
     fn map_faults(&self) -> Vec<String> {
         let order = self.order();
         let tops: BTreeSet<&str> = self.sources.keys().filter_map(|file| self.top(file)).collect();
@@ -125,14 +124,14 @@ impl Crate<'_> {
         faults
     }
 
-    /// The files that a file imports from, with the path by which it does.
+    /// Returns the files from which a file imports, each with the path in the import.
     fn imports(&self, file: &str) -> Vec<(String, String)> {
         let paths = paths(&code(&self.sources[file]));
         let target = |path: &Vec<String>| (self.resolve(file, path), path.join("::"));
         paths.iter().map(target).filter(|(target, _)| target != file).collect()
     }
 
-    /// The imports that break the order.
+    /// Returns the imports that violate the order.
     fn import_faults(&self) -> Vec<String> {
         let order = self.order();
         let rank = |file: &str| {
@@ -160,7 +159,7 @@ impl Crate<'_> {
         faults
     }
 
-    /// Files that import each other in a circle. Imports of a `mod.rs` from its own files are left out.
+    /// Returns cycles of imports. Imports of a `mod.rs` from its own files are ignored.
     fn circles(&self) -> Vec<String> {
         let mut edges: BTreeMap<&str, BTreeSet<String>> = BTreeMap::new();
         for file in self.sources.keys().filter(|file| !is_unit_test(file)) {
@@ -171,8 +170,8 @@ impl Crate<'_> {
             let targets = self.imports(file).into_iter().map(|(target, _)| target);
             edges.insert(file, targets.filter(|target| !is_own(target)).collect());
         }
-        // A file that imports none of the rest is in no circle; the files left at the end are in one, or lead
-        // to one.
+        // Repeatedly removes a file that imports none of the remaining ones. Files that remain at the end are in a
+        // cycle, or lead to one.
         loop {
             let left: BTreeSet<String> = edges.keys().map(|file| (*file).to_owned()).collect();
             let before = edges.len();
@@ -183,7 +182,7 @@ impl Crate<'_> {
         }
     }
 
-    /// The file that a path in `file` leads to: the one of the longest module that the path names.
+    /// Returns the file that a path in `file` refers to: that of the innermost module in the path.
     fn resolve(&self, file: &str, path: &[String]) -> String {
         let mut module = self.module(file);
         let mut names = path.iter().map(String::as_str).peekable();
@@ -221,25 +220,25 @@ impl Crate<'_> {
     }
 }
 
-/// Whether a file holds the unit tests of a directory module, which only a build of tests has.
+/// Whether a file contains the unit tests of a directory module, which exist only in test builds.
 fn is_unit_test(file: &str) -> bool {
     file.ends_with("/tests.rs") || file.contains("/tests/") || file.ends_with("/main.rs")
 }
 
-/// The files that hold unsafe code outside its rooms.
+/// Returns the files outside of the list that contain unsafe code.
 fn unsafe_faults(sources: &Sources) -> Vec<String> {
     let in_room = |file: &str| UNSAFE_ROOMS.iter().any(|room| file.starts_with(room));
     let outside = sources.iter().filter(|(file, _)| !in_room(file));
     outside.filter(|(_, text)| has_word(&code(text), "unsafe")).map(|(file, _)| file.clone()).collect()
 }
 
-/// The files that print or hand out standard output.
+/// Returns the files that print or return standard output.
 fn print_faults(sources: &Sources) -> Vec<String> {
     let prints = |text: &str| PRINTERS.iter().any(|printer| has_word(&code(text), printer));
     sources.iter().filter(|(_, text)| prints(text)).map(|(file, _)| file.clone()).collect()
 }
 
-/// The files whose threads meet where a scheduler does not see it.
+/// Returns the files whose threads synchronize unseen by a test's scheduler.
 fn sync_faults(sources: &Sources) -> Vec<String> {
     let in_room = |file: &str| SYNC_ROOMS.iter().any(|room| file.starts_with(room));
     let engine = sources.iter().filter(|(file, _)| !in_room(file) && !is_unit_test(file));
@@ -247,7 +246,7 @@ fn sync_faults(sources: &Sources) -> Vec<String> {
     engine.filter(|(_, text)| past(text)).map(|(file, _)| file.clone()).collect()
 }
 
-/// The text without comments and without its test modules, which may import anything.
+/// Returns the text without comments and without its test modules, which may import anything.
 fn code(text: &str) -> String {
     let mut code = String::new();
     let mut lines = text.lines().peekable();
@@ -263,7 +262,7 @@ fn code(text: &str) -> String {
     code
 }
 
-/// The places where `word` stands on its own.
+/// Returns the positions of `word` as a whole word.
 fn words<'a>(text: &'a str, word: &'a str) -> impl Iterator<Item = usize> + 'a {
     let part = |c: char| c.is_alphanumeric() || c == '_';
     text.match_indices(word).map(|(at, _)| at).filter(move |&at| {
@@ -277,7 +276,7 @@ fn has_word(text: &str, word: &str) -> bool {
     words(text, word).next().is_some()
 }
 
-/// Every path that starts with `crate::` or `super::`, with the groups in braces taken apart.
+/// Returns every path that starts with `crate::` or `super::`, with groups in braces expanded.
 fn paths(code: &str) -> Vec<Vec<String>> {
     let mut paths = Vec::new();
     for start in ["crate::", "super::"] {
@@ -290,7 +289,7 @@ fn paths(code: &str) -> Vec<Vec<String>> {
     paths
 }
 
-/// Reads one path or group, adds what it names, and returns what follows.
+/// Parses one path or group, adds the paths in it, and returns the rest of the text.
 fn tree<'a>(mut text: &'a str, before: &[String], paths: &mut Vec<Vec<String>>) -> &'a str {
     let mut path = before.to_vec();
     loop {
@@ -325,7 +324,7 @@ fn tree<'a>(mut text: &'a str, before: &[String], paths: &mut Vec<Vec<String>>) 
     }
 }
 
-/// The sources below a folder of the repository.
+/// Reads the sources below a folder of the repository.
 pub fn read(folder: &str) -> Sources {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut sources = Sources::new();
@@ -357,7 +356,7 @@ fn folders_import_only_from_below() {
 
 #[test]
 fn unsafe_code_stays_in_listed_files() {
-    for folder in ["src", "format/src", "tools/src", "bench/src"] {
+    for folder in ["src", "format/src", "archive/src", "tools/src", "bench/src"] {
         assert_eq!(unsafe_faults(&read(folder)), [""; 0]);
     }
 }
@@ -369,7 +368,7 @@ fn threads_communicate_only_through_sync() {
 
 #[test]
 fn the_library_never_prints() {
-    for folder in ["src", "format/src"] {
+    for folder in ["src", "format/src", "archive/src"] {
         assert_eq!(print_faults(&read(folder)), [""; 0]);
     }
 }
@@ -378,7 +377,7 @@ fn sources(files: &[(&str, &str)]) -> Sources {
     files.iter().map(|&(file, text)| (file.to_owned(), text.to_owned())).collect()
 }
 
-/// A small crate: two folders over the seam of the disk, and two files at the bottom.
+/// Returns a small crate: two folders above the `Disk` trait, and two files at the bottom.
 fn house() -> Sources {
     let map = "//! # Map\n//!\n//! | folder | what |\n//! |---|---|\n//! | `store/` | a |\n//! | `memory/` | b |\n\
         //! | `disk/` | c |\n//! | `options.rs` | d |\n//! | `error.rs` | e |\n//! # Next\n//! | `no` | row |\n";

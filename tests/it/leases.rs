@@ -1,7 +1,7 @@
-//! Leases: pages are read where they lie, and no other thread waits for the reader.
+//! Leases: pages are read in place, and no other thread waits for the reader.
 //!
-//! The device runs everything as late as it may and has streams that can be held, as if a kernel in them did
-//! not end. A lane that waited for a held stream would panic.
+//! The device executes everything as late as allowed, and its streams can be held, as if their kernels did
+//! not end. An engine lane that waited for a held stream would panic.
 
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -19,7 +19,7 @@ use remanent::{
 const LEN: u64 = 64;
 const PLACE: Place = Place::Device(0);
 
-/// A store whose one page holds its epoch in every byte.
+/// A store with one page, each byte of which is the page's epoch.
 struct Bench {
     device: Arc<LateDevice>,
     disk: SimDisk,
@@ -45,14 +45,14 @@ fn late_bench() -> Bench {
     bench(LateDevice::new(Arc::new(HostDevice::new())), options())
 }
 
-/// The bytes that kernels of a stream have seen.
+/// The bytes that kernels on a stream have read.
 type Seen = Arc<Mutex<Vec<Vec<u8>>>>;
 
 impl Bench {
     /// Fills the page with the number, which is its next epoch.
     fn fill(&self, number: u8) -> remanent::Result<()> {
         let mut batch = self.store.batch();
-        // Two operations: only the first one finds the page leased.
+        // Two operations: only for the first one is the page still in the leased memory.
         batch.fill(self.page, 0, LEN / 2, &[number]).fill(self.page, LEN / 2, LEN / 2, &[number]);
         self.store.commit(batch).map(drop)
     }
@@ -61,7 +61,7 @@ impl Bench {
         thread::scope(|scope| scope.spawn(|| work(&self.store, self.page)).join().unwrap())
     }
 
-    /// Puts a kernel on the stream that reads the leased page.
+    /// Queues a kernel on the stream that reads the leased page.
     fn queue_read(&self, stream: RawStream, lease: &Lease<'_>, seen: &Seen) {
         let source = self.device.span_at(lease.address().unwrap(), lease.byte_len());
         let seen = seen.clone();
@@ -74,7 +74,7 @@ impl Bench {
         bytes
     }
 
-    /// The bytes of pages, and the bytes that are given up and not free yet.
+    /// Returns the bytes of pages, and the bytes that were freed but are still in use by leases.
     fn memory(&self) -> (u64, u64) {
         let places = self.store.stats().places;
         places
@@ -111,11 +111,11 @@ fn lease_shows_old_page_during_commits() {
     bench.queue_read(stream, &lease, &seen);
     assert_eq!((lease.address(), lease.epoch().0, lease.lsn().0), (address, 1, 1));
     assert_eq!(lease.bytes().unwrap(), page_of(1));
-    // One copy, however many batches there are.
+    // There is one copy of the page, however many batches there are.
     assert_eq!(bench.memory(), (2 * LEN, 0));
     assert_ne!(bench.store.lease(bench.page).unwrap().address(), address);
     drop(lease);
-    // The work that reads it is still on the stream.
+    // The reading kernel is still on the stream.
     bench.fill(6).unwrap();
     assert_eq!((bench.read(), bench.memory()), (page_of(6), (LEN, LEN)));
     assert!(seen.lock().unwrap().is_empty());
@@ -167,7 +167,7 @@ fn stream_work_may_read_after_lease_ends() {
     lease.on(stream).unwrap();
     bench.queue_read(stream, &lease, &seen);
     lease.end().unwrap();
-    // The page was not changed while it was leased: this is the first batch that finds it in use.
+    // The page did not change during its lease: this is the first batch that finds its memory in use.
     bench.fill(2).unwrap();
     bench.fill(3).unwrap();
     assert_eq!((bench.read(), bench.memory()), (page_of(3), (LEN, LEN)));
@@ -178,7 +178,7 @@ fn stream_work_may_read_after_lease_ends() {
     lease.on(stream).unwrap();
     lease.end().unwrap();
     bench.device.wait(bench.device.submit(Lane::Callers, CommandList::default()).unwrap().fence()).unwrap();
-    // No stream uses the page any more, so it stays where it is.
+    // No stream uses the page any more, so it keeps its address.
     let address = bench.store.lease(bench.page).unwrap().address();
     bench.fill(4).unwrap();
     assert_eq!(bench.store.lease(bench.page).unwrap().address(), address);
@@ -205,7 +205,7 @@ fn deleted_or_moved_page_leaves_memory_to_lease() {
             store.commit(batch).unwrap();
             let applied = bench.device.submit(Lane::Apply, CommandList::default()).unwrap().fence();
             bench.device.wait(applied).unwrap();
-            // New memory is wanted: free memory is released first.
+            // An allocation frees unused memory first.
             let mut batch = store.batch();
             let other = batch.create(LEN, PLACE).page();
             batch.fill(other, 0, LEN, &[7]);
@@ -222,8 +222,7 @@ fn deleted_or_moved_page_leaves_memory_to_lease() {
     }
 }
 
-/// Like two tasks on one worker thread of an async runtime: one holds a lease across an await, the other
-/// commits.
+/// Two tasks on one worker thread of an async runtime: one holds a lease across an await, the other commits.
 #[test]
 fn lease_allows_batches_of_its_thread() {
     type Change = fn(&mut WriteBatch, PageId);
@@ -267,7 +266,7 @@ fn batches_after_the_first_need_no_room_for_a_copy() {
     let memory = MemoryOptions::new().budget(PLACE, 2 * LEN);
     let bench = bench(LateDevice::new(Arc::new(HostDevice::new())), options().memory(memory));
     let lease = bench.store.lease(bench.page).unwrap();
-    // The page has left the leased memory by the time that the next one is submitted.
+    // The page has left the leased memory before the next batch is submitted.
     (2..6).for_each(|number| {
         bench.fill(number).unwrap();
         assert_eq!(bench.read(), page_of(number));
@@ -280,13 +279,14 @@ fn leased_memory_is_freed_after_store_work() {
     let bench = late_bench();
     let lease = bench.store.lease(bench.page).unwrap();
     bench.fill(2).unwrap();
-    // After this one the applier has come to the batch, and the copy from the leased memory is yet to run.
+    // After this lease the applier has reached the batch, and the copy from the leased memory has not been
+    // executed.
     drop(bench.store.lease(bench.page).unwrap());
     drop(lease);
     assert_eq!(bench.device.reached(Lane::Apply), 0);
     let callers = bench.device.submit(Lane::Callers, CommandList::default()).unwrap().fence();
     bench.device.wait(callers).unwrap();
-    // New memory is wanted: free memory is released first, and the device must see what is still named.
+    // An allocation frees unused memory first; the device must not lose memory that commands still use.
     let mut batch = bench.store.batch();
     batch.create(LEN, PLACE);
     bench.store.commit(batch).unwrap();
@@ -308,7 +308,7 @@ fn a_restore_waits_for_no_lease() {
     ));
     assert_eq!((bench.store.lsn().0, bench.read()), (2, page_of(2)));
     drop(lease);
-    // Work that was on the stream is waited for.
+    // The store waits for work that was on the stream.
     let seen = Seen::default();
     let lease = bench.store.lease(bench.page).unwrap();
     lease.on(stream).unwrap();
@@ -372,7 +372,7 @@ fn unwaitable_streams_are_refused_and_lease_continues() {
     bench.device.capture(stream, false);
     lease.on(stream).unwrap();
     bench.device.capture(stream, true);
-    // The end of the stream's work cannot be known, so the memory is never touched again.
+    // The end of the stream's work cannot be determined, so the memory is never reused.
     assert!(matches!(lease.end(), Err(Error::Refused(Refused::Stream { .. }))));
     bench.fill(2).unwrap();
     assert_eq!((bench.read(), bench.memory()), (page_of(2), (2 * LEN, 0)));
@@ -407,7 +407,7 @@ fn lease_of_missing_page_is_refused() {
     assert_eq!((lease.address(), lease.bytes().unwrap()), (None, &[][..]));
 }
 
-/// Writers and readers at the same time: a lease shows one version, and goes on showing it.
+/// Concurrent writers and readers: a lease shows one version of the page for its whole life.
 #[test]
 fn leases_among_many_batches_always_show_one_version() {
     const ROUNDS: u8 = 120;

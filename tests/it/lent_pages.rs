@@ -1,8 +1,8 @@
-//! Pages that live in memory of the caller's: where the store writes, when a page leaves, and what is
-//! refused.
+//! Pages in caller-owned memory: which bytes the store writes, when a page leaves the memory, and which calls
+//! fail.
 //!
-//! Most tests run twice: on the host device, and on one that runs everything as late as it may, where memory
-//! that is handed back too early is found out.
+//! Most tests run twice: on the host device, and on one that executes everything as late as allowed, which
+//! detects memory that is returned too early.
 
 use std::sync::Arc;
 use std::thread::{self, ThreadId};
@@ -29,12 +29,12 @@ pub fn options() -> Options {
     Options::new().log(LogOptions::new().segment_len(64 << 10)).snapshots(SnapshotSchedule::never())
 }
 
-/// The host device, by itself and where fences pass late.
+/// The host device, alone and under a device whose fences pass late.
 pub fn devices() -> [Arc<dyn Device>; 2] {
     [Arc::new(HostDevice::new()), Arc::new(LateDevice::new(Arc::new(HostDevice::new())))]
 }
 
-/// A store, and a page that lives in the middle of a longer memory of the caller's, full of ones.
+/// A store, and a page in the middle of a longer caller-owned memory that is filled with ones.
 struct Bench {
     disk: SimDisk,
     device: Arc<dyn Device>,
@@ -66,10 +66,10 @@ impl Bench {
         content(&self.store, self.page)
     }
 
-    /// The memory's bytes, once all batches are applied.
+    /// Returns the memory's bytes after all batches are applied.
     fn memory(&self) -> Vec<u8> {
         self.store.submit(self.store.batch().set_root("step", 1u64)).unwrap().wait(Ack::Applied).unwrap();
-        // A read comes after all batches on a device that is late.
+        // On a late device, a read is executed after all batches.
         commit(&self.store, |batch| _ = batch.create(1, PLACE).key("last")).unwrap();
         let last = self.store.page_by_key("last").unwrap().page;
         content(&self.store, last);
@@ -77,7 +77,7 @@ impl Bench {
         bytes_of(&self.memory)
     }
 
-    /// Whether the memory is the caller's again, and the store writes there no more.
+    /// Whether the memory was returned to the caller, so that the store no longer writes to it.
     fn is_free(&self) -> bool {
         self.store.trim().unwrap();
         if self.memory.page().is_some() {
@@ -101,7 +101,7 @@ fn content(store: &Store, page: PageId) -> Vec<u8> {
     bytes
 }
 
-/// Half ones, half zeros.
+/// Returns bytes, half of them ones, half zeros.
 fn first() -> Vec<u8> {
     [vec![1; LEN as usize / 2], vec![0; LEN as usize / 2]].concat()
 }
@@ -120,7 +120,7 @@ fn lent_page_touches_no_adjacent_caller_byte() {
         for beside in [0..32, LEN + 32..LEN + 96] {
             assert!(bytes_of(&bench.whole.part(beside).unwrap()).iter().all(|byte| *byte == 9));
         }
-        // The bytes beside it are still the caller's to write.
+        // The caller may still write to adjacent bytes.
         bench.whole.part(0..32).unwrap().write(0, &[8; 32]).unwrap();
     }
 }
@@ -140,14 +140,14 @@ fn lent_memory_bytes_become_page_bytes_in_same_batch() {
     }
 }
 
-/// What becomes of the page, and of the memory.
+/// What happens to the page.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Fate {
-    /// It lives there.
+    /// It stays in the memory.
     Stays,
-    /// It lives elsewhere.
+    /// It moves elsewhere.
     Leaves,
-    /// There is no such page any more.
+    /// It is deleted.
     Goes,
 }
 
@@ -222,7 +222,7 @@ fn leased_page_moves_on_change_pinned_page_stays() {
         bench.commit(|batch| _ = batch.fill(bench.page, 0, LEN, &[2])).unwrap();
         assert_eq!((lease.bytes().unwrap(), bench.read()), (&first()[..], vec![2; LEN as usize]));
         bench.store.trim().unwrap();
-        // The lease still shows what lies there.
+        // The lease still shows the memory's bytes.
         assert_eq!((bench.memory.page(), bytes_of(&bench.memory)), (Some(bench.page), first()));
         drop(lease);
         assert!(bench.is_free());
@@ -274,7 +274,7 @@ fn fork_has_own_page_memory() {
     assert_eq!((content(&fork, bench.page), bench.memory()), (vec![4; LEN as usize], first()));
 }
 
-/// An exact snapshot keeps the memory of a deleted page until it has gathered it.
+/// An exact snapshot keeps the memory of a deleted page until it has gathered the page.
 #[test]
 fn each_snapshot_kind_contains_the_page() {
     for device in devices() {
@@ -312,7 +312,7 @@ fn memory_of_existing_page_is_refused() {
             InitialCopy::Load,
         );
         assert_eq!(in_use(copy.map(drop)), bench.page);
-        // Also where the same batch deletes the page, or creates two: its memory is wanted at once.
+        // This includes batches that also delete the page, or create two pages: the memory is needed at once.
         let build = |batch: &mut WriteBatch| _ = batch.delete(bench.page).create_in(&bench.memory).page();
         assert_eq!(in_use(bench.commit(build).map(drop)), bench.page);
         let free = part(0, 32);
@@ -325,7 +325,7 @@ fn memory_of_existing_page_is_refused() {
 
         assert_eq!((bench.read(), bench.memory()), (first(), first()));
 
-        // Neighbours are no obstacle, nor is memory of length 0.
+        // Adjacent memory and memory of length 0 are accepted.
         create(&free).unwrap();
         create(&part(LEN + 32, LEN + 96)).unwrap();
         create(&part(40, 40)).unwrap();
@@ -346,8 +346,8 @@ fn foreign_device_or_store_memory_is_refused() {
     assert_eq!(bench.store.page_count().unwrap(), 1);
 }
 
-/// A delete that is logged may not have come to the device yet: whether the memory is free must not depend on
-/// that.
+/// A delete that is logged may not have been executed on the device yet; the memory can be lent again
+/// nevertheless.
 #[test]
 fn memory_is_lent_again_as_soon_as_a_delete_is_committed() {
     for device in devices() {
@@ -375,7 +375,7 @@ fn lent_memory_is_outside_budget_and_counted_separately() {
         let usage = stats.places.iter().find(|(place, _)| *place == PLACE).map(|(_, usage)| *usage).unwrap();
         (usage.bytes_for(Purpose::Lent), usage.bytes_for(Purpose::Caller), usage.used())
     };
-    // All of the budget, as memory that the store gave out.
+    // The whole budget is used by memory that the store allocated for the caller.
     let memory = store.device_bytes(LEN, PLACE).unwrap();
     let page = commit(&store, |batch| _ = batch.create_in(&memory)).unwrap()[0];
     assert_eq!(lent(), (LEN, LEN, LEN));
@@ -387,14 +387,14 @@ fn lent_memory_is_outside_budget_and_counted_separately() {
     let refused = commit(&store, |batch| _ = batch.create(1, PLACE));
     assert!(matches!(refused, Err(Error::OverBudget { .. })), "{refused:?}");
     commit(&store, |batch| _ = batch.delete(page).delete(other)).unwrap();
-    // Dropped by the caller and held for the page: free when both are done.
+    // Dropped by the caller and used by the page: freed when both no longer need it.
     drop((memory, foreign));
     store.trim().unwrap();
     assert_eq!(lent(), (0, 0, 0));
     commit(&store, |batch| _ = batch.create(LEN, PLACE)).unwrap();
 }
 
-/// A tensor that notes which thread dropped it.
+/// A tensor that records which thread dropped it.
 struct Tensor(Arc<std::sync::Mutex<Vec<ThreadId>>>);
 
 impl Drop for Tensor {
@@ -427,7 +427,7 @@ fn page_lives_in_gpu_tensor_until_moved() {
         let mut expected = vec![5; LEN as usize];
         expected[7..16].fill(6);
         assert_eq!((content(&store, page), seen(&callers, memory, 16)), (expected.clone(), expected));
-        // The same memory, told to the store a second time.
+        // The same memory is passed to the store a second time.
         let again = store.caller_bytes(&tensor()).unwrap();
         let refused = commit(&store, |batch| _ = batch.create_in(&again.part(8..9).unwrap()));
         assert!(

@@ -1,4 +1,4 @@
-//! Images on their way into memory when a store is opened: many at once, long ones in parts.
+//! Loading of images when a store is opened: many at once, long ones in parts.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use remanent::{Options, PageId, Place, Store};
 use remanent_format::state::survey::Survey;
 use remanent_format::{Defect, FileName, Folder};
 
-/// Around the length at which an image is read in parts; several to a read, and several reads a page.
+/// Lengths around the one from which an image is read in parts: some share a read, some need several reads.
 const LENS: [u64; 14] = [
     5,
     0,
@@ -95,7 +95,7 @@ fn images_of_every_length_round_trip() {
     }
 }
 
-/// Each part counts, and so does their order: the whole image is found damaged, and named as such.
+/// The checksum covers every part and their order, and the error names the whole image.
 #[test]
 fn long_image_is_verified_as_a_whole() {
     let directory = tempfile::tempdir().unwrap();

@@ -1,5 +1,5 @@
-//! Batches with more bytes than the store keeps as staging. A GPU pins staging, and pinning takes longer than
-//! all the rest: bytes for pages on disk go by way of staging that is kept.
+//! Batches with more bytes than the store's staging memory. Memory for a GPU is pinned, and pinning takes
+//! longer than the batch itself, so bytes for pages on disk are copied through the existing staging memory.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,12 +13,12 @@ use remanent::{Options, PageId, Place, Store, WriteBatch};
 use crate::kill::workload::Random;
 use crate::pages_on_disk::{commit, move_to, uncompressed};
 
-/// Longer than the staging that a store keeps.
+/// Longer than the store's staging memory.
 const LEN: u64 = (66 << 20) + 77;
-/// The bytes that come down to the host at a time.
+/// The number of bytes that are downloaded to the host at a time.
 const WAVE_LEN: usize = 16 << 20;
 
-/// With room for what several batches wrote since the last snapshot.
+/// Options with enough memory for the changes of several batches since the last snapshot.
 fn options() -> Options {
     uncompressed().memory(MemoryOptions::new().budget(Place::Disk, 1 << 30))
 }
@@ -39,18 +39,18 @@ impl LongPage {
         Self { device, disk, store, page }
     }
 
-    /// Writes all of the page but its first and last byte, from memory of the device or of the host. Returns
-    /// the bytes that it wrote.
+    /// Writes all of the page except its first and last byte, from device or host memory. Returns the written
+    /// bytes.
     fn write(&self, is_born_there: bool, salt: u64) -> remanent::Result<Vec<u8>> {
         let bytes = Random(salt).bytes(LEN);
         let mut batch = self.store.batch();
         if is_born_there {
             let memory = self.store.device_bytes(LEN, Place::Device(0)).unwrap();
-            // Piece by piece: this takes staging of its own.
+            // Written in pieces, because this needs staging memory too.
             for (piece, at) in bytes.chunks(1 << 20).zip((0..).step_by(1 << 20)) {
                 memory.write(at, piece).unwrap();
             }
-            // Short ones beside it, in the same wave.
+            // Short writes next to the long one, in the same downloaded piece.
             batch.write_device(self.page, 1, &memory.part(0..100).unwrap());
             batch.write_device(self.page, 101, &memory.part(100..LEN - 5000).unwrap());
             batch.write(self.page, 1 + LEN - 5000, &bytes[LEN as usize - 5000..]);
@@ -83,7 +83,7 @@ fn disk_page_write_uses_one_wave_of_staging() {
     let store = Store::open_on(Arc::new(disk.clone()), device.clone(), options()).unwrap();
     assert!(LongPage { device, disk, store, page }.holds(&written));
 
-    // Those of a page in memory are uploaded from where they are.
+    // Bytes for a page in memory are uploaded from the caller's memory.
     let in_memory = LongPage::at(Place::Device(0));
     let written = in_memory.write(true, 4).unwrap();
     assert!(in_memory.holds(&written));
@@ -104,7 +104,7 @@ fn bit_flip_on_transfer_to_long_payload_is_detected() {
     }
 }
 
-/// A page comes to memory while a batch for it, as one on disk, is made.
+/// A page moves to memory while a batch is built for it as a page on disk.
 #[test]
 fn a_page_moves_while_a_long_payload_is_made_for_it() {
     let long = LongPage::at(Place::Disk);
@@ -125,8 +125,8 @@ fn a_page_moves_while_a_long_payload_is_made_for_it() {
     assert!(moves > 0, "none");
 }
 
-/// A batch of bytes for a page on disk also takes a page out of memory. That memory is there for the next
-/// batch, though no list has anything to do.
+/// A batch with bytes for a page on disk also moves another page out of memory. Its memory is available to
+/// the next batch, although no list is executed.
 #[test]
 fn memory_released_by_long_payload_is_reusable() {
     const OTHER_LEN: u64 = 4096;

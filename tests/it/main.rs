@@ -1,4 +1,4 @@
-//! The integration tests: one binary, one file an area.
+//! The integration tests: one binary, one file or folder per area.
 
 #[path = "../../fuzz/src/archive.rs"]
 mod archive;
@@ -9,6 +9,7 @@ mod api;
 mod arrivals;
 mod audit;
 mod background;
+mod batch_keys;
 mod blocks;
 mod bounds;
 mod bulk;

@@ -1,4 +1,5 @@
-//! Reads of many ranges at once: the right bytes in the right places, all of one batch, without waiting.
+//! Reads of many ranges at once: the right bytes in the right places, all as of one batch, without waiting
+//! for commits.
 
 use std::ops::Range;
 use std::pin::pin;
@@ -24,7 +25,7 @@ fn read(store: &Store, ranges: &[(PageId, Range<u64>)]) -> ManyBytes {
     store.read_many(ranges).unwrap().wait().unwrap()
 }
 
-/// Ranges of the same pages on devices that are early and late, short and long together, of one place and of
+/// Ranges of the same pages on early and late devices: short and long ones together, of one place and of
 /// several, empty ones, and the same bytes twice.
 #[test]
 fn each_range_holds_its_own_bytes() {
@@ -45,7 +46,7 @@ fn each_range_holds_its_own_bytes() {
             pages.push((created.unwrap().pages[0], bytes));
         }
         for round in 0..60 {
-            // Every other round of one place alone: those may be gathered on the device.
+            // Every second round reads from one place only, so that the ranges can be gathered on the device.
             let among: Vec<usize> = if round % 2 == 0 { vec![0, 1, 3, 4] } else { vec![0, 1, 2, 3, 4] };
             let ranges: Vec<(usize, Range<u64>)> = (0..random.below(12))
                 .map(|_| {
@@ -71,8 +72,8 @@ fn each_range_holds_its_own_bytes() {
     }
 }
 
-/// Each batch writes its number to all pages, so the bytes of a read are all one number: that of the batch
-/// that it names.
+/// Each batch writes its number to all pages, so all bytes of a read must be the number of the batch that the
+/// read reports.
 #[test]
 fn read_ranges_are_of_requested_batch() {
     const LEN: u64 = 40_000;
@@ -89,7 +90,7 @@ fn read_ranges_are_of_requested_batch() {
                     let number = (store.lsn().0 + 1 - first) as u8;
                     let mut batch = store.batch();
                     pages.iter().for_each(|page| _ = batch.fill(*page, 0, LEN, &[number]));
-                    // Batches that are not applied yet would gather, and a read waits for all of them.
+                    // A read waits for all batches before it, so batches must not accumulate.
                     store.submit(batch).unwrap().wait(Ack::Applied).unwrap();
                 }
             });
@@ -98,7 +99,7 @@ fn read_ranges_are_of_requested_batch() {
                 let newest = store.lsn();
                 (newest, store.read_many(&requested))
             };
-            // Several under way at a time.
+            // Several reads run at the same time.
             let begun: Vec<_> = (0..40).map(|_| [begin(), begin(), begin()]).collect();
             let wait = |(lsn, read): (_, remanent::Result<ReadMany>)| (lsn, read.and_then(ReadMany::wait));
             let reads: Vec<_> = begun.into_iter().flatten().map(wait).collect();
@@ -127,11 +128,11 @@ fn invalid_range_is_reported_by_handle() {
     let unknown = error(&[(page, 0..1), (PageId(77), 0..1)]);
     assert!(matches!(unknown, Error::UnknownPage { page: PageId(77) }), "{unknown}");
     assert!(read(&store, &[]).as_bytes().is_empty());
-    // Nothing of these is left to count against later ones.
+    // The memory of these reads no longer counts against later ones.
     assert_eq!(read(&store, &[(page, 0..64)]).as_bytes(), [1; 64]);
 }
 
-/// The bytes of reads are bounded together, whether they are under way, held, or were given up.
+/// The memory of reads has a common limit, whether they are running, complete and held, or were dropped.
 #[test]
 fn reads_take_no_more_than_their_part_of_memory() {
     let store = open(&SimDisk::new(), Arc::new(HostDevice::new()));
@@ -145,7 +146,7 @@ fn reads_take_no_more_than_their_part_of_memory() {
     refused(ask(257), 257 * MIB);
     let held = ask(200).unwrap().wait().unwrap();
     refused(ask(57), 57 * MIB);
-    // A read that fails gives its part back, and so does one that is dropped while it is under way.
+    // A failed read frees its memory, and so does one that is dropped while it is running.
     assert!(store.read_many(&[(page, 0..50 * MIB)]).unwrap().wait().is_err());
     drop(ask(56).unwrap());
     while ask(56).is_err() {
@@ -157,7 +158,7 @@ fn reads_take_no_more_than_their_part_of_memory() {
     }
 }
 
-/// A device on which no bulk copy to the host is done before it is let go on.
+/// A device that completes no bulk copy to the host before the test opens the gate.
 struct Gate {
     inner: LateDevice,
     is_open: Mutex<bool>,
@@ -184,7 +185,7 @@ impl Wake for Woken {
     }
 }
 
-/// A read is polled, waited for and awaited while it is under way; commits go on, and it shows nothing of
+/// A running read is polled, waited for and awaited. Meanwhile commits succeed, and the read does not see
 /// them.
 #[test]
 fn read_in_progress_blocks_nothing() {
@@ -209,7 +210,7 @@ fn read_in_progress_blocks_nothing() {
     gate.opened.notify_all();
     assert!(waited.wait_timeout(Duration::MAX).unwrap() && waited.is_ready().unwrap());
     assert!(waited.wait().unwrap().as_bytes() == [1; 100_000]);
-    // The other one comes after it, on the same thread.
+    // The other handle's read ends after it, on the same thread.
     while woken.0.load(Ordering::SeqCst) == 0 {
         std::thread::yield_now();
     }
@@ -218,7 +219,7 @@ fn read_in_progress_blocks_nothing() {
     assert!(content(&store, page) == [2; 100_000]);
 }
 
-/// A handle outlives its store: bytes that were on their way arrive, and what they take is given back.
+/// A handle outlives its store: bytes that are being downloaded arrive, and their memory is freed.
 #[test]
 fn close_waits_for_reads() {
     let host = Arc::new(HostDevice::new());
@@ -230,7 +231,7 @@ fn close_waits_for_reads() {
     assert!(read.wait().unwrap().as_bytes() == [5; 99_999]);
 }
 
-/// A device that fails in a read poisons the store, and the handle says why.
+/// A device that fails during a read poisons the store, and the handle returns the error.
 #[test]
 fn failed_device_read_is_an_error() {
     for (call, nth) in [(DeviceCall::Submit, 1), (DeviceCall::Submit, 2), (DeviceCall::Wait, 1)] {

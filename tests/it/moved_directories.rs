@@ -1,4 +1,5 @@
-//! Stores whose directory is moved or removed while they are open, with another store made at the path.
+//! Stores whose directory is moved or removed while they are open, and another store is created at the same
+//! path.
 
 use std::path::Path;
 use std::time::Duration;
@@ -11,7 +12,7 @@ use crate::files::{State, small};
 
 const LEN: u64 = 8 << 10;
 
-/// More bytes than the segments hold that a store has made ahead.
+/// More bytes than fit into the segments that a store has prepared.
 const WRITES: u8 = 40;
 
 fn open(path: &Path) -> Store {
@@ -31,12 +32,12 @@ fn write(store: &Store, page: PageId, byte: u8) -> Result<(), Error> {
     store.commit(batch).map(drop)
 }
 
-/// Makes another store, with a state of its own, and closes it.
+/// Creates another store with its own state, and closes it.
 fn made(path: &Path) -> State {
     made_with(path, 1)
 }
 
-/// As [`made`], with bytes from this one on. An existing store gets another page.
+/// Like [`made`], with bytes from `first` on. An existing store gets another page.
 fn made_with(path: &Path, first: u8) -> State {
     let store = open(path);
     let page = create(&store, first);
@@ -79,7 +80,7 @@ fn view_follows_moved_directory() {
     let view = Store::open_read_only(&path).unwrap();
     let earlier = Store::open_at(&path, StatePoint::Lsn(Lsn(2))).unwrap();
     std::fs::rename(&path, &moved).unwrap();
-    // Without a directory at the path, and with another store there.
+    // Once without a directory at the old path, and once with another store there.
     for _ in 0..2 {
         for (page, bytes) in &mine.contents {
             let mut read = vec![0; bytes.len()];
@@ -91,7 +92,7 @@ fn view_follows_moved_directory() {
         }
         made_with(&path, 9);
     }
-    // What the view needs stays while it lives.
+    // The files that the view needs are kept while it exists.
     let store = open(&moved);
     write(&store, *mine.contents.keys().next().unwrap(), 7).unwrap();
     store.snapshot().unwrap();
@@ -136,7 +137,7 @@ fn removed_store_directory_does_not_affect_others() {
     let path = above.path().join("store");
     let store = open(&path);
     let page = create(&store, 0);
-    // The store may just be making a file.
+    // Repeated, because the store may be creating a file.
     assert!((0..1000).any(|_| std::fs::remove_dir_all(&path).is_ok()));
     let other = made(&path);
     let error = (0..=255).find_map(|byte| write(&store, page, byte).err()).unwrap();

@@ -1,4 +1,4 @@
-//! Several devices as one: pages on each of them, and copies from one to another.
+//! Several devices combined into one: pages on each of them, and copies between them.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex};
@@ -35,13 +35,13 @@ pub fn two_of(one: Arc<dyn Device>, other: Arc<dyn Device>) -> Arc<dyn Device> {
     Arc::new(MultiDevice::new(vec![one, other]))
 }
 
-/// Two devices that run nothing before they must, and both as one.
+/// Two devices that execute as late as allowed, and the combination of both.
 fn late_pair() -> ([Arc<LateDevice>; 2], Arc<dyn Device>) {
     let [one, other] = [(); 2].map(|()| Arc::new(LateDevice::new(host())));
     ([one.clone(), other.clone()], two_of(one, other))
 }
 
-/// Memory of `len` bytes on each of two devices.
+/// Returns the streams of a combined device.
 fn streams(pair: &Arc<dyn Device>) -> &dyn DeviceStreams {
     pair.abilities().streams.expect("GPUs and late devices have streams")
 }
@@ -59,14 +59,13 @@ fn submit(device: &Arc<dyn Device>, lane: Lane, commands: Vec<Command>) -> reman
     device.submit(lane, CommandList { commands, staging: vec![device.staging(64)?] })
 }
 
-/// Pairs of GPUs that can copy to each other and, on the fake driver, a pair that cannot; as many pairs as
-/// there are.
+/// Pairs of GPUs with peer access and, on the fake driver, a pair without; as many pairs as there are.
 fn pairs_of_gpus() -> Vec<Arc<dyn Device>> {
     let pairs = [gpu::two(), gpu::two_apart()].into_iter().flatten();
     pairs.map(|[one, other]| two_of(one, other)).collect()
 }
 
-/// Two host devices, two late ones, and two GPUs where there are two.
+/// Two host devices, two late ones, and two GPUs if there are two.
 fn pairs() -> Vec<Arc<dyn Device>> {
     let mut pairs = vec![two_of(host(), host()), two_of(late(1), late(2))];
     pairs.extend(pairs_of_gpus());
@@ -74,7 +73,7 @@ fn pairs() -> Vec<Arc<dyn Device>> {
 }
 
 fn options() -> Options {
-    // The state that a restore returns to is older than two snapshots.
+    // The restored state is older than two snapshots.
     let options = Options::new()
         .log(LogOptions::new().segment_len(64 << 10))
         .retention(Retention::new().snapshots_kept(100));
@@ -91,8 +90,8 @@ fn bytes(store: &Store, page: PageId) -> Vec<u8> {
     bytes
 }
 
-/// Commits batches that change pages of both devices, together and by turns, in every way. Returns the pages'
-/// bytes.
+/// Commits batches that change pages of both devices, together and separately, with every operation. Returns
+/// the pages' bytes.
 fn work(store: &Store) -> Vec<(PageId, Vec<u8>)> {
     let mut batch = store.batch();
     let new: Vec<_> = [0, 1, 0, 1].map(|slot| batch.create(LEN, Place::Device(slot)).page()).into();
@@ -204,7 +203,7 @@ fn long_copies_go_from_one_device_to_another_in_pieces() {
         let commands = vec![
             Command::Upload { source: staged, target: whole(memories[0]) },
             Command::Copy { source: whole(memories[0]), target: whole(memories[1]) },
-            // This comes after the copy, and so does not show in it.
+            // This command is executed after the copy, so its bytes are not in the copy.
             Command::Fill { target: whole(memories[0]), pattern: [0xEE; 16], width: Width::W1 },
         ];
         let list = CommandList { commands, staging: vec![staging] };
@@ -224,7 +223,7 @@ fn long_copies_go_from_one_device_to_another_in_pieces() {
     }
 }
 
-/// The first GPU stands still until all is queued, whichever way bytes go.
+/// The first GPU executes nothing until everything is queued, whichever way bytes are copied.
 #[test]
 fn peer_copy_blocks_neither_gpu() {
     const LONG: u64 = (9 << 20) + 5;
@@ -245,7 +244,7 @@ fn peer_copy_blocks_neither_gpu() {
             let commands = vec![
                 fill(first, 1),
                 copy(first, second),
-                // This comes after the copy, and so does not show in it.
+                // This command is executed after the copy, so its bytes are not in the copy.
                 fill(first, 2),
                 copy(second, first_too),
                 copy(second, pinned),
@@ -254,7 +253,7 @@ fn peer_copy_blocks_neither_gpu() {
             ];
             let list = submit(&pair, Lane::Callers, commands).unwrap();
             assert!(!stream.is_done() && pair.reached(Lane::Callers) < list.fence().value);
-            // Another lane of the first GPU that waits for the list waits for copies from that GPU, too.
+            // Another lane of the first GPU that waits for the list also waits for copies from that GPU.
             pair.after(Lane::Stage, list.fence()).unwrap();
             submit(&pair, Lane::Stage, vec![fill(first, 4)]).unwrap();
             hold.let_go();
@@ -274,8 +273,8 @@ fn peer_copy_blocks_neither_gpu() {
     });
 }
 
-/// A list is split where bytes go from one device to the other: a later part reads staging that an earlier
-/// part wrote.
+/// A list is split at copies between the devices: a later part reads staging memory that an earlier part
+/// wrote.
 #[test]
 fn peer_copy_runs_between_staging_write_and_read() {
     for pair in pairs() {
@@ -415,7 +414,7 @@ fn a_wait_for_another_lane_covers_all_of_its_devices() {
     let spans = memories(&pair, 8);
     let applied = submit(&pair, Lane::Apply, vec![fill(spans[1], 1)]).unwrap().fence();
     pair.after(Lane::Drain, applied).unwrap();
-    // This list is of the first device alone.
+    // This list belongs to the first device alone.
     let drained = submit(&pair, Lane::Drain, vec![fill(spans[0], 2)]).unwrap().fence();
     pair.wait(drained).unwrap();
     assert_eq!([&one, &other].map(|part| part.reached(Lane::Drain)), [1, 1]);
@@ -429,8 +428,8 @@ fn device_stream_waits_for_other_devices() {
     let list = submit(&pair, Lane::Apply, spans.map(|span| fill(span, 1)).into()).unwrap();
     let stream = one.stream();
     streams(&pair).signal_external(stream, list.fence()).unwrap();
-    // The second device cannot tell that stream to wait, so the host has waited for it. For the first one's
-    // part the stream itself waits.
+    // The second device cannot make that stream wait, so the host waits instead. For the first device's part
+    // the stream itself waits.
     assert_eq!([&one, &other].map(|part| part.reached(Lane::Apply)), [0, 1]);
     one.synchronize(stream).unwrap();
     assert_eq!(one.reached(Lane::Apply), 1);
@@ -445,7 +444,7 @@ fn partly_queued_list_stops_lane() {
     let pair = two_of(host(), faulty.clone());
     let spans = memories(&pair, 8);
     faulty.arm(DeviceFault { call: Some(DeviceCall::Submit), nth: 1, context_lost: false });
-    // The first device has its part already.
+    // The first device has already received its part.
     let half = submit(&pair, Lane::Apply, spans.map(|span| fill(span, 1)).into());
     assert!(faulty.struck());
     for refused in [half, submit(&pair, Lane::Apply, vec![fill(spans[0], 2)])] {
@@ -490,7 +489,7 @@ fn pieces_read_earlier_staging_writes_of_other_device() {
     let commands = vec![
         fill(here, 5),
         Command::Download { source: Span { len: 4, ..here }, target: staged },
-        // One list reads nothing that was written, the other reads what the first device wrote.
+        // One list reads nothing that was written; the other one reads what the first device wrote.
         piece(half(0), 16),
         piece(half(4), 0),
     ];
@@ -516,7 +515,7 @@ fn areas_are_respected_across_devices() {
     }
 }
 
-/// A device whose memory is used up until a caller waits for its queued work.
+/// A device whose memory is exhausted until a caller waits for its queued work.
 struct Busy {
     inner: HostDevice,
 }

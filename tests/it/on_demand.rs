@@ -1,7 +1,7 @@
-//! Stores that are in use before all their pages are loaded: a caller that needs a page gets it, complete,
-//! and damage to a page is told by that page alone.
+//! Stores that are in use before all their pages are loaded: an access to a page waits until it is complete,
+//! and damage to a page is reported for that page alone.
 //!
-//! The device holds up the thread that loads pages until a test lets it go on.
+//! The device blocks the thread that loads pages until the test opens a gate.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex};
@@ -22,7 +22,7 @@ use remanent_format::state::survey::Survey;
 use crate::files::{Files, State};
 use crate::interrupted_reads::InterruptedDisk;
 
-/// The number of pages. Each has an image in a file of its own, so none is loaded with another.
+/// The number of pages. Each has its image in a separate file, so no two are loaded together.
 const PAGES: u64 = 12;
 const LEN: u64 = 5000;
 /// The only page that a batch after the newest snapshot changes.
@@ -30,7 +30,7 @@ const CHANGED: PageId = PageId(4);
 /// The page that is loaded last, unless a caller asks for it.
 const LAST: PageId = PageId(PAGES);
 
-/// A device that loads no unloaded page before it is let go on.
+/// A device that loads no page before the test opens the gate.
 struct Gate {
     inner: Arc<dyn Device>,
     is_open: Mutex<bool>,
@@ -53,8 +53,7 @@ impl Gate {
     }
 }
 
-/// Opens a gate when a test ends, however it ends: a store that is dropped waits for the thread that loads
-/// its pages.
+/// Opens a gate when dropped, because a store's drop waits for the thread that loads its pages.
 struct OpenAtLast(Arc<Gate>);
 
 impl Drop for OpenAtLast {
@@ -117,7 +116,8 @@ fn read(store: &Store, page: PageId) -> Result<Vec<u8>> {
     store.read(page, 0, &mut bytes).map(|_| bytes)
 }
 
-/// A closed store: each page has a snapshot's image in a file of its own, and one page changed since.
+/// Returns a closed store in which each page has a snapshot's image in a separate file, and one page changed
+/// since.
 fn closed() -> SimDisk {
     let disk = SimDisk::new();
     let store = open(&disk, PageLoad::Eager).unwrap();
@@ -133,7 +133,7 @@ fn closed() -> SimDisk {
     disk
 }
 
-/// The bytes that the pages of [`closed`] hold.
+/// Returns the bytes of the pages of [`closed`].
 fn contents() -> BTreeMap<PageId, Vec<u8>> {
     let mut contents: BTreeMap<_, _> = (1..=PAGES).map(PageId).map(|page| (page, content(page))).collect();
     contents.get_mut(&CHANGED).unwrap()[7..14].copy_from_slice(b"changed");
@@ -146,7 +146,7 @@ fn check(store: &Store) {
     }
 }
 
-/// The place of a page's image in the newest snapshot.
+/// Returns file and offset of a page's image in the newest snapshot.
 fn image_of(disk: &SimDisk, page: PageId) -> (FileName, u64) {
     let survey = Survey::read(disk).unwrap();
     let newest = survey.snapshot(*survey.links.keys().next_back().unwrap()).unwrap();
@@ -163,7 +163,7 @@ fn store_is_usable_before_pages_are_loaded() {
     let unloaded = store.unloaded_pages();
     assert_eq!((unloaded.pages, unloaded.bytes), (PAGES - 1, (PAGES - 1) * LEN));
     assert_eq!(store.recovered().unloaded_pages, PAGES - 1);
-    // Pages that the log changed are there, and so are new ones.
+    // Pages that the log changed are loaded, and so are new ones.
     assert_eq!(read(&store, CHANGED).unwrap(), contents()[&CHANGED]);
     let mut batch = store.batch();
     let page = batch.create(LEN, Place::Host).page();
@@ -172,7 +172,7 @@ fn store_is_usable_before_pages_are_loaded() {
     assert_eq!(read(&store, new).unwrap(), content(PageId(99)));
     assert_eq!(store.pages().unwrap().len() as u64, PAGES + 1);
 
-    // A snapshot names the images of unloaded pages as they are, and removes nothing.
+    // A snapshot reuses the images of pages that are not loaded, and removes nothing.
     let files = Files::of(&disk).0.into_keys().filter(|file| !matches!(file, FileName::Segment(_)));
     let files: Vec<FileName> = files.collect();
     let before = store.snapshots().len();
@@ -190,7 +190,7 @@ fn store_is_usable_before_pages_are_loaded() {
     store.wait_loaded().unwrap();
     assert_eq!(store.unloaded_pages(), UnloadedPages::default());
     check(&store);
-    // From here on it is as if all had been loaded at once.
+    // From here on the store behaves as if all pages had been loaded at once.
     store.snapshot().unwrap();
     assert_eq!(store.snapshots().len(), 2);
     store.close().unwrap();
@@ -198,7 +198,7 @@ fn store_is_usable_before_pages_are_loaded() {
     assert_eq!(*device.live.lock().unwrap(), 0);
 }
 
-/// A use of an unloaded page.
+/// An access to a page that is not loaded.
 type Use = fn(&Store) -> Result<()>;
 
 fn commit(store: &Store, work: impl FnOnce(&mut remanent::WriteBatch)) -> Result<()> {
@@ -207,8 +207,8 @@ fn commit(store: &Store, work: impl FnOnce(&mut remanent::WriteBatch)) -> Result
     store.commit(batch).map(drop)
 }
 
-/// Each use of an unloaded page waits for it, and for no other. A batch's result is the same as if the page
-/// had been loaded at once; on a device that does everything late, too.
+/// Each access to an unloaded page waits for this page, and for no other. A batch has the same result as if
+/// the page had been loaded at once, also on a late device.
 #[test]
 fn an_access_to_an_unloaded_page_waits_for_it() {
     let uses: [(&str, Use); 20] = [
@@ -272,7 +272,7 @@ fn an_access_to_an_unloaded_page_waits_for_it() {
             std::thread::scope(|scope| {
                 let _at_last = OpenAtLast(device.clone());
                 let user = scope.spawn(|| work(&store));
-                // The applier serves other pages meanwhile.
+                // Meanwhile the applier handles other pages.
                 for _ in 0..50 {
                     assert_eq!(store.pages().unwrap().len() as u64, PAGES, "{name}");
                     assert!(!user.is_finished(), "{name} did not wait for its page");
@@ -288,8 +288,8 @@ fn an_access_to_an_unloaded_page_waits_for_it() {
     }
 }
 
-/// A snapshot rewrites the images of a file that is mostly unused, so that the file can go. It does so for
-/// pages that are not loaded yet, too.
+/// A snapshot rewrites the images of a file that is mostly unused, so that the file can be removed; also
+/// those of pages that are not loaded yet.
 #[test]
 fn snapshot_waits_for_cold_pages_it_rewrites() {
     let disk = SimDisk::new();
@@ -304,7 +304,7 @@ fn snapshot_waits_for_cold_pages_it_rewrites() {
     .unwrap();
     store.snapshot().unwrap();
     commit(&store, |batch| (1..PAGES - 1).for_each(|page| _ = batch.delete(PageId(page)))).unwrap();
-    // The snapshot that also names the others' images is not kept.
+    // The snapshot that also names the other images is no longer kept.
     (0..2).for_each(|_| drop(store.snapshot().unwrap()));
     store.close().unwrap();
     let (file, _) = image_of(&disk, LAST);
@@ -333,7 +333,8 @@ fn snapshot_waits_for_cold_pages_it_rewrites() {
     check(&open(&disk, PageLoad::Eager).unwrap());
 }
 
-/// An image was loaded by a store that is closed, so the next store has not loaded its page from it.
+/// A working copy was made by a store that is closed. The next store has not loaded the page yet, so a
+/// capture waits until it is loaded.
 #[test]
 fn working_copy_outlives_store_and_is_captured_on_load() {
     let (disk, device) = (closed(), Gate::closed());
@@ -360,8 +361,8 @@ fn working_copy_outlives_store_and_is_captured_on_load() {
     assert!(read(&store, LAST).unwrap() == expected);
 }
 
-/// A damaged image costs its page, and no other is wrong. The store commits nothing more, and removes
-/// nothing, so that an open which loads all pages at once passes over the snapshot.
+/// A damaged image makes its page unreadable, and no other. The store commits and removes nothing more, so
+/// that an open which loads all pages at once falls back to the previous snapshot.
 #[test]
 fn damage_names_page_and_recurs_on_eager_open() {
     let disk = closed();
@@ -398,7 +399,7 @@ fn damage_names_page_and_recurs_on_eager_open() {
     check(&store);
 }
 
-/// One bad image among neighbours that are read together takes none of them along.
+/// One bad image among images that are read together does not affect the others.
 #[test]
 fn damage_does_not_affect_adjacent_frames() {
     let disk = SimDisk::new();
@@ -422,7 +423,7 @@ fn damage_does_not_affect_adjacent_frames() {
     }
 }
 
-/// Only images that were proven on the medium may stay unloaded.
+/// Only pages whose images were verified on the medium may stay unloaded.
 #[test]
 fn unrecorded_snapshot_is_verified_at_open() {
     let disk = SimDisk::new();
@@ -446,7 +447,8 @@ fn unrecorded_snapshot_is_verified_at_open() {
     assert!(read(&store, PageId(1)).unwrap() == content(PageId(1)));
 }
 
-/// A store may be closed, and die, while pages are unloaded: no file on disk depends on that.
+/// A store may be closed or killed while pages are unloaded, because no file on disk depends on their being
+/// loaded.
 #[test]
 fn pages_that_stay_cold_cost_nothing() {
     let disk = closed();

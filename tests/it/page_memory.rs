@@ -1,4 +1,4 @@
-//! Opens that put pages into memory of the caller's: every way a page comes back, and what is refused.
+//! Opens that load pages into caller-owned memory: every source of a page's bytes, and which opens fail.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -15,8 +15,8 @@ use remanent::{Error, Options, PageId, Place, Store, WriteBatch};
 use crate::gpu;
 
 const PLACE: Place = Place::Device(0);
-/// One length that shares slabs on the host device, and two that do not; one is longer than a piece of what
-/// an open allocates at once.
+/// One length that shares slabs on the host device, and two that do not; one is longer than an open allocates
+/// in one piece.
 const LENS: [u64; 3] = [700, 5000, 5 << 20];
 
 fn options() -> Options {
@@ -39,7 +39,7 @@ fn content(store: &Store, page: PageId) -> Vec<u8> {
     bytes
 }
 
-/// Whether an open finds a page's bytes in an image or in the log, and where.
+/// Whether an open finds a page's bytes in an image, in the log or in both.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Source {
     Log,
@@ -47,13 +47,13 @@ enum Source {
     Both,
     /// The log resizes the page after the snapshot.
     Resized,
-    /// The page was created and never written to.
+    /// The page was created and never written.
     Zeros,
 }
 
 const SOURCES: [Source; 5] = [Source::Log, Source::Snapshot, Source::Both, Source::Resized, Source::Zeros];
 
-/// A closed store with pages of several lengths, and the bytes of each.
+/// Returns a closed store with pages of several lengths, and the bytes of each.
 fn directory(source: Source) -> (SimDisk, Vec<(PageId, Vec<u8>)>) {
     let disk = SimDisk::new();
     let store = Store::open_on(Arc::new(disk.clone()), devices()[0].clone(), options()).unwrap();
@@ -65,7 +65,7 @@ fn directory(source: Source) -> (SimDisk, Vec<(PageId, Vec<u8>)>) {
                 batch.fill(page, 0, begun(len), &[3]);
             }
         }
-        // One that nothing is given for, and one without bytes.
+        // One page for which no memory is given, and one without bytes.
         batch.create_from(vec![8; 100], PLACE);
         batch.create(0, PLACE);
     });
@@ -98,7 +98,7 @@ fn pages_recover_into_given_memory() {
                     LENS.map(|len| CallerMemory::from_vec(vec![0xEE; len as usize], PLACE)).to_vec();
                 let (given, requested) = (tensors.clone(), Arc::new(Mutex::new(Vec::new())));
                 let told = requested.clone();
-                // No room for any page but the one that nothing is given for.
+                // The budget suffices only for the page without given memory.
                 let options = options().memory(
                     MemoryOptions::new().load(page_load).budget(PLACE, 100).page_memory(move |info| {
                         told.lock().unwrap().push((info.page, info.len));
@@ -132,7 +132,7 @@ fn pages_recover_into_given_memory() {
                     (LENS.iter().sum(), 100),
                     "{what}"
                 );
-                // From here on it is a page like any other.
+                // From here on it behaves like any other page.
                 let (page, tensor) = (expected[1].0, store.caller_bytes(&tensors[1]).unwrap());
                 commit(&store, |batch| _ = batch.write(page, 0, &[6; 8]));
                 assert_eq!(content(&store, page)[..9], [6, 6, 6, 6, 6, 6, 6, 6, expected[1].1[8]]);
@@ -149,9 +149,9 @@ fn pages_recover_into_given_memory() {
     }
 }
 
-/// A callback: what is given for each page.
+/// A callback that returns the memory for each page.
 type Give = Box<dyn Fn(&remanent::PageInfo) -> Option<CallerMemory> + Send + Sync>;
-/// What is wrong, the callback, and whether an error is the right one.
+/// A mistake, a callback that makes it, and the check of the resulting error.
 type Row = (&'static str, Give, fn(&Error) -> bool);
 
 #[test]
@@ -206,13 +206,14 @@ fn tensor(len: u64, place: Place) -> Option<CallerMemory> {
     Some(CallerMemory::from_vec(vec![0; len as usize], place))
 }
 
-/// A GPU's memory, which a host device does not know.
+/// Returns an address of GPU memory, which a host device cannot access.
 fn nowhere(len: u64) -> CallerMemory {
     // SAFETY: the device is the host, which takes no address of a GPU's.
     unsafe { CallerMemory::from_cuda(64, len, ()) }
 }
 
-/// An open that passes over a damaged snapshot asks again: what the first try took is free by then.
+/// An open that falls back from a damaged snapshot calls the callback again: memory of the first attempt is
+/// free by then.
 #[test]
 fn open_that_skips_snapshot_reuses_same_memory() {
     let (disk, device) = (SimDisk::new(), devices()[0].clone());

@@ -1,4 +1,4 @@
-//! Pages of `Place::Disk`: no memory holds them, and every call that knows pages knows them all the same.
+//! Pages in `Place::Disk`: they are in no memory, and every operation on pages works for them as well.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,7 +16,7 @@ use crate::interrupted_reads::InterruptedDisk;
 use crate::kill::workload::Random;
 use crate::with_options::With;
 
-/// Longer than a piece of an image, and no multiple of anything.
+/// Longer than a piece of an image, and not a multiple of any block size.
 const LONG: u64 = (3 << 20) + 77;
 const SHORT: u64 = 5000;
 
@@ -30,7 +30,7 @@ pub fn move_to(store: &Store, page: PageId, place: Place) {
     commit(store, |batch| _ = batch.move_to(page, place));
 }
 
-/// A store without memory for pages: whatever it holds lies on disk.
+/// Returns options without memory for pages, so that all pages are on disk.
 fn without_memory() -> Options {
     let memory = MemoryOptions::new().budget(Place::Disk, 1 << 20);
     let in_memory = [Place::Host, Place::Pinned, Place::Device(0)];
@@ -41,13 +41,13 @@ pub fn opened(disk: &SimDisk, options: Options) -> Store {
     Store::open_on(Arc::new(disk.clone()), gpu::under_test(), options).unwrap()
 }
 
-/// Options under which a page's bytes can be found in the files.
+/// Returns options with which a page's bytes can be found in the files.
 pub fn uncompressed() -> Options {
     small().images(ImageOptions::new().compression(Compression::Off))
 }
 
-/// A thousand short pages go to disk and come back, some by the images of a snapshot, some with images of
-/// their own, some with writes over them. The disk and the device are asked for many at a time.
+/// A thousand short pages move to disk and back: some have images of a snapshot, some of a batch, some have
+/// later writes. Disk and device get many requests at once.
 #[test]
 fn many_pages_move_at_once() {
     on_each_device(|| {
@@ -67,10 +67,10 @@ fn many_pages_move_at_once() {
                 }
             });
         };
-        // Half of them have no image as they are.
+        // Half of the pages have no image of their current content.
         write(&mut plain, 2, 1);
         let requested = || {
-            let reads = [Operation::Read, Operation::ReadPastCache].map(|kind| disk.calls(kind));
+            let reads = [Operation::Read, Operation::ReadBypassingCache].map(|kind| disk.calls(kind));
             let lists = store.stats().lanes.iter().map(|(_, lane)| lane.lists).sum::<u64>();
             (reads.iter().sum::<usize>(), disk.calls(Operation::Open), lists)
         };
@@ -95,7 +95,7 @@ fn many_pages_move_at_once() {
             );
             assert!(pages.iter().zip(&plain).all(are_alike), "in memory in round {round}");
         }
-        // A page with writes over its image comes by itself, the others together.
+        // A page with writes after its image moves separately, the others together.
         move_all(Place::Disk);
         write(&mut plain, 100, 2);
         let (reads, ..) = move_all(Place::Host);
@@ -106,7 +106,7 @@ fn many_pages_move_at_once() {
     });
 }
 
-/// More than a thread writes at a time: pages of all lengths and from all places, each with its own bytes.
+/// Pages of all lengths and from all places, more than one thread writes at a time, each with its own bytes.
 #[test]
 fn one_batch_demotes_pages_of_all_lengths_and_places() {
     on_each_device(|| {
@@ -129,7 +129,7 @@ fn one_batch_demotes_pages_of_all_lengths_and_places() {
     });
 }
 
-/// Every kind of change, read back at once, after a snapshot and after a restart with and without it.
+/// Every kind of change, read back at once, after a snapshot, and after a restart with and without it.
 #[test]
 fn device_bytes_equal_committed_bytes() {
     let disk = SimDisk::new();
@@ -186,7 +186,7 @@ fn device_bytes_equal_committed_bytes() {
     assert_eq!(store.compare(pages[4], pages[4], Width::W1).unwrap().differing, 0);
 }
 
-/// A page goes to disk and comes back: bytes and epoch stay. What goes there takes no memory any more.
+/// A page moves to disk and back: bytes and epoch stay. On disk it takes no memory.
 #[test]
 fn pages_round_trip_through_disk() {
     let disk = SimDisk::new();
@@ -219,7 +219,7 @@ fn pages_round_trip_through_disk() {
         );
         assert_eq!(refused.remedy(), Remedy::ChangeCall);
     }
-    // Memory is the other pages' now.
+    // The freed memory is used by other pages.
     let other = commit(&store, |batch| _ = batch.create(LONG, Place::Host))[0];
     let refused = store.ensure(&pages, Place::Host).unwrap_err();
     assert!(matches!(refused, Error::OverBudget { place: Place::Host, .. }), "{refused}");
@@ -230,7 +230,7 @@ fn pages_round_trip_through_disk() {
     changed[9..24].copy_from_slice(b"changed on disk");
     assert!(store.read_to_vec(pages[0]).unwrap() == changed && store.read_to_vec(pages[1]).unwrap() == short);
     assert_eq!(used(), LONG + SHORT);
-    // Moved and changed in one batch: first the one, then the other.
+    // Moved and changed in one batch, in both orders.
     commit(&store, |batch| _ = batch.move_to(pages[1], Place::Disk).write(pages[1], 0, b"after"));
     let mut batch = store.batch();
     batch.write(pages[0], 0, b"before").move_to(pages[0], Place::Disk);
@@ -248,12 +248,12 @@ fn pages_round_trip_through_disk() {
     assert!(store.read_to_vec(pages[0]).unwrap() == changed && store.read_to_vec(pages[1]).unwrap() == after);
 }
 
-/// Of a long page the first read proves all of it, and later ones read the pieces that they want. Of a short
-/// one each read takes all.
+/// The first read of a long page verifies all of it; later ones read only the pieces that they need. Each
+/// read of a short page reads all of it.
 #[test]
 fn partial_read_of_disk_page_reads_only_its_pieces() {
     const PIECE: u64 = 1 << 20;
-    // The blocks around what is asked for, and the heads of images.
+    // The blocks around the requested bytes, and the headers of images.
     const BESIDE: u64 = 16 << 10;
     let disk = Arc::new(InterruptedDisk::never(&SimDisk::new()));
     let store = Store::open_on(disk.clone(), Arc::new(HostDevice::new()), uncompressed()).unwrap();
@@ -282,8 +282,8 @@ fn partial_read_of_disk_page_reads_only_its_pieces() {
     }
 }
 
-/// The files that pages are read from stay, and all others go: a store of pages on disk that are written
-/// again and again takes as much disk as any other.
+/// The image files of pages on disk are kept, and all others are removed: if pages are rewritten repeatedly,
+/// the disk usage is the same as for pages in memory.
 #[test]
 fn disk_use_is_bounded_and_images_survive() {
     let disk = SimDisk::new();
@@ -306,8 +306,8 @@ fn disk_use_is_bounded_and_images_survive() {
     assert!(bytes <= 2 * 2 * 300_000 + 200_000, "{bytes}");
 }
 
-/// More is written between two snapshots than may be pending: with a thread for snapshots commits wait, and
-/// without one they are refused, with nothing changed.
+/// More bytes are written between two snapshots than the limit of pending bytes: with background snapshots,
+/// commits wait; without them, they fail and change nothing.
 #[test]
 fn pending_bytes_are_bounded() {
     on_each_device(|| {
@@ -336,7 +336,7 @@ fn pending_bytes_are_bounded() {
     });
 }
 
-/// An earlier state comes back with its places, its pages on disk among them; a fork has them, too.
+/// A restore and a fork have the places of the earlier state, including pages on disk.
 #[test]
 fn restores_and_forks_have_pages_on_disk() {
     on_each_device(|| {
@@ -375,8 +375,8 @@ fn restores_and_forks_have_pages_on_disk() {
     });
 }
 
-/// A damaged image is told to the reader of its page; other pages go on, and so does this one once a batch
-/// gives it new bytes.
+/// A damaged image is reported to the reader of its page; other pages can be used, and so can this one once a
+/// batch has written new bytes.
 #[test]
 fn damage_affects_only_the_page() {
     let disk = SimDisk::new();
@@ -404,8 +404,8 @@ fn damage_affects_only_the_page() {
     assert!(store.read_to_vec(pages[0]).unwrap() == [3; 300_000]);
 }
 
-/// A page that a snapshot has an image of needs no other to go to disk; but if the medium has lost that one,
-/// another is written while memory still has the bytes.
+/// A page with an image of a snapshot needs no other image to move to disk; but if that image is damaged on
+/// the medium, another one is written while the bytes are still in memory.
 #[test]
 fn image_is_verified_before_memory_is_freed() {
     on_each_device(|| {
@@ -443,8 +443,8 @@ fn image_is_verified_before_memory_is_freed() {
     });
 }
 
-/// An image that the log names and that no snapshot has proven yet is read at the open: what is damaged is
-/// told then, and not when the log that could tell is gone.
+/// An image that the log names and that no snapshot has verified is read at the open, so that damage is
+/// reported while the log that can repair it still exists.
 #[test]
 fn open_verifies_unverified_images() {
     let disk = SimDisk::new();
@@ -467,8 +467,8 @@ fn open_verifies_unverified_images() {
     assert!(opened(&sound.disk(), uncompressed()).read_to_vec(page).unwrap() == bytes);
 }
 
-/// A page goes to disk and comes back while others write to it, read it, and take snapshots: each write is
-/// there, and each read is of one batch.
+/// A page moves to disk and back while others write it, read it and take snapshots: each write is present,
+/// and each read is of one batch.
 #[test]
 fn moves_writes_and_reads_run_concurrently() {
     on_each_device(|| {
@@ -483,7 +483,8 @@ fn moves_writes_and_reads_run_concurrently() {
                     let store = &store;
                     scope.spawn(move || {
                         for number in 1..=WRITES {
-                            // The same number at both ends, so that a reader sees whether it is of one batch.
+                            // Both ends have the same number, so that a reader can check that its bytes are
+                            // of one batch.
                             let number = number.to_le_bytes();
                             let at = 8 * writer;
                             commit(store, |batch| {
@@ -524,7 +525,7 @@ fn moves_writes_and_reads_run_concurrently() {
     });
 }
 
-/// Far more pages than memory: the store that holds them opens, reads and writes within its budget.
+/// A store with far more pages than memory opens, reads and writes within its budget.
 #[test]
 fn a_store_holds_more_pages_than_memory() {
     on_each_device(|| {
@@ -548,7 +549,7 @@ fn a_store_holds_more_pages_than_memory() {
         drop(store);
         let store = opened(&disk, options());
         let page = |number: u64| store.page_by_key(keys(number)).unwrap().page;
-        // The newest ones in memory, as a cache would have them: each that comes takes the place of another.
+        // As in a cache, the newest pages are in memory: each one replaces another.
         for number in 0..PAGES {
             store.ensure(&[page(number)], Place::Host).unwrap();
             assert!(store.read_to_vec(page(number)).unwrap() == vec![number as u8; 64 << 10]);
@@ -561,7 +562,7 @@ fn a_store_holds_more_pages_than_memory() {
     });
 }
 
-/// However pages come to disk and leave it, the counts are those of the table.
+/// However pages move to and from disk, the counters agree with the page table.
 #[test]
 fn pages_on_disk_are_counted() {
     let disk = SimDisk::new();

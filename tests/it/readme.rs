@@ -1,12 +1,12 @@
-//! The pages for users name files and tests as evidence, link to each other, and state numbers about tests.
-//! This compares all of them with the repository.
+//! The user documentation refers to files and tests as evidence, has links, and states numbers about tests. All of them
+//! are compared with the repository.
 
 use std::fs;
 use std::path::Path;
 
 use super::layout::read;
 
-/// The pages whose evidence and links are checked.
+/// The pages whose references and links are checked.
 const PAGES: [&str; 8] = [
     "README.md",
     "docs/guarantees.md",
@@ -18,7 +18,7 @@ const PAGES: [&str; 8] = [
     "SECURITY.md",
 ];
 
-/// Numbers about tests: the page, what it states, the test, and the code that makes the statement true.
+/// Numbers about tests: the page, its statement, the test, and the code that the statement describes.
 const NUMBERS: [(&str, &str, &str, &str); 4] = [
     (
         "docs/guarantees.md",
@@ -31,7 +31,7 @@ const NUMBERS: [(&str, &str, &str, &str); 4] = [
     ("docs/guarantees.md", "1,000 forks", "tests/it/fork/mod.rs", "const FORKS: usize = 1000;"),
 ];
 
-/// Names in backticks that look like a file of the repository or like a test.
+/// Returns names in backticks that look like a file of the repository or like a test.
 fn evidence(page: &str) -> Vec<&str> {
     let names = prose(page).flat_map(|text| text.split('`').skip(1).step_by(2));
     let file = |name: &str| name.contains('/') || name.ends_with(".md") || name.starts_with("LICENSE");
@@ -39,18 +39,18 @@ fn evidence(page: &str) -> Vec<&str> {
     names.filter(|name| file(name) || test(name)).collect()
 }
 
-/// A page without its blocks of code.
+/// Returns the lines of a page outside of code blocks.
 fn prose(page: &str) -> impl Iterator<Item = &str> {
     page.split("```").step_by(2)
 }
 
-/// The named evidence that does not exist.
+/// Returns the references that do not exist.
 fn missing<'a>(page: &'a str, root: &Path, tests: &str) -> Vec<&'a str> {
     let names = evidence(page).into_iter();
     names.filter(|name| !root.join(name).exists() && !tests.contains(&format!("fn {name}("))).collect()
 }
 
-/// The headings of a page, as links name them.
+/// Returns the anchors of a page's headings.
 fn anchors(page: &str) -> Vec<String> {
     let headings = prose(page).flat_map(str::lines).filter(|line| line.starts_with('#'));
     let anchor = |line: &str| {
@@ -60,7 +60,7 @@ fn anchors(page: &str) -> Vec<String> {
     headings.map(anchor).collect()
 }
 
-/// The relative links of a page that lead to no file, or to no heading of a page.
+/// Returns the relative links of a page whose file or heading does not exist.
 fn broken<'a>(page: &'a str, folder: &Path) -> Vec<&'a str> {
     let links =
         prose(page).flat_map(|text| text.split("](").skip(1)).filter_map(|rest| rest.split(')').next());
@@ -77,7 +77,7 @@ fn broken<'a>(page: &'a str, folder: &Path) -> Vec<&'a str> {
 }
 
 #[test]
-fn evidence_of_the_pages_exists() {
+fn references_in_docs_exist() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let folders = ["tests/it", "format/tests", "tools/tests/it"];
     let tests: String = folders.into_iter().flat_map(|folder| read(folder).into_values()).collect();
@@ -105,7 +105,7 @@ fn numbers_about_tests_match_the_code() {
 }
 
 #[test]
-fn missing_evidence_and_broken_links_are_found() {
+fn missing_references_and_broken_links_are_found() {
     let page =
         "See `src/gone.rs`, `README.md`, `a_test_that_is` and `one_that_is_not`.\n```\n`a/b`\n```\n`Store`";
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));

@@ -1,4 +1,4 @@
-//! Lookups and reads during commits: what they see, and that they wait for nothing else.
+//! Lookups and reads during commits: which version they return, and that they wait for nothing else.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
@@ -15,7 +15,7 @@ use crate::with_options::With;
 
 const LEN: u64 = 200 << 10;
 
-/// A host device that runs no list of the lane for deltas while it is shut.
+/// A host device that executes no list of the lane for deltas while it is blocked.
 struct Shut {
     inner: HostDevice,
     is_shut: Mutex<bool>,
@@ -72,7 +72,7 @@ fn key(name: &str) -> Key {
     Key::new(name).unwrap()
 }
 
-/// Creates pages of `LEN` bytes. The first has a key.
+/// Creates pages of `LEN` bytes. The first one has a key.
 fn create(store: &Store, count: usize) -> Vec<PageId> {
     let mut batch = store.batch();
     for number in 0..count {
@@ -106,7 +106,7 @@ fn lookups_and_reads_of_other_pages_do_not_wait_for_the_applier() {
         batch.create(5, Place::Host).key(key("new"));
         let ticket = store.submit(batch).unwrap();
         ticket.wait(Ack::Logged).unwrap();
-        // A caller that was told that the batch is logged sees it.
+        // A caller to which the batch was reported as logged reads it.
         let lsn = ticket.position().lsn;
         assert_eq!((store.lsn(), store.page(pages[0]).unwrap().lsn), (lsn, lsn));
         let new = store.page_by_key(key("new")).unwrap();
@@ -115,14 +115,14 @@ fn lookups_and_reads_of_other_pages_do_not_wait_for_the_applier() {
         assert!(!store.contains(PageId(99)).unwrap() && !store.contains_key(key("other")).unwrap());
         assert_eq!((count_of(&store.root().unwrap()), store.page_count().unwrap()), (1, 3));
         assert_eq!(store.pages().unwrap().map(|info| info.len).collect::<Vec<_>>(), [LEN, LEN, 5]);
-        // The bytes of a page that no batch under way changes.
+        // Reads a page that no running batch changes.
         assert_eq!(store.read_to_vec(pages[1]).unwrap(), vec![7; LEN as usize]);
         let view = store.view().unwrap();
         view.read(pages[1], 1, &mut [0; 9]).unwrap();
         drop(view);
 
         thread::scope(|scope| {
-            // A page that the batch changes is waited for.
+            // A read of a page that the batch changes waits for the batch.
             let read = scope.spawn(|| store.read_to_vec(pages[0]).unwrap());
             device.shut(false);
             assert_eq!(read.join().unwrap(), vec![9; LEN as usize]);
@@ -154,7 +154,8 @@ fn logged_batch_is_visible_after_call_returns() {
     }
 }
 
-/// A writer that counts in two pages, in a page that it replaces under one key, and in the root.
+/// Runs a writer that counts in two pages, in a page that it replaces under one key, and in the root; calls
+/// `each` meanwhile.
 fn write_during(store: &Store, pages: &[PageId], count: u64, each: impl Fn() + Sync) {
     let is_over = AtomicBool::new(false);
     thread::scope(|scope| {
@@ -183,7 +184,7 @@ fn write_during(store: &Store, pages: &[PageId], count: u64, each: impl Fn() + S
     });
 }
 
-/// The one count that all of these bytes repeat.
+/// Returns the count that all of these bytes repeat.
 fn counted(bytes: &[u8]) -> u64 {
     let first = u64::from_le_bytes(bytes[..8].try_into().expect("8 bytes"));
     for at in bytes.chunks(8) {
@@ -199,20 +200,20 @@ fn bytes_and_page_info_are_from_one_batch() {
     let (last, tries) = (Mutex::new((0, Vec::new())), AtomicU64::new(0));
     write_during(&store, &pages, 300, || {
         let (last, buffer) = &mut *last.lock().unwrap();
-        // By key: never missing, because a batch that deletes the page gives the key to another one.
+        // By key: the key always exists, because a batch that deletes the page gives it to another one.
         let mut start = [0; 8];
         let info = store.read_key(key("first"), 0, &mut start).unwrap();
         let count = counted(&start);
         assert!(count >= *last, "what was seen once stays");
         assert!(count == 0 || info.len == 8 * (1 + count % 40_000));
         *last = count;
-        // Read as a whole, whatever its length.
+        // Reads the whole page, whatever its length.
         let info = store.read_into(pages[1], buffer).unwrap();
         let count = counted(buffer);
         assert_eq!(info.len, buffer.len() as u64);
         assert!(count == 0 || (info.len == 8 * (1 + count % 40_000) && info.epoch.0 > count));
         *last = count.max(*last);
-        // Read in many pieces.
+        // Reads the page in many pieces.
         let count = counted(&store.read_to_vec(pages[2]).unwrap());
         assert!(count >= *last);
         *last = count;
@@ -268,7 +269,7 @@ fn page_listing_is_point_in_time() {
     let mut listed = store.pages().unwrap();
     let mut seen: Vec<PageInfo> = listed.by_ref().take(300).collect();
     assert_eq!(listed.len(), 700);
-    // After and before the keys that are listed already.
+    // Keys before and after those that are already listed.
     let mut batch = store.batch();
     for page in pages.iter().step_by(2) {
         batch.delete(*page);
@@ -296,7 +297,7 @@ fn a_restored_store_shows_the_old_state_to_every_lookup() {
     let new = store.commit(batch).unwrap().pages[0];
     let view = store.view().unwrap();
     store.restore(StatePoint::Lsn(then)).unwrap();
-    // The view is of the state before the restore, and stays so.
+    // The view has the state before the restore, and keeps it.
     assert_eq!((view.page_by_key(key("first")).unwrap().page, count_of(&view.root())), (new, 2));
     drop(view);
     assert_eq!(store.page_by_key(key("first")).unwrap().page, pages[0]);

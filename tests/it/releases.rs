@@ -1,4 +1,4 @@
-//! Releases: the memory of a page becomes the caller's, once nothing of the store uses it any more.
+//! Releases: the memory of a page is handed to the caller once the store no longer uses it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,7 +21,7 @@ use crate::lent_pages::{devices, options};
 const LEN: u64 = 3000;
 const PLACE: Place = Place::Device(0);
 
-/// A store whose one page is full of ones.
+/// Creates a store with one page that is filled with ones.
 fn bench(device: Arc<dyn Device>) -> (SimDisk, Store, PageId) {
     let disk = SimDisk::new();
     let store = Store::open_on(Arc::new(disk.clone()), device, options()).unwrap();
@@ -44,7 +44,7 @@ fn content(store: &Store, page: PageId) -> remanent::Result<Vec<u8>> {
 fn released_page_is_deleted_and_caller_keeps_bytes() {
     for device in devices() {
         let (disk, store, page) = bench(device.clone());
-        // In the lane, and perhaps not done, when the page is released.
+        // Queued in the lane, and possibly not executed when the page is released.
         commit(&store, |batch| _ = batch.fill(page, 0, LEN / 2, &[2])).unwrap();
         let memory = store.release(page).unwrap();
         let expected = [vec![2; LEN as usize / 2], vec![1; LEN as usize / 2]].concat();
@@ -52,12 +52,12 @@ fn released_page_is_deleted_and_caller_keeps_bytes() {
         assert!(matches!(content(&store, page), Err(Error::UnknownPage { .. })));
         assert!(matches!(store.release(page), Err(Error::UnknownPage { .. })));
         memory.write(0, &[7; LEN as usize]).unwrap();
-        // Nothing that comes later lands there.
+        // Later writes of the store do not reach the memory.
         commit(&store, |batch| _ = batch.create_from(vec![8; LEN as usize], PLACE)).unwrap();
         store.snapshot().unwrap();
         store.trim().unwrap();
         assert_eq!(bytes_of(&memory), vec![7; LEN as usize]);
-        // It may become a page again.
+        // The memory can be used for a page again.
         let again = commit(&store, |batch| _ = batch.create_in(&memory)).unwrap()[0];
         assert_eq!(content(&store, again).unwrap(), vec![0; LEN as usize]);
         store.close().unwrap();
@@ -66,8 +66,8 @@ fn released_page_is_deleted_and_caller_keeps_bytes() {
     }
 }
 
-/// A caller that writes to memory whose page a power cut brings back has lost nothing of the page; but a
-/// release that was told must hold.
+/// The release is durable when the call returns. If a power cut could undo it afterwards, the caller could
+/// write to memory of a page that still exists.
 #[test]
 fn a_release_is_durable_when_it_returns() {
     let (disk, store, page) = bench(devices()[0].clone());
@@ -78,7 +78,7 @@ fn a_release_is_durable_when_it_returns() {
     let after = Store::open_on(Arc::new(after), devices()[0].clone(), options()).unwrap();
     assert!(matches!(content(&after, page), Err(Error::UnknownPage { .. })));
 
-    // Nothing is handed out where the delete may not have reached the disk.
+    // No memory is handed to the caller if the delete may not be durable.
     let (disk, store, page) = bench(devices()[0].clone());
     store.wait_durable(store.lsn()).unwrap();
     for operation in [Operation::Sync, Operation::SyncWindow] {
@@ -133,7 +133,7 @@ fn leased_or_pinned_page_cannot_be_released() {
     assert!(matches!(store.release(page), Err(Error::Leased { .. })));
     assert_eq!((store.lsn(), content(&store, page).unwrap()), (lsn, vec![1; LEN as usize]));
 
-    // A kernel that a lease let in reads the page's bytes, though the lease has ended.
+    // A kernel that started under a lease reads the page's bytes, although the lease has ended.
     let stream = late.stream();
     lease.on(stream).unwrap();
     let source = late.span_at(lease.address().unwrap(), LEN);
@@ -168,7 +168,7 @@ fn releasing_disk_page_is_refused() {
     }
 }
 
-/// Readers that take no lock may be reading the page's memory while it changes hands.
+/// Readers without a lock may be reading the page's memory while it is released.
 #[test]
 fn readers_never_see_uncommitted_caller_writes() {
     let (_, store, _) = bench(devices()[0].clone());
@@ -210,7 +210,7 @@ fn unloaded_page_is_loaded_first() {
     }
 }
 
-/// After any error the page is there or gone, as the log says, and an open agrees.
+/// After any error the page is present or absent as the log states, and so it is after an open.
 #[test]
 fn device_error_loses_only_released_pages() {
     for call in [DeviceCall::Submit, DeviceCall::Wait, DeviceCall::Rename, DeviceCall::Release] {
@@ -245,7 +245,7 @@ fn gpu_memory_is_lent_at_its_address() {
         assert_eq!((memory.address(), memory.place()), (address, place));
         memory.write(0, &[4]).unwrap();
         assert_eq!(bytes_of(&memory)[..3], [4, 3, 3]);
-        // Given back like any other.
+        // Freed like any other memory.
         drop(memory);
         store.trim().unwrap();
         let usage = |(of, usage): &(Place, remanent::stats::PlaceUsage)| (*of == place).then(|| usage.used());

@@ -1,5 +1,5 @@
-//! Long logs without a snapshot: the whole state was replayed when the store was opened, by one thread that
-//! reads and one that applies what was read.
+//! Long logs without a snapshot: an open replays the whole state, with one thread that reads and one that
+//! applies.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -25,9 +25,9 @@ fn open(disk: impl Disk, device: Arc<dyn Device>, segment_len: u64) -> Result<St
     Store::open_on(Arc::new(disk), device, options)
 }
 
-/// Commits batches whose frames take `bytes` together, and returns what the pages hold then. Most batches are
-/// small; some are longer than the part that is read ahead. Elements with gaps between their indices are
-/// staged apart.
+/// Commits batches with frames of `bytes` in total, and returns the resulting content of the pages. Most
+/// batches are small; some are longer than the read-ahead. Elements with gaps between their indices are
+/// staged separately.
 fn write(store: &Store, random: &mut Random, bytes: u64) -> Vec<(PageId, Vec<u8>)> {
     let mut batch = store.batch();
     (0..PAGES).for_each(|_| _ = batch.create(PAGE_LEN, Place::Host).page());
@@ -36,7 +36,7 @@ fn write(store: &Store, random: &mut Random, bytes: u64) -> Vec<(PageId, Vec<u8>
     let mut written = 0;
     while written < bytes {
         let (count, len_max) = match random.below(20) {
-            // A byte less than the page: whole pages go to images.
+            // A byte less than the page, because whole pages are written to images.
             0 if bytes > 8 << 20 => (10, PAGE_LEN - 1),
             1..4 => (1 + random.below(100), 600),
             _ => (1 + random.below(4), 5000),
@@ -87,7 +87,7 @@ fn frames_of_all_lengths_replay_from_read_buffers() {
     check(&store, &pages);
 }
 
-/// A store on a disk whose log has many segments, each with more than one batch.
+/// Returns a store on a disk whose log has many segments, each with more than one batch.
 fn many_segments() -> (SimDisk, Vec<(PageId, Vec<u8>)>) {
     let disk = SimDisk::new();
     let store = open(disk.clone(), Arc::new(HostDevice::new()), 64 << 10).unwrap();
@@ -117,7 +117,7 @@ fn panic_in_read_ahead_thread_fails_open() {
         if panics.load(Ordering::SeqCst) > before {
             assert!(matches!(opened, Err(Error::Panicked { .. })), "read {at}");
         } else if before > 0 {
-            // When no read is left to strike, all of the log was read. Nothing was written before.
+            // When no read remains to be interrupted, the whole log was read. Nothing was written before.
             check(&opened.unwrap(), &pages);
             assert!(before > 5, "panicked {before} times");
             return;
@@ -137,7 +137,7 @@ fn device_fault_during_replay_is_reported_as_itself() {
             let device = Arc::new(FaultyDevice::new(Arc::new(HostDevice::new())));
             device.arm(DeviceFault { call: Some(call), nth, context_lost: is_lost });
             match open(disk.clone(), device.clone(), 64 << 10) {
-                // This open has fewer such calls, or its second attempt got what it needs.
+                // This open makes fewer such calls, or its second attempt succeeded.
                 Ok(store) => {
                     device.arm(DeviceFault { call: Some(call), nth: NEVER, context_lost: is_lost });
                     check(&store, &pages);

@@ -1,5 +1,6 @@
-//! Pages salvaged from damaged stores are right: an exact page is in the state that callers saw, an older one
-//! was once that page, and lost batches are reported as lost. And little is lost.
+//! Pages salvaged from damaged stores are correct: a page reported as exact has its last content, one
+//! reported as older had its content at that time, and lost batches are reported. And most of the store is
+//! salvaged.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -20,12 +21,12 @@ use crate::files::{Files, State, open_with, small};
 use crate::size::sized;
 use crate::with_options::With;
 
-/// The outcome of a damaged store's salvage.
+/// The result of the salvage of a damaged store.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Outcome {
-    /// The batch of the state; `None` if no state can be known.
+    /// The batch of the salvaged state; `None` if it cannot be determined.
     lsn: Option<Lsn>,
-    /// Whether batches after it are said to be lost, or may be.
+    /// Whether later batches are reported as lost or possibly lost.
     is_cut: bool,
     exact: usize,
     older: usize,
@@ -38,9 +39,9 @@ impl Outcome {
     }
 }
 
-/// Salvages damaged files of a store, and compares the outcome with what its callers saw.
+/// Salvages damaged files of a store, and compares the result with the states that its callers saw.
 fn salvage(what: &str, files: &Files, victim: &Victim) -> Outcome {
-    // STORE may be the damaged file; that its id can be guessed is the tool's affair.
+    // STORE may be the damaged file; the command determines the id in that case.
     let store = StoreFile::decode(&victim.files.0[&FileName::Store]).unwrap();
     let salvage = Salvage::read(files, store, 1 << 20).unwrap();
     let (state, states) = (salvage.state(), &victim.states);
@@ -79,7 +80,7 @@ fn salvage(what: &str, files: &Files, victim: &Victim) -> Outcome {
     outcome
 }
 
-/// A store that was restored to an earlier state, with pages of their own histories; closed cleanly.
+/// Returns a cleanly closed store that was restored to an earlier state, with pages of different histories.
 fn restored() -> Victim {
     restored_with(small())
 }
@@ -98,7 +99,7 @@ fn restored_with(options: Options) -> Victim {
     states.insert(store.lsn(), State::of(&store));
     for number in 0..36u8 {
         let mut batch = store.batch();
-        // Each batch touches one page, so that a lost one leaves the other five alone.
+        // Each batch changes one page, so a lost batch does not affect the other five.
         let page = pages[usize::from(number) % 6];
         match number % 5 {
             3 => batch.move_to(page, if number % 2 == 0 { Place::Host } else { Place::Pinned }),
@@ -147,8 +148,8 @@ fn sound_store_is_salvaged_completely() {
     }
 }
 
-/// Pages on disk, by their images, by overlays and by captured images: of a mutilated file at most the pages
-/// in it are older than they were, or lost.
+/// Pages on disk, with images, overlays and captured images: if a file is damaged, at most the pages in it
+/// are older or lost.
 #[test]
 fn pages_on_disk_are_salvaged() {
     let victim = on_disk::victim();
@@ -164,7 +165,7 @@ fn pages_on_disk_are_salvaged() {
         }
         count.borrow_mut().add(outcome, victim.last);
     });
-    // Older images are there of each of them: none is lost for good.
+    // There are older images of each page, so none is lost completely.
     let Count { all, older, lost, .. } = count.into_inner();
     assert!(all > 100 && older > sized(2, 10) && lost == 0, "{all} all, {older} older, {lost} lost");
 }
@@ -178,7 +179,7 @@ fn truncated_batches_are_reported_lost() {
         let mut batch = store.batch();
         batch.set_root("step", number);
         store.commit(batch).unwrap();
-        // The next one is a group of its own, and its frame says that this one is durable.
+        // The next batch is a separate group, whose frame records that this one is durable.
         store.wait_durable(store.lsn()).unwrap();
         let written = disk.bytes(FileName::Segment(1)).unwrap();
         ends.push(written.iter().rposition(|byte| *byte != 0).unwrap().next_multiple_of(4096));
@@ -193,7 +194,8 @@ fn truncated_batches_are_reported_lost() {
     assert_eq!(hidden.file, FileName::Segment(1));
 }
 
-/// Counts of stores that were salvaged completely, and of those with something older, lost, or a batch.
+/// Counts of stores that were salvaged completely, and of those where something is older or lost, or a batch
+/// is.
 #[derive(Debug, Default)]
 struct Count {
     all: usize,
@@ -228,7 +230,7 @@ fn mutilated_file_yields_no_wrong_bytes() {
                     "{what}: every page was in a snapshot and in the log"
                 );
             }
-            // Batches that a mark covers are not lost in silence.
+            // Batches that a mark covers are not lost without a report.
             if outcome.lsn.is_some_and(|lsn| lsn < victim.marked) {
                 assert!(outcome.is_cut, "{what}: {outcome:?}");
             }
@@ -239,7 +241,7 @@ fn mutilated_file_yields_no_wrong_bytes() {
     }
 }
 
-/// Zeroes a sector that has bytes in it, and names it.
+/// Zeroes a random sector with other content, and returns its name.
 fn zero_sector(files: &mut Files, random: u64) -> String {
     let sectors = |bytes: &Vec<u8>| bytes.len().div_ceil(SECTOR_LEN);
     let live = |bytes: &[u8]| bytes.iter().any(|byte| *byte != 0);
@@ -281,7 +283,7 @@ fn lost_sectors_and_files_yield_no_wrong_bytes() {
 #[test]
 fn lost_batch_affects_only_changed_page() {
     let victim = restored();
-    // Without the newest images, the changes of pages since the older ones lie in the log alone.
+    // Without the newest images, the later changes of pages are in the log alone.
     let newest = victim.files.names(|file| matches!(file, FileName::Pages(_))).pop().unwrap();
     let store = StoreFile::decode(&victim.files.0[&FileName::Store]).unwrap().store;
     let (mut exact, mut older) = (0, 0);
@@ -304,7 +306,7 @@ fn lost_batch_affects_only_changed_page() {
     assert!(exact > 10 && older > 5, "all exact {exact} times, one older {older} times");
 }
 
-/// What a new store begins with that takes over all that was salvaged.
+/// Returns the initial state of a new store with everything that was salvaged.
 fn seed(store: StoreFile, search: &Salvage) -> InitialState {
     let state = search.state();
     InitialState {
@@ -315,7 +317,7 @@ fn seed(store: StoreFile, search: &Salvage) -> InitialState {
     }
 }
 
-/// Reads a part of a page of which every byte is left.
+/// Reads a range of a page with all bytes intact.
 fn read_exact(search: &Salvage, info: &PageInfo, offset: u64, out: &mut [u8]) {
     match search.find(info) {
         PageRemains::Exact(bytes) => {
@@ -326,7 +328,7 @@ fn read_exact(search: &Salvage, info: &PageInfo, offset: u64, out: &mut [u8]) {
 }
 
 #[test]
-fn founded_store_is_complete_or_no_store() {
+fn created_store_is_complete_or_absent() {
     let victim = restored();
     let store = StoreFile::decode(&victim.files.0[&FileName::Store]).unwrap();
     let search = Salvage::read(&victim.files, store.clone(), 1 << 20).unwrap();
@@ -362,7 +364,7 @@ fn founded_store_is_complete_or_no_store() {
     assert_eq!(store.commit(batch).unwrap().position.lsn, victim.last.next());
 }
 
-/// A salvaged store begins behind its snapshot, with neither a seal nor log of its own, as a fork does.
+/// A salvaged store begins with a snapshot, without a seal or a log of its own, like a fork.
 #[test]
 fn a_salvaged_store_survives_a_hundred_opens() {
     let victim = restored();
@@ -373,7 +375,7 @@ fn a_salvaged_store_survives_a_hundred_opens() {
         read_exact(&search, info, offset, out);
         Ok::<_, Error>(())
     };
-    // One that is only opened, and one that commits at times and takes a snapshot late.
+    // One store is only opened; another commits sometimes and takes a snapshot late.
     for is_busy in [false, true] {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("new");

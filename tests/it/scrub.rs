@@ -1,6 +1,6 @@
-//! Scrubs: damage on the medium is found while the store is open, and mended from memory. Each row damages
-//! one thing in a store that stays open. The scrub must name it, and the files that it leaves must open by
-//! themselves.
+//! Scrubs: damage on the medium is found while the store is open, and repaired from memory. Each row damages
+//! one structure of an open store. The scrub must report it, and afterwards the files must be openable
+//! without it.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -21,15 +21,15 @@ use crate::faults::watched;
 use crate::files::{Files, State, open, small};
 use crate::with_options::With;
 
-/// The number of pages. One of them changes.
+/// The number of pages, of which one changes.
 const PAGES: u64 = 20;
 
-/// Bytes that no codec compresses.
+/// Returns incompressible bytes.
 fn noise(seed: u64, len: usize) -> Vec<u8> {
     (0..len as u64).map(|at| mix(seed << 32 | at) as u8).collect()
 }
 
-/// An open store whose first page was never changed: all snapshots share its image.
+/// An open store whose first page never changed, so that all snapshots share its image.
 struct Subject {
     disk: SimDisk,
     store: Store,
@@ -37,12 +37,13 @@ struct Subject {
 }
 
 impl Subject {
-    /// Two snapshots, and log after each. The second follows a link that is not kept for itself.
+    /// Creates two snapshots, with log after each. The second one follows the first, which is kept only for
+    /// it.
     fn new() -> Self {
         let disk = SimDisk::new();
         let store = open(&disk).unwrap();
         let mut batch = store.batch();
-        // Enough pages for snapshots to follow each other.
+        // Enough pages that a snapshot is based on the previous one.
         for seed in 0..PAGES {
             let page = batch.create(1500, Place::Host).page();
             batch.write(page, 0, &noise(seed, 1500));
@@ -62,8 +63,8 @@ impl Subject {
         subject
     }
 
-    /// The same, with a restore whose table is needed by both snapshots before it, and a page that a batch
-    /// wrote to an image file.
+    /// Returns such a store with a restore whose table is needed by both snapshots before it, and with a page
+    /// that a batch wrote to an image file.
     fn with_restore() -> Self {
         let subject = Self::new();
         subject.store.restore(StatePoint::Lsn(subject.store.lsn())).unwrap();
@@ -95,7 +96,7 @@ impl Subject {
         newest.entries.iter().find(|entry| entry.page == page).unwrap().image.unwrap()
     }
 
-    /// The place of the first batch after a snapshot.
+    /// Returns segment and offset of the first batch after a snapshot.
     fn batch_after(&self, snapshot: u64) -> (FileName, u64) {
         let survey = self.survey();
         let redo = survey.snapshot(SnapshotId(snapshot)).unwrap().redo;
@@ -119,26 +120,26 @@ impl Subject {
         self.flip(file, second + 300);
     }
 
-    /// Leaves no room for a byte more, whatever the store gives up for it. How many spares it has beyond its
-    /// reserve depends on the number of groups that the commits fell into.
+    /// Leaves no free byte on the disk, even if the store removes all spares. The number of its spares beyond
+    /// the reserve depends on the number of groups of the commits.
     fn fill_disk(&self) {
         self.disk.set_capacity(Some(0));
     }
 
-    /// The disk as the process would leave it if it died now.
+    /// Returns the disk as a kill leaves it now.
     fn killed(&self) -> SimDisk {
         self.disk.after_kill(Moment { event: self.disk.events(), tear: None })
     }
 
-    /// Waits until the store's own threads are done.
+    /// Waits until the store's threads are idle.
     fn rest(&self) {
         while !self.is_at_rest() {
             std::thread::yield_now();
         }
     }
 
-    /// Whether the log ends with a seal that covers it, with two segments ahead and the full reserve, and
-    /// stays so.
+    /// Whether the log ends with a seal that covers it, with two prepared segments and a full reserve, and
+    /// does not change.
     fn is_at_rest(&self) -> bool {
         let disk = self.disk.after_power_cut();
         let survey = Survey::read(&disk).unwrap();
@@ -156,13 +157,13 @@ impl Subject {
         files.names(is_ahead).len() >= 2 && files.names(is_spare).len() >= 2
     }
 
-    /// Asserts that the files on disk open, to the state in memory, with nothing passed over.
+    /// Asserts that the files on disk can be opened without any damage, to the state in memory.
     fn check_left(&self, what: &str) {
         self.check_left_but(what, FileName::Store);
     }
 
-    /// The same, but for a manifest of older snapshots that cannot be mended: they are kept, and reported as
-    /// damaged.
+    /// Like [`check_left`](Self::check_left), except for one damaged manifest of older snapshots that cannot
+    /// be repaired: they are kept, and reported as damaged.
     fn check_left_but(&self, what: &str, manifest: FileName) {
         let store = open(&self.killed()).unwrap_or_else(|error| panic!("{what}: {error}"));
         assert!(State::of(&store) == State::of(&self.store), "{what}: another state");
@@ -182,7 +183,7 @@ fn sound_store_is_read_completely_without_writes() {
     let scrubbed = subject.store.scrub().unwrap();
     assert_eq!((scrubbed.damage.as_slice(), scrubbed.mended.is_none()), (&[][..], true));
     assert_eq!(subject.disk.history()[events..], [] as [String; 0], "a scrub only reads");
-    // The images of kept snapshots and of the restored table, each once, and the one that the batch names.
+    // The images of kept snapshots and of the restored table, each once, and the image that the batch names.
     let survey = subject.survey();
     let kept = subject.store.snapshots();
     let kept = kept.iter().map(|kept| survey.snapshot(kept.id).unwrap().entries.clone());
@@ -214,7 +215,8 @@ fn shared_damaged_image_is_repaired_from_memory() {
     assert!(matches!(scrubbed.mended, Some(Ok(SnapshotId(4)))), "{scrubbed:?}");
     subject.check_left("mended");
     assert_ne!(subject.image_of(subject.pages[0]), image);
-    // A damaged snapshot counts as none: it stays until there are two sound ones, and is not read again.
+    // A damaged snapshot does not count as kept: it stays until there are two intact ones, and is not read
+    // again.
     let kept = || subject.store.snapshots().iter().map(|kept| kept.id.0).collect::<Vec<_>>();
     assert_eq!(kept(), [2, 3, 4]);
     let again = subject.store.scrub().unwrap();
@@ -230,7 +232,7 @@ fn shared_damaged_image_is_repaired_from_memory() {
 #[test]
 fn damage_is_reported_and_repaired_row_by_row() {
     type Rot = fn(&Subject) -> FileName;
-    // The damage, and whether a snapshot is needed to mend it.
+    // The damage, and whether its repair needs a snapshot.
     let rows: &[(&str, bool, Rot)] = &[
         ("STORE", false, |s| {
             s.flip(FileName::Store, 40);
@@ -325,7 +327,7 @@ fn damage_is_reported_and_repaired_row_by_row() {
         subject.check_left_but(what, file);
         let again = subject.store.scrub().unwrap();
         assert!(again.damage.is_empty() && again.mended.is_none(), "{what}: {again:?}");
-        // The store goes on, and later batches are as sound.
+        // The store continues to work, and later batches are correct.
         subject.commit(2, 30);
         subject.store.snapshot().unwrap();
         subject.check_left_but(what, file);
@@ -341,7 +343,7 @@ fn first_snapshot_repairs_damaged_log() {
     batch.create(100, Place::Host);
     let pages = store.commit(batch).unwrap().pages;
     let subject = Subject { disk, store, pages };
-    // The second batch's frame says that the first one is durable.
+    // The second batch's frame records that the first one is durable.
     subject.store.wait_durable(Lsn(1)).unwrap();
     let mut batch = subject.store.batch();
     batch.set_root("step", 1u64);
@@ -404,7 +406,8 @@ fn a_named_snapshot_stays_as_it_is() {
         subject.store.snapshot().unwrap();
     }
     assert!(subject.store.snapshots().iter().any(|kept| kept.id == named.id));
-    // Not read again while the store is open; a later open does not know of it, and finds it once more.
+    // The file is not read again while the store is open; a later open does not know of the damage, and finds
+    // it again.
     assert_eq!(subject.store.scrub().unwrap().damage, []);
     let store = open(&subject.killed()).unwrap();
     assert!(State::of(&store) == State::of(&subject.store));
@@ -431,7 +434,7 @@ fn store_scrubs_automatically() {
     store.wait_for_scrubs(1);
     assert_eq!((store.stats().scrubs.failed, store.stats().scrubs.damaged), (0, 0));
     disk.damage(FileName::Pages(image.file), image.offset, &[0; 16]);
-    // The scrub that is just under way may have read it before.
+    // The running scrub may have read the file before.
     store.wait_for_scrubs(store.stats().scrubs.done + 2);
     assert_eq!(store.stats().scrubs.damaged, 1);
     let state = State::of(&store);
@@ -445,7 +448,7 @@ fn slow_scrub_is_cancelled_at_close() {
     let subject = Subject::new();
     let disk = subject.disk.clone();
     subject.store.close().unwrap();
-    // At one byte a second this would take hours.
+    // At one byte per second this would take hours.
     let options = small().with(|options| {
         options.scrubs.interval = Some(Duration::ZERO);
         options.scrubs.bytes_per_second = Some(1);
@@ -453,7 +456,7 @@ fn slow_scrub_is_cancelled_at_close() {
     open_scrubbing(&disk, options).close().unwrap();
 }
 
-/// At one byte a second the scrub in the background would take hours.
+/// With its limit of one byte per second, the background scrub would take hours.
 #[test]
 fn manual_scrub_lifts_background_rate_limit() {
     watched("a scrub by hand", || {

@@ -1,5 +1,5 @@
-//! Pages from sources: their bytes are read once for the image and never for memory, a source that fails
-//! leaves nothing, and no page is longer in memory than its pieces.
+//! Pages from sources: their bytes are read once, for the image, and not again for memory; a source that
+//! fails leaves nothing behind; and a page is never in memory as a whole in addition to its place.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -23,11 +23,11 @@ const LEN: u64 = 20 << 10;
 /// Longer than two pieces.
 const LONG: u64 = (9 << 20) + 5;
 
-/// Bytes as a source, which notes what is read of it.
+/// Bytes as a source that records its reads.
 #[derive(Debug)]
 struct Noted {
     bytes: Vec<u8>,
-    /// The ranges that were asked for, in their order.
+    /// The requested ranges, in order.
     reads: Mutex<Vec<(u64, u64)>>,
 }
 
@@ -51,7 +51,7 @@ impl ByteSource for Noted {
     }
 }
 
-/// Bytes that are others each time they are read.
+/// A source that returns different bytes at each read.
 #[derive(Debug, Default)]
 struct Changing {
     turn: AtomicU64,
@@ -70,7 +70,7 @@ impl ByteSource for Changing {
     }
 }
 
-/// A source that fails in this way from an offset on.
+/// A source that fails with this error from an offset on.
 #[derive(Debug)]
 struct FailsFrom(u64, fn() -> io::Error);
 
@@ -102,7 +102,7 @@ fn raw() -> Options {
     small().images(ImageOptions::new().compression(Compression::Off))
 }
 
-/// Opens a store on a device whose new memory is not zeros, and whose lists are done as late as may be.
+/// Opens a store on a device whose new memory is not zeroed, and which executes lists as late as possible.
 fn open_late(disk: &SimDisk, options: Options) -> Store {
     let device = LateDevice::seeded(Arc::new(HostDevice::new()), 1);
     Store::open_on(Arc::new(disk.clone()), Arc::new(device), options).unwrap()
@@ -113,12 +113,12 @@ fn image_files(disk: &SimDisk) -> Vec<FileName> {
 }
 
 fn allocated(store: &Store) -> u64 {
-    // Applied before it is counted: what a batch gave up is given back then.
+    // Reads wait until batches are applied, so memory freed by batches is not counted any more.
     store.pages().unwrap().for_each(|info| _ = store.read(info.page, 0, &mut []).unwrap());
     store.stats().places.iter().map(|(_, usage)| usage.used()).sum()
 }
 
-/// The store holds this, and so do an open and a rebuild of what lies on disk.
+/// Asserts that the store, an open and a rebuild of its files all have these pages.
 fn check_lasts(disk: &SimDisk, store: Store, options: Options) {
     let state = State::of(&store);
     assert!(store.audit().unwrap().changed.is_empty());
@@ -143,7 +143,7 @@ fn page_from_source_is_logged_by_reference() {
     for (source, len) in sources.iter().zip(lens) {
         batch.create_from_source(len, source.clone(), Place::Host).key(format!("{len}"));
     }
-    // Also of the same batch: bytes at hand, and a page that goes to another place.
+    // Also in the same batch: bytes from the caller, and a page that moves.
     batch.create_from(noise(9, LEN), Place::Host);
     let moved = batch.create_from_source(LEN, sources[1].clone(), Place::Host).page();
     batch.move_to(moved, Place::Pinned).set_metadata(moved, "is", "moved");
@@ -155,7 +155,7 @@ fn page_from_source_is_logged_by_reference() {
     assert!(store.read_to_vec(pages[4]).unwrap() == noise(9, LEN));
     assert!(store.read_to_vec(pages[5]).unwrap() == sources[1].bytes[..LEN as usize]);
     assert_eq!(store.page(pages[5]).unwrap().place, Place::Pinned);
-    // Uncompressed, every byte is read once, in pieces: the page is filled from the image.
+    // For uncompressed images, every byte is read once, in pieces: the page is filled from the image.
     let long: Vec<_> = sources[1].reads().into_iter().filter(|(_, len)| *len != LEN).collect();
     assert_eq!(long, [(0, 4 << 20), (4 << 20, 4 << 20), (8 << 20, (1 << 20) + 5)]);
     assert_eq!(sources[0].reads(), [(0, LEN)]);
@@ -171,7 +171,7 @@ fn replace_from_source_changes_only_bytes_and_length() {
         batch.create_from(noise(1, len), Place::Pinned).key(key);
     }
     let empty = batch.create(0, Place::Host).page();
-    // A page of the same batch.
+    // A page that the same batch creates.
     batch.replace_from_source(empty, LEN, Noted::new(noise(50, LEN)));
     let pages = store.commit(batch).unwrap().pages;
     assert!(store.read_to_vec(pages[4]).unwrap() == noise(50, LEN));
@@ -180,7 +180,7 @@ fn replace_from_source_changes_only_bytes_and_length() {
 
     let lease = store.lease(pages[3]).unwrap();
     let mut batch = store.batch();
-    // The bytes before are copied before they go.
+    // The earlier bytes are copied before they are replaced.
     batch.copy(pages[0], 0..100, pages[4], 3);
     for ((seed, len), page) in (20..).zip(lens).zip(&pages) {
         batch.replace_from_source(*page, len, Noted::new(noise(seed, len)));
@@ -220,7 +220,7 @@ fn short_sources_are_logged_and_empty_ones_not_read() {
     assert!(State::of(&open(&disk).unwrap()) == state);
 }
 
-/// The commit fails in this way, with nothing changed and nothing left, and the store goes on.
+/// Asserts that the commit fails in this way and changes nothing, and that the store continues to work.
 fn refuses(
     why: &str,
     options: &Options,
@@ -263,8 +263,8 @@ fn failed_source_is_named_and_leaves_nothing() {
             *offset == at && error.to_string().contains(says) && error.remedy() == remedy
         }
     };
-    // In the second piece of a long page, also when it is compressed; in a page of one piece; in one that
-    // goes to the log.
+    // In the second piece of a long page, also if it is compressed; in a page of one piece; in a page that is
+    // logged.
     let second = failed_at(4 << 20, "the tape broke", Remedy::Permit);
     refuses("in the middle", &raw(), |b, _, _| create(b, LONG, FailsFrom(5 << 20, broken)), second);
     let is_told =
@@ -380,7 +380,7 @@ fn disk_full_midway_leaves_nothing() {
     }
 }
 
-/// Only the image counts: memory is filled from it.
+/// Memory is filled from the image, so both have the same bytes even if the source changes between reads.
 #[test]
 fn source_changing_between_reads_yields_consistent_page() {
     for compresses in [false, true] {
@@ -395,10 +395,10 @@ fn source_changing_between_reads_yields_consistent_page() {
     }
 }
 
-/// A commit holds no lock while it reads a source, and a panic there leaves none.
+/// A commit holds no lock while it reads a source, so a panic there leaves none locked.
 #[test]
 fn source_may_use_store_and_its_panic_fails_only_the_batch() {
-    /// Reads a page of the store, and commits to it.
+    /// A source that reads a page of the store, and commits to it.
     #[derive(Debug)]
     struct OfTheStore(Arc<Store>, PageId);
 
@@ -429,7 +429,7 @@ fn source_may_use_store_and_its_panic_fails_only_the_batch() {
     assert!(store.read_to_vec(page).unwrap() == noise(4, LEN));
 }
 
-/// A stale draft is made anew, and the source is not read again for it.
+/// A commit that must be prepared again does not read the source again.
 #[test]
 fn sources_are_read_once_across_batch_retries() {
     let disk = SimDisk::new();
@@ -438,7 +438,7 @@ fn sources_are_read_once_across_batch_retries() {
     batch.create_from(noise(1, LEN), Place::Host);
     let page = store.commit(batch).unwrap().pages[0];
     std::thread::scope(|scope| {
-        // Where the page lives decides what memory a replacement needs.
+        // The page's place determines what memory a replacement needs.
         let mover = scope.spawn(|| {
             for turn in 0..60 {
                 let place = if turn % 2 == 0 { Place::Pinned } else { Place::Host };
@@ -478,8 +478,8 @@ fn unwritable_source_image_poisons_unreadable_source_does_not() {
         assert!(State::of(&open(&disk).unwrap()) == state, "{operation:?}");
     }
     let fill = |batch: &mut WriteBatch, _: PageId, disk: &SimDisk| {
-        // Neither from the cache nor from the medium.
-        for operation in [Operation::Read, Operation::ReadPastCache] {
+        // Reads fail both from the page cache and from the medium.
+        for operation in [Operation::Read, Operation::ReadBypassingCache] {
             disk.fail(DiskFault { operation, skip: 0, times: usize::MAX, errno: EIO });
         }
         create(batch, LONG, Changing::default());
@@ -487,7 +487,8 @@ fn unwritable_source_image_poisons_unreadable_source_does_not() {
     refuses("read back", &raw(), fill, |error| matches!(error, Error::Damaged(_) | Error::Io { .. }));
 }
 
-/// A draft that waits for the lock may be logged by another thread, which knows nothing of its image file.
+/// A batch that waits for the submission lock may be logged by another thread, which must keep the batch's
+/// image file.
 #[test]
 fn source_images_are_kept_under_any_lock_holder() {
     let disk = SimDisk::new();

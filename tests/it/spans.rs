@@ -1,4 +1,4 @@
-//! Spans for `tracing`: what takes time has one, by the name that its call has.
+//! Spans for `tracing`: long operations have one, named like the call.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -20,7 +20,7 @@ use crate::machine;
 
 const DEVICE: Place = Place::Device(0);
 
-/// The spans that were opened: of each name the fields of the last one.
+/// The spans that were opened, by name, with the fields of the last one.
 #[derive(Clone, Default)]
 struct Spans {
     opened: Arc<Mutex<BTreeMap<&'static str, BTreeMap<&'static str, String>>>>,
@@ -55,13 +55,13 @@ impl Subscriber for Spans {
 }
 
 impl Spans {
-    /// The names of the spans that were opened since the last call.
+    /// Returns the names of the spans that were opened since the last call.
     fn taken(&self) -> BTreeMap<&'static str, BTreeMap<&'static str, String>> {
         std::mem::take(&mut *self.opened.lock().unwrap())
     }
 }
 
-/// Spans of other threads are seen only by a subscriber of the whole process.
+/// Spans of other threads are visible only to a subscriber of the whole process.
 #[test]
 fn long_operations_have_spans() {
     machine::alone(|| {
@@ -108,7 +108,7 @@ fn long_operations_have_spans() {
         store.commit(batch).unwrap();
         has(&["capture", "commit"]);
 
-        // More than there is room for: the thread of the tiers makes some.
+        // More pages than fit, so that the thread of the tiers evicts some.
         for _ in 0..6 {
             let mut batch = store.batch();
             batch.create_from([1; 4096], DEVICE);

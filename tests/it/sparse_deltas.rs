@@ -1,5 +1,5 @@
-//! The cost of sparse deltas: versions of weights are kept as deltas, so the log must grow by little more
-//! than the changed elements.
+//! The cost of sparse deltas: versions of weights are kept as deltas, so a batch must extend the log by
+//! little more than the changed elements.
 
 use std::collections::BTreeMap;
 
@@ -15,8 +15,8 @@ use remanent_format::state::survey::Survey;
 
 use crate::kill::workload::Random;
 
-/// The length of a batch's frame, and how far the batch moved the log's end: the start of a new group
-/// included.
+/// The length of a batch's frame, and by how much the batch extended the log, including the start of a new
+/// group.
 struct Growth {
     frame_len: u64,
     log_len: u64,

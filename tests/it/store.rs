@@ -1,4 +1,4 @@
-//! The uses of a store, and what a caller finds again after closing or losing it.
+//! Basic operations of a store, and what a caller finds after closing it or after a crash.
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
@@ -186,7 +186,7 @@ fn a_snapshot_lets_the_log_be_recycled() {
         store.snapshot().unwrap();
         let survey = Survey::read(&DirReader::new(directory.path())).unwrap();
         let lowest = *survey.log.segments().keys().next().unwrap();
-        // The beginning of the log stands in for the second snapshot until there is one.
+        // The log from the beginning replaces the second snapshot until it is taken.
         let needed = match &store.snapshots()[..] {
             [_] => 1,
             [older, _] => survey.links[&older.id].as_ref().unwrap().0.redo.segment,
@@ -302,7 +302,7 @@ fn new_page_reference_is_invalid_in_other_batch() {
     assert_eq!(&bytes, b"kept");
 }
 
-/// A seal must not wait for a pause that never comes: a snapshot ends only when its seal is durable.
+/// A seal must not wait for a pause in the commits, because a snapshot ends only when its seal is durable.
 #[test]
 fn snapshots_finish_during_commits() {
     let directory = tempfile::tempdir().unwrap();
@@ -335,8 +335,8 @@ fn snapshots_finish_during_commits() {
     assert_eq!(store.snapshots().len(), 2);
 }
 
-/// A tool that copies a directory may leave out zeros. A segment with holes is mapped like any other, and on
-/// a full disk the process dies when it writes there.
+/// A tool that copies a directory may leave out zeros. If a segment with holes were mapped, a write to it on
+/// a full disk would kill the process.
 #[test]
 fn sparse_segments_are_not_reused() {
     let directory = tempfile::tempdir().unwrap();

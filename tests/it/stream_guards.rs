@@ -1,7 +1,7 @@
-//! Guards of memory that callers' streams use: what comes after the work, and what does not wait for it.
+//! Guards of memory that callers' streams use: which operations wait for the streams' work, and which do not.
 //!
-//! The device runs everything as late as it may. A thread that waited for a stream that is held, where it
-//! should not, panics or waits for good.
+//! The device executes everything as late as allowed. A thread that waits for a held stream where it must not
+//! panics or hangs.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -47,13 +47,13 @@ impl Bench {
         Ok(self.store.commit(batch)?.pages)
     }
 
-    /// Puts a kernel on the stream that fills the bytes.
+    /// Queues a kernel on the stream that fills the bytes.
     fn fill(&self, stream: RawStream, bytes: &DeviceBytes, byte: u8) {
         let target = self.device.span_at(bytes.address().unwrap(), bytes.byte_len());
         self.device.queue(stream, move |inner| fill(inner, target, byte));
     }
 
-    /// Puts a kernel on the stream that looks at the bytes.
+    /// Queues a kernel on the stream that reads the bytes.
     fn queue_read(&self, stream: RawStream, bytes: &DeviceBytes) -> Arc<Mutex<Vec<u8>>> {
         let source = self.device.span_at(bytes.address().unwrap(), bytes.byte_len());
         let seen = Arc::new(Mutex::new(Vec::new()));
@@ -62,9 +62,9 @@ impl Bench {
         seen
     }
 
-    /// Bytes that are given up and not free yet.
+    /// Returns the bytes that were released and are not freed yet.
     fn retired(&self) -> u64 {
-        // A commit frees what is done by then, and waits for nothing.
+        // A commit frees memory whose use has ended, and waits for nothing.
         self.commit(|batch| _ = batch.set_root("step", 1u64)).unwrap();
         self.store.stats().places.iter().map(|(_, usage)| usage.retired_bytes).sum()
     }
@@ -102,7 +102,7 @@ fn memory_is_released_after_stream_work_without_blocking_drop() {
         let memory = bench.store.device_bytes(LEN, PLACE).unwrap();
         let used = memory.part(8..16).unwrap();
         let guard = used.begin(stream, access).unwrap();
-        // It would find no memory if that were released before.
+        // An allocation would fail if that memory were not kept.
         bench.fill(stream, &used, 3);
         guard.end().unwrap();
         drop((memory, used));
@@ -110,7 +110,7 @@ fn memory_is_released_after_stream_work_without_blocking_drop() {
         bench.device.hold(stream, false);
         bench.store.trim().unwrap();
         assert_eq!(bench.retired(), 0);
-        // The fill ran before the memory went.
+        // The fill was executed before the memory was freed.
         bench.device.synchronize(stream).unwrap();
     }
 }
@@ -131,7 +131,7 @@ fn batch_includes_guard_writes_and_only_it_waits() {
             has_committed.store(true, Ordering::Release);
         });
         bench.device.wait_for_waiter(stream);
-        // Others go on meanwhile.
+        // Other batches continue meanwhile.
         bench.commit(|batch| _ = batch.fill(page, 0, LEN, &[1])).unwrap();
         assert_eq!((bench.read(page), has_committed.load(Ordering::Acquire)), (page_of(1), false));
         bench.device.hold(stream, false);
@@ -180,7 +180,7 @@ fn streams_are_ordered_if_one_writes() {
             }
         };
         guard.end().unwrap();
-        // The host does not wait for the stream that stands still.
+        // The host does not wait for the blocked stream.
         let guard = bench.memory.begin(other, second).unwrap();
         let later = match second {
             Access::Read => Some(bench.queue_read(other, &bench.memory)),
@@ -190,7 +190,7 @@ fn streams_are_ordered_if_one_writes() {
             }
         };
         guard.end().unwrap();
-        // Beside it, no stream is waited for.
+        // For other memory, the store waits for no stream.
         let beside = bench.store.device_bytes(LEN, PLACE).unwrap();
         let third = bench.device.stream();
         drop(beside.begin(third, Access::Write).unwrap());
@@ -230,7 +230,8 @@ fn page_guard_reads_after_earlier_batches_and_forbids_writes() {
         matches!(refused, Err(Error::Refused(Refused::MemoryInUse { page: of, .. })) if of == page),
         "{refused:?}"
     );
-    // The page goes; a kernel that a guard let in still finds the memory, for the handle keeps it.
+    // The page is deleted; a kernel that started under a guard can still use the memory, because the handle
+    // keeps it.
     bench.commit(|batch| _ = batch.delete(page)).unwrap();
     bench.store.trim().unwrap();
     drop(bench.memory.begin(stream, Access::Write).unwrap());
@@ -252,7 +253,8 @@ fn store_does_not_use_bytes_while_guard_is_open() {
     refused(bench.memory.read(150, &mut [0]));
     refused(bench.memory.write(150, &[0]));
     refused(live_in(&bench.memory));
-    // With its stream the memory is taken as it is there now; beside the guard nothing is refused.
+    // With its stream the memory is read in its current state on that stream; while the guard exists, nothing
+    // is refused.
     take(&bench.memory.on(stream)).unwrap();
     bench.memory.write(99, &[6]).unwrap();
     guard.end().unwrap();
@@ -324,7 +326,7 @@ fn device_error_in_guard_poisons_store() {
         let store = Store::open_on(Arc::new(SimDisk::new()), device.clone(), options()).unwrap();
         let memory = store.device_bytes(LEN, PLACE).unwrap();
         let streams = [late.stream(), late.stream()];
-        // Something on the stream, so that its point has not passed.
+        // Queues work on the stream, so that its point has not passed.
         late.queue(streams[0], |_| {});
         device.arm(DeviceFault { call: Some(call), nth: 1, context_lost: false });
         let error = work(&memory, streams[0], streams[1]).unwrap_err();
@@ -333,7 +335,7 @@ fn device_error_in_guard_poisons_store() {
     }
 }
 
-/// A tensor that says when it is dropped.
+/// A tensor that records when it is dropped.
 struct Tensor(Arc<AtomicBool>);
 
 impl Drop for Tensor {
@@ -362,7 +364,7 @@ fn gpu_tensor_is_freed_after_its_stream_work() {
         let guard = memory.begin(stream.raw(), Access::Write).unwrap();
         stream.copy(tensor.address, source.address, LEN);
         guard.end().unwrap();
-        // Another stream waits for it on the device.
+        // Another stream waits for the guard's end on the device.
         let guard = memory.begin(other.raw(), Access::Read).unwrap();
         other.copy(source.address, tensor.address, LEN);
         guard.end().unwrap();

@@ -1,8 +1,7 @@
-//! Callers' streams on a GPU: the promises of a lease, a ticket and a capture to kernels that are not the
-//! store's.
+//! Callers' streams on a GPU: guarantees of leases, tickets and captures for the caller's kernels.
 //!
-//! The caller's kernels are copies by the driver. A kernel that does not end is a stream that waits for a
-//! word in host memory.
+//! The caller's kernels are copies by the driver. A kernel that does not end is simulated by a stream that
+//! waits for a word in host memory.
 
 use std::thread;
 
@@ -22,7 +21,7 @@ fn options() -> Options {
     Options::new().device(DeviceChoice::Cuda(0)).log(LogOptions::new().segment_len(4 << 20))
 }
 
-/// A store whose one page is full of ones.
+/// Creates a store with one page that is filled with ones.
 fn store(place: Place) -> (Store, PageId) {
     let store = options().open_temporary().unwrap();
     let mut batch = store.batch();
@@ -38,7 +37,7 @@ fn fill(store: &Store, page: PageId, byte: u8) {
     store.commit(batch).unwrap();
 }
 
-/// The one value that all bytes have.
+/// Returns the value that all bytes have.
 fn value(bytes: &[u8]) -> u8 {
     assert!(bytes.iter().all(|byte| *byte == bytes[0]), "bytes of several versions");
     bytes[0]
@@ -50,7 +49,7 @@ fn read(store: &Store, page: PageId) -> u8 {
     value(&bytes)
 }
 
-/// Puts a copy of the leased page on the stream.
+/// Queues a copy of the leased page on the stream.
 fn queue_read(stream: &Stream, lease: &Lease<'_>, seen: &Memory) {
     stream.copy(seen.address, lease.address().unwrap(), LEN);
 }
@@ -73,7 +72,7 @@ fn stalled_stream_blocks_no_commit_and_sees_leased_bytes() {
             drop(lease);
             fill(&store, page, 10);
             fill(&store, page, 11);
-            // New memory is wanted: not that which the stream has yet to read.
+            // An allocation must not get the memory that the stream has yet to read.
             let mut batch = store.batch();
             let other = batch.create(LEN, place).page();
             batch.fill(other, 0, LEN, &[77]);
@@ -108,7 +107,7 @@ fn a_stream_sees_the_batches_that_it_waits_for() {
         Some(address),
         "a page that no lease holds stays where it is"
     );
-    // A lease does the same for the batches before it, on several streams, the default one among them.
+    // A lease orders several streams after the batches before it, including the default stream.
     let (second, seen_too) = (caller.default_stream(), caller.memory(LEN));
     for byte in 2..100 {
         let mut batch = store.batch();
@@ -144,7 +143,7 @@ fn graph_capture_survives_store_calls() {
         let error = refused.unwrap_err();
         assert!(matches!(error, Error::Refused(Refused::Stream { .. })), "{error}");
     }
-    // All that the store does, on this thread and on another: memory, copies, fences, streams.
+    // All operations of the store, on this thread and on another: memory, copies, fences, streams.
     let work = |store: &Store| {
         let mut batch = store.batch();
         let other = batch.create(LEN, PLACE).page();
@@ -187,7 +186,7 @@ fn fill_elsewhere(store: &Store, page: PageId) {
 
 #[test]
 fn store_opens_on_gpu_and_host_alternately() {
-    // In a process of its own: a store that closes gives memory back, which waits for every stream of the
+    // In a process of its own, because closing a store frees memory, which waits for every stream of the
     // process.
     let Some(_caller) = Caller::new() else { return };
     let directory = tempfile::tempdir().unwrap();
@@ -241,8 +240,7 @@ fn audit_detects_kernel_write_to_page() {
     }
 }
 
-/// Not for compute-sanitizer's memcheck: while it watches, no kernel of any stream ends before one that
-/// stands.
+/// Not run with compute-sanitizer's memcheck, under which no kernel of any stream ends while one is blocked.
 #[test]
 fn stalled_stream_blocks_only_its_own_capture() {
     gpu::alone(|| {
@@ -265,7 +263,7 @@ fn stalled_stream_blocks_only_its_own_capture() {
         };
         let hold = slow.hold();
         slow.copy(slow_copy.bytes().address().unwrap(), zeros.address, LEN);
-        // The quick stream has to copy the page of ones, by way of the caller's memory.
+        // The fast stream copies the page of ones through the caller's memory.
         quick.copy(
             quick_copy.bytes().address().unwrap(),
             store.lease(first).unwrap().address().unwrap(),
@@ -273,7 +271,7 @@ fn stalled_stream_blocks_only_its_own_capture() {
         );
         thread::scope(|scope| {
             let slow_capture = scope.spawn(|| capture(&slow_copy));
-            // Fifty commits, so that some come while the other stream certainly waits.
+            // Fifty commits, so that some happen while the other stream is certainly waiting.
             for _ in 0..50 {
                 capture(&quick_copy).unwrap();
             }

@@ -1,9 +1,9 @@
-//! Options that differ in a few values from those of a helper.
+//! Options that differ in a few values from those of a helper function.
 
 use remanent::Options;
 
 pub trait With {
-    /// Changes single values, and keeps the others of their groups.
+    /// Changes single values, and keeps all others.
     fn with<R>(self, change: impl FnOnce(&mut Options) -> R) -> Self;
 }
 

@@ -1,10 +1,11 @@
-//! Compiles the kernels and the machine that runs them.
+//! Compiles the kernels, and the simulator that runs them.
 
 use std::path::Path;
 use std::process::Command;
 use std::{env, fs};
 
-/// Misaligned accesses and shifts out of range end the process, as they would be wrong on a GPU too.
+/// Misaligned accesses and shifts out of range abort the process, because they would be wrong on a GPU as
+/// well.
 const FLAGS: &[&str] = &[
     "-std=c++17",
     "-O1",

@@ -1,8 +1,9 @@
-// Runs kernels: one block after the other, the threads of a block as fibers.
+// Runs kernels on the CPU: one block after the other, with the threads of a block as fibers.
 //
-// A fiber runs until it waits at a barrier or ends. The choice among the fibers that can run comes from a
-// seed, so that a result which depends on scheduling shows. A barrier that not all threads reach, and lanes
-// of a warp that wait at different kinds of barrier, end the process: on a GPU that hangs or is undefined.
+// A fiber runs until it waits at a barrier or ends. A seed selects among the fibers that can run, so that
+// results which depend on scheduling are found. A barrier that not all threads reach, or lanes of a warp that
+// wait at different kinds of barrier, abort the process, because a GPU would hang or behave in an undefined
+// way.
 
 #include <signal.h>
 #include <ucontext.h>
@@ -44,13 +45,13 @@ Launch launched;
 u32 running;
 u32 passed_on[THREADS_MAX];
 
-// Whether this thread is inside a kernel, and whether the kernel touched memory that is not there.
+// Whether this thread is executing a kernel, and whether the kernel accessed unmapped memory.
 thread_local volatile bool in_kernel;
 volatile bool faulted;
 struct sigaction handler_before;
 
-// A kernel's fault ends the launch: back to the scheduler, whose context also holds the signals that are let
-// through. Any other fault is not the machine's to handle.
+// A fault in a kernel ends the launch: execution returns to the scheduler's context, which includes the
+// signal mask. Other faults are not handled here.
 void on_fault(int signal, siginfo_t *info, void *context) {
     if (in_kernel) {
         faulted = true;
@@ -91,7 +92,7 @@ void wait_at(State barrier) {
     std::abort();
 }
 
-// Lets the threads from `begin` to `end` go on if all of them wait at the same kind of barrier.
+// Releases the threads from `begin` to `end` if all of them wait at the same kind of barrier.
 bool release(u32 begin, u32 end, State barrier) {
     for (u32 thread = begin; thread < end; thread++) {
         if (fibers[thread].state != barrier) {
@@ -174,7 +175,7 @@ unsigned exchange(unsigned value, unsigned lane) {
     passed_on[self] = value;
     __syncwarp();
     const unsigned result = lane < WARP ? passed_on[self / WARP * WARP + lane] : value;
-    // No lane passes on the next value before every lane has read this one.
+    // No lane stores its next value before every lane has read this one.
     __syncwarp();
     return result;
 }
@@ -218,9 +219,9 @@ const struct {
 
 } // namespace
 
-// Launches a kernel by its name and waits for it: 0; -1 if there is none of this name; -2 if it touched
-// memory that is not there. Arguments are pointers to the values, as the driver takes them. One launch at a
-// time.
+// Launches a kernel by its name and waits for its end. Returns 0 on success, -1 if there is no such kernel,
+// and -2 if it accessed unmapped memory. The arguments are pointers to the values, as for the driver. Only
+// one launch may run at a time.
 extern "C" int launch_on_cpu(const char *name, u32 blocks, u32 threads, void **arguments, u64 seed) {
     for (const auto &kernel : KERNELS) {
         if (std::strcmp(kernel.name, name) != 0) {

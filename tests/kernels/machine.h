@@ -1,7 +1,7 @@
-// The parts of CUDA C++ that C++ does not have: enough of them to compile `kernels/*.cu` unchanged.
+// CUDA extensions of C++, as far as `kernels/*.cu` need them to compile unchanged.
 //
-// Threads of a block are fibers of one thread (`machine.cpp`), so atomics are plain and `__shared__` is static:
-// one block runs at a time.
+// The threads of a block are fibers of one thread (`machine.cpp`), and one block runs at a time, so atomics are plain
+// operations and `__shared__` variables are static.
 
 #pragma once
 
@@ -20,11 +20,11 @@ struct Index {
 
 extern Index threadIdx, blockIdx;
 
-// Every thread of the block, or of the warp, arrives before one goes on.
+// Barrier of the threads of the block, or of the warp.
 void __syncthreads();
 void __syncwarp();
 
-// The `value` that lane `lane` of the own warp passes, once every lane has. A lane outside the warp is the own.
+// Returns the `value` that lane `lane` of the same warp passes, after every lane has passed one. A lane
 unsigned exchange(unsigned value, unsigned lane);
 
 inline unsigned __shfl_xor_sync(unsigned, unsigned value, unsigned distance) {

@@ -1,5 +1,5 @@
-//! The allocator of this binary: the system's, which counts the bytes that it hands out, and refuses one
-//! allocation that a test chooses.
+//! The global allocator of this binary: the system's, with a count of the allocated bytes, which can also
+//! fail one selected allocation.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::ptr;
@@ -11,15 +11,15 @@ struct Counting;
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Bytes handed out now, and the most that ever were since a measurement began.
+/// Allocated bytes, and their maximum since a measurement began.
 static NOW: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
-/// Held by the test that runs: counts are the whole process's.
+/// Held by the running test, because the counts are global to the process.
 static ALONE: Mutex<()> = Mutex::new(());
 
-/// Allocations of more bytes are refused.
+/// Only allocations of more bytes than this can be made to fail.
 static REFUSED_ABOVE: AtomicUsize = AtomicUsize::new(0);
-/// How many long allocations until one is refused; not positive if none is.
+/// The number of long allocations up to the one that fails; not positive if none does.
 static UNTIL_REFUSED: AtomicIsize = AtomicIsize::new(0);
 
 #[expect(clippy::print_stderr, reason = "the place of a refusal, for the reader of a failed case")]
@@ -72,7 +72,7 @@ unsafe impl GlobalAlloc for Counting {
         if is_refused(new_size) {
             return ptr::null_mut();
         }
-        // Where memory moves, both the old and the new are there for a while.
+        // When an allocation moves, the old and the new memory exist at the same time.
         grown(new_size);
         shrunk(layout.size());
         // SAFETY: the caller's promises are passed on.
@@ -80,12 +80,12 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// Lets no other test of this binary run meanwhile.
+/// Blocks other tests of this binary until the guard is dropped.
 pub fn alone() -> MutexGuard<'static, ()> {
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Runs `work`, and returns how many bytes more than before were in use at once.
+/// Runs `work`. Also returns the maximum of additionally allocated bytes during it.
 pub fn peak<T>(work: impl FnOnce() -> T) -> (T, usize) {
     let before = NOW.load(Ordering::Relaxed);
     PEAK.store(before, Ordering::Relaxed);
@@ -93,8 +93,8 @@ pub fn peak<T>(work: impl FnOnce() -> T) -> (T, usize) {
     (done, PEAK.load(Ordering::Relaxed).saturating_sub(before))
 }
 
-/// Runs `work` with the `number`th allocation of more than `len` bytes from now on refused. Returns whether
-/// it came to that.
+/// Runs `work`, during which the `number`th allocation of more than `len` bytes fails. Returns whether that
+/// allocation was reached.
 pub fn refuse<T>(number: isize, len: usize, work: impl FnOnce() -> T) -> (T, bool) {
     REFUSED_ABOVE.store(len, Ordering::Relaxed);
     UNTIL_REFUSED.store(number, Ordering::Relaxed);

@@ -1,6 +1,7 @@
-//! The long form: pages of gigabytes, each operation in a process of its own that may map the pages' own
-//! bytes and 2 GiB beside them. `REMANENT_LONG_PAGES=8192x1,1024x8` names lengths in MiB and counts;
-//! `REMANENT_TOOL` names the built command, whose inspections are measured, too. Prints a row each.
+//! The long form: pages of gigabytes, with each operation in a process of its own that may map the pages' own
+//! bytes and 2 GiB more. `REMANENT_LONG_PAGES=8192x1,1024x8` lists lengths in MiB and numbers of pages;
+//! `REMANENT_TOOL` is the path of the built command, whose inspections are then measured too. Prints a row
+//! for each.
 #![allow(clippy::print_stdout, reason = "the long form prints a table")]
 
 use std::path::Path;
@@ -18,10 +19,10 @@ use rustix::process::{Resource, Rlimit, setrlimit};
 
 const CASE: &str = "REMANENT_LONG_CASE";
 const MIB: u64 = 1 << 20;
-/// What a process may map beside the pages, its code and its threads' stacks included.
+/// The memory that a process may map in addition to the pages, including its code and its threads' stacks.
 const BESIDE_MAX: u64 = 2 << 30;
 
-/// Pages of a store: their length, and how many.
+/// Pages of a store: their length and number.
 #[derive(Clone, Copy)]
 struct Pages {
     len: u64,
@@ -39,7 +40,7 @@ impl Pages {
     }
 }
 
-/// Half of each mebibyte compresses.
+/// Returns the content of one mebibyte, half of which is compressible.
 fn content(page: PageId, mebibyte: u64, salt: u8) -> Vec<u8> {
     let mut state = page.0 << 40 ^ mebibyte << 8 ^ u64::from(salt) ^ 0x9e37_79b9_7f4a_7c15;
     let mut bytes = vec![mebibyte as u8 ^ salt; MIB as usize];
@@ -52,7 +53,7 @@ fn content(page: PageId, mebibyte: u64, salt: u8) -> Vec<u8> {
     bytes
 }
 
-/// Which mebibytes each `change` writes.
+/// Whether each `change` writes this mebibyte.
 fn is_changed(mebibyte: u64) -> bool {
     mebibyte % 97 == 5
 }
@@ -71,7 +72,7 @@ fn change(store: &Store, pages: Pages, salt: u8) {
     }
 }
 
-/// Every 61st mebibyte of each page, and all that was changed.
+/// Checks every 61st mebibyte of each page, and all changed ones.
 fn check(pages: Pages, salt: u8, read: &mut dyn FnMut(PageId, u64, &mut [u8])) {
     let mut found = vec![0; MIB as usize];
     for page in pages.ids() {
@@ -96,7 +97,7 @@ fn check_view(view: &View, pages: Pages, salt: u8) {
     check(pages, salt, &mut |page, offset, out| view.read(page, offset, out).unwrap());
 }
 
-/// An operation, whether it has the pages in memory, and what it does in a store's directory.
+/// An operation: its name, whether the pages are in memory, and what it does in a store's directory.
 type Operation = (&'static str, bool, fn(&Path, Pages));
 
 const OPERATIONS: [Operation; 11] = [
@@ -186,14 +187,14 @@ const OPERATIONS: [Operation; 11] = [
     }),
 ];
 
-/// The most memory that this process had, in MiB.
+/// Returns the maximum memory of this process so far, in MiB.
 fn highest_mib() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
     line.trim().trim_end_matches("kB").trim().parse::<u64>().unwrap() >> 10
 }
 
-/// One operation, in a process of its own.
+/// Runs one operation in a child process.
 #[test]
 fn case() {
     let Ok(case) = std::env::var(CASE) else { return };
@@ -233,7 +234,7 @@ fn gigabyte_pages_need_at_most_2_gib_extra() {
     }
 }
 
-/// The commands that read pages, where the built program is named.
+/// Runs the commands that read pages, if `REMANENT_TOOL` is set.
 fn tools(lens: &str, path: &Path) {
     let Ok(tool) = std::env::var("REMANENT_TOOL") else { return };
     let (path, target) = (path.to_str().unwrap(), path.with_extension("page"));

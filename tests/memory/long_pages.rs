@@ -1,5 +1,5 @@
-//! A page of any length is read and written piece by piece: the memory that an operation takes in addition to
-//! the page's own does not grow with it.
+//! A page of any length is read and written in pieces: the additional memory of an operation does not depend
+//! on the page's length.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -15,13 +15,13 @@ use remanent_format::state::survey::read_store;
 
 use crate::allocator::{alone, peak};
 
-/// A length that is a multiple of nothing.
+/// A length that is not a multiple of any block size.
 const LEN: u64 = (320 << 20) + 4099;
-/// The most bytes that an operation may take in addition to the page.
+/// The maximum of bytes that an operation may allocate in addition to the page.
 const EXTRA_MAX: usize = 128 << 20;
 const PIECE: u64 = 16 << 20;
 
-/// The bytes of a page: words that rise slowly, which compress well, or noise, which does not.
+/// The content of a page: slowly rising words, which are compressible, or noise, which is not.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Content {
     Rising,
@@ -44,7 +44,7 @@ impl Content {
     }
 }
 
-/// Options with which snapshots are taken when the test says so.
+/// Options with which snapshots are taken only by the tests.
 fn options() -> Options {
     Options::new().snapshots(SnapshotSchedule::never())
 }
@@ -88,7 +88,7 @@ fn life(content: Content) {
     assert_bounded("a snapshot", content, taken, 0);
     check(&store, page, content);
 
-    // A restore must bring all changed bytes back.
+    // A restore must bring back all changed bytes.
     for at in [0, LEN / 2, LEN - 1] {
         let mut batch = store.batch();
         batch.write(page, at, &[content.byte(at) ^ 1]);
@@ -117,8 +117,8 @@ fn life(content: Content) {
     assert_bounded("an open on demand", content, taken, LEN);
 }
 
-/// What the batches behind a snapshot make of the page: writes of all kinds, some across the borders of
-/// windows and pieces, and two that take its end away and give it back. Each is a batch of its own.
+/// Changes the page with batches after a snapshot: writes of all kinds, some across the ends of windows and
+/// pieces, and two that shorten the page and lengthen it again. Each is a batch of its own.
 fn change(store: &Store, page: PageId, expected: &mut [u8], salt: u8) {
     const MIB: u64 = 1 << 20;
     let commit = |make: &dyn Fn(&mut WriteBatch)| {
@@ -154,7 +154,7 @@ fn change(store: &Store, page: PageId, expected: &mut [u8], salt: u8) {
     expected[LEN as usize - 100..].fill(salt ^ 9);
 }
 
-/// What looks at states, brings them back and copies them, at a state that no image has.
+/// Views, restores and copies states for which there is no image.
 fn history(content: Content) {
     let _alone = alone();
     let place = tempfile::tempdir().unwrap();
@@ -268,7 +268,7 @@ impl ByteSource for Content {
     }
 }
 
-/// A page that a batch takes from a source, twice: in addition to its memory a few pieces are held.
+/// A batch creates a page from a source, twice: only a few pieces are in memory in addition to the page.
 fn stream(content: Content) {
     let _alone = alone();
     let directory = tempfile::tempdir().unwrap();
@@ -289,8 +289,8 @@ fn stream(content: Content) {
     store.close().unwrap();
 }
 
-/// New pages whose bytes the caller has: in addition to their memory a few pieces are held, however many
-/// bytes the batch has.
+/// New pages with bytes from the caller: however many bytes the batch has, only a few pieces are in memory in
+/// addition to the pages.
 #[test]
 fn a_batch_of_whole_pages_is_staged_by_pieces() {
     const SHORT: u64 = 1 << 20;

@@ -1,4 +1,4 @@
-//! The memory of the host that a store takes: a binary of its own, because its allocator counts.
+//! The host memory that a store allocates. A separate binary, because its allocator counts.
 
 #[macro_use]
 #[path = "../it/forward.rs"]

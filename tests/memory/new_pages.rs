@@ -1,4 +1,4 @@
-//! A new page costs nothing before something is written to it.
+//! A new page needs no memory bandwidth before it is written.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,7 +10,7 @@ use remanent::{Options, Place, Store};
 
 use crate::allocator::alone;
 
-/// The host device, which counts the bytes that it is asked to fill.
+/// A host device that counts the bytes that it is asked to fill.
 #[derive(Default)]
 struct Filling {
     inner: HostDevice,
@@ -34,8 +34,8 @@ impl Device for Filling {
     }
 }
 
-/// Every list runs on the thread that submits it: a fill of gigabytes would hold up all batches and reads
-/// after it.
+/// Every list is executed by the thread that submits it, so filling gigabytes would delay all later batches
+/// and reads.
 #[test]
 fn long_page_is_zeroed_lazily() {
     const LEN: u64 = 256 << 20;
@@ -65,7 +65,7 @@ fn long_page_is_zeroed_lazily() {
         }
     };
     check(&store);
-    // A short page may lie where another page was.
+    // The memory of a short page may have been another page's, so it is filled.
     assert_eq!(device.filled.load(Ordering::Relaxed), 101);
     store.close().unwrap();
 

@@ -9,6 +9,7 @@
 //! | `torture/` | kills, damage and power cuts on the user's own disk and GPU |
 //! | `replay/` | replay of a cache trace into a store that is killed and checked; the demo |
 //! | `history/` | comparing, naming, restoring and forking kept states |
+//! | `archive/` | archives of stores in an object store; only with the feature `archive` |
 //! | `weights/` | safetensors files and their versions |
 //! | `inspect/` | the content of a store, read without the engine, so that damaged stores can be inspected |
 //! | `read/` | the view of a store directory that these commands share |
@@ -23,6 +24,8 @@ mod torture;
 #[allow(missing_docs, missing_debug_implementations, reason = "only `shared` makes it public")]
 mod replay;
 mod history;
+#[cfg(feature = "archive")]
+mod archive;
 mod weights;
 mod inspect;
 mod read;
@@ -71,7 +74,7 @@ Exit codes:
 const GUIDE: &str = "\
 Remanent keeps pages of GPU and host memory in stores that survive crashes. First steps:
 
-  remanent demo                            kill a store at random moments and recover all of it
+  remanent demo                            kill a store at random times and recover all of it
   remanent import STORE model.safetensors  create a store, or add a version to an existing one
   remanent info STORE                      show what a store contains and whether it is damaged
   remanent verify STORE                    check every byte that a store needs
@@ -107,6 +110,8 @@ enum Command {
     Restore(restore::Restore),
     Fork(fork::Fork),
     Prune(prune::Prune),
+    #[cfg(feature = "archive")]
+    Archive(archive::Archive),
     Pages(pages::Pages),
     Log(log::Log),
     Follow(follow::Follow),
@@ -155,6 +160,8 @@ impl Command {
             Command::Restore(command) => command.run(out),
             Command::Fork(command) => command.run(out),
             Command::Prune(command) => command.run(out),
+            #[cfg(feature = "archive")]
+            Command::Archive(command) => command.run(out),
             Command::Pages(command) => command.run(out),
             Command::Log(command) => command.run(out),
             Command::Follow(command) => command.run(out),

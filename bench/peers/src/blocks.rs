@@ -1,16 +1,17 @@
-//! Blocks of a cache trace, each got if it was put and put if it was not, in order, by one thread.
+//! Replays a cache trace on stores of blocks, on one thread. Each block of a request is read if it exists,
+//! and otherwise written.
 //!
 //! ```text
 //! cargo run --release --features rocksdb --manifest-path bench/peers/Cargo.toml --target-dir target/peers \
 //!     -- blocks DIR TRACE.jsonl.zst [REQUESTS PERCENT KIB [ROUNDS]]
 //! ```
 //!
-//! The blocks are those of `remanent-bench tiers`: each id of a request once, in the requests' order, and a
-//! block of `KIB` for each. A cache holds `PERCENT` of the different blocks. A put survives the death of the
-//! process and waits for no sync, in all stores: `Ack::Applied`, RocksDB's log without `sync`, LMDB with
-//! `MDB_NOSYNC`. LMDB maps its file, and so the page cache is its cache, which this program does not limit.
-//! Files of all stores may be in the page cache. Each get compares the whole block; the time of that is not
-//! counted.
+//! The blocks are those of `remanent-bench tiers`: each distinct id of a request, in the order of the
+//! requests, with `KIB` KiB per block. A cache holds `PERCENT` percent of the distinct blocks. In all stores,
+//! a written block survives the death of the process and no sync is awaited: `Ack::Applied`, RocksDB's log
+//! without `sync`, LMDB with `MDB_NOSYNC`. LMDB maps its file, so its cache is the page cache, which this
+//! program does not limit. Files of all stores may be in the page cache. Each read compares the whole block,
+//! which is not included in the time.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -20,7 +21,7 @@ use std::time::{Duration, Instant};
 use crate::commits::median;
 use crate::peers::{BLOCK_STORES, Blocks};
 
-/// The settings of a comparison.
+/// The options of a comparison.
 pub struct Asked {
     pub requests: usize,
     pub percent: u64,
@@ -28,10 +29,12 @@ pub struct Asked {
     pub rounds: usize,
 }
 
-/// One part in this number of its budget is kept free by Remanent; all others get as much.
+/// Remanent keeps one part in this number of its budget free. The budgets of all other stores are reduced by
+/// the same amount.
 const FREE_PART: u64 = 16;
 
-/// The first requests of a trace: each id of each of them once. One that ends with `.zst` is read by `zstd`.
+/// Returns the distinct ids of the first `requests` requests of a trace. A file that ends with `.zst` is
+/// decompressed by the program `zstd`.
 fn read(trace: &Path, requests: usize) -> Vec<Vec<u64>> {
     let text = if trace.extension().is_some_and(|ending| ending == "zst") {
         let mut zstd = Command::new("zstd");
@@ -52,7 +55,7 @@ fn read(trace: &Path, requests: usize) -> Vec<Vec<u64>> {
     text.lines().take(requests).map(line).collect()
 }
 
-/// The bytes of a block, which no compression makes fewer.
+/// Returns the incompressible bytes of a block.
 fn bytes(block: u64, len: usize) -> Vec<u8> {
     let mut state = block.wrapping_mul(0xd134_2543_de82_ef95) | 1;
     let mut word = || {
@@ -65,7 +68,7 @@ fn bytes(block: u64, len: usize) -> Vec<u8> {
     (0..len.div_ceil(8)).flat_map(|_| word()).take(len).collect()
 }
 
-/// One run of a store.
+/// The results of a replay on one store.
 struct Played {
     gets: Vec<Duration>,
     puts: Vec<Duration>,
@@ -91,7 +94,7 @@ fn play(name: &str, store: &mut dyn Blocks, requests: &[Vec<u64>], len: usize) -
     Played { gets, puts, hits: store.hits() }
 }
 
-/// Lets each store take its turn, and prints a table.
+/// Measures all stores in turn and prints a table.
 pub fn compare(directory: &Path, trace: &Path, asked: &Asked) -> ExitCode {
     let requests = read(trace, asked.requests);
     let different: HashSet<u64> = requests.iter().flatten().copied().collect();

@@ -1,20 +1,20 @@
-//! Durable commits by eight threads, each store in turn, compared with a raw loop that writes and syncs
-//! groups and does nothing else; and the number of syncs that the system saw.
+//! Compares the durable commits of several stores, by eight threads, with a raw loop that only writes and
+//! syncs groups. Also counts the syncs of each store.
 //!
 //! ```text
 //! cargo run --release --manifest-path bench/peers/Cargo.toml --target-dir target/peers -- \
 //!     commits|running DIR [ROUNDS SECONDS [KIB]]
 //! ```
 //!
-//! `commits` opens a new store for each turn, and counts from its first commit. `running` opens each once,
-//! has it commit [`WARM_UP`] bytes, as records of 64 KiB, so that it has come to use its files again if it
-//! ever does, and keeps it open from turn to turn. Before each turn a quarter of its time goes by uncounted,
-//! because the store before it still has work left from its commits. `KIB` is for `running` alone.
+//! `commits` opens a new store for each measurement and counts from the first commit. `running` opens each
+//! store once and first commits [`WARM_UP`] bytes in records of 64 KiB, so that the store reuses its files if
+//! it ever does. The store stays open between measurements. Before each measurement, a quarter of the time is
+//! not counted, because the previous store still has background work. `KIB` applies only to `running`.
 //!
-//! Every store has its strictest durability. A commit is one record under a key of its thread's own. Syncs
-//! are counted by `strace`, in a run of their own, because it slows down what it watches. A store that makes
-//! fewer of them than there are commits lets commits share them. With eight threads no sync serves more than
-//! eight. A store that makes fewer syncs than that is not durable, and ends the program with a failure.
+//! Every store uses its strictest durability. A commit writes one record under a key that only its thread
+//! uses. `strace` counts the syncs in a separate run, because it slows down the process. If a store makes
+//! fewer syncs than commits, commits share syncs. With eight threads, at most eight commits can share a sync.
+//! A store with fewer syncs is not durable, and the program fails.
 
 use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
@@ -29,18 +29,18 @@ use crate::raw::{RawLog, WriteMethod};
 use crate::syncs;
 
 const THREADS: usize = 8;
-/// Commits of each thread while syncs are counted.
+/// Number of commits per thread while syncs are counted.
 const COUNTED: u64 = 25;
 const LENS: [usize; 2] = [4 << 10, 64 << 10];
-/// The raw loops, with the way in which each writes.
+/// The names of the raw loops, and the write method of each.
 const RAW: [(&str, WriteMethod); 2] =
     [("raw, pwrite + fdatasync", WriteMethod::Synced), ("raw, O_DIRECT + O_DSYNC", WriteMethod::Direct)];
 
-/// Bytes of records that a running store was given. Remanent's first segments come back after 600 MiB of
-/// them.
+/// Total length in bytes of the records that a store commits before it is measured. Remanent reuses its first
+/// segments after 600 MiB.
 const WARM_UP: u64 = 1 << 30;
 
-/// A log that keeps what Remanent keeps of it.
+/// The name of okaywal with as much kept log as Remanent keeps.
 const KEEPS_LOG: &str = "okaywal, 256 MiB of log kept";
 
 impl Commit for RawLog {
@@ -49,7 +49,7 @@ impl Commit for RawLog {
     }
 }
 
-/// The names of all that take their turns.
+/// Returns the names of all measured stores and loops.
 fn names() -> impl Iterator<Item = &'static str> {
     RAW.into_iter().map(|(name, _)| name).chain(PEERS.iter().map(|peer| peer.name)).chain([KEEPS_LOG])
 }
@@ -66,7 +66,7 @@ fn try_open(name: &str, directory: &Path, len: usize) -> Result<Box<dyn Commit>>
     }
 }
 
-/// Measures all, and prints a table for each length of record.
+/// Measures all stores and prints a table for each record length.
 pub fn compare(directory: &Path, rounds: usize, time: Duration) -> ExitCode {
     let mut are_all_durable = true;
     for len in LENS {
@@ -89,7 +89,7 @@ pub fn compare(directory: &Path, rounds: usize, time: Duration) -> ExitCode {
     if are_all_durable { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// Measures stores that have been running, with records of `len` bytes, or of all lengths.
+/// Measures stores after their warm-up, with records of `len` bytes, or of all lengths if `len` is `None`.
 pub fn compare_running(directory: &Path, rounds: usize, time: Duration, len: Option<usize>) -> ExitCode {
     let longest = LENS[LENS.len() - 1];
     let stores: Vec<Running> = names().map(|name| Running::open(name, directory, longest)).collect();
@@ -109,14 +109,15 @@ pub fn compare_running(directory: &Path, rounds: usize, time: Duration, len: Opt
     ExitCode::SUCCESS
 }
 
-/// The medians of one store's rounds.
+/// The median results of one store.
 struct Medians {
     rate: f64,
-    /// The share of the faster raw loop of the same round.
+    /// The rate as a share of the rate of the faster raw loop in the same round.
     share: f64,
 }
 
-/// Lets each of [`names`] take its turn, round by round.
+/// Measures each of [`names`] in turn, round by round. `turn` receives an index into the names and returns
+/// the rate.
 fn take_turns(rounds: usize, turn: impl Fn(usize) -> f64) -> Vec<Medians> {
     let rounds: Vec<Vec<f64>> = (0..rounds).map(|_| (0..names().count()).map(&turn).collect()).collect();
     let of_store = |store: usize| {
@@ -127,7 +128,7 @@ fn take_turns(rounds: usize, turn: impl Fn(usize) -> f64) -> Vec<Medians> {
     (0..names().count()).map(of_store).collect()
 }
 
-/// An open store, and its directory.
+/// An open store and its directory.
 struct Running {
     name: &'static str,
     store: Box<dyn Commit>,
@@ -145,7 +146,7 @@ impl Running {
         commit(self.name, &*self.store, thread, count, len);
     }
 
-    /// The commits a second, once the beginning is over.
+    /// Returns the number of commits per second, without the first part of duration `beginning`.
     fn rate(&self, len: usize, beginning: Duration, time: Duration) -> f64 {
         let (over, total) = (AtomicBool::new(false), AtomicU64::new(0));
         let started = Instant::now();
@@ -166,11 +167,11 @@ impl Running {
     }
 }
 
-/// A child's work: `count` commits by each thread.
+/// Makes `count` commits in each thread. Runs in a child process.
 pub fn commit_some(name: &str, directory: &Path, len: usize, count: u64) -> ExitCode {
     let store = open(name, directory, len);
     each_thread(|thread| (0..count).for_each(|count| commit(name, &*store, thread, count, len)));
-    // The work of a store that is closed is no part of its commits.
+    // Exit without closing the store, whose work must not be counted.
     std::process::exit(0)
 }
 
@@ -188,7 +189,8 @@ fn commit(name: &str, store: &dyn Commit, thread: usize, count: u64, len: usize)
     store.commit(thread, count, &record).unwrap_or_else(|error| panic!("{name} does not commit: {error}"));
 }
 
-/// Syncs that the commits took: those of a child that commits, less those of one that only opens the store.
+/// Returns the number of syncs of the commits: the syncs of a child that commits, minus those of a child that
+/// only opens the store.
 fn count_syncs(name: &str, directory: &Path, len: usize) -> Option<u64> {
     let of = |count: u64| {
         let directory = tempfile::tempdir_in(directory).expect("a directory for a store");
@@ -204,7 +206,7 @@ fn count_syncs(name: &str, directory: &Path, len: usize) -> Option<u64> {
     Some(of(COUNTED)?.saturating_sub(of(0)?))
 }
 
-/// The median: the upper one of two in the middle.
+/// Returns the median, which is the upper one of the two middle values for an even number of values.
 pub fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values[values.len() / 2]

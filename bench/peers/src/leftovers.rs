@@ -5,7 +5,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-/// A file. Zeros at its end are only counted: logs are made long before they are written.
+/// The content of a file. Trailing zeros are only counted, because log files are preallocated.
 struct Content {
     path: PathBuf,
     /// The bytes up to the last one that is not zero.
@@ -13,13 +13,12 @@ struct Content {
     len: u64,
 }
 
-/// The length of the lines in which bytes may be damaged if not all are zero. Other lines are padding, or
-/// were never written, and would only add to the harmless cases.
-/// written, and would only add to what is harmless.
+/// The length of a line in bytes. Only bytes in lines that are not all zero are damaged. All other lines are
+/// padding or were never written, and damaging them would be harmless.
 const LINE: usize = 64;
 
 impl Content {
-    /// The offsets of the bytes that may be damaged.
+    /// Returns the offsets of the bytes that may be damaged.
     fn places(&self) -> Vec<usize> {
         let is_used = |at: &usize| {
             let line = at / LINE * LINE;
@@ -29,13 +28,13 @@ impl Content {
     }
 }
 
-/// The files of a directory.
+/// The files in the directory of a killed process, and the file to damage.
 pub struct Leftovers {
     folders: Vec<PathBuf>,
     files: Vec<Content>,
-    /// The file with the most written bytes.
+    /// Index of the file with the most written bytes.
     target: usize,
-    /// Offsets of its bytes that may be damaged.
+    /// Offsets of the bytes in the target file that may be damaged.
     places: Vec<usize>,
 }
 
@@ -68,18 +67,18 @@ impl Leftovers {
         Ok(Self { folders, files, target, places })
     }
 
-    /// The path of the file to damage.
+    /// Returns the path of the file to damage.
     pub fn target(&self) -> &Path {
         &self.files[self.target].path
     }
 
-    /// The number of its bytes that may be damaged.
+    /// Returns the number of bytes in the target file that may be damaged.
     pub fn places(&self) -> u64 {
         self.places.len() as u64
     }
 
-    /// Writes everything to an empty directory, with one bit flipped of the target's bytes that may be
-    /// damaged, if there is one to flip.
+    /// Writes all files to an empty directory. If `flipped_bit` is a number, flips this bit of the damageable
+    /// bytes in the target file.
     ///
     /// # Errors
     /// Those of the system's calls.

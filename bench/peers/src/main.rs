@@ -1,31 +1,31 @@
-//! One flipped bit after an unclean exit: the answers of several stores.
+//! Measures how several stores react to one flipped bit after an unclean exit.
 //!
-//! For each store a child process writes 50 records, each of them acknowledged as durable before the next,
-//! and is killed. Then, as often as asked, one bit of the written bytes is flipped in a copy of its files,
-//! and a second child opens the copy and reads all records. They are processes of their own, because some
-//! answers are a crash.
+//! For each store, a child process writes 50 records and is killed. Each record is acknowledged as durable
+//! before the next one is written. In each trial, one bit of the written bytes is flipped in a copy of the
+//! files, and a second child process opens the copy and reads all records. Child processes are used because
+//! some stores crash.
 //!
 //! ```text
 //! cargo run --release --manifest-path bench/peers/Cargo.toml --target-dir target/peers -- [TRIALS] [SEED]
 //! ```
 //!
-//! The bit lies in the file with the most written bytes: in the log where there is one. Stretches of zeros,
-//! which are padding or were never written, are left alone. Its effect on a store is one of four:
+//! The bit is in the file with the most written bytes, which is the log if the store has one. Ranges of
+//! zeros, which are padding or were never written, are not damaged. The result is one of:
 //!
-//! - *harmless*: all records are there, and right;
-//! - *detected*: an error, a report that something was cut, or a crash;
-//! - *silently lost*: records are missing, and nothing says so;
-//! - *silently wrong*: a record is there that was never written.
+//! - *harmless*: all records exist and are correct;
+//! - *detected*: an error, a report of a truncation, or a crash;
+//! - *silently lost*: records are missing without an error;
+//! - *silently wrong*: the store returns a record that was never written.
 //!
-//! `commits` or `running` as the first argument compares their durable commits instead: see `commits.rs`.
-//! `blocks` plays a cache trace over stores of blocks: see `blocks.rs`. `rings` compares ways to write and
-//! read files: see `rings/mod.rs`.
+//! With `commits` or `running` as the first argument, the program compares durable commits instead
+//! (`commits.rs`). `blocks` replays a cache trace on stores of blocks (`blocks.rs`). `rings` compares methods
+//! of writing and reading files (`rings/mod.rs`).
 
 mod blocks;
 mod commits;
 mod leftovers;
 mod peers;
-// The raw loop is the one of `remanent-bench commit`, with its memory.
+// The raw loop is that of `remanent-bench commit`, with its memory buffers.
 #[path = "../../../tools/src/cli/aligned_buf.rs"]
 mod aligned_buf;
 #[path = "../../src/raw.rs"]
@@ -46,9 +46,9 @@ use std::time::Duration;
 use peers::{Found, PEERS, Peer};
 use trial::{Child, Counts};
 
-/// The exit code of a child that gives its records on its standard output.
+/// Exit code of a child that prints its records to standard output.
 const FOUND: u8 = 0;
-/// The exit code of a child that was told of damage.
+/// Exit code of a child whose store reported damage.
 const TOLD: u8 = 10;
 
 fn main() -> ExitCode {
@@ -114,20 +114,20 @@ fn number(text: &str) -> u64 {
     text.parse().expect("TRIALS, SEED, ROUNDS and SECONDS are whole numbers")
 }
 
-/// Writes all records, says so, and waits for its death with the store open.
+/// Writes all records, prints a line, and waits with the store open until the parent kills this process.
 fn write(peer: &Peer, directory: &Path) -> ExitCode {
     let written = (peer.write)(directory, &|| {
         println!("written");
-        // The parent kills this process; if it died itself, this ends.
+        // The parent kills this process. If the parent dies, the read returns.
         let _ended = io::stdin().read(&mut [0]);
     });
     written.unwrap_or_else(|error| panic!("{} cannot write: {error}", peer.name));
     ExitCode::FAILURE
 }
 
-/// Reads all records, and prints how they compare.
+/// Reads all records and prints the result of the comparison.
 fn read(peer: &Peer, directory: &Path) -> ExitCode {
-    // A child that never answers has noticed the damage; the parent need not wait for it.
+    // A hang counts as detected, so the wait is limited.
     let (answered, answer) = mpsc::channel::<()>();
     thread::spawn(move || {
         if answer.recv_timeout(trial::PATIENCE) == Err(RecvTimeoutError::Timeout) {
@@ -137,11 +137,11 @@ fn read(peer: &Peer, directory: &Path) -> ExitCode {
     let found = (peer.read)(directory);
     drop(answered);
     match found {
-        Ok(Found { records, told: None }) => {
+        Ok(Found { records, reported: None }) => {
             println!("{}", record::compare(&records));
             ExitCode::from(FOUND)
         }
-        Ok(Found { told: Some(what), .. }) => {
+        Ok(Found { reported: Some(what), .. }) => {
             println!("{what}");
             ExitCode::from(TOLD)
         }

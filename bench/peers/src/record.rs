@@ -1,4 +1,4 @@
-//! The records that every store is given, and the comparison with those that it gives back.
+//! The records that are written to every store, and their comparison with the records that are read.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -9,15 +9,15 @@ pub type Record = (Vec<u8>, Vec<u8>);
 
 /// The number of records.
 pub const COUNT: u64 = 50;
-/// The length of each, in bytes.
+/// The length of a record in bytes.
 const LEN: u64 = 200;
 
-/// The bytes of record `number`: no two records have eight bytes in common at the same place.
+/// Returns the bytes of record `number`. Any two records differ in each word of eight bytes.
 pub fn bytes(number: u64) -> Vec<u8> {
     (0..LEN / 8).flat_map(|word| mix(number << 32 | word).to_le_bytes()).collect()
 }
 
-/// Steele, Lea and Flood's SplitMix64 of a number.
+/// Returns the SplitMix64 hash of a number (Steele, Lea and Flood).
 pub fn mix(number: u64) -> u64 {
     let mut z = number.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -25,23 +25,23 @@ pub fn mix(number: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// The counts of records that were read, compared with those that were written.
+/// The numbers of correct and wrong records among those that were read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Comparison {
-    /// Records that are right.
+    /// Number of correct records.
     pub right: u64,
-    /// Records that were never written.
+    /// Number of records that were never written.
     pub wrong: u64,
 }
 
-/// Compares records, each under its key.
+/// Compares the records that were read with the written ones, by key.
 pub fn compare(found: &[Record]) -> Comparison {
     let is_right = |(key, value): &&Record| {
         let number = <[u8; 8]>::try_from(&key[..]).map(u64::from_be_bytes);
         number.is_ok_and(|number| number < COUNT && *value == bytes(number))
     };
     let (right, wrong): (Vec<_>, Vec<_>) = found.iter().partition(is_right);
-    // A record that comes twice does not stand for one that is missing.
+    // Count a repeated record once, so that it does not replace a missing record.
     let right: BTreeSet<_> = right.into_iter().collect();
     Comparison { right: right.len() as u64, wrong: wrong.len() as u64 }
 }

@@ -1,20 +1,20 @@
-//! The syncs that `strace` saw.
+//! Counts the syncs in a trace of `strace`.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The calls to look at: those that sync, those that write to files which sync with each write, and those by
-/// which such files are opened and closed.
+/// The system calls to trace: syncs, writes to files that sync each write, and calls that open and close such
+/// files.
 pub const CALLS: &str = "trace=openat,close,fsync,fdatasync,msync,sync,syncfs,write,pwrite64,writev,pwritev,pwritev2,io_uring_setup";
 
-/// The number of syncs in a trace of `strace -f`: calls to sync, and writes to files opened with `O_DSYNC` or
-/// `O_SYNC`.
+/// Returns the number of syncs in a trace of `strace -f`: sync calls, and writes to files opened with
+/// `O_DSYNC` or `O_SYNC`.
 ///
 /// # Panics
-/// On an `io_uring`, whose writes no trace shows.
+/// Panics if the process uses `io_uring`, because a trace does not show its writes.
 pub fn count(trace: &str) -> u64 {
     let mut count = 0;
     let mut synced_files = BTreeSet::new();
-    // Whether the file that a thread is opening will sync.
+    // Whether the file that each thread is opening syncs each write.
     let mut opening = BTreeMap::new();
     for line in trace.lines() {
         let Some((thread, call)) = line.split_once(' ') else { continue };
@@ -47,7 +47,7 @@ pub fn count(trace: &str) -> u64 {
     count
 }
 
-/// The file that a call is about: the number after the bracket.
+/// Returns the file descriptor that is the first argument of a call.
 fn descriptor(call: &str) -> Option<u32> {
     let behind = call.split_once('(')?.1;
     behind[..behind.find(|c: char| !c.is_ascii_digit())?].parse().ok()

@@ -1,4 +1,4 @@
-//! Trials: a bit is flipped in a copy, and a child reads the store.
+//! Runs the trials. In a trial, one bit is flipped in a copy of a store, and a child process reads the copy.
 
 use std::env;
 use std::io::{BufRead, BufReader};
@@ -14,10 +14,10 @@ use crate::leftovers::Leftovers;
 use crate::peers::Peer;
 use crate::record::{COUNT, Comparison, mix};
 
-/// The longest time for a store to open and be read.
+/// Maximum time for opening and reading a store.
 pub const PATIENCE: Duration = Duration::from_secs(20);
 
-/// The counts of the trials' outcomes.
+/// The number of trials with each outcome.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Counts {
     pub harmless: u64,
@@ -46,7 +46,7 @@ impl Child {
         command
     }
 
-    /// Lets a child write all records, and kills it.
+    /// Starts a child that writes all records, kills it, and returns the files that it left.
     pub fn write(peer: &Peer) -> Leftovers {
         let directory = tempfile::tempdir().expect("a temporary directory");
         let mut child = Self::command("write", peer, directory.path()).spawn().expect("a child");
@@ -62,7 +62,7 @@ impl Child {
     fn read(peer: &Peer, directory: &Path) -> Outcome {
         let mut command = Self::command("read", peer, directory);
         let output = command.stderr(Stdio::null()).output().expect("a child");
-        // A crash, a panic and an error all count as noticed.
+        // A crash, a panic and an error all count as detected.
         if output.status.code() != Some(FOUND.into()) {
             return Outcome::Detected;
         }
@@ -75,7 +75,7 @@ impl Child {
     }
 }
 
-/// Runs this number of trials, on all processors.
+/// Runs `trials` trials on all processors.
 pub fn run(peer: &Peer, left: &Leftovers, trials: u64, seed: u64) -> Counts {
     let whole = tempfile::tempdir().expect("a temporary directory");
     left.copy_to(whole.path(), None).expect("there is room for a copy");

@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-/// Every benchmark, with options so small that it takes no time.
+/// Every benchmark, with options for a very short run.
 const SMALL: &[(&str, &[&str])] = &[
     (
         "commit",
@@ -18,6 +18,7 @@ const SMALL: &[(&str, &[&str])] = &[
     ("create", &["--bytes", "2MiB", "--batch", "1MiB", "--page-len", "256KiB"]),
     ("growth", &["--pages", "200,300", "--commits", "20", "--keys"]),
     ("follow", &["--batches", "20", "--idle", "0.01"]),
+    ("archive", &["--seconds", "0.02", "--waits", "3"]),
     ("lookup", &["--threads", "2", "--pages", "500", "--seconds", "0.001"]),
     (
         "tiers",
@@ -53,7 +54,7 @@ struct Run {
 }
 
 impl Run {
-    /// Returns the run, and fails with both outputs if it ended with another code.
+    /// Returns `self` if the exit code is `code`. Panics with both outputs otherwise.
     #[track_caller]
     fn expect(self, code: i32) -> Self {
         assert_eq!(self.code, Some(code), "stdout:\n{}\nstderr:\n{}", self.out, self.err);
@@ -102,8 +103,9 @@ fn each_figure_appears_once_per_round_with_ceiling_no_leftovers() {
             for figure in figures {
                 let rounds = figure["rounds"].as_array().unwrap();
                 assert_eq!(rounds.len(), 2, "{figure}");
-                // These may be zero: memory may not grow, an allocator may hold only what is live, a follower
-                // may have a batch before its commit returns, and blocks may neither wait nor leave.
+                // These figures may be zero. Memory may not grow, an allocator may hold only live blocks, a
+                // follower may receive a batch before its commit returns, and blocks may neither be awaited
+                // nor evicted.
                 let may_be_none =
                     figure["unit"] == "bytes" || ["allocations", "follow", "tiers"].contains(what);
                 let least = if may_be_none { 0.0 } else { f64::MIN_POSITIVE };

@@ -162,7 +162,7 @@ pub(crate) fn decompress_frames(
         let input = frames.fill_buf().map_err(compression)?;
         let is_end = input.is_empty();
         if is_end && !is_within_frame {
-            return check_equal("length of what a compressed image gives", total, len);
+            return check_equal("decompressed length of an image", total, len);
         }
         let step = decoder.run_on_buffers(input, &mut piece).map_err(compression)?;
         frames.consume(step.bytes_read);
@@ -172,7 +172,7 @@ pub(crate) fn decompress_frames(
         read += step.bytes_read as u64;
         total += step.bytes_written as u64;
         if total > len {
-            return check_limit("length of what a compressed image gives", total, len);
+            return check_limit("decompressed length of an image", total, len);
         }
         is_within_frame = step.remaining > 0;
         if sink(&piece[..step.bytes_written], (!is_within_frame).then_some(read)).is_break() {

@@ -148,7 +148,7 @@ impl ImageRef {
 
 /// Returns the defect for an overlay that is decoded without its base.
 fn without_base() -> Defect {
-    Defect::Field { what: "codec of a payload that is to be a whole page", found: 2 }
+    Defect::Field { what: "codec of an image that must not be an overlay", found: 2 }
 }
 
 /// Checks the ranges of the lengths and the offset of an image.

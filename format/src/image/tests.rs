@@ -116,14 +116,14 @@ fn invalid_fields_with_valid_checksums_are_refused() {
         ("another table length", |header, _| header.table_len += 64),
         ("a chunk in the header block", |header, _| header.offset = 0),
         ("a chunk off its boundary", |header, _| header.offset += 512),
-        ("a chunk at the end of the world", |header, _| header.offset = !4095),
+        ("a chunk offset that overflows", |header, _| header.offset = !4095),
         ("another chunk length", |header, _| header.chunk_len += 4096),
-        ("an endless chunk", |header, _| header.chunk_len = u64::MAX),
+        ("a chunk length that overflows", |header, _| header.chunk_len = u64::MAX),
         ("an unknown codec", |_, row| row.codec = 3),
         ("an overlay", |_, row| row.codec = 2),
         ("reserved bytes", |_, row| row.reserved[6] = 1),
         ("an empty page", |_, row| (row.len, row.stored_len) = (0, 0)),
-        ("an endless page", |_, row| (row.len, row.stored_len) = (u64::MAX, u64::MAX)),
+        ("a page length that overflows", |_, row| (row.len, row.stored_len) = (u64::MAX, u64::MAX)),
         ("a raw image of another length", |_, row| row.stored_len = 2),
         ("a raw image with two checksums", |_, row| row.raw_crc ^= 1),
         ("a payload elsewhere", |_, row| row.offset += 16),
@@ -289,13 +289,13 @@ fn invalid_chunk_layouts_are_refused() {
         ("no images", Chunk::plan(1, 4096, &[])),
         ("an empty page", Chunk::plan(1, 4096, &[new_image(1, 0)])),
         ("a page too long", Chunk::plan(1, 4096, &[new_image(1, PAGE_LEN_MAX + 1)])),
-        ("a place off the boundary", Chunk::plan(1, 4097, &[new_image(1, 1)])),
+        ("an offset off the boundary", Chunk::plan(1, 4097, &[new_image(1, 1)])),
         ("too long together", Chunk::plan(1, 4096, &[new_image(1, PAGE_LEN_MAX); 2])),
     ] {
         assert!(matches!(found, Err(Defect::Field { .. } | Defect::Limit { .. })), "{why}: {found:?}");
     }
     assert!(Chunk::plan(1, 4096, &[new_image(1, PAGE_LEN_MAX)]).is_ok());
-    // An image that is written ahead of its batch need not name its page.
+    // An image that is written before its batch is logged need not name its page.
     let ahead = NewImage { page: PageId(0), epoch: Epoch(0), lsn: Lsn(0), len: 1, crc: 0, compressed: None };
     assert!(Chunk::plan(1, 4096, &[ahead]).is_ok());
 }

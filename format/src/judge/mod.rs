@@ -10,9 +10,9 @@
 //! |---|---|
 //! | Can recovery start from a candidate: its chain, the log after it, and all images that an open reads? | [`Start::blocked_by`] |
 //! | Can the snapshot's own state be computed, with the log up to its end? | [`Start::lost_by`] |
-//! | Can each state between it and the next start be computed? | [`Start::gaps`] |
-//! | Which of these does the store promise? | [`Start::role`] |
-//! | Does the newest seal name a snapshot, so that no crash can have removed it? | [`Record::names`] |
+//! | Can each state between the candidate and the next one be computed? | [`Start::gaps`] |
+//! | Which of these states does the newest seal guarantee? | [`Start::role`] |
+//! | Does the newest seal list a snapshot, so that its absence is damage and not the effect of a crash? | [`Record::names`] |
 //!
 //! An open reads the images of all pages except some in [`Place::Disk`]. If a verified snapshot names the image of such
 //! a page, the image was read when the snapshot was verified, and an open does not read it. Damage to such an image
@@ -94,7 +94,7 @@ impl Record<'_> {
 pub struct Start {
     /// The snapshot, or `None` for the beginning of the log.
     pub snapshot: Option<SnapshotId>,
-    /// How far the newest seal keeps states available from this candidate.
+    /// Which states the newest seal guarantees can be computed from this candidate.
     pub role: Role,
     /// The damage that prevents recovery from starting at this candidate. Empty for a candidate that recovery does not
     /// reach, because such candidates are not checked.

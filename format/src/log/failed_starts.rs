@@ -1,7 +1,7 @@
 //! Start points of walks that did not reach the end of the log.
 //!
-//! All walks to the end of the log read the same last frames. Without these points, the walk from every snapshot would
-//! read up to the same damage.
+//! All walks to the end of the log read the same last frames. If a walk fails, its start point is recorded, so that the
+//! walk from an older snapshot can stop there and need not read up to the same damage again.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use crate::defect::Damage;
 use crate::ids::LogPoint;
 
-/// Start points of failed walks. The value is the damage that the walk found. An earlier walk that reaches one of these
-/// points fails in the same way, because it has read at least the same durable marks.
+/// Start points of failed walks, each with the damage that the walk found. A walk that starts earlier in the log and
+/// reaches one of these points fails in the same way, because it has read at least the same durable marks.
 #[derive(Clone, Debug, Default)]
 pub(super) struct FailedStarts(Arc<Mutex<HashMap<LogPoint, Damage>>>);
 

@@ -21,9 +21,9 @@ pub struct Segment {
     /// The incarnation of the first frame at a multiple of 4096 whose header names its own location. `None` if there is
     /// no such frame.
     pub frames: Option<Incarnation>,
-    /// Whether the segment is readable, has a valid header, and contains no frame of its own. A blank segment contains
-    /// no testimony (I4), so a walk does not search it again. The next map finds frames that a running writer adds
-    /// later.
+    /// Whether the segment is readable, has a valid header, and contains no frame. A walk that searches for durable
+    /// marks (I4) skips such a segment. If a running writer adds frames later, the next call of [`LogMap::read`] finds
+    /// them.
     pub(super) is_blank: bool,
 }
 
@@ -40,8 +40,8 @@ impl Segment {
     }
 }
 
-/// The segments of a store, and the line of incarnations. The line leads from the oldest incarnation whose opening
-/// exists to the newest incarnation.
+/// The segments of a store, and the line of incarnations: the sequence from the oldest incarnation whose opening
+/// segment still exists to the newest incarnation.
 #[derive(Clone, Debug)]
 pub struct LogMap {
     pub(super) store: StoreId,
@@ -51,7 +51,8 @@ pub struct LogMap {
     line: Vec<(u64, Opening)>,
     /// Damage of the segment header at which the line of incarnations ends. `None` if no damaged header ends the line.
     pub(super) chain_break: Option<Damage>,
-    /// Start points of failed walks. Walks of this map that share outcomes use these points.
+    /// Start points of failed walks. Walks for which [`LogWalk::sharing_outcomes`](super::LogWalk::sharing_outcomes)
+    /// was called use these points.
     pub(super) failed_starts: FailedStarts,
 }
 
@@ -136,7 +137,7 @@ impl LogMap {
         (opening.predecessor == LogPoint::default()).then(|| opening.start(*segment))
     }
 
-    /// Returns true if any segment contains a frame of its own at a multiple of 4096.
+    /// Returns true if any segment contains a frame at a multiple of 4096 whose header names its own location.
     #[must_use]
     pub fn has_frames(&self) -> bool {
         self.segments.values().any(|segment| segment.frames.is_some())
@@ -170,7 +171,8 @@ fn read_segment(source: &dyn ReadAt, store: StoreId, number: u64) -> Result<Opti
     if let Err(defect @ Defect::Shortage { .. }) = header {
         return Err(defect.at(file, 0));
     }
-    // The first own frame usually starts a group. If it does not, the start of its group is damaged.
+    // The first frame that names its own location usually starts a group. If it does not, the start of its group is
+    // damaged.
     let mut own = own_frames(&mut reader, store, number, SEGMENT_HEADER_BLOCK);
     let first = own.next();
     let starts_group = |frame: &UncheckedFrame| frame.unproven().offset.is_multiple_of(GROUP_ALIGN);

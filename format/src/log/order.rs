@@ -39,7 +39,7 @@ pub fn header_in_order(
         return Err(Defect::Field { what: "start of a group", found: offset });
     }
     if !header.group_start && (segment, offset) != next_locations(before)[0] {
-        return Err(Defect::Field { what: "place of a frame inside a group", found: offset });
+        return Err(Defect::Field { what: "offset of a frame inside a group", found: offset });
     }
     Ok((header, end))
 }

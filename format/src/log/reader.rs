@@ -67,9 +67,8 @@ impl<'s, B> Reading<'s, B> {
     }
 }
 
-/// Maximum length in bytes of an allocation that aborts the process if it fails. A search skips headers that cannot be
-/// read, and must not skip a valid frame because memory is short. Allocations for headers therefore never return an
-/// error. If a longer allocation fails, the reader allocates only the requested length.
+/// Allocations up to this length, in bytes, abort the process if they fail; longer ones return an error. A search skips
+/// headers that cannot be read. If the allocation for a header returned an error, the search would skip a valid frame.
 const NEVER_REFUSED_LEN: usize = FIRST_READ_LEN as usize;
 
 /// The allocation function that uses the global allocator.
@@ -126,8 +125,8 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
         }
     }
 
-    /// Discards the buffered bytes and their checksums, and reads only on the calling thread from now on. A walk calls
-    /// this method at the end of the log, where usually no further frame follows.
+    /// Discards the buffered bytes and their checksums, and from now on reads only on the calling thread. A walk calls
+    /// this method when no next frame was found, which is usually the end of the log.
     pub fn forget(&mut self) {
         self.buffered = 0..0;
         self.reading.windows = None;
@@ -162,13 +161,13 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
         if offset < self.buffered.start || end > self.buffered.end {
             self.fill(offset, end, file_len)?;
         }
-        let buffer = self.buffer.as_ref().expect("it holds what was asked for, be it nothing");
+        let buffer = self.buffer.as_ref().expect("the buffer was filled above");
         Ok((buffer, (offset - self.buffered.start) as usize))
     }
 
     pub fn crc(&mut self, offset: u64, len: usize) -> Result<u32, Defect> {
         let (_, at) = self.shared(offset, len)?;
-        let buffer = self.buffer.as_ref().expect("it holds what was asked for");
+        let buffer = self.buffer.as_ref().expect("the buffer was filled above");
         let bytes = &(**buffer).as_ref()[at..at + len];
         Ok(self.sums.crc(offset..offset + len as u64, bytes))
     }
@@ -200,7 +199,8 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
             if self.read(start..window_end.min(file_len)).is_ok() {
                 return Ok(());
             }
-            // An allocation or a sector failed. Shorter reads on this thread get as far as possible.
+            // An allocation or a read of a sector failed. Shorter reads on this thread may still return the bytes
+            // before the bad sector.
             self.reading.windows = None;
         }
         if self.read_ahead > 0 {

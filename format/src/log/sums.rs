@@ -231,7 +231,7 @@ mod tests {
             for range in ranges {
                 let asked = &bytes[range.start as usize..range.end as usize];
                 assert_eq!(held.crc(range.clone(), asked), crc32fast::hash(asked), "{range:?} in {round}");
-                // A checksum is reused and not computed again, which other bytes would reveal.
+                // Pass other bytes, so that the result shows whether the stored checksum was used.
                 let other = vec![0xa5; asked.len()];
                 if payloads.contains(&range) && held.crc(range.clone(), &other) != crc32fast::hash(&other) {
                     let is_whole = range.start / chunk_len as u64 == (range.end - 1) / chunk_len as u64;

@@ -46,13 +46,13 @@ pub struct LogEnd {
     pub torn: Option<TornTail>,
     /// The snapshots that the last seal lists as verified. Empty if the walk read no seal.
     pub verified: Vec<VerifiedSnapshot>,
-    /// Damage that does not affect any batch, such as an invalid header of an empty segment.
+    /// Damage that affects no batch, such as an invalid header of an empty segment.
     pub harmless: Vec<Damage>,
 }
 
-/// Bytes after the last valid batch that a crash left incomplete, and that a walk therefore cuts off. No batch in the
-/// tail was acknowledged as durable. A walk reports the tail, because damage to batches that no mark covers yet looks
-/// the same.
+/// An incomplete part of the log after the last valid batch, which a walk cuts off. A crash usually leaves such a tail,
+/// and no batch in it was acknowledged as durable. A walk reports the tail, because damage to batches that no durable
+/// mark covers looks the same.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TornTail {
@@ -164,7 +164,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         };
         walk.check_segment(from.segment)?;
         walk.check_start()?;
-        // The Lsn that an opening segment accepted is a mark.
+        // The `accepted` Lsn of an opening segment is a durable mark.
         walk.note_opening(from.segment);
         Ok(walk)
     }
@@ -403,7 +403,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         if (SEGMENT_HEADER_BLOCK..=file_len).contains(&offset) && offset.is_multiple_of(FRAME_ALIGN) {
             return Ok(());
         }
-        let defect = Defect::Field { what: "offset from which the log is to be followed", found: offset };
+        let defect = Defect::Field { what: "offset at which the log walk starts", found: offset };
         Err(defect.at_lsn(FileName::Segment(segment), 0, lsn.next()))
     }
 
@@ -444,7 +444,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
                 Some(_) => {}
             }
         }
-        // 3. The marks of frames beyond the end are testimony.
+        // 3. Frames beyond the break also contain durable marks.
         let mut last_seen: Option<Lsn> = None;
         let mut note = |frame: &FrameHeader, mark: &mut Lsn| {
             if Some(frame.incarnation) == self.map.newest && frame.lsn > self.point.lsn {

@@ -25,15 +25,15 @@ pub fn check_link(change: &Manifest, previous: &Manifest, previous_crc: u32) -> 
     if previous.store != change.store || previous.kind == ManifestKind::Table {
         return Err(Defect::Foreign);
     }
-    check_equal("number of the link before", previous.snapshot.0, number.0)?;
-    check_equal("checksum of the link before", previous_crc.into(), named_crc.into())?;
+    check_equal("number of the previous link", previous.snapshot.0, number.0)?;
+    check_equal("checksum of the previous link", previous_crc.into(), named_crc.into())?;
     // No counter decreases, so the conditions that each link meets are also met by the merged manifest. A change with
     // the `redo` of the previous link repeats its tombstones, and must therefore reach the same `end` or a later one.
     let reached = if change.redo == previous.redo { change.end } else { change.redo.lsn };
-    check_limit("end of the link before", previous.end.0, reached.0)?;
-    check_limit("next page id of the link before", previous.next_page, change.next_page)?;
-    check_limit("highest epoch of the link before", previous.epoch_high.0, change.epoch_high.0)?;
-    check_limit("next image file of the link before", previous.next_file, change.next_file)
+    check_limit("end of the previous link", previous.end.0, reached.0)?;
+    check_limit("next page id of the previous link", previous.next_page, change.next_page)?;
+    check_limit("highest epoch of the previous link", previous.epoch_high.0, change.epoch_high.0)?;
+    check_limit("next image file of the previous link", previous.next_file, change.next_file)
 }
 
 /// Merges the links of a chain, from the newest to the base, into one manifest of the whole snapshot. The caller must

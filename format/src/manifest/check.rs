@@ -32,12 +32,12 @@ impl Manifest {
             check_limit("snapshot name length", name.len() as u64, SNAPSHOT_NAME_LEN_MAX as u64)?;
             if name.is_empty() || self.kind == ManifestKind::Table {
                 return Err(Defect::Field {
-                    what: "length of a name that must not be",
+                    what: "length of an empty or forbidden name",
                     found: name.len() as u64,
                 });
             }
         }
-        check_limit("first image file ahead", self.ahead_from, self.next_file)?;
+        check_limit("lowest image file of later batches", self.ahead_from, self.next_file)?;
         check_limit("end", self.end.0, NUMBER_MAX)?;
         check_limit("highest epoch", self.epoch_high.0, NUMBER_MAX)?;
         check_point(&self.redo)?;
@@ -67,7 +67,7 @@ impl Manifest {
     fn check_order(&self, range: Range<usize>) -> Result<(), Defect> {
         let with_before = &self.entries[range.start.saturating_sub(1)..range.end];
         match with_before.windows(2).find(|pair| pair[0].page >= pair[1].page) {
-            Some(pair) => descends("page that does not ascend", pair[1].page),
+            Some(pair) => descends("page out of order", pair[1].page),
             None => Ok(()),
         }
     }
@@ -76,11 +76,11 @@ impl Manifest {
     /// M5). The check of the second condition requires ordered entries, which [`Self::check_entries`] verifies.
     fn check_tombstones(&self) -> Result<(), Defect> {
         if let Some(pair) = self.tombstones.windows(2).find(|pair| pair[0].page >= pair[1].page) {
-            return descends("tombstone that does not ascend", pair[1].page);
+            return descends("tombstone out of order for page", pair[1].page);
         }
         let is_entry = |page| self.entries.binary_search_by_key(&page, |entry| entry.page).is_ok();
         match self.tombstones.iter().find(|tombstone| is_entry(tombstone.page)) {
-            Some(tombstone) => descends("tombstone of a page that is there", tombstone.page),
+            Some(tombstone) => descends("tombstone of an existing page", tombstone.page),
             None => Ok(()),
         }
     }

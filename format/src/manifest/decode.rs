@@ -245,7 +245,7 @@ fn decode_name(raw: &ManifestHeaderRaw) -> Result<Option<String>, Defect> {
     let (name, rest) = raw.name.split_at(raw.name_len.into());
     check_zeros("bytes after the snapshot's name", rest)?;
     let name = str::from_utf8(name).map_err(|error| Defect::Field {
-        what: "byte of a snapshot's name that is no UTF-8",
+        what: "non-UTF-8 byte in a snapshot name",
         found: name[error.valid_up_to()].into(),
     })?;
     Ok((!name.is_empty()).then(|| name.to_owned()))
@@ -267,8 +267,8 @@ fn decode_kind(raw: &ManifestHeaderRaw) -> Result<ManifestKind, Defect> {
         other => return Err(Defect::Field { what: "manifest kind", found: other.into() }),
     };
     if raw.kind != KIND_CHANGE {
-        check_zero("previous link of a manifest that follows none", raw.previous.0)?;
-        check_zero("previous checksum of a manifest that follows none", raw.previous_crc.into())?;
+        check_zero("previous link of a base or table", raw.previous.0)?;
+        check_zero("previous checksum of a base or table", raw.previous_crc.into())?;
     }
     Ok(kind)
 }

@@ -10,7 +10,7 @@
 //! half   the same copy again
 //! ```
 //!
-//! The images of a snapshot are captured at different moments. They include every batch up to `redo`, and replay starts
+//! The images of a snapshot are captured at different times. They include every batch up to `redo`, and replay starts
 //! after that point. Once replay has reached `end`, all pages represent the same Lsn. A manifest is published after
 //! everything that it names is synced (I7).
 
@@ -121,8 +121,8 @@ pub struct Manifest {
     /// The next number to assign to an image file.
     pub next_file: u64,
     /// A lower bound for the numbers of image files that batches after `redo` name. Zero if the bound is unknown, as in
-    /// tables and in manifests of older builds. A file with a lower number was not being written for a batch when the
-    /// snapshot began.
+    /// tables and in manifests of older builds. When the snapshot began, no file with a lower number was being written
+    /// for a batch.
     pub ahead_from: u64,
     /// The pages, in the order of their ids.
     pub entries: Vec<ManifestEntry>,

@@ -207,7 +207,7 @@ impl<B: PayloadBytes> PayloadWriter<B> {
     /// # Errors
     /// Returns [`Defect::Memory`] if the buffer cannot grow, or [`Defect::Limit`] if `len` exceeds a limit of the
     /// format.
-    pub fn push_blank_write(&mut self, page: PageId, offset: u64, len: u64) -> Result<(), Defect> {
+    pub fn push_placeholder_write(&mut self, page: PageId, offset: u64, len: u64) -> Result<(), Defect> {
         check_limit("operation length", len, crate::limits::FRAME_PAYLOAD_LEN_MAX)?;
         let (mut header, body_at) = self.begin(page)?;
         (header.kind, header.first, header.second) = (WRITE, offset, len);
@@ -222,7 +222,7 @@ impl<B: PayloadBytes> PayloadWriter<B> {
     /// # Errors
     /// Returns [`Defect::Memory`] if the buffer cannot grow, or [`Defect::Limit`] if the operation exceeds a limit of
     /// the format.
-    pub fn push_blank_scatter(
+    pub fn push_placeholder_scatter(
         &mut self,
         page: PageId,
         width: Width,

@@ -7,7 +7,8 @@
 //! - A structure of its own incarnation states that the batch was durable. No recovery cuts such a batch off (I5).
 //! - Its chain hash shows that it follows a known frame, and it is located before the end of its incarnation.
 //!
-//! A batch that a recovery cut off is therefore never known, and a lost seal does no harm.
+//! A batch that a recovery cut off is therefore never known. No condition depends on seals, so a lost seal hides no
+//! batch.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 

@@ -91,7 +91,7 @@ pub struct State {
     pub is_whole: bool,
 }
 
-/// What the damaged store reveals about batches after the salvaged state.
+/// Evidence of batches after the salvaged state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LogRemainder {
     /// The newest batch that any structure on disk proves to be durable. If this batch is above the state, the batches

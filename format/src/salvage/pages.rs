@@ -130,8 +130,7 @@ impl Salvage<'_> {
         // Each batch that changes the content, length or metadata of the page raises its epoch. If the epoch is
         // correct, no such batch is missing.
         if info.epoch != wanted.epoch {
-            let (what, found, expected) =
-                ("epoch that the batches found lead to", info.epoch.0, wanted.epoch.0);
+            let (what, found, expected) = ("epoch after the known batches", info.epoch.0, wanted.epoch.0);
             let hole = self.log.hole(self.log.reach(info.lsn).next());
             return Err(Damage { defect: Defect::Mismatch { what, found, expected }, ..hole });
         }

@@ -24,7 +24,10 @@ pub fn apply(op: &Op<'_>, content: &mut Vec<u8>) {
 pub(crate) fn assert_fits(op: &Op<'_>, page_len: u64) {
     if let Some((offset, len)) = op.range() {
         let fits = offset.checked_add(len).is_some_and(|end| end <= page_len);
-        assert!(fits, "bytes {offset}..+{len} of a page of {page_len} bytes: no plan lets that pass");
+        assert!(
+            fits,
+            "bytes {offset}..+{len} of a page of {page_len} bytes: the plan did not reject the operation"
+        );
     }
 }
 

@@ -21,7 +21,7 @@ use crate::state::survey::Survey;
 use crate::state::window::{PageWindow, load_window};
 use crate::value::Metadata;
 
-/// What changed the bytes of a range.
+/// The cause of a change of the bytes of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ChangeCause {
     /// A batch changed the value.
@@ -91,7 +91,7 @@ struct Follower<'h> {
 impl<'h> History<'h> {
     fn changes(&'h self) -> Result<Vec<ValueChange>, Damage> {
         let survey = self.survey;
-        // A link that exists only for the snapshots that follow it may have lost its own images.
+        // A manifest that is kept only as a link of later snapshots may name images that were deleted.
         let reach = Reach::at_the_end(survey, self.source).map(|(_, reach)| reach);
         let is_kept = |id: &&SnapshotId| reach.as_ref().is_none_or(|reach| reach.role(**id) != Role::Link);
         let whole = survey.links.keys().filter(is_kept).filter_map(|id| survey.snapshot(*id).ok());

@@ -173,11 +173,11 @@ impl<'s> StateWalk<'s> {
         self.resolve(end, |defect| defect.at_lsn(here, point.offset, point.lsn.next()))
     }
 
-    /// Returns the state of the snapshot without reading the log. All pages of the snapshot must have been captured at
-    /// one moment.
+    /// Returns the state of the snapshot without reading the log. All pages of the snapshot must have been captured as
+    /// of the same batch.
     ///
     /// # Errors
-    /// Returns [`Damage`] if the snapshot was not captured at one moment, or if two pages have the same key.
+    /// Returns [`Damage`] if the pages were captured as of different batches, or if two pages have the same key.
     pub fn finish_at_base(self) -> Result<Resolution, Damage> {
         let file = FileName::Manifest(self.base.map_or(0, |base| base.snapshot.0));
         self.resolve(None, |defect| defect.at(file, 0))

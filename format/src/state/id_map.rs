@@ -21,7 +21,7 @@ const WORDS: usize = 4;
 /// Number of bits in a word.
 const WORD: u64 = u64::BITS as u64;
 
-/// A set of ids in a row. Ids are taken modulo [`ROW`].
+/// A set of the ids of one row, which has [`ROW`] consecutive ids. Bit `id % ROW` stands for `id`.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Bits([u64; WORDS]);
 
@@ -350,7 +350,7 @@ impl<K: Number, T> Index<K> for IdMap<K, T> {
     /// # Panics
     /// Panics if the id has no item.
     fn index(&self, key: K) -> &T {
-        self.get(key).unwrap_or_else(|| panic!("nothing has the number {}", key.number()))
+        self.get(key).unwrap_or_else(|| panic!("no item has the id {}", key.number()))
     }
 }
 

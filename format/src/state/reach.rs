@@ -30,9 +30,9 @@ pub enum Role {
     /// Replay can start from the snapshot. The log after the snapshot is kept, and so are the files that its batches
     /// name. Every state from the snapshot's end on can be computed.
     Start,
-    /// Only the state of the snapshot itself can be computed. All its pages were captured at one moment, and the log
-    /// after the snapshot may be deleted.
-    OwnEnd,
+    /// Only the state of the snapshot itself can be computed. All its pages were captured as of the same batch, and the
+    /// log after the snapshot may be deleted.
+    EndOnly,
     /// No state can be computed. The manifest exists only as a link of later snapshots, or will be deleted. Its images
     /// may already be deleted.
     Link,
@@ -54,7 +54,7 @@ impl Reach {
         let has_floor = recorded.iter().any(|entry| entry.log_kept);
         let newest = recorded.iter().map(|entry| entry.snapshot).max();
         let entry = |id: SnapshotId| recorded.iter().find(|entry| entry.snapshot == id);
-        let own_end = |link: &Manifest| if link.redo.lsn == link.end { Role::OwnEnd } else { Role::Link };
+        let own_end = |link: &Manifest| if link.redo.lsn == link.end { Role::EndOnly } else { Role::Link };
         let role = |link: &Manifest| match entry(link.snapshot) {
             Some(entry) if entry.log_kept => Role::Start,
             Some(_) if has_floor => own_end(link),
@@ -112,14 +112,13 @@ impl Reach {
         base.map_or(self.beginning.is_some(), |base| self.role(base) == Role::Start)
     }
 
-    /// Returns true if the state after batch `until` can be computed from a candidate. The newest state is meant if
-    /// `until` is `None`.
+    /// Returns true if the state after batch `until` can be computed from a candidate. `None` means the newest state.
     #[must_use]
     pub fn leads_to(&self, base: Option<SnapshotId>, until: Option<Lsn>) -> bool {
         let Some(base) = base else { return self.beginning.is_some() };
         match self.roles.get(&base) {
             Some((Role::Start, _)) => true,
-            Some((Role::OwnEnd, end)) => until == Some(*end),
+            Some((Role::EndOnly, end)) => until == Some(*end),
             Some((Role::Link, _)) | None => false,
         }
     }
@@ -168,7 +167,7 @@ impl Reach {
     #[must_use]
     pub fn below(&self) -> Vec<Lsn> {
         let opens_at = self.opens_at();
-        let alone = self.roles.values().filter(|(role, _)| *role == Role::OwnEnd).map(|(_, end)| *end);
+        let alone = self.roles.values().filter(|(role, _)| *role == Role::EndOnly).map(|(_, end)| *end);
         let mut alone: Vec<Lsn> =
             alone.filter(|end| opens_at.is_none_or(|opens_at| *end < opens_at)).collect();
         alone.sort_unstable();

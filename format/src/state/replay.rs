@@ -114,7 +114,8 @@ impl Resolver {
         let news = ops.iter().filter(is_news);
         let changes =
             self.table.plan(lsn, news, PlanMode::Replay).map_err(|(_, refusal)| Defect::from(refusal))?;
-        // Most operations only change bytes and create no base, so `is_news` is not called again for them.
+        // Most operations only change bytes and create no base. Select the others here, so that `is_news` is called
+        // only for them.
         let makes_base = |at: &&OpAt<'_>| {
             matches!(at.op, Op::Create { .. } | Op::Resize { .. } | Op::Image { .. } | Op::Delete { .. })
         };

@@ -97,7 +97,7 @@ where
         },
     )?;
     if used != content.len() {
-        return Err(Defect::Metadata(format!("{} bytes are left over", content.len() - used)));
+        return Err(Defect::Metadata(format!("{} bytes follow the encoding", content.len() - used)));
     }
     Ok(value)
 }

@@ -46,7 +46,7 @@ impl ValueSeed {
     fn deeper<E: serde::de::Error>(&self) -> Result<usize, E> {
         self.depth_left
             .checked_sub(1)
-            .ok_or_else(|| E::custom(format_args!("a value nests more than {VALUE_DEPTH_MAX} deep")))
+            .ok_or_else(|| E::custom(format_args!("value is nested more than {VALUE_DEPTH_MAX} levels deep")))
     }
 }
 
@@ -120,7 +120,7 @@ impl<'de> Visitor<'de> for ListSeed {
     }
 }
 
-/// Decodes a map. Returns an error if its names do not ascend strictly.
+/// Decodes a map. Returns an error if its names are not in ascending order strictly.
 pub(super) struct MapSeed {
     pub depth_left: usize,
 }
@@ -144,7 +144,7 @@ impl<'de> Visitor<'de> for MapSeed {
         let mut entries = Metadata::new();
         while let Some(name) = access.next_key_seed(TextSeed { len_max: NAME_LEN_MAX })? {
             if entries.last_key_value().is_some_and(|(last, _)| *last >= name) {
-                return Err(A::Error::custom("names do not ascend"));
+                return Err(A::Error::custom("names are not in ascending order"));
             }
             let value = access.next_value_seed(ValueSeed { depth_left: self.depth_left })?;
             entries.insert(name, value);

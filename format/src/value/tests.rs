@@ -138,7 +138,7 @@ fn encoding_and_decoding_limit_nesting_and_names() {
     let step = [&7_u32.to_le_bytes()[..], &1_u64.to_le_bytes()].concat();
     let content = [name("v"), step.repeat(4000), NULL.to_vec()].concat();
     let found = decode_entry(&envelope(&content), LIMIT);
-    assert_eq!(found, Err(Defect::Metadata("a value nests more than 32 deep".into())));
+    assert_eq!(found, Err(Defect::Metadata("value is nested more than 32 levels deep".into())));
 
     let longest = "n".repeat(NAME_LEN_MAX);
     let bytes = encode_entry(&longest, &Value::Null, LIMIT).unwrap();

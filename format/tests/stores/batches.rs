@@ -92,7 +92,7 @@ fn moved_page_has_newest_place_at_any_capture_time() {
 fn move_of_unknown_page_is_refused() {
     let mut maker = Maker::new();
     maker.batch().batch_of(&[Op::Move { page: PageId(2), place: Place::Host }], true);
-    assert!(rebuilt(&maker).unwrap_err().contains("there is no page 2"));
+    assert!(rebuilt(&maker).unwrap_err().contains("page 2 does not exist"));
 }
 
 #[test]
@@ -112,7 +112,7 @@ fn id_of_deleted_page_is_not_reused_in_same_batch() {
         maker.batch_of(&ops, true);
 
         let damage = rebuilt(&maker).unwrap_err();
-        assert!(damage.contains(&format!("page {page} exists")), "{damage}");
+        assert!(damage.contains(&format!("page {page} already exists")), "{damage}");
     }
 }
 
@@ -129,8 +129,8 @@ fn image_is_only_operation_on_its_page() {
     let new = PageId(2);
     let create = Op::Create { page: new, len, place: Place::Host, key: None, metadata: Metadata::new() };
     let of_new = Op::Image { page: new, len, image };
-    let alone = Some("an image of page 1 comes with other changes of its bytes");
-    let too_long = Some("an image of 64 bytes for page 1 of 63 bytes");
+    let alone = Some("the batch contains an image of page 1 and other changes of its bytes");
+    let too_long = Some("image length is 64 bytes, but page 1 has 63 bytes");
     for (why, ops, refusal) in [
         ("alone", vec![&named], None),
         ("a page that the batch creates", vec![&create, &of_new], None),

@@ -200,15 +200,15 @@ fn epoch_and_page_id_do_not_overflow() {
     assert!(rebuilt(&past).unwrap_err().contains("page id"));
 }
 
-/// A frame beyond the end that may testify provides a durable mark, like every frame in order.
+/// A valid frame header beyond the end of the log provides a durable mark, like a frame in order.
 #[test]
-fn testimony_advances_the_proven_log_end() {
+fn mark_beyond_the_end_advances_the_proven_end() {
     let mut maker = Maker::new();
     maker.batch().batch().batch();
     maker.sync().batch();
     let end = |maker: &Maker| rebuilt(maker).unwrap().end.unwrap();
     assert_eq!(end(&maker).proven.lsn, Lsn(3));
-    // The last batch's payload never arrived; its header says that the three before are durable.
+    // The payload of the last batch is missing. Its header states that the three previous batches are durable.
     maker.frame_at(4)[90] ^= 1;
     let found = end(&maker);
     assert_eq!((found.accepted.lsn, found.proven), (Lsn(3), maker.end(3)));

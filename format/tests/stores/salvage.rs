@@ -42,12 +42,12 @@ fn salvage_invents_no_state() {
     segment(&mut cut, number)[at..][..frame.len()].copy_from_slice(&frame);
     assert_eq!(salvaged(&cut), 4);
 
-    // A frame that follows no other frame and is under no mark.
+    // A frame that follows no other frame and that no durable mark covers.
     let mut stray = four();
     stray.frame_at(4)[72] ^= 1;
     resum(stray.frame_at(4));
     assert_eq!(salvaged(&stray), 3);
-    // Its own mark does not prove it.
+    // The frame's own durable mark does not prove the frame.
     stray.frame_at(4)[56] = 9;
     resum(stray.frame_at(4));
     assert_eq!(salvaged(&stray), 3);

@@ -35,12 +35,12 @@ fn all_starts_recover_the_same_state() {
 }
 
 /// A store in which one file is removed after its folder was listed.
-struct Beside<'a> {
+struct RemovedFile<'a> {
     maker: &'a Maker,
     removed: FileName,
 }
 
-impl ReadAt for Beside<'_> {
+impl ReadAt for RemovedFile<'_> {
     fn list(&self, folder: Folder) -> io::Result<Vec<String>> {
         self.maker.files.list(folder)
     }
@@ -61,13 +61,13 @@ impl ReadAt for Beside<'_> {
 fn file_removed_after_listing_is_not_damage() {
     let mut maker = four();
     maker.snapshot(1, 2, 2, 2).snapshot(2, 3, 3, 4);
-    let removed = Beside { maker: &maker, removed: FileName::Manifest(1) };
+    let removed = RemovedFile { maker: &maker, removed: FileName::Manifest(1) };
     let survey = Survey::read(&removed).unwrap();
     assert_eq!(survey.links.keys().collect::<Vec<_>>(), [&SnapshotId(2)]);
     let rebuilt = rebuild(&removed, &RebuildOptions::default()).unwrap();
     assert_eq!((rebuilt.base, rebuilt.skipped), (Some(SnapshotId(2)), Vec::new()));
 
-    let recycled = Beside { maker: &maker, removed: FileName::Segment(1) };
+    let recycled = RemovedFile { maker: &maker, removed: FileName::Segment(1) };
     let survey = Survey::read(&recycled).unwrap();
     assert!(!survey.log.segments().contains_key(&1));
     assert_eq!(survey.log.chain_break(), None);
@@ -191,7 +191,7 @@ fn the_last_seal_names_the_verified_snapshots() {
 
 #[test]
 fn pages_deleted_while_a_snapshot_was_taken_stay_deleted() {
-    // Batch 5 creates page 2, batch 6 changes it, and batch 7 deletes it. It was never captured.
+    // Batch 5 creates page 2, batch 6 changes it, and batch 7 deletes it. No snapshot contains page 2.
     let page = PageId(2);
     let mut maker = four();
     let create = Op::Create { page, len: 8, place: Place::Host, key: None, metadata: Metadata::new() };
@@ -205,7 +205,7 @@ fn pages_deleted_while_a_snapshot_was_taken_stay_deleted() {
     // The state can still be computed from the log's beginning, but not from the snapshot.
     let found = rebuilt(&without).unwrap();
     assert_eq!(found.base, None);
-    assert!(found.skipped[0].to_string().contains("there is no page 2"), "{:?}", found.skipped);
+    assert!(found.skipped[0].to_string().contains("page 2 does not exist"), "{:?}", found.skipped);
 
     let tombstones = vec![Tombstone { page, lsn: Lsn(7) }];
     maker.publish(FileName::Manifest(1), &Manifest { tombstones, ..manifest });
@@ -256,9 +256,9 @@ fn thin_snapshot_begins_at_previous_link() {
 
     // If it omits the tombstone of page 2, or is not thin but goes back, the previous snapshot is used.
     for (why, wrong) in [
-        ("there is no page 2", thin(vec![gone])),
-        ("end of the link before is 7, over the limit of 6", Manifest { end: Lsn(6), ..thin(vec![]) }),
-        ("end of the link before is 7, over the limit of 6", Manifest { redo: maker.end(6), ..whole }),
+        ("page 2 does not exist", thin(vec![gone])),
+        ("end of the previous link is 7, over the limit of 6", Manifest { end: Lsn(6), ..thin(vec![]) }),
+        ("end of the previous link is 7, over the limit of 6", Manifest { redo: maker.end(6), ..whole }),
     ] {
         let found = found_with(&wrong).unwrap();
         assert_eq!(found.base, Some(SnapshotId(1)), "{why}");
@@ -287,7 +287,7 @@ fn restore_replaces_pages_and_root_with_its_table() {
     let mut crowded = wrong.clone();
     let restore = Op::Restore { table: 9, table_crc, restored: Lsn(2) };
     crowded.batch_of(&[restore, Op::Note { text: "and more" }], true);
-    check("a restore among others", &crowded, &Refused("a restore stands alone in its batch"));
+    check("a restore among others", &crowded, &Refused("a restore must be the only operation of its batch"));
 
     let table_crc = table_crc ^ 1;
     wrong.batch_of(&[Op::Restore { table: 9, table_crc, restored: Lsn(2) }], true);

@@ -1,5 +1,5 @@
-//! Statements of SPEC.md that no single structure shows, each with variants of a store that distinguish it
-//! from similar rules.
+//! Rules of SPEC.md about whole stores. Each rule is tested with variants of a store that distinguish the rule from
+//! similar ones.
 
 use std::cell::Cell;
 use std::io;
@@ -133,7 +133,7 @@ fn first_of_two_snapshot_entries_wins() {
     for (first, second) in [(true, false), (false, true)] {
         let mut maker = maker.clone();
         maker.seal(&[entry(1, first), entry(1, second), entry(2, true)]);
-        let expected = if first { Role::Start } else { Role::OwnEnd };
+        let expected = if first { Role::Start } else { Role::EndOnly };
         assert_eq!(reach(&maker).role(SnapshotId(1)), expected);
     }
     // The second entry does not count, so no snapshot is flagged and no floor is recorded.
@@ -181,7 +181,7 @@ fn snapshot_roles_match_documentation() {
                 }
                 let role = match reach(&maker).role(SnapshotId(number)) {
                     Role::Start => "a start",
-                    Role::OwnEnd => "end only",
+                    Role::EndOnly => "end only",
                     Role::Link => "held",
                 };
                 let is_row = |row: &&Vec<&str>| {
@@ -210,7 +210,7 @@ fn snapshot_roles_match_documentation() {
     assert!(asked.iter().all(|count| *count > 0), "{asked:?}");
 }
 
-/// Without the newest seal, the previous one counts, with everything that is valid by it.
+/// If the newest seal is torn off, the previous seal determines the verified snapshots.
 #[test]
 fn a_torn_tail_may_take_the_newest_seal() {
     let mut maker = four();
@@ -242,7 +242,7 @@ fn incarnation_is_read_after_its_opening_is_recycled() {
     maker.batch();
     maker.files.0.remove(&FileName::Segment(1));
     check("that of the one before", &maker, &Clean(5));
-    // The line ends there.
+    // The opening of the older incarnation is gone, so the line of incarnations ends before it.
     let mut older = maker;
     older.reopen(5);
     older.batch();
@@ -325,7 +325,8 @@ impl ReadAt for Unreadable {
     }
 }
 
-/// A torn frame at the first location says nothing about the others.
+/// A torn frame at the first possible location of the next frame does not show that the other locations contain no
+/// frame.
 #[test]
 fn unreadable_location_next_to_torn_frame_is_corruption() {
     for is_torn in [false, true] {

@@ -8,10 +8,10 @@ use crate::maker::{Maker, PAGE, content, root};
 /// The expected result of reading a store.
 #[derive(Debug)]
 pub enum Verdict {
-    /// The state at this Lsn, with nothing cut.
+    /// The state at this Lsn. No torn tail is cut off.
     Clean(u64),
-    /// The state at the first Lsn; the cut starts with the next batch, and the second Lsn is the last batch
-    /// seen in it.
+    /// The state at the first Lsn. The torn tail starts with the next batch, and the second Lsn is the last batch in
+    /// the tail.
     Torn(u64, u64),
     /// An error whose damage contains this text.
     Refused(&'static str),
@@ -45,8 +45,7 @@ pub fn check(why: &str, maker: &Maker, verdict: &Verdict) {
     }
 }
 
-/// Creates a store of four batches, in four groups and two segments. A mark covers the first two batches
-/// only.
+/// Creates a store of four batches, in four groups and two segments. A durable mark covers only the first two batches.
 pub fn four() -> Maker {
     let mut maker = Maker::new();
     maker.batch().batch().sync();

@@ -151,7 +151,7 @@ fn overwritten_page_needs_no_image() {
     }
 }
 
-/// The place in the resulting state counts.
+/// Whether an image is read depends on the place of the page in the resulting state.
 #[test]
 fn final_place_decides_whether_an_image_is_read() {
     let moved = |from: Place, to: Place| {
@@ -208,7 +208,7 @@ fn snapshots(count: u64, change: fn(&mut Maker)) -> Maker {
     maker
 }
 
-/// Doubling the snapshots and the log at most slightly more than doubles the reads.
+/// If the number of snapshots and the length of the log double, the bytes read at most slightly more than double.
 #[test]
 fn damage_shared_by_snapshots_is_read_once() {
     type Look = fn(&dyn ReadAt);

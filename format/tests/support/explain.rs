@@ -12,7 +12,7 @@ use remanent_format::store::StoreHeaderRaw;
 use crate::annotate::Annotate;
 use crate::samples::{Structure, compressed_contents, contents};
 
-/// Returns the text next to a valid file.
+/// Returns the text file that accompanies a valid sample: each field with its offset, bytes and value.
 pub fn explain(structure: Structure, title: &str, bytes: &[u8]) -> String {
     let mut text = Annotate::new(title, bytes);
     match structure {

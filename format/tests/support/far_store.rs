@@ -54,8 +54,8 @@ impl ReadAt for SparseFiles {
 /// An offset that exceeds 32 bits, and a multiple of 4096.
 pub const FAR: u64 = (1 << 32) + (3 << 12);
 
-/// A store with batches 1 to 3, of which the last two are far into segment 1, and a snapshot of batch 1 whose
-/// image is far into its file. The last frame states that the one before it was durable.
+/// A store with batches 1 to 3, of which the last two are far into segment 1, and a snapshot of batch 1 whose image is
+/// far into its file. The durable mark of the last frame covers the previous frame.
 pub struct FarStore {
     pub files: SparseFiles,
     /// Offsets of the frames of batches 2 and 3.
@@ -78,8 +78,8 @@ pub fn far_store(page_len: u64, place: Place) -> FarStore {
         |segment, segment_len, opening| SegmentHeader { store: STORE, segment, segment_len, opening };
     let first = header(1, segment_len, Some(opening)).encode().to_vec();
     let mut segment = SparseFile { len: segment_len, pieces: [(0, first)].into() };
-    // The walk starts as if 4 GiB of frames came before. An own frame near the start of the segment keeps the
-    // search for one short.
+    // The walk starts as if 4 GiB of frames preceded. A valid frame near the start of the segment keeps the search for
+    // the first frame short.
     let redo = LogPoint { incarnation, lsn: Lsn(1), segment: 1, offset: FAR - 16, chain: 77 };
     let mut chain_prev = 0;
     let mut frame = |lsn: u64, durable: u64, op: Op<'_>, offset: u64| {

@@ -14,14 +14,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Unpack
 
 import torch
 
-from remanent import _native
 from remanent._checkpoint.host_ring import Passage, Room, WriterEndedError
 from remanent._checkpoint.restoration import Restoration
 from remanent._checkpoint.restore_targets import Targets
 from remanent._checkpoint.run_parts import device_of, parts_of, refuse_overlap, stepped
 from remanent._checkpoint.saves import Capture, LeftSaves, Reading, Saved
 from remanent._checkpoint.waiting_bytes import WaitingBytes
-from remanent._errors import (
+from remanent._state import page_tree
+from remanent._state.put_back import PutBack
+from remanent._state.rng import rng_state
+from remanent._state.run_state import flatten_state, layouts_of
+from remanent._store import _native
+from remanent._store._native import Block, Extent
+from remanent._store.errors import (
     ClosedError,
     ForkedError,
     InUseError,
@@ -29,12 +34,7 @@ from remanent._errors import (
     NoStateError,
     RefusedError,
 )
-from remanent._native import Block, Extent
-from remanent._state import page_tree
-from remanent._state.put_back import PutBack
-from remanent._state.rng import rng_state
-from remanent._state.run_state import flatten_state, layouts_of
-from remanent._store.options import StoreOptions, merged
+from remanent._store.options import StoreOptions, merged, refuse_archive
 from remanent._tensors.conversion import blocks
 from remanent._tensors.copy_streams import CurrentStreams, Moment
 from remanent._tensors.storages import extents_there
@@ -67,7 +67,8 @@ _WRITERS = min(4, os.cpu_count() or 1)
 _DELETED_AT_ONCE = 10_000
 # Longer tensors are not captured: if a quarter of one changed, its changes would exceed the limit of a batch.
 _CAPTURED_MAX = 2 << 30
-# Changes that digests find are held in memory, up to half of this many bytes.
+# The default budget in bytes for changes of pages on disk that are held in memory. Changes that digests find use up to
+# half of it.
 _PENDING_BYTES = 512 << 20
 _NAME_LEN_MAX = 64
 
@@ -79,10 +80,10 @@ class Checkpointer:
     objects with a state.
 
     `save(step)` saves the state as the newest version. A version is saved completely or not at all, and only changed
-    bytes are written. `restore()` loads a version into the existing objects. The process can be killed at any moment:
-    the next process finds either the last version whose save returned or the version that was being saved, never a
-    mixture of both. A save needs a few megabytes of host memory in addition to the tensors, regardless of their number.
-    A save with `wait=False` needs up to `room` bytes.
+    bytes are written. `restore()` loads a version into the existing objects. The process can be killed at any time. The
+    next process finds either the last version whose save returned or the version that was being saved, never a mixture
+    of both. A save needs a few megabytes of host memory in addition to the tensors, regardless of their number. A save
+    with `wait=False` needs up to `room` bytes.
 
     Python's garbage collector periodically scans all objects, which takes 0.1 s or more after torch is imported. The
     objects that `state_dict` creates make these scans more frequent. Call `gc.collect()` and `gc.freeze()` before the
@@ -120,10 +121,10 @@ class Checkpointer:
 
     With `process_group`, each rank creates one checkpointer for the same directory, which all ranks must be able to
     access. All ranks make the same calls in the same order. Only `versions` and `close` may be called by a single rank.
-    A version exists once it is durable on all ranks. Even if ranks are killed at any moment, `restore` therefore
-    restores the same version on all ranks. If one rank cannot save, no rank saves. If one rank cannot read, no rank
-    changes its state. Each rank saves its part of a DTensor, and its own copy of any other tensor. The store of rank N
-    is the subdirectory `rank-N`.
+    A version exists once it is durable on all ranks. Even if ranks are killed at any time, `restore` therefore restores
+    the same version on all ranks. If one rank cannot save, no rank saves. If one rank cannot read, no rank changes its
+    state. Each rank saves its part of a DTensor, and its own copy of any other tensor. The store of rank N is the
+    subdirectory `rank-N`.
 
     A run can continue with another number of ranks or another mesh. `restore` redistributes DTensors to the layout of
     the model. Tensors for which the redistribution is ambiguous are rejected, such as tensors of different pipeline
@@ -170,6 +171,7 @@ class Checkpointer:
                 raise InvalidError(f"keep: {keep} is below 1, the smallest number of versions to keep")
             if room < 0 or device_room < 0:
                 raise InvalidError(f"room and device_room: {room} and {device_room} bytes must not be negative")
+            refuse_archive(options)
             if overlap:
                 refuse_overlap(optimizer)
             if digests and "device" in options:
@@ -208,11 +210,11 @@ class Checkpointer:
                 self._ranks.end()
             self._worker.shutdown(wait=False)
             raise
-        # The engine's default is 128 MiB.
+        # Without an explicit budget, the engine's default of 128 MiB applies.
         budget = opened.get("memory", {}).get("budget") or {}
         self._pending_max: int = budget.get("disk", 128 << 20)
         self._copies = Copies(self.store, device, "digests") if digests else None
-        self._writers = concurrent.futures.ThreadPoolExecutor(_WRITERS + 1, "remanent-checkpoint-write")
+        self._writers = concurrent.futures.ThreadPoolExecutor(_WRITERS, "remanent-checkpoint-write")
         self._sender = concurrent.futures.ThreadPoolExecutor(1, "remanent-checkpoint-copy")
         self._manifest = page_tree.LastManifest()
         self._last: Saved | None = None
@@ -346,7 +348,8 @@ class Checkpointer:
                 self._left.fail(error)
             if passage is None:
                 raise
-            # Nothing reads the state or writes once this has raised.
+            # End the writer and all copies before the exception propagates, so that no thread reads the state
+            # afterwards.
             passage.give_up()
             try:
                 self._settle(patient=True)
@@ -355,7 +358,7 @@ class Checkpointer:
                 reading.ends(Moment({}))
                 self._forget_last()
             if done is not None and isinstance(error, WriterEndedError):
-                # Raises the error with which it ended.
+                # Raises the error with which the writer ended.
                 done.result()
             raise
         return saved
@@ -448,7 +451,8 @@ class Checkpointer:
         """Copies the state for the writer. Copies that may be made after `save` returns are left to `_copy_later`."""
         streams = self._room.streams
         if wait:
-            # The call waits anyway: bytes on the host are read in place.
+            # This call returns only after the state is durable, so bytes on the host need no copy and are read in
+            # place.
             passage.start_writer()
             passage.send(blocks(tensors, on_host=False), copied=False)
             passage.end()
@@ -475,7 +479,7 @@ class Checkpointer:
             passage.send(aside)
             passage.end()
         except WriterEndedError:
-            # The writer's own exception gives the reason.
+            # The writer has failed, and its own exception is reported.
             pass
         except BaseException as error:
             passage.give_up(error)
@@ -483,7 +487,7 @@ class Checkpointer:
             try:
                 reading.ends(streams.moment())
             finally:
-                # Whatever fails, no step waits forever.
+                # Even after an error, release the optimizer steps that wait for the copies.
                 reading.ends(Moment({}))
 
     def _before_step(self, *given: Any) -> None:
@@ -499,36 +503,28 @@ class Checkpointer:
         batch = self.store.batch(note=note)
         running: deque[_Running] = deque()
         waiting = WaitingBytes()
-        # The snapshot names only images that were read back: those of some batches are read back while others are
-        # written.
-        proving: list[concurrent.futures.Future[Any]] = []
 
         def finish() -> None:
             each = running.popleft()
             each.committed.result()
             passage.free(each.blocks)
-            if proving and proving[0].done():
-                proving.pop().result()
-            if not proving:
-                proving.append(started(self._writers, self.store.prove_written_ahead))
 
         def commit(batch: _native.Batch, updates: list[page_tree.Update]) -> None:
             page_tree.update(batch, updates, logged_max=0)
             ticket = self.store.submit(batch)
             ticket.wait(ack="logged")
-            # From then on, `pending_bytes` includes the memory that the batch keeps.
+            # Once the batch is applied, `pending_bytes` includes the memory that it occupies.
             ticket.wait(ack="applied")
 
         def make_room(needed: int) -> None:
-            # Short pages are held in memory until a snapshot: those of earlier batches and of batches in flight.
+            # Changes of short pages, by earlier batches and by batches in flight, are held in memory until a snapshot.
             room = self._pending_max * 3 // 4 - needed
             while running and self.store.stats()["pending_bytes"] + sum(each.waiting for each in running) > room:
                 finish()
             if self.store.stats()["pending_bytes"] > max(0, min(room, self._pending_max // 4)):
                 while running:
                     finish()
-                # The snapshot frees memory once it has been read back. This is only waited for if there is no other
-                # room.
+                # A snapshot frees memory once it is verified. Wait for the verification only if memory is still short.
                 self.store.snapshot(verify=False)
                 if self.store.stats()["pending_bytes"] > max(0, room):
                     self.store.snapshot()
@@ -557,11 +553,10 @@ class Checkpointer:
             make_room(waiting.begin_next())
             while running:
                 finish()
-            for each in proving:
-                each.result()
         finally:
-            # Whatever fails, the memory that they read and the store are needed by the next save.
-            concurrent.futures.wait([each.committed for each in running] + proving)
+            # Even after an error, wait for the batches in flight, because the next save reuses the memory that they
+            # read.
+            concurrent.futures.wait([each.committed for each in running])
         if SAVING in self.store.root:
             batch.remove_root(SAVING)
         batch.set_root("step", step)
@@ -638,8 +633,9 @@ class Checkpointer:
         """Loads a version in place into the model, the optimizer and the other objects, and returns the version's step.
 
         Values are restored exactly as they were saved. If a value does not fit, the call raises an error that names the
-        value and changes nothing. All bytes of the version are verified before the first change, so the version is read
-        twice, the second time mostly from the page cache.
+        value and changes nothing. All bytes of the version are verified before the first change. A GPU with enough free
+        memory holds the verified bytes until then; otherwise the version is read twice, the second time mostly from the
+        page cache.
 
         Tensors, including those of optimizers and dicts, stay in place if they have the saved shapes, element types and
         strides. The bytes of these tensors are read from the files into their memory. For tensors on a GPU, no copy of
@@ -693,7 +689,7 @@ class Checkpointer:
         with restoration:
             self._left.end(f"`restore` loaded step {step} before the next save")
             if self._copies is not None:
-                # An optimizer may receive new tensors, and then the memory of the old ones is needed.
+                # An optimizer may receive new tensors, which need the memory of the old tensors.
                 self._copies.let_go()
             with self._bar(restoration.nbytes, "loading", progress) as bar:
                 changes.run(lambda: restoration.load(bar))
@@ -896,7 +892,7 @@ class Checkpointer:
         try:
             self.close()
         except Exception:
-            # The block's own exception says more than its effect on the store.
+            # Report the exception of the block and not this error, which that exception may have caused.
             if kind is None:
                 raise
 
@@ -905,9 +901,9 @@ class _Running(NamedTuple):
     """A batch that a writer thread is committing."""
 
     committed: concurrent.futures.Future[Any]
-    # The number of blocks of the room that it uses.
+    # The number of blocks in the ring that the batch uses.
     blocks: int
-    # The bytes of memory that it may keep until the next snapshot.
+    # The bytes of memory that the batch may occupy until the next snapshot.
     waiting: int
 
 

@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from remanent._native import Block, Extent
+from remanent._store._native import Block, Extent
 from remanent._tensors.copy_streams import CopyStreams, Moment
 
 # The largest number of uncopied blocks that wait for the writer.
 _COMING_MAX = 8
-# The smallest number of bytes that are reported to the writer together: each report would take the interpreter from the
-# sender.
+# The smallest number of bytes in a parcel, which is a group of blocks that is reported to the writer at once. Fewer
+# reports take the interpreter lock from the sender less often.
 _PARCEL_BYTES = 8 << 20
 # The largest number of parcels in a ring. Only about fifty events with a sleeping waiter can be queued: the next one,
 # and all work queued after it, waits until the GPU has reached an earlier one.
@@ -87,14 +87,16 @@ class Passage:
         # The bytes of each GPU's memory that hold a copy.
         self._aside_used: dict[torch.device, int] = defaultdict(int)
         self._changed = threading.Condition()
-        # Parcels of blocks in flight with the moment at which their bytes have arrived; None at the end.
+        # The parcels in flight, each with the `Moment` at which its bytes have arrived. A final None marks the end of
+        # the save.
         self._coming: deque[tuple[list[Block], Moment | None] | None] = deque()
-        # Blocks that have a place in the ring but were not reported to the writer yet, and their bytes.
+        # Blocks that have memory in the ring but were not reported to the writer yet, and their total length in bytes.
         self._parcel: list[Block] = []
         self._parcel_bytes = 0
-        # The places of blocks that are not committed yet, oldest first; None for a block outside the ring.
+        # The offset and length in the ring of each block that is not committed yet, oldest first; None for a block
+        # outside the ring.
         self._held: deque[tuple[int, int] | None] = deque()
-        # The number of these that the writer has received but not taken for a batch.
+        # The number of blocks in `_held` that the writer has received but not assigned to a batch.
         self._given = 0
         self._waits = self._started = self._ended = False
         self._error: BaseException | None = None
@@ -146,7 +148,8 @@ class Passage:
         for block in blocks:
             if not block.nbytes or (not copied and block.data.device.type == "cpu"):
                 self._post()
-                # The block may be a temporary copy of a non-contiguous tensor, so only a few wait at a time.
+                # The block may be a temporary copy of a non-contiguous tensor, so only a few such blocks may wait for
+                # the writer.
                 self._wait_until(lambda: len(self._coming) < _COMING_MAX, for_memory=False)
                 self._push(block)
             elif block.nbytes > self._size:

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from remanent import _errors
-from remanent._errors import Error, InvalidError, RankFailedError
+from remanent._store import errors
+from remanent._store.errors import Error, InvalidError, RankFailedError
 
 _T = TypeVar("_T")
 
-# How long a rank waits for another one that is still running: it may be writing its part to a slow disk.
+# The longest wait for another rank, which may be writing its part to a slow disk.
 _TIMEOUT = datetime.timedelta(minutes=30)
 
 
@@ -38,8 +38,8 @@ class Ranks:
             members = dist.get_process_group_ranks(process_group)
             self.rank = dist.get_rank(process_group)
             self.count = len(members)
-            # With torch's own names for groups, a group created after another one of the same ranks was destroyed would
-            # find what that one left in the store.
+            # Torch reuses its own names for groups. A new group would therefore find the store entries of a destroyed
+            # group of the same ranks.
             store = PrefixStore(f"remanent/{members}", _get_default_store())
             number = store.add(f"made by {self.rank}", 1)
             self._group = dist.ProcessGroupGloo(PrefixStore(str(number), store), self.rank, self.count, _TIMEOUT)
@@ -132,7 +132,7 @@ def described(error: BaseException) -> dict[str, Any]:
 
 def failure_of(rank: int, said: dict[str, Any]) -> Error:
     """Returns the failure of another rank as an exception, with the same class if the class belongs to this package."""
-    kind = getattr(_errors, said["kind"], None) if said["kind"] in _errors.__all__ else None
+    kind = getattr(errors, said["kind"], None) if said["kind"] in errors.__all__ else None
     if kind is not None:
         error: Error = kind(f"rank {rank}: {said['message']}", **said["details"])
         return error

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from remanent._checkpoint.restore_targets import Targets
-from remanent._errors import NoStateError
 from remanent._state import page_tree
 from remanent._state.modules import Described, LiveModule, described_in
 from remanent._state.page_tree import Arrays, Manifest
 from remanent._state.run_state import made, parts_module
+from remanent._store.errors import NoStateError
 from remanent._tensors.conversion import DTYPE, is_cuda, load_pages, tensors_of, together
+from remanent._tensors.gpu_scratch import Scratch, scratch_for
 from remanent._util.progress import Bar
 from remanent._versions.run_versions import Views
 
@@ -48,10 +49,20 @@ class Restoration:
         lengths = {key: views.own.info(key).length for key in manifest.pages}
         # The memory of the run's tensors, by page.
         self._memory = targets.memory_of(manifest.pages, lengths, names)
-        for keys in together({key: lengths[key] for key in self._memory}):
-            views.own.prove(keys)
-            for key in keys:
-                bar.add(lengths[key])
+        # The verified bytes of pages on GPUs with enough free memory. Other pages are read again by `load`.
+        self._scratch: dict[torch.device, Scratch] = {}
+        for device, memory in self._memory_by_device():
+            of_device = {key: lengths[key] for key in memory}
+            scratch = scratch_for(device, of_device)
+            if scratch is not None:
+                self._scratch[device] = scratch
+            for keys in together(of_device, device if scratch is not None else torch.device("cpu")):
+                if scratch is not None:
+                    views.own.load({key: scratch.pages[key] for key in keys}, str(device))
+                else:
+                    views.own.prove(keys)
+                for key in keys:
+                    bar.add(lengths[key])
         # Pages that cannot be read into that memory.
         read: dict[str, torch.Tensor] = {}
         for device, pages in _by_home(manifest, self._memory, targets, names).items():
@@ -80,15 +91,24 @@ class Restoration:
         """The number of bytes that `load` reads."""
         return sum(memory.numel() for memory in self._memory.values())
 
+    def _memory_by_device(self) -> Iterator[tuple[torch.device, dict[str, torch.Tensor]]]:
+        for device in {memory.device for memory in self._memory.values()}:
+            yield device, {key: each for key, each in self._memory.items() if each.device == device}
+
     def load(self, bar: Bar) -> None:
-        """Reads the version into the run's own tensors, verifying each byte again.
+        """Loads the version into the run's own tensors. Bytes that are not on the GPU yet are read and verified again.
 
         The load runs after work that is queued on the current streams of the GPUs, and before work that is queued
         later.
         """
         try:
-            for device in {memory.device for memory in self._memory.values()}:
-                memory = {key: each for key, each in self._memory.items() if each.device == device}
+            for device, memory in self._memory_by_device():
+                scratch = self._scratch.pop(device, None)
+                if scratch is not None:
+                    scratch.copy_to(memory)
+                    scratch.free()
+                    bar.add(sum(each.numel() for each in memory.values()))
+                    continue
                 for keys in together({key: each.numel() for key, each in memory.items()}, device):
                     self._views.own.load({key: memory[key] for key in keys}, str(device) if is_cuda(device) else "host")
                     for key in keys:
@@ -102,6 +122,8 @@ class Restoration:
         return self
 
     def __exit__(self, *given: object) -> None:
+        for scratch in self._scratch.values():
+            scratch.free()
         self._views.close()
 
 

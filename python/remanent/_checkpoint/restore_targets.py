@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from remanent._native import ArrayLayout
 from remanent._state import page_tree
 from remanent._state.modules import Described, LiveModule, is_lazy, refuse_misfit, renamed
 from remanent._state.optimizers import apart, in_order, loads_as_torch_does, refuse_other_groups
 from remanent._state.page_tree import Arrays
 from remanent._state.plain_values import encode_or_leave
 from remanent._state.run_state import parts_module
+from remanent._store._native import ArrayLayout
 from remanent._tensors.conversion import PLAIN_TYPES, SHORT, is_cuda
 
 
@@ -49,7 +49,7 @@ class Targets:
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         # The parameters of optimizers whose states torch loads, by their numbers in a version.
         self._parameters: dict[str, dict[int, torch.Tensor]] = {}
-        # The setting of the restoring thread, not of the one that verifies.
+        # Whether the calling thread is in inference mode. Another thread verifies the version.
         self._is_in_inference = torch.is_inference_mode_enabled()
         self._others: list[torch.Tensor] = []
         self._places: dict[str, _Place] = {}
@@ -94,7 +94,8 @@ class Targets:
             if isinstance(saved, Mapping) and "param_groups" in saved:
                 numbers = refuse_other_groups(part, optimizer, saved["param_groups"])
                 if part in self._parameters and not _are_same(numbers, self._parameters[part]):
-                    # Names contain the version's numbers: these values are read separately and copied into the tensors.
+                    # The version numbers the parameters in another order, so names of the version do not match the
+                    # run's tensors. These values are read separately and copied into the tensors.
                     self._parameters[part] = numbers
                     self._leave_out(f"{page_tree.segment(part)}/")
         self._places = {name: place for name, tensor in self.tensors.items() if (place := _place(tensor)) is not None}
@@ -207,7 +208,7 @@ class _Found:
             if self.module is not None:
                 objects = {key: self._local(each) for key, each in self.module.objects.items() if not is_lazy(each)}
                 own = {_storage(tensor) for tensor in objects.values() if tensor.layout is torch.strided}
-                # What a module's hook created for its state, such as a copy, does not belong to the module.
+                # Exclude tensors that a hook of the module created for the state, such as copies.
                 self._keep({name for name, tensor in self.tensors.items() if _storage(tensor) in own})
                 self.others = [tensor for key, tensor in objects.items()
                                if self.module.loads_itself(key) or key not in self.module.state]

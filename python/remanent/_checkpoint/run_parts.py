@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from remanent import _native
-from remanent._errors import InvalidError, RefusedError
-from remanent._native import Extent
 from remanent._state.run_state import parts_module
+from remanent._store import _native
+from remanent._store._native import Extent
+from remanent._store.errors import InvalidError, RefusedError
 from remanent._tensors.conversion import PLAIN_TYPES
 
 

@@ -7,9 +7,9 @@ import threading
 import time
 from collections.abc import Iterator
 
-from remanent import _native
-from remanent._errors import InUseError
-from remanent._native import Block, Extent
+from remanent._store import _native
+from remanent._store._native import Block, Extent
+from remanent._store.errors import InUseError
 from remanent._tensors.copy_streams import Moment
 from remanent._tensors.working_copies import Copies
 
@@ -55,7 +55,7 @@ class Capture:
         """Yields the blocks for `page_tree.put`, which commits a batch at each None."""
         if self._copies is not None and not self.ended.is_set():
             yield from self._copies.blocks(self._tensors)
-            # The first batch creates new pages, and the second captures them.
+            # The first batch creates new pages, and the second batch captures the tensors of these pages.
             yield None
             yield None
             self.ended.set()
@@ -136,7 +136,8 @@ class Saved:
         """
         until = None if timeout is None else time.monotonic() + timeout
         while True:
-            # The wait is in slices, so that Ctrl-C ends it and a save that was left notices the next one.
+            # The wait is in slices, so that Ctrl-C ends the wait and a coalesced save notices that the next save has
+            # begun.
             left = 0.1 if until is None else max(0.0, min(0.1, until - time.monotonic()))
             if self._done is not None:
                 if concurrent.futures.wait([self._done], left).done:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from remanent._native import Block
+from remanent._store._native import Block
 
-# A shorter page on disk is not written by itself. What a batch writes to it is held in blocks; a commit claims two of
-# them for each page, including the marks of what was written.
+# Changes of a page on disk that is shorter than this are held in memory until the next snapshot. For each such page, a
+# commit reserves two memory blocks for the changed bytes and their ranges.
 _SHORT_LEN = 8 << 10
 _CLAIMED_BYTES = 2 * 4608
-# Longer pages are logged, and held in memory, if together they are at most a quarter of a log segment per batch.
+# The largest total length of longer pages that a batch logs and holds in memory: a quarter of a log segment.
 _LONGER_MAX = 5 << 20
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint import default_planner, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from remanent._errors import ForeignDirectoryError, InvalidError, NoStateError, RefusedError, TakenError
+from remanent._store.errors import ForeignDirectoryError, InvalidError, NoStateError, RefusedError, TakenError
 from remanent._tensors.tensor_files import checked_tensors
 from remanent._util import durable_files
 

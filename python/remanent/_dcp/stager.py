@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from remanent._errors import ClosedError, RefusedError
-from remanent._native import Extent
 from remanent._state.run_state import parts_module
+from remanent._store._native import Extent
+from remanent._store.errors import ClosedError, RefusedError
 from remanent._tensors.conversion import PLAIN_TYPES, blocks, tensors_of
 from remanent._tensors.copy_streams import CopyStreams, Moment
 from remanent._tensors.storages import extents_there
@@ -61,7 +61,7 @@ class Stager(AsyncStager):
     >>> stager.close()
     """
 
-    # The returned value is complete, or a future.
+    # `stage` returns a complete copy or a future, so DCP need not synchronize after the call.
     _synchronize_after_execute = False
 
     def __init__(self, *, wait: bool = False, overlap: bool = False) -> None:
@@ -248,7 +248,7 @@ class _Memory:
         while (piece := self._taken()) is not None:
             if len(piece.memory) >= size:
                 return piece
-            # The state has become larger.
+            # The piece is too short, because the state has become larger.
             piece.end()
         return _Piece(size)
 
@@ -277,7 +277,7 @@ class _Piece:
         if torch.cuda.is_available():
             held = ctypes.c_ubyte.from_buffer(self.memory)
             address = ctypes.addressof(held)
-            # If pinning is refused, copies only take longer.
+            # If pinning fails, copies take longer but remain correct.
             if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0:  # type: ignore[no-untyped-call]
                 self._pinned = address
 

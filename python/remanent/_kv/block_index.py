@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 __all__ = ["Block", "BlockIndex"]
 
-# The smallest size that a block counts as, in bytes: its page in the store takes some space, however short it is.
+# The smallest size in bytes that is charged for a block, because even a short page takes some disk space.
 _CHARGE_MIN = 4096
 
 
@@ -38,7 +38,8 @@ class BlockIndex:
         self.nbytes = self.charged = self.locked = 0
         # The least recently used block is first.
         self._blocks: OrderedDict[bytes, Block] = OrderedDict()
-        # Locks of callers: they outlive a block that is dropped, and apply to the next one with its key.
+        # The locks of callers, by key. If a locked block is dropped, its locks apply to the next block with the same
+        # key.
         self._kept: Counter[bytes] = Counter()
         # Blocks whose last use is not logged, in the order of that use.
         self._used: dict[bytes, None] = {}

@@ -9,8 +9,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from remanent._errors import Error, InvalidError, MismatchError
-from remanent._native import Store, View
+from remanent._store._native import Store, View
+from remanent._store.errors import Error, InvalidError, MismatchError
 
 __all__ = ["Space", "open_store", "snapshot_interval"]
 
@@ -56,9 +56,9 @@ def _difference(there: str, here: str) -> str:
     """Returns the values that differ between two identities, as text for an error message."""
     old, new = json.loads(there), json.loads(here)
     # The values are compared as text, since 1 and 1.0 are equal but not the same.
-    said = [(name, *(json.dumps(each[name], sort_keys=True) if name in each else "nothing" for each in (old, new)))
+    rows = [(name, *(json.dumps(each[name], sort_keys=True) if name in each else "nothing" for each in (old, new)))
             for name in {**old, **new}]
-    return ", ".join(f"{name} is {was} in the cache and {now} here" for name, was, now in said if was != now)
+    return ", ".join(f"{name} is {was} in the cache and {now} here" for name, was, now in rows if was != now)
 
 
 class Space:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from remanent._errors import InvalidError
 from remanent._state.page_tree import path_of
 from remanent._state.run_state import parts_module
+from remanent._store.errors import InvalidError
 from remanent._tensors.conversion import PLAIN_TYPES
 from remanent._tensors.torch_modes import parameters_in_place
 
@@ -37,7 +37,7 @@ class LiveModule:
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
         self.state: Mapping[str, Any] = module.state_dict()
-        #: The objects themselves: a state contains views of them.
+        # : The module's own tensor objects. A state of the module contains views of these tensors.
         self.objects: dict[str, torch.Tensor] = dict(
             [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)])
         own: list[str] = []
@@ -241,7 +241,7 @@ class ModuleLoad:
                  metadata: Mapping[str, Any] | None) -> None:
         self._module = live.module
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        # The type of torch's own states, which carries the modules' versions.
+        # Torch's own states are of this type, whose attribute `_metadata` contains the modules' versions.
         self._state: OrderedDict[str, Any] = OrderedDict()
         for name, value in state.items():
             own = live.objects.get(name)

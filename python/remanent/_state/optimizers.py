@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch.utils import _pytree
 
-from remanent._errors import InvalidError
 from remanent._state.run_state import parts_module
+from remanent._store.errors import InvalidError
 from remanent._tensors.conversion import PLAIN_TYPES
 
 _Optimizer = torch.optim.Optimizer
@@ -296,7 +296,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def apart(tensors: dict[_K, torch.Tensor], all_tensors: list[torch.Tensor]) -> set[_K]:
     """Returns the keys of the tensors that share no memory with any other tensor in `all_tensors`."""
     shared: set[int] = set()
-    # The tensor so far that reaches furthest.
+    # The device and the highest end address of the tensors so far, and the tensor with that end.
     last: tuple[torch.device, int] | None = None
     reaching = -1
     for device, start, end, number in sorted(map(_addresses, all_tensors, range(len(all_tensors))), key=_order):

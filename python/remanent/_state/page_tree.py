@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from remanent import _native
-from remanent._errors import DamagedError, NoStateError, TakenError
-from remanent._native import ArrayLayout, Block
 from remanent._state import plain_values
+from remanent._store import _native
+from remanent._store._native import ArrayLayout, Block
+from remanent._store.errors import DamagedError, NoStateError, TakenError
 from remanent._versions.retention import (
     KEEP_DEFAULT,
     PENDING_BYTES,
@@ -41,13 +41,13 @@ _KEY_LEN_MAX = 64
 _PAIRS, _NUMBERS = "F4_X2", "F4"
 # Element types that a weight file cannot contain.
 _OF_NO_FILE = ("C32", "C128", _PAIRS)
-# The bytes of a batch if a save takes several; a longer page gets its own batch.
+# The length of a batch in bytes if a save consists of several batches. A longer page gets its own batch.
 _BATCH_BYTES = 64 << 20
-# A batch takes this many times as many captured bytes, since usually little of them changed. If all of it changed, it
-# would still be within the limit of a batch.
+# A batch may contain this many times `_BATCH_BYTES` of captured blocks, because usually only a small part of them
+# changed. Even if all of them changed, the batch would not exceed the limit of the log.
 _CAPTURED_PARTS = 6
-# The smallest size that a block counts as in a batch. A short page on disk is not written by itself: it is held in
-# memory until the next snapshot, for which the budget has room for a few batches at a time.
+# The smallest size in bytes that is charged for a block in a batch. Changes of short pages on disk are held in memory
+# until the next snapshot, and the budget suffices for a few batches at a time.
 _COST_MIN = 20 << 10
 
 
@@ -120,8 +120,8 @@ class LastManifest:
             listed = {key: [array.listed() for array in arrays] for key, arrays in pages.items()}
             self._listed = json.dumps(listed, separators=(",", ":"))
         self._pages = pages
-        said = "" if metadata is None else f',"metadata":{json.dumps(metadata, separators=(",", ":"))}'
-        self._text = f'{{"format":1,"pages":{self._listed},"tree":{tree}{said}}}'.encode()
+        metadata_text = "" if metadata is None else f',"metadata":{json.dumps(metadata, separators=(",", ":"))}'
+        self._text = f'{{"format":1,"pages":{self._listed},"tree":{tree}{metadata_text}}}'.encode()
         return self._text
 
 
@@ -154,9 +154,9 @@ def read_manifest(reader: _native.Reader) -> Manifest:
                                remedy="restore an earlier version") from error
     pages = {}
     for info in reader.pages():
-        said = info.metadata
-        if {"name", "dtype", "shape"} <= said.keys() and info.key is not None:
-            pages[info.key] = (_of_metadata(said),)
+        page_metadata = info.metadata
+        if {"name", "dtype", "shape"} <= page_metadata.keys() and info.key is not None:
+            pages[info.key] = (_of_metadata(page_metadata),)
     if not pages:
         raise NoStateError("the store contains no tensors", remedy="save tensors first, or use another directory")
     return Manifest(pages, metadata=_metadata_of(reader))
@@ -167,11 +167,11 @@ def _metadata_of(reader: _native.Reader) -> dict[str, str] | None:
     if HEADER_KEY not in reader:
         return None
     try:
-        said = json.loads(reader[HEADER_KEY][8:])
+        header = json.loads(reader[HEADER_KEY][8:])
     except ValueError as error:
         raise DamagedError(f"page {HEADER_KEY!r} is not the header of a safetensors file, so another program wrote to "
                            f"it: {error}", remedy="restore an earlier version") from error
-    return said.get("__metadata__") if isinstance(said, dict) else None
+    return header.get("__metadata__") if isinstance(header, dict) else None
 
 
 def _of_file(array: ArrayLayout) -> tuple[str, list[int]]:
@@ -182,12 +182,12 @@ def _of_file(array: ArrayLayout) -> tuple[str, list[int]]:
     return _NUMBERS, [*array.shape[:-1], 2 * array.shape[-1]]
 
 
-def _of_metadata(said: Mapping[str, Any]) -> ArrayLayout:
+def _of_metadata(page_metadata: Mapping[str, Any]) -> ArrayLayout:
     """Returns the layout of an array whose page has the name, dtype and shape of a weight file in its metadata."""
-    *outer, last = said["shape"] or [1]
-    if said["dtype"] == _NUMBERS and last % 2 == 0:
-        return ArrayLayout(said["name"], _PAIRS, [*outer, last // 2])
-    return ArrayLayout(said["name"], said["dtype"], said["shape"])
+    *outer, last = page_metadata["shape"] or [1]
+    if page_metadata["dtype"] == _NUMBERS and last % 2 == 0:
+        return ArrayLayout(page_metadata["name"], _PAIRS, [*outer, last // 2])
+    return ArrayLayout(page_metadata["name"], page_metadata["dtype"], page_metadata["shape"])
 
 
 def _header(pages: Mapping[str, Arrays], sizes: Mapping[str, int], metadata: Mapping[str, str] | None) -> bytes | None:
@@ -260,34 +260,35 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | Non
         key = key_by_name.get(first.name)
         if key is None or key in new:
             key = key_of(first.name, taken)
-        # The previous objects if they are equal, so that none are kept twice.
+        # Reuse the previous layout objects if they are equal, so that equal layouts are not kept twice.
         before = old.get(key)
         new[key] = before if before is not None and before == block.arrays else block.arrays
         sizes[key] = block.nbytes
         whole = len(block.arrays) == 1 and first.stride is None
         dtype, shape = _of_file(first)
-        said: dict[str, Any] = {"dtype": dtype}
+        page_metadata: dict[str, Any] = {"dtype": dtype}
         if whole:
-            said |= {"name": first.name, "shape": shape}
+            page_metadata |= {"name": first.name, "shape": shape}
         width = _width_of(block)
         is_captured = captures is not None and block.captured
         if key not in old:
             content = block.data if block.nbytes else 0
-            # In both cases its bytes go to a separate file: from GPU memory they would go to the log.
+            # Write the bytes of a captured block to a separate file, by a later capture or from host memory. Bytes in
+            # GPU memory would be written to the log.
             if captures is not None and is_captured and place == "disk":
                 content = block.nbytes
                 captures.begin(key, block, width)
             elif is_captured:
                 content = block.data.cpu()
-            batch.create(content, key=key, place=place, metadata=said, at_commit=True)
+            batch.create(content, key=key, place=place, metadata=page_metadata, at_commit=True)
             changed = True
             continue
         info = store.info(key)
         was = info.metadata
-        for name in was.keys() - said.keys():
+        for name in was.keys() - page_metadata.keys():
             batch.remove_metadata(key, name)
             changed = True
-        for name, value in said.items():
+        for name, value in page_metadata.items():
             if name not in was or was[name] != value:
                 batch.set_metadata(key, name, value)
                 changed = True
@@ -403,7 +404,7 @@ def flatten(path: str, value: object, adapt: Plan, leaves: Leaves | None = None)
     True
     >>> flatten("optimizer", {"hook": print}, lambda path, value: None)
     Traceback (most recent call last):
-    remanent._errors.RefusedError: optimizer/hook: a builtin_function_or_method cannot be stored
+    remanent.RefusedError: optimizer/hook: a builtin_function_or_method cannot be stored
     """
     return json.loads(_native.flatten(path, value, adapt, leaves))
 

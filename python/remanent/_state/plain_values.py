@@ -20,9 +20,9 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from remanent._errors import DamagedError, NoStateError, RefusedError
 from remanent._state import user_types
 from remanent._state.user_types import Encoded
+from remanent._store.errors import DamagedError, NoStateError, RefusedError
 
 TAG = "$"
 # Larger whole numbers are not stored as JSON numbers: readers of other languages lose their last digits.
@@ -33,7 +33,8 @@ _DEPTH_MAX = 100
 # The NaN that `float("nan")` creates.
 _NAN_BITS = 0x7FF8 << 48
 _PATHS = (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath)
-# What a defaultdict may create: only types, since a function cannot be stored.
+# The supported values of `default_factory` of a defaultdict, by name. Functions are not supported, because they cannot
+# be stored.
 _FACTORIES: dict[str, type] = {
     kind.__name__: kind for kind in (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set,
                                      frozenset, Counter, OrderedDict, deque)}
@@ -89,7 +90,7 @@ def key(path: str, value: Any, depth: int = 0) -> Any:
         raise _refused(path, f"values are nested more than {_DEPTH_MAX} levels deep")
     if kind is tuple:
         return {TAG: ["tuple", [key(path, each, depth + 1) for each in value]]}
-    # A dict could contain two of them, which nothing would distinguish.
+    # A dict can contain several NaN keys, which a restore could not distinguish.
     if value != value:
         raise _refused(path, "a NaN as a key cannot be stored")
     if kind is float:
@@ -247,7 +248,7 @@ def _made_counter(items: dict[Any, Any]) -> Any:
 def _elements(path: str, value: Any) -> tuple[list[Any], Any]:
     import json
 
-    # A set has no order, so each save would find a different one.
+    # The order of a set may differ in each process. Sort the elements, so that equal sets have equal JSON.
     return [sorted((key(path, each) for each in value), key=json.dumps)], None
 
 

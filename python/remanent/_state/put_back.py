@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from remanent._errors import Error, RestoreFailedError
 from remanent._state.modules import LiveModule, ModuleLoad
 from remanent._state.optimizers import OptimizerLoad
 from remanent._state.rng import RngLoad
+from remanent._store.errors import Error, RestoreFailedError
 
 
 class _Change(NamedTuple):
@@ -57,7 +57,7 @@ class PutBack:
                 of_optimizer = OptimizerLoad(name, part, state, cast=cast)
                 self._then.append(_Change(name, of_optimizer.load, of_optimizer.undo))
             elif isinstance(part, torch.nn.Module):
-                # The module's own load may look at its tensors.
+                # A module with its own load method may read its tensors, so it is loaded after the bytes are read.
                 self._then.append(_of_object(name, part, state))
             else:
                 self._first.append(_of_object(name, part, state))
@@ -70,26 +70,26 @@ class PutBack:
         :raises RestoreFailedError: a part could not load its state. Errors of `load` are raised unchanged, with a note
             that names the changed parts.
         """
-        begun: list[_Change] = []
+        started: list[_Change] = []
         is_loading = False
         try:
             for change in self._first:
-                begun.append(change)
+                started.append(change)
                 change.do()
             is_loading = True
             load()
             for change in self._then:
-                begun.append(change)
+                started.append(change)
                 change.do()
             if self._rng is not None:
-                begun.append(_Change("rng", self._rng.load, self._rng.undo))
+                started.append(_Change("rng", self._rng.load, self._rng.undo))
                 self._rng.load()
         except BaseException as error:
-            self._fail(error, begun, is_loading)
+            self._fail(error, started, is_loading)
 
-    def _fail(self, error: BaseException, begun: list[_Change], is_loading: bool) -> None:
+    def _fail(self, error: BaseException, started: list[_Change], is_loading: bool) -> None:
         changed = set(self._in_place) if is_loading else set()
-        for change in reversed(begun):
+        for change in reversed(started):
             try:
                 if change.undo is None:
                     changed.add(change.part)
@@ -99,14 +99,14 @@ class PutBack:
                 changed.add(change.part)
                 error.add_note(f"{change.part}: restoring its previous state also failed: {failure}")
         # An optimizer's values may have been copied into its tensors.
-        changed |= {change.part for change in begun if change in self._then and change.undo is not None}
+        changed |= {change.part for change in started if change in self._then and change.undo is not None}
         names = ", ".join(sorted(changed))
-        said = f"changed completely or partly: {names}" if changed else "nothing changed"
+        effect = f"changed completely or partly: {names}" if changed else "nothing changed"
         if isinstance(error, Error) or not isinstance(error, Exception):
-            error.add_note(f"{said}; restore a version again before the run continues" if changed else said)
+            error.add_note(f"{effect}; restore a version again before the run continues" if changed else effect)
             raise error
-        part = begun[-1].part if begun else "restore"
-        raise RestoreFailedError(f"{part}: loading its state failed with {type(error).__name__}: {error}; {said}",
+        part = started[-1].part if started else "restore"
+        raise RestoreFailedError(f"{part}: loading its state failed with {type(error).__name__}: {error}; {effect}",
                                  remedy="correct the part, then restore again" if changed else
                                  "create the part as it was when the version was saved", part=part,
                                  changed=tuple(sorted(changed))

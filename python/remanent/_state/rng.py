@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from remanent._errors import InvalidError
+from remanent._store.errors import InvalidError
 
 # The device types that have a generator per device.
 _DEVICES = ("cuda", "xpu")

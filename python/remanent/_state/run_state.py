@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from remanent import _native
-from remanent._errors import RefusedError
+from remanent._store import _native
+from remanent._store.errors import RefusedError
 from remanent._state import plain_values
 from remanent._state import page_tree
 from remanent._tensors import numpy_arrays
@@ -60,9 +60,9 @@ class _Capture:
             return {"$": ["size", list(value)]}
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(value, numpy.ndarray):
-            tensor, said = self.arrays.taken(name, value)
+            tensor, tag_elements = self.arrays.taken(name, value)
             self._take(name, tensor)
-            return {"$": ["ndarray", name, *said]}
+            return {"$": ["ndarray", name, *tag_elements]}
         return None
 
     def _take(self, name: str, tensor: torch.Tensor) -> None:

@@ -16,13 +16,13 @@ import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from remanent._errors import NoStateError, RefusedError
+from remanent._store.errors import NoStateError, RefusedError
 
 # Base types, and functions that return the plain value with the base's own method, which a class may override.
 _PLAIN: dict[type, Callable[[Any], Any]] = {
     int: int.__int__, float: float.__float__, str: str.__str__,
     bytes: lambda value: bytes.__getitem__(value, slice(None))}
-# Py_TPFLAGS_HEAPTYPE.
+# The type flag Py_TPFLAGS_HEAPTYPE, which is set for classes defined in Python.
 _DEFINED_IN_PYTHON = 1 << 9
 _AS_THEN = "import the module, with the class as it was when the version was saved, before the restore"
 

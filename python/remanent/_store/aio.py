@@ -12,10 +12,10 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from remanent import _native
+from remanent._store import _native
 
 if TYPE_CHECKING:
-    from remanent._native import (
+    from remanent._store._native import (
         AppliedBatch,
         ChangeStream,
         FollowedBatch,
@@ -31,45 +31,45 @@ if TYPE_CHECKING:
 _SLICE = 0.25
 
 
-class _Ringer:
+class _LoopWaker:
     """The eventfd of one event loop, and the tasks that wait for its signals."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.event_fd = _native.EventFd()
         self.numbers = itertools.count()
         self.waiting: dict[int, asyncio.Future[None]] = {}
-        loop.add_reader(self.event_fd.fileno(), self.ring)
+        loop.add_reader(self.event_fd.fileno(), self.wake_ready)
 
-    def ring(self) -> None:
+    def wake_ready(self) -> None:
         for number in self.event_fd.take():
             future = self.waiting.get(number)
             if future is not None and not future.done():
                 future.set_result(None)
 
 
-_ringers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Ringer] = weakref.WeakKeyDictionary()
+_wakers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopWaker] = weakref.WeakKeyDictionary()
 
 
-async def _rung(poll: Callable[[_native.EventFd, int], tuple[bool, Waiting | None]]) -> None:
+async def _poll_until_ready(poll: Callable[[_native.EventFd, int], tuple[bool, Waiting | None]]) -> None:
     """Calls `poll` until it returns True as its first value. Between calls, waits until the eventfd reports the number
     that was passed to `poll`."""
     loop = asyncio.get_running_loop()
-    ringer = _ringers.get(loop)
-    if ringer is None:
-        ringer = _ringers[loop] = _Ringer(loop)
-    number = next(ringer.numbers)
+    waker = _wakers.get(loop)
+    if waker is None:
+        waker = _wakers[loop] = _LoopWaker(loop)
+    number = next(waker.numbers)
     try:
         while True:
             future: asyncio.Future[None] = loop.create_future()
-            ringer.waiting[number] = future
-            done, waiting = poll(ringer.event_fd, number)
+            waker.waiting[number] = future
+            done, waiting = poll(waker.event_fd, number)
             if done:
                 return
             await future
             # `waiting` is kept until here: dropping it would end the wait.
             del waiting
     finally:
-        ringer.waiting.pop(number, None)
+        waker.waiting.pop(number, None)
 
 
 async def acknowledged(ticket: Ticket, ack: str) -> None:
@@ -79,16 +79,17 @@ async def acknowledged(ticket: Ticket, ack: str) -> None:
         waiting = ticket._poll(event_fd, number, ack)
         return waiting is None, waiting
 
-    await _rung(poll)
+    await _poll_until_ready(poll)
 
 
 async def read(reading: ReadMany) -> ManyBytes:
     """Waits for the bytes of a read and returns them. Cancellation ends the wait, and the read continues."""
-    await _rung(lambda event_fd, number: (reading._poll(event_fd, number), None))
+    await _poll_until_ready(lambda event_fd, number: (reading._poll(event_fd, number), None))
     return reading.result()
 
 
-# Followers and streams that tasks wait for have a thread each, up to this number; beyond it they take turns.
+# Each follower or stream that tasks wait for uses one thread. If there are more of them than threads, the others wait
+# until a thread is free.
 def _threads() -> concurrent.futures.ThreadPoolExecutor:
     return concurrent.futures.ThreadPoolExecutor(32, "remanent-follower")
 
@@ -140,7 +141,7 @@ async def next_batch(follower: Follower) -> FollowedBatch:
     while True:
         await _fetched(follower)
         batch = follower._take()
-        # Another task may have taken it first.
+        # Another task may have taken the batch first.
         if batch is not None:
             return batch
 
@@ -159,7 +160,7 @@ def _begin_anew() -> None:
     global _readers, _beginning
     _readers, _beginning = _threads(), threading.Lock()
     _reading.clear()
-    _ringers.clear()
+    _wakers.clear()
 
 
 os.register_at_fork(after_in_child=_begin_anew)

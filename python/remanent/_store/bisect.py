@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from remanent import _native
-from remanent._errors import InvalidTypeError, NoStateError
+from remanent._store import _native
+from remanent._store.errors import InvalidTypeError, NoStateError
 
 _At = int | str | _native.SnapshotInfo
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from remanent import _native
-from remanent._errors import Error
+from remanent._store import _native
+from remanent._store.errors import Error
 
-# The number of pages that are listed: a notebook is no place for a hundred thousand rows.
+# The largest number of pages that a table lists, so that a notebook stays readable.
 _ROWS = 20
 _TEXT_LEN = 80
 

@@ -13,7 +13,7 @@ import os
 import threading
 import traceback
 
-from remanent import _native
+from remanent._store import _native
 
 _LOGGER = logging.getLogger("remanent")
 # Without a handler set by the program nothing is printed, not even warnings by the handler of last resort.
@@ -58,7 +58,7 @@ def update_logging() -> None:
     ...     store["k"] = b"v"
     ...     lsn = store.restore(0)
     >>> remanent.flush_logging()
-    >>> [said for said in shown if said[0] == "remanent.history.restore"]
+    >>> [record for record in shown if record[0] == "remanent.history.restore"]
     [('remanent.history.restore', 'INFO', '2')]
     >>> logging.getLogger("remanent").removeHandler(handler)
     >>> remanent.update_logging()

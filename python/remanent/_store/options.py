@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Required, TypedDict, cast
 
-from remanent import _native
+from remanent._store import _native
+from remanent._store.errors import InvalidError
 
 
 class MemoryOptions(TypedDict, total=False):
@@ -25,7 +26,7 @@ class MemoryOptions(TypedDict, total=False):
     >>> with remanent.Store(directory, memory={"budget": {"host": 1 << 20}}) as store:
     ...     store["k"] = bytes(1 << 21)
     Traceback (most recent call last):
-    remanent._errors.OverBudgetError: ...
+    remanent.OverBudgetError: ...
     """
 
     budget: Mapping[str, int] | None
@@ -71,12 +72,13 @@ class LogOptions(TypedDict, total=False):
 class ImageOptions(TypedDict, total=False):
     """How images of pages are written: the argument `images` of `Store`, a dict.
 
-    - `io`: "mapped", "buffered" or "direct". Default: "buffered". Use "direct" if snapshots must not displace cached
-      data of other programs, and "mapped" for a store on tmpfs with pages on a GPU.
+    - `io`: "auto", "mapped", "buffered" or "direct". Default: "auto", which uses direct I/O for image files of at least
+      8 MiB on a disk, and the page cache otherwise. Use "buffered" if pages are usually read soon after they were
+      written, and "mapped" for a store on tmpfs with pages on a GPU.
     - `compression`: whether images are compressed. Default: True. Use False if CPU time matters more than disk space.
     """
 
-    io: Literal["mapped", "buffered", "direct"]
+    io: Literal["auto", "mapped", "buffered", "direct"]
     compression: bool
 
 
@@ -124,11 +126,48 @@ class ScrubSchedule(TypedDict, total=False):
     bytes_per_second: int | None
 
 
+class ArchiveOptions(TypedDict, total=False):
+    """Where and how a store is archived while it is open: the argument `archive` of `Store`, a dict.
+
+    A batch that was acknowledged as "archived" is in every restore that begins later, on any machine:
+    `remanent restore DIRECTORY --from URL`.
+
+    - `url`: the URL of the archive: "s3://…", "gs://…", "az://…", or "file:///…" for an existing folder. Each store has a
+      URL of its own. Credentials come from the environment.
+    - `settings`: settings of the bucket, such as `{"endpoint": "http://127.0.0.1:9000"}`. Default: None. They replace
+      variables of the environment.
+    - `interval`: the seconds that a batch waits until it is archived, unless a caller waits for it. Default: 1.0. Each
+      interval with batches costs one PUT and one GET.
+    - `log_len_max`: the bytes of log that are kept while the bucket is slow or cannot be reached. Default: 8589934592.
+      Beyond that, the archive continues with the next snapshot, and states in between cannot be restored from it.
+    - `required`: whether an open raises ArchiveError if the bucket cannot be reached. Default: True. With False, the
+      archive is checked later.
+    - `takeover`: whether the directory may continue an archive that another directory of the store has written to,
+      because that one is lost. Default: False. The batches of the archive must be in this directory in any case.
+
+    >>> import pathlib
+    >>> folder = pathlib.Path(directory, "archive")
+    >>> folder.mkdir(parents=True)
+    >>> with remanent.Store(directory + "/store", archive={"url": folder.as_uri()}) as store:
+    ...     with store.batch(ack="archived") as batch:
+    ...         page = batch.create(b"survives the machine", key="k")
+    ...     store.stats()["archive"]["archived"] == store.lsn
+    True
+    """
+
+    url: Required[str]
+    settings: Mapping[str, str] | None
+    interval: float
+    log_len_max: int
+    required: bool
+    takeover: bool
+
+
 class StoreOptions(TypedDict, total=False):
     """All keyword arguments of `Store`, for functions that pass them on. `Store` describes them."""
 
     create: bool
-    ack: Literal["applied", "logged", "durable"]
+    ack: Literal["applied", "logged", "durable", "archived"]
     device: str
     slots: Sequence[str] | None
     identity: bytes | None
@@ -140,6 +179,7 @@ class StoreOptions(TypedDict, total=False):
     snapshots: SnapshotSchedule
     retention: RetentionOptions
     scrubs: ScrubSchedule
+    archive: ArchiveOptions | None
 
 
 def merged(defaults: StoreOptions, given: Mapping[str, object]) -> StoreOptions:
@@ -149,3 +189,11 @@ def merged(defaults: StoreOptions, given: Mapping[str, object]) -> StoreOptions:
         if isinstance(group, dict) and isinstance(options[name], dict):
             options[name] = {**group, **options[name]}
     return cast(StoreOptions, options)
+
+
+def refuse_archive(options: StoreOptions) -> None:
+    """Raises an error for the option `archive`. An archive contains the state of a store without its named snapshots,
+    which are the versions."""
+    if options.get("archive") is not None:
+        raise InvalidError("archive: an archive does not contain versions, so they could not be restored from it",
+                           remedy="copy the directory to another machine, or archive a Store")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from remanent._errors import InvalidTypeError
+from remanent._store.errors import InvalidTypeError
 
 
 def freeze(copy: Any, what: str, instead: str) -> Any:

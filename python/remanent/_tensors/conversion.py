@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 import torch
 
-from remanent import _native
-from remanent._errors import RefusedError
-from remanent._native import ArrayLayout, Block, Extent
 from remanent._state import page_tree
 from remanent._state.page_tree import Arrays
+from remanent._store import _native
+from remanent._store._native import ArrayLayout, Block, Extent
+from remanent._store.errors import RefusedError
 from remanent._tensors.overlaps import Part, bits, expanded_stride, squeezed, together_or_apart
 
-# The bytes of shorter pages that a load reads with one call, on the host and on a GPU, whose bus is idle at the start
-# and end of each call.
+# The largest number of bytes that a load reads with one call, unless a single page is longer. Long calls are faster on
+# a GPU, because its bus is idle at the start and the end of each call.
 _TOGETHER = 256 << 20
 _TOGETHER_ON_GPU = 2 << 30
 

@@ -96,7 +96,8 @@ class CopyStreams:
         """Returns the moment at which all copies queued so far are complete."""
         events = {}
         for device, stream in self._streams.items():
-            # A blocking event, whose waiter sleeps: the waiting thread is not the one that trains.
+            # With `blocking=True`, a thread that waits for the event sleeps and takes no CPU time from the training
+            # thread.
             events[device] = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             events[device].record(stream)
         return Moment(events)

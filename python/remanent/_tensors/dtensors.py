@@ -19,10 +19,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from remanent._errors import NoStateError, RefusedError
-from remanent._native import ArrayLayout
 from remanent._state import page_tree
 from remanent._state.plain_values import encode_or_leave
+from remanent._store._native import ArrayLayout
+from remanent._store.errors import NoStateError, RefusedError
 from remanent._tensors.conversion import DTYPE, PLAIN_TYPES, bytes_of, read_page, tensors_of
 from remanent._versions.run_versions import Views
 

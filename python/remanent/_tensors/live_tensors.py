@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import numpy
 import torch
 
-from remanent import _native
-from remanent._errors import NoStateError
-from remanent._native import ArrayLayout
 from remanent._state.page_tree import Arrays, contiguous_stride
+from remanent._store import _native
+from remanent._store._native import ArrayLayout
+from remanent._store.errors import NoStateError
 from remanent._tensors.conversion import DTYPE, tensor_of
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from remanent._errors import RefusedError
 from remanent._state.plain_values import numpy_dtype
+from remanent._store.errors import RefusedError
 
 # Element types that torch has under the same names.
 _OF_TORCH = ("bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from remanent._native import Extent
+from remanent._store._native import Extent
 
 # The share of the memory that must be in use; for sparser groups, only the bytes in use are stored.
 _USED_MIN = 0.5

@@ -6,8 +6,8 @@ from collections import Counter
 
 import torch
 
-from remanent._errors import RefusedError
-from remanent._native import Extent
+from remanent._store._native import Extent
+from remanent._store.errors import RefusedError
 from remanent._tensors.conversion import extents
 
 

@@ -11,8 +11,11 @@ from typing import Any, Self
 
 import torch
 
-from remanent import _native
-from remanent._errors import (
+from remanent._state import page_tree
+from remanent._state.modules import LiveModule
+from remanent._store import _native
+from remanent._store._native import ArrayLayout
+from remanent._store.errors import (
     DeviceError,
     ForeignDirectoryError,
     InvalidError,
@@ -21,9 +24,6 @@ from remanent._errors import (
     RefusedError,
     UnknownKeyError,
 )
-from remanent._native import ArrayLayout
-from remanent._state import page_tree
-from remanent._state.modules import LiveModule
 from remanent._tensors.conversion import DTYPE
 from remanent._tensors.storages import extents_there
 from remanent._tensors.torch_modes import parameters_in_place, refuse_fake_tensors

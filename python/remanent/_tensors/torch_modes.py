@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from remanent._errors import RefusedError
+from remanent._store.errors import RefusedError
 
 
 def refuse_fake_tensors() -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from remanent import _native
-from remanent._native import Block, Extent
+from remanent._store import _native
+from remanent._store._native import Block, Extent
 from remanent._tensors.conversion import blocks
 
 
@@ -27,7 +27,7 @@ class Copies:
         self._shadow = shadow
         # The location of the tensor and its working copy, by page key.
         self._held: dict[str, tuple[tuple[int, int, int], _native.WorkingCopy]] = {}
-        # The keys of those that were captured since `blocks` was called.
+        # The keys of the working copies that were captured since the last call of `blocks`.
         self._used: set[str] = set()
         # Blocks for which a batch has created pages, to be captured by the next batch.
         self._begun: list[tuple[str, Block, int]] = []
@@ -35,7 +35,7 @@ class Copies:
     def blocks(self, found: Iterable[Extent]) -> Iterator[Block]:
         """Yields the pages of tensors. Tensors on `device` are marked to be captured, and all others are copied to the
         host."""
-        # A failed save may have left something.
+        # A failed save may have left entries.
         self._begun, self._used = [], set()
         for block in blocks(found, on_host=False):
             if not block.nbytes:
@@ -59,7 +59,8 @@ class Copies:
             width //= 2
         place = (block.data.data_ptr(), block.nbytes, width)
         held = self._held.get(key)
-        # If this is another page, or another batch changed the page, the memory belongs to none of its versions.
+        # Create a new working copy if the tensor has moved, if the page is another one, or if another batch changed the
+        # page.
         if held is None or held[0] != place or (held[1].page, held[1].epoch) != (info.page, info.epoch):
             # A thread's current GPU is the first one by default, and torch exports no tensor of another one.
             with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():

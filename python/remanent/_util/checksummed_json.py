@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from remanent._errors import DamagedError
+from remanent._store.errors import DamagedError
 
 
 def begins(kind: str) -> bytes:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from remanent._errors import NoStoreError
+from remanent._store.errors import NoStoreError
 
 
 class HeldDirectory:

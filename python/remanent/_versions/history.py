@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from remanent import _native
-from remanent._errors import InvalidError, NoStateError, OutOfBoundsError
-from remanent._native import ArrayLayout
 from remanent._state import page_tree
+from remanent._store import _native
+from remanent._store._native import ArrayLayout
+from remanent._store.errors import InvalidError, NoStateError, OutOfBoundsError
 from remanent._tensors.conversion import DTYPE, read_page, tensor_of, tensors_of
 from remanent._versions.run_versions import Version, did_you_mean, no_version, whole
 

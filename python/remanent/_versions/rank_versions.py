@@ -1,9 +1,9 @@
 """Versions of a run with several ranks. A version is a *point* at which the states of all ranks are on disk.
 
 A point is a file that lists a snapshot of each rank's store. The first rank creates the file once all of these
-snapshots are durable. Snapshots that no point lists belong to no version. After a crash of any rank at any moment,
-either the newest point or the previous one remains, and never a mixture of both. Only the first rank creates and
-removes points, because it holds the lock of its store, which is in the same directory.
+snapshots are durable. Snapshots that no point lists belong to no version. After a crash of any rank at any time, either
+the newest point or the previous one remains, and never a mixture of both. Only the first rank creates and removes
+points, because it holds the lock of its store, which is in the same directory.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from remanent import _native
 from remanent._checkpoint.ranks import Ranks, described, raise_first
-from remanent._errors import (
+from remanent._store import _native
+from remanent._store.errors import (
     DamagedError,
     Error,
     ForeignDirectoryError,
@@ -88,8 +88,8 @@ class SharedVersions:
         try:
             ranks.by_first(self._check)
             ranks.all_or_none(lambda: opened.append(self._open(options)))
-            # Used for queries while a save is in progress. It is created here, where a rank that dies meanwhile keeps
-            # no main thread waiting.
+            # A second group for queries while a save is in progress. This code runs on the worker thread, so a rank
+            # that dies during the creation does not block the main thread.
             self._aside = Ranks(process_group)
         except BaseException:
             for store in opened:
@@ -125,14 +125,14 @@ class SharedVersions:
         snapshot = of_step(step, lsn)
         try:
             self.store.snapshot(snapshot, verify=False)
-            said = {"step": step, "name": name, "part": Part(self.store.id, snapshot, lsn)}
+            record = {"step": step, "name": name, "part": Part(self.store.id, snapshot, lsn)}
         except BaseException as error:
             self.failed(save, error)
             raise
-        all_said = self._tell(save, said)
+        all_records = self._tell(save, record)
         try:
-            raise_first([each.get("failed") for each in all_said])
-            for rank, each in enumerate(all_said):
+            raise_first([each.get("failed") for each in all_records])
+            for rank, each in enumerate(all_records):
                 if (each["step"], each["name"]) != (step, name):
                     raise RefusedError(f"rank {rank} saved step {each['step']} as {each['name']!r}, but rank "
                                        f"{self._ranks.rank} saved step {step} as {name!r}",
@@ -140,7 +140,7 @@ class SharedVersions:
         except Error:
             self._give_up_unnamed()
             raise
-        parts = [Part(*each["part"]) for each in all_said]
+        parts = [Part(*each["part"]) for each in all_records]
         self._give_up_all_but(self._ranks.by_first(lambda: self._publish(step, name, parts)))
 
     def failed(self, save: int, error: BaseException) -> None:
@@ -150,10 +150,10 @@ class SharedVersions:
                 self._tell(save, {"failed": described(error)})
                 self._give_up_unnamed()
 
-    def _tell(self, save: int, said: Any) -> list[Any]:
+    def _tell(self, save: int, record: Any) -> list[Any]:
         self._told = save
         self._ranks.doing = f"make save {save}"
-        return self._ranks.gather(said)
+        return self._ranks.gather(record)
 
     def _publish(self, step: int, name: str | None, parts: list[Part]) -> list[list[str]] | None:
         self._points.create(step, name, parts)
@@ -343,7 +343,7 @@ class _Points:
             try:
                 points.append(_read(path))
             except FileNotFoundError:
-                # The point was given up between the listing and the read.
+                # The point was removed between the listing and the read.
                 continue
             except (DamagedError, OSError) as error:
                 all_read = False
@@ -391,13 +391,13 @@ def _number_of(path: Path) -> int:
 
 
 def _encoded(point: Point) -> bytes:
-    said = point._asdict()
-    del said["number"]
-    return checksummed_json.seal(_KIND, [said])
+    record = point._asdict()
+    del record["number"]
+    return checksummed_json.seal(_KIND, [record])
 
 
 def _read(path: Path) -> Point:
     [text] = checksummed_json.parts_of(_KIND, path.read_bytes(), path)
-    said = json.loads(text)
-    parts = [Part(*part) for part in said["parts"]]
-    return Point(_number_of(path), said["step"], said["name"], said["created"], parts)
+    record = json.loads(text)
+    parts = [Part(*part) for part in record["parts"]]
+    return Point(_number_of(path), record["step"], record["name"], record["created"], parts)

@@ -6,8 +6,8 @@ import concurrent.futures
 import logging
 import os
 
-from remanent import _native
-from remanent._errors import Error
+from remanent._store import _native
+from remanent._store.errors import Error
 from remanent._util.threads import started
 
 

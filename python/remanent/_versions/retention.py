@@ -13,8 +13,8 @@ import time
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from remanent import _native
-from remanent._errors import InvalidError, NoStateError, RefusedError
+from remanent._store import _native
+from remanent._store.errors import InvalidError, NoStateError, RefusedError
 from remanent._versions.run_versions import unnamed
 
 _Path = str | os.PathLike[str]
@@ -274,7 +274,9 @@ PENDING_BYTES = 1 << 30
 
 
 def open_store(directory: _Path, *, create: bool = True) -> _native.Store:
-    """Opens a directory of versions for a save. The store itself removes nothing; only `KeptVersions` does."""
+    """Opens a directory of versions for a save. The store itself takes no snapshots and removes nothing; `save` and
+    `KeptVersions` do."""
     return _native.Store(directory, create=create, device="host",
                          memory={"load": "on_demand", "budget": {"disk": PENDING_BYTES}}, log={"spare_bytes": 0},
+                         images={"compression": False}, snapshots={"log_bytes": None, "interval": None},
                          retention={"snapshots_kept": _ALL, "log_kept": _ALL_BYTES})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import time
@@ -10,15 +9,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
-from remanent import _native
-from remanent._errors import InvalidError, NoStateError, OvertakenError, RefusedError
+from remanent._store import _native
+from remanent._store.errors import InvalidError, NoStateError, RefusedError
 from remanent._versions.removal import Removal
 
 _Path = str | os.PathLike[str]
 _T = TypeVar("_T")
 
-# The number of attempts to list versions while files are being removed.
-_LIST_TRIES = 5
 STEP = "step "
 # The entry of the root that is set while a save has written part of its version.
 SAVING = "saving"
@@ -233,7 +230,7 @@ class OwnVersions:
             self._store.snapshot(of_step(root["step"], self._store.lsn), verify=False)
 
     def keep(self, save: int, lsn: int, step: int, name: str | None) -> None:
-        # No batch precedes this snapshot, since the next save waits for this one.
+        # The snapshot contains exactly this version, because the next save begins only after this one has ended.
         self._store.snapshot(name or of_step(step, lsn), verify=False)
         self._removal.wait()
         self._removal.begin([version.snapshot for version in self._keep.outlived(unnamed(self._store))])
@@ -284,19 +281,11 @@ class OwnVersions:
 
     def listed(self) -> list[Version]:
         self._removal.wait()
-        for _ in range(_LIST_TRIES):
-            with contextlib.suppress(OvertakenError, NoStateError):
-                return self._listed()
-        return self._listed()
-
-    def _listed(self) -> list[Version]:
-        # Another thread may give up a version between the listing and its open; then the list is made again.
         versions: dict[int, Version] = {}
         for info in self._store.snapshots():
             if info.name is None:
                 continue
-            with _native.View(self._store.directory, info) as view:
-                root = view.root
+            root = info.root
             if "step" in root and SAVING not in root:
                 name = None if info.name.startswith(STEP) else info.name
                 if name is not None or info.end not in versions:

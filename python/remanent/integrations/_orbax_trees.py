@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import numpy
 
-from remanent import _native
 from remanent import jax as trees
-from remanent._errors import NoStateError
 from remanent._state import page_tree
+from remanent._store import _native
+from remanent._store.errors import NoStateError
 
 __all__ = ["ArrayMetadata", "Version", "is_template", "structure_of"]
 

@@ -23,7 +23,7 @@ import threading
 from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any
 
-from remanent._errors import InvalidError
+from remanent._store.errors import InvalidError
 from remanent.integrations import _hosts
 from remanent.kv import BlockCache
 

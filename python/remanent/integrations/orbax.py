@@ -43,8 +43,8 @@ import jax
 import numpy
 
 from remanent import jax as trees
-from remanent._errors import Error, RefusedError
-from remanent._native import View
+from remanent._store._native import View
+from remanent._store.errors import Error, RefusedError
 from remanent._util import durable_files
 from remanent.integrations import _hosts
 from remanent.integrations._orbax_trees import ArrayMetadata, Version, is_template, structure_of

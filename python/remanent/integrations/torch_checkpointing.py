@@ -49,8 +49,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from remanent._errors import DamagedError, DiskFullError, Error, InvalidError, LockedError
-from remanent._native import Store, View
+from remanent._store._native import Store, View
+from remanent._store.errors import DamagedError, DiskFullError, Error, InvalidError, LockedError
 from remanent._store.options import StoreOptions
 from remanent._util import durable_files
 from remanent.integrations import _hosts
@@ -238,8 +238,8 @@ class _Mark:
     page_bytes: int
 
     def encode(self) -> bytes:
-        said = {"store": self.store, "key": self.key, "length": self.length, "page": self.page_bytes}
-        body = _MAGIC + json.dumps(said)[1:].encode() + b"\n"
+        fields = {"store": self.store, "key": self.key, "length": self.length, "page": self.page_bytes}
+        body = _MAGIC + json.dumps(fields)[1:].encode() + b"\n"
         return body + f"{zlib.crc32(body):08x}\n".encode()
 
     @classmethod
@@ -253,8 +253,8 @@ class _Mark:
         if total != f"{zlib.crc32(body + end):08x}\n".encode():
             raise DamagedError(f"{path} is damaged", path=str(path), file=str(path), offset=0)
         try:
-            said = json.loads(body)
-            return cls(path, said["store"], said["key"], said["length"], said["page"])
+            fields = json.loads(body)
+            return cls(path, fields["store"], fields["key"], fields["length"], fields["page"])
         except (ValueError, KeyError) as error:
             raise DamagedError(f"{path} has an unknown format", path=str(path), file=str(path),
                                offset=0) from error
@@ -272,7 +272,8 @@ class _Views:
         # The views, with the number of streams that read from each. Those of another process cannot be used.
         self._views: dict[tuple[int, str], list[tuple[View, list[int]]]] = {}
         self._lock = threading.Lock()
-        # Closed streams: the garbage collector may close one while this thread holds the lock.
+        # The streams that were closed but not processed yet. The garbage collector may close a stream while this thread
+        # holds the lock, so closing only appends to this queue.
         self._closed: deque[tuple[_Mark, View]] = deque()
         _all_views.add(self)
 
@@ -311,7 +312,7 @@ class _Views:
         self._give_back()
 
     def _give_back(self) -> None:
-        # If the lock is taken, its holder does this.
+        # If another thread holds the lock, that thread processes the queue.
         while self._closed and self._lock.acquire(blocking=False):
             try:
                 mark, view = self._closed.popleft()
@@ -391,7 +392,7 @@ class _ReadStream(io.RawIOBase):
 class _WriteStream(io.RawIOBase):
     """A stream that writes a new file page by page. The file gets its name when the stream is closed."""
 
-    # Before it has begun, there is nothing to end.
+    # True until `__init__` has begun the file, so that `abort` has no effect before.
     _is_ended = True
 
     def __init__(self, path: Path, files: _Files) -> None:
@@ -419,7 +420,7 @@ class _WriteStream(io.RawIOBase):
         try:
             self._take(view)
         except BaseException:
-            # Part of it may be stored: if writing continued, the file would contain bytes twice.
+            # Part of `data` may be stored. If writing continued, the file would contain these bytes twice.
             self.abort()
             raise
         self._length += view.nbytes
@@ -530,7 +531,7 @@ class _Files:
         """Creates the second names of all marks again if the root was copied, because a copy may turn the two names of
         a file into two files."""
         held = self._marks.stat()
-        # The device number may change after a restart: then the search finds nothing to do.
+        # The device number may change after a restart. The search below then changes nothing.
         here, known = f"{held.st_dev}:{held.st_ino}", self._store.root.get(_MARKS)
         if known == here:
             return

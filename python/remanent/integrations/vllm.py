@@ -29,7 +29,7 @@ from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from remanent._errors import InvalidError
+from remanent._store.errors import InvalidError
 from remanent.integrations import _hosts
 from remanent.kv import BlockCache
 
@@ -156,11 +156,11 @@ class RemanentTier(SecondaryTierManager):
 
     def _begin(self, job: TransferJob, begin: Callable[..., Future[Any]]) -> None:
         """Starts to store or load blocks. `get_finished_jobs` reports the result, even if the job cannot begin."""
-        begun = time.monotonic()
+        began = time.monotonic()
         keys = list(job.keys)
 
         def finish(future: Future[Any]) -> None:
-            self._finished.put(self._result(job.job_id, keys, future, time.monotonic() - begun))
+            self._finished.put(self._result(job.job_id, keys, future, time.monotonic() - began))
             with self._is_told:
                 self._open_jobs -= 1
                 self._is_told.notify_all()
@@ -204,8 +204,8 @@ class RemanentTier(SecondaryTierManager):
 
     def _tell(self, keys: list[bytes], *, removed: bool) -> None:
         if self._events is not None:
-            told = [OffloadKey(key) for key in keys]
-            self._events.put(OffloadingEvent(keys=told, medium=self.medium, removed=removed, locality=self.locality))
+            reported_keys = [OffloadKey(key) for key in keys]
+            self._events.put(OffloadingEvent(keys=reported_keys, medium=self.medium, removed=removed, locality=self.locality))
 
     def _prove_seed(self) -> None:
         """Checks that the engine's first hash has the algorithm and seed of the identity.

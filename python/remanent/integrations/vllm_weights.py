@@ -37,9 +37,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from remanent._errors import NoStateError, RefusedError
-from remanent._native import ArrayLayout, View
 from remanent._state import page_tree
+from remanent._store._native import ArrayLayout, View
+from remanent._store.errors import NoStateError, RefusedError
 from remanent._tensors import conversion
 from remanent.integrations import _hosts
 from remanent.weights import Publisher
@@ -151,7 +151,7 @@ def _version(directory: str, update: RemanentUpdateInfo) -> View:
         try:
             return View(directory, f"lsn:{update.lsn}")
         except NoStateError:
-            # A version logged between an attempt and the check of the newest version is found at the next attempt.
+            # If the version was logged after the failed attempt, the next attempt finds the version.
             if is_past or time.monotonic() >= until:
                 raise
             with View(directory) as newest:

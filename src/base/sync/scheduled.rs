@@ -136,7 +136,7 @@ impl Condvar {
             if !waiter.is_called() {
                 thread::yield_now();
             }
-            // No other thread runs between this check and the next line.
+            // The scheduler runs no other thread between this check and the next statement.
             let timed_out = !waiter.is_called();
             SLEEPERS.with_borrow_mut(|sleepers| sleepers.remove(&waiter.thread));
             if timed_out {
@@ -200,7 +200,7 @@ impl Waiter {
     }
 
     fn call(&self) {
-        // No other thread runs between the next two lines, so from here on the wait cannot time out.
+        // The scheduler runs no other thread between the next two statements, so the wait can no longer time out.
         self.is_called.store(true, Ordering::Relaxed);
         SLEEPERS.with_borrow_mut(|sleepers| sleepers.remove(&self.thread));
         self.call.release(1);

@@ -1,4 +1,5 @@
-//! Areas, the units of memory in which a launch plan detects hazards, and sets of areas.
+//! Areas: the units of memory between which a launch plan detects hazards. Two accesses to the same area, at least one
+//! of which is a write, are treated as a hazard.
 
 use std::collections::HashSet;
 use std::hash::{BuildHasherDefault, Hasher};
@@ -19,11 +20,11 @@ pub(super) enum Area {
     Scratch,
 }
 
-/// A list of areas that is converted to a set only when it is queried.
+/// A collection of areas that is converted to a set only when it is queried.
 ///
-/// Most lists need no query: deltas read staging and write page memory, and pages that move are read in one kind of
-/// memory and written in another. For moves of 65,536 pages, two sets of that many areas took longer than the rest of
-/// the plan.
+/// Most command lists need no query: deltas read staging and write page memory, and a move reads one kind of memory and
+/// writes another. For a list that moves 65,536 pages, building two sets of that many areas took longer than the rest
+/// of the plan.
 #[derive(Debug, Default)]
 pub(super) struct AreaSet {
     /// The kinds of the areas, one bit each.

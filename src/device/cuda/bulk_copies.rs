@@ -5,11 +5,11 @@
 //! the engine copies one piece while the second waits, so that the engine does not idle. A thread that queues a third
 //! piece waits. This wait delays the thread's own lane, and other lanes only at their long copies.
 //!
-//! Commits have priority. Their short copies and the fences of all lanes never use this queue: kernels and the stream
-//! itself write them. Bytes that a commit gathered on the GPU may be long. Their copies use an urgent lane, which
-//! precedes all others, so a commit waits for two pieces rather than for a snapshot. During uninterrupted urgent
-//! copies, one piece in [`URGENT_TURNS_MAX`] + 1 belongs to a patient lane. A patient copy occupies scratch memory that
-//! others may be waiting for, so it must finish.
+//! Commits have priority. Their short copies and the fences of all lanes are written by kernels or by the stream
+//! itself, without this queue. Long copies of a commit use an urgent lane. Its pieces precede those of the other lanes,
+//! called patient, so a commit waits for two pieces and not for a whole snapshot. During uninterrupted urgent copies,
+//! one piece in [`URGENT_TURNS_MAX`] + 1 still belongs to a patient lane, because a patient copy occupies scratch
+//! memory for which others may be waiting.
 
 use std::collections::VecDeque;
 use std::ffi::c_void;
@@ -60,16 +60,16 @@ impl BulkQueue {
         target: u64,
         len: u64,
     ) -> Result<()> {
-        // One visit covers the whole copy, so no patient lane runs between two pieces of an urgent copy
-        // unless its turn is due.
+        // The whole copy counts as one urgent visit. No patient lane runs between two of its pieces, unless
+        // [`URGENT_TURNS_MAX`] urgent pieces have preceded it.
         let mut turns = self.under_way.join(lane.is_urgent());
         for begin in (0..len).step_by(PIECE_LEN_MAX as usize) {
             let piece_len = PIECE_LEN_MAX.min(len - begin);
             let mut turn = turns.take();
             let under_way = &mut turn.value;
-            // Waits while holding the turn. Otherwise a lane that arrived later could queue its piece first,
-            // and the count of pieces would be wrong. If the stream has stopped, the entry stays, and every
-            // later copy gets the same error instead of waiting forever.
+            // The lock is held during this wait. Otherwise another lane could queue its piece first, and the count of
+            // pieces would be wrong. If the stream has stopped, the entry remains, and every later copy gets the same
+            // error instead of waiting forever.
             while under_way.len() >= PIECES_MAX {
                 let (word, value) = &under_way[0];
                 word.wait(*value)?;
@@ -92,7 +92,8 @@ impl BulkQueue {
     }
 }
 
-/// A value that threads use in turns, urgent threads first. Such a thread is called a visitor.
+/// A value that threads lock one at a time, urgent threads first. A thread that uses the value is called a visitor, and
+/// each period in which it holds the lock is a turn.
 #[derive(Default)]
 struct Turns<T> {
     state: Mutex<TurnsState<T>>,
@@ -115,7 +116,7 @@ struct TurnsState<T> {
 }
 
 impl<T> TurnsState<T> {
-    /// Returns whether the next turn belongs to a patient visitor.
+    /// Returns whether the next turn belongs to a patient visitor, because enough urgent turns have preceded it.
     fn is_patient_due(&self) -> bool {
         self.patient > 0 && self.urgent_turns >= URGENT_TURNS_MAX
     }
@@ -142,13 +143,12 @@ impl<T> TurnHandle<'_, T> {
         let Turns { state, urgent, patient_may, urgent_may } = self.turns;
         let mut state = state.lock();
         if self.is_urgent {
-            // Without this wait, urgent visitors would take the lock again before the notified patient
-            // visitor runs.
+            // Without this wait, urgent visitors could acquire the lock again before the notified patient visitor runs.
             while state.is_patient_due() {
                 urgent_may.wait(&mut state);
             }
-            // Turns count only while a patient visitor waits: an earlier burst of urgent copies does not
-            // entitle it to a turn.
+            // Urgent turns are counted only while a patient visitor waits. Those before its arrival do not bring its
+            // turn closer.
             state.urgent_turns += u32::from(state.patient > 0);
             if state.is_patient_due() {
                 patient_may.notify_one();
@@ -169,7 +169,7 @@ impl<T> TurnHandle<'_, T> {
 impl<T> Drop for TurnHandle<'_, T> {
     fn drop(&mut self) {
         if self.is_urgent {
-            // Under the lock: a patient visitor that has just checked and is about to wait must not miss the
+            // The lock is held during the change: otherwise a patient visitor that is about to wait could miss the
             // notification.
             let _state = self.turns.state.lock();
             self.turns.urgent.fetch_sub(1, Ordering::SeqCst);
@@ -189,8 +189,7 @@ mod tests {
     /// visitors in the order of their turns.
     fn turns_of_one_urgent_and_two_patient(urgent_turns: u32) -> Vec<&'static str> {
         let (sender, order) = mpsc::channel();
-        // If no notification wakes the patient visitors, the thread is left behind and the test fails by
-        // timeout.
+        // If no notification wakes the patient visitors, this thread never ends, and the test fails by its timeout.
         std::thread::spawn(move || {
             let turns = Turns::<Vec<&str>>::default();
             std::thread::scope(|scope| {
@@ -198,7 +197,7 @@ mod tests {
                 for _ in 0..2 {
                     scope.spawn(|| turns.join(false).take().value.push("patient"));
                 }
-                // A visitor that did not wait has already had its turn.
+                // A visitor either waits or has already had its turn.
                 let here = |state: &TurnsState<Vec<&str>>| state.patient as usize + state.value.len();
                 while here(&turns.state.lock()) < 2 {
                     std::thread::yield_now();

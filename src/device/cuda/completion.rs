@@ -4,7 +4,8 @@
 //! the stream's progress therefore costs one load, and a point in the stream needs no driver object. Each write follows
 //! a system-wide barrier, so a reader that observes the value also observes the bytes written before it.
 //!
-//! A stream that stopped at a fault never writes again, so a thread that waits for long queries the stream itself.
+//! A stream that has stopped at a fault never writes again. Therefore a thread that has waited for long also queries
+//! the state of the stream.
 
 use std::mem::ManuallyDrop;
 use std::num::NonZeroU64;
@@ -83,8 +84,8 @@ impl Stream {
     /// A device error if the stream stopped at a fault.
     pub fn drain(&self) -> Result<()> {
         let mut backoff = Backoff::new();
-        // A rejected query has no effect, so it is repeated once: giving up would abandon the work that the
-        // caller waits for.
+        // A rejected query has no effect, so it is repeated once. The work that the caller waits for may still be
+        // running.
         let mut may_be_refused = true;
         loop {
             match self.is_done() {
@@ -117,7 +118,7 @@ pub(super) struct CompletionWord {
 }
 
 impl CompletionWord {
-    /// Creates a word with value 0 in pinned memory.
+    /// Creates a counter word with value 0 in pinned memory.
     ///
     /// # Errors
     /// `OutOfMemory`, a device error.
@@ -203,7 +204,7 @@ pub(super) struct Backoff {
 impl Backoff {
     pub fn new() -> Self {
         let own = current_timer_slack().ok().and_then(NonZeroU64::new).filter(|own| *own > SLEEP_SLACK_NS);
-        // If the system refuses, sleeps last as long as its default slack makes them.
+        // If the system rejects the change, sleeps are lengthened by the default timer slack.
         let slack = own.filter(|_| set_current_timer_slack(Some(SLEEP_SLACK_NS)).is_ok());
         Self { since: Instant::now(), slack }
     }

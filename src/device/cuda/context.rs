@@ -1,8 +1,7 @@
 //! A GPU's context: created once per process, and current on a thread only during the store's own calls.
 //!
 //! This is the primary context, shared with the CUDA runtime and everything built on it, so the caller's kernels can
-//! use the same addresses. It is never released: the next open would have to create it again, and a fault in a context
-//! outlives any store.
+//! use the same addresses. It is never released, because the next open would have to create it again.
 //!
 //! Every driver call uses [`ContextGuard`], which restores the caller's own context afterwards. During the call it
 //! relaxes the thread's capture mode: otherwise a query would invalidate a capture that the caller has in progress on

@@ -56,7 +56,7 @@ impl RegisteredMappings {
     /// A device error; the mapping then stays until the process ends.
     pub fn unregister(&self, context: &Context, address: u64) -> Result<()> {
         let mapping = self.mappings.lock().remove(&address).expect("registered at this address");
-        // Dropped only below: the GPU may use the mapping until the driver has released it.
+        // The mapping is dropped only after the driver has unpinned it, because the GPU may use it until then.
         let mapping = ManuallyDrop::new(mapping);
         let entered = context.enter()?;
         // SAFETY: the context is current. The mapping was registered at this address, and the caller has

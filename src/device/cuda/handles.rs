@@ -131,7 +131,7 @@ impl Handles {
             is_adopted: slot.is_adopted.load(Ordering::Relaxed),
             is_file: slot.is_file.load(Ordering::Relaxed),
         };
-        // If the slot was released and taken again in between, the fields may be mixed.
+        // If the slot was released and used again during these reads, the fields may belong to different allocations.
         fence(Ordering::Acquire);
         (slot.generation.load(Ordering::Relaxed) == generation).then_some(allocation)
     }
@@ -163,7 +163,7 @@ impl Handles {
             Some(allocation)
         };
         let removed = ids.map(remove).collect();
-        // Reversed, because the last one is taken first.
+        // Reversed, because slots are taken from the end of the list.
         self.free[own_shard()].lock().extend(freed.into_iter().rev());
         removed
     }
@@ -328,7 +328,7 @@ mod tests {
                 while reads.load(Ordering::Relaxed) < READS {
                     let id = MemoryId(newest.load(Ordering::Acquire));
                     if let Some(found) = handles.get(id) {
-                        // There is only one slot, so the n-th id belongs to the n-th allocation.
+                        // There is only one slot, so the n-th id refers to the n-th allocation.
                         assert_eq!(found, allocation(u64::from(parts(id).0).div_ceil(2)));
                         reads.fetch_add(1, Ordering::Relaxed);
                     }

@@ -70,7 +70,7 @@ impl Timeline {
         })
     }
 
-    /// Returns the stream. Only the thread that has the lane's turn may launch or copy on it.
+    /// Returns the stream. Only the thread that holds the [`LaneTurn`] may launch or copy on it.
     pub fn stream(&self) -> CUstream {
         self.stream.raw()
     }
@@ -116,8 +116,8 @@ impl Timeline {
     /// # Errors
     /// A device error.
     pub fn follow(&self, other: &Self) -> Result<()> {
-        // While this thread holds the other lane's turn, no thread queues on that lane or records the event
-        // again before the wait has captured it.
+        // The lock prevents other threads from queuing on that lane, or from recording the event again before the wait
+        // refers to it.
         let _turn = other.queue.lock();
         let point = &other.event;
         // The driver records an event only on a stream of the event's own context. A wait may cross contexts.
@@ -149,8 +149,8 @@ impl Timeline {
     /// # Errors
     /// `Refused`, a device error.
     pub fn lead_stream(&self, stream: RawStream) -> Result<()> {
-        // Checked before the event is recorded: within a capture, the wait would become part of the caller's
-        // graph and be repeated at every launch of it.
+        // This check precedes the recording of the event. Within a capture, the wait would become a part of the
+        // caller's graph, and be repeated at every launch of the graph.
         let entered = self.context.enter()?;
         stream::check(self.context, &entered, stream)?;
         self.record(&entered, self.stream(), stream::raw(stream))
@@ -159,8 +159,8 @@ impl Timeline {
 
     /// Makes the stream `later` wait for the current point of the stream `earlier`.
     fn record(&self, entered: &ContextGuard<'_>, earlier: CUstream, later: CUstream) -> Result<(), Code> {
-        // While this thread holds the turn, no thread queues on this lane or records the event again before
-        // the wait has captured it.
+        // The lock prevents other threads from queuing on this lane, or from recording the event again before the wait
+        // refers to it.
         let _turn = self.queue.lock();
         // SAFETY: the context is current; a lane's handles live as long as it does, and the creator of a
         // `RawStream` guarantees that the caller's stream is valid.
@@ -201,8 +201,8 @@ impl LaneTurn<'_> {
 }
 
 impl Drop for Timeline {
-    /// Waits for the stream, so that it does not write to freed memory. Leaks the memory that a stopped
-    /// stream was using.
+    /// Waits for the stream, so that it does not write to freed memory. If the stream has stopped, the memory that it
+    /// was using is leaked.
     fn drop(&mut self) {
         let lists = std::mem::take(self.queue.get_mut());
         if let Err(error) = self.drain() {

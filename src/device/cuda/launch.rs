@@ -178,8 +178,8 @@ impl Launcher<'_> {
                 LaunchStep::Select(range, scans) => {
                     let rows = row(layout.selects, range.start, size_of::<SelectRow>());
                     let (row_count, scan_count) = (range.len() as u32, scans.len() as u32);
-                    // Empty bitmaps have no rows but still a total, which the scan writes. The driver rejects
-                    // a launch without rows.
+                    // If all bitmaps are empty, there are no rows, and the driver rejects a launch without rows. The
+                    // scan still writes a total for each bitmap.
                     if row_count > 0 {
                         launch(SELECT_COUNT, rows, row_count, None)?;
                     }
@@ -218,7 +218,7 @@ impl Launcher<'_> {
         let (mut rows, mut row_count, mut pieces_at): (CUdeviceptr, u32, CUdeviceptr) =
             (rows, row_count, pieces.unwrap_or(0));
         let grid = kernel.grid(row_count);
-        // Kernels without pieces take only the first two.
+        // A kernel without pieces has only the first two parameters.
         let mut parameters: [*mut c_void; 3] =
             [(&raw mut rows).cast(), (&raw mut row_count).cast(), (&raw mut pieces_at).cast()];
         let function = self.functions.get(kernel);

@@ -4,8 +4,9 @@
 //! `memory` and `staging`, `handles` (ids of page memory), `caller_memory`, `file_memory`, `completion`, `event`,
 //! `lane` and `stream` (fences and callers' streams), `unified` (hints), `pinned_reads` (reads of pinned pages on a
 //! caller's thread), `translate` and `plan` (from commands to launches), `kernels`, `launch` and `bulk_copies`
-//! (execution of launches), `peer` and `peer_copy` (another GPU's memory). `abi` is the interface between host and
-//! kernels, `modules` contains the kernels themselves. [`HostDevice`] defines the result of every list (I11).
+//! (execution of launches), `peer` and `peer_copy` (another GPU's memory), `nccl` (GPUs of several processes). `abi` is
+//! the interface between host and kernels, `modules` contains the kernels themselves. [`HostDevice`] defines the result
+//! of every list (I11).
 //!
 //! A list becomes a few launches over tables in pinned memory, followed by one write of the lane's fence. The store
 //! never uses the default stream. Only freeing memory to the driver waits for the whole GPU, which happens in a
@@ -15,6 +16,8 @@
 
 pub mod abi;
 pub mod modules;
+#[cfg(feature = "nccl")]
+pub mod nccl;
 pub mod resource;
 mod areas;
 mod peer_copy;
@@ -73,7 +76,7 @@ use crate::error::{Error, Refused, Result, Unavailable};
 /// regardless of the number of calls, and no other part of the process can use the unused part of a slab.
 const PINNED_SLAB_LEN_MAX: u64 = 4 << 20;
 
-/// The maximum number of pages allocated per call, so that lists of pages stay short.
+/// The maximum number of pages allocated per call, which limits the length of temporary lists.
 const AT_ONCE: usize = 4096;
 
 /// A device that keeps pages in a GPU's memory, in pinned host memory, and in managed memory.
@@ -134,7 +137,7 @@ impl CudaDevice {
         let pinned = Pool::with_slabs_up_to(PINNED_SLAB_LEN_MAX, driver(Kind::Pinned));
         let pinned = PlaceMemory::new(Place::Pinned, Arc::new(pinned));
         let lane = |is_urgent| Timeline::new(context, &pinned, is_urgent);
-        // Commits wait for the lanes of deltas and of staging.
+        // Commits wait for the lanes [`Lane::Apply`] and [`Lane::Stage`], so these two are urgent.
         Ok(Self {
             lanes: [lane(true)?, lane(false)?, lane(false)?, lane(true)?, lane(false)?],
             bulk: BulkQueue::new(context),
@@ -271,7 +274,7 @@ impl CudaDevice {
             blocks.push(tables);
         }
         let tables = if layout.len > 0 { blocks.last() } else { None };
-        // From here on this thread has the lane's turn: one list at a time.
+        // From here on, this thread holds the lane's lock, so that one list is queued at a time.
         let returned = Arc::new(Mutex::new(staging));
         let timeline = self.lane(lane);
         let turn = timeline.turn();
@@ -291,7 +294,8 @@ impl CudaDevice {
         Ok(Pending::new(Fence { lane, value }, returned))
     }
 
-    /// Calls a function that queues lists, while no thread reads the pinned memory that the lists write.
+    /// Calls `queue`, which queues command lists, after announcing the pinned memory that the lists write, so that no
+    /// thread reads it concurrently.
     fn writing<T>(
         &self,
         lane: Lane,
@@ -304,7 +308,7 @@ impl CudaDevice {
         match &queued {
             Ok(queued) => self.pinned_reads.queued(written, lane, fence(queued)),
             Err(_) if self.check_running().is_ok() => self.pinned_reads.queued(written, lane, 0),
-            // It is unknown how much of the list was queued, so the announcement never ends.
+            // A part of the list may have been queued, so the announcement stays in effect.
             Err(_) => {}
         }
         queued
@@ -375,7 +379,7 @@ impl Device for CudaDevice {
     }
 
     fn release(&self, memory: MemoryId) -> Result<()> {
-        // A thread that reads the memory found it by its id, and finishes before the id is removed.
+        // A thread that reads the memory has looked it up by this id, and finishes before the id is removed.
         let page = self.pinned_reads.without_readers(memory, || self.pages.remove(memory));
         self.free(page.unwrap_or_else(|| panic!("{memory:?} is no memory of this device")))
     }
@@ -390,7 +394,7 @@ impl Device for CudaDevice {
     fn submit(&self, lane: Lane, list: CommandList) -> Result<Pending> {
         self.check_running()?;
         let CommandList { commands, staging } = list;
-        // Planned before anything is queued: a list that violates the contract panics here.
+        // The plan is made before anything is queued. A list that violates the contract panics here.
         let mut blocks = Vec::new();
         let mut scratch = 0;
         let scratch_len = translate::scratch_len(&commands);
@@ -453,7 +457,7 @@ impl BulkMemory for CudaDevice {
     }
 
     fn release_all(&self, memory: &[MemoryId], failed: &mut dyn FnMut(usize, Error)) {
-        // Threads that read any of the memory found it by its id, and finish before the id is removed.
+        // Threads that read any of this memory have looked it up by id, and finish before the ids are removed.
         let removed = self.pinned_reads.without_any_reader(|| self.pages.remove_all(memory.iter().copied()));
         let named = |(page, memory): (Option<Allocation>, &MemoryId)| {
             page.unwrap_or_else(|| panic!("{memory:?} is no memory of this device"))
@@ -508,7 +512,7 @@ impl LentMemory for CudaDevice {
     fn alias(&self, span: Span) -> Result<MemoryId> {
         let whole = self.pages.named(span.memory);
         let (address, kind) = (whole.at(span), whole.kind);
-        // Adopted, so that a release leaves the bytes to the memory that contains them.
+        // Marked as adopted: releasing the alias leaves the bytes to the memory that contains them.
         let alias = Allocation { address, len: span.len, kind, is_adopted: true, is_file: false };
         Ok(self.pages.insert(alias))
     }
@@ -542,7 +546,7 @@ impl DeviceStreams for CudaDevice {
     fn signal_external(&self, stream: RawStream, fence: Fence) -> Result<()> {
         self.assert_given(fence);
         if self.reached(fence.lane) >= fence.value {
-            // Rejected in the same cases, whether the fence has passed or not.
+            // The stream is checked even if the fence has passed, so that errors do not depend on timing.
             return stream::check(self.context, &self.context.enter()?, stream);
         }
         self.lane(fence.lane).lead_stream(stream)

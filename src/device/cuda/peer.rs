@@ -47,7 +47,7 @@ fn open(reader: &'static Context, owner: &'static Context) -> Result<bool> {
         // Another library in this process has already enabled the access.
         Err(code) if code.is_peer_already() => Ok(true),
         Err(code) if code.context_lost() => Err(reader.fault(code)),
-        // The caller then copies through the host.
+        // There is no direct path, so the caller copies through the host.
         Err(code) => {
             tracing::warn!(%code, reader = reader.ordinal, owner = owner.ordinal, "no way between GPUs");
             Ok(false)

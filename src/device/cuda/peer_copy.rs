@@ -46,7 +46,7 @@ pub(super) fn copy(
     let (source_in, target_in) = (from.pages.named(source.memory), to.pages.named(target.memory));
     let bytes = PeerCopy { source: source_in.at(source), target: target_in.at(target), len: source.len };
     assert_eq!(source.len, target.len, "a copy between ranges of different lengths");
-    // Memory that a caller pinned may not be pinned for every GPU.
+    // Memory that a caller has pinned may be accessible to one GPU only.
     let is_foreign = |memory: Allocation| memory.is_adopted && memory.kind != Kind::Device;
     if is_foreign(source_in) || is_foreign(target_in) {
         return Ok(None);
@@ -121,7 +121,7 @@ fn relay(to: &CudaDevice, from: &CudaDevice, lane: Lane, bytes: PeerCopy) -> Res
     let relayed = relay_by(&blocks, to, from, lane, bytes);
     match relayed.and_then(|()| to.context.enter()) {
         Ok(entered) => {
-            // The end comes after all reads, which come after all writes.
+            // The list is ended on this lane, which executes all reads, and each read follows its write.
             let returned = Arc::<ReturnedStaging>::default();
             let turn = to.lane(lane).turn();
             let value = to.end(turn, &entered, &returned, blocks.into(), Ok(()))?;

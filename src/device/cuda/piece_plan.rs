@@ -104,7 +104,7 @@ impl PiecePlan {
         let mut plan = Self { first, rows: Vec::with_capacity(pieces.len()), stages: Vec::new() };
         let everything = (0, (0..pieces.len()).collect());
         let mut groups: Vec<(usize, Vec<usize>)> = vec![everything];
-        // Each round either finishes a group or makes it smaller, so the loop ends.
+        // The loop terminates, because each round finishes a group or makes it shorter.
         while let Some((stage, mut group)) = groups.pop() {
             let lens = clusters(pieces, &mut group);
             let mut rest = &group[..];
@@ -207,8 +207,8 @@ fn is_hot(pieces: &[TargetRow], cluster: &[usize]) -> bool {
 
 /// Returns the pieces that no earlier piece of the cluster overlaps, and the remaining pieces.
 fn first_round(pieces: &[TargetRow], cluster: &[usize]) -> (Vec<usize>, Vec<usize>) {
-    // Disjoint ranges that earlier pieces cover, by their starts. Postponed pieces count too, because a later
-    // piece must not overtake them.
+    // The disjoint ranges that earlier pieces of the cluster write, by start address. Pieces that are postponed to a
+    // later launch count too, so that no later piece overtakes them.
     let mut covered: BTreeMap<u64, u64> = BTreeMap::new();
     cluster.iter().partition(|piece| {
         let Range { mut start, mut end } = extent(&pieces[**piece]);

@@ -8,7 +8,7 @@
 //! Locks are chosen by a few bits of a memory's id. Two pages with the same bits share a lock. A read may then be
 //! rejected because a list writes to the other page; the read then uses the lane instead.
 //!
-//! The caller's kernels write to caller-owned memory, never to pages, so only lists need to be waited for.
+//! The caller's kernels never write to pages, so only command lists can conflict with a read.
 
 use std::ops::BitOrAssign;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -88,7 +88,7 @@ impl PinnedReads {
 
     /// Runs `work` while no thread reads any memory.
     pub fn without_any_reader<T>(&self, work: impl FnOnce() -> T) -> T {
-        // The locks are always taken in the same order, and no other thread waits for one while it holds
+        // All threads acquire the locks in the same order. Elsewhere, no thread that holds one of them waits for
         // another.
         let _no_readers: Vec<_> = self.stripes.iter().map(RwLock::write).collect();
         work()

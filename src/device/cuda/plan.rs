@@ -148,11 +148,12 @@ impl PieceBatch {
     /// Returns whether the batch must end before `piece`, because the piece must run in a later launch.
     fn must_end_before(&mut self, piece: &PlannedPiece) -> bool {
         let Self { written, read, .. } = self;
-        // Write after read.
+        // The piece would write an area that an earlier piece reads.
         if read.contains(piece.target) {
             return true;
         }
-        // Read after write. An area that the newest piece read was not written before it, nor since.
+        // The piece would read an area that an earlier piece writes. The newest piece's source need not be looked up
+        // again.
         piece.sources.iter().flatten().any(|area| read.newest() != Some(area) && written.contains(*area))
     }
 }
@@ -495,16 +496,16 @@ mod tests {
     #[test]
     fn launch_count_is_minimal() {
         let launches = |pieces: &[PlannedPiece]| planned(pieces).steps.len();
-        // Many deltas of many pages.
+        // Many deltas, each to another page.
         let apart: Vec<PlannedPiece> = (0..1000).map(|page| dense(page * 4096, 256)).collect();
         assert_eq!(launches(&apart), 1);
-        // A hot spot: one part, however often it is written.
+        // Many writes to the same few bytes become one part, regardless of their number.
         let hot = planned(&vec![dense(64, 8); 1000]);
         assert_eq!((hot.steps.len(), hot.parts.len()), (1, 1));
-        // A long page that is zeroed and then written: the whole GPU, twice.
+        // A long page that is zeroed and then written: both pieces are split to use the whole GPU.
         let zeroed_and_written = planned(&[dense(0, 10 << 20), dense(0, 10 << 20)]);
         assert_eq!((zeroed_and_written.steps.len(), zeroed_and_written.parts.len()), (2, 640));
-        // A piece that reads written bytes waits.
+        // A piece that reads bytes which an earlier piece writes runs in a later launch.
         let download = PlannedPiece {
             target: Area::Staging(1),
             sources: [Some(Area::Memory(Kind::Device, 0)), None],
@@ -545,7 +546,7 @@ mod tests {
         plan.piece(dense(0, 8));
         plan.crcs(&[(0, 8)], (Area::Staging(4), 1 << 20), 1 << 30);
         assert_eq!(plan.steps[3..], [LaunchStep::Apply(APPLY_BY_WARP, 1..2), LaunchStep::Crc(6..7)]);
-        // So are checksums that may overwrite others.
+        // Checksums that may overwrite the results of others also need a separate launch.
         plan.crcs(&[(0, 8)], (Area::Staging(4), 1 << 20), 1 << 30);
         plan.crcs(&[(8, 8)], (Area::Staging(1), 1 << 20), 1 << 30);
         assert_eq!(plan.steps[5..], [LaunchStep::Crc(7..9)]);

@@ -20,7 +20,7 @@ struct PinnedStaging {
 /// # Errors
 /// `OutOfMemory`, a device error.
 pub(super) fn staging(memory: &PlaceMemory, len: usize) -> Result<Staging> {
-    // A slice cannot be longer, so the driver is not asked.
+    // No slice can be that long, so the driver is not called.
     if isize::try_from(len).is_err() {
         return Err(Error::OutOfMemory { place: remanent_format::Place::Pinned, len: len as u64 });
     }

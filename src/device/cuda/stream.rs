@@ -41,7 +41,7 @@ pub(super) fn check(context: &Context, entered: &ContextGuard<'_>, stream: RawSt
     // guarantees that the stream is valid.
     let requested = unsafe { entered.capture_status(raw(stream), &mut status) };
     requested.map_err(|code| refused(context, stream, code))?;
-    // Otherwise the capture is active, or invalidated and not ended yet.
+    // Any other status means that a capture is active, or was invalidated and has not ended.
     if status == 0 { Ok(()) } else { Err(captured(stream)) }
 }
 

@@ -167,7 +167,7 @@ impl ListPlanner<'_> {
             };
             pinned.add(kind, piece.target.memory);
             let delta = TargetRow { row, target_len: piece.target.len };
-            // No two ids of a list refer to the same bytes.
+            // Two ids in one command list never refer to the same bytes.
             Ok((row.steps > 0).then_some((piece.target.memory.0, delta)))
         };
         let Ok(partitioned) = partition(commands.iter().map(Command::deltas), || (), locate) else {
@@ -181,8 +181,8 @@ impl ListPlanner<'_> {
     fn upload(&mut self, source: StagingSpan, target: Span) {
         assert_eq!(source.len as u64, target.len, "an upload between ranges of different lengths");
         let (from, to, len) = (self.ranges.staged(source), self.ranges.address(target), target.len);
-        // Only long copies to the GPU's own memory use the copy engine. Such a step ends the batch of pieces;
-        // the engine's copies and the kernels' launches keep their order in the stream.
+        // Only long copies to the GPU's own memory use the copy engine. Such a step ends the batch of pieces. The
+        // stream preserves the order of copies and kernel launches.
         if len > SHORT_COPY_LEN_MAX && self.ranges.memory(target.memory).kind == Kind::Device {
             self.plan.step(LaunchStep::Up { source: from, target: to, len });
         } else {
@@ -215,7 +215,7 @@ impl ListPlanner<'_> {
     fn copy(&mut self, source: Span, target: Span) {
         assert_eq!(source.len, target.len, "a copy between ranges of different lengths");
         assert!(!source.overlaps(target), "a copy between overlapping ranges: {source:?}, {target:?}");
-        // A file's memory takes the place of staging, so long copies to or from it use the copy engine too.
+        // The memory of a file is used instead of staging, so long copies from and to it also use the copy engine.
         let (from, to) = (self.ranges.memory(source.memory), self.ranges.memory(target.memory));
         let len = target.len;
         if len > SHORT_COPY_LEN_MAX && from.kind == Kind::Device && to.is_file {
@@ -263,7 +263,7 @@ impl ListPlanner<'_> {
 
     fn select(&mut self, bitmaps: &[Selection], target: StagingSpan) {
         assert_eq!(target.len, 4 * bitmaps.len(), "the length of a selection's target");
-        // The counts of all rows, then the totals.
+        // Scratch contains the counts of all rows, followed by the totals.
         let (mut numbers, len) = (self.scratch, selection_len(bitmaps));
         let sums = numbers + 4 * bitmaps.iter().map(|of| select_rows(of.bits.len)).sum::<u64>();
         self.scratch += len;
@@ -277,7 +277,7 @@ impl ListPlanner<'_> {
             self.plan.bitmap(from, bits.len, (to, room), numbers, sum);
             numbers += 4 * select_rows(bits.len);
         }
-        // One step for all bitmaps: three launches, regardless of their number.
+        // All bitmaps share one step, which needs three launches regardless of their number.
         self.plan.select(rows, scans);
         self.down(sums, Area::Scratch, true, target);
     }
@@ -302,8 +302,8 @@ impl ListPlanner<'_> {
 
     fn validate(&mut self, lists: &[IndexList], target: StagingSpan) {
         assert_eq!(target.len, 4 * lists.len(), "the length of a validation's target");
-        // The bits of all lists, then the findings, zeroed by one piece: kernels set bits and add findings,
-        // so scratch must not contain the bytes of its last user.
+        // Scratch contains one bit per element for all lists, followed by the results. It is zeroed by one piece,
+        // because kernels only set bits and add flags.
         let (first, len) = (self.scratch, validation_len(lists));
         let findings = first + lists.iter().map(seen_len).sum::<u64>();
         self.scratch += len;
@@ -330,7 +330,7 @@ impl ListPlanner<'_> {
     fn crc(&mut self, sources: &[Span], target: StagingSpan) {
         assert_eq!(target.len, 4 * sources.len(), "the length of a checksum command's target");
         let staged = self.ranges.staged(target);
-        // A step without rows would be a launch without rows, which the driver rejects.
+        // Without rows, there would be a launch without rows, which the driver rejects.
         if sources.is_empty() {
             return;
         }
@@ -356,7 +356,8 @@ impl ListPlanner<'_> {
 
 impl Ranges<'_> {
     fn delta(&self, piece: &Piece) -> Delta {
-        // Looked up once: with many deltas, a lookup takes as long as the rest.
+        // The memory is looked up once per delta, because for many deltas a lookup takes as long as the rest of this
+        // function.
         let written = self.memory(piece.target.memory);
         let (target, len) = (written.at(piece.target), piece.target.len);
         // The payload's address, the minimum number of bytes at that address, and their area.

@@ -43,7 +43,7 @@ impl UnifiedHints {
     ) -> Result<()> {
         let entered = context.enter()?;
         let device = |side| if side == UnifiedSide::Gpu { context.device } else { HOST };
-        // Recorded before the driver gets the hint: removing a hint once too often does no harm.
+        // Recorded before the driver receives the hint, because removing a hint that was not set is harmless.
         if !matches!(hint, UnifiedHint::Fetch(_)) {
             self.0.lock().insert(memory.address);
         }

@@ -136,7 +136,7 @@ impl HostDevice {
                 let set = bits_memory.read(here, |bits| set_bits(bits, 8 * done as u32));
                 let room = set.len().min((indices.len as usize / 4).saturating_sub(count));
                 let numbers: Vec<u8> = set[..room].iter().flat_map(|index| index.to_le_bytes()).collect();
-                // Bounds are checked for the whole target.
+                // All indices are counted, but only those that fit in the target are written.
                 let at = 4 * count.min(indices.len as usize / 4);
                 memory.write(indices, |indices| indices[at..at + numbers.len()].copy_from_slice(&numbers));
                 count += set.len();
@@ -154,7 +154,7 @@ impl HostDevice {
     }
 
     fn digest(&self, sources: &[Span], key: Span, target: &mut [u8]) {
-        // Buffered, so that only one allocation is locked at a time.
+        // The key is copied first, so that only one allocation is locked at a time.
         let mut key_bytes = Vec::new();
         self.memory(key.memory).read(key, |key| key_bytes.extend_from_slice(key));
         let mut digests = target.chunks_exact_mut(DIGEST_LEN);

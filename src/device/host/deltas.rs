@@ -35,7 +35,7 @@ impl HostDevice {
     /// Runs a list's commands in order. Several threads apply long runs of deltas.
     pub(super) fn run_all(&self, commands: Vec<Command>, staging: &mut [Staging]) {
         let mut bytes = 0;
-        // For a long list, a few deltas decide.
+        // The length of the deltas decides. The search ends as soon as they are long enough.
         let is_wide = commands.iter().flat_map(Command::deltas).any(|piece| {
             bytes += piece.target.len;
             bytes >= self.wide_bytes_min
@@ -77,13 +77,14 @@ impl HostDevice {
                     let block = memories.get(piece.target.memory).block();
                     Ok(Some((Arc::as_ptr(block).addr() as u64, piece)))
                 }
-                // Another thread may change the page memory that contains the payload.
+                // The payload is in page memory, which another thread may change concurrently.
                 Payload::Device(_) => Err(NotPartitioned),
             },
         );
         let Ok(partitioned) = partitioned else { return false };
         let apply = |(): &mut (), share: usize| {
-            // Merging a share at once allows larger groups. Without memory for that, merge slice by slice.
+            // Merging a whole share at once allows larger groups. If memory for that is unavailable, the share is
+            // merged slice by slice.
             let mut pieces: Vec<&Piece> = Vec::new();
             if pieces.try_reserve_exact(partitioned.share(share).map(<[_]>::len).sum()).is_ok() {
                 pieces.extend(partitioned.share(share).flatten());

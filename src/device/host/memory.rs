@@ -278,7 +278,7 @@ impl SharedBytes {
         let bytes = match self {
             SharedBytes::Ours(bytes) => Arc::new(std::mem::take(bytes)),
             SharedBytes::Shared(bytes) => bytes.clone(),
-            // The owner keeps the bytes; the reader gets a copy.
+            // The bytes remain with their owner, and the reader gets a copy.
             SharedBytes::External(External(memory)) => {
                 return Arc::new(memory.bytes(0..memory.byte_len() as usize).to_vec());
             }
@@ -311,7 +311,8 @@ impl SharedBytes {
     /// Returns a range of the bytes for writing.
     pub fn part_mut(&mut self, range: Range<usize>) -> &mut [u8] {
         match self {
-            // Borrow only this range: other threads may write to other ranges, as with the chunks of a file.
+            // Only this range is borrowed, because other threads may write to other ranges, such as other chunks of a
+            // file.
             SharedBytes::External(External(memory)) => memory.bytes_mut(range),
             _ => &mut self.make_mut()[range],
         }

@@ -136,7 +136,7 @@ impl Device for HostDevice {
     }
 
     fn release(&self, memory: MemoryId) -> Result<()> {
-        // Removed under the lock, freed after it.
+        // The memory is removed under the lock, and freed after the lock is released.
         let released = self.memories.write().remove(memory);
         drop(released);
         Ok(())
@@ -156,8 +156,8 @@ impl Device for HostDevice {
         let lane_state = self.lane(lane);
         let running = lane_state.running.lock();
         self.run_all(commands, &mut staging);
-        // Only this code changes the counter, and only under the lane's lock. Release: a thread that observes
-        // the fence as reached also observes the bytes.
+        // Only this code changes the counter, under the lane's lock. The release ordering makes the bytes visible to a
+        // thread that observes the fence as passed.
         let value = lane_state.reached.load(Ordering::Relaxed) + 1;
         lane_state.reached.store(value, Ordering::Release);
         drop(running);
@@ -252,7 +252,8 @@ impl DirectReads for HostDevice {
 
     fn rename(&self, memory: MemoryId) -> Result<MemoryId> {
         let mut memories = self.memories.write();
-        // A thread that found the block under its old id may still be reading it.
+        // A thread that has looked the block up under its old id may still be reading it. Locking the block's bytes
+        // below waits for that thread.
         let block = memories.get(memory).block().clone();
         let renamed = memories.rename(memory);
         drop(memories);
@@ -281,7 +282,7 @@ impl LentMemory for HostDevice {
         let memory = self.memory(memory);
         let (block, (within, _)) = (memory.block(), memory.extent());
         match block.external_address() {
-            // Two handles may name the same externally owned bytes, so their addresses identify them.
+            // Two handles may refer to the same externally owned bytes, so such bytes are identified by their address.
             Some(address) => (0, address + within),
             None => (Arc::as_ptr(block).addr() as u64, within),
         }
@@ -306,7 +307,7 @@ struct CallerBytes {
 }
 
 impl CallerMemory {
-    /// Wraps host bytes as a caller's memory in this place, for a store whose pages live in host memory. Code that
+    /// Wraps host bytes as a caller's memory in this place, for a store whose pages are in host memory. Code that
     /// brings its own memory can then run, and be tested, without a GPU. A GPU rejects such memory. To read the bytes
     /// back, pass the same value to [`Store::caller_bytes`](crate::Store::caller_bytes).
     ///
@@ -329,7 +330,7 @@ impl CallerMemory {
     }
 
     /// Wraps host memory that another object owns, such as an array that is trained in place, for a store
-    /// whose pages live in host memory. A GPU rejects it; pass the GPU's own pinned memory with
+    /// whose pages are in host memory. A GPU rejects it; pass the GPU's own pinned memory with
     /// `CallerMemory::from_cuda`.
     ///
     /// ```

@@ -1,9 +1,10 @@
-//! Several devices presented as one: `Device(n)` is the n-th device, and every other place belongs to the first.
+//! Several devices presented as one: `Device(n)` is the n-th device, and every other place belongs to the first. The
+//! combined devices are called *parts*.
 //!
-//! Code that uses a device does not distinguish this one from a single device. A list is split by the memory that its
-//! commands name. The parts run concurrently, and the list's fence has passed when all parts are done. When bytes cross
-//! from one device to another, the list continues after the copy as further lists of its parts. Devices with a direct
-//! path between them, such as two GPUs, wait for each other.
+//! Code that uses a device does not distinguish this one from a single device. A command list is divided among the
+//! parts whose memory its commands name. The parts run concurrently, and the list's fence has passed when all of them
+//! are done. When a command copies bytes from one part to another, the commands after it form further lists. Devices
+//! with a direct path between them, such as two GPUs, wait for each other.
 //!
 //! The submitting thread waits on the host in two cases only: between two devices without a direct path, and when one
 //! device reads staging that another device wrote. Bytes are then copied through staging, one piece at a time. The
@@ -164,7 +165,8 @@ impl MultiDevice {
                 SplitStep::Across { source, target } => {
                     early.extend(self.begin(lane, &mut commands, &staging)?);
                     early.extend(self.copy_across_parts(lane, source, target)?);
-                    // The part's next list waits for the copy, and so does a caller that waits for that list.
+                    // The part's next list waits for the copy. A caller that waits for that list thus also waits for
+                    // the copy.
                     waiting_parts.insert(source.part);
                 }
             }
@@ -186,7 +188,7 @@ impl MultiDevice {
         Shares::copies(&self.parts, lane, std::mem::take(commands), staging).map(Some)
     }
 
-    /// Copies bytes from one part to another. Returns the copy if it is still in flight.
+    /// Copies bytes from the memory of one device to that of another. Returns the copy if it is still in flight.
     fn copy_across_parts(&self, lane: Lane, source: PartSpan, target: PartSpan) -> Result<Option<Shares>> {
         let [from, to] = [source.part, target.part].map(|part| &*self.parts[part]);
         if let Some(peers) = to.abilities().peers
@@ -200,7 +202,7 @@ impl MultiDevice {
     fn by_staging(&self, lane: Lane, source: PartSpan, target: PartSpan) -> Result<()> {
         let mut staging = self.parts[0].staging(source.span.len.min(ACROSS_LEN_MAX) as usize)?;
         let mut done = 0;
-        // Run at least one round, so that bounds are checked for empty ranges too.
+        // The loop runs at least once, so that the bounds of empty ranges are checked too.
         loop {
             let len = ACROSS_LEN_MAX.min(source.span.len - done);
             let (from, to) = (source.piece(done, len), target.piece(done, len));
@@ -372,12 +374,13 @@ impl Device for MultiDevice {
         for (part, point) in self.points(fence)? {
             self.parts[part].wait(point)?;
         }
-        // Retires the lists, so that their staging is available.
+        // This call frees the resources of completed lists, so that their staging is available.
         self.points(fence).map(drop)
     }
 
     fn after(&self, lane: Lane, fence: Fence) -> Result<()> {
-        // A part that another part copies from has a list after the copy, so waiting for each part is enough.
+        // If another part copies from a part, that part gets a list after the copy. Waiting for each part's last list
+        // is therefore sufficient.
         for (part, point) in self.points(fence)? {
             self.parts[part].after(lane, point)?;
             self.lane(lane).state.lock().waiting_parts.insert(part);
@@ -489,7 +492,7 @@ impl DeviceStreams for MultiDevice {
         if !accepted {
             return refused.into_iter().next().map_or(Ok(()), |(_, _, error)| Err(error));
         }
-        // A part that cannot make another part's stream wait is waited for on this thread.
+        // If a part cannot make another part's stream wait, this thread waits instead.
         refused.into_iter().try_for_each(|(device, point, _)| device.wait(point))
     }
 

@@ -40,8 +40,8 @@ struct StagingShare {
 type DeviceParts = [Arc<dyn Device>];
 
 impl Shares {
-    /// Submits each command to its part. Parts in `waiting_parts` get a list even without commands. `early` contains
-    /// the shares queued earlier for the same list.
+    /// Submits each command to its device. Devices in `waiting_parts` get a command list even without commands. `early`
+    /// contains the shares queued earlier for the same list.
     pub fn of(
         parts: &DeviceParts,
         lane: Lane,
@@ -51,7 +51,7 @@ impl Shares {
         early: Vec<Self>,
     ) -> Result<Self> {
         let mut kept: Vec<Option<Staging>> = staging.into_iter().map(Some).collect();
-        // Copy the bytes that other devices read before the first device takes the staging.
+        // The bytes that other devices read are copied before the staging is passed to the first device.
         let lists = lists(parts.len(), commands, kept.len(), waiting_parts);
         let mut owners = vec![None; kept.len()];
         for list in &lists {
@@ -141,7 +141,8 @@ impl Shares {
         for (index, written, copy) in copies {
             copy_spans(&copy, &mut staging[index], &written);
         }
-        // No later list wrote to the same bytes: such a list is queued only after these are settled.
+        // The earlier lists are finished last, but no later list has written to the same bytes: such a list would have
+        // been queued only after they had ended.
         early.into_iter().try_for_each(|shares| shares.finish_into(parts, &mut staging))?;
         Ok(staging)
     }

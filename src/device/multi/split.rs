@@ -30,7 +30,7 @@ pub(super) enum SplitStep {
 pub(super) struct SplitPlanner<F, A> {
     /// Returns the part that contains an allocation, and the part's own id for it.
     pub address_of: F,
-    /// Allocates memory of a part for the duration of the list.
+    /// A function that allocates scratch memory on one of the devices, which is freed when the command list ends.
     pub aside: A,
     pub steps: Vec<SplitStep>,
     /// Spans of staging written since the last [`SplitStep::Settle`], each with the part that wrote it. The part is
@@ -180,7 +180,7 @@ impl<F: Fn(Span) -> DeviceAddress, A: FnMut(usize, u64) -> Result<Span>> SplitPl
 
     fn copy_across_parts(&mut self, source: PartSpan, target: PartSpan) {
         self.steps.push(SplitStep::Across { source, target });
-        // Each part's next commands form another list, with staging of its own.
+        // The next commands of each part form another list, which has its own staging.
         self.written.iter_mut().for_each(|(writer, _)| *writer = None);
     }
 

@@ -54,7 +54,8 @@ impl BlockWriter {
 
     /// Writes bytes at `offset`. Whole blocks are written immediately, and partial blocks once they are complete.
     pub fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
-        // If the file system cannot allocate space without writing, the writes allocate it.
+        // If the file system cannot allocate space without writing, `reach` changes nothing, and the writes below
+        // allocate it.
         self.space.reach(offset + bytes.len() as u64)?;
         let (mut at, mut rest) = (offset, bytes);
         while !rest.is_empty() {
@@ -86,7 +87,7 @@ impl BlockWriter {
         {
             let mut blocks = self.blocks.lock();
             let end = offset + bytes.len() as u64;
-            // Discard parts that an abandoned image left in these blocks.
+            // An abandoned image may have left incomplete parts of these blocks.
             blocks.waiting.retain(|at, _| !(offset..end).contains(at));
             blocks.end = blocks.end.max(end);
         }

@@ -58,7 +58,7 @@ impl GrowingFile {
         let space = Space::new(file.clone(), space_len);
         let way = match io {
             ImageIo::Mapped => WriteWay::Mapped(MappedParts::new(file.clone(), space)),
-            ImageIo::Buffered => WriteWay::Buffered,
+            ImageIo::Auto | ImageIo::Buffered => WriteWay::Buffered,
             ImageIo::Direct => WriteWay::Direct(BlockWriter::new(file.clone(), space)),
         };
         Self { file, way, is_finished: AtomicBool::new(false) }
@@ -111,7 +111,7 @@ impl GrowingFile {
             WriteWay::Direct(blocks) => blocks.flush(len)?,
             WriteWay::InPlace => {}
         }
-        // If the file were truncated, the device would still write to the removed pages.
+        // A file that a device writes is never truncated, because the device might write to the removed pages.
         let may_be_cut = !matches!(self.way, WriteWay::InPlace);
         if may_be_cut && self.file.len()? != len {
             self.file.cut(len)?;
@@ -136,7 +136,7 @@ struct MadeSpace {
 
 impl Space {
     fn new(file: Arc<dyn DiskFile>, len: u64) -> Self {
-        // Mapped parts begin on whole pages.
+        // Mapped parts must begin at a page boundary.
         let end = len - len % STEP_LEN_MIN;
         Self { file, made: Mutex::new(MadeSpace { end, is_possible: true }) }
     }
@@ -250,7 +250,7 @@ mod tests {
                 let expected = write(&growing);
                 assert_eq!(file.len().unwrap(), expected.len() as u64, "{io} on {}", disk.label());
                 let mut found = vec![0; expected.len()];
-                file.read_past_cache(0, &mut found).unwrap();
+                file.read_bypassing_cache(0, &mut found).unwrap();
                 assert!(found == expected, "{io} on {}: read past the cache", disk.label());
                 file.read_at(0, &mut found).unwrap();
                 assert!(found == expected, "{io} on {}: read", disk.label());

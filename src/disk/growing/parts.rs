@@ -54,7 +54,7 @@ impl MappedParts {
     pub fn unmap(&self) {
         for part in self.parts.lock().iter_mut() {
             let window = part.window.take();
-            // The file is truncated next: a thread that stored bytes afterwards would kill the process.
+            // The file is truncated next. A store into the mapping after that would kill the process.
             assert!(window.is_none_or(|window| Arc::strong_count(&window) == 1), "no write is under way");
         }
     }
@@ -69,8 +69,8 @@ impl MappedParts {
         }
         let mut reached = self.space.reach(end)?;
         if reached < end {
-            // If the file system cannot allocate space without writing, zeros are written, whose space is allocated by
-            // the sync.
+            // The file system cannot allocate space without writing. Zeros are written instead, and the sync allocates
+            // their space.
             reached = end.next_multiple_of(STEP_LEN_MIN);
             self.file.write_zeros(start, reached, LogIo::Mapped)?;
             self.file.sync()?;

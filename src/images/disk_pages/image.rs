@@ -1,11 +1,12 @@
 //! An image in an image file, from which a page on disk is read.
 
+use std::ops::ControlFlow;
 use std::sync::Arc;
 
-use remanent_format::image::ImageRef;
 use remanent_format::image::proven::ProvenImage;
-use remanent_format::image::read::{read_image, read_image_into};
-use remanent_format::{Damage, PageId};
+use remanent_format::image::read::{read_image, read_image_into, stream_image};
+use remanent_format::image::{Codec, ImageRef};
+use remanent_format::{Damage, FileName, PageId, ReadAt};
 
 use super::FileUse;
 use crate::base::sync::Mutex;
@@ -29,7 +30,7 @@ pub(crate) struct DiskImage {
     is_proven: bool,
     /// The checksums of a long page's pieces, or `None` until the page is first read.
     pieces: Mutex<Option<Arc<ProvenImage>>>,
-    /// The checksums of the base of the previous image. They are used if this image is an overlay over the same base.
+    /// The known checksums of the previous image's base. They are used if this image is an overlay over the same base.
     base: Option<Arc<ProvenImage>>,
     _files: Vec<FileUse>,
 }
@@ -75,9 +76,42 @@ impl DiskImage {
         // Each read reopens the file: an open file would keep its space after it is removed.
         let cached = DiskSource::new(self.disk.clone());
         match self.read_from(&cached, offset, out) {
-            // The damage may affect only the cached copy, so the read is repeated from the medium.
-            Err(_) => Ok(self.read_from(&DiskSource::past_cache(self.disk.clone()), offset, out)?),
+            // Only the page cache may be damaged, so the read is repeated from the medium.
+            Err(_) => Ok(self.read_from(&DiskSource::bypassing_cache(self.disk.clone()), offset, out)?),
             Ok(()) => Ok(()),
+        }
+    }
+
+    /// Fills `out` with bytes of the page, starting at `offset`, without verifying them. Returns `false`, with
+    /// unspecified bytes in `out`, if the image does not contain these bytes as they are, or they cannot be read.
+    pub fn peek(&self, offset: u64, out: &mut [u8]) -> bool {
+        let source = DiskSource::new(self.disk.clone());
+        let at = self.image.offset.saturating_add(offset);
+        self.is_raw() && source.read_at(FileName::Pages(self.image.file), at, out).is_ok()
+    }
+
+    /// Returns whether the image contains the bytes of the page one after another and uncompressed.
+    pub fn is_raw(&self) -> bool {
+        self.image.codec == Codec::Raw
+    }
+
+    /// Passes the bytes of the page to `visit` in order and in pieces, and verifies the image meanwhile. The pieces of a
+    /// raw image consist of whole elements of any width. Returns whether the bytes are verified: not if `visit` ended
+    /// the scan.
+    ///
+    /// # Errors
+    /// `Damaged` if the bytes are wrong, in the page cache or on the medium.
+    pub fn scan(&self, mut visit: impl FnMut(u64, &[u8]) -> ControlFlow<()>) -> Result<bool> {
+        let mut at = 0;
+        let scanned = stream_image(&DiskSource::new(self.disk.clone()), &self.image, self.len, |piece| {
+            let flow = visit(at, piece);
+            at += piece.len() as u64;
+            if flow.is_break() { Err(ScanEnd::Stopped) } else { Ok(()) }
+        });
+        match scanned {
+            Ok(()) => Ok(true),
+            Err(ScanEnd::Stopped) => Ok(false),
+            Err(ScanEnd::Damaged(damage)) => Err(damage.into()),
         }
     }
 
@@ -114,9 +148,21 @@ impl DiskImage {
     /// Same as [`read`](Self::read).
     pub fn prove(&self) -> Result<Arc<ProvenImage>> {
         match self.pieces(&DiskSource::new(self.disk.clone())) {
-            Err(_) => Ok(self.pieces(&DiskSource::past_cache(self.disk.clone()))?),
+            Err(_) => Ok(self.pieces(&DiskSource::bypassing_cache(self.disk.clone()))?),
             Ok(pieces) => Ok(pieces),
         }
+    }
+}
+
+/// The reason why a scan ended before the end of the page.
+enum ScanEnd {
+    Stopped,
+    Damaged(Damage),
+}
+
+impl From<Damage> for ScanEnd {
+    fn from(damage: Damage) -> Self {
+        Self::Damaged(damage)
     }
 }
 

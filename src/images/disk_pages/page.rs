@@ -51,7 +51,7 @@ impl Lineage {
     fn new() -> Self {
         /// The next lineage number, unique within the process.
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        // A relaxed operation suffices, because only uniqueness matters.
+        // Relaxed suffices, because the numbers only need to be distinct.
         Self { number: NEXT.fetch_add(1, Ordering::Relaxed), writes: 0, in_image: 0 }
     }
 }
@@ -136,7 +136,7 @@ impl DiskPage {
         if len < self.len {
             self.image_len = self.image_len.min(len);
             let (last, within) = (len / BLOCK_LEN as u64, len as usize % BLOCK_LEN);
-            // Bytes after the end are dropped, because they must not reappear when the page is extended again.
+            // Written bytes after the new end are dropped. They must not reappear if the page is extended again.
             self.blocks.split_off(&(last + u64::from(within > 0)));
             if within > 0
                 && let Some(block) = self.blocks.get_mut(&last)
@@ -197,7 +197,7 @@ impl DiskPage {
 
     fn blocks_in(&self, bytes: &Range<u64>) -> impl Iterator<Item = (u64, &Arc<Block>)> {
         let numbers = bytes.start / BLOCK_LEN as u64..bytes.end.div_ceil(BLOCK_LEN as u64);
-        // An empty range may end in the block in which it begins.
+        // If `bytes` is empty, its computed last block may precede its first block.
         let numbers = numbers.start..numbers.end.max(numbers.start);
         self.blocks.range(numbers).map(|(number, block)| (*number, block))
     }
@@ -347,7 +347,7 @@ impl Block {
             let rest = self.written[word] >> bit;
             let gap = rest.trailing_zeros() as usize;
             if gap > 0 {
-                // No bit is set before the next set bit, or before the end of the word.
+                // Skips the cleared bits before the next set bit, but not past the end of the word.
                 at += gap.min(64 - bit);
                 continue;
             }

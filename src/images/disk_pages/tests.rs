@@ -220,10 +220,10 @@ fn memory_and_files_are_counted() {
     let block = page::BLOCK_LEN as u64;
     assert!(two_blocks > 2 * block && two_blocks < 3 * block, "{two_blocks}");
     assert!(pending_bytes_of(&Op::Write { page: PAGE, offset: 4090, bytes: &[1; 10] }) >= two_blocks);
-    let caught = page.part(&(4080..4090));
+    let captured = page.part(&(4080..4090));
     write(&mut page, 4090);
     assert_eq!(images.pages.pending_bytes(), two_blocks + two_blocks / 2, "one block is the reader's");
-    drop(caught);
+    drop(captured);
     assert_eq!(images.pages.pending_bytes(), two_blocks);
     page = images.pages.zeros(3);
     assert_eq!((images.pages.pending_bytes(), images.pages.uses_file(1)), (0, true));

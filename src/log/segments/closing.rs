@@ -82,7 +82,8 @@ impl SegmentPool {
             self.open_own(number, len, None)?;
             self.disk.remove(FileName::Segment(number))?;
             if end.empty.len() > 1 {
-                // Without this sync, a power cut could undo only this removal, and leave a gap after the next one.
+                // Each removal is synced before the next one. Otherwise a power cut could undo this one but not the
+                // next, which leaves a gap.
                 self.disk.sync_folder(Folder::Log)?;
             }
         }
@@ -126,7 +127,8 @@ impl SegmentPool {
         while let Some(&Spare { number, len }) = spares.files.get(at) {
             let file = self.disk.open(FileName::Spare(number), true)?;
             if !file.has_one_name()? {
-                // Another directory may contain hard links to the file, made when the directory was copied.
+                // The file also has a name in another directory, which was copied with hard links, so it must not be
+                // changed.
                 self.give_up(&mut spares, at)?;
                 continue;
             }
@@ -167,7 +169,7 @@ impl SegmentPool {
             by_pieces(needed, |at, piece| {
                 let expected = &mut expected[..piece.len()];
                 source.file.read_at(at, expected)?;
-                target.read_past_cache(at, piece)?;
+                target.read_bypassing_cache(at, piece)?;
                 if piece == expected { Ok(()) } else { Err(differs(temporary, at)) }
             })?;
             Ok(target)
@@ -176,7 +178,7 @@ impl SegmentPool {
     }
 
     /// Renames the synced temporary file of a segment to the segment's name, without a sync of the folder. After a
-    /// power cut, the longer file may have the name again. The longer file costs only its space.
+    /// power cut, the segment may have its old, longer file again, which is equally valid.
     fn replace(&self, number: u64) -> Result<()> {
         let temporary = FileName::Temporary(Folder::Log, number);
         let renamed = self.rename(temporary, FileName::Segment(number));

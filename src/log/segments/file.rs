@@ -51,7 +51,7 @@ impl SegmentPool {
         let (at, bytes) = content;
         // I3: a frame is within its segment.
         assert!(at >= SEGMENT_HEADER_BLOCK && at + bytes.len() as u64 <= len);
-        // Spare image files are given up for segments, because a store can work without the spares.
+        // If there is no space, spare image files are removed, because a store can work without them.
         self.image_spares.retry_without_spares(|| self.build_once(number, len, opening, content))
     }
 
@@ -89,7 +89,7 @@ impl SegmentPool {
         write: impl FnOnce(T) -> Result<Arc<dyn DiskFile>>,
     ) -> Result<Arc<dyn DiskFile>> {
         let temporary = FileName::Temporary(Folder::Log, number);
-        // The file is removed only if it was created: a failed `make` left no file.
+        // If `make` has failed, there is no file to remove.
         let remove = |_: &Error| self.remove_unfinished(temporary);
         make(temporary).and_then(|made| write(made).inspect_err(remove)).map_err(|error| {
             if error.is_no_space() { Error::disk_full(FileName::Segment(number), len) } else { error }

@@ -88,7 +88,8 @@ pub(crate) struct SegmentPool {
 }
 
 impl SegmentPool {
-    /// Creates a pool with the spares of earlier runs. Three kinds of spares are removed because they cannot be used:
+    /// Creates a pool with the spares that earlier opens left. Three kinds of spares are removed because they cannot be
+    /// used:
     ///
     /// - Spares longer than the current maximum length of segments.
     /// - Spares with holes, for example copied spares. On a full disk, a store into a hole of a mapped file raises
@@ -117,7 +118,7 @@ impl SegmentPool {
                 }
             }
         }
-        // The rules of this run may allow fewer spares than those of an earlier run.
+        // These rules may allow fewer spares than those of an earlier open.
         while spares.are_too_many() {
             let reserve = spares.reserve();
             let at = if reserve.end < spares.files.len() {
@@ -178,13 +179,13 @@ impl SegmentPool {
         let wanted = if purpose == SpacePurpose::Open { self.first_len() } else { spares.next_len };
         let at_hand = match purpose {
             SpacePurpose::Open => {
-                // A spare is preferred, because writing and syncing the zeros of two new segments took a third of the
-                // time of opening a small store.
+                // A spare is preferred, because writing and syncing zeros for two new segments took a third of the time
+                // of opening a small store.
                 let at = spares.open_spare_count();
                 spares.files.get(at).is_some_and(|spare| spare.len <= wanted).then_some(at)
             }
             SpacePurpose::User | SpacePurpose::Delete | SpacePurpose::Seal => {
-                // A spare that is much longer is kept until the log has grown.
+                // A spare that is much too long now is kept for a later, longer segment.
                 let fits = wanted..=wanted.saturating_mul(LONGER_MAX);
                 let beyond = spares.reserve().end..spares.files.len();
                 beyond.into_iter().find(|at| fits.contains(&spares.files[*at].len))
@@ -195,15 +196,15 @@ impl SegmentPool {
             None => self.make_for(&mut spares, number, wanted, purpose),
         };
         let made = match made {
-            // The segment has the minimum length, because a spare of any length suffices for a seal or for a few
-            // deletes.
+            // The segment gets only the minimum length, which suffices for a seal or a few deletes, so that any spare
+            // can be used.
             Err(Error::DiskFull { .. }) if self.may_take(&spares, empty, purpose) => {
                 self.create_from_reserve(&mut spares, number, SEGMENT_LEN_MIN)?
             }
             made => made?,
         };
-        // An opening begins with short segments regardless of the spares' lengths, so its two segments do not count as
-        // growth.
+        // The two segments of an opening are always short, whatever the length of the spares. They do not determine the
+        // length of the next segment.
         if purpose != SpacePurpose::Open {
             spares.grown(made.len);
         }
@@ -220,7 +221,8 @@ impl SegmentPool {
         purpose: SpacePurpose,
     ) -> Result<SegmentFile> {
         let mut len = wanted;
-        // Batches of users leave space on a full disk for the names and manifests of deletes, which free space.
+        // A user's batch gets no segment shorter than the first one of a log. The remaining space is for batches that
+        // delete pages and for manifests, which lead to free space.
         let shortest = if purpose == SpacePurpose::Open { SEGMENT_LEN_MIN } else { self.first_len() };
         loop {
             let checked = match purpose {
@@ -240,7 +242,7 @@ impl SegmentPool {
                         _ => align_up(len / 2, GROUP_ALIGN).max(shortest),
                     };
                 }
-                // The error states the wanted length, so that a caller frees enough.
+                // The error states the originally wanted length, so that the user frees enough space.
                 Err(Error::DiskFull { .. }) => {
                     return Err(Error::disk_full(FileName::Segment(number), wanted));
                 }
@@ -268,7 +270,7 @@ impl SegmentPool {
         file.sync()?;
         let segment = SegmentFile::new(number, len, file, self.io)?;
         self.publish(FileName::Spare(spare), number)?;
-        // The spare leaves the list only now, because after a failed rename it is still a spare.
+        // The spare is removed from the list only after the rename, because it is still a spare if the rename fails.
         spares.take(at);
         Ok(segment)
     }
@@ -279,7 +281,7 @@ impl SegmentPool {
     fn create_from_reserve(&self, spares: &mut Spares, number: u64, needed: u64) -> Result<SegmentFile> {
         loop {
             // Long spares are used first. One of them is kept, because the next open may have to copy batches of that
-            // length.
+            // total length.
             let kept = spares.open_spare_count();
             let from = if kept + 1 < spares.files.len() { kept } else { 0 };
             let fits = |at: &usize| spares.files[*at].len >= needed;
@@ -314,13 +316,13 @@ impl SegmentPool {
         let mut spares = self.spares.lock();
         let needed = SEGMENT_HEADER_BLOCK + frame_len(payload.len() as u64);
         let needed = needed.next_multiple_of(GROUP_ALIGN);
-        // More frames of this length are likely, so the segment has room for several.
+        // More frames of this length are likely, so the segment gets space for several.
         let wanted = needed.next_power_of_two().saturating_mul(2).clamp(spares.next_len, self.rules.len);
         let len = needed.max(wanted);
         let holds_payload = len > self.rules.len && self.io != LogIo::Direct;
         let content = if holds_payload { (FIRST_PAYLOAD_AT, payload) } else { NOTHING };
         let made = match self.create_segment(number, len, content) {
-            // A length that fits a single frame suffices.
+            // On a full disk, the segment gets space for this frame only.
             Err(Error::DiskFull { .. }) if needed.max(self.first_len()) < len => {
                 self.create_segment(number, needed.max(self.first_len()), NOTHING)
             }
@@ -354,8 +356,8 @@ impl SegmentPool {
             let segment = FileName::Segment(number);
             let file = self.disk.open(segment, false)?;
             let len = file.len()?;
-            // A segment in which a close omitted frames has a hole. A mapped log must never store into the hole: on a
-            // full disk that kills the process.
+            // When a log is closed, frames that are not needed are replaced by a hole. Such a file cannot become a
+            // spare: storing into a hole of a mapped file raises SIGBUS on a full disk.
             if self.is_wanted(&spares, len) && file.has_one_name()? && file.is_without_holes()? {
                 let spare = spares.next_number();
                 match self.rename(segment, FileName::Spare(spare)) {
@@ -373,13 +375,12 @@ impl SegmentPool {
 
     /// Returns whether a segment of this length is useful as a spare.
     fn is_wanted(&self, spares: &Spares, len: u64) -> bool {
-        // A segment that was created for one long frame never becomes a spare, because the pool of the next run would
-        // remove it.
+        // A segment that was created for one long frame does not become a spare, because the next open would remove it.
         let SegmentRules { len: len_max, spare_bytes, .. } = self.rules;
         if len > len_max || !len.is_multiple_of(GROUP_ALIGN) {
             return false;
         }
-        // Reserved spares have priority: without them a full disk refuses batches.
+        // Spares for the reserve have priority, because without them the store rejects batches on a full disk.
         if spares.files.len() < self.rules.reserve || spares.lacking() > 0 && len <= FIRST_LEN {
             return true;
         }

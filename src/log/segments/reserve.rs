@@ -35,13 +35,13 @@ impl SpacePurpose {
     /// log's empty segments. The log itself has at least one empty segment.
     fn leaves(self) -> usize {
         match self {
-            // The spares are kept for opens, so an open may use the last one.
+            // These spares are kept for opens, so an open may use all of them.
             SpacePurpose::Open => 0,
-            // The manifest of a snapshot that frees space may use the spare reserved for it.
+            // The manifest of a snapshot that frees space may use the spare that is kept for it.
             SpacePurpose::Seal => SPARES_FOR_OPENS - 1,
             SpacePurpose::Delete => SPARES_FOR_OPENS + 1,
-            // Two more than after a delete: the user must be able to delete pages on a disk that refuses other batches,
-            // even after the next open, which may have to remove a spare for a name.
+            // Two more than for a delete. A user must be able to delete pages on a disk that is too full for other
+            // batches, even after another open, which may have to remove a spare to create a file name.
             SpacePurpose::User => SPARES_FOR_OPENS + 3,
         }
     }
@@ -64,8 +64,8 @@ impl SegmentPool {
         self.rules.reserve == 0 || self.count.load(Ordering::Acquire) + empty >= purpose.leaves()
     }
 
-    /// Adds spares until [`leaves_enough`](Self::leaves_enough) returns `true`. If the disk has enough space, returns
-    /// immediately, and the maker thread fills the reserve soon.
+    /// Adds spares until [`leaves_enough`](Self::leaves_enough) returns `true`. If the disk has enough free space,
+    /// returns immediately, and leaves this to the maker thread.
     ///
     /// # Errors
     /// [`Error::DiskFull`], without any change.
@@ -79,7 +79,8 @@ impl SegmentPool {
             match self.add_to_reserve() {
                 Ok(false) => {}
                 Ok(true) => break,
-                // If the maker has filled the reserve in between, the full disk only refused a surplus file.
+                // The maker thread has filled the reserve in the meantime, so the failure to create another spare does
+                // not matter.
                 Err(Error::DiskFull { .. }) if self.leaves_enough(empty, purpose) => break,
                 Err(Error::DiskFull { needed, .. }) => {
                     return Err(Error::disk_full(FileName::Segment(number), needed));
@@ -117,8 +118,8 @@ impl SegmentPool {
     pub fn add_to_reserve(&self) -> Result<bool> {
         let mut spares = self.spares.lock();
         if !spares.is_full() {
-            // Two empty segments follow the current one. While segments grow, half of the next length is twice the
-            // current one's.
+            // There are two empty segments after the current one. While segments grow, half of the next segment's
+            // length is twice the length of the current one.
             let is_grown = spares.next_len == self.rules.len;
             let mut len = match spares.is_short_of_long_spares() {
                 false => SEGMENT_LEN_MIN,
@@ -138,7 +139,7 @@ impl SegmentPool {
                     }
                 }
             }
-            // If the spare's name were not durable, a power cut could remove the spare, on which the next open relies.
+            // The next open relies on the spare, so the spare's name must survive a power cut.
             let temporary = FileName::Temporary(Folder::Log, number);
             self.rename(temporary, FileName::Spare(number))
                 .inspect_err(|_| self.remove_unfinished(temporary))?;
@@ -158,13 +159,16 @@ impl SegmentPool {
         Ok(spares.is_full())
     }
 
-    /// Fills the reserve as far as the disk has space. On a full disk, freed space goes to the reserve first, because
-    /// another program could use the space before the next open.
-    pub fn fill(&self) -> Result<()> {
+    /// Fills the reserve, as far as the disk has space, before a caller writes about `bytes` bytes to other files. On a
+    /// full disk, freed space goes to the reserve first, because another program could use the space before the next
+    /// open.
+    pub fn fill(&self, bytes: u64) -> Result<()> {
         loop {
-            // If the disk has space, the maker fills the reserve, and no caller waits.
+            // If the disk has space for both, the maker thread creates the spares, and the caller does not wait. The maker
+            // may be slower than the caller, whose files would then take the space of the reserve.
             let lacking = self.lacking_bytes();
-            if lacking == 0 || self.free_bytes() >= lacking {
+            let needed = lacking.saturating_add(bytes.saturating_mul(2));
+            if lacking == 0 || self.free_bytes() >= needed {
                 return Ok(());
             }
             match self.add_to_reserve() {
@@ -214,7 +218,7 @@ impl SegmentPool {
     ) -> Result<Option<Arc<dyn DiskFile>>> {
         let mut spares = self.spares.lock();
         loop {
-            // The longest spare is used, because the space of its other bytes is freed.
+            // The longest spare is used, because truncating it frees the most space.
             let longest = spares.files.len().checked_sub(1).filter(|at| spares.files[*at].len >= len);
             let longest = longest.filter(|_| self.is_left(&spares, empty, purpose));
             let Some(at) = longest else { return Ok(None) };
@@ -271,5 +275,34 @@ impl SegmentPool {
     pub(super) fn give_up(&self, spares: &mut Spares, at: usize) -> Result<()> {
         let spare = spares.take(at);
         self.disk.remove(FileName::Spare(spare.number))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use remanent_format::{Folder, StoreId};
+
+    use super::*;
+    use crate::disk::Disk;
+    use crate::disk::image_spares::ImageSpares;
+    use crate::log::SegmentRules;
+    use crate::options::LogIo;
+    use crate::testing::sim_disk::SimDisk;
+
+    #[test]
+    fn reserve_is_filled_before_files_that_would_take_its_space() {
+        let disk = SimDisk::new();
+        disk.make_folder(Folder::Log).unwrap();
+        let (shared, store): (Arc<dyn Disk>, _) = (Arc::new(disk.clone()), StoreId([1; 16]));
+        let rules = SegmentRules { len: FIRST_LEN, reserve: 2, spare_bytes: 0 };
+        let image_spares = Arc::new(ImageSpares::none(shared.clone(), store));
+        let pool = SegmentPool::new(shared, store, rules, LogIo::Mapped, image_spares).unwrap();
+        let free = pool.lacking_bytes() + (1 << 20);
+        disk.set_capacity(Some(disk.used_bytes() + free));
+        // There is space for the reserve and for a short file.
+        pool.fill(64 << 10).unwrap();
+        assert_eq!(pool.spares.lock().lacking(), rules.reserved_spare_count());
+        pool.fill(2 << 20).unwrap();
+        assert_eq!(pool.spares.lock().lacking(), 0);
     }
 }

@@ -153,7 +153,8 @@ impl Spares {
 
     /// Records that the log added a segment of this length, either as growth or as one of its first segments.
     pub(super) fn grown(&mut self, len: u64) {
-        // An opening with few commits keeps a short reserve.
+        // The first segments of an opening do not count as growth, so that an opening with few commits needs only a
+        // short reserve.
         if !std::mem::replace(&mut self.has_begun, true) && len <= self.next_len {
             return;
         }

@@ -54,7 +54,7 @@ impl Purpose {
 pub struct PlaceUsage {
     /// The number of allocated bytes, excluding caller-owned memory.
     pub allocated_bytes: u64,
-    /// The number of bytes that were given up by their owner, but that a lane may still use.
+    /// The number of bytes that their owner no longer needs, but that a lane may still use.
     pub retired_bytes: u64,
     /// The number of bytes claimed for allocations that are not complete yet.
     pub claimed_bytes: u64,
@@ -74,7 +74,7 @@ impl PlaceUsage {
     }
 
     /// Returns the number of bytes allocated for `purpose`. Bytes are counted for the purpose for which they were
-    /// allocated, until they are given up or passed to a caller.
+    /// allocated, until they are retired or passed to a caller.
     #[must_use]
     pub fn bytes_for(&self, purpose: Purpose) -> u64 {
         self.by_purpose[purpose as usize]
@@ -97,7 +97,8 @@ impl PlaceRoom {
 
     /// Returns the number of bytes that are free or will be free after the work queued on the lanes.
     pub fn free_soon(&self) -> u64 {
-        // Retired bytes are read first, so that bytes released in between may count as free twice, but never as used.
+        // Retired bytes are read first. If bytes are released between the two reads, they count as free twice, but
+        // never as used.
         let retired = self.0.retired.load(Ordering::Acquire);
         let used = self.0.used.load(Ordering::Relaxed).saturating_sub(retired);
         self.0.budget.saturating_sub(used)
@@ -171,13 +172,13 @@ impl Account {
         self.by_purpose[Purpose::Lent as usize].fetch_add(len, Ordering::Relaxed);
     }
 
-    /// Counts `len` caller-owned bytes that a page has given up.
+    /// Counts `len` caller-owned bytes that a page no longer uses.
     pub fn lent_returned(&self, len: u64) {
         self.count.fetch_sub(1, Ordering::Relaxed);
         self.by_purpose[Purpose::Lent as usize].fetch_sub(len, Ordering::Relaxed);
     }
 
-    /// Counts `len` allocated bytes of `count` pages as given up. A lane may still use the bytes.
+    /// Counts `len` allocated bytes of `count` pages as retired. A lane may still use the bytes.
     pub fn retired(&self, purpose: Purpose, count: u64, len: u64) {
         self.retired.fetch_add(len, Ordering::Relaxed);
         self.count.fetch_sub(count, Ordering::Relaxed);
@@ -186,8 +187,9 @@ impl Account {
 
     /// Counts `len` retired bytes as released.
     pub fn released(&self, len: u64) {
-        // The order matters. A thread that claims these bytes no longer observes them as taken, so the peak never
-        // exceeds the budget. A thread that no longer observes them as retired no longer observes them as used either.
+        // The order of these two operations matters. A thread that claims the released bytes no longer counts them in
+        // `taken`, so the peak never exceeds the budget. A thread that no longer counts them as retired no longer
+        // counts them as used either.
         self.taken.fetch_sub(len, Ordering::Relaxed);
         self.used.fetch_sub(len, Ordering::Release);
         self.retired.fetch_sub(len, Ordering::Release);
@@ -195,8 +197,8 @@ impl Account {
 
     /// Returns whether `len` bytes would fit into the budget if no memory were retired.
     pub fn fits_without_retired(&self, len: u64) -> bool {
-        // The two counters are read at different moments, retired bytes first, so bytes released in between make the
-        // result `true`. The caller then claims the bytes, and that result is exact.
+        // The two counters are read at different times, retired bytes first. Bytes that are released in between make
+        // the result `true`, and the following claim decides exactly.
         let retired = self.retired.load(Ordering::Acquire);
         let used = self.used.load(Ordering::Relaxed).saturating_sub(retired);
         used.checked_add(len).is_some_and(|sum| sum <= self.budget)

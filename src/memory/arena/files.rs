@@ -1,5 +1,5 @@
 //! Memory of image files to which the device copies pages. The memory is registered within the budget of pinned memory,
-//! and given up when any other use needs that budget.
+//! and released when any other use needs that budget.
 //!
 //! File memory is released in this order: the lists that name it pass their fences, the device unregisters it, and the
 //! mapping ends. Only then may the file be truncated or removed. If it is unknown whether the last list has ended, the
@@ -30,7 +30,7 @@ pub(super) struct RegisteredFiles {
     is_refused: AtomicBool,
 }
 
-/// A file to whose memory the device copies. The memory stays registered until it is given up or this value is dropped.
+/// A file to whose memory the device copies. The memory stays registered until it is released or this value is dropped.
 pub(crate) struct RegisteredFile {
     arena: Arc<Arena>,
     staging: Arc<StagingPool>,
@@ -39,10 +39,10 @@ pub(crate) struct RegisteredFile {
 }
 
 struct FileState {
-    /// The device's id for the memory, or `None` once the memory is given up.
+    /// The device's id for the memory, or `None` once the memory is released.
     memory: Option<MemoryId>,
     /// The number of writers, which is the number of [`FileTarget`] values for the file. While it is above 0, the
-    /// memory is not given up.
+    /// memory is not released.
     users: usize,
     /// For each lane, the fence of the last list that names the memory. The fence has value 0 if there is no such list.
     last_uses: [Fence; FILE_LANES.len()],
@@ -67,7 +67,7 @@ impl CopyDirection {
 /// The lanes for copies to and from files.
 const FILE_LANES: [Lane; 2] = [Lane::Drain, Lane::Load];
 
-/// The right to copy to a file's memory. The memory is not given up before this value is dropped.
+/// The right to copy to a file's memory. The memory is not released before this value is dropped.
 pub(crate) struct FileTarget {
     file: Arc<RegisteredFile>,
     memory: MemoryId,
@@ -127,7 +127,7 @@ impl Arena {
         Ok(Some(registered))
     }
 
-    /// Gives up the memory of files without writers, oldest first, until `needed` bytes of pinned memory are free.
+    /// Releases the memory of files without writers, oldest first, until `needed` bytes of pinned memory are free.
     /// Returns whether any memory was freed.
     pub(super) fn release_files(&self, needed: u64) -> bool {
         let files: Vec<Arc<RegisteredFile>> =
@@ -146,7 +146,7 @@ impl Arena {
 }
 
 impl RegisteredFile {
-    /// Returns the right to copy to the file, or `None` if the file's memory was given up.
+    /// Returns the right to copy to the file, or `None` if the file's memory was released.
     pub fn target(self: &Arc<Self>) -> Option<FileTarget> {
         let mut state = self.state.lock();
         let memory = state.memory?;
@@ -164,8 +164,8 @@ impl RegisteredFile {
         state.users == 0 && self.give_up(&mut state)
     }
 
-    /// Gives up the file's memory. The caller must hold the lock of `state`, because a writer that finds no memory may
-    /// truncate the file.
+    /// Unregisters the file's memory with the device, and returns whether that succeeded. The caller must hold the lock
+    /// of `state`: a writer that finds `memory` empty may truncate the file, and the device must not access it then.
     fn give_up(&self, state: &mut FileState) -> bool {
         let Some(memory) = state.memory.take() else { return false };
         let device = &self.arena.device;
@@ -193,7 +193,7 @@ impl Drop for RegisteredFile {
     fn drop(&mut self) {
         let mut state = self.state.lock();
         let state = &mut *state;
-        // No target exists, because each target keeps the file alive.
+        // No [`FileTarget`] exists here, because each of them keeps this value alive.
         self.give_up(state);
     }
 }
@@ -220,7 +220,7 @@ impl FileTarget {
         let queued = device.submit(way.lane(), list);
         let mut state = self.file.state.lock();
         match &queued {
-            // The device may have started the list without a fence.
+            // The device may have started the list although it returned no fence.
             Err(_) => state.is_end_unknown = true,
             Ok(pending) => {
                 let last = &mut state.last_uses[way as usize];
@@ -287,7 +287,7 @@ impl FileTarget {
         let words = sum();
         match &words {
             Ok(_) => read_back.into_iter().try_for_each(|memory| arena.discard(memory))?,
-            // The copy may still be in flight.
+            // The copy may still be in flight, so the memory is freed after its fence.
             Err(_) => read_back.into_iter().for_each(|memory| arena.retire(memory, last_use)),
         }
         let words = words?;

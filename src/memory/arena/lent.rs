@@ -30,7 +30,7 @@ impl LentMemories {
         self.handles.lock().insert(memory, bytes);
     }
 
-    /// Records that a page has given up its memory.
+    /// Records that a page has left its memory.
     pub fn retire(&self, memory: MemoryId) {
         self.handles.lock()[&memory].retire_loan();
     }
@@ -64,7 +64,8 @@ impl LentMemories {
         let has_passed = |(_, fence): &mut (MemoryOwner, Fence)| device.reached(fence.lane) >= fence.value;
         let passed: Vec<_> = self.leaving.lock().extract_if(.., has_passed).collect();
         self.waiting_count.fetch_sub(released_handles.len() + passed.len(), Ordering::AcqRel);
-        // They are dropped without the locks, because an owner that drops more handles must not wait for this thread.
+        // The values are dropped after the locks are released. Dropping an owner may run code that acquires these
+        // locks.
         drop((released_handles, passed));
     }
 

@@ -99,7 +99,7 @@ impl Arena {
         }
     }
 
-    /// Assigns caller-owned memory to a page, outside the budget. If another page has given up a part of the memory,
+    /// Assigns caller-owned memory to a page, outside the budget. If another page has left a part of the memory,
     /// waits until no lane uses that part. The caller must ensure that no stream uses the memory and that no work on it
     /// is in flight.
     ///
@@ -180,12 +180,12 @@ impl Arena {
         self.reserve(purpose, &[(place, len)])?.allocate(place, len)
     }
 
-    /// Allocates memory like [`allocate`](Self::allocate), for a thread that submits to the lanes. The call waits only
+    /// Allocates memory like `allocate`, for a thread that submits to the lanes. The call waits only
     /// for lanes that never wait for a caller. If it waited for other lanes, a stalled caller's stream would stall all
     /// batches.
     ///
     /// # Errors
-    /// Same as [`allocate`](Self::allocate).
+    /// Same as `allocate`.
     pub fn allocate_for_lane(&self, purpose: Purpose, place: Place, len: u64) -> Result<PageMemory> {
         self.reserve_awaiting(&OWN_LANES, purpose, &[(place, len)])?.allocate(place, len)
     }
@@ -194,7 +194,7 @@ impl Arena {
     /// checked for the sum of the pages before the first allocation.
     ///
     /// # Errors
-    /// Same as [`allocate`](Self::allocate). `OverBudget` states the total requested in a place.
+    /// Same as `allocate`. `OverBudget` states the total requested in a place.
     pub fn allocate_all(&self, purpose: Purpose, pages: &[(Place, u64)]) -> Result<Vec<PageMemory>> {
         let mut memory = Vec::new();
         make_room(&mut memory, pages.len())?;
@@ -227,9 +227,9 @@ impl Arena {
             let sum = sums.entry(*place).or_default();
             *sum = sum.saturating_add(*len);
         }
-        // The retry also happens if no memory is retired any more: another thread may have taken the last retired
-        // memory from the queue and be releasing it now. Without this, a batch that arrived at that moment was
-        // rejected.
+        // The retry also happens if no memory is retired any more. Another thread may have removed the last retired
+        // memory from the queue and be releasing it. Before this retry existed, a batch at that moment was rejected
+        // although its memory was about to become free.
         let claimed = match self.claim(awaited, purpose, &sums) {
             Err(Error::OverBudget { place, requested, .. })
                 if self.account(place).fits_without_retired(requested) =>
@@ -239,8 +239,8 @@ impl Arena {
             }
             claimed => claimed,
         };
-        // Files are registered only for speed, so they are given up. A request for scratch fails instead, because
-        // scratch is for a snapshot to these files.
+        // Registered files only make snapshots faster, so they are unregistered to make room. A request for scratch
+        // fails instead, because scratch is used for the snapshot that writes these files.
         let claimed = match claimed {
             Err(Error::OverBudget { place: Place::Pinned, requested, available, .. })
                 if purpose != Purpose::Gather && self.release_files(requested.saturating_sub(available)) =>
@@ -289,8 +289,8 @@ impl Arena {
             self.retired_count.fetch_add(1, Ordering::AcqRel);
             queue.push_back(RetiredMemory { page, fence });
         }
-        // The memory must be counted as retired before another thread can take it from the queue and count it as
-        // released.
+        // The memory is counted as retired before the queue is unlocked. Otherwise another thread could remove it and
+        // count it as released first.
         sums.end(|place, sum| self.count_retired(place, sum));
         drop(queue);
         scratch.into_iter().for_each(|(place, len)| self.return_scratch(place, len));

@@ -31,7 +31,7 @@ impl Arena {
         purpose: Purpose,
         sums: &BTreeMap<Place, u64>,
     ) -> Result<Reservation<'_>> {
-        // If an error drops the reservation, its bytes are returned.
+        // If an account has too few bytes, dropping this value returns what was claimed from the other accounts.
         let mut reservation =
             Reservation { arena: self, purpose, left: Vec::with_capacity(sums.len()), awaited };
         for (place, sum) in sums {

@@ -18,8 +18,8 @@ const NO_LANES: [Lane; 0] = [];
 /// which can serve no other length, and whose release to the driver waits for all work of the GPU. With short pieces,
 /// the memory that the device caches after scratch is released never exceeds the limit on scratch.
 pub(super) const SCRATCH_PIECE_LEN: u64 = 16 << 20;
-/// The maximum number of bytes of scratch in a place. A longer read is copied to the host in lane order, which takes 20
-/// ms for a read of this length on an H200.
+/// The maximum number of bytes of scratch in a place. A longer read is copied to the host in batch order, which takes
+/// 20 ms for a read of this length on an H200.
 pub(super) const SCRATCH_BYTES_MAX: u64 = 1 << 30;
 /// The maximum time to wait for scratch. Scratch in use is being copied to the host, which takes milliseconds. If the
 /// copy never completes, the device has stopped, and the next call of the waiting thread reports the error.

@@ -95,7 +95,7 @@ fn retired_memory_counts_until_its_fence_has_passed() {
     let page = arena.allocate(Purpose::Page, PLACE, 60).unwrap();
     let fence = use_page(&device, &page);
     arena.retire(page, fence);
-    // The late device panics if the memory is released before the list has run.
+    // The test device panics if memory is released before a list that uses it has run.
     arena.reap().unwrap();
     assert_eq!((arena.available(PLACE), usage(&arena)), (40, (0, 60, 60, 0)));
     device.wait(fence).unwrap();
@@ -144,7 +144,7 @@ fn submitter_waits_for_lanes_not_callers() {
             }
         }
     }
-    // A committer waits for all of the lanes.
+    // A thread that commits may wait for all lanes.
     arena.discard(arena.allocate(Purpose::Page, PLACE, 50).unwrap()).unwrap();
 }
 
@@ -207,7 +207,7 @@ fn long_scratch_is_limited_and_in_equal_pieces() {
         discard_all(&arena, pieces);
         lens
     };
-    assert_eq!(lens(0), []);
+    assert_eq!(lens(0), Vec::<u64>::new());
     assert_eq!(lens(SCRATCH_PIECE_LEN), [SCRATCH_PIECE_LEN]);
     assert_eq!(lens(SCRATCH_PIECE_LEN + 1), [SCRATCH_PIECE_LEN; 2]);
     assert_eq!(lens(SCRATCH_BYTES_MAX).len() as u64, SCRATCH_BYTES_MAX / SCRATCH_PIECE_LEN);
@@ -256,7 +256,7 @@ fn a_dropped_arena_leaves_no_retired_memory_on_the_device() {
     let (memory, fence) = (page.span().memory, use_page(&device, &page));
     arena.retire(page, fence);
     drop(arena);
-    // The late device would reject an early release. This release is in time.
+    // The test device would panic on an early release.
     device.wait(fence).unwrap();
     let again = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| device.release(memory)));
     assert!(again.is_err(), "the arena had not released it");

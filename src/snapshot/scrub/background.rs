@@ -55,9 +55,8 @@ impl Drop for Scrubber {
     }
 }
 
-/// Runs scrub passes until the store closes. The interval counts from the beginning of one pass to that of the next.
-///
-/// Each pass reads at a limited rate, which leaves disk bandwidth to other work. Closing the store cancels the pass.
+/// Runs scrub passes until the store closes. The interval counts from the start of one pass to the start of the next.
+/// Each pass reads at a limited rate, so that other work can use the disk.
 fn live(scrub: &Scrub, interval: Duration) {
     let pace = &scrub.pace;
     // The first pass starts one interval after the open.

@@ -15,8 +15,8 @@
 //! | the log, a restore's table, an image that a batch names | recovery begins after it |
 //!
 //! The last three repairs take a snapshot. A snapshot that needs damaged bytes no longer counts
-//! ([`RetainedSnapshot::is_sound`](crate::catalog::RetainedSnapshot::is_sound)). It displaces no sound snapshot, and is
-//! removed once there are enough sound snapshots. A damaged snapshot that is kept for its name remains unchanged.
+//! ([`RetainedSnapshot::is_sound`](crate::catalog::RetainedSnapshot::is_sound)). It replaces no intact snapshot, and is
+//! removed once there are enough intact snapshots. A damaged snapshot that is kept for its name remains unchanged.
 //!
 //! Damage causes no file to be overwritten or removed. A crash at any point leaves either the state without the scrub,
 //! or the snapshot that repairs it.
@@ -107,7 +107,7 @@ impl Scrub {
 
     /// Reads all needed files at the given rate and repairs damage.
     pub fn run(&self, pace: &Pace, request: SnapshotRequest) -> Result<ScrubReport> {
-        // A caller that waits for a background scrub makes it run at full speed.
+        // While a caller waits for it, a background scrub runs at full speed.
         let hurry = (!request.paced).then(|| self.pace.expedite());
         let _one_at_a_time = self.running.lock();
         drop(hurry);
@@ -129,7 +129,7 @@ impl Scrub {
     /// Reads all needed files, then repairs damage under the catalog lock:
     ///
     /// 1. Rewrites files whose contents are in memory or in their other copy.
-    /// 2. Flags snapshots that need damaged bytes, so that none of them replaces a sound snapshot.
+    /// 2. Flags snapshots that need damaged bytes, so that none of them replaces an intact snapshot.
     /// 3. Takes a snapshot that needs no damaged bytes. Taken before step 2, it could make retention keep a damaged
     ///    snapshot.
     fn read_and_mend(&self, pace: &Pace, request: SnapshotRequest) -> Result<ScrubReport> {
@@ -144,7 +144,7 @@ impl Scrub {
         }
         let catalog = &self.snapshots.catalog;
         let mut catalog = if request.paced { catalog.lock_patiently() } else { catalog.lock() };
-        // 1. A link that is no longer kept must not be created again.
+        // 1. A manifest that was removed in the meantime must not be created again.
         let is_kept = |link: &Arc<Manifest>| {
             let mut kept = catalog.snapshots.iter();
             kept.any(|(id, kept)| *id == link.snapshot || kept.links.contains(&link.snapshot))
@@ -154,10 +154,11 @@ impl Scrub {
             error if error.is_passing() => error,
             error => self.snapshots.engine.poison.set(error),
         })?;
-        // 2. The survey is repeated, because snapshots may have been taken or removed in between.
-        let source = DiskSource::past_cache(self.snapshots.engine.disk.clone());
+        // 2. The files are listed again, because snapshots may have been taken or removed since the pass began.
+        let source = DiskSource::bypassing_cache(self.snapshots.engine.disk.clone());
         let survey = Survey::read_as(&source, self.store.clone())?;
-        // `images` contains only images that this pass has read. A snapshot taken in between names none of them.
+        // `images` contains only images that this pass has read. Snapshots taken later are not affected, because no
+        // snapshot refers to an image that is known to be damaged.
         let needs_damaged_bytes = |snapshot: &Manifest| {
             let mut named = snapshot.entries.iter().filter_map(|entry| Some((entry.page, entry.image?)));
             named.any(|(page, image)| {
@@ -172,17 +173,18 @@ impl Scrub {
                 || survey.snapshot(kept.info.id).map_or(true, |snapshot| needs_damaged_bytes(&snapshot))
         };
         let flagged = flag_damaged(&mut catalog, needs_damaged);
-        // 3.
+        // 3. Take the repairing snapshot.
         if flagged.is_due || !batches.is_empty() {
             let newest = catalog.snapshots.keys().next_back();
             if newest.is_some_and(|newest| survey.chain(*newest).is_err()) {
                 catalog.known.unlink();
             }
-            // No other snapshot is removed before this one exists, because an older one may be the only sound one.
+            // Older snapshots are kept until this one exists, because one of them may be the only intact one.
             let request = SnapshotRequest { keeps_others: true, ..request };
             let taken = self.snapshots.take(&mut catalog, &request);
             if taken.is_err() {
-                // The next scrub must find the damage again, when there is space for the repairing snapshot.
+                // The marks are removed, so that the next scrub finds the damage again, when there may be space for the
+                // repairing snapshot.
                 for (_, kept) in catalog.snapshots.iter_mut().filter(|(id, _)| flagged.snapshots.contains(id))
                 {
                     kept.is_sound = true;

@@ -1,10 +1,9 @@
-//! One scrub pass over the files on disk. At its beginning, the pass determines the batches and images to check, and
-//! then reads them at a limited rate.
+//! One scrub pass over the files on disk. At its start, the pass determines which batches and images to check, and then
+//! reads them at a limited rate.
 //!
-//! A pass takes long and must not delay snapshots. During a pass, snapshots are taken, and the files that they
-//! supersede are recycled. Numbers of image files are never reused, so an image file that is missing was not needed. A
-//! segment may have been reused and contain other bytes, so apparent damage counts only if replay could still begin
-//! before it.
+//! Snapshots are taken during a pass, and the files that they supersede are recycled. The numbers of image files are
+//! never reused, so a missing image file is one that is no longer needed. A recycled log segment may contain other
+//! bytes, so damage in the log counts only if replay may still begin before it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -79,13 +78,12 @@ impl<'a> ScrubPass<'a> {
         // The rate limit of the pass counts from here.
         let began = Instant::now();
         let catalog = snapshots.catalog.lock();
-        let source = DiskSource::past_cache(snapshots.engine.disk.clone());
+        let source = DiskSource::bypassing_cache(snapshots.engine.disk.clone());
         let mut found = ScrubFindings::default();
-        // Determined before the files are listed: a batch that becomes durable later may be in a segment that is not
-        // listed, and would look lost.
+        // Determined before the files are listed. A batch that becomes durable later may be in a segment that is not in
+        // the list, and would look lost.
         let until = snapshots.engine.log.durable();
-        // A damaged STORE hides no other damage: its contents are in memory, and all other files are checked against
-        // those.
+        // STORE can be damaged too. Its contents are in memory, and all other files are checked against these contents.
         let survey = match Survey::read(&source) {
             Ok(survey) if survey.store == *store => survey,
             Err(damage) if damage.file != FileName::Store => return Err(damage.into()),
@@ -95,7 +93,7 @@ impl<'a> ScrubPass<'a> {
                 Survey::read_as(&source, store.clone())?
             }
         };
-        // The survey itself is dropped, because it would keep all entries of all links in memory for the whole pass.
+        // Only these parts of the survey are kept, because the survey contains the entries of all manifests.
         let (log, images) = (survey.log.clone(), BTreeMap::new());
         let mut pass = Self { snapshots, source, pace, began, log, until, images, found };
         pass.read_links(&catalog, &survey);
@@ -113,8 +111,7 @@ impl<'a> ScrubPass<'a> {
         self.read_images()?;
         // An incomplete pass must not be reported as a complete one.
         let damage = &self.found.scrubbed.damage;
-        let is_shortage = |defect: &Defect| matches!(defect, Defect::Shortage { .. } | Defect::Memory { .. });
-        match damage.iter().find(|damage| is_shortage(&damage.defect)) {
+        match damage.iter().find(|damage| damage.defect.is_shortage()) {
             Some(shortage) => Err(shortage.clone().into()),
             None => Ok(self.found),
         }
@@ -129,9 +126,9 @@ impl<'a> ScrubPass<'a> {
                 Ok(snapshot) => self.want_all(&snapshot, None),
                 Err(damage) => self.damaged(damage),
             }
-            // A link that other snapshots follow is needed as much as their own.
+            // The manifests on which a snapshot is based are needed as much as its own.
             for link in kept.links.iter().chain([&kept.info.id]) {
-                // An unreadable link was reported with its snapshot above.
+                // An unreadable manifest was reported together with its snapshot above.
                 let Some(Ok((manifest, health))) = survey.links.get(link) else { continue };
                 if seen.insert(*link) && !health.is_whole() {
                     self.copy_damaged(manifest, health);
@@ -158,7 +155,7 @@ impl<'a> ScrubPass<'a> {
     /// Reads the tables of restores that a replay may still reach, and collects the images in the tables.
     fn read_tables(&mut self, catalog: &Catalog, store: &StoreFile) {
         let oldest = self.starts(catalog).first().map(|oldest| oldest.lsn);
-        // A table below the oldest start is never read again.
+        // Replay does not reach a restore below the oldest start, so its table is not needed.
         let is_met = |restored_at| oldest.is_some_and(|oldest| oldest < restored_at);
         for (number, table) in catalog.tables.iter().filter(|(_, table)| is_met(table.restored_at)) {
             match read_manifest(&self.source, FileName::Table(*number), store) {
@@ -172,8 +169,8 @@ impl<'a> ScrubPass<'a> {
         }
     }
 
-    /// Collects the images of a manifest. `batch` is the batch whose replay needs these images, or `None` if no batch
-    /// needs them.
+    /// Adds the images of a manifest to those that the pass reads. `batch` is the batch whose replay needs them, or
+    /// `None` if no batch does.
     fn want_all(&mut self, manifest: &Manifest, batch: Option<Lsn>) {
         for entry in &manifest.entries {
             let Some(image) = entry.image else { continue };
@@ -192,10 +189,10 @@ impl<'a> ScrubPass<'a> {
             let file = FileName::Segment(point.segment);
             DiskSource::new(self.snapshots.engine.disk.clone()).len(file).is_ok_and(|len| len.is_some())
         };
-        // The beginning of the log is a start only while no floor is recorded.
+        // Replay may begin at the beginning of the log only while no floor is recorded.
         let beginning = self.log.beginning().filter(|point| catalog.floor.is_none() && is_there(point));
         let kept = catalog.snapshots.values().filter(|kept| kept.is_sound && kept.redo.lsn <= self.until);
-        // The log after a named snapshot may no longer be kept, in which case the files that it names were removed.
+        // A named snapshot may be kept without the log after it.
         let kept = kept.filter(|kept| catalog.reaches(kept));
         let mut starts: Vec<LogPoint> = beginning.into_iter().chain(kept.map(|kept| kept.redo)).collect();
         starts.sort_unstable_by_key(|point| point.lsn);
@@ -210,15 +207,15 @@ impl<'a> ScrubPass<'a> {
         while let Some(from) = next {
             let Some((at, damage)) = self.walk(from)? else { break };
             let starts = self.starts(&self.snapshots.catalog.lock());
-            // A start after the damage does not need the damaged part, which was recycled while it was read.
+            // If replay can no longer begin before the damage, the damaged part was recycled while it was read.
             let is_needed = starts.first().is_some_and(|oldest| oldest.lsn <= at.lsn);
-            // The frame at the break is lost, so replay must begin after it.
+            // The frame after `at` is lost, so replay must begin after that frame.
             let lost = if is_needed { at.lsn.next() } else { at.lsn };
             if is_needed {
                 self.found.batches.push(lost);
                 self.damaged(damage);
             }
-            // Each start is later than the previous one, so the walk ends.
+            // The search terminates, because each start is later than the previous one.
             next = starts.into_iter().find(|start| start.lsn >= lost && start.lsn > from.lsn);
         }
         Ok(())
@@ -246,13 +243,13 @@ impl<'a> ScrubPass<'a> {
                 Err(damage) => return Ok(Some((at, damage))),
             };
             let lsn = frame.header.lsn;
-            // Counted for the rate limit.
+            // The rate limit counts these bytes.
             scrubbed.log_bytes += frame.header.frame_len();
             if frame.header.kind == FrameKind::Batch {
                 scrubbed.batches += 1;
-                // The position of damage if the payload does not decode.
+                // The location to report if the payload cannot be decoded.
                 let here = (FileName::Segment(frame.header.segment), frame.header.offset);
-                // A payload that does not decode is as lost as one with a wrong checksum.
+                // A payload that cannot be decoded cannot be replayed, like one with a wrong checksum.
                 let ops = match decode_payload(frame.payload) {
                     Ok(ops) => ops,
                     Err(defect) => return Ok(Some((at, defect.at_lsn(here.0, here.1, lsn)))),
@@ -260,7 +257,7 @@ impl<'a> ScrubPass<'a> {
                 for op in ops {
                     if let Op::Image { page, len, image } = op.op {
                         let wanted = ScrubImage { image, page, len, batch: Some(lsn) };
-                        // An image written in advance is part of the log: its batch cannot be replayed without it.
+                        // The batch cannot be replayed without the image, so the image is checked like the log.
                         self.images.insert((image.file, image.offset), wanted);
                     }
                 }
@@ -276,7 +273,7 @@ impl<'a> ScrubPass<'a> {
         let wanted =
             |image: &ScrubImage| ImageRequest { page: image.page, len: image.len, image: image.image };
         let mut wanted = collected(self.images.values().map(wanted))?;
-        // In file order, several images per read.
+        // The images are in file order, so one read covers several of them.
         for run in runs(&mut wanted) {
             for (image, damage) in run.damaged(&self.source)? {
                 self.image_damaged(&image, damage);
@@ -292,7 +289,7 @@ impl<'a> ScrubPass<'a> {
     /// Reports a damaged image, unless its file was recycled during the pass.
     fn image_damaged(&mut self, image: &ImageRef, damage: Damage) {
         let place = (image.file, image.offset);
-        // The damage may be in the base of an overlay, which other overlays may share.
+        // The damage may be in the base of an overlay, and other overlays may have the same base.
         let damaged_file = match damage.file {
             FileName::Pages(file) => file,
             _ => image.file,
@@ -302,10 +299,10 @@ impl<'a> ScrubPass<'a> {
         if !is_named && !catalog.files.is_for_batch(damaged_file, Lsn(0)) {
             return;
         }
-        // Recorded immediately, so that a snapshot taken before the pass ends does not name the image.
+        // Recorded immediately, so that a snapshot taken during the pass writes the page again.
         let ScrubImage { page, batch, .. } = &self.images[&place];
         // A shortage does not indicate damage, and the page would be rewritten unnecessarily.
-        if !matches!(damage.defect, Defect::Shortage { .. } | Defect::Memory { .. }) {
+        if !damage.defect.is_shortage() {
             catalog.known.mark_damaged(*page, image, (damaged_file, damage.offset));
         }
         self.found.batches.extend(*batch);

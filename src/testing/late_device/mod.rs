@@ -198,7 +198,8 @@ impl LateDevice {
 
     fn run_list(&self, lane: Lane, mut list: CommandList) -> Result<Vec<Staging>> {
         let (read, written) = staged_spans(&list.commands);
-        // A range in both lists is left unchanged, because the list determines the order of the two uses.
+        // A range that the list both reads and writes is left unchanged, because the list determines which access comes
+        // first.
         let of_one_kind =
             |span: &StagingSpan, others: &[StagingSpan]| !others.iter().any(|other| overlap(*span, *other));
         for span in written.iter().filter(|span| of_one_kind(span, &read)) {
@@ -300,8 +301,8 @@ impl Device for LateDevice {
     }
 
     fn crosses_bus(&self) -> bool {
-        // The device claims a bus, so that all code that verifies bytes on both sides of a bus is tested with late
-        // lists, too.
+        // The device reports a bus, so that the code that verifies bytes on both sides of a bus is tested with delayed
+        // lists too.
         true
     }
 

@@ -111,7 +111,7 @@ impl SimDisk {
 
     /// Calls `each` with every image. Equal images with equal acknowledgements are passed only once.
     fn images(&self, crash: Crash, plan: &CrashPlan, mut each: impl FnMut(CrashImage)) {
-        // A store's threads continue during the enumeration. Their later events are not part of the walk.
+        // A store's threads may still run during the enumeration. Events that they add are not included.
         let mut walk = Walk::new(self);
         let mut seen = HashSet::new();
         for moment in moments_of(&walk.events, plan.events.clone(), plan.tears) {

@@ -80,7 +80,7 @@ impl DiskEvent {
             Tears::Few(count) => {
                 let first_border = SECTOR_LEN - (offset % SECTOR_LEN as u64) as usize;
                 let borders: Vec<usize> = (first_border..len).step_by(SECTOR_LEN).collect();
-                // The first and the last border, and some in between at equal distances.
+                // The first and the last border, and some of those in between, at equal distances.
                 let step = borders.len().div_ceil(count.max(1)).max(1);
                 let some = borders.iter().step_by(step).chain(borders.last()).copied();
                 some.chain([1, len / 2, len.saturating_sub(1)]).collect()

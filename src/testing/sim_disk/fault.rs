@@ -35,8 +35,8 @@ pub enum Operation {
     SyncFolder,
     /// A call to `DiskFile::read_at`.
     Read,
-    /// A call to `DiskFile::read_past_cache`.
-    ReadPastCache,
+    /// A call to `DiskFile::read_bypassing_cache`.
+    ReadBypassingCache,
     /// A call to `DiskFile::read_proven`.
     ReadProven,
     /// A call to `DiskFile::write_at`. A failed call writes half of the bytes.

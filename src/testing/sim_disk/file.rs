@@ -71,13 +71,13 @@ impl SimFile {
         Ok(())
     }
 
-    fn read(&self, operation: Operation, offset: u64, out: &mut [u8], past_cache: bool) -> Result<()> {
+    fn read(&self, operation: Operation, offset: u64, out: &mut [u8], bypassing_cache: bool) -> Result<()> {
         let mut shared = self.disk.shared.lock();
         let read = shared.check(operation).and_then(|()| {
             let node = shared.now.node(self.id);
-            let content = if past_cache { &node.durable } else { &node.visible };
+            let content = if bypassing_cache { &node.durable } else { &node.visible };
             let whole = content.read(offset, out);
-            if !past_cache {
+            if !bypassing_cache {
                 shared.read_ahead.insert(self.id);
             }
             shared.age(self.id, offset, out);
@@ -113,8 +113,8 @@ impl DiskFile for SimFile {
     }
 
     /// Reads the durable bytes, which may differ from the visible bytes.
-    fn read_past_cache(&self, offset: u64, out: &mut [u8]) -> Result<()> {
-        self.read(Operation::ReadPastCache, offset, out, true)
+    fn read_bypassing_cache(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        self.read(Operation::ReadBypassingCache, offset, out, true)
     }
 
     /// Reads like `read_at`, because all bytes are cached.
@@ -285,7 +285,7 @@ struct SimDirectWindow {
 
 impl Window for SimDirectWindow {
     fn put(&self, offset: u64, bytes: &[u8]) -> Result<()> {
-        // An empty put right after a frame is in the range of no sync, and would remain forever.
+        // No sync covers an empty put directly after a frame, so it would never leave the list.
         if !bytes.is_empty() {
             self.put.lock().push((offset, bytes.to_vec()));
         }

@@ -64,7 +64,7 @@ impl SimCore {
 pub struct Lie {
     /// The disk after the power cut, unlocked and without faults and recorded events.
     pub disk: SimDisk,
-    /// The effect of the false write or read.
+    /// Whether the write was lost or misdirected, or whether the first read returns old bytes.
     pub kind: LieKind,
     /// The file that contains the sector, by the name with which the file was opened.
     pub file: FileName,
@@ -210,7 +210,7 @@ mod tests {
                 // Reads the bytes before the sector, across its beginning, and across its end.
                 let bytes = [(0, 512), (510, 4), (1022, 4)].map(|(offset, len)| {
                     let mut out = vec![0; len];
-                    file.read_past_cache(offset, &mut out).unwrap();
+                    file.read_bypassing_cache(offset, &mut out).unwrap();
                     out
                 });
                 found.push(bytes.map(|bytes| bytes[bytes.len() - 2..].to_vec()));

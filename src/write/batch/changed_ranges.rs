@@ -1,7 +1,9 @@
-//! Encodes captured changes as ranges where changes are close together, and as single elements elsewhere.
+//! Encodes the changes that a capture found: as a range where changed elements are close together, and as single
+//! elements elsewhere.
 //!
-//! A range costs the header of an operation, padding, and the unchanged elements between the changes. A single element
-//! costs its index. A masked delta would store its whole range and a mask, so it is never the shortest form here.
+//! In the log, a range takes the header of an operation, padding, and the unchanged elements between the changed ones.
+//! A single element takes its index and its bytes. A masked delta would need the whole range plus a mask, so it is
+//! never shorter.
 
 use std::ops::Range;
 
@@ -42,7 +44,7 @@ impl ElementChanges {
         let width = width.bytes() as u64;
         let mut changed = Self::default();
         make_room(&mut changed.elements, changed_elements.size_hint().0)?;
-        // The range under construction, and the position of its first element in the list of single elements.
+        // The range being extended, and the position in `elements` of its first element.
         let (mut run, mut first) = (0..0, 0);
         for element in changed_elements {
             let gap = u64::from(element - run.end) * width;
@@ -54,7 +56,7 @@ impl ElementChanges {
             changed.elements.push(element);
         }
         changed.close(&run, first, width);
-        // The excess capacity is released, because the elements are kept until the batch is logged.
+        // The list is kept until the batch is logged, so excess capacity is released.
         changed.elements.shrink_to(2 * changed.elements.len());
         Ok(changed)
     }
@@ -90,7 +92,7 @@ fn set_bits(bitmap: &[u8]) -> impl Iterator<Item = u32> {
 mod tests {
     use super::*;
 
-    /// A test case: the name, the width, the changed elements, the expected ranges, and the expected single elements.
+    /// One test case: name, element width, changed elements, expected ranges, expected single elements.
     type Row<'a> = (&'a str, Width, Vec<u32>, &'a [(u32, u32)], &'a [u32]);
 
     fn bitmap(elements: impl IntoIterator<Item = u32>, count: u32) -> Vec<u8> {

@@ -1,8 +1,8 @@
-//! Copies between pages: clones of whole pages, and copies of ranges.
+//! Operations that copy between pages: clones of whole pages, and copies of ranges.
 //!
-//! The log contains only after-images (I2), so a copy is logged with the copied bytes. These bytes are read before the
-//! batch is encoded. If the page that was read has another version when the batch is logged, `write/commit` prepares
-//! the draft again.
+//! The log contains only after-images (I2), so a copy operation is logged with the copied bytes. These bytes are read
+//! before the batch is encoded. If the source page has changed by the time the batch is logged, `write/commit` encodes
+//! the batch again with newly read bytes.
 
 use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
@@ -37,7 +37,7 @@ pub(crate) struct CopySources {
 /// The bytes that a batch copies, as read before the batch is encoded.
 #[derive(Debug, Default)]
 pub(crate) struct CopiedBytes {
-    /// The pages of [`CopySources::whole`] that exist before the batch, with their bytes.
+    /// The bytes before the batch of each existing page in [`CopySources::whole`].
     pub whole: HashMap<PageId, CopiedPage>,
     /// The bytes of the ranges of [`CopySources::ranges`], by the operation's index.
     pub ranges: HashMap<usize, Vec<u8>>,
@@ -54,8 +54,9 @@ impl CopiedBytes {
 impl WriteBatch {
     /// Creates a copy of a page in its state at this point of the batch, including bytes, length, place and metadata
     /// but not the key. The log stores the bytes, so a clone takes as much log space as the page is long.
-    pub fn clone_page(&mut self, source: impl Into<PageRef>) -> super::NewPage {
-        self.step(BatchStep::Clone { source: self.own(source) });
+    pub fn clone_page<'k>(&mut self, source: impl Into<PageRef<'k>>) -> super::NewPage {
+        let source = self.target(source);
+        self.step(BatchStep::Clone { source });
         self.new_page()
     }
 
@@ -83,14 +84,14 @@ impl WriteBatch {
     /// assert_eq!(store.read_to_vec(pages[1])?, b"\0cdX");
     /// # Ok::<(), remanent::Error>(())
     /// ```
-    pub fn copy(
+    pub fn copy<'k>(
         &mut self,
-        source: impl Into<PageRef>,
+        source: impl Into<PageRef<'k>>,
         range: Range<u64>,
-        target: impl Into<PageRef>,
+        target: impl Into<PageRef<'k>>,
         offset: u64,
     ) -> &mut Self {
-        let (source, target) = (self.own(source), self.own(target));
+        let (source, target) = (self.target(source), self.target(target));
         self.step(BatchStep::Copy { source, range, target, offset })
     }
 
@@ -135,8 +136,8 @@ impl WriteBatch {
 }
 
 impl<B: PayloadBytes> Encoder<'_, B> {
-    /// Writes a copy of a range to the payload. If the batch has not changed the source page, the range was already
-    /// read.
+    /// Writes a copy of a range to the payload. The bytes come from the ranges that were read before encoding or, if
+    /// the batch has changed the source page, from the encoder's copy of that page.
     pub(super) fn push_copy(
         &mut self,
         (source, range): (PageId, &Range<u64>),

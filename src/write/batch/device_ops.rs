@@ -1,7 +1,8 @@
 //! Operations whose bytes are in device memory, such as deltas computed by a kernel.
 //!
-//! When the batch is encoded, these bytes are left blank in the payload, and a [`DeviceFill`] describes the source of
-//! each blank. The device fills the blanks, so the bytes reach the log without passing through the caller.
+//! When the batch is encoded, the payload contains placeholders for these bytes, and a [`DeviceFill`] describes the
+//! source of each placeholder. The device fills the placeholders, so the bytes reach the log without passing through
+//! the caller.
 
 use std::ops::Range;
 
@@ -15,7 +16,7 @@ use super::{BatchStep, PageRef, WorkingCopy, WriteBatch};
 use crate::device::{DIGEST_CHUNK_LEN, DeviceBytes, Span, digest_count};
 use crate::error::{Error, Invalid, Result};
 
-/// A blank in a payload: a range whose bytes the device fills in.
+/// A placeholder in a payload: a range whose bytes the device fills in.
 #[derive(Clone, Debug)]
 pub(crate) struct DeviceFill<'f> {
     /// The offset of the range in the payload.
@@ -57,13 +58,13 @@ impl DeviceFill<'_> {
     }
 }
 
-/// The source from which the device fills a blank in a payload.
+/// The source from which the device fills a placeholder in a payload.
 #[derive(Clone, Debug)]
 pub(crate) enum FillSource<'f> {
     /// Bytes in device memory.
     Bytes(Span),
-    /// Chunks of a working copy, starting with chunk number `first` of its page. `key` is the key for the digests of
-    /// the chunks. `step` is the index of the capture.
+    /// Consecutive chunks of a working copy. `first` is the number of the first chunk in the page. `key` is the key for
+    /// the digests of the chunks. `step` is the index of the capture.
     Chunks { span: Span, key: Span, step: usize, first: usize },
     /// Indices of elements. The device checks that they are distinct and less than `bound`. `step` is the index of
     /// their operation.
@@ -77,9 +78,10 @@ pub(crate) enum FillSource<'f> {
 pub(crate) struct CapturedPart {
     /// The offset of the part in the page.
     pub offset: u64,
-    /// The part's bytes. They are in staging memory or, if `key` is set, in the working copy itself.
+    /// The location of the part's bytes: staging memory or, if `key` is set, the working copy itself.
     pub staged: Span,
-    /// The key for digests, if the working copy is compared by digests. The part then consists of whole chunks.
+    /// The key for digests, or `None` if the working copy is not compared by digests. With a key, the part consists of
+    /// whole chunks.
     pub key: Option<Span>,
     /// The changed byte ranges of the part.
     pub runs: Vec<Range<u64>>,
@@ -117,22 +119,29 @@ impl WriteBatch {
     /// assert_eq!(&bytes, b"made by a kernel");
     /// # Ok::<(), remanent::Error>(())
     /// ```
-    pub fn write_device(&mut self, page: impl Into<PageRef>, offset: u64, bytes: &DeviceBytes) -> &mut Self {
-        self.step(BatchStep::WriteDevice { page: self.own(page), offset, bytes: bytes.clone() })
+    pub fn write_device<'k>(
+        &mut self,
+        page: impl Into<PageRef<'k>>,
+        offset: u64,
+        bytes: &DeviceBytes,
+    ) -> &mut Self {
+        let page = self.target(page);
+        self.step(BatchStep::WriteDevice { page, offset, bytes: bytes.clone() })
     }
 
     /// Replaces single elements like [`WriteBatch::scatter`], with indices (little-endian u32) and values
     /// from device memory. Before anything is logged, the device checks that all indices are distinct and
     /// within the page. The log stores four bytes per index, because the indices are not sorted.
-    pub fn scatter_device(
+    pub fn scatter_device<'k>(
         &mut self,
-        page: impl Into<PageRef>,
+        page: impl Into<PageRef<'k>>,
         width: Width,
         indices: &DeviceBytes,
         values: &DeviceBytes,
     ) -> &mut Self {
         let (indices, values) = (indices.clone(), values.clone());
-        self.step(BatchStep::ScatterDevice { page: self.own(page), width, indices, values })
+        let page = self.target(page);
+        self.step(BatchStep::ScatterDevice { page, width, indices, values })
     }
 
     /// Replaces the elements of a page that have changed in a working copy.
@@ -148,7 +157,7 @@ impl WriteBatch {
     /// elements is longer. For example, a page of 1 GiB of 2-byte elements takes 1 GiB, 128 MiB, and then 16 MiB. If
     /// the budget lacks room for the ranges and the bits together, the call fails with
     /// [`Error::OverBudget`](crate::Error::OverBudget) before any byte is copied. The copy can then be captured later
-    /// or range by range. The captures of a batch are compared together until their bits take 32 MiB, if there is room.
+    /// or range by range. The captures of a batch are compared in groups whose bits take up to 32 MiB.
     ///
     /// If more than a quarter of a page on disk has changed, the batch may write all bytes of the page to an image file
     /// that the log names, instead of logging the changes.
@@ -215,16 +224,16 @@ impl WriteBatch {
 }
 
 impl<'f, B: PayloadBytes> Encoder<'f, B> {
-    /// Writes an operation to the payload with a blank that the device fills with the bytes of `span`.
+    /// Writes an operation to the payload with a placeholder that the device fills with the bytes of `span`.
     pub(super) fn push_bytes(&mut self, page: PageId, offset: u64, span: Span) -> Result<()> {
-        self.check_blank(page, span.len)?;
+        self.check_placeholder(page, span.len)?;
         let body_at = self.writer.len() + OP_HEADER_LEN;
-        self.push_blank_write(page, offset, span.len)?;
-        self.blanks.push(DeviceFill { at: body_at, content: FillSource::Bytes(span) });
+        self.push_placeholder_write(page, offset, span.len)?;
+        self.placeholders.push(DeviceFill { at: body_at, content: FillSource::Bytes(span) });
         Ok(())
     }
 
-    /// Writes a sparse delta to the payload with blanks that the device fills with indices and values.
+    /// Writes a sparse delta to the payload with placeholders that the device fills with indices and values.
     pub(super) fn push_scatter(
         &mut self,
         page: PageId,
@@ -243,20 +252,20 @@ impl<'f, B: PayloadBytes> Encoder<'f, B> {
             return Err(Error::Invalid(Invalid::Operation { index: self.index, reason }));
         }
         let page_len = *self.lens.get(&page).ok_or(Error::UnknownPage { page })?;
-        let blank = self.blank(page, indices.len.saturating_add(values.len))?;
+        let placeholder = self.placeholder(page, indices.len.saturating_add(values.len))?;
         let body_at = self.writer.len() + OP_HEADER_LEN;
         self.push(&Op::Scatter {
             page,
             width,
             base: 0,
-            indices: Indices::plain(&blank[..indices.len as usize]),
-            values: &blank[..values.len as usize],
+            indices: Indices::plain(&placeholder[..indices.len as usize]),
+            values: &placeholder[..values.len as usize],
         })?;
         let bound = page_len / width.bytes() as u64;
         let content = FillSource::Indices { span: indices, bound, step: self.index };
-        self.blanks.push(DeviceFill { at: body_at, content });
+        self.placeholders.push(DeviceFill { at: body_at, content });
         let values_at = body_at + scatter_values_at(indices.len as usize);
-        self.blanks.push(DeviceFill { at: values_at, content: FillSource::Bytes(values) });
+        self.placeholders.push(DeviceFill { at: values_at, content: FillSource::Bytes(values) });
         Ok(())
     }
 
@@ -267,29 +276,29 @@ impl<'f, B: PayloadBytes> Encoder<'f, B> {
                 Span { offset: part.staged.offset + run.start, len: run.end - run.start, ..part.staged };
             let offset = part.offset + run.start;
             self.push_bytes(page, offset, span)?;
-            if let (Some(key), Some(blank)) = (part.key, self.blanks.last_mut()) {
+            if let (Some(key), Some(placeholder)) = (part.key, self.placeholders.last_mut()) {
                 let (step, first) = (self.index, (offset / DIGEST_CHUNK_LEN) as usize);
-                blank.content = FillSource::Chunks { span, key, step, first };
+                placeholder.content = FillSource::Chunks { span, key, step, first };
             }
         }
         let SparseElements { indices: elements, coded } = &part.elements;
         if elements.is_empty() {
             return Ok(());
         }
-        self.check_blank(page, (elements.len() * width.bytes()) as u64)?;
+        self.check_placeholder(page, (elements.len() * width.bytes()) as u64)?;
         let values_at = self.writer.len() + OP_HEADER_LEN + scatter_values_at(coded.byte_len());
-        self.push_blank_scatter(page, width, part.offset, coded.indices())?;
+        self.push_placeholder_scatter(page, width, part.offset, coded.indices())?;
         let content = FillSource::Elements { source: part.staged, width, indices: elements };
-        self.blanks.push(DeviceFill { at: values_at, content });
+        self.placeholders.push(DeviceFill { at: values_at, content });
         Ok(())
     }
 
     /// Returns `len` zeros as a placeholder for bytes that the device fills in later.
     ///
     /// # Errors
-    /// The errors of [`check_blank`](Self::check_blank), which runs before the allocation; `OutOfMemory`.
-    fn blank(&self, page: PageId, len: u64) -> Result<Vec<u8>> {
-        self.check_blank(page, len)?;
+    /// The errors of [`check_placeholder`](Self::check_placeholder), which runs before the allocation; `OutOfMemory`.
+    fn placeholder(&self, page: PageId, len: u64) -> Result<Vec<u8>> {
+        self.check_placeholder(page, len)?;
         zeroed(len).ok_or_else(|| Error::no_memory(len))
     }
 
@@ -298,7 +307,7 @@ impl<'f, B: PayloadBytes> Encoder<'f, B> {
     /// # Errors
     /// `Limit`; `Invalid` for a page that the batch copies as a whole, because the bytes of such a page must be known
     /// when the batch is encoded.
-    fn check_blank(&self, page: PageId, len: u64) -> Result<()> {
+    fn check_placeholder(&self, page: PageId, len: u64) -> Result<()> {
         let found = len.saturating_add(self.writer.len() as u64);
         if found > FRAME_PAYLOAD_LEN_MAX {
             return Err(Error::Limit { what: "batch", found, limit: FRAME_PAYLOAD_LEN_MAX });

@@ -14,20 +14,21 @@ use super::{BatchStep, CapturedPart, CopiedBytes, CopiedPage, DeviceFill, OpImag
 use crate::base::allocation::{copied, insert};
 use crate::error::{Error, Invalid, Result, Unavailable};
 
-/// The data that a committer determines before it encodes a batch.
+/// The inputs of the encoding that depend on the store's state. The committer determines them before it encodes a
+/// batch.
 pub(crate) struct BatchFacts<'a> {
     /// The pages that must be read as a whole ([`super::CopySources::whole`]).
     pub copied_whole: &'a BTreeSet<PageId>,
-    /// The bytes that the batch copies, in their state before the batch.
+    /// The bytes that the batch copies from pages, as they were before the batch.
     pub copied: CopiedBytes,
     /// The images that contain the bytes of some operations. The payload names these images instead of containing the
     /// bytes.
     pub images: OpImages,
     /// The bytes of short pages that were read from sources, by the operation's index.
     pub read: &'a BTreeMap<usize, Vec<u8>>,
-    /// The parts of pages in which captures found changes, by the operation's index.
+    /// The changes that each capture found, by the operation's index.
     pub captured: &'a BTreeMap<usize, Vec<CapturedPart>>,
-    /// The lengths before the batch of the pages that the batch changes at indices in device memory.
+    /// The length, before the batch, of each page that the batch changes at indices in device memory.
     pub lens: HashMap<PageId, u64>,
 }
 
@@ -51,7 +52,7 @@ impl WriteBatch {
     }
 
     /// Writes the batch's payload, with zeros as placeholders for bytes that only the device has. Returns the payload
-    /// and the blanks that the device must fill, in order. `pages` contains the ids of the new pages.
+    /// and the placeholders that the device must fill, in order. `pages` contains the ids of the new pages.
     pub(crate) fn encode<'f, B: PayloadBytes>(
         &self,
         pages: &[PageId],
@@ -60,7 +61,8 @@ impl WriteBatch {
     ) -> Result<Vec<DeviceFill<'f>>> {
         let BatchFacts { copied_whole, copied: bytes, images, read, captured, lens } = found;
         let writer = PayloadWriter::on(payload);
-        let mut encoder = Encoder { index: 0, writer, copied_whole, copied: bytes, blanks: Vec::new(), lens };
+        let mut encoder =
+            Encoder { index: 0, writer, copied_whole, copied: bytes, placeholders: Vec::new(), lens };
         let mut new_pages = pages.iter().copied();
         let mut next_new = || new_pages.next().expect("as many ids as new pages");
         for (index, step) in self.steps.iter().enumerate() {
@@ -76,7 +78,7 @@ impl WriteBatch {
                     let source = source.resolve(pages);
                     let CopiedPage { place, metadata, bytes } =
                         encoder.copied.whole.get(&source).ok_or(Error::UnknownPage { page: source })?;
-                    // The bytes are copied, because the clone may itself be cloned.
+                    // The bytes are copied, because a later operation may clone this clone.
                     let (place, metadata, bytes) = (*place, metadata.clone(), copied(bytes)?);
                     let (page, len) = (next_new(), bytes.len() as u64);
                     insert(&mut encoder.lens, page, len)?;
@@ -178,7 +180,7 @@ impl WriteBatch {
         if len > FRAME_PAYLOAD_LEN_MAX {
             return Err(Error::Limit { what: "batch", found: len, limit: FRAME_PAYLOAD_LEN_MAX });
         }
-        Ok(encoder.blanks)
+        Ok(encoder.placeholders)
     }
 }
 
@@ -216,11 +218,11 @@ pub(super) struct Encoder<'a, B> {
     pub writer: PayloadWriter<B>,
     /// The pages that must be read as a whole.
     copied_whole: &'a BTreeSet<PageId>,
-    /// The pages from which the batch copies, with the effects of previous operations, and the ranges that are still to
-    /// be written.
+    /// The current bytes of the pages from which the batch copies, updated by each operation, and the ranges that later
+    /// copy operations write.
     pub copied: CopiedBytes,
     /// The ranges of the payload that the device must fill, in order.
-    pub blanks: Vec<DeviceFill<'a>>,
+    pub placeholders: Vec<DeviceFill<'a>>,
     /// The known lengths of pages in bytes, after the previous operations.
     pub lens: HashMap<PageId, u64>,
 }
@@ -235,7 +237,7 @@ impl<B: PayloadBytes> Encoder<'_, B> {
         self.log(op)
     }
 
-    /// Writes an operation that names the image with the bytes of `write`, instead of the bytes themselves.
+    /// Writes an operation that refers to `image`, which contains the bytes of `write`, instead of the bytes.
     fn push_image(&mut self, write: &Op<'_>, image: ImageRef) -> Result<()> {
         self.check(write)?;
         let (Some(page), Some((_, len))) = (write.page(), write.range()) else { return self.log(write) };
@@ -243,15 +245,15 @@ impl<B: PayloadBytes> Encoder<'_, B> {
     }
 
     /// Writes an operation with `len` zeros. The bytes are filled in later. The batch must not copy the page.
-    pub fn push_blank_write(&mut self, page: PageId, offset: u64, len: u64) -> Result<()> {
+    pub fn push_placeholder_write(&mut self, page: PageId, offset: u64, len: u64) -> Result<()> {
         check_page(page)?;
-        let pushed = self.writer.push_blank_write(page, offset, len);
+        let pushed = self.writer.push_placeholder_write(page, offset, len);
         self.logged(pushed)
     }
 
     /// Writes a sparse delta whose elements are zeros. The elements are filled in later. The batch must not copy the
     /// page.
-    pub fn push_blank_scatter(
+    pub fn push_placeholder_scatter(
         &mut self,
         page: PageId,
         width: Width,
@@ -259,7 +261,7 @@ impl<B: PayloadBytes> Encoder<'_, B> {
         indices: Indices<'_>,
     ) -> Result<()> {
         check_page(page)?;
-        let pushed = self.writer.push_blank_scatter(page, width, base, indices);
+        let pushed = self.writer.push_placeholder_scatter(page, width, base, indices);
         self.logged(pushed)
     }
 
@@ -287,7 +289,7 @@ impl<B: PayloadBytes> Encoder<'_, B> {
         self.logged(pushed)
     }
 
-    /// Converts a defect that was found while an operation was written to an error.
+    /// Converts a defect reported by the payload writer to an error.
     fn logged(&self, pushed: Result<(), Defect>) -> Result<()> {
         pushed.map_err(|defect| match defect {
             Defect::Limit { what, found, limit } => Error::Limit { what, found, limit },
@@ -329,7 +331,7 @@ impl<B: PayloadBytes> Encoder<'_, B> {
     }
 }
 
-/// Returns an error for an id that no store assigns. Recovery could not read a frame with such an id.
+/// Returns an error if the store never assigns this page id. Recovery rejects a frame with such an id.
 fn check_page(page: PageId) -> Result<()> {
     if page == PageId(0) || page.0 > NUMBER_MAX { Err(Error::UnknownPage { page }) } else { Ok(()) }
 }

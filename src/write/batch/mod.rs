@@ -9,6 +9,7 @@ mod device_ops;
 mod changed_ranges;
 mod encode;
 mod page_changes;
+mod page_refs;
 mod sources;
 mod sparse;
 mod whole_pages;
@@ -24,6 +25,7 @@ pub use create_page::CreatePage;
 pub(crate) use device_ops::{CapturedPart, DeviceFill, FillSource};
 pub(crate) use encode::BatchFacts;
 pub use page_changes::PageChanges;
+pub use page_refs::{NewPage, PageRef};
 pub use sources::ByteSource;
 pub(crate) use sources::SourcePage;
 pub(crate) use sparse::SparseElements;
@@ -31,70 +33,18 @@ pub(crate) use whole_pages::{OpImages, WHOLE_PAGE_LEN_MIN, WholePage};
 pub use working_copy::WorkingCopy;
 pub(crate) use working_copy::{ChunkDigests, CopyShadow, UNKNOWN_DIGEST};
 
-use remanent_format::{Epoch, Key, Metadata, PageId, PageInfo, Place, Value, Width};
+use remanent_format::{Epoch, Key, Metadata, PageId, Place, Value, Width};
 
 use crate::applier::Handover;
 use crate::base::allocation::{copied, make_room, push};
 use crate::device::DeviceBytes;
 use crate::error::{Error, Result};
 use crate::log::SpacePurpose;
-
-/// An id that no page ever has, because ids begin at 1.
-const NO_PAGE: PageId = PageId(0);
-
-/// A reference to a page in a batch: an existing page, or a page that the same batch creates.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct PageRef(OpTarget);
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum OpTarget {
-    Existing(PageId),
-    New(NewPage),
-}
-
-/// A page that a batch creates, as a target for later operations of the same batch. In any other batch the value refers
-/// to no page.
-///
-/// Once the batch is committed, [`NewPage::index`] is the position of the page's id in [`crate::CommitReceipt::pages`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct NewPage {
-    batch: u64,
-    index: usize,
-}
-
-impl NewPage {
-    /// Returns the number of pages that the batch creates before this page.
-    #[must_use]
-    pub fn index(self) -> usize {
-        self.index
-    }
-}
-
-impl From<PageId> for PageRef {
-    fn from(page: PageId) -> Self {
-        Self(OpTarget::Existing(page))
-    }
-}
-
-impl From<PageInfo> for PageRef {
-    fn from(info: PageInfo) -> Self {
-        info.page.into()
-    }
-}
-
-impl From<&PageInfo> for PageRef {
-    fn from(info: &PageInfo) -> Self {
-        info.page.into()
-    }
-}
-
-impl From<NewPage> for PageRef {
-    fn from(page: NewPage) -> Self {
-        Self(OpTarget::New(page))
-    }
-}
+use page_refs::Target;
 
 /// A sequence of operations that become visible and durable together, or not at all.
+///
+/// An operation names its page by an id, a key, or the reference that a create returned ([`PageRef`]).
 ///
 /// ```
 /// use remanent::{Place, Store};
@@ -116,11 +66,14 @@ pub struct WriteBatch {
     /// the batch creates a page, because all threads draw numbers from one counter, and most batches create no pages.
     number: u64,
     steps: Vec<BatchStep>,
+    /// The keys by which operations name pages, one for each use.
+    keys: Vec<Key>,
     new_pages: usize,
-    /// The caller-owned memory for new pages, each with the number of pages that the batch creates before the page.
+    /// The caller-owned memory for new pages. Each entry also contains the index of its page among the pages that the
+    /// batch creates.
     lent: Vec<(usize, DeviceBytes)>,
     expectations: Vec<(PageId, Epoch)>,
-    /// The receiver for the memory of the page that the batch deletes, if the caller wants this memory.
+    /// Receives the memory of the page that the batch deletes, if the caller requested this memory.
     handover: Option<Arc<Handover>>,
     /// The error with which the commit must fail, if any: memory for a copy could not be allocated, or a key is
     /// invalid.
@@ -136,45 +89,45 @@ enum BatchStep {
         metadata: Metadata,
     },
     Clone {
-        source: PageRef,
+        source: Target,
     },
     Copy {
-        source: PageRef,
+        source: Target,
         range: Range<u64>,
-        target: PageRef,
+        target: Target,
         offset: u64,
     },
     Write {
-        page: PageRef,
+        page: Target,
         offset: u64,
         bytes: Vec<u8>,
     },
     /// Sets all bytes of a page from a source. This step follows the step that sets the page's length.
     Source {
-        page: PageRef,
+        page: Target,
         len: u64,
         source: Arc<dyn ByteSource>,
     },
     Masked {
-        page: PageRef,
+        page: Target,
         offset: u64,
         width: Width,
         mask: Vec<u8>,
         bytes: Vec<u8>,
     },
     Scatter {
-        page: PageRef,
+        page: Target,
         width: Width,
         indices: Vec<u32>,
         values: Vec<u8>,
     },
     WriteDevice {
-        page: PageRef,
+        page: Target,
         offset: u64,
         bytes: DeviceBytes,
     },
     ScatterDevice {
-        page: PageRef,
+        page: Target,
         width: Width,
         indices: DeviceBytes,
         values: DeviceBytes,
@@ -184,29 +137,29 @@ enum BatchStep {
         ranges: Option<Vec<Range<u64>>>,
     },
     Fill {
-        page: PageRef,
+        page: Target,
         offset: u64,
         len: u64,
         pattern: Vec<u8>,
     },
     Resize {
-        page: PageRef,
+        page: Target,
         len: u64,
     },
     Delete {
-        page: PageRef,
+        page: Target,
     },
     Move {
-        page: PageRef,
+        page: Target,
         place: Place,
     },
     SetMetadata {
-        page: PageRef,
+        page: Target,
         name: String,
         value: Value,
     },
     RemoveMetadata {
-        page: PageRef,
+        page: Target,
         name: String,
     },
     SetRoot {
@@ -226,14 +179,6 @@ impl WriteBatch {
     #[must_use]
     pub fn operations(&self) -> usize {
         self.steps.len()
-    }
-
-    /// Returns `page`, or a page that never exists if `page` belongs to another batch.
-    fn own(&self, page: impl Into<PageRef>) -> PageRef {
-        match page.into() {
-            PageRef(OpTarget::New(new)) if new.batch != self.number => PageRef(OpTarget::Existing(NO_PAGE)),
-            page => page,
-        }
     }
 
     fn step(&mut self, step: BatchStep) -> &mut Self {
@@ -259,8 +204,8 @@ impl WriteBatch {
         self.refused.clone().map_or(Ok(()), Err)
     }
 
-    /// Returns an operation whose details later calls set. Returns `None` if the batch cannot be committed, because the
-    /// operation may then be missing.
+    /// Returns the step at index `step`, so that a [`CreatePage`] can set its key or metadata. Returns `None` if memory
+    /// for a step could not be allocated. The commit then fails, and the step may be missing.
     fn created(&mut self, step: usize) -> Option<&mut BatchStep> {
         if self.refused.is_some() { None } else { self.steps.get_mut(step) }
     }
@@ -278,7 +223,7 @@ impl WriteBatch {
     /// [`CreatePage::page`] returns a reference to the page for later calls.
     pub fn create(&mut self, len: u64, place: Place) -> CreatePage<'_> {
         self.step(BatchStep::Create { len, place, key: None, metadata: Metadata::new() });
-        // If the operation could not be added, the batch cannot be committed.
+        // If no step could be added, the commit fails, and the index is not used.
         let (step, page) = (self.steps.len().saturating_sub(1), self.new_page());
         CreatePage::new(self, step, page)
     }
@@ -363,9 +308,10 @@ impl WriteBatch {
     }
 
     /// Replaces `bytes.len()` bytes of the page, starting at `offset`.
-    pub fn write(&mut self, page: impl Into<PageRef>, offset: u64, bytes: &[u8]) -> &mut Self {
+    pub fn write<'k>(&mut self, page: impl Into<PageRef<'k>>, offset: u64, bytes: &[u8]) -> &mut Self {
         let bytes = self.copied(bytes);
-        self.step(BatchStep::Write { page: self.own(page), offset, bytes })
+        let page = self.target(page);
+        self.step(BatchStep::Write { page, offset, bytes })
     }
 
     /// Replaces elements of a range according to a mask. An element is replaced if its bit in `mask` is 1. The lowest
@@ -373,16 +319,17 @@ impl WriteBatch {
     ///
     /// `bytes` covers the whole range. `mask` has one bit per element, rounded up to whole bytes. The log stores the
     /// whole range, so [`WriteBatch::scatter`] takes less log space unless most elements are replaced.
-    pub fn write_masked(
+    pub fn write_masked<'k>(
         &mut self,
-        page: impl Into<PageRef>,
+        page: impl Into<PageRef<'k>>,
         offset: u64,
         width: Width,
         mask: &[u8],
         bytes: &[u8],
     ) -> &mut Self {
         let (mask, bytes) = (self.copied(mask), self.copied(bytes));
-        self.step(BatchStep::Masked { page: self.own(page), offset, width, mask, bytes })
+        let page = self.target(page);
+        self.step(BatchStep::Masked { page, offset, width, mask, bytes })
     }
 
     /// Replaces single elements. `values` contains one element for each index, in the same order. Indices
@@ -391,31 +338,41 @@ impl WriteBatch {
     /// The log stores each element with its index, which takes at most 4 bytes. Indices are sorted if
     /// necessary, and stored as gaps if that is shorter: about 1.3 bytes each if one element in a hundred is
     /// replaced.
-    pub fn scatter(
+    pub fn scatter<'k>(
         &mut self,
-        page: impl Into<PageRef>,
+        page: impl Into<PageRef<'k>>,
         width: Width,
         indices: &[u32],
         values: &[u8],
     ) -> &mut Self {
         let (indices, values) = (self.copied(indices), self.copied(values));
-        self.step(BatchStep::Scatter { page: self.own(page), width, indices, values })
+        let page = self.target(page);
+        self.step(BatchStep::Scatter { page, width, indices, values })
     }
 
     /// Fills `len` bytes, starting at `offset`, with copies of a pattern of 1, 2, 4, 8 or 16 bytes.
-    pub fn fill(&mut self, page: impl Into<PageRef>, offset: u64, len: u64, pattern: &[u8]) -> &mut Self {
+    pub fn fill<'k>(
+        &mut self,
+        page: impl Into<PageRef<'k>>,
+        offset: u64,
+        len: u64,
+        pattern: &[u8],
+    ) -> &mut Self {
         let pattern = self.copied(pattern);
-        self.step(BatchStep::Fill { page: self.own(page), offset, len, pattern })
+        let page = self.target(page);
+        self.step(BatchStep::Fill { page, offset, len, pattern })
     }
 
     /// Changes the length of the page. New bytes are zeros.
-    pub fn resize(&mut self, page: impl Into<PageRef>, len: u64) -> &mut Self {
-        self.step(BatchStep::Resize { page: self.own(page), len })
+    pub fn resize<'k>(&mut self, page: impl Into<PageRef<'k>>, len: u64) -> &mut Self {
+        let page = self.target(page);
+        self.step(BatchStep::Resize { page, len })
     }
 
     /// Deletes the page. Its key becomes available for other pages, but its id is never reused.
-    pub fn delete(&mut self, page: impl Into<PageRef>) -> &mut Self {
-        self.step(BatchStep::Delete { page: self.own(page) })
+    pub fn delete<'k>(&mut self, page: impl Into<PageRef<'k>>) -> &mut Self {
+        let page = self.target(page);
+        self.step(BatchStep::Delete { page })
     }
 
     /// Moves the page to another place, for example from one GPU to another, or between a GPU and pinned host memory.
@@ -448,8 +405,9 @@ impl WriteBatch {
     ///
     /// The commit fails with [`Error::OverBudget`], [`Error::OutOfMemory`] or [`Error::Unavailable`], and leaves
     /// the store unchanged, if the destination cannot hold the page.
-    pub fn move_to(&mut self, page: impl Into<PageRef>, place: Place) -> &mut Self {
-        self.step(BatchStep::Move { page: self.own(page), place })
+    pub fn move_to<'k>(&mut self, page: impl Into<PageRef<'k>>, place: Place) -> &mut Self {
+        let page = self.target(page);
+        self.step(BatchStep::Move { page, place })
     }
 
     /// Moves these pages to another place, like [`move_to`](Self::move_to).
@@ -462,18 +420,24 @@ impl WriteBatch {
     }
 
     /// Sets one entry of the page's metadata, and replaces an entry with the same name.
-    pub fn set_metadata(
+    pub fn set_metadata<'k>(
         &mut self,
-        page: impl Into<PageRef>,
+        page: impl Into<PageRef<'k>>,
         name: impl Into<String>,
         value: impl Into<Value>,
     ) -> &mut Self {
-        self.step(BatchStep::SetMetadata { page: self.own(page), name: name.into(), value: value.into() })
+        let page = self.target(page);
+        self.step(BatchStep::SetMetadata { page, name: name.into(), value: value.into() })
     }
 
     /// Removes one entry of the page's metadata, if it exists.
-    pub fn remove_metadata(&mut self, page: impl Into<PageRef>, name: impl Into<String>) -> &mut Self {
-        self.step(BatchStep::RemoveMetadata { page: self.own(page), name: name.into() })
+    pub fn remove_metadata<'k>(
+        &mut self,
+        page: impl Into<PageRef<'k>>,
+        name: impl Into<String>,
+    ) -> &mut Self {
+        let page = self.target(page);
+        self.step(BatchStep::RemoveMetadata { page, name: name.into() })
     }
 
     /// Sets one entry of the root, which is the store's own metadata, and replaces an entry with the same name.
@@ -500,14 +464,15 @@ impl WriteBatch {
         self
     }
 
-    /// Deletes the page for which `handover` waits, and passes the page's memory to `handover`.
+    /// Deletes the page `handover.page`, and has the applier store the page's memory in `handover` instead of freeing
+    /// it.
     pub(crate) fn hand_over(&mut self, handover: Arc<Handover>) -> &mut Self {
         let page = handover.page;
         self.handover = Some(handover);
         self.delete(page)
     }
 
-    /// Returns the receiver for the memory of the page that the batch deletes, if any.
+    /// Returns the [`Handover`] that receives the memory of a deleted page, if the caller requested this memory.
     pub(crate) fn handover(&self) -> Option<Arc<Handover>> {
         self.handover.clone()
     }
@@ -531,14 +496,14 @@ impl WriteBatch {
     /// pages.
     pub(crate) fn pages_that_grow(&self) -> impl Iterator<Item = PageId> {
         self.steps.iter().filter_map(|step| match step {
-            BatchStep::Resize { page: PageRef(OpTarget::Existing(page)), .. }
-            | BatchStep::Clone { source: PageRef(OpTarget::Existing(page)) } => Some(*page),
+            BatchStep::Resize { page, .. } | BatchStep::Clone { source: page } => page.existing(),
             _ => None,
         })
     }
 
-    /// Returns whether the batch is plain: it contains all of its bytes, moves no page, and writes too few bytes for
-    /// images. Images are written for at least `ahead_bytes_min` bytes.
+    /// Returns whether the batch is plain, so that it can be committed without reading a page or writing a file. A
+    /// plain batch contains all of its bytes, moves no page, and writes fewer than `ahead_bytes_min` bytes, the minimum
+    /// for which images are written.
     pub(crate) fn is_plain(&self, ahead_bytes_min: u64) -> bool {
         let mut written = 0;
         let is_plain = self.steps.iter().all(|step| match step {
@@ -558,8 +523,8 @@ impl WriteBatch {
         is_plain && written < ahead_bytes_min && self.lent.is_empty() && self.handover.is_none()
     }
 
-    /// Returns the purpose for which the batch needs disk space. A batch that only deletes pages may use the reserve of
-    /// a full disk, because the batch frees more space than it takes.
+    /// Returns the purpose for which the batch needs disk space. A batch that only deletes pages may use the space
+    /// reserved for a full disk, because its deletes free more space than its frame takes.
     pub(crate) fn space_purpose(&self) -> SpacePurpose {
         let is_delete = |step: &BatchStep| matches!(step, BatchStep::Delete { .. });
         let is_note = |step: &BatchStep| matches!(step, BatchStep::Note { .. });
@@ -580,22 +545,5 @@ impl WriteBatch {
 impl From<&mut WriteBatch> for WriteBatch {
     fn from(batch: &mut WriteBatch) -> Self {
         std::mem::take(batch)
-    }
-}
-
-impl PageRef {
-    fn existing(self) -> Option<PageId> {
-        match self.0 {
-            OpTarget::Existing(page) => Some(page),
-            OpTarget::New(_) => None,
-        }
-    }
-
-    fn resolve(self, pages: &[PageId]) -> PageId {
-        match self.0 {
-            OpTarget::Existing(page) => page,
-            // The page may have been created in a clone of this batch, which has more pages.
-            OpTarget::New(new) => pages.get(new.index).copied().unwrap_or(NO_PAGE),
-        }
     }
 }

@@ -15,8 +15,8 @@ const BRIDGED_MAX: u64 = RANGE_COST;
 /// The number of bytes that are compared at once, a multiple of every element width. Comparing element by element took
 /// 1 s for 600 MB of 2-byte elements, of which one in a hundred differed.
 const COMPARED_AT_ONCE: usize = 16;
-/// The number of changed elements at which a range becomes final. The elements of a final range are no longer
-/// collected.
+/// The number of changed elements after which a range is kept as a range or split. If it is kept, further changed
+/// elements of the range are no longer recorded individually.
 const SETTLED_AFTER: u64 = 4096;
 
 /// The changes of one page, collected piece by piece from the start of the page to its end. Use this type if the two
@@ -53,8 +53,8 @@ pub struct PageChanges {
     values: Vec<u8>,
     ranges: Vec<ChangedRange>,
     open: Option<OpenRange>,
-    /// The buffers of the last range that was split into elements. They are reused, because most ranges contain one
-    /// element.
+    /// The empty buffers of the last range that was split into elements, reused for the next range. Most ranges contain
+    /// one element, so allocating buffers for each would be slow.
     room: (Vec<u8>, Vec<u64>),
 }
 
@@ -65,11 +65,11 @@ struct ChangedRange {
     bytes: Vec<u8>,
 }
 
-/// The last range found so far, which may still grow or be split into single elements.
+/// The range that is being extended. It may still grow, or be split into single elements.
 #[derive(Clone, Debug)]
 struct OpenRange {
     range: ChangedRange,
-    /// The indices of the changed elements in the range. Empty if the range is final.
+    /// The offsets in the page of the changed elements in the range. Empty once `settled` is set.
     changed: Vec<u64>,
     settled: bool,
 }
@@ -121,7 +121,7 @@ impl PageChanges {
         let page_at = offset + at as u64;
         self.count += 1;
         let bridged = self.open.as_ref().map(|open| page_at - open.end());
-        // Completes the open range. Keeps the range or splits it into elements, whichever takes less log space.
+        // The gap before this element is too long, or begins in an earlier piece, whose bytes are no longer available.
         if bridged.is_some_and(|bridged| bridged > BRIDGED_MAX || bridged > at as u64) {
             self.settle();
         }
@@ -145,7 +145,7 @@ impl PageChanges {
         }
     }
 
-    /// Completes the open range: keeps it or splits it into elements, whichever is cheaper.
+    /// Completes the open range, and keeps it or splits it into elements, whichever takes less log space.
     fn settle(&mut self) {
         let Some(open) = self.open.take() else { return };
         let width = self.width.bytes();
@@ -192,7 +192,7 @@ impl PageChanges {
     }
 
     /// Adds the changes to a batch, as writes to `page`.
-    pub fn put(mut self, batch: &mut WriteBatch, page: impl Into<PageRef>) {
+    pub fn put<'k>(mut self, batch: &mut WriteBatch, page: impl Into<PageRef<'k>>) {
         self.settle();
         let page = page.into();
         for range in &self.ranges {
@@ -231,9 +231,9 @@ impl WriteBatch {
     ///
     /// # Panics
     /// If `before` and `after` have different lengths.
-    pub fn write_changes(
+    pub fn write_changes<'k>(
         &mut self,
-        page: impl Into<PageRef>,
+        page: impl Into<PageRef<'k>>,
         width: Width,
         before: &[u8],
         after: &[u8],

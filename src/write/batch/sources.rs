@@ -10,7 +10,8 @@ use std::sync::Arc;
 use remanent_format::limits::PAGE_LEN_MAX;
 use remanent_format::{PageId, Place};
 
-use super::{BatchStep, CopySources, CreatePage, NO_PAGE, PageRef, WriteBatch};
+use super::page_refs::NO_PAGE;
+use super::{BatchStep, CopySources, CreatePage, PageRef, WriteBatch};
 use crate::base::allocation::push;
 use crate::error::{Error, Invalid, IoAction, IoObject, Result};
 
@@ -125,14 +126,16 @@ impl WriteBatch {
     /// assert_eq!(store.read_to_vec(page)?, [8; 9]);
     /// # Ok::<(), remanent::Error>(())
     /// ```
-    pub fn replace_from_source(
+    pub fn replace_from_source<'k>(
         &mut self,
-        page: impl Into<PageRef>,
+        page: impl Into<PageRef<'k>>,
         len: u64,
         source: Arc<dyn ByteSource>,
     ) -> &mut Self {
-        let page = self.own(page);
-        self.resize(page, len).step(BatchStep::Source { page, len, source })
+        let page = page.into();
+        self.resize(page, len);
+        let page = self.target(page);
+        self.step(BatchStep::Source { page, len, source })
     }
 
     /// Returns the pages whose bytes are read from sources, in the order of the operations. Pages of length 0 are

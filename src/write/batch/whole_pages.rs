@@ -1,8 +1,8 @@
-//! Finds the pages that a batch writes as a whole. One operation replaces all bytes of such a page, and no other
-//! operation of the batch changes the page's bytes.
+//! Finds the pages that a batch writes as a whole: one operation replaces all bytes of the page, and no other operation
+//! of the batch changes them.
 //!
-//! The bytes of such a page need not be in the log if an image with them is durable before the batch is logged. The
-//! bytes are then written once, and the next snapshot does not write them again.
+//! If an image with the bytes of such a page is durable before the batch is logged, the log need not contain the bytes.
+//! They are then written only once, because the next snapshot also refers to that image.
 
 use std::collections::BTreeMap;
 
@@ -26,8 +26,8 @@ pub(crate) struct WholePage<'a> {
     /// The page's length in bytes before the batch, or `None` if the batch creates the page. The length is checked
     /// again under the submission lock.
     pub len_before: Option<u64>,
-    /// The place in which the batch creates the page, if the page has its final length from then on. The memory of such
-    /// a page can be filled before the batch is logged.
+    /// The place in which the batch creates the page with its final length, or `None` if the page already exists or is
+    /// resized. The memory of such a new page can be filled before the batch is logged.
     pub created_in: Option<Place>,
     /// The page's bytes after the batch.
     pub bytes: &'a [u8],
@@ -40,7 +40,7 @@ pub(crate) type OpImages = BTreeMap<usize, ImageRef>;
 pub(super) struct PageEffect {
     len_before: Option<u64>,
     len: Option<u64>,
-    /// The place in which the batch created the page, if the page still has the same length.
+    /// The place in which the batch created the page, or `None` if the page existed before or was resized since.
     created_in: Option<Place>,
     /// The index of the operation that replaced all bytes of the page, if no other operation changed its bytes.
     pub whole: Option<usize>,
@@ -59,7 +59,7 @@ impl WriteBatch {
         bytes_min: u64,
         len_of: impl Fn(PageId) -> Option<u64>,
     ) -> Result<Vec<WholePage<'_>>> {
-        // Few batches write that many bytes. All others skip the analysis.
+        // Few batches write that many bytes. All others return here without the analysis below.
         let at_start = |step: &BatchStep| match step {
             BatchStep::Write { offset: 0, bytes, .. } => bytes.len() as u64,
             _ => 0,
@@ -160,7 +160,8 @@ mod tests {
     const OLD: PageId = PageId(7);
     const LEN: usize = WHOLE_PAGE_LEN_MIN as usize;
 
-    /// Returns the indices of the operations that write whole pages. The batch follows a state with one page.
+    /// Returns the indices of the operations in `batch` that write whole pages. Before the batch, the store contains
+    /// one page.
     fn steps(batch: &WriteBatch) -> Vec<usize> {
         let pages: Vec<PageId> = (20..).map(PageId).take(batch.new_pages()).collect();
         let len_of = |page| (page == OLD).then_some(LEN as u64);

@@ -1,5 +1,5 @@
-//! Working copies: a page's bytes in memory that the caller's kernels may modify, with the epoch of the page at which
-//! they were copied.
+//! Working copies: copies of a page in device memory that the caller's kernels may modify. A working copy records the
+//! page's epoch when it was copied.
 //!
 //! A caller never writes to the page itself. The changes in the copy become a delta, which is logged before it is
 //! applied to the page (I1).
@@ -37,19 +37,19 @@ struct Copy {
 pub(crate) enum CopyShadow {
     /// The page itself.
     Page,
-    /// The contents of the working copy when it last equaled the page.
+    /// A separate buffer with the contents that the working copy had when it last equaled the page.
     Kept(DeviceBytes),
-    /// Digests of the contents of the working copy when it last equaled the page. The value contains the key of the
+    /// Digests of the contents that the working copy had when it last equaled the page. The value is the key for the
     /// digests.
     Digests(DeviceBytes),
 }
 
-/// The state of the page to which a working copy belongs.
+/// The version of the page that the working copy was last equal to.
 #[derive(Debug, Default)]
 struct CopyState {
-    /// The epoch of that state, or 0 if the state is unknown. No page has epoch 0.
+    /// The epoch of that version, or 0 if it is unknown. No page has epoch 0.
     epoch: Epoch,
-    /// The digest of each chunk in that state, or [`UNKNOWN_DIGEST`]. Empty if the copy is not compared by digests.
+    /// The digest of each chunk in that version, or [`UNKNOWN_DIGEST`]. Empty if the copy is not compared by digests.
     digests: Vec<Digest>,
 }
 
@@ -103,7 +103,7 @@ impl WorkingCopy {
         &self.0.shadow
     }
 
-    /// Sets the epoch of the page state to which the copy belongs, and the digests of the copy's chunks in that state.
+    /// Records that the working copy equals the page at `epoch`, with these digests of its chunks.
     pub(crate) fn belongs_to(&self, epoch: Epoch, digests: Vec<Digest>) {
         *self.0.state.lock() = CopyState { epoch, digests };
     }
@@ -128,8 +128,8 @@ impl WorkingCopy {
         }
     }
 
-    /// Calls `take` with the digest of each chunk from `first` on, in order. Returns whether the copy is still at
-    /// `epoch`.
+    /// Calls `take` with the digest of each chunk in order, starting with chunk number `first`. Returns whether the
+    /// copy's recorded epoch is still `epoch`.
     pub(crate) fn each_digest(&self, epoch: Epoch, first: usize, mut take: impl FnMut(&Digest)) -> bool {
         let state = self.0.state.lock();
         state.digests.iter().skip(first).for_each(&mut take);

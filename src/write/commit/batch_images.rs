@@ -1,7 +1,7 @@
 //! The images that a batch writes before it is logged.
 //!
-//! The image files and their names are durable before the batch can be logged. A crash before the batch is logged
-//! leaves unreferenced files, which the next open removes.
+//! The image files and their names are synced before the batch can be logged. After a crash in between, no frame names
+//! the files, and the next open removes them.
 
 use remanent_format::image::ImageRef;
 use remanent_format::{LogPoint, PageId, PageInfo};
@@ -22,22 +22,25 @@ pub(super) struct BatchImages<'a> {
 
 struct WrittenImages<'a> {
     ahead: PendingImages<'a>,
-    /// The page and the page's length in bytes for each image, in order. An element is `None` if the batch also changes
-    /// the page in other ways, so that the page differs from its image.
+    /// For each image, in order: the page and its length in bytes. `None` if the batch changes the page further, so
+    /// that the page no longer equals the image.
     pages: Vec<Option<(PageId, u64)>>,
 }
 
 impl Committer {
-    /// Calls `write`, which writes images before their batch is logged. The images may use only space that no reserve
-    /// needs. If `write` fails, the store is poisoned unless the failure left it unchanged.
+    /// Calls `write`, which writes images of `bytes` page bytes before their batch is logged. The images may not use the
+    /// disk space that is reserved for deletes. If `write` fails, the store is poisoned, unless the failure left the store
+    /// unchanged.
     pub(super) fn in_space<'a>(
         &self,
+        bytes: u64,
         write: impl FnMut() -> Result<PendingImages<'a>>,
     ) -> Result<PendingImages<'a>> {
         let pool = &self.engine.log.pool;
-        // The reserve is filled first: the image must not take the space that deletes need on a full disk.
-        pool.fill().and_then(|()| pool.with_surplus(write)).map_err(|error| match error {
-            // The page changed while it was read. Nothing failed.
+        // The reserved segments are created first. Otherwise the image could take the space that deletes need on a full
+        // disk.
+        pool.fill(bytes).and_then(|()| pool.with_surplus(write)).map_err(|error| match error {
+            // The page changed while it was read. The caller retries.
             Error::Overtaken { .. } => error,
             error if error.is_passing() => error,
             error => self.engine.poison.set(error),
@@ -53,7 +56,8 @@ impl Committer {
         read: impl Fn(&mut W, &PageInfo, u64, &mut [u8]) -> Result<()> + Sync,
     ) -> Result<PendingImages<'_>> {
         let Self { files, engine, images, .. } = self;
-        self.in_space(|| PendingImages::write_read(files, engine.store, *images, lens, &equip, &read))
+        let bytes = lens.iter().map(|(_, len)| len).fold(0, |sum: u64, len| sum.saturating_add(*len));
+        self.in_space(bytes, || PendingImages::write_read(files, engine.store, *images, lens, &equip, &read))
     }
 }
 
@@ -74,8 +78,8 @@ impl<'a> BatchImages<'a> {
         self.written.iter().flat_map(|written| written.ahead.images()).copied()
     }
 
-    /// Records that the batch is logged, and keeps the files. Must be called under the submission lock, because a
-    /// snapshot that begins after this batch must include the images in its plan.
+    /// Records that the batch is logged, so that the files are kept. Must be called under the submission lock: a
+    /// snapshot that begins after this batch refers to the images instead of writing the pages.
     pub fn logged(&mut self, known: &KnownImages, log: &Log, point: LogPoint) {
         let Some(written) = self.written.take() else { return };
         let WrittenImages { ahead, pages } = *written;
@@ -85,12 +89,13 @@ impl<'a> BatchImages<'a> {
                 known.note_ahead(*page, point.lsn, *image, *len);
             }
         }
-        // Images count like log toward the next snapshot.
+        // The bytes of these images count as log bytes when the store decides whether a snapshot is due.
         log.count_ahead(ahead.images().iter().map(|image| image.stored_len).sum());
         ahead.logged(point.lsn);
     }
 
-    /// Keeps the files, because it is unknown whether the batch is in the log. Recovery determines this from the log.
+    /// Keeps the files although the commit failed, because the batch may be in the log. Recovery removes the files if
+    /// it is not.
     pub fn leave(&mut self) {
         if let Some(written) = &mut self.written {
             written.ahead.leave();

@@ -30,7 +30,7 @@ use crate::base::sync::atomic::{AtomicUsize, Ordering};
 use crate::base::sync::{Mutex, Rank};
 use crate::error::{Error, Result};
 
-/// The number of times that a lock holder takes the waiting drafts before it releases the lock.
+/// The maximum number of times that a lock holder takes all waiting drafts before it releases the lock.
 const ROUNDS: usize = 4;
 
 /// The number of times that a committer checks its draft before it sleeps. All checks together take some hundred
@@ -55,8 +55,9 @@ pub(crate) struct CombineQueue {
 
 /// The slot through which a committer passes a draft to the lock holder and receives the outcome.
 ///
-/// When the holder is done, the committer alone owns the slot, so memory that the committer's thread allocated is freed
-/// by no other thread. If the slot contains no outcome at that point, the holder panicked.
+/// The committer and the lock holder share the slot by an `Arc`. The holder drops its reference when it is done, so the
+/// committer's thread frees the memory that it allocated. If there is no outcome in the slot by then, the holder
+/// panicked.
 struct Entry(Mutex<DraftState>);
 
 enum DraftState {
@@ -90,16 +91,16 @@ impl CombineQueue {
         }
         let mut entries = self.entries.lock();
         self.count.store(0, Ordering::Release);
-        // The new vector has the capacity that was needed now. Otherwise it would grow again under the lock while all
-        // committers wait.
+        // The replacement gets the same capacity. Otherwise it would grow again under the lock, while all committers
+        // wait.
         let empty = Vec::with_capacity(entries.len());
         std::mem::replace(&mut entries, empty)
     }
 }
 
 impl Committer {
-    /// Adds a draft to the queue, and waits until a holder of the submission lock has logged it. The holder may be this
-    /// thread.
+    /// Adds a draft to the queue, and waits until it is logged, either by the current holder of the submission lock or
+    /// by this thread after it acquires the lock.
     ///
     /// # Errors
     /// `Poisoned` if the thread that logged the draft panicked. Its progress is unknown, so the batch may be in the
@@ -112,8 +113,9 @@ impl Committer {
         outcome(entry).ok_or_else(|| self.engine.poison.set(Error::panicked("a committer's thread")))
     }
 
-    /// Spins until the holder is done with a draft. Returns whether the holder is done. If the lock becomes free first,
-    /// the calling thread logs the draft.
+    /// Spins until another thread has logged the draft, or until this thread acquires the lock and logs it. Returns
+    /// `false` if the draft is still not logged after [`SPINS_MAX`] checks, or if too many drafts are waiting for
+    /// spinning to be useful.
     fn is_logged_soon(&self, entry: &Arc<Entry>) -> bool {
         if self.waiting.count.load(Ordering::Relaxed) >= self.waiting.spinner_max {
             return false;
@@ -143,8 +145,8 @@ impl Committer {
             for entry in entries {
                 let mut content = entry.0.lock();
                 if let DraftState::Draft(draft) = std::mem::replace(&mut *content, DraftState::Taken) {
-                    // The draft's committer decoded the payload before. The operations borrow the payload, so they were
-                    // not kept, and memory for them may be unavailable now.
+                    // The operations borrow the payload, so the draft could not store them. The first decoding
+                    // succeeded, so only a lack of memory can make this one fail.
                     let ops = decode_payload(&draft.payload).map_err(Error::of_memory);
                     let appended = ops.and_then(|ops| self.append(table, &draft, &ops));
                     *content = DraftState::Outcome(self.hand_over(table, draft, appended, |_, _| {}));
@@ -169,17 +171,18 @@ mod tests {
     use crate::log::SpacePurpose;
     use crate::memory::staging::GrownBytes;
 
-    /// Returns a draft that is identified by its checksum.
+    /// Returns a draft that tests recognize by its checksum.
     fn draft(payload_crc: u32) -> Draft {
         Draft::new(GrownBytes::Plain(Vec::new()), payload_crc, SpacePurpose::User, Vec::new())
     }
 
-    /// Returns whether only the committer owns the entry, which means that the holder is done with it.
+    /// Returns whether the lock holder has dropped its reference to the entry, which means that it is done with the
+    /// draft.
     fn is_alone(entry: &Arc<Entry>) -> bool {
         Arc::strong_count(entry) == 1
     }
 
-    /// The order of the queue is the order of the log. If two holders took a draft, it would be logged twice.
+    /// Drafts are logged in the order of the queue. A draft taken by two holders would be logged twice.
     #[test]
     fn combiner_takes_waiting_drafts_in_order_once() {
         let waiting = CombineQueue::new();

@@ -1,5 +1,5 @@
-//! Reads the pages that move to disk, many pages with one command list. If pages were read one by one, each read would
-//! wait for the applier and for the device.
+//! Reads the pages that a batch moves to disk, so that their images can be written. One command list reads many pages,
+//! because each separate read would wait for the applier and for the device.
 
 use std::ops::Range;
 
@@ -13,8 +13,8 @@ use crate::error::{Error, Result};
 use crate::images::{CHUNK_BYTES, chunks};
 use crate::memory::staging::StagingBuf;
 
-/// The pages that a batch moves to disk, shared by the threads that read them. Each thread reads all pages of one chunk
-/// of images together.
+/// The pages that a batch moves to disk, divided into chunks of an image file. Several threads write the chunks, and
+/// each thread reads the pages of one chunk at a time.
 pub(super) struct ReadPages<'r> {
     engine: &'r Engine,
     chunks: Vec<&'r [PageInfo]>,
@@ -22,7 +22,7 @@ pub(super) struct ReadPages<'r> {
     is_stale: AtomicBool,
 }
 
-/// The reader of one thread, which reads the pages of its chunks in order.
+/// Reads the pages of each chunk in order, for one thread.
 pub(super) struct DemotedReader<'r> {
     demoted: &'r ReadPages<'r>,
     /// The index of the current chunk.
@@ -72,7 +72,8 @@ impl<'r> DemotedReader<'r> {
         Self { demoted, chunk: 0, at: 0, group: None }
     }
 
-    /// Fills `out` with bytes of the page that was read last, or of a later page.
+    /// Fills `out` with the bytes of page `info` that start at `offset`. Successive calls must request the pages in
+    /// order; a page may be requested several times.
     ///
     /// # Errors
     /// `Overtaken` if the page has a newer version; `OutOfMemory`; a device error.
@@ -101,7 +102,7 @@ impl<'r> DemotedReader<'r> {
         Ok(())
     }
 
-    /// Reads the current page, and with it the following pages of the chunk that are in the same place.
+    /// Reads the current page, together with the following pages of the chunk as far as they are in the same place.
     fn read_group(&mut self) -> Result<()> {
         self.give_back();
         let pages = self.pages();

@@ -1,14 +1,14 @@
-//! Pages that a batch moves to disk, or from disk to memory.
+//! Moves of pages to disk, and from disk to memory.
 //!
-//! Before the batch is logged, a page that moves to disk has an image with its bytes. The image belongs to the newest
-//! snapshot, or is written before the batch is logged. No frame names the image. If a crash loses the image, the next
-//! open rebuilds the page from an older image and the log.
+//! Before a batch that moves a page to disk is logged, an image contains the page's bytes. This is an image of the
+//! newest snapshot, or one that is written for this batch. The batch's frame does not name the image. If a crash loses
+//! it, the next open rebuilds the page from an older image and the log.
 //!
 //! For a page that moves from disk, new memory is filled with the page's bytes before the batch is logged, so the
 //! applier never reads the disk.
 //!
 //! In both cases, the page is read without the submission lock. If another batch changes the page before this batch is
-//! logged, the draft is stale and is prepared again.
+//! logged, the draft is stale: it is discarded and prepared again.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
@@ -35,7 +35,7 @@ use crate::memory::arena::PageMemory;
 /// The operations of a batch that affect pages on disk.
 #[derive(Debug, Default)]
 pub(super) struct DiskOps {
-    /// The indices of the operations whose page is on disk when the operation is applied.
+    /// The indices of the operations whose page is on disk at that point of the batch.
     pub on_disk: Vec<usize>,
     /// The pages that move to disk.
     pub to_disk: Vec<PageId>,
@@ -115,13 +115,13 @@ impl DiskOps {
             && self.from_disk.iter().eq(&other.from_disk)
     }
 
-    /// Returns whether an operation's page is on disk when the operation is applied.
+    /// Returns whether the page of operation `index` is on disk at that point of the batch.
     pub fn has(&self, index: usize) -> bool {
         self.on_disk.binary_search(&index).is_ok()
     }
 
-    /// Returns whether any operation has bytes in the payload for a page that is in memory when the operation is
-    /// applied.
+    /// Returns whether the payload contains bytes for a page in memory. The applier copies such bytes to the page, so
+    /// they must be in staging memory.
     pub fn leaves_bytes(&self, ops: &[OpAt<'_>]) -> bool {
         let has_bytes = |op: &Op<'_>| match op {
             Op::Fill { .. } => false,
@@ -142,15 +142,15 @@ impl DiskOps {
 pub(super) struct DemotedPages<'a> {
     /// The images, in ascending order of page id.
     pub images: NewDiskImages,
-    /// The page versions whose bytes the images contain, each as the Lsn of the page's last change.
+    /// The page versions that the images contain. A version is identified by the Lsn of the page's last change.
     pub versions: Vec<(PageId, Lsn)>,
     /// The image files that were written for this batch.
     pub file: BatchImages<'a>,
 }
 
 impl Committer {
-    /// Finds the operations of a batch that affect pages on disk. Looks up no page if the store never had a page on
-    /// disk and the batch moves none to disk.
+    /// Finds the operations of a batch that affect pages on disk. Looks up no page if no page has ever been on disk and
+    /// the batch moves none to disk.
     pub(super) fn disk_ops(&self, ops: &[OpAt<'_>], locked: Option<&PageTable>) -> Result<DiskOps> {
         if !self.engine.disk_pages.is_any() && !new_places(ops).any(|place| place == Place::Disk) {
             return Ok(DiskOps::default());
@@ -185,8 +185,8 @@ impl Committer {
         let claim = match locked {
             Some(_) => disk_pages.claim(needed),
             None => match disk_pages.wait_for_room(needed, call) {
-                // Bytes that the applier is about to write are claimed and, for a moment, counted twice. Whether a
-                // batch fits must not depend on the progress of the applier.
+                // The applier may be copying bytes of earlier batches at this moment, and these are then counted twice.
+                // The retry after those batches makes the outcome independent of the applier's progress.
                 Err(Error::OverBudget { .. }) => {
                     applier.turn(|_| Ok(()))?;
                     disk_pages.wait_for_room(needed, call)?
@@ -200,8 +200,8 @@ impl Committer {
         Ok(Some(claim))
     }
 
-    /// Finds or writes images of the pages that move to disk. Returns `None` if one of the pages has changed in the
-    /// meantime.
+    /// Returns images of the pages that the batch moves to disk, and writes those that do not exist yet. Returns `None`
+    /// if one of the pages has changed while it was read.
     pub(super) fn demoted_pages(
         &self,
         found: &DiskOps,
@@ -238,8 +238,8 @@ impl Committer {
         Ok(Some(demoted))
     }
 
-    /// Writes images of those pages that move to disk and have no image yet. Returns whether all of these pages are
-    /// still unchanged.
+    /// Writes images of the pages in `unwritten`, and adds them to `demoted`. Returns `false` if one of the pages has
+    /// changed while it was read.
     fn write_unwritten<'a>(
         &'a self,
         unwritten: &[PageInfo],
@@ -247,8 +247,8 @@ impl Committer {
         ops: &[OpAt<'_>],
         demoted: &mut DemotedPages<'a>,
     ) -> Result<bool> {
-        // If the batch changes a page, its image contains an older state, and the next snapshot must not name the
-        // image.
+        // If the batch also changes a page, the image contains the state before that change, so the next snapshot must
+        // not refer to the image.
         let changed = set_of(found.on_disk.iter().filter_map(|index| ops[*index].op.page()));
         let is_changed = |page| changed.contains(&page);
         let stay = unwritten.iter().map(|info| (!is_changed(info.page)).then_some((info.page, info.len)));
@@ -261,30 +261,31 @@ impl Committer {
             push(&mut requests, image.request(info.page))?;
             push(&mut demoted.images, (info.page, Some(image)))?;
         }
-        // The images are verified before the memory is freed, which is the only other place with all of the bytes (I7).
-        prove(&DiskSource::past_cache(self.engine.disk.clone()), requests)?;
+        // The images are read back before the pages' memory is freed, because no other copy of all the bytes exists
+        // (I7).
+        prove(&DiskSource::bypassing_cache(self.engine.disk.clone()), requests)?;
         demoted.file = BatchImages::new(ahead, stay);
         Ok(true)
     }
 
-    /// Returns the newest snapshot's image of a page, if this image contains the page's current state.
+    /// Returns the newest snapshot's image of a page, if it contains the page's current version.
     fn known_image(&self, info: &PageInfo) -> Option<Arc<DiskImage>> {
         let named = self.known.image_of(info.page, info.epoch)?;
         let image = self.engine.disk_pages.proven_image(named, info.len);
-        // Checked again after the file was marked as used: if the image is still named, no snapshot removes the file
-        // from here on.
+        // The check is repeated after the image file was marked as used. If the snapshot still names the image, its
+        // file will not be removed.
         (self.known.image_of(info.page, info.epoch) == Some(named)).then_some(image)
     }
 
-    /// Verifies images on the medium. Keeps the intact images. The pages of damaged images are added to `unwritten`, so
-    /// that their images are written again (I7).
+    /// Reads images back from the medium. Adds the intact ones to `images`, and the pages of damaged ones to
+    /// `unwritten`, so that new images of these pages are written (I7).
     fn keep_proven(
         &self,
         known: Vec<(PageInfo, Arc<DiskImage>)>,
         images: &mut NewDiskImages,
         unwritten: &mut Vec<PageInfo>,
     ) -> Result<()> {
-        let source = DiskSource::past_cache(self.engine.disk.clone());
+        let source = DiskSource::bypassing_cache(self.engine.disk.clone());
         let mut requests = collected(known.iter().map(|(info, image)| image.request(info.page)))?;
         let damaged = damaged(&source, &mut requests, usize::MAX)?;
         let damaged: HashSet<_> = damaged.iter().map(|(image, _)| (image.file, image.offset)).collect();
@@ -299,7 +300,7 @@ impl Committer {
         Ok(())
     }
 
-    /// Writes images of pages to new files. Returns `None` if one of the pages has changed in the meantime.
+    /// Writes images of pages to new files. Returns `None` if one of the pages has changed while it was read.
     fn write_demoted(&self, pages: &[PageInfo]) -> Result<Option<PendingImages<'_>>> {
         let lens = collected(pages.iter().map(|info| (info.page, info.len)))?;
         let demoted = ReadPages::new(&self.engine, pages)?;
@@ -313,9 +314,8 @@ impl Committer {
         }
     }
 
-    /// Fills the new memory of pages that move from disk. Returns the versions that were read, and adds the pages to
-    /// `filled`. If a page has changed in the meantime, its memory is not filled, and its version makes the draft
-    /// stale.
+    /// Fills the new memory of pages that the batch moves from disk. Adds the filled pages to `filled`, and returns the
+    /// page versions that were read. If a page has changed since, the returned version makes the draft stale.
     pub(super) fn fill_from_disk(
         &self,
         found: &DiskOps,
@@ -325,13 +325,13 @@ impl Committer {
         filled: &mut FilledMemory,
     ) -> Result<Vec<(PageId, Lsn)>> {
         let _phase = phases::enter(Phase::Move);
-        // If the batch overwrites a whole page, the bytes on disk are not needed.
+        // The bytes on disk are not needed if the batch has already filled the page's memory from an image.
         let from_disk = found.from_disk.iter().copied().filter(|page| !filled.has_image_of(*page));
         let mut left = set_of(from_disk);
         let (mut pages, mut targets) = (Vec::new(), HashMap::new());
         for (made, memory) in made.iter().zip(memory) {
             let Op::Move { page, .. } = ops[made.op].op else { continue };
-            // If a page moves several times, the first move is the one from disk.
+            // If the batch moves a page several times, only the first move is from disk.
             if left.remove(&page) {
                 push(&mut pages, page)?;
                 insert(&mut targets, page, memory.span())?;
@@ -351,8 +351,8 @@ impl Committer {
         collected(copies.iter().map(|(page, lsn, _)| (*page, *lsn)))
     }
 
-    /// Fills memory with the bytes of pages on disk. Skips a page that is now in memory or has another length, because
-    /// the draft is then stale.
+    /// Fills memory with the bytes of pages on disk. Skips a page that is no longer on disk or has another length: the
+    /// draft is then stale and will be prepared again.
     fn fill_pages(
         &self,
         copies: &[(PageId, Lsn, Option<DiskPage>)],
@@ -364,7 +364,8 @@ impl Committer {
             let Some(copy) = copy.as_ref().filter(|copy| copy.byte_len() == target.len) else { continue };
             match copy.only_image() {
                 Some(image) => push(&mut images, image.request(*page))?,
-                // The page consists of its image and later writes of batches.
+                // Writes of later batches are pending, so the page's bytes are those of its image with these writes
+                // applied.
                 None => copy.upload(0, &self.engine.staging, target)?,
             }
         }

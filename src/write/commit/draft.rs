@@ -1,8 +1,8 @@
-//! A batch that is ready to be logged, and the steps under the submission lock: the remaining checks, the append, and
-//! the hand-over to the applier.
+//! A draft is an encoded batch that can be logged. This module performs the steps that require the submission lock: it
+//! repeats the checks, appends the batch to the log, and passes it to the applier.
 //!
-//! A draft owns everything that these steps need, so any lock holder can log it: its own committer, or another
-//! committer on its behalf ([`super::combine`]).
+//! A draft owns all memory that these steps need. Therefore any thread that holds the lock can log it, not only the
+//! thread that prepared it ([`super::combine`]).
 //!
 //! A crash before the append loses a batch that was never acknowledged. After the append, recovery replays the batch.
 
@@ -30,18 +30,18 @@ pub(super) struct Draft {
     pub purpose: SpacePurpose,
     /// The pages that must have a given epoch when the batch is logged, as preconditions of the batch.
     pub expected: Vec<(PageId, Epoch)>,
-    /// The pages whose bytes were read while the draft was prepared, with the versions that were read.
+    /// The pages whose bytes were read while the draft was prepared, with the versions that were read. If one has
+    /// changed, the draft is stale.
     pub staged: SourceVersions,
-    /// The pages whose bytes are in images, with their lengths when the images were written.
+    /// The pages whose bytes are in images, with the length that each page had when its image was written.
     pub lens: Vec<(PageId, Option<u64>)>,
     /// The operations that affect pages on disk, as found while the draft was prepared.
     pub disk_ops: DiskOps,
-    /// The other resources that the applier needs, or `None` if the payload suffices.
+    /// The memory and images that the applier needs in addition to the payload, if any.
     pub provision: Option<Box<Provision>>,
 }
 
-/// Pages whose bytes were read, each with the Lsn of its last change when it was read. A change of bytes, metadata or
-/// place counts.
+/// Pages that were read, each with the Lsn of its last change at that time. Changes of bytes, metadata and place count.
 pub(super) type SourceVersions = Vec<(PageId, Lsn)>;
 
 /// The outcome of an attempt to log a draft.
@@ -59,7 +59,7 @@ pub(super) enum Outcome {
 pub(super) type AppendResult = (LogPoint, Changes);
 
 impl Draft {
-    /// Creates a draft without further resources. The batch depends only on the pages in `expected`.
+    /// Creates a draft that needs only its payload. It becomes stale only if a page in `expected` changes.
     pub fn new(
         payload: GrownBytes,
         payload_crc: u32,
@@ -100,19 +100,19 @@ impl Committer {
     ) -> Result<Option<AppendResult>> {
         self.engine.poison.check()?;
         let location_of = |page| location_in(table, page);
-        // A lease taken from now on shows the page after this batch. Only existing leases need a relocation.
+        // Only leases that exist now need a relocation. A lease that is taken later shows the page after this batch.
         let has_relocation = |page: &PageId| {
             let is_relocation_of_page = |(moved, memory): &(PageId, PageMemory)| {
                 moved == page && Some(location(memory)) == location_of(*page)
             };
-            // A page on disk has no memory that could be leased.
+            // A page on disk has no memory, so it cannot be leased.
             let is_on_disk = || location_of(*page).is_some_and(|(place, _)| place == Place::Disk);
             draft.relocations().iter().any(is_relocation_of_page) || is_on_disk()
         };
         if !self.engine.leases.leased(changed_in_place(ops)).iter().all(has_relocation) {
             return Ok(None);
         }
-        // A kernel that reads the memory through a lease would otherwise read the bytes of its next owner.
+        // A kernel that reads this memory through a lease would otherwise read what its new owner writes.
         if let Some(handover) = draft.provision.as_ref().and_then(|provision| provision.handover.as_ref()) {
             self.engine.leases.check_unleased(handover.page)?;
             if location_of(handover.page).is_some_and(|(place, _)| place == Place::Disk) {
@@ -124,23 +124,23 @@ impl Committer {
         self.engine
             .leases
             .check_unpinned(ops.iter().filter_map(|at| page_moved_away(&at.op, location_of)))?;
-        // Any last change of the page counts, because a clone copies place and metadata as well.
+        // Changes of metadata and place count too, because a clone copies them.
         let lsn_of = |page| table.entry(page).map(|entry| entry.lsn);
         let len_of = |page| location_of(page).map(|(_, len)| len);
-        // Copied bytes must be those of the page before this batch, because the batch's own changes were applied to the
-        // copy after it was read.
+        // The copied bytes must be those of the current page version. Changes that this batch makes before the copy
+        // were applied to the copied bytes after they were read.
         if draft.staged.iter().any(|(page, lsn)| lsn_of(*page) != Some(*lsn))
             || draft.lens.iter().any(|(page, len)| len_of(*page) != *len)
         {
             return Ok(None);
         }
-        // Otherwise memory of another length or place would be used for a page with the table's length (I10).
+        // Otherwise a page would get memory of another length or in another place than the table states (I10).
         if ops.iter().any(|at| moves_to_other_memory(&at.op))
             && !draft.memory().map(location).eq(required_memory(ops, table)?.iter().map(|made| made.at))
         {
             return Ok(None);
         }
-        // The places of the pages determined which bytes were staged and which images were written.
+        // Which bytes were staged and which images were written depends on which pages are on disk.
         if !self.disk_ops(ops, Some(table))?.is_same(&draft.disk_ops) {
             return Ok(None);
         }
@@ -183,7 +183,7 @@ impl Committer {
         versions.install(&changes);
         then(point, &changes);
         let Draft { payload, provision, .. } = draft;
-        // The batch becomes visible when the applier receives it, to readers of versions and of bytes alike.
+        // `push` makes the batch visible to lookups and to reads at the same time.
         let work = ApplyWork { point, payload, changes, provision };
         applier.push(work, || versions.show(point.lsn));
         Outcome::Logged(point)
@@ -199,7 +199,7 @@ impl Committer {
     }
 }
 
-/// Converts the reason why an operation cannot be planned to an error.
+/// Converts the reason why operation `index` cannot be applied to an error.
 fn refused(index: usize, refusal: Refusal) -> Error {
     match refusal {
         Refusal::UnknownPage(page) => Error::UnknownPage { page },

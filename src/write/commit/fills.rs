@@ -1,8 +1,8 @@
-//! Fills new memory with its page's bytes before the batch that needs the memory is logged.
+//! Fills the memory of new or moved pages before their batch is logged.
 //!
-//! The page's bytes are read from an image that was just written from a source, or from the page on disk. The bytes are
-//! uploaded piece by piece. The applier finds the memory filled, and later batches do not wait for the upload. A crash
-//! loses all memory, and the next open fills it from the images.
+//! The bytes come from an image that was just written from a source, or from the page on disk, and are uploaded piece
+//! by piece. The applier then has nothing to copy, and later batches do not wait for the upload. A crash loses all
+//! memory, and the next open fills it from the images.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -35,9 +35,9 @@ pub(super) struct FillSources<'a> {
 }
 
 impl Committer {
-    /// Fills new memory with the bytes of its pages, unless it is already filled. `made` lists the operations that need
-    /// memory, in the order of the memory. Returns the versions of the pages that were read. After an error, the memory
-    /// is freed.
+    /// Fills new memory with the bytes of its pages. Skips memory that is already filled. `made` lists the operations
+    /// that need memory, in the same order as the memory in `provision`. Returns the versions of the pages that were
+    /// read from disk. On an error, the memory is freed.
     ///
     /// # Errors
     /// `Damaged` if a file does not contain the bytes that were written; `OutOfMemory`; a device error.
@@ -60,7 +60,7 @@ impl Committer {
         };
         let versions = fill();
         if versions.is_err() {
-            // Lists in flight may name the memory, so it cannot be freed like other memory.
+            // Command lists in flight may still write to the memory, so it is freed only after them.
             self.discard_filling(std::mem::take(memory));
         }
         versions
@@ -78,7 +78,7 @@ impl Committer {
         let mut images = Vec::new();
         let mut targets: HashMap<PageId, Span> = HashMap::new();
         for (made, memory) in made.iter().zip(memory) {
-            // The image follows the operation that sets the page's length and therefore needs memory.
+            // The operation that sets the page's length needs memory, and the operation with the image follows it.
             let Some(op) = ops.get(made.op + 1).map(|at| &at.op) else { continue };
             let Op::Image { page, len, image } = op else { continue };
             if !from.sources.holds(op) {
@@ -88,12 +88,13 @@ impl Committer {
             push(&mut images, ImageRequest { page: *page, len: *len, image: *image })?;
             insert(&mut targets, *page, memory.span())?;
         }
-        // The applier reads a page on disk from its image.
+        // Pages on disk need no memory, because their new content is the image itself.
         let is_on_disk = |index: &&usize| from.sources.holds(&ops[**index].op);
         let on_disk = from.disk_ops.on_disk.iter().filter(is_on_disk).count();
-        // I1: each page that the frame takes from a source is filled.
+        // I1: the memory of each page that the frame takes from a source is filled, unless the page is on disk.
         assert!(images.len() + on_disk == from.sources.count());
-        // The bytes just written are in the page cache. A snapshot that names the image reads the medium (I7).
+        // Reads through the page cache, which still contains the bytes. A snapshot that names the image reads it back
+        // from the medium (I7).
         self.fill_from_images(&mut images, &targets)?;
         filled.add_images(targets.iter().map(|(page, span)| (*page, span.memory)))
     }
@@ -125,7 +126,7 @@ impl Committer {
         };
         let source = DiskSource::new(self.engine.disk.clone());
         match load(&source) {
-            // Only the cached copy may be damaged, so the images are read again from the medium.
+            // The damage may be limited to the page cache, so the images are read again from the medium.
             Err(Error::Damaged(_)) => load(&source.on_medium()),
             loaded => loaded,
         }

@@ -84,8 +84,8 @@ impl Committer {
         self.submitted.lock()
     }
 
-    /// Logs a batch and passes it to the applier. Returns the position of the end of the batch's frame, and the ids of
-    /// its new pages.
+    /// Logs a batch and passes it to the applier. Returns the position in the log after the batch's frame, and the ids
+    /// of the pages that the batch creates.
     pub fn submit(&self, batch: &WriteBatch) -> Result<(LogPoint, Vec<PageId>)> {
         self.engine.poison.check()?;
         let _span = tracing::trace_span!("commit").entered();
@@ -101,14 +101,16 @@ impl Committer {
     /// deleted page by its id alone.
     fn new_pages(&self, count: u64) -> Result<Vec<PageId>> {
         if count == 0 {
-            // Most batches create no pages. They do not access the counter, which stays in the caches of other threads.
+            // Most batches create no pages, and then need not access the counter, whose cache line all committers
+            // share.
             return Ok(Vec::new());
         }
         let first = self.next_page.fetch_add(count, Ordering::Relaxed);
         collected((first..first + count).map(PageId))
     }
 
-    /// Acquires the resources for an encoded batch, and logs the batch. Returns `None` if the draft is stale.
+    /// Acquires the resources for an encoded batch, and logs the batch. Returns `None` if the draft is stale, which
+    /// means that the caller must prepare it again.
     fn log_draft<'s>(
         &'s self,
         mut draft: Draft,
@@ -119,13 +121,14 @@ impl Committer {
             Defect::Memory { needed } => Error::no_memory(needed),
             defect => Error::Invalid(Invalid::Operation { index: 0, reason: defect.to_string() }),
         };
-        // The payload is decoded as recovery would decode it, because an undecodable payload must not reach the log.
+        // The payload is decoded as in recovery: a payload that cannot be decoded must not reach the log.
         let ops = decode_payload(&draft.payload).map_err(encoded)?;
-        // This wait must precede the assignment of an Lsn. The applier waits for no page, and would delay all later
-        // batches, because a logged batch cannot be postponed.
+        // Pages that are not loaded must be loaded before the batch is logged. The applier never waits for a load,
+        // because it would delay all later batches.
         self.engine.applier.unloaded().wait(ops.iter().filter_map(|at| at.op.page()))?;
         draft.disk_ops = self.disk_ops(&ops, locked.as_deref())?;
-        // A page has moved to memory since, and a list of the applier cannot name a plain payload.
+        // A page has moved to memory since the batch was encoded. Commands for that page cannot copy from a payload
+        // that is in ordinary memory instead of staging memory.
         if matches!(draft.payload, GrownBytes::Plain(_)) && draft.disk_ops.leaves_bytes(&ops) {
             self.release_draft(draft);
             return Ok(None);
@@ -144,8 +147,8 @@ impl Committer {
             }
         }
 
-        // A free lock is taken. If another thread holds it, a draft that any thread can log is left to that
-        // thread: passing the lock on would cost a thread switch per batch.
+        // If another thread holds the lock, that thread logs the draft. Waiting for the lock would cost a thread switch
+        // per batch. Only a draft with resources that this thread must record itself waits for the lock.
         let is_own = prepared.as_mut().is_some_and(|prepared| prepared.is_needed());
         let table = locked.or_else(|| self.submitted.try_lock()).or_else(|| is_own.then(|| self.lock()));
         let outcome = match table {

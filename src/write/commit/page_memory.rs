@@ -19,9 +19,9 @@ use crate::error::{Error, Refused, Result};
 use crate::memory::arena::{PageMemory, Purpose};
 
 impl Committer {
-    /// Allocates page memory for the creates, resizes and moves of a batch, in order. Returns the memory, and the
-    /// operation that needs each piece. A new page uses its memory from `lent`, or its memory from `ready`, which
-    /// already contains the page's bytes.
+    /// Allocates page memory for the creates, resizes and moves of a batch, in order. A new page uses its memory from
+    /// `lent`, or from `ready`, where the memory already contains the page's bytes. Returns the operation that needs
+    /// each piece of memory, in the same order as `provision.memory`.
     pub(super) fn allocate(
         &self,
         provision: &mut Provision,
@@ -30,8 +30,8 @@ impl Committer {
         ready: &mut ReadyMemory<'_>,
         locked: Option<&PageTable>,
     ) -> Result<Vec<RequiredMemory>> {
-        // Read without the lock, unless the caller holds it. `append` checks again, and a draft with unsuitable memory
-        // is stale.
+        // Places are read without the lock, unless the caller holds it. `append` repeats this check under the lock, and
+        // finds the draft stale if a page has moved since.
         let locations = match locked {
             Some(table) => required_memory(ops, table)?,
             None if ops.iter().any(|at| may_take_memory(&at.op)) => {
@@ -46,7 +46,7 @@ impl Committer {
         let is_ready = |made: &RequiredMemory| made.new_page.is_some_and(|page| ready.has(page));
         let is_own = |made: &&RequiredMemory| in_lent(made).is_none() && !is_ready(made);
         let own = collected(locations.iter().filter(is_own).map(|made| made.at))?;
-        // Done before page memory is allocated, which would otherwise have to be freed.
+        // This can fail, so it precedes the allocation, whose memory would otherwise have to be freed.
         let Provision { memory, filled, .. } = provision;
         filled.add_images(ready.iter())?;
         let refused = |_| Error::no_memory((locations.len() * size_of::<PageMemory>()) as u64);
@@ -66,13 +66,13 @@ impl Committer {
                 }
             }
         }
-        // I10: each page has its memory.
+        // I10: the memory of each page has the page's place and length.
         assert!(memory.iter().map(location).eq(locations.iter().map(|made| made.at)));
         Ok(locations)
     }
 
-    /// Assigns caller-owned memory to a page. If the memory is in use, waits for the applier and retries, because the
-    /// applier may not have applied a logged delete of the page in that memory.
+    /// Uses caller-owned memory for a page. The applier may not have applied a logged delete of an earlier page in that
+    /// memory. If the memory is in use, this function therefore waits for the applier and tries again.
     fn lend(&self, page: PageId, bytes: &DeviceBytes) -> Result<PageMemory> {
         match self.engine.arena.lend(page, bytes) {
             Err(Error::Refused(Refused::MemoryInUse { .. })) => {
@@ -87,10 +87,10 @@ impl Committer {
     /// retries.
     pub(super) fn allocate_all(&self, purpose: Purpose, pages: &[(Place, u64)]) -> Result<Vec<PageMemory>> {
         match self.engine.arena.allocate_all(purpose, pages) {
-            // The applier may not have reached deletes that are already logged. Whether a batch fits must not depend on
-            // the progress of the applier.
+            // Logged deletes that the applier has not reached still occupy memory. Waiting for them makes the outcome
+            // independent of the applier's progress.
             Err(Error::OverBudget { .. } | Error::OutOfMemory { .. }) => {
-                // When this empty turn ends, all earlier batches are applied, and the memory of the pages that they
+                // The empty closure runs after all earlier batches are applied, so the memory of pages that they
                 // deleted is free.
                 self.engine.applier.turn(|_| Ok(()))?;
                 self.engine.arena.allocate_all(purpose, pages)
@@ -99,24 +99,26 @@ impl Committer {
         }
     }
 
-    /// Allocates memory for the leased pages that a batch changes. Allocates memory for all of these pages or for none.
+    /// Allocates the memory to which leased pages move when the batch changes them. Allocates memory for all of these
+    /// pages or for none.
     pub(super) fn relocations(
         &self,
         ops: &[OpAt<'_>],
         locked: Option<&PageTable>,
     ) -> Result<Vec<(PageId, PageMemory)>> {
-        // Read without the lock. A lease that is taken later is found under the lock, and the draft is prepared again.
+        // Leases are read without the lock. `append` detects a lease that is taken later, and the draft is prepared
+        // again.
         let mut relocations = Vec::new();
         for page in self.engine.leases.leased(changed_in_place(ops)) {
             let wanted = locked
                 .map_or_else(|| location_in(&self.submitted.lock(), page), |table| location_in(table, page));
-            // If the page does not exist, the plan refuses its operation.
+            // If the page does not exist, the operation is rejected later, when the changes are planned.
             let Some(wanted) = wanted.filter(|(place, _)| *place != Place::Disk) else { continue };
             match self.allocate_all(Purpose::Relocation, &[wanted]) {
                 Ok(relocation) => {
                     relocations.extend(relocation.into_iter().map(|relocation| (page, relocation)))
                 }
-                // The applier has moved the page in the meantime, so its memory is no longer leased.
+                // The page has moved to other memory since, so it is no longer leased and needs no relocation.
                 Err(_) if self.engine.leases.leased([page]).is_empty() => {}
                 Err(error) => {
                     self.engine.arena.discard_all(relocations.into_iter().map(|(_, memory)| memory));
@@ -130,8 +132,8 @@ impl Committer {
     /// Frees memory that command lists in flight may use, after these lists are complete.
     pub(super) fn discard_filling(&self, memory: impl IntoIterator<Item = PageMemory>) {
         let device = &*self.engine.device;
-        // When one more list in each lane has completed, all earlier ones have, too. If the device fails at that, the
-        // memory stays counted, and a warning is logged.
+        // A lane (device queue) runs its lists in order, so an empty list completes after all lists that may use the
+        // memory. If the device fails, the memory is not freed and stays counted in the budget.
         let last = |lane: &Lane| {
             device.submit(*lane, CommandList::default()).and_then(|last| device.finish(last)).map(drop)
         };
@@ -142,8 +144,8 @@ impl Committer {
     }
 }
 
-/// The lanes in which new memory is filled. The memory is not part of any logged batch yet, so it need not be filled in
-/// batch order.
+/// The lanes (device queues) that fill new memory. No logged batch uses the memory yet, so these copies need not be
+/// ordered with batches.
 pub(super) const LANES: [Lane; 2] = [Lane::Drain, Lane::Load];
 
 /// Memory of new pages that already contains the pages' bytes. Dropping this value frees the memory that was not taken.
@@ -211,7 +213,7 @@ pub(super) fn required_memory(ops: &[OpAt<'_>], table: &PageTable) -> Result<Vec
     let mut made = Vec::new();
     let Some(first) = ops.iter().position(|at| may_take_memory(&at.op)) else { return Ok(made) };
     make_room(&mut made, ops.len() - first)?;
-    // The locations of pages during the batch, because a page may be resized and then moved.
+    // The current location of each page at this point of the batch. A batch may resize a page and then move it.
     let mut now: HashMap<PageId, PageLocation> = HashMap::new();
     let comes_once = each_comes_once(ops);
     for (op, at) in ops.iter().enumerate() {
@@ -230,7 +232,8 @@ pub(super) fn required_memory(ops: &[OpAt<'_>], table: &PageTable) -> Result<Vec
             },
             _ => continue,
         };
-        // Checked before any memory is requested, because a length of a TiB is a mistake and not a lack of memory.
+        // This check precedes the allocation, because a length above the limit is an invalid argument, not a lack of
+        // memory.
         if len > PAGE_LEN_MAX {
             return Err(Error::Limit { what: "page length", found: len, limit: PAGE_LEN_MAX });
         }
@@ -275,13 +278,13 @@ pub(super) fn page_moved_away(
     }
 }
 
-/// Returns whether an operation changes a page's bytes, or removes the page's memory.
+/// Returns whether an operation changes a page's bytes or frees the page's memory.
 fn reaches_bytes(op: &Op<'_>) -> bool {
     op.changes_bytes() || matches!(op, Op::Image { .. } | Op::Delete { .. } | Op::Move { .. })
 }
 
-/// Returns the pages that operations change in place. If such a page is leased, the batch needs a relocation for it.
-/// All other pages get new memory, or none.
+/// Returns the pages whose memory the operations change in place. If such a page is leased, the batch must move it to
+/// other memory first.
 pub(super) fn changed_in_place<'a>(ops: &'a [OpAt<'_>]) -> impl Iterator<Item = PageId> + 'a {
     let in_place =
         |op: &Op<'_>| reaches_bytes(op) && !moves_to_other_memory(op) && !matches!(op, Op::Delete { .. });

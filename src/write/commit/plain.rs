@@ -21,8 +21,8 @@ impl Committer {
             let locked = (tries > UNLOCKED_TRIES).then(|| self.lock());
             let facts = BatchFacts::default();
             let mut payload = self.engine.staging.take_growing(batch.payload_len(&facts))?;
-            let blanks = batch.encode(&pages, facts, &mut payload)?;
-            assert!(blanks.is_empty()); // I1: the payload is complete.
+            let placeholders = batch.encode(&pages, facts, &mut payload)?;
+            assert!(placeholders.is_empty()); // I1: the payload is complete.
             let payload_crc = crc32fast::hash(payload.as_mut());
             let payload = self.grown(payload, locked.as_deref())?;
             let expected = collected(batch.expectations().iter().copied())?;
@@ -30,7 +30,8 @@ impl Committer {
             if let Some(point) = self.log_draft(draft, None, locked)? {
                 return Ok((point, pages));
             }
-            // Since the draft was prepared, one of its pages was moved, resized or leased.
+            // The draft is stale: one of its pages was moved, resized or leased after the draft was prepared. The loop
+            // prepares it again.
         }
     }
 }

@@ -1,13 +1,13 @@
-//! Commits a batch that needs more than its own bytes: bytes from sources, other pages or the device, images that are
-//! written in advance, moves to disk, or caller-owned memory.
+//! Commits a batch that needs more than its own bytes: bytes from sources, other pages or the device; images of its
+//! pages; moves to disk; or caller-owned memory.
 //!
-//! 1. Once for the batch: perform the checks that depend on the batch alone, read the sources, find the changes of
-//!    captures, and wait for the streams that produce device bytes. A source may be slow, and may return other bytes
-//!    the next time.
-//! 2. For each draft: read the copied bytes, write whole pages in advance, encode, and fill in the bytes that only the
-//!    device has. All data that is read without the lock is recorded in the draft, and checked again under the lock.
-//! 3. The draft is logged like that of a plain batch. A stale draft frees its resources, and step 2 is repeated from
-//!    the current state.
+//! 1. Once per batch: perform the checks that depend on the batch alone, read the sources, find the changes of
+//!    captures, and wait for the streams that produce device bytes. Sources are not read again, because a source may be
+//!    slow or return other bytes the next time.
+//! 2. Once per draft: read the copied bytes, write images of whole pages, encode the batch, and have the device fill
+//!    the placeholders. The versions of all pages that are read without the lock are recorded in the draft.
+//! 3. Under the submission lock, check these versions. If they are unchanged, log the draft like that of a plain batch.
+//!    Otherwise free the draft's resources and repeat step 2.
 //!
 //! A crash before the append leaves at most image files that no frame names. The next open removes them.
 
@@ -32,25 +32,26 @@ use crate::error::{Error, Result};
 use crate::log::Log;
 use crate::write::batch::{BatchFacts, CopiedBytes, CopiedPage, CopySources, WriteBatch};
 
-/// The resources that a prepared batch has in addition to its payload, until the batch is logged. Only the batch's own
-/// committer can pass them on, so no other lock holder may log the batch.
+/// The resources of a batch that is not plain, in addition to its payload, until the batch is logged. If there are any
+/// captures or images, only the thread that prepared the batch can log it, because it must then record them.
 pub(super) struct PreparedBatch<'a> {
     /// The changes that were found in working copies.
     captures: Captures<'a>,
-    /// The captured pages on disk whose new bytes are in images.
+    /// The captured pages on disk whose new contents were written to images as a whole.
     pub captured: CapturedImages<'a>,
     /// The digests of captured chunks, for working copies that are compared by digests.
     digests: CapturedDigests,
     /// The pages whose bytes are read from sources.
     pub sources: SourceImages<'a>,
-    /// The place in which bytes that only the device has are gathered, or `None` if the batch has no such bytes.
+    /// The place of the device memory in which the bytes for placeholders are collected, or `None` if the payload has
+    /// no placeholders.
     gathered_in: Option<Place>,
     /// The caller-owned memory for new pages.
     pub lent: LentPages<'a>,
-    /// The receiver for the memory of the page that the batch deletes, if the caller wants this memory.
+    /// Receives the memory of the page that the batch deletes, if the caller requested this memory.
     pub handover: Option<Arc<Handover>>,
-    /// The pages that the batch writes as a whole, and whose bytes are already in images. The bytes of new pages are
-    /// also in memory.
+    /// The pages that the batch writes as a whole, with their images. The memory of those that the batch creates is
+    /// already filled.
     pub whole: WholePages<'a>,
     /// The pages that the batch moves to disk, with their images.
     pub demoted: DemotedPages<'a>,
@@ -65,7 +66,7 @@ impl Committer {
         let (mut tries, mut has_room) = (0, true);
         loop {
             // Copied bytes are read without the lock, because a slow copy from a GPU would block every other committer.
-            // A batch that other batches delay too often reads them under the lock.
+            // After several stale drafts, they are read under the lock, so that the commit makes progress.
             tries += 1;
             let locked = (tries > UNLOCKED_TRIES).then(|| self.lock());
             let draft = self.prepared_draft(batch, &pages, &copies, &mut prepared, locked.as_deref())?;
@@ -75,8 +76,9 @@ impl Committer {
                     return Ok((point, pages));
                 }
                 Ok(None) => {}
-                // Other batches took the room, or other operations of this batch need it. Every capture that can be
-                // written to an image is now written to one.
+                // Other batches or other operations of this batch have used the memory for pending writes. The captured
+                // pages are selected again with no memory for pending writes, so that all of them are written to
+                // images.
                 Err(Error::OverBudget { place: Place::Disk, .. })
                     if has_room && !prepared.captures.is_empty() =>
                 {
@@ -90,14 +92,14 @@ impl Committer {
         }
     }
 
-    /// Runs step 1 of the module's procedure, once for a batch.
+    /// Performs step 1 of the module documentation, once for a batch.
     fn prepare<'a>(
         &'a self,
         batch: &'a WriteBatch,
         pages: &[PageId],
         copies: &CopySources,
     ) -> Result<PreparedBatch<'a>> {
-        // A batch that is refused here has copied, written and allocated nothing.
+        // These checks come first, so that a rejected batch has copied, written and allocated nothing.
         batch.check_captures(pages)?;
         let sources = self.read_sources(batch, pages, copies)?;
         let captures = self.capture(batch)?;
@@ -108,7 +110,7 @@ impl Committer {
         Ok(PreparedBatch { captures, captured, sources, gathered_in, lent, handover, ..none })
     }
 
-    /// Runs step 2 of the module's procedure, for one draft of a batch.
+    /// Performs step 2 of the module documentation, for one draft of a batch.
     fn prepared_draft<'a>(
         &'a self,
         batch: &'a WriteBatch,
@@ -124,7 +126,7 @@ impl Committer {
             Some(table) => is_on_disk(table, page),
             None => is_on_disk(&self.lock(), page),
         };
-        // The frame names the images instead of containing the bytes, so the bytes are written only once.
+        // The frame names these images instead of containing the bytes, so the bytes are written only once.
         let of_whole = whole.pages.iter().map(|whole| whole.step).zip(whole.file.refs());
         let images = map_of(of_whole.chain(sources.images()).chain(captured.images(is_on_disk)));
         let mut digests = captured.digests(&images)?;
@@ -138,10 +140,10 @@ impl Committer {
             lens,
         };
         let mut payload = self.engine.staging.take_growing(batch.payload_len(&facts))?;
-        let blanks = batch.encode(pages, facts, &mut payload)?;
+        let placeholders = batch.encode(pages, facts, &mut payload)?;
         // Payload and checksum are complete before the draft can reach the lock (I1).
         let FilledPayload { payload, crc, digests: in_payload } =
-            self.fill(payload, blanks, prepared.gathered_in, locked)?;
+            self.fill(payload, placeholders, prepared.gathered_in, locked)?;
         digests.extend(in_payload);
         let expected = collected(batch.expectations().iter().copied().chain(captures.epochs()))?;
         let lens = collected(whole.pages.iter().map(|whole| (whole.page, whole.len_before)))?;
@@ -176,7 +178,8 @@ impl Committer {
         Ok((read, versions))
     }
 
-    /// Reads a range of a page after all batches submitted so far. `len` is the expected length of the range.
+    /// Reads a range of a page after all batches submitted so far are applied. `range` computes the range from the
+    /// page's information, and `len` is its expected length.
     fn read_range(
         &self,
         page: PageId,
@@ -192,7 +195,7 @@ impl Committer {
 }
 
 impl<'a> PreparedBatch<'a> {
-    /// Returns no additional resources, for a batch that needs only its payload.
+    /// Returns a value without resources, for a batch that needs only its payload.
     pub fn none(committer: &'a Committer) -> Self {
         Self {
             captures: Captures::default(),
@@ -207,7 +210,8 @@ impl<'a> PreparedBatch<'a> {
         }
     }
 
-    /// Returns whether there are any resources, so that the batch's own committer must log the batch.
+    /// Returns whether there are captures or images. Only the thread that owns this value can then log the batch,
+    /// because it must call [`logged`](Self::logged).
     pub fn is_needed(&mut self) -> bool {
         !self.captures.is_empty() || self.files().iter().any(|file| file.is_any())
     }
@@ -223,10 +227,11 @@ impl<'a> PreparedBatch<'a> {
         self.files().into_iter().for_each(|file| file.logged(known, log, point));
     }
 
-    /// Records that the batch failed with `error`. The image files are kept only if the log may name them.
+    /// Records that the batch failed with `error`. Keeps the image files if the log may contain a frame that names
+    /// them.
     pub fn refused(&mut self, error: &Error) {
-        // If the log has failed, it may contain a frame that names the images, so they must be kept. Otherwise dropping
-        // them removes the files.
+        // A failed log poisons the store, and may contain the batch's frame. After any other error, dropping the images
+        // removes their files.
         if matches!(error, Error::Poisoned(_)) {
             self.files().into_iter().for_each(BatchImages::leave);
         }

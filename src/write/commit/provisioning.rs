@@ -1,8 +1,9 @@
-//! Acquires all resources, in addition to the payload, that the applier needs for a batch, before the batch is logged.
+//! Acquires the memory and the images that the applier needs for a batch, in addition to the payload, before the batch
+//! is logged.
 //!
-//! If memory is unavailable, the batch must fail before it is logged, because a logged batch must be applied (I10). A
-//! batch that fails in this step leaves no state behind. The same is true of a crash: memory ends with the process, and
-//! the next open removes images that no frame names.
+//! A batch for which memory is unavailable must fail before it is logged, because a logged batch must be applied (I10).
+//! Such a batch leaves no state behind. Neither does a crash: memory ends with the process, and the next open removes
+//! images that no frame names.
 
 use std::collections::BTreeMap;
 
@@ -21,19 +22,20 @@ use crate::base::parallel;
 use crate::engine::Engine;
 use crate::error::Result;
 
-/// The number of bytes outside the payload for which one more thread is used.
+/// The number of bytes outside the payload per thread that copies them.
 const SHARE_LEN: usize = 1 << 20;
 /// The maximum number of threads that write bytes outside the payload.
 const HOST_THREADS_MAX: usize = 8;
 
-/// The resources for a draft in addition to its payload, or `None` for a batch that only writes to pages in memory.
+/// The resources of a draft in addition to its payload, or `None` for a batch that only changes bytes of pages in
+/// memory.
 type DraftProvision = Option<Box<Provision>>;
 
 impl Committer {
-    /// Acquires the resources for a draft. The versions of pages that are read without the lock are added to `staged`.
+    /// Acquires the resources of a draft. Adds the versions of pages that were read without the lock to `staged`.
     ///
-    /// Returns `None` if the draft is stale, because a page that it moves to disk has changed, or because a page has
-    /// moved to memory.
+    /// Returns `None` if the draft is stale: a page that the batch moves to disk has changed, or a page with a captured
+    /// image has moved to memory.
     ///
     /// # Errors
     /// `OutOfMemory`, `OverBudget`, `DiskFull`; errors of the files that pages are read from; a device error.
@@ -46,8 +48,8 @@ impl Committer {
         locked: Option<&PageTable>,
     ) -> Result<Option<DraftProvision>> {
         let Engine { device, leases, arena, .. } = &*self.engine;
-        // The handles of memory that pages have left are dropped on this thread, because dropping them may run callers'
-        // code.
+        // Frees memory that pages have left. This runs here and not on the applier, because dropping a handle to
+        // caller-owned memory may run the caller's code.
         arena.drop_released();
         let handover = prepared.as_ref().and_then(|prepared| prepared.handover.clone());
         // Most batches change a few bytes of pages in memory, and need no other resources.
@@ -80,8 +82,8 @@ impl Committer {
         }
     }
 
-    /// Acquires page memory and the applier's other memory. Fills the memory of pages that are read from sources or
-    /// from disk. Returns the versions of the pages that were read.
+    /// Allocates page memory and staging memory for the applier. Fills the memory of pages that are read from sources
+    /// or from disk, and returns the versions of the pages that were read.
     fn provide_memory(
         &self,
         provision: &mut Provision,
@@ -97,11 +99,13 @@ impl Committer {
         let from = FillSources { sources: &own.sources, disk_ops };
         let versions = self.fill_memory(provision, &from, ops, &made)?;
         provision.room = ListRoom::of(ops)?;
-        // Moves neither add nor change bytes, and there may be thousands of them.
+        // A batch that only moves pages needs no staging memory. It may contain thousands of moves, so the search below
+        // is skipped.
         if ops.iter().all(|at| matches!(at.op, Op::Move { .. })) {
             return Ok(versions);
         }
-        // Operations whose bytes are already in place or are read from disk need no further memory.
+        // If the bytes of an operation are already in page memory, or its page is on disk, the operation needs no
+        // staging memory.
         let filled = &provision.filled;
         let is_there = |op: &Op<'_>| matches!(op, Op::Image { page, .. } if filled.has_image_of(*page));
         let is_taken = |index: usize, op: &Op<'_>| !disk_ops.has(index) && !is_there(op);

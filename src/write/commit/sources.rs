@@ -1,14 +1,15 @@
-//! Reads pages from sources when a batch is committed. The bytes of a long page are written to disk before they are
-//! copied to memory.
+//! Reads pages from sources when a batch is committed. The bytes of a long page are first written to an image file, and
+//! then copied from the file to memory.
 //!
-//! 1. The sources are read piece by piece and written to an image file, which is synced together with its name. No lock
-//!    is held, because a source is the caller's code.
-//! 2. The frame names the images, as for other whole pages.
-//! 3. Memory of the pages is filled from the images ([`super::fills`]), and their sums are checked. A source that is
-//!    read again may return different bytes, so the page in memory would differ from the page in the log.
-//! 4. The batch is logged. The applier finds the memory filled.
+//! 1. Read the sources piece by piece into an image file, and sync the file and its name. No lock is held, because
+//!    reading a source runs the caller's code.
+//! 2. Encode the batch. Its frame names the images, as for other whole pages.
+//! 3. Fill the memory of the pages from the images ([`super::fills`]) and verify their checksums. The sources are not
+//!    read a second time: they could return different bytes, so that the page in memory would differ from the page in
+//!    the log.
+//! 4. Log the batch. The applier has nothing to copy.
 //!
-//! A failure or a crash before step 4 leaves neither batch nor memory, and the image file is removed.
+//! After a failure or a crash before step 4, the memory is freed and the image file is removed.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -46,13 +47,13 @@ impl SourceImages<'_> {
         self.pages.len()
     }
 
-    /// Returns whether an operation of the payload names one of the images.
+    /// Returns whether `op` refers to one of these images.
     pub fn holds(&self, op: &Op<'_>) -> bool {
         let Op::Image { page, .. } = op else { return false };
         self.is_any() && self.of_pages.contains(page)
     }
 
-    /// Returns the images, each with the operation's index.
+    /// Returns the images. Each comes with the index of its operation in the batch.
     pub fn images(&self) -> impl Iterator<Item = (usize, ImageRef)> {
         self.pages.iter().map(|page| page.step).zip(self.file.refs())
     }
@@ -96,8 +97,8 @@ impl Committer {
         Ok(sources)
     }
 
-    /// Returns an error if a page does not exist. This check precedes the read of the page's source, which may take
-    /// minutes.
+    /// Returns an error if a page of `found` is neither new nor exists in the store. This check precedes the reads of
+    /// the sources, which may take minutes.
     fn check_exists(&self, found: &[SourcePage<'_>], new_pages: &[PageId]) -> Result<()> {
         let mut old =
             found.iter().map(|page| page.page).filter(|page| new_pages.binary_search(page).is_err());
@@ -108,7 +109,7 @@ impl Committer {
         }
     }
 
-    /// Runs step 1: reads the sources of long pages and writes their images. Several threads read one page each.
+    /// Performs step 1 of the module documentation for long pages. Several threads read one page each.
     fn write_sources(&self, pages: &[SourcePage<'_>]) -> Result<BatchImages<'_>> {
         let lens = collected(pages.iter().map(|page| (page.page, page.len)))?;
         let mut by_id = HashMap::new();

@@ -1,11 +1,12 @@
-//! Writes the whole pages of a batch to images before the batch is logged, and concurrently fills the memory of the
-//! pages that the batch creates.
+//! Writes the whole pages of a batch to images before the batch is logged. Concurrently fills the memory of those pages
+//! that the batch creates.
 //!
-//! The memory is filled in pieces of a few megabytes, which bounds staging for a batch of any length. A GPU pins new
-//! staging at 1.5 GB/s, which for a batch of 512 MiB took longer than the transfer over the bus. The applier finds the
-//! memory filled, and later batches do not wait for the transfer.
+//! Memory is filled in pieces of a few megabytes, so that a batch of any length needs little staging memory. A GPU pins
+//! new staging memory at 1.5 GB/s. Staging a batch of 512 MiB as a whole took longer than its transfer over the bus.
+//! The applier finds the memory filled, and later batches do not wait for the transfer.
 //!
-//! An existing page may be read until the batch is logged. Its new bytes are staged, and the applier copies them.
+//! An existing page may be read until the batch is logged, so its memory is not filled here. The applier copies its new
+//! bytes from staging memory.
 //!
 //! A failure or a crash before the batch is logged leaves neither images nor memory.
 
@@ -22,10 +23,10 @@ use crate::images::PendingImages;
 use crate::memory::arena::{PageMemory, Purpose};
 use crate::write::batch::{WholePage, WriteBatch};
 
-/// The number of bytes that one list uploads, which is the length of a staging buffer.
+/// The number of bytes that one command list uploads, which is the length of a staging buffer.
 const PIECE_LEN: u64 = 4 << 20;
-/// The number of bytes that one list uploads if the transfer crosses no bus. The bytes are then still in the
-/// processor's cache when they are copied the second time.
+/// The number of bytes that one command list uploads if the transfer crosses no bus. A piece this short is still in the
+/// processor's cache when it is copied from the staging buffer.
 const CACHED_PIECE_LEN: u64 = 512 << 10;
 /// The maximum number of threads that fill memory. One additional thread writes the images.
 const THREADS_MAX: usize = 3;
@@ -42,7 +43,7 @@ pub(super) struct WholePages<'a> {
 }
 
 impl<'a> WholePages<'a> {
-    /// Returns no pages.
+    /// Returns a value without pages, images and memory.
     pub fn none(committer: &'a Committer) -> Self {
         let memory = ReadyMemory::new(committer, []);
         Self { pages: Vec::new(), file: BatchImages::default(), memory }
@@ -53,11 +54,12 @@ impl<'a> WholePages<'a> {
 type Part<'a> = (Span, &'a [u8]);
 
 impl Committer {
-    /// Writes the batch's whole pages to an image file, if they justify an image file, and fills the memory of new
-    /// pages. On return, the file and its name are durable, because recovery must find every file that a frame names.
+    /// Writes the batch's whole pages to an image file if they are long enough to justify the file, and fills the
+    /// memory of those that the batch creates. On return, the file and its name are durable, because recovery must find
+    /// every file that a frame names.
     ///
-    /// The length of an existing page is read without the lock. The length is checked again under the lock, because a
-    /// page that was resized in the meantime is no longer written as a whole.
+    /// The length of an existing page is read without the lock, and checked again under the lock. If the page was
+    /// resized in between, the batch no longer writes all of its bytes.
     pub(super) fn write_ahead<'a>(
         &'a self,
         batch: &'a WriteBatch,
@@ -74,6 +76,7 @@ impl Committer {
             return Ok(WholePages::none(self));
         }
         let contents = collected(whole.iter().map(|whole| (whole.page, whole.bytes)))?;
+        let bytes = whole.iter().map(|whole| whole.bytes.len() as u64).sum();
         let write = || PendingImages::write(&self.files, self.engine.store, self.images, &contents);
         let (made, memory) = self.allocate_ready(&whole, lent)?;
         let mut parts = Vec::new();
@@ -82,7 +85,7 @@ impl Committer {
             .zip(&memory)
             .try_for_each(|(whole, memory)| push(&mut parts, (memory.span(), whole.bytes)));
         let (filled, written) =
-            parallel::join(|| planned.and_then(|()| self.fill_parts(&parts)), || self.in_space(write));
+            parallel::join(|| planned.and_then(|()| self.fill_parts(&parts)), || self.in_space(bytes, write));
         if let Err(error) = filled {
             self.discard_filling(memory);
             return Err(error);

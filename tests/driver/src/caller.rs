@@ -1,9 +1,9 @@
-//! Calls of a program that uses a GPU at the same time as the store: its own copies, streams that stand
-//! still, and graphs.
+//! Driver calls that a program makes next to a store on the same GPU: its own copies and functions, waits that stall
+//! a stream, and graph captures.
 //!
-//! A stream from which a graph is captured only notes its work. While one is captured in the mode that
-//! forgives least, a thread in any mode but the relaxed one is refused calls that may wait, and the capture
-//! is lost. The store must never make such a call.
+//! While a graph is captured from a stream, the stream only records its work. During a capture in global mode
+//! (the strictest one), a call that may wait fails on every thread whose capture mode is not relaxed, and
+//! invalidates the capture. The store must never make such a call.
 
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
@@ -15,7 +15,7 @@ use crate::memory::{self, Kind};
 use crate::stream::{self, Work};
 use crate::{call, call_in_context, code};
 
-/// `CU_STREAM_WAIT_VALUE_GEQ`: until the word is at least the value.
+/// `CU_STREAM_WAIT_VALUE_GEQ`: the wait ends when the word is at least the value.
 const AT_LEAST: c_uint = 0;
 
 static GRAPHS: Mutex<BTreeMap<u64, Arc<Vec<Work>>>> = Mutex::new(BTreeMap::new());
@@ -73,7 +73,19 @@ pub extern "C" fn cuStreamWaitValue32_v2(
     })
 }
 
-/// Copies in the direction that the addresses ask for.
+/// Calls a function of the program after the work that is queued on the stream. Later work waits for it.
+#[unsafe(no_mangle)]
+pub extern "C" fn cuLaunchHostFunc(
+    handle: *mut c_void,
+    function: extern "C" fn(*mut c_void),
+    data: *mut c_void,
+) -> u32 {
+    call_in_context(|context| {
+        stream::queue(context, handle, Work::HostFunction { function, data: data as u64 })
+    })
+}
+
+/// Copies in the direction that follows from the two addresses.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemcpyAsync(target: u64, source: u64, len: usize, handle: *mut c_void) -> u32 {
     call_in_context(|context| {
@@ -84,7 +96,7 @@ pub extern "C" fn cuMemcpyAsync(target: u64, source: u64, len: usize, handle: *m
     })
 }
 
-/// Waits for no stream but the default one, which has nothing to do.
+/// Copies to the host. Waits for the default stream only, which never has queued work here.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpyDtoH_v2(target: *mut c_void, source: u64, len: usize) -> u32 {
     call_in_context(|_| {

@@ -8,20 +8,20 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::{call, call_in_context, code, stream};
 
-/// The version that is told: the oldest that the store accepts.
+/// The driver version that this library reports: the oldest one that the store accepts.
 const VERSION: c_int = 12_040;
 
 /// The value of `CU_STREAM_CAPTURE_MODE_RELAXED`.
 const CAPTURE_RELAXED: c_uint = 2;
 
 static DEVICES: AtomicU32 = AtomicU32::new(3);
-/// Pairs of GPUs: the first was given access to the second's memory.
+/// Pairs of GPUs; access from the first one to the second one's memory is enabled.
 static PEERS: Mutex<BTreeSet<(u32, u32)>> = Mutex::new(BTreeSet::new());
 
-/// A device's primary context, made when it is first retained and never given back.
+/// A device's primary context. It is created by the first retain and never destroyed.
 pub struct Context {
     pub device: u32,
-    /// The code of the fault that took it; 0 while it is well.
+    /// The error code of the fault that destroyed the context; 0 while the context is valid.
     lost: AtomicU32,
 }
 
@@ -37,13 +37,13 @@ impl Context {
         CONTEXTS.lock().unwrap().entry(device).or_insert_with(new)
     }
 
-    /// From now on every call in it fails with this code, and its streams stand still.
+    /// Makes every later call in this context fail with `code`. The context's streams stop executing work.
     pub fn lose(&self, code: u32) {
         self.lost.store(code, Ordering::Release);
         stream::wake(self.device);
     }
 
-    /// Fails with the fault that took it, if one did.
+    /// Fails with the code of the fault that destroyed the context, if there was one.
     pub fn check(&self) -> Result<(), u32> {
         match self.lost.load(Ordering::Acquire) {
             0 => Ok(()),
@@ -52,14 +52,14 @@ impl Context {
     }
 }
 
-/// The context that is current on this thread, if it is well.
+/// Returns the context that is current on this thread, or the code of the fault that destroyed it.
 pub fn current() -> Result<&'static Context, u32> {
     let current = CURRENT.with_borrow(|stack| stack.last().copied());
     let context = current.ok_or(code::INVALID_CONTEXT)?;
     context.check().map(|()| context)
 }
 
-/// Makes a context, or none, the current one in place of the last.
+/// Replaces the current context of this thread; `None` leaves the thread without one.
 pub fn set_current(context: Option<&'static Context>) {
     CURRENT.with_borrow_mut(|stack| {
         _ = stack.pop();
@@ -67,12 +67,12 @@ pub fn set_current(context: Option<&'static Context>) {
     });
 }
 
-/// Whether this thread asks for nothing that could disturb a capture, or says that it may.
+/// Whether calls of this thread cannot invalidate a capture: its capture mode is relaxed.
 pub fn is_relaxed() -> bool {
     CAPTURE_MODE.get() == CAPTURE_RELAXED
 }
 
-/// Makes a device lose its context.
+/// Destroys a device's context as a fault with this code does.
 pub fn lose(device: u32, code: u32) {
     Context::of(device).lose(code);
 }
@@ -135,7 +135,8 @@ pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_in
             // Unified addressing, managed memory, managed memory shared with the host, registered memory at
             // the host's addresses, 64-bit writes of streams.
             41 | 83 | 89 | 91 | 122 => 1,
-            // Compute capability: the kernels get loaded in both forms that they have.
+            // Compute capability. It differs between devices, so that kernels are loaded both as PTX and as
+            // machine code.
             75 => 9 - device as c_int % 2,
             76 => 0,
             _ => 0,
@@ -167,7 +168,7 @@ pub unsafe extern "C" fn cuCtxPushCurrent_v2(context: *mut c_void) -> u32 {
     })
 }
 
-/// This call is never made to fail: a thread could not go on after it.
+/// Never made to fail, because the store cannot continue on a thread whose context was not popped.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuCtxPopCurrent_v2(context: *mut *mut c_void) -> u32 {
     let Some(popped) = CURRENT.with_borrow_mut(Vec::pop) else { return code::INVALID_CONTEXT };
@@ -185,12 +186,12 @@ pub unsafe extern "C" fn cuThreadExchangeStreamCaptureMode(mode: *mut c_uint) ->
     })
 }
 
-/// Whether two GPUs are connected: neighbours are, if the first has an even number.
+/// Whether two GPUs are connected. GPUs `2n` and `2n + 1` are.
 fn are_neighbours(one: u32, other: u32) -> bool {
     one / 2 == other / 2 && one != other
 }
 
-/// Whether one GPU was given access to the memory of the other one.
+/// Whether `reader` was given access to the memory of `owner`.
 pub fn has_access(reader: u32, owner: u32) -> bool {
     reader == owner || PEERS.lock().unwrap().contains(&(reader, owner))
 }

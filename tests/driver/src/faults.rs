@@ -1,13 +1,13 @@
-//! Arranged faults, and the count of what is alive. Tests find these entry points among CUDA's.
+//! Injected faults, and the number of live resources. Tests look these entry points up as they do CUDA's.
 
 use std::sync::Mutex;
 
 use crate::{context, memory, stream};
 
-/// If this variable is set, faults tell where they strike.
+/// If this environment variable is set, each injected fault prints the name of the call that it makes fail.
 const TELL: &str = "FAKE_DRIVER_TELL";
 
-/// The call that fails, counted down, and its code.
+/// The fault to inject: the number of calls before it, and its error code.
 struct Armed {
     left: u64,
     code: u32,
@@ -15,13 +15,13 @@ struct Armed {
 
 static ARMED: Mutex<Option<Armed>> = Mutex::new(None);
 
-/// The name of the call that the last fault struck.
+/// The name of the call that failed with the last injected fault.
 static STRUCK: Mutex<&str> = Mutex::new("");
 
-/// Codes from here on take the context with them.
+/// Error codes from this one on also destroy the context.
 const LOST_MIN: u32 = 700;
 
-/// Counts a call, and fails it if its turn has come. `name` holds the name of its entry point.
+/// Counts a call of the entry point `name`, and returns the injected error if this is the call to fail.
 #[track_caller]
 pub fn strike(name: &'static str) -> Result<(), u32> {
     let mut armed = ARMED.lock().unwrap();
@@ -45,67 +45,67 @@ pub fn strike(name: &'static str) -> Result<(), u32> {
     Err(code)
 }
 
-/// Makes the `nth` call from now on return `code`, once, and do nothing. A code of a fault takes the calling
-/// thread's context with it.
+/// Makes the `nth` call from now on fail with `code`, once and without any effect. A code of at least
+/// `LOST_MIN` also destroys the calling thread's context.
 #[unsafe(no_mangle)]
 pub extern "C" fn fake_driver_arm(nth: u64, code: u32) {
     assert!(nth > 0, "calls are counted from 1");
     *ARMED.lock().unwrap() = Some(Armed { left: nth, code });
 }
 
-/// Takes a device's context with a fault now, whatever its streams are at: like a bad kernel that another
-/// part of the process launched.
+/// Destroys a device's context with a fault at once, whatever its streams are executing, as a faulty kernel
+/// of another part of the process does.
 #[unsafe(no_mangle)]
 pub extern "C" fn fake_driver_lose(device: u32, code: u32) {
     assert!(code >= LOST_MIN, "{code} leaves the context as it is");
     context::lose(device, code);
 }
 
-/// Takes the fault back; returns 1 if it had not struck.
+/// Disarms the fault; returns 1 if no call has failed with it.
 #[unsafe(no_mangle)]
 pub extern "C" fn fake_driver_disarm() -> u32 {
     u32::from(ARMED.lock().unwrap().take().is_some())
 }
 
-/// The calls that give something back, and those that must go before one that does.
+/// The calls that release a resource, and those that must precede such a call.
 const GIVING: [&str; 5] =
     ["Free", "Destroy", "Unregister", "CtxPushCurrent", "ThreadExchangeStreamCaptureMode"];
 
-/// Whether the call that the last fault struck may have been on the way to give something back.
+/// Whether the call that failed last may have been part of releasing a resource.
 #[unsafe(no_mangle)]
 pub extern "C" fn fake_driver_struck_giving_back() -> u32 {
     let name = *STRUCK.lock().unwrap();
     u32::from(GIVING.iter().any(|giving| name.contains(giving)))
 }
 
-/// Takes back the leftovers of a device whose context is lost. No caller may use any of it any more.
+/// Releases all resources of a device whose context is lost. Callers must no longer use any of them.
 #[unsafe(no_mangle)]
 pub extern "C" fn fake_driver_forget(device: u32) {
-    // A fault that struck while no context was current took none.
+    // An injected fault that came while no context was current has destroyed none.
     context::lose(device, LOST_MIN);
     stream::forget(device);
     memory::forget(device);
 }
 
-/// The number of a device's streams, events and allocations that are alive.
+/// Returns the number of a device's streams, events and allocations that were not released.
 #[unsafe(no_mangle)]
 pub extern "C" fn fake_driver_alive(device: u32) -> u64 {
     stream::alive(device) + memory::alive(device)
 }
 
-/// The number of copies that went straight from one device to another.
+/// Returns the number of copies that went directly from one device to another.
 #[unsafe(no_mangle)]
 pub extern "C" fn fake_driver_peer_copies() -> u64 {
     stream::peer_copies()
 }
 
-/// Has registrations of memory refused with this code from now on; with 0 none is.
+/// Makes all later registrations of host memory fail with `code`; 0 allows them again.
 #[unsafe(no_mangle)]
 pub extern "C" fn fake_driver_refuse_registrations(code: u32) {
     memory::refuse_registrations(code);
 }
 
-/// Lets the process see `count` devices from now on.
+/// Sets the number of devices that the process sees from now on.
 #[unsafe(no_mangle)]
 pub extern "C" fn fake_driver_set_devices(count: u32) {
     context::set_devices(count);

@@ -1,11 +1,11 @@
 //! A CUDA driver without a GPU: the entry points that `src/device/cuda` calls, with CUDA's signatures.
 //!
-//! Streams are threads that run late, at random; device memory is host memory full of junk; kernels are the
-//! same `.cu` files, run on the CPU. A call can be made to fail (`faults`), and resources that were not given
-//! back can be counted, so that every error path of the real device is walked without a GPU.
+//! Streams are threads that execute their work after random delays. Device memory is host memory that is
+//! filled with junk, and kernels are the same `.cu` files, compiled for the CPU. The module `faults` makes a
+//! call fail, and counts the resources that were not released, so that tests reach every error path of the
+//! device without a GPU.
 //!
-//! A call that breaks the API's rules is refused as the real driver refuses it, or ends the process with a
-//! word on why.
+//! A call that breaks the API's rules returns the real driver's error, or aborts the process with a message.
 
 #![allow(non_snake_case, reason = "the names are CUDA's")]
 #![allow(clippy::missing_safety_doc, reason = "the driver API's own terms hold for all entry points")]
@@ -17,7 +17,7 @@ mod memory;
 mod module;
 mod stream;
 
-/// The results that calls return.
+/// Error codes of the driver API.
 mod code {
     pub const INVALID_VALUE: u32 = 1;
     pub const OUT_OF_MEMORY: u32 = 2;
@@ -35,18 +35,18 @@ mod code {
     pub const CAPTURE_INVALIDATED: u32 = 901;
 }
 
-/// The result of a call once it was let in: nothing, or an error's code.
+/// The result of a call: success, or the driver's error code.
 type Done = Result<(), u32>;
 
-/// Runs a call: counted, failed if it is its turn, and refused if the context is lost.
+/// Runs a call after counting it. Returns an error if the call is to fail or the context is lost.
 #[track_caller]
 fn call<W: FnOnce() -> Done>(work: W) -> u32 {
-    // A closure's type is named after the entry point that it is written in.
+    // The type name of a closure contains the function in which it is written, which is the entry point.
     let result = faults::strike(std::any::type_name::<W>()).and_then(|()| work());
     result.err().unwrap_or(0)
 }
 
-/// Runs a call that needs a current context that is not lost.
+/// Runs a call that needs a current, valid context.
 #[track_caller]
 fn call_in_context<W: FnOnce(&'static context::Context) -> Done>(work: W) -> u32 {
     call(|| work(context::current()?))

@@ -1,4 +1,4 @@
-//! Memory: of the host, all of it, at addresses that host and "GPU" share.
+//! Host, device and managed memory. All of it is host memory, at addresses that host and "GPU" share.
 
 use std::alloc::Layout;
 use std::collections::BTreeMap;
@@ -8,13 +8,13 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::{call_in_context, code, stream};
 
-/// The number of bytes that each device has.
+/// Bytes of memory of each device.
 const DEVICE_BYTES: usize = 1 << 30;
-/// Bytes of pinned memory that there are for each device.
+/// Bytes of pinned memory that can be allocated for each device.
 const PINNED_BYTES: usize = 4 << 30;
 /// The alignment of the real driver's allocations.
 const ALIGN: usize = 512;
-/// The content of fresh memory, and the last content of freed memory.
+/// The byte that fills newly allocated memory, and freed memory.
 const JUNK: u8 = 0xCD;
 const FREED: u8 = 0xDD;
 
@@ -29,40 +29,40 @@ struct Allocation {
     len: usize,
     kind: Kind,
     device: u32,
-    /// Whether it is the caller's own memory, which was registered.
+    /// Whether this is caller-owned memory that was registered.
     is_registered: bool,
-    /// Whether it is a mapping within a reserved range.
+    /// Whether this is a mapping in a reserved address range.
     is_mapping: bool,
 }
 
-/// Bytes that a mapping must be a multiple of.
+/// Lengths of mappings are multiples of this number of bytes.
 const MAPPING_ALIGN: usize = 2 << 20;
 
-/// The code with which registrations are refused; 0 if they are not.
+/// The code with which registrations of memory fail; 0 if they succeed.
 static REGISTER_REFUSAL: AtomicU32 = AtomicU32::new(0);
 
-/// Has registrations refused with this code from now on; with 0 none is.
+/// Makes all later registrations fail with `code`; 0 allows them again.
 pub fn refuse_registrations(code: u32) {
     REGISTER_REFUSAL.store(code, Ordering::Relaxed);
 }
 
 static ALLOCATIONS: Mutex<BTreeMap<u64, Allocation>> = Mutex::new(BTreeMap::new());
-/// Ranges of addresses that were reserved: where each begins, and its length.
+/// Reserved address ranges: the length of each, by its first address.
 static RESERVED: Mutex<BTreeMap<u64, usize>> = Mutex::new(BTreeMap::new());
 
-/// The number of a device's allocations that are alive.
+/// Returns the number of a device's allocations that were not freed.
 pub fn alive(device: u32) -> u64 {
     ALLOCATIONS.lock().unwrap().values().filter(|allocation| allocation.device == device).count() as u64
 }
 
-/// The kind of memory in which a range lies; `None` where it is not the driver's.
+/// Returns the kind of memory that contains the range; `None` if the driver did not allocate or register it.
 pub fn kind_of(address: u64, len: usize) -> Option<Kind> {
     let allocations = ALLOCATIONS.lock().unwrap();
     let (begin, allocation) = allocations.range(..=address).next_back()?;
     (address + len as u64 <= end_of(&allocations, *begin, allocation)).then_some(allocation.kind)
 }
 
-/// Where memory ends. Mappings that follow each other are one memory.
+/// Returns the end of the memory that contains `begin`. Adjacent mappings count as one memory.
 fn end_of(allocations: &BTreeMap<u64, Allocation>, begin: u64, allocation: &Allocation) -> u64 {
     let mut end = begin + allocation.len as u64;
     while allocation.is_mapping
@@ -74,7 +74,7 @@ fn end_of(allocations: &BTreeMap<u64, Allocation>, begin: u64, allocation: &Allo
     end
 }
 
-/// Whether a range is of this device's own memory.
+/// Whether the range is memory of this device, not of the host or another device.
 pub fn is_of_device(address: u64, len: usize, device: u32) -> bool {
     let allocations = ALLOCATIONS.lock().unwrap();
     let found = allocations.range(..=address).next_back();
@@ -111,7 +111,7 @@ fn allocate(device: u32, kind: Kind, len: usize) -> Result<u64, u32> {
     Ok(bytes as u64)
 }
 
-/// Waits for all the device's work first, as the real driver does.
+/// Frees memory after all queued work of the device, as the real driver does.
 fn free(device: u32, address: u64, is_kind: impl Fn(Kind) -> bool) -> Result<(), u32> {
     stream::refuse_in_capture()?;
     stream::drain(device)?;
@@ -126,7 +126,7 @@ fn free(device: u32, address: u64, is_kind: impl Fn(Kind) -> bool) -> Result<(),
     Ok(())
 }
 
-/// Frees all memory of a device whose context is lost, once its streams stand still.
+/// Frees all memory of a device whose context is lost, once its streams execute nothing.
 pub fn forget(device: u32) {
     let mut allocations = ALLOCATIONS.lock().unwrap();
     allocations.retain(|address, allocation| {
@@ -192,7 +192,7 @@ pub unsafe extern "C" fn cuMemHostAlloc(address: *mut *mut c_void, len: usize, _
     })
 }
 
-/// Takes a hint for managed memory, and forgets it: no byte of memory is elsewhere.
+/// Accepts advice for managed memory without any effect: all memory is in one location here.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemAdvise(address: u64, len: usize, advice: c_uint, device: c_int) -> u32 {
     call_in_context(|context| {
@@ -225,7 +225,7 @@ pub extern "C" fn cuMemFreeHost(address: *mut c_void) -> u32 {
     call_in_context(|context| free(context.device, address as u64, |kind| kind == Kind::Pinned))
 }
 
-/// Pins memory of the caller's. Whole pages only, as with files that are mapped.
+/// Pins caller-owned memory. The range must consist of whole pages, as a mapped file does.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemHostRegister_v2(address: *mut c_void, len: usize, _flags: c_uint) -> u32 {
     call_in_context(|context| {
@@ -252,7 +252,7 @@ pub extern "C" fn cuMemHostRegister_v2(address: *mut c_void, len: usize, _flags:
     })
 }
 
-/// Waits for all the device's work first: the store never relies on that.
+/// Unpins registered memory. Waits for all queued work of the device, although the store never relies on it.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemHostUnregister(address: *mut c_void) -> u32 {
     call_in_context(|context| {
@@ -269,7 +269,7 @@ pub extern "C" fn cuMemHostUnregister(address: *mut c_void) -> u32 {
     })
 }
 
-/// The allocation in which an address lies.
+/// Returns attributes of the allocation that contains an address.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuPointerGetAttribute(value: *mut c_void, attribute: c_uint, address: u64) -> u32 {
     call_in_context(|_| {
@@ -278,17 +278,17 @@ pub unsafe extern "C" fn cuPointerGetAttribute(value: *mut c_void, attribute: c_
         let (begin, found) =
             found.filter(|(begin, found)| address < **begin + found.len as u64).ok_or(code::INVALID_VALUE)?;
         let (answer, len) = match attribute {
-            // The kind: the host's memory, or a device's.
+            // The memory type: host or device.
             2 => (if found.kind == Kind::Pinned { 1 } else { 2 }, 4),
-            // Whether it is managed, and the device that it belongs to.
+            // Whether the memory is managed, and the device of the memory.
             8 => (u64::from(found.kind == Kind::Managed), 4),
             9 => (u64::from(found.device), 4),
-            // Whether other processes may be given it whole: no mapping.
+            // Whether the memory can be exported to other processes: not for mappings.
             10 => (u64::from(!found.is_mapping && found.kind == Kind::Device), 4),
-            // The beginning of the allocation, and its length; of a mapping, those of what was reserved.
+            // Start and length of the allocation, or of the reserved range for a mapping.
             11 => (reserved(*begin, found).0, 8),
             12 => (reserved(*begin, found).1, 8),
-            // The length of the mapping, and its beginning.
+            // Length and start of the mapping.
             18 if found.is_mapping => (found.len as u64, 8),
             19 if found.is_mapping => (*begin, 8),
             _ => return Err(code::INVALID_VALUE),
@@ -299,14 +299,14 @@ pub unsafe extern "C" fn cuPointerGetAttribute(value: *mut c_void, attribute: c_
     })
 }
 
-/// Where the range begins that memory lies in, and its length.
+/// Returns the start and length of the reserved range that contains the memory.
 fn reserved(begin: u64, found: &Allocation) -> (u64, u64) {
     let within =
         RESERVED.lock().unwrap().range(..=begin).next_back().map(|(start, len)| (*start, *len as u64));
     within.filter(|_| found.is_mapping).unwrap_or((begin, found.len as u64))
 }
 
-/// Reserves addresses. Nothing is there before it is mapped.
+/// Reserves an address range. Nothing can be accessed there before memory is mapped.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemAddressReserve(
     address: *mut u64,
@@ -349,7 +349,7 @@ fn reserved_layout(len: usize) -> Result<Layout, u32> {
     Layout::from_size_align(len, MAPPING_ALIGN).map_err(|_| code::OUT_OF_MEMORY)
 }
 
-/// Makes memory of a device that has no address yet. Its handle is the device's number, and one more.
+/// Allocates device memory without an address. Its handle is the device's number plus one.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemCreate(handle: *mut u64, len: usize, wanted: *const c_int, _flags: u64) -> u32 {
     call_in_context(|_| {
@@ -375,7 +375,7 @@ pub extern "C" fn cuMemMap(address: u64, len: usize, _offset: usize, handle: u64
     })
 }
 
-/// Every mapping can be read and written from the beginning.
+/// Does nothing: every mapping can be read and written from the beginning.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemSetAccess(address: u64, len: usize, _access: *const c_void, _count: usize) -> u32 {
     call_in_context(|_| kind_of(address, len).map(drop).ok_or(code::INVALID_VALUE))

@@ -1,18 +1,17 @@
-//! Modules and functions. An image is read only until it names the kernel, because the kernel itself runs on
-//! the CPU.
+//! Modules and functions. Kernels run on the CPU, so a module image is only searched for the kernel's name.
 
 use std::ffi::{CStr, CString, c_char, c_uint, c_void};
 
 use crate::stream::{self, Work};
 use crate::{call_in_context, code};
 
-/// The longest part of an image that is read, should its end not show.
+/// The most bytes of an image that are read if its end cannot be determined.
 const IMAGE_LEN_MAX: usize = 1 << 20;
 
-/// A kernel by its name.
+/// A kernel, identified by its name.
 struct Function(CString);
 
-/// The length of an image: text ends in a zero byte, machine code says where its headers end.
+/// Returns the length of an image: up to the zero byte of PTX text, up to the end of the headers of a cubin.
 unsafe fn image_len(image: *const u8) -> usize {
     // SAFETY: both forms of an image are longer than this.
     let head = unsafe { std::slice::from_raw_parts(image, 64) };
@@ -22,7 +21,8 @@ unsafe fn image_len(image: *const u8) -> usize {
     }
     let number =
         |at: usize, len: usize| head[at..at + len].iter().rfold(0, |sum, byte| sum << 8 | *byte as usize);
-    // The tables of sections and of segments, at the end of the file: offset, entry's length, count.
+    // The tables of sections and of segments at the end of the file: positions of their offset, entry length
+    // and count.
     let ends = [(0x28, 0x3a, 0x3c), (0x20, 0x36, 0x38)];
     ends.map(|(at, len, count)| number(at, 8) + number(len, 2) * number(count, 2))
         .into_iter()

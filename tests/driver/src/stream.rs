@@ -1,4 +1,4 @@
-//! Streams and events: a thread a stream, which lets its work wait for a random while.
+//! Streams and events. Each stream is a thread that executes its work after random delays.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::{CString, c_int, c_uint, c_void};
@@ -11,14 +11,14 @@ use crate::context::{self, Context};
 use crate::memory::{self, Kind};
 use crate::{Done, call_in_context, code};
 
-/// The first handle: smaller ones name default streams.
+/// The first handle of a created stream; smaller handles are default streams.
 const HANDLE_MIN: u64 = 0x1000;
-/// The longest time that work may be late.
+/// The longest delay before a piece of work.
 const LATE_MAX: Duration = Duration::from_micros(300);
-/// One piece of work in this number is late.
+/// One in this number of pieces of work is delayed.
 const LATE_ONE_IN: u64 = 4;
 
-/// The work that a stream does at its turn.
+/// A piece of work in a stream's queue.
 #[derive(Clone)]
 pub enum Work {
     Launch {
@@ -34,7 +34,7 @@ pub enum Work {
         source: u64,
         len: usize,
     },
-    /// A copy from bytes that were copied when the call was made: the memory was not pinned.
+    /// A copy from bytes that the call copied already, because the source memory was not pinned.
     CopyFrom {
         target: u64,
         bytes: Vec<u8>,
@@ -43,7 +43,12 @@ pub enum Work {
         address: u64,
         value: u64,
     },
-    /// Managed memory goes to the other side of the bus: here both sides are one.
+    /// A call of a program's function, which may wait for anything but the driver.
+    HostFunction {
+        function: extern "C" fn(*mut c_void),
+        data: u64,
+    },
+    /// A prefetch of managed memory, which moves nothing: all memory is in one location here.
     Prefetch,
     Record {
         event: Arc<Event>,
@@ -53,17 +58,17 @@ pub enum Work {
         event: Arc<Event>,
         number: u64,
     },
-    /// A wait until a word of four bytes is at least this value.
+    /// A wait until a four-byte word is at least this value.
     WaitValue {
         address: u64,
         value: u32,
     },
 }
 
-/// A graph that is being captured from a stream.
+/// A graph capture from a stream.
 struct Capture {
     work: Vec<Work>,
-    /// Whether calls of all threads may spoil it.
+    /// Whether the capture is in global mode, in which calls of every thread may invalidate it.
     is_global: bool,
     is_spoiled: bool,
 }
@@ -77,7 +82,7 @@ struct Stream {
 #[derive(Default)]
 struct Queue {
     work: VecDeque<Work>,
-    /// The number of pieces ever done, without the one that is running.
+    /// The number of pieces of work that were completed.
     done: u64,
     is_running: bool,
     is_ending: bool,
@@ -85,7 +90,7 @@ struct Queue {
     capture: Option<Capture>,
 }
 
-/// An event: how often it was recorded, and up to which record streams have come.
+/// An event: how often it was recorded, and the newest record that a stream has reached.
 pub struct Event {
     device: u32,
     numbers: Mutex<(u64, u64)>,
@@ -95,22 +100,22 @@ pub struct Event {
 static STREAMS: Mutex<BTreeMap<u64, Arc<Stream>>> = Mutex::new(BTreeMap::new());
 static EVENTS: Mutex<BTreeMap<u64, Arc<Event>>> = Mutex::new(BTreeMap::new());
 static NEXT_HANDLE: AtomicU64 = AtomicU64::new(HANDLE_MIN);
-/// Copies that went from one GPU to another.
+/// Number of copies from one GPU to another.
 static PEER_COPIES: AtomicU64 = AtomicU64::new(0);
 
-/// The number of a device's streams and events.
+/// Returns the number of a device's streams and events that were not destroyed.
 pub fn alive(device: u32) -> u64 {
     let streams = STREAMS.lock().unwrap().values().filter(|stream| stream.context.device == device).count();
     let events = EVENTS.lock().unwrap().values().filter(|event| event.device == device).count();
     (streams + events) as u64
 }
 
-/// The number of copies that went from one GPU to another.
+/// Returns the number of copies from one GPU to another.
 pub fn peer_copies() -> u64 {
     PEER_COPIES.load(Ordering::Relaxed)
 }
 
-/// Waits until all streams of a device have done the work that is queued now.
+/// Waits until all streams of a device have completed the work that is queued now.
 pub fn drain(device: u32) -> Done {
     let streams: Vec<_> = STREAMS.lock().unwrap().values().cloned().collect();
     for stream in streams.iter().filter(|stream| stream.context.device == device) {
@@ -119,17 +124,18 @@ pub fn drain(device: u32) -> Done {
     Ok(())
 }
 
-/// Makes the streams of a device look at their context again: it is lost.
+/// Wakes the streams of a device, so that they notice that its context is lost.
 pub fn wake(device: u32) {
     let streams: Vec<_> = STREAMS.lock().unwrap().values().cloned().collect();
     for stream in streams.iter().filter(|stream| stream.context.device == device) {
-        // A stream that looked at the context before it was lost waits by now, or holds this lock.
+        // A stream that checked the context before it was lost is now waiting, or holds this lock.
         drop(stream.queue.lock().unwrap());
         stream.changed.notify_all();
     }
 }
 
-/// Waits until the streams of a device whose context is lost stand still, and forgets them and its events.
+/// Waits until the streams of a device with a lost context execute nothing, then removes the streams and the
+/// device's events.
 pub fn forget(device: u32) {
     let streams: BTreeMap<_, _> = {
         let mut streams = STREAMS.lock().unwrap();
@@ -148,7 +154,7 @@ pub fn forget(device: u32) {
     EVENTS.lock().unwrap().retain(|_, event| event.device != device);
 }
 
-/// Queues work. On a default stream it is done at once, as soon as everything else is.
+/// Queues work. A default stream executes it in this call, after all work that is queued on other streams.
 pub fn queue(context: &'static Context, handle: *mut c_void, work: Work) -> Done {
     let handle = handle as u64;
     if handle < HANDLE_MIN {
@@ -168,7 +174,7 @@ pub fn queue(context: &'static Context, handle: *mut c_void, work: Work) -> Done
     Ok(())
 }
 
-/// Waits until a stream has done the work that is queued now.
+/// Waits until a stream has completed the work that is queued now.
 pub fn synchronize(context: &'static Context, handle: *mut c_void) -> Done {
     let handle = handle as u64;
     if handle < HANDLE_MIN {
@@ -177,7 +183,8 @@ pub fn synchronize(context: &'static Context, handle: *mut c_void) -> Done {
     of(handle)?.catch_up()
 }
 
-/// From now on the stream's work becomes a graph. In mode 0 a call of another thread may spoil it.
+/// Starts a graph capture: the stream records its work from now on. In mode 0 (global), a call of another
+/// thread may invalidate the capture.
 pub fn begin_capture(handle: *mut c_void, mode: c_uint) -> Done {
     let stream = of(handle as u64)?;
     let mut queue = stream.queue.lock().unwrap();
@@ -188,15 +195,15 @@ pub fn begin_capture(handle: *mut c_void, mode: c_uint) -> Done {
     Ok(())
 }
 
-/// The work that was captured.
+/// Ends a capture and returns the recorded work.
 pub fn end_capture(handle: *mut c_void) -> Result<Vec<Work>, u32> {
     let capture = of(handle as u64)?.queue.lock().unwrap().capture.take();
     let capture = capture.ok_or(code::INVALID_VALUE)?;
     if capture.is_spoiled { Err(code::CAPTURE_INVALIDATED) } else { Ok(capture.work) }
 }
 
-/// Refuses a call that may wait while a graph is being captured, and spoils the graph, unless the thread said
-/// that it knows what it does.
+/// Fails a call that may wait while a graph is being captured, and invalidates that capture, unless the
+/// thread's capture mode allows such calls.
 pub fn refuse_in_capture() -> Done {
     if context::is_relaxed() {
         return Ok(());
@@ -226,7 +233,7 @@ impl Stream {
         self.changed.wait(queue).unwrap()
     }
 
-    /// Waits until the work that is queued now is done; more may be queued meanwhile.
+    /// Waits until the work that is queued now is completed; more may be queued meanwhile.
     fn catch_up(&self) -> Done {
         let mut queue = self.queue.lock().unwrap();
         let wanted = queue.done + queue.work.len() as u64 + u64::from(queue.is_running);
@@ -240,7 +247,7 @@ impl Stream {
     fn run(&self, mut random: u64) {
         let mut queue = self.queue.lock().unwrap();
         loop {
-            // The queued work of a lost context is never done.
+            // Queued work of a lost context is never executed.
             if self.context.check().is_err() || (queue.is_ending && queue.work.is_empty()) {
                 queue.is_over = true;
                 self.changed.notify_all();
@@ -326,6 +333,10 @@ impl Work {
                 unsafe { AtomicU64::from_ptr(address as *mut u64) }.store(value, Ordering::SeqCst);
                 Ok(())
             }
+            Work::HostFunction { function, data } => {
+                function(data as *mut c_void);
+                Ok(())
+            }
             Work::Prefetch => Ok(()),
             Work::Record { event, number } => {
                 let mut numbers = event.numbers.lock().unwrap();
@@ -333,7 +344,8 @@ impl Work {
                 event.changed.notify_all();
                 Ok(())
             }
-            // A default stream has waited for everything already, and stands still for no word.
+            // A default stream has already waited for all other streams, and never waits for a word in
+            // memory.
             Work::Wait { .. } => Ok(()),
             Work::WaitValue { .. } => Err(code::INVALID_HANDLE),
         }
@@ -345,7 +357,7 @@ fn be_late(time: Duration) {
     thread::sleep(time);
 }
 
-/// The next number of a SplitMix64.
+/// Returns the next number of a SplitMix64 generator.
 fn next(state: &mut u64) -> u64 {
     *state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
     let z = (*state ^ (*state >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -373,7 +385,7 @@ pub unsafe extern "C" fn cuStreamCreateWithPriority(
     })
 }
 
-/// Destroys a stream: queued work is done first, and the caller does not wait for it.
+/// Destroys a stream without waiting: its queued work is executed first.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuStreamDestroy_v2(stream: *mut c_void) -> u32 {
     call_in_context(|_| {
@@ -393,7 +405,8 @@ pub extern "C" fn cuStreamQuery(stream: *mut c_void) -> u32 {
     })
 }
 
-/// Begins a capture, which a default stream refuses.
+/// Reports whether a graph is being captured from the stream: 0 if not, 1 if so, 2 if the capture was
+/// invalidated.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuStreamIsCapturing(stream: *mut c_void, status: *mut c_uint) -> u32 {
     call_in_context(|_| {
@@ -493,7 +506,7 @@ pub unsafe extern "C" fn cuMemcpyHtoDAsync_v2(
     })
 }
 
-/// Copies to the host. If the memory is not pinned the copy is done when the call returns.
+/// Copies to the host. If the host memory is not pinned, the copy is complete when the call returns.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpyDtoHAsync_v2(
     target: *mut c_void,
@@ -523,7 +536,8 @@ pub extern "C" fn cuMemcpyDtoDAsync_v2(target: u64, source: u64, len: usize, str
     })
 }
 
-/// Copies to another GPU. Without access it would go by way of the host, which the store never wants.
+/// Copies to another GPU. Fails if peer access was not enabled: the real driver would then copy through the
+/// host, which the store must never request.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpyPeerAsync(
     target: u64,

@@ -1,5 +1,5 @@
-//! Commits during a snapshot or a long read, at moments that the test chooses: when bytes that were copied
-//! aside go to the host.
+//! Commits during a snapshot or a long read, at points that the test chooses: when gathered bytes are
+//! downloaded to the host.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
@@ -22,16 +22,16 @@ use remanent_format::state::survey::Survey;
 
 mod long;
 
-/// Called by the thread that takes the snapshot, or reads, with the store and the number of ranges gathered
-/// so far.
+/// Called by the thread that takes the snapshot or reads, with the store and the number of ranges gathered so
+/// far.
 type Between = Box<dyn FnMut(&Store, usize) + Send>;
 
-/// A device that calls back whenever a gathered area goes to the host.
+/// A device that calls back before each download of gathered bytes to the host.
 struct Gathering {
     inner: Box<dyn Device>,
     gathered: AtomicUsize,
     between: Mutex<Option<Between>>,
-    /// The thread that is inside the callback now.
+    /// The thread that is executing the callback.
     inside: Mutex<Option<ThreadId>>,
     store: OnceLock<Weak<Store>>,
 }
@@ -46,7 +46,7 @@ impl Device for Gathering {
             }
         }
         if lane == Lane::Drain {
-            // One gathering thread after the other, and not for batches that the callback commits.
+            // One gathering thread at a time, and no call for batches that the callback commits.
             let here = Some(std::thread::current().id());
             if *self.inside.lock().unwrap() != here
                 // A store that is being opened takes no snapshot.
@@ -62,7 +62,7 @@ impl Device for Gathering {
     }
 }
 
-/// A store in `directory` whose snapshots are interrupted by `between`.
+/// Opens a store in `directory` that calls `between` during its snapshots.
 fn open(
     directory: &std::path::Path,
     options: Options,
@@ -71,7 +71,7 @@ fn open(
     open_over(Box::new(HostDevice::new()), directory, options, between)
 }
 
-/// The same over this device. Long reads are interrupted too, unless the device is the host's.
+/// Opens such a store with this device. Unless it is the host's, `between` is also called during long reads.
 fn open_over(
     inner: Box<dyn Device>,
     directory: &std::path::Path,
@@ -81,7 +81,7 @@ fn open_over(
     open_on(Arc::new(DirDisk::new(directory)), inner, options, between)
 }
 
-/// The same on this disk.
+/// Opens such a store on this disk.
 fn open_on(
     disk: Arc<dyn Disk>,
     inner: Box<dyn Device>,
@@ -106,8 +106,8 @@ fn bytes(store: &Store, page: PageId) -> Vec<u8> {
     bytes
 }
 
-/// A restore writes all pages anew that changed between its capture and the snapshot's end: here every page,
-/// more of them than one chunk may have.
+/// A restore writes new images of all pages that changed between its capture and the snapshot's end: here of
+/// every page, which are more than fit into one chunk.
 #[test]
 fn a_restore_of_many_tiny_pages_fills_several_chunks() {
     const COUNT: usize = 70_000;
@@ -140,11 +140,11 @@ fn a_restore_of_many_tiny_pages_fills_several_chunks() {
     };
     check(&store, 997);
     drop(store);
-    // More than one thread loads at once: none is missed where their parts meet.
+    // Several threads load pages, and none is missed where their ranges meet.
     check(&Store::open(directory.path()).unwrap(), 1);
 }
 
-/// An exact snapshot alone, without the log, is the state of one batch, whatever is committed during it.
+/// An exact snapshot without the log is the state of one batch, whatever is committed while it is taken.
 #[test]
 fn exact_snapshot_is_point_in_time() {
     const COUNT: u64 = 600;
@@ -165,7 +165,7 @@ fn exact_snapshot_is_point_in_time() {
                 0 => batch.delete(page),
                 1 => batch.resize(page, 2 * LEN as u64).fill(page, 0, 8, &[0xbb]),
                 2 => batch.set_metadata(page, "gathered", gathered as u64),
-                // Every page was created in host memory.
+                // All pages were created in host memory.
                 3 => batch.move_to(page, if page.0.is_multiple_of(2) { Place::Host } else { Place::Unified }),
                 _ => {
                     batch.fill(page, 0, 100, &[0xcc]).scatter(page, remanent::batch::Width::W1, &[500], &[1])
@@ -197,7 +197,8 @@ fn exact_snapshot_is_point_in_time() {
     assert!(store.lsn() > Lsn(5), "it was interrupted often enough");
     assert_eq!(store.stats().snapshots.pages_done, COUNT);
 
-    // The manifest says Lsn 2, and its images are the pages' bytes: nothing is replayed.
+    // According to the manifest the snapshot is of Lsn 2, and its images have the pages' bytes: nothing is
+    // replayed.
     let reader = DirReader::new(directory.path());
     let survey = Survey::read(&reader).unwrap();
     let manifest = survey.snapshot(snapshot.id).unwrap();
@@ -214,7 +215,8 @@ fn exact_snapshot_is_point_in_time() {
     assert!(images == before.0, "the images are the pages at batch 2");
     assert_eq!(manifest.root, before.1);
 
-    // Memory for copies is given back; the store goes on, and the log after the snapshot holds the rest.
+    // The memory of copies is freed; the store continues to work, and the log after the snapshot has the
+    // later changes.
     store.snapshot().unwrap();
     let now = state(&store);
     let after = store.stats().places;
@@ -231,12 +233,13 @@ fn exact_snapshot_is_point_in_time() {
     assert!(restored.map(|(page, _, place, metadata, bytes)| (page, place, metadata, bytes)).eq(old));
 }
 
-/// Where a copy finds no room, the snapshot fails and the batch does not.
+/// If there is no memory for the copy of a page, the snapshot fails and the batch does not.
 #[test]
 fn an_exact_snapshot_without_room_for_copies_changes_nothing() {
     let directory = tempfile::tempdir().unwrap();
-    // Room for all gathered pages but the last one, and not for a copy of that one. The page comes so late
-    // that it is not gathered yet at the first callback, however many threads gather.
+    // The budget suffices for gathering all pages but the last, and not for a copy of that page. The page is
+    // so late in the order that it is not gathered at the first callback, with any number of gathering
+    // threads.
     const CHUNK: u64 = 2 << 20;
     const LAST: u64 = 16 << 20;
     let memory = MemoryOptions::new().budget(Place::Host, 5 * CHUNK + LAST + LAST - 1);
@@ -261,11 +264,11 @@ fn an_exact_snapshot_without_room_for_copies_changes_nothing() {
     assert_eq!(store.snapshots(), []);
     let names = std::fs::read_dir(directory.path().join("pages")).unwrap().count();
     assert_eq!(names, 0, "the unfinished file is gone");
-    // A snapshot that is not exact needs no room.
+    // A snapshot that is not exact needs no memory for copies.
     store.snapshot().unwrap();
 }
 
-/// Gathered bytes take memory like any others: in the budget, under a purpose of its own, and given back.
+/// Gathered bytes count in the memory budget, under a purpose of their own, and are released at the end.
 #[test]
 fn gathered_pages_count_in_the_budget() {
     let directory = tempfile::tempdir().unwrap();
@@ -282,7 +285,7 @@ fn gathered_pages_count_in_the_budget() {
     };
     pages(&store, 60);
     store.snapshot().unwrap();
-    // Two chunks, of 2 MiB at most. There may be both at a time.
+    // Two chunks of at most 2 MiB, which may exist at the same time.
     let pages_gathered = |(pages, gathered): &(u64, u64)| {
         assert_eq!((*pages, *gathered % 50_000), (3_000_000, 0));
         *gathered / 50_000
@@ -293,7 +296,7 @@ fn gathered_pages_count_in_the_budget() {
     assert_eq!((usage.used(), usage.bytes_for(Purpose::Gather)), (3_000_000, 0));
     drop(store);
 
-    // The budget is full: pages are brought to the host without any memory in addition to theirs.
+    // The budget is exhausted: pages are downloaded to the host without additional device memory.
     seen.lock().unwrap().clear();
     let memory = MemoryOptions::new().budget(Place::Host, 3_500_000);
     let store =
@@ -313,8 +316,8 @@ fn gathered_pages_count_in_the_budget() {
     assert!(state(&store) == now);
 }
 
-/// A budget with room for one page more: a snapshot that gathers there gives the room up when a batch asks
-/// for it.
+/// With a budget for one more page, a snapshot that gathers pages into that memory releases it when a batch
+/// needs it.
 #[test]
 fn a_batch_that_fits_is_not_refused_during_snapshots() {
     const LEN: u64 = 100_000;
@@ -351,7 +354,7 @@ fn a_batch_that_fits_is_not_refused_during_snapshots() {
     assert!(store.stats().snapshots.taken > 0);
 }
 
-/// The bytes leave the page at once, whatever is committed while they come to the host.
+/// The bytes are copied aside at once, so batches can be committed while they are downloaded to the host.
 #[test]
 fn long_read_blocks_no_batch() {
     const LEN: u64 = (64 << 10) + 16;
@@ -376,14 +379,14 @@ fn long_read_blocks_no_batch() {
         assert_eq!(calls.load(Ordering::SeqCst), usize::from(round));
         assert!(bytes(&store, long) == [round; LEN as usize], "round {round}");
     }
-    // So short that it needs no copy.
+    // So short that no copy is made.
     let mut out = vec![0; 64 << 10];
     store.read(long, 16, &mut out).unwrap();
     assert!(out == [3; 64 << 10] && calls.load(Ordering::SeqCst) == 3);
     assert_eq!(store.stats().places[0].1.used(), LEN + 16);
     drop(store);
 
-    // Without room for a copy it is read all the same.
+    // If there is no memory for a copy, the read succeeds without one.
     let memory = MemoryOptions::new().budget(Place::Device(0), 2 * LEN + 15);
     let store = open_over(late(), directory.path(), Options::new().memory(memory), |_, _| {
         panic!("something was gathered")
@@ -391,7 +394,8 @@ fn long_read_blocks_no_batch() {
     assert!(bytes(&store, long) == [3; LEN as usize]);
 }
 
-/// It takes long to make, and pages copied aside by then would take the room that batches need.
+/// Staging memory takes long to allocate. If pages were copied aside first, the copies would occupy memory
+/// that batches need meanwhile.
 #[test]
 fn staging_is_made_before_anything_is_copied_aside() {
     const LEN: u64 = 5 << 20;
@@ -418,7 +422,7 @@ fn staging_is_made_before_anything_is_copied_aside() {
 
 type Pages = Vec<(PageId, remanent::Epoch, Place, Metadata, Vec<u8>)>;
 
-/// The state of a store, without keys.
+/// Returns the state of a store without its keys.
 fn state(store: &Store) -> (Pages, Arc<Metadata>) {
     let pages = store.pages().unwrap();
     let pages = pages

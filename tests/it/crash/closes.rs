@@ -1,5 +1,5 @@
-//! Crashes at every step of a close: spares are cut and removed, empty segments are removed, and the last
-//! segment is replaced by a shorter one.
+//! Crashes at every step of a close: spare segments are truncated and removed, empty segments are removed,
+//! and the last segment is replaced by a shorter one.
 
 use crate::with_options::With;
 use remanent::options::{LogIo, Retention};
@@ -9,7 +9,7 @@ use remanent::{Ack, Error, Options, Store};
 use super::work::{Driver, Random, Writer};
 use super::{Level, Lives, options, suite_at};
 
-/// Segments grow and there is a reserve, so that a close has space to free.
+/// Options with growing segments and a reserve, so that a close has space to free.
 fn options_of(log_io: LogIo) -> Options {
     options().retention(Retention::new().snapshots_kept(1)).with(|options| {
         options.log.io = Some(log_io);
@@ -18,7 +18,7 @@ fn options_of(log_io: LogIo) -> Options {
     })
 }
 
-/// Opens, lengthens the log and closes twice, the second time after a snapshot.
+/// Opens the store, extends the log and closes it, twice, the second time with a snapshot before the close.
 fn closes(log_io: LogIo) {
     let levels = [
         Level { tears: Tears::Few(2), images_max: 5, closely_of: 16, nest_of: 300 },

@@ -1,4 +1,5 @@
-//! Commits: groups, rolls, frames and pages of any length, and stores that were killed before.
+//! Commits: groups, changes of the segment, frames and pages of any length, and stores whose process was
+//! killed before.
 
 use crate::with_options::With;
 use remanent::options::{ImageIo, LogIo, Retention};
@@ -72,8 +73,8 @@ fn segments_roll() {
     });
 }
 
-/// Segments that grow from opening to roll, spares of many lengths, a frame too long for the first ones: the
-/// files that each step leaves, and the store that a second life makes of them.
+/// Growing segments, spares of many lengths, and a frame too long for the first segments: checks the files
+/// after each step, and the store that the next open recovers from them.
 #[test]
 fn segments_that_grow_survive() {
     const LEN: usize = 400_000;
@@ -105,7 +106,7 @@ fn segments_that_grow_survive() {
             for len in [90_000, 200_000] {
                 second.commit_acts(&store, write(random, len), Ack::Durable)?;
             }
-            // Superfluous segments are now spares of many lengths for the next life.
+            // The snapshot turns obsolete segments into spares of many lengths for the next life.
             second.snapshot(&store)?;
             second.close(store)?;
             let store = second.open()?;
@@ -119,7 +120,8 @@ fn segments_that_grow_survive() {
     );
 }
 
-/// Segments that a snapshot made superfluous, with the frames in them, become segments of the next opens.
+/// Segments that a snapshot made obsolete are reused by the next opens while they still contain their old
+/// frames.
 #[test]
 fn opens_using_spares_survive() {
     suite(options().retention(Retention::new().snapshots_kept(1)), 900, |driver, random| {
@@ -143,8 +145,8 @@ fn opens_using_spares_survive() {
     });
 }
 
-/// No byte of a group is in a file before the group is synced, so that a logged batch is durable here, after
-/// a kill as well.
+/// With a direct log, no byte of a group is in a file before the group is synced, so a logged batch is
+/// durable, also after a kill.
 #[test]
 fn direct_logs_survive() {
     suite(
@@ -178,7 +180,7 @@ fn oversized_frame_survives() {
         let mut writer = Writer::new("a", random.next());
         let store = driver.open()?;
         driver.commit(&store, &mut writer, Ack::Logged)?;
-        // All bytes but one: those of a whole page would go to an image file.
+        // All bytes but one, because a whole page would go to an image file.
         let len = 20 << 10;
         let page = Target::New(0);
         let long = vec![
@@ -220,7 +222,7 @@ fn whole_pages_survive() {
         driver.check(&store);
         let second = driver.killed();
         drop(store);
-        // The snapshot names one image of a batch; the other images go with the log that names them.
+        // The snapshot names one image of a batch; the other images are removed with the log that names them.
         let store = second.open()?;
         second.commit_acts(&store, vec![whole(two)], Ack::Durable)?;
         second.commit_acts(&store, vec![Act::Delete { page: one }], Ack::Logged)?;
@@ -232,8 +234,8 @@ fn whole_pages_survive() {
     });
 }
 
-/// Pages from sources: new ones, and one that is replaced, among deltas and beside whole pages of the same
-/// batch. Their memory is filled before the frame that names their images is there.
+/// Pages from sources: new and replaced ones, together with deltas and other whole pages in one batch. Their
+/// memory is filled before the frame that names their images is logged.
 #[test]
 fn pages_from_sources_survive() {
     suite(images(ImageIo::Mapped).retention(Retention::new().snapshots_kept(1)), 1300, |driver, random| {
@@ -242,7 +244,7 @@ fn pages_from_sources_survive() {
         let store = driver.open()?;
         driver.commit(&store, &mut writer, Ack::Logged)?;
         let mut stream = |len| Act::Stream { bytes: random.bytes(len) };
-        // A short one, whose bytes are in the frame.
+        // The second source is short, so its bytes are in the frame.
         let pages = vec![stream(len), stream(100), stream(len + 9)];
         let (_, pages) = driver.commit_acts(&store, pages, Ack::Logged)?;
         let (one, short) = (Target::Page(pages[0]), Target::Page(pages[1]));
@@ -297,7 +299,7 @@ fn a_store_opened_after_a_kill_survives() {
     });
 }
 
-/// Every operation, in an order that the seed chooses, over several deaths and power cuts.
+/// Every operation, in random order, across several kills and power cuts.
 #[test]
 fn random_operations_survive() {
     suite(images(ImageIo::Direct), 2400, |mut driver, random| {

@@ -1,4 +1,4 @@
-//! Opens every state that a crash could have left, and judges the result.
+//! Opens every state that a crash could leave on the disk, and checks the recovered store.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -15,21 +15,21 @@ use super::model::{Act, Line, State, Target, looked_at, read, rebuilt};
 use super::names::Names;
 use super::work::{Driver, Floors, open};
 
-/// How thoroughly the crashes of one depth are explored: first those of the work itself, then those of the
-/// recoveries from them, and so on.
+/// How thoroughly crashes are explored at one depth: level 0 is the crashes of the workload itself, level 1
+/// those of the recoveries from them, and so on.
 #[derive(Clone, Copy, Debug)]
 pub struct Level {
     pub tears: Tears,
-    /// The most images of one power cut.
+    /// The maximum number of images for one power cut.
     pub images_max: usize,
-    /// After one image in this number the store is opened twice more, with a commit in between.
+    /// For one in this number of images, the store is opened twice more, with a commit in between.
     pub closely_of: usize,
-    /// In one image in this number the recovery is crashed too, if there is a next level.
+    /// For one in this number of images the recovery is crashed as well, if there is a next level.
     pub nest_of: usize,
 }
 
 impl Level {
-    /// The same level with `effort` times the effort.
+    /// The level with its numbers of images multiplied by `effort`.
     pub fn times(self, effort: u64) -> Self {
         let effort = usize::try_from(effort).expect("a small number");
         let tears = match self.tears {
@@ -41,27 +41,27 @@ impl Level {
     }
 }
 
-/// A kind of violation.
+/// The kind of a violation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Kind {
-    /// An acknowledged batch is gone.
+    /// An acknowledged batch is missing.
     Lost,
-    /// The state is not the one of the Lsn that the open reported.
+    /// The recovered state differs from the expected state of the reported Lsn.
     Wrong,
-    /// The store does not open, although nothing is damaged.
+    /// The open fails although nothing is damaged.
     Refused,
-    /// The state that an open returned does not survive, or cannot be built on.
+    /// The recovered state does not survive the next crash, or the next commit fails.
     Fleeting,
-    /// The pure `rebuild` says something else.
+    /// The pure `rebuild` computes a different state.
     Disagreement,
 }
 
-/// A violation that was found, and how it came about.
+/// A violation, with the crashes that led to it.
 #[derive(Debug)]
 pub struct Violation {
     pub kind: Kind,
     what: String,
-    /// The crashes that led there, the last one first.
+    /// Descriptions of the crashes before it, the last one first.
     crashes: Vec<String>,
 }
 
@@ -70,7 +70,7 @@ impl Violation {
         Self { kind, what: what.into(), crashes: Vec::new() }
     }
 
-    /// Names the workload that found it.
+    /// Adds the name of the workload to the violation.
     pub fn of(self, finder: impl fmt::Display) -> Self {
         Self { what: format!("{finder}: {}", self.what), ..self }
     }
@@ -88,14 +88,14 @@ pub struct Explorer<'a> {
     pub options: &'a Options,
     pub levels: &'a [Level],
     pub seed: u64,
-    /// Crashes of the work before this event are left out.
+    /// Crashes before this event of the workload are skipped.
     pub from: usize,
-    /// Which part of the work's own crashes this explorer looks at, and of how many parts. Each part goes on
-    /// with the crashes that are nested in its own.
+    /// Index of the part of the workload's crashes that this explorer handles, and number of parts. Each part
+    /// also explores the nested crashes of its own images.
     pub part: (usize, usize),
-    /// The number of images opened, by level.
+    /// The number of opened images, by level.
     pub images: RefCell<Vec<usize>>,
-    /// The number of images met, by level: those of the other parts are only counted.
+    /// The number of images enumerated, by level; images of other parts are counted and not opened.
     pub numbers: RefCell<Vec<usize>>,
 }
 
@@ -105,7 +105,7 @@ impl<'a> Explorer<'a> {
         Self { options, levels, seed, from: 0, part: (0, 1), images: none(), numbers: none() }
     }
 
-    /// Judges every image of a driver's disk.
+    /// Checks every crash image of a driver's disk.
     pub fn explore(&self, driver: &Driver) -> Result<(), Violation> {
         let followers = Followers::of(driver, self.options);
         self.explore_at(0, &driver.disk, &driver.line(), driver.floors, &followers, &driver.names())
@@ -144,14 +144,14 @@ impl<'a> Explorer<'a> {
         verdict
     }
 
-    /// Whether an image is in this explorer's part. Mixed, so that the images that are looked at more
-    /// closely, at a fixed interval, are not all in one part.
+    /// Whether this explorer handles an image. The number is hashed, so that the images that are examined at
+    /// a fixed interval are spread over all parts.
     fn is_mine(&self, number: usize) -> bool {
         let (part, parts) = self.part;
         (number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) % parts == part
     }
 
-    /// Judges one image; `number` is its own on its level.
+    /// Checks one image; `number` is its number within its level.
     #[expect(clippy::too_many_arguments, reason = "all that was promised by then")]
     fn judge(
         &self,
@@ -171,7 +171,7 @@ impl<'a> Explorer<'a> {
         let names = names.after(image.moment.event);
         let closely = number.is_multiple_of(level.closely_of);
         let line = self.examine(&image.disk, line, floors, &names, closely, nest)?;
-        // The work's followers know nothing of the batches that a recovery replays.
+        // The workload's followers do not know the batches that a recovery commits.
         let none = Followers::default();
         if !nest {
             return Ok(());
@@ -179,8 +179,8 @@ impl<'a> Explorer<'a> {
         self.explore_at(depth + 1, &image.disk, &line, floors, &none, &Names::always(names))
     }
 
-    /// Opens the files that a crash left, and judges them. Returns the line of states that the disk then
-    /// stands for.
+    /// Opens the files that a crash left, and checks the result. Returns the history of states that this disk
+    /// has from then on.
     fn examine(
         &self,
         disk: &SimDisk,
@@ -202,7 +202,7 @@ impl<'a> Explorer<'a> {
         }
         let found = same(line, lsn, &store)?;
         Names::judge(names, &store)?;
-        // The pure rebuild of the same image, made before the image was opened.
+        // The pure rebuild of the same image, computed before the image was opened.
         match &pure {
             Err(_) if created => {}
             Err(damage) => {
@@ -211,7 +211,8 @@ impl<'a> Explorer<'a> {
             Ok(pure) => agree(&found, lsn, pure)?,
         }
 
-        // The state that an open returned is permanent: a power cut that spares nothing pending spares it.
+        // The state that an open returned is durable: it survives a power cut that discards everything
+        // pending.
         let driver = Driver::new(disk.clone(), self.options.clone(), line.clone(), floors);
         driver.adopt(&store);
         let cut = disk.after_power_cut();
@@ -230,7 +231,7 @@ impl<'a> Explorer<'a> {
         Ok(driver.line())
     }
 
-    /// Opens again, commits, and opens once more.
+    /// Opens the store again, commits, and opens it once more.
     fn build_on(&self, disk: SimDisk, line: &Line) -> Result<(), Violation> {
         let refused = |error: remanent::Error| Violation::new(Kind::Refused, error.to_string());
         let lsn = line.last();
@@ -250,7 +251,7 @@ impl<'a> Explorer<'a> {
         }
         same(&driver.line(), lsn + 1, &store)?;
         let line = driver.line();
-        // A named snapshot is exact, and stays without the log after it: only its own batch can be seen.
+        // A named snapshot is exact, and is kept without the log after it: only its own batch can be viewed.
         let snapshots = store.snapshots();
         let (named, others): (Vec<_>, Vec<_>) = snapshots.iter().partition(|kept| kept.name.is_some());
         let oldest = others.first().or(named.last()).map_or(0, |snapshot| snapshot.end.0);
@@ -260,7 +261,7 @@ impl<'a> Explorer<'a> {
     }
 }
 
-/// Looks at an earlier state while the store is open.
+/// Checks a view of an earlier state while the store is open.
 fn check_view(disk: &SimDisk, line: &Line, lsn: u64) -> Result<(), Violation> {
     let refused =
         |error: remanent::Error| Violation::new(Kind::Refused, format!("a look at batch {lsn}: {error}"));
@@ -274,7 +275,7 @@ fn check_view(disk: &SimDisk, line: &Line, lsn: u64) -> Result<(), Violation> {
     }
 }
 
-/// Commits a batch that no workload makes, and looks at the ids that it is given.
+/// Commits a batch unlike any of the workload's, and checks the ids that it is assigned.
 pub fn commit_another(driver: &Driver, store: &Store, ack: Ack) -> Result<(), Violation> {
     let lsn = driver.line().last();
     let page = Target::New(0);
@@ -294,7 +295,7 @@ pub fn commit_another(driver: &Driver, store: &Store, ack: Ack) -> Result<(), Vi
     }
 }
 
-/// Compares an open store with the model; returns what it holds.
+/// Compares an open store with the model; returns the store's state.
 pub fn same(line: &Line, lsn: u64, store: &Store) -> Result<State, Violation> {
     let wrong = |what| Violation::new(Kind::Wrong, what);
     if lsn > line.last() {
@@ -327,7 +328,7 @@ fn fleeting(violation: Violation) -> Violation {
     Violation { kind: Kind::Fleeting, what, ..violation }
 }
 
-/// Describes the crash, with the events around it.
+/// Describes a crash image, with the events around the crash.
 fn describe(disk: &SimDisk, image: &CrashImage) -> String {
     let history = disk.history();
     let at = image.moment.event;

@@ -1,8 +1,9 @@
-//! Followers of a writer that recycles, and what they find after a crash.
+//! Followers of a writer that recycles its log, and what they report after a crash.
 //!
-//! A follower remembers its position: it may look at the store before an open recovers it, and again while
-//! the next writer works. Each time it goes on without a gap, or is told why it cannot: *overtaken* only if
-//! no kept snapshot needs the log after its position, *diverged* if and only if the crash took its batch.
+//! A follower remembers its position: it may read the store before an open recovers it, and again while the
+//! next writer works. Each time it continues without a gap, or gets an error: *overtaken* only if no kept
+//! snapshot needs the log after its position, *diverged* if and only if the crash removed the batch at its
+//! position.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,7 +20,7 @@ use super::model::{Line, replicated};
 use super::work::{Driver, Floors, Writer, open};
 use super::{options, suite};
 
-/// How a following ended.
+/// The result of following the log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum End {
     UpToDate,
@@ -27,7 +28,7 @@ enum End {
     Diverged,
 }
 
-/// The followers of a work.
+/// The followers of a workload.
 #[derive(Default)]
 pub struct Followers {
     options: Options,
@@ -39,7 +40,7 @@ impl Followers {
         Self { options: options.clone(), followed: driver.followed() }
     }
 
-    /// One of the followers from before the crash goes on after it. `number` chooses.
+    /// Continues one of the followers from before the crash, selected by `number`, on the recovered store.
     pub fn judge(&self, image: &CrashImage, line: &Line, number: usize) -> Result<(), Violation> {
         let there: Vec<&Replica> = self
             .followed
@@ -55,14 +56,15 @@ impl Followers {
 
     fn go_on(&self, disk: &SimDisk, crash: Crash, line: &Line, replica: &Replica) -> Result<(), Violation> {
         let shared: Arc<dyn Disk> = Arc::new(disk.clone());
-        // Before any open of the files that the crash left.
+        // Reads before any open of the files that the crash left.
         let mut early = replica.clone();
         let end = catch_up(&shared, &mut early, line)?;
         if crash == Crash::Kill && end == End::Diverged {
             return Err(Violation::new(Kind::Wrong, "diverged, and a kill takes no batch"));
         }
 
-        // While the next writer works: both the follower that looked early and the one that did not.
+        // Reads while the next writer works, both with the follower that read before and with one that did
+        // not.
         let store =
             open(disk, &self.options).map_err(|error| Violation::new(Kind::Refused, format!("{error}")))?;
         let survived = store.recovered().position.lsn;
@@ -89,8 +91,8 @@ impl Followers {
         Ok(())
     }
 
-    /// Whether nothing that is kept needs the log after a batch; a follower that starts over must then get
-    /// there.
+    /// Whether nothing that is kept needs the log after this batch, so that a follower at it may be
+    /// overtaken. A new follower must then reach the end.
     fn may_be_overtaken(
         &self,
         disk: &Arc<dyn Disk>,
@@ -108,7 +110,7 @@ impl Followers {
     }
 }
 
-/// A follower that has come to the end of a driver's log, if its beginning is there.
+/// Returns a follower's replica at the end of a driver's log, if the log still has its beginning.
 pub fn replica_at_end(driver: &Driver) -> Option<Replica> {
     let disk: Arc<dyn Disk> = Arc::new(driver.disk.clone());
     let mut replica = Replica::default();
@@ -117,8 +119,7 @@ pub fn replica_at_end(driver: &Driver) -> Option<Replica> {
     (end == End::UpToDate).then_some(replica)
 }
 
-/// Follows from the replica's position for as long as there are batches, and compares every state with the
-/// model.
+/// Follows the log from the replica's position to its end, and compares every state with the model.
 fn catch_up(disk: &Arc<dyn Disk>, replica: &mut Replica, line: &Line) -> Result<End, Violation> {
     let ended = |error: Error| match error {
         Error::Overtaken { .. } => Ok(End::Overtaken),
@@ -152,9 +153,8 @@ fn catch_up(disk: &Arc<dyn Disk>, replica: &mut Replica, line: &Line) -> Result<
     }
 }
 
-/// A quick follower, a slow one, one that comes once and one that starts over; a writer that recycles batches
-/// that they have not read, and restores an earlier state.
-/// have not read, and goes back to an earlier state.
+/// A fast follower, a slow one, one that reads only once and one that starts over; the writer recycles
+/// segments that some of them have not read, and restores an earlier state.
 #[test]
 fn followers_during_recycling_continue_or_fail_with_reason() {
     suite(options().retention(Retention::new().snapshots_kept(1)), 2200, |driver, random| {

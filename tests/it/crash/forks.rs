@@ -1,8 +1,8 @@
-//! Forks: two directories, and a crash in either.
+//! Forks: two directories, and a crash in either of them.
 //!
-//! A fork writes nothing into its source, so a crash leaves the source as it leaves any store. The two share
-//! image files under two names, which are never written to again. So the crashes of one disk say all about
-//! it, in whatever state those of the other one leave the other, and each disk is explored by itself.
+//! A fork writes nothing into its source, so a crash affects the source like any store. Source and fork share
+//! image files as hard links, and never write to them again. So the crashes of one disk do not depend on the
+//! state of the other, and each disk is explored by itself.
 
 use remanent::error::FileName;
 use remanent::options::{ImageIo, Retention};
@@ -13,8 +13,8 @@ use super::model::{Act, Target};
 use super::work::{Driver, Random};
 use super::{Lives, images, suite};
 
-/// Makes pages with images of a snapshot, two with images that were written ahead of their batch, and three
-/// that changed since.
+/// Creates pages with images of a snapshot, two pages with images of a batch, and three pages that changed
+/// since.
 pub fn pages_to_share(driver: &Driver, store: &Store, random: &mut Random) -> Result<Vec<PageId>, Error> {
     let mut pages = driver.create_pages(store, random, 12, 300)?;
     driver.snapshot(store)?;
@@ -28,13 +28,12 @@ pub fn pages_to_share(driver: &Driver, store: &Store, random: &mut Random) -> Re
     Ok(pages)
 }
 
-/// The number of image files that a fork got by linking.
+/// Returns the number of image files that a fork got by linking.
 fn linked(disk: &SimDisk) -> usize {
     disk.history().iter().filter(|event| event.starts_with("link pages/")).count()
 }
 
-/// A fork of a closed store, its own life and a fork of it; meanwhile the source drops the files that they
-/// share.
+/// Forks a closed store, then the fork; meanwhile the source removes the shared files.
 #[test]
 fn fork_is_complete_or_absent_and_source_unchanged() {
     suite(images(ImageIo::Direct).retention(Retention::new().snapshots_kept(1)), 5000, |driver, random| {

@@ -1,9 +1,9 @@
-//! A medium that lies. A sector that it said it wrote keeps its older self, or the bytes meant for it land in
-//! another one, or they are there and the next read gives others. One lie at a time, in every sector that any
-//! sync of a work made durable.
+//! A storage medium that loses or misplaces writes without an error: a sector keeps its old content, the
+//! bytes land in another sector, or a later read returns other bytes. One such fault at a time, in every
+//! sector that a sync of the workload made durable.
 //!
-//! The store was closed, so that a mark covers every batch. The next open then finds everything, or is told
-//! what is damaged. Only a loss that looks like a torn tail may be cut, and is reported.
+//! The store was closed, so a mark covers every batch. The next open then recovers everything, or reports the
+//! damage. Only a loss that cannot be distinguished from a torn tail may be cut off, and is reported.
 
 use remanent::testing::sim_disk::{Lie, LieKind, SimDisk};
 use remanent::{Ack, Error, Options};
@@ -14,21 +14,21 @@ use super::model::Line;
 use super::work::{Driver, Floors, Random, Writer, open};
 use super::{from_env, options};
 
-/// The outcome of an open after a lie.
+/// The outcome of an open after such a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Outcome {
-    /// All acknowledged batches are there.
+    /// All acknowledged batches are present.
     Harmless,
-    /// The store is refused as damaged.
+    /// The open fails because of damage.
     Refused,
-    /// A tail was cut, and this was reported.
+    /// A tail was cut off, and reported.
     Cut,
 }
 
 fn judge(lie: &Lie, options: &Options, line: &Line) -> Result<Outcome, String> {
     let store = match open(&lie.disk, options) {
         Ok(store) => store,
-        // A wrong read is right the next time: nothing was changed meanwhile.
+        // A single wrong read leaves the medium unchanged, so the next open succeeds.
         Err(Error::Damaged(_)) if lie.kind == LieKind::Stale => {
             let store = open(&lie.disk, options).map_err(|error| format!("once more: {error}"))?;
             same(line, line.last(), &store).map_err(|violation| format!("once more: {violation}"))?;
@@ -46,7 +46,7 @@ fn judge(lie: &Lie, options: &Options, line: &Line) -> Result<Outcome, String> {
     }
 }
 
-/// Commits, rolls, images of batches and of snapshots, a restore, a second incarnation.
+/// Commits, changes of the segment, images of batches and of snapshots, a restore, and a second incarnation.
 fn work(driver: &Driver, random: &mut Random) -> Result<(), Error> {
     let store = driver.open()?;
     let mut writer = Writer::new("a", random.next());

@@ -1,19 +1,19 @@
-//! Every crash of small workloads: the whole engine on a simulated disk, cut short at every event, in the
-//! middle of every write, with every part of what was pending kept or lost.
+//! Every crash of small workloads: the whole engine on a simulated disk, interrupted at every event and in
+//! the middle of every write, with each part of the pending writes kept or lost.
 //!
-//! Each workload runs once, on real threads. Then every state that a death of the process or a power cut
-//! could have left is opened. Its content must be the model's state at the Lsn that recovery reports; that
-//! Lsn must not be below anything acknowledged at the level that the crash spares; no store may be refused;
-//! the pure `rebuild` must agree; and the state that the open returned must survive a power cut at once, and
-//! carry a new commit. In a part of the images the recovery, and the commits after it, are themselves
-//! crashed, three deep. All suites together open at least 60,000 images: each asserts its part.
+//! Each workload runs once, on real threads. Then every disk image that a kill of the process or a power cut
+//! could have left is opened. The recovered content must be the model's state at the Lsn that recovery
+//! reports; that Lsn must not be below any batch acknowledged at the level that the crash spares; no open may
+//! fail; the pure `rebuild` must agree; and the recovered state must survive an immediate power cut, and
+//! accept a new commit. For some of the images the recovery, and the commits after it, are crashed as well,
+//! to a depth of three. All suites together open at least 60,000 images; each asserts its share.
 //!
-//! [`model`] says what must be there, [`work`] drives the store and notes acknowledgements, [`explore`] opens
-//! and judges. The works are in [`commits`], [`snapshots`], [`tiers`], [`scrubs`], [`forks`], [`openings`]
-//! and [`followers`], whose followers are asked after each crash, too; so are snapshots for their [`names`].
-//! In [`closes`] a store frees space. [`lies`] has a medium that does not write what it says. [`syncs`]
-//! leaves out one sync after the other and shows that this is seen; [`trouble`] makes one call after the
-//! other fail.
+//! [`model`] computes the expected state, [`work`] drives the store and records acknowledgements, [`explore`]
+//! opens the images and checks them. The workloads are in [`commits`], [`snapshots`], [`tiers`], [`scrubs`],
+//! [`forks`], [`openings`] and [`followers`]. After each crash, followers and the [`names`] of snapshots are
+//! checked as well. In [`closes`] a store frees space. [`lies`] has a storage medium that loses writes.
+//! [`syncs`] leaves out one sync at a time and checks that this is noticed; [`trouble`] makes one call at a
+//! time fail.
 //!
 //! # The long run
 //!
@@ -21,11 +21,11 @@
 //! CRASH_EFFORT=5 CRASH_THREADS=4 cargo test -p remanent --test it crash:: -- --nocapture
 //! ```
 //!
-//! looks at more of the same, lets every call of every work fail, and counts the images in a [`table`]: the
-//! last one printed has all works. `CRASH_EFFORT` multiplies the ways to tear a write, the images of one
-//! moment and the share of recoveries that are crashed; from 5 on no call is left out. `CRASH_THREADS` is the
-//! number of threads that share one work, while the test harness runs several works at a time; `CRASH_SEED`
-//! makes other works.
+//! checks more images of each workload, makes every call of every workload fail, and prints the numbers of
+//! images as a [`table`], the last of which has all workloads. `CRASH_EFFORT` multiplies the ways to tear a
+//! write, the images of one crash point and the share of recoveries that are crashed; from 5 on every call
+//! fails once. `CRASH_THREADS` is the number of threads that share one workload, while the test harness runs
+//! several workloads at a time; `CRASH_SEED` generates different workloads.
 
 mod model;
 mod work;
@@ -63,13 +63,13 @@ fn options() -> Options {
     options.snapshots(SnapshotSchedule::never()).scrubs(ScrubSchedule::new().interval(None))
 }
 
-/// The same, with images that are written in this way. Each way has works of every kind: all of them in all
-/// ways would take three times as long.
+/// These options with a way to write images. Workloads of every kind are spread over the ways: all of them in
+/// all ways would take three times as long.
 fn images(io: ImageIo) -> Options {
     options().images(ImageOptions::new().io(io))
 }
 
-/// The usual effort: a work's own crashes thoroughly, those of recoveries from a sample of them.
+/// The default effort: all crashes of the workload itself, and a sample of the crashes of its recoveries.
 const LEVELS: &[Level] = &[
     Level { tears: Tears::Few(4), images_max: 12, closely_of: 8, nest_of: 300 },
     Level { tears: Tears::Few(2), images_max: 5, closely_of: 16, nest_of: 60 },
@@ -77,21 +77,20 @@ const LEVELS: &[Level] = &[
     Level { tears: Tears::None, images_max: 4, closely_of: 16, nest_of: 1 },
 ];
 
-/// The usual effort makes one call in this number fail; a multiple of it makes all of them fail, one after
-/// the other.
+/// The default effort makes one in this number of calls fail; `CRASH_EFFORT` can select all of them.
 const FAULTS_ONE_OF: u64 = 40;
 
-/// A sample judges one in this number of the images of a work's own crashes, and of the faults.
+/// A sample checks one in this number of the workload's crash images and faults.
 const SAMPLE_ONE_OF: usize = 5;
 
-/// A number from the environment, 1 if it is not given: the choice of works, or a multiple of the usual
+/// Reads a number from the environment, by default 1: the seed of the workloads, or a multiple of the default
 /// effort.
 fn from_env(name: &str) -> u64 {
     std::env::var(name).ok().map_or(1, |number| number.parse().expect("a number"))
 }
 
-/// A run of the work, all of its crashes, and at least this number of images; then the work again and again,
-/// each time with another call that fails.
+/// Runs the workload, explores all of its crashes and asserts that there were at least `at_least` images.
+/// Then repeats the workload, each time with another failing call.
 fn suite<Work>(options: Options, at_least: usize, work: Work)
 where
     Work: Fn(Driver, &mut Random) -> Result<Lives, Error> + Sync,
@@ -99,7 +98,7 @@ where
     suite_at(LEVELS, options, at_least, work);
 }
 
-/// The same, with these levels.
+/// Like [`suite`], with these levels.
 fn suite_at<Work>(levels: &[Level], options: Options, at_least: usize, work: Work)
 where
     Work: Fn(Driver, &mut Random) -> Result<Lives, Error> + Sync,
@@ -111,7 +110,7 @@ where
     let started = Instant::now();
     let driver = Driver::new(SimDisk::new(), options.clone(), Line::default(), Floors::default());
     let Lives(lives) = work(driver, &mut Random(seed)).expect("the work itself meets no fault");
-    // The path of the test in which the work was written.
+    // The path of the test that contains the workload's closure.
     let test = std::any::type_name::<Work>().trim_start_matches("it::").trim_end_matches("::{{closure}}");
     let again = |violation| -> Vec<usize> {
         panic!(
@@ -125,7 +124,7 @@ where
     });
     let images = crashes.unwrap_or_else(again);
     let total: usize = images.iter().sum();
-    // The images of a sample are not an exact share.
+    // The number of images in a sample varies.
     let at_least = at_least / sized(2 * SAMPLE_ONE_OF, 1);
     assert!(total >= at_least, "{total} images are fewer than the {at_least} that this work should make");
 
@@ -138,7 +137,7 @@ where
     table::add(table::Row { test: test.to_owned(), events, images, faults, elapsed: started.elapsed() });
 }
 
-/// Does the parts, each in a thread of its own, and adds up their counts. In a sample there are more parts than
+/// Explores the parts in a thread each, and adds up their counts. In a sample there are more parts than
 /// threads.
 fn in_parts(
     parts: usize,
@@ -158,7 +157,7 @@ fn in_parts(
     })
 }
 
-/// The lives of a work between its own deaths: a disk for each.
+/// The lives of a store in one workload, each from an open to a kill or close, with a disk for each.
 struct Lives(Vec<Driver>);
 
 impl From<Driver> for Lives {

@@ -1,4 +1,4 @@
-//! The expected content of a store: a plain model with one state for every Lsn. It shares no code with the
+//! The expected content of a store: a simple model with one state for every Lsn. It shares no code with the
 //! engine.
 
 use std::collections::BTreeMap;
@@ -8,7 +8,7 @@ use remanent::batch::{ByteSource, InitialCopy, NewPage, PageRef, Shadow, Width};
 use remanent::follow::Replica;
 use remanent::{Key, Metadata, PageId, PageInfo, Place, Store, Value, View, WriteBatch};
 
-/// A page that an operation names: one that exists, or the n-th that its own batch creates.
+/// A page that an operation refers to: an existing one, or the n-th that the same batch creates.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Target {
     Page(PageId),
@@ -16,7 +16,7 @@ pub enum Target {
 }
 
 impl Target {
-    /// The page's id; `new` are those of the pages that its batch creates.
+    /// Returns the page's id; `new` are the ids of the pages that the batch creates.
     fn id(self, new: &[PageId]) -> PageId {
         match self {
             Target::Page(page) => page,
@@ -33,16 +33,16 @@ pub enum Act {
         key: Option<Key>,
         metadata: Metadata,
     },
-    /// A page from a source.
+    /// Creates a page from a source.
     Stream {
         bytes: Vec<u8>,
     },
-    /// All bytes of a page, and its length, from a source.
+    /// Replaces all bytes of a page, and its length, from a source.
     Replace {
         page: Target,
         bytes: Vec<u8>,
     },
-    /// All bytes of a page that was there before, from a working copy.
+    /// Captures all bytes of an existing page from a working copy.
     Capture {
         page: PageId,
         bytes: Vec<u8>,
@@ -103,7 +103,7 @@ pub enum Act {
     },
 }
 
-/// Bytes as a source.
+/// Bytes, as a source.
 #[derive(Debug)]
 struct OfBytes(Vec<u8>);
 
@@ -115,7 +115,7 @@ impl ByteSource for OfBytes {
     }
 }
 
-/// Builds the batch of some acts.
+/// Builds the batch of these operations.
 pub fn batch(store: &Store, acts: &[Act]) -> WriteBatch {
     let mut batch = store.batch();
     let mut new: Vec<NewPage> = Vec::new();
@@ -145,7 +145,7 @@ pub fn batch(store: &Store, acts: &[Act]) -> WriteBatch {
             Act::Capture { page, bytes } => {
                 let tensor = store.device_bytes(bytes.len() as u64, Place::Device(0)).unwrap();
                 tensor.write(0, bytes).unwrap();
-                // One way as often as the other.
+                // Each kind of shadow is used equally often.
                 let shadow =
                     if page.0.is_multiple_of(2) { Shadow::Kept(Place::Host) } else { Shadow::Digest };
                 let initial_copy = InitialCopy::Store;
@@ -195,7 +195,7 @@ pub fn batch(store: &Store, acts: &[Act]) -> WriteBatch {
     batch
 }
 
-/// A page as it should be.
+/// The expected content of a page.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Page {
     pub key: Option<Key>,
@@ -206,7 +206,7 @@ pub struct Page {
     pub bytes: Vec<u8>,
 }
 
-/// A whole store as it should be.
+/// The expected state of a whole store.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct State {
     pub pages: BTreeMap<PageId, Arc<Page>>,
@@ -214,14 +214,14 @@ pub struct State {
 }
 
 impl State {
-    /// The state after one more batch; `new` are the ids of the pages that it created.
+    /// Returns the state after one more batch; `new` are the ids of the pages that it creates.
     fn after(&self, lsn: u64, acts: &[Act], new: &[PageId]) -> Self {
         let mut state = self.clone();
         let mut ids = new.iter().copied();
         for act in acts {
             state.apply(lsn, act, new, &mut ids);
         }
-        // A move gives a page an Lsn and no epoch, whatever else the batch does to it before or after.
+        // A move changes a page's Lsn and not its epoch, whatever else the batch changes.
         let moved = acts.iter().filter_map(|act| match act {
             Act::Move { page, .. } => Some(page.id(new)),
             _ => None,
@@ -303,7 +303,8 @@ impl State {
         }
     }
 
-    /// The page, to be changed: a batch raises its epoch once, however often it touches the page.
+    /// Returns a page for changes. Its epoch rises once per batch, however many operations of the batch
+    /// change it.
     fn touch(&mut self, page: PageId, lsn: u64) -> &mut Page {
         let page = Arc::make_mut(self.pages.get_mut(&page).expect("the page exists"));
         if page.lsn != lsn {
@@ -312,7 +313,7 @@ impl State {
         page
     }
 
-    /// The first difference, in words.
+    /// Describes the first difference.
     pub fn difference(&self, found: &State) -> Option<String> {
         for page in self.pages.keys().chain(found.pages.keys()) {
             let (expected, found) = (self.pages.get(page), found.pages.get(page));
@@ -324,13 +325,13 @@ impl State {
     }
 }
 
-/// A page as it was found.
+/// Returns a page with the metadata and bytes read from a store.
 fn page_of(info: &PageInfo, bytes: Vec<u8>) -> Page {
     let PageInfo { key, epoch, lsn, place, metadata, .. } = info.clone();
     Page { key, epoch: epoch.0, lsn: lsn.0, place, metadata: (*metadata).clone(), bytes }
 }
 
-/// The state of a store, read through its public interface.
+/// Reads the state of a store through its public interface.
 pub fn read(store: &Store) -> remanent::Result<State> {
     let mut state = State { root: (*store.root()?).clone(), ..State::default() };
     for info in store.pages()? {
@@ -343,7 +344,7 @@ pub fn read(store: &Store) -> remanent::Result<State> {
     Ok(state)
 }
 
-/// The state that a view shows.
+/// Reads the state that a view shows.
 pub fn looked_at(old: &View) -> remanent::Result<State> {
     let mut state = State { root: (**old.root()).clone(), ..State::default() };
     for info in old.pages() {
@@ -355,7 +356,7 @@ pub fn looked_at(old: &View) -> remanent::Result<State> {
     Ok(state)
 }
 
-/// The state that a follower's replica holds.
+/// Returns the state of a follower's replica.
 pub fn replicated(replica: &Replica) -> State {
     let pages = replica.pages().map(|info| {
         let bytes = replica.bytes(info.page).expect("a replica has the bytes of its pages").to_vec();
@@ -364,7 +365,7 @@ pub fn replicated(replica: &Replica) -> State {
     State { pages: pages.collect(), root: (**replica.root()).clone() }
 }
 
-/// The state that the pure `rebuild` computed.
+/// Returns the state that the pure `rebuild` computed.
 pub fn rebuilt(rebuilt: &remanent_format::state::rebuild::RebuiltStore) -> State {
     let pages = rebuilt.table.pages().map(|info| {
         let bytes = rebuilt.contents[&info.page].clone();
@@ -373,7 +374,7 @@ pub fn rebuilt(rebuilt: &remanent_format::state::rebuild::RebuiltStore) -> State
     State { pages: pages.collect(), root: (**rebuilt.table.root()).clone() }
 }
 
-/// The change that one Lsn stands for.
+/// The change at one Lsn.
 #[derive(Clone, Debug)]
 pub enum Step {
     Batch {
@@ -386,11 +387,11 @@ pub enum Step {
     },
 }
 
-/// The state after every Lsn, from 0 on.
+/// The history of a store: its state at every Lsn from 0 on.
 #[derive(Clone, Debug)]
 pub struct Line {
     states: Vec<Arc<State>>,
-    /// The Lsn at which the store begins: a fork never had the earlier states of its source.
+    /// The Lsn of the first state: a fork does not have the earlier states of its source.
     first: u64,
 }
 
@@ -401,17 +402,17 @@ impl Default for Line {
 }
 
 impl Line {
-    /// The last Lsn of the line.
+    /// Returns the last Lsn of the history.
     pub fn last(&self) -> u64 {
         self.states.len() as u64 - 1
     }
 
-    /// The first Lsn at which the store is there.
+    /// Returns the first Lsn that has a state.
     pub fn first(&self) -> u64 {
         self.first
     }
 
-    /// The line of a fork that begins with the state at an Lsn.
+    /// Returns the history of a fork of the state at an Lsn.
     pub fn forked(mut self, lsn: u64) -> Self {
         self.cut(lsn);
         Self { first: lsn, ..self }
@@ -425,7 +426,7 @@ impl Line {
         &self.states[usize::try_from(lsn).expect("as many states as batches")]
     }
 
-    /// Forgets the states after an Lsn: a crash took them.
+    /// Removes the states after an Lsn, which a crash lost.
     pub fn cut(&mut self, lsn: u64) {
         self.states.truncate(usize::try_from(lsn).expect("as many states as batches") + 1);
         self.first = self.first.min(lsn);
@@ -441,8 +442,8 @@ impl Line {
         self.states.push(Arc::new(next));
     }
 
-    /// The state after a restore. Pages that changed since get this Lsn and an epoch above all that were ever
-    /// given; those that only moved get the Lsn alone.
+    /// Returns the state after a restore. Pages whose content changed since `to` get this Lsn and an epoch
+    /// above all that were ever assigned; pages that only moved get the Lsn alone.
     fn restored(&self, lsn: u64, to: u64) -> State {
         let pages = self.states.iter().flat_map(|state| state.pages.values());
         let epoch = pages.map(|page| page.epoch).max().unwrap_or(0) + 1;

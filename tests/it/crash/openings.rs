@@ -1,12 +1,12 @@
-//! Opens of stores that earlier lives left in different ways, each crashed anywhere, and the opens after
-//! those crashes crashed again.
+//! Opens of stores in many different states, each crashed at every event; the opens after those crashes are
+//! crashed as well.
 //!
-//! The other works crash what a store does once it is open, and come to few kinds of directories that an open
-//! finds. Here a table lists them, and the work is the open alone, which commits nothing: it may leave an
-//! incarnation out of the line, take segments back, copy batches and remove files. Every row is explored with
-//! each way to write the log, by followers with positions of the incarnations before, too.
+//! The other workloads crash a store that is open, and produce few kinds of directories for an open. Here a
+//! table lists such directories, and the workload is the open alone, which commits nothing: it may leave an
+//! incarnation out of the line, reuse segments, copy batches and remove files. Every row is explored with
+//! each way to write the log, also by followers whose positions are in earlier incarnations.
 //!
-//! The same table is opened once more with each segment of the log lost, and with each pair of them.
+//! Each row is also opened with each segment of the log missing, and with each pair of segments missing.
 
 use remanent::error::FileName;
 use remanent::follow::Replica;
@@ -26,28 +26,28 @@ use super::{Lives, from_env, options, suite_at};
 use crate::files::Files;
 use crate::with_options::With;
 
-/// The state in which an open finds its directory.
+/// The state of the directory that an open finds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Beginning {
-    /// No frame at all: the process died as soon as it had opened the store.
+    /// No frame: the process was killed as soon as the store was open.
     Nothing,
     SealOnly,
-    /// A batch that leaves no room for the seal in its segment.
+    /// A last batch after which its segment has no space for the seal.
     SealInTheNextSegment,
     TornBatch,
     /// A torn frame that is longer than a segment.
     TornLongFrame,
-    /// Batches that no mark proved, copied by an open that did nothing else.
+    /// Batches that no mark covers, copied by an open that did nothing else.
     CopiedTail,
-    /// An incarnation without a batch that took a snapshot, and so on.
+    /// An incarnation without a batch that took a snapshot, twice in a row.
     Snapshot,
     NamedSnapshot,
     Prune,
-    /// An incarnation with no batch but a restore.
+    /// An incarnation whose only batch is a restore.
     Restore,
-    /// A fork that was never open.
+    /// A fork that was never opened.
     Fork,
-    /// A fork that was open once, and committed nothing.
+    /// A fork that was opened once, without a commit.
     OpenedFork,
 }
 
@@ -68,7 +68,7 @@ const BEGINNINGS: [Beginning; 12] = [
     OpenedFork,
 ];
 
-/// An open is short, and there are many of them.
+/// Levels for opens, which are short and numerous.
 const LEVELS: [Level; 4] = [
     Level { tears: Tears::Few(1), images_max: 3, closely_of: 16, nest_of: 40 },
     Level { tears: Tears::None, images_max: 2, closely_of: 16, nest_of: 1000 },
@@ -76,8 +76,8 @@ const LEVELS: [Level; 4] = [
     Level { tears: Tears::None, images_max: 2, closely_of: 16, nest_of: 1 },
 ];
 
-/// Images of a row, at least. Most make twice as many. Where a slow machine gave the log of a life the time
-/// to seal itself, an open has less to do.
+/// The minimum number of images of a row. Most rows have twice as many; on a slow machine the log may be
+/// sealed before the kill, and the next open then has less to do.
 const IMAGES_MIN: usize = 30;
 
 fn options_of(log_io: LogIo) -> Options {
@@ -140,7 +140,7 @@ fn lost_segment_is_reported_or_harmless() {
     }
 }
 
-/// An open that commits one durable batch a segment, and dies.
+/// Opens the store, commits one durable batch per segment, and is killed.
 fn commit_over_segments(driver: &Driver, random: &mut Random) -> Result<Driver, Error> {
     let store = driver.open()?;
     for _ in 0..3 {
@@ -149,7 +149,7 @@ fn commit_over_segments(driver: &Driver, random: &mut Random) -> Result<Driver, 
     Ok(driver.killed())
 }
 
-/// The opens after losses, by their outcome.
+/// Counts of the opens with missing segments, by outcome.
 #[derive(Debug, Default)]
 struct LossCount {
     whole: usize,
@@ -167,17 +167,17 @@ impl LossCount {
     }
 }
 
-/// The outcome of an open after a loss.
+/// The outcome of an open with missing segments.
 enum LossOutcome {
     /// The newest state.
     Whole,
-    /// The state of an earlier batch: no mark covered the later ones.
+    /// The state of an earlier batch; no mark covered the later ones.
     Shorter,
     Refused,
 }
 
-/// Opens a store that lost segments. The engine, the pure rebuild and the judge must say the same: a state of
-/// the line with every batch that was acknowledged as durable, or damage.
+/// Opens a store whose segments are missing. Engine, pure rebuild and `judge` must agree: either on a state
+/// of the history with every batch that was acknowledged as durable, or on damage.
 fn open_without(what: &str, files: &Files, options: &Options, before: &Driver) -> LossOutcome {
     let line = before.line();
     let pure = rebuild(files, &RebuildOptions::default());
@@ -205,7 +205,7 @@ fn open_without(what: &str, files: &Files, options: &Options, before: &Driver) -
 }
 
 impl Beginning {
-    /// The open that is crashed, and the close after it.
+    /// Runs the open that is to be crashed, and the close after it.
     fn open(self, driver: Driver, random: &mut Random) -> Result<Lives, Error> {
         let mut replicas = Vec::new();
         let driver = self.begin(driver, random, &mut replicas)?;
@@ -217,7 +217,7 @@ impl Beginning {
         Ok(driver.into())
     }
 
-    /// The lives before it; `replicas` get the positions of followers that no crash takes back.
+    /// Runs the lives before that open; `replicas` receives positions of followers that no crash invalidates.
     fn begin(
         self,
         driver: Driver,
@@ -259,7 +259,7 @@ impl Beginning {
                 let next = driver.killed();
                 drop(store);
                 let store = next.open()?;
-                // In a direct log each group says that those before it are durable.
+                // In a direct log each group records that the groups before it are durable.
                 assert!(store.recovered().copied_batches > 0);
                 replicas.extend(replica_at_end(&next));
                 return Ok(next.killed());
@@ -267,7 +267,7 @@ impl Beginning {
             Snapshot | NamedSnapshot | Prune | Restore | Fork | OpenedFork => {}
         }
 
-        // Two snapshots, and batches since.
+        // Two snapshots, and batches after them.
         let store = driver.open()?;
         let pages = driver.create_pages(&store, random, 3, 300)?;
         driver.snapshot(&store)?;
@@ -312,7 +312,7 @@ impl Beginning {
     }
 }
 
-/// A new page, of which all bytes but the first are written: those of a whole page would go to an image file.
+/// Creates a page and writes all of its bytes except the first: a whole-page write would go to an image file.
 fn part_of_a_page(random: &mut Random, len: usize) -> Vec<Act> {
     let create = Act::Create { len: len + 1, key: None, metadata: Metadata::new() };
     vec![create, Act::Write { page: Target::New(0), offset: 1, bytes: random.bytes(len) }]
@@ -323,7 +323,7 @@ fn is_torn(disk: &SimDisk) -> bool {
     rebuilt.is_ok_and(|rebuilt| rebuilt.end.is_some_and(|end| end.torn.is_some()))
 }
 
-/// Whether a frame lies in the log's second segment: the seal, after the only batch.
+/// Whether the log's second segment has a frame, which is the seal after the only batch.
 fn has_seal_alone(disk: &SimDisk) -> bool {
     let segment = disk.bytes(FileName::Segment(2)).expect("a segment is ahead");
     segment[usize::try_from(SEGMENT_HEADER_BLOCK).expect("a short block")..].iter().any(|byte| *byte != 0)

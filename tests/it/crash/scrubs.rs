@@ -1,5 +1,5 @@
-//! Scrubs that find damage: at whatever moment a crash strikes, acknowledged batches are there, and once the
-//! scrub has returned no file needs the damaged bytes.
+//! Scrubs that find damage: after a crash at any point, acknowledged batches are present; and once the scrub
+//! has returned, no file depends on the damaged bytes.
 
 use remanent::error::FileName;
 use remanent::snapshot::SnapshotInfo;
@@ -18,9 +18,9 @@ fn image_of(disk: &SimDisk, snapshot: &SnapshotInfo, page: PageId) -> ImageRef {
     entry.image.expect("the page is not empty")
 }
 
-/// One snapshot and the log from its beginning: an image of the one or a batch of the other can be done
-/// without, so that no crash on the way is refused. First the image is damaged, then the log. Earlier states
-/// are not looked at: one that needs the damaged bytes is refused when a view or a restore asks for it.
+/// With one snapshot and the log from its beginning, either a damaged image or a damaged batch can be
+/// reconstructed from the other, so no open is refused after a crash. First the image is damaged, then the
+/// log. Earlier states are not checked: a view or restore that needs the damaged bytes fails.
 #[test]
 fn repairing_scrub_survives_crash() {
     let levels: Vec<Level> = LEVELS.iter().map(|level| Level { closely_of: usize::MAX, ..*level }).collect();
@@ -35,7 +35,7 @@ fn repairing_scrub_survives_crash() {
         assert_eq!(scrubbed.damage.len(), 1, "{scrubbed:?}");
         assert_eq!(scrubbed.mended.transpose()?, Some(SnapshotId(2)));
         driver.change(&store, random, &pages[..2])?;
-        // The first batch of all.
+        // Damages the first batch of the log.
         driver.disk.damage(FileName::Segment(1), 8192 + 100, &[0x5a; 8]);
         let scrubbed = store.scrub()?;
         assert_eq!(scrubbed.damage.len(), 1, "{scrubbed:?}");

@@ -1,5 +1,5 @@
-//! Snapshots, the files that they share and replace; and restores. Batches run beside the snapshots, so that
-//! each image is of a moment of its own, and replay goes over images that are newer than its batches (I2).
+//! Snapshots, the files that they share and replace, and restores. Batches are committed while snapshots are taken, so
+//! each image has its own Lsn, and replay applies batches to images that are newer than they (I2).
 
 use remanent::options::{ImageIo, ImageOptions, MemoryOptions, PageLoad, Retention};
 use remanent::{Ack, Error, Metadata, Place};
@@ -30,8 +30,8 @@ fn snapshots_during_commits() {
     });
 }
 
-/// Several threads write a snapshot, each to a file of its own, of which a crash leaves some or none. Each
-/// page is longer than a chunk, and written in pieces, its head last.
+/// A snapshot written by several threads, each to its own file; a crash leaves some of these files or none. Each page
+/// is longer than a chunk and written in pieces, with the header of its file last.
 #[test]
 fn snapshots_of_several_files_survive() {
     const LEN: usize = 400;
@@ -68,8 +68,8 @@ fn snapshots_of_several_files_survive() {
     );
 }
 
-/// Files that snapshots free are written over by the next ones, in every way to write. Each change is one
-/// of all pages, so that each snapshot frees the files of the one before.
+/// Files that a snapshot frees are overwritten by the next ones, in every way to write images. Each batch changes all
+/// pages, so each snapshot frees the files of the previous one.
 fn image_files_written_again(io: ImageIo, at_least: usize) {
     const LEN: usize = 6000;
     suite(
@@ -118,7 +118,7 @@ fn direct_image_files_written_again_survive() {
     image_files_written_again(ImageIo::Direct, 600);
 }
 
-/// Snapshots as often as the growth of the log makes them due, while two threads commit.
+/// Background snapshots, as often as log growth makes them due, while two threads commit.
 #[test]
 fn background_snapshots_during_commits() {
     suite(options(), 3500, |driver, random| {
@@ -136,7 +136,7 @@ fn background_snapshots_during_commits() {
     });
 }
 
-/// Exact snapshots while another thread commits: each alone, without the log, is the state of its Lsn.
+/// Exact snapshots while another thread commits: each of them is the state of its Lsn, without the log.
 #[test]
 fn exact_snapshots_during_commits() {
     suite(images(ImageIo::Direct), 1800, |driver, random| {
@@ -157,7 +157,7 @@ fn exact_snapshots_during_commits() {
     });
 }
 
-/// Snapshots that are durable before they are verified: the files that they replace stay until they are.
+/// Snapshots that are durable before they are verified: the files that they replace are kept until then.
 #[test]
 fn snapshots_verified_in_the_background() {
     suite(images(ImageIo::Mapped).retention(Retention::new().snapshots_kept(1)), 1300, |driver, random| {
@@ -175,7 +175,7 @@ fn snapshots_verified_in_the_background() {
     });
 }
 
-/// Thin snapshots: the disk is full, all pages have changed, and each deleted page gives its space back.
+/// Thin snapshots: the disk is full, all pages have changed, and each deleted page frees its space.
 #[test]
 fn thin_snapshots_on_a_full_disk_survive() {
     const LEN: usize = 20_000;
@@ -194,7 +194,8 @@ fn thin_snapshots_on_a_full_disk_survive() {
                 driver.snapshot(&store)?;
             }
             driver.change(&store, random, &pages)?;
-            // A segment that is being made as the disk gets full is given up, and leaves room for all images.
+            // A segment that is under construction when the disk becomes full is discarded, which leaves space for all
+            // images.
             until(|| is_held(&driver.disk, RESERVE) || driver.disk.struck_at().is_some());
             driver.disk.set_capacity(Some(driver.disk.used_bytes() + 4096));
             let mut thin = 0;
@@ -224,8 +225,7 @@ fn thin_snapshots_on_a_full_disk_survive() {
     );
 }
 
-/// Stores that are in use before their pages are loaded: every crash of one, and every one that is opened
-/// like that after a crash.
+/// Stores that are used before their pages are loaded: every crash of such a store, and every such open after a crash.
 #[test]
 fn stores_loaded_on_demand_survive() {
     suite(
@@ -245,7 +245,7 @@ fn stores_loaded_on_demand_survive() {
             let second = driver.killed();
             drop(store);
             let store = second.open()?;
-            // An unloaded page is changed, and snapshots are taken by hand and in the background.
+            // An unloaded page is changed, and snapshots are taken by calls and in the background.
             second.commit_acts(&store, write(5, random), Ack::Logged)?;
             second.snapshot(&store)?;
             second.commit_acts(&store, write(4, random), Ack::Durable)?;
@@ -262,8 +262,8 @@ fn stores_loaded_on_demand_survive() {
     );
 }
 
-/// Pages that move between snapshots, during them, and alone or with changes in one batch; and a restore to a
-/// state before the moves.
+/// Pages that move between snapshots, during snapshots, and in batches with and without other changes; and a restore to
+/// a state before the moves.
 #[test]
 fn moves_survive() {
     const PLACES: [Place; 3] = [Place::Pinned, Place::Device(0), Place::Host];
@@ -301,8 +301,8 @@ fn moves_survive() {
     });
 }
 
-/// Pages that live on disk, go there and come back, between snapshots and during them; and a restore to a
-/// state before some of the moves.
+/// Pages that live on disk or move to and from it, between and during snapshots; and a restore to a state before some
+/// of the moves.
 #[test]
 fn pages_on_disk_survive() {
     let options = options().retention(Retention::new().log_kept(1 << 30));
@@ -338,9 +338,8 @@ fn pages_on_disk_survive() {
     });
 }
 
-/// Long pages on disk of which little changes: overlays that follow each other, over one image; a restore to
-/// a state that has one; a page that leaves the disk with one; and the files of images that only a base lies
-/// in.
+/// Long pages on disk with small changes: successive overlays over one image, a restore to a state with an overlay, a
+/// page with an overlay that leaves the disk, and image files that only an overlay's base refers to.
 #[test]
 fn overlays_survive() {
     const LEN: usize = 3000;
@@ -387,8 +386,8 @@ fn overlays_survive() {
     });
 }
 
-/// Captures of pages on disk: by an image that the frame names, by the frame's bytes, and of a page that came
-/// to memory.
+/// Captures of pages on disk: with an image that the frame names, with bytes in the frame, and of a page that moved to
+/// memory.
 #[test]
 fn captured_pages_on_disk_survive() {
     suite(images(ImageIo::Mapped).retention(Retention::new().snapshots_kept(1)), 1500, |driver, random| {
@@ -454,7 +453,7 @@ fn snapshots_that_follow_each_other_survive() {
     suite(images(ImageIo::Mapped).retention(Retention::new().snapshots_kept(2)), 5900, |driver, random| {
         let mut store = driver.open()?;
         let pages = driver.create_pages(&store, random, 24, 40)?;
-        // More than a chain has links: it is folded on the way.
+        // More snapshots than a chain may have links, so the chain is folded.
         for round in 0..11 {
             driver.change(&store, random, &pages[round..=round])?;
             if round == 4 {
@@ -486,7 +485,7 @@ fn names_pruning_and_compaction_survive() {
         }
         assert_eq!(store.snapshots()[0].id, named.id);
         assert_eq!(driver.give_up(&store, "first", false)?, [named]);
-        // Two thirds of the first image file are named no more: the next snapshot rewrites the rest of it.
+        // Two thirds of the first image file are no longer named: the next snapshot rewrites the rest of it.
         let emptying = driver.snapshot(&store)?;
         assert_eq!(emptying.bytes_written, 10 * 1000);
         driver.change(&store, random, &pages[..1])?;
@@ -497,7 +496,7 @@ fn names_pruning_and_compaction_survive() {
     });
 }
 
-/// The newest snapshot stays though its name is given up: the next ones follow it, and share its images.
+/// The newest snapshot is kept after its name was released, because the next ones follow it and share its images.
 #[test]
 fn dropped_names_survive_crash() {
     suite(images(ImageIo::Mapped).retention(Retention::new().snapshots_kept(2)), 2000, |driver, random| {
@@ -526,8 +525,8 @@ fn dropped_names_survive_crash() {
     });
 }
 
-/// A name is kept from the moment that its snapshot is published, though others are published after it before
-/// it was read back.
+/// A name is kept from the publication of its snapshot, even if later snapshots are published before this one is
+/// verified.
 #[test]
 fn names_of_published_snapshots_survive() {
     suite(images(ImageIo::Buffered).retention(Retention::new().snapshots_kept(1)), 2000, |driver, random| {
@@ -592,7 +591,7 @@ fn a_restore_survives() {
     });
 }
 
-/// A view between two snapshots, and over a restore that went another way.
+/// A view between two snapshots, and of a state from before a restore.
 #[test]
 fn a_restore_to_a_batch_survives() {
     suite(images(ImageIo::Direct), 1800, |driver, random| {

@@ -1,4 +1,5 @@
-//! The counts of the works, as a table that grows with each of them: the last one printed has them all.
+//! The counts of all workloads so far as a table. It is printed after each workload, so the last one is
+//! complete.
 
 use std::fmt;
 use std::sync::Mutex;
@@ -7,11 +8,11 @@ use std::time::Duration;
 /// The counts of one work.
 pub struct Row {
     pub test: String,
-    /// Events of the work itself.
+    /// Events of the workload itself.
     pub events: usize,
-    /// Images opened: of the work, of recoveries from those, and so on.
+    /// Opened images by level: of the workload, of recoveries from those, and so on.
     pub images: Vec<usize>,
-    /// Faults that struck, and images of their crashes.
+    /// Injected faults, and opened images of crashes after them.
     pub faults: Vec<usize>,
     pub elapsed: Duration,
 }
@@ -39,7 +40,7 @@ impl fmt::Display for Table<'_> {
     }
 }
 
-/// Adds a row and prints the table; cargo shows it only when it is asked, or when the test fails.
+/// Adds a row and prints the table. Cargo shows it only with `--nocapture`, or if the test fails.
 #[expect(clippy::print_stdout, reason = "the figures of the long run")]
 pub fn add(row: Row) {
     static ROWS: Mutex<Vec<Row>> = Mutex::new(Vec::new());

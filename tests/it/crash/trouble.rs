@@ -1,9 +1,9 @@
-//! Faults in the middle of the works: every call that writes, syncs or changes names fails once, one after
-//! the other, in each life of a work.
+//! I/O errors during the workloads: every call that writes, syncs or changes names fails once, in each life
+//! of a store.
 //!
-//! The work ends with the error, or gets by without the failed call. Either way, batches acknowledged before
-//! must be there: after a death of the process, and after a power cut that takes what a failed sync has left
-//! unwritten, though each later sync says that it succeeds. So an acknowledgement after a failed sync is
+//! The workload ends with the error, or continues without the failed call. In both cases batches acknowledged
+//! before must be present: after a kill of the process, and after a power cut that discards what a failed
+//! sync left unwritten, although each later sync succeeds. So an acknowledgement after a failed sync would be
 //! found as a loss.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -17,8 +17,7 @@ use super::explore::{Explorer, Level, Violation};
 use super::model::Line;
 use super::work::{Driver, Floors, Random};
 
-/// Operations that fail, with the errors that they may fail with. Reads are struck in
-/// `faults/disk_errors.rs`.
+/// Operations that fail, with their possible errors. `faults/disk_errors.rs` makes reads fail.
 const TROUBLES: [(Operation, &[i32]); 9] = [
     (Operation::Create, &[EIO, ENOSPC]),
     (Operation::Link, &[EIO, ENOSPC]),
@@ -31,12 +30,12 @@ const TROUBLES: [(Operation, &[i32]); 9] = [
     (Operation::SyncWindow, &[EIO, ENOSPC]),
 ];
 
-/// The level for crashes of the work after the fault. `closely_of` is the work's own.
+/// The level for crashes after the fault. `closely_of` is the workload's own.
 const LEVEL: Level = Level { tears: Tears::None, images_max: 4, closely_of: usize::MAX, nest_of: usize::MAX };
 
-/// A fault in one of the lives of a work, and the drivers that it strikes.
+/// A fault in one of the lives of a workload, and the drivers that it affects.
 pub struct Trouble {
-    /// The life, from 0, and the fault; none if the calls are to be counted only.
+    /// The number of the life, from 0, and the fault; `None` if the calls are only to be counted.
     fault: Option<(usize, DiskFault)>,
     lives: AtomicUsize,
     drivers: Mutex<Vec<Driver>>,
@@ -47,19 +46,19 @@ impl Trouble {
         Arc::new(Self { fault, lives: AtomicUsize::new(0), drivers: Mutex::default() })
     }
 
-    /// Counts a life that begins, and strikes it if it is its turn.
+    /// Counts a new life, and injects the fault if it is for this one.
     pub fn join(&self, driver: &Driver) {
         let life = self.lives.fetch_add(1, Ordering::SeqCst);
         if let Some((_, fault)) = self.fault.filter(|(struck, _)| *struck == life) {
             driver.disk.fail(fault);
         }
-        // Without the trouble, so that the two do not hold each other for ever.
+        // Stored without its reference to the trouble, because the two would otherwise keep each other alive.
         self.drivers.lock().unwrap().push(driver.clone().out_of_trouble());
     }
 }
 
-/// Strikes the work at one call in `one_of` of those that it makes, as far as they are this part's. Returns
-/// how many faults struck, and how many of their crashes were looked at.
+/// Runs the workload once for each `one_of`-th of its calls that belongs to this part, and makes that call
+/// fail. Returns the number of faults that were hit, and of crash images that were checked.
 pub fn strike<Work>(
     options: &Options,
     seed: u64,
@@ -96,8 +95,8 @@ where
     Ok(vec![struck, images])
 }
 
-/// Looks at the crashes of the driver that was struck, from the fault on. Threads of the engine may make
-/// fewer calls than they did when they were counted: then no driver was struck.
+/// Checks the crashes of the affected driver from the fault on. There may be none: the engine's threads may
+/// make fewer calls than when they were counted.
 fn judge(
     options: &Options,
     seed: u64,

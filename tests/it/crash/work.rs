@@ -1,5 +1,5 @@
-//! Driving a store on a simulated disk: every batch is written down for the model, every acknowledgement is
-//! noted on the disk.
+//! Drives a store on a simulated disk. Records every batch for the model, and every acknowledgement in the
+//! events of the disk.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex};
@@ -21,7 +21,7 @@ use super::model::{Act, Line, Step, Target, batch, read, rebuilt};
 use super::names::Names;
 use super::trouble::Trouble;
 
-/// Steele, Lea and Flood's SplitMix64.
+/// Steele, Lea and Flood's SplitMix64 generator.
 pub struct Random(pub u64);
 
 impl Random {
@@ -42,17 +42,17 @@ impl Random {
     }
 }
 
-/// The least that must survive a crash.
+/// The minimum that must survive a crash.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Floors {
-    /// An open has returned, so the store must exist.
+    /// Whether an open has returned, so that the store must exist.
     pub exists: bool,
     pub logged: u64,
     pub durable: u64,
 }
 
 impl Floors {
-    /// The floors with acknowledgements that were noted on a disk.
+    /// Returns the floors with the acknowledgements that were recorded on a disk.
     pub fn with(mut self, acks: &[u64]) -> Self {
         for ack in acks {
             let lsn = ack >> 1;
@@ -65,7 +65,7 @@ impl Floors {
         self
     }
 
-    /// The floors after a crash: a power cut spares only what was durable.
+    /// Returns the floors after a crash: a power cut spares only durable batches.
     pub fn after(self, crash: Crash) -> Self {
         match crash {
             Crash::Kill => self,
@@ -74,10 +74,10 @@ impl Floors {
     }
 }
 
-/// The longest page that a [`Writer`] makes, in bytes.
+/// The maximum length of a page that a [`Writer`] creates, in bytes.
 const PAGE_LEN_MAX: usize = 600;
 
-/// Invents batches that are valid, over pages of its own.
+/// Generates valid batches over its own pages.
 pub struct Writer {
     name: &'static str,
     random: Random,
@@ -90,7 +90,7 @@ impl Writer {
         Self { name, random: Random(seed), pages: Vec::new(), keys: 0 }
     }
 
-    /// A writer over the pages that there are at the end of a line, with keys that were not used before.
+    /// Returns a writer of all pages at the end of a history; its keys were not used before.
     pub fn over(self, line: &Line) -> Self {
         let state = line.at(line.last());
         let pages =
@@ -98,7 +98,7 @@ impl Writer {
         Self { pages, keys: self.keys.max(line.last() as usize * 3), ..self }
     }
 
-    /// The acts of the next batch. The pages are then as if it were committed.
+    /// Returns the operations of the next batch, and assumes that it will be committed.
     fn acts(&mut self) -> Vec<Act> {
         let mut acts = Vec::new();
         let mut created = 0;
@@ -110,7 +110,7 @@ impl Writer {
             };
             self.act(kind, &mut created, &mut acts);
         }
-        // Every batch sets something in the root, so that no two states are alike.
+        // Every batch changes the root, so that no two states are equal.
         acts.push(Act::SetRoot { name: self.name.to_owned(), value: self.random.next() });
         acts
     }
@@ -147,7 +147,7 @@ impl Writer {
                 Act::Masked { page, offset: (len / 2 - count) * 2, width: Width::W2, mask, bytes }
             }
             4 => {
-                // Few are stored as they are, more as gaps; in any order.
+                // Few indices are stored uncompressed, more as gaps; in any order.
                 let mut indices: Vec<u32> = (0..len as u32 / 4).step_by(7).collect();
                 indices.reverse();
                 let values = random.bytes(indices.len() * 4);
@@ -194,7 +194,7 @@ pub fn open(disk: &SimDisk, options: &Options) -> Result<Store, Error> {
     Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options.clone())
 }
 
-/// Lets each of the writers commit from a thread of its own, once for each ack, while this thread runs
+/// Lets each writer commit from a thread of its own, one batch for each ack, while this thread runs
 /// `meanwhile`.
 pub fn commit_concurrently(
     driver: &Driver,
@@ -217,35 +217,35 @@ pub fn commit_concurrently(
     })
 }
 
-/// A driver of a store on one disk. Clones drive the same one.
+/// The driver of a store on one disk. Clones share the disk.
 #[derive(Clone)]
 pub struct Driver {
     pub disk: SimDisk,
-    /// The least that had to survive when this disk began.
+    /// The minimum that had to survive when this disk was created.
     pub floors: Floors,
     options: Options,
     notes: Arc<Notes>,
-    /// The fault that strikes this life, or one that comes after it.
+    /// The fault that is injected into this life or a later one.
     trouble: Option<Arc<Trouble>>,
 }
 
-/// The book and the notes of a driver.
+/// The recorded batches and acknowledgements of a driver.
 struct Notes {
     book: Mutex<Book>,
-    /// Signals that a step was written into the book.
+    /// Signalled when a step was recorded.
     written: Condvar,
-    /// Replicas of followers, each with the number of events before it was there.
+    /// Replicas of followers, each with the number of disk events before it was read.
     followed: Mutex<Vec<(usize, Replica)>>,
     names: Mutex<Names>,
 }
 
 struct Book {
     line: Line,
-    /// Steps committed since: two threads may report in another order than the log's.
+    /// Steps committed so far, by Lsn: two threads may record theirs in another order than the log's.
     steps: BTreeMap<u64, Step>,
-    /// Acknowledgements as noted on the disk.
+    /// Acknowledgements as recorded on the disk.
     acks: Vec<u64>,
-    /// Whether a store moved pages by batches of its own, which only the log tells.
+    /// Whether the store moves pages with batches of its own, which must be read from the log.
     has_tiers: bool,
 }
 
@@ -262,19 +262,19 @@ impl Driver {
         Self { disk, floors, options, notes, trouble: None }
     }
 
-    /// The driver with a fault that strikes one of its lives: this one, or one that comes after it.
+    /// Returns the driver with a fault for this life or a later one.
     pub fn in_trouble(self, trouble: &Arc<Trouble>) -> Self {
         let driver = Self { trouble: Some(trouble.clone()), ..self };
         trouble.join(&driver);
         driver
     }
 
-    /// The same driver, whose next lives suffer no fault.
+    /// Returns the driver without a fault for its later lives.
     pub fn out_of_trouble(self) -> Self {
         Self { trouble: None, ..self }
     }
 
-    /// The next life, on a disk of its own.
+    /// Returns the driver of the next life, on a disk of its own.
     fn next_life(&self, disk: SimDisk, line: Line, floors: Floors) -> Self {
         let next = Self::new(disk, self.options.clone(), line, floors);
         match &self.trouble {
@@ -283,20 +283,22 @@ impl Driver {
         }
     }
 
-    /// The disk as a death of the process leaves it now, with all that a power cut could still take.
+    /// Returns the disk as a kill of the process leaves it now; a later power cut may still discard pending
+    /// writes.
     pub fn killed(&self) -> Self {
         let disk = self.disk.after_kill(Moment { event: self.disk.events(), tear: None });
         let floors = self.floors.with(&self.notes.book.lock().unwrap().acks).after(Crash::Kill);
         self.next_life(disk, self.line(), floors)
     }
 
-    /// The disk after a power cut now that spares nothing pending.
+    /// Returns the disk after a power cut that discards all pending writes.
     pub fn cut_off(&self) -> Self {
         let floors = self.floors.with(&self.notes.book.lock().unwrap().acks).after(Crash::Power);
         self.next_life(self.disk.after_power_cut(), self.line(), floors)
     }
 
-    /// The first crash image from an event on that is wanted, as the disk of the next life.
+    /// Returns the first crash image from event `from` on that satisfies the predicate, as the disk of the
+    /// next life.
     pub fn crashed(&self, from: usize, is_wanted: impl Fn(&SimDisk) -> bool) -> Option<Self> {
         let plan = CrashPlan { events: from..usize::MAX, ..CrashPlan::default() };
         let mut found = None;
@@ -313,10 +315,11 @@ impl Driver {
         })
     }
 
-    /// The disk as a death of the process leaves it right after the last event whose description begins with
-    /// `event`.
+    /// Returns the disk as a kill of the process leaves it just after the last event whose description begins
+    /// with `event`.
     ///
     /// # Panics
+    ///
     /// If there is no such event.
     pub fn killed_after(&self, event: &str) -> Self {
         let history = self.disk.history();
@@ -327,14 +330,14 @@ impl Driver {
         self.next_life(disk, self.line(), floors)
     }
 
-    /// Opens the store with options that only this life has.
+    /// Opens the store with options of this life only.
     pub fn open_with(&self, options: Options) -> Result<Store, Error> {
         let store = open(&self.disk, &options)?;
         self.adopt(&store);
         Ok(store)
     }
 
-    /// Opens the store with options that have tiers. The log is kept whole.
+    /// Opens the store with options that have tiers. The whole log is kept.
     pub fn open_with_tiers(&self, options: Options) -> Result<Store, Error> {
         let store = self.open_with(options)?;
         self.notes.book.lock().unwrap().has_tiers = true;
@@ -348,7 +351,8 @@ impl Driver {
         Ok(store)
     }
 
-    /// Goes on from the state that an open found: it is durable, and batches that a crash took are forgotten.
+    /// Continues from the state that an open recovered: it is durable, and lost batches are removed from the
+    /// history.
     pub fn adopt(&self, store: &Store) {
         let lsn = store.recovered().position.lsn;
         let mut line = self.line();
@@ -369,7 +373,7 @@ impl Driver {
         Ok(lsn)
     }
 
-    /// Commits these acts as one batch.
+    /// Commits these operations as one batch.
     pub fn commit_acts(&self, store: &Store, acts: Vec<Act>, ack: Ack) -> Result<(Lsn, Vec<PageId>), Error> {
         let ticket = store.submit(batch(store, &acts))?;
         let (lsn, new) = (ticket.position().lsn, ticket.pages().to_vec());
@@ -390,21 +394,21 @@ impl Driver {
         Ok(())
     }
 
-    /// Takes a snapshot; the state that it stands for is durable.
+    /// Takes a snapshot; its state is durable then.
     pub fn snapshot(&self, store: &Store) -> Result<SnapshotInfo, Error> {
         let info = store.snapshot()?;
         self.acked(Ack::Durable, info.end);
         Ok(info)
     }
 
-    /// Takes a snapshot, and does not wait until it is verified.
+    /// Takes a snapshot without waiting until it is verified.
     pub fn publish(&self, store: &Store) -> Result<SnapshotInfo, Error> {
         let info = store.snapshot_with(SnapshotOptions::new().only_published())?;
         self.acked(Ack::Durable, info.end);
         Ok(info)
     }
 
-    /// Takes an exact snapshot: alone, it is the state of its batch.
+    /// Takes an exact snapshot: without the log it is the state of its batch.
     pub fn snapshot_exact(&self, store: &Store) -> Result<SnapshotInfo, Error> {
         let info = store.snapshot_with(SnapshotOptions::new().exact())?;
         assert_eq!(info.redo, info.end);
@@ -418,12 +422,12 @@ impl Driver {
         Ok(info)
     }
 
-    /// Takes a snapshot that stays until its name is given up.
+    /// Takes a snapshot that is kept until its name is released.
     pub fn snapshot_named(&self, store: &Store, name: &str) -> Result<SnapshotInfo, Error> {
         self.named(store, name, SnapshotOptions::new())
     }
 
-    /// Takes such a one, and does not wait until it is verified.
+    /// Takes a named snapshot without waiting until it is verified.
     pub fn publish_named(&self, store: &Store, name: &str) -> Result<SnapshotInfo, Error> {
         self.named(store, name, SnapshotOptions::new().only_published())
     }
@@ -435,19 +439,19 @@ impl Driver {
         Ok(info)
     }
 
-    /// Gives a name up. Its snapshot is removed alone, or with all others that nothing keeps. Returns what
-    /// went.
+    /// Releases a name. Removes only its snapshot, or all snapshots that nothing keeps. Returns the removed
+    /// ones.
     pub fn give_up(&self, store: &Store, name: &str, is_alone: bool) -> Result<Vec<SnapshotInfo>, Error> {
         self.notes.names.lock().unwrap().given_up(self.disk.events(), name);
         Ok(store.prune(&store.retention().give_up(name).names_only(is_alone))?.snapshots)
     }
 
-    /// The names that snapshots have, and when.
+    /// Returns the names of snapshots, with the events at which they changed.
     pub fn names(&self) -> Names {
         self.notes.names.lock().unwrap().clone()
     }
 
-    /// Creates pages of `len` bytes, a batch each.
+    /// Creates pages of `len` bytes in a batch each.
     pub fn create_pages(
         &self,
         store: &Store,
@@ -466,7 +470,7 @@ impl Driver {
         Ok(pages)
     }
 
-    /// Changes every one of these pages, in one batch.
+    /// Changes all of these pages in one batch.
     pub fn change(&self, store: &Store, random: &mut Random, pages: &[PageId]) -> Result<(), Error> {
         let write =
             |page: &PageId| Act::Write { page: Target::Page(*page), offset: 3, bytes: random.bytes(20) };
@@ -484,7 +488,7 @@ impl Driver {
         self.restored(store, to, || store.restore(StatePoint::Lsn(Lsn(to))))
     }
 
-    /// A restore is written down before it is done: one that fails may all the same be in the log.
+    /// Records a restore before it is executed, because a failed restore may still be in the log.
     fn restored(
         &self,
         store: &Store,
@@ -498,8 +502,7 @@ impl Driver {
         Ok(())
     }
 
-    /// Forks the state after a batch to an empty disk, which has to answer for that state once the fork has
-    /// returned.
+    /// Forks the state after a batch to an empty disk, which must have that state once the fork has returned.
     pub fn fork(&self, lsn: u64, target: SimDisk) -> Result<Self, Error> {
         let line = self.line_up_to(lsn).forked(lsn);
         let target = self.next_life(target, line, Floors::default());
@@ -509,18 +512,18 @@ impl Driver {
         Ok(target)
     }
 
-    /// Notes the position of a follower. After every crash from now on it must be able to go on, or be told
-    /// why not.
+    /// Records the position of a follower. After every later crash it must be able to continue, or get the
+    /// reason why not.
     pub fn note_follower(&self, replica: &Replica) {
         self.notes.followed.lock().unwrap().push((self.disk.events(), replica.clone()));
     }
 
-    /// The followers' replicas, each with the number of events before.
+    /// Returns the followers' replicas, each with the number of events before it.
     pub fn followed(&self) -> Vec<(usize, Replica)> {
         self.notes.followed.lock().unwrap().clone()
     }
 
-    /// Closes the store: everything is durable then.
+    /// Closes the store, after which everything is durable.
     pub fn close(&self, store: Store) -> Result<(), Error> {
         let lsn = store.lsn();
         store.close()?;
@@ -528,35 +531,35 @@ impl Driver {
         Ok(())
     }
 
-    /// Asserts that the open store is what the model says.
+    /// Asserts that the open store has the model's state.
     pub fn check(&self, store: &Store) {
         let line = self.line();
         let difference = line.at(line.last()).difference(&read(store).expect("an open store can be read"));
         assert_eq!(difference, None, "before any crash, at batch {}", line.last());
     }
 
-    /// Waits until a batch by which pages moved is acknowledged at this level.
+    /// Waits until the batch at `position`, which moved pages, is acknowledged at this level.
     pub fn moved(&self, store: &Store, position: Option<Position>, ack: Ack) -> Result<(), Error> {
         let Some(Position { lsn, .. }) = position else { return Ok(()) };
         self.acked(Ack::Logged, lsn);
         if ack == Ack::Durable { self.wait_durable(store, lsn) } else { Ok(()) }
     }
 
-    /// The state after every Lsn so far.
+    /// Returns the history so far.
     pub fn line(&self) -> Line {
         self.note_moves();
         self.line_up_to(u64::MAX)
     }
 
-    /// Writes down the batches of a store's own, as a follower of the log finds them: they move pages, and do
-    /// nothing else.
+    /// Reads the batches that the store committed itself from the log, and records them: they only move
+    /// pages.
     fn note_moves(&self) {
         let mut book = self.notes.book.lock().unwrap();
         if !book.has_tiers {
             return;
         }
         let disk: Arc<dyn Disk> = Arc::new(self.disk.clone());
-        // Where the log ends, by a fault even, there is nothing more to note.
+        // At the end of the log, even if it ended by a fault, there is nothing more to record.
         let Ok(mut follower) = Follower::open_on(disk, FollowFrom::Beginning) else { return };
         while let Ok(Some(batch)) = follower.next(Duration::ZERO) {
             let lsn = batch.lsn().0;
@@ -572,8 +575,8 @@ impl Driver {
         }
     }
 
-    /// The state after every Lsn up to this one. A batch may be in the log, and in a snapshot, before the
-    /// thread that commits it has written it down: this waits until it is.
+    /// Returns the history up to this Lsn. A batch may be in the log, and in a snapshot, before the
+    /// committing thread has recorded it, so this waits for the record.
     fn line_up_to(&self, last: u64) -> Line {
         let mut book = self.notes.book.lock().unwrap();
         let is_there = |book: &Book| {

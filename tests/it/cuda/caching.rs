@@ -1,4 +1,4 @@
-//! Stores whose pages on a GPU lie in blocks of a cache, which a caller's own work shares.
+//! Stores whose GPU pages are in blocks of a caching allocator that the caller's own work also uses.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use crate::kill::workload::Random;
 
 const MIB: u64 = 1 << 20;
 
-/// Memory of the driver's, up to a number of bytes, with the count of its refusals.
+/// A source of driver memory with a limit in bytes, which counts its refusals.
 struct Driver {
     limited: LimitedMemory<DriverMemory>,
     refusals: AtomicU64,
@@ -40,7 +40,7 @@ unsafe impl MemoryResource for Driver {
 
 type Cache = Arc<CachingMemory<Arc<Driver>>>;
 
-/// A cache that may take this number of bytes, and what it takes them from.
+/// Creates a cache of at most this number of bytes, and its memory source.
 fn cache(bytes_max: u64) -> (Arc<Driver>, Cache) {
     let driver = || DriverMemory::of(0).expect("the GPU was there just now");
     let limited = LimitedMemory::new(driver(), bytes_max);
@@ -54,7 +54,7 @@ fn open(disk: &SimDisk, memory: &Cache) -> Store {
     Store::open_on(Arc::new(disk.clone()), Arc::new(gpu), options).unwrap()
 }
 
-/// New pages of these lengths, each full of its own byte.
+/// Creates pages of these lengths, each filled with its own byte.
 fn create(store: &Store, pages: &[(u64, u8)]) -> Result<Vec<PageId>> {
     let mut batch = store.batch();
     for (len, byte) in pages {
@@ -64,13 +64,13 @@ fn create(store: &Store, pages: &[(u64, u8)]) -> Result<Vec<PageId>> {
     Ok(store.commit(batch)?.pages)
 }
 
-/// Deletes pages, and waits until the cache has their memory back, and this number of blocks is left.
+/// Deletes pages, and waits until their memory is in the cache again and it has `left` blocks.
 fn delete(store: &Store, memory: &Cache, pages: &[PageId], left: u64) {
     let mut batch = store.batch();
     pages.iter().for_each(|page| _ = batch.delete(*page));
     store.commit(batch).unwrap();
     until(|| {
-        // Whatever is allocated gives back what the lanes are done with.
+        // An allocation frees memory that the lanes no longer use.
         drop(store.device_bytes(1, Place::Pinned).unwrap());
         memory.cache_stats().blocks == left
     });
@@ -80,9 +80,9 @@ fn content(store: &Store, page: PageId) -> Vec<u8> {
     store.read_to_vec(page).unwrap()
 }
 
-/// A history drawn from a seed: pages are created, written, resized and deleted, and snapshots are taken.
-/// No two pages share a byte, what a store reads is what was written, and so is what the next one finds. In
-/// the end the driver has everything back.
+/// Random operations: pages are created, written, resized and deleted, and snapshots are taken. No two pages
+/// share a byte; the store and its next open read what was written; and at the end all memory is released to
+/// the driver.
 #[test]
 fn pages_in_cached_blocks_survive_reopen() {
     let Some(_) = gpu::device() else { return };
@@ -101,7 +101,7 @@ fn pages_in_cached_blocks_survive_reopen() {
                     expected.keys().nth(random.below(expected.len().max(1) as u64) as usize).copied();
                 match (random.below(8), picked) {
                     (0..4, _) | (_, None) => {
-                        // Blocks of short segments, and of long ones.
+                        // Lengths of blocks in short and in long segments.
                         let bound = [600, 5000, 100_000, MIB + 300_000][random.below(4) as usize];
                         let bytes = vec![step; 1 + random.below(bound) as usize];
                         batch.create_from(bytes.clone(), PLACE);
@@ -162,7 +162,7 @@ fn counts_peaks_and_fragmentation_match_pages() {
     let lens = [512, 513, MIB, MIB + 1, 10 * MIB, 11 * MIB + 1];
     let pages = create(&store, &lens.map(|len| (len, 1))).unwrap();
     let stats = memory.cache_stats();
-    // Of the last one's segment too little is left to be a block.
+    // The rest of the last block's segment is too short to be a block.
     let blocks = [512, 1024, MIB, MIB + 512, 10 * MIB, 12 * MIB];
     let (allocated, reserved) = (blocks.iter().sum::<u64>(), (2 + 20 + 12) * MIB);
     assert_eq!((stats.allocated_bytes, stats.reserved_bytes), (allocated, reserved));
@@ -183,8 +183,8 @@ fn counts_peaks_and_fragmentation_match_pages() {
     assert_eq!((of_store.used_bytes, of_store.reserved_bytes), (12 * MIB + 512, 14 * MIB));
 }
 
-/// Memory that work on a stream may still use goes to later work on that stream alone, until the driver says
-/// that the stream has come past it.
+/// Freed memory that work on a stream may still use is reused only for later work on the same stream, until
+/// the driver reports that the stream has completed that work.
 #[test]
 fn page_never_gets_block_in_use_by_stream() {
     const LEN: u64 = 12 * MIB;
@@ -192,7 +192,7 @@ fn page_never_gets_block_in_use_by_stream() {
         let Some(caller) = Caller::new() else { return };
         let (driver, memory) = cache(u64::MAX);
         let store = open(&SimDisk::new(), &memory);
-        // Everything that may wait for the whole GPU is done once, before a stream stands still.
+        // Operations that may wait for the whole GPU are executed once before a stream is blocked.
         let warm = create(&store, &[(LEN, 1), (LEN, 2), (LEN, 3)]).unwrap();
         assert!(content(&store, warm[2]) == vec![3; LEN as usize]);
         delete(&store, &memory, &warm, 0);
@@ -212,7 +212,7 @@ fn page_never_gets_block_in_use_by_stream() {
         assert_eq!(memory.cache_stats().waiting_blocks, 1);
         let again = memory.allocate_on(LEN, one.raw()).unwrap();
         assert_eq!(again, block, "later work on the stream comes after the copy");
-        // Of two streams, both must have come past it.
+        // If two streams use a block, both must have completed their work.
         one.copy(block, source.address, LEN);
         // SAFETY: the same.
         unsafe { memory.free_on(block, LEN, &[one.raw(), other.raw()]) }.unwrap();
@@ -230,7 +230,8 @@ fn page_never_gets_block_in_use_by_stream() {
     });
 }
 
-/// A graph that is being captured has no point that an event could stand for.
+/// While a graph is being captured, no event can mark a point in its stream, so memory that the graph uses is
+/// not reused.
 #[test]
 fn block_in_captured_graph_is_not_reclaimed() {
     gpu::alone(|| {
@@ -269,18 +270,18 @@ fn trim_returns_memory_to_driver() {
         unsafe { memory.free(block, LEN) }.unwrap();
         let (held, free) = (driver.limited.bytes(), caller.free_bytes());
         assert!(held == LEN + 14 * MIB && caller.knows(page) && caller.knows(block), "{held} in the cache");
-        // The store's pinned memory goes, too.
+        // A trim also frees the store's pinned memory.
         assert!(store.trim().unwrap() >= LEN + 12 * MIB);
         assert_eq!(driver.limited.bytes(), 2 * MIB);
         assert!(!caller.knows(page) && !caller.knows(block), "the driver has them back");
-        // Other processes may use the GPU at the same time, but not that much of it.
+        // Other processes may use the GPU at the same time, but not that much of its memory.
         assert!(caller.free_bytes() >= free + LEN / 2, "{free} and then {} free", caller.free_bytes());
         assert!(content(&store, pages[1]) == vec![2; 5000], "the other page's segment stays");
     });
 }
 
-/// What is cached is given back where the driver has nothing left, and what then is still too long is an
-/// error that says so, and changes nothing.
+/// When the driver has no memory left, the cache releases its free blocks. If that does not suffice, the
+/// allocation fails with an error, and nothing changes.
 #[test]
 fn refused_allocation_first_empties_cache() {
     let Some(_) = gpu::device() else { return };
@@ -293,7 +294,7 @@ fn refused_allocation_first_empties_cache() {
     let long = create(&store, &[(40 * MIB, 4)]).unwrap()[0];
     assert_eq!((driver.limited.bytes(), refusals()), (42 * MIB, 1), "refused once, and asked again");
     assert!(content(&store, long) == vec![4; 40 * MIB as usize]);
-    // The second is more than any GPU has.
+    // The second length is more than any GPU has.
     for len in [24 * MIB, 1 << 40] {
         let before = refusals();
         let refused = create(&store, &[(len, 5)]).unwrap_err();
@@ -308,7 +309,7 @@ fn refused_allocation_first_empties_cache() {
     assert!(content(&store, again) == vec![6; 24 * MIB as usize]);
     assert!(content(&store, pages[2]) == vec![3; 700], "a page from before");
 
-    // The driver's own refusal, too.
+    // An allocation that the driver itself refuses.
     let (driver, memory) = cache(u64::MAX);
     let store = open(&SimDisk::new(), &memory);
     let pages = create(&store, &[(12 * MIB, 1)]).unwrap();

@@ -1,4 +1,4 @@
-//! Memory of the caller's: taken where the driver knows it as this GPU's, refused anywhere else.
+//! Caller-owned memory: accepted if the driver reports it as memory of this GPU, refused otherwise.
 
 use std::sync::Arc;
 
@@ -50,7 +50,7 @@ fn caller_memory_is_used_in_place_if_known_to_driver() {
             let refused = adopt(address, len).unwrap_err();
             assert!(matches!(refused, Error::Refused(Refused::Memory { .. })), "{what}: {refused}");
         }
-        // It was left to its owner: the store takes none of its own from there.
+        // The memory remains its owner's: the store allocates none of its own memory there.
         let own = store.device_bytes(4096, place).unwrap();
         assert_ne!(own.address(), Some(address + 16));
         callers.release(memory).unwrap();
@@ -116,7 +116,7 @@ fn memory_across_mappings_is_accepted() {
     batch.write_device(page, 0, &bytes);
     let page = store.commit(batch).unwrap().pages[0];
     assert!(store.read_to_vec(page).unwrap() == content);
-    // Past the last mapping there is nothing, though its address is reserved.
+    // After the last mapping there is no memory, although the addresses are reserved.
     let refused = adopt(segment.address + within, mapped).unwrap_err();
     assert!(refused.to_string().contains(&format!("has {} bytes", mapped - within)), "{refused}");
 }

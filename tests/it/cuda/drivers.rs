@@ -1,7 +1,7 @@
-//! A driver that lacks something is named, and is never a reason to panic.
+//! A driver without a required function leads to an error that names the function, never to a panic.
 //!
-//! Faulty drivers are made here, by the compiler that builds these tests, and put in the way of a child
-//! process: a process finds a library once.
+//! Faulty drivers are compiled here, and put first in the library path of a child process, because a process loads a
+//! library only once.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -20,7 +20,7 @@ fn compiler() -> OsString {
     std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into())
 }
 
-/// Makes a library of that name with these entry points.
+/// Compiles a library with these entry points.
 fn driver(directory: &Path, source: &str) -> PathBuf {
     let (file, library) = (directory.join("driver.rs"), directory.join("libcuda.so"));
     std::fs::write(&file, format!("#![allow(non_snake_case)]\n{source}")).unwrap();
@@ -31,7 +31,7 @@ fn driver(directory: &Path, source: &str) -> PathBuf {
     library
 }
 
-/// The source of an entry point that returns a number, and writes one to where its first argument points.
+/// Returns the source of an entry point that returns `code`, and stores `written` through its first argument.
 fn entry(name: &str, written: Option<i32>, code: u32) -> String {
     let write = written.map_or(String::new(), |value| format!("unsafe {{ *at = {value} }};"));
     format!(
@@ -39,7 +39,7 @@ fn entry(name: &str, written: Option<i32>, code: u32) -> String {
     )
 }
 
-/// The source of every entry point that is looked up, doing nothing.
+/// Returns the source of every required entry point as one that does nothing, except the special ones.
 fn all_but(special: &[&str]) -> String {
     let source = include_str!("../../../src/device/cuda/driver.rs");
     let names = source.match_indices("= \"cu").map(|(at, _)| {
@@ -66,7 +66,7 @@ fn unusable_driver_is_an_error() {
         );
         return;
     }
-    // A suite may run on a machine other than the one that built it.
+    // The suite may run on another machine than the one that built it, without a compiler.
     if let Err(error) = Process::new(compiler()).arg("--version").output() {
         skipped("drivers that cannot be used", &format!("they take a compiler: {error}"));
         return;

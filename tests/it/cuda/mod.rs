@@ -1,5 +1,5 @@
-//! Promises of the CUDA device beyond the laws: its memory stays bounded, large lists keep their order, and a
-//! fault says what helps.
+//! Requirements of the CUDA device beyond those of `device_laws`: bounded memory, the order within large lists, and
+//! errors with a remedy.
 
 mod caching;
 mod callers;
@@ -26,10 +26,10 @@ use crate::gpu::{self, Caller};
 use crate::kill::workload::Random;
 
 const PLACE: Place = Place::Device(0);
-/// Tells a test that it is the child, and what its driver lacks.
+/// Set in a child process: selects what the child's driver lacks.
 const ERRAND: &str = "REMANENT_CUDA_ERRAND";
 
-/// Runs a test of this folder in a process of its own, with libraries of `directory` found before all others.
+/// Runs a test of this folder in a child process, with the libraries of `directory` first in the search path.
 fn in_a_child(test: &str, errand: &str, directory: Option<&Path>) -> Output {
     let mut child = Process::new(std::env::current_exe().unwrap());
     child.args(["--exact", &format!("cuda::{test}"), "--nocapture"]).env(ERRAND, errand);
@@ -71,7 +71,7 @@ fn million_allocations_do_not_grow_memory() {
     assert_eq!(held_on(&gpu), 0);
 }
 
-/// Giving memory back waits for all that the GPU has to do, so idle memory stays.
+/// Releasing memory to the driver waits for all queued GPU work, so idle memory is kept.
 #[test]
 fn immediate_allocation_does_not_trim_driver_memory() {
     const IDLE: u64 = 18 << 20;
@@ -82,7 +82,7 @@ fn immediate_allocation_does_not_trim_driver_memory() {
     let refused = gpu.allocate_at_once(PLACE, 4 << 20).unwrap_err();
     assert!(matches!(refused, Error::OutOfMemory { place: PLACE, len } if len == 4 << 20), "{refused}");
     assert_eq!(held_on(&gpu), IDLE);
-    // Idle memory is there at once, and so is memory that the driver has left.
+    // Idle memory can be allocated at once, and so can memory that the driver has left.
     for len in [IDLE, 2 << 20] {
         gpu.release(gpu.allocate_at_once(PLACE, len).unwrap()).unwrap();
     }
@@ -90,8 +90,8 @@ fn immediate_allocation_does_not_trim_driver_memory() {
     assert_eq!(held_on(&gpu), 4 << 20);
 }
 
-/// A long copy goes in pieces. Few of them are under way at a time, so that another thread's copies do not
-/// wait for the rest.
+/// A long copy is split into pieces, few of which are queued at a time, so that another thread's copies do not wait for
+/// all of them.
 #[test]
 fn stalled_long_copy_blocks_only_its_lane() {
     const LEN: u64 = 8 << 20;
@@ -128,8 +128,7 @@ fn stalled_long_copy_blocks_only_its_lane() {
     });
 }
 
-/// A read that finds the GPU's memory used up, while a stream of the caller's stands still until the bytes
-/// are there.
+/// A read finds the GPU's memory exhausted, while a caller's stream waits for the read's result.
 #[test]
 fn long_read_without_room_fails_immediately() {
     const LEN: u64 = 20 << 20;
@@ -140,11 +139,11 @@ fn long_read_without_room_fails_immediately() {
         let store = Store::open_on(Arc::new(SimDisk::new()), Arc::new(gpu), Options::new()).unwrap();
         let mut batch = store.batch();
         let page = batch.create(LEN, PLACE).page();
-        // The memory that it leaves free is too short for anything long.
+        // The remaining memory is too short for a long allocation.
         let other = batch.create(LEN + (12 << 20), PLACE).page();
         batch.fill(page, 0, LEN, &[5]).fill(other, 0, 1, &[6]);
         let pages = store.commit(batch).unwrap().pages;
-        // Staging is made ready: to pin more of it may wait for all that a GPU has to do.
+        // Allocates staging memory in advance, because pinning more may wait for all work of a GPU.
         let mut bytes = vec![0; LEN as usize];
         store.read(pages[0], 0, &mut bytes).unwrap();
         bytes.fill(0);
@@ -160,7 +159,7 @@ fn long_read_without_room_fails_immediately() {
     });
 }
 
-/// A block of its own for every length would stay until a caller asks for it back.
+/// Reads of every length reuse the same memory. A block per length would be kept until the caller trims the device.
 #[test]
 fn long_reads_retain_same_memory_for_all_lengths() {
     let Some(gpu) = gpu::device() else { return };
@@ -178,7 +177,7 @@ fn long_reads_retain_same_memory_for_all_lengths() {
     }
 }
 
-/// Bytes of the GPU's memory that a device holds, in use or idle.
+/// Bytes of GPU memory that a device holds, in use or idle.
 fn held_on(gpu: &CudaDevice) -> u64 {
     let stats = gpu.memory_stats().into_iter().find(|(place, _)| *place == PLACE);
     stats.expect("a GPU has memory").1.reserved_bytes
@@ -197,13 +196,13 @@ fn allocation_beyond_gpu_memory_is_out_of_memory() {
         }
     }
     assert!(matches!(gpu.staging(1 << 45), Err(Error::OutOfMemory { .. })));
-    // Idle memory is given back before an allocation fails for want of it.
+    // Idle memory is freed before an allocation fails.
     let page = gpu.allocate(PLACE, 1 << 20).unwrap();
     gpu.release(kept).unwrap();
     gpu.release(page).unwrap();
 }
 
-/// A list of long and short pieces that overlap in all ways, drawn from a seed; its staging in `payload`.
+/// Returns a random list of long and short copies that overlap in all ways; its staged bytes are in `payload`.
 fn overlapping_list(seed: u64, memories: &[MemoryId], memory_len: u64, payload: Staging) -> CommandList {
     let mut random = Random(seed);
     let payload_len = payload.len() as u64;
@@ -255,7 +254,7 @@ fn long_pieces_that_overlap_keep_the_order_of_the_list() {
             device.submit(Lane::Apply, list).unwrap();
             let list = overlapping_list(seed, &memories, LEN, payload);
             let applied = device.submit(Lane::Apply, list).unwrap().fence();
-            // Longer than one piece of the copy engine's queue, on the other lane.
+            // Longer than one piece of a long copy, on the other lane.
             device.after(Lane::Drain, applied).unwrap();
             let bytes: Vec<Vec<u8>> = memories.iter().map(|memory| content(device, *memory, LEN)).collect();
             memories.into_iter().for_each(|memory| device.release(memory).unwrap());
@@ -281,7 +280,7 @@ fn unawaited_list_keeps_staging() {
         let source = StagingSpan { index: 0, offset: 0, len: LEN };
         let list = CommandList { commands: vec![Command::Upload { source, target }], staging: vec![staging] };
         drop(gpu.submit(Lane::Apply, list).unwrap());
-        // This would reuse a staging that had been freed.
+        // This would reuse staging memory if it had been freed.
         gpu.staging(LEN).unwrap().fill(0xEE);
     }
     let wait = gpu.submit(Lane::Apply, CommandList::default()).unwrap().fence();
@@ -292,7 +291,7 @@ fn unawaited_list_keeps_staging() {
 #[test]
 fn gpu_fault_requires_new_process() {
     if std::env::var_os(ERRAND).is_some() {
-        // Indices that lie on the GPU are the caller's word: one far outside is a fault.
+        // The host does not check indices in GPU memory: one far out of range causes a GPU fault.
         let gpu = gpu::device().expect("the parent had one");
         let memory = gpu.allocate(PLACE, 64).unwrap();
         let span = |offset, len| Span { memory, offset, len };
@@ -343,7 +342,7 @@ fn devices_can_be_reopened_in_one_process() {
     let list = CommandList { commands: vec![download], staging: vec![staging] };
     let bytes = first.submit(Lane::Apply, list).unwrap().finish(&*first).unwrap();
     drop(first);
-    // Staging outlives its device.
+    // Staging memory outlives its device.
     assert!(bytes[0].iter().all(|byte| *byte == 3));
 }
 

@@ -1,7 +1,7 @@
-//! Damage to a store whose image files were written again where they lay: devices copied pages to their
-//! memory, so a file is as long as it was, and its tail has bytes of older images.
+//! Damage to a store that reuses image files in place: devices copy pages to mapped files, so a reused file
+//! keeps its length, and has bytes of older images after its last image.
 //!
-//! The files come from a file system in memory, for a simulated disk has none that a device may write to.
+//! The files are on a memory file system, because devices cannot write to the simulated disk's.
 
 use remanent::Options;
 use remanent::device::host::HostDevice;
@@ -23,8 +23,8 @@ fn options() -> Options {
     })
 }
 
-/// A store that was closed cleanly, and where the images of its newest snapshot end in a file that is longer;
-/// `None`, said aloud, where there are no files in memory.
+/// Returns a cleanly closed store, the image file of its newest snapshot, and where the images in that longer
+/// file end; `None` (with a message) if there is no memory file system.
 fn victim() -> Option<(Victim, FileName, u64)> {
     let folder = tempfile::tempdir_in("/dev/shm");
     let folder =
@@ -73,7 +73,7 @@ fn victim() -> Option<(Victim, FileName, u64)> {
     Some((Victim { files, states, last, marked: last, older: Vec::new() }, file, end))
 }
 
-/// The files of a store in a directory.
+/// Reads the files of a store's directory.
 fn read_folder(root: &std::path::Path) -> Files {
     let mut files = Files::default();
     for folder in [Folder::Root, Folder::Log, Folder::Pages, Folder::Snapshots] {
@@ -101,7 +101,7 @@ fn damage_to_files_rewritten_in_place_is_detected_or_harmless() {
     assert_eq!((cut, traceless), (0, 0));
     assert!(whole >= at_least(100) && refused >= at_least(30), "{whole} whole, {refused} refused");
 
-    // Bits of images and of spares: what was there before costs nothing, and nothing else is free.
+    // Bits of images and spares: damage to old bytes has no effect, and no other byte is unused.
     let is_image = |file: FileName| file.folder() == Folder::Pages;
     let places: Vec<_> = (0..victim.files.bytes_len()).map(|number| place(&victim.files, number)).collect();
     let places: Vec<_> = places.into_iter().filter(|(file, _)| is_image(*file)).collect();

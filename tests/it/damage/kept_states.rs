@@ -1,5 +1,5 @@
-//! Every state that a store keeps, whatever is damaged: the judge calls nothing damaged only where a view of
-//! each of them reads right, and calls a state lost only where no view of it does.
+//! Every state that a store keeps, with every kind of damage: `judge` reports no damage only if a view of
+//! each state reads correctly, and reports a state as lost only if no view of it does.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -20,8 +20,8 @@ use super::{flip, mix};
 use crate::files::{Files, State};
 use crate::with_options::With;
 
-/// A named snapshot lies between two others of which a prune keeps one, and states after it are reached from
-/// it alone.
+/// Returns a store with a named snapshot between two others, of which a prune keeps one. Some later states
+/// are reachable only from the named one.
 fn named_before_others() -> Subject {
     let mut work = Work::new(ImageIo::Buffered);
     work.store.snapshot().unwrap();
@@ -37,7 +37,7 @@ fn named_before_others() -> Subject {
     work.close("a named snapshot, and the log after it")
 }
 
-/// Nothing was given up, so the log is kept from its beginning.
+/// Returns a store in which nothing was pruned, so the log is kept from its beginning.
 fn from_the_beginning() -> Subject {
     let mut work = Work::new(ImageIo::Mapped);
     work.commit(2);
@@ -49,7 +49,8 @@ fn from_the_beginning() -> Subject {
     work.close("all of the log")
 }
 
-/// Images that batches bring, and the tables and images of restores, that later batches replace.
+/// Returns a store with images of batches, and with tables and images of restores, all of which later batches
+/// replace.
 fn replaced_since() -> Subject {
     let options = options(ImageIo::Direct).with(|options| {
         options.images.chunk_len = Some(4096);
@@ -78,7 +79,7 @@ fn replaced_since() -> Subject {
     work.close("images and tables that were replaced")
 }
 
-/// The state at a batch as a view reads it; `None` if it is damaged.
+/// Returns the state at a batch as a view reads it; `None` if it is damaged.
 fn state_at(what: &str, disk: &Arc<dyn Disk>, lsn: Lsn, expected: &State) -> bool {
     let is_damage = |error: &Error| {
         matches!(
@@ -103,7 +104,7 @@ fn state_at(what: &str, disk: &Arc<dyn Disk>, lsn: Lsn, expected: &State) -> boo
     })
 }
 
-/// The states of a sound store that can be viewed.
+/// Returns the states of an intact store for which a view can be opened.
 fn kept(subject: &Subject) -> Vec<Lsn> {
     let disk: Arc<dyn Disk> = Arc::new(subject.files.disk());
     let states = subject.states.iter();
@@ -124,7 +125,7 @@ fn is_clean(verdict: &Verdict) -> bool {
         && verdict.starts.iter().all(is_whole)
 }
 
-/// Compares the verdict with views of all states that were kept.
+/// Compares the verdict with views of all kept states.
 fn check(what: &str, subject: &Subject, kept: &[Lsn], files: &Files, [clean, lost]: &[AtomicUsize; 2]) {
     let disk: Arc<dyn Disk> = Arc::new(files.disk());
     let readable: BTreeMap<Lsn, bool> =
@@ -139,7 +140,7 @@ fn check(what: &str, subject: &Subject, kept: &[Lsn], files: &Files, [clean, los
         let first = readable.iter().find(|(_, is_readable)| !**is_readable);
         assert_eq!(first, None, "{what}: nothing is called damaged, but the state is lost");
     }
-    // A snapshot that was caught at one moment gives its own state without any log.
+    // An exact snapshot has its own state without any log.
     let is_complete = |start: &Start| start.role != Role::Link && start.lost_by.is_empty();
     let complete =
         verdict.starts.iter().filter(|start| is_complete(start)).filter_map(|start| start.snapshot);
@@ -211,7 +212,8 @@ fn clean_verdict_implies_readable_states() {
     }
 }
 
-/// The role of each snapshot is the newest seal's: a named one may be a start like any other.
+/// The newest seal records the role of each snapshot: recovery can start from a named one like from any
+/// other.
 #[test]
 fn states_after_named_snapshot_are_restorable_from_it() {
     let subject = named_before_others();

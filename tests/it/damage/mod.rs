@@ -1,14 +1,14 @@
-//! Damage everywhere: bits flipped, sectors zeroed, files cut, removed, swapped, extended and replaced, in a
-//! store that was closed cleanly and in one whose process was killed.
+//! Every kind of damage: bits flipped, sectors zeroed, files truncated, removed, swapped, extended and
+//! replaced, in a store that was closed cleanly and in one whose process was killed.
 //!
-//! The rule (I4): an open gives the final state, or the state after an earlier batch with the cut reported
-//! and no mark over it, or a refusal. A store that was closed cleanly has a mark over everything, so there it
-//! is the final state or a refusal, nothing else. The states are those that callers saw in the open store,
-//! batch by batch: they come from memory, not from the files under test.
+//! The rule (I4): an open gives the final state; or the state after an earlier batch, reports the cut, and no
+//! mark covers the lost batches; or it refuses. For a store that was closed cleanly a mark covers everything,
+//! so the result is the final state or a refusal. Expected states were read from the open store after each
+//! batch, so they do not come from the files under test.
 //!
-//! The victims, and the stores that are opened from damaged files, write their images in each of the
-//! three ways in turn. `in_place.rs` has one whose image files were written again where they lay.
-//! `sweeps.rs` chooses how much is damaged.
+//! The test stores, and the stores that are opened from damaged files, use the three ways to write images in
+//! turn. `in_place.rs` has a store whose image files were overwritten in place. `sweeps.rs` selects how much
+//! is damaged.
 
 mod in_place;
 mod kept_states;
@@ -35,7 +35,7 @@ use crate::files::{Files, State, open, open_with, small};
 use crate::with_options::With;
 use sweeps::{Count, at_least, bits, here, is_long, sweep};
 
-/// A store's files, and the states that are known of them.
+/// A store's files, and its known states.
 pub struct Victim {
     pub files: Files,
     /// The state after each batch.
@@ -44,33 +44,33 @@ pub struct Victim {
     pub last: Lsn,
     /// The last batch that a mark covers.
     pub marked: Lsn,
-    /// The files as they were after every eighth batch, in the long form after each.
+    /// The files after every eighth batch, or after each batch in the long form.
     pub older: Vec<Files>,
 }
 
 /// The outcome of opening or rebuilding a damaged store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Verdict {
-    /// The final state is there.
+    /// The final state.
     Whole,
-    /// An earlier state, and the cut is reported.
+    /// An earlier state, with the cut reported.
     Cut(Lsn),
-    /// An earlier state that no mark covers, with no trace left of the batches after it.
+    /// An earlier state; the later batches were not marked, and left no trace.
     Traceless(Lsn),
-    /// No state, with a reason.
+    /// No state, but an error.
     Refused,
 }
 
 impl Victim {
-    /// A store with two snapshots and log after each, closed cleanly and opened again on the way. Images are
-    /// mapped.
+    /// Returns a store with two snapshots and log after each, closed cleanly and reopened once in between.
+    /// Its images are written through mappings.
     pub fn closed() -> Self {
         let (disk, states, older) = Self::build(ImageIo::Mapped);
         Self::of(Files::of(&disk), states, older)
     }
 
-    /// The same, but its process was killed with batches in the log that no mark covers. Images are written
-    /// past the cache.
+    /// Returns such a store whose process was killed, with batches in the log that no mark covers. Its images
+    /// are written with direct I/O.
     pub fn killed() -> Self {
         let (disk, states, older) = Self::build(ImageIo::Direct);
         let last = *states.keys().next_back().unwrap();
@@ -85,7 +85,7 @@ impl Victim {
         Self::of(found.expect("no mark covers the last batch before its sync"), states, older)
     }
 
-    /// The killed store right after it was opened again: its tail lies copied in the opening segment.
+    /// Returns the killed store after a reopen, which copied the tail of its log to the new segment.
     pub fn reopened() -> Self {
         let killed = Self::killed();
         let disk = killed.files.disk();
@@ -124,11 +124,11 @@ impl Victim {
                 commit(&store, &pages, number);
                 states.insert(store.lsn(), State::of(&store));
                 if number % 8 == 0 || is_long() {
-                    // The disk itself changes while the store is open.
+                    // A copy is needed, because the disk changes while the store is open.
                     let then = disk.after_kill(Moment { event: disk.events(), tear: None });
                     older.push(Files::of(&then));
                 }
-                // However slow or fast the machine, at most three batches are left to the timer of the log's
+                // However fast the machine is, at most three batches remain for the timer of the log's
                 // thread.
                 if left == 3 {
                     store.wait_durable(store.lsn()).unwrap();
@@ -146,7 +146,7 @@ impl Victim {
         (disk, states, older)
     }
 
-    /// Judges the result of a rebuild or an open by the rule.
+    /// Checks the result of a rebuild or an open against the rule.
     fn judge(&self, what: &str, state: &State, lsn: Lsn, torn: Option<&TornTail>) -> Verdict {
         let expected = self.states.get(&lsn).unwrap_or_else(|| panic!("{what}: no state at {lsn}"));
         assert!(state == expected, "{what}: a wrong state at {lsn}");
@@ -165,17 +165,17 @@ impl Victim {
         self.try_rebuild(what, source).unwrap_or(Verdict::Refused)
     }
 
-    /// The same, with the reason of a refusal.
+    /// Rebuilds the state; an error contains the reason.
     fn try_rebuild(&self, what: &str, source: &dyn ReadAt) -> Result<Verdict, Damage> {
         let rebuilt = rebuild(source, &Default::default())?;
         let end = rebuilt.end.as_ref().unwrap();
         Ok(self.judge(what, &State::rebuilt(&rebuilt), end.accepted.lsn, end.torn.as_ref()))
     }
 
-    /// Opens the files, and again the files that the first open made of them.
+    /// Opens the files, and once more the files that the first open left.
     fn open(&self, what: &str, files: &Files) -> Verdict {
         let disk = files.disk();
-        // One thread replays, or several do by windows: the rule is the same.
+        // Replay by one thread and by several in windows must follow the same rule.
         let drawn = draw(what);
         let window_len = [0, 4 << 10, 12 << 10][drawn as usize % 3];
         match open_with(
@@ -189,7 +189,7 @@ impl Victim {
                 let state = State::of(&store);
                 let verdict = self.judge(what, &state, recovered.position.lsn, recovered.torn.as_ref());
                 verdicts::agrees(what, files, Ok(recovered));
-                // Now and then it writes images among the damaged ones, too.
+                // Some opened stores also write images next to damaged ones.
                 if drawn >> 32 & 7 == 0 {
                     store.snapshot().unwrap_or_else(|error| panic!("{what}: a snapshot: {error}"));
                 }
@@ -209,12 +209,12 @@ impl Victim {
     }
 }
 
-/// Opens a store that holds no space back, so that most bytes of its files matter.
+/// Opens a store that reserves no space, so that most bytes of its files are in use.
 fn open_victim(disk: &SimDisk) -> Store {
     open_by(disk, ImageIo::Buffered)
 }
 
-/// The same with a way to write images.
+/// Opens such a store with a way to write images.
 fn open_by(disk: &SimDisk, io: ImageIo) -> Store {
     open_with(
         disk,
@@ -223,12 +223,12 @@ fn open_by(disk: &SimDisk, io: ImageIo) -> Store {
     .unwrap()
 }
 
-/// One of the ways to write images: all of them take their turn.
+/// Returns a way to write images; consecutive numbers cycle through all of them.
 pub fn image_io(number: u64) -> ImageIo {
     [ImageIo::Mapped, ImageIo::Buffered, ImageIo::Direct][number as usize % 3]
 }
 
-/// A number for a case, the same one each time.
+/// Returns a hash of a case's name, the same in each run.
 pub fn draw(what: &str) -> u64 {
     what.bytes().fold(0, |drawn, byte| mix(drawn ^ u64::from(byte)))
 }
@@ -256,7 +256,7 @@ fn commit(store: &Store, pages: &[PageId], number: u64) {
     store.commit(batch).unwrap();
 }
 
-/// Steele, Lea and Flood's SplitMix64 of a number.
+/// One step of Steele, Lea and Flood's SplitMix64.
 pub fn mix(number: u64) -> u64 {
     let mut z = number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -264,7 +264,7 @@ pub fn mix(number: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// The place of byte `number` of all files together: its file and offset.
+/// Returns file and offset of byte `number` of all files, as if they were concatenated.
 fn place(files: &Files, mut number: usize) -> (FileName, usize) {
     for (file, bytes) in &files.0 {
         if number < bytes.len() {
@@ -279,15 +279,15 @@ fn flip(files: &mut Files, (file, offset): (FileName, usize), bit: u64) {
     files.0.get_mut(&file).unwrap()[offset] ^= 1 << bit;
 }
 
-/// Whether the sector around a byte is all zeros: nothing was written there, or a rest of nothing.
+/// Whether the sector around a byte is all zeros, so that it has no meaning.
 fn is_in_zeros(files: &Files, (file, offset): (FileName, usize)) -> bool {
     let (bytes, from) = (&files.0[&file], offset / SECTOR_LEN * SECTOR_LEN);
     bytes[from..bytes.len().min(from + SECTOR_LEN)].iter().all(|byte| *byte == 0)
 }
 
-/// Flips a bit of every byte of every file, one at a time. Most sectors are zeros: in the short form, one of
-/// eight of their bytes will do. A refusal names the file that is damaged, and a structure that begins at the
-/// bit or before.
+/// Flips a bit of every byte of every file, one at a time; in the short form, of one in eight bytes in zero
+/// sectors, which most sectors are. A refusal must name the damaged file, and a structure that begins at or
+/// before the bit.
 fn flip_every_byte(victim: &Victim) -> [usize; 4] {
     let count = Count::default();
     sweep(&victim.files, victim.files.bytes_len(), |files, number| {
@@ -328,7 +328,7 @@ fn bit_flip_after_kill_is_repaired_reported_or_refused() {
     assert!(enough, "{whole} whole, {cut} cut, {refused} refused");
 }
 
-/// Opens with a bit flipped, and asserts that a rebuild says the same.
+/// Opens the files with a bit flipped, and asserts that a rebuild has the same result.
 fn open_flipped(victim: &Victim, files: &mut Files, place: (FileName, usize), bit: u64) -> Verdict {
     let what = format!("bit {bit} of {place:?}");
     flip(files, place, bit);
@@ -342,7 +342,7 @@ fn open_flipped(victim: &Victim, files: &mut Files, place: (FileName, usize), bi
 fn open_and_rebuild_agree_on_bit_flips() {
     for victim in [Victim::closed(), Victim::killed(), Victim::reopened()] {
         let count = Count::default();
-        // Half of them strike bytes that are written, or were.
+        // Half of the flips are in bytes that were written at some time.
         let written = |place: &(FileName, usize)| victim.files.0[&place.0][place.1] != 0;
         let places: Vec<_> =
             (0..victim.files.bytes_len()).map(|number| place(&victim.files, number)).collect();
@@ -367,7 +367,7 @@ fn open_and_rebuild_agree_on_bit_flips() {
     }
 }
 
-/// Damages one file in every way but a flipped bit, and calls `each` with the result.
+/// Damages one file in every way except bit flips, and calls `each` with the result.
 pub fn mutilate(whole: &Files, foreign: &Files, each: impl Fn(&str, &Files)) {
     let each = here(each);
     for (file, bytes) in &whole.0 {
@@ -434,8 +434,8 @@ fn mutilated_files_after_kill_lose_only_unmarked_batches() {
     mutilate(&victim.files, &foreign, |what, files| {
         let verdict = victim.open(what, files);
         assert_eq!(verdict, victim.rebuild(what, files), "{what}");
-        // The last batch's header may lie in the sector that is gone. Then the log looks like one to which
-        // that batch was never written, and there is nothing to report.
+        // The sector may contain the last batch's header. Then the log looks as if that batch was never
+        // written, and there is nothing to report.
         if let Verdict::Traceless(lsn) = verdict {
             assert!(what.contains("zeroed") && lsn.next() == victim.last, "{what}: {verdict:?}");
         }
@@ -448,8 +448,8 @@ fn mutilated_files_after_kill_lose_only_unmarked_batches() {
     );
 }
 
-/// Puts wrong sectors into the places of others, one at a time or two swapped, and calls `each` with the
-/// result: writes that were lost, or went elsewhere.
+/// Replaces sectors with the content of others, one at a time or two swapped, and calls `each` with the
+/// result: lost and misdirected writes.
 fn misplace(victim: &Victim, each: impl Fn(&str, &Files)) {
     let each = here(each);
     let with = |what: &str, sectors: &[((FileName, usize), &[u8])]| {
@@ -494,7 +494,7 @@ fn stale_or_misplaced_sector_is_detected_or_harmless() {
             count.add(verdict);
         });
         let [whole, cut, traceless, refused] = count.get("a sector stale or misplaced, opened");
-        // As for zeroed sectors, batches that no mark covers may go without a trace.
+        // As with zeroed sectors, batches that no mark covers may be lost without a trace.
         assert!(whole >= at_least(100) && refused >= at_least(50), "{whole} whole, {refused} refused");
         assert!(victim.marked < victim.last || cut + traceless == 0, "{cut} cut, {traceless} traceless");
     }
@@ -551,8 +551,8 @@ fn bad_sector_after_log_end_loses_nothing() {
     let state = State::of(&store);
     store.close().unwrap();
     let files = Files::of(&disk);
-    // Header, opening seal, batch and seal take a block each; the last block's rest was never written. One
-    // read takes in all of the segment, and must not fail with its last sector.
+    // Header, opening seal, batch and seal have a block each; the rest of the last block was never written.
+    // One read covers the whole segment, and must not fail because of its last sector.
     let segment = FileName::Segment(1);
     let sector = files.0[&segment].len() / SECTOR_LEN - 1;
     let rebuilt = rebuild(&BadSector { files: &files, file: segment, sector }, &Default::default()).unwrap();

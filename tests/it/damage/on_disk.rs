@@ -1,8 +1,8 @@
 //! Damage to stores with pages on disk: an image, an overlay over one, an image that a capture wrote, and
-//! what the log has of them since.
+//! later changes in the log.
 //!
-//! An open reads no image that was proven before, so the damage is found where the page is read. Then the
-//! error names the file, every other page has its bytes, and the store goes on.
+//! An open does not read images that were verified before, so the damage is found when the page is read. Then
+//! the error names the file, all other pages are readable, and the store continues to work.
 
 use crate::with_options::With;
 use remanent::Options;
@@ -12,7 +12,7 @@ use remanent_format::image::Codec;
 
 use super::*;
 
-/// Pages longer than a few bytes may have overlays.
+/// Options with which all but the shortest pages may have overlays.
 pub fn options() -> Options {
     small()
         .images(ImageOptions::new().chunk_len(4096).compression(Compression::Off))
@@ -24,10 +24,10 @@ fn bytes(seed: u64, len: u64) -> Vec<u8> {
     (0..len).map(|at| mix(seed << 32 | at) as u8).collect()
 }
 
-/// A store that was closed cleanly: a page of an overlay, a captured one, one that the log changed after its
-/// image, a quiet one, and one in memory.
+/// Returns a cleanly closed store with a page that has an overlay, a captured page, one that the log changed
+/// after its image, an unchanged one, and one in memory.
 pub fn victim() -> Victim {
-    // Long enough for a capture to write an image of it.
+    // Long enough that a capture writes an image.
     const CAPTURED_LEN: u64 = 6 << 10;
     let disk = SimDisk::new();
     let mut states = BTreeMap::new();
@@ -81,7 +81,7 @@ pub fn victim() -> Victim {
     Victim { files, states, last, marked: last, older: Vec::new() }
 }
 
-/// The pages that are made of images in these files.
+/// Returns the pages with images in these files.
 pub fn pages_in(victim: &Victim, files: &[FileName]) -> BTreeSet<PageId> {
     let survey = Survey::read(&victim.files).unwrap();
     let base = survey.candidates().next().unwrap().unwrap();
@@ -94,23 +94,23 @@ pub fn pages_in(victim: &Victim, files: &[FileName]) -> BTreeSet<PageId> {
     bases.filter_map(lies_in).collect()
 }
 
-/// The files that are not as they were.
+/// Returns the files whose content changed.
 pub fn changed(victim: &Victim, files: &Files) -> Vec<FileName> {
     let names = victim.files.0.keys().filter(|name| victim.files.0.get(name) != files.0.get(name));
     names.copied().collect()
 }
 
-/// What damage does to a store that is opened and read.
+/// The results of opening and reading damaged stores.
 #[derive(Debug, Default)]
 struct Outcomes {
     whole: usize,
     refused: usize,
-    /// Pages that could not be read, in opened stores.
+    /// How often each page could not be read in an open store.
     pages: BTreeMap<PageId, usize>,
 }
 
 impl Outcomes {
-    /// Opens damaged files, and reads everything. At most `pages_max` pages may be lost.
+    /// Opens damaged files and reads everything. At most `pages_max` pages may be unreadable.
     fn add(&mut self, victim: &Victim, what: &str, files: &Files, pages_max: usize) {
         let changed = changed(victim, files);
         let state = &victim.states[&victim.last];
@@ -119,7 +119,7 @@ impl Outcomes {
         {
             Ok(store) => store,
             Err(Error::Damaged(damage)) => {
-                // The log may miss another segment than the one that is in its place.
+                // If segments were swapped, the error may name another segment than the damaged one.
                 let is_log = changed.iter().any(|file| file.folder() == Folder::Log);
                 assert!(is_log || changed.contains(&damage.file), "{what}: {damage}");
                 assert_eq!(victim.rebuild(what, files), Verdict::Refused, "{what}: {damage}");
@@ -160,7 +160,7 @@ impl Outcomes {
     }
 }
 
-/// The store goes on: a batch gives the lost pages all of their bytes, and then a snapshot is taken.
+/// Checks that the store continues to work: a batch rewrites the unreadable pages, and a snapshot is taken.
 fn mend(store: &Store, state: &State, lost: &BTreeSet<PageId>, what: &str) {
     let mut batch = store.batch();
     lost.iter().for_each(|page| _ = batch.write(*page, 0, &state.contents[page]));
@@ -205,8 +205,8 @@ fn bit_flip_on_disk_page_is_detected_and_affects_only_it() {
         flip(files, place, bit);
     });
     let Outcomes { whole, refused, pages } = outcomes.into_inner().unwrap();
-    // The one of the overlay, and those of plain images; the captured one is proven by the open, as nothing
-    // has read its image back.
+    // The pages with an overlay and with plain images. The captured image is verified by the open, because
+    // nothing has read it back before.
     assert!(pages.len() >= 3 && pages.values().all(|count| *count >= at_least(10)), "{pages:?}");
     assert!(whole >= at_least(10) && refused >= at_least(10), "{whole} whole, {refused} refused");
 }

@@ -1,5 +1,5 @@
-//! Failures that other stores had, each as a named row: damage that all snapshots share, copies whose
-//! checksum failed, tables that are newer than their restore, files that are shorter than their mapping.
+//! Failures known from other stores, one test each: damage to bytes that all snapshots share, copies with
+//! wrong checksums, tables that are newer than their restore, and files that are shorter than their mapping.
 
 use std::fs;
 
@@ -18,11 +18,11 @@ use super::verdicts::{Work, options};
 use crate::files::{Files, open_with};
 use crate::with_options::With;
 
-/// Calls that read, of an open that can use none of the snapshots.
+/// Number of read calls of an open for which no snapshot is usable.
 fn reads_of_an_open(files: &Files, damaged: FileName) -> usize {
     let disk = files.disk();
     let reads = || {
-        let kinds = [Operation::Read, Operation::ReadPastCache, Operation::ReadProven];
+        let kinds = [Operation::Read, Operation::ReadBypassingCache, Operation::ReadProven];
         kinds.into_iter().map(|kind| disk.calls(kind)).sum::<usize>()
     };
     let before = reads();
@@ -30,14 +30,14 @@ fn reads_of_an_open(files: &Files, damaged: FileName) -> usize {
     let calls = reads() - before;
     match opened {
         Err(Error::Damaged(damage)) => assert_eq!(damage.file, damaged),
-        // The whole log is still there.
+        // The whole log exists, so no snapshot is needed.
         Ok(store) => assert_eq!(store.recovered().snapshot, None),
         Err(error) => panic!("{error}"),
     }
     calls
 }
 
-/// A store with this many snapshots that share the image of one page, and log after them.
+/// Returns a store with this many snapshots that share the image of one page, and log after them.
 fn with_snapshots(count: u64) -> Files {
     let options = options(ImageIo::Buffered).with(|options| {
         options.retention.snapshots_kept = 100;
@@ -70,7 +70,7 @@ fn shared_damage_costs_open_linear_reads() {
         ("the log", |files| {
             let survey = Survey::read(files).unwrap();
             let base = survey.candidates().next().unwrap().unwrap().unwrap();
-            // The first batch after the newest snapshot, which later frames testify was durable.
+            // The first batch after the newest snapshot, which later frames record as durable.
             let mut walk = LogWalk::new(files, &survey.log, base.redo, survey.mark()).unwrap();
             let (segment, offset) = loop {
                 let frame = walk.next().unwrap().expect("a batch follows");
@@ -94,7 +94,7 @@ fn shared_damage_costs_open_linear_reads() {
     }
 }
 
-/// Of two copies with failed checksums none is used, and none is written over the other.
+/// If both copies have wrong checksums, neither is used, and neither overwrites the other.
 #[test]
 fn repair_never_uses_copy_with_bad_checksum() {
     for name in [None, Some("kept")] {
@@ -126,13 +126,13 @@ fn repair_never_uses_copy_with_bad_checksum() {
             } else {
                 assert_eq!((from, disk.bytes(file)), (Some(newest), Some(sound.clone())), "{what}");
             }
-            // The view of the last state reads the same.
+            // A view of the last state has the same content.
             assert_eq!(store.lsn(), *subject.states.keys().next_back().unwrap(), "{what}");
         }
     }
 }
 
-/// The batch of the last restore names this table from here on.
+/// Replaces the table that the last restore's batch names.
 fn exchange_table(files: &mut Files, change: impl FnOnce(&mut Manifest)) {
     let tables = files.names(|file| matches!(file, FileName::Table(_)));
     let [file] = tables[..] else { panic!("{tables:?}") };
@@ -167,7 +167,7 @@ fn a_table_that_is_newer_than_its_restore_is_refused_at_open() {
     work.commit(1);
     let subject = work.close("a restore");
     let mut files = subject.files;
-    // The snapshot that follows a restore would pass it over.
+    // The snapshot after a restore would make the restore's table irrelevant.
     let newest = *files.names(|file| matches!(file, FileName::Manifest(_))).last().unwrap();
     files.0.remove(&newest);
     let opened = |files: &Files| {
@@ -203,8 +203,8 @@ fn a_table_that_is_newer_than_its_restore_is_refused_at_open() {
     }
 }
 
-/// A process that is killed while a file grows leaves it at any length. Mapped at its full length, it would
-/// end the next process with SIGBUS at the first store.
+/// A process that is killed while a file grows leaves it at any length. If it were mapped at its full length,
+/// the next process would get SIGBUS at its first store.
 #[test]
 fn truncated_file_crashes_no_other_process() {
     let options = || {
@@ -261,7 +261,7 @@ fn truncated_file_crashes_no_other_process() {
         }
     }
     assert!(opened > 2, "{opened} opened");
-    // A view looks at a store whose files are shorter by then.
+    // The view opens the store after its files were truncated.
     let view = Store::open_read_only(source.path()).unwrap();
     for name in &names {
         fs::OpenOptions::new().write(true).open(name).unwrap().set_len(10).unwrap();

@@ -1,10 +1,9 @@
-//! The amount of damage: some of everything, or everything in every way, or a part of that.
+//! Selects how much is damaged: a sample of all damage, everything, or a part of everything.
 //!
-//! With `REMANENT_DAMAGE=every` each bit of every byte is flipped, by rebuild and by open, each file is cut
-//! to every length, and each sector is replaced by every older self; each sweep prints a row of its counts.
-//! That takes hours of a processor. `REMANENT_DAMAGE=3/16` does the third of sixteen parts of it: processes
-//! of one thread each (`taskset --cpu-list 3`) are faster than threads of one process, which wait for each
-//! other to map memory.
+//! With `REMANENT_DAMAGE=every` each bit of every byte is flipped, by rebuild and by open, each file is truncated to
+//! every length, and each sector is replaced by all of its older versions; each sweep prints a row of counts. That
+//! takes hours of CPU time. `REMANENT_DAMAGE=3/16` does the third of sixteen parts: single-threaded processes (`taskset
+//! --cpu-list 3`) are faster than threads of one process, which contend when they map memory.
 
 use std::cell::Cell;
 use std::num::NonZeroUsize;
@@ -16,11 +15,10 @@ use super::{Verdict, mix};
 use crate::files::Files;
 use crate::size::sized;
 
-/// A sample has one in this number of the cases. Odd, because some sweeps take even cases from other places than odd ones.
+/// A sample has one in this number of cases. The number is odd, because in some sweeps even and odd cases differ.
 const SAMPLE_ONE_OF: usize = 5;
 
-/// The part that is damaged, from 0, and the number of parts, if everything is damaged in every way; `None`
-/// if only some of it is.
+/// The part to damage, from 0, and the number of parts, if everything is to be damaged; `None` for a sample.
 static LONG: LazyLock<Option<(usize, usize)>> = LazyLock::new(|| {
     let told = std::env::var("REMANENT_DAMAGE").ok()?;
     let part = || {
@@ -36,7 +34,7 @@ static LONG: LazyLock<Option<(usize, usize)>> = LazyLock::new(|| {
     )
 });
 
-/// The part that is damaged here, from 0, and the number of parts.
+/// The part to damage, from 0, and the number of parts.
 static PART: LazyLock<(usize, usize)> =
     LazyLock::new(|| LONG.unwrap_or_else(|| sized((0, SAMPLE_ONE_OF), (0, 1))));
 
@@ -45,24 +43,24 @@ pub fn is_long() -> bool {
     LONG.is_some()
 }
 
-/// Whether a case belongs to the part that is damaged here.
+/// Whether a case belongs to the selected part.
 fn is_here(number: usize) -> bool {
     let (part, parts) = *PART;
     number % parts == part
 }
 
-/// The bits of a byte to flip: all, or a random one.
+/// Returns the bits of a byte to flip: all of them, or a random one.
 pub fn bits(number: usize) -> Range<u64> {
     let random = mix(number as u64) % 8;
     if is_long() { 0..8 } else { random..random + 1 }
 }
 
-/// The count that a part must come to, if everything comes to `count`.
+/// Returns the minimum count for the selected part if the minimum for everything is `count`.
 pub fn at_least(count: usize) -> usize {
     count / PART.1
 }
 
-/// Calls `each` for the cases that belong to this part, of those that it is called with.
+/// Returns a function that calls `each` for the cases of the selected part.
 pub fn here(each: impl Fn(&str, &Files)) -> impl Fn(&str, &Files) {
     let number = Cell::new(0);
     move |what, files| {
@@ -72,13 +70,13 @@ pub fn here(each: impl Fn(&str, &Files)) -> impl Fn(&str, &Files) {
     }
 }
 
-/// Runs `each` for the numbers up to `count`, or for a sample of them, on all processors, each with its own
-/// copy of the files.
+/// Runs `each` for the numbers up to `count`, or for a sample of them, on all cores, each with its own copy of the
+/// files.
 pub fn sweep(files: &Files, count: usize, each: impl Fn(&mut Files, usize) + Sync) {
     sweep_part(files, count, *PART, each);
 }
 
-/// The same, for all numbers in a sample, too: for sweeps of few cases.
+/// Like [`sweep`], but without sampling, for sweeps with few cases.
 pub fn sweep_all(files: &Files, count: usize, each: impl Fn(&mut Files, usize) + Sync) {
     sweep_part(files, count, LONG.unwrap_or((0, 1)), each);
 }
@@ -128,7 +126,7 @@ impl Count {
         count.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// The counts of whole, cut, traceless and refused; printed too, for the long form.
+    /// Returns, and in the long form prints, the counts of whole, cut, traceless and refused.
     #[expect(clippy::print_stdout, reason = "a row of the table that the long form comes to")]
     pub fn get(&self, sweep: &str) -> [usize; 4] {
         let counts = [&self.whole, &self.cut, &self.traceless, &self.refused];

@@ -1,6 +1,6 @@
-//! The judge's verdict against the engine's: what `remanent_format::judge` says of damaged files, and what an
-//! open of the same files does. Also in stores with named, exact and restored snapshots, in a fork, and where
-//! snapshots were given up.
+//! `remanent_format::judge` must agree with the engine: its verdict on damaged files is compared with an open
+//! of the same files, also for stores with named, exact and restored snapshots, with released names, and for
+//! a fork.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -22,15 +22,15 @@ use super::{draw, flip, image_io, mix};
 use crate::files::{Files, State, open_with, small};
 use crate::with_options::With;
 
-/// The pages that a verdict calls damaged where recovery starts.
+/// Returns the pages that the verdict reports as damaged in the state where recovery starts.
 pub fn damaged_pages(verdict: &Verdict) -> BTreeSet<PageId> {
     verdict.start().iter().flat_map(|start| &start.damaged_pages).map(|(page, _)| *page).collect()
 }
 
-/// The outcome of an open.
+/// The result of an open.
 pub type Opened<'a> = Result<&'a RecoveryReport, &'a Damage>;
 
-/// Compares the verdict on the files with what an open of them did.
+/// Compares the verdict on the files with the result of an open.
 pub fn agrees(what: &str, files: &Files, opened: Opened<'_>) -> Option<(Survey, Verdict)> {
     let survey = match Survey::read(files) {
         Ok(survey) => survey,
@@ -56,8 +56,7 @@ pub fn agrees(what: &str, files: &Files, opened: Opened<'_>) -> Option<(Survey, 
             }
             for said in &recovered.harmless {
                 let mut judged = skipped.iter().copied().chain(&verdict.lost).chain(&end.harmless);
-                // A reader that looks for one thing names the batch that wants it; a reader of a whole file
-                // does not.
+                // A reader of one structure names the batch that needs it; a reader of a whole file does not.
                 let is_it = |damage: &Damage| {
                     (damage.file, damage.offset, &damage.defect) == (said.file, said.offset, &said.defect)
                 };
@@ -81,7 +80,7 @@ pub fn options(io: ImageIo) -> Options {
     small().images(ImageOptions::new().io(io)).with(|options| options.log.reserve_bytes = Some(0))
 }
 
-/// A closed store, and the state after each batch.
+/// A closed store, and its state after each batch.
 pub struct Subject {
     pub name: &'static str,
     pub files: Files,
@@ -89,7 +88,7 @@ pub struct Subject {
     pub states: BTreeMap<Lsn, State>,
 }
 
-/// A store at work whose states are noted.
+/// An open store whose states are recorded.
 pub struct Work {
     disk: SimDisk,
     pub store: Store,
@@ -200,7 +199,7 @@ fn restored_in_the_log() -> Subject {
     work = work.reopen();
     work.commit(1);
     let subject = work.close("a restore with no snapshot of its own");
-    // The files after a crash right after the restore: its own snapshot is not there yet.
+    // The files after a crash directly after the restore, before its snapshot is published.
     let newest = subject.files.names(|file| matches!(file, FileName::Manifest(_)));
     let mut files = subject.files;
     files.0.remove(newest.last().unwrap());
@@ -241,8 +240,8 @@ fn reopened() -> Subject {
     work.close("several incarnations")
 }
 
-/// Of some pages the newest snapshot has the image, or an overlay over an older one; one changed since, and
-/// of one the image came with its batch and no snapshot names it yet.
+/// Returns a store with pages on disk: for some the newest snapshot has the image, or an overlay over an
+/// older one; one changed since; and the image of one came with its batch, and no snapshot names it yet.
 fn on_disk() -> Subject {
     // Pages longer than a few bytes may have overlays.
     let options = options(ImageIo::Mapped).with(|options| {
@@ -262,7 +261,8 @@ fn on_disk() -> Subject {
     work.close("pages on disk")
 }
 
-/// All damages of one subject: how many opens were refused, and how many snapshots stood.
+/// Damages one store in all ways. Returns how many opens succeeded and failed, and how many snapshots were
+/// usable.
 fn damage_all(subject: &Subject) -> [usize; 3] {
     let files: Vec<FileName> = subject.files.0.keys().copied().collect();
     let written: Vec<(FileName, usize)> = subject
@@ -323,8 +323,8 @@ fn damage_all(subject: &Subject) -> [usize; 3] {
     counts.map(AtomicUsize::into_inner)
 }
 
-/// Reads an open store: all of it is as in `state`, but for pages on disk whose damage is told. Returns
-/// those.
+/// Reads an open store, and asserts that it is in `state` except for pages on disk with reported damage.
+/// Returns those.
 fn check_pages(what: &str, store: &Store, state: &State) -> BTreeSet<PageId> {
     let mut damaged = BTreeSet::new();
     for info in &state.pages {
@@ -342,7 +342,7 @@ fn check_pages(what: &str, store: &Store, state: &State) -> BTreeSet<PageId> {
     damaged
 }
 
-/// Judges one damaged store: the verdict, the open, and each snapshot that is said to stand.
+/// Checks one damaged store: the verdict, the open, and each snapshot that the verdict calls usable.
 fn check(subject: &Subject, what: &str, files: &Files, [opened, refused, stood]: &[AtomicUsize; 3]) {
     let disk = files.disk();
     let judged = match open_with(&disk, options(image_io(draw(what)))) {

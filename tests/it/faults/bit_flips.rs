@@ -1,11 +1,10 @@
-//! Bits that turn over on the way between the host and the device, at every copy of every operation whose
-//! bytes are summed on both sides (I12).
+//! Bits that flip in transfers between host and device, at every copy of every operation whose bytes have checksums on
+//! both sides (I12).
 //!
-//! A bit that turns over once costs nothing: the copy is made again. Where it happens again, the store stops
-//! with an error of the device. A long write that changes on its way stops the store at once: later ones have
-//! changed the same bytes by then, and the log has what an open needs. Nothing wrong is ever served, logged
-//! or published, and no file is blamed. Images that a device copies to the memory of files are another
-//! matter: `in_place.rs`.
+//! A single bit flip is corrected: the copy is repeated. If it happens again, the store stops with a device error. A
+//! bit flip in a long write stops the store at once, because later writes may have changed the same bytes, and the log
+//! has what the next open needs. Wrong bytes are never returned, logged or published, and no file is reported as
+//! damaged. Images that a device copies to mapped files are tested in `in_place.rs`.
 
 use std::sync::OnceLock;
 
@@ -22,15 +21,15 @@ use remanent::{SnapshotOptions, View};
 use super::*;
 use crate::size::sized;
 
-/// Pages of each kind of road: gathered with others, a chunk of its own, piece by piece; stored as they are
-/// and compressed.
+/// Lengths of pages that are transferred in each way: gathered with others, as one chunk, in pieces; stored
+/// uncompressed and compressed.
 const LENS: [u64; 5] = [3000, 70_000, (1 << 20) + 3, (5 << 20) + 5, 5 << 20];
 
-/// The versions of a page, the first of which nothing writes.
+/// The number of versions of a page. The first one is never written.
 const VERSIONS: usize = 4;
 
-/// Bytes that no compression shortens, but for the last page, different for each version. Each is made once:
-/// thousands of cases compare with them.
+/// Returns bytes that are different for each version, and incompressible except for the last page. They are computed
+/// once, because thousands of cases compare with them.
 fn content(page: usize, version: u64) -> &'static [u8] {
     static CONTENTS: [[OnceLock<Vec<u8>>; VERSIONS]; LENS.len()] =
         [const { [const { OnceLock::new() }; VERSIONS] }; LENS.len()];
@@ -59,7 +58,7 @@ fn host() -> Arc<dyn Device> {
     Arc::new(HostDevice::new())
 }
 
-/// Pages, and the version whose bytes each should have.
+/// Pages, and the expected version of each.
 struct VersionedPages {
     pages: Vec<(PageId, u64)>,
 }
@@ -85,7 +84,7 @@ impl VersionedPages {
         store.commit(batch).unwrap();
     }
 
-    /// Every page has its bytes, or the read is refused.
+    /// Checks that every page has its bytes, or that the read fails.
     fn check(&self, store: &Store) -> Result<()> {
         for (index, (page, version)) in self.pages.iter().enumerate() {
             let bytes = store.read_to_vec(*page)?;
@@ -95,7 +94,7 @@ impl VersionedPages {
     }
 }
 
-/// A store on a disk, opened over a bus whose bits turn over.
+/// A store on a disk, on a device whose transfers flip bits.
 struct Bus {
     disk: SimDisk,
     device: Arc<FaultyDevice>,
@@ -106,7 +105,7 @@ impl Bus {
         open_with(&self.disk, self.device.clone(), options)
     }
 
-    /// After the store is gone: the disk has the state, and no file is damaged.
+    /// Checks after the store is closed that the disk has the state, and that no file is damaged.
     fn check_disk(&self, held: &VersionedPages) {
         let store = open_with(&self.disk, host(), options()).unwrap();
         held.check(&store).unwrap();
@@ -115,12 +114,12 @@ impl Bus {
     }
 }
 
-/// The end of an operation, and the pages that the store should hold then.
+/// The result of an operation, and the pages that the store should have then.
 type Ended = (VersionedPages, Result<()>);
 
-/// Runs an operation with a bit turned over at its first, second, … copy of each way, once and for ever, up
-/// to its last copy; in a sample at one copy of four. `work` brings a store to the operation, calls what it is given to have bits
-/// turned over from there on, and ends that by [`FaultyDevice::end_flips`].
+/// Runs an operation with a bit flipped in its first, second, … copy of each kind, once and permanently, up to its last
+/// copy; in a sample, in one of four copies. `work` prepares a store, calls the function that it is passed to enable
+/// the bit flips, and disables them with [`FaultyDevice::end_flips`].
 fn at_every_copy(
     name: &'static str,
     ways: &[BusTransfer],
@@ -129,7 +128,7 @@ fn at_every_copy(
     at_each(name, ways, 1, work);
 }
 
-/// As [`at_every_copy`], where up to `mended` copies may change without an error.
+/// Like [`at_every_copy`], where up to `mended` flipped copies are corrected without an error.
 fn at_each(
     name: &'static str,
     ways: &[BusTransfer],
@@ -153,7 +152,7 @@ fn at_each(
     }
 }
 
-/// Runs an operation with this flip, and says whether a copy changed.
+/// Runs an operation with this bit flip. Returns whether a copy was changed.
 fn flip_once(flip: BitFlip, late: bool, mended: u64, work: impl Fn(&Bus, &dyn Fn()) -> Ended) -> bool {
     let inner = if late { Arc::new(LateDevice::seeded(host(), flip.nth)) } else { host() };
     let bus = Bus { disk: SimDisk::new(), device: Arc::new(FaultyDevice::across_a_bus(inner)) };
@@ -174,7 +173,7 @@ fn flip_once(flip: BitFlip, late: bool, mended: u64, work: impl Fn(&Bus, &dyn Fn
 const DOWN: &[BusTransfer] = &[BusTransfer::Down, BusTransfer::Sums];
 const UP: &[BusTransfer] = &[BusTransfer::Up, BusTransfer::Sums];
 
-/// A snapshot of pages on the bus's other side.
+/// Takes a snapshot of pages in device memory.
 fn snapshot(bus: &Bus, flips: &dyn Fn(), options: Options, with: SnapshotOptions) -> Ended {
     let store = bus.open(options).unwrap();
     let held = VersionedPages::create(&store);
@@ -198,12 +197,12 @@ fn exact_snapshot_rejects_bit_flips() {
     });
 }
 
-/// Opens a store of images and of a log after them.
+/// Opens a store with images and a later log.
 fn open_again(bus: &Bus, flips: &dyn Fn(), options: Options) -> Ended {
     let store = open_with(&bus.disk, host(), options.clone()).unwrap();
     let mut held = VersionedPages::create(&store);
     store.snapshot().unwrap();
-    // One page is put together in host memory, since its length changes.
+    // One page is assembled in host memory, because its length changes.
     let page = held.pages[1].0;
     let mut batch = store.batch();
     batch.resize(page, 10).resize(page, LENS[1]).write(page, 0, content(1, 2));
@@ -215,7 +214,7 @@ fn open_again(bus: &Bus, flips: &dyn Fn(), options: Options) -> Ended {
     let loaded = opened.and_then(|store| {
         let loaded = store.wait_loaded();
         bus.device.end_flips();
-        // A page that could not be loaded is refused, and all others are right.
+        // Reading a page that could not be loaded fails, and all others are correct.
         let read = held.check(&store);
         assert_eq!(read.is_ok(), loaded.is_ok(), "{read:?} after {loaded:?}");
         loaded
@@ -223,10 +222,10 @@ fn open_again(bus: &Bus, flips: &dyn Fn(), options: Options) -> Ended {
     (held, loaded)
 }
 
-/// Pages that a batch takes from sources: their memory is filled before the batch is logged.
+/// Pages from sources: their memory is filled before the batch is logged.
 #[test]
 fn page_from_source_rejects_bit_flips() {
-    /// A page's bytes in one version.
+    /// The bytes of a page in one version.
     #[derive(Debug)]
     struct Source(&'static [u8]);
 
@@ -255,8 +254,8 @@ fn page_from_source_rejects_bit_flips() {
     });
 }
 
-/// New pages whose bytes the caller has: they go up before the batch is logged, and their images mend what
-/// arrived otherwise.
+/// New pages with bytes from the caller: they are uploaded before the batch is logged, and their images correct a wrong
+/// upload.
 #[test]
 fn new_whole_pages_reject_bit_flips() {
     at_every_copy("new whole pages", UP, |bus, flips| {
@@ -277,7 +276,7 @@ fn new_whole_pages_reject_bit_flips() {
     });
 }
 
-/// Captured pages on disk: their bytes come down to an image, and nothing in memory has them.
+/// Captures of pages on disk: the bytes are downloaded into an image, and are not in the store's memory.
 #[test]
 fn captured_image_rejects_bit_flips() {
     for (what, shadow) in [
@@ -327,7 +326,7 @@ fn on_demand_load_rejects_bit_flips() {
     });
 }
 
-/// Brings every page to a place, and looks at all of them.
+/// Moves every page to a place, and reads all of them.
 fn moved(bus: &Bus, flips: &dyn Fn(), first: Place, then: Place) -> Ended {
     let store = bus.open(options()).unwrap();
     let held = VersionedPages::create(&store);
@@ -419,7 +418,7 @@ fn restore_rejects_bit_flips() {
         flips();
         let restored = store.restore(StatePoint::Snapshot(before.id)).map(drop);
         bus.device.end_flips();
-        // A restore that fails after it was logged has memory that nothing reads any more.
+        // After a restore that failed once it was logged, there is memory that nothing reads any more.
         held.pages.iter_mut().for_each(|(_, version)| *version = 1);
         match held.check(&store) {
             Ok(()) => {}
@@ -437,7 +436,7 @@ fn log_rejects_bit_flips() {
         let memory = store.device_bytes(LENS[2], Place::Device(0)).unwrap();
         memory.write(0, content(2, 3)).unwrap();
         let mut batch = store.batch();
-        // Host bytes lie between the device's in the payload.
+        // Bytes from the host are between those from the device in the payload.
         batch.write_device(held.pages[2].0, 0, &memory.part(0..100_001).unwrap());
         batch.write(held.pages[0].0, 0, content(0, 3));
         batch.write_device(held.pages[2].0, 100_001, &memory.part(100_001..LENS[2]).unwrap());
@@ -475,13 +474,13 @@ fn clone_rejects_bit_flips() {
 
 const LONG_WRITES: &[BusTransfer] = &[BusTransfer::LongWrites, BusTransfer::WriteSums];
 
-/// Writes all but the first byte of two pages: such a write is in the log, and not in an image.
+/// Writes all bytes but the first of two pages, so that the log has them and no image.
 fn write_most(store: &Store, held: &mut VersionedPages, version: u64) {
     let mut batch = store.batch();
     for (index, (page, held)) in held.pages.iter_mut().enumerate().skip(2).take(2) {
         let bytes = content(index, version);
         *held = version;
-        // The first bytes after the others, so that a later write of the batch lies over a long one.
+        // A later write of the batch overlaps a long one.
         batch.write(*page, 1, &bytes[1..]).write(*page, 1, &bytes[1..2]).write(*page, 0, &bytes[..1]);
     }
     store.commit(batch).unwrap();
@@ -502,9 +501,9 @@ fn long_write_rejects_bit_flips() {
         wait_applied(&store).unwrap();
         flips();
         write_most(&store, &mut held, 2);
-        // Asked at once, and not only when the batch is applied.
+        // Checked at once, and not only after the batch is applied.
         let read = held.check(&store);
-        // Of whole pages, which an image ahead of the log has.
+        // Whole pages, whose images were written before the batch was logged.
         let written = read.and_then(|()| {
             held.write(&store, 3);
             wait_applied(&store)
@@ -522,7 +521,7 @@ fn replay_of_long_writes_rejects_bit_flips() {
         let mut held = VersionedPages::create(&store);
         store.snapshot().unwrap();
         (2..4).for_each(|version| write_most(&store, &mut held, version));
-        // A page that is deleted has writes that nothing proves.
+        // Writes to a page that is deleted before they are verified.
         let mut batch = store.batch();
         let page = batch.create(1 << 20, Place::Device(0)).page();
         batch.write(page, 1, &content(2, 1)[..1 << 19]);

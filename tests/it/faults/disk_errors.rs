@@ -1,4 +1,4 @@
-//! Input and output errors at every operation of the disk, one after the other.
+//! I/O errors at every disk operation, one at a time.
 
 use crate::with_options::With;
 use remanent::WriteBatch;
@@ -9,7 +9,7 @@ use remanent::testing::sim_disk::{DiskFault, EIO, Moment, Operation};
 
 use super::*;
 
-/// The last two are the log's; opening makes its segments by the others.
+/// The last two are operations of the log; an open creates the log's segments with the others.
 const OPERATIONS: [Operation; 11] = [
     Operation::Create,
     Operation::Open,
@@ -17,16 +17,16 @@ const OPERATIONS: [Operation; 11] = [
     Operation::Remove,
     Operation::SyncFolder,
     Operation::Read,
-    Operation::ReadPastCache,
+    Operation::ReadBypassingCache,
     Operation::Write,
     Operation::Sync,
     Operation::Put,
     Operation::SyncWindow,
 ];
 
-/// Runs `case` with the first, the second, … operation of each kind failing, once and for good, until there
-/// are no more of them. `case` says whether the fault struck. (An open reads by several threads, so which
-/// read is the fifth is not the same each time.)
+/// Runs `case` with the first, the second, … operation of each kind failing, once and permanently, until
+/// there are no more. `case` returns whether the fault was hit. (Several threads read during an open, so the
+/// fifth read is not always the same one.)
 fn at_every_operation(
     operations: &[Operation],
     case: impl Fn(DiskFault) -> bool + Send + Sync + Copy + 'static,
@@ -43,7 +43,7 @@ fn disk_error_stops_store_without_loss() {
     at_every_operation(&OPERATIONS, |fault| stops_and_loses_nothing(fault, small()));
 }
 
-/// Bytes written by a `Put` are not in the page cache.
+/// Bytes written with `Put` are not in the page cache.
 #[test]
 fn direct_write_error_stops_store_without_loss() {
     let operations = [Operation::Put, Operation::SyncWindow];
@@ -65,10 +65,10 @@ fn image_write_error_stops_store_without_loss() {
 }
 
 fn is_of_a_read(fault: DiskFault) -> bool {
-    matches!(fault.operation, Operation::Read | Operation::ReadPastCache | Operation::Open)
+    matches!(fault.operation, Operation::Read | Operation::ReadBypassingCache | Operation::Open)
 }
 
-/// Works until the fault strikes, if it does; returns whether it did.
+/// Works until the fault is hit; returns whether it was.
 fn stops_and_loses_nothing(fault: DiskFault, options: Options) -> bool {
     let disk = SimDisk::new();
     let device = Gauge::host();
@@ -83,7 +83,7 @@ fn stops_and_loses_nothing(fault: DiskFault, options: Options) -> bool {
         let mut batch = WriteBatch::default();
         batch.note("after the error");
         match store.commit(batch) {
-            // A restore that cannot read its snapshot has changed nothing.
+            // A restore that cannot read its snapshot changes nothing.
             Ok(committed) => {
                 assert!(is_of_a_read(fault), "{error}");
                 line.logged = committed.position.lsn.0;
@@ -99,8 +99,8 @@ fn stops_and_loses_nothing(fault: DiskFault, options: Options) -> bool {
             }
         }
     }
-    // Bytes that were read before are still read, and are still right. But a restore that cannot read again
-    // what it proved before has overwritten a part of memory, which is then not read.
+    // Bytes that could be read before are still correct. But a restore that cannot read again what it
+    // verified before has overwritten a part of memory, and reads of it fail.
     if let Err(error) = line.check_read(&store) {
         assert!(is_of_a_read(fault), "{error}");
         assert!(is_the_fault(&error), "{error}");
@@ -109,7 +109,8 @@ fn stops_and_loses_nothing(fault: DiskFault, options: Options) -> bool {
     assert!(outcome.is_ok() || closed.is_err() || is_of_a_read(fault));
     assert_eq!(device.live(), 0, "page memory was not given back");
 
-    // A power cut spares what was acknowledged as durable, reopening finds all that was acknowledged.
+    // A power cut preserves what was acknowledged as durable; an open without one finds everything
+    // acknowledged.
     disk.clear_faults();
     line.check(&open_on_host(&disk.after_power_cut()).unwrap(), line.durable);
     line.check(&open_on_host(&disk).unwrap(), line.logged);
@@ -125,7 +126,7 @@ fn disk_error_during_open_loses_nothing() {
         disk.fail(fault);
         let device = Gauge::host();
         match open(&disk, device.clone()) {
-            // The open got by without it, or it struck one of the threads later.
+            // The open succeeded without the failed call, or the call failed in a thread after the open.
             Ok(store) => line.check(&store, line.logged),
             Err(error) => assert!(is_the_fault(&error), "{error}"),
         }
@@ -140,8 +141,8 @@ fn disk_error_during_open_loses_nothing() {
     });
 }
 
-/// A disk as the death of a process left it: snapshots, a restore, a tail that no mark covers, and a file
-/// that was never finished.
+/// Returns a disk as a kill leaves it: snapshots, a restore, a tail that no mark covers, and an unfinished
+/// file.
 fn killed() -> (SimDisk, Line) {
     let disk = SimDisk::new();
     let store = open_on_host(&disk).unwrap();
@@ -157,7 +158,7 @@ fn killed() -> (SimDisk, Line) {
     let now = Moment { event: disk.events(), tear: None };
     let left = disk.after_kill(now);
     drop(store);
-    // A file that an open must clear away, whatever the store's threads were at.
+    // A file that an open must remove, in whatever state the store's threads were.
     left.create(FileName::Temporary(Folder::Log, 99)).unwrap();
     (left, line)
 }

@@ -1,4 +1,4 @@
-//! A full disk: commits fail cleanly, everything else goes on, and no store has to be opened anew.
+//! A full disk: commits fail without effect, all other operations work, and no store has to be reopened.
 
 use remanent::disk::Disk;
 use remanent::error::{FileName, Folder, IoAction};
@@ -10,15 +10,15 @@ use super::*;
 use crate::files::{Files, SPARES_FOR_OPENS, State};
 use crate::with_options::With;
 
-/// The length of the segments that a store takes from the disk.
+/// Length in bytes of the segments of a store.
 const SEGMENT: u64 = 16 << 10;
-/// Spares of the reserve. Segments of this length hold three groups, so that seals and deletes take more
-/// of them than those of the usual length; an open takes two.
+/// Number of spares in the reserve. Segments of this length hold three groups, so seals and deletes need more
+/// of them than with the default length; an open needs two.
 const RESERVE: usize = 4;
 const IMAGE_WAYS: [ImageIo; 3] = [ImageIo::Mapped, ImageIo::Buffered, ImageIo::Direct];
 
-/// A store with two snapshots, later commits and its reserve, on a disk with `free` bytes more. The levels of
-/// free space take turns in the ways to write images.
+/// Returns a store with two snapshots, later commits and its reserve, on a disk with `free` more bytes.
+/// Consecutive values of `free` cycle through the ways to write images.
 fn filled(free: u64) -> (SimDisk, Store, Line) {
     let disk = SimDisk::new();
     let images = IMAGE_WAYS[(free / 1000 % 3) as usize];
@@ -30,7 +30,7 @@ fn filled(free: u64) -> (SimDisk, Store, Line) {
         line.commits(&store, 4).unwrap();
         store.snapshot().unwrap();
     }
-    // The next snapshot has something to write.
+    // The next snapshot has something to write because of these commits.
     line.commits(&store, 4).unwrap();
     line.check(&store, line.logged);
     until(|| is_held(&disk, RESERVE));
@@ -53,8 +53,8 @@ pub(crate) fn until(condition: impl Fn() -> bool) {
     }
 }
 
-/// Whether a reserve of this number of spares and what is held for opens are there, and nothing more is being
-/// made.
+/// Whether the disk has a reserve of this number of spares and those for opens, and no other is being
+/// created.
 pub(crate) fn is_held(disk: &(impl Disk + ?Sized), reserve: usize) -> bool {
     spares(disk) >= reserve + SPARES_FOR_OPENS
         && names(disk, Folder::Log).iter().all(|name| !is_temporary(name))
@@ -82,11 +82,11 @@ fn segments(disk: &impl Disk) -> usize {
     names(disk, Folder::Log).into_iter().filter(is_segment).count()
 }
 
-/// Commits until the disk is full; checks that the commit that failed changed nothing.
+/// Commits until the disk is full; checks that the failed commit changed nothing.
 fn fill(store: &Store, line: &mut Line) {
     for _ in 0..200 {
-        // Memory that a batch gives up counts until it is applied. A read waits until the last one is,
-        // because all change this page.
+        // Memory that a batch frees counts until the batch is applied. All of them change this page, so a
+        // read waits until the last one is applied.
         store.read(line.page, 0, &mut [0]).unwrap();
         let before = (store.lsn(), pages(store), store.stats().places);
         match line.commit(store, Ack::Logged) {
@@ -121,7 +121,7 @@ fn full_disk_refuses_commits_until_space_returns() {
     at_every_level(|free| {
         let (disk, store, mut line) = filled(free);
         fill(&store, &mut line);
-        // A frame that needs a segment of its own does not fit either, and takes nothing with it.
+        // A frame that needs its own segment does not fit either, and leaves nothing on the disk.
         let mut batch = store.batch();
         batch.write(line.page, 0, &[7; PAGE_LEN as usize]).note("n".repeat(40_000));
         assert!(matches!(store.commit(batch), Err(Error::DiskFull { .. })));
@@ -151,7 +151,7 @@ fn full_disk_deletes_use_reserve_and_close_succeeds() {
             }
         };
         assert!(matches!(full, Error::DiskFull { .. }), "{full}");
-        // The first one does not fit where the user's batch did not.
+        // The first deletion would not fit as an ordinary batch.
         for (page, note_len) in [(line.second, 3000), (line.page, 10)] {
             let mut batch = store.batch();
             batch.delete(page).note("d".repeat(note_len));
@@ -168,20 +168,20 @@ fn full_disk_deletes_use_reserve_and_close_succeeds() {
     });
 }
 
-/// The deletes that [`remanent::LogOptions::reserve_bytes`] promises.
+/// The deletes that [`remanent::LogOptions::reserve_bytes`] guarantees.
 #[test]
 fn reserve_covers_delete_batch_per_block() {
     const DELETES: usize = 100;
     for segment_len in [SEGMENT, 4 * SEGMENT] {
-        // The last segment that they take is a short one: the long one is for the next open.
+        // The last segment used for deletes is a short one: the long one is kept for the next open.
         let batches = [vec![segment_len; RESERVE - 1], vec![SEGMENT]].concat();
         let batches: usize = batches.iter().map(|len| *len as usize / 4096 - 1).sum();
         at_every_level(move |free| deletes(segment_len, batches, DELETES, free));
     }
 }
 
-/// A store on a disk with `free` bytes left, where no user's batch fits, takes this number of batches of
-/// deletes. The seal of a pause takes the place of one: on a busy machine there is a pause between any two.
+/// On a disk with `free` bytes left, on which no other batch fits, the store accepts this number of batches
+/// of deletes. A seal at a pause replaces one of them: on a busy machine there is a pause between any two.
 fn deletes(segment_len: u64, batches: usize, deletes: usize, free: u64) {
     let disk = SimDisk::new();
     let options = small().with(|options| {
@@ -192,7 +192,7 @@ fn deletes(segment_len: u64, batches: usize, deletes: usize, free: u64) {
     let mut batch = store.batch();
     (0..batches * deletes).for_each(|_| _ = batch.create(0, Place::Host).page());
     let pages = store.commit(batch).unwrap().pages;
-    // Two empty segments follow the one that takes frames.
+    // Two empty segments follow the current one.
     until(|| is_held(&disk, RESERVE) && segments(&disk) == 3 + store.stats().log.rolls as usize);
     disk.set_capacity(Some(disk.used_bytes() + free));
     for len in [3000, 10] {
@@ -225,8 +225,8 @@ fn deletes(segment_len: u64, batches: usize, deletes: usize, free: u64) {
     }
 }
 
-/// The crash came between the publication of a snapshot and the frame that records it: the open publishes its
-/// manifest anew.
+/// A crash happened between the publication of a snapshot and the frame that records it: the open publishes
+/// its manifest again.
 #[test]
 fn open_on_full_disk_republishes_manifest() {
     at_every_level(|free| {
@@ -257,7 +257,7 @@ fn open_on_full_disk_republishes_manifest() {
 fn a_snapshot_on_a_full_disk_fails_cleanly_and_succeeds_later() {
     watched("every level", || {
         let mut outcomes = [0, 0];
-        // One image file and one manifest: either may be the file that does not fit.
+        // There is one image file and one manifest, either of which may not fit.
         for free in (0..20_000).step_by(1000) {
             let (disk, store, mut line) = filled(free);
             let allocated =
@@ -293,13 +293,14 @@ fn a_snapshot_on_a_full_disk_fails_cleanly_and_succeeds_later() {
     });
 }
 
-/// Buffered images get their space when they are synced. Others had it before: a file system that lacks it
-/// then has not kept its word, and the store stops.
+/// Buffered images get disk space when they are synced. With the other ways space was allocated before: if
+/// the file system then reports that there is none, its guarantee was wrong, and the store stops.
 #[test]
 fn enospc_at_image_sync_is_clean_only_at_first_allocation() {
     for io in IMAGE_WAYS {
         watched(&format!("{io} images"), move || {
-            // The first sync is an image's, unless the log's own threads sync just then: then once more.
+            // The first sync is that of an image, unless the log's thread syncs at the same time; then the
+            // test repeats.
             loop {
                 let disk = SimDisk::new();
                 let options = with_reserve().images(ImageOptions::new().io(io));
@@ -332,8 +333,8 @@ fn enospc_at_image_sync_is_clean_only_at_first_allocation() {
 
 #[test]
 fn a_restore_on_a_full_disk_fails_cleanly_and_succeeds_later() {
-    // A snapshot has images of all pages; between two of them, those that have changed get images for the
-    // restore.
+    // A snapshot has images of all pages. If there were changes since, the restore writes images of the
+    // changed pages.
     for batches_behind in [0, 2] {
         watched(&format!("{batches_behind} batches after a snapshot, every level"), move || {
             restores_at_every_level(batches_behind);
@@ -418,8 +419,8 @@ fn open_failed_by_full_disk_succeeds_once_space_returns() {
     });
 }
 
-/// Where no image fits, the space of deleted pages comes back all the same, page by page, until a snapshot
-/// fits again; the store can be closed and opened after each step.
+/// If no image fits on the disk, the space of deleted pages is freed page by page until a snapshot fits
+/// again. The store can be closed and opened after each step.
 #[test]
 fn deleted_pages_free_space_when_no_image_fits() {
     for kept in [1, 2] {
@@ -437,7 +438,7 @@ fn give_back(kept: usize) {
     };
     let open = || Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options()).unwrap();
     let mut store = open();
-    // Each page's image lies in a file of its own.
+    // Each page's image is in a separate file.
     let pages: Vec<PageId> = (0..6)
         .map(|_| {
             let mut batch = store.batch();
@@ -447,11 +448,11 @@ fn give_back(kept: usize) {
             page
         })
         .collect();
-    // All change, so that a snapshot has to write all pages that are left.
+    // All pages change, so that a snapshot has to write all remaining pages.
     let mut batch = store.batch();
     pages.iter().for_each(|page| _ = batch.write(*page, 8, b"changed"));
     store.commit(batch).unwrap();
-    until(|| spares(&disk) >= 2 && names(&disk, Folder::Log).iter().all(|name| !is_temporary(name)));
+    until(|| is_held(&disk, 2));
     disk.set_capacity(Some(disk.used_bytes() + 4096));
 
     let mut fits = Vec::new();
@@ -469,7 +470,7 @@ fn give_back(kept: usize) {
             Err(error) => panic!("{error}"),
         }
         fits.push(taken.is_ok());
-        // The snapshot before the newest names the page, too.
+        // The previous snapshot names the page as well.
         store.prune(&store.retention().snapshots_kept(1)).unwrap();
         if taken.is_err() {
             assert_eq!(names(&disk, Folder::Pages).len(), images - 1, "{page} gave nothing back");
@@ -483,10 +484,10 @@ fn give_back(kept: usize) {
     assert!(fits.is_sorted() && !fits[0] && fits[4], "{fits:?}");
 }
 
-/// A commit that was refused just as the log went on to the next segment left that segment blank. A longer
-/// frame then went past it, and the next open took the hole for damage. To come there, deletes take more of
-/// the reserve than writes may, while two segments are ahead of the one in use. Either the log gets one more
-/// segment, or a delete that is too long for a segment is refused once the segment before it was made.
+/// A commit that was refused just after the log moved to the next segment left that segment empty. A longer
+/// frame then skipped it, and the next open reported the gap as damage. To get there, deletes use more of the
+/// reserve than writes may, while two segments are prepared. Either the log gets one more segment, or a
+/// delete that is too long for a segment is refused after the segment before it was created.
 #[test]
 fn refused_append_leaves_no_empty_segment() {
     watched("refusals and longer frames", || {
@@ -499,7 +500,7 @@ fn refused_append_leaves_no_empty_segment() {
     });
 }
 
-/// More deletes than the reserve takes.
+/// More deletes than the reserve allows.
 const DELETES: usize = 32;
 
 fn refusal(deletes: usize, space: u64, is_long_refused: bool) {
@@ -510,7 +511,7 @@ fn refusal(deletes: usize, space: u64, is_long_refused: bool) {
     (0..DELETES).for_each(|_| _ = batch.create(100, Place::Host));
     let pages = store.commit(batch).unwrap().pages;
     until(|| is_held(&disk, RESERVE));
-    // Each batch is a group of its own, so that a segment holds three.
+    // Each batch is a group, so that a segment holds three.
     let commit = |batch: WriteBatch| -> Result<()> { store.wait_durable(store.commit(batch)?.position.lsn) };
     let write = |len: usize, value: u8| {
         let mut batch = store.batch();

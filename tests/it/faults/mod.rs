@@ -1,8 +1,8 @@
-//! Failures come in order: with a typed error, without a wait for ever, and with all acknowledged batches
-//! still there afterwards.
+//! Every failure is reported as a typed error without a hang, and all acknowledged batches are present
+//! afterwards.
 //!
-//! The cases drive a small store whose every state is known by its Lsn ([`Line`]), on a simulated disk and
-//! on devices that fail on purpose. Each case runs under a watch: a hang is a failure too.
+//! The cases use a small store whose state at every Lsn is known ([`Line`]), on a simulated disk and on
+//! devices with injected faults. Each case has a time limit, so a hang is a failure too.
 
 mod bit_flips;
 mod budget;
@@ -28,19 +28,20 @@ use remanent::{
     Ack, Error, Lsn, Options, PageId, Place, Position, Result, SnapshotId, StatePoint, Store, Value,
 };
 
-/// Length of the page whose bytes tell the state.
+/// Length of the page whose bytes identify the state.
 const PAGE_LEN: u64 = 3000;
 
-/// Runs a case in a thread of its own, whose name a panic tells. A minute is a thousand times its usual time.
+/// Runs a case in a thread with this name, which a panic message shows. It fails after a minute, a thousand
+/// times its usual time.
 pub fn watched(name: &str, case: impl FnOnce() + Send + 'static) {
     watched_for(Duration::from_secs(60), name, case);
 }
 
-/// As [`watched`], for a case that may take this long.
+/// Like [`watched`], with this time limit.
 pub fn watched_for(limit: Duration, name: &str, case: impl FnOnce() + Send + 'static) {
     let (sender, done) = channel::<()>();
     let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
-        // Dropped when the case ends, however it ends.
+        // Dropped at any end of the case, which wakes the waiting thread.
         let _sender = sender;
         case();
     });
@@ -51,11 +52,11 @@ pub fn watched_for(limit: Duration, name: &str, case: impl FnOnce() + Send + 'st
     }
 }
 
-/// How often a case that met no fault runs before there is taken to be none.
+/// The number of runs without a fault after which there is assumed to be none left.
 const TRIES: usize = 3;
 
 /// Runs `case` with the first, the second, … of these operations failing, each this number of times and with
-/// this error, until there are no more of them. `case` says whether the fault struck.
+/// this error, until there are no more. `case` returns whether the fault was hit.
 fn at_every_fault(
     operations: &[Operation],
     kinds: &[(usize, i32)],
@@ -71,7 +72,7 @@ fn at_every_fault(
                     watched(&format!("{fault:?}"), move || told.store(case(fault), Ordering::SeqCst));
                     struck.load(Ordering::SeqCst)
                 };
-                // A thread of the store's may not have come to it before the case ended.
+                // A thread of the store may not have made the call before the case ended.
                 if !(0..TRIES).any(|_| strikes()) {
                     assert!(skip > 0, "there is no {operation:?} at all");
                     break;
@@ -97,13 +98,13 @@ fn open_on_host(disk: &SimDisk) -> Result<Store> {
     open(disk, Arc::new(HostDevice::new()))
 }
 
-/// The line of a store's states. Each batch fills the page with its own Lsn, sets the root's `step` to
-/// it, replaces a second page, and is long enough that a segment holds only a few.
+/// The history of a store. Each batch fills the page with its own Lsn, sets the root's `step` to it, replaces
+/// a second page, and is so long that a segment has space for only a few.
 #[derive(Clone, Debug, Default)]
 struct Line {
     page: PageId,
     second: PageId,
-    /// By Lsn: the `step` that the state shows.
+    /// The expected `step` by Lsn.
     steps: Vec<u64>,
     /// The newest batch acknowledged as logged.
     logged: u64,
@@ -147,7 +148,7 @@ impl Line {
         Ok(())
     }
 
-    /// Some commits, every third one durable.
+    /// Makes `count` commits, every third one durable.
     fn commits(&mut self, store: &Store, count: usize) -> Result<()> {
         (0..count)
             .try_for_each(|index| self.commit(store, if index % 3 == 2 { Ack::Durable } else { Ack::Logged }))
@@ -178,9 +179,10 @@ impl Line {
         Ok(())
     }
 
-    /// Commits that roll, snapshots that recycle, a restore: the first error ends it.
+    /// Makes commits that fill segments, snapshots that recycle segments, and a restore; stops at the first
+    /// error.
     fn work(&mut self, store: &Store) -> Result<()> {
-        // Longer than any batch before: no idle staging is long enough.
+        // Longer than all earlier batches, so that no idle staging memory is long enough.
         self.commit_with_note(store, Ack::Logged, 5000)?;
         for _ in 0..3 {
             self.commits(store, 7)?;
@@ -191,7 +193,7 @@ impl Line {
         self.commits(store, 3)
     }
 
-    /// Checks that the store is in one of the line's states, and that it is not before `lsn`.
+    /// Checks that the store is in a state of the history, not older than `at_least`.
     fn check(&self, store: &Store, at_least: u64) {
         let lsn = store.lsn().0;
         assert!(lsn >= at_least, "{at_least} was acknowledged, {lsn} is there");
@@ -199,7 +201,7 @@ impl Line {
         self.check_read(store).unwrap();
     }
 
-    /// Reads everything: the bytes are right, or the read is refused.
+    /// Reads everything: the bytes must be right, or the read must fail.
     fn check_read(&self, store: &Store) -> Result<()> {
         let lsn = store.lsn();
         let step = self.steps[lsn.0 as usize];
@@ -213,7 +215,7 @@ impl Line {
     }
 }
 
-/// Checks that commits, snapshots and restores are refused, all with the same cause, which it returns.
+/// Checks that commits, snapshots and restores fail with the same cause, and returns it.
 fn poisoned(store: &Store) -> Arc<Error> {
     let cause = |result: Result<()>| match result {
         Err(Error::Poisoned(cause)) => cause,
@@ -228,14 +230,14 @@ fn poisoned(store: &Store) -> Arc<Error> {
     committed
 }
 
-/// A device that counts allocations, and refuses, lags or panics when it is told to.
+/// A device that counts allocations, and that refuses, delays or panics on request.
 pub struct Gauge {
     inner: Arc<dyn Device>,
     /// The number of allocations that were not released.
     live: AtomicI64,
     /// The number of allocations made.
     allocations: AtomicU64,
-    /// Allocations that succeed before one is out of memory.
+    /// The number of allocations that succeed before one is out of memory.
     allocations_left: AtomicU64,
     panics: AtomicBool,
 }

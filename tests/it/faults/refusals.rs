@@ -1,4 +1,4 @@
-//! Stores that may not be opened.
+//! Stores whose open must fail.
 
 use crate::with_options::With;
 use remanent::disk::dir::DirDisk;
@@ -24,7 +24,7 @@ fn store_opens_only_with_matching_kind() {
     );
     let changed = disk.history()[events..].iter().any(|event| !event.starts_with("sync folder"));
     assert!(!changed, "{:#?}", &disk.history()[events..]);
-    // An option that is not given is not compared.
+    // A kind that is not given is not compared.
     drop(opened(small()).unwrap());
     drop(opened(own.create(Create::Never)).unwrap());
 
@@ -37,9 +37,9 @@ fn store_opens_only_with_matching_kind() {
     assert!(matches!(other, Error::Mismatch(Mismatch::Identity { .. })), "{other}");
 }
 
-/// What a layout means can be read in the error, where the fingerprints are layouts of ours.
+/// If both fingerprints belong to known layouts, the error describes the layouts in words.
 #[test]
-fn an_open_with_another_layout_prints_both() {
+fn open_with_another_layout_reports_both_layouts() {
     let shape = BlockShape { layers: 32, outer: 2, tokens: 16, inner: 1024, width: 2 };
     let layout = |arrangement| BlockLayout::new(shape, 100, arrangement, 512).unwrap();
     let own = layout(Arrangement::Contiguous);
@@ -56,7 +56,7 @@ fn an_open_with_another_layout_prints_both() {
          {of}, layers apart, outer first, aligned to 512; "
     );
     assert!(error.starts_with(&expected), "{error}");
-    // Of other kinds the bytes are printed.
+    // Kinds of an unknown form are printed as bytes.
     let error = opened([0xCD; 32]).unwrap_err().to_string();
     assert!(error.contains("contiguous") && error.contains(&"cd".repeat(32)), "{error}");
 }

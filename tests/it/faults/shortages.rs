@@ -1,9 +1,11 @@
-//! A system that is short of something for a while: open files, memory, threads. The call that cannot be done
-//! then fails alone, and the same store goes on when the shortage ends. `docs/failures.md` lists what poisons
-//! a store and what does not.
+//! A temporary shortage of open files, memory or threads. Only the call that needs the resource fails, and
+//! the same store works again when the shortage ends. `docs/failures.md` lists what poisons a store and what
+//! does not.
 
 use std::path::Path;
 
+use remanent::disk::Disk;
+use remanent::disk::dir::DirDisk;
 use remanent::error::{FileName, Folder, IoObject, Remedy};
 use remanent::follow::{FollowFrom, Follower};
 use remanent::options::{LogIo, MemoryOptions, PageLoad, ScrubSchedule};
@@ -18,16 +20,15 @@ use crate::files::SPARES_FOR_OPENS;
 use crate::machine::alone;
 use crate::with_options::With;
 
-/// Too many files open in the process, and in the system; no memory; no thread, or anything else that may
-/// come back.
+/// Too many open files in the process, or in the system; no memory; no thread or another temporary shortage.
 const EMFILE: i32 = 24;
 const ENFILE: i32 = 23;
 const ENOMEM: i32 = 12;
 const EAGAIN: i32 = 11;
 
-/// The operations that open a file, or map one.
+/// The operations that open or map a file.
 const OPERATIONS: [Operation; 3] = [Operation::Create, Operation::Open, Operation::Window];
-/// The length of a note whose batch needs a segment of its own.
+/// The length of a note whose batch needs its own segment.
 const LONG: usize = 20_000;
 
 fn is_the_shortage(error: &Error) -> bool {
@@ -35,8 +36,8 @@ fn is_the_shortage(error: &Error) -> bool {
     [EMFILE, ENFILE, ENOMEM, EAGAIN].iter().any(|errno| text.contains(&format!("(os error {errno})")))
 }
 
-/// Runs `case` with every operation of these kinds failing, the first, the second, … of them first, for one
-/// time or until the shortage ends. `case` says whether the fault struck.
+/// Runs `case` with the first, the second, … operation of these kinds failing, once or until the shortage
+/// ends. `case` returns whether the fault was hit.
 fn at_every_moment(case: impl Fn(DiskFault) -> bool + Send + Sync + Copy + 'static) {
     let kinds = [(1, EMFILE), (usize::MAX, EMFILE), (2, ENOMEM), (1, ENFILE), (usize::MAX, EAGAIN)];
     at_every_fault(&OPERATIONS, &kinds, case);
@@ -56,7 +57,7 @@ fn fails_one_call_and_goes_on(fault: DiskFault, options: Options) -> bool {
     }
     match outcome {
         Ok(()) => {}
-        // A restore that is logged must reach memory, and it could not read again what it had proven.
+        // A logged restore must be loaded into memory, and it could not read again what it had verified.
         Err(error @ Error::Poisoned(_)) => {
             assert!(is_the_shortage(&error) && fault.operation == Operation::Open, "{error}");
             assert_eq!(error.remedy(), Remedy::Reopen, "{error}");
@@ -88,8 +89,8 @@ fn shortage_fails_one_call_only() {
     at_every_moment(|fault| fails_one_call_and_goes_on(fault, small()));
 }
 
-/// The segment that a long frame was to have took the place of a short one. A frame that went to the short
-/// one would be in no file that has a name.
+/// The segment for a long frame replaced a short one. If mapping it fails, a frame that went to the short one
+/// would be in no named file.
 #[test]
 fn unmappable_long_segment_leaves_nothing() {
     for io in [LogIo::Mapped, LogIo::Direct] {
@@ -99,11 +100,11 @@ fn unmappable_long_segment_leaves_nothing() {
                 open_with(&disk, Gauge::host(), small().with(|options| options.log.io = Some(io))).unwrap();
             let mut line = Line::begin(&store);
             line.commits(&store, 3).unwrap();
-            // No segment is made while the test looks on.
+            // Waits until no segment is under construction.
             while held(&disk) < 2 + SPARES_FOR_OPENS {
                 std::thread::yield_now();
             }
-            // The fault may strike the maker, which tries again, and no commit.
+            // The fault may hit the thread that creates segments, which tries again, and no commit.
             let refused = (0..100).find_map(|_| {
                 disk.fail(DiskFault { operation: Operation::Window, skip: 0, times: 1, errno: EMFILE });
                 line.commit_with_note(&store, Ack::Logged, LONG).err()
@@ -128,7 +129,7 @@ fn held(disk: &SimDisk) -> usize {
 
 #[test]
 fn background_shortage_fails_nothing() {
-    // A snapshot comes with every second segment.
+    // A snapshot becomes due with every second segment.
     at_every_moment(|fault| {
         fails_one_call_and_goes_on(
             fault,
@@ -137,13 +138,13 @@ fn background_shortage_fails_nothing() {
     });
 }
 
-/// A file that could not be looked at is neither damaged nor gone: no older snapshot takes its place, and
+/// A file that could not be examined is neither damaged nor missing: no older snapshot is used instead, and
 /// nothing is removed.
 #[test]
 fn a_shortage_during_an_open_fails_that_open() {
     at_every_moment(|fault| {
         let disk = SimDisk::new();
-        // Without spares, which an open takes before it makes a segment.
+        // Without spares, which an open uses before it creates a segment.
         let options = || small().with(|options| options.log.reserve_bytes = Some(0));
         let open_on_host = |disk: &SimDisk| open_with(disk, Gauge::host(), options());
         let store = open_on_host(&disk).unwrap();
@@ -175,7 +176,7 @@ fn a_shortage_during_an_open_fails_that_open() {
     });
 }
 
-/// A store that was closed after a snapshot.
+/// Returns a store that was closed after a snapshot.
 fn closed() -> (SimDisk, Line) {
     let disk = SimDisk::new();
     let store = open_on_host(&disk).unwrap();
@@ -216,8 +217,7 @@ fn pages_are_loaded_when_the_shortage_ends() {
     });
 }
 
-/// A page that a caller asked for ahead, and that cannot be loaded as long as the shortage lasts, holds no
-/// close up.
+/// A prefetched page that cannot be loaded during the shortage does not delay a close.
 #[test]
 fn close_does_not_wait_for_prefetches() {
     watched("prefetch", || {
@@ -230,7 +230,7 @@ fn close_does_not_wait_for_prefetches() {
         assert!(store.unloaded_pages().pages > 0);
         let pages: Vec<PageId> = store.pages().unwrap().map(|info| info.page).collect();
         let coming = store.prefetch(&pages, Place::Host).unwrap();
-        // The thread has come to them, or comes when the store is over.
+        // The prefetch is waiting for a file, or will do so until the store is closed.
         assert!(!coming.wait_timeout(Duration::from_millis(20)).unwrap());
         drop(store);
         let ended = coming.wait().unwrap_err();
@@ -271,12 +271,12 @@ fn scrub_does_not_report_shortage_as_damage() {
     });
 }
 
-/// Threads of this process.
+/// Returns the number of threads of this process.
 fn threads() -> usize {
     std::fs::read_dir("/proc/self/task").unwrap().count()
 }
 
-/// Waits until this process has no more threads than before. The system lists a thread for a moment after it
+/// Waits until this process has at most `before` threads. The system lists a thread for a short time after it
 /// was joined.
 fn await_threads(before: usize) {
     while threads() > before {
@@ -318,7 +318,7 @@ fn open_failing_to_start_thread_leaves_nothing() {
     });
 }
 
-/// An open store has the threads that it needs. All others help, and their work is done without them.
+/// An open store has all threads that it needs. Others are optional, and their work is done without them.
 #[test]
 fn store_continues_without_new_threads() {
     alone(|| {
@@ -327,7 +327,7 @@ fn store_continues_without_new_threads() {
         let options = || small().device(remanent::DeviceChoice::Host);
         let store = options().open(&path).unwrap();
         let mut line = Line::begin(&store);
-        // Images of which several threads make some each.
+        // Several threads write the images of these pages.
         let large = options().open(directory.path().join("large")).unwrap();
         let mut batch = large.batch();
         let page = batch.create(8 << 20, Place::Host).page();
@@ -348,7 +348,7 @@ fn store_continues_without_new_threads() {
         store.fork(&fork, StatePoint::Lsn(store.lsn())).unwrap();
         let view = Store::open_at(&path, StatePoint::Lsn(store.lsn())).unwrap();
         view.read(line.page, 0, &mut [0; 8]).unwrap();
-        // Nothing tells it of changes: it looks of its own accord.
+        // The follower polls, because no file event reaches it.
         let mut follower = Follower::open(&path, FollowFrom::Snapshot).unwrap();
         while follower.next(Duration::ZERO).unwrap().is_some() {}
         line.commit(&store, Ack::Logged).unwrap();
@@ -387,7 +387,7 @@ fn threads_are_started_in_one_place() {
     assert_eq!(places, [Path::new("base/sync/threads.rs")]);
 }
 
-/// The tests that the table of failures names.
+/// Returns the tests that the table of failures names.
 fn tests_of_the_table(table: &str) -> Vec<String> {
     let rows = table.lines().filter(|line| line.starts_with("| ") && line.ends_with("` |"));
     let last = rows.filter_map(|row| row.trim_end_matches(" |").rsplit_once("| ")?.1.strip_prefix('`'));
@@ -409,14 +409,14 @@ fn every_row_of_the_table_of_failures_has_its_test() {
     }
 }
 
-/// Lets the process open no more files than it has open, while `work` runs.
+/// Lets the process open no further file while `work` runs.
 fn without_descriptors<T>(work: impl FnOnce() -> T) -> T {
     let before = getrlimit(Resource::Nofile);
     let open = std::fs::read_dir("/proc/self/fd").unwrap();
     let highest =
         open.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u64>().ok()).max().unwrap();
     setrlimit(Resource::Nofile, Rlimit { current: Some(highest + 1), ..before }).unwrap();
-    // A new descriptor gets the lowest free number: so none is free.
+    // A new descriptor gets the lowest free number, so none is free.
     let _all: Vec<_> = std::iter::from_fn(|| std::fs::File::open("/dev/null").ok()).collect();
     let done = work();
     setrlimit(Resource::Nofile, before).unwrap();
@@ -439,14 +439,14 @@ fn out_of_descriptors(path: &Path, log_io: LogIo) {
     let store = options().open(path).unwrap();
     let mut line = Line::begin(&store);
     line.work(&store).unwrap();
-    // A thread in the background may give a descriptor back just then, so that a call goes through.
+    // A background thread may close a descriptor at this time, so that a call succeeds.
     let mut times_refused = [0; 8];
     for _ in 0..3 {
         let refused = without_descriptors(|| {
-            // A segment that is full gives its descriptor back, so commits may find one each time.
+            // The descriptor of a full segment is closed, so each commit may get one.
             let commits = (0..50).find_map(|_| line.commits(&store, 3).err());
             assert!(commits.as_ref().is_none_or(is_the_shortage), "{log_io}: {commits:?}");
-            // All descriptors that the commits gave back.
+            // Takes all descriptors that the commits have closed.
             let _all: Vec<_> = std::iter::from_fn(|| std::fs::File::open("/dev/null").ok()).collect();
             let kept = store.snapshots();
             let refusals = [
@@ -481,7 +481,28 @@ fn out_of_descriptors(path: &Path, log_io: LogIo) {
         assert!(store.scrub().unwrap().damage.is_empty());
     }
     assert!(times_refused.iter().all(|times| *times > 0), "{log_io}: {times_refused:?}");
-    // A store that was closed without descriptors has sealed what it could.
+    // A store that is closed without descriptors seals what it can.
     without_descriptors(|| store.close()).unwrap();
     line.check(&options().open(path).unwrap(), line.logged);
+}
+
+/// With a limit below all numbers, the system reports EINVAL for another descriptor of an open file.
+#[test]
+fn window_without_free_descriptor_is_a_shortage() {
+    alone(|| {
+        let directory = tempfile::tempdir().unwrap();
+        let disk = DirDisk::new(directory.path());
+        disk.make_folder(Folder::Log).unwrap();
+        let file = disk.create(FileName::Segment(1)).unwrap();
+        file.write_zeros(0, 8192, LogIo::Buffered).unwrap();
+        let before = getrlimit(Resource::Nofile);
+        setrlimit(Resource::Nofile, Rlimit { current: Some(0), ..before }).unwrap();
+        let windows = [LogIo::Mapped, LogIo::Buffered].map(|io| file.window(io).err());
+        setrlimit(Resource::Nofile, before).unwrap();
+        // A mapped window of a file in memory needs no descriptor.
+        assert!(windows[1].is_some());
+        for error in windows.into_iter().flatten() {
+            assert!(is_the_shortage(&error), "{error}");
+        }
+    });
 }

@@ -1,5 +1,4 @@
-//! Segments that are not needed any more wait to be used again, and give way to any call that finds the disk
-//! full.
+//! Segments that are no longer needed are kept for reuse, and are removed when a call finds the disk full.
 
 use remanent::disk::Disk;
 use remanent::error::{FileName, Folder};
@@ -13,12 +12,12 @@ use crate::with_options::With;
 
 const SEGMENT: u64 = 16 << 10;
 const RESERVE: usize = 2;
-/// The reserve, with the spares that are held for opens.
+/// The spares of the reserve, and those for opens.
 const HELD: usize = RESERVE + SPARES_FOR_OPENS;
-/// Commits between two snapshots: they fill more than two segments.
+/// Commits between two snapshots, which fill more than two segments.
 const COMMITS: usize = 16;
 
-/// A store that has recycled segments.
+/// Returns a store with recycled segments.
 fn recycled() -> (SimDisk, Store, Line) {
     let disk = SimDisk::new();
     let options = small().with(|options| options.log.reserve_bytes = Some(RESERVE as u64 * SEGMENT));
@@ -37,14 +36,14 @@ fn spares(disk: &SimDisk) -> usize {
     names.into_iter().filter(is_spare).count()
 }
 
-/// The number of calls of this kind that the disk got since an event.
+/// Number of calls of this kind for a file since an event.
 fn told(disk: &SimDisk, from: usize, verb: &str, file: &str) -> usize {
     let is_told = |event: &&String| event.starts_with(verb) && event.ends_with(file);
     disk.history()[from..].iter().filter(is_told).count()
 }
 
-/// The number of segments that a round takes depends on how often the log's thread syncs and seals; their
-/// fate does not.
+/// The number of segments that a round uses depends on how often the log's thread syncs and seals, but not
+/// whether a segment is created or reused.
 #[test]
 fn segment_is_created_only_without_spare_beyond_reserve() {
     watched("rounds", || {
@@ -71,7 +70,7 @@ fn segment_is_created_only_without_spare_beyond_reserve() {
     });
 }
 
-/// Their old bytes do not matter: the log goes on after the opening as if there were zeros.
+/// The old bytes of a spare have no effect: the log continues as if the segment contained zeros.
 #[test]
 fn open_reuses_spares_for_segments() {
     watched("opens", || {
@@ -98,7 +97,7 @@ fn open_reuses_spares_for_segments() {
     });
 }
 
-/// A file that could not be made leaves no bytes under its name, and no other file is removed for it.
+/// If a file cannot be created, nothing remains under its name, and no other file is removed.
 #[test]
 fn uncreated_opening_segment_is_not_removed() {
     for (operation, with_spares) in [(Operation::Rename, true), (Operation::Create, false)] {
@@ -138,7 +137,7 @@ fn space_requests_take_segments_beyond_reserve() {
             let mut batch = store.batch();
             batch.delete(page);
             store.commit(batch)?;
-            // The line knows of neither.
+            // The expected history includes neither of them.
             let step = line.steps[line.logged as usize];
             line.steps.extend([step; 2]);
             line.logged += 2;
@@ -175,11 +174,12 @@ fn a_prune_frees_the_space_of_segments_beyond_the_reserve() {
     });
 }
 
-/// A power cut may keep the spare's name and the manifest's: then the log would go into the manifest.
+/// A power cut may keep both the spare's name and the manifest's for one file: if it were used as a segment,
+/// the log would overwrite the manifest.
 #[test]
 fn spare_reused_as_manifest_is_no_segment_after_power_cut() {
     watched("power cuts", || {
-        // Their manifest is longer than the shortest segment.
+        // The manifest of these pages is longer than the shortest segment.
         const DELETES: usize = 1200;
         const LEN: u64 = 1 << 20;
         let options = || {
@@ -195,12 +195,12 @@ fn spare_reused_as_manifest_is_no_segment_after_power_cut() {
         batch.create(LEN, Place::Host);
         let page = store.commit(batch).unwrap().pages[0];
         store.snapshot().unwrap();
-        // The images of these lie in a file of their own.
+        // The images of these pages are in a separate file.
         let mut batch = store.batch();
         (0..DELETES).for_each(|_| _ = batch.create(8, Place::Host).page());
         let going = store.commit(batch).unwrap().pages;
         store.snapshot().unwrap();
-        // The next snapshot has an image to write, for which there is no space.
+        // The next snapshot has to write an image, for which there is no space.
         let mut batch = store.batch();
         batch.write(page, 8, b"changed");
         store.commit(batch).unwrap();
@@ -220,7 +220,7 @@ fn spare_reused_as_manifest_is_no_segment_after_power_cut() {
         let state = State::of(&store);
         let plan = CrashPlan { events: from..usize::MAX, tears: Tears::None, images_max: 16, seed: 0 };
         disk.power_images(&plan, |image| {
-            // Full, so that the open takes what spares there are.
+            // The disk is full, so that the open reuses spares.
             image.disk.set_capacity(Some(image.disk.used_bytes()));
             let store = open(&image.disk);
             assert_eq!(State::of(&store), state, "{image}");

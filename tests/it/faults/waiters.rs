@@ -1,4 +1,4 @@
-//! A waiting thread is told when the store fails, or goes.
+//! A waiting thread gets an error when the store fails or is dropped.
 
 use std::sync::Barrier;
 use std::sync::mpsc::sync_channel;
@@ -10,7 +10,7 @@ use remanent::testing::sim_disk::{EIO, Operation, SyncPoint};
 
 use super::*;
 
-/// Two threads submit a batch each and wait for it. Returns what they were told, or that they panicked.
+/// Two threads submit a batch each and wait for it. Returns their results, or panics.
 fn two_try(store: &Store, ack: Ack) -> Vec<std::thread::Result<Result<()>>> {
     let start = Barrier::new(2);
     std::thread::scope(|scope| {
@@ -28,12 +28,12 @@ fn two_try(store: &Store, ack: Ack) -> Vec<std::thread::Result<Result<()>>> {
     })
 }
 
-/// The same, where no thread panics.
+/// Like `two_try`, where no thread panics.
 fn two_wait(store: &Store, ack: Ack) -> Vec<Result<()>> {
     two_try(store, ack).into_iter().map(|told| told.unwrap()).collect()
 }
 
-/// No thread was told that all is well, and each was told the reason.
+/// Asserts that both waits failed with this reason.
 fn all_told(outcomes: &[Result<()>], reason: &str) {
     for outcome in outcomes {
         let error = outcome.as_ref().unwrap_err();
@@ -72,7 +72,7 @@ fn device_failure_wakes_every_waiter() {
                 context_lost: false,
             });
             all_told(&two_wait(&store, Ack::Applied), "failed as arranged");
-            // The log is sound: the batches that it took become durable all the same.
+            // The log is not affected: the batches in it become durable nevertheless.
             store.wait_durable(store.lsn()).unwrap();
         });
     }
@@ -88,7 +88,7 @@ fn applier_panic_is_reported_without_loss() {
         let outcomes = two_wait(&store, Ack::Applied);
         all_told(&outcomes, "the applier's thread of the store in a simulated disk panicked");
         assert!(matches!(store.read(line.page, 0, &mut [0; 8]), Err(Error::Poisoned(_))));
-        // The page table is no matter of the applier's, and logged batches are logged.
+        // The page table does not depend on the failed thread, and logged batches stay logged.
         assert!(store.contains(line.page).unwrap());
         poisoned(&store);
         let logged = store.lsn();
@@ -111,7 +111,7 @@ fn keeper_panic_is_reported() {
                 panic!("as arranged")
             }
         });
-        // No thread waits for it, so the log's own thread syncs it when it is due.
+        // No thread waits for the sync, so the log's own thread syncs when it is due.
         let mut batch = store.batch();
         batch.create(10, Place::Host);
         store.submit(batch).unwrap();

@@ -1,4 +1,5 @@
-//! The two ways in which a following ends: the log went on without the follower, or its batch was lost.
+//! The two ways in which following a log ends: the log was recycled before the follower read it, or the follower's
+//! batch was lost.
 
 use crate::with_options::With;
 use remanent::error::{FileName, Folder, Remedy};
@@ -7,7 +8,7 @@ use remanent::options::Retention;
 
 use super::*;
 
-/// Commits until the log that `lsn` lies in is recycled.
+/// Commits until the segment that contains `lsn` is recycled.
 fn recycle_up_to(writer: &mut Writer, disk: &SimDisk) {
     let first = |disk: &SimDisk| disk.list(Folder::Log).unwrap()[0].clone();
     let before = first(disk);
@@ -20,8 +21,8 @@ fn recycle_up_to(writer: &mut Writer, disk: &SimDisk) {
 #[test]
 fn overtaken_follower_gets_restart_position() {
     let (sim, disk) = sim();
-    // A restore takes a snapshot of its own: with the next one there are two after it, and with no more than
-    // these its table would be gone before a follower looks.
+    // A restore takes a snapshot. With the next one there are two after it; if no more were kept, the restore's table
+    // would be removed before the follower reads it.
     let mut writer = Writer::open(&disk, options().retention(Retention::new().snapshots_kept(3)));
     let mut reader = Reader::open(&disk);
     writer.commit(5);
@@ -30,7 +31,7 @@ fn overtaken_follower_gets_restart_position() {
     recycle_up_to(&mut writer, &sim);
     let newest = writer.store.snapshots().last().unwrap().id;
 
-    // The follower that reads, the one that comes back, and the one that wants the whole log.
+    // A follower that is reading, one that resumes, and one that starts at the beginning of the log.
     let errors = [
         loop {
             match reader.step() {
@@ -45,7 +46,7 @@ fn overtaken_follower_gets_restart_position() {
         assert!(matches!(error, Error::Overtaken { snapshot: Some(id), .. } if id == newest), "{error}");
         assert_eq!(error.remedy(), Remedy::StartOver);
     }
-    // It starts over, and then keeps up.
+    // A new follower starts from a snapshot, and is not overtaken again.
     let mut reader = Reader::from_snapshot(&disk);
     assert_eq!(reader.catch_up().unwrap(), writer.store.lsn());
     for _ in 0..30 {
@@ -56,7 +57,7 @@ fn overtaken_follower_gets_restart_position() {
     assert!(writer.store.stats().segment > 10);
 }
 
-/// A power cut may take the removal of one segment and spare that of the next: neither is needed any more.
+/// A power cut may undo the removal of one segment and not that of the next; neither is needed any more.
 #[test]
 fn resurrected_segment_is_not_damage() {
     let (sim, disk) = sim();
@@ -100,7 +101,7 @@ fn a_follower_at_the_end_is_not_overtaken_by_recycling() {
         for _ in 0..6 {
             writer.commit(3);
             assert_eq!(reader.catch_up().unwrap(), writer.store.lsn());
-            // The position outlives the segments before it.
+            // The position remains valid after the segments before it were removed.
             writer.store.snapshot().unwrap();
             reader.reopen(&disk).unwrap();
             assert!(reader.step().unwrap().is_none());
@@ -149,17 +150,17 @@ fn follower_diverges_after_power_cut_loses_batches() {
         );
         assert_eq!(error.remedy(), Remedy::StartOver);
     };
-    // Before the next open, and after it, and when new batches have the numbers of the lost ones.
+    // Before the next open, after it, and when new batches have the Lsns of the lost ones.
     diverged(lost, Some(Lsn(3)));
     let mut writer = Writer::open(&cut, options());
     diverged(lost, Some(Lsn(3)));
     writer.commit(6);
     diverged(lost, Some(Lsn(3)));
-    // A follower that had not read the lost batches goes on.
+    // A follower that had not read the lost batches continues.
     let mut follower = Follower::open_on(cut.clone(), durable.into()).unwrap();
     assert_eq!(follower.next(Duration::ZERO).unwrap().unwrap().lsn(), Lsn(4));
 
-    // Positions that the store never had.
+    // Positions at which the store never was.
     for forged in [
         FollowerPosition { chain: durable.chain ^ 1, ..durable },
         FollowerPosition { lsn: Lsn(0), ..durable },
@@ -174,7 +175,7 @@ fn follower_diverges_after_power_cut_loses_batches() {
     diverged(Follower::open_on(other_store(), FollowFrom::Snapshot).unwrap().position(), None);
 }
 
-/// Another store, in its first incarnation.
+/// Returns another store, in its first incarnation.
 fn other_store() -> Arc<dyn Disk> {
     let (_, disk) = sim();
     let mut writer = Writer::open(&disk, options());
@@ -185,7 +186,7 @@ fn other_store() -> Arc<dyn Disk> {
 
 #[test]
 fn running_follower_detects_divergence() {
-    // The follower lives on and the writer's machine does not, as with a directory on a network.
+    // The follower keeps running while the writer's machine loses power, as with a directory on a network.
     let (sim, disk) = sim();
     let long = options().with(|options| options.log.segment_len = 128 << 10);
     let mut writer = Writer::open(&disk, long.clone());
@@ -211,7 +212,7 @@ fn running_follower_detects_divergence() {
     assert!(matches!(error, Error::Diverged { survived: Some(Lsn(3)), .. }), "{error}");
 }
 
-/// Makes all files of one disk those of another.
+/// Replaces all files of `target` with those of `source`.
 fn show(source: &SimDisk, target: &SimDisk) {
     for folder in [Folder::Root].into_iter().chain(Folder::INNER) {
         for file in source.list(folder).unwrap().iter().filter_map(|name| FileName::parse(folder, name)) {
@@ -250,11 +251,11 @@ fn close_overtakes_followers_behind_the_kept_log() {
     };
     let store = open();
     commit(&store);
-    // Not polled again until the second close.
+    // Not polled before the second close.
     let mut asleep = follow(FollowFrom::Beginning, 1).unwrap();
     store.close().unwrap();
     let store = open();
-    // The segment of this batch also takes the next ones.
+    // The segment of this batch also contains the next ones.
     let mut long = store.batch();
     let page = long.create(250_000, Place::Host).page();
     long.write(page, 0, &[1; 240_000]);
@@ -295,9 +296,10 @@ fn close_overtakes_followers_behind_the_kept_log() {
     }
 }
 
-/// A prune of names keeps the log after a removed snapshot for followers, although no kept snapshot begins there.
+/// After a prune of names, a close keeps the log after a removed snapshot for followers, although no kept snapshot
+/// begins there.
 #[test]
-fn close_keeps_log_after_a_name_that_was_given_up() {
+fn close_keeps_log_after_released_name() {
     let (sim, disk) = sim();
     let options = options()
         .retention(Retention::new().snapshots_kept(2))
@@ -308,7 +310,7 @@ fn close_keeps_log_after_a_name_that_was_given_up() {
         batch.note("n".repeat(900));
         store.commit(batch).unwrap();
     };
-    // The segment of this batch also takes the next ones.
+    // The segment of this batch also contains the next ones.
     let mut long = store.batch();
     let page = long.create(250_000, Place::Host).page();
     long.write(page, 0, &[1; 240_000]);

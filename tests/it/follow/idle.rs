@@ -1,4 +1,4 @@
-//! What followers cost that wait for nothing, and that the next batch reaches them all the same.
+//! The cost of idle followers, and that the next batch reaches them nevertheless.
 
 use remanent::Ack;
 
@@ -6,12 +6,13 @@ use super::*;
 use crate::machine::alone;
 use crate::with_options::With;
 
-/// How long the followers wait for nothing.
+/// How long the followers are idle.
 const IDLE: Duration = Duration::from_millis(1500);
-/// How often one looks meanwhile: 40 times by the pace. One that looked every 10 ms would do so 150 times.
+/// The maximum number of checks of one follower in that time: 40 at its usual interval. With an interval of
+/// 10 ms there would be 150.
 const CHECKS_MAX: u64 = 75;
 
-/// How often each of `count` followers of a store looks while nothing comes.
+/// Returns how often each of `count` idle followers of a store checks for new batches.
 fn checks(disk: &Arc<dyn Disk>, options: Options, count: usize) -> Vec<u64> {
     let mut writer = Writer::open(disk, options.with(|options| options.log.segment_len = 64 << 10));
     writer.commit(1);
@@ -33,7 +34,7 @@ fn checks(disk: &Arc<dyn Disk>, options: Options, count: usize) -> Vec<u64> {
             .collect();
         waits.into_iter().map(|wait| wait.join().unwrap()).collect()
     });
-    // Each has what comes next.
+    // Each follower receives the next batch.
     writer.commit(1);
     for follower in &mut followers {
         assert_eq!(follower.next(Duration::from_secs(60)).unwrap().unwrap().lsn(), Lsn(2));
@@ -60,7 +61,7 @@ fn three_hundred_idle_followers_poll_rarely() {
     });
 }
 
-/// Stores into a mapping make no event: the writer makes one where followers may not look for a while.
+/// Stores to a mapping cause no file event, so the writer causes one explicitly when followers may be asleep.
 #[test]
 fn mapped_log_notifies_followers_after_idle() {
     for (log_io, told) in [(LogIo::Mapped, 1), (LogIo::Buffered, 0), (LogIo::Direct, 0)] {
@@ -69,7 +70,7 @@ fn mapped_log_notifies_followers_after_idle() {
             Writer::open(&disk, options().ack(Ack::Logged).with(|options| options.log.io = Some(log_io)));
         let mut follower = Follower::open_on(disk, FollowFrom::Beginning).unwrap();
         for lsn in 1..=3 {
-            // Nothing comes for longer than the silence that is told.
+            // There is no batch for longer than the time after which followers sleep.
             assert!(follower.next(Duration::from_millis(10)).unwrap().is_none());
             let before = sim.notifications();
             writer.commit(1);

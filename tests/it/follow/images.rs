@@ -1,4 +1,4 @@
-//! Batches whose long pages lie in image files, written ahead: their bytes are read when they are asked for.
+//! Batches whose long pages are in image files: their bytes are read on request.
 
 use remanent::error::{FileName, Folder};
 use remanent::options::{Compression, Retention};
@@ -14,7 +14,7 @@ fn content(seed: u64) -> Vec<u8> {
     Random(seed).bytes(LEN)
 }
 
-/// A store of three long pages and a short one, from one batch.
+/// Creates a store of three long pages and a short one in one batch.
 fn imported(disk: &Arc<dyn Disk>) -> (Store, Vec<PageId>) {
     let options = options().with(|options| options.images.compression = Compression::Off);
     let store = Store::open_on(disk.clone(), Arc::new(HostDevice::new()), options).unwrap();
@@ -81,8 +81,8 @@ fn a_batch_that_names_images_is_followed_like_any_other() {
     check(&Replica::from_snapshot_on(&disk).unwrap());
 }
 
-/// Pages on disk, of which a snapshot has overlays: a replica follows them there and back from the beginning,
-/// and begins with the snapshot.
+/// Pages on disk for which a snapshot has overlays: a replica follows their moves from the beginning of the
+/// log, and another starts with the snapshot.
 #[test]
 fn pages_on_disk_are_followed_and_overlays_read() {
     let (sim, disk) = sim();
@@ -158,7 +158,7 @@ fn missing_image_means_overtaken_or_lost() {
     let batch = next(&mut follower);
     let file = image_file(&sim);
     let bytes = sim.bytes(file).unwrap();
-    // No mark says that the file is not needed.
+    // No mark records that the file is not needed.
     sim.remove(file).unwrap();
     let mut replica = Replica::default();
     let Err(Error::Damaged(damage)) = replica.apply(&batch) else { panic!("an image is lost") };
@@ -190,7 +190,7 @@ fn missing_image_means_overtaken_or_lost() {
     assert_eq!(replica.bytes(pages[0]).unwrap()[..9], [&[turn; 8][..], &content(0)[8..9]].concat());
 }
 
-/// The name of the only image file.
+/// Returns the name of the only image file.
 fn image_file(disk: &SimDisk) -> FileName {
     let names = disk.list(Folder::Pages).unwrap();
     let [name] = &names[..] else { panic!("one image file: {names:?}") };

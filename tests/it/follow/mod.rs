@@ -1,9 +1,8 @@
-//! Following a store: every batch once, in order, byte for byte, whatever happens to the writer; and a typed
-//! error where that cannot be.
+//! Following a store: every batch once, in order and with the right bytes, whatever happens to the writer;
+//! otherwise a typed error.
 //!
 //! The batches are those of the kill suite's workload, so that the state after every Lsn is known. The other
-//! suites have their rows for followers: `kill` for a writer that dies, `crash` for every state that a crash
-//! leaves.
+//! suites test followers as well: `kill` of a writer that is killed, `crash` after every crash.
 
 mod ends;
 mod idle;
@@ -29,7 +28,7 @@ use crate::kill::model::Model;
 use crate::kill::workload::{Shape, changes, fill, is_restore, reshape, restore_target};
 use crate::with_options::With;
 
-/// Small segments: a few batches cross every boundary.
+/// Options with small segments, so that a few batches fill several of them.
 fn options() -> Options {
     // Short chunks, so that pages on disk of some hundred bytes have overlays.
     Options::new()
@@ -37,7 +36,7 @@ fn options() -> Options {
         .images(ImageOptions::new().chunk_len(4 << 10))
 }
 
-/// An open store that commits the workload, with the content that it must have.
+/// An open store that commits the workload, and its expected content.
 struct Writer {
     store: Store,
     shape: Shape,
@@ -89,7 +88,7 @@ impl Reader {
         Self { follower, replica: Replica::default(), model: Model::new() }
     }
 
-    /// The state of the newest snapshot, and the follower after it.
+    /// Reads the state of the newest snapshot, and follows from there.
     fn from_snapshot(disk: &Arc<dyn Disk>) -> Self {
         Self::try_from_snapshot(disk).unwrap()
     }
@@ -103,7 +102,7 @@ impl Reader {
         Ok(Self { follower, replica, model })
     }
 
-    /// Another follower goes on from this one's position, as another process would.
+    /// Continues with a new follower from this one's position, as another process would.
     fn reopen(&mut self, disk: &Arc<dyn Disk>) -> Result<(), Error> {
         let text = self.follower.position().to_string();
         let position: FollowerPosition = text.parse().unwrap();
@@ -116,7 +115,7 @@ impl Reader {
         assert_eq!(batch.lsn(), self.model.lsn.next(), "each batch once, in order");
         assert_eq!(batch.position(), self.follower.position());
         assert!(batch.durable() <= batch.lsn());
-        // The images that it names may be removed while it is on its way.
+        // The images of the batch may be removed before it is applied.
         self.replica.apply(&batch)?;
         self.model.advance(batch.lsn());
         same(&self.replica, &self.model);
@@ -158,7 +157,7 @@ fn every_batch_arrives_once_in_order() {
             assert_eq!(reader.catch_up().unwrap(), writer.store.lsn());
         }
         assert!(writer.store.stats().log.rolls > 5, "{:?}", writer.store.stats().log);
-        // From the beginning it is the same, and so it is for a store that no process has open.
+        // A follower from the beginning has the same content, also if no process has the store open.
         assert_eq!(Reader::open(&disk).catch_up().unwrap(), writer.store.lsn());
         let lsn = writer.store.lsn();
         drop(writer);
@@ -172,7 +171,7 @@ fn oversized_frame_is_followed() {
     let (_, disk) = sim();
     let mut writer = Writer::open(&disk, options());
     let mut reader = Reader::open(&disk);
-    // Every 211th batch creates a page of 80 KiB, which takes the place of an empty segment of 16 KiB.
+    // Every 211th batch creates a page of 80 KiB, whose segment replaces an empty segment of 16 KiB.
     writer.commit(209);
     reader.catch_up().unwrap();
     writer.commit(4);
@@ -204,7 +203,7 @@ fn follower_crosses_incarnations_without_repeats() {
         let mut writer = Writer::open(&disk, options());
         let reader = reader.get_or_insert_with(|| Reader::open(&disk));
         let late = late.get_or_insert_with(|| Reader::open(&disk));
-        // Some lives commit nothing, and some followers see an incarnation begin before its first batch.
+        // Some lives commit nothing, and some followers read an incarnation before its first batch.
         if life % 2 == 0 {
             assert!(reader.step().unwrap().is_none());
             assert_eq!(reader.follower.position().incarnation.number, life + 1);
@@ -226,8 +225,8 @@ fn follower_crosses_incarnations_without_repeats() {
     assert_eq!(late.follower.position(), reader.follower.position());
 }
 
-/// The next open leaves an incarnation that committed nothing out of the line. A follower that was in it is
-/// judged by Lsn and chain hash.
+/// The next open leaves an incarnation without a commit out of the line. A follower whose position is in it
+/// is accepted by Lsn and chain hash.
 #[test]
 fn positions_survive_in_incarnations_that_were_left_out() {
     let (sim, disk) = sim();
@@ -251,7 +250,7 @@ fn positions_survive_in_incarnations_that_were_left_out() {
             Ok::<_, Error>(follower.next(Duration::ZERO)?.map(|batch| batch.position().lsn))
         };
         assert_eq!(from(position).unwrap(), Some(Lsn(5)), "from {position}");
-        // A batch that a crash took there, and one that the store never had.
+        // A batch that a crash lost, and one that the store never had.
         let (lsn, chain) = (Lsn(5), position.chain ^ 1);
         for wrong in [FollowerPosition { lsn, ..position }, FollowerPosition { chain, ..position }] {
             let answer = from(wrong);
@@ -268,7 +267,7 @@ fn copied_tail_is_not_delivered_twice() {
         let mut writer = Writer::open(&disk, options());
         let mut reader = Reader::open(&disk);
         writer.commit(6);
-        // This soon after a batch no mark covers it: recovery copies it into the next incarnation.
+        // So soon after a batch, no mark covers it: recovery copies it into the next incarnation.
         let killed: Arc<dyn Disk> = Arc::new(sim.after_kill(Moment { event: sim.events(), tear: None }));
         for _ in 0..handed {
             assert!(reader.step().unwrap().is_some());
@@ -329,7 +328,7 @@ fn follower_receives_restore_as_one_batch() {
     check(&replica);
     assert!(matches!(replica.apply(&batch), Err(Error::Invalid(Invalid::OutOfOrder { .. }))));
 
-    // Epochs go on from the restored ones.
+    // Epochs continue after those before the restore.
     let mut batch = store.batch();
     batch.set_metadata(kept, "seen", true);
     store.commit(batch).unwrap();
@@ -362,7 +361,7 @@ fn follower_neither_writes_nor_locks() {
     reader.reopen(&disk).unwrap();
     assert_eq!(reader.catch_up().unwrap(), Lsn(23));
     assert_eq!(sim.events(), events, "{:#?}", &sim.history()[events..]);
-    // A writer may come while the follower is there.
+    // A writer may open the store while the follower exists.
     Writer::open(&disk, options()).commit(1);
     assert_eq!(reader.catch_up().unwrap(), Lsn(24));
 }
@@ -396,7 +395,7 @@ fn following_without_store_is_refused() {
     assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
 }
 
-/// A user may have some hundred inotify instances.
+/// The system may limit a user to a hundred inotify instances.
 #[test]
 fn the_followers_of_a_store_share_one_watch() {
     crate::machine::alone(|| {
@@ -415,7 +414,7 @@ fn the_followers_of_a_store_share_one_watch() {
         for follower in &mut followers {
             assert_eq!(follower.next(std::time::Duration::from_secs(60)).unwrap().unwrap().lsn(), Lsn(1));
         }
-        // The last one takes the watch along.
+        // With the last follower the watch is removed.
         followers.truncate(1);
         assert_eq!(watches(), 1);
     });

@@ -1,5 +1,5 @@
-//! A writer that strikes between any two reads of a follower: it recycles the segments that the follower has
-//! just seen, or dies and recovers. The follower goes on or is overtaken, and never takes what it meets for
+//! A writer that acts between any two reads of a follower: it recycles the segments that the follower has
+//! just listed, or it is killed and recovers. The follower continues or is overtaken, and never reports
 //! damage.
 
 use std::sync::Mutex;
@@ -11,12 +11,12 @@ use super::*;
 use crate::interrupted_reads::InterruptedDisk;
 use crate::size::sized;
 
-/// The writer's action between two reads.
+/// An action of the writer between two reads.
 type Strike = fn(&mut Option<Writer>, &SimDisk);
 
 const STRIKES: [(&str, Strike); 4] = [
     ("recycles", |writer, _| recycle(writer, 1)),
-    // No earlier snapshot is left after this.
+    // No earlier snapshot remains after this.
     ("recycles all", |writer, _| recycle(writer, 3)),
     ("restarts", |writer, disk| restart(writer, disk)),
     ("restarts and recycles", |writer, disk| {
@@ -40,7 +40,7 @@ fn restart(writer: &mut Option<Writer>, disk: &SimDisk) {
     writer.as_mut().expect("just opened").commit(2);
 }
 
-/// The follower's work meanwhile; its state at the end, if it came that far.
+/// The follower's work meanwhile; returns the follower if it reached the end.
 type Doing = fn(Reader, &Arc<dyn Disk>) -> Result<Reader, Error>;
 
 const DOINGS: [(&str, Doing); 2] = [
@@ -56,7 +56,7 @@ const DOINGS: [(&str, Doing); 2] = [
     }),
 ];
 
-/// A store of several segments and two snapshots, with later batches, as a kill leaves it.
+/// Returns a store of several segments and two snapshots, with later batches, as a kill leaves it.
 fn left_by_a_kill() -> SimDisk {
     let (sim, disk) = sim();
     let mut writer = Writer::open(&disk, options());
@@ -84,7 +84,7 @@ fn write_between_two_reads_is_not_reported_as_damage() {
                 let interrupted = Arc::new(InterruptedDisk::new(&sim, at, move || {
                     strike(&mut striking.0.lock().unwrap(), &striking.1);
                 }));
-                // Batches after the last read are seen by the next one.
+                // The next read finds batches written after the last one.
                 let outcome = follow(reader, &(interrupted.clone() as Arc<dyn Disk>))
                     .and_then(|mut reader| reader.catch_up().map(|_| reader));
                 if interrupted.reads() <= at {
@@ -109,13 +109,13 @@ fn write_between_two_reads_is_not_reported_as_damage() {
             (all_overtaken, all_went_on) = (all_overtaken + overtaken, all_went_on + went_on);
         }
     }
-    // Strikes that change nothing would prove nothing, and so would strikes after which no follower goes on.
+    // The test would prove nothing if the actions changed nothing, or if no follower continued after them.
     let enough = sized(20, 200);
     assert!(all_overtaken > enough && all_went_on > enough, "{all_overtaken} {all_went_on}");
 }
 
-/// A power cut may take the segment after a follower's own, and leave that one: neither is needed any more. A
-/// follower is told so at once, also where a writer makes room while it looks.
+/// A power cut may remove the segment after a follower's own and not that one; neither is needed any more. A
+/// follower gets an error at once, also while a writer frees space.
 #[test]
 fn name_changes_hide_no_gap() {
     let (sim, disk) = sim();
@@ -125,7 +125,7 @@ fn name_changes_hide_no_gap() {
     writer.commit(1);
     let mut reader = Reader::from_snapshot(&disk);
     reader.catch_up().unwrap();
-    // Made ahead, and not entered yet.
+    // A segment that was prepared and not used yet.
     let names = disk.list(Folder::Log).unwrap();
     let segments = names.iter().filter_map(|name| FileName::parse(Folder::Log, name));
     let ahead = segments.filter(|file| matches!(file, FileName::Segment(_))).max().unwrap();

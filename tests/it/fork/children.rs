@@ -1,19 +1,20 @@
-//! Forked children of this process: a child's use of inherited handles, and how its parent hears of it.
+//! Forked child processes: what a child does with inherited handles, and how its result is reported to the
+//! parent.
 
 use std::io::{self, Read, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 
-/// A child that has not ended after this many seconds hangs. Long, because a machine may be busy with other
-/// work.
+/// A child that has not ended after this many seconds is considered hung. The time is long, because a machine
+/// may be busy.
 const PATIENCE_SECONDS: u32 = 120;
 
-/// Runs `life` in a forked child and waits for the end of the child. `Err` says what went wrong there. The
-/// child has copies of all that `life` reaches: a value that it takes out or drops is still there for the
+/// Runs `life` in a forked child and waits for the child to end. `Err` is the error message of the child. The
+/// child works on copies of all that `life` refers to: a value that it moves or drops still exists in the
 /// parent.
 ///
-/// The process has one thread that forks, and no other test runs in it (`machine::alone`).
+/// The process has only the thread that forks, and no other test runs in it (`machine::alone`).
 pub fn in_child(mut life: impl FnMut() -> Result<(), String>) -> Result<(), String> {
     let status = wait(fork(&mut life));
     match status {
@@ -25,7 +26,7 @@ pub fn in_child(mut life: impl FnMut() -> Result<(), String>) -> Result<(), Stri
     }
 }
 
-/// Forks a child that runs `life` and ends, with 0 if `life` succeeds.
+/// Forks a child that runs `life` and exits, with status 0 if `life` succeeds.
 fn fork(life: &mut dyn FnMut() -> Result<(), String>) -> libc::pid_t {
     // SAFETY: the C library makes its own locks, those of `malloc` among them, usable in the child. The child
     // runs `life`, which must not wait for a lock that another thread held: a child that does is ended by its
@@ -52,7 +53,7 @@ fn fork(life: &mut dyn FnMut() -> Result<(), String>) -> libc::pid_t {
     unsafe { libc::_exit(i32::from(complaint.is_some())) }
 }
 
-/// Waits for the end of a child, and returns its status.
+/// Waits for a child to end, and returns its status.
 fn wait(child: libc::pid_t) -> libc::c_int {
     let mut status = 0;
     // SAFETY: `status` lives until the call returns.
@@ -61,15 +62,15 @@ fn wait(child: libc::pid_t) -> libc::c_int {
     status
 }
 
-/// A child that lives until it is killed. When this is dropped, its own children end as well.
+/// A child that runs until it is killed. Dropping this value also ends the child's own children.
 pub struct LivingChild {
     process: libc::pid_t,
-    /// No end of this pipe, as long as the child or one of its own children lives.
+    /// Read end of a pipe. It reports the end of file when the child and all of its children have ended.
     lives: io::PipeReader,
 }
 
 impl LivingChild {
-    /// Forks a child that runs `life`, and returns when that is done. The child keeps the value.
+    /// Forks a child that runs `life`, keeps the returned value and waits. Returns when `life` has returned.
     pub fn fork<Kept>(mut life: impl FnMut() -> Kept) -> Self {
         let (mut lives, done) = io::pipe().unwrap();
         let process = fork(&mut || {
@@ -86,14 +87,14 @@ impl LivingChild {
         Self { process, lives }
     }
 
-    /// Kills the child. Its own children live on.
+    /// Kills the child. Its own children keep running.
     pub fn kill(&self) {
         // SAFETY: it is a child of this process that nothing has waited for yet.
         unsafe { libc::kill(self.process, libc::SIGKILL) };
         assert!(libc::WIFSIGNALED(wait(self.process)));
     }
 
-    /// Whether the child or one of its own children lives.
+    /// Whether the child or one of its own children is still running.
     pub fn has_living_process(&self) -> bool {
         let mut ready = [PollFd::new(&self.lives, PollFlags::IN)];
         rustix::event::poll(&mut ready, Some(&Timespec::default())).unwrap() == 0

@@ -1,5 +1,5 @@
-//! The locks of a store and of a view end with their owner, and with nothing else: not with another
-//! descriptor of the file, and not with children that live longer.
+//! The locks of a store and of a view are released when their owner ends, and only then: not when another
+//! descriptor of the file is closed, and children that outlive the owner do not keep them.
 
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -26,7 +26,7 @@ fn created(path: &Path) -> Store {
     store
 }
 
-/// Reads every file below a directory, as a program does that copies it. The store may remove some meanwhile.
+/// Reads every file below a directory, as a backup program does. The store may remove some of them meanwhile.
 fn read_all(path: &Path) {
     for entry in std::fs::read_dir(path).unwrap() {
         let path = entry.unwrap().path();
@@ -106,7 +106,7 @@ fn a_child_forked_during_an_open_keeps_no_lock() {
     });
 }
 
-/// The snapshots that a reader keeps from being removed.
+/// Returns the number of snapshots that readers keep from being removed.
 fn held(store: &Store) -> usize {
     for _ in 0..3 {
         store.snapshot().unwrap();

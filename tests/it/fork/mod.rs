@@ -1,5 +1,6 @@
-//! A forked child has the parent's handles and none of its threads. Every handle refuses, before it writes a
-//! byte or waits for a lock. Handles that the child inherited lock no process out and free nothing.
+//! A forked child inherits the parent's handles and none of its threads. Each call on such a handle fails
+//! before it writes a byte or waits for a lock. Handles that the child inherited neither lock another process
+//! out nor free a resource.
 
 pub(crate) mod children;
 mod locks;
@@ -36,7 +37,7 @@ fn forked_child_neither_uses_nor_locks_store() {
     batch.create(16, Place::Host);
     let page = store.commit(batch).unwrap().pages[0];
 
-    // `cat` lives until its standard input ends, and is a fork of this process until it is `cat`.
+    // `cat` runs until its standard input ends; until its `exec` it is a fork of this process.
     let mut command = Command::new("cat");
     command.stdin(Stdio::piped()).stdout(Stdio::null());
     let inherited = store.clone();
@@ -70,7 +71,7 @@ fn forked_child_neither_uses_nor_locks_store() {
     assert!(child.wait().unwrap().success());
 }
 
-/// Demands that a call was refused because this process did not open the store.
+/// Asserts that a call failed because this process did not open the store.
 fn refused<T>(call: &str, result: remanent::Result<T>) -> Result<(), String> {
     match result {
         Err(Error::Forked { opener }) if opener == std::os::unix::process::parent_id() => Ok(()),
@@ -79,12 +80,12 @@ fn refused<T>(call: &str, result: remanent::Result<T>) -> Result<(), String> {
     }
 }
 
-/// A store whose files are made quickly.
+/// Options of a store whose files are created quickly.
 fn small() -> Options {
     Options::new().device(DeviceChoice::Host).log(LogOptions::new().segment_len(64 << 10))
 }
 
-/// One batch that sets a page's 8 bytes.
+/// Returns a batch that sets the 8 bytes of a page.
 fn set(store: &Store, page: PageId, number: u64) -> WriteBatch {
     let mut batch = store.batch();
     batch.write(page, 0, &number.to_le_bytes());
@@ -97,7 +98,7 @@ fn number_in(store: &Store, page: PageId) -> u64 {
     u64::from_le_bytes(bytes)
 }
 
-/// The number of the parent's forks, over all ways to write the log; and between two openings of its store.
+/// The number of forks of the parent over all ways to write the log, and between two opens of its store.
 const FORKS: usize = 1000;
 const FORKS_BETWEEN_OPENINGS: usize = 20;
 
@@ -115,7 +116,7 @@ fn a_thousand_children_change_nothing_during_durable_commits() {
     });
 }
 
-/// Opens the store, which must hold what was acknowledged, and forks some children while threads commit.
+/// Opens the store, which must contain what was acknowledged before, and forks children while threads commit.
 /// Returns the acknowledged content of each of the three pages.
 fn fork_during_commits(path: &Path, log_io: LogIo, told: &[u64]) -> Vec<u64> {
     let options = Options::new().log(LogOptions::new().segment_len(64 << 10).io(log_io)).ack(Ack::Durable);
@@ -186,7 +187,7 @@ fn forked_child_calls_fail_and_drops_free_nothing() {
     alone(|| {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path();
-        // A snapshot in the background, so slow that it holds its locks for as long as the test takes.
+        // A background snapshot that is so slow that it holds its locks until the test ends.
         let options =
             small().snapshots(SnapshotSchedule::new().log_bytes(256 << 10).bytes_per_second(4 << 10));
         let store = options.open(path).unwrap();
@@ -195,7 +196,7 @@ fn forked_child_calls_fail_and_drops_free_nothing() {
         let pages = store.commit(batch).unwrap().pages;
         let first = store.snapshot().unwrap();
         let mut batch = store.batch();
-        // Not whole pages, which would go to an image file and not to the log.
+        // Not whole pages, because these would go to an image file and not to the log.
         pages.iter().for_each(|page| _ = batch.write(*page, 0, &[7; 128 << 10]));
         let mut ticket = Some(store.submit(batch).unwrap());
         ticket.as_ref().unwrap().wait(Ack::Durable).unwrap();
@@ -266,7 +267,7 @@ fn forked_child_calls_fail_and_drops_free_nothing() {
                 refused("read_ahead", here.read_ahead(Place::Host))?;
                 refused("hint_unified", here.hint_unified(pages[0], UnifiedHint::ReadMostly(true)))?;
                 refused("fork", here.fork(&fork, StatePoint::Lsn(Lsn(1))))?;
-                // These have no way to refuse: they say nothing, and wait for no thread.
+                // These calls cannot return an error: they return nothing, and wait for no thread.
                 let stats = here.stats();
                 let (lsn, snapshots, unloaded) = (here.lsn(), here.snapshots(), here.unloaded_pages());
                 if here.unified_memory() != UnifiedSupport::default() {
@@ -327,7 +328,7 @@ fn forked_child_calls_fail_and_drops_free_nothing() {
                 refused("Lease::end", lease.end())?;
                 drop(pin);
                 refused("close", temporary.take().unwrap().close())?;
-                // A child opens stores that no process has open, and is refused the rest.
+                // A child can open stores that no process has open; other stores refuse it.
                 let own = small().open_temporary().map_err(|error| error.to_string())?;
                 own.commit(own.batch()).map_err(|error| error.to_string())?;
                 own.close().map_err(|error| error.to_string())?;
@@ -349,7 +350,7 @@ fn forked_child_calls_fail_and_drops_free_nothing() {
             outcome
         };
         everything(&mut store).unwrap();
-        // They stay so after a child closes and drops its copies: the whole store at the end.
+        // The handles stay valid after a child closes and drops its copies, at last of the whole store.
         in_child(|| refused("close", store.take().unwrap().close())).unwrap();
 
         let store = store.unwrap();
@@ -365,7 +366,7 @@ fn forked_child_calls_fail_and_drops_free_nothing() {
         store.close().unwrap();
         let store = small().open(path).unwrap();
         assert_eq!(number_in(&store, pages[0]), 5);
-        // The view holds its snapshot, whatever a child dropped.
+        // The view still keeps its snapshot, whatever a child dropped.
         let view = view.unwrap();
         store.snapshot().unwrap();
         let pruned = store.would_prune(&store.retention().snapshots_kept(1).log_kept(0)).unwrap();
@@ -374,7 +375,7 @@ fn forked_child_calls_fail_and_drops_free_nothing() {
     });
 }
 
-/// A replica is memory of its own process: a child goes on with its copy, by a follower of its own.
+/// A replica is memory of its own process: a child can continue its copy with a new follower.
 #[test]
 fn forked_child_continues_with_replica_copy() {
     alone(|| {
@@ -404,8 +405,8 @@ fn forked_child_continues_with_replica_copy() {
     });
 }
 
-/// A lock of the child's store must not know the threads that waited in the parent when it forked: the child
-/// may give their stacks to threads of its own.
+/// A lock in the child's own store must not refer to threads that were waiting in the parent at the fork: the
+/// child may use the memory of their stacks for its own threads.
 #[test]
 fn forked_child_uses_own_store_while_parent_threads_wait() {
     alone(|| {

@@ -1,4 +1,5 @@
-//! One life on a disk that has little space, in an order of steps that covers what is promised there.
+//! One life of a store on a disk with little space, with a sequence of steps that covers all guarantees about
+//! a full disk.
 
 use remanent::disk::Disk;
 use remanent::options::{Compression, ImageOptions, LogIo};
@@ -11,10 +12,10 @@ use crate::faults::disk_full::{is_held, until};
 use crate::files::{State, small};
 use crate::with_options::With;
 
-/// Length of the pages of a life, in bytes.
+/// Length in bytes of the pages in a life.
 pub const LIFE_LEN: u64 = 64 << 10;
 
-/// Bytes that no codec compresses.
+/// Returns incompressible bytes.
 pub fn noise(seed: u64, len: u64) -> Vec<u8> {
     (0..len).map(|at| mix(seed << 32 | at) as u8).collect()
 }
@@ -30,31 +31,32 @@ pub fn life_options(io: LogIo) -> Options {
     })
 }
 
-/// How a life opens its store and forks it, and when it opens it anew.
+/// How a life opens its store and forks it, and when it reopens it.
 pub struct Ways<'w> {
-    /// Where the store lies.
+    /// The disk of the store.
     pub disk: &'w dyn Disk,
     pub open: &'w dyn Fn() -> Result<Store, Error>,
-    /// Makes a fork of the newest state, compares it with the store by [`is_fork_of`], and removes it.
+    /// Forks the newest state, compares the fork with the store by [`is_fork_of`], and removes it.
     pub fork: &'w dyn Fn(&Store) -> Result<(), Error>,
-    /// Whether the store is closed and opened after each step, or only after each round.
+    /// Whether the store is closed and opened after each step, and not only after each round.
     pub each_step: bool,
-    /// Whether the file system may refuse a new file while there is space for its bytes, as XFS does. Then
-    /// the reserve that deletes take is not made anew before there is more space: later ones may be refused.
+    /// Whether the file system may refuse a new file although there is space for its bytes, as XFS does. Then
+    /// the reserve used by deletes cannot be refilled until more space is free, and later deletes may be
+    /// refused.
     pub refuses_files: bool,
 }
 
-/// What lives came to, so that a test can say that it showed something.
+/// Counts of what happened in lives, so that a test can assert that it covered each case.
 #[derive(Debug, Default)]
 pub struct Course {
     pub lives: usize,
-    /// Lives whose store had nothing left when all pages were deleted.
+    /// Lives at whose end all pages were deleted and no space was left in use.
     pub to_the_end: usize,
     pub steps: usize,
     pub refused: usize,
     pub opens: usize,
     pub forks: usize,
-    /// Snapshots without an image, which begin at the `redo` of the one before.
+    /// Snapshots without an image, which start at the `redo` of the previous one.
     pub thin: usize,
     pub restores: usize,
 }
@@ -71,21 +73,22 @@ impl Course {
         self.restores += other.restores;
     }
 
-    /// Prints the counts, and demands that the lives were short of space, and not always. A store that is
-    /// opened after each step keeps all space for opens: it seldom has room for a fork or a restore.
+    /// Prints the counts, and asserts that the lives were short of space sometimes, and not always. A store
+    /// that is reopened after each step keeps all space for opens, so it seldom has space for a fork or a
+    /// restore.
     #[expect(clippy::print_stdout, reason = "the figures of the long run")]
     pub fn show(&self, disk: &str, each_step: bool) {
         println!("{disk}: {self:?}");
         let Self { to_the_end, refused, forks, thin, restores, .. } = *self;
         assert!(refused > 0, "{disk}: {self:?}");
-        // On XFS few of those that are opened after each step come to their end, or to a delete that is
-        // followed by a thin snapshot.
+        // On XFS, few lives with an open after each step reach their end, or a delete that is followed by a
+        // thin snapshot.
         let has_space = to_the_end > 0 && thin > 0 && forks > 0 && restores > 0;
         assert!(each_step || has_space, "{disk}: {self:?}");
     }
 }
 
-/// Runs a call that may be refused on a full disk, and then changes nothing.
+/// Runs a call that may be refused on a full disk, and asserts that a refused call changed nothing.
 pub fn changes_nothing_if_refused<T>(
     why: &str,
     store: &Store,
@@ -102,13 +105,13 @@ pub fn changes_nothing_if_refused<T>(
     }
 }
 
-/// Compares a fork with the store that it was made of.
+/// Compares a fork with its source.
 pub fn is_fork_of(why: &str, store: &Store, fork: Store) {
     assert_eq!(State::of(&fork), State::of(store), "{why}: a fork");
     fork.close().unwrap_or_else(|error| panic!("{why}: the close of a fork: {error}"));
 }
 
-/// A store on a full disk, and the steps that were taken with it.
+/// A store on a full disk, and the steps taken so far.
 struct Life<'w> {
     why: String,
     ways: &'w Ways<'w>,
@@ -125,7 +128,7 @@ impl Life<'_> {
         self.store().pages().unwrap().next().unwrap().page
     }
 
-    /// A step that may be refused; returns whether it was taken.
+    /// Takes a step that may be refused; returns whether it succeeded.
     fn may<T>(&mut self, what: &str, step: impl FnOnce(&Store) -> Result<T, Error>) -> bool {
         let store = self.store.as_ref().unwrap();
         let is_taken = changes_nothing_if_refused(&format!("{}, {what}", self.why), store, || step(store));
@@ -134,14 +137,14 @@ impl Life<'_> {
         is_taken
     }
 
-    /// A step that is never refused.
+    /// Takes a step that must not be refused.
     fn must<T>(&mut self, what: &str, step: impl FnOnce(&Store) -> Result<T, Error>) -> T {
         let done = step(self.store()).unwrap_or_else(|error| panic!("{}, {what}: {error}", self.why));
         self.stepped(what);
         done
     }
 
-    /// A step that gives back space, and takes a part of the reserve for it. Returns whether it was taken.
+    /// Takes a step that frees space, and uses a part of the reserve for it. Returns whether it succeeded.
     fn frees<T>(&mut self, what: &str, step: impl FnOnce(&Store) -> Result<T, Error>) -> bool {
         if self.ways.refuses_files {
             return self.may(what, step);
@@ -169,8 +172,8 @@ impl Life<'_> {
         self.course.opens += 1;
     }
 
-    /// A snapshot; returns whether it was taken. Where it is refused, the store may have taken a thin one,
-    /// which gives back the space of deleted pages; returns whether it did.
+    /// Takes a snapshot; returns whether it succeeded. If it is refused, the store may have taken a thin one,
+    /// which frees the space of deleted pages; the second value states whether it did.
     fn snapshot(&mut self, what: &str) -> (bool, bool) {
         let newest = |store: &Store| store.snapshots().pop().map(|info| (info.redo, info.end));
         let (before, mut after) = (newest(self.store()), None);
@@ -193,7 +196,7 @@ fn create(store: &Store, seed: u64) -> Result<PageId, Error> {
     store.commit(batch).map(|committed| committed.pages[0])
 }
 
-/// A page whose content is written ahead, as an image.
+/// Creates a page whose content is written to an image file before its batch.
 fn create_from(store: &Store, seed: u64) -> Result<(), Error> {
     let mut batch = store.batch();
     batch.create_from(noise(seed, LIFE_LEN), Place::Host);
@@ -212,16 +215,15 @@ fn delete(store: &Store, pages: impl Iterator<Item = PageId>) -> Result<(), Erro
     store.commit(batch).map(drop)
 }
 
-/// Gives up all snapshots but the newest, named ones too.
+/// Removes all snapshots except the newest, including named ones.
 fn prune(store: &Store) -> Result<(), Error> {
     let names = store.snapshots().into_iter().filter_map(|info| info.name);
     let retention = names.fold(store.retention(), |retention, name| retention.give_up(name));
     store.prune(&retention).map(drop)
 }
 
-/// A life on a disk on which `fill` leaves little space. A refused call changes nothing, and batches that
-/// only delete, prunes, closes and opens are not refused. At its end all deleted pages have given their space
-/// back.
+/// A life on a disk on which `fill` leaves little space. A refused call changes nothing. Batches that only
+/// delete, prunes, closes and opens are not refused. At the end the space of all deleted pages is free.
 pub fn life(why: &str, ways: &Ways<'_>, fill: impl FnOnce()) -> Course {
     let store = Some((ways.open)().unwrap());
     let course = Course { lives: 1, ..Course::default() };
@@ -234,7 +236,7 @@ pub fn life(why: &str, ways: &Ways<'_>, fill: impl FnOnce()) -> Course {
         write(life.store(), info.page, 9).unwrap();
     }
     life.store().wait_durable(life.store().lsn()).unwrap();
-    // A thread of the store fills the reserve, and does so after the batches.
+    // A thread of the store fills the reserve after the batches.
     until(|| is_held(ways.disk, RESERVE));
     fill();
     for left in (0..3).rev() {
@@ -249,15 +251,15 @@ pub fn life(why: &str, ways: &Ways<'_>, fill: impl FnOnce()) -> Course {
         life.course.forks += usize::from(is_forked);
         let page = life.first_page();
         let delete_it = |store: &Store| delete(store, [page].into_iter());
-        // The reserve as it was before the disk was full is enough for this, unless opens take it as well.
+        // The reserve from before the disk was full suffices for this, unless opens use it as well.
         let is_first = left == 2 && !(ways.refuses_files && ways.each_step);
         if is_first {
             life.must("a delete", delete_it);
         } else {
             life.frees("a delete", delete_it);
         }
-        // A thin one, where no other fits: a restore before it would be in its way. So would a snapshot that
-        // fits: then the page shares its image file with others.
+        // A thin snapshot, because no other fits. A restore before it would prevent that, and so would a
+        // snapshot that fits, because the page's image would then share a file with others.
         let (is_taken, is_thin) = life.snapshot("a snapshot after the delete");
         assert!(
             !is_first || is_gathered || is_taken || is_thin,

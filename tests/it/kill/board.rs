@@ -1,6 +1,6 @@
-//! The memory that worker and parent share while the worker lives, and that the parent reads after its death:
-//! a few words of a mapped file. Stores into it cost nanoseconds, so that watching disturbs the worker as
-//! little as possible, and an acknowledgement is told the moment it is given.
+//! Memory that worker and parent share, and that the parent reads after the worker's death: a few words of a
+//! mapped file. Stores to it take nanoseconds, so observation disturbs the worker as little as possible, and
+//! each acknowledgement is visible at once.
 
 use std::fs::OpenOptions;
 use std::path::Path;
@@ -37,7 +37,7 @@ pub struct Board {
 }
 
 impl Board {
-    /// The board in a file, which is made if it is missing.
+    /// Opens the board in a file, which is created if it does not exist.
     pub fn open(path: &Path) -> Self {
         let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path).unwrap();
         file.set_len((WORDS * size_of::<u64>()) as u64).unwrap();
@@ -54,7 +54,7 @@ impl Board {
         unsafe { AtomicU64::from_ptr(word) }
     }
 
-    /// The worker's hook.
+    /// Records that a thread of the worker enters or leaves a phase.
     pub fn pass(&self, phase: Phase, edge: Edge) {
         match edge {
             Edge::Enter => self.word(phase as usize).fetch_add(1, Ordering::SeqCst),
@@ -62,22 +62,22 @@ impl Board {
         };
     }
 
-    /// Whether a thread of the worker is in this phase, or was when it died.
+    /// Whether a thread of the worker is in this phase, or was when the worker died.
     pub fn is_in(&self, phase: Phase) -> bool {
         self.word(phase as usize).load(Ordering::SeqCst) > 0
     }
 
-    /// The worker recovered the store up to this batch.
+    /// Records that the worker recovered the store up to this batch.
     pub fn set_opened(&self, lsn: Lsn) {
         self.word(OPENED).store(lsn.0 + 1, Ordering::SeqCst);
     }
 
-    /// The batch up to which the worker recovered the store, once it has.
+    /// Returns the batch up to which the worker recovered the store; `None` before that.
     pub fn opened(&self) -> Option<Lsn> {
         self.word(OPENED).load(Ordering::SeqCst).checked_sub(1).map(Lsn)
     }
 
-    /// The worker will do nothing before it is told to.
+    /// Records that the worker waits for the parent's signal.
     pub fn set_ready(&self) {
         self.word(READY).store(1, Ordering::SeqCst);
     }
@@ -86,44 +86,44 @@ impl Board {
         self.word(READY).load(Ordering::SeqCst) == 1
     }
 
-    /// The worker is about to submit this batch.
+    /// Records that the worker is about to submit this batch.
     pub fn begin(&self, lsn: Lsn) {
         self.word(BEGUN).fetch_max(lsn.0, Ordering::SeqCst);
     }
 
-    /// The newest batch that may exist.
+    /// Returns the newest batch that may exist.
     pub fn begun(&self) -> Lsn {
         Lsn(self.word(BEGUN).load(Ordering::SeqCst))
     }
 
-    /// The worker was told that this batch, and so every one before it, survives.
+    /// Records that this batch, and so every earlier one, was acknowledged to the worker.
     pub fn acknowledge(&self, ack: Ack, lsn: Lsn) {
         let word = if ack == Ack::Durable { DURABLE } else { LOGGED };
         self.word(word).fetch_max(lsn.0, Ordering::SeqCst);
     }
 
-    /// The worker was told that pages moved by the log's batch `lsn`.
+    /// Records that the worker's call moved pages with batch `lsn` of the log.
     pub fn set_moved(&self, lsn: Lsn) {
         self.word(MOVED).fetch_max(lsn.0, Ordering::SeqCst);
     }
 
-    /// The newest batch of the log by which pages moved, as far as the worker was told.
+    /// Returns the newest batch that moved pages for a completed call of the worker.
     pub fn moved(&self) -> Lsn {
         Lsn(self.word(MOVED).load(Ordering::SeqCst))
     }
 
-    /// The newest batch acknowledged as durable: a power cut spares it.
+    /// Returns the newest batch acknowledged as durable, which a power cut spares.
     pub fn durable(&self) -> Lsn {
         Lsn(self.word(DURABLE).load(Ordering::SeqCst))
     }
 
-    /// The newest batch acknowledged at either level: a kill spares both.
+    /// Returns the newest batch acknowledged at either level, which a kill spares.
     pub fn acknowledged(&self) -> Lsn {
         Lsn([LOGGED, DURABLE].map(|word| self.word(word).load(Ordering::SeqCst)).into_iter().max().unwrap())
     }
 
-    /// Resets the board before a worker starts: it is in no phase and has opened nothing. Promises to earlier
-    /// workers stand.
+    /// Resets the board before a worker starts: it is in no phase and has opened nothing. Acknowledgements to
+    /// earlier workers are kept.
     pub fn start_over(&self) {
         for phase in PHASES {
             self.word(phase as usize).store(0, Ordering::SeqCst);

@@ -1,5 +1,5 @@
-//! SIGKILL at a system call, before it does anything: at the first of its kind, at the second, … until the
-//! worker comes to its end. A mapped commit makes no call at all: [`super`] kills there, at random moments.
+//! SIGKILL before a system call is executed: before the first of its kind, the second, … until the worker
+//! ends normally. A mapped commit makes no system call at all; [`super`] kills there at random times.
 
 use std::io::{ErrorKind, Write};
 use std::process::ExitStatus;
@@ -9,8 +9,7 @@ use super::*;
 use crate::machine::skipped;
 use crate::machine::strace::{self, Fault, Injection, Strace};
 
-/// Kinds of calls, by the names that `strace` has for them; each thread of a worker counts its own. The last
-/// one is every call.
+/// Kinds of system calls, by their `strace` names, counted per thread. The last kind is every call.
 const CALLS: [&str; 13] = [
     "pwrite64",
     "pread64",
@@ -37,18 +36,18 @@ fn nothing_acknowledged_is_lost_by_a_kill_at_a_system_call() {
     println!("{total} kills at system calls");
 }
 
-/// The scripts, each with the store that it finds, to be met by faults.
+/// The scripts to run with faults, each with the store that it starts from.
 pub struct Sweep<'a> {
     before: Vec<Ground>,
     faults: &'a [Fault],
     part: Part,
 }
 
-/// Workers that met a fault, by script, and by kind of the fault.
+/// The number of workers in which a fault was hit, by script and kind of fault.
 type Struck = Vec<Vec<usize>>;
 
 impl<'a> Sweep<'a> {
-    /// A sweep; `None`, and said so, where there is no `strace`.
+    /// Returns a sweep; prints a message and returns `None` if there is no `strace`.
     pub fn new(name: &str, faults: &'a [Fault], part: Part) -> Option<Self> {
         if let Some(reason) = strace::missing() {
             skipped(name, reason);
@@ -58,9 +57,9 @@ impl<'a> Sweep<'a> {
         Some(Self { before: in_parallel(&scripts, |script| Ground::before(*script)), faults, part })
     }
 
-    /// Runs worker after worker, one for each script, or the number that the environment gives, prints how
-    /// many met a fault, and returns it. `check` is told which kind of fault was before each, how it ended,
-    /// and where that was.
+    /// Runs workers with a fault each, one for each script or as many as the environment requests. Prints and
+    /// returns how many faults were hit. `check` receives the index of the fault, the worker's exit status
+    /// and a description of the case.
     #[expect(clippy::print_stdout, reason = "the figures of the long run")]
     pub fn run(&self, enough: Option<usize>, check: impl Fn(usize, ExitStatus, &str) + Sync) -> usize {
         let strike = |script: usize, fault: usize, nth| {
@@ -92,7 +91,7 @@ impl<'a> Sweep<'a> {
         self.faults.iter().map(|fault| format!("{:>13}", column(fault))).collect()
     }
 
-    /// One fault a script, at a call of some kind.
+    /// Injects one fault per script, at a call of varying kind.
     fn at_one_call_each(&self, strike: impl Fn(usize, usize, u64) -> bool + Sync) -> Struck {
         let scripts: Vec<usize> = (0..SCRIPTS.len()).collect();
         in_parallel(&scripts, |script| {
@@ -100,7 +99,7 @@ impl<'a> Sweep<'a> {
             let mut struck = vec![0; self.faults.len()];
             loop {
                 let fault = random.below(self.faults.len() as u64) as usize;
-                // Down to the first call of the kind, which there may not be.
+                // From a random number down to the first call of the kind, because there may be fewer calls.
                 let mut nth = 1 + random.below(16);
                 loop {
                     if strike(*script, fault, nth) {
@@ -116,8 +115,8 @@ impl<'a> Sweep<'a> {
         })
     }
 
-    /// At the first call of each kind in each script, at the second, … until there are no more, or the number
-    /// is reached.
+    /// For each script and kind of call, injects a fault at the first call, the second, … until there are no
+    /// more, or the requested number of workers is reached.
     fn at_call_after_call(&self, enough: usize, strike: impl Fn(usize, usize, u64) -> bool + Sync) -> Struck {
         let mut struck = vec![vec![0; self.faults.len()]; SCRIPTS.len()];
         let kinds = |script| (0..self.faults.len()).map(move |fault| (script, fault));
@@ -137,7 +136,7 @@ impl<'a> Sweep<'a> {
 }
 
 impl Ground {
-    /// The store that a script finds.
+    /// Creates the store that a script starts from.
     fn before(script: usize) -> Self {
         let mut ground = Self::new(SCRIPTS[script].manner());
         if SCRIPTS[script].before > Lsn(0) {
@@ -149,7 +148,7 @@ impl Ground {
         ground
     }
 
-    /// Another directory, with the same content.
+    /// Returns a copy of the directory.
     fn copy(&self) -> Self {
         let directory = tempfile::tempdir().unwrap().keep();
         leftovers::copy_folder(&self.directory, &directory);
@@ -159,8 +158,8 @@ impl Ground {
         Self { directory, manner, board, diary, diary_checked, model, random: Random(0), forks: 0, names: 0 }
     }
 
-    /// Runs the script on a copy with this fault before it, and checks the files afterwards, struck or not.
-    /// Returns whether a call met the fault.
+    /// Runs the script with this fault on a copy, and checks the files afterwards. Returns whether a call hit
+    /// the fault.
     fn strike(
         &self,
         script: usize,
@@ -170,7 +169,7 @@ impl Ground {
     ) -> bool {
         let mut ground = self.copy();
         ground.board.start_over();
-        // Here, so that it is not the worker's own call that fails.
+        // The folder is created here, so that the fault does not hit the creation by the worker.
         std::fs::create_dir_all(ground.directory.join("forks")).unwrap();
         let worker = Worker::start_script(&ground.directory, script, part);
         let (ended, struck) = worker.begin_under(&ground, injection);
@@ -190,13 +189,13 @@ impl Worker {
         Self(command.env(ERRAND_PART, format!("{script} {part:?}")).spawn().unwrap())
     }
 
-    /// Lets it begin with a fault before it, and waits for its end. Returns whether a call met the fault,
-    /// too.
+    /// Starts the worker's steps with a fault injected, and waits for the worker to end. Also returns whether
+    /// a call hit the fault.
     fn begin_under(mut self, ground: &Ground, injection: &Injection) -> (ExitStatus, bool) {
         self.wait_until("readiness", || ground.board.is_ready());
         let strace = Strace::attach(self.0.id(), injection, &ground.directory.join("strace")).unwrap();
-        // The pipe stays open: its end would end the worker. A worker that is killed in the call by which it
-        // waits does not hear this.
+        // The pipe stays open, because closing it would end the worker. A worker that was killed while it
+        // waited does not receive the byte.
         match self.0.stdin.as_mut().unwrap().write_all(b"!") {
             Err(error) if error.kind() == ErrorKind::BrokenPipe => {}
             written => written.unwrap(),
@@ -206,9 +205,9 @@ impl Worker {
         (ended, struck)
     }
 
-    /// Waits for the worker's end.
+    /// Waits for the worker to end.
     fn ended(&mut self) -> ExitStatus {
-        // The pipe is not closed, as `Child::wait` would.
+        // Unlike `Child::wait`, this does not close the pipe.
         let stdin = self.0.stdin.take();
         let ended = self.0.wait().unwrap();
         drop(stdin);

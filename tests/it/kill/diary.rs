@@ -1,5 +1,5 @@
-//! The acts of a worker that the Lsn does not tell: one line each, complete or not there, because a kill
-//! spares what was written.
+//! A record of the worker's actions that do not follow from the Lsn, as a file with one line each. A line is
+//! complete or absent, because a kill preserves what was written.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -8,20 +8,20 @@ use std::path::{Path, PathBuf};
 
 use remanent::{Lsn, PageId};
 
-/// One act of a worker, done or about to be done.
+/// An action of a worker, completed or about to start.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Entry {
-    /// It is about to submit the restore `lsn`, back to `target`. Of several entries for one `lsn` the last
-    /// one holds: the other workers were killed before they submitted anything.
+    /// About to submit the restore `lsn`, back to `target`. If there are several entries for one `lsn`, the
+    /// last one is valid: earlier workers were killed before they submitted anything.
     Restore { lsn: Lsn, target: Lsn },
-    /// It was told that this snapshot is taken.
+    /// A snapshot with this name was reported as taken.
     Named { name: String, end: Lsn },
-    /// It is about to give a name up.
+    /// About to release a name.
     GiveUp { name: String },
-    /// It was told that a fork of the state at `lsn` is made.
+    /// A fork of the state at `lsn` was reported as complete.
     Forked { lsn: Lsn },
-    /// The batch `lsn` was refused before it was taken, and its new pages begin with this one: the ids that
-    /// it had then are a gap.
+    /// The batch `lsn` failed once before; its new pages begin with this id, because the ids of the first
+    /// attempt are a gap.
     Numbered { lsn: Lsn, first: PageId },
 }
 
@@ -35,7 +35,7 @@ impl Diary {
         Self { path: path.to_owned() }
     }
 
-    /// Adds an entry, in one call of the system.
+    /// Appends an entry with one system call.
     pub fn write(&self, entry: &Entry) {
         let line = match entry {
             Entry::Restore { lsn, target } => format!("restore {lsn} {target}\n"),
@@ -44,13 +44,13 @@ impl Diary {
             Entry::Forked { lsn } => format!("forked {lsn} 0\n"),
             Entry::Numbered { lsn, first } => format!("numbered {lsn} {first}\n"),
         };
-        // The fault that a test puts before a thread's calls may strike here. It does so once.
+        // The fault injected into the worker's thread may hit this call, at most once.
         let open = || OpenOptions::new().append(true).create(true).open(&self.path);
         let mut file = open().or_else(|_| open()).unwrap();
         assert_eq!(file.write(line.as_bytes()).unwrap(), line.len());
     }
 
-    /// All entries, the oldest first.
+    /// Returns all entries, the oldest first.
     pub fn read(&self) -> Vec<Entry> {
         let text = match File::open(&self.path) {
             Ok(file) => std::io::read_to_string(file).unwrap(),
@@ -60,7 +60,7 @@ impl Diary {
         text.lines().map(entry).collect()
     }
 
-    /// The first new pages of batches that were refused before.
+    /// Returns the first new page of each batch that failed before.
     pub fn numbered(&self) -> BTreeMap<Lsn, PageId> {
         let numbered = |entry| match entry {
             Entry::Numbered { lsn, first } => Some((lsn, first)),
@@ -69,7 +69,7 @@ impl Diary {
         self.read().into_iter().filter_map(numbered).collect()
     }
 
-    /// The batch to which the restore `lsn` went back, if a worker said so.
+    /// Returns the target of the restore `lsn`, if a worker recorded it.
     pub fn restored(&self, lsn: Lsn) -> Option<Lsn> {
         self.read().into_iter().rev().find_map(|entry| match entry {
             Entry::Restore { lsn: of, target } if of == lsn => Some(target),

@@ -1,6 +1,6 @@
-//! A call of the system that fails, or is interrupted: the first of its kind, the second, … The failure is a
-//! typed error. A store that is poisoned by it acknowledges nothing more, and another one goes on.
-//! Acknowledged batches are there when the store is opened anew.
+//! A system call that fails or is interrupted: the first of its kind, the second, … The failure is reported
+//! as a typed error. A store that it poisons acknowledges nothing more; otherwise the store continues to
+//! work. Acknowledged batches are present when the store is reopened.
 
 use std::sync::Mutex;
 
@@ -17,8 +17,8 @@ const EIO: &str = "error=EIO";
 const ENOSPC: &str = "error=ENOSPC";
 const EINTR: &str = "error=EINTR";
 
-/// Calls, and the results that they are made to return. A refused mapping is left out: the system's own
-/// allocator and its threads live by mappings.
+/// System calls, and the results that they are made to return. Failing `mmap` is left out, because the
+/// allocator and the thread library depend on it.
 const FAULTS: [Fault; 20] = [
     fault("pwrite64", EIO),
     fault("pread64", EIO),

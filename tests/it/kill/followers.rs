@@ -1,10 +1,10 @@
-//! Followers of a writer that is killed and started again, over and over. Each batch that they are handed
-//! gives, byte for byte, the workload's state at that Lsn, once and in order; restores and batches that name
-//! images are among them.
+//! Followers of a writer that is killed and restarted repeatedly. Each delivered batch leads, byte for byte,
+//! to the workload's state at that Lsn, once and in order; restores and batches with image files are among
+//! them.
 //!
-//! The workers snapshot and recycle without a pause, so any follower may be overtaken; then it starts over
-//! from the newest snapshot, as it is told. A kill takes nothing that a follower may have read, so none ever
-//! diverges. A follower that went on with a fork has diverged.
+//! The workers take snapshots and recycle all the time, so any follower may be overtaken; then it starts over
+//! from the newest snapshot, as the error advises. A kill removes nothing that a follower may have read, so
+//! none diverges; but a follower that continued with a fork has diverged.
 
 use remanent::Error;
 use remanent::batch::Op;
@@ -14,7 +14,7 @@ use super::*;
 
 const ROUNDS: usize = 8;
 
-/// A follower with its pages, and the way it came.
+/// A follower with its pages, and its position.
 struct Seen {
     store: PathBuf,
     follower: Follower,
@@ -43,7 +43,7 @@ impl Seen {
         seen
     }
 
-    /// Another follower goes on from where this one was, as another process would.
+    /// Replaces the follower with a new one at the same position, as another process would create it.
     fn go_on(&mut self) {
         let text = self.replica.position().to_string();
         match Follower::open(&self.store, FollowFrom::Position(text.parse().unwrap())) {
@@ -70,7 +70,7 @@ impl Seen {
         panic!("{error}");
     }
 
-    /// Takes a batch, if there is one; returns whether there was.
+    /// Applies the next batch; returns whether there was one.
     fn step(&mut self) -> bool {
         let applied = self.follower.next(Duration::ZERO).and_then(|batch| match batch {
             Some(batch) => self.replica.apply(&batch).map(|()| Some(self.count(&batch))),
@@ -123,7 +123,8 @@ fn followers_see_every_batch_of_a_writer_that_is_killed() {
             let mut worker = ground.start_worker();
             worker.wait_until("opening", || ground.board.opened().is_some());
             if followers.is_empty() {
-                // One that reads on, one that goes on from its position each round, and a slow one.
+                // A follower that keeps running, one that resumes from its position in each round, and a slow
+                // one.
                 followers.extend((0..3).map(|_| Seen::new(&ground)));
             }
             let until = Lsn(ground.model.lsn.0 + 100 + ground.random.below(400));
@@ -137,7 +138,7 @@ fn followers_see_every_batch_of_a_writer_that_is_killed() {
             }
             slow[0].step();
             worker.kill();
-            // They all arrive at the state that the kill left, the slow one in the last round.
+            // All followers reach the state that the kill left, the slow one after the last round.
             ground.check_what_is_left("while followed");
             let arriving = if round + 1 == ROUNDS { 3 } else { 2 };
             for seen in &mut followers[..arriving] {
@@ -145,7 +146,7 @@ fn followers_see_every_batch_of_a_writer_that_is_killed() {
                 assert_eq!(seen.replica.lsn(), ground.model.lsn);
             }
         }
-        // The slow one may have arrived by a snapshot alone.
+        // The slow follower may have reached it by a snapshot alone.
         assert!(followers[..2].iter().all(|seen| seen.batches > 0), "a follower that was handed nothing");
         for seen in &followers {
             assert!(seen.replica.lsn() == followers[0].replica.lsn());
@@ -160,7 +161,7 @@ fn followers_see_every_batch_of_a_writer_that_is_killed() {
     }
 }
 
-/// A follower at the start of the fork may go on with either store; one that went on has diverged from the
+/// A follower at the start of a fork can continue with either store; after that it has diverged from the
 /// other.
 fn check_fork(directory: &Path, seen: &Seen) {
     let fork = directory.join("fork");

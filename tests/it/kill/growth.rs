@@ -1,5 +1,6 @@
-//! Death while a file grows, and files that are shorter than a reader found them: no other process ends by
-//! SIGBUS. A store through a mapping would, where a file has a hole on a full disk, or has ended.
+//! A writer is killed while a file grows, and files are truncated after a reader opened them: no other
+//! process ends with SIGBUS, as it would when it stores through a mapping to a hole on a full disk, or beyond
+//! the end of the file.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -18,15 +19,15 @@ use crate::machine::strace::{self, Fault, Injection, Strace};
 use crate::machine::{alone_for, skipped};
 
 const GROWTH_TEST: &str = "kill::growth::no_process_ends_by_sigbus_after_a_kill_in_growth";
-/// The role of a child, and its directory.
+/// Environment variable: the role of a child, and its directory.
 const ROLE: &str = "REMANENT_GROWTH_ROLE";
 const PAGE_LEN: u64 = 20_000;
 const ROUNDS: u64 = 8;
-/// The processes that must survive.
+/// Roles of the processes that must not be killed by a signal.
 const OTHERS: [&str; 4] = ["view", "follow", "verify", "open"];
-/// Calls by which files get their length, their space and their bytes.
+/// System calls that set the length of files, allocate their space and write their bytes.
 const CALLS: [&str; 3] = ["ftruncate", "fallocate", "pwrite64"];
-/// The calls of each kind that are struck. Segments are written page by page.
+/// The numbers of the calls at which the writer is killed. Segments are written page by page.
 const NTH: [u64; 8] = [1, 2, 3, 5, 9, 17, 40, 100];
 
 fn options() -> Options {
@@ -36,7 +37,7 @@ fn options() -> Options {
     options.snapshots(SnapshotSchedule::never())
 }
 
-/// Fills the page with the batch's number, and creates one by an image file.
+/// Commits a batch that fills the page with its number, and creates another page with an image file.
 fn commit(store: &Store) -> Result<Lsn> {
     let number = store.lsn().0 + 1;
     let mut batch = store.batch();
@@ -50,14 +51,15 @@ fn commit(store: &Store) -> Result<Lsn> {
     store.commit(batch).map(|done| done.position.lsn)
 }
 
-/// Says that this process is ready, and waits for a byte.
+/// Reports that this process is ready, and waits for a byte on standard input.
 #[expect(clippy::print_stdout, reason = "the parent reads it")]
 fn pause() {
     println!("ready");
     std::io::stdin().read_exact(&mut [0]).unwrap();
 }
 
-/// A child's work. Errors are typed, and may come of a full disk or of a shortened file; a panic is none.
+/// Runs a child's role. Typed errors are accepted, because the disk may be full or a file truncated; a panic
+/// is not.
 fn perform(role: &str, directory: &Path) -> Result<()> {
     match role {
         "write" => write(directory),
@@ -96,7 +98,7 @@ fn perform(role: &str, directory: &Path) -> Result<()> {
             let store = options().open(directory)?;
             for _ in 0..3 {
                 for _ in 0..10 {
-                    // The log goes on with the spares that it finds, until there are no more.
+                    // The log uses the existing spares until there are no more.
                     let _ = commit(&store);
                 }
                 let _ = store.snapshot();
@@ -123,7 +125,7 @@ fn write(directory: &Path) -> Result<()> {
     Ok(())
 }
 
-/// This test in another process, which is ready and waits.
+/// A child process of this test that is ready and waits.
 struct Role {
     process: Child,
     lines: std::io::Lines<BufReader<std::process::ChildStdout>>,
@@ -140,9 +142,9 @@ impl Role {
         Self { process, lines }
     }
 
-    /// Lets it go on to its end. Returns how it ended, and its other lines.
+    /// Lets the child continue to its end. Returns its exit status and its remaining output.
     fn ended(mut self) -> (std::process::ExitStatus, Vec<String>) {
-        // A process that was killed while it waited does not hear this.
+        // A process that was killed while it waited does not receive the byte.
         let _ = self.process.stdin.as_mut().unwrap().write_all(b"!");
         let lines = self.lines.map_while(std::result::Result::ok).collect();
         (self.process.wait().unwrap(), lines)
@@ -154,7 +156,7 @@ fn survives(role: Role, what: &str) {
     assert!(ended.success(), "{what}: {ended} (signal {:?})\n{}", ended.signal(), lines.join("\n"));
 }
 
-/// Files of these folders whose names end like this.
+/// Returns files of these folders by the ends of their names.
 fn files(directory: &Path, ends: &[&str]) -> Vec<PathBuf> {
     let folders = ["log", "pages", "snapshots"].map(|folder| std::fs::read_dir(directory.join(folder)));
     let paths = folders.into_iter().flatten().flatten().map(|entry| entry.unwrap().path());
@@ -163,20 +165,22 @@ fn files(directory: &Path, ends: &[&str]) -> Vec<PathBuf> {
         .collect()
 }
 
-/// Makes unfinished and spare files longer, as if their owner had died between a file's length and its space.
+/// Extends unfinished and spare files with holes, as if their writer had been killed between setting a file's
+/// length and allocating its space.
 fn add_holes(directory: &Path) -> usize {
     let grown = files(directory, &["tmp", "spare"]);
     for path in &grown {
         let file = File::options().write(true).open(path).unwrap();
         let len = file.metadata().unwrap().len();
-        // Zeros of the same length without space, then more of them.
+        // First zeros of the same length without allocated space, then more of them.
         file.set_len(4096.min(len)).unwrap();
         file.set_len(len.next_multiple_of(64 << 10)).unwrap();
     }
     grown.len()
 }
 
-/// Lives of a writer on a file system, each struck at one call. Returns the kills, and the files with holes.
+/// Runs writers on a file system, each killed at one system call. Returns the number of kills, and of files
+/// with holes.
 fn kills_in_growth(name: &str, root: &Path) -> (usize, usize) {
     let (mut kills, mut holes) = (0, 0);
     for (calls, nth) in
@@ -223,7 +227,7 @@ fn kills_in_growth(name: &str, root: &Path) -> (usize, usize) {
 fn no_process_ends_by_sigbus_after_a_kill_in_growth() {
     if let Ok(told) = std::env::var(ROLE) {
         let (role, directory) = told.split_once(' ').unwrap();
-        // An error is typed, and has been printed where it matters.
+        // Errors are typed, and were printed where they matter.
         let _ = perform(role, Path::new(directory));
         std::process::exit(0);
     }
@@ -251,7 +255,7 @@ fn no_process_ends_by_sigbus_after_a_kill_in_growth() {
     });
 }
 
-/// A view, a follower, the judge of `verify` and the next open, whose files are shortened once they are open.
+/// A view, a follower, `verify` and an open: the files are truncated after they have opened them.
 #[test]
 fn files_cut_under_readers_end_no_process() {
     for len in [0, 10, 4096, 8192 + 100] {

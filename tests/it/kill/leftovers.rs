@@ -1,4 +1,4 @@
-//! The promises that must hold after a kill: of the store, of the snapshots that have names, of the forks.
+//! The checks after a kill: of the store, of named snapshots, and of forks.
 
 use std::ops::RangeInclusive;
 use std::path::Path;
@@ -12,13 +12,13 @@ use super::model::State;
 use super::{Ground, tiers};
 
 impl Ground {
-    /// Demands the promises after the kill: from the pure rebuild, which reads the directory itself, and from
-    /// the engine, which opens a copy, so that the next worker has the same crash to recover from.
+    /// Checks the directory after a kill with the pure rebuild, which reads it directly, and with the engine,
+    /// which opens a copy, so that the next worker recovers from the same crash.
     pub fn check_what_is_left(&mut self, killed: &str) {
         let at = format!("killed {killed}, in {}", self.directory.display());
         let left = self.directory.join("store");
         let copy = tempfile::tempdir().unwrap();
-        // A worker that died early enough has not made it.
+        // A worker that was killed early enough has not created the fork.
         if left.exists() {
             copy_folder(&left, copy.path());
         }
@@ -29,10 +29,10 @@ impl Ground {
         self.check_forks(&at);
     }
 
-    /// Rebuilds the store in a directory, and opens it: both give the model's state, and the first of these
-    /// batches is there, and none after the last one.
+    /// Rebuilds and opens the store in a directory: both must have the model's state, include the first batch
+    /// of the range, and have none after the last one.
     pub fn check_opening(&mut self, path: &Path, certain: RangeInclusive<Lsn>, at: &str) -> Store {
-        // Without STORE there is no store yet, and nothing to rebuild.
+        // Without STORE there is no store, and nothing to rebuild.
         let rebuilt = path.join("STORE").exists().then(|| {
             let rebuilt =
                 remanent_format::state::rebuild::rebuild(&DirReader::new(path), &Default::default());
@@ -62,18 +62,18 @@ impl Ground {
         store
     }
 
-    /// Demands that an open store is in the model's state.
+    /// Asserts that an open store is in the model's state.
     pub fn check_store(&self, store: &Store, at: &str) {
         assert_eq!(self.number_of(store), self.model.lsn, "{at}");
         check_open(&self.model.state, store, at);
     }
 
-    /// The number of a store's newest batch in the workload.
+    /// Returns the number of a store's newest batch in the workload.
     fn number_of(&self, store: &Store) -> Lsn {
         if self.manner.has_tiers { tiers::number(&store.root().unwrap()) } else { store.lsn() }
     }
 
-    /// Demands that every name in the diary that is not about to be given up has its snapshot, in the state
+    /// Asserts that every name in the diary that is not about to be released has its snapshot, with the state
     /// of its batch.
     pub fn check_names(&mut self, diary: &[Entry], snapshots: &[SnapshotInfo], path: &Path, at: &str) {
         let stays = |name: &str| {
@@ -101,7 +101,8 @@ impl Ground {
         }
     }
 
-    /// Demands that every fork that was told is there, and each that is there is complete; then removes them.
+    /// Asserts that every fork reported as complete exists, and that each existing one is complete; then
+    /// removes them.
     fn check_forks(&mut self, at: &str) {
         let forks = self.directory.join("forks");
         let diary = self.diary.read();
@@ -122,7 +123,7 @@ impl Ground {
                 .open(&fork)
                 .unwrap_or_else(|error| panic!("the fork at {lsn}: {error}, {at}"));
             assert_eq!(store.lsn(), lsn, "{at}");
-            // A worker that lived for long has gone on too far for this state to be remembered.
+            // The state may be too old for the model to have kept it.
             if let Some(state) = self.model.at(lsn) {
                 check_open(state, &store, at);
                 self.forks += 1;
@@ -132,7 +133,7 @@ impl Ground {
     }
 }
 
-/// Demands that an open store is in this state.
+/// Asserts that an open store is in this state.
 pub fn check_open(state: &State, store: &Store, at: &str) {
     let read = |info: &PageInfo| {
         let mut bytes = vec![0; info.len as usize];

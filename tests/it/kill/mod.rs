@@ -1,11 +1,11 @@
-//! Death by SIGKILL, in every phase of the engine. A worker process runs a real workload on a real directory.
-//! It says on a shared board which phases its threads are in, and which batches were acknowledged. The parent
-//! kills it while a wanted phase lasts, and then demands two things: every acknowledged batch is there, and
-//! the state is, byte for byte, that of the workload after the batch that recovery reached. The next worker
-//! goes on from the directory as the kill left it.
+//! SIGKILL in every phase of the engine. A worker process runs a real workload on a real directory. It
+//! records on a shared board which phases its threads are in, and which batches were acknowledged. The parent
+//! kills it during a chosen phase, and then checks that every acknowledged batch is present, and that the
+//! state is, byte for byte, that of the workload after the last recovered batch. The next worker continues
+//! with the directory as the kill left it.
 //!
 //! With `REMANENT_KILLS=N` there are about N kills, half of them here and half at system calls ([`calls`]).
-//! With `REMANENT_KILL_DEVICE=cuda:0` pages live on that GPU, those of the workers and of the checks.
+//! With `REMANENT_KILL_DEVICE=cuda:0` the pages of the workers and of the checks are on that GPU.
 
 mod board;
 mod calls;
@@ -40,8 +40,8 @@ use crate::direct_io;
 use crate::machine::{effort, in_parallel};
 use crate::size::{is_full, sized};
 
-/// How workers go about it, and kills wanted in each phase. The default log is a mapped one wherever the
-/// file system allows it.
+/// Configurations of workers, and the number of kills in each phase. By default the log is mapped if the file
+/// system supports it.
 fn plans() -> [(Manner, usize); 4] {
     let plan = |log_io, has_tiers, kills| (Manner { log_io, has_tiers, ..Manner::default() }, kills);
     [
@@ -52,7 +52,7 @@ fn plans() -> [(Manner, usize); 4] {
     ]
 }
 
-/// The sum over all plans and phases, at full size.
+/// The number of kills over all plans and phases at full size.
 const KILLS_A_ROUND: usize = 234;
 
 const TEST: &str = "kill::nothing_acknowledged_is_lost_by_a_kill_in_any_phase";
@@ -61,14 +61,14 @@ const ERRAND_LOG_IO: &str = "REMANENT_KILL_LOG_IO";
 const ERRAND_BACKGROUND: &str = "REMANENT_KILL_BACKGROUND";
 const ERRAND_TIERS: &str = "REMANENT_KILL_TIERS";
 const ERRAND_PART: &str = "REMANENT_KILL_PART";
-/// A worker that does not reach a phase for this long hangs. Long, because a machine may be busy with other
-/// work.
+/// A worker that does not reach a phase within this time is considered hung. The time is long, because a
+/// machine may be busy.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 #[test]
 fn nothing_acknowledged_is_lost_by_a_kill_in_any_phase() {
-    // The worker is this very test in another process, told so by its environment: one binary, and no test
-    // that does nothing when it is run by itself.
+    // The worker is this test in another process, selected by an environment variable: so there is one
+    // binary, and no test that does nothing when it is run alone.
     if let Some(directory) = std::env::var_os(ERRAND_DIRECTORY) {
         if let Some((script, part)) = scripts::told() {
             script.perform(Path::new(&directory), part);
@@ -80,7 +80,7 @@ fn nothing_acknowledged_is_lost_by_a_kill_in_any_phase() {
         let has_tiers = std::env::var_os(ERRAND_TIERS).is_some();
         worker::work(Path::new(&directory), Manner { log_io, background, has_tiers });
     }
-    // Half of the kills of a long form are those at system calls. Each round has stores of its own.
+    // Half of the kills of the long form are those at system calls. Each round uses new stores.
     let rounds = effort("REMANENT_KILLS").map_or(1, |kills| (kills / 2).div_ceil(KILLS_A_ROUND).max(1));
     let jobs: Vec<(usize, u64)> =
         (0..rounds as u64).flat_map(|round| (0..plans().len()).map(move |plan| (plan, round))).collect();
@@ -134,13 +134,13 @@ fn interrupted_creation_is_restarted() {
     }
 }
 
-/// Counts of the events on the grounds of a plan.
+/// Counts of the events under one plan.
 #[derive(Default)]
 struct Tally {
     label: String,
-    /// Kills by which the worker died inside the wanted phase.
+    /// Kills during the intended phase.
     kills: [usize; PHASES.len()],
-    /// Kills that came when the phase was over. They are checked like the others and not counted.
+    /// Kills that came too late, after the phase. They are checked like the others, but not counted.
     late: usize,
     /// Forks and named snapshots that were compared with the model.
     forks: usize,
@@ -161,18 +161,18 @@ impl Tally {
     }
 }
 
-/// A store that one worker after another works on, and the content that it must have.
+/// A store that one worker after another uses, and its expected content.
 struct Ground {
     directory: PathBuf,
-    /// How its workers go about it, but for snapshots.
+    /// The configuration of its workers, apart from snapshots.
     manner: Manner,
     board: Board,
     diary: Diary,
-    /// Entries of the diary that were compared with the files after a kill.
+    /// Number of diary entries that were checked against the files after a kill.
     diary_checked: usize,
     model: Model,
     random: Random,
-    /// Forks and named snapshots that were found right.
+    /// Number of forks and named snapshots that passed their check.
     forks: usize,
     names: usize,
 }
@@ -180,7 +180,7 @@ struct Ground {
 impl Ground {
     fn new(manner: Manner) -> Self {
         let log_io = manner.log_io;
-        // Kept until all went well: a failure leaves it to be looked into.
+        // Removed only after success, so that the directory of a failure can be examined.
         let in_memory = if log_io.is_none() { tempfile::tempdir_in(worker::IN_MEMORY).ok() } else { None };
         let directory = in_memory.unwrap_or_else(|| tempfile::tempdir().unwrap()).keep();
         let (board, diary) = (Board::open(&directory.join("board")), directory.join("diary"));
@@ -209,40 +209,42 @@ impl Ground {
                 self.check_what_is_left(&format!("in {phase:?}"));
             }
         }
-        // The directory itself, after all these kills.
+        // Opens the directory itself after all these kills.
         let path = self.directory.join("store");
         let store = self.manner.options(&path).open(&path).unwrap();
         self.check_store(&store, "after all kills");
         let tiers = if self.manner.has_tiers { ", tiers" } else { "" };
         let label = store.recovered().log_io.clone() + tiers;
-        // Dropped before the directory goes: the store's threads still make segments there.
+        // Dropped before the directory is removed, because the store's threads still create segments there.
         drop(store);
         std::fs::remove_dir_all(&self.directory).unwrap();
         let Self { forks, names, model, .. } = self;
         Tally { label, kills, late, forks, names, batches: model.lsn.0 }
     }
 
-    /// Starts a worker, one or the other kind of it.
+    /// Starts a worker, alternating between those with background snapshots and those that take their own.
     fn start_worker(&mut self) -> Worker {
         self.board.start_over();
         Worker::start(&self.directory, Manner { background: self.random.below(2) == 0, ..self.manner })
     }
 
-    /// Runs a worker and kills it in this phase. Returns whether it died while the phase lasted.
+    /// Runs a worker and kills it in this phase. Returns whether it died during the phase.
     fn kill_in(&mut self, phase: Phase) -> bool {
         let mut worker = self.start_worker();
         if phase != Phase::Recovery {
-            // Not always in the first commit, or at the first roll, after opening.
+            // Not always in the first commit, or at the first change of the segment, after the open.
             let batches = self.random.below(120);
             worker.wait_until("opening", || self.board.opened().is_some());
             assert_eq!(self.board.opened(), Some(self.model.lsn), "the worker recovered something else");
             let from = Lsn(self.model.lsn.0 + batches);
             worker.wait_until("its batches", || self.board.begun() >= from);
         }
-        // A worker recovers once: on a busy machine this process may be given no time to see it.
+        // Recovery happens only once per worker, and on a busy machine this process may be scheduled too late
+        // to observe it.
         let missed = || phase == Phase::Recovery && self.board.opened().is_some();
         worker.wait_until(&format!("{phase:?}"), || self.board.is_in(phase) || missed());
-        // Some way into the phase: a power of two of nanoseconds, up to about as long as the phase lasts.
+        // Waits for a part of the phase: a power of two of nanoseconds, up to about the duration of the
+        // phase.
         let exponent_max = match phase {
             Phase::Commit => 14,
             Phase::Recovery => 24,
@@ -255,7 +257,7 @@ impl Ground {
     }
 }
 
-/// Lets this much time go by, to the nanosecond as nearly as can be.
+/// Busy-waits for this time.
 fn spin(time: Duration) {
     let started = Instant::now();
     while started.elapsed() < time {
@@ -263,7 +265,7 @@ fn spin(time: Duration) {
     }
 }
 
-/// A running worker, which does not outlive the test.
+/// A running worker. It is killed when this value is dropped.
 struct Worker(Child);
 
 impl Worker {
@@ -281,16 +283,17 @@ impl Worker {
         Self(command.spawn().unwrap())
     }
 
-    /// This very test in another process.
+    /// Returns the command that runs this test in another process.
     fn command(directory: &Path) -> Command {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", "--nocapture", TEST]).env(ERRAND_DIRECTORY, directory);
-        // The pipe to its standard input closes when this process ends, however it ends.
+        // The pipe to the worker's standard input is closed when this process ends in any way.
         command.stdin(Stdio::piped()).stdout(Stdio::null());
         command
     }
 
-    /// Watches the board. It gives the processor away and never sleeps: a phase may last a microsecond.
+    /// Polls the board until the condition holds. It yields but never sleeps, because a phase may last a
+    /// microsecond.
     fn wait_until(&mut self, what: &str, seen: impl Fn() -> bool) {
         let started = Instant::now();
         for turn in 1_u64.. {
@@ -305,14 +308,14 @@ impl Worker {
         }
     }
 
-    /// Asserts that the worker lives.
+    /// Asserts that the worker is still running.
     fn check(&mut self) {
         let ended = self.0.try_wait().unwrap();
         assert!(ended.is_none(), "the worker ended by itself: {ended:?}");
     }
 
-    /// The place where each thread waits, as far as the kernel tells. A hang that is seen once in a thousand
-    /// kills, on another machine, has to be understood from what it printed.
+    /// Returns where each thread waits, as far as the kernel reports it. A hang that occurs once in a
+    /// thousand kills on another machine must be explainable from this output.
     fn threads(&self) -> String {
         let tasks = std::fs::read_dir(format!("/proc/{}/task", self.0.id())).into_iter().flatten().flatten();
         let told = tasks.map(|task| {
@@ -322,7 +325,7 @@ impl Worker {
         told.collect()
     }
 
-    /// Ends the worker by SIGKILL, and by nothing else.
+    /// Ends the worker with SIGKILL.
     fn kill(mut self) {
         self.0.kill().unwrap();
         let status = self.0.wait().unwrap();
@@ -332,7 +335,7 @@ impl Worker {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        // A process that has ended already is no failure.
+        // It is no failure if the process has already ended.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }

@@ -1,4 +1,4 @@
-//! The content of a store after any batch of the workload, worked out by plain means.
+//! The content of a store after any batch of the workload, computed independently of the engine.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -9,20 +9,20 @@ use remanent::{Epoch, Lsn, Metadata, PageId, PageInfo, Value};
 use super::diary::{Diary, Entry};
 use super::workload::{Change, Shape, born, changes, is_restore, next, place, restore_target};
 
-/// The number of earlier states that are remembered.
+/// The number of earlier states that are kept.
 pub const PAST_MAX: usize = 1000;
 
-/// Pages and root. A copy shares all bytes.
+/// Pages and root. A clone shares all bytes.
 #[derive(Clone, Default)]
 pub struct State {
     pub pages: BTreeMap<PageId, (PageInfo, Arc<Vec<u8>>)>,
     pub root: Metadata,
-    /// Whether the store has tiers. It moves pages by batches of its own then, of which the workload tells
-    /// nothing: neither places nor Lsns.
+    /// Whether the store has tiers. Then it moves pages with batches of its own, which the workload does not
+    /// predict, so neither places nor Lsns are compared.
     pub is_tiered: bool,
 }
 
-/// The state after a batch, and those before it.
+/// The state after a batch, and earlier states.
 #[derive(Clone)]
 pub struct Model {
     pub lsn: Lsn,
@@ -30,39 +30,39 @@ pub struct Model {
     past: BTreeMap<Lsn, State>,
     next_page: PageId,
     epoch_high: Epoch,
-    /// The diary in which the writer notes the targets of its restores.
+    /// The diary in which the writer records the targets of its restores.
     diary: Option<Diary>,
 }
 
 impl Model {
-    /// The empty store, whose writer restores nothing but what the workload says.
+    /// Returns the model of an empty store whose restores all follow from the workload.
     pub fn new() -> Self {
         let (lsn, state, past) = (Lsn(0), State::default(), BTreeMap::new());
         Self { lsn, state, past, next_page: PageId(1), epoch_high: Epoch(0), diary: None }
     }
 
-    /// The empty store, whose writer keeps a diary.
+    /// Returns the model of an empty store whose writer keeps a diary.
     pub fn with_diary(path: &Path) -> Self {
         Self { diary: Some(Diary::open(path)), ..Self::new() }
     }
 
-    /// The same model of a store with tiers.
+    /// Returns the model of a store with tiers.
     pub fn with_tiers(mut self) -> Self {
         self.state.is_tiered = true;
         self
     }
 
-    /// The same model of a copy of the store, whose writers keep another diary.
+    /// Returns the model of a copy of the store, whose writers keep another diary.
     pub fn of_copy(&self, diary: &Path) -> Self {
         Self { diary: Some(Diary::open(diary)), ..self.clone() }
     }
 
-    /// The state after an earlier batch, or this one, if it is remembered.
+    /// Returns the state after this batch or an earlier one, if it is still kept.
     pub fn at(&self, lsn: Lsn) -> Option<&State> {
         if lsn == self.lsn { Some(&self.state) } else { self.past.get(&lsn) }
     }
 
-    /// Goes on to a later batch, or stays.
+    /// Advances to a later batch, or stays.
     pub fn advance(&mut self, lsn: Lsn) {
         let numbered = self.diary.as_ref().map(Diary::numbered).unwrap_or_default();
         while self.lsn < lsn {
@@ -79,7 +79,7 @@ impl Model {
             self.next_page = numbered.get(&self.lsn).copied().unwrap_or(self.next_page);
             let changes = changes(self.lsn, &self.shape());
             changes.iter().for_each(|change| self.apply(change));
-            // A move gives a page an Lsn and no epoch, whatever else the batch does to it.
+            // A move changes a page's Lsn and not its epoch, whatever else the batch changes.
             for change in &changes {
                 let Change::Move { page, .. } = change else { continue };
                 self.state.pages.get_mut(page).unwrap().0.lsn = self.lsn;
@@ -88,7 +88,8 @@ impl Model {
         }
     }
 
-    /// The ids of a batch's new pages, where the writer did not come to note them: none has a higher one.
+    /// Assigns ids to a batch's new pages if the writer was killed before it recorded them; none is higher
+    /// than `highest`.
     pub fn number_by(&mut self, lsn: Lsn, highest: PageId) {
         let diary = self.diary.clone().expect("a store with tiers has a diary");
         if self.lsn >= lsn || diary.numbered().contains_key(&lsn) {
@@ -108,8 +109,8 @@ impl Model {
         self.state.pages.iter().map(|(page, (info, _))| (*page, info.len)).collect()
     }
 
-    /// Goes back, forward: pages that changed since get a new version, above all that ever were. Those that
-    /// only moved get the Lsn alone.
+    /// Applies a restore: pages whose content changed since `target` get a version above all earlier ones.
+    /// Pages that only moved get the Lsn alone.
     fn restore(&mut self, target: Lsn) {
         let now = std::mem::replace(&mut self.state, self.past[&target].clone());
         let epoch = Epoch(self.epoch_high.0 + 1);
@@ -191,7 +192,7 @@ impl Model {
         self.state.pages.insert(info.page, (info, bytes));
     }
 
-    /// A page that this batch changes: its epoch rises once a batch.
+    /// Returns a page for changes; its epoch rises once per batch.
     fn touch(&mut self, page: PageId) -> (&mut PageInfo, &mut Vec<u8>) {
         let (info, bytes) = self.state.pages.get_mut(&page).unwrap();
         if info.lsn < self.lsn {

@@ -1,27 +1,28 @@
-//! A power cut on real file systems: the worker works on one of its own, and a clone of its device at a
-//! moment is mounted and opened while it goes on. Batches acknowledged as durable before that moment are
-//! there, no batch is there that was not begun, and the worker never notices.
+//! A power cut on real file systems: the worker uses its own file system, and a clone of its device at some
+//! instant is mounted and opened while the worker continues. Batches acknowledged as durable before that
+//! instant are present, no batch is present that was not submitted, and the worker is not affected.
 //!
-//! The opened store then gets batches of its own, and its power is cut, too: they are there.
+//! More batches are committed to the opened store, and then its power is cut as well: those that were durable
+//! are present.
 
 use super::*;
 use crate::machine::mounts::{self, Kind, Medium};
 use crate::machine::skipped;
 
-/// The place where a worker works, and how.
+/// The file system of a worker, and its configuration.
 struct Plan {
     kind: Kind,
     log_io: Option<LogIo>,
-    /// The value that [`remanent::store::RecoveryReport::log_io`] must have.
+    /// The expected value of [`remanent::store::RecoveryReport::log_io`].
     says: &'static str,
-    /// Cuts in the short form.
+    /// Number of power cuts in the short form.
     cuts: usize,
-    /// This plan's part of the cuts in the long form, out of [`SHARES`].
+    /// This plan's share of the power cuts in the long form, out of [`SHARES`].
     share: usize,
 }
 
 const SHARES: usize = 12;
-/// The number of cuts of a store in its life; then another one begins.
+/// The maximum number of power cuts in the life of one store; then another store is created.
 const CUTS_MAX: usize = 25;
 
 fn plans() -> [Plan; 6] {
@@ -36,15 +37,15 @@ fn plans() -> [Plan; 6] {
     ]
 }
 
-/// Counts of the events under a plan.
+/// Counts of the events under one plan.
 #[derive(Default)]
 struct Cuts {
     cuts: usize,
-    /// Cuts of stores that were opened after a cut.
+    /// Power cuts of stores that were opened after a power cut.
     again: usize,
-    /// Batches that were begun and are not there. None was acknowledged as durable.
+    /// Batches that were submitted and are missing. None was acknowledged as durable.
     gone: u64,
-    /// Snapshots with names that were found right.
+    /// Named snapshots that passed their check.
     names: usize,
 }
 
@@ -89,7 +90,7 @@ fn nothing_durable_is_lost_by_a_power_cut_on_a_real_file_system() {
 }
 
 impl Plan {
-    /// Cuts the power of one worker at this number of moments of its life.
+    /// Cuts the power of one worker at `cuts` random times.
     fn cut_power(&self, seed: u64, cuts: usize) -> Cuts {
         let mut ground = Ground::new(Manner { log_io: self.log_io, ..Manner::default() });
         ground.random = Random(seed);
@@ -97,7 +98,7 @@ impl Plan {
         let mut worker = ground.start_worker();
         let mut done = Cuts::default();
         for cut in 0..cuts {
-            // The first one may come before there is a store.
+            // The first power cut may come before there is a store.
             let from = Lsn(ground.board.begun().0 + ground.random.below(60));
             worker.wait_until("its batches", || ground.board.begun() >= from);
             spin(Duration::from_nanos(1 << ground.random.below(22)));
@@ -110,7 +111,7 @@ impl Plan {
     }
 
     fn cut(&self, ground: &mut Ground, medium: &mut Medium, done: &mut Cuts, at: &str) {
-        // Names and forks told before the cut must be there, those told after it need not.
+        // Names and forks reported before the power cut must exist; later ones may.
         let (durable, mut told) = (ground.board.durable(), ground.diary.read());
         let cut = medium.cut();
         let begun = ground.board.begun();
@@ -135,7 +136,7 @@ impl Plan {
     }
 }
 
-/// Commits some durable batches, or none where the next one would be a restore.
+/// Commits some durable batches, or none if the next one would be a restore.
 fn go_on(store: &Store, model: &mut Model) {
     let mut shape = worker::shape(store).unwrap();
     for _ in 0..3 {

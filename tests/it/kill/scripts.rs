@@ -1,5 +1,5 @@
-//! Short lives of a worker, one step after the other, so that the same call of the system comes at the same
-//! point each time. Each makes much of one part of the engine.
+//! Short, fixed sequences of steps of a worker, so that the same system call comes at the same point each
+//! time. Each sequence exercises one part of the engine.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -17,41 +17,41 @@ use super::{ERRAND_PART, PATIENCE};
 
 use crate::direct_io;
 
-/// The next act of a worker.
+/// A step of a worker.
 #[derive(Clone, Copy)]
 pub enum Step {
-    /// Commits, each waited for.
+    /// Commits this many batches, and waits for each.
     Commits(Ack, u64),
-    /// Batches submitted one after the other, and then waited for: they share syncs.
+    /// Submits this many batches, then waits for all of them, so that they share syncs.
     Group(u64),
-    /// Batches from three threads.
+    /// Commits this many batches from each of three threads.
     Threads(u64),
     Snapshot,
     Exact,
-    /// A snapshot with a name; the oldest names are given up.
+    /// Takes a named snapshot; the oldest names are released.
     Name,
-    /// A fork of the newest state.
+    /// Forks the newest state.
     Fork,
-    /// All pages go down by one tier.
+    /// Demotes all pages by one tier.
     Demote,
-    /// Pages come to the first tier, as many as it has room for.
+    /// Promotes pages to the first tier until it is full.
     Promote,
-    /// The same by another thread, ahead of the worker.
+    /// Prefetches pages in another thread.
     Prefetch,
 }
 use Step::*;
 
 pub struct Script {
     pub name: &'static str,
-    /// `None` stands for the best way that the file system allows.
+    /// `None` selects the best way that the file system supports.
     pub log_io: Option<LogIo>,
-    /// The store takes snapshots on its own, too.
+    /// Whether the store takes snapshots in the background.
     pub background: bool,
     pub has_tiers: bool,
-    /// The number of batches that are there before, in a store whose process was killed. 0: no store.
+    /// The number of batches committed before, by a process that was killed. 0: there is no store.
     pub before: Lsn,
     pub steps: &'static [Step],
-    /// The store is then closed, opened again, and gets one more batch.
+    /// Whether the store is then closed, reopened, and gets one more batch.
     pub reopens: bool,
 }
 
@@ -68,7 +68,8 @@ const BUFFERED: Option<LogIo> = Some(LogIo::Buffered);
 const DIRECT: Option<LogIo> = Some(LogIo::Direct);
 const DURABLE: Step = Commits(Ack::Durable, 4);
 
-/// Batch 29 replaces a long page, 61 is a restore, 211 creates a page that is longer than a segment.
+/// The scripts. Batch 29 replaces a long page, 61 is a restore, 211 creates a page that is longer than a
+/// segment.
 pub const SCRIPTS: [Script; 25] = [
     script("creation, mapped", MAPPED, 0, &[DURABLE]),
     script("creation, direct", DIRECT, 0, &[DURABLE]),
@@ -97,32 +98,33 @@ pub const SCRIPTS: [Script; 25] = [
     Script { reopens: true, ..tiers("an open of tiers", MAPPED, &[Demote]) },
 ];
 
-/// Each thread of a store may meet a fault once.
+/// The maximum number of failures of one worker: each thread of a store may hit a fault once.
 const FAILURES_MAX: usize = 16;
 
-/// The part of a script that a worker does.
+/// The part of a script that a worker executes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
-    /// The batches that are there before.
+    /// The batches that are committed before the steps.
     Before,
-    /// The steps, once it is told to begin.
+    /// The steps, after a signal to begin.
     Steps,
-    /// The same, with a call of the system that will fail: its consequence is checked, and told by [`End`].
+    /// The steps, with a system call that will fail: the consequence is checked, and reported as an [`End`].
     Failing,
 }
 
-/// The consequence of a failing call, as the worker's exit status.
+/// The consequence of a failing system call, as the worker's exit status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
     /// No call of the store failed.
     Unnoticed = 0,
     /// The store was not opened.
     NotOpened = 3,
-    /// A call failed, and the store refuses to go on.
+    /// A call failed, and poisoned the store.
     Poisoned = 4,
-    /// A call failed, and the store went on.
+    /// A call failed, and the store continued to work.
     WentOn = 5,
-    /// A fork failed, and its source went on: even a failed sync was of files that belong to no store.
+    /// A fork failed, and its source continued to work: even a failed sync was one of a file that belongs to
+    /// no store.
     WithoutFork = 6,
 }
 
@@ -137,7 +139,7 @@ impl Script {
         Manner { log_io, background: self.background, has_tiers: self.has_tiers }
     }
 
-    /// Runs the worker's whole life. Its store is not closed.
+    /// Executes the worker's part and exits. Its store is not closed.
     pub fn perform(&self, directory: &Path, part: Part) -> ! {
         let board = Arc::new(Board::open(&directory.join("board")));
         let manner = self.manner();
@@ -148,10 +150,10 @@ impl Script {
             std::process::exit(0);
         }
         board.set_ready();
-        // One byte says: begin.
+        // The parent sends one byte as the signal to begin.
         std::io::Read::read_exact(&mut std::io::stdin(), &mut [0]).unwrap();
         end_with_the_parent();
-        // A worker that hangs is not killed by the call that never comes.
+        // A hung worker does not reach the call that would kill it, so it ends by a timeout.
         thread::spawn(|| {
             thread::park_timeout(PATIENCE);
             panic!("the worker hangs");
@@ -178,7 +180,7 @@ impl Script {
     fn live_with_failure(&self, work: Work<'_>, manner: Manner) -> End {
         if let Err(error) = self.steps.iter().try_for_each(|step| work.step(*step)) {
             check_remedy(&error);
-            // A commit may be followed by a fork.
+            // The failed call may belong to a fork after the commit.
             let is_of_fork = work.fork_failed.load(Ordering::Relaxed);
             return match work.go_on() {
                 End::WentOn if is_of_fork => End::WithoutFork,
@@ -194,7 +196,7 @@ impl Script {
         }
     }
 
-    /// The end of the life after the steps.
+    /// Executes the end of the script after the steps.
     fn end(&self, work: Work<'_>, manner: Manner) -> Result<()> {
         if self.reopens {
             work.reopen(manner)?.commit(Ack::Durable)?;
@@ -203,7 +205,8 @@ impl Script {
     }
 }
 
-/// A refused call is not the caller's fault, and it is damage only where bytes cannot be read.
+/// Asserts the error's remedy: a failed system call is not the caller's fault, and it is damage only if bytes
+/// cannot be read.
 fn check_remedy(error: &Error) {
     match error {
         Error::Poisoned(cause) => check_remedy(cause),
@@ -212,7 +215,7 @@ fn check_remedy(error: &Error) {
     }
 }
 
-/// The part that this process is told to do, if it is a worker with a script.
+/// Returns the script and part that this process was started with, if it is a worker with a script.
 pub fn told() -> Option<(&'static Script, Part)> {
     let told = std::env::var(ERRAND_PART).ok()?;
     let (index, part) = told.split_once(' ').unwrap();
@@ -222,7 +225,7 @@ pub fn told() -> Option<(&'static Script, Part)> {
 }
 
 impl Work<'_> {
-    /// Takes a snapshot half way.
+    /// Commits the batches before the steps, and takes a snapshot halfway.
     fn prepare(&self, until: Lsn) -> Result<()> {
         while self.next() <= until {
             let number = self.next();
@@ -234,7 +237,7 @@ impl Work<'_> {
         Ok(())
     }
 
-    /// Takes a step; the first error ends it.
+    /// Executes a step; returns the first error.
     fn step(&self, step: Step) -> Result<()> {
         match step {
             Commits(ack, count) => (0..count).try_for_each(|_| self.commit(ack)),
@@ -253,7 +256,7 @@ impl Work<'_> {
         }
     }
 
-    /// Uses the store after a failure: it goes on, or it is poisoned, and then it acknowledges nothing more.
+    /// Uses the store after a failure: it works, or it is poisoned and acknowledges nothing more.
     fn go_on(&self) -> End {
         for _ in 0..FAILURES_MAX {
             match self.commit(Ack::Durable).and_then(|()| self.store.snapshot()) {

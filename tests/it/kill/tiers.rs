@@ -1,8 +1,8 @@
-//! Workers whose store has tiers: fewer bytes than the pages have. Pages are evicted by commits, go down and
-//! come back as the worker likes, and ahead of it, all the time.
+//! Workers whose store has tiers smaller than its pages. Commits evict pages, and the worker demotes,
+//! promotes and prefetches them all the time.
 //!
-//! The store moves pages by batches of its own, so that the number of a batch is not its Lsn. It is in the
-//! root.
+//! The store moves pages with batches of its own, so the number of a batch in the workload is not its Lsn.
+//! The root contains the number.
 
 use remanent::options::MemoryOptions;
 use remanent::tiers::Tiers;
@@ -12,8 +12,8 @@ use remanent_format::PageTable;
 use super::worker::Work;
 use super::workload::{Random, Shape, place};
 
-/// Bytes of the first place, some half of what the pages have, and of the one below it. Both are longer than
-/// the longest page.
+/// Bytes of the first tier, about half of the bytes of all pages, and of the tier below it. Both are longer
+/// than the longest page.
 const FIRST_BYTES: u64 = 64 << 10;
 const SECOND_BYTES: u64 = 32 << 10;
 
@@ -21,14 +21,14 @@ fn places() -> [Place; 3] {
     [place(), Place::Pinned, Place::Disk]
 }
 
-/// The options with tiers.
+/// Returns the options with tiers.
 pub fn with_tiers(options: Options) -> Options {
     let [first, second, _] = places();
     let memory = MemoryOptions::new().budget(first, FIRST_BYTES).budget(second, SECOND_BYTES);
     options.memory(memory).tiers(Tiers::new(places()))
 }
 
-/// The number of the newest batch, by the root.
+/// Returns the number of the newest batch of the workload, from the root.
 pub fn number(root: &Metadata) -> Lsn {
     match root.get("batch") {
         Some(Value::U64(number)) => Lsn(*number),
@@ -39,8 +39,8 @@ pub fn number(root: &Metadata) -> Lsn {
     }
 }
 
-/// Demands that an opened store has each page where the log says, or lower, and that no move is gone of which
-/// the worker was told. `logged` is the table that the pure rebuild made of the log.
+/// Asserts that each page of an opened store is where the log states, or in a lower tier, and that no move up
+/// to batch `moved` is lost. `logged` is the table that the pure rebuild computed.
 pub fn check_places(logged: &PageTable, store: &Store, moved: Lsn, at: &str) {
     assert!(logged.lsn() >= moved, "{moved} moved pages, {} is there; {at}", logged.lsn());
     let rank = |place: Place| places().iter().position(|of| *of == place);
@@ -52,7 +52,7 @@ pub fn check_places(logged: &PageTable, store: &Store, moved: Lsn, at: &str) {
 }
 
 impl Work<'_> {
-    /// Moves some pages, as the number of a batch says.
+    /// Moves some pages, selected by the number of a batch.
     pub fn move_some(&self, number: Lsn) -> Result<()> {
         let mut random = Random(!number.0);
         let pages: Vec<PageId> = self.shape().into_keys().collect();
@@ -70,24 +70,25 @@ impl Work<'_> {
         })
     }
 
-    /// Lets all pages go down by one tier, or none where another thread has just deleted one.
+    /// Demotes all pages by one tier, or none if another thread has just deleted one.
     pub fn demote_all(&self) -> Result<()> {
         let pages: Vec<PageId> = self.shape().into_keys().collect();
         self.moved(self.store.demote(&pages).map(|()| None))
     }
 
-    /// Brings some pages to the first tier.
+    /// Promotes some pages to the first tier.
     pub fn promote_some(&self) -> Result<()> {
         self.moved(self.store.promote(&some(self.shape())))
     }
 
-    /// The same by another thread.
+    /// Prefetches some pages in another thread.
     pub fn prefetch_some(&self) -> Result<()> {
         let coming = self.store.prefetch(&some(self.shape()), place())?;
         self.moved(coming.wait().map(|()| None))
     }
 
-    /// Says on the board what moved. Another thread may delete a page first, or take the room.
+    /// Records a completed move on the board. It may have failed because another thread deleted a page or
+    /// used the memory first.
     fn moved(&self, moved: Result<Option<remanent::Position>>) -> Result<()> {
         match moved {
             Ok(position) => {
@@ -100,7 +101,7 @@ impl Work<'_> {
     }
 }
 
-/// As many pages as take up half of the first tier.
+/// Returns pages that take half of the first tier.
 fn some(shape: Shape) -> Vec<PageId> {
     let mut left = FIRST_BYTES / 2;
     let fits = shape.into_iter().filter(|(_, len)| {

@@ -1,6 +1,6 @@
 //! The process that is killed. It opens the store, commits the workload from several threads, and meanwhile
-//! uses it as in a long life: snapshots one after another or on the store's own, named ones, pruning, forks,
-//! restores. It goes on for as long as it is left alive.
+//! uses it as in production: snapshots in the background or one after another, named ones, pruning, forks,
+//! restores. It runs until it is killed.
 
 use std::io::Read;
 use std::os::unix::fs::MetadataExt;
@@ -23,7 +23,7 @@ use super::workload::{Shape, changes, device, fill, is_restore, next, reshape, r
 use crate::direct_io;
 use crate::with_options::With;
 
-/// A folder of files in memory.
+/// A folder on a memory file system.
 pub const IN_MEMORY: &str = "/dev/shm";
 /// The number of batches between two named snapshots, or forks.
 const NAME_EVERY: u64 = 83;
@@ -31,27 +31,27 @@ const FORK_EVERY: u64 = 131;
 /// The number of names that are kept.
 const NAMES_MAX: usize = 2;
 
-/// The manner in which a worker goes about it.
+/// The configuration of a worker.
 #[derive(Clone, Copy, Default)]
 pub struct Manner {
     pub log_io: Option<LogIo>,
-    /// The store takes snapshots on its own; the worker takes none.
+    /// Whether the store takes snapshots in the background, and the worker none.
     pub background: bool,
-    /// The store has tiers, so that pages move all the time.
+    /// Whether the store has tiers, so that pages move all the time.
     pub has_tiers: bool,
 }
 
 impl Manner {
-    /// The options of a store in `directory`.
+    /// Returns the options of a store in `directory`.
     pub fn options(self, directory: &Path) -> Options {
         let options = options(self.log_io, directory);
         if self.has_tiers { tiers::with_tiers(options) } else { options }
     }
 }
 
-/// Small segments, so that rolls, snapshots and recycling never stop. `None` is what the file system allows.
-/// The log is kept long enough that each of the last few batches can be restored. The store lies in
-/// `directory`.
+/// Returns options with small segments, so that the log changes its segment, takes snapshots and recycles all
+/// the time. `log_io` of `None` selects what the file system supports. The log is kept long enough that each
+/// of the last few batches can be restored.
 pub fn options(log_io: Option<LogIo>, directory: &Path) -> Options {
     let options = Options::new()
         .device(device())
@@ -59,7 +59,7 @@ pub fn options(log_io: Option<LogIo>, directory: &Path) -> Options {
         .retention(Retention::new().log_kept(256 << 10));
     let options = options.snapshots(SnapshotSchedule::never());
     match log_io {
-        // A device copies pages straight to image files there, and short files are worth writing again.
+        // A device copies pages directly to image files there, and short files are reused.
         None if lies_in_memory(directory) => options.with(|options| {
             options.images.io = ImageIo::Mapped;
             options.images.compression = Compression::Off;
@@ -73,18 +73,18 @@ pub fn options(log_io: Option<LogIo>, directory: &Path) -> Options {
     }
 }
 
-/// The folder, or of one that is not there yet the one that is to hold it.
+/// Returns the folder, or its parent if it does not exist yet.
 fn there(directory: &Path) -> &Path {
     directory.ancestors().find(|path| path.is_dir()).unwrap()
 }
 
-/// Whether the folder lies in memory itself, and not on a file system that is mounted there.
+/// Whether the folder itself is on a memory file system, and not on one mounted there.
 fn lies_in_memory(directory: &Path) -> bool {
     let device = |path: &Path| path.metadata().ok().map(|found| found.dev());
     directory.starts_with(IN_MEMORY) && device(there(directory)) == device(Path::new(IN_MEMORY))
 }
 
-/// Mapped images, wherever the file system allows them.
+/// Selects mapped images if the file system supports them.
 fn mapped_images(directory: &Path) -> ImageIo {
     match DirDisk::new(there(directory)).refuses_images(ImageIo::Mapped).unwrap() {
         None => ImageIo::Mapped,
@@ -92,15 +92,15 @@ fn mapped_images(directory: &Path) -> ImageIo {
     }
 }
 
-/// The next batch, and the state that it depends on. Batches are written and submitted under a lock, which
-/// gives them their Lsn; they are waited for outside of it, so that they share syncs.
+/// The next batch, and the state that it depends on. Batches are built and submitted under a lock, which
+/// determines their Lsn; threads wait for them without the lock, so that they share syncs.
 struct Line {
     next: Lsn,
     shape: Shape,
     refused: Option<WriteBatch>,
 }
 
-/// A batch that was submitted, with its number in the workload: its Lsn, but for a store with tiers.
+/// A submitted batch with its number in the workload, which is its Lsn unless the store has tiers.
 pub struct Submitted {
     number: Lsn,
     ticket: Ticket,
@@ -114,7 +114,7 @@ pub struct Work<'a> {
     has_tiers: bool,
     diary: Diary,
     line: Mutex<Line>,
-    /// Whether a fork failed: the source's promises are then unchanged.
+    /// Whether a fork failed, which must not affect the source.
     pub fork_failed: AtomicBool,
 }
 
@@ -140,13 +140,13 @@ pub fn work(directory: &Path, manner: Manner) -> ! {
     unreachable!("no thread ends before the kill");
 }
 
-/// The pages of a store.
+/// Returns the pages of a store, with their lengths.
 pub fn shape(store: &Store) -> Result<Shape> {
     Ok(store.pages()?.map(|info| (info.page, info.len)).collect())
 }
 
 impl<'a> Work<'a> {
-    /// Opens the store, and says so on the board.
+    /// Opens the store, and records it on the board.
     pub fn open(directory: &'a Path, board: Arc<Board>, manner: Manner) -> Result<Self> {
         let hook = board.clone();
         remanent::testing::phases::on_phase(move |phase, edge| hook.pass(phase, edge));
@@ -164,24 +164,24 @@ impl<'a> Work<'a> {
         Ok(Self { directory, store, board, has_tiers, diary, line, fork_failed: AtomicBool::new(false) })
     }
 
-    /// The number of the next batch.
+    /// Returns the number of the next batch.
     pub fn next(&self) -> Lsn {
         self.line.lock().unwrap().next
     }
 
-    /// The pages that there are, unless another thread has just changed that.
+    /// Returns the current pages; another thread may change them at any time.
     pub fn shape(&self) -> Shape {
         self.line.lock().unwrap().shape.clone()
     }
 
-    /// Closes the store, and opens it again.
+    /// Closes the store, and reopens it.
     pub fn reopen(self, manner: Manner) -> Result<Self> {
         let Self { directory, store, board, .. } = self;
         store.close()?;
         Self::open(directory, board, manner)
     }
 
-    /// Submits the next batch, which may be a restore: then there is nothing left to wait for.
+    /// Submits the next batch. Returns `None` for a restore, which needs no wait.
     pub fn submit(&self) -> Result<Option<Submitted>> {
         let mut line = self.line.lock().unwrap();
         let n = line.next;
@@ -202,7 +202,7 @@ impl<'a> Work<'a> {
         let submitted = self.store.submit(batch.clone());
         let ticket = submitted.inspect_err(|_| line.refused = Some(batch))?;
         assert!(self.has_tiers || ticket.position().lsn == n);
-        // With tiers a batch may be tried several times until it has its room, each time with other ids.
+        // With tiers a batch may fail several times before there is enough memory, each time with other ids.
         if let (true, Some(first)) = (is_again || self.has_tiers, ticket.pages().first()) {
             self.diary.write(&Entry::Numbered { lsn: n, first: *first });
         }
@@ -236,7 +236,7 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// Restores a snapshot, any one that is remembered, or goes back by a few batches.
+    /// Restores a kept snapshot, or an earlier batch.
     fn restore(&self, line: &mut Line) -> Result<()> {
         let n = line.next;
         let snapshots = self.store.snapshots();
@@ -251,7 +251,7 @@ impl<'a> Work<'a> {
         });
         let position = match restored {
             Some(Ok(position)) => position,
-            // None was picked, or another thread's snapshot has retired it.
+            // No snapshot was selected, or another thread's snapshot has replaced it.
             None | Some(Err(Error::NoSuchState(NoSuchState::Snapshot { .. }))) => {
                 self.restore_to(n, restore_target(n))?
             }
@@ -264,8 +264,8 @@ impl<'a> Work<'a> {
         Ok(())
     }
 
-    /// Restores the state of a batch, or of the oldest one that there is: the seals of a hundred snapshots
-    /// between two batches fill the log that is kept.
+    /// Restores the state of batch `target`, or of the oldest batch that can be restored: the seals of a
+    /// hundred snapshots between two batches may fill the kept log.
     fn restore_to(&self, n: Lsn, mut target: Lsn) -> Result<Position> {
         loop {
             self.diary.write(&Entry::Restore { lsn: n, target });
@@ -278,8 +278,8 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// Takes a snapshot with a name, and gives the oldest names up; now and then the new one as well, which
-    /// may be the newest snapshot.
+    /// Takes a named snapshot, and releases the oldest names; sometimes the new one as well, which may be
+    /// that of the newest snapshot.
     pub fn name(&self, lsn: Lsn) -> Result<()> {
         let turn = lsn.0 / NAME_EVERY % 4;
         let name = lsn.to_string();
@@ -298,18 +298,17 @@ impl<'a> Work<'a> {
         Ok(())
     }
 
-    /// Makes a fork of the state at this batch.
+    /// Forks the state at this batch.
     pub fn fork(&self, lsn: Lsn) -> Result<()> {
         let forks = self.directory.join("forks");
-        // The folder is made only if it is missing, because a call of the worker's own may be the one that
-        // fails.
+        // The folder is created only if it is missing, because the injected fault may hit this call.
         if !forks.is_dir() {
             std::fs::create_dir_all(&forks).unwrap();
         }
         let directory = forks.join(lsn.to_string());
         match self.store.fork(&directory, StatePoint::Lsn(lsn)) {
             Ok(_) => self.diary.write(&Entry::Forked { lsn }),
-            // Meanwhile the other threads have gone on, and the batch is outside of the window.
+            // Other threads have committed meanwhile, and the batch can no longer be restored.
             Err(Error::NoSuchState(NoSuchState::OutsideWindow { oldest, .. })) if oldest > lsn => {}
             Err(error) => {
                 self.fork_failed.store(true, Ordering::Relaxed);
@@ -320,8 +319,8 @@ impl<'a> Work<'a> {
     }
 }
 
-/// A failure anywhere ends the process, so that the parent sees it; and the parent's end closes standard
-/// input, so that no worker is left behind.
+/// Ends the process when any thread fails, so that the parent notices; and when the parent ends, which closes
+/// standard input, so that no worker is left behind.
 pub fn end_with_the_parent() {
     let report = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {
@@ -329,7 +328,7 @@ pub fn end_with_the_parent() {
         std::process::abort();
     }));
     std::thread::spawn(|| {
-        // The end of the input or an error: both say that the parent is gone.
+        // The end of the input or an error: both mean that the parent has ended.
         let _ended = std::io::stdin().read(&mut [0]);
         std::process::abort();
     });

@@ -1,29 +1,28 @@
-//! A workload that is a function of the Lsn: batch `n` follows from `n` and from the pages that there are, so
-//! that the state after any Lsn can be computed from the Lsn. Some batches are restores; only their writer
-//! knows their targets.
+//! A workload that is a function of the Lsn: batch `n` follows from `n` and the existing pages, so the state
+//! after any Lsn can be computed. Some batches are restores; only their writer knows their targets.
 
 use std::collections::BTreeMap;
 
 use remanent::batch::Width;
 use remanent::{DeviceChoice, Key, Lsn, Metadata, PageId, Place, Value, WriteBatch};
 
-/// The pages there are, with their lengths: all of the state that the next batch depends on.
+/// The existing pages with their lengths: everything that the next batch depends on.
 pub type Shape = BTreeMap<PageId, u64>;
 
-/// The fewest pages: between this and the most, a batch creates and deletes as it likes.
+/// The minimum number of pages: between this and the maximum, a batch may create or delete.
 const PAGES_MIN: usize = 16;
 const PAGES_MAX: usize = 24;
-/// A page that no segment of 64 KiB can take in one frame.
+/// Length of a page whose frame does not fit into a segment of 64 KiB.
 const LONG_LEN: u64 = 80 << 10;
-/// A page long enough for a batch to write it ahead, to an image file, where segments have 64 KiB.
+/// Length of a page that a batch writes to an image file if segments have 64 KiB.
 const BULK_LEN: u64 = 16 << 10;
 /// The number of batches from one restore to the next; pages of [`LONG_LEN`], and of [`BULK_LEN`] or longer,
-/// have numbers of their own.
+/// have similar intervals.
 const RESTORE_EVERY: u64 = 61;
 const LONG_EVERY: u64 = 211;
 const BULK_EVERY: u64 = 29;
 
-/// Steele, Lea and Flood's SplitMix64.
+/// Steele, Lea and Flood's SplitMix64 generator.
 pub struct Random(pub u64);
 
 impl Random {
@@ -53,7 +52,7 @@ pub enum Change {
     Clone {
         source: PageId,
     },
-    /// All bytes of a page; the new length is the number of bytes here.
+    /// All bytes of a page, whose new length is the number of bytes.
     Replace {
         page: PageId,
         content: Vec<u8>,
@@ -99,13 +98,12 @@ pub enum Change {
     },
 }
 
-/// Whether batch `n` is a restore, and changes nothing else.
+/// Whether batch `n` is a restore, which changes nothing else.
 pub fn is_restore(n: Lsn) -> bool {
     n.0.is_multiple_of(RESTORE_EVERY)
 }
 
-/// The batch after `n`. With tiers the numbers of restores are left out, and those of pages that are longer
-/// than a tier.
+/// Returns the batch after `n`. With tiers, restores and pages that are longer than a tier are skipped.
 pub fn next(n: Lsn, is_tiered: bool) -> Lsn {
     let mut next = n.next();
     while is_tiered && (is_restore(next) || next.0.is_multiple_of(LONG_EVERY)) {
@@ -114,12 +112,12 @@ pub fn next(n: Lsn, is_tiered: bool) -> Lsn {
     next
 }
 
-/// The batch to which the restore `n` goes back, where its writer has not chosen another.
+/// Returns the target of the restore `n`, unless its writer chose another.
 pub fn restore_target(n: Lsn) -> Lsn {
     Lsn(n.0 - 2)
 }
 
-/// The device that holds the pages: the host, unless `REMANENT_KILL_DEVICE` names a GPU.
+/// Returns the device of the pages: the host, unless `REMANENT_KILL_DEVICE` names a GPU.
 pub fn device() -> DeviceChoice {
     match std::env::var("REMANENT_KILL_DEVICE") {
         Ok(device) => device.parse().unwrap(),
@@ -127,16 +125,16 @@ pub fn device() -> DeviceChoice {
     }
 }
 
-/// The place on that device where they live.
+/// Returns the place of the pages on that device.
 pub fn place() -> Place {
     if matches!(device(), DeviceChoice::Cuda(_)) { Place::Device(0) } else { Place::Host }
 }
 
-/// The changes of batch `n`, which is no restore.
+/// Returns the changes of batch `n`, which is not a restore.
 pub fn changes(n: Lsn, shape: &Shape) -> Vec<Change> {
     let mut random = Random(n.0);
     let mut changes = Vec::new();
-    // Each page is picked once a batch, so that the order of the changes is the only one they have.
+    // Each page is changed at most once per batch, so the result does not depend on the order of the changes.
     let mut left: Vec<PageId> = shape.keys().copied().collect();
     for index in 0..1 + random.below(3) {
         let is_long = n.0.is_multiple_of(LONG_EVERY);
@@ -186,14 +184,14 @@ pub fn changes(n: Lsn, shape: &Shape) -> Vec<Change> {
     changes
 }
 
-/// Writes batch `n` as a caller would.
+/// Adds the changes of batch `n` to a batch.
 pub fn fill(batch: &mut WriteBatch, n: Lsn, changes: &[Change]) {
     for change in changes {
         match change {
             Change::Create { key, content } => {
                 let len = content.len() as u64;
                 let page = batch.create(len, place()).key(key.clone()).metadata(born(n)).page();
-                // A long page in two pieces, which no batch writes ahead.
+                // A long page is written in two pieces, so that it gets no image of the batch.
                 let (front, back) = content.split_at(content.len().min(LONG_LEN as usize / 2));
                 batch.write(page, 0, front);
                 if !back.is_empty() {
@@ -238,7 +236,7 @@ pub fn fill(batch: &mut WriteBatch, n: Lsn, changes: &[Change]) {
     }
 }
 
-/// The shape after these changes, whose creates and clones made `new`.
+/// Applies these changes to the shape; their creates and clones made the pages `new`.
 pub fn reshape(shape: &mut Shape, changes: &[Change], new: &[PageId]) {
     let mut new = new.iter().copied();
     for change in changes {
@@ -264,7 +262,7 @@ pub fn reshape(shape: &mut Shape, changes: &[Change], new: &[PageId]) {
     assert_eq!(new.next(), None);
 }
 
-/// The metadata of a page that batch `n` creates.
+/// Returns the metadata of a page that batch `n` creates.
 pub fn born(n: Lsn) -> Metadata {
     Metadata::from([("born".to_owned(), Value::U64(n.0))])
 }

@@ -1,4 +1,4 @@
-//! The table of cases, and cases drawn at random.
+//! The table of cases, and random cases.
 
 use remanent::batch::Width;
 use remanent::device::{
@@ -8,17 +8,17 @@ use remanent::device::{
 
 use super::model::{Case, CaseList};
 
-/// Lengths around the borders of 16-byte accesses and of pages.
+/// Lengths just below, at and above multiples of 16-byte accesses and of pages.
 const LENGTHS: [usize; 8] = [0, 1, 15, 16, 17, 4095, 4096, 4097];
-/// Offsets at which a 16-byte access is aligned, and not.
+/// Offsets at which a 16-byte access is aligned, and others.
 const OFFSETS: [usize; 5] = [0, 1, 8, 15, 16];
-/// Counts of elements around the borders of a mask's bytes.
+/// Numbers of elements just below, at and above the limits of a mask's bytes.
 const COUNTS: [usize; 9] = [0, 1, 7, 8, 9, 16, 31, 256, 257];
 const WIDTHS: [Width; 5] = [Width::W1, Width::W2, Width::W4, Width::W8, Width::W16];
-/// Bytes around every range, which must stay as they are.
+/// Bytes on both sides of every range, which must not change.
 const MARGIN: usize = 17;
 
-/// The cases that are not drawn: one in `every` of those that differ by numbers alone, and all others.
+/// Returns the cases of the table: one in `every` of those that differ only in numbers, and all others.
 pub fn table(every: usize) -> Vec<Case> {
     let mut cases = Vec::new();
     for offset in OFFSETS {
@@ -45,7 +45,7 @@ pub fn table(every: usize) -> Vec<Case> {
     cases
 }
 
-/// Adds the commands that take any length, at one length and offset.
+/// Adds the commands that accept any length, at one length and offset.
 fn moves(len: usize, offset: usize, cases: &mut Vec<Case>) {
     let name = |what: &str| format!("{what} of {len} bytes at {offset}");
     let page = |seed| bytes(seed, offset + len + MARGIN);
@@ -76,7 +76,7 @@ fn moves(len: usize, offset: usize, cases: &mut Vec<Case>) {
     push("checksum", vec![page(1)], vec![bytes(4, 9)], Command::Crc { sources: vec![here], target: sum });
 }
 
-/// Adds the commands that take whole elements, at one count, offset and width.
+/// Adds the commands on whole elements, at one count, offset and width.
 fn elements(count: usize, offset: usize, width: Width, cases: &mut Vec<Case>) {
     let name = |what: &str| format!("{what} of {count} elements of {width:?} at {offset}");
     let len = count * width.bytes();
@@ -123,7 +123,7 @@ fn elements(count: usize, offset: usize, width: Width, cases: &mut Vec<Case>) {
     let itself = vec![page(1), vec![], bits];
     cases.push(Case::new(name("diff with itself"), itself, vec![], diff(target, target)));
 
-    // Every element, backwards, and the first one again.
+    // Every element in descending order, and the first one again.
     let picked: Vec<u32> = (0..count as u32).rev().chain((count > 0).then_some(0)).collect();
     let indices = StagingSpan { index: 0, offset: 3, len: 4 * picked.len() };
     let staging = [&bytes(17, 3)[..], &index_bytes(&picked), &bytes(18, 2)].concat();
@@ -137,7 +137,7 @@ fn index_bytes(indices: &[u32]) -> Vec<u8> {
     indices.iter().flat_map(|index| index.to_le_bytes()).collect()
 }
 
-/// Lists of indices, good and bad, in one command; longer than one block looks at, too.
+/// Lists of valid and invalid indices in one command, some longer than one thread block processes.
 fn validations() -> Case {
     let good: Vec<u32> = (0..40_000).rev().collect();
     let rows = [
@@ -163,7 +163,7 @@ fn validations() -> Case {
     Case::new("validations".to_owned(), vec![memory], vec![staging], vec![validate])
 }
 
-/// Bitmaps of many lengths in one command, with room for all indices, for some and for none.
+/// Bitmaps of many lengths in one command, with output space for all indices, some and none.
 fn selections() -> Case {
     let (mut bits, mut room) = (bytes(24, 3), 4);
     let mut bitmaps = Vec::new();
@@ -193,7 +193,7 @@ fn selections() -> Case {
     Case::new("selections".to_owned(), vec![bits, bytes(26, room + MARGIN)], staging, vec![select])
 }
 
-/// Ranges of many lengths, and the indices of elements that differ.
+/// Ranges of many lengths, compared for the indices of differing elements.
 fn long_diff() -> Case {
     let len = 600_003;
     let (left, mut right) = (bytes(22, len), bytes(22, len));
@@ -207,7 +207,7 @@ fn long_diff() -> Case {
     Case::new("a long diff".to_owned(), memories, vec![vec![0; 4]], vec![diff, select])
 }
 
-/// The same piece with its payload in staging, and in page memory.
+/// Returns the same piece with its payload in staging, and in page memory.
 fn either_payload(
     name: &str,
     page: Vec<u8>,
@@ -231,14 +231,14 @@ fn mask_of_eight(mask: u8, width: Width) -> Case {
     Case::new(format!("mask {mask:08b} of {width:?}"), vec![bytes(1, len + 2)], vec![payload], vec![command])
 }
 
-/// Longer than what a device moves at a time.
+/// A copy that is longer than a device copies in one step.
 fn long_copy() -> Case {
     let len = 200_001;
     let copy = Command::Copy { source: span(0, 3, len), target: span(1, 5, len) };
     Case::new("a long copy".to_owned(), vec![bytes(1, len + 3), bytes(2, len + 7)], vec![], vec![copy])
 }
 
-/// Later pieces of a page win over earlier ones, whatever their kinds, also from list to list.
+/// Later pieces overwrite earlier ones of the same page, whatever their kinds, also from list to list.
 fn overlapping_pieces() -> Case {
     let piece = |offset, len, at, kind| Piece {
         target: span(0, offset, len),
@@ -263,7 +263,7 @@ fn overlapping_pieces() -> Case {
     )
 }
 
-/// Bytes that were gathered and scattered back are as before, although the pages were overwritten between.
+/// Bytes that were gathered and scattered back are as before, although the pages were overwritten in between.
 fn gather_and_scatter_back() -> Case {
     let parts = [(span(0, 0, 17), 0), (span(1, 3, 4096), 32), (span(0, 20, 0), 4128), (span(2, 1, 15), 4129)];
     let gather = Command::Gather { sources: parts.to_vec(), target: span(3, 16, 4200) };
@@ -289,8 +289,8 @@ fn many_checksums() -> Case {
     )
 }
 
-/// Around the borders of vectors, rows and chunks, on a boundary of sixteen bytes and off it; zeros and all
-/// bits set, which make the largest sums.
+/// Lengths just below, at and above multiples of vectors, rows and chunks, aligned to 16 bytes and not;
+/// zeros, and bytes with all bits set, which have the largest sums.
 fn digests() -> Case {
     const CHUNK: usize = DIGEST_CHUNK_LEN as usize;
     let lens = [0, 1, 15, 16, 17, 4095, 4096, 4097, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 40];
@@ -321,7 +321,8 @@ fn both_ways_in_one_staging() -> Case {
     Case::new("both ways in one staging".to_owned(), vec![bytes(1, 50)], vec![bytes(16, 100)], commands)
 }
 
-/// Each list overwrites what the one before it wrote; stagings of different lengths come back in order.
+/// Each list overwrites what the previous one wrote; staging memory of different lengths is returned in
+/// order.
 fn order_in_a_lane() -> Case {
     let list = |number: usize| {
         let down = StagingSpan { index: 1, offset: number, len: 20 };
@@ -368,14 +369,14 @@ fn no_commands() -> Case {
     Case::new("no commands".to_owned(), vec![vec![], bytes(1, 3)], vec![vec![], bytes(2, 4)], vec![])
 }
 
-/// Up to eight lists of up to six commands over three pages, on all lanes.
+/// Returns a random case: up to eight lists of up to six commands over three pages, on all lanes.
 pub fn drawn(seed: u64) -> Case {
     let mut random = Random(seed);
     let memories: Vec<Vec<u8>> = (0..3).map(|n| bytes(seed ^ n, 300 + random.below(600))).collect();
     let lists = (0..1 + random.below(8))
         .map(|_| {
             let lane = Lane::ALL[random.below(Lane::ALL.len())];
-            // The first staging is read, the second written.
+            // The first staging memory is read, the second one written.
             let mut source = Vec::new();
             let commands = (0..1 + random.below(6)).map(|_| random.command(&memories, &mut source)).collect();
             CaseList { lane, commands, staging: vec![source, bytes(seed, 256)] }
@@ -384,7 +385,7 @@ pub fn drawn(seed: u64) -> Case {
     Case { name: format!("seed {seed}"), memories, lists }
 }
 
-/// A generator of random numbers: SplitMix64.
+/// A SplitMix64 random number generator.
 struct Random(u64);
 
 impl Random {
@@ -399,13 +400,13 @@ impl Random {
         (self.next() % limit as u64) as usize
     }
 
-    /// A range of at most 128 bytes, of whole elements, anywhere in a memory.
+    /// Returns a random range of at most 128 bytes, in whole elements of a memory.
     fn span(&mut self, memories: &[Vec<u8>], memory: usize, width: Width) -> Span {
         let len = self.below(129) / width.bytes() * width.bytes();
         span(memory, self.below(memories[memory].len() - len + 1), len)
     }
 
-    /// Appends random bytes to the staging that is read; the offset at which they start.
+    /// Appends bytes to the staging memory that is read. Returns their offset.
     fn staged(&mut self, source: &mut Vec<u8>, payload: &[u8]) -> usize {
         source.extend(bytes(self.next(), self.below(5)));
         source.extend(payload);
@@ -421,7 +422,7 @@ impl Random {
         let other = (memory + 1 + self.below(memories.len() - 1)) % memories.len();
         let width = WIDTHS[self.below(WIDTHS.len())];
         let target = self.span(memories, memory, width);
-        // As long as the target, in another memory.
+        // A range of the target's length in another memory.
         let like = |offset: usize| Span { memory: MemoryId(other as u64), offset: offset as u64, ..target };
         let room = memories[other].len() - target.len as usize + 1;
         match self.below(12) {
@@ -444,7 +445,7 @@ impl Random {
             6 => {
                 let count = target.len as usize / width.bytes();
                 let right = like(self.below(room));
-                // In the third memory, which is neither.
+                // A range in the third memory.
                 let third = 3 - memory - other;
                 let bits_at = self.below(memories[third].len() - count.div_ceil(8) + 1);
                 Command::Diff { left: target, right, width, target: span(third, bits_at, count.div_ceil(8)) }
@@ -483,7 +484,7 @@ impl Random {
         }
     }
 
-    /// Three ranges of one memory that do not overlap, each with an offset in an area of 300 bytes.
+    /// Returns three ranges of one memory that do not overlap, each with an offset in an area of 300 bytes.
     fn parts(&mut self, memories: &[Vec<u8>], memory: usize) -> Vec<(Span, u64)> {
         let third = memories[memory].len() / 3;
         let part = |number: usize, random: &mut Self| {
@@ -528,7 +529,7 @@ fn span(memory: usize, offset: usize, len: usize) -> Span {
     Span { memory: MemoryId(memory as u64), offset: offset as u64, len: len as u64 }
 }
 
-/// Two parts of a payload with a gap between them, and where the second one starts.
+/// Joins two parts of a payload with a gap. Also returns the offset of the second part.
 fn joined(first: &[u8], second: &[u8]) -> (Vec<u8>, usize) {
     let at = first.len().next_multiple_of(16);
     let mut payload = first.to_vec();
@@ -537,7 +538,7 @@ fn joined(first: &[u8], second: &[u8]) -> (Vec<u8>, usize) {
     (payload, at)
 }
 
-/// Bytes that look random and are always the same.
+/// Returns pseudorandom bytes, the same in each call.
 fn bytes(seed: u64, len: usize) -> Vec<u8> {
     let mut random = Random(seed.wrapping_mul(0xD134_2543_DE82_EF95));
     (0..len).map(|_| random.next() as u8).collect()

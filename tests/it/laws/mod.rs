@@ -1,11 +1,11 @@
-//! The laws of devices: one table of cases and one runner for every device (I11).
+//! Conformance tests of devices, called laws: one table of cases that every device must pass (I11).
 //!
-//! A case says what page memory and staging hold and which lists run; `model.rs` says what must be there
-//! afterwards. A device keeps the laws if it leads to the same bytes, those around the ranges included. A run
-//! with `--nocapture` shows a receipt for each device (`receipt.rs`).
+//! A case has the initial content of page memory and staging, and the lists to run; `model.rs` computes the
+//! expected content afterwards. A device passes if the bytes are equal, including those around the ranges. A
+//! run with `--nocapture` prints a summary for each device, its receipt (`receipt.rs`).
 //!
-//! Under a sanitizer of the GPU each launch takes milliseconds: with `REMANENT_LAWS=short` one case in
-//! [`SHORT_EVERY`] of each grid runs, and every case that is alone.
+//! Under a GPU sanitizer each launch takes milliseconds: with `REMANENT_LAWS=short` only one in
+//! [`SHORT_EVERY`] cases of each parameter grid runs, and every case that is in no grid.
 
 mod cases;
 mod model;
@@ -34,7 +34,8 @@ use crate::gpu;
 
 const PLACES: [Place; 5] = [Place::Device(0), Place::Device(1), Place::Pinned, Place::Host, Place::Unified];
 const DRAWN_CASES: u64 = 500;
-/// Shares no factor with the sides of the grids, so that a short run meets each of their values.
+/// Coprime to the dimensions of the parameter grids, so that a short run includes each value of each
+/// parameter.
 const SHORT_EVERY: usize = 37;
 
 #[test]
@@ -84,7 +85,7 @@ fn gpu_obeys_laws() {
     keeps_the_laws(&LateDevice::seeded(gpu, 4));
 }
 
-/// Memory that is not the device's own: each page lies between canaries, is full of junk at first, and its
+/// Memory that the test allocates: each page is between canaries and filled with junk at first, and its
 /// releases are recorded.
 #[test]
 fn gpu_obeys_laws_in_guarded_memory() {
@@ -98,11 +99,11 @@ fn gpu_obeys_laws_in_guarded_memory() {
     let of_pages = |gpu: &CudaDevice| gpu.memory_stats()[0].1;
     let receipt = run_laws(&gpu, SHORT_EVERY);
     assert_eq!(receipt.results(), run_laws(&HostDevice::new(), SHORT_EVERY).results());
-    // Resources of a list are given back with the next one.
+    // The resources of a list are freed when the next one is submitted.
     for lane in Lane::ALL {
         gpu.submit(lane, CommandList::default()).unwrap().finish(&gpu).unwrap();
     }
-    // Canaries that were whole when their pages were released, and a limit that was not passed.
+    // The canaries were intact when their pages were released, and the memory limit was not exceeded.
     assert_eq!(guarded.live(), []);
     assert!(matches!(gpu.allocate(Place::Device(0), 65 << 20), Err(Error::OutOfMemory { .. })));
     let kept = gpu.allocate(Place::Device(0), 1000).unwrap();
@@ -116,7 +117,7 @@ fn gpu_obeys_laws_in_guarded_memory() {
     assert!(broken.to_string().contains("byte 0 past the end"), "{broken}");
 }
 
-/// The model is the judge of every case, so it is itself held to results worked out by hand.
+/// The model decides every case, so it is itself compared with results that were worked out by hand.
 #[test]
 fn the_model_agrees_with_hand_made_results() {
     let whole = |len| Span { memory: MemoryId(0), offset: 0, len };
@@ -160,7 +161,7 @@ fn the_model_agrees_with_hand_made_results() {
     let validate = Command::Validate { lists: vec![list(8), list(7)], target: to(8) };
     let indices = [7, 0, 0, 0, 3, 0, 0, 0, 3, 0, 0, 0];
     check("validation", &indices, &[9; 8], validate, &indices, &[2, 0, 0, 0, 3, 0, 0, 0]);
-    // The check value that CRC-32 is known by.
+    // The standard check value of CRC-32.
     let crc = Command::Crc { sources: vec![whole(9)], target: to(4) };
     check("checksum", b"123456789", &[0; 4], crc, b"123456789", &0xCBF4_3926_u32.to_le_bytes());
 }
@@ -199,7 +200,7 @@ fn keeps_the_laws(device: &dyn Device) {
     println!("{}", run_laws(device, every));
 }
 
-/// Runs one in `every` of the cases that come in grids, and all others.
+/// Runs one in `every` of the cases in parameter grids, and all others.
 fn run_laws(device: &dyn Device, every: usize) -> Receipt {
     let mut receipt = Receipt::new(device);
     let drawn = (0..DRAWN_CASES).step_by(every).map(cases::drawn);
@@ -210,7 +211,7 @@ fn run_laws(device: &dyn Device, every: usize) -> Receipt {
     receipt
 }
 
-/// Runs the case and compares the bytes that the model knows, which are returned.
+/// Runs the case, and compares the bytes whose value the model knows. Returns the model's outcome.
 fn agree(device: &dyn Device, case: &Case) -> Outcome {
     let (found, expected) = (run(device, case), case.outcome());
     let label = format!("{} on {}", case.name, device.label());
@@ -227,7 +228,7 @@ fn agree(device: &dyn Device, case: &Case) -> Outcome {
     expected
 }
 
-/// Runs the case's lists, ordered across lanes by `after` alone, and waits for them from last to first.
+/// Submits the case's lists, ordered across lanes only by `after`, and waits for them from last to first.
 fn run(device: &dyn Device, case: &Case) -> Outcome {
     let ids: Vec<MemoryId> = case
         .memories
@@ -260,7 +261,7 @@ fn run(device: &dyn Device, case: &Case) -> Outcome {
     Outcome { memories, staging }
 }
 
-/// Makes page memory with these bytes.
+/// Allocates page memory with these bytes.
 fn page(device: &dyn Device, place: Place, bytes: &[u8]) -> MemoryId {
     let memory = device.allocate(place, bytes.len() as u64).unwrap();
     let source = StagingSpan { index: 0, offset: 0, len: bytes.len() };
@@ -278,7 +279,7 @@ fn content(device: &dyn Device, memory: MemoryId, len: usize) -> Vec<u8> {
     device.submit(Lane::Apply, list).unwrap().finish(device).unwrap()[0].to_vec()
 }
 
-/// Makes staging with these bytes.
+/// Allocates staging memory with these bytes.
 fn staged(device: &dyn Device, bytes: &[u8]) -> Staging {
     let mut staging = device.staging(bytes.len()).unwrap();
     assert!(staging.iter().all(|byte| *byte == 0), "staging comes zeroed");
@@ -286,7 +287,7 @@ fn staged(device: &dyn Device, bytes: &[u8]) -> Staging {
     staging
 }
 
-/// The command with the device's memories in the place of the case's.
+/// Returns the command with the memories of the device instead of those of the case.
 fn named(command: &Command, ids: &[MemoryId]) -> Command {
     let on = |span: &Span| Span { memory: ids[span.memory.0 as usize], ..*span };
     match command {

@@ -1,26 +1,27 @@
-//! The meaning of a list of commands, one byte at a time. Slow and short, so that it can be checked by eye.
+//! The meaning of a list of commands, one byte at a time: slow and short, so that it can be reviewed by
+//! reading.
 
 use remanent::device::{Command, Lane, Payload, Piece, PieceKind, Selection, Span, StagingSpan};
 
-/// Lists, and the memory on which they run. Page memory `n` of the case is `MemoryId(n)`.
+/// Lists, and their memory. Page memory `n` of the case is `MemoryId(n)`.
 #[derive(Clone, Debug)]
 pub struct Case {
-    /// The name under which a failure is reported.
+    /// The name of the case in messages.
     pub name: String,
-    /// The content of the page memory at first.
+    /// The initial content of the page memory.
     pub memories: Vec<Vec<u8>>,
-    /// The lists, in the order in which they must seem to run.
+    /// The lists, in the order in which they must appear to be executed.
     pub lists: Vec<CaseList>,
 }
 
 /// One list of a case.
 #[derive(Clone, Debug)]
 pub struct CaseList {
-    /// The lane that it is submitted to.
+    /// The lane to which it is submitted.
     pub lane: Lane,
-    /// The commands that it runs.
+    /// Its commands.
     pub commands: Vec<Command>,
-    /// The content of its staging at first.
+    /// The initial content of its staging memory.
     pub staging: Vec<Vec<u8>>,
 }
 
@@ -29,17 +30,18 @@ pub struct CaseList {
 pub struct Outcome {
     /// The content of the page memory.
     pub memories: Vec<Vec<u8>>,
-    /// Each list's staging; `None` for bytes that the list read, which come back unspecified.
+    /// The staging memory of each list; `None` for bytes that the list read, whose content is then
+    /// unspecified.
     pub staging: Vec<Vec<Vec<Option<u8>>>>,
 }
 
 impl Case {
-    /// A case of one list, on the lane of deltas.
+    /// Returns a case of one list, on the lane for deltas.
     pub fn new(name: String, memories: Vec<Vec<u8>>, staging: Vec<Vec<u8>>, commands: Vec<Command>) -> Self {
         Self { name, memories, lists: vec![CaseList { lane: Lane::Apply, commands, staging }] }
     }
 
-    /// The outcome that the case must lead to.
+    /// Returns the outcome of the case.
     pub fn outcome(&self) -> Outcome {
         let mut outcome = Outcome { memories: self.memories.clone(), staging: Vec::new() };
         for list in &self.lists {
@@ -59,7 +61,7 @@ impl Case {
     }
 }
 
-/// One list that is being run.
+/// One list that is being executed.
 struct Run<'a> {
     memories: &'a mut [Vec<u8>],
     staging: Vec<Vec<u8>>,
@@ -239,7 +241,7 @@ impl Run<'_> {
     }
 }
 
-/// A chunk's digest by the book: numbers that are never folded, columns one after the other.
+/// Computes a chunk's digest literally: column by column, without intermediate reduction.
 fn digest(chunk: &[u8], key: &[u8]) -> Vec<u8> {
     let prime = (1_u128 << 61) - 1;
     let word = |bytes: &[u8], at: usize| -> u128 {

@@ -1,8 +1,9 @@
-//! The summary of a run of the laws: which code, which kernels, which device, how many cases, and a checksum
-//! of all results. Receipts from two machines are of the same laws if they differ in the device alone.
+//! The summary of a run of the laws: the code, the kernels, the device, the number of cases, and a checksum
+//! of all results. Two machines ran the same tests with the same results if their receipts differ only in the
+//! device.
 //!
-//! The commit is the one that the environment named when these tests were built:
-//! `REMANENT_COMMIT=$(git describe --always --dirty --abbrev=40) cargo test --test it --no-run`.
+//! The commit is that of the environment variable when these tests were built: `REMANENT_COMMIT=$(git
+//! describe --always --dirty --abbrev=40) cargo test --test it --no-run`.
 
 use std::collections::BTreeMap;
 use std::fmt::{Display, Formatter, Result};
@@ -13,22 +14,22 @@ use remanent::device::{Command, Device, PieceKind};
 use super::model::{Case, Outcome};
 use crate::gpu;
 
-/// The cases that agreed with the model on one device.
+/// The cases that one device has passed.
 pub struct Receipt {
     device: String,
     cases: u64,
-    /// Commands and pieces that ran, by their names.
+    /// Number of executed commands and pieces by name.
     ran: BTreeMap<&'static str, u64>,
     results: crc32fast::Hasher,
 }
 
 impl Receipt {
-    /// A receipt before the first case.
+    /// Returns a receipt before the first case.
     pub fn new(device: &dyn Device) -> Self {
         Self { device: device.label(), cases: 0, ran: BTreeMap::new(), results: Default::default() }
     }
 
-    /// Adds a case that led to `outcome` on the device.
+    /// Adds a case that had this outcome on the device.
     pub fn agreed(&mut self, case: &Case, outcome: &Outcome) {
         self.cases += 1;
         for command in case.lists.iter().flat_map(|list| &list.commands) {
@@ -40,12 +41,12 @@ impl Receipt {
         }
     }
 
-    /// The names of the commands and pieces that ran.
+    /// Returns the names of the executed commands and pieces.
     pub fn ran(&self) -> impl Iterator<Item = &'static str> {
         self.ran.keys().copied()
     }
 
-    /// The checksum of all results: page memory, and staging that came back.
+    /// Returns the checksum of all results: page memory, and returned staging memory.
     pub fn results(&self) -> u32 {
         self.results.clone().finalize()
     }
@@ -70,7 +71,7 @@ impl Display for Receipt {
     }
 }
 
-/// The name of a command, and those of its pieces.
+/// Returns the names of a command and its pieces.
 fn names(command: &Command) -> Vec<&'static str> {
     let name = match command {
         Command::Upload { .. } => "upload",

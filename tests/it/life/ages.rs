@@ -1,4 +1,4 @@
-//! Snapshots that are kept for their age, on a wall clock that jumps.
+//! Snapshots that are kept for their age, with a wall clock that jumps.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -8,7 +8,7 @@ use super::text::{Command, Kind};
 
 /// The number of snapshots that a store keeps.
 pub const SNAPSHOTS_KEPT: usize = 2;
-/// The ages up to which an opening keeps every snapshot, and the jumps of the clock.
+/// The ages up to which an open keeps every snapshot.
 pub const KEPT_FOR_MS: [u64; 4] = [0, 0, 60_000, 3_600_000];
 const CLOCK_JUMPS_MS: [u64; 4] = [1000, 60_000, 3_600_000, 7 * 24 * 3_600_000];
 
@@ -27,7 +27,7 @@ impl Life {
         self.check_ages(snapshots_kept, &before, &after, earliest, latest);
     }
 
-    /// The wall clock jumps to another time, while the store is open or between two openings of it.
+    /// Changes the wall clock, while the store is open or between two opens.
     pub(super) fn jump(&mut self) {
         let by = i64::try_from(CLOCK_JUMPS_MS[self.random.below(4) as usize]).expect("less than a year");
         self.clock_ms = match self.random.below(4) {
@@ -35,7 +35,7 @@ impl Life {
             1 => -by,
             _ => by,
         };
-        // Two that may grow old.
+        // Two snapshots that may become old.
         for _ in 0..SNAPSHOTS_KEPT {
             self.commit();
             self.ask(&Command::Snapshot(Kind::Fuzzy));
@@ -51,7 +51,7 @@ impl Life {
             self.open();
             self.model.reopen();
         }
-        // While a page is unloaded, nothing goes.
+        // While a page is not loaded, no snapshot is removed.
         self.compare();
         let (mut before, earliest) = (self.kept(), self.now_ms());
         self.ask(&Command::Snapshot(Kind::Fuzzy));
@@ -64,15 +64,15 @@ impl Life {
         self.tally.jumps += 1;
     }
 
-    /// Checks a prune by the rule of ages: a snapshot is as old as the oldest time that it or a later one
-    /// names, and a time in the future ages nothing.
+    /// Checks a prune against the rule for ages: a snapshot's time is the earliest of its own and those of
+    /// later snapshots, and a time in the future counts as now.
     fn check_ages(&mut self, count: usize, before: &[Kept], after: &[Kept], earliest: u64, latest: u64) {
-        // A thin snapshot stands in for the one before. Which of them counts is the business of others.
+        // A thin snapshot replaces the previous one. Which of the two is kept is tested elsewhere.
         if before.windows(2).any(|pair| pair[0].redo == pair[1].redo) {
             return;
         }
         for (at, kept) in before.iter().enumerate().filter(|(_, kept)| kept.name.is_none()) {
-            // Named ones may be without the log, and are then none of the newest.
+            // Named snapshots may be without the log after them, and then do not count as newest.
             let later = before[at..].iter().skip(1).filter(|later| later.name.is_none()).count();
             let time = before[at..].iter().map(|later| later.unix_ms).min().expect("itself");
             let stays = after.iter().any(|other| other.id == kept.id);
@@ -86,7 +86,7 @@ impl Life {
         }
     }
 
-    /// The time by the worker's clock.
+    /// Returns the time of the worker's clock.
     fn now_ms(&self) -> u64 {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("a time after 1970");
         u64::try_from(now.as_millis()).expect("a time in this age").saturating_add_signed(self.clock_ms)

@@ -1,4 +1,4 @@
-//! The bound that a directory must keep, and the bound of the worker's memory.
+//! The maximum size of a directory, and of the worker's memory.
 
 use std::collections::BTreeSet;
 use std::os::unix::fs::MetadataExt;
@@ -13,21 +13,22 @@ use super::model::Kept;
 use super::text::Command;
 use super::{LONG_PAGE_LEN_MAX, Life, PAGES_MAX, SEGMENT_LENS};
 
-/// Snapshots after the delete of a giant page, until no file has room for it any more.
+/// Number of snapshots after the deletion of a giant page, until no file has space for such a page any more.
 const GIANT_SNAPSHOTS: u64 = 5;
-/// Openings after a snapshot that make the next one due, and the least bytes that each of them takes.
+/// Number of opens after a snapshot that make the next one due, and the minimum of bytes that each adds to
+/// the log.
 const RESTARTS_MAX: u64 = 16;
 const FIRST_SEGMENT_LEN: u64 = 256 << 10;
 /// The bytes of an empty store with its reserve.
 const EMPTY_BYTES: u64 = 4 << 20;
-/// Memory in addition to the pages: for streams, and for the runner of tests.
+/// Memory in addition to the pages, for streams and the test runner.
 const MEMORY_OVER_PAGES: u64 = 256 << 20;
 
 impl Life {
     pub(super) fn check_disk(&mut self) {
         let kept = self.kept();
-        // Added are the bytes that the segment in use, the one after it and spares are short of full, of the
-        // longest that any opening chose; the spares that wait; and the runs after two snapshots. Each run
+        // In addition: the unused parts of the current segment, the next one and the spares, with the longest
+        // segments of any open; segments that wait for reuse; and the runs after two snapshots, each of which
         // begins with a segment that may be empty.
         let longest = SEGMENT_LENS.into_iter().max().expect("there are some");
         let spares = self.disk_len / 100 + longest;
@@ -44,9 +45,9 @@ impl Life {
         }
     }
 
-    /// The bytes of files that stay whole for a short image beside one of a giant page. Where a named
-    /// snapshot names the short one, they stay as long as it does. Where others do, or a restored state, the
-    /// snapshot after the next one has written it again, and two more take the place of those.
+    /// Bytes of files that cannot be removed because a short image is next to that of a giant page. If a
+    /// named snapshot contains the short image, the file stays as long as that snapshot. Otherwise the
+    /// snapshot after the next one rewrites the image, and two more snapshots replace the older ones.
     fn bytes_beside_giants(&self, kept: &[Kept]) -> u64 {
         let is_recent = self.tally.snapshots <= self.last_giant + GIANT_SNAPSHOTS;
         let stays = |kept: &&Kept| is_recent || kept.name.is_some();
@@ -70,7 +71,7 @@ impl Life {
     pub(super) fn check_memory(&mut self) {
         let found: u64 = self.ask(&Command::Peak).parse().unwrap();
         self.tally.memory_bytes_max = self.tally.memory_bytes_max.max(found);
-        // A giant page is in the store, in the follower's replica, and perhaps aside for a snapshot.
+        // A giant page is in the store, in the follower's replica, and possibly in a copy for a snapshot.
         let bound = MEMORY_OVER_PAGES + LONG_PAGE_LEN_MAX * PAGES_MAX as u64 + 3 * self.giant_len_max;
         if found > bound {
             self.fail(&format!(
@@ -81,10 +82,10 @@ impl Life {
     }
 }
 
-/// The bytes that the files of a directory take.
+/// Returns the disk usage of the files of a directory.
 pub fn disk_bytes(directory: &Path) -> u64 {
     let mut sum = 0;
-    // A file that goes meanwhile takes nothing.
+    // A file that is removed meanwhile counts as empty.
     for entry in std::fs::read_dir(directory).into_iter().flatten().flatten() {
         let Ok(metadata) = std::fs::symlink_metadata(entry.path()) else { continue };
         sum += if metadata.is_dir() { disk_bytes(&entry.path()) } else { metadata.blocks() * 512 };

@@ -1,11 +1,11 @@
-//! The file system that a store lies on.
+//! The file system of a store.
 
 use std::path::{Path, PathBuf};
 
 use crate::machine::mounts::{self, Kind as FileSystem, Mount};
 use crate::machine::skipped;
 
-/// The place of a store: a file system of its own, so that it can be full, or a temporary folder.
+/// The location of a store: a file system of its own, so that it can be full, or a temporary folder.
 pub struct Ground {
     folder: PathBuf,
     /// Dropped before the folder in which it is mounted.
@@ -14,7 +14,7 @@ pub struct Ground {
 
 impl Ground {
     pub fn new(len: u64) -> Self {
-        // Kept until all went well.
+        // Removed only after success.
         let folder = tempfile::tempdir().unwrap().keep();
         let mounted = mounts::make(FileSystem::Ext4, &folder.join("image"), len)
             .and_then(|image| Mount::new(&image, folder.join("mounted"), &["-o", "loop"]));
@@ -27,7 +27,7 @@ impl Ground {
         }
     }
 
-    /// The folder that the worker works in.
+    /// Returns the worker's folder.
     pub fn path(&self) -> &Path {
         self.mount.as_ref().map_or(&self.folder, |mount| &mount.path)
     }

@@ -1,16 +1,16 @@
 //! Long lives: a store's state after thousands of commits, overwrites, snapshots, restarts, kills and
 //! shortages.
 //!
-//! A worker process holds the store and does what it is told. The test draws what to tell it, keeps a plain
-//! model of what must be there, and kills the worker now and then while a command is under way. After each
-//! step it checks the directory by one rule: bytes on disk ≤ 2 × (images that kept snapshots name, and those
-//! of the next one) + the kept log with its images written ahead + a constant. Every few steps, and after
-//! each opening, it compares every byte.
+//! A worker process has the store open and executes commands. The test selects them at random, keeps a model
+//! of the expected content, and sometimes kills the worker during a command. After each step it checks the
+//! size of the directory: bytes on disk ≤ 2 × (images that kept snapshots name, and those of the next one) +
+//! the kept log with the images that its batches wrote + a constant. Every few steps, and after each open, it
+//! compares every byte.
 //!
-//! The draws follow from a seed, and the moments of kills from the machine. A failure prints the seed and the
-//! last commands, and keeps the directory.
+//! The commands follow from a seed; the exact times of kills depend on the machine. A failure prints the seed
+//! and the last commands, and keeps the directory.
 //!
-//! | file | what it holds |
+//! | file | content |
 //! |---|---|
 //! | [`text`] | the commands, as lines |
 //! | [`worker`] | the process that holds the store |
@@ -58,31 +58,30 @@ use text::{Change, Command, Kind, OpenWith, Pattern};
 
 const TEST: &str = "life::a_long_life_stays_within_its_bounds";
 const ERRAND_DIRECTORY: &str = "REMANENT_LIFE_DIRECTORY";
-/// The steps of a life that no environment variable makes longer.
+/// The number of steps of a life, unless an environment variable changes it.
 const STEPS: u64 = 1000;
-/// Commands that a failure prints.
+/// Number of commands that a failure message includes.
 const COMMANDS_TOLD: usize = 40;
 
-/// The longest page that most batches create, and that few do.
+/// The maximum length of a page that most batches create, and that few batches create.
 const PAGE_LEN_MAX: u64 = 64 << 10;
 const LONG_PAGE_LEN_MAX: u64 = 4 << 20;
-/// The longest page that is there for a short time, now and then: in a life of some steps, and in a long
-/// one.
+/// The maximum length of a page that exists for a short time, in a life of `STEPS` steps and in a long one.
 const GIANT_PAGE_LEN_MAX: u64 = 16 << 20;
 const GIANT_PAGE_LEN_MAX_LONG: u64 = 1 << 30;
-/// A batch creates while a store has fewer pages, and deletes while it has more.
+/// Below this number of pages a batch creates some; above the maximum it deletes some.
 const PAGES_MIN: usize = 8;
 const PAGES_MAX: usize = 24;
-/// How long the segments of an opening may be.
+/// The lengths of segments that an open may select.
 const SEGMENT_LENS: [u64; 4] = [16 << 10, 64 << 10, 256 << 10, 1 << 20];
-/// The length of a life's disk. The bound of the life is a small part of it.
+/// The size of a life's disk, of which the store may use only a small part.
 const DISK_LEN: u64 = 512 << 20;
 const DISK_LEN_LONG: u64 = 16 << 30;
 const NAMES: [&str; 3] = ["first", "second", "third"];
 
 #[test]
 fn a_long_life_stays_within_its_bounds() {
-    // The worker is this very test in another process.
+    // The worker is this test in another process.
     if let Some(directory) = std::env::var_os(ERRAND_DIRECTORY) {
         worker::work(Path::new(&directory));
     }
@@ -104,17 +103,17 @@ fn a_long_life_stays_within_its_bounds() {
     println!("{:<10}{}", "life", Tally::HEADINGS);
     for ((_, log_io), tally) in jobs.iter().zip(&tallies) {
         println!("{:<10}{tally}", log_io.to_string());
-        // A change to how lives are drawn must not make this test idle.
+        // If the random choice of commands changes, every kind of command must still occur.
         let happened = [tally.commits, tally.snapshots, tally.restores, tally.reopenings, tally.kills];
         assert!(happened.iter().all(|count| *count > sized(0, 5)), "{tally:?}");
         assert!(!is_full() || tally.jumps > 5 && tally.giants > 0, "{tally:?}");
     }
-    // In a short life the clock may happen to jump while no snapshot is kept for its age.
+    // In a short life the clock may jump only while no snapshot is kept for its age.
     assert!(!is_long || tallies.iter().any(|tally| tally.aged > 0), "no snapshot grew too old: {tallies:?}");
     assert!(!is_full() || tallies.iter().any(|tally| tally.refused > 5), "{tallies:?}");
 }
 
-/// A store, the process that holds it, and the model of its content.
+/// A store, the process that has it open, and the model of its content.
 struct Life {
     seed: u64,
     random: Random,
@@ -122,12 +121,12 @@ struct Life {
     ground: Ground,
     worker: Worker,
     with: OpenWith,
-    /// How far the worker's clock is ahead of this process's, in milliseconds.
+    /// How far the worker's clock is ahead of this process's clock, in milliseconds.
     clock_ms: i64,
-    /// The length of the disk, and of the longest page that there may be.
+    /// The size of the disk, and the maximum length of a page.
     disk_len: u64,
     giant_len_max: u64,
-    /// The number of snapshots when a giant page was deleted last, or when a restore brought back the files
+    /// The number of snapshots when a giant page was last deleted, or when a restore brought back the files
     /// of an earlier state.
     last_giant: u64,
     model: Model,
@@ -179,7 +178,7 @@ impl Life {
         self.ground.path().join("store")
     }
 
-    /// Fails with all that is needed to look into it.
+    /// Fails with everything that is needed to investigate.
     fn fail(&self, message: &str) -> ! {
         let told: Vec<&str> = self.told.iter().map(String::as_str).collect();
         panic!(
@@ -199,7 +198,7 @@ impl Life {
         self.worker.send_command(command);
     }
 
-    /// The worker's answer: the words after `ok`, or the refusal.
+    /// Sends a command to the worker. Returns the words after `ok`, or the error.
     fn try_ask(&mut self, command: &Command) -> Result<String, String> {
         self.send_command(command);
         match self.worker.answer() {
@@ -211,7 +210,7 @@ impl Life {
         }
     }
 
-    /// The answer to a command that must not be refused.
+    /// Sends a command that must succeed, and returns the answer.
     fn ask(&mut self, command: &Command) -> String {
         self.try_ask(command).unwrap_or_else(|refusal| self.fail(&refusal))
     }
@@ -222,7 +221,7 @@ impl Life {
         lsn.parse().unwrap()
     }
 
-    /// Runs one command, or one that a kill cuts short, and checks what must hold after it.
+    /// Runs one command, possibly interrupted by a kill, and checks all invariants.
     fn step(&mut self) {
         self.tally.steps += 1;
         match self.random.below(100) {
@@ -278,7 +277,7 @@ impl Life {
                 });
                 continue;
             }
-            // One change a page and batch: several changes to one page are the model suite's business.
+            // One change per page and batch, because the model suite tests several changes of one page.
             let (page, page_len) = pages.swap_remove(random.below(pages.len() as u64) as usize);
             changes.push(match random.below(10) {
                 0..=1 => Change::Delete { page },
@@ -310,7 +309,7 @@ impl Life {
         self.tally.snapshots += 1;
     }
 
-    /// A very long page is there for a while: created, written sparsely, in snapshots, and deleted.
+    /// Creates a very long page, writes parts of it, takes snapshots, and deletes it.
     fn have_a_giant_page(&mut self) {
         let len = 1 + self.random.below(self.giant_len_max);
         self.commit_changes(vec![Change::Create { len, key: None }]);
@@ -353,7 +352,7 @@ impl Life {
         self.tally.commits += 1;
     }
 
-    /// Snapshots that the store keeps.
+    /// Returns the snapshots that the store keeps.
     fn kept(&mut self) -> Vec<Kept> {
         let list = self.ask(&Command::Snapshots);
         let parse = |snapshot: &str| {
@@ -365,13 +364,13 @@ impl Life {
         list.split_whitespace().map(parse).collect()
     }
 
-    /// Whether the store takes snapshots by itself.
+    /// Whether the store takes background snapshots.
     fn is_in_background(&self) -> bool {
         self.with.snapshot_log_bytes.is_some()
     }
 
-    /// A batch in the window that the store promises: from the oldest snapshot that keeps its log on, or the
-    /// end of a named one.
+    /// Selects a batch that the store guarantees to be restorable: one after the oldest snapshot that keeps
+    /// its log, or that of a named snapshot.
     fn draw_past(&mut self) -> Option<u64> {
         let kept = self.kept();
         let oldest = kept.iter().filter(|kept| kept.name.is_none()).map(|kept| kept.end).min()?;
@@ -386,7 +385,7 @@ impl Life {
         let Some(lsn) = self.draw_past() else { return };
         match self.try_ask(&Command::RestoreTo(lsn)) {
             Ok(_) => self.model.restore(lsn),
-            // A snapshot that the store took by itself has moved the window on.
+            // A background snapshot has moved the restore window.
             Err(refusal)
                 if refusal.starts_with("refused NoSuchState(OutsideWindow") && self.is_in_background() =>
             {
@@ -400,7 +399,7 @@ impl Life {
         self.last_giant = self.tally.snapshots;
     }
 
-    /// A fork of an earlier state holds it, goes on, and takes nothing from this store.
+    /// Forks an earlier state. The fork has that state, can be used, and does not affect this store.
     fn fork(&mut self) {
         let Some(lsn) = self.draw_past() else { return };
         let folder = self.ground.path().join("fork");

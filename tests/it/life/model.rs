@@ -1,7 +1,7 @@
-//! The expected content of a store, written from its promises: pages as layers of patterns, one state for
-//! each batch.
+//! The expected content of a store, based on its documentation: pages as layers of patterns, with one state
+//! for each batch.
 //!
-//! A page's bytes follow from its layers, so the model of a store of many GiB takes a few KiB.
+//! The bytes of a page follow from its layers, so the model of a store of many GiB needs a few KiB.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -12,19 +12,19 @@ use super::worker::checksum_of;
 
 /// Groups, chunks and manifests begin at multiples of this.
 const BLOCK_LEN: u64 = 4096;
-/// The bytes of a page in a manifest: its entry, its key and its metadata, in two copies.
+/// The bytes of a page in a manifest: its entry, key and metadata, in two copies.
 const ENTRY_BYTES: u64 = 2 * 256;
 
-/// A page of one state.
+/// A page in one state.
 #[derive(Clone, Debug)]
 pub struct Page {
     pub len: u64,
     pub key: Option<String>,
-    /// The batch that changed its bytes last: a store needs one image a page and version.
+    /// The last batch that changed its bytes: a store needs one image per page and version.
     version: u64,
-    /// From the oldest to the newest, none outside the page.
+    /// From the oldest to the newest; all are within the page.
     layers: Arc<Vec<(Range<u64>, Pattern)>>,
-    /// The sum of its bytes, once it was asked for.
+    /// The checksum of its bytes, computed on demand.
     sum: std::cell::Cell<Option<u32>>,
 }
 
@@ -74,7 +74,7 @@ impl Page {
         sum
     }
 
-    /// The most bytes that its image takes: the payload, its header, and a chunk of its own.
+    /// Returns the maximum size of its image: the payload, a header, and a chunk of its own.
     fn image_bytes(&self) -> u64 {
         if self.len == 0 { 0 } else { self.len.next_multiple_of(BLOCK_LEN) + 2 * BLOCK_LEN }
     }
@@ -86,12 +86,12 @@ pub struct State {
     pub pages: BTreeMap<u64, Page>,
     pub root: u64,
     next_page: u64,
-    /// The most bytes that the batch that made it takes in the log and in images ahead of it.
+    /// The maximum bytes of its batch in the log, and in image files that the batch wrote.
     log_bytes: u64,
 }
 
 impl State {
-    /// The state in the words in which a worker tells its own.
+    /// Returns the state in the format in which a worker reports its state.
     pub fn line(&self, lsn: u64) -> String {
         let mut line = format!("{lsn} {}", self.root);
         for (id, page) in &self.pages {
@@ -106,22 +106,22 @@ impl State {
     }
 }
 
-/// A snapshot that the store says it keeps.
+/// A snapshot that the store lists.
 #[derive(Clone, Debug)]
 pub struct Kept {
     pub id: u64,
-    /// The time at which it was taken, as the clock was then.
+    /// Its time, by the worker's clock.
     pub unix_ms: u64,
     pub redo: u64,
     pub end: u64,
     pub name: Option<String>,
 }
 
-/// Every state since the store began.
+/// Every state since the store was created.
 pub struct Model {
     states: Vec<State>,
-    /// The number that the open store gives the next page: a refused batch keeps those of its pages until the
-    /// store is opened again.
+    /// The id that the open store assigns to the next page: a failed batch uses up the ids of its pages until
+    /// the store is reopened.
     next_page: u64,
 }
 
@@ -138,7 +138,7 @@ impl Model {
         self.states.last().expect("there is always the empty store")
     }
 
-    /// The batch's state, if the batch were the next one.
+    /// Adds the state after one more batch.
     pub fn commit(&mut self, changes: &[Change]) {
         let version = self.lsn() + 1;
         let mut state = State { next_page: self.next_page, ..self.now().clone() };
@@ -167,7 +167,7 @@ impl Model {
                 Change::SetRoot { value } => state.root = *value,
             }
         }
-        // A batch without a new page logs none of the numbers that were passed over.
+        // A batch without a new page does not log the numbers that were skipped.
         if state.next_page == self.next_page {
             state.next_page = self.now().next_page;
         } else {
@@ -176,18 +176,18 @@ impl Model {
         self.states.push(state);
     }
 
-    /// Notes that a batch was refused.
+    /// Records that a batch failed.
     pub fn refuse(&mut self, changes: &[Change]) {
         let is_new = |change: &&Change| matches!(change, Change::Create { .. } | Change::CreateFrom { .. });
         self.next_page += changes.iter().filter(is_new).count() as u64;
     }
 
-    /// Notes that the store was opened anew.
+    /// Records that the store was reopened.
     pub fn reopen(&mut self) {
         self.next_page = self.now().next_page;
     }
 
-    /// Adds one batch, whose state is that of an earlier one.
+    /// Adds one batch whose state is that of an earlier batch.
     pub fn restore(&mut self, lsn: u64) {
         let mut state = self.states[lsn as usize].clone();
         state.next_page = self.now().next_page;
@@ -195,9 +195,9 @@ impl Model {
         self.states.push(state);
     }
 
-    /// The most that the directory may take: twice the images that the kept snapshots name and that the next
-    /// one makes, the log since the oldest snapshot that keeps it with the images ahead of that log, and
-    /// `constant`.
+    /// Returns the maximum size of the directory: twice the images that the kept snapshots name and that the
+    /// next one writes, the log since the oldest snapshot that keeps its log, the images that batches in that
+    /// log wrote, and `constant`.
     pub fn disk_bytes_max(&self, kept: &[Kept], constant: u64) -> u64 {
         let mut named = BTreeMap::new();
         let now = self.lsn();

@@ -1,4 +1,4 @@
-//! Closes, opens and kills, and the state that the next opening finds.
+//! Closes, opens and kills, and the state that the next open recovers.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use super::text::{Command, Kind, OpenWith};
 use super::{Life, SEGMENT_LENS};
 use crate::kill::workload::Random;
 
-/// Spare segments that are being made, or not yet, when a store is closed.
+/// Number of spare segments that may or may not be created yet when a store is closed.
 const SPARES_MADE_MAX: u64 = 4;
 
 impl Life {
@@ -27,8 +27,8 @@ impl Life {
         self.compare();
     }
 
-    /// Opens that commit nothing leave the disk as it was, but for spare segments: a close may come while
-    /// they are made. The snapshot comes first because this number of openings makes one due, which would
+    /// Opens without a commit leave the disk as it was, except for spare segments: a close may interrupt
+    /// their creation. A snapshot is taken first, because this number of opens makes one due, which would
     /// write the images of changed pages.
     pub(super) fn open_and_close_often(&mut self) {
         self.reopen();
@@ -39,11 +39,12 @@ impl Life {
         if after > before + SPARES_MADE_MAX * self.with.segment_len {
             self.fail(&format!("twelve opens that committed nothing took {} bytes", after - before));
         }
-        // While a page is unloaded, no snapshot goes: a prune that follows is held to its rule.
+        // While a page is not loaded, no snapshot is removed, and the next prune would be checked against
+        // that.
         self.compare();
     }
 
-    /// The bytes of the closed store's directory after this number of further closes and opens.
+    /// Returns the size of the closed store's directory after this number of further opens and closes.
     fn disk_bytes_after_opens(&mut self, opens: usize) -> u64 {
         for _ in 0..opens {
             self.ask(&Command::Close);
@@ -55,7 +56,8 @@ impl Life {
         taken
     }
 
-    /// SIGKILL at some moment of a command, and the state that the next process finds.
+    /// Kills the worker at a random time during a command, and checks the state that the next process
+    /// recovers.
     pub(super) fn kill(&mut self) {
         let changes = self.draw_batch();
         let command = match self.random.below(5) {
@@ -95,14 +97,14 @@ impl Life {
         self.start_again();
     }
 
-    /// A new process, by the same clock.
+    /// Starts a new process with the same clock.
     fn start_again(&mut self) {
         self.worker = Worker::start(self.ground.path());
         self.set_clock();
     }
 }
 
-/// Draws other options for each opening.
+/// Selects random options for an open.
 pub fn open_with(random: &mut Random, log_io: LogIo) -> OpenWith {
     OpenWith {
         log_io: log_io.to_string(),

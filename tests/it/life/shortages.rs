@@ -1,22 +1,24 @@
-//! Commands while files, memory or space are short: each is done or refused, and costs the store nothing.
+//! Commands while there is a shortage of open files, memory or disk space: each succeeds or fails without
+//! effect on the store.
 
 use super::Life;
 use super::text::{Command, Kind};
 use crate::machine::filler::Filler;
 
-/// A full disk has up to this much left.
+/// The maximum free bytes of a full disk.
 const LEFT_MAX: u64 = 256 << 10;
-/// A process that runs short of memory gets this much more: at least the small allocations and a thread's
-/// memory, which nothing can refuse.
+/// The minimum of further memory for a process with a memory limit: enough for small allocations and a
+/// thread's stack, whose failure cannot be handled.
 const MEMORY_LEFT_MIN: u64 = 4 << 20;
 const MEMORY_LEFT_MAX: u64 = 20 << 20;
-/// Commands that are tried while something is short.
+/// Maximum number of commands during a shortage.
 const TRIES_MAX: u64 = 8;
 
 impl Life {
-    /// A command of a process that may open few more files is done or refused, and costs the store nothing.
+    /// Runs commands in a process that can open few more files: each succeeds or fails without effect on the
+    /// store.
     pub(super) fn run_short_of_files(&mut self) {
-        // A caller that needs a page that is not loaded waits until the shortage ends.
+        // An access to a page that is not loaded waits until the shortage ends.
         self.compare();
         let left = self.random.below(6);
         self.ask(&Command::FilesLeft(Some(left)));
@@ -26,7 +28,7 @@ impl Life {
         self.compare();
     }
 
-    /// The same for a process that gets little more memory.
+    /// Runs commands in a process that gets little more memory.
     pub(super) fn run_short_of_memory(&mut self) {
         self.compare();
         let left = MEMORY_LEFT_MIN + self.random.below(MEMORY_LEFT_MAX - MEMORY_LEFT_MIN);
@@ -37,8 +39,8 @@ impl Life {
         self.compare();
     }
 
-    /// On a full disk each command is done or refused, and costs the store nothing; an opening and a close
-    /// are done.
+    /// Runs commands on a full disk: each succeeds or fails without effect on the store; opens and closes
+    /// succeed.
     pub(super) fn run_short_of_space(&mut self) {
         if self.ground.mount.is_none() {
             return;

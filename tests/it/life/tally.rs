@@ -1,4 +1,4 @@
-//! The events of a life, counted.
+//! Counts of the events in a life.
 
 use std::fmt;
 
@@ -12,13 +12,13 @@ pub struct Tally {
     pub reopenings: u64,
     pub kills: u64,
     pub forks: u64,
-    /// Jumps of the clock, snapshots that were too old to stay, and pages that were very long.
+    /// Changes of the clock, snapshots that were removed for their age, and giant pages.
     pub jumps: u64,
     pub aged: u64,
     pub giants: u64,
-    /// Commands that were refused for want of files, memory or space.
+    /// Commands that failed for lack of open files, memory or disk space.
     pub refused: u64,
-    /// The greatest share of its bound that the directory took, in percent, and the most bytes.
+    /// The maximum of the directory's size in percent of its bound, and in bytes.
     pub disk_percent_max: u64,
     pub disk_bytes_max: u64,
     pub memory_bytes_max: u64,

@@ -1,22 +1,22 @@
-//! The words of a life: the commands of the test to its worker, one line each, and the batches in them.
+//! The protocol of a life: the commands from the test to its worker, one line each, and the batches in them.
 //!
-//! Both sides of the pipe read these types, so a batch means the same to the store and to the model.
+//! Both sides of the pipe use these types, so a batch has the same meaning for the store and the model.
 
 use std::fmt::{self, Display};
 use std::str::FromStr;
 
 use crate::kill::workload::Random;
 
-/// Bytes that follow from a seed and from their place in the page, so that they need not be stored.
+/// Bytes that are computed from a seed and their offset in the page, so that they need not be stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pattern(pub u64);
 
 impl Pattern {
-    /// Zeros: the content of a new page.
+    /// Zeros, the content of a new page.
     pub const ZEROS: Self = Self(0);
 
-    /// Fills `out` with the pattern's bytes from `offset` of the page on. Odd seeds make noise, even ones
-    /// make runs of equal bytes, which compress.
+    /// Fills `out` with the pattern's bytes from `offset` of the page on. Odd seeds produce noise, even ones
+    /// produce runs of equal bytes, which are compressible.
     pub fn fill(self, offset: u64, out: &mut [u8]) {
         let mut at = offset;
         let mut rest = out;
@@ -38,7 +38,7 @@ impl Pattern {
         }
     }
 
-    /// The first `len` bytes of a page from `offset` on.
+    /// Returns `len` bytes of the pattern, from `offset` of a page on.
     pub fn bytes(self, offset: u64, len: u64) -> Vec<u8> {
         let mut bytes = vec![0; usize::try_from(len).unwrap()];
         self.fill(offset, &mut bytes);
@@ -46,15 +46,15 @@ impl Pattern {
     }
 }
 
-/// One operation of a batch. Pages are named by their ids.
+/// An operation of a batch. Pages are identified by their ids.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change {
-    /// A new page of zeros.
+    /// Creates a page of zeros.
     Create {
         len: u64,
         key: Option<String>,
     },
-    /// A page that is written as a whole when it is created.
+    /// Creates a page with its content.
     CreateFrom {
         len: u64,
         key: Option<String>,
@@ -66,7 +66,7 @@ pub enum Change {
         len: u64,
         pattern: Pattern,
     },
-    /// Every byte of a page, and a new length.
+    /// Replaces every byte of a page, and its length.
     Replace {
         page: u64,
         len: u64,
@@ -138,25 +138,25 @@ pub enum Command {
     },
     RestoreTo(u64),
     Scrub,
-    /// The follower catches up with the store.
+    /// Lets the follower catch up with the store.
     Follow,
-    /// A forked child tries everything that it must not do.
+    /// Forks a child process, which makes every call that must fail there.
     ForkProcess,
-    /// From now on the process may open this many files more than it has open.
+    /// From now on the process may open this many more files; `None` removes the limit.
     FilesLeft(Option<u64>),
-    /// From now on the process may map this many bytes more than it has mapped, during a commit or a
-    /// snapshot.
+    /// From now on the process may map this many more bytes during a commit or a snapshot; `None` removes the
+    /// limit.
     MemoryLeft(Option<u64>),
-    /// From now on the wall clock is this many milliseconds ahead of the machine's.
+    /// From now on the worker's wall clock is this many milliseconds ahead of the machine's.
     Clock(i64),
     State,
     Snapshots,
-    /// The most memory that the process has taken so far.
+    /// Returns the maximum of the process's memory so far.
     Peak,
     Close,
 }
 
-/// The way in which a snapshot is asked for.
+/// The kind of a snapshot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Kind {
     Fuzzy,
@@ -165,16 +165,16 @@ pub enum Kind {
     Named(String),
 }
 
-/// The options that a store is opened with.
+/// The options for opening a store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OpenWith {
     pub log_io: String,
     pub segment_len: u64,
     pub on_demand: bool,
     pub compressed: bool,
-    /// The length of the log after which the store takes a snapshot by itself.
+    /// The length of the log after which the store takes a background snapshot.
     pub snapshot_log_bytes: Option<u64>,
-    /// The age in milliseconds up to which every snapshot stays.
+    /// The age in milliseconds up to which every snapshot is kept.
     pub kept_for_ms: u64,
 }
 

@@ -1,5 +1,5 @@
-//! A long life with tiers: pages leave for the disk and come back all the time, and the store is closed,
-//! killed and opened again. The directory takes no more than what is kept, however long that goes on.
+//! A long life with tiers: pages move to the disk and back all the time, and the store is closed, killed and
+//! reopened. The size of the directory depends on what is kept, not on how long the store has run.
 
 use std::sync::Arc;
 
@@ -15,10 +15,10 @@ use crate::with_options::With;
 
 const LEN: u64 = 4096;
 const PAGES: u64 = 40;
-/// Longer than all others: of it snapshots write overlays.
+/// Length of the longest page, for which snapshots write overlays.
 const LONG_LEN: u64 = 160 << 10;
 const DEVICE: Place = Place::Device(0);
-/// Openings of a life. Between most of them little happens, and after every fifth one much.
+/// Number of opens. There is little work between most of them, and much after every fifth one.
 const OPENS: usize = 25;
 const STEPS: [u64; 2] = [20, 300];
 
@@ -49,10 +49,11 @@ fn bytes(number: u64, version: u64) -> Vec<u8> {
 
 /// The bytes of the images of all pages, each in a file of its own.
 const IMAGES: u64 = PAGES * (LEN + 4096) + LONG_LEN + 8192;
-/// The most that a directory may take: twice the images of all pages in two snapshots and in the running
-/// store, and the segments of the log, with spares. A life writes several times that.
+/// The maximum size of the directory: twice the images of all pages in two snapshots and in the running
+/// store, and the segments of the log with spares. A life writes several times that.
 const BYTES_MAX: u64 = 2 * 3 * IMAGES + (1 << 20);
-/// The most files: an image of each page in two snapshots and in the running store, and those of the log.
+/// The maximum number of files: an image of each page in two snapshots and in the running store, and those of
+/// the log.
 const FILES_MAX: usize = 3 * PAGES as usize + 60;
 
 #[test]

@@ -1,6 +1,6 @@
-//! The process that holds the store: it does what it is told, line by line, and answers each line with one.
+//! The process that has the store open. It executes commands, one line each, and answers each with one line.
 //!
-//! It knows nothing of the expected content. So a kill at any moment costs the test no knowledge.
+//! It does not know the expected content, so the test loses no knowledge when it kills the worker.
 
 use std::io::{BufRead, Write};
 use std::os::unix::process::CommandExt;
@@ -20,14 +20,14 @@ use super::text::{Change, Command, Kind, OpenWith};
 use crate::direct_io;
 use crate::with_options::With;
 
-/// The word that begins an answer, among the lines that the test's own runner prints.
+/// The prefix of an answer, which distinguishes it from output of the test runner.
 pub const ANSWER: &str = "answer: ";
 /// The root's entry that the test changes.
 const ROOT_ENTRY: &str = "step";
-/// A page is read and compared this many bytes at a time.
+/// Number of bytes in which a page is read and compared.
 const READ_LEN: u64 = 1 << 20;
 
-/// The options of a store in a life.
+/// Returns the options of a store in a life.
 pub fn options(with: &OpenWith) -> Options {
     let log_io = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct].into_iter();
     let log_io = log_io.clone().find(|io| io.to_string() == with.log_io).expect("a way to write the log");
@@ -48,14 +48,14 @@ pub fn options(with: &OpenWith) -> Options {
 struct Worker {
     directory: PathBuf,
     store: Option<Arc<Store>>,
-    /// Goes on from its position across reopenings of the store.
+    /// Keeps its position across reopens of the store.
     replica: Replica,
     last_ticket: Option<Ticket>,
-    /// How many bytes more than it has mapped the process may map during commits and snapshots.
+    /// The number of further bytes that the process may map during commits and snapshots.
     memory_left: Option<u64>,
 }
 
-/// Reads commands from standard input until it ends.
+/// Executes commands from standard input until its end.
 pub fn work(directory: &Path) -> ! {
     let mut worker = Worker {
         directory: directory.to_owned(),
@@ -133,8 +133,8 @@ impl Worker {
                 Ok(String::new())
             }
             Command::MemoryLeft(left) => {
-                // A GPU's driver takes address space as it likes, and lists that find no pinned memory stop
-                // the store.
+                // A GPU driver maps an unpredictable amount of address space, and a list that gets no pinned
+                // memory stops the store.
                 let has_driver = std::fs::read_to_string("/proc/self/maps").unwrap().contains("libcuda.so");
                 self.memory_left = left.filter(|_| !has_driver);
                 Ok(String::new())
@@ -202,7 +202,7 @@ impl Worker {
         Ok(answer)
     }
 
-    /// Brings the replica to the store's newest batch and compares every byte of it with the store.
+    /// Advances the replica to the store's newest batch, and compares every byte of it with the store.
     fn follow(&mut self) -> Result<String, Error> {
         let newest = self.store().lsn();
         if self.replica.lsn() == newest {
@@ -249,7 +249,8 @@ impl Worker {
         Follower::open(&self.directory, FollowFrom::Position(self.replica.position()))
     }
 
-    /// Forks, and lets the child try what only the opener may do, with a ticket of the parent's among it.
+    /// Forks a child, which makes calls that only the opening process may make, including a wait for a ticket
+    /// of the parent's.
     fn fork_process(&self) {
         let (ticket, page) = (self.last_ticket.clone(), PageId(1));
         let store = self.store.clone().expect("the store is open");
@@ -275,7 +276,7 @@ fn all_pages(store: &Store) -> Result<Vec<PageInfo>, Error> {
     Ok(store.pages()?.collect())
 }
 
-/// The whole state in one line: the newest batch, the root's entry, and every page with the sum of its bytes.
+/// Returns the whole state in one line: the newest batch, the root's entry, and the checksum of every page.
 fn state(store: &Store) -> Result<String, Error> {
     let root = store.root()?.get(ROOT_ENTRY).cloned();
     let root = match root {
@@ -292,7 +293,7 @@ fn state(store: &Store) -> Result<String, Error> {
     Ok(line)
 }
 
-/// The CRC-32 of `len` bytes that are read in pieces.
+/// Returns the CRC-32 of `len` bytes that are read in pieces.
 pub fn checksum<E>(len: u64, mut read: impl FnMut(u64, &mut [u8]) -> Result<(), E>) -> Result<u32, E> {
     let mut sum = crc32fast::Hasher::new();
     let mut piece = vec![0; usize::try_from(READ_LEN.min(len)).unwrap()];
@@ -306,7 +307,7 @@ pub fn checksum<E>(len: u64, mut read: impl FnMut(u64, &mut [u8]) -> Result<(), 
     Ok(sum.finalize())
 }
 
-/// The CRC-32 of a pattern, by the same pieces.
+/// Returns the CRC-32 of a pattern, computed with the same pieces.
 pub fn checksum_of(len: u64, fill: impl Fn(u64, &mut [u8])) -> u32 {
     let read = |offset: u64, out: &mut [u8]| {
         fill(offset, out);
@@ -315,7 +316,7 @@ pub fn checksum_of(len: u64, fill: impl Fn(u64, &mut [u8])) -> u32 {
     checksum(len, read).unwrap_or_else(|never| match never {})
 }
 
-/// Sets how many files more than those that are open the process may open.
+/// Limits the number of further files that the process may open.
 fn limit_files(left: Option<u64>) {
     let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
     let current = match left {
@@ -328,7 +329,7 @@ fn limit_files(left: Option<u64>) {
     setrlimit(Resource::Nofile, Rlimit { current, maximum }).unwrap();
 }
 
-/// Does this while the process may map this number of bytes more than it has mapped.
+/// Runs `work` while the process may map only this number of further bytes.
 fn with_memory<T>(left: Option<u64>, work: impl FnOnce() -> T) -> T {
     let Some(left) = left else { return work() };
     let Rlimit { maximum, .. } = getrlimit(Resource::As);
@@ -339,7 +340,7 @@ fn with_memory<T>(left: Option<u64>, work: impl FnOnce() -> T) -> T {
     done
 }
 
-/// The most memory that this process has had, page cache of mapped files apart.
+/// Returns the maximum memory of this process so far, without the page cache of mapped files.
 fn peak_bytes() -> u64 {
     status_bytes("VmHWM:")
 }

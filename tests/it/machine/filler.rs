@@ -1,4 +1,4 @@
-//! A file that takes the space of a file system, until it is dropped.
+//! A file that occupies the space of a file system until it is dropped.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -7,15 +7,15 @@ use std::path::{Path, PathBuf};
 pub struct Filler(PathBuf);
 
 impl Filler {
-    /// Takes all space but `left` bytes, as far as the file system says how much there is.
+    /// Occupies all space but `left` bytes, according to the free space that the file system reports.
     pub fn but(folder: &Path, left: u64) -> Self {
         let path = folder.join("filler");
         let file = File::create(&path).unwrap();
         let mut len = 0;
         loop {
-            // With the space that is kept for root: the tests that fill a disk run as root.
+            // Includes the blocks reserved for root, because tests that fill a disk run as root.
             let free = rustix::fs::statvfs(folder).map(|told| told.f_bfree * told.f_frsize).unwrap();
-            // Space that the file system keeps on its own cannot be had by asking for less of it.
+            // Space that the file system reserves cannot be allocated in smaller requests either.
             let wanted = free.saturating_sub(left) / 4096 * 4096;
             let flags = rustix::fs::FallocateFlags::empty();
             if wanted == 0 || rustix::fs::fallocate(&file, flags, len, wanted).is_err() {
@@ -25,7 +25,7 @@ impl Filler {
         }
     }
 
-    /// Takes all the space there is: the last of it byte by byte, until the file system refuses one.
+    /// Occupies all space, the last of it byte by byte, until the file system fails a write.
     pub fn all(folder: &Path) -> Self {
         let filler = Self::but(folder, 2 << 20);
         let mut file = File::options().append(true).open(&filler.0).unwrap();
@@ -40,7 +40,7 @@ impl Filler {
         filler
     }
 
-    /// Gives up this number of bytes.
+    /// Frees this number of bytes.
     pub fn leave(&self, bytes: u64) {
         let file = File::options().write(true).open(&self.0).unwrap();
         file.set_len(file.metadata().unwrap().len().checked_sub(bytes).unwrap()).unwrap();

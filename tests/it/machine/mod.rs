@@ -1,6 +1,6 @@
-//! The machine's parts that some tests need in addition to a file system: `strace`, root, loop devices,
-//! programs that make file systems. Where one is missing they say so, past the capture of their output, and
-//! do nothing: a run without them is never taken for one with them.
+//! Requirements of some tests in addition to a file system: `strace`, root, loop devices, programs that
+//! create file systems. If one is missing, the test prints a message, bypassing the capture of test output,
+//! and does nothing, so that a run without them cannot be mistaken for one with them.
 
 pub mod filler;
 pub mod mounts;
@@ -14,20 +14,21 @@ use std::time::Duration;
 
 use crate::faults::watched_for;
 
-/// Says that the process runs this one test and no other, and that the test need not look for one that does.
+/// Environment variable which states that the process runs only this test, so the test need not start another
+/// process.
 const ALONE: &str = "REMANENT_ALONE";
 
-/// Whether the process runs this one test and no other.
+/// Whether the process runs only this test.
 pub fn is_alone() -> bool {
     std::env::var_os(ALONE).is_some()
 }
 
-/// Runs the body of a test in a process of its own, without any other.
+/// Runs the body of a test in a process of its own.
 pub fn alone<Test: FnOnce() + Send + 'static>(body: Test) {
     alone_for(Duration::from_secs(60), body);
 }
 
-/// As [`alone`], for a body that may take this long.
+/// Like [`alone`], with this time limit.
 #[expect(clippy::print_stdout, reason = "the figures of the test's long run")]
 pub fn alone_for<Test: FnOnce() + Send + 'static>(limit: Duration, body: Test) {
     let test = std::any::type_name::<Test>().trim_start_matches("it::").trim_end_matches("::{{closure}}");
@@ -38,12 +39,12 @@ pub fn alone_for<Test: FnOnce() + Send + 'static>(limit: Duration, body: Test) {
     let output = child.args(["--exact", test, "--nocapture"]).env(ALONE, "1").output().unwrap();
     let [out, err] = [&output.stdout, &output.stderr].map(|said| String::from_utf8_lossy(said));
     std::io::stderr().write_all(err.as_bytes()).unwrap();
-    // Its figures, which cargo shows when it is asked.
+    // The test's output, which cargo shows on request.
     print!("{out}");
     assert!(output.status.success() && out.contains("1 passed"), "{}\n{out}\n{err}", output.status);
 }
 
-/// Says that this test, or a part of it, does nothing here.
+/// Prints that this test, or a part of it, is skipped.
 pub fn skipped(part: &str, reason: &str) {
     let thread = std::thread::current();
     let test = thread.name().unwrap_or("a test");
@@ -51,12 +52,12 @@ pub fn skipped(part: &str, reason: &str) {
     writeln!(uncaptured, "SKIPPED {part}: {test}: {reason}").unwrap();
 }
 
-/// A number from the environment: how much a suite does in its long form.
+/// Reads a number from the environment: the amount of work of a suite in its long form.
 pub fn effort(name: &str) -> Option<usize> {
     std::env::var(name).ok().map(|number| number.parse().expect("a number"))
 }
 
-/// Does all jobs, as many at a time as there are processors, and returns their outcomes in order.
+/// Runs all jobs, as many at a time as there are cores, and returns their outcomes in order.
 pub fn in_parallel<Job: Sync, Outcome: Send>(
     jobs: &[Job],
     run: impl Fn(&Job) -> Outcome + Sync,

@@ -1,8 +1,8 @@
-//! File systems of a test's own, on loop devices over files in memory, and the content of their devices at a
-//! moment.
+//! File systems for one test, on loop devices over files in memory, and the content of these devices at some
+//! instant.
 //!
-//! The file behind a loop device lies on a file system that can clone files. A clone is one moment of the
-//! device, taken while it is written to: a power cut, as far as the file system above it can tell.
+//! The file behind a loop device is on a file system that can clone files. A clone is a consistent copy of
+//! the device while it is being written, which the file system on it cannot distinguish from a power cut.
 
 #[path = "../../../tools/src/torture/loop_mounts.rs"]
 mod loop_mounts;
@@ -14,7 +14,7 @@ use std::sync::OnceLock;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     Ext4,
-    /// XFS whose files may share extents, as it is made by default.
+    /// XFS whose files may share extents, the default of its `mkfs`.
     Xfs,
     XfsWithoutReflinks,
     Btrfs,
@@ -23,8 +23,8 @@ pub enum Kind {
 impl Kind {
     pub const ALL: [Self; 4] = [Self::Ext4, Self::Xfs, Self::XfsWithoutReflinks, Self::Btrfs];
 
-    /// The program that makes it, its options, the least bytes that it takes, options to mount a copy of a
-    /// mounted one.
+    /// Returns the program that creates it, the program's options, the minimum size in bytes, and options to
+    /// mount a copy of a mounted one.
     fn recipe(self) -> (&'static str, &'static [&'static str], u64, &'static str) {
         match self {
             Self::Ext4 => ("mkfs.ext4", &["-q", "-F"], 64 << 20, "loop"),
@@ -37,14 +37,14 @@ impl Kind {
     }
 }
 
-/// A mounted file system, for as long as this lives.
+/// A mounted file system, unmounted when dropped.
 #[derive(Debug)]
 pub struct Mount {
     pub path: PathBuf,
 }
 
 impl Mount {
-    /// Mounts a file system; the folder is made if need be.
+    /// Mounts a file system, and creates the folder if necessary.
     pub fn new(what: &Path, path: PathBuf, arguments: &[&str]) -> Result<Self, String> {
         loop_mounts::mount(what, &path, arguments)?;
         Ok(Self { path })
@@ -53,14 +53,14 @@ impl Mount {
 
 impl Drop for Mount {
     fn drop(&mut self) {
-        // A worker that a failing test leaves behind does not keep the devices.
+        // A worker that a failed test leaves running must not keep the devices in use.
         let unmounted = loop_mounts::unmount(&self.path);
-        // A test that fails already says why.
+        // A failing test has already reported its reason.
         assert!(std::thread::panicking() || unmounted.is_ok(), "{unmounted:?}");
     }
 }
 
-/// A file system on a device whose moments can be kept. Fields in the order in which they must go.
+/// A file system on a device that can be cloned. The fields are in the order in which they must be dropped.
 pub struct Medium {
     _mount: Mount,
     kind: Kind,
@@ -70,28 +70,28 @@ pub struct Medium {
 }
 
 impl Medium {
-    /// Makes one, mounted at `path`, with nothing in it.
+    /// Creates an empty file system, and mounts it at `path`.
     pub fn new(kind: Kind, path: PathBuf) -> Result<Self, String> {
-        // In memory: the test is about which writes arrive, not how fast.
+        // In memory, because the test checks which writes arrive, not how fast.
         let folder = tempfile::tempdir_in("/dev/shm").map_err(|error| format!("/dev/shm: {error}"))?;
         let outer = make(Kind::Xfs, &folder.path().join("outer"), 8 << 30)?;
         let outer = Mount::new(&outer, folder.path().join("mounted"), &["-o", "loop"])?;
         let (.., len, _) = kind.recipe();
         let image = make(kind, &outer.path.join("image"), len)?;
         let mount = Mount::new(&image, path, &["-o", "loop"])?;
-        // A store is made in an empty folder.
+        // A store must be created in an empty folder.
         if kind == Kind::Ext4 {
             std::fs::remove_dir(mount.path.join("lost+found")).unwrap();
         }
         Ok(Self { _mount: mount, kind, clones: 0, _outer: outer, folder })
     }
 
-    /// The device's content at this moment.
+    /// Returns the device's current content.
     pub fn cut(&mut self) -> Cut {
         self.cut_of(&self.image("image"))
     }
 
-    /// The content of an earlier cut's device at this moment.
+    /// Returns the current content of an earlier cut's device.
     pub fn cut_again(&mut self, cut: &Cut) -> Cut {
         self.cut_of(&cut.image)
     }
@@ -110,7 +110,7 @@ impl Medium {
     }
 }
 
-/// One moment of a device.
+/// The content of a device at some instant.
 pub struct Cut {
     image: PathBuf,
     path: PathBuf,
@@ -118,7 +118,7 @@ pub struct Cut {
 }
 
 impl Cut {
-    /// Mounts it: the file system recovers first.
+    /// Mounts it; the file system recovers first.
     pub fn mount(&self) -> Mount {
         Mount::new(&self.image, self.path.clone(), &["-o", self.options]).unwrap()
     }
@@ -126,18 +126,19 @@ impl Cut {
 
 impl Drop for Cut {
     fn drop(&mut self) {
-        // The rest goes with the folder.
+        // The remaining files are removed with the folder.
         let _ = std::fs::remove_file(&self.image);
     }
 }
 
-/// Makes a file with a file system in it.
+/// Creates a file with a file system in it.
 pub fn make(kind: Kind, path: &Path, len: u64) -> Result<PathBuf, String> {
     let (program, options, ..) = kind.recipe();
     loop_mounts::make(path, len, program, options)
 }
 
-/// The reason why this kind of file system cannot be had here, if so: one is made to find out.
+/// Returns the reason why this kind of file system is not available; `None` if it is. To find out, one is
+/// created.
 pub fn missing(kind: Kind) -> Option<&'static str> {
     static REASONS: [OnceLock<Option<String>>; Kind::ALL.len()] =
         [const { OnceLock::new() }; Kind::ALL.len()];

@@ -1,19 +1,19 @@
-//! `strace` at a process that runs: it changes what the n-th system call of a kind does.
+//! Changes the effect of the n-th system call of a kind in a running process, with `strace`.
 //!
-//! It is attached to a process that waits, so that only later calls are counted. Each thread counts for
-//! itself; the first one that comes to its n-th call of the kind meets the fault.
+//! It is attached to a process that waits, so that only later calls count. Calls are counted per thread; the
+//! fault is injected into the first thread that reaches its n-th call.
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStderr, Command, Stdio};
 use std::sync::OnceLock;
 
-/// A fault for the calls of a kind.
+/// A fault for a kind of call.
 #[derive(Clone, Copy, Debug)]
 pub struct Fault {
     /// System calls, as `strace` names them: `pwrite64`, `/^rename`, `all`.
     pub calls: &'static str,
-    /// The fault in the words of `strace`: `signal=KILL`, `error=EIO`.
+    /// The fault in the syntax of `strace`: `signal=KILL`, `error=EIO`.
     pub fault: &'static str,
 }
 
@@ -32,13 +32,13 @@ impl Injection {
     }
 }
 
-/// A `strace` at work. It ends by itself when its process does.
+/// A running `strace`. It ends with its process.
 pub struct Strace {
     process: Child,
-    /// Where it writes down the calls of the kind.
+    /// The file to which it writes the calls of the kind.
     log: PathBuf,
-    /// Kept open, because `strace` needs a place for its word about every new thread.
-    _said: BufReader<ChildStderr>,
+    /// Kept open, because `strace` writes a message for every new thread.
+    _messages: BufReader<ChildStderr>,
 }
 
 impl Strace {
@@ -52,11 +52,11 @@ impl Strace {
         let mut said = BufReader::new(process.stderr.take().unwrap());
         let mut line = String::new();
         said.read_line(&mut line).unwrap();
-        let strace = Self { process, log: log.to_owned(), _said: said };
+        let strace = Self { process, log: log.to_owned(), _messages: said };
         if line.contains(" attached") { Ok(strace) } else { Err(line.trim_end().to_owned()) }
     }
 
-    /// Whether a call met the fault, once the process is gone.
+    /// Whether a call hit the fault; call it after the process has ended.
     pub fn struck(mut self) -> bool {
         self.process.wait().unwrap();
         std::fs::read_to_string(&self.log).unwrap().contains("(INJECTED)")
@@ -65,13 +65,13 @@ impl Strace {
 
 impl Drop for Strace {
     fn drop(&mut self) {
-        // Gone with its process, mostly, and that is no failure.
+        // It has usually ended with its process, which is no failure.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
 }
 
-/// The reason why there is no `strace` here, if so: it is asked to attach to a process.
+/// Returns the reason why `strace` is not available; `None` if it can attach to a process.
 pub fn missing() -> Option<&'static str> {
     static REASON: OnceLock<Option<String>> = OnceLock::new();
     let ask = || {

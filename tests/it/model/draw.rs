@@ -1,4 +1,4 @@
-//! Draws histories at random.
+//! Generates random histories.
 
 use proptest::bool::weighted;
 use proptest::collection::vec;
@@ -9,7 +9,7 @@ use remanent::{Place, Value};
 
 use super::history::{Action, Bad, KEYS, MoveCall, NAMES, SNAPSHOT_NAMES, Step};
 
-/// Draws a whole history.
+/// Generates a whole history.
 pub fn history() -> impl Strategy<Value = Vec<Action>> {
     let action = prop_oneof![
         16 => vec(step(), 0..10).prop_map(Action::Commit),

@@ -1,59 +1,58 @@
-//! Histories: a list of actions, with raw numbers that the model makes fit its state. `draw.rs` draws them at
-//! random; a fuzzer's bytes make them here.
+//! Histories: lists of actions with arbitrary numbers, which the model reduces to valid ones. `draw.rs`
+//! generates them randomly; here they are also made from a fuzzer's bytes.
 
 use arbitrary::{Arbitrary, Result, Unstructured};
 use remanent::batch::Width;
 use remanent::{Place, Value};
 
-/// Keys that pages may have: few, so that they are taken, freed and given again.
+/// Keys of pages: few, so that they are often used, released and reused.
 pub const KEYS: [&str; 4] =
     ["a", "weights", "\u{1F511}", "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef"];
 /// Names of metadata and root entries.
 pub const NAMES: [&str; 3] = ["step", "dtype", ""];
 
-/// Names that snapshots may have.
+/// Names of snapshots.
 pub const SNAPSHOT_NAMES: [&str; 3] = ["first", "before tuning", "\u{1F4CC}"];
 
 /// An action on a store.
 #[derive(Arbitrary, Clone, Debug)]
 pub enum Action {
     Commit(Vec<Step>),
-    /// A snapshot; one that is only published is read back when it already stands.
+    /// Takes a snapshot. If it is only published, it is read back when the model already has it.
     Snapshot {
         exact: bool,
         is_published: bool,
     },
-    /// A snapshot with one of the names.
+    /// Takes a snapshot with one of the names.
     Name {
         #[arbitrary(with = snapshot_name)]
         name: usize,
         is_published: bool,
     },
-    /// One of the names that there are is given up. All snapshots are removed that nothing keeps, or its own
-    /// alone.
+    /// Releases one of the existing names. Removes all snapshots that nothing keeps, or only the named one.
     GiveUp {
         #[arbitrary(with = pick)]
         pick: usize,
         is_alone: bool,
     },
-    /// One to three of the newest snapshots are kept, and those with names.
+    /// Keeps one to three of the newest snapshots, and those with names.
     Prune(u8),
-    /// All that lies on disk is read, and nothing is wrong with it.
+    /// Reads all files, which must not be damaged.
     Scrub,
-    /// A restore of one of the kept snapshots.
+    /// Restores one of the kept snapshots.
     Restore(#[arbitrary(with = pick)] usize),
-    /// A restore of the state after any batch of the window.
+    /// Restores the state after any restorable batch.
     RestoreTo(#[arbitrary(with = pick)] usize),
-    /// A look at the state after any batch.
+    /// Opens a view of the state after any batch.
     Look(#[arbitrary(with = pick)] usize),
-    /// A new store of the state after any batch of the window.
+    /// Forks the state after any restorable batch.
     Fork(#[arbitrary(with = pick)] usize),
-    /// A page, and two ends of a range.
+    /// Reads a range of a page, given by its two ends.
     Read(#[arbitrary(with = pick)] usize, u16, u16),
-    /// A page moves by a call of its own.
+    /// Moves a page with a separate call.
     #[arbitrary(skip)]
     Call(usize, MoveCall),
-    /// A working copy of a page is captured, in which some bytes from a place on are others.
+    /// Captures a working copy of a page in which some bytes from an offset on were changed.
     #[arbitrary(skip)]
     Capture {
         page: usize,
@@ -62,7 +61,7 @@ pub enum Action {
         count: u16,
     },
     Reopen,
-    /// The number chooses among what a crash in the middle of the action before could leave.
+    /// Crashes. The number selects one of the states that a crash during the previous action could leave.
     Crash(u64),
 }
 
@@ -75,11 +74,11 @@ pub enum MoveCall {
     Demote,
 }
 
-/// The tiers of stores that have them, with more room than any history needs: what moves is told to.
+/// The tiers of stores that have them. They are larger than any history needs, so pages move only on request.
 pub const TIERS: [Place; 4] = [Place::Device(0), Place::Pinned, Place::Host, Place::Disk];
 
-/// An operation of a batch. Pages are picked among those that live at that point of the batch, those that
-/// it creates included; offsets and lengths are cut to the page.
+/// An operation of a batch. Pages are selected from those that exist at this point of the batch, including
+/// those that it creates; offsets and lengths are limited to the page.
 #[derive(Arbitrary, Clone, Debug)]
 pub enum Step {
     Create {
@@ -134,7 +133,7 @@ pub enum Step {
         #[arbitrary(with = len)]
         len: u16,
     },
-    /// All bytes of a page, and its new length: enough of them to be written ahead of the batch.
+    /// All bytes of a page, and its new length: long enough for an image file.
     Replace {
         #[arbitrary(with = pick)]
         page: usize,
@@ -182,7 +181,7 @@ pub enum Step {
         #[arbitrary(with = pick)]
         page: usize,
     },
-    /// A precondition that holds: a page that is gone, or never was, is at epoch 0.
+    /// A precondition that holds: a page that was deleted, or never existed, has epoch 0.
     ExpectGone {
         #[arbitrary(with = pick)]
         page: usize,
@@ -190,7 +189,7 @@ pub enum Step {
     Bad(Bad),
 }
 
-/// A step that makes a batch be refused.
+/// An invalid step, because of which the batch fails.
 #[derive(Arbitrary, Clone, Debug)]
 pub enum Bad {
     /// A precondition that does not hold.
@@ -268,12 +267,12 @@ pub enum Bad {
     LongNote,
 }
 
-/// The choice of one of any number: a byte is enough.
+/// Selects one of any number of items; one byte suffices.
 fn pick(raw: &mut Unstructured) -> Result<usize> {
     u8::arbitrary(raw).map(usize::from)
 }
 
-/// Draws a length that is mostly short, like [`super::draw`].
+/// Generates a length that is mostly short, like [`super::draw`].
 fn len(raw: &mut Unstructured) -> Result<u16> {
     let len = u16::arbitrary(raw)?;
     Ok(if len.is_multiple_of(8) { len % 20_000 } else { len % 600 })
@@ -313,7 +312,7 @@ fn value(raw: &mut Unstructured) -> Result<Value> {
     value_within(raw, 3)
 }
 
-/// Draws a value with at most this number of levels.
+/// Generates a value with at most this number of nested levels.
 fn value_within(raw: &mut Unstructured, levels: u32) -> Result<Value> {
     let kinds = if levels == 0 { 7 } else { 9 };
     Ok(match raw.int_in_range(0..=kinds - 1)? {

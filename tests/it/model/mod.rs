@@ -1,17 +1,17 @@
-//! Random histories of a store against a plain model in memory.
+//! Random histories of a store, compared with a simple model in memory.
 //!
-//! A history is batches of every operation, valid and not, snapshots with and without names, pruning, scrubs,
-//! restores, forks, clean reopenings and crashes; in one of the runs the store takes snapshots on its own,
-//! too, and in another one it moves pages down tiers that are too small for them. A crash forgets the store
-//! and opens a copy of its directory, as it lies there in the middle of its work: so does the death of a
-//! process leave it. `plain.rs` is the model, written from the promises and not from the engine; `history.rs`
-//! says what a history is, `draw.rs` draws one, `run.rs` runs it. After every opening, and at the end, the
+//! A history consists of valid and invalid batches with every operation, snapshots with and without names,
+//! pruning, scrubs, restores, forks, clean reopens and crashes. In one of the runs the store also takes
+//! background snapshots, and in another it demotes pages because its tiers are too small. A crash drops the
+//! store and opens a copy of its directory, taken while the store was working, as a kill of the process would
+//! leave it. `plain.rs` is the model, which is based on the documentation and not on the engine; `history.rs`
+//! defines histories, `draw.rs` generates them, and `run.rs` runs them. After every open, and at the end, the
 //! store, the pure `rebuild` of its directory, and the model must agree on everything.
 //!
-//! The fuzzer makes histories of its own, and runs them on simulated disks (`fuzz/src/histories.rs`).
+//! The fuzzer generates histories too, and runs them on simulated disks (`fuzz/src/histories.rs`).
 //!
-//! Histories are drawn from seeds, the same ones in every run. A failure names its seed and is shrunk;
-//! `REMANENT_SEED=n cargo test --test it model` runs the histories of that seed alone.
+//! Histories are generated from seeds, which are the same in every run. A failure reports its seed and is
+//! shrunk; `REMANENT_SEED=n cargo test --test it model` runs only the histories of that seed.
 
 pub mod draw;
 pub mod history;
@@ -43,9 +43,9 @@ use history::{Action, Step};
 use plain::Refusal;
 use run::{Floors, Ground, Left, Setting, Tally, with_cramped_tiers, with_tiers};
 
-/// Seeds that every run draws histories from.
+/// The seeds of the histories in every run.
 const SEEDS: Range<u64> = 0..20;
-/// The same where pages move on their own.
+/// The seeds of histories with small tiers.
 const CRAMPED_SEEDS: Range<u64> = 0..12;
 
 #[test]
@@ -54,8 +54,7 @@ fn store_matches_model() {
     let has_gpu = gpu::device().is_some();
     let direct = direct_io::log_io();
     each_history(SEEDS, |seed, actions| {
-        // The same history on a device that does all at once, on one that does all late, and on a GPU
-        // (I11), and by each way to write the log.
+        // The same history on early and late devices, on a GPU (I11), and with each way to write the log.
         let other = if seed % 2 == 0 { LogIo::Buffered } else { direct };
         let late = || Arc::new(LateDevice::seeded(host(), seed)) as Arc<dyn Device>;
         let options = |log_io| {
@@ -85,7 +84,7 @@ fn store_matches_model() {
         }
         Ok(())
     });
-    // The seeds must lead everywhere: a change to how histories are drawn must not make this test idle.
+    // If the random choice of actions changes, the histories must still cover everything.
     let tally = tally.into_inner();
     let Tally {
         commits,
@@ -113,8 +112,8 @@ fn store_matches_model() {
     assert!(asked_for().is_some() || enough && tally.refusals.len() == Refusal::COUNT, "{tally:?}");
 }
 
-/// Histories of a store whose tiers have less room than its pages take: it moves pages down all the time, and
-/// each has its bytes and is where it was asked for, or lower.
+/// Histories of a store whose tiers are smaller than its pages: it demotes pages all the time, and each page
+/// has its bytes and is in the requested place or a lower one.
 #[test]
 fn store_with_moves_matches_model() {
     let tally = RefCell::new(Tally::default());
@@ -135,7 +134,7 @@ fn store_with_moves_matches_model() {
             _ => ("a host device", &host),
         };
         let setting = Setting { options, in_background: true, is_cramped: true, device };
-        // More pages than there is room for, before anything else.
+        // First, more pages than fit are created.
         let page = Step::Create { len: 500, place: Place::Device(0), key: None, metadata: None };
         let full = (0..3).map(|_| Action::Commit(vec![page.clone(); 8]));
         let actions: Vec<Action> = full.chain(actions.iter().cloned()).collect();
@@ -148,12 +147,12 @@ fn store_with_moves_matches_model() {
     assert!(asked_for().is_some() || enough, "{tally:?}");
 }
 
-/// The one seed that is asked for.
+/// Returns the seed that the environment requests.
 fn asked_for() -> Option<u64> {
     std::env::var("REMANENT_SEED").ok().map(|seed| seed.parse().unwrap())
 }
 
-/// Draws histories from each seed. A failure names its seed, and its history is shrunk.
+/// Generates and checks histories from each seed. A failure reports its seed, and its history is shrunk.
 fn each_history(seeds: Range<u64>, check: impl Fn(u64, &[Action]) -> Result<(), TestCaseError>) {
     for seed in asked_for().map_or(seeds, |seed| seed..seed + 1) {
         let config =
@@ -177,7 +176,7 @@ fn on_gpu() -> Arc<dyn Device> {
     gpu::device().expect("it was there at the start")
 }
 
-/// The message of a panic.
+/// Returns the message of a panic.
 fn panic_message(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<&str>().copied();
     text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("a panic without a message")
@@ -197,7 +196,7 @@ fn run(
     })
 }
 
-/// A directory that is removed at the end.
+/// A temporary directory.
 struct Directory {
     path: PathBuf,
     _parent: TempDir,
@@ -227,18 +226,18 @@ impl Ground for Directory {
 
     fn begin(&mut self, _floors: Floors) {}
 
-    /// A copy of the directory, as it lies there in the middle of its work.
+    /// Copies the directory while the store is working.
     fn crash(self, store: Store, _pick: u64) -> Left<Self> {
         let ground = copy_as_it_lies(&store, &self.path);
         let floors = Floors::of(&store);
-        // Its threads live on and may still write; this directory is not read again.
+        // Its threads continue and may still write, but this directory is not read again.
         std::mem::forget(store);
         Left { ground, floors, is_between: true }
     }
 }
 
-/// Copies a store directory in use. The store's own threads may be making a segment or writing a seal, so a
-/// copy is used only if nothing of that kind happened meanwhile: it existed at one moment.
+/// Copies a store directory in use. The store's threads may be creating a segment or writing a seal, so a
+/// copy is used only if no such change happened meanwhile: then it is a state that existed at one instant.
 fn copy_as_it_lies(store: &Store, source: &Path) -> Directory {
     let moment = || {
         let mut names: Vec<_> = walk(source).into_iter().map(|(path, _)| path).collect();
@@ -259,7 +258,7 @@ fn copy_as_it_lies(store: &Store, source: &Path) -> Directory {
     }
 }
 
-/// Files and folders below a folder, folders before what is in them.
+/// Returns files and folders below a folder; folders precede their contents.
 fn walk(folder: &Path) -> Vec<(PathBuf, bool)> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(folder).unwrap() {

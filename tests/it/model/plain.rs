@@ -1,5 +1,5 @@
-//! The model: pages in a map, changed one step at a time. A draft is a batch and the state that it would lead
-//! to, built side by side.
+//! The model: pages in a map, changed one step at a time. A draft is a batch together with the state that it
+//! would lead to.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +10,7 @@ use remanent::{Epoch, Error, Key, Metadata, PageId, Place, SnapshotId, Value, Wr
 
 use super::history::{Bad, KEYS, NAMES, Step, TIERS};
 
-/// A page with all that a store says of it.
+/// A page with everything that a store reports about it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Page {
     pub key: Option<Key>,
@@ -21,35 +21,36 @@ pub struct Page {
     pub bytes: Vec<u8>,
 }
 
-/// A store's whole state, and the history that it must remember.
+/// The state of a store, and the history that it must keep.
 #[derive(Clone, Debug, Default)]
 pub struct Model {
     pub pages: BTreeMap<PageId, Page>,
     pub root: Metadata,
     pub lsn: u64,
-    /// Pages that once were and are not now.
+    /// Deleted pages.
     pub gone: Vec<PageId>,
-    /// The kept snapshots, with the batches that they were taken after.
+    /// The kept snapshots, with their batches.
     pub snapshots: BTreeMap<SnapshotId, u64>,
-    /// The names that some of them have.
+    /// The names of snapshots.
     pub names: BTreeMap<SnapshotId, String>,
-    /// Whether the store takes snapshots on its own: then the store says which there are.
+    /// Whether the store takes background snapshots. Then the list of snapshots is taken from the store.
     pub in_background: bool,
-    /// Whether the store moves pages on its own, by batches that the model does not see. Then a page's place
-    /// is the one that was asked for last, and it is there or lower; its Lsn is not known; and batches lie
-    /// between those of the model.
+    /// Whether the store moves pages with batches that the model does not see. Then the model has the place
+    /// that was requested last, and the page is there or in a lower tier; its Lsn is unknown; and there are
+    /// further batches between those of the model.
     pub is_cramped: bool,
-    /// The log from this batch on is kept; a snapshot of an earlier one is there to be looked at alone.
+    /// The log is kept from this batch on; a snapshot of an earlier batch can only be viewed.
     log_from: u64,
     /// The states after earlier batches.
     past: BTreeMap<u64, Past>,
-    /// The highest epoch that any page ever had.
+    /// The highest epoch of any page so far.
     epoch_high: u64,
-    /// The highest page id ever given.
+    /// The highest page id assigned so far.
     page_high: PageId,
 }
 
-/// Whether a page that was told to be in `requested` may be in `found`: tiers take it down, and never up.
+/// Whether a page that was requested in `requested` may be in `found`: tiers demote pages, and never promote
+/// them unasked.
 pub fn is_there_or_lower(requested: Place, found: Place) -> bool {
     let rank = |place| TIERS.iter().position(|tier| *tier == place);
     match (rank(requested), rank(found)) {
@@ -58,7 +59,7 @@ pub fn is_there_or_lower(requested: Place, found: Place) -> bool {
     }
 }
 
-/// The state after an earlier batch, with the numbers that had been given away until then.
+/// The state after an earlier batch, with the highest numbers assigned by then.
 #[derive(Clone, Debug)]
 struct Past {
     pages: BTreeMap<PageId, Page>,
@@ -68,7 +69,7 @@ struct Past {
     page_high: PageId,
 }
 
-/// The kind of error with which a batch must be refused.
+/// The kind of error with which a batch must fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Refusal {
     Conflict,
@@ -99,7 +100,7 @@ impl Refusal {
 }
 
 impl Model {
-    /// Makes the changes of batch `lsn` real. `created` are the ids that the store gave.
+    /// Applies the changes of batch `lsn`. `created` are the ids that the store assigned.
     pub fn install(&mut self, lsn: u64, changed: Changed, created: &[PageId]) {
         self.leave_to(lsn);
         assert_eq!(created.len(), changed.created, "one id for each create and clone");
@@ -117,7 +118,7 @@ impl Model {
                     if slot.touched || slot.moved {
                         state.lsn = self.lsn;
                     }
-                    // A move is no version.
+                    // A move does not change the epoch.
                     state.epoch += u64::from(slot.touched);
                     self.epoch_high = self.epoch_high.max(state.epoch);
                     self.pages.insert(page, state);
@@ -131,18 +132,18 @@ impl Model {
         self.root = changed.root;
     }
 
-    /// Notes that a page was told to be in a place, in a store that moves pages on its own. `lsn` is the
-    /// newest batch once it is done.
+    /// Records that a page was requested to be in a place, in a store that moves pages itself. `lsn` is the
+    /// newest batch after the call.
     pub fn told_to(&mut self, page: PageId, place: Place, lsn: u64) {
-        // The states before may have it where it was asked for then, or lower. Where it goes up, the place
-        // asked for now is true of them as well.
+        // In earlier states the page is in the place requested then, or a lower one. After a promotion, the
+        // place requested now satisfies this for the earlier states as well.
         if !is_there_or_lower(place, self.pages[&page].place) {
             self.leave_to(lsn);
         }
         self.pages.get_mut(&page).expect("it was picked").place = place;
     }
 
-    /// Moves a page by a batch of its own, which changes nothing else. Returns whether it was elsewhere.
+    /// Moves a page by a separate batch. Returns whether it was elsewhere.
     pub fn move_to(&mut self, page: PageId, place: Place) -> bool {
         if self.pages[&page].place == place {
             return false;
@@ -153,7 +154,7 @@ impl Model {
         true
     }
 
-    /// Gives a page these bytes, by a batch that changes nothing else.
+    /// Sets a page's bytes by a separate batch.
     pub fn capture(&mut self, lsn: u64, page: PageId, bytes: Vec<u8>) {
         self.leave_to(lsn);
         let changed = self.pages.get_mut(&page).expect("it was picked");
@@ -161,12 +162,12 @@ impl Model {
         self.epoch_high = self.epoch_high.max(changed.epoch);
     }
 
-    /// One of the pages that are there.
+    /// Selects one of the existing pages.
     pub fn page(&self, pick: usize) -> Option<PageId> {
         self.pages.keys().nth(pick % self.pages.len().max(1)).copied()
     }
 
-    /// Keeps the present state as a snapshot, and only `count` of them, besides those with names.
+    /// Keeps the current state as a snapshot, and only the `count` newest snapshots and those with names.
     pub fn keep(&mut self, snapshot: SnapshotId, name: Option<&str>, count: usize) {
         if self.in_background {
             return;
@@ -177,8 +178,8 @@ impl Model {
         self.retain(count, None);
     }
 
-    /// Removes snapshots that neither the count nor a name keeps. A name that is given up is there still if
-    /// the count keeps its snapshot. Those count that have the log after them; it goes with them.
+    /// Removes snapshots that neither the count nor a name keeps. The snapshot of a released name stays if
+    /// the count keeps it. Only snapshots followed by kept log are counted; that log is removed with them.
     pub fn retain(&mut self, count: usize, given_up: Option<&str>) {
         if self.in_background {
             return;
@@ -196,7 +197,8 @@ impl Model {
         self.names.retain(|id, _| self.snapshots.contains_key(id));
     }
 
-    /// Removes the snapshot that has this name, if it is not the newest one: says whether there is none now.
+    /// Removes the snapshot with this name unless it is the newest. Returns whether no snapshot has the name
+    /// afterwards.
     pub fn give_up(&mut self, name: &str) -> bool {
         let newest = self.snapshots.keys().next_back().copied();
         let Some((&id, _)) = self.names.iter().find(|(_, held)| *held == name) else { return true };
@@ -208,12 +210,12 @@ impl Model {
         true
     }
 
-    /// One of the names that snapshots have.
+    /// Selects one of the names of snapshots.
     pub fn named(&self, pick: usize) -> Option<String> {
         self.names.values().nth(pick % self.names.len().max(1)).cloned()
     }
 
-    /// Takes over the list of snapshots. Those with names are among them.
+    /// Adopts the store's list of snapshots, which must include those with names.
     pub fn adopt(&mut self, listed: &[SnapshotInfo]) {
         for (id, name) in &self.names {
             let info =
@@ -224,17 +226,17 @@ impl Model {
         self.names = listed.iter().filter_map(|info| Some((info.id, info.name.clone()?))).collect();
     }
 
-    /// One of the kept snapshots, if there are any.
+    /// Selects one of the kept snapshots, if there are any.
     pub fn snapshot(&self, pick: usize) -> Option<SnapshotId> {
         self.snapshots.keys().nth(pick % self.snapshots.len().max(1)).copied()
     }
 
-    /// Makes the present state a past one, by the next batch.
+    /// Stores the current state as that of the last batch, before the next batch.
     fn leave(&mut self) {
         self.leave_to(self.lsn + 1);
     }
 
-    /// Makes the present state a past one, by a batch.
+    /// Stores the current state as that before batch `lsn`.
     fn leave_to(&mut self, lsn: u64) {
         assert!(lsn > self.lsn || self.is_cramped && lsn == self.lsn, "batch {lsn} comes after {}", self.lsn);
         let past = Past {
@@ -248,8 +250,8 @@ impl Model {
         self.lsn = lsn;
     }
 
-    /// Forgets the batches after `lsn`, which a crash took. Only the store can say which snapshots are left;
-    /// from now on it is believed.
+    /// Removes the batches after `lsn`, which a crash lost. Only the store knows which snapshots remain, so
+    /// its list is adopted.
     pub fn lose(&mut self, lsn: u64, listed: &[SnapshotInfo]) {
         if lsn < self.lsn {
             let Past { pages, root, gone, epoch_high, page_high } = self.past[&lsn].clone();
@@ -261,7 +263,7 @@ impl Model {
         self.adopt(listed);
     }
 
-    /// The state after a batch, as a model of its own.
+    /// Returns the state after a batch as a model.
     pub fn at(&self, lsn: u64) -> Self {
         let (pages, root) = match self.past(lsn) {
             Some(past) => (past.pages.clone(), past.root.clone()),
@@ -270,22 +272,22 @@ impl Model {
         Self { pages, root, lsn, in_background: true, is_cramped: self.is_cramped, ..Self::default() }
     }
 
-    /// The state after a batch, if it is not the present one: of a batch that the model does not see, the
-    /// state of the one before.
+    /// Returns the state after a batch, unless it is the current one: for a batch that the model does not
+    /// see, the state of the previous one.
     fn past(&self, lsn: u64) -> Option<&Past> {
         let is_present = lsn >= self.lsn;
         (!is_present).then(|| self.past.range(..=lsn).next_back().expect("the empty store is the first").1)
     }
 
-    /// The oldest batch from which on every batch can be restored for certain: that of the second newest
-    /// snapshot with the log after it, or the oldest.
+    /// Returns the oldest batch from which on every batch is guaranteed to be restorable: that of the second
+    /// newest snapshot followed by kept log, or of the oldest one.
     pub fn oldest(&self) -> u64 {
         let with_log = self.snapshots.values().filter(|end| **end >= self.log_from).copied();
         with_log.clone().rev().nth(1).or(with_log.last()).unwrap_or(0)
     }
 
-    /// Goes back to an earlier state, in one batch, `position`. Pages that changed since get an epoch above
-    /// all others, and those that only moved keep their own.
+    /// Restores an earlier state with one batch, `position`. Pages whose content changed since get an epoch
+    /// above all others; pages that only moved keep theirs.
     pub fn restore(&mut self, lsn: u64, position: u64) {
         self.leave_to(position);
         let epoch = self.epoch_high + 1;
@@ -315,11 +317,11 @@ pub struct Changed {
     root: Metadata,
 }
 
-/// A page as the batch sees it.
+/// A page from the batch's point of view.
 #[derive(Clone, Debug)]
 struct Slot {
     name: Name,
-    /// The page, or `None` once it is deleted.
+    /// The page, or `None` if it is deleted.
     page: Option<Page>,
     touched: bool,
     moved: bool,
@@ -328,11 +330,11 @@ struct Slot {
 #[derive(Clone, Copy, Debug)]
 enum Name {
     Old(PageId),
-    /// A new page, with its place among the pages that the batch creates.
+    /// A new page, with its index among the pages that the batch creates.
     New(NewPage, usize),
 }
 
-impl From<Name> for PageRef {
+impl From<Name> for PageRef<'_> {
     fn from(name: Name) -> Self {
         match name {
             Name::Old(page) => page.into(),
@@ -361,8 +363,8 @@ impl<'a> Draft<'a> {
         Self { model, batch: WriteBatch::default(), changed }
     }
 
-    /// The batch, and its changes to the model. A batch that is to be refused goes on a little after the
-    /// wrong step, with changes that would be seen if any of it were done.
+    /// Returns the batch, and its changes to the model. A batch that is to fail gets some more steps after
+    /// the invalid one, whose changes would be visible if any step were executed.
     pub fn finish(mut self, refusal: Option<Refusal>) -> (WriteBatch, Changed) {
         if refusal.is_some() {
             self.batch.set_root("refused", true);
@@ -371,8 +373,8 @@ impl<'a> Draft<'a> {
         (self.batch, self.changed)
     }
 
-    /// Adds a step; says how the batch must be refused if the step is wrong. A step that needs a page
-    /// where there is none is left out.
+    /// Adds a step; returns the expected error if the step is invalid. A step that needs a page is skipped if
+    /// there is none.
     pub fn step(&mut self, step: &Step) -> Option<Refusal> {
         match step {
             Step::Create { len, place, key, metadata } => {
@@ -460,10 +462,10 @@ impl<'a> Draft<'a> {
             Step::Move { page, place } => {
                 let slot = self.pick(*page)?;
                 let slot = &mut self.changed.slots[slot];
-                // To disk or from there, a page is moved before it is changed.
+                // If a page moves to or from disk, the move precedes its other changes.
                 let is_on_disk = |place| place == Place::Disk;
                 let crosses = is_on_disk(slot.page.as_ref()?.place) != is_on_disk(*place);
-                // Where pages move on their own, any of them may be on disk.
+                // If the store moves pages itself, any page may be on disk.
                 if (crosses || self.model.is_cramped) && (slot.touched || slot.moved) {
                     return None;
                 }
@@ -505,7 +507,7 @@ impl<'a> Draft<'a> {
         None
     }
 
-    /// Adds a step that is wrong.
+    /// Adds an invalid step.
     fn bad(&mut self, bad: &Bad) -> Option<Refusal> {
         let refusal = match bad {
             Bad::Conflict { page, off_by } => {
@@ -533,7 +535,7 @@ impl<'a> Draft<'a> {
             Bad::MaskedOutside { page, width } => {
                 let (name, len) = self.named(*page)?;
                 let at = len.saturating_sub(width.bytes() - 1) as u64;
-                // Where the page is shorter than an element, the range begins at 0 and is too long.
+                // If the page is shorter than an element, the range starts at 0 and is too long.
                 self.batch.write_masked(
                     name,
                     at,
@@ -634,14 +636,14 @@ impl<'a> Draft<'a> {
         self.changed.slots.iter().filter_map(|slot| slot.page.as_ref())
     }
 
-    /// One of the pages that live at this point of the batch.
+    /// Selects a page that exists at this point of the batch.
     fn pick(&self, pick: usize) -> Option<usize> {
         let live: Vec<usize> =
             (0..self.changed.slots.len()).filter(|slot| self.changed.slots[*slot].page.is_some()).collect();
         live.get(pick % live.len().max(1)).copied()
     }
 
-    /// One of the pages that lived before the batch, which preconditions are about.
+    /// Selects a page that existed before the batch, to which preconditions refer.
     fn pick_committed(&self, pick: usize) -> Option<(PageId, u64)> {
         let pages = &self.model.pages;
         pages.iter().nth(pick % pages.len().max(1)).map(|(id, page)| (*id, page.epoch))
@@ -652,7 +654,7 @@ impl<'a> Draft<'a> {
         slot.page.as_ref().map(|page| (slot.name, page.bytes.len()))
     }
 
-    /// A live page, to be changed.
+    /// Selects an existing page for changes.
     fn touch(&mut self, pick: usize) -> Option<(Name, &mut Page)> {
         let slot = self.pick(pick)?;
         let slot = &mut self.changed.slots[slot];
@@ -667,7 +669,7 @@ impl<'a> Draft<'a> {
     }
 }
 
-/// Bytes that differ from each other and from those of other seeds.
+/// Returns bytes that differ from each other and from those of other seeds.
 fn drawn(seed: u8, len: usize) -> Vec<u8> {
     (0..len).map(|at| seed.wrapping_add((at as u8).wrapping_mul(37))).collect()
 }

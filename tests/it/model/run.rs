@@ -1,4 +1,4 @@
-//! Runs a history on a store and on the model, on any ground.
+//! Runs a history on a store and on the model, in any environment.
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use remanent_format::state::rebuild::{RebuildOptions, RebuiltStore, rebuild};
 use super::history::{Action, KEYS, MoveCall, SNAPSHOT_NAMES, Step, TIERS};
 use super::plain::{Draft, Model, Page, Refusal, is_there_or_lower};
 
-/// Snapshots that a store keeps by default.
+/// Number of snapshots that a store keeps by default.
 const SNAPSHOTS_KEPT: usize = 2;
 
 /// Counts of what the histories did.
@@ -29,90 +29,91 @@ pub struct Tally {
     pub commits: usize,
     pub refusals: HashSet<Refusal>,
     pub crashes: usize,
-    /// Crashes that took batches.
+    /// Crashes that lost batches.
     pub lost: usize,
     pub restores: usize,
     pub views: usize,
     pub forks: usize,
     pub names: usize,
-    /// Snapshots that were not read back yet when the call returned.
+    /// Snapshots that were not verified when the call returned.
     pub published: usize,
-    /// Snapshots that went with their names.
+    /// Snapshots that were removed with their names.
     pub given_up: usize,
-    /// Names that were given up alone, and whose snapshot stays because it is the newest one.
+    /// Names that were released alone, whose snapshot stays because it is the newest one.
     pub names_of_newest: usize,
-    /// Snapshots that went because fewer were to be kept.
+    /// Snapshots that were removed because fewer were to be kept.
     pub pruned: usize,
     pub scrubs: usize,
     /// Pages that were written whole.
     pub images: usize,
-    /// Pages that moved by a call of their own.
+    /// Pages that moved by a separate call.
     pub moves: usize,
-    /// Pages that a store took down on its own.
+    /// Pages that a store demoted itself.
     pub evictions: u64,
-    /// Calls that found no room.
+    /// Calls for which there was not enough memory.
     pub without_room: usize,
     pub captures: usize,
-    /// Snapshots that the store took on its own.
+    /// Background snapshots.
     pub background: u64,
-    /// Pages that were unloaded when an opening returned.
+    /// Pages that were not loaded when an open returned.
     pub unloaded: u64,
-    /// The action under way, by its number from 0 on: where a history failed.
+    /// The current action, by its number from 0 on: shows where a history failed.
     pub under_way: String,
 }
 
-/// The ground on which a history takes place.
+/// The environment in which a history runs.
 pub trait Ground: Sized {
-    /// The disk for a store, or for a look at it while it is open.
+    /// Returns the disk for a store, or for a view while the store is open.
     fn disk(&self) -> Arc<dyn Disk>;
 
-    /// The files, as a process sees them.
+    /// Returns the files as a process sees them.
     fn files(&self) -> Box<dyn ReadAt + '_>;
 
-    /// A new store of an earlier state, in a place of its own.
+    /// Forks an earlier state to another location.
     fn fork(&self, store: &Store, point: &StatePoint) -> Result<Self, Error>;
 
-    /// An action begins, or an opening: a crash may come in the middle of it. `floors` must have survived by
-    /// then.
+    /// Called before an action or an open, in the middle of which a crash may be simulated. `floors` must
+    /// survive that crash.
     fn begin(&mut self, floors: Floors);
 
-    /// The ground after a crash; the store is not to be seen again. `pick` chooses among the possible ones.
+    /// Returns the environment after a crash; the store is not used again. `pick` selects one of the possible
+    /// states.
     fn crash(self, store: Store, pick: u64) -> Left<Self>;
 }
 
-/// The newest batches that no crash of a kind may take.
+/// The newest batches that no crash of a kind may lose.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Floors {
-    /// The newest batch that survives the death of the process.
+    /// The newest batch that survives a kill of the process.
     pub logged: Lsn,
     /// The newest batch that survives a power cut.
     pub durable: Lsn,
 }
 
 impl Floors {
-    /// The promises of an open store so far.
+    /// Returns the floors of an open store.
     pub fn of(store: &Store) -> Self {
         Self { durable: store.stats().durable, logged: store.lsn() }
     }
 }
 
-/// The ground after a crash.
+/// The environment after a crash.
 pub struct Left<G> {
     pub ground: G,
-    /// Batches that must have survived: after a power cut, no more than the durable ones were logged.
+    /// Batches that must survive: after a power cut, only the durable ones count as logged.
     pub floors: Floors,
-    /// Whether it came between two actions: then everything is there, and nothing is torn.
+    /// Whether the crash came between two actions: then nothing is lost, and nothing is torn.
     pub is_between: bool,
 }
 
-/// The way in which the store of a history is opened.
+/// How the store of a history is opened.
 pub struct Setting<'a> {
     pub options: Options,
-    /// Whether it takes snapshots on its own.
+    /// Whether it takes background snapshots.
     pub in_background: bool,
-    /// Whether its tiers have less room than the pages take.
+    /// Whether its tiers are smaller than its pages.
     pub is_cramped: bool,
-    /// Gives a new device for each opening.
+    /// Creates a new device for each open.
     pub device: &'a dyn Fn() -> Arc<dyn Device>,
 }
 
@@ -128,7 +129,7 @@ impl Setting<'_> {
     }
 }
 
-/// Runs a history, and compares the store with the model all the way.
+/// Runs a history, and compares the store with the model after each action.
 pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tally: &mut Tally) {
     let in_background = setting.in_background;
     let mut model = Model::default();
@@ -184,7 +185,7 @@ pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tall
                 let options = if *exact { options.exact() } else { options };
                 let options = if *is_published { options.only_published() } else { options };
                 let snapshot = match store.snapshot_with(options) {
-                    // Of copies that an exact one sets aside.
+                    // The memory for the copies of an exact snapshot exceeds the budget.
                     Err(Error::OverBudget { .. }) if setting.is_cramped && *exact => {
                         tally.without_room += 1;
                         continue;
@@ -356,7 +357,7 @@ pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tall
                 let expected = left.floors.logged..=Lsn(model.lsn);
                 assert!(expected.contains(&lsn), "batch {lsn} is the last one, of {expected:?}");
                 tally.lost += usize::from(lsn < Lsn(model.lsn));
-                // A snapshot that was about to get a name, or to lose it, may or may not have it.
+                // A snapshot that was being named or released may or may not have the name.
                 model.names.retain(|id, _| names_before.contains_key(id));
                 model.lose(lsn.0, &store.snapshots());
                 match rebuilt {
@@ -377,8 +378,8 @@ pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tall
     compare_opened(&setting.open(&ground), &model);
 }
 
-/// Waits until a snapshot that was only published is verified: what it takes the place of goes then. Where
-/// the store takes snapshots on its own, it is the one to say which there are.
+/// Waits until a published snapshot is verified, after which the snapshots that it replaces are removed. If
+/// the store takes background snapshots, its list is adopted.
 fn verified(store: &Store, snapshot: &SnapshotInfo, model: &Model, tally: &mut Tally) {
     if snapshot.verified {
         return;
@@ -389,49 +390,49 @@ fn verified(store: &Store, snapshot: &SnapshotInfo, model: &Model, tally: &mut T
     }
 }
 
-/// Follows a restore to the state after batch `lsn`.
+/// Applies a restore to the state after batch `lsn` to the model.
 fn restored(store: &Store, model: &mut Model, position: Position, lsn: u64) {
     let position = model_lsn(model, position, "a restore is one batch more");
     model.restore(lsn, position);
-    // Its snapshot removes none.
+    // The snapshot of a restore removes no other.
     let newest = store.snapshots().last().unwrap().id;
     model.keep(newest, None, usize::MAX);
     compare(store, model);
 }
 
-/// The options of a store that can be told to move pages. There is room for all of them in each place.
+/// Returns options with tiers. Each is large enough for all pages.
 pub fn with_tiers(options: Options) -> Options {
     let upper = TIERS[..3].iter().fold(MemoryOptions::new(), |budget, tier| budget.budget(*tier, 1 << 30));
     options.memory(upper).tiers(Tiers::new(TIERS))
 }
 
-/// The same with room for a dozen pages of usual length, and for none of the longest.
+/// Returns options with tiers for a dozen pages of usual length, and for none of the longest.
 pub fn with_cramped_tiers(options: Options) -> Options {
     let room = [(TIERS[0], 6 << 10), (TIERS[1], 2 << 10), (TIERS[2], 1536)];
     let budget = room.iter().fold(MemoryOptions::new(), |budget, (tier, bytes)| budget.budget(*tier, *bytes));
     options.memory(budget).tiers(Tiers::new(TIERS).free_part(4))
 }
 
-/// Pages that left a place for another one to have room, since the store was opened.
+/// Returns the number of pages that were evicted since the store was opened.
 fn evictions(store: &Store) -> u64 {
     store.stats().tiers.iter().map(|tier| tier.evictions).sum()
 }
 
-/// The Lsn of the model's next batch: the one after its newest, or, where a store moves pages on its own, a
-/// later one.
+/// Returns the model's Lsn for its next batch: the one after its newest, or a later one if the store moves
+/// pages itself.
 fn model_lsn(model: &Model, position: Position, what: &str) -> u64 {
     let (found, next) = (position.lsn.0, model.lsn + 1);
     assert!(found == next || model.is_cramped && found > next, "{what}: {found} after {}", model.lsn);
     found
 }
 
-/// The newest batch is the model's, or one by which the store moved pages since.
+/// Asserts that the newest batch is the model's, or a later one by which the store moved pages.
 fn assert_lsn(found: Lsn, model: &Model, what: &str) {
     let expected = Lsn(model.lsn);
     assert!(found == expected || model.is_cramped && found > expected, "{what}: {found}, not {expected}");
 }
 
-/// A snapshot is of the newest batch.
+/// Asserts that a snapshot is of the newest batch.
 fn assert_snapshot(snapshot: &SnapshotInfo, model: &Model) {
     assert_lsn(snapshot.redo, model, "a snapshot's first batch");
     assert_lsn(snapshot.end, model, "a snapshot's last batch");
@@ -439,10 +440,10 @@ fn assert_snapshot(snapshot: &SnapshotInfo, model: &Model) {
     assert_eq!(snapshot.pages, model.pages.len() as u64, "{snapshot:?}");
 }
 
-/// Tells a store whose tiers are cramped to move a page; returns whether there was room.
+/// Moves a page in a store with small tiers; returns whether there was enough memory.
 fn move_page(store: &Store, model: &mut Model, page: PageId, call: MoveCall) -> bool {
     let rank = TIERS.iter().position(|tier| *tier == model.pages[&page].place);
-    // From where it is, and so at least as low as from where it was asked to be.
+    // One tier below the current place, and so at least as low as the requested one.
     let below = rank.map(|rank| TIERS[(rank + 1).min(TIERS.len() - 1)]);
     let told = match call {
         MoveCall::Ensure(place) => store.ensure(&[page], place).map(|_| Some(place)),
@@ -464,7 +465,7 @@ fn move_page(store: &Store, model: &mut Model, page: PageId, call: MoveCall) -> 
     true
 }
 
-/// Moves a page by a call of its own. Returns whether it was elsewhere.
+/// Moves a page with a separate call. Returns whether it was elsewhere.
 fn move_by(store: &Store, model: &mut Model, page: PageId, call: MoveCall) -> bool {
     let rank = TIERS.iter().position(|tier| *tier == model.pages[&page].place);
     let place = match call {
@@ -490,8 +491,7 @@ fn move_by(store: &Store, model: &mut Model, page: PageId, call: MoveCall) -> bo
     has_moved
 }
 
-/// Captures a working copy of a page in which some bytes are others. An empty page has none; returns whether
-/// there were.
+/// Captures a working copy of a page in which some bytes were changed. Returns false for an empty page.
 fn capture(
     store: &Store,
     model: &mut Model,
@@ -518,22 +518,22 @@ fn capture(
     Ok(true)
 }
 
-/// One of the batches that can be restored.
+/// Selects a batch that can be restored.
 fn in_window(model: &Model, pick: usize) -> u64 {
     let oldest = model.oldest().min(model.lsn);
     oldest + pick as u64 % (model.lsn - oldest + 1)
 }
 
-/// Looks at an earlier state while the store is open.
+/// Checks a view of an earlier state while the store is open.
 fn check_view(disk: &Arc<dyn Disk>, model: &Model, lsn: u64) {
     match View::open_on(disk, Some(&StatePoint::Lsn(Lsn(lsn)))) {
         Ok(old) => compare_snapshot(&old, &model.at(lsn)),
-        // A state that is older than the window may be there still.
+        // A state older than the guaranteed window may still exist.
         Err(Error::NoSuchState(NoSuchState::OutsideWindow { requested, oldest, newest, .. })) => {
             assert_eq!(requested, Lsn(lsn), "asked");
             assert_lsn(newest, model, "newest");
             assert!(Lsn(lsn) < oldest, "batch {lsn} was refused, and the window begins at {oldest}");
-            // The store may have moved the window on by a snapshot of its own.
+            // A background snapshot may have moved the window.
             if !model.in_background {
                 assert!(lsn < model.oldest(), "batch {lsn} is in the window from {}", model.oldest());
                 assert!(oldest <= Lsn(model.oldest()), "{oldest} instead of {}", model.oldest());
@@ -545,7 +545,7 @@ fn check_view(disk: &Arc<dyn Disk>, model: &Model, lsn: u64) {
     compare_snapshot(&newest, model);
 }
 
-/// Compares all answers of a state on disk.
+/// Compares everything that a view of a state returns.
 fn compare_snapshot(old: &View, model: &Model) {
     assert_lsn(old.lsn(), model, "the batch of a view");
     assert_eq!(**old.root(), model.root, "the root of a view");
@@ -562,7 +562,7 @@ fn compare_snapshot(old: &View, model: &Model) {
     }
 }
 
-/// Compares after an opening: nothing was lost, nothing was cut, nothing is damaged.
+/// Compares after an open: nothing was lost, cut off or damaged.
 fn compare_opened(store: &Store, model: &Model) {
     compare_recovered(store, model);
     compare(store, model);
@@ -571,14 +571,14 @@ fn compare_opened(store: &Store, model: &Model) {
 fn compare_recovered(store: &Store, model: &Model) {
     let recovered = store.recovered();
     assert_lsn(recovered.position.lsn, model, "the batch reached");
-    // A crash may come while a store that moves pages on its own is logging such a batch.
+    // The crash may come while a store that moves pages itself is logging such a batch.
     let torn =
         recovered.torn.as_ref().filter(|torn| !model.is_cramped || torn.first <= recovered.position.lsn);
     assert_eq!((torn, &recovered.harmless[..]), (None, &[][..]), "a torn tail, or damage");
 }
 
-/// Compares after an opening in the middle of a history. Bytes of unloaded pages are compared later, so that
-/// the history goes on with unloaded pages.
+/// Compares after an open in the middle of a history. Bytes of unloaded pages are compared later, so that the
+/// history continues with unloaded pages.
 fn compare_reopened(store: &Store, model: &Model, tally: &mut Tally) {
     tally.unloaded += store.recovered().unloaded_pages;
     compare_recovered(store, model);
@@ -588,14 +588,14 @@ fn compare_reopened(store: &Store, model: &Model, tally: &mut Tally) {
     }
 }
 
-/// Compares the rest that [`compare_reopened`] has left.
+/// Compares what [`compare_reopened`] has left out.
 fn compare_late(store: &Store, model: &Model) {
     if store.recovered().unloaded_pages > 0 {
         compare(store, model);
     }
 }
 
-/// Compares all answers of a store.
+/// Compares everything that a store returns.
 fn compare(store: &Store, model: &Model) {
     compare_table(store, model);
     for (page, expected) in &model.pages {
@@ -619,7 +619,7 @@ fn compare(store: &Store, model: &Model) {
     }
 }
 
-/// Compares all that needs no page's bytes.
+/// Compares everything that needs no page's bytes.
 fn compare_table(store: &Store, model: &Model) {
     assert_lsn(store.lsn(), model, "the newest batch");
     let (root, pages) = (store.root(), store.pages());
@@ -667,7 +667,7 @@ fn compare_state(rebuilt: &RebuiltStore, model: &Model) {
     }
 }
 
-/// Compares a page's bytes, and tells where they differ first.
+/// Compares a page's bytes, and reports the first difference.
 fn assert_bytes(found: &[u8], expected: &Page, label: &str) {
     let differs = found.iter().zip(&expected.bytes).position(|(found, expected)| found != expected);
     assert!(
@@ -678,7 +678,7 @@ fn assert_bytes(found: &[u8], expected: &Page, label: &str) {
     );
 }
 
-/// Reads a range of one page, and one past its end.
+/// Reads a range of one page, and a range beyond its end.
 fn read_part(store: &Store, model: &Model, pick: usize, from: u16, to: u16) {
     let Some((page, expected)) = model.pages.iter().nth(pick % model.pages.len().max(1)) else { return };
     let len = expected.bytes.len();

@@ -1,4 +1,4 @@
-//! Moves during other work: other committers, leases, snapshots that are being taken.
+//! Moves during other work: other committers, leases, and running snapshots.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -12,8 +12,8 @@ use remanent::{Ack, Lsn, Result, SnapshotOptions, WriteBatch};
 
 use super::*;
 
-/// Committers move, resize, write and clone the same page, each on its own: whatever order the log gives
-/// them, memory is what the log says.
+/// Independent committers move, resize, write and clone the same page: whatever their order in the log, the
+/// memory agrees with the log.
 #[test]
 fn concurrent_move_resize_write_keep_page_at_right_place() {
     const ROUNDS: u64 = 60;
@@ -48,7 +48,7 @@ fn concurrent_move_resize_write_keep_page_at_right_place() {
             });
             scope.spawn(|| {
                 (0..ROUNDS).for_each(|_| {
-                    // A clone has the place that its source has where it stands in the log.
+                    // A clone is created in the place that its source has at the clone's position in the log.
                     let copy = commit(&|batch| _ = batch.clone_page(page)).pages[0];
                     let lease = store.lease(page).unwrap();
                     assert_eq!(lease.info().len, lease.byte_len());
@@ -61,8 +61,8 @@ fn concurrent_move_resize_write_keep_page_at_right_place() {
     }
 }
 
-/// A host device that, once, calls back before it allocates. A committer has then looked where pages are, and
-/// holds no lock yet.
+/// A host device that calls back once before it allocates memory. At that point a committer has looked up the
+/// places of pages, and has no lock yet.
 struct Meddling {
     inner: HostDevice,
     before: Mutex<Option<Meddle>>,
@@ -83,8 +83,8 @@ impl Device for Meddling {
     }
 }
 
-/// Between the moment at which a committer looks where a page is and the one at which it logs, another batch
-/// moves the page, or changes its length: memory of the wrong kind is never used.
+/// After a committer has looked up the place of a page and before it logs its batch, another batch moves or
+/// resizes the page: memory of the wrong kind is never used.
 #[test]
 fn concurrently_moved_page_ends_where_log_says() {
     type Change = fn(&mut WriteBatch, PageId);
@@ -126,12 +126,12 @@ fn concurrently_moved_page_ends_where_log_says() {
         let behind = std::thread::scope(|scope| {
             let committer = scope.spawn(|| {
                 let committed = commit(&store, change);
-                // With the callback goes the sender.
+                // This drops the sender in the callback.
                 drop(device.before.lock().unwrap().take());
                 committed
             });
             has_meddled.recv().unwrap_or_else(|_| panic!("{what}: no batch meddled"));
-            // Leased in its new place, too: the committer has spare memory for the old one.
+            // The page is also leased in its new place: the committer has allocated memory for the old one.
             let behind = lease();
             go_on.send(()).unwrap();
             committer.join().unwrap().unwrap();
@@ -147,8 +147,8 @@ fn concurrently_moved_page_ends_where_log_says() {
     }
 }
 
-/// The page's state after each batch, while snapshots of both kinds are taken. Each snapshot shows the state
-/// of its Lsn, wherever the page was when it was caught.
+/// The page's state after each batch is recorded while snapshots of both kinds are taken. Each snapshot has
+/// the state of its Lsn, wherever the page was when it was gathered.
 #[test]
 fn snapshots_during_moves_show_every_page_where_it_was() {
     const PAGES: u8 = 12;

@@ -1,7 +1,7 @@
-//! Pages that move from one place to another: the bytes and the epoch stay, the place changes, and every part
-//! that knows pages knows it afterwards.
+//! Pages that move from one place to another: bytes and epoch stay, the place changes, and all components
+//! that keep track of pages know the new place.
 //!
-//! Tests run on every device there is, where they can: two host devices as one, two late ones, two GPUs.
+//! Where possible, tests run on every device: two host devices combined, two late ones, two GPUs.
 
 mod concurrent;
 
@@ -23,9 +23,9 @@ use crate::gpu;
 use crate::multi_device::{host, late, two_of};
 use crate::with_options::With;
 
-/// A length that is no multiple of anything, and longer than one copy.
+/// A length that is not a multiple of any block size, and needs more than one copy.
 const LEN: u64 = 70_001;
-/// There and back again, by every way between two places.
+/// A path that includes a move between each pair of places, in both directions.
 const WAY: [Place; 9] = [
     Place::Device(1),
     Place::Pinned,
@@ -38,7 +38,7 @@ const WAY: [Place; 9] = [
     Place::Host,
 ];
 
-/// Devices with two slots: one that binds both, two of a kind, and GPUs where there are two.
+/// Devices with two slots: several combinations, and GPUs if there are two.
 fn devices() -> Vec<Arc<dyn Device>> {
     let mut devices = vec![host(), late(1), two_of(host(), host()), two_of(late(2), late(3))];
     let pairs: Vec<_> = [gpu::two(), gpu::two_apart()].into_iter().flatten().collect();
@@ -59,7 +59,7 @@ fn move_to(store: &Store, page: PageId, place: Place) -> remanent::Result<()> {
     store.commit(batch).map(drop)
 }
 
-/// A page of this place whose bytes tell where they are; each number makes other ones.
+/// Creates a page in this place whose bytes depend on their offset and on `number`.
 fn create(store: &Store, place: Place, number: u8) -> (PageId, Vec<u8>) {
     let content: Vec<u8> = (0..LEN).map(|at| (at % 251) as u8 ^ number).collect();
     let mut batch = store.batch();
@@ -74,15 +74,15 @@ fn bytes(store: &Store, page: PageId) -> Vec<u8> {
     bytes
 }
 
-/// Bytes of pages in use by places, those of places without any left out. A test that wants them after a
-/// batch reads first: memory is given up when the batch is applied, not when it is logged.
+/// Returns the bytes of pages by place, without places that have none. A test that calls this after a batch
+/// must read first: memory is freed when the batch is applied, not when it is logged.
 fn allocated(store: &Store) -> Vec<(Place, u64)> {
     let places = store.stats().places.into_iter().map(|(place, usage)| (place, usage.allocated_bytes));
     places.filter(|(_, bytes)| *bytes > 0).collect()
 }
 
-/// Demands that the directory gives the state that the store shows, by the pure way and by an open on another
-/// device.
+/// Asserts that the directory has the state of the store, according to the pure rebuild and to an open on
+/// another device.
 fn assert_survives(store: Store, disk: &SimDisk, device: &Arc<dyn Device>) -> Store {
     let state = State::of(&store);
     let rebuilt = rebuild(&Files::of(disk), &RebuildOptions::default()).unwrap();
@@ -124,7 +124,7 @@ fn move_changes_only_the_place() {
                 _ => {}
             }
         }
-        // A move to the page's own place: nothing is allocated, even where there is no room for two of it.
+        // A move to the current place allocates nothing, even if there is no memory for a second copy.
         store = assert_survives(store, &disk, &host());
         drop(store);
         let store = open(&disk, &device, small().memory(MemoryOptions::new().budget(Place::Host, LEN)));
@@ -135,8 +135,9 @@ fn move_changes_only_the_place() {
     }
 }
 
-/// A move of thousands of pages is submitted part by part, and is one batch all the same: a reader finds each
-/// page's bytes at any time, a view the places of its batch, and a restart all that was logged.
+/// A move of thousands of pages is submitted in parts, and is one batch nevertheless: a reader finds each
+/// page's bytes at any time, a view has the places of its batch, and a restart finds everything that was
+/// logged.
 #[test]
 fn thousands_of_pages_move_together() {
     const COUNT: u64 = 9000;
@@ -168,7 +169,7 @@ fn thousands_of_pages_move_together() {
             });
             for place in [Place::Device(1), Place::Device(0), Place::Pinned] {
                 let view = store.view().unwrap();
-                // Whatever the order in which they are named, and however often.
+                // The order and repetition of ids does not matter.
                 let named: Vec<PageId> = pages.iter().rev().chain(&pages[..9]).copied().collect();
                 store.ensure(&named, place).unwrap();
                 assert!(pages.iter().all(|page| view.page(*page).unwrap().place == before));
@@ -184,8 +185,8 @@ fn thousands_of_pages_move_together() {
     }
 }
 
-/// Of a call for many pages each batch is by itself: one that is refused moves nothing, and the others do.
-/// Where the place has no room for all of them, none moves.
+/// A call for many pages commits several independent batches: a refused one moves nothing, the others do. If
+/// the place has no space for all pages, none moves.
 #[test]
 fn ensure_of_many_pages_uses_several_batches() {
     const COUNT: usize = 9000;
@@ -264,7 +265,7 @@ fn move_is_ordered_among_batch_operations() {
             [place(page), place(pages[0]), place(pages[1])],
             [Place::Pinned, Place::Device(0), Place::Device(0)]
         );
-        // However many operations it has: one batch, one epoch.
+        // One batch raises the epoch by one, however many operations it has.
         assert_eq!(store.page(page).unwrap().epoch.0, epoch.0 + 1);
         assert!(matches!(store.page(gone), Err(Error::UnknownPage { .. })));
         assert_eq!(allocated(&store), [(Place::Device(0), LEN + 16), (Place::Pinned, LEN + 9)]);
@@ -339,7 +340,7 @@ fn impossible_move_is_refused_without_changes() {
     let error = refused(&|batch| _ = batch.move_to(page, Place::Pinned));
     assert!(matches!(error, Error::Leased { page: found } if found == page), "{error}");
     drop(pin);
-    // One of the pages fits.
+    // One of the pages fits into the place.
     move_to(&store, page, Place::Pinned).unwrap();
     assert_eq!(bytes(&store, page), content);
     assert_eq!(allocated(&store), [(Place::Pinned, LEN), (Place::Host, LEN)]);
@@ -410,7 +411,7 @@ fn restore_to_earlier_places_bumps_epochs_only_of_changed_pages() {
         }
         assert_eq!(bytes(&store, moved), content);
         let store = assert_survives(store, &disk, &device);
-        // The kept log leads through the moves to every state.
+        // Every state can be computed from the kept log, including the moves.
         move_to(&store, moved, Place::Host).unwrap();
         let state = State::of(&store);
         let fork = SimDisk::new();

@@ -1,5 +1,4 @@
-//! Random lives of long pages on disk, held against plain bytes: all that happens to pages and stores, with
-//! overlays under it.
+//! Random operations on long pages on disk, compared with plain bytes, while snapshots write overlays.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -17,7 +16,7 @@ use crate::kill::workload::Random;
 use crate::pages_on_disk::{commit, move_to, opened, uncompressed};
 use crate::with_options::With;
 
-/// About what is written whole at once, read at once, and neither.
+/// Lengths around those that are written in one piece, read in one piece, and neither.
 const LENS: [u64; 8] =
     [1 << 16, (1 << 16) + 1, 100_000, 1 << 20, (1 << 20) + 1, (3 << 20) + 77, (4 << 20) + 5, 70_001];
 const STEPS: u64 = 250;
@@ -31,13 +30,13 @@ struct Life {
     /// `None` between two opens.
     store: Option<Store>,
     random: Random,
-    /// What the pages are.
+    /// The expected bytes of the pages.
     plain: Plain,
-    /// What they were then.
+    /// Earlier states, with the expected bytes.
     points: Vec<(StatePoint, Plain)>,
 }
 
-/// How often a state was asked for that was there no more, and how many overlays were seen.
+/// How often a requested state no longer existed, and how many overlays were found.
 #[derive(Default)]
 struct Counts {
     overlays: usize,
@@ -64,7 +63,7 @@ impl Life {
 
     fn create(&mut self) {
         let len = self.any_len();
-        // Every other one can be compressed.
+        // Every second page is compressible.
         let bytes = match self.below(2) {
             0 => self.random.bytes(len),
             _ => vec![self.random.next() as u8; len as usize],
@@ -73,7 +72,7 @@ impl Life {
         self.plain.insert(page, bytes);
     }
 
-    /// Writes to a page, here and there or in one place, by one batch.
+    /// Writes to a page in one batch, at several offsets or at one.
     fn write(&mut self) {
         let page = self.any_page();
         let (count, longest) = ([1, 3, 40][self.below(3)], [10, 700, 9000, 40_000][self.below(4)]);
@@ -84,7 +83,7 @@ impl Life {
             let at = match self.below(4) {
                 0 => 0,
                 1 => len - count,
-                // Across what is read at once.
+                // Writes across the boundary of what is read in one piece.
                 2 => ((1 << 20) - count / 2).min(len - count),
                 _ => self.below(len - count + 1),
             };
@@ -163,7 +162,7 @@ impl Life {
         self.store = Some(store);
     }
 
-    /// Looks at an earlier state and at a fork of it, or restores it.
+    /// Views or forks an earlier state, or restores it.
     fn go_back(&mut self, restores: bool, seen: &mut Counts) {
         let Some(last) = self.points.len().checked_sub(1) else { return };
         let (point, then) = self.points[self.random.next() as usize % (last + 1)].clone();
@@ -213,7 +212,8 @@ impl Life {
         }
     }
 
-    /// What a process finds that is started now, beside the one that goes on.
+    /// Takes a snapshot and opens a copy of the files, as a process that is started now would find them,
+    /// while the store continues.
     fn check_a_copy(&mut self, why: &str, seen: &mut Counts) {
         let taken = self.store().snapshot().unwrap();
         let images = self.plain.keys().map(|page| image_of(&self.disk, &taken, *page));

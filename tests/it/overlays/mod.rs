@@ -1,4 +1,4 @@
-//! Overlays: of a long page on disk of which little changed, a snapshot writes what changed.
+//! Overlays: for a long page on disk with small changes, a snapshot writes only the changes.
 
 mod life;
 
@@ -21,10 +21,10 @@ use crate::kill::workload::Random;
 use crate::pages_on_disk::{commit, move_to, opened, uncompressed};
 use crate::with_options::With;
 
-/// Longer than is read at once, and no multiple of anything.
+/// Longer than what is read in one piece, and not a multiple of any block size.
 const LONG: u64 = (3 << 20) + 77;
 
-/// A page of random bytes that lies on disk, in a snapshot.
+/// Creates a page of random bytes on disk, with a snapshot.
 fn sample(disk: &SimDisk, options: Options, random: &mut Random) -> (Store, PageId, Vec<u8>) {
     let store = opened(disk, options);
     let plain = random.bytes(LONG);
@@ -33,7 +33,7 @@ fn sample(disk: &SimDisk, options: Options, random: &mut Random) -> (Store, Page
     (store, page, plain)
 }
 
-/// Writes that many bytes at random places, in the page and in what it should be.
+/// Writes `len` bytes at random offsets, to the page and to its expected content.
 fn write(store: &Store, page: PageId, plain: &mut [u8], len: usize, random: &mut Random) {
     let at = random.next() as usize % (plain.len() - len);
     let bytes = random.bytes(len as u64);
@@ -41,7 +41,7 @@ fn write(store: &Store, page: PageId, plain: &mut [u8], len: usize, random: &mut
     commit(store, |batch| _ = batch.write(page, at as u64, &bytes));
 }
 
-/// The image that a snapshot names of a page.
+/// Returns the image of a page that a snapshot names.
 pub fn image_of(disk: &SimDisk, snapshot: &SnapshotInfo, page: PageId) -> ImageRef {
     let survey = Survey::read(&Files::of(disk)).unwrap();
     let manifest = survey.snapshot(snapshot.id).unwrap();
@@ -52,14 +52,14 @@ fn is_overlay(image: &ImageRef) -> bool {
     matches!(image.codec, Codec::Overlay(_))
 }
 
-/// Bytes of all image files.
+/// Returns the bytes of all image files.
 fn image_bytes(disk: &SimDisk) -> usize {
     let files = Files::of(disk).0;
     files.iter().filter(|(file, _)| file.folder() == Folder::Pages).map(|(_, bytes)| bytes.len()).sum()
 }
 
-/// Snapshot after snapshot writes what changed since the base, until that is an eighth of the page. Then the
-/// page is written whole, and all begins anew. In every way to write images, with and without compression.
+/// Each snapshot writes what changed since the base image, until that is an eighth of the page. Then the page
+/// is written whole, and becomes the new base. With every way to write images, with and without compression.
 #[test]
 fn little_is_written_for_long_page() {
     for (number, options) in [
@@ -76,7 +76,7 @@ fn little_is_written_for_long_page() {
         let (mut store, page, mut plain) = sample(&disk, options.clone(), &mut random);
         let (mut overlays, mut wholes) = (0, 0);
         for round in 0..40 {
-            // Some of them over what was written before, some across what is read at once.
+            // Some writes overlap earlier ones, some cross the boundary of what is read in one piece.
             (0..3).for_each(|_| write(&store, page, &mut plain, 9000, &mut random));
             let snapshot = store.snapshot().unwrap();
             let (image, written) = (image_of(&disk, &snapshot, page), snapshot.bytes_written);
@@ -96,7 +96,7 @@ fn little_is_written_for_long_page() {
             let mut part = vec![0; 5000];
             store.read(page, 1_000_000, &mut part).unwrap();
             assert!(part == plain[1_000_000..1_005_000]);
-            // The page, the overlay, and what is about to go.
+            // The page, the overlay, and files that are about to be removed.
             assert!(image_bytes(&disk) < 4 * LONG as usize, "{} bytes of images", image_bytes(&disk));
         }
         assert!(overlays > 20 && wholes >= 2, "{overlays} and {wholes}");
@@ -104,8 +104,8 @@ fn little_is_written_for_long_page() {
     }
 }
 
-/// A page goes to disk while a snapshot gathers others, and is written there before its turn comes: the
-/// overlay lies over an image that is newer than the snapshot's own file.
+/// A page moves to disk while a snapshot gathers other pages, and its image is written before the snapshot
+/// reaches it: the base of its overlay is newer than the snapshot's own file.
 #[test]
 fn base_image_may_be_newer_than_snapshot_files() {
     let (disk, mut random) = (SimDisk::new(), Random(11));
@@ -147,7 +147,7 @@ fn base_image_may_be_newer_than_snapshot_files() {
     assert!(store.audit().unwrap().changed.is_empty());
 }
 
-/// What an overlay lies over stays for as long as any snapshot, reader, fork or table has the overlay.
+/// The base of an overlay is kept as long as any snapshot, reader, fork or restore table has the overlay.
 #[test]
 fn base_is_kept_while_needed() {
     on_each_device(|| {
@@ -166,7 +166,7 @@ fn base_is_kept_while_needed() {
         let view = View::open_on(&shared, Some(&StatePoint::Lsn(first.end))).unwrap();
         let forked = SimDisk::new();
         view.fork_on(&(Arc::new(forked.clone()) as Arc<dyn Disk>)).unwrap();
-        // All of the page is another one, and the snapshots of before are gone.
+        // The whole page has changed, and the earlier snapshots were removed.
         for _ in 0..3 {
             plain = random.bytes(LONG);
             commit(&store, |batch| _ = batch.write(page, 0, &plain));
@@ -184,7 +184,7 @@ fn base_is_kept_while_needed() {
     });
 }
 
-/// A page that leaves the disk, is resized or written whole needs no overlay, and its bytes go along.
+/// A page that leaves the disk, is resized or written whole needs no overlay, and keeps its bytes.
 #[test]
 fn pages_with_overlays_move_to_any_place() {
     let (disk, mut random) = (SimDisk::new(), Random(8));
@@ -219,7 +219,7 @@ fn pages_with_overlays_move_to_any_place() {
     assert!(store.audit().unwrap().changed.is_empty());
 }
 
-/// A short page, or one of which many small pieces changed, is written whole: an overlay would save nothing.
+/// A short page, or one with many small changes, is written whole, because an overlay would not be smaller.
 #[test]
 fn short_pages_are_written_whole() {
     let (disk, mut random) = (SimDisk::new(), Random(9));
@@ -238,8 +238,8 @@ fn short_pages_are_written_whole() {
     assert_eq!(snapshot.bytes_written, (64 << 10) + (1 << 20));
 }
 
-/// An image that a batch wrote ahead, and that nothing has read back, is no base: a snapshot would rely
-/// on it.
+/// An image that a batch wrote and nothing has verified yet is not used as a base, because the snapshot would
+/// depend on it.
 #[test]
 fn unverified_image_is_no_base() {
     let (disk, mut random) = (SimDisk::new(), Random(11));
@@ -258,7 +258,7 @@ fn unverified_image_is_no_base() {
     assert!(is_overlay(&next(&opened(&disk, uncompressed()), &mut plain)), "read back by the open");
 }
 
-/// A page whose base lies in a file that is to be emptied is written whole, and the file goes.
+/// A page whose base is in a file that is to be emptied is written whole, and the file is removed.
 #[test]
 fn overlay_does_not_pin_wasteful_file() {
     let (disk, mut random) = (SimDisk::new(), Random(12));
@@ -271,7 +271,7 @@ fn overlay_does_not_pin_wasteful_file() {
     let first = store.snapshot().unwrap();
     let shared = image_of(&disk, &first, pages[0]).file;
     assert_eq!(shared, image_of(&disk, &first, pages[1]).file);
-    // Most of the file is of no use from here on.
+    // From here on most of the file is unused.
     commit(&store, |batch| _ = batch.write(pages[1], 0, &random.bytes(lens[1])));
     write(&store, pages[0], &mut plain, 100, &mut random);
     let second = store.snapshot().unwrap();
@@ -284,7 +284,7 @@ fn overlay_does_not_pin_wasteful_file() {
     assert!(store.read_to_vec(pages[0]).unwrap() == plain);
 }
 
-/// A page whose overlay and whose base lie in files that are both to be emptied is gathered once.
+/// A page whose overlay and base are in two files that are to be emptied is gathered once.
 #[test]
 fn page_in_two_wasteful_files_is_listed_once() {
     let (disk, mut random) = (SimDisk::new(), Random(14));
@@ -311,7 +311,7 @@ fn page_in_two_wasteful_files_is_listed_once() {
     of_first[1] = Random(15).bytes(900_000);
     commit(&store, |batch| _ = batch.write(first[1], 0, &of_first[1]));
     store.snapshot().unwrap();
-    // Here the file of the overlay and that of its base have little left.
+    // Here little of the overlay's file and of the base's file is still used.
     change(&others[..1], &mut of_others);
     let last = store.snapshot().unwrap();
     for (page, bytes) in first.iter().zip(&of_first).chain(others.iter().zip(&of_others)) {
@@ -322,7 +322,7 @@ fn page_in_two_wasteful_files_is_listed_once() {
     assert!(now.files().all(|(file, _)| !files.contains(&file)), "both were emptied: {now:?}");
 }
 
-/// A file of overlays is emptied by writing overlays again, and not the pages.
+/// A file of overlays is emptied by rewriting the overlays, not the pages.
 #[test]
 fn overlay_file_is_compacted_cheaply() {
     const LEN: u64 = 300_000;
@@ -340,7 +340,7 @@ fn overlay_file_is_compacted_cheaply() {
     };
     let first = change(&mut plain, 20);
     let shared = image_of(&disk, &first, pages[19]).file;
-    // Most of the overlays are replaced: the file is to be emptied of the others.
+    // Most of the overlays are replaced, so the file is to be emptied.
     change(&mut plain, 15);
     let last = change(&mut plain, 1);
     assert!(last.bytes_written < 40_000, "{} bytes", last.bytes_written);
@@ -350,8 +350,8 @@ fn overlay_file_is_compacted_cheaply() {
     }
 }
 
-/// Damage to a base that a scrub found concerns all overlays of it: the page is not taken for sound, and no
-/// other overlay is laid over it.
+/// If a scrub finds damage to a base, all of its overlays are unusable: the page is not treated as intact,
+/// and gets no further overlay on that base.
 #[test]
 fn damaged_base_gets_no_new_overlay() {
     let (disk, mut random) = (SimDisk::new(), Random(16));
@@ -369,7 +369,7 @@ fn damaged_base_gets_no_new_overlay() {
     let found = store.scrub().unwrap();
     let is_base = |damage: &remanent::error::Damage| damage.file == FileName::Pages(bases[0].0);
     assert!(found.damage.iter().any(is_base), "{found:?}");
-    // Both overlays are of no use, though the damage was found by way of one of them.
+    // Neither overlay can be used, although the damage was found through one of them.
     write(&store, page, &mut plain, 100, &mut random);
     let refused = store.snapshot().unwrap_err();
     assert!(matches!(refused, Error::Damaged(_)), "{refused}");
@@ -380,7 +380,8 @@ fn damaged_base_gets_no_new_overlay() {
     assert!(store.scrub().unwrap().damage.iter().all(is_base), "of the older snapshots");
 }
 
-/// A page of many changes of a few bytes is written whole: a reader would hold a table of all of them.
+/// A page with many changes of a few bytes is written whole, because a reader would have to keep a table of
+/// all changes.
 #[test]
 fn tiny_pages_are_written_whole() {
     let (disk, mut random) = (SimDisk::new(), Random(17));
@@ -393,7 +394,7 @@ fn tiny_pages_are_written_whole() {
     });
     let snapshot = store.snapshot().unwrap();
     assert!(!is_overlay(&image_of(&disk, &snapshot, page)) && store.read_to_vec(page).unwrap() == plain);
-    // Half as many are not.
+    // With half as many changes an overlay is written.
     commit(&store, |batch| {
         for at in (0..LONG as usize - 4).step_by(2100) {
             plain[at..at + 4].copy_from_slice(b"more");
@@ -404,8 +405,8 @@ fn tiny_pages_are_written_whole() {
     assert!(is_overlay(&image_of(&disk, &snapshot, page)) && store.read_to_vec(page).unwrap() == plain);
 }
 
-/// A bit that rots in the base, or in the overlay, is found by the next reader; a scrub finds it, too, and
-/// says in which file. Pages beside it go on.
+/// A bit flip in the base or in the overlay is found by the next reader, and by a scrub, which reports the
+/// file. Other pages are not affected.
 #[test]
 fn damage_to_an_overlay_and_to_its_base_is_found() {
     for of_base in [false, true] {
@@ -432,11 +433,11 @@ fn damage_to_an_overlay_and_to_its_base_is_found() {
         let found = store.scrub().unwrap();
         assert!(found.damage.iter().any(|damage| damage.file == FileName::Pages(file)), "{found:?}");
         assert!(store.read_to_vec(other).unwrap() == [5; 200_000]);
-        // No snapshot can be taken of it, and the store goes on.
+        // No snapshot can include the page, but the store continues to work.
         write(&store, page, &mut plain, 100, &mut random);
         let refused = store.snapshot().unwrap_err();
         assert!(matches!(refused, Error::Damaged(_)), "{refused}");
-        // What is written anew needs neither.
+        // A page that is rewritten needs neither base nor overlay.
         plain = random.bytes(LONG);
         commit(&store, |batch| _ = batch.write(page, 0, &plain));
         let snapshot = store.snapshot().unwrap();

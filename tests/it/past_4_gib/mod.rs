@@ -1,8 +1,8 @@
-//! Pages, images and logs longer than 4 GiB, on real file systems: damage, kills and a full disk at offsets
-//! that exceed 32 bits.
+//! Pages, images and logs longer than 4 GiB, on real file systems: damage, kills and a full disk at offsets of more
+//! than 32 bits.
 //!
-//! The short form takes little space: files with holes, memory that nothing touches, images of zeros that are
-//! compressed. Its slow cases run at full size only. With `REMANENT_PAST_4_GIB=1` every byte is written, which takes up to 12 GiB of
+//! The short form needs little space: files with holes, memory that is never written, compressed images of zeros. Its
+//! slow cases run at full size only. With `REMANENT_PAST_4_GIB=1` every byte is written, which needs up to 12 GiB of
 //! `/dev/shm` and some minutes; run it alone.
 
 mod long_log;
@@ -34,21 +34,21 @@ use crate::pages_on_disk::commit;
 use crate::size::is_full;
 
 const LONG_FORM: &str = "REMANENT_PAST_4_GIB";
-/// What a worker does, and where.
+/// Environment variable: what a worker does, and in which directory.
 const ERRAND: &str = "REMANENT_PAST_4_GIB_ERRAND";
-/// The longest time that a worker takes from one line to the next.
+/// The maximum time between two lines of a worker's output.
 const PATIENCE: Duration = Duration::from_secs(300);
-/// A file system in memory.
+/// A memory file system.
 const IN_MEMORY: &str = "/dev/shm";
 const BEFORE: &str = "before";
-/// Batch 1 creates a short page, batch 2 the long one; all later ones change it.
+/// Batch 1 creates a short page, batch 2 the long one; all later batches change the long one.
 const FIRST_CHANGE: u64 = 3;
 
 fn is_long_form() -> bool {
     effort(LONG_FORM).is_some()
 }
 
-/// Whether the slow cases run too.
+/// Whether the slow cases run as well.
 fn is_complete() -> bool {
     is_full() || is_long_form()
 }
@@ -57,7 +57,7 @@ fn limit() -> Duration {
     Duration::from_secs(if is_complete() { 900 } else { 240 })
 }
 
-/// Images with all of their bytes in the long form.
+/// Options; in the long form with uncompressed images.
 fn options() -> Options {
     let compression = if is_long_form() { Compression::Off } else { Compression::Zstd };
     let options = Options::new().device(DeviceChoice::Host);
@@ -69,7 +69,7 @@ fn folder() -> tempfile::TempDir {
     if is_long_form() { tempfile::tempdir_in(IN_MEMORY) } else { tempfile::tempdir() }.unwrap()
 }
 
-/// A store with a snapshot of a short page, and then the long one.
+/// Creates a store with a snapshot of a short page, and then the long page.
 fn create(directory: &Path, options: Options, place: Place) -> (Store, PageId) {
     let store = options.open(directory).unwrap();
     commit(&store, |batch| _ = batch.create_from(*b"short", Place::Host).key("short"));
@@ -90,7 +90,7 @@ fn apply_changes(store: &Store, count: u64) {
     }
 }
 
-/// The long page after the store's newest batch.
+/// Returns the expected content of the long page after the store's newest batch.
 fn model_of(store: &Store) -> Model {
     Model::after(FIRST_CHANGE..=store.lsn().0)
 }
@@ -100,7 +100,7 @@ fn check(what: &str, store: &Store) {
     model_of(store).check_changed(what, |offset, out| _ = store.read(page, offset, out).unwrap());
 }
 
-/// The state before the long page can be viewed.
+/// Asserts that the state before the long page can be viewed.
 fn check_named(directory: &Path) {
     let view = Store::open_at(directory, StatePoint::Name(BEFORE.to_owned())).unwrap();
     let page = view.page_by_key("short").unwrap().page;
@@ -109,7 +109,7 @@ fn check_named(directory: &Path) {
     assert_eq!((&bytes, view.pages().count()), (b"short", 1));
 }
 
-/// The long page's image in the newest snapshot.
+/// Returns the long page's image in the newest snapshot.
 fn image_of(directory: &Path, page: PageId) -> ImageRef {
     let survey = Survey::read(&DirReader::new(directory)).unwrap();
     let newest = survey.snapshot(*survey.links.keys().next_back().unwrap()).unwrap();
@@ -123,7 +123,7 @@ fn flip(path: &Path, offset: u64) {
     file.write_all_at(&[byte[0] ^ 1], offset).unwrap();
 }
 
-/// Expects the judge of `verify`, and an open or a read, to name this file and offset.
+/// Asserts that `verify`, and an open or a read, report this file and offset.
 fn damage_is_named(directory: &Path, file: FileName, offset: u64) {
     let files = DirReader::new(directory);
     let verdict = judge(&Survey::read(&files).unwrap(), &files, &mut ImageProofs::new(&files));
@@ -141,8 +141,8 @@ fn damage_is_named(directory: &Path, file: FileName, offset: u64) {
     }
 }
 
-/// Deltas on both sides of 4 GiB to a page in memory that nothing else touches, and to one on disk. A reader,
-/// a replica, a replay and, for the page on disk, a whole image and an overlay have the same bytes. The page on disk is a
+/// Deltas at offsets below and above 4 GiB, to an otherwise unwritten page in memory and to one on disk. A reader, a
+/// replica, a replay and, for the page on disk, a whole image and an overlay have the same bytes. The page on disk is a
 /// slow case.
 #[test]
 fn deltas_on_both_sides_of_4_gib_are_exact() {
@@ -184,7 +184,7 @@ fn deltas_on_both_sides_of_4_gib_are_exact() {
     });
 }
 
-/// A worker in another process, and the lines that it prints.
+/// A worker process, and the lines of its output.
 struct Worker {
     process: Child,
     lines: std::io::Lines<BufReader<std::process::ChildStdout>>,
@@ -199,7 +199,7 @@ impl Worker {
         Self { process, lines }
     }
 
-    /// Waits for a line that begins like this, and returns the last number of a logged batch before it.
+    /// Waits for a line that begins with `line`, and returns the last number of a logged batch before it.
     fn wait_for(&mut self, line: &str) -> Option<u64> {
         let mut logged = None;
         loop {
@@ -212,7 +212,7 @@ impl Worker {
         }
     }
 
-    /// Kills the worker, and returns the lines that it printed since.
+    /// Kills the worker, and returns its output since the last call.
     fn kill(mut self) -> Vec<String> {
         self.process.kill().unwrap();
         let status = self.process.wait().unwrap();
@@ -225,7 +225,7 @@ fn last_logged(lines: &[String]) -> Option<u64> {
     lines.iter().rev().find_map(|line| line.strip_prefix("logged ")?.parse().ok())
 }
 
-/// Ends this process when its parent closes the pipe, or dies.
+/// Ends this process when its parent closes the pipe or ends.
 fn end_with_the_parent() {
     std::thread::spawn(|| {
         let _ = std::io::stdin().read(&mut [0]);
@@ -235,7 +235,7 @@ fn end_with_the_parent() {
 
 const KILL_TEST: &str = "past_4_gib::kill_in_a_snapshot_of_a_page_past_4_gib";
 
-/// The worker that is killed while it takes the first snapshot of the long page, and commits.
+/// The worker that is killed while it takes the first snapshot of the long page and commits.
 #[expect(clippy::print_stdout, reason = "the parent reads it")]
 fn snapshot_until_killed(directory: &Path, place: Place) -> ! {
     end_with_the_parent();
@@ -263,7 +263,7 @@ fn snapshot_until_killed(directory: &Path, place: Place) -> ! {
     })
 }
 
-/// The length of the longest image file.
+/// Returns the length of the longest image file.
 fn longest_image(directory: &Path) -> u64 {
     let entries = std::fs::read_dir(directory.join("pages")).unwrap();
     entries.filter_map(|entry| Some(entry.unwrap().metadata().ok()?.len())).max().unwrap_or(0)
@@ -274,7 +274,7 @@ fn killed_snapshot(place: Place) {
     let mut worker = Worker::start(KILL_TEST, &format!("{place} {}", directory.path().display()));
     let mut logged = worker.wait_for("gather");
     if is_long_form() {
-        // Past 4 GiB of the image.
+        // More than 4 GiB of the image are written.
         let started = Instant::now();
         while longest_image(directory.path()) < FOUR_GIB + (32 << 20) {
             assert!(started.elapsed() < PATIENCE, "no image");
@@ -302,7 +302,7 @@ fn killed_snapshot(place: Place) {
     check("opened again", &store);
 }
 
-/// Flips a byte past 4 GiB of the long page's image, and back.
+/// Flips a byte beyond 4 GiB in the long page's image, and restores it.
 fn damaged_image(directory: &Path, page: PageId) {
     let image = image_of(directory, page);
     assert!(image.stored_len > FOUR_GIB);
@@ -332,7 +332,7 @@ fn kill_in_a_snapshot_of_a_page_past_4_gib() {
     });
 }
 
-/// The disk gets full while the image is written: in the long form past 4 GiB of it.
+/// The disk becomes full while the image is written; in the long form beyond 4 GiB of it.
 #[test]
 fn full_disk_in_an_image_past_4_gib_changes_nothing() {
     alone_for(limit(), || {

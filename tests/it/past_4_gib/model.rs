@@ -1,5 +1,5 @@
-//! The content of a page that is longer than 4 GiB, batch by batch. Only the blocks that batches change are
-//! kept; all others are zeros.
+//! The content of a page longer than 4 GiB after each batch. Only blocks that batches change are stored; all
+//! others are zeros.
 
 use std::collections::BTreeMap;
 
@@ -10,13 +10,13 @@ use crate::kill::workload::Random;
 
 /// The first offset that does not fit in 32 bits.
 pub const FOUR_GIB: u64 = 1 << 32;
-/// The length of a page, no multiple of anything.
+/// The length of a page, not a multiple of any block size.
 pub const LEN: u64 = FOUR_GIB + (256 << 20) + 77;
 
 const BLOCK: u64 = 1 << 20;
-/// Bytes of a change.
+/// Length of a change in bytes.
 const CHANGED: u64 = 1000;
-/// Offsets on both sides of 4 GiB; changes at the second one begin before it and end after it.
+/// Offsets below and above 4 GiB; changes at the second one cross it.
 const SPOTS: [u64; 4] = [4096 + 17, FOUR_GIB - 600, FOUR_GIB + 12_345, LEN - 10_000];
 
 #[derive(Clone, Default)]
@@ -28,13 +28,13 @@ pub struct Model {
 enum Change {
     Write(Vec<u8>),
     Fill(Vec<u8>),
-    /// Every third element of four bytes.
+    /// Scatters every third element of four bytes.
     Scatter(Vec<u32>, Vec<u8>),
-    /// A copy from this offset.
+    /// Copies from this offset.
     Copy(u64),
 }
 
-/// The change by batch `number`, and its offset. Each spot gets each kind.
+/// Returns the change of batch `number`, and its offset. All combinations of offset and kind occur.
 fn change(number: u64) -> (u64, Change) {
     let offset = SPOTS[number as usize % 4] + 4 * (number % 97);
     let mut random = Random(number);
@@ -62,7 +62,7 @@ pub fn add_change(batch: &mut WriteBatch, page: PageId, number: u64) {
 }
 
 impl Model {
-    /// The page after all changes of these batches.
+    /// Returns the page after these batches.
     pub fn after(batches: impl IntoIterator<Item = u64>) -> Self {
         let mut model = Self::default();
         batches.into_iter().for_each(|number| model.apply(number));
@@ -105,7 +105,7 @@ impl Model {
         self.check_blocks(what, 0..LEN.div_ceil(BLOCK), read);
     }
 
-    /// Compares the changed blocks, those whose offsets differ from them only above 32 bits, and a few others.
+    /// Compares the changed blocks, those whose offsets have the same low 32 bits, and a few others.
     pub fn check_changed(&self, what: &str, read: impl FnMut(u64, &mut [u8])) {
         let aliases = |block: &u64| [*block, block % (FOUR_GIB / BLOCK), block + FOUR_GIB / BLOCK];
         let others = [0, 1000, LEN / BLOCK];

@@ -1,4 +1,4 @@
-//! Stores whose log and image lie beyond 4 GiB of their files, which are mostly holes.
+//! Stores whose log and image are at offsets beyond 4 GiB in their files, which are mostly holes.
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
@@ -9,7 +9,7 @@ use super::*;
 use crate::far_store::{FAR, FarStore, far_store};
 use crate::maker::{PAGE_LEN, content};
 
-/// Writes the store's files, with holes for their zeros.
+/// Writes the store's files, with holes instead of zeros.
 fn write(store: &FarStore, directory: &Path) {
     for (name, file) in &store.files.0 {
         let folder = match name.folder() {
@@ -24,7 +24,7 @@ fn write(store: &FarStore, directory: &Path) {
     }
 }
 
-/// Opens the store, and finds what its batches wrote, which ends with this one.
+/// Opens the store, and asserts that it has the content of its batches up to `lsn`.
 fn opens_at(lsn: u64, directory: &Path) {
     let store = options().open(directory).unwrap();
     assert_eq!(store.lsn(), Lsn(lsn));

@@ -1,8 +1,8 @@
-//! The decision table of recovery: one test a row, under the name that the table gives it.
+//! The decision table of recovery: one test per row, with the name in the table.
 //!
-//! Each test brings a store into the row's state by a crash or by damage, opens it, and looks at all that the
-//! caller is told: the error with file, offset, Lsn and remedy, or the report of `recovered()`. A store that
-//! is refused must be left as it was, to the byte.
+//! Each test brings a store into the row's state by a crash or by damage, opens it, and checks everything
+//! that is reported to the caller: the error with file, offset, Lsn and remedy, or `recovered()`. An open
+//! that fails must not change any byte of the store.
 
 mod bench;
 mod log;
@@ -75,7 +75,7 @@ fn interrupted_creation_starts_over() {
     let mut check = |image: remanent::testing::sim_disk::CrashImage| {
         let had_store = image.disk.bytes(FileName::Store).is_some();
         let name = image.to_string();
-        // A reader that comes first finds the new store, or none.
+        // A reader before the open finds the new store, or none.
         let view = View::open_on(&(Arc::new(image.disk.clone()) as Arc<dyn Disk>), None);
         match view {
             Err(Error::NoStore { found: None, .. }) => assert!(!had_store, "{name}"),
@@ -93,8 +93,8 @@ fn interrupted_creation_starts_over() {
     assert!(unfinished > 100 && finished > 0, "{unfinished} unfinished, {finished} finished");
 }
 
-/// The files of a fork without STORE are those that a crash just before its last rename leaves, if STORE is
-/// there under its temporary name; without that they are a store that lost its STORE.
+/// Without STORE, the files of a fork are those of a crash just before its last rename, if STORE exists under
+/// its temporary name; otherwise they are a store that lost its STORE.
 #[test]
 fn interrupted_fork_starts_over() {
     let (source, ..) = stepped(3);
@@ -130,7 +130,7 @@ fn missing_store_file_is_refused() {
     remove(&disk, FileName::Store);
     missing(&disk);
 
-    // A batch after a seal in one group, so that no batch lies at a group's start.
+    // A batch after a seal in one group, so that no batch is at the start of a group.
     let disk = SimDisk::new();
     open(&disk).unwrap().close().unwrap();
     let segment = FileName::Segment(1);
@@ -152,7 +152,7 @@ fn missing_store_file_is_refused() {
     remove(&disk, FileName::Store);
     missing(&disk);
 
-    // All of the log is lost, but images or a manifest are there.
+    // The whole log is missing, but there are images or a manifest.
     for lost in [Folder::Snapshots, Folder::Pages] {
         let (disk, _) = with_snapshots();
         for file in Files::of(&disk).names(|file| file.folder() == Folder::Log || file.folder() == lost) {
@@ -176,7 +176,7 @@ fn damaged_store_file_is_refused() {
     let defect = refused_at(&disk, FileName::Store, 0, None);
     assert!(matches!(defect, Defect::Truncated { .. }), "{defect}");
 
-    // A store of a newer build: it says so itself.
+    // STORE was written by a newer version, which records it.
     let file = StoreFile::decode(&bytes).unwrap();
     disk.damage_len(FileName::Store, bytes.len() as u64);
     for features in [
@@ -196,7 +196,7 @@ fn damaged_store_file_is_refused() {
     assert!(matches!(defect, Defect::Version { version: 2, features: 0 }), "{defect}");
 }
 
-/// Writes STORE like a build that knew no feature.
+/// Writes STORE as a version of the library that knew no features would.
 fn without_features(disk: &SimDisk) -> Vec<u8> {
     let whole = disk.bytes(FileName::Store).unwrap();
     let file = StoreFile::decode(&whole).unwrap();
@@ -212,7 +212,7 @@ const EIO: i32 = 5;
 fn features_are_added_to_older_store_before_other_writes() {
     let (disk, _, state) = stepped(3);
     let whole = without_features(&disk);
-    // A reader adds none.
+    // A reader adds no features.
     let source: Arc<dyn Disk> = Arc::new(disk.clone());
     drop(View::open_on(&source, None).unwrap());
     let is_lasting = |file: &FileName| !matches!(file, FileName::Temporary(..) | FileName::Spare(_));
@@ -222,7 +222,7 @@ fn features_are_added_to_older_store_before_other_writes() {
         files.0
     };
     let before = lasting();
-    // The first name that the open gives is that of STORE: until then no file has another content.
+    // The first file that the open renames is STORE: until then the content of no file changes.
     for operation in [Operation::Create, Operation::Write, Operation::Sync, Operation::Rename] {
         disk.fail(DiskFault { operation, skip: 0, times: 1, errno: EIO });
         open(&disk).map(|_| ()).unwrap_err();
@@ -282,7 +282,7 @@ fn temporary_files_are_removed() {
     for file in temporaries {
         disk.create(file).unwrap().write_at(0, b"half a file").unwrap();
     }
-    // They belong to no store, but a store that is refused stays as it is.
+    // These files belong to no store, but an open that fails does not change the directory.
     let whole = disk.bytes(FileName::Store).unwrap();
     let (segment, offset) = frame_of(&Files::of(&disk), 1);
     flip(&disk, segment, offset);
@@ -310,12 +310,12 @@ fn unnamed_images_are_removed() {
     assert_eq!(State::of(&store), state);
     let left = Files::of(&disk).names(|file| file.folder() == Folder::Pages);
     assert_eq!(left.into_iter().collect::<BTreeSet<_>>(), named);
-    // Its number is not given to another file.
+    // The number is not assigned to another file.
     store.snapshot().unwrap();
     assert!(disk.bytes(FileName::Pages(78)).is_some());
 }
 
-/// A closed store whose only page a batch wrote whole, and the page's image.
+/// Returns a closed store whose only page was written whole by a batch, and the page's image.
 fn with_image_of_a_batch() -> (SimDisk, State, ImageRef) {
     let disk = SimDisk::new();
     let store = open(&disk).unwrap();
@@ -334,7 +334,7 @@ fn with_image_of_a_batch() -> (SimDisk, State, ImageRef) {
 #[test]
 fn images_of_batches_stay() {
     let (disk, state, image) = with_image_of_a_batch();
-    // The other image is left by a crash before its batch was logged.
+    // The other image is left from a crash before its batch was logged.
     let (named, unnamed) = (FileName::Pages(image.file), FileName::Pages(77));
     let store = Survey::read(&Files::of(&disk)).unwrap().store.store;
     let header = ImageFileHeader { store, file: 77, purpose: ImagePurpose::Batch };
@@ -358,14 +358,14 @@ fn bad_image_of_a_batch_is_refused() {
     assert!(matches!(defect, Defect::Missing | Defect::Truncated { .. }), "{defect}");
 }
 
-/// The tests that the decision table names.
+/// Returns the tests that the decision table names.
 fn tests_of_the_table(source: &str) -> BTreeSet<String> {
     let rows = source.lines().filter_map(|line| line.strip_prefix("//! | "));
     let cells = rows.filter_map(|row| row.trim_end_matches([' ', '|']).rsplit_once('|'));
     cells.filter_map(|(_, last)| Some(last.trim().strip_prefix('`')?.strip_suffix('`')?.to_owned())).collect()
 }
 
-/// The tests of a source file.
+/// Returns the tests of a source file.
 fn tests_of(source: &str) -> BTreeSet<String> {
     let after = source.split("#[test]\nfn ").skip(1);
     after.filter_map(|text| Some(text.split_once('(')?.0.to_owned())).collect()

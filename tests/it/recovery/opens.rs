@@ -1,4 +1,4 @@
-//! The rows of incarnations that committed nothing.
+//! The rows about incarnations without a commit.
 
 use std::sync::Arc;
 
@@ -11,13 +11,13 @@ use remanent_format::state::survey::Survey;
 use super::bench::{create_page, flip, step, stepped};
 use crate::files::{Files, State, open};
 
-/// The numbers of the incarnations on the line, oldest first.
+/// Returns the numbers of the incarnations in the line, oldest first.
 fn line(disk: &SimDisk) -> Vec<u32> {
     let survey = Survey::read(&Files::of(disk)).unwrap();
     survey.log.line().iter().map(|(_, opening)| opening.incarnation.number).collect()
 }
 
-/// The bytes of a closed store's files, and how many there are.
+/// Returns the size of a closed store's files, and their number.
 fn disk_use(disk: &SimDisk) -> (usize, usize) {
     let files = Files::of(disk);
     (files.bytes_len(), files.0.len())
@@ -47,10 +47,10 @@ fn opens_without_commits_leave_disk_unchanged() {
             assert_eq!(line(&disk), [&before[..], &[number]].concat(), "{steps:?}");
         }
         let (bytes, files) = disk_use(&disk);
-        // Segments that are made ahead may be there by the time of a close, or not.
+        // Prepared segments may or may not exist at the time of the close.
         let most = (settled.0 + 4 * (16 << 10), settled.1 + 4);
         assert!(bytes <= most.0 && files <= most.1, "{steps:?}: {settled:?} became {bytes}, {files}");
-        // Later batches have their place after all of them.
+        // Later batches come after all of these incarnations.
         let store = open(&disk).unwrap();
         let page = create_page(&store);
         step(&store, page, 7);
@@ -60,7 +60,7 @@ fn opens_without_commits_leave_disk_unchanged() {
     }
 }
 
-/// Two crashes deep, while files are built, renamed or recycled.
+/// Crashes to a depth of two, while files are created, renamed or recycled.
 #[test]
 fn crash_while_skipping_incarnation_loses_nothing() {
     let (disk, _, state) = stepped(3);
@@ -106,7 +106,7 @@ fn crash_while_skipping_incarnation_loses_nothing() {
     };
     disk.kill_images(&plan, &mut twice);
     disk.power_images(&plan, &mut twice);
-    // How many there are depends on what other threads write meanwhile.
+    // The number of crash images depends on what other threads write meanwhile.
     assert!(with > 3 && without > 3, "{with} with it, {without} without");
 }
 
@@ -117,7 +117,7 @@ fn incarnation_of_replay_start_is_kept() {
     let source: Arc<dyn Disk> = Arc::new(source);
     let forked = SimDisk::new();
     View::open_on(&source, None).unwrap().fork_on(&(Arc::new(forked.clone()) as Arc<dyn Disk>)).unwrap();
-    // And so does that of a snapshot before the first commit.
+    // The same holds for a snapshot before the first commit.
     let (quiet, ..) = stepped(3);
     let store = open(&quiet).unwrap();
     store.snapshot().unwrap();

@@ -1,4 +1,4 @@
-//! The rows of damaged, lost and unrecorded snapshots.
+//! The rows about damaged, missing and unrecorded snapshots.
 
 use remanent::error::{Defect, FileName};
 use remanent::testing::sim_disk::{Moment, Operation, SimDisk};
@@ -43,11 +43,11 @@ fn bad_manifest_falls_back() {
     assert_eq!(falls_back(&disk), [manifest]);
 
     let disk = whole.disk();
-    // The log says that it was there: no other file would show that a kept snapshot is gone.
+    // The log records that the snapshot existed; no other file would show that a kept snapshot is missing.
     remove(&disk, manifest);
     assert_eq!(falls_back(&disk), [manifest]);
 
-    // Both are bad: the log after them does not reach back to the beginning.
+    // Both are damaged: the log after them does not begin at the beginning.
     let disk = whole.disk();
     disk.damage_len(manifest, 100);
     disk.damage_len(FileName::Manifest(1), 100);
@@ -55,8 +55,8 @@ fn bad_manifest_falls_back() {
     assert!(matches!(defect, Defect::Truncated { .. }), "{defect}");
 }
 
-/// Its name is in its manifest and nowhere else, and recovery starts from a newer one. The newer one's record
-/// says what is gone.
+/// The name of a snapshot is in its manifest only, and recovery starts from a newer snapshot, whose record
+/// reveals what is missing.
 #[test]
 fn missing_manifest_of_a_kept_snapshot_is_reported() {
     let disk = SimDisk::new();
@@ -78,11 +78,11 @@ fn missing_manifest_of_a_kept_snapshot_is_reported() {
     );
     assert!(store.snapshots().iter().all(|info| info.name.is_none()));
     store.close().unwrap();
-    // The record is a new one.
+    // The open has written a new record.
     assert_eq!(open(&disk).unwrap().recovered().harmless, []);
 }
 
-/// A closed store of four snapshots, each of which follows the one before, and the state at the end.
+/// Returns a closed store of four snapshots, each of which follows the previous one, and its last state.
 fn with_a_chain() -> (Files, State) {
     let disk = SimDisk::new();
     let store = open(&disk).unwrap();
@@ -119,14 +119,14 @@ fn lost_link_loses_its_snapshot() {
     for link in 1..=4 {
         let disk = whole.disk();
         remove(&disk, FileName::Manifest(link));
-        // A snapshot that does not follow the link is there to start from, if the log after it still is.
+        // Recovery can start from a snapshot that does not depend on the link, if the log after it is kept.
         match open(&disk) {
             Ok(store) => {
                 assert_eq!(
                     (store.recovered().snapshot, State::of(&store)),
                     (link.checked_sub(1).filter(|id| *id > 0).map(SnapshotId), state.clone())
                 );
-                // Later snapshots follow no link that is not there.
+                // Later snapshots are not based on a missing link.
                 let next = store.snapshot().unwrap();
                 store.close().unwrap();
                 assert_eq!(open(&disk).unwrap().recovered().snapshot, Some(next.id));
@@ -140,7 +140,7 @@ fn lost_link_loses_its_snapshot() {
 }
 
 #[test]
-fn links_of_others_are_not_snapshots() {
+fn links_kept_for_other_snapshots_are_not_listed() {
     let (whole, state) = with_a_chain();
     assert_eq!(whole.names(|file| matches!(file, FileName::Manifest(_))).len(), 4);
     let store = open(&whole.disk()).unwrap();
@@ -171,7 +171,7 @@ fn bad_image_falls_back() {
         assert_eq!((recovered.snapshot, recovered.replayed_batches), (Some(SnapshotId(1)), 121));
         let [skipped] = &recovered.harmless[..] else { panic!("{:?}", recovered.harmless) };
         assert_eq!((skipped.file, skipped.offset), (file, image.offset));
-        // The next snapshot takes another number, and is as good as any.
+        // The next snapshot has another number, and is complete.
         assert_eq!(store.snapshot().unwrap().id, SnapshotId(3));
         store.close().unwrap();
         let store = open(&disk).unwrap();
@@ -205,7 +205,7 @@ fn unrecorded_manifest_is_published_again() {
     store.snapshot().unwrap();
     store.close().unwrap();
     let manifest = FileName::Manifest(1);
-    // The process died right after the rename: the name is in the cache only, and no seal speaks of it.
+    // A kill directly after the rename: the name is in the page cache only, and no seal records it.
     let renamed = disk.history().iter().position(|event| event.ends_with(&format!("to {manifest}"))).unwrap();
     let dead = disk.after_kill(Moment { event: renamed + 1, tear: None });
     let whole = dead.bytes(manifest).unwrap();
@@ -223,7 +223,7 @@ fn unrecorded_manifest_is_published_again() {
     let store = open(&cut).unwrap();
     assert_eq!(store.recovered().snapshot, Some(SnapshotId(1)));
     assert_eq!(State::of(&store), state);
-    // Now a seal records it, and it is left alone.
+    // Now a seal records the snapshot, and it is not published again.
     let published = cut.history().iter().filter(|event| event.ends_with(&format!("to {manifest}"))).count();
     assert_eq!(published, 0);
     assert!(cut.calls(Operation::ReadProven) > 0, "its images were read back by the open before");

@@ -1,16 +1,19 @@
-//! The disk of the model: what is visible, what is durable, and every way in which a crash can choose.
+//! The disk of the model: what is visible, what is durable, and every state that a crash can leave.
 
 use std::collections::BTreeMap;
 
 use super::log::Block;
 
-/// A thing that is written now and durable later: a block of a file, or an entry of the folder.
+/// A value that is visible when it is written and durable later: a block of a file, or an entry of the
+/// folder.
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct Versions<T> {
     durable: T,
-    /// Written since, oldest first. A power cut may leave any of them, or the durable one.
+    /// Versions written since the durable one, oldest first. A power cut may leave any of them, or the
+    /// durable one.
     pending: Vec<T>,
-    /// A sync failed on them: they stay readable, but no later sync writes them, although it succeeds.
+    /// Whether a sync of them failed: they remain readable, but no later sync writes them, although it
+    /// succeeds.
     stuck: bool,
 }
 
@@ -49,20 +52,20 @@ impl<T: Clone> Versions<T> {
     }
 }
 
-/// Names in the one folder of the model.
+/// Names in the only folder of the model.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Name {
     /// A segment of the log.
     Segment(u64),
-    /// A file of no store: removed by the next open.
+    /// A file that does not belong to the store and is removed by the next open.
     Temporary(u8),
 }
 
-/// A file without its name: blocks that are written, and torn, one by one.
+/// The content of a file: blocks, each of which is written, and may be torn, separately.
 pub type File = Vec<Versions<Block>>;
 
-/// A folder and its files. Cloning it is the death of the process: all writes stay visible, and all that was
-/// pending stays pending.
+/// A folder and its files. A clone is the disk after a kill of the process: all writes are visible, and
+/// pending ones are still pending.
 #[derive(Clone, Default, PartialEq, Eq, Hash)]
 pub struct Disk {
     files: Vec<File>,
@@ -70,7 +73,7 @@ pub struct Disk {
 }
 
 impl Disk {
-    /// The visible names with their files.
+    /// Returns the visible names with their files.
     pub fn list(&self) -> impl Iterator<Item = (Name, &File)> {
         self.names.iter().filter_map(|(&name, file)| Some((name, &self.files[(*file.visible())?])))
     }
@@ -101,7 +104,7 @@ impl Disk {
         self.file(name).iter_mut().for_each(Versions::fail_sync);
     }
 
-    /// Changes two entries; a power cut may keep either change without the other.
+    /// Changes two entries of the folder; a power cut may keep either change without the other.
     pub fn rename(&mut self, source: Name, target: Name) {
         let file = *self.names[&source].visible();
         self.bind(target, file);
@@ -116,13 +119,13 @@ impl Disk {
         self.names.values_mut().for_each(Versions::sync);
     }
 
-    /// Damages one durable block, for the tests that want damage to be noticed.
+    /// Damages one durable block, for the tests in which damage must be detected.
     pub fn damage(&mut self, name: Name, position: usize) {
         self.file(name)[position] = Versions::durable(Block::Nothing);
     }
 
-    /// Every disk that a power cut can leave: each pending block and each pending entry on its own keeps
-    /// its durable version or any later one.
+    /// Returns every disk that a power cut can leave: each pending block and each pending entry independently
+    /// keeps its durable version or any later one.
     pub fn power_cuts(&self) -> Vec<Disk> {
         let mut images = vec![self.clone()];
         for (index, file) in self.files.iter().enumerate() {
@@ -136,7 +139,7 @@ impl Disk {
         images
     }
 
-    /// The disk of a power cut that takes all that is pending.
+    /// Returns the disk after a power cut that discards everything pending.
     pub fn least_power_cut(&self) -> Disk {
         let mut disk = self.clone();
         disk.files.iter_mut().flatten().for_each(Versions::lose);
@@ -144,7 +147,7 @@ impl Disk {
         disk
     }
 
-    /// The same disk without the files that no name reaches, so that equal disks compare equal.
+    /// Removes the files that have no name, so that disks with the same visible content are equal.
     pub fn tidy(mut self) -> Disk {
         let mut files: Vec<File> = Vec::new();
         let mut moved = vec![None; self.files.len()];
@@ -162,7 +165,7 @@ impl Disk {
     }
 }
 
-/// Replaces every image by one for each version that the cell may keep.
+/// Replaces every disk by one for each version that the cell may have.
 fn split<T: Clone>(images: &mut Vec<Disk>, cell: &Versions<T>, at: impl Fn(&mut Disk) -> &mut Versions<T>) {
     if cell.pending.is_empty() {
         return;

@@ -1,4 +1,4 @@
-//! Every crash image of a scenario, to a depth, and the state that recovery makes of each.
+//! Every crash image of a scenario, to a depth, and the state that recovery computes from each.
 
 use std::collections::HashSet;
 
@@ -7,21 +7,21 @@ use super::log::{Batch, Refused};
 use super::rule::Rule;
 use super::run::{Promised, Run, Step};
 
-/// A disk after a crash, and the promises that it must keep.
+/// A disk after a crash, and the promises that recovery must keep.
 pub type Image = (Disk, Promised);
 
 /// The counts over all images.
 #[derive(Debug, Default)]
 pub struct Verdict {
-    /// Different images that were recovered.
+    /// The number of distinct images that were recovered.
     pub images: usize,
-    /// Images whose recovered state lacked an acknowledged batch.
+    /// Images whose recovered state lacks an acknowledged batch.
     pub lost: usize,
-    /// Images that recovery refused although nothing but crashes had happened.
+    /// Images whose recovery failed although nothing but crashes had happened.
     pub refused: usize,
-    /// Images whose recovered state was no prefix of the commits.
+    /// Images whose recovered state is not a prefix of the commits.
     pub wrong: usize,
-    /// Images that recovered to another state the second time.
+    /// Images with a different state after a second recovery.
     pub unstable: usize,
 }
 
@@ -39,8 +39,8 @@ impl Verdict {
     }
 }
 
-/// Runs the scenario and crashes it everywhere; recovers each image, commits `after`, and crashes that
-/// everywhere; and so on, `depth` crashes nested within the first.
+/// Runs the scenario and crashes it at every point; recovers each image, commits `after`, and crashes that at
+/// every point; and so on, to `depth` nested crashes.
 pub fn explore(rule: Rule, scenario: &[Step], after: &[Step], depth: u32) -> Verdict {
     let mut verdict = Verdict::default();
     let mut images = first_images(rule, scenario);
@@ -64,7 +64,7 @@ pub fn explore(rule: Rule, scenario: &[Step], after: &[Step], depth: u32) -> Ver
     unreachable!("the loop ends at the depth")
 }
 
-/// The crash images of the scenario itself.
+/// Returns the crash images of the scenario itself.
 pub fn first_images(rule: Rule, scenario: &[Step]) -> HashSet<Image> {
     let (mut run, writer) = Run::create(rule);
     run.work(writer, scenario);
@@ -74,7 +74,7 @@ pub fn first_images(rule: Rule, scenario: &[Step]) -> HashSet<Image> {
 }
 
 fn add_images(images: &mut HashSet<Image>, crashes: Vec<Image>) {
-    // Two points that differ in nothing give the same images.
+    // Identical crash points have the same images, so only one is explored.
     for (disk, promised) in crashes.into_iter().collect::<HashSet<_>>() {
         let cut = Promised { logged: promised.durable, ..promised.clone() };
         images.extend(disk.power_cuts().into_iter().map(|disk| (disk.tidy(), cut.clone())));
@@ -82,7 +82,7 @@ fn add_images(images: &mut HashSet<Image>, crashes: Vec<Image>) {
     }
 }
 
-/// Recovers an image and then once more; counts its faults.
+/// Recovers an image twice, and counts violations.
 fn check(verdict: &mut Verdict, rule: Rule, disk: &Disk, promised: &Promised) -> bool {
     let before = verdict.failures();
     match recovered(rule, disk) {
@@ -93,8 +93,8 @@ fn check(verdict: &mut Verdict, rule: Rule, disk: &Disk, promised: &Promised) ->
             } else if state.len() < promised.logged {
                 verdict.lost += 1;
             }
-            // All of it is acknowledged as durable now: a power cut that takes everything that is still
-            // pending must change nothing.
+            // Everything is acknowledged as durable now: a power cut that discards everything pending must
+            // change nothing.
             let cut = disk.least_power_cut();
             for again in [&disk, &cut].map(|disk| recovered(rule, disk)) {
                 match again {
@@ -109,7 +109,7 @@ fn check(verdict: &mut Verdict, rule: Rule, disk: &Disk, promised: &Promised) ->
     verdict.failures() == before
 }
 
-/// The state that recovery reaches, and the disk that it leaves.
+/// Returns the recovered state, and the disk after recovery.
 pub fn recovered(rule: Rule, disk: &Disk) -> Result<(Vec<Batch>, Disk), Refused> {
     let mut run = Run::new(disk.clone(), Promised::default(), rule, u32::MAX);
     run.recording = false;

@@ -6,14 +6,14 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use super::disk::{Disk, File, Name};
 use super::rule::{Batchless, Newest, Proven, Rule};
 
-/// Rising number and random part, as on disk.
+/// A rising number and a random number, as in the file format.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct Incarnation {
     pub number: u32,
     pub random: u32,
 }
 
-/// The effect of a batch, reduced to a name of its own: the run that committed it, and its Lsn there.
+/// A batch, identified by the process run that committed it, and its Lsn. Its effect is not modelled.
 pub type Batch = (u32, u64);
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -22,7 +22,7 @@ pub enum Kind {
     Seal,
 }
 
-/// A frame. `whole` tells whether the payload is there; without it only the header can be trusted.
+/// A frame. `whole` states whether its payload was written; without it only the header is valid.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Frame {
     pub incarnation: Incarnation,
@@ -36,7 +36,8 @@ pub struct Frame {
 }
 
 impl Frame {
-    /// The value that the next frame must name. It covers the header, which covers the payload's checksum.
+    /// Returns the value that the next frame must contain. It covers the header, which covers the payload's
+    /// checksum.
     pub fn chain(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
         Frame { whole: true, ..*self }.hash(&mut hasher);
@@ -44,7 +45,7 @@ impl Frame {
     }
 }
 
-/// The end of a batch's frame, where an older incarnation's part of the log ends.
+/// The end of a batch's frame, at which the part of the log of an older incarnation ends.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct Point {
     pub incarnation: Incarnation,
@@ -57,9 +58,10 @@ pub struct Point {
 /// One block of a file.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Block {
-    /// Zeros, or bytes whose header checksum fails.
+    /// Zeros, or bytes whose header checksum is wrong.
     Nothing,
-    /// The header of a segment that was made ahead. It names no incarnation, save under a wrong rule.
+    /// The header of a segment that was prepared for later use. It contains no incarnation, except under a
+    /// wrong rule.
     Ahead { segment: u64, incarnation: Option<Incarnation> },
     /// The header of an incarnation's first segment.
     Opening { segment: u64, incarnation: Incarnation, predecessor: Point, accepted: u64 },
@@ -67,20 +69,20 @@ pub enum Block {
     Frame(Frame),
 }
 
-/// A reason why an open is refused.
+/// The reason why an open fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refused {
     /// A segment is missing between two others.
     Gap,
-    /// The newest segment holds frames, so the one made before them is missing.
+    /// The newest segment has frames, so the empty segment after it is missing.
     NewestMissing,
-    /// A segment's header is not its own, or is unreadable above frames.
+    /// A segment's header belongs to another segment, or is unreadable although frames follow.
     BadHeader,
-    /// No segment opens the incarnation.
+    /// No segment begins the incarnation.
     NoOpening,
-    /// An invalid frame before the end that its successor recorded.
+    /// There is an invalid frame before the end that the next incarnation recorded.
     BeforePredecessorEnd,
-    /// An invalid frame under a durable mark.
+    /// There is an invalid frame that a durable mark covers.
     UnderMark,
 }
 
@@ -88,25 +90,25 @@ pub enum Refused {
 pub struct Log {
     /// The newest incarnation.
     pub incarnation: Incarnation,
-    /// The highest segment: empty.
+    /// The highest segment, which is empty.
     pub newest: u64,
     /// The segments of the newest incarnation that were read.
     pub read: Vec<u64>,
-    /// The last batch that is proven to be on the medium, D.
+    /// The end of the last batch that is known to be on the medium (D in the rule).
     pub proven: Point,
     /// The batches up to D, then the accepted tail up to T.
     pub batches: Vec<Batch>,
-    /// The end of T, for the wrong rule that trusts it in place.
+    /// The end of T, for the wrong rule that relies on these frames in place.
     pub accepted: Point,
-    /// The newest incarnation's own predecessor, the Lsn that it accepted from there, and whether it has a
-    /// batch of its own.
+    /// The predecessor of the newest incarnation, the Lsn up to which it accepted that one's batches, and
+    /// whether it has a batch of its own.
     pub opening: (Point, u64),
     pub is_batchless: bool,
 }
 
 type Segments<'a> = BTreeMap<u64, &'a File>;
 
-/// Reads the log as the rule says, without changing anything.
+/// Reads the log according to the rule, without changing anything.
 pub fn read(disk: &Disk, rule: Rule) -> Result<Log, Refused> {
     let segments: Segments = disk
         .list()
@@ -123,7 +125,7 @@ pub fn read(disk: &Disk, rule: Rule) -> Result<Log, Refused> {
     check_gaps(&segments, first)?;
     let from_before = accepted;
 
-    // The part that successors have closed: all of it must be there.
+    // The part before the predecessor's end must be complete.
     let mut batches = closed_part(&segments, predecessor)?;
 
     // I4: the newest incarnation may end in a torn tail, but only above every mark.
@@ -154,7 +156,7 @@ pub fn read(disk: &Disk, rule: Rule) -> Result<Log, Refused> {
     Ok(Log { incarnation, newest, read, proven, batches, accepted, opening, is_batchless })
 }
 
-/// Checks the segments as files, before any frame is believed.
+/// Checks the segments as files, before any frame is used.
 fn check_segments(segments: &Segments) -> Result<(), Refused> {
     for (&segment, file) in segments {
         match *file[0].visible() {
@@ -172,8 +174,8 @@ fn check_segments(segments: &Segments) -> Result<(), Refused> {
     }
 }
 
-/// From the newest opening on no segment may be missing. Before it one may, where an incarnation was left
-/// out; a segment that is needed there is missed when its frames are read.
+/// From the newest opening segment on, no segment may be missing. Before it one may be, where an incarnation
+/// was left out; if a segment there is needed, reading its frames fails.
 fn check_gaps(segments: &Segments, first: u64) -> Result<(), Refused> {
     let present = segments.range(first..).map(|(&segment, _)| segment);
     if present.zip(first..).all(|(segment, expected)| segment == expected) {
@@ -182,8 +184,8 @@ fn check_gaps(segments: &Segments, first: u64) -> Result<(), Refused> {
     Err(Refused::Gap)
 }
 
-/// The incarnation of the highest segment that proves one. Segments made ahead prove nothing: one may
-/// have been made for an incarnation that a crash kept from ever beginning.
+/// Returns the incarnation of the highest segment that proves one. Prepared segments prove nothing: one may
+/// have been prepared for an incarnation that a crash prevented.
 fn newest_incarnation(segments: &Segments, rule: Rule) -> Result<Incarnation, Refused> {
     let proves = |(&segment, file): (&u64, &&File)| match (rule.newest, *file[0].visible()) {
         (_, Block::Opening { incarnation, .. }) => Some(incarnation),
@@ -202,7 +204,7 @@ fn opening(file: &File) -> Option<(Incarnation, Point, u64)> {
     }
 }
 
-/// A frame that was written to the very place where it lies.
+/// Returns the frame of this block if it was written for this position.
 fn own_frame(segment: u64, file: &File) -> Option<Frame> {
     file.iter().enumerate().find_map(|(position, block)| match *block.visible() {
         Block::Frame(frame) if (frame.segment, frame.position) == (segment, position) => Some(frame),
@@ -210,7 +212,7 @@ fn own_frame(segment: u64, file: &File) -> Option<Frame> {
     })
 }
 
-/// The batches up to a point that an opening segment recorded. Nothing past the point is read.
+/// Returns the batches up to the point that an opening segment recorded. Nothing after the point is read.
 fn closed_part(segments: &Segments, end: Point) -> Result<Vec<Batch>, Refused> {
     if end.lsn == 0 {
         return Ok(Vec::new());
@@ -220,7 +222,7 @@ fn closed_part(segments: &Segments, end: Point) -> Result<Vec<Batch>, Refused> {
         .rev()
         .find_map(|(segment, file)| Some((segment, opening(file)?)))
         .ok_or(Refused::NoOpening)?;
-    // Segments of an incarnation that was left out lie after this end, if they are still there.
+    // Segments of an incarnation that was left out come after this end, if they still exist.
     if incarnation != end.incarnation {
         return Err(Refused::NoOpening);
     }
@@ -235,7 +237,7 @@ fn closed_part(segments: &Segments, end: Point) -> Result<Vec<Batch>, Refused> {
     Ok(batches)
 }
 
-/// Walks the frames of one incarnation.
+/// Reads the frames of one incarnation in order.
 struct Cursor<'a> {
     segments: &'a Segments<'a>,
     incarnation: Incarnation,
@@ -250,7 +252,7 @@ impl<'a> Cursor<'a> {
         Self { segments, incarnation, segment, position: 0, lsn: after.lsn, chain: after.chain }
     }
 
-    /// The frame at the next position, if it is valid (I3).
+    /// Returns the frame at the next position, if it is valid (I3).
     fn next_valid(&mut self) -> Option<Frame> {
         let (segment, position) = match self.segments.get(&self.segment)?.get(self.position + 1) {
             Some(_) => (self.segment, self.position + 1),
@@ -279,8 +281,8 @@ impl<'a> Cursor<'a> {
         Point { incarnation: self.incarnation, lsn: self.lsn, segment, position, chain: self.chain }
     }
 
-    /// The highest mark of the frames beyond the first invalid one. Their chain cannot be checked, and
-    /// their payload need not be there.
+    /// Returns the highest mark of the frames after the first invalid one. Their chain cannot be checked, and
+    /// they may lack their payload.
     fn testimony(&self) -> u64 {
         let beyond = self.segments.range(self.segment..).flat_map(|(&segment, file)| {
             file.iter().enumerate().map(move |(position, block)| (segment, position, block.visible()))

@@ -1,4 +1,4 @@
-//! The recovery rule, first in prose and then as a model that is run over every crash.
+//! The recovery rule, first in prose and then as a model that is checked for every crash.
 //!
 //! The model is small enough to be read as a whole and shares no code with the engine: a disk whose blocks
 //! and names are written now and durable later ([`disk`]), the log and its reader ([`log`]), a process that
@@ -6,42 +6,43 @@
 //!
 //! # The rule
 //!
-//! **Writing.** A frame names the frame before it (chain), its own place, its incarnation, its Lsn, and the
-//! newest Lsn that was durable when it was written: a *durable mark*. A batch is acknowledged as logged
-//! when its frame is written, as durable when its group is synced. No frame enters segment *s* before
-//! segment *s*+1 exists, synced, under a durable name; so the highest segment is always empty, and a
-//! missing one is noticed (I8).
+//! **Writing.** A frame contains a hash of the frame before it (chain), its own position, its incarnation,
+//! its Lsn, and the newest Lsn that was durable when it was written: a *durable mark*. A batch is
+//! acknowledged as logged when its frame is written, as durable when its group is synced. No frame is written
+//! to segment *s* before segment *s*+1 exists, is synced, and has a durable name; so the highest segment is
+//! always empty, and a missing one is detected (I8).
 //!
-//! **Reading.** The folder is synced before its names are believed. The newest incarnation is that of the
-//! highest segment that opens one or holds a frame of its own position; other empty segments prove nothing.
-//! Every opening segment names the point up to which its predecessor counts: before that point an invalid
-//! frame is corruption, past it nothing is read again. In the newest incarnation the first invalid frame
-//! is corruption if a mark covers it, else it is a torn tail and is cut (I4). Marks are those of the valid
-//! frames, the Lsn that the opening segment says it accepted, and those of frames beyond the damage whose
-//! header, incarnation, own position and higher Lsn hold.
+//! **Reading.** The folder is synced before its names are used. The newest incarnation is that of the highest
+//! segment that begins one (its *opening segment*) or has a frame written for its position; other empty
+//! segments prove nothing. Every opening segment records the point up to which its predecessor is valid:
+//! before that point an invalid frame is corruption, after it nothing is read any more. In the newest
+//! incarnation the first invalid frame is corruption if a mark covers it; otherwise it is a torn tail and is
+//! cut off (I4). The marks are those of the valid frames, the Lsn that the opening segment records as
+//! accepted, and those of frames after the damage if their header checksum, incarnation and position are
+//! right and their Lsn is higher.
 //!
-//! **Recovering.** D is the last batch under a mark, T the last that was read. Batches between them may be in
-//! the page cache only, even after a sync that succeeded, if one failed before it (I6). So a new incarnation
-//! begins with a segment of its own (I5):
+//! **Recovering.** D is the last batch covered by a mark, T the last one that was read. Batches between them
+//! may be in the page cache only, even after a successful sync, if an earlier one failed (I6). So a new
+//! incarnation begins with its own segment (I5):
 //!
 //! 1. remove temporary files;
 //! 2. write the opening segment under a temporary name: D as predecessor, the batches after D up to T, a
 //!    seal; sync it;
-//! 3. make the next empty segment: temporary name, sync, rename, sync the folder;
+//! 3. create the next empty segment: temporary name, sync, rename, sync the folder;
 //! 4. rename the opening segment over the highest, empty one: **the only commit point**;
 //! 5. sync the folder; only now append and acknowledge;
 //! 6. remove the segments between the predecessor's end and the opening.
 //!
-//! An incarnation that accepted no batch, not even a copied one, is left out of the line: its successor takes
-//! its predecessor in 2, and so its segments go in 6.
+//! An incarnation that accepted no batch, not even a copied one, is left out of the line: in step 2 its
+//! successor records the predecessor of that incarnation, so step 6 removes the segments of the one left out.
 //!
 //! # What the model covers
 //!
-//! The death of the process keeps all that was written, still pending, and tears at most the last frame
-//! (its header without its payload). A power cut keeps, of every pending block and every pending name on
-//! its own, any version since the durable one. After each crash recovery must reach a prefix of the
-//! commits that holds all that was acknowledged at the level that the crash spares, must refuse nothing,
-//! and must reach the same state once more, even if the power fails as soon as it is done.
+//! A kill of the process keeps everything that was written, still pending, and tears at most the last frame
+//! (its header without its payload). A power cut leaves any version since the durable one of each pending
+//! block and each pending name, independently. After each crash, recovery must succeed with a prefix of the
+//! commits that includes everything that was acknowledged at the level that the crash spares, and must lead
+//! to the same state again, even if the power fails directly after it.
 
 mod disk;
 mod explore;
@@ -58,7 +59,7 @@ use run::{
     Step::{self, FailedGroup, Group, Seal},
 };
 
-/// Segments hold three frames, and the first one begins with a seal.
+/// Segments have three frames, the first of which is a seal.
 const SCENARIOS: &[&[Step]] = &[
     &[Group(1), Group(1)],
     &[Group(2)],
@@ -98,8 +99,8 @@ fn the_rule_holds_when_commits_after_recovery_roll_and_crash() {
     assert!(verdict.images >= 10_000, "the enumeration has shrunk: {verdict:?}");
 }
 
-/// Each sync of the rule is there for an image that the model finds. Without it, an acknowledged batch is
-/// gone, or a store that only crashed is refused, which to its owner is the same.
+/// Each sync of the rule is necessary for an image that the model finds. Without it, an acknowledged batch is
+/// lost, or the open of a store that only crashed fails, which is the same to its owner.
 #[test]
 fn omitting_any_sync_breaks_the_rule() {
     #[derive(PartialEq)]
@@ -108,18 +109,18 @@ fn omitting_any_sync_breaks_the_rule() {
         Refusal,
     }
     let rows = [
-        // A name that only the dead process saw is believed; its successor's name outlives it: a gap.
+        // A name that was only visible to the killed process is used; its successor's name survives without
+        // it: a gap.
         (Sync::OpenFolder, Cost::Refusal),
-        // The name is durable, and the bytes that it names are not.
+        // The name is durable, and the file's content is not.
         (Sync::OpeningFile, Cost::Loss),
         // Frames are durable in a segment whose header is not.
         (Sync::NextFile, Cost::Refusal),
         (Sync::RollFile, Cost::Refusal),
-        // The rename arrives, the empty segment after it does not: the newest seems to be missing.
+        // The rename is durable, the empty segment after it is not: the newest segment seems to be missing.
         (Sync::NextFolder, Cost::Refusal),
         (Sync::RollFolder, Cost::Refusal),
-        // The power cut takes the rename back, and with it all later frames that were appended and
-        // acknowledged.
+        // The power cut undoes the rename, and loses all frames that were appended and acknowledged later.
         (Sync::RenameFolder, Cost::Loss),
         (Sync::Group, Cost::Loss),
     ];
@@ -130,8 +131,8 @@ fn omitting_any_sync_breaks_the_rule() {
     }
 }
 
-/// The segment that a recovery makes ahead outlives a crash before the rename. If its header names the
-/// incarnation that never began, the frames of the one that stands are taken for stale.
+/// The segment that a recovery prepares survives a crash before the rename. If its header contained the
+/// incarnation that never began, the frames of the valid incarnation would be considered stale.
 #[test]
 fn trusting_newest_header_loses_commits() {
     let verdict = explore_all(Rule { newest: Newest::ByHeader, ..Rule::RIGHT }, &[Group(1)], 1);
@@ -144,8 +145,8 @@ fn trusting_the_page_cache_with_the_tail_loses_commits() {
     assert!(verdict.lost + verdict.refused > 0, "{verdict:?}");
 }
 
-/// Syncing the tail where it lies is enough after a kill, but not after a failed sync: the next sync
-/// succeeds, and the bytes are in the page cache only.
+/// After a kill it suffices to sync the tail in place, but not after a failed sync: the next sync succeeds
+/// although the bytes are in the page cache only.
 #[test]
 fn syncing_the_tail_in_place_loses_commits_after_a_failed_sync() {
     let rule = Rule { tail: Tail::SyncedInPlace, ..Rule::RIGHT };
@@ -155,8 +156,8 @@ fn syncing_the_tail_in_place_loses_commits_after_a_failed_sync() {
     assert!(failed.lost + failed.refused > 0, "{failed:?}");
 }
 
-/// Until the folder is synced, a power cut may take the name of the opening back: then the incarnation before
-/// it is the newest one again, and its segments must be there.
+/// Until the folder is synced, a power cut may undo the rename of the opening segment. Then the previous
+/// incarnation is the newest again, and its segments must exist.
 #[test]
 fn early_incarnation_removal_rejects_sound_store() {
     let rule = Rule { batchless: Batchless::RemovedEarly, ..Rule::RIGHT };
@@ -164,15 +165,15 @@ fn early_incarnation_removal_rejects_sound_store() {
     assert!(verdict.refused + verdict.lost > 0, "{verdict:?}");
 }
 
-/// The batches that it copied lie in its segments, and nowhere else for certain: the opening that takes its
-/// place says that it accepted them, and they are not there.
+/// The batches that an incarnation copied may exist only in its segments. If these are removed, the opening
+/// segment of the next incarnation records them as accepted although they are missing.
 #[test]
 fn skipping_incarnation_with_copied_batches_rejects_sound_store() {
     let verdict = explore_all(Rule { batchless: Batchless::WithCopies, ..Rule::RIGHT }, &[], 1);
     assert!(verdict.refused > 0, "{verdict:?}");
 }
 
-/// Opens that commit nothing, each crashed at every point.
+/// Opens without a commit, each crashed at every point.
 #[test]
 fn the_rule_holds_for_incarnations_without_a_batch() {
     for (after, depth) in [(&[][..], 2), (&[Seal][..], 1)] {
@@ -187,8 +188,8 @@ fn rename_before_next_segment_exists_rejects_sound_store() {
     assert!(verdict.refused > 0, "{verdict:?}");
 }
 
-/// A seal carries the Lsn of the batch before it, so a mark on that Lsn says nothing about the seal: if the
-/// new incarnation vouches for it and a power cut takes it, its absence looks like corruption.
+/// A seal has the Lsn of the batch before it, so a mark for that Lsn does not cover the seal. If the new
+/// incarnation recorded the seal as proven and a power cut lost it, its absence would look like corruption.
 #[test]
 fn trusting_unsynced_seal_rejects_sound_store() {
     let rule = Rule { proven: Proven::EndOfFrame, ..Rule::RIGHT };
@@ -196,7 +197,7 @@ fn trusting_unsynced_seal_rejects_sound_store() {
     assert!(verdict.refused > 0, "{verdict:?}");
 }
 
-/// The other half of I4: a mark never covers frames that are cut as a torn tail.
+/// The other half of I4: frames that are cut off as a torn tail are never covered by a mark.
 #[test]
 fn damage_under_mark_is_refused_and_other_damage_harmless() {
     let (mut refused, mut harmless) = (0, 0);

@@ -1,6 +1,7 @@
-//! The rule, and the wrong rules that the tests must catch.
+//! The rule, and wrong rules that the tests must detect.
 
-/// The behaviour of the writer and of recovery. [`Rule::RIGHT`] is the rule; each field can be made wrong.
+/// The behaviour of writer and recovery. [`Rule::RIGHT`] is the rule; a test can change each field to a wrong
+/// value.
 #[derive(Clone, Copy)]
 pub struct Rule {
     pub newest: Newest,
@@ -11,71 +12,72 @@ pub struct Rule {
     pub left_out: Option<Sync>,
 }
 
-/// The incarnation that is taken for the newest.
+/// Which incarnation is considered the newest.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Newest {
-    /// That of the highest segment that opens one or holds a frame of its own position.
+    /// That of the highest segment that begins one or has a frame at its own position.
     ByEvidence,
-    /// Wrong: segments made ahead name one too, and the highest name is believed.
+    /// Wrong: prepared segments contain one too, and the highest segment decides.
     ByHeader,
 }
 
-/// The fate of the batches that were read but that no mark proves.
+/// What happens to batches that were read but that no mark proves.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Tail {
     /// They are copied into the opening segment.
     Copied,
-    /// Wrong: they were readable, so they are taken to be on the medium.
+    /// Wrong: they were readable, so they are assumed to be on the medium.
     Trusted,
-    /// Wrong: they are synced where they lie. A sync after a failed one succeeds and writes nothing.
+    /// Wrong: they are synced in place. A sync after a failed one succeeds and writes nothing.
     SyncedInPlace,
 }
 
-/// The way in which the new incarnation takes its place.
+/// The order of the steps that begin the new incarnation.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Order {
-    /// First the next empty segment, then the rename.
+    /// First the next empty segment is created, then the opening segment is renamed.
     NextThenRename,
-    /// Wrong: the other way round.
+    /// Wrong: in the reverse order.
     RenameThenNext,
 }
 
-/// The end of the part that a new incarnation vouches for.
+/// The end of the part that a new incarnation records as proven.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Proven {
-    /// After the last batch under a mark.
+    /// After the last batch covered by a mark.
     EndOfBatch,
-    /// Wrong: after the last frame whose Lsn is under a mark, although a seal repeats an older Lsn.
+    /// Wrong: after the last frame whose Lsn is covered by a mark, although a seal repeats an older Lsn.
     EndOfFrame,
 }
 
-/// The fate of an incarnation that accepted no batch.
+/// What happens to an incarnation that accepted no batch.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Batchless {
-    /// Its successor takes its place on the line, and its segments go when that is durable.
+    /// Its successor replaces it in the line, and its segments are removed when that is durable.
     LeftOut,
-    /// Wrong: its segments go while a power cut may still take the successor's name back.
+    /// Wrong: its segments are removed while a power cut may still undo the rename of the successor's
+    /// segment.
     RemovedEarly,
-    /// Wrong: one that copied batches is taken for one without any, because none is its own.
+    /// Wrong: one that copied batches is considered to have none, because none is its own.
     WithCopies,
 }
 
-/// Every sync of the writer and of recovery.
+/// Every sync of writer and recovery.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sync {
-    /// Recovery: the folder, before its names are believed.
+    /// Recovery: the folder, before its names are used.
     OpenFolder,
     /// Recovery: the opening segment, under its temporary name.
     OpeningFile,
     /// Recovery: the next empty segment, under its temporary name.
     NextFile,
-    /// Recovery: the folder, once the next empty segment has its name.
+    /// Recovery: the folder, after the next empty segment was renamed.
     NextFolder,
     /// Recovery: the folder, after the rename that begins the incarnation.
     RenameFolder,
-    /// Roll: the segment made ahead, under its temporary name.
+    /// Next segment: the prepared segment, under its temporary name.
     RollFile,
-    /// Roll: the folder, once that segment has its name.
+    /// Next segment: the folder, after that segment was renamed.
     RollFolder,
     /// Commit: the frames of a group.
     Group,

@@ -1,35 +1,35 @@
-//! One run of a process on the disk: recovery, then commits. Before each step stands a crash point.
+//! One run of a process on the disk: recovery, then commits. There is a crash point before each step.
 
 use super::disk::{Disk, Name};
 use super::log::{self, Batch, Block, Frame, Incarnation, Kind, Point, Refused};
 use super::rule::{Batchless, Newest, Order, Rule, Sync, Tail};
 
-/// Blocks of a segment: its header and three frames, so that a few commits cross every boundary.
+/// Blocks of a segment: its header and three frames, so that a few commits fill several segments.
 const SEGMENT_BLOCKS: usize = 4;
 
-/// The promises that callers were given.
+/// What was promised to callers.
 #[derive(Clone, Default, PartialEq, Eq, Hash)]
 pub struct Promised {
-    /// Every batch handed to the log on the surviving line, in order.
+    /// Every batch written to the surviving log, in order.
     pub line: Vec<Batch>,
-    /// The number of them that survives the death of the process.
+    /// The number of batches that a kill of the process must preserve.
     pub logged: usize,
-    /// The number of them that survives a power cut.
+    /// The number of batches that a power cut must preserve.
     pub durable: usize,
 }
 
-/// Work for a writer.
+/// A step of a writer.
 #[derive(Clone, Copy)]
 pub enum Step {
-    /// A group of this number of batches that share a sync.
+    /// Commits a group of this number of batches that share a sync.
     Group(usize),
-    /// A batch whose sync fails; the process ends after it.
+    /// Commits a batch whose sync fails; the process ends after it.
     FailedGroup,
-    /// A synced seal, as at the end of a busy period.
+    /// Writes and syncs a seal, as at the end of a busy period.
     Seal,
 }
 
-/// A process, and the disk and promises at each point where it can die.
+/// A process, and the disk and promises at each crash point.
 pub struct Run {
     pub disk: Disk,
     pub promised: Promised,
@@ -40,7 +40,7 @@ pub struct Run {
     number: u32,
 }
 
-/// The place where the log goes on.
+/// The position at which the log continues.
 pub struct Writer {
     incarnation: Incarnation,
     segment: u64,
@@ -52,12 +52,12 @@ pub struct Writer {
 }
 
 impl Run {
-    /// A process on this disk; `number` tells the runs apart: a real process draws it at random.
+    /// Returns a process on this disk. `number` identifies the run; a real process uses a random number.
     pub fn new(disk: Disk, promised: Promised, rule: Rule, number: u32) -> Self {
         Self { disk, promised, crashes: Vec::new(), recording: true, rule, number }
     }
 
-    /// A new store: its first incarnation is made like every other one, but has no predecessor.
+    /// Creates a store: its first incarnation begins like every other one, but has no predecessor.
     pub fn create(rule: Rule) -> (Self, Writer) {
         let mut run = Self::new(Disk::default(), Promised::default(), Rule { left_out: None, ..rule }, 0);
         let incarnation = Incarnation { number: 1, random: 0 };
@@ -70,9 +70,9 @@ impl Run {
         (run, writer)
     }
 
-    /// I5 and I6, step by step. Only after the last one may anything be acknowledged or appended.
+    /// Executes the steps of I5 and I6. Only after the last step may a batch be appended or acknowledged.
     pub fn recover(&mut self) -> Result<Writer, Refused> {
-        // 1. No name is believed before it is durable. Temporary files belong to no store.
+        // 1. No name is used before it is durable. Temporary files do not belong to the store.
         self.sync_folder(Sync::OpenFolder);
         let temporary = |(name, _)| matches!(name, Name::Temporary(_)).then_some(name);
         for name in self.disk.list().filter_map(temporary).collect::<Vec<_>>() {
@@ -81,7 +81,8 @@ impl Run {
         }
         let log = log::read(&self.disk, self.rule)?;
         let incarnation = Incarnation { number: log.incarnation.number + 1, random: self.number };
-        // An incarnation that accepted no batch is left out: the new one takes its predecessor.
+        // An incarnation that accepted no batch is left out: the new one records that one's predecessor as
+        // its own.
         let predecessor = match self.rule.tail {
             Tail::Copied if log.is_batchless => log.opening.0,
             Tail::Copied => log.proven,
@@ -96,10 +97,10 @@ impl Run {
         let opening = log.newest;
         let accepted = if log.is_batchless { log.opening.1 } else { log.accepted.lsn };
 
-        // 2. The opening segment is complete and synced before it has a name that is ever read.
+        // 2. The opening segment is complete and synced before it gets a name under which it is read.
         let writer = self.build_opening(incarnation, opening, predecessor, accepted, tail);
-        // 3. The segment after it exists before the opening does, because the opening holds frames (I8).
-        // 4. The rename is the commit point: before it the old incarnation stands.
+        // 3. The segment after the opening exists before the opening has its name, because the opening
+        // contains frames (I8). 4. The rename is the commit point: before it the old incarnation is valid.
         if self.rule.order == Order::NextThenRename {
             self.make_segment(opening + 1, incarnation, Sync::NextFile, Sync::NextFolder);
             self.rename(Name::Temporary(0), Name::Segment(opening));
@@ -107,7 +108,7 @@ impl Run {
             self.rename(Name::Temporary(0), Name::Segment(opening));
             self.make_segment(opening + 1, incarnation, Sync::NextFile, Sync::NextFolder);
         }
-        // 5. Until now a power cut may take the rename back, and every frame appended after it.
+        // 5. Until this sync a power cut may undo the rename, and lose every frame appended after it.
         if self.rule.batchless == Batchless::RemovedEarly {
             self.remove_between(predecessor.segment, opening);
         }
@@ -153,10 +154,10 @@ impl Run {
         self.promised.logged = self.promised.line.len();
     }
 
-    /// Appends a frame. The header arrives before the payload, so a crash can tear it.
+    /// Appends a frame. The header is written before the payload, so a crash can tear the frame.
     fn put(&mut self, writer: &mut Writer, kind: Kind) {
         if writer.position + 1 == writer.len {
-            // I8: nothing enters the next segment before the one after it is there for good.
+            // I8: nothing is written to the next segment before the one after it is durable.
             let next = writer.segment + 1;
             self.make_segment(next + 1, writer.incarnation, Sync::RollFile, Sync::RollFolder);
             (writer.segment, writer.position, writer.len) = (next, 0, SEGMENT_BLOCKS);
@@ -189,8 +190,8 @@ impl Run {
             let frame = writer.frame(Kind::Batch(batch));
             self.disk.write(name, frame.position, Block::Frame(frame));
         }
-        // A reader of the opening seal reads a file that was synced before it got its name: its mark is true
-        // although it is written first.
+        // The opening was synced before it got its name, so the mark of its seal is true for every reader,
+        // although the seal is written first.
         writer.lsn = accepted;
         writer.durable = accepted;
         let seal = writer.frame(Kind::Seal);
@@ -212,7 +213,7 @@ impl Run {
         self.sync_folder(folder);
     }
 
-    /// Removes the segments after one and before another, and nothing syncs that.
+    /// Removes the segments between two others, without a sync.
     fn remove_between(&mut self, last: u64, opening: u64) {
         let between = |(name, _)| matches!(name, Name::Segment(number) if last < number && number < opening);
         let names: Vec<Name> =

@@ -1,4 +1,4 @@
-//! Restores over damaged files: refused, with nothing changed.
+//! Restores with damaged files: they fail and change nothing.
 
 use super::*;
 
@@ -7,7 +7,7 @@ fn flip(disk: &SimDisk, file: FileName, offset: usize) {
     disk.damage(file, offset as u64, &[byte ^ 0x10]);
 }
 
-/// Demands that a restore is refused for damage, and that the store goes on as if it had not been asked for.
+/// Asserts that a restore fails because of damage, and that the store continues to work.
 fn check_refused(disk: &SimDisk, store: &Store, id: SnapshotId, pages: &[PageId]) {
     let (lsn, state, before) = (store.lsn(), State::of(store), Files::of(disk));
     let refused = store.restore(remanent::StatePoint::Snapshot(id)).unwrap_err();
@@ -32,11 +32,11 @@ fn restore_from_damaged_image_is_refused() {
     check_refused(&disk, &store, first.id, &pages);
     let state = State::of(&store);
     store.close().unwrap();
-    // The log since the beginning stands in for the snapshot.
+    // The log from the beginning replaces the snapshot.
     assert!(State::of(&open_with(&disk, small()).unwrap()) == state);
 }
 
-/// The way back leads through an earlier restore, whose table is damaged.
+/// The restored state is reached through an earlier restore, whose table is damaged.
 #[test]
 fn restore_from_damaged_table_is_refused() {
     let disk = SimDisk::new();
@@ -50,7 +50,7 @@ fn restore_from_damaged_table_is_refused() {
     let [table] = files.names(|file| matches!(file, FileName::Table(_)))[..] else { panic!("one table") };
     let half = files.0[&table].len() / 2;
     [20, half + 20].into_iter().for_each(|at| flip(&disk, table, at));
-    // The snapshot of the restored state needs no table: without it there is no other way.
+    // The snapshot of the restored state needs no table; without it, the table is needed.
     let newest = store.snapshots().last().unwrap().id;
     let manifest = FileName::Manifest(newest.0);
     let half = files.0[&manifest].len() / 2;

@@ -1,7 +1,8 @@
-//! The cost of snapshots, the files that they share, and how long those stay.
+//! The cost of snapshots, the files that they share, and how long these are kept.
 
 mod retention;
 mod damage;
+mod deferred;
 
 use std::collections::BTreeSet;
 use std::num::NonZero;
@@ -19,15 +20,15 @@ use crate::files::{self, Files, State, open_with};
 use crate::with_options::With;
 
 const PAGE_LEN: u64 = 1000;
-/// A chunk for each page, and another file for each page, if there are threads enough.
+/// Chunk length with one chunk per page, and one file per page, if there are enough threads.
 const CHUNK_LEN: u64 = PAGE_LEN / 8;
 
-/// The smallest segments, and images as long as their pages.
+/// Options with the smallest segments, and uncompressed images.
 fn small() -> Options {
     files::small().images(ImageOptions::new().compression(Compression::Off))
 }
 
-/// A store of this number of pages, each of them written.
+/// Creates a store with this number of pages, all of them written.
 fn store_of(disk: &SimDisk, options: Options, pages: usize) -> (Store, Vec<PageId>) {
     let store = open_with(disk, options).unwrap();
     let mut created = Vec::new();
@@ -48,7 +49,7 @@ fn change(store: &Store, pages: &[PageId], value: u32) {
     }
 }
 
-/// Demands that every kept snapshot can be rebuilt from the files, to the state that it was taken of.
+/// Asserts that every kept snapshot can be rebuilt from the files, with its state.
 fn check_kept(disk: &SimDisk, expected: &[(SnapshotId, State)]) {
     let files = Files::of(disk);
     for (id, state) in expected {
@@ -59,7 +60,7 @@ fn check_kept(disk: &SimDisk, expected: &[(SnapshotId, State)]) {
     }
 }
 
-/// The links of a snapshot, its own first.
+/// Returns the chain of a snapshot, beginning with itself.
 fn chain(disk: &SimDisk, id: SnapshotId) -> Vec<SnapshotId> {
     let survey = Survey::read(&Files::of(disk)).unwrap();
     survey.chain(id).unwrap().iter().map(|link| link.snapshot).collect()
@@ -110,8 +111,7 @@ fn long_or_much_changed_chain_is_folded() {
         lens.push(chain(&disk, taken.id).len());
         check_kept(&disk, &[(taken.id, State::of(&store))]);
     }
-    // The ninth takes the place of all changes since the base; their links go with the snapshots that they
-    // are.
+    // The ninth snapshot contains all changes since the base; the links are removed with their snapshots.
     assert_eq!(lens, [1, 2, 3, 4, 5, 6, 7, 8, 2, 3, 4, 5]);
     change(&store, &pages[..14], 78);
     let much = store.snapshot().unwrap();
@@ -166,12 +166,12 @@ fn links_and_images_stay(options: impl Fn() -> Options) {
     }
 }
 
-/// Each thread that writes a snapshot has a file of its own, if there is enough to write.
+/// Each thread that writes a snapshot has its own file, if there is enough to write.
 #[test]
 fn threads_write_files_concurrently() {
     let threads = std::thread::available_parallelism().map_or(1, NonZero::get).min(4) as u64;
     let disk = SimDisk::new();
-    // Three pages a chunk: with one in each, files would be wasteful enough to be emptied.
+    // Three pages per chunk: with one page each, the files would be so sparse that they are emptied.
     let options = || {
         small()
             .retention(Retention::new().snapshots_kept(2))
@@ -180,7 +180,7 @@ fn threads_write_files_concurrently() {
     let (store, pages) = store_of(&disk, options(), 160);
     let there = || Files::of(&disk).names(|file| matches!(file, FileName::Pages(_)));
     let files = |numbers: Range<u64>| numbers.map(FileName::Pages).collect::<Vec<_>>();
-    // The threads decide which file has which page; none is empty.
+    // The timing of threads determines which file contains which page; no file is empty.
     let own = |store: &Store, numbers: Range<u64>| {
         let survey = Survey::read(&Files::of(&disk)).unwrap();
         let last = store.snapshots().last().unwrap().id;
@@ -193,12 +193,12 @@ fn threads_write_files_concurrently() {
     };
     assert_eq!(store.snapshot().unwrap().bytes_written, 160 * PAGE_LEN);
     assert_eq!((there(), own(&store, 1..threads + 1)), (files(1..threads + 1), 160));
-    // Pages that fit into a few chunks are one file.
+    // Pages that fit into a few chunks are written to one file.
     let next = threads + 1;
     change(&store, &pages[5..6], 1);
     assert_eq!(store.snapshot().unwrap().bytes_written, PAGE_LEN);
     assert_eq!((there().last(), own(&store, next..next + 1)), (Some(&FileName::Pages(next)), 1));
-    // An image that was written ahead of its batch lies between the files of two snapshots.
+    // An image of a batch is between the files of two snapshots.
     let mut batch = store.batch();
     batch.create_from(vec![7; 8 * PAGE_LEN as usize], Place::Host);
     let born = store.commit(batch).unwrap().pages;
@@ -223,7 +223,7 @@ fn threads_write_files_concurrently() {
     found[0].bytes_written = kept[0].bytes_written;
     assert_eq!(found, kept);
     check_kept(&disk, &[(kept[0].id, state)]);
-    // All are gone once none of them is named any more.
+    // All are removed once nothing names them any more.
     store.prune(&store.retention().snapshots_kept(1)).unwrap();
     (0..4).for_each(|value| {
         change(&store, &[&pages[..], &born].concat(), 10 + value);
@@ -269,7 +269,8 @@ fn sparsely_used_image_file_is_compacted_and_removed() {
     store.snapshot().unwrap();
     let file = FileName::Pages(1);
     assert!(disk.bytes(file).is_some());
-    // A third of it is still named: the next snapshot writes that, too, and then the file is named no more.
+    // A third of it is still named: the next snapshot rewrites that part, and then nothing names the file any
+    // more.
     change(&store, &pages[..40], 1);
     assert_eq!(store.snapshot().unwrap().bytes_written, 40 * PAGE_LEN);
     assert!(disk.bytes(file).is_some());
@@ -289,7 +290,7 @@ fn file_of_named_snapshot_is_not_compacted() {
     let (store, pages) = store_of(&disk, small().retention(Retention::new().snapshots_kept(1)), 60);
     store.snapshot().unwrap();
     change(&store, &pages[..40], 1);
-    // A third of the first file: it would be emptied now, but for the name.
+    // A third of the first file is used: the file would be emptied now, without the named snapshot.
     store.snapshot_with(SnapshotOptions::new().name("with a third of it")).unwrap();
     assert_eq!(ids(&store), [2]);
     assert_eq!(store.snapshot().unwrap().bytes_written, 0);
@@ -323,7 +324,7 @@ fn published_snapshot_replaces_others_once_verified() {
     let published = store.snapshot_with(SnapshotOptions::new().only_published()).unwrap();
     let state = State::of(&store);
     store.close().unwrap();
-    // Closing waited for it, so it is recorded, and not published anew.
+    // The close waited for the verification, so the snapshot is recorded, and not published again.
     let store = open_with(&disk, small()).unwrap();
     assert_eq!((store.recovered().snapshot, State::of(&store)), (Some(published.id), state));
     let name = FileName::Manifest(published.id.0).to_string();

@@ -1,4 +1,4 @@
-//! How long snapshots stay, with their files and the log after them.
+//! How long snapshots are kept, with their files and the log after them.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use remanent::{Lsn, SnapshotOptions, StatePoint, View};
 
 use super::*;
 
-/// Demands that a read-only handle shows these pages' bytes.
+/// Asserts that a view has these pages' bytes.
 fn check_seen(seen: &View, state: &State) {
     for (page, expected) in &state.contents {
         let mut bytes = vec![0; expected.len()];
@@ -59,7 +59,7 @@ fn named_snapshot_stays_until_name_is_dropped() {
     store.snapshot().unwrap();
 
     let given_up = store.retention().give_up("before").give_up("unknown");
-    // Segments are made ahead meanwhile.
+    // Segments may be prepared meanwhile.
     let is_settled = |file: &FileName| file.folder() != Folder::Log;
     let listed = || Files::of(&disk).0.into_keys().filter(is_settled).collect::<BTreeSet<_>>();
     let there = listed();
@@ -91,8 +91,8 @@ fn dropping_name_keeps_needed_snapshot() {
     assert_eq!(store.snapshots(), [named]);
 }
 
-/// The next snapshot follows the newest one, and shares its images: that one stays even where the log's
-/// beginning is there, and nothing else needs it.
+/// The next snapshot follows the newest one and shares its images. So the newest is kept even if the log's beginning
+/// exists and nothing else needs it.
 #[test]
 fn the_newest_snapshot_stays_until_there_is_a_newer_one() {
     let published = || SnapshotOptions::new().only_published();
@@ -124,7 +124,7 @@ fn the_newest_snapshot_stays_until_there_is_a_newer_one() {
     }
 }
 
-/// What a restore leaves is there until the next snapshot, also where the one before it was being read back.
+/// A restore removes no snapshot before the next one is taken, even if the previous one is still being verified.
 #[test]
 fn restore_removes_no_snapshot_despite_late_verification() {
     for _ in 0..40 {
@@ -135,7 +135,7 @@ fn restore_removes_no_snapshot_despite_late_verification() {
         change(&store, &pages, 1);
         let second = store.snapshot_with(SnapshotOptions::new().only_published()).unwrap().id;
         store.restore(StatePoint::Snapshot(first)).unwrap();
-        // The thread that reads back ends with the store.
+        // The thread that verifies snapshots ends with the store.
         store.close().unwrap();
         let store = open_with(&disk, options()).unwrap();
         let kept: Vec<SnapshotId> = store.snapshots().iter().map(|info| info.id).collect();
@@ -143,9 +143,9 @@ fn restore_removes_no_snapshot_despite_late_verification() {
     }
 }
 
-/// A prune of names alone records the snapshots that are published, and recycles nothing for them.
+/// A prune of names records the published snapshots, and recycles no log for them.
 #[test]
-fn name_prune_leaves_replaced_snapshots_to_the_replacement() {
+fn replaced_snapshot_is_removed_after_name_prune() {
     for _ in 0..40 {
         let disk = SimDisk::new();
         let options = || small().retention(Retention::new().snapshots_kept(1));
@@ -154,7 +154,7 @@ fn name_prune_leaves_replaced_snapshots_to_the_replacement() {
         change(&store, &pages, 1);
         store.snapshot_with(SnapshotOptions::new().only_published()).unwrap();
         store.prune(&store.retention().give_up("none").names_only(true)).unwrap();
-        // The thread that reads back ends with the store.
+        // The thread that verifies snapshots ends with the store.
         store.close().unwrap();
         assert_eq!(open_with(&disk, options()).unwrap().snapshots().len(), 1);
     }
@@ -180,7 +180,7 @@ fn held_snapshot_is_not_removed() {
     assert_eq!(ids(&store), [4]);
 }
 
-/// A name keeps a snapshot's own state. A later state is made of the log after it, and its reader holds both.
+/// A name keeps the state of its snapshot. A later state needs the log after it as well, and its reader keeps both.
 #[test]
 fn the_log_after_a_named_snapshot_stays_while_a_reader_holds_it() {
     let disk = SimDisk::new();
@@ -205,7 +205,7 @@ fn the_log_after_a_named_snapshot_stays_while_a_reader_holds_it() {
     View::open_on(&shared, Some(&StatePoint::Snapshot(named.id))).unwrap();
 }
 
-/// The link is there only for the snapshot that follows it.
+/// A link is kept only for the snapshot that follows it.
 #[test]
 fn files_read_through_link_stay_until_reader_ends() {
     let disk = SimDisk::new();
@@ -216,8 +216,7 @@ fn files_read_through_link_stay_until_reader_ends() {
     store.snapshot().unwrap();
     assert!(!ids(&store).contains(&link.id.0), "no rule keeps it");
     let shared: Arc<dyn Disk> = Arc::new(disk.clone());
-    // No reader begins there any more, but one that looked around before the floor was above it may hold it
-    // now.
+    // No new reader starts there, but one that listed the files before the floor rose may have locked it.
     let outside = View::open_on(&shared, Some(&at)).unwrap_err();
     assert!(matches!(outside, Error::NoSuchState(NoSuchState::OutsideWindow { .. })), "{outside}");
     let Hold::Held(seen) = shared.hold(link.id).unwrap() else { panic!("nothing is going") };
@@ -267,14 +266,15 @@ fn snapshots_are_kept_for_their_age_and_for_the_log_after_them() {
         } else if expected.len() == 1 {
             assert_eq!(kept, expected, "{options:?}");
         } else {
-            // The base of all log that there is; snapshots in between may go, unless they are young.
+            // The oldest kept snapshot precedes the whole kept log; those in between may be removed, unless they are
+            // young.
             assert_eq!((kept.first(), kept.last()), (expected.first(), expected.last()), "{options:?}");
         }
     }
 }
 
-/// The newest snapshot's record may be missing, and no seal lie after its redo: then the record of the ones
-/// before lies before it.
+/// The newest snapshot's record may be missing, and there may be no seal after its redo: then the record of the earlier
+/// snapshots is before it.
 #[test]
 fn kill_before_snapshot_record_keeps_other_versions() {
     let disk = SimDisk::new();
@@ -297,8 +297,8 @@ fn kill_before_snapshot_record_keeps_other_versions() {
     assert!(unrecorded > 1, "no kill struck between the snapshot and its record");
 }
 
-/// A link that is kept for those that follow it has lost images that none of them names: states after it are
-/// reached from the kept snapshot before.
+/// A link that is kept for the snapshots that follow it has lost images that none of them names: states after it must
+/// be computed from the kept snapshot before it.
 #[test]
 fn state_after_unretained_link_is_reached_from_earlier() {
     let disk = SimDisk::new();
@@ -326,7 +326,7 @@ fn state_after_unretained_link_is_reached_from_earlier() {
     assert_eq!(State::of(&store).contents, state.contents);
 }
 
-/// As above, but no older snapshot is kept, and the log begins after the one that could be followed from.
+/// Like the previous test, but no older snapshot is kept, and the log begins after the link.
 #[test]
 fn state_after_link_without_images_is_unreachable() {
     let disk = SimDisk::new();
@@ -361,7 +361,7 @@ fn state_after_link_without_images_is_unreachable() {
     };
     outside(link.end, View::open_on(&shared, Some(&StatePoint::Lsn(link.end))).unwrap_err());
     outside(link.end, store.restore(StatePoint::Lsn(link.end)).unwrap_err());
-    // Not even the batch before it begins the window there.
+    // Not even the batch before it can be restored.
     let before = Lsn(link.end.0 - 1);
     outside(before, View::open_on(&shared, Some(&StatePoint::Lsn(before))).unwrap_err());
 }

@@ -1,4 +1,4 @@
-//! The same on file systems, with two processes: a second writer opens the store because a program removed
+//! Two writer processes on real file systems: the second one can open the store because a program removed
 //! `LOCK`, or because the file system dropped the first one's locks.
 
 use std::collections::BTreeMap;
@@ -22,7 +22,7 @@ use crate::with_options::With;
 const PAGE_LEN: u64 = 50_000;
 
 fn options(io: LogIo) -> Options {
-    // A forked child cannot use a GPU of its parent's.
+    // A forked child cannot use its parent's GPU.
     let host = small().device(DeviceChoice::Host);
     host.ack(Ack::Durable).with(|options| {
         options.log.io = Some(io);
@@ -43,15 +43,15 @@ fn byte(store: &Store, page: PageId) -> u8 {
     bytes[0]
 }
 
-/// A way for a lock to fail, and its name.
+/// A way in which a lock fails, with its name.
 type LockFailure = (&'static str, fn(&Path));
 
-/// A program removes the file that a lock is on.
+/// A program removes the locked file.
 fn lock_file_removed(path: &Path) {
     std::fs::remove_file(path.join("LOCK")).unwrap();
 }
 
-/// The locks are gone, as on a file system that forgets them.
+/// The locks are dropped, as on a file system that loses them.
 fn locks_dropped(path: &Path) {
     let lock = path.join("LOCK").canonicalize().unwrap();
     let is_lock = |fd: &RawFd| std::fs::read_link(format!("/proc/self/fd/{fd}")).is_ok_and(|of| of == lock);
@@ -61,11 +61,11 @@ fn locks_dropped(path: &Path) {
     let unlocked = libc::flock { l_type: libc::F_UNLCK as _, l_whence: 0, l_start: 0, l_len: 0, l_pid: 0 };
     // SAFETY: the descriptor is the store's, which stays open; the call reads the structure alone.
     assert_eq!(unsafe { libc::fcntl(fds[0], libc::F_OFD_SETLK, &raw const unlocked) }, 0);
-    // The lock of the process goes with any descriptor.
+    // Closing any descriptor of the file releases the process's lock.
     assert!(File::open(lock).unwrap().as_raw_fd() >= 0);
 }
 
-/// The bytes of all files of a store.
+/// Returns the content of all files of a store.
 fn content(path: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     let mut found = BTreeMap::new();
     for entry in std::fs::read_dir(path).unwrap() {
@@ -79,7 +79,7 @@ fn content(path: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     found
 }
 
-/// The second writer's life: enough to use the files of the first one again.
+/// Runs the second writer, which commits enough to reuse the files of the first one.
 fn second_writer(path: &Path, io: LogIo, page: PageId) -> Result<(), String> {
     let store = options(io).open(path).map_err(|error| error.to_string())?;
     if byte(&store, page) != 5 {
@@ -96,7 +96,7 @@ fn second_writer(path: &Path, io: LogIo, page: PageId) -> Result<(), String> {
     store.close().map_err(|error| error.to_string())
 }
 
-/// Runs two writers in a directory, for each way to write the log and each way for a lock to fail.
+/// Runs two writers in a directory, for each way to write the log and each way in which a lock fails.
 fn two_writers(name: &str, root: &Path) {
     let failures: [LockFailure; 2] = [("removed", lock_file_removed), ("dropped", locks_dropped)];
     for io in [LogIo::Mapped, LogIo::Buffered, LogIo::Direct] {
@@ -166,7 +166,7 @@ fn superseded_writer_changes_no_file() {
         match tmpfs {
             Ok(mount) => {
                 two_writers("tmpfs", &mount.path);
-                // The layers of an overlay lie on a file system that is none itself.
+                // The layers of an overlay file system must be on another kind of file system.
                 let layer = |layer: &str| {
                     let path = mount.path.join(layer);
                     std::fs::create_dir(&path).unwrap();

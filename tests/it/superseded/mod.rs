@@ -1,5 +1,5 @@
-//! Two writers of one store, where no lock keeps the second one out. The first one is superseded: it
-//! acknowledges nothing more and touches no file of the second one's.
+//! Two writers of one store, because no lock excludes the second one. The first one is superseded: it
+//! acknowledges nothing more, and changes no file of the second one.
 
 mod file_systems;
 
@@ -18,16 +18,16 @@ use crate::files::small;
 use crate::machine::{alone_for, effort, in_parallel};
 use crate::with_options::With;
 
-/// The environment variable that says how many steps a history has after the first open.
+/// Environment variable: the number of steps in a history after the first open.
 const STEPS: &str = "REMANENT_WRITERS_STEPS";
 
-/// A call of one of the two writers, by its number.
+/// A call of one of the two writers, given by its index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Step {
     Open(usize),
-    /// A batch that waits until it is durable.
+    /// Commits a batch, and waits until it is durable.
     Commit(usize),
-    /// A batch that is submitted, and a wait until it is durable, later or never.
+    /// Submits a batch; the wait until it is durable comes later or never.
     Submit(usize),
     Wait(usize),
     Snapshot(usize),
@@ -49,7 +49,7 @@ impl Step {
     }
 }
 
-/// All histories of this many steps that begin with the first writer's open.
+/// Returns all histories of this many steps that begin with the first writer's open.
 fn histories(len: usize) -> Vec<Vec<Step>> {
     let mut all = vec![vec![Step::Open(0)]];
     for _ in 0..len {
@@ -59,12 +59,12 @@ fn histories(len: usize) -> Vec<Vec<Step>> {
         };
         all = all.into_iter().flat_map(longer).collect();
     }
-    // Those with one writer are other tests'.
+    // Histories with one writer are tested elsewhere.
     all.retain(|history| history.contains(&Step::Open(1)));
     all
 }
 
-/// The steps of a writer that can follow a history.
+/// Returns the steps of a writer that are possible after a history.
 fn possible(history: &[Step], writer: usize) -> Vec<Step> {
     let of_writer = |step: &&Step| step.writer() == writer;
     let next: &[fn(usize) -> Step] = match history.iter().rev().find(of_writer) {
@@ -79,22 +79,23 @@ fn superseded(error: &Error) -> bool {
     matches!(error, Error::Poisoned(cause) if matches!(**cause, Error::Superseded { .. }))
 }
 
-/// Two writers, and what a store must hold.
+/// Two writers, and the expected content of the store.
 struct Writers {
     disk: SimDisk,
     options: Options,
     stores: [Option<Store>; 2],
-    /// The batches that were submitted and not waited for, with their numbers.
+    /// Submitted batches that were not waited for, with their numbers.
     tickets: [Option<(u64, Ticket)>; 2],
     page: PageId,
     /// The writer that opened the store last.
     newest: usize,
     /// The newest number that was acknowledged as durable.
     durable: u64,
-    /// Numbers after it that the newest writer submitted.
+    /// Later numbers that the newest writer submitted.
     submitted: Vec<u64>,
     last: u64,
-    /// The number that the newest writer found: earlier ones of the other writer count.
+    /// The number that the newest writer found at its open; smaller numbers of the other writer are included
+    /// in it.
     found: u64,
 }
 
@@ -127,7 +128,7 @@ impl Writers {
         u64::from_le_bytes(bytes)
     }
 
-    /// Opens the store, which holds the newest durable number, or a later one that was logged.
+    /// Opens the store, which must have the newest durable number, or a later one that was logged.
     fn open(&mut self) -> Store {
         let store = open(&self.disk, &self.options).unwrap();
         let found = self.number(&store);
@@ -157,7 +158,7 @@ impl Writers {
                 let Some((number, ticket)) = self.tickets[writer].take() else { return };
                 match ticket.wait(Ack::Durable) {
                     Ok(_) if writer == self.newest => self.all_durable(),
-                    // It was durable before the other writer opened the store, and that one found it.
+                    // The batch was durable before the other writer opened the store, and was found by it.
                     Ok(_) => assert!(number <= self.found, "{number} was acknowledged, and is lost"),
                     Err(error) => assert!(writer != self.newest && superseded(&error), "{error}"),
                 }
@@ -192,7 +193,7 @@ impl Writers {
         self.stores[writer].as_ref().unwrap()
     }
 
-    /// All that the newest writer submitted is durable.
+    /// Records that everything that the newest writer submitted is durable.
     fn all_durable(&mut self) {
         self.durable = self.submitted.drain(..).next_back().unwrap_or(self.durable);
     }
@@ -208,8 +209,8 @@ impl Writers {
         store.submit(batch)
     }
 
-    /// Demands that the newest writer succeeds, and that the other one is refused. Returns whether it is the
-    /// newest.
+    /// Asserts that a call of the newest writer succeeds, and that one of the other writer fails. Returns
+    /// whether the writer is the newest.
     fn expect(&self, writer: usize, outcome: Result<()>) -> bool {
         match outcome {
             Ok(()) => assert_eq!(writer, self.newest, "a superseded writer acknowledged"),
@@ -230,7 +231,7 @@ fn open(disk: &SimDisk, options: &Options) -> Result<Store> {
 fn live(history: &[Step], io: LogIo) {
     let mut writers = Writers::new(io);
     history.iter().for_each(|step| writers.step(*step));
-    // The newest writer ends last, and nothing of the other one follows it.
+    // The newest writer is dropped last, so nothing of the other one comes after it.
     let newest = writers.newest;
     for writer in [1 - newest, newest] {
         if writers.stores[writer].is_some() {
@@ -266,8 +267,8 @@ fn every_history_of_two_writers_without_locks_stays_whole() {
     });
 }
 
-/// The other writer announces itself and may read the log before the frame is in it. The sync that follows at
-/// once relies on the check before the frame, so only the one after it finds the other writer.
+/// The other writer may announce itself and read the log before the frame is written. The next sync relies on
+/// the check before the frame, so only the sync after it detects the other writer.
 #[test]
 fn a_sync_that_another_writer_overlaps_is_not_acknowledged() {
     for io in [LogIo::Mapped, LogIo::Direct] {
@@ -285,7 +286,8 @@ fn a_sync_that_another_writer_overlaps_is_not_acknowledged() {
             });
             let ticket = store.submit(batch).unwrap();
             let _other = writers.disk.for_another_writer().lock().unwrap();
-            // The store syncs by itself after a while. If that came first, the batch may be acknowledged.
+            // The store syncs by itself after a while. If that sync came first, the batch may be
+            // acknowledged.
             let overlaps_now = !is_synced.load(Ordering::SeqCst);
             match ticket.wait(Ack::Durable) {
                 Err(error) => assert!(superseded(&error), "{error}"),

@@ -1,4 +1,4 @@
-//! Calls that bring pages to a place: at once, ahead of the caller, and with a lease or a pin.
+//! Calls that move pages to a place: at once, as a prefetch, and for a lease or pin.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -16,9 +16,9 @@ fn allocations_of_one_request_are_all_or_nothing() {
     on_each_device(|| {
         let store = open(&SimDisk::new(), two_tiers());
         let pages: Vec<PageId> = (0..4 * ROOM).map(|number| put(&store, number, 0, DEVICE)).collect();
-        // Some are there and some are not; none leaves for another one.
+        // Some of the pages are in the place already; none of them is evicted for another one.
         for from in (0..3 * ROOM as usize).step_by(5) {
-            // A part of the place is kept free.
+            // A part of the place is kept free for new pages.
             let requested = &pages[from..from + ROOM as usize - 2];
             store.ensure(requested, DEVICE).unwrap();
             assert_eq!(places(&store, requested), vec![DEVICE; requested.len()]);
@@ -45,7 +45,7 @@ fn pages_are_prefetched() {
         let mut batch = store.batch();
         batch.delete(pages[1]);
         store.commit(batch).unwrap();
-        // One that is gone is passed over.
+        // A deleted page is skipped.
         let coming = store.prefetch(&pages[..4], DEVICE).unwrap();
         coming.wait().unwrap();
         assert!(coming.is_done().unwrap());
@@ -53,7 +53,7 @@ fn pages_are_prefetched() {
         for page in [0, 2, 3] {
             assert_eq!(place(&store, pages[page]), DEVICE);
         }
-        // More than there is room for: the failure is told once.
+        // More than fits: the failure is reported once.
         let mut batch = store.batch();
         let mut long = Vec::new();
         for _ in 0..2 {
@@ -63,7 +63,8 @@ fn pages_are_prefetched() {
         let coming = store.prefetch(&long, DEVICE).unwrap();
         assert!(matches!(coming.wait().unwrap_err(), Error::OverBudget { .. }));
         coming.wait().unwrap();
-        // Given up before it begins or while it is under way: nothing hangs, and what came is whole.
+        // Cancelled before the prefetch begins or while it is running: nothing hangs, and prefetched pages
+        // are complete.
         for _ in 0..20 {
             let coming = store.prefetch(&pages[8..16], DEVICE).unwrap();
             coming.cancel().unwrap();
@@ -77,8 +78,8 @@ fn pages_are_prefetched() {
     });
 }
 
-/// A lease or a pin needs an address, so the page comes to memory, and stays there as long as it lasts,
-/// however many others come.
+/// A lease or pin needs an address, so the page is moved to memory, and is not evicted while the lease or pin
+/// exists.
 #[test]
 fn leases_and_pins_bring_pages_from_disk() {
     let store = open(&SimDisk::new(), two_tiers());
@@ -110,7 +111,7 @@ fn leases_and_pins_bring_pages_from_disk() {
         }
         is_over.store(true, Ordering::Relaxed);
     });
-    // Without tiers no place is named to come to.
+    // Without tiers there is no default place.
     let store = open(&SimDisk::new(), small());
     let page = put(&store, 0, 0, Place::Disk);
     for refused in [store.lease(page).map(drop), store.pin(page).map(drop)] {

@@ -1,4 +1,4 @@
-//! Batches by which pages grow, in whatever place they are by then.
+//! Batches that lengthen pages, whatever place they are in at that time.
 
 use remanent::options::MemoryOptions;
 use remanent::testing::sim_disk::SimDisk;
@@ -8,7 +8,7 @@ use remanent::{Ack, Error, PageId, Place};
 use super::{DEVICE, LEN, bytes, open, put};
 use crate::files::small;
 
-/// Pages that were taken down are in a place which is shorter than what they grow to, all at once.
+/// Several demoted pages grow in one batch beyond the size of the place that they are in.
 #[test]
 fn gathered_pages_may_grow_and_be_cloned() {
     let memory = MemoryOptions::new().budget(DEVICE, 16 * LEN).budget(Place::Pinned, 4 * LEN);
@@ -27,7 +27,7 @@ fn gathered_pages_may_grow_and_be_cloned() {
         assert!(store.read_to_vec(*page).unwrap() == expected, "{page}");
     }
 
-    // In a place of the caller's choice that can never have it, there is none but to say so.
+    // If the caller chose a place in which the page can never fit, the batch fails.
     let mut batch = store.batch();
     batch.create(5 * LEN, Place::Pinned);
     let refused = store.commit(batch).unwrap_err();

@@ -1,4 +1,4 @@
-//! Tiers: pages that are not used go down, so that more pages are held than a place has room for.
+//! Tiers: unused pages are demoted, so that a store can have more pages than fit into a place.
 
 mod calls;
 mod growing;
@@ -23,11 +23,11 @@ use crate::files::small;
 use crate::gpu::{self, on_each_device};
 
 const LEN: u64 = 4096;
-/// Pages that the first place has room for.
+/// Number of pages that fit into the first place.
 const ROOM: u64 = 16;
 const DEVICE: Place = Place::Device(0);
 
-/// A place with room for [`ROOM`] pages above the disk.
+/// Returns options with a place for [`ROOM`] pages above the disk.
 fn two_tiers() -> Options {
     small()
         .memory(MemoryOptions::new().budget(DEVICE, ROOM * LEN))
@@ -42,7 +42,7 @@ fn key(number: u64) -> Key {
     Key::new(format!("page/{number}")).unwrap()
 }
 
-/// The bytes of a page, other ones in each version.
+/// Returns the bytes of a page, which differ between versions.
 fn bytes(number: u64, version: u64) -> Vec<u8> {
     (0..LEN).map(|at| (at ^ (number * 31 + version * 101)) as u8).collect()
 }
@@ -67,7 +67,7 @@ fn peak(store: &Store, place: Place) -> u64 {
     store.stats().places.iter().find(|(of, _)| *of == place).map_or(0, |(_, usage)| usage.peak_bytes)
 }
 
-/// Looks at the images that kills and power cuts leave of a life.
+/// Checks the disk images that kills and power cuts leave of a life.
 fn each_crash(disk: &SimDisk, check: &mut impl FnMut(CrashImage)) {
     let kills = CrashPlan { tears: Tears::None, ..CrashPlan::default() };
     disk.kill_images(&kills, &mut *check);
@@ -75,7 +75,8 @@ fn each_crash(disk: &SimDisk, check: &mut impl FnMut(CrashImage)) {
     disk.power_images(&cuts, check);
 }
 
-/// Opens what a crash left: each page has the bytes that the log says, and is where it says, or lower.
+/// Opens the files that a crash left: each page must have the bytes that the log states, and be in the logged
+/// place or a lower one.
 fn open_after(image: &CrashImage, options: Options) -> Store {
     let logged = rebuild(&image.disk, &RebuildOptions::default());
     let store = open(&image.disk, options);
@@ -97,21 +98,21 @@ fn open_after(image: &CrashImage, options: Options) -> Store {
     store
 }
 
-/// A store that was opened after a crash goes on from there.
+/// Asserts that a store that was opened after a crash can be used.
 fn goes_on(store: &Store, image: &CrashImage) {
     (50..60).for_each(|number| _ = put(store, number, 0, DEVICE));
     assert!(store.audit().unwrap().changed.is_empty(), "{image}");
 }
 
-/// Asserts that every page that was acknowledged before a crash has its newest bytes, where `number_of` tells
-/// the page that a round wrote. Returns the places of these pages.
+/// Asserts that every page acknowledged before a crash has its newest bytes, where `number_of` maps a round
+/// to the page that it wrote. Returns the places of these pages.
 fn places_after(store: &Store, image: &CrashImage, number_of: impl Fn(u64) -> u64) -> Vec<Place> {
     let acked = image.acks.len() as u64;
     let expected: BTreeMap<u64, u64> = (0..acked).map(|round| (number_of(round), round)).collect();
     let check = |(number, version)| {
         let info = store.page_by_key(key(number)).unwrap_or_else(|error| panic!("{image}: {error}"));
         let found = store.read_to_vec(info.page).unwrap();
-        // The batch after the last one acknowledged may be there.
+        // The batch after the last acknowledged one may also be present.
         let is_next = number_of(acked) == number && found == bytes(number, acked);
         assert!(is_next || found == bytes(number, version), "{image}: page {number}");
         info.place
@@ -125,7 +126,7 @@ fn held_pages_beyond_room_stay_in_place() {
         let disk = SimDisk::new();
         let store = open(&disk, two_tiers());
         let pages: Vec<PageId> = (0..5 * ROOM).map(|number| put(&store, number, 0, DEVICE)).collect();
-        // Pages that left are changed where they are.
+        // Evicted pages are changed in their place.
         for number in [0, 1, ROOM] {
             assert_eq!(place(&store, pages[number as usize]), Place::Disk);
             put(&store, number, 1, DEVICE);
@@ -162,7 +163,7 @@ fn each_place_demotes_to_the_next() {
         let tiers = Tiers::new([DEVICE, Place::Pinned, Place::Host, Place::Disk]).lru();
         let store = open(&SimDisk::new(), small().memory(memory).tiers(tiers));
         let pages: Vec<PageId> = (0..4 * ROOM).map(|number| put(&store, number, 0, DEVICE)).collect();
-        // The longer ago a page was used, the lower it is.
+        // The longer ago a page was used, the lower its tier.
         let found = places(&store, &pages);
         let rank = |place: &Place| {
             [Place::Disk, Place::Host, Place::Pinned, DEVICE].iter().position(|of| of == place)
@@ -177,7 +178,7 @@ fn each_place_demotes_to_the_next() {
         for (number, page) in (0..).zip(&pages) {
             assert_eq!(store.read_to_vec(*page).unwrap(), bytes(number, 0));
         }
-        // A page that is longer than what is below passes it by.
+        // A page that does not fit into the tier below skips it.
         let mut batch = store.batch();
         batch.create_from(vec![7; 8 * LEN as usize], DEVICE);
         let long = store.commit(batch).unwrap().pages[0];
@@ -211,7 +212,7 @@ fn impossible_orders_are_refused() {
     Options::new().memory(memory()).tiers(tiers).open_temporary().unwrap();
 }
 
-/// A restore brings pages back to where they were, and the policies know it.
+/// A restore moves pages back to their earlier places, and the eviction policies are informed.
 #[test]
 fn restore_has_reserved_room() {
     on_each_device(|| {
@@ -233,8 +234,8 @@ fn restore_has_reserved_room() {
     });
 }
 
-/// After each crash of a life in which pages go down and come up all the time, every page that was
-/// acknowledged is there, with its newest bytes, where it was logged to be, or lower.
+/// After each crash of a life in which pages are demoted and promoted all the time, every acknowledged page
+/// exists with its newest bytes, in its logged place or a lower one.
 #[test]
 fn after_crash_pages_are_at_same_or_lower_place() {
     let disk = SimDisk::new();

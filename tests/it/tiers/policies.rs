@@ -1,4 +1,4 @@
-//! Which page leaves: the policies, what they hear of, and one of a caller's own.
+//! Eviction policies: which page is evicted, which events a policy receives, and a policy of the caller.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -17,7 +17,7 @@ fn pages_that_are_used_stay() {
         let used: Vec<PageId> = (0..4).map(|number| put(&store, number, 0, DEVICE)).collect();
         for number in 4..200 {
             put(&store, number, 0, DEVICE);
-            // Each by another way to use it.
+            // Each page is used in another way.
             store.read_to_vec(used[0]).unwrap();
             store.lease(used[1]).unwrap().end().unwrap();
             put(&store, 2, number, DEVICE);
@@ -31,7 +31,7 @@ fn pages_that_are_used_stay() {
 
 #[test]
 fn custom_policy_decides_evictions() {
-    /// The page with the highest id leaves first.
+    /// Evicts the page with the highest id first.
     #[derive(Default)]
     struct Highest(std::collections::BTreeSet<PageId>);
 
@@ -70,11 +70,11 @@ fn custom_policy_decides_evictions() {
     );
 }
 
-/// What brings a page is no use of it: else each page that comes up would look as if it came again. A second
-/// call that asks for it is.
+/// The promotion of a page does not count as an access; otherwise each promoted page would seem to be
+/// accessed repeatedly. A second request for it does.
 #[test]
 fn promoted_page_counts_as_used_when_requested_again() {
-    /// The oldest page leaves first; all that it hears is kept.
+    /// Evicts the oldest page first, and records all events.
     #[derive(Default)]
     struct Heard(std::collections::VecDeque<PageId>, Arc<Mutex<Vec<(&'static str, PageId)>>>);
 
@@ -103,7 +103,7 @@ fn promoted_page_counts_as_used_when_requested_again() {
         .policy(move |_| Box::new(Heard(std::collections::VecDeque::new(), heard.clone())));
     let store = open(&SimDisk::new(), two_tiers().tiers(tiers).ack(Ack::Applied));
     let coming = put(&store, 999, 0, Place::Disk);
-    // Others come until the policy is told.
+    // Other pages are created until the policy has received the events.
     let fill = |from: u64| (from..from + 3 * ROOM).for_each(|number| _ = put(&store, number, 0, DEVICE));
     let of_page = || {
         let heard = all.lock().unwrap();

@@ -1,4 +1,4 @@
-//! Reading ahead: each step's pages are there when it is due, however far ahead the store goes.
+//! Read-ahead: each step's pages are in their place when the step begins, however far the store reads ahead.
 
 use remanent::options::MemoryOptions;
 use remanent::testing::sim_disk::SimDisk;
@@ -8,15 +8,15 @@ use remanent::{Ack, Error, PageId, Place, Store};
 use super::{DEVICE, LEN, ROOM, bytes, open, peak, place, put, two_tiers};
 use crate::files::small;
 
-/// A store whose pages are all on disk.
+/// Creates a store whose pages are all on disk.
 fn on_disk(pages: u64) -> (Store, Vec<PageId>) {
     let store = open(&SimDisk::new(), two_tiers().ack(Ack::Applied));
     let pages: Vec<PageId> = (0..pages).map(|number| put(&store, number, 0, Place::Disk)).collect();
     (store, pages)
 }
 
-/// Several times as many pages as there is room for, in steps of one, two and three pages; the caller reads
-/// some of them, and nothing else meanwhile.
+/// Several times as many pages as fit, in steps of one, two and three pages; the caller reads some of them,
+/// and does nothing else meanwhile.
 #[test]
 fn steps_come_in_their_order_and_within_the_budget() {
     let (store, pages) = on_disk(6 * ROOM);
@@ -52,7 +52,7 @@ fn steps_come_in_their_order_and_within_the_budget() {
     assert!(ahead.next_step().unwrap().is_none() && ahead.wants_more());
 }
 
-/// Steps of any length up to half of the budget have one behind them.
+/// A step of up to half of the budget is prefetched while the previous one is in use.
 #[test]
 fn next_step_is_prefetched_during_use() {
     for step in [1, 4, 5, 8] {
@@ -72,7 +72,8 @@ fn next_step_is_prefetched_during_use() {
     }
 }
 
-/// Pages that are used once pass through: that they come ahead of their use is no use of its own.
+/// A read-ahead scan does not evict pages that are used repeatedly, because a prefetch does not count as an
+/// access.
 #[test]
 fn read_ahead_scan_keeps_reused_pages() {
     let tiers = Tiers::new([DEVICE, Place::Disk]);
@@ -99,7 +100,8 @@ fn read_ahead_scan_keeps_reused_pages() {
     assert!(left > hot.len() / 2, "{left} of {} pages that are used again", hot.len());
 }
 
-/// Whatever is pushed comes, also without a word that it is wanted.
+/// Steps may be pushed although `wants_more` returns false. A step that does not fit fails, and the next one
+/// is prefetched.
 #[test]
 fn read_ahead_refuses_step_without_room_and_continues() {
     let (store, pages) = on_disk(2 * ROOM);
@@ -126,15 +128,15 @@ fn concurrently_deleted_pages_are_omitted() {
     store.commit(batch).unwrap();
     assert_eq!(ahead.next_step().unwrap().unwrap(), [pages[0], pages[2], pages[3]]);
     assert_eq!(ahead.next_step().unwrap().unwrap(), []);
-    // One that is pushed when it is gone, too.
+    // A page that is deleted before it is pushed is omitted as well.
     ahead.push(&pages[1..3]).unwrap();
     assert_eq!(ahead.next_step().unwrap().unwrap(), [pages[2]]);
 }
 
-/// Dropped, it gives up what has not begun: nothing is logged for it any more.
+/// Dropping the read-ahead cancels what has not begun: nothing more is logged for it.
 #[test]
 fn abandoned_prefetch_moves_no_pages() {
-    // Without tiers: no thread moves pages but the one that brings them.
+    // Without tiers, only the thread that prefetches moves pages.
     let store = open(&SimDisk::new(), small());
     let pages: Vec<PageId> = (0..ROOM).map(|number| put(&store, number, 0, Place::Disk)).collect();
     for _ in 0..20 {
@@ -144,7 +146,7 @@ fn abandoned_prefetch_moves_no_pages() {
         }
         drop(ahead);
         let logged = store.lsn();
-        // The thread comes to this one after all of the others.
+        // The thread handles this empty prefetch after all others.
         store.prefetch(&[], DEVICE).unwrap().wait().unwrap();
         assert_eq!(store.lsn(), logged, "a page still came");
         store.ensure(&pages, Place::Disk).unwrap();

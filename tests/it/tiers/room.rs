@@ -1,4 +1,4 @@
-//! The room of a place: how it is shared, what waits for it, and where there is none.
+//! The space of a place: how calls share it, which calls wait for it, and what happens if there is none.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -28,7 +28,7 @@ fn leased_and_pinned_pages_are_not_evicted() {
             put(&store, number, 0, DEVICE);
         }
         assert_eq!(places(&store, &pages), [DEVICE; 8]);
-        // Nothing else is left there.
+        // No other page is left in the place.
         let mut batch = store.batch();
         batch.create((ROOM - 7) * LEN, DEVICE);
         let refused = store.commit(batch).unwrap_err();
@@ -46,8 +46,8 @@ fn leased_and_pinned_pages_are_not_evicted() {
     });
 }
 
-/// Threads that create, change, read and bring back pages at once: none is refused, and the place never holds
-/// more than it may.
+/// Threads create, change, read and promote pages at once: no call fails, and the place never exceeds its
+/// budget.
 #[test]
 fn threads_share_full_place() {
     on_each_device(|| {
@@ -78,8 +78,8 @@ fn threads_share_full_place() {
     });
 }
 
-/// The device counts what is allocated of it: in no place it is ever a byte more than the budget, whatever
-/// comes and goes, and while snapshots set copies aside.
+/// The device counts its allocations: no place exceeds its budget by a byte, also while snapshots copy pages
+/// aside.
 #[test]
 fn device_counts_stay_within_place_budgets() {
     let budgets = [(DEVICE, ROOM * LEN), (Place::Pinned, 6 * LEN + 100), (Place::Host, 4 * LEN)];
@@ -117,8 +117,8 @@ fn device_counts_stay_within_place_budgets() {
     }
 }
 
-/// As long as a place has room, commits wait for nothing, even while the disk, to which pages leave, stands
-/// still.
+/// As long as a place has space, commits do not wait, even while the disk, to which pages are evicted, does
+/// not respond.
 #[test]
 fn commits_do_not_wait_for_slow_disk_with_room() {
     const ROOM: u64 = 64;
@@ -130,7 +130,7 @@ fn commits_do_not_wait_for_slow_disk_with_room() {
             .with(|options| options.log.segment_len = 4 << 20)
     };
     let (stands, goes) = (std::sync::mpsc::channel(), std::sync::mpsc::channel::<()>());
-    // The thread of the tiers reads back what it has written, before memory goes.
+    // The thread of the tiers verifies what it has written before it frees memory.
     let disk = InterruptedDisk::of_thread(&SimDisk::new(), "remanent-tiers", move || {
         stands.0.send(()).unwrap();
         goes.1.recv().unwrap();
@@ -141,7 +141,7 @@ fn commits_do_not_wait_for_slow_disk_with_room() {
         put(&store, count, 0, DEVICE);
         count += 1;
         if count == ROOM - 4 {
-            // Fewer than half of the pages that are kept free are left, so it was called.
+            // Less than half of the free part of the place is left, so the thread was started.
             stands.1.recv_timeout(Duration::from_secs(60)).expect("it reads what it has written");
             break;
         }
@@ -159,8 +159,8 @@ fn commits_do_not_wait_for_slow_disk_with_room() {
     }
 }
 
-/// A full disk takes no page: what has no room is refused, nothing that was there is lost, and with space the
-/// pages go down as before, also after a restart.
+/// On a full disk pages cannot be demoted: a call that needs space in memory fails, and nothing is lost. Once
+/// the disk has space, pages are demoted as before, also after a restart.
 #[test]
 fn full_disk_keeps_pages_in_place() {
     on_each_device(|| {
@@ -175,7 +175,7 @@ fn full_disk_keeps_pages_in_place() {
                 held.push((number, put(&store, number, 0, DEVICE)));
             }
             next += ROOM;
-            // What the next open needs is made by another thread, and only then kept on a full disk.
+            // Another thread creates what the next open needs; on a full disk it can only be kept.
             until(|| is_held(&disk, 1));
             disk.set_capacity(Some(disk.used_bytes()));
             let mut refusals = 0;
@@ -208,8 +208,8 @@ fn full_disk_keeps_pages_in_place() {
     });
 }
 
-/// Memory of a caller's holds its page beside the budget. The page stays there while others leave: nothing
-/// would be gained, and the caller uses the memory.
+/// A page in caller-owned memory does not count in the budget. It is not evicted, because that would free no
+/// memory.
 #[test]
 fn lent_page_stays_in_place() {
     on_each_device(|| {

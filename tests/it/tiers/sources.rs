@@ -1,4 +1,4 @@
-//! Batches whose sources are code of the caller's, which may use the store meanwhile.
+//! Batches with sources implemented by the caller, which may use the store meanwhile.
 
 use std::io;
 use std::sync::{Arc, Weak};
@@ -10,7 +10,7 @@ use remanent::{Ack, Error, PageId, Place, Store};
 use super::{DEVICE, LEN, ROOM, open, put, two_tiers};
 use crate::faults::watched;
 
-/// A source that leases a page each time it is read, which brings the page to memory.
+/// A source that leases a page whenever it is read, which moves the page to memory.
 #[derive(Debug)]
 struct LeasingSource {
     store: Weak<Store>,
@@ -20,7 +20,7 @@ struct LeasingSource {
 impl ByteSource for LeasingSource {
     fn read_at(&self, _offset: u64, bytes: &mut [u8]) -> io::Result<()> {
         let store = self.store.upgrade().expect("it commits");
-        // By another thread, too: a source may have helpers.
+        // From another thread as well, because a source may use several.
         std::thread::scope(|scope| {
             scope.spawn(|| _ = store.lease(self.page));
         });
@@ -30,7 +30,7 @@ impl ByteSource for LeasingSource {
     }
 }
 
-/// The batch finds no room, also once all other calls are done, because pages are leased.
+/// The batch finds no space, even after all other calls are complete, because pages are leased.
 #[test]
 fn source_promotes_pages_while_batch_waits_for_room() {
     watched("a source that leases", || {

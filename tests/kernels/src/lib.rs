@@ -1,7 +1,8 @@
 //! Launches the kernels of `kernels/*.cu` on the CPU.
 //!
-//! The same files that become PTX are compiled as C++ (`build.rs`, `machine.h`) and run by fibers
-//! (`machine.cpp`), in an order that a seed decides. Addresses in tables are ordinary addresses.
+//! The files that are compiled to PTX are here compiled as C++ (`build.rs`, `machine.h`). Each GPU thread is
+//! a fiber (`machine.cpp`); a seed determines the order in which they run. Addresses in tables are ordinary
+//! addresses.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::sync::Mutex;
@@ -18,14 +19,14 @@ unsafe extern "C" {
     ) -> c_int;
 }
 
-/// The machine runs one launch at a time.
+/// Locked during a launch, because the simulator executes one at a time.
 static MACHINE: Mutex<()> = Mutex::new(());
 
 /// Launches a kernel that reads one table.
 ///
 /// # Safety
-/// Every address in the rows is valid for what the kernel does with it, and the rows are of the type that it
-/// reads.
+/// Every address in the rows must be valid for the kernel's accesses, and the rows must have the type that
+/// the kernel reads.
 pub unsafe fn launch<Row>(kernel: Kernel, rows: &[Row], seed: u64) {
     // SAFETY: passed on; such a kernel reads no third argument.
     unsafe { launch_with(kernel, rows.as_ptr().cast(), rows.len(), std::ptr::null(), seed) }
@@ -34,14 +35,14 @@ pub unsafe fn launch<Row>(kernel: Kernel, rows: &[Row], seed: u64) {
 /// Launches a kernel that applies pieces.
 ///
 /// # Safety
-/// Every address in the pieces is valid for what the kernel does with it, and the parts name pieces that are
-/// there.
+/// Every address in the pieces must be valid for the kernel's accesses, and the parts must refer to existing
+/// pieces.
 pub unsafe fn launch_apply(kernel: Kernel, parts: &[PartRow], pieces: &[PieceRow], seed: u64) {
     // SAFETY: passed on.
     unsafe { launch_with(kernel, parts.as_ptr().cast(), parts.len(), pieces.as_ptr().cast(), seed) }
 }
 
-/// A kernel touched memory that is not there. Its earlier writes stay.
+/// A kernel accessed unmapped memory. Its earlier writes remain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IllegalAddress;
 
@@ -54,8 +55,8 @@ pub struct IllegalAddress;
 /// If there is no kernel of this name.
 ///
 /// # Safety
-/// The arguments are those of the kernel's signature, and every address in them is valid for what the kernel
-/// does with it, or not mapped at all.
+/// The arguments must match the kernel's signature, and every address in them must be valid for the kernel's
+/// accesses, or unmapped.
 pub unsafe fn launch_by_name(
     name: &CStr,
     blocks: u32,
@@ -64,8 +65,8 @@ pub unsafe fn launch_by_name(
     seed: u64,
 ) -> Result<(), IllegalAddress> {
     let _machine = MACHINE.lock();
-    // SAFETY: the arguments live until the call returns, which is when the kernel is done; the caller answers
-    // for the addresses in them.
+    // SAFETY: the arguments live until the call returns, which is when the kernel has ended; the caller
+    // guarantees the addresses in them.
     match unsafe { launch_on_cpu(name.as_ptr(), blocks, threads, arguments.as_mut_ptr(), seed) } {
         0 => Ok(()),
         -2 => Err(IllegalAddress),
@@ -73,7 +74,7 @@ pub unsafe fn launch_by_name(
     }
 }
 
-/// Launches a kernel of the store's, by its shape.
+/// Launches a kernel of the store with the grid that its number of rows requires.
 ///
 /// # Safety
 /// The same as for [`launch`] and [`launch_apply`].

@@ -1,4 +1,4 @@
-//! Operations on a store of three pages, of which two are long.
+//! Operations on a store of three pages, two of which are long.
 
 use std::path::Path;
 use std::sync::{Arc, LazyLock, Mutex};
@@ -12,7 +12,7 @@ use super::{
     restore_the_batch_before, salvage, scrub,
 };
 
-/// Longer than a piece, of one piece, and short.
+/// Lengths: more than one piece, one piece, and short.
 const LENS: [u64; 3] = [9 << 20, 3 << 20, 1000];
 
 fn byte_of(page: usize, at: u64) -> u8 {
@@ -36,7 +36,7 @@ fn write(store: &Store, salt: u8) -> WriteBatch {
     batch
 }
 
-/// Makes three pages, a snapshot with their first content, and a batch in the log after it.
+/// Creates three pages, a snapshot of their first content, and a batch after it.
 pub fn prepare(directory: &Path) {
     let store = options().open(directory).unwrap();
     let mut batch = store.batch();
@@ -50,18 +50,18 @@ pub fn prepare(directory: &Path) {
     store.close().unwrap();
 }
 
-/// A short change of the first page.
+/// Makes a short change to the first page.
 fn touch(store: &Store) {
     let mut batch = store.batch();
     batch.write(PageId(1), 5 << 20, &[1; 10]);
     store.commit(batch).unwrap();
 }
 
-/// Elements of the first page, in no order.
+/// Indices of elements of the first page, in descending order.
 static INDICES: LazyLock<Vec<u32>> = LazyLock::new(|| (0..600_000).rev().collect());
 static CONTENT: LazyLock<Vec<u8>> = LazyLock::new(|| content(0, 9));
 
-/// A page's content, which takes no memory.
+/// The content of a page, computed on demand, so that it needs no memory.
 #[derive(Debug)]
 struct Computed(usize);
 
@@ -77,13 +77,13 @@ fn source(page: usize) -> Arc<dyn ByteSource> {
     Arc::new(Computed(page))
 }
 
-/// Makes what operations take from outside, before memory is refused.
+/// Allocates the input of operations before allocations fail.
 pub fn make_inputs() {
     LazyLock::force(&INDICES);
     LazyLock::force(&CONTENT);
 }
 
-/// Bytes that a caller hands over.
+/// Bytes that a caller passes to the store.
 static GIVEN: Mutex<Option<Vec<u8>>> = Mutex::new(None);
 
 fn give(_: &Store) {
@@ -159,7 +159,7 @@ pub const LONG: [(&str, Operation); 37] = [
         "resize",
         call(|store, _| {
             let mut batch = store.batch();
-            // Longer, and as it was with the next one.
+            // Resized to be longer, and back by the next operation.
             batch.resize(PageId(1), LENS[0] + 1000).resize(PageId(2), LENS[1] / 2);
             store.commit(batch)?;
             let mut batch = store.batch();
@@ -248,7 +248,7 @@ pub const LONG: [(&str, Operation); 37] = [
         "restore to a batch",
         Call(
             |store| {
-                // So that the way back is never longer than the first time.
+                // So that each restore replays the same amount of log as the first.
                 store.snapshot().unwrap();
                 touch(store);
                 touch(store);

@@ -1,5 +1,5 @@
-//! Operations on a store of 50,000 short pages, with keys and metadata: tables, key indices, manifests and
-//! lists with an item for each page are long.
+//! Operations on a store of 50,000 short pages with keys and metadata, so that tables, key indices, manifests
+//! and lists with an item per page are long.
 
 use std::ops::Range;
 use std::path::Path;
@@ -31,13 +31,13 @@ fn create(store: &Store, keys: Range<u64>) -> WriteBatch {
     batch
 }
 
-/// As many pages again, with keys that no page has.
+/// Returns a batch that doubles the number of pages, with new keys.
 fn create_more(store: &Store) -> WriteBatch {
     let first = 4 * COUNT * (1 + store.lsn().0);
     create(store, first..first + COUNT)
 }
 
-/// Changes of one page in `step`.
+/// Returns a batch that changes one in `step` pages.
 fn write(store: &Store, step: usize) -> WriteBatch {
     let mut batch = store.batch();
     for page in (1..=COUNT).step_by(step) {
@@ -57,7 +57,7 @@ fn delete_some(store: &Store) -> WriteBatch {
     batch
 }
 
-/// A base, a change that follows it, batches in the log after it, a restore, and more batches.
+/// Creates a base snapshot, one that follows it, batches after it, a restore, and more batches.
 pub fn prepare(directory: &Path) {
     let store = options().open(directory).unwrap();
     store.commit(create(&store, 0..COUNT)).unwrap();

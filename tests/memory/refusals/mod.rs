@@ -1,14 +1,15 @@
-//! A refused allocation is an error like any other. Of each long allocation of an operation it holds: the
-//! process lives, the call says that there was no memory, nothing is changed by it, and the same store goes
-//! on.
+//! A failed allocation is an ordinary error. For each long allocation of an operation: if it fails, the
+//! process survives, the call reports that there was no memory, nothing changes, and the same store continues
+//! to work.
 //!
-//! An allocation that cannot fail aborts the process, so each operation has a process of its own. That
-//! process refuses the first long allocation, then the second, and so on, until the operation comes to its
-//! end with none refused. If the process dies, the next one goes on after the allocation that it died of, so
-//! that one run names all of them. With `REMANENT_REFUSALS_TRACE` set, each refusal is told with its stack.
+//! An allocation whose failure is not handled aborts the process, so each operation runs in a child process.
+//! The child makes the first long allocation fail, then the second, and so on, until the operation completes
+//! without a failure. If the child aborts, the next one continues after the allocation that aborted it, so
+//! that one run finds all of them. With `REMANENT_REFUSALS_TRACE` set, each failed allocation is printed with
+//! its stack.
 //!
-//! There is no list of exceptions. Third-party maps with no way to be refused memory are kept short: the
-//! engine has 256 of them for the keys.
+//! There is no list of exceptions. Maps of third-party crates, whose allocations cannot be made to return an
+//! error, are kept small: the engine has 256 of them for the keys.
 
 mod long;
 mod many;
@@ -33,25 +34,25 @@ use remanent_format::store::StoreFile;
 use crate::allocator::{alone, refuse};
 use crate::size::sized;
 
-/// Longer allocations are refused, in bytes.
+/// Only longer allocations fail, in bytes.
 const REFUSED_ABOVE: usize = 64 << 10;
-/// The variable that names the case of a process: the subject, the operation and the number of the first
-/// allocation.
+/// Environment variable of a child: the subject, the operation and the number of the first allocation to
+/// fail.
 const CASE: &str = "REMANENT_REFUSED";
 const DIRECTORY: &str = "REMANENT_REFUSED_IN";
-/// The exit code of a process that has refused them all.
+/// The exit code of a child that has tried all allocations.
 const DONE: i32 = 42;
-/// Each of the first allocations of an operation is refused, up to this number, and of the later ones fewer
-/// and fewer. With the variable `REMANENT_REFUSALS_EVERY` each is.
+/// Each allocation of an operation up to this number fails in turn; of later ones fewer and fewer. With
+/// `REMANENT_REFUSALS_EVERY` set, each one does.
 const EACH_UP_TO: isize = 4;
-/// Pages that a look compares byte by byte: all of a few, one in some of many.
+/// The number of pages that are compared byte by byte: all if there are few, otherwise a sample.
 const LOOKS: usize = 500;
 
 fn options() -> Options {
     Options::new().snapshots(SnapshotSchedule::never())
 }
 
-/// A store that operations are done to.
+/// A store on which operations are executed.
 struct Subject {
     name: &'static str,
     prepare: fn(&Path),
@@ -63,14 +64,14 @@ const SUBJECTS: [Subject; 2] = [
     Subject { name: "many", prepare: many::prepare, operations: &many::MANY },
 ];
 
-/// An operation, and what is prepared before memory is refused.
+/// An operation, and its preparation before allocations fail.
 #[derive(Clone, Copy)]
 enum Operation {
-    /// Opens the directory by itself.
+    /// Opens the directory itself.
     Outside(fn(&Path) -> Result<()>),
-    /// A batch that is built before memory is refused.
+    /// Commits a batch that is built before allocations fail.
     Commit(fn(&Store) -> WriteBatch),
-    /// Any call, after a preparation.
+    /// Makes a call, after a preparation.
     Call(fn(&Store), fn(&Store, &Path) -> Result<()>),
 }
 
@@ -134,7 +135,7 @@ fn read_view(view: &View) -> Result<()> {
         .try_for_each(|info| view.read(info.page, 0, &mut bytes[..info.len.min(1000) as usize]))
 }
 
-/// As the command `salvage`: makes a new store of all that an old one proves.
+/// Creates a new store from everything that is intact in an old one, like the command `salvage`.
 fn salvage(directory: &Path) -> Result<()> {
     let target = directory.with_extension("salvaged");
     _ = std::fs::remove_dir_all(&target);
@@ -156,7 +157,7 @@ fn salvage(directory: &Path) -> Result<()> {
     Store::create_at(target, &seed, load).map(drop)
 }
 
-/// All that a store says of its pages, and the bytes of some of them.
+/// Everything that a store reports about its pages, and the bytes of some of them.
 #[derive(PartialEq)]
 struct Seen {
     pages: Vec<PageInfo>,
@@ -176,23 +177,22 @@ fn find(case: &str) -> (&'static str, Operation) {
     *subject.operations.iter().find(|(other, _)| *other == name).unwrap()
 }
 
-/// Whether an operation that was refused memory may stop the store: a page that cannot be loaded, and a
-/// restore that is logged and cannot be brought to memory. After the latter the next open has the restored
-/// state.
+/// Whether the operation may poison the store when an allocation fails: a page that cannot be loaded, or a
+/// restore that was logged and cannot be loaded. After the latter the next open has the restored state.
 fn may_stop(name: &str) -> bool {
     ["open on demand", "open that loads all later", "restore", "restore to a batch"].contains(&name)
 }
 
-/// Operations of several batches, of which the first ones stay if a later one is refused.
+/// Operations of several batches, the first of which remain if a later one fails.
 const MAY_CHANGE: [&str; 3] = ["resize", "leased page that changes", "exact snapshot beside commits"];
 
-/// The allocation that is refused after this one.
+/// Returns the number of the next allocation to fail.
 fn next(number: isize) -> isize {
     let is_each = number < EACH_UP_TO || std::env::var_os("REMANENT_REFUSALS_EVERY").is_some();
     if is_each { number + 1 } else { number + number / 2 }
 }
 
-/// Refuses the allocations of one operation, one after the other, in a process of its own.
+/// Makes the allocations of one operation fail, one after the other, in a child process.
 #[test]
 fn case() {
     let (Ok(case), Ok(directory)) = (std::env::var(CASE), std::env::var(DIRECTORY)) else { return };
@@ -256,7 +256,7 @@ fn case() {
         assert!(number < 5000, "{case} makes ever more long allocations");
         number = next(number);
     }
-    // What is acknowledged is there when it is opened again.
+    // Acknowledged batches are present after the next open.
     let expected = match open_store {
         Some(store) => {
             let seen = observe(&store);
@@ -274,7 +274,7 @@ fn case() {
 #[test]
 fn refused_memory_never_aborts_or_poisons() {
     let _alone = alone();
-    // Those operations alone whose names contain this.
+    // Runs only operations whose names contain this text.
     let only = std::env::var("REMANENT_REFUSALS").ok();
     let templates = SUBJECTS.each_ref().map(|subject| {
         let template = tempfile::tempdir().unwrap();
@@ -306,7 +306,7 @@ fn refused_memory_never_aborts_or_poisons() {
     assert!(failed.is_empty(), "{} cases failed:\n{}", failed.len(), failed.join("\n"));
 }
 
-/// Runs the processes of one operation: how many allocations were refused, and what failed.
+/// Runs the child processes of one operation. Returns how many allocations failed, and the violations.
 fn refuse_each(case: &str, template: &Path) -> (isize, Vec<String>) {
     let (mut first, mut failed) = (1, Vec::new());
     loop {

@@ -1,4 +1,5 @@
-//! Commits: groups, the hand-over to the applier, rolls, and failures that every committer must hear of.
+//! Commits: groups, the queue to the thread that applies batches, changes of the segment, and failures that
+//! must reach every committer.
 
 use std::time::Duration;
 
@@ -45,7 +46,8 @@ fn read_bytes_are_logged_bytes() {
     });
 }
 
-/// A batch that the store tells of is in every read that begins then, whichever thread logs it.
+/// A batch that the store reports as newest is included in every read that begins then, whichever thread logs
+/// it.
 #[test]
 fn read_includes_every_visible_batch() {
     explore(|time| {
@@ -69,7 +71,7 @@ fn logged_batches_become_durable_automatically() {
     explore(|time| {
         let ground = Ground::new(time, options(), 1);
         ground.count_to(2, 0, Ack::Logged);
-        // No thread waits for a sync, so only the clock makes it due.
+        // No thread waits for a sync, so it becomes due only by the clock.
         let durable = || ground.after_power_cut().1[&0];
         while durable() < 2 {
             pass(Duration::from_millis(5));
@@ -78,7 +80,7 @@ fn logged_batches_become_durable_automatically() {
     });
 }
 
-/// Lets this much time go by.
+/// Advances the simulated time by `time`.
 fn pass(time: Duration) {
     let (lock, unused) = (remanent::testing::sync::Mutex::new(()), remanent::testing::sync::Condvar::new());
     let until = remanent::testing::sync::Instant::now() + time;
@@ -103,7 +105,8 @@ fn segments_roll_under_two_writers() {
     });
 }
 
-/// The holder of the submission lock logs for the threads that wait for it: each gets its own outcome.
+/// The holder of the submission lock logs the batches of the threads that wait for it: each thread gets its
+/// own result.
 #[test]
 fn a_refused_batch_changes_no_other_outcome() {
     explore(|time| {

@@ -1,4 +1,4 @@
-//! A store on a simulated disk, whose writers count, and the state that a crash would leave of it.
+//! A store on a simulated disk with counting writers, and the state that a crash would leave.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -17,41 +17,41 @@ use remanent_format::state::rebuild::{RebuildOptions, RebuiltStore, rebuild};
 use crate::archive::Files;
 use crate::runner::Time;
 
-/// The length of each page, in bytes.
+/// Length of each page in bytes.
 pub const PAGE_LEN: u64 = 64;
 
-/// A store, its disk, and what was acknowledged.
+/// A store, its disk, and the acknowledged counts.
 pub struct Ground {
     pub disk: SimDisk,
     pub store: Store,
     time: Time,
     began: Instant,
-    /// By writer the count of the newest batch acknowledged at this level.
+    /// The count of the newest acknowledged batch, by level and writer.
     acked: Mutex<BTreeMap<(&'static str, usize), u64>>,
     writers: Vec<[PageId; 2]>,
 }
 
-/// Small segments, and no snapshots or scrubs of the store's own.
+/// Options with small segments, and without background snapshots and scrubs.
 pub fn options() -> Options {
     let options = Options::new().log(log());
     options.snapshots(SnapshotSchedule::never()).scrubs(ScrubSchedule::new().interval(None))
 }
 
-/// The log of these options.
+/// The log options.
 pub fn log() -> LogOptions {
     LogOptions::new().segment_len(16 << 10).reserve_bytes(0)
 }
 
-/// The content of a store: by writer, its count.
+/// The content of a store: the count of each writer.
 type Counts = BTreeMap<usize, u64>;
 
 impl Ground {
-    /// A new store with two pages for each writer, at count 0.
+    /// Creates a store with two pages for each writer, at count 0.
     pub fn new(time: Time, options: Options, writers: usize) -> Self {
         Self::on(time, options, writers, Arc::new(HostDevice::new()))
     }
 
-    /// The same on a device.
+    /// Creates such a store on a device.
     pub fn on(time: Time, options: Options, writers: usize, device: Arc<dyn Device>) -> Self {
         let disk = SimDisk::new();
         let store = Store::open_on(Arc::new(disk.clone()), device, options).unwrap();
@@ -65,12 +65,12 @@ impl Ground {
         Self { disk, store, time, began: Instant::now(), acked: Mutex::default(), writers }
     }
 
-    /// The two pages of a writer.
+    /// Returns the two pages of a writer.
     pub fn pages(&self, writer: usize) -> [PageId; 2] {
         self.writers[writer]
     }
 
-    /// The batch with which a writer goes on to `count`: both of its pages and the root say so.
+    /// Returns the batch that sets a writer's count, in both of its pages and in the root.
     pub fn batch(&self, writer: usize, count: u64) -> WriteBatch {
         let mut batch = self.store.batch();
         for page in self.pages(writer) {
@@ -80,8 +80,8 @@ impl Ground {
         batch
     }
 
-    /// Commits a count, waits for the acknowledgement, and checks the state that a crash would leave just
-    /// now.
+    /// Commits a count, waits for the acknowledgement, and checks the state that a crash at this point would
+    /// leave.
     pub fn count(&self, writer: usize, count: u64, ack: Ack) -> remanent::Result<Lsn> {
         let ticket = self.store.submit(self.batch(writer, count))?;
         ticket.wait(Ack::Logged)?;
@@ -91,14 +91,14 @@ impl Ground {
         Ok(ticket.position().lsn)
     }
 
-    /// Commits the counts from 1 on.
+    /// Commits the counts from 1 to `last`.
     pub fn count_to(&self, last: u64, writer: usize, ack: Ack) {
         for count in 1..=last {
             self.count(writer, count, ack).unwrap();
         }
     }
 
-    /// Holds the store to an acknowledgement from now on.
+    /// Records an acknowledgement, which must survive from now on.
     pub fn acked(&self, ack: Ack, writer: usize, count: u64) {
         let survives = match ack {
             Ack::Logged => Some("kill"),
@@ -111,19 +111,19 @@ impl Ground {
         self.check();
     }
 
-    /// The state that a death of the process would leave now.
+    /// Returns the state that a kill of the process would leave now.
     pub fn after_kill(&self) -> (Lsn, Counts) {
         let now = self.disk.events();
         let moment = self.disk.moments(now..now, Tears::None).pop().expect("now");
         counts(&self.disk.after_kill(moment), &self.writers)
     }
 
-    /// The least that a power cut would leave now.
+    /// Returns the oldest state that a power cut could leave now.
     pub fn after_power_cut(&self) -> (Lsn, Counts) {
         counts(&self.disk.after_power_cut(), &self.writers)
     }
 
-    /// Demands that a crash now would leave all that was acknowledged before.
+    /// Asserts that a crash now would preserve everything that was acknowledged before.
     pub fn check(&self) {
         let acked = self.acked.lock().clone();
         let (_, killed) = self.after_kill();
@@ -137,19 +137,19 @@ impl Ground {
         }
     }
 
-    /// A writer's count in a state that was rebuilt.
+    /// Returns a writer's count in a rebuilt state.
     pub fn count_of(&self, writer: usize, rebuilt: &RebuiltStore) -> u64 {
         count_in(rebuilt, writer, &self.writers[writer])
     }
 
-    /// Bytes of page memory that were not given up.
+    /// Returns the bytes of page memory in use.
     pub fn used_bytes(&self) -> u64 {
         let stats = self.store.stats();
         stats.places.iter().map(|(_, usage)| usage.allocated_bytes).sum()
     }
 
-    /// Reads a writer's first page, and demands that a death of the process would leave the count that was
-    /// read. Returns the count.
+    /// Reads a writer's first page, and asserts that a kill of the process would preserve the count. Returns
+    /// the count.
     pub fn read(&self, writer: usize) -> u64 {
         let mut read = vec![0; PAGE_LEN as usize];
         let lsn = self.store.read(self.pages(writer)[0], 0, &mut read).unwrap();
@@ -161,18 +161,19 @@ impl Ground {
         count
     }
 
-    /// Demands that no work took longer than that, unless any work may take any time.
+    /// Asserts that no work took longer than `time`, unless the schedule lets work take arbitrarily long.
     pub fn took_at_most(&self, time: Duration) {
         took_at_most(self.time, self.began, time);
     }
 
-    /// Closes the store: then a power cut leaves all of it, up to the batch that was submitted last. Until
-    /// then no more than `time` has passed.
+    /// Closes the store, and asserts that a power cut then preserves all of it, up to the batch submitted
+    /// last, and that no more than `time` has passed.
     pub fn close(self, newest: Lsn, time: Duration) {
         assert_eq!(self.close_moving(time), newest, "the store was closed");
     }
 
-    /// As [`close`](Self::close), of a store that moves pages by batches of its own. Returns the last one.
+    /// Like [`close`](Self::close), for a store that moves pages with batches of its own. Returns the last
+    /// batch.
     pub fn close_moving(self, time: Duration) -> Lsn {
         let submitted = self.store.lsn();
         self.store.close().unwrap();
@@ -191,7 +192,7 @@ fn took_at_most(time: Time, since: Instant, at_most: Duration) {
     assert!(time == Time::Hasty || took <= at_most, "{took:?} went by before a thread was woken");
 }
 
-/// The state that a disk holds.
+/// Returns the state on a disk.
 fn counts(disk: &SimDisk, writers: &[[PageId; 2]]) -> (Lsn, Counts) {
     let rebuilt = rebuild(&files(disk), &RebuildOptions::default()).expect("nothing is damaged");
     let counts =
@@ -199,7 +200,7 @@ fn counts(disk: &SimDisk, writers: &[[PageId; 2]]) -> (Lsn, Counts) {
     (rebuilt.table.lsn(), counts.collect())
 }
 
-/// A writer's count; each of its batches is there as a whole.
+/// Returns a writer's count, and asserts that each of its batches is complete.
 fn count_in(rebuilt: &RebuiltStore, writer: usize, pages: &[PageId; 2]) -> u64 {
     let root = rebuilt.table.root().get(&writer.to_string()).cloned().unwrap_or(Value::U64(0));
     let Value::U64(count) = root else { panic!("writer {writer} is at {root:?}") };
@@ -209,7 +210,7 @@ fn count_in(rebuilt: &RebuiltStore, writer: usize, pages: &[PageId; 2]) -> u64 {
     count
 }
 
-/// The files of a disk that no thread uses: read from here on, they give the scheduler nothing to do.
+/// Copies the files of a disk that no thread uses, so that reading them does not involve the scheduler.
 pub fn files(disk: &SimDisk) -> Files {
     let folders = [Folder::Root, Folder::Log, Folder::Pages, Folder::Snapshots];
     let names = folders.into_iter().flat_map(|folder| {
@@ -219,7 +220,7 @@ pub fn files(disk: &SimDisk) -> Files {
     Files(names.filter_map(|file| Some((file, disk.bytes(file)?))).collect())
 }
 
-/// The bytes of a page at a count.
+/// Returns the bytes of a page at a count.
 pub fn bytes(count: u64) -> Vec<u8> {
     count.to_le_bytes().repeat(PAGE_LEN as usize / 8)
 }

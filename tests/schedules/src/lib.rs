@@ -1,4 +1,4 @@
-//! The engine under schedules that a scheduler draws.
+//! The engine under many thread schedules, which a scheduler generates.
 //!
 //! It is the engine as it is, on a simulated disk and the host's memory; only its locks, waits, atomics,
 //! threads and its clock are the scheduler's (`src/base/sync` in the engine). A test is a few threads that
@@ -14,7 +14,7 @@
 //!     RUSTFLAGS="--cfg shuttle" cargo test --manifest-path tests/schedules/Cargo.toml \
 //!         --target-dir target/schedules
 //!
-//! `REMANENT_SCHEDULES=N` tries N schedules a test, `REMANENT_SEED=N` others than the usual ones. A failure
+//! `REMANENT_SCHEDULES=N` runs N schedules per test, `REMANENT_SEED=N` selects other schedules. A failure
 //! prints the schedule; `REMANENT_SCHEDULE=…` with the test's name runs that one alone.
 //!
 //! The limits: the scheduler's atomics are all sequentially consistent, and the system's work is not in it

@@ -1,4 +1,4 @@
-//! Runs the work of a test under many schedules.
+//! Runs a test under many schedules.
 
 use std::env::{self, VarError};
 use std::num::NonZero;
@@ -7,28 +7,29 @@ use remanent::testing::sync::sleeps_until;
 use shuttle::scheduler::{PctScheduler, RandomScheduler, ReplayScheduler, Schedule, Scheduler, Task, TaskId};
 use shuttle::{Config, Runner, thread};
 
-/// The number of schedules that a test tries unless told otherwise.
+/// The default number of schedules per test.
 const SCHEDULES: usize = 300;
 const SEED: u64 = 1;
-/// The engine's calls are deeper than the scheduler expects of a thread.
+/// The stack size of a thread: the engine's call chains are deeper than the scheduler's default allows.
 const STACK_BYTES: usize = 1 << 20;
-/// The number of changes of mind that a schedule of the second kind holds.
+/// The maximum number of priority changes in a schedule of the second kind.
 const DEPTH: usize = 3;
 
-/// The end of a wait that may end by time.
+/// When a wait with a timeout ends by its timeout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Time {
-    /// When no other thread can go on: as if all work took no time.
+    /// Only when no other thread can run, as if work took no time.
     Patient,
-    /// Whenever the scheduler draws it: as if any work could take any time.
+    /// Whenever the scheduler selects it, as if any work could take any time.
     Hasty,
 }
 
-/// Runs `work` under a number of schedules of each kind: threads drawn at each step, with patience and
-/// without; and threads with priorities that change now and then, which finds orders that come about rarely.
+/// Runs `work` under a number of schedules of each kind: with threads selected at random at each step, for
+/// both kinds of time; and with random thread priorities that change occasionally, which finds rare
+/// interleavings.
 pub fn explore(work: fn(Time)) {
     if let Some(schedule) = variable::<String>("REMANENT_SCHEDULE") {
-        // A schedule that was drawn with patience tells so first.
+        // The prefix of a printed schedule states the kind of time.
         let (time, schedule) = schedule.split_once(':').expect("patient:… or hasty:…");
         let time = if time == "patient" { Time::Patient } else { Time::Hasty };
         run(ReplayScheduler::new_from_encoded(schedule), time, work);
@@ -43,8 +44,8 @@ pub fn explore(work: fn(Time)) {
     run(PctScheduler::new_from_seed(seed, DEPTH, share), Time::Hasty, work);
 }
 
-/// Does all of it at once. The calling thread does nothing meanwhile: the end of a scope wakes it wherever it
-/// waits.
+/// Runs all of `works` concurrently. The calling thread does nothing else meanwhile, because the end of a
+/// thread scope wakes it wherever it waits.
 pub fn at_once(works: &[&(dyn Fn() + Sync)]) {
     thread::scope(|scope| {
         for work in works {
@@ -56,7 +57,7 @@ pub fn at_once(works: &[&(dyn Fn() + Sync)]) {
 fn run(scheduler: impl Scheduler + 'static, time: Time, work: fn(Time)) {
     let mut config = Config::new();
     config.stack_size = STACK_BYTES;
-    // The head of the library says it.
+    // The documentation of the crate states this limit.
     config.silence_warnings = true;
     eprintln!(
         "schedules of {time:?} time; REMANENT_SCHEDULE begins with `{}:`",
@@ -65,7 +66,7 @@ fn run(scheduler: impl Scheduler + 'static, time: Time, work: fn(Time)) {
     Runner::new(scheduler, config).run(move || work(time));
 }
 
-/// A variable of the environment, if it is set.
+/// Parses an environment variable, if it is set.
 fn variable<T: std::str::FromStr>(name: &str) -> Option<T> {
     match env::var(name) {
         Ok(value) => Some(value.parse().unwrap_or_else(|_| panic!("{name} is {value:?}"))),
@@ -74,8 +75,8 @@ fn variable<T: std::str::FromStr>(name: &str) -> Option<T> {
     }
 }
 
-/// Leaves a thread that waits for a time asleep as long as any other can go on; then wakes the one whose time
-/// comes first.
+/// Does not wake a thread from a timed wait as long as any other thread can run; then wakes the one with the
+/// earliest deadline.
 #[derive(Debug)]
 struct Patient<S>(S);
 

@@ -1,4 +1,4 @@
-//! Scrubs of a store that goes on meanwhile.
+//! Scrubs of a store while batches are committed.
 
 use std::time::Duration;
 
@@ -39,7 +39,7 @@ fn scrub_never_resurrects_pruned_snapshot() {
     explore(|time| {
         let ground = Ground::new(time, options().retention(Retention::new().snapshots_kept(1)), 1);
         ground.store.snapshot().unwrap();
-        // One copy of its manifest is damaged: the scrub means to write the file anew.
+        // One copy of the manifest is damaged, so the scrub rewrites the file.
         let manifest = FileName::Manifest(1);
         let byte = ground.disk.bytes(manifest).expect("it was published")[300];
         ground.disk.damage(manifest, 300, &[byte ^ 1]);
@@ -61,7 +61,8 @@ fn scrub_never_resurrects_pruned_snapshot() {
     });
 }
 
-/// The place where recovery would find the first page of a writer if the power failed now, but for the log.
+/// Returns the image from which recovery, without the log, would load the first page of a writer if the power
+/// failed now.
 fn image(ground: &Ground, writer: usize) -> ImageRef {
     let survey = Survey::read(&files(&ground.disk.after_power_cut())).unwrap();
     let newest = survey.snapshot(*survey.links.keys().next_back().expect("one was taken")).unwrap();
@@ -79,7 +80,7 @@ fn concurrent_snapshot_never_names_image_found_damaged() {
     explore(|time| {
         let ground = Ground::new(time, options().retention(Retention::new().snapshots_kept(1)), 2);
         ground.store.snapshot().unwrap();
-        // The image of a page that never changes: every snapshot names it.
+        // The image of a page that never changes, which every snapshot names.
         let damaged = image(&ground, 1);
         let file = FileName::Pages(damaged.file);
         let byte = ground.disk.bytes(file).expect("it was published")[damaged.offset as usize];
@@ -103,12 +104,12 @@ fn concurrent_snapshot_never_names_image_found_damaged() {
 #[test]
 fn scrub_ignores_concurrently_recycled_files() {
     explore(|time| {
-        // A scrub takes longer than the time between two, so that one follows the other; and it waits after
-        // each frame.
+        // A scrub takes longer than the interval between two, so that they follow each other; and it waits
+        // after each frame.
         let slow =
             options().scrubs(ScrubSchedule::new().interval(Duration::from_millis(1)).bytes_per_second(1000));
         let ground = Ground::new(time, slow.retention(Retention::new().snapshots_kept(1)), 1);
-        // A segment each.
+        // One segment per batch.
         let write = |count| {
             let mut batch = ground.batch(0, count);
             batch.note("x".repeat(7000));

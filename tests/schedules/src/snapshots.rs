@@ -1,4 +1,4 @@
-//! Snapshots during commits, on the store's own, and where memory is short.
+//! Snapshots during commits, in the background, and with little memory.
 
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ fn a_snapshot_during_commits_holds_whole_batches() {
         let write = || ground.count_to(3, 0, Ack::Logged);
         let snapshot = || {
             let snapshot = ground.store.snapshot().unwrap();
-            // I7: all that it needs is durable, and it says up to where.
+            // I7: everything that the snapshot needs is durable.
             let (durable, _) = ground.after_power_cut();
             assert!(snapshot.redo <= snapshot.end && snapshot.end <= durable, "{snapshot:?} {durable}");
         };
@@ -41,7 +41,7 @@ fn exact_snapshot_equals_state_at_its_batch() {
             };
             let alone = rebuild(&files(&ground.disk.after_power_cut()), &options).unwrap();
             assert_eq!((alone.table.lsn(), alone.batches), (snapshot.end, 0));
-            // Batch 1 made the pages, batch n + 1 filled both with n.
+            // Batch 1 created the pages; batch n + 1 filled both with n.
             let count = snapshot.end.0 - 1;
             assert_eq!(ground.count_of(0, &alone), count);
         };
@@ -51,7 +51,7 @@ fn exact_snapshot_equals_state_at_its_batch() {
 }
 
 #[test]
-fn two_snapshots_and_a_scrub_take_turns() {
+fn concurrent_snapshots_and_scrub_find_no_damage() {
     explore(|time| {
         let ground = Ground::new(time, options(), 1);
         let snapshots = || {
@@ -92,7 +92,7 @@ fn background_snapshot_is_reported() {
 #[test]
 fn snapshot_with_little_memory_blocks_no_commit() {
     explore(|time| {
-        // Both pages and one more.
+        // Memory for both pages and one more.
         let options = options().memory(MemoryOptions::new().budget(Place::Host, 3 * PAGE_LEN));
         let ground = Ground::new(time, options, 1);
         let come_and_go = || {

@@ -1,5 +1,5 @@
-//! Pages that go down and come up while others change them: no place is over its budget, no thread waits for
-//! room that never comes, and a crash leaves what was acknowledged, wherever the pages are.
+//! Pages are demoted and promoted while other threads change them: no place exceeds its budget, no thread
+//! waits for space for ever, and a crash preserves what was acknowledged, wherever the pages are.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use remanent::{Ack, Options, PageId, Place};
 use crate::ground::{Ground, PAGE_LEN, options};
 use crate::runner::{Time, at_once, explore};
 
-/// Pages that the first place has room for.
+/// Number of pages that fit into the first place.
 const ROOM: u64 = 3;
 
 fn tiered() -> Options {
@@ -19,7 +19,7 @@ fn tiered() -> Options {
     options().ack(Ack::Applied).memory(memory).tiers(Tiers::new([Place::Host, Place::Disk]).lru())
 }
 
-/// A ground whose writer has two pages in the first place, and three more on disk, of ones.
+/// Returns a store whose writer has two pages in the first place, and three more pages of ones on disk.
 fn ground(time: Time) -> (Ground, Vec<PageId>) {
     let ground = Ground::new(time, tiered(), 1);
     let mut batch = ground.store.batch();
@@ -38,7 +38,7 @@ fn close(ground: Ground, others: &[PageId]) {
     let peak =
         ground.store.stats().places.iter().find(|(place, _)| *place == Place::Host).unwrap().1.peak_bytes;
     assert!(peak <= ROOM * PAGE_LEN, "{peak} bytes at once");
-    // A page that goes down waits for its image, and a caller that waits for room looks again now and then.
+    // A demotion waits for the page's image, and a caller that waits for space checks again at intervals.
     ground.close_moving(Duration::from_secs(3600));
 }
 
@@ -86,8 +86,8 @@ fn snapshot_is_complete_during_moves() {
     });
 }
 
-/// A caller goes through pages ahead of which the store reads, another one gives its own up half way, and a
-/// third changes what may be on its way.
+/// One caller uses pages that the store prefetches in order, another drops its read-ahead half way, and a
+/// third changes pages that may be moving.
 #[test]
 fn prefetched_pages_are_ready_on_time() {
     explore(|time| {

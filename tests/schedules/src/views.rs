@@ -1,5 +1,5 @@
-//! Lookups and views during commits: all of a batch is seen at once, only logged batches are seen, and a
-//! batch that a returned call was told of is logged.
+//! Lookups and views during commits: a batch is visible completely or not at all, only logged batches are
+//! visible, and a batch reported by a completed call is logged.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use crate::runner::{at_once, explore};
 
 const WAYS: [LogIo; 3] = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct];
 
-/// The count of a writer in the root.
+/// Returns the count of a writer in the root.
 fn count(root: &remanent::Metadata, writer: usize) -> u64 {
     match root.get(&writer.to_string()) {
         Some(Value::U64(count)) => *count,
@@ -37,13 +37,13 @@ fn view_is_of_one_logged_batch() {
                     let (left, _) = ground.after_kill();
                     // I1
                     assert!(left >= view.lsn(), "batch {} was seen, and a kill leaves {left}", view.lsn());
-                    // Batch 1 made the pages, batch n + 1 counted to n in both.
+                    // Batch 1 created the pages; batch n + 1 counted to n in both.
                     let lsns = ground.pages(0).map(|page| view.page(page).unwrap().lsn);
                     assert_eq!(lsns, [view.lsn(); 2]);
                     assert_eq!((count(&view.root(), 0), view.page_count()), (view.lsn().0 - 1, 2));
                     assert!(view.pages().all(|info| info.lsn == view.lsn()));
                 }
-                // The state of its own batch, whatever was cut off since.
+                // The view has the state of its own batch, whatever was removed since.
                 let lsns = ground.pages(0).map(|page| early.page(page).unwrap().lsn);
                 assert_eq!((lsns, count(&early.root(), 0)), ([early.lsn(); 2], early.lsn().0 - 1));
             };

@@ -2,10 +2,15 @@
 
 use std::collections::BTreeSet;
 use std::path::Path;
+use std::sync::Arc;
 
+use remanent::disk::Disk;
+use remanent::disk::dir::DirDisk;
 use remanent::error::FileName;
 use remanent::options::Create;
-use remanent::{Error, Options, Retention, Store};
+use remanent::{Error, Options, Retention, Store, SurveyedStore};
+use remanent_format::state::follow::Resolution;
+use remanent_format::state::survey::Survey;
 
 use crate::cli::exit::Failure;
 
@@ -17,10 +22,25 @@ pub fn open(dir: &Path, create: Create) -> Result<Store, Failure> {
     options.open(dir).map_err(engine_failure)
 }
 
-/// Returns the files that an open or a prune would remove because they are not needed. Returns an empty set if the
-/// engine cannot open the store, because all files of a damaged store may be evidence.
-pub fn unneeded(dir: &Path) -> BTreeSet<FileName> {
-    let pruned = Store::would_prune_at(dir, &Retention::default().names_only(true));
+/// Returns the files that an open or a prune would remove because they are not needed. `newest` is the newest state of
+/// `survey`, or `None` if the engine must look for a state that can be opened. `holder` is the process that had the store
+/// open before the survey. Returns an empty set if the engine cannot open the store, because all files of a damaged store
+/// may be evidence.
+pub fn unneeded(
+    dir: &Path,
+    survey: &Survey,
+    newest: Option<&Resolution>,
+    holder: Option<u32>,
+) -> BTreeSet<FileName> {
+    let disk: Arc<dyn Disk> = Arc::new(DirDisk::new(dir));
+    let retention = Retention::default().names_only(true);
+    let pruned = match newest {
+        Some(newest) => {
+            let store = SurveyedStore { survey, newest, is_locked: holder.is_some() };
+            Store::would_prune_surveyed(&disk, &store, &retention)
+        }
+        None => Store::would_prune_on(&disk, &retention),
+    };
     pruned.map(|pruned| pruned.files.into_iter().map(|(file, _)| file).collect()).unwrap_or_default()
 }
 

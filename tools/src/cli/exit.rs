@@ -14,7 +14,7 @@ use std::process::ExitCode;
 /// The result of a command that ran to completion and printed its results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ending {
-    /// The command found neither damage nor a difference.
+    /// The command succeeded, and found neither damage nor a difference.
     Fine,
     /// The command found and listed damage or a difference.
     Difference,

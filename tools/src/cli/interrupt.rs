@@ -44,11 +44,11 @@ impl Drop for InterruptGuard {
 impl Interrupt {
     /// Starts to record Ctrl-C in a flag. Ctrl-C no longer ends the process.
     pub fn listen() -> Result<Self, Failure> {
-        let (pressed, told) = UnixStream::pair().map_err(cannot_listen)?;
+        let (pressed, writer) = UnixStream::pair().map_err(cannot_listen)?;
         let is_noted = Arc::new(AtomicBool::new(false));
         let first = flag::register(SIGINT, is_noted.clone()).map_err(cannot_listen)?;
         // Handlers run in the order of registration, so the flag is set before the pipe becomes readable.
-        let second = low_level::pipe::register(SIGINT, told).map_err(cannot_listen)?;
+        let second = low_level::pipe::register(SIGINT, writer).map_err(cannot_listen)?;
         Ok(Self(Arc::new(InterruptGuard { is_noted, pressed, registered: [first, second] })))
     }
 

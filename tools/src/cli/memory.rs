@@ -15,13 +15,13 @@ pub struct MemoryLimit {
 }
 
 impl MemoryLimit {
-    /// Returns the limit in bytes that the user specified, or `u64::MAX`. Used by commands whose memory use does not
-    /// depend on page lengths.
+    /// Returns the limit in bytes that the user specified, or `u64::MAX` if there is none. Used by commands whose
+    /// memory use does not depend on page lengths.
     pub fn given(self) -> u64 {
         self.memory_max.unwrap_or(u64::MAX)
     }
 
-    /// Returns the limit in bytes that the user specified, or the available memory of the machine.
+    /// Returns the limit in bytes that the user specified, or by default the available memory of the machine.
     pub fn limit(self) -> u64 {
         self.memory_max.unwrap_or_else(available)
     }

@@ -12,6 +12,20 @@ pub fn be_quiet() {
     QUIET.store(true, Ordering::Relaxed);
 }
 
+/// Returns true if bars and notes on standard error are hidden.
+#[cfg(feature = "archive")]
+pub fn is_quiet() -> bool {
+    QUIET.load(Ordering::Relaxed)
+}
+
+/// Creates a bar with the label `what` that counts objects to an unknown total.
+#[cfg(feature = "archive")]
+pub fn objects(what: &str) -> ProgressBar {
+    let style = ProgressStyle::with_template("{msg:28} {human_pos} objects {elapsed}")
+        .expect("the template is a constant");
+    bar(0, what).with_style(style)
+}
+
 /// Creates a bar with the label `what` that counts to `total`.
 pub fn bar(total: u64, what: &str) -> ProgressBar {
     let style = ProgressStyle::with_template("{msg:28} [{bar:32}] {human_pos}/{human_len} {elapsed}")

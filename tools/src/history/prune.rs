@@ -23,7 +23,7 @@ use crate::read::store_dir::StoreDir;
 const EXAMPLES: &str = "\
 A snapshot is kept, together with the log after it, if any rule keeps the snapshot. At least one rule is required, \
 because a store does not record the rules of the application that writes it, such as snapshots_kept and log_kept. \
-Named snapshots are kept until their names are given up. If only --name is specified, only the snapshots with these \
+Named snapshots are kept until their names are released. If only --name is specified, only the snapshots with these \
 names are removed. The newest snapshot is always kept. Without --yes, the store is not modified and may be open in \
 another process.
 
@@ -31,10 +31,10 @@ Examples:
   remanent prune store --snapshots 2                   print what would be removed
   remanent prune store --snapshots 5 --age 7d --yes    keep five snapshots and all of the last week
   remanent prune store --log-bytes 1000000000          also keep this much log for restores
-  remanent prune store --name before-tuning --yes      give up a name and remove its snapshot";
+  remanent prune store --name before-tuning --yes      release a name and remove its snapshot";
 
 const NO_RULE: &str = "no rule was specified, and the store does not record the rules of its application; specify \
-what to keep with --snapshots, --age or --log-bytes, or a name to give up with --name";
+what to keep with --snapshots, --age or --log-bytes, or a name to release with --name";
 
 /// Remove old snapshots and log, or print what would be removed
 #[derive(clap::Args)]
@@ -51,7 +51,7 @@ pub struct Prune {
     /// Keep at least BYTES of the log
     #[arg(long, value_name = "BYTES")]
     log_bytes: Option<u64>,
-    /// Give up this snapshot name, and remove the snapshot unless another rule keeps it
+    /// Release this snapshot name, and remove the snapshot unless another rule keeps it
     #[arg(long, value_name = "NAME")]
     name: Vec<String>,
     /// Delete. Without this flag, only print what would be deleted
@@ -82,12 +82,12 @@ impl Prune {
             return Err(Failure::Environment(NO_RULE.to_owned()));
         }
         let rules = self.rules();
-        // Snapshots whose names are given up.
-        let mut given_up = Vec::new();
+        // Snapshots whose names are released.
+        let mut released = Vec::new();
         let pruned = if self.yes {
             let interrupt = Interrupt::listen()?;
             let store = engine::open(&self.dir, Create::Never)?;
-            given_up =
+            released =
                 self.holders(store.snapshots().into_iter().filter_map(|info| Some((info.name?, info.id))))?;
             if interrupt.is_noted() {
                 return Ok(Ending::Interrupted);
@@ -100,18 +100,18 @@ impl Prune {
             if !self.name.is_empty() {
                 let view = PartialView::take(&StoreDir::open(&self.dir)?)?;
                 let manifests = view.snapshots().filter_map(|id| view.survey.snapshot(id).ok());
-                given_up =
+                released =
                     self.holders(manifests.filter_map(|found| Some((found.name.clone()?, found.snapshot))))?;
             }
             Store::would_prune_at(&self.dir, &rules).map_err(engine_failure)?
         };
         let is_gone = |id: &SnapshotId| pruned.snapshots.iter().any(|info| info.id == *id);
-        given_up.retain(|id| !is_gone(id) && !pruned.held.contains(id));
-        self.report(&pruned, &given_up, out)?;
+        released.retain(|id| !is_gone(id) && !pruned.held.contains(id));
+        self.report(&pruned, &released, out)?;
         Ok(Ending::Fine)
     }
 
-    /// Returns the snapshots whose names the user gives up. Returns an error for a name that no snapshot has. A
+    /// Returns the snapshots whose names the user releases. Returns an error for a name that no snapshot has, because a
     /// misspelled name would otherwise keep the snapshot silently.
     fn holders(&self, named: impl Iterator<Item = (String, SnapshotId)>) -> Result<Vec<SnapshotId>, Failure> {
         let named: BTreeMap<String, SnapshotId> = named.collect();
@@ -140,7 +140,7 @@ impl Prune {
     }
 
     /// Prints the result. `kept` contains the snapshots that remain because of other rules although their names are
-    /// given up.
+    /// released.
     fn report(&self, pruned: &PruneReport, kept: &[SnapshotId], out: &mut Output) -> Result<(), Failure> {
         if self.json {
             let file = |(file, bytes): &(FileName, u64)| json!({ "file": file.to_string(), "bytes": bytes });

@@ -1,4 +1,4 @@
-//! `remanent restore` returns a store to an earlier state by committing one more batch.
+//! `remanent restore` returns a store to an earlier state by committing one more batch, or makes a store from an archive.
 
 use std::path::PathBuf;
 
@@ -7,7 +7,11 @@ use remanent::options::Create;
 
 use crate::cli::engine;
 use crate::cli::engine::engine_failure;
+#[cfg(not(feature = "archive"))]
+use crate::cli::exit::Failure;
 use crate::cli::exit::{Ending, Outcome};
+#[cfg(feature = "archive")]
+use crate::cli::interrupt;
 use crate::cli::interrupt::Interrupt;
 use crate::cli::json::object;
 use crate::cli::output::Output;
@@ -22,15 +26,31 @@ Examples:
   remanent restore store --at lsn:7
   remanent restore store --at before-tuning";
 
-/// Return a store to an earlier state
+#[cfg(feature = "archive")]
+const FROM_ARCHIVE: &str = "
+
+From an archive: with --from, the directory must not exist, be empty, or contain an unfinished restore. It becomes the \
+store at the end of the archive, with the same id, and continues the archive: the directory that pushed before is refused \
+from then on, as soon as the restore begins. A restore that was interrupted leaves a directory that cannot be opened; run \
+the same command again. `remanent archive --help` lists URLs and settings.
+
+  remanent restore --from s3://bucket/run-7 store
+  remanent restore --from file:///mnt/nas/run-7 store";
+#[cfg(not(feature = "archive"))]
+const FROM_ARCHIVE: &str = "";
+
+/// Return a store to an earlier state, or restore one from its archive
 #[derive(clap::Args)]
-#[command(after_help = EXAMPLES)]
+#[command(after_help = format!("{EXAMPLES}{FROM_ARCHIVE}"))]
 pub struct Restore {
     /// Store directory
     dir: PathBuf,
     /// State to restore: lsn:N, snapshot:N or the name of a snapshot
-    #[arg(long)]
-    at: StatePoint,
+    #[arg(long, required_unless_present = "from", conflicts_with = "from")]
+    at: Option<StatePoint>,
+    /// URL of the archive whose newest state becomes the store
+    #[arg(long, value_name = "URL")]
+    from: Option<String>,
     /// Print the result as a JSON object
     #[arg(long)]
     json: bool,
@@ -38,10 +58,11 @@ pub struct Restore {
 
 impl Restore {
     pub fn run(&self, out: &mut Output) -> Outcome {
+        let Some(at) = &self.at else { return self.run_from_archive(out) };
         let interrupt = Interrupt::listen()?;
         let dir = StoreDir::open(&self.dir)?;
         // Check the state first, because an open for writing changes the files of the store.
-        let restored = KeptStates::with_retry(&dir, |past| Ok(past.table(past.lsn(Some(&self.at))?)?.lsn()))?;
+        let restored = KeptStates::with_retry(&dir, |past| Ok(past.table(past.lsn(Some(at))?)?.lsn()))?;
         let store = engine::open(&self.dir, Create::Never)?;
         if interrupt.is_noted() {
             return Ok(Ending::Interrupted);
@@ -55,5 +76,19 @@ impl Restore {
             out.line(format_args!("lsn {lsn}: restored the state after lsn {restored}"))?;
         }
         Ok(Ending::Fine)
+    }
+
+    #[cfg(feature = "archive")]
+    fn run_from_archive(&self, out: &mut Output) -> Outcome {
+        // An interrupted restore is repeated, at whatever moment it ends.
+        interrupt::end_at_once()?;
+        let url = self.from.as_deref().unwrap_or_default();
+        crate::archive::restore::restore(&self.dir, url, self.json, out)
+    }
+
+    #[cfg(not(feature = "archive"))]
+    fn run_from_archive(&self, _: &mut Output) -> Outcome {
+        let reason = "this build has no archives; build it with the feature `archive`";
+        Err(Failure::Environment(reason.to_owned()))
     }
 }

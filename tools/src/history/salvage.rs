@@ -90,7 +90,7 @@ struct Remains {
     damaged_pages: Vec<InexactPage>,
 }
 
-/// The reason why the command stopped before the new store was complete.
+/// The reason why a salvage stopped before the new store was complete.
 enum SalvageStop {
     Interrupted,
     Failed(Failure),

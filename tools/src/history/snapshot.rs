@@ -15,7 +15,7 @@ use crate::cli::output::Output;
 const EXAMPLES: &str = "\
 The store must not be open, because a program that has the store open takes its own snapshots. Ctrl-C waits until the \
 snapshot is complete. An exact snapshot can be restored without the log. A named snapshot is exact, and is kept until \
-`remanent prune` gives up its name.
+`remanent prune` releases its name.
 
 Examples:
   remanent snapshot store
@@ -32,7 +32,7 @@ pub struct Snapshot {
     /// Capture all pages as of one batch, so that the snapshot can be restored without the log
     #[arg(long)]
     exact: bool,
-    /// Name of the snapshot. A named snapshot is exact, and is kept until `remanent prune` gives up its name
+    /// Name of the snapshot. A named snapshot is exact, and is kept until `remanent prune` releases its name
     #[arg(long)]
     name: Option<String>,
     /// Print the result as a JSON object

@@ -7,7 +7,6 @@ use remanent_format::log::Segment;
 use remanent_format::op::{Op, decode_payload};
 use remanent_format::{FileName, Folder, Lsn, SnapshotId};
 
-use crate::cli::engine;
 use crate::read::partial_view::PartialView;
 use crate::read::scan::Scan;
 use crate::read::store_dir::StoreDir;
@@ -21,8 +20,9 @@ pub struct Reason {
     pub bytes: u64,
     /// Purpose of the file, as text.
     pub why: String,
-    /// Whether the file can be deleted without loss. Deleting it manually is safe only while the store is closed.
-    pub may_go: bool,
+    /// Whether no state needs the file, so that deleting the file loses nothing. Delete files manually only while the
+    /// store is closed.
+    pub is_deletable: bool,
 }
 
 /// What the files of a store are needed for: references from snapshots and batches, and the state of the log.
@@ -37,30 +37,40 @@ struct References {
     last_segment: Option<u64>,
     /// Highest number of a segment that contains frames.
     last_frames: u64,
-    /// Files that an open would remove, or a prune without rules.
+    /// Files that an open, or a prune without rules, would remove.
     unneeded: BTreeSet<FileName>,
     /// Whether a process has the store open.
     is_open: bool,
 }
 
-/// Returns the purposes of all files, in the order of folders and names.
-pub fn reasons(dir: &StoreDir, view: &PartialView) -> std::io::Result<Vec<Reason>> {
+/// Returns the purposes of all files, in the order of folders and names. `unneeded` contains the files that an open would
+/// remove, or a prune without rules.
+pub fn reasons(
+    dir: &StoreDir,
+    view: &PartialView,
+    unneeded: BTreeSet<FileName>,
+) -> std::io::Result<Vec<Reason>> {
     let files = dir.files()?;
     let names = files.iter().filter_map(|(folder, name, _)| FileName::parse(*folder, name));
-    let references = References::collect(dir, view, names);
+    let references = References::collect(dir, view, unneeded, names);
     let reason = |(folder, name, bytes): (Folder, String, u64)| {
-        let (file, (why, may_go)) = match FileName::parse(folder, &name) {
+        let (file, (why, is_deletable)) = match FileName::parse(folder, &name) {
             Some(file) => (file.to_string(), references.why(view, file)),
             None if folder == Folder::Root => (name, ("not a file of a store".to_owned(), false)),
             None => (format!("{}/{name}", folder.name()), ("not a file of a store".to_owned(), false)),
         };
-        Reason { file, bytes, why, may_go }
+        Reason { file, bytes, why, is_deletable }
     };
     Ok(files.into_iter().map(reason).collect())
 }
 
 impl References {
-    fn collect(dir: &StoreDir, view: &PartialView, mut files: impl Iterator<Item = FileName>) -> Self {
+    fn collect(
+        dir: &StoreDir,
+        view: &PartialView,
+        unneeded: BTreeSet<FileName>,
+        mut files: impl Iterator<Item = FileName>,
+    ) -> Self {
         let last_frames = view.survey.log.segments().iter().rfind(|(_, segment)| segment.frames.is_some());
         let mut references = Self {
             log_from: view
@@ -72,7 +82,7 @@ impl References {
             restores: BTreeMap::new(),
             last_segment: view.survey.log.segments().keys().next_back().copied(),
             last_frames: last_frames.map_or(0, |(number, _)| *number),
-            unneeded: engine::unneeded(dir.path()),
+            unneeded,
             is_open: dir.holder().is_some(),
         };
         for manifest in view.survey.links.keys().filter_map(|link| view.survey.snapshot(*link).ok()) {
@@ -135,6 +145,9 @@ impl References {
             FileName::Store => "identity of the store; required to open it".to_owned(),
             FileName::Lock => "locked while a process has the store open".to_owned(),
             FileName::Readers => "locks that readers hold on snapshots".to_owned(),
+            FileName::Archive => {
+                "fences and batches that this directory archived; required to archive more".to_owned()
+            }
             FileName::Segment(number) => match view.survey.log.segments().get(&number) {
                 Some(found) => self.why_segment(number, found),
                 None => "removed meanwhile".to_owned(),

@@ -8,6 +8,7 @@ use remanent_format::SnapshotId;
 use remanent_format::manifest::Manifest;
 use serde_json::json;
 
+use crate::cli::engine;
 use crate::cli::exit::{Ending, Failure, Outcome};
 use crate::cli::json;
 use crate::cli::json::object;
@@ -20,10 +21,11 @@ use crate::read::partial_view::PartialView;
 use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
-The first line states whether damage was found. Images are not read; `remanent verify` reads all files. `lsn` is the \
-last batch that recovery would find now, and `durable` is the last batch that is known to survive a power cut. A torn \
-tail is an incomplete end of the log, which a crash left. No batch in it was acknowledged as durable, and the next \
-open for writing removes it.
+The first line states whether damage was found. `info` reads the indexes of all snapshots and the log after the newest \
+snapshot, and checks their checksums. It does not read page data in images or the log before that snapshot; `remanent \
+verify` reads and checks all files. `lsn` is the last batch that recovery would find now, and `durable` is the last \
+batch that is known to survive a power cut. A torn tail is an incomplete end of the log, which a crash left. No batch \
+in it was acknowledged as durable, and the next open for writing removes it.
 
 Examples:
   remanent info store
@@ -40,7 +42,7 @@ pub struct Info {
     json: bool,
 }
 
-/// The content of the report: the readable parts of the store, and the purposes of its files.
+/// The contents of the report: the readable parts of the store, and the purposes of its files.
 struct InfoReport {
     view: PartialView,
     files: Vec<Reason>,
@@ -50,11 +52,14 @@ struct InfoReport {
 impl Info {
     pub fn run(&self, out: &mut Output) -> Outcome {
         let dir = StoreDir::open(&self.dir)?;
+        // Determined before the files are read: a writer that opens the store later removes unneeded files first.
+        let holder = dir.holder();
         let view = PartialView::take(&dir)?;
-        let files = reasons(&dir, &view).map_err(|error| {
+        let unneeded = engine::unneeded(dir.path(), &view.survey, view.undamaged_state(), holder);
+        let files = reasons(&dir, &view, unneeded).map_err(|error| {
             Failure::Environment(format!("cannot read {}: {error}", dir.path().display()))
         })?;
-        let report = InfoReport { view, files, holder: dir.holder() };
+        let report = InfoReport { view, files, holder };
         if self.json {
             out.line(report.json())?;
         } else {
@@ -131,7 +136,7 @@ impl InfoReport {
         let count = self.view.damage.len();
         let defects = if count == 1 { "1 defect".to_owned() } else { format!("{count} defects") };
         match &self.view.state {
-            _ if count == 0 => "no damage found; images were not read".to_owned(),
+            _ if count == 0 => "no damage found; page data was not read: run `remanent verify`".to_owned(),
             Some(_) => format!("DAMAGED, {defects}; `remanent verify` reports the cost"),
             None => format!("DAMAGED, {defects}; no state can be recovered"),
         }
@@ -177,14 +182,14 @@ impl InfoReport {
 }
 
 fn file_json(reason: &Reason) -> serde_json::Value {
-    json!({ "file": reason.file, "bytes": reason.bytes, "why": reason.why, "may_go": reason.may_go })
+    json!({ "file": reason.file, "bytes": reason.bytes, "why": reason.why, "deletable": reason.is_deletable })
 }
 
 fn file_table(files: &[Reason]) -> Table {
-    let mut table = with_header(["FILE", "BYTES", "MAY GO", "PURPOSE"], [1]);
+    let mut table = with_header(["FILE", "BYTES", "DELETABLE", "PURPOSE"], [1]);
     for reason in files {
-        let may_go = if reason.may_go { "yes" } else { "no" };
-        table.add_row([&reason.file, &reason.bytes.to_string(), may_go, &reason.why]);
+        let deletable = if reason.is_deletable { "yes" } else { "no" };
+        table.add_row([&reason.file, &reason.bytes.to_string(), deletable, &reason.why]);
     }
     table
 }

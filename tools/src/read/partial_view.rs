@@ -178,6 +178,11 @@ impl PartialView {
         self.state.as_ref()?.end.as_ref()
     }
 
+    /// Returns the newest state at the end of the log, or `None` if damage was found.
+    pub fn undamaged_state(&self) -> Option<&Resolution> {
+        self.state.as_ref().filter(|state| state.end.is_some() && self.damage.is_empty())
+    }
+
     /// Returns an error that lists all damage, unless there is no damage.
     pub fn check_undamaged(&self) -> Result<(), Failure> {
         let lines: Vec<String> = self.damage.iter().map(ToString::to_string).collect();

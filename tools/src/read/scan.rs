@@ -1,7 +1,9 @@
 //! A scan of all frames in the log whose headers name their own location, in the order of segments and offsets.
 //!
-//! Recovery stops at the first invalid frame. The inspection of a damaged store also needs the frames after it. The
-//! scan therefore returns every such frame, and reports how the frame is related to the previous frame.
+//! Recovery stops at the first invalid frame. An inspection of a damaged store also needs the frames after that frame.
+//! The scan therefore returns every such frame, and reports how the frame is related to the previous frame.
+
+use std::io;
 
 use remanent_format::frame::{
     FRAME_HEADER_LEN, FrameHeader, FrameHeaderRaw, FrameKind, UncheckedFrame, check_payload,
@@ -38,6 +40,9 @@ pub struct ScannedFrame {
     pub payload: Result<Vec<u8>, Defect>,
 }
 
+/// The number of bytes of a segment that are read at a time, so that a log of short frames needs few reads.
+const READ_LEN: u64 = 1 << 20;
+
 /// An iterator over all frames of a log whose headers name their own location.
 pub struct Scan<'s> {
     source: &'s dyn ReadAt,
@@ -49,13 +54,28 @@ pub struct Scan<'s> {
     offset: u64,
     file_len: u64,
     before: Option<LogPoint>,
+    /// The bytes of the segment that were read last.
+    buffer: Vec<u8>,
+    /// Offset of `buffer` in the segment.
+    buffer_at: u64,
 }
 
 impl<'s> Scan<'s> {
     /// Creates a scan of all segments in the map.
     pub fn new(source: &'s dyn ReadAt, store: StoreId, map: &'s LogMap) -> Self {
         let segments = map.segments().keys().rev().copied().collect();
-        Self { source, store, map, segments, segment: 0, offset: 0, file_len: 0, before: None }
+        Self {
+            source,
+            store,
+            map,
+            segments,
+            segment: 0,
+            offset: 0,
+            file_len: 0,
+            before: None,
+            buffer: Vec::new(),
+            buffer_at: 0,
+        }
     }
 
     /// Advances to the next segment. Returns `None` after the last segment.
@@ -63,6 +83,7 @@ impl<'s> Scan<'s> {
         let number = self.segments.pop()?;
         let segment = &self.map.segments()[&number];
         (self.segment, self.offset, self.file_len) = (number, SEGMENT_HEADER_BLOCK, segment.file_len);
+        self.buffer.clear();
         if let Ok(header) = &segment.header
             && let Some(opening) = header.opening
         {
@@ -71,26 +92,45 @@ impl<'s> Scan<'s> {
         Some(())
     }
 
-    /// Returns the frame at the current offset, or `None` if no header at this offset names its own location.
-    fn frame_here(&self) -> Option<UncheckedFrame> {
-        let mut bytes = [0; FrameHeaderRaw::LEN];
-        self.source.read_at(FileName::Segment(self.segment), self.offset, &mut bytes).ok()?;
-        let frame = UncheckedFrame::decode(&bytes).ok()?;
-        frame.is_at(self.store, self.segment, self.offset).then_some(frame)
+    /// Returns `len` bytes of the segment at `offset`. The range must be within the file.
+    fn bytes(&mut self, offset: u64, len: usize) -> io::Result<&[u8]> {
+        let buffered = self.buffer_at..self.buffer_at + self.buffer.len() as u64;
+        let end = offset + len as u64;
+        if offset < buffered.start || end > buffered.end {
+            // A bad sector must not make the bytes before it unreadable.
+            let ahead = (offset + READ_LEN).min(self.file_len).max(end);
+            self.fill(offset, ahead).or_else(|_| self.fill(offset, end))?;
+        }
+        let at = (offset - self.buffer_at) as usize;
+        Ok(&self.buffer[at..at + len])
     }
 
-    fn payload(&self, header: &FrameHeader) -> Result<Vec<u8>, Defect> {
+    /// Replaces the content of the buffer with a range of the segment.
+    fn fill(&mut self, from: u64, to: u64) -> io::Result<()> {
+        self.buffer_at = from;
+        self.buffer.resize((to - from) as usize, 0);
+        let read = self.source.read_at(FileName::Segment(self.segment), from, &mut self.buffer);
+        read.inspect_err(|_| self.buffer.clear())
+    }
+
+    /// Returns the frame at the current offset, or `None` if no header at this offset names its own location.
+    fn frame_here(&mut self) -> Option<UncheckedFrame> {
+        let (store, segment, offset) = (self.store, self.segment, self.offset);
+        let frame = UncheckedFrame::decode(self.bytes(offset, FrameHeaderRaw::LEN).ok()?).ok()?;
+        frame.is_at(store, segment, offset).then_some(frame)
+    }
+
+    fn payload(&mut self, header: &FrameHeader) -> Result<Vec<u8>, Defect> {
         // Check that the file is long enough before the length is used.
         let end = header.offset.saturating_add(FRAME_HEADER_LEN + u64::from(header.payload_len));
         if end > self.file_len {
             return Err(Defect::Truncated { needed: end, have: self.file_len });
         }
-        let mut payload = vec![0; header.payload_len as usize];
-        self.source
-            .read_at(FileName::Segment(self.segment), header.offset + FRAME_HEADER_LEN, &mut payload)
+        let payload = self
+            .bytes(header.offset + FRAME_HEADER_LEN, header.payload_len as usize)
             .map_err(|error| Defect::Unreadable(error.to_string()))?;
-        check_payload(header, &payload)?;
-        Ok(payload)
+        check_payload(header, payload)?;
+        Ok(payload.to_vec())
     }
 
     /// Returns how a frame is related to the previous frames, and the point at the end of the frame.

@@ -27,7 +27,7 @@ impl FromStr for Selector {
         };
         match text.split_once(':') {
             _ if text.is_empty() => Err("expected the number, key or tensor name of a page".to_owned()),
-            Some(("key", "")) => Err("a key is 1 to 64 bytes long".to_owned()),
+            Some(("key", "")) => Err("key length is 0 bytes, expected 1 to 64 bytes".to_owned()),
             Some(("key", key)) => Ok(Self::Key(key.to_owned())),
             Some(("page", page)) => Ok(Self::Number(number(page)?)),
             _ if text.bytes().all(|byte| byte.is_ascii_digit()) => Ok(Self::Number(number(text)?)),
@@ -154,7 +154,7 @@ mod tests {
             ("key:plian", Err("there is no page with key \"plian\"; did you mean \"plain\"?")),
             ("long", Err("there is no tensor or key \"long\"; did you mean \"encoder/long\"?")),
             ("", Err("expected the number, key or tensor name of a page")),
-            ("key:", Err("a key is 1 to 64 bytes long")),
+            ("key:", Err("key length is 0 bytes, expected 1 to 64 bytes")),
             ("page:x", Err("expected the number of a page, found \"x\"")),
             ("99999999999999999999", Err("expected the number of a page, found \"99999999999999999999\"")),
         ] {

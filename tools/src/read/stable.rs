@@ -77,7 +77,7 @@ mod tests {
 
     struct Reads {
         /// Damage that each call of `read_once` received.
-        told: Vec<Vec<u8>>,
+        received: Vec<Vec<u8>>,
         /// Result of the last call, and the damage to report.
         outcome: Result<(usize, Vec<u8>), Failure>,
     }
@@ -86,39 +86,39 @@ mod tests {
     fn changing(reads: &[&[u8]]) -> Reads {
         let folder = tempfile::tempdir().unwrap();
         let dir = StoreDir::open(folder.path()).unwrap();
-        let mut told = Vec::new();
+        let mut received = Vec::new();
         let outcome = read_until_stable(
             &dir,
             |before: Option<&[u8]>| {
-                told.push(before.unwrap_or_default().to_vec());
-                File::create(folder.path().join(told.len().to_string())).unwrap();
-                Ok(told.len() - 1)
+                received.push(before.unwrap_or_default().to_vec());
+                File::create(folder.path().join(received.len().to_string())).unwrap();
+                Ok(received.len() - 1)
             },
             |read| reads[*read].to_vec(),
         );
-        Reads { told, outcome }
+        Reads { received, outcome }
     }
 
     #[test]
     fn persistent_damage_is_reported() {
         let reads = changing(&[b"abc", b"abd", b"bad", b"ba", b"cba"]);
         assert!(matches!(reads.outcome, Ok((4, damage)) if damage == b"ba"));
-        let told: [&[u8]; 5] = [b"", b"abc", b"ab", b"ba", b"ba"];
-        assert_eq!(reads.told, told);
+        let received: [&[u8]; 5] = [b"", b"abc", b"ab", b"ba", b"ba"];
+        assert_eq!(reads.received, received);
     }
 
     #[test]
     fn reading_stops_at_first_clean_read() {
         let reads = changing(&[b"a", b"a", b"", b"a"]);
         assert!(matches!(reads.outcome, Ok((2, damage)) if damage.is_empty()));
-        assert_eq!(reads.told.len(), 3);
+        assert_eq!(reads.received.len(), 3);
     }
 
     #[test]
     fn varying_damage_means_concurrent_writes() {
         let reads = changing(&[b"a", b"b", b"c", b"d", b"e"]);
         assert!(matches!(reads.outcome, Err(Failure::Environment(text)) if text.contains("changes faster")));
-        assert_eq!(reads.told.len(), READS_MAX);
+        assert_eq!(reads.received.len(), READS_MAX);
     }
 
     #[test]

@@ -79,7 +79,7 @@ impl<'d> KeptStates<'d> {
 
     /// Returns the pages and the root after batch `until`, without the bytes of the pages.
     pub fn table(&self, until: Option<Lsn>) -> Result<PageTable, Failure> {
-        self.first_that_holds(until, |resolution, _| Ok(resolution.resolved.table))
+        self.first_success(until, |resolution, _| Ok(resolution.resolved.table))
     }
 
     /// Proves the bytes of the pages that `wanted` selects, in the state after batch `until`.
@@ -89,14 +89,14 @@ impl<'d> KeptStates<'d> {
         page_bytes_max: u64,
         wanted: impl Fn(&PageInfo) -> bool,
     ) -> Result<PageBytes<'d>, Failure> {
-        self.first_that_holds(until, |resolution, op_locations| {
+        self.first_success(until, |resolution, op_locations| {
             PageBytes::prove(self.dir, resolution, op_locations, page_bytes_max, &wanted)?.whole()
         })
     }
 
     /// Computes the state after batch `until`. Tries the candidates in order, and returns the first result for which
     /// `finish` succeeds.
-    fn first_that_holds<T>(
+    fn first_success<T>(
         &self,
         until: Option<Lsn>,
         finish: impl Fn(Resolution, OpLocations) -> Result<T, Damage>,

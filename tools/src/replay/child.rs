@@ -50,7 +50,7 @@ pub struct Replayer {
 /// The reason why [`Replayer::watch`] returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WatchEnd {
-    /// The closure `moment` returned true.
+    /// The closure `reached` returned true.
     Reached,
     /// The process exited with this status.
     Ended(ExitStatus),
@@ -103,12 +103,12 @@ fn forward(stdout: ChildStdout, acks: &Sender<u64>) {
 }
 
 impl Replayer {
-    /// Waits until `moment` returns true, the process exits, or `stop` returns true. The arguments of `moment` are the
-    /// last acknowledged request and the time since the start of the process.
+    /// Waits until `reached` returns true, the process exits, or `stop` returns true. The arguments of `reached` are
+    /// the last acknowledged request and the time since the start of the process.
     pub fn watch(
         &mut self,
         stop: impl Fn() -> bool,
-        moment: impl Fn(Option<u64>, Duration) -> bool,
+        reached: impl Fn(Option<u64>, Duration) -> bool,
     ) -> Result<WatchEnd, Failure> {
         loop {
             let ended = !self.listen(NOTICE);
@@ -120,7 +120,7 @@ impl Replayer {
                 let status = self.process.wait().map_err(|error| cannot("wait for a replay", &error))?;
                 return Ok(WatchEnd::Ended(status));
             }
-            if moment(self.last_ack, self.started.elapsed()) {
+            if reached(self.last_ack, self.started.elapsed()) {
                 return Ok(WatchEnd::Reached);
             }
         }
@@ -136,9 +136,9 @@ impl Replayer {
         }
     }
 
-    /// Waits up to `patience` for one acknowledgement. Returns `false` if the process has closed its standard output.
-    fn listen(&mut self, patience: Duration) -> bool {
-        match self.acks.recv_timeout(patience) {
+    /// Waits up to `timeout` for one acknowledgement. Returns `false` if the process has closed its standard output.
+    fn listen(&mut self, timeout: Duration) -> bool {
+        match self.acks.recv_timeout(timeout) {
             Ok(request) => {
                 self.last_ack = Some(request);
                 self.first_ack_after.get_or_insert_with(|| self.started.elapsed());
@@ -176,12 +176,12 @@ impl Replayer {
 
     /// Returns the failure for the exit status of the process. The message contains the error output of the process.
     pub fn failure(&mut self, status: ExitStatus) -> Failure {
-        let mut said = String::new();
+        let mut error_output = String::new();
         if let Some(stderr) = &mut self.process.stderr {
             // Ignore the error, because the exit status is reported in any case.
-            let _ = stderr.read_to_string(&mut said);
+            let _ = stderr.read_to_string(&mut error_output);
         }
-        let message = format!("the replay stopped ({status}): {}", said.trim_end());
+        let message = format!("the replay stopped ({status}): {}", error_output.trim_end());
         match status.code() {
             Some(1) => Failure::Damage(message),
             Some(3) => Failure::Locked(message),

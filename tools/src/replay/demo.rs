@@ -1,4 +1,4 @@
-//! `remanent demo` kills a replay at random moments and checks every byte of the store.
+//! `remanent demo` kills a replay at random times and checks every byte of the store.
 //!
 //! `kill_run.rs` runs, kills and checks the replays, and this file prints the results.
 
@@ -29,9 +29,9 @@ and nothing else. Then the demo restores an earlier snapshot and continues from 
 Examples:
   remanent demo                        use a temporary directory
   remanent demo store --kills 3        use the directory `store` and keep it
-  remanent demo --seed 42              kill at the same moments again, as far as scheduling allows";
+  remanent demo --seed 42              kill at the same times again, as far as scheduling allows";
 
-/// Kill a store at random moments, and check that everything is recovered
+/// Kill a store at random times, and check that everything is recovered
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Demo {
@@ -49,12 +49,12 @@ pub struct Demo {
     /// Device for the pages: `auto` (a GPU if available), `host` or `cuda:N`
     #[arg(long, value_name = "DEVICE", default_value_t)]
     device: DeviceChoice,
-    /// Seed for the random moments [default: derived from the clock]
+    /// Seed for the random times [default: derived from the clock]
     #[arg(long)]
     seed: Option<u64>,
 }
 
-/// The replays of a running demo, and the output to which it prints.
+/// A running demo: its replays, and the output to which it prints.
 struct DemoRun<'o, 'w> {
     course: KillRun,
     bar: ProgressBar,
@@ -104,7 +104,7 @@ impl Demo {
         }
         let trace = trace::bundled(scratch)?;
         let bar = progress::bar(self.requests, "replaying");
-        let errand = ReplayParams {
+        let params = ReplayParams {
             rule: replay_params::choose(&store, None, None)?,
             store,
             trace,
@@ -114,12 +114,12 @@ impl Demo {
             durable: false,
             log_io: None,
         };
-        let course = KillRun::new(errand, SplitMix64::new(seed), interrupt, bar.clone())?;
-        let limit = course.errand.limit;
+        let course = KillRun::new(params, SplitMix64::new(seed), interrupt, bar.clone())?;
+        let limit = course.params.limit;
         bar.set_length(limit);
         out.line(format_args!("Replaying {limit} requests of a chat service's cache trace into a store,"))?;
         out.line(format_args!(
-            "with a snapshot every {} requests and {} kills at random moments (--seed {seed}).",
+            "with a snapshot every {} requests and {} kills at random times (--seed {seed}).",
             self.snapshot_every, self.kills
         ))?;
         out.line("")?;
@@ -136,7 +136,7 @@ impl Demo {
             }
         }
         show.run_to_end()?;
-        show.go_back()?;
+        show.restore_oldest()?;
         show.heading()?;
         show.run_and_kill(1, 1)?;
         show.run_to_end()?;
@@ -167,10 +167,10 @@ impl DemoRun<'_, '_> {
     }
 
     /// Restores the oldest snapshot of the store, and sets the simulation to the restored state.
-    fn go_back(&mut self) -> Result<(), KillRunStop> {
+    fn restore_oldest(&mut self) -> Result<(), KillRunStop> {
         let started = Instant::now();
-        let options = Options::new().create(Create::Never).device(self.course.errand.device);
-        let store = options.open(&self.course.errand.store).map_err(engine_failure)?;
+        let options = Options::new().create(Create::Never).device(self.course.params.device);
+        let store = options.open(&self.course.params.store).map_err(engine_failure)?;
         let Some(oldest) = store.snapshots().into_iter().min_by_key(|snapshot| snapshot.id) else {
             store.close().map_err(engine_failure)?;
             return self.print_line(
@@ -181,7 +181,7 @@ impl DemoRun<'_, '_> {
         store.close().map_err(engine_failure)?;
         let took = started.elapsed();
 
-        let CheckReport { found, .. } = self.course.gone_back()?;
+        let CheckReport { found, .. } = self.course.restored()?;
         self.print_line(format!(
             "\nRestored snapshot {} in {took:.0?}: all {} pages are as they were after request {}. Continuing \
              from there.\n",
@@ -209,16 +209,16 @@ impl DemoRun<'_, '_> {
     }
 
     fn conclude(&mut self) -> Result<(), KillRunStop> {
-        let KillRunTotals { replaying, replayed, mut back_after } = self.course.totals().clone();
-        back_after.sort_unstable();
-        let median = back_after.get(back_after.len() / 2).copied().unwrap_or_default();
+        let KillRunTotals { replaying, replayed, mut first_ack_times } = self.course.totals().clone();
+        first_ack_times.sort_unstable();
+        let median = first_ack_times.get(first_ack_times.len() / 2).copied().unwrap_or_default();
         let rate = replayed as f64 / replaying.as_secs_f64();
         self.print_line(format!(
             "\nEvery acknowledged request was found after every kill, with all its bytes.\n\
              {replayed} requests in {:.1} s, including starts and kills: {rate:.0} requests/s. A new process took \
              {median:.0?} from\nits start to its first acknowledgement (median of {}).",
             replaying.as_secs_f64(),
-            back_after.len(),
+            first_ack_times.len(),
         ))
     }
 

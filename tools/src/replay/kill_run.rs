@@ -22,8 +22,8 @@ use crate::replay::trace::Trace;
 /// A store, the parameters of its replays, and the expected content of the store.
 pub struct KillRun {
     /// The parameters of every replay.
-    pub errand: ReplayParams,
-    /// The generator of the random moments at which replays are killed.
+    pub params: ReplayParams,
+    /// The generator of the random times at which replays are killed.
     pub random: SplitMix64,
     requests: Vec<Vec<u64>>,
     /// Expected content of the store at the last check.
@@ -40,8 +40,8 @@ pub struct KillRunTotals {
     pub replaying: Duration,
     /// The number of replayed requests.
     pub replayed: u64,
-    /// The time from the start of each child process to its first acknowledgement.
-    pub back_after: Vec<Duration>,
+    /// The times from the start of each child process to its first acknowledgement.
+    pub first_ack_times: Vec<Duration>,
 }
 
 /// The result of checking the store after a replay, if the check found no difference.
@@ -77,15 +77,15 @@ impl From<Failure> for KillRunStop {
 impl KillRun {
     /// Creates a run for a store that does not exist yet. `bar` counts requests.
     pub fn new(
-        errand: ReplayParams,
+        params: ReplayParams,
         random: SplitMix64,
         interrupt: Interrupt,
         bar: ProgressBar,
     ) -> Result<Self, Failure> {
-        let requests = Trace::open(&errand.trace, Some(errand.limit))?.collect::<Result<Vec<_>, _>>()?;
-        let simulation = Simulation::new(errand.rule);
+        let requests = Trace::open(&params.trace, Some(params.limit))?.collect::<Result<Vec<_>, _>>()?;
+        let simulation = Simulation::new(params.rule);
         Ok(Self {
-            errand: ReplayParams { limit: requests.len() as u64, ..errand },
+            params: ReplayParams { limit: requests.len() as u64, ..params },
             random,
             requests,
             simulation,
@@ -112,23 +112,23 @@ impl KillRun {
         Ok(done.map(|((), checked)| checked))
     }
 
-    /// Runs and kills a replay as [`run_and_kill`](Self::run_and_kill) does. Calls `at_the_moment` just before the kill
+    /// Runs and kills a replay as [`run_and_kill`](Self::run_and_kill) does. Just before the kill, calls `before_kill`
     /// with the last acknowledged request.
     pub fn run_until_then_kill<T>(
         &mut self,
         kill: u64,
         kills: u64,
-        at_the_moment: impl FnOnce(Option<u64>) -> Result<T, Failure>,
+        before_kill: impl FnOnce(Option<u64>) -> Result<T, Failure>,
     ) -> Result<Option<(T, CheckReport)>, KillRunStop> {
         let from = self.simulation.next_request();
-        let left = self.errand.limit - from;
+        let left = self.params.limit - from;
         // On average, the kills divide the remaining trace evenly. One in four kills occurs shortly after the start,
         // while the process opens the store.
         let target = from + self.random.below(2 * left / (kills - kill + 2) + 1);
         let early = (self.random.below(4) == 0).then(|| Duration::from_micros(self.random.below(60_000)));
         let late = Duration::from_micros(self.random.below(3_000));
 
-        let mut replayer = self.errand.start()?;
+        let mut replayer = self.params.start()?;
         let watched = self.watch(&mut replayer, |acknowledged, ran| match early {
             Some(early) => ran >= early,
             None => acknowledged >= Some(target),
@@ -138,36 +138,36 @@ impl KillRun {
             return Ok(None);
         }
         replayer.run_on(late);
-        let done = at_the_moment(replayer.last_ack())?;
+        let done = before_kill(replayer.last_ack())?;
         let lived = replayer.kill()?;
         Ok(Some((done, self.check(lived, &replayer)?)))
     }
 
     /// Runs a replay to the end of the trace, and checks the store.
     pub fn run_to_end(&mut self) -> Result<CheckReport, KillRunStop> {
-        let mut replayer = self.errand.start()?;
+        let mut replayer = self.params.start()?;
         self.watch(&mut replayer, |_, _| false)?;
         let checked = self.check(replayer.lived(), &replayer)?;
-        if self.simulation.next_request() < self.errand.limit {
+        if self.simulation.next_request() < self.params.limit {
             let ended = format!("the replay ended after request {:?}", self.simulation.last_request());
             return Err(KillRunStop::Differs(vec![ended]));
         }
         Ok(checked)
     }
 
-    /// Waits until `moment` returns true or the replay ends, and updates the progress bar. Returns an error if the
+    /// Waits until `reached` returns true or the replay ends, and updates the progress bar. Returns an error if the
     /// replay fails.
     pub fn watch(
         &self,
         replayer: &mut Replayer,
-        moment: impl Fn(Option<u64>, Duration) -> bool,
+        reached: impl Fn(Option<u64>, Duration) -> bool,
     ) -> Result<WatchEnd, KillRunStop> {
         let before = self.simulation.next_request();
         let watched = replayer.watch(
             || self.interrupt.is_noted(),
             |acknowledged, ran| {
                 self.bar.set_position(acknowledged.map_or(before, |request| request + 1));
-                moment(acknowledged, ran)
+                reached(acknowledged, ran)
             },
         )?;
         match watched {
@@ -184,11 +184,11 @@ impl KillRun {
     fn check(&mut self, lived: Duration, replayer: &Replayer) -> Result<CheckReport, KillRunStop> {
         let before = self.simulation.next_request();
         let acknowledged = replayer.last_ack();
-        self.totals.back_after.extend(replayer.first_ack_after());
+        self.totals.first_ack_times.extend(replayer.first_ack_after());
         // Requests that an earlier check found must still exist, even if they were not acknowledged.
-        let certain = acknowledged.max(self.simulation.last_request());
-        let in_flight = certain.map_or(0, |request| request + 1);
-        let (simulation, rebuilt) = self.check_at(&self.errand.store, certain, Some(in_flight))?;
+        let min = acknowledged.max(self.simulation.last_request());
+        let in_flight = min.map_or(0, |request| request + 1);
+        let (simulation, rebuilt) = self.check_at(&self.params.store, min, Some(in_flight))?;
         self.simulation = simulation;
         self.totals.replaying += lived;
         self.totals.replayed += self.simulation.next_request() - before;
@@ -196,27 +196,27 @@ impl KillRun {
     }
 
     /// Compares the state that recovery would find in a directory with the simulation, byte for byte. The last request
-    /// must be between `certain` and `begun`, inclusive. Returns the simulation of this state.
+    /// in the store must be between `min` and `max`, inclusive. Returns the simulation of this state.
     pub fn check_at(
         &self,
         store: &Path,
-        certain: Option<u64>,
-        begun: Option<u64>,
+        min: Option<u64>,
+        max: Option<u64>,
     ) -> Result<(Simulation, Option<RebuiltStore>), KillRunStop> {
         // No request can be acknowledged before the store exists.
         let is_there = store.join(FileName::Store.name()).exists();
         let rebuilt = is_there.then(|| check::recovered(store)).transpose()?;
         let root = rebuilt.as_ref().map(|rebuilt| rebuilt.table.root().clone()).unwrap_or_default();
         let found = last_request(&root).map_err(Failure::Damage)?;
-        if found < certain || found > begun {
+        if found < min || found > max {
             let number =
                 |request: Option<u64>| request.map_or("none".to_owned(), |number| number.to_string());
             return Err(KillRunStop::Differs(vec![format!(
                 "the last request in {} is {}, expected at least {} and at most {}",
                 store.display(),
                 number(found),
-                number(certain),
-                number(begun)
+                number(min),
+                number(max)
             )]));
         }
         let simulation = self.simulation_at(found);
@@ -241,9 +241,9 @@ impl KillRun {
         simulation
     }
 
-    /// Sets the simulation to the restored state, and checks the store.
-    pub fn gone_back(&mut self) -> Result<CheckReport, KillRunStop> {
-        let rebuilt = check::recovered(&self.errand.store)?;
+    /// Updates the simulation after the caller restored the store, and compares the store with the simulation.
+    pub fn restored(&mut self) -> Result<CheckReport, KillRunStop> {
+        let rebuilt = check::recovered(&self.params.store)?;
         let request = last_request(rebuilt.table.root()).map_err(Failure::Damage)?;
         self.simulation = self.simulation_at(request);
         hold(&self.simulation, Epochs::AtLeast, &rebuilt)?;
@@ -263,9 +263,10 @@ fn hold(simulation: &Simulation, epochs: Epochs, rebuilt: &RebuiltStore) -> Resu
     if differences.is_empty() {
         return Ok(());
     }
-    let mut told: Vec<String> = differences.iter().take(DIFFERENCES_SHOWN).map(ToString::to_string).collect();
-    told.push(format!("{} differences", differences.len()));
-    Err(KillRunStop::Differs(told))
+    let mut lines: Vec<String> =
+        differences.iter().take(DIFFERENCES_SHOWN).map(ToString::to_string).collect();
+    lines.push(format!("{} differences", differences.len()));
+    Err(KillRunStop::Differs(lines))
 }
 
 /// Maximum number of differences that are printed.

@@ -1,7 +1,7 @@
 //! `remanent replay` replays a cache trace into a store, and commits one batch per request.
 //!
-//! `simulate.rs` computes the steps of a request, and this file executes them. The process may be killed at any
-//! instruction. The root entry `request` contains the number of the last request in the store, which determines the
+//! `simulate.rs` computes the steps of a request, and this file executes them. A kill at any time loses no acknowledged
+//! request. The root entry `request` contains the number of the last request in the store, which determines the
 //! expected state.
 
 pub(crate) mod check;

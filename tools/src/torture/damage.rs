@@ -1,9 +1,9 @@
 //! The damage test. It damages one file of a copy of a store. Reading the copy must then return the correct requests,
 //! or fail with an error that names the damaged file.
 //!
-//! The test uses two kinds of stores. A closed store has a mark that covers all requests. A store whose process was
-//! killed may have lost its last requests. Every damaged copy is read without the engine. One of every [`ENGINE_EVERY`]
-//! copies is also opened with the engine, which copies the pages to the device.
+//! The test uses two kinds of stores. In a closed store, a durable mark in the log covers all requests. A store whose
+//! process was killed may have lost its last requests. Every damaged copy is read without the engine. One of every
+//! [`ENGINE_EVERY`] copies is also opened with the engine, which copies the pages to the device.
 
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -54,16 +54,16 @@ impl Kind {
     ];
 }
 
-/// What a read or an open of a damaged copy returned.
+/// The outcome of reading or opening a damaged copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum DamageVerdict {
     /// The copy contains all requests.
     Right,
     /// Reading or opening the copy failed, and the error named the damaged file.
     Refused,
-    /// The copy lacks the last requests. No mark covered these requests.
+    /// The copy lacks the last requests, which no durable mark covered.
     Cut,
-    /// The copy lacks requests although a mark covered them.
+    /// The copy lacks requests although a durable mark covered them.
     Lost,
     /// The copy contains bytes of a state that never existed.
     Wrong,
@@ -80,7 +80,7 @@ struct Victim<'c> {
     files: Vec<(PathBuf, u64)>,
     /// Number of the last request in the store.
     last: Option<u64>,
-    /// Lsn of the last batch that a mark covers.
+    /// Lsn of the last batch that a durable mark covers.
     marked: Lsn,
 }
 
@@ -99,22 +99,22 @@ impl TortureContext<'_> {
             let earlier = self.folder.join("earlier");
             for kill in 1..=KILLS {
                 course.run_and_kill(kill, KILLS + 1)?;
-                if kill == KILLS - 1 && course.errand.store.exists() {
-                    super::copy(&course.errand.store, &earlier)?;
+                if kill == KILLS - 1 && course.params.store.exists() {
+                    super::copy(&course.params.store, &earlier)?;
                 }
             }
             let (killed, closed) = (self.folder.join("killed"), self.folder.join("closed"));
-            if course.errand.store.join(FileName::Store.name()).exists() {
-                super::copy(&course.errand.store, &killed)?;
+            if course.params.store.join(FileName::Store.name()).exists() {
+                super::copy(&course.params.store, &killed)?;
                 let victim = Victim::new(&course, killed.clone(), &earlier)?;
                 self.damage(&victim, wanted / 2, &mut counts, &mut report.wrong)?;
             }
             course.run_to_end()?;
-            super::copy(&course.errand.store, &closed)?;
+            super::copy(&course.params.store, &closed)?;
             let victim = Victim::new(&course, closed.clone(), &earlier)?;
             self.damage(&victim, wanted - wanted / 2, &mut counts, &mut report.wrong)?;
             done += wanted;
-            for folder in [&killed, &closed, &earlier, &course.errand.store] {
+            for folder in [&killed, &closed, &earlier, &course.params.store] {
                 super::remove(folder)?;
             }
         }
@@ -183,9 +183,9 @@ impl<'c> Victim<'c> {
     /// Damages a file, and returns a description of the damage.
     fn strike(&self, kind: Kind, file: &Path, random: &mut SplitMix64) -> Result<String, Failure> {
         let path = self.copy.join(file);
-        let told = |error: std::io::Error| cannot("damage", &path, &error);
-        let open = || fs::OpenOptions::new().read(true).write(true).open(&path).map_err(told);
-        let len = fs::metadata(&path).map_err(told)?.len();
+        let cannot_access = |error: std::io::Error| cannot("damage", &path, &error);
+        let open = || fs::OpenOptions::new().read(true).write(true).open(&path).map_err(cannot_access);
+        let len = fs::metadata(&path).map_err(cannot_access)?.len();
         let byte = self.written(file, len, random)?;
         let sector = byte / SECTOR_LEN * SECTOR_LEN;
         let sector_len = SECTOR_LEN.min(len - sector) as usize;
@@ -195,8 +195,8 @@ impl<'c> Victim<'c> {
             Kind::Bit => {
                 let (file, mut one) = (open()?, [0]);
                 if len > 0 {
-                    file.read_exact_at(&mut one, byte).map_err(told)?;
-                    file.write_all_at(&[one[0] ^ 1 << random.below(8)], byte).map_err(told)?;
+                    file.read_exact_at(&mut one, byte).map_err(cannot_access)?;
+                    file.write_all_at(&[one[0] ^ 1 << random.below(8)], byte).map_err(cannot_access)?;
                 }
                 return Ok(format!("{name} at offset {byte}"));
             }
@@ -204,7 +204,7 @@ impl<'c> Victim<'c> {
             Kind::MisdirectedSector => {
                 let from = random.below(len / SECTOR_LEN + 1) * SECTOR_LEN;
                 let from = from.min(len - sector_len as u64);
-                open()?.read_exact_at(&mut bytes, from).map_err(told)?;
+                open()?.read_exact_at(&mut bytes, from).map_err(cannot_access)?;
             }
             Kind::StaleSector => {
                 let earlier = self.earlier.join(file);
@@ -215,35 +215,35 @@ impl<'c> Victim<'c> {
                 }
             }
             Kind::CutEnd => {
-                open()?.set_len(byte).map_err(told)?;
+                open()?.set_len(byte).map_err(cannot_access)?;
                 return Ok(format!("{name} at {byte} of {len} bytes"));
             }
             Kind::MissingFile => {
-                fs::remove_file(&path).map_err(told)?;
+                fs::remove_file(&path).map_err(cannot_access)?;
                 return Ok(name.to_string());
             }
             Kind::ForeignFile => {
                 let (other, _) = &self.files[random.below(self.files.len() as u64) as usize];
-                fs::copy(self.original.join(other), &path).map_err(told)?;
+                fs::copy(self.original.join(other), &path).map_err(cannot_access)?;
                 return Ok(format!("{name} is {}", other.display()));
             }
         }
-        open()?.write_all_at(&bytes, sector).map_err(told)?;
+        open()?.write_all_at(&bytes, sector).map_err(cannot_access)?;
         Ok(format!("{name} at offset {sector}"))
     }
 
     /// Returns a random offset in a file. Prefers bytes that are not zero, because most of a log segment is zeros.
     fn written(&self, file: &Path, len: u64, random: &mut SplitMix64) -> Result<u64, Failure> {
         let path = self.original.join(file);
-        let told = |error: std::io::Error| cannot("read", &path, &error);
-        let open = fs::File::open(&path).map_err(told)?;
+        let cannot_access = |error: std::io::Error| cannot("read", &path, &error);
+        let open = fs::File::open(&path).map_err(cannot_access)?;
         let mut bytes = [0; SECTOR_LEN as usize];
         let mut at = 0;
         for _ in 0..DRAWS {
             at = random.below(len.max(1));
             let sector = at / SECTOR_LEN * SECTOR_LEN;
             let read = &mut bytes[..SECTOR_LEN.min(len - sector) as usize];
-            open.read_exact_at(read, sector).map_err(told)?;
+            open.read_exact_at(read, sector).map_err(cannot_access)?;
             if read.iter().any(|byte| *byte != 0) {
                 break;
             }

@@ -1,4 +1,4 @@
-//! The kill test. It kills replays at random moments, with each way to write the log.
+//! The kill test. It kills replays at random times, with each method of writing the log.
 
 use remanent::error::Invalid;
 use remanent::options::{LogIo, LogOptions};
@@ -11,7 +11,7 @@ use crate::replay::kill_run::KillRunStop;
 
 /// Number of kills before the test creates a new store.
 const KILLS_A_COURSE: u64 = 20;
-/// The ways to write a log that the test uses.
+/// The methods of writing the log that the test uses.
 const WAYS: [LogIo; 3] = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct];
 
 impl TortureContext<'_> {
@@ -33,7 +33,7 @@ impl TortureContext<'_> {
         Ok(())
     }
 
-    /// Returns the reason why the store cannot write its log in this way, or `None` if the store can.
+    /// Returns the reason why a store in the tested directory cannot use this method, or `None` if it can.
     fn refusal(&self, way: LogIo) -> Result<Option<String>, Failure> {
         let folder = self.folder.join(format!("asks-{way}"));
         let refusal = match Options::new().log(LogOptions::new().io(way)).open(&folder) {
@@ -56,7 +56,7 @@ impl TortureContext<'_> {
             let mut course = self.course(&format!("killed-{way}-{number}"), Some(way), false)?;
             let wanted = (kills - killed).min(KILLS_A_COURSE);
             for kill in 1..=wanted {
-                // The replay may end before the moment of the kill.
+                // The replay may end before it is killed.
                 if course.run_and_kill(kill, wanted)?.is_none() {
                     break;
                 }
@@ -65,7 +65,7 @@ impl TortureContext<'_> {
             }
             course.run_to_end()?;
             requests += course.totals().replayed;
-            super::remove(&course.errand.store)?;
+            super::remove(&course.params.store)?;
         }
         // Each kill was compared with the simulation, and a difference would have caused an error.
         Ok(vec![killed, requests, killed])

@@ -24,8 +24,8 @@ pub fn unmount(at: &Path) -> Result<(), String> {
     run(Command::new("umount").arg("--lazy").arg(at))
 }
 
-/// Clones a file, even while a process writes to it. The clone has the content of one moment. Both files must be on the
-/// same file system, which must support clones.
+/// Clones a file, even while a process writes to it. The clone is a point-in-time copy. Both files must be on the same
+/// file system, which must support clones.
 pub fn clone(source: &Path, target: &Path) -> io::Result<()> {
     let target = OpenOptions::new().write(true).create_new(true).open(target)?;
     Ok(rustix::fs::ioctl_ficlone(&target, File::open(source)?)?)

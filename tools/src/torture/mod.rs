@@ -40,9 +40,9 @@ or be refused with an error that names the file and the offset. Requests at the 
 the log was not yet synced.
 
 Power cuts: the store is on its own ext4 file system, on a loop device over a file in DIR. The content of the device \
-at one moment is mounted and must contain every durable request. This test requires root, mkfs.ext4 and mkfs.xfs, and \
-is skipped without them. It tests the file system and not the disk. Only a real power cut shows whether a disk keeps \
-the data that it has synced.
+is copied during writes, and the copy must contain every durable request. This test requires root, mkfs.ext4 and \
+mkfs.xfs, and is skipped without them. It tests the file system and not the disk. Only a real power cut shows whether \
+a disk keeps the data that it has synced.
 
 All files are created in a temporary folder in DIR, which is removed at the end unless a violation was found.
 
@@ -145,7 +145,7 @@ impl Torture {
             match torture(&mut chamber, &mut report) {
                 Ok(()) => {}
                 Err(KillRunStop::Interrupted) => return Ok(Ending::Interrupted),
-                Err(KillRunStop::Failed(Failure::Damage(told))) => report.wrong.push(told),
+                Err(KillRunStop::Failed(Failure::Damage(message))) => report.wrong.push(message),
                 Err(KillRunStop::Failed(failure)) => return Err(failure),
                 Err(KillRunStop::Differs(differences)) => report.wrong.extend(differences),
             }
@@ -194,7 +194,7 @@ impl TortureContext<'_> {
         durable: bool,
     ) -> Result<KillRun, Failure> {
         let page_len = [256, 4096, 20_480][self.random.below(3) as usize];
-        let errand = ReplayParams {
+        let params = ReplayParams {
             store,
             trace: self.trace.clone(),
             rule: Rule { page_len, pages_max: self.longest.max(400) },
@@ -205,7 +205,7 @@ impl TortureContext<'_> {
             log_io,
         };
         let random = SplitMix64::new(self.random.next_word());
-        KillRun::new(errand, random, self.interrupt.clone(), ProgressBar::hidden())
+        KillRun::new(params, random, self.interrupt.clone(), ProgressBar::hidden())
     }
 
     /// Returns the name of the device whose memory contains the pages of the stores.

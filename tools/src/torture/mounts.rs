@@ -1,7 +1,7 @@
-//! A temporary file system on a loop device. The content of the device at one moment can be captured.
+//! A temporary file system on a loop device. A point-in-time copy of the device can be made.
 //!
-//! The file of the loop device is on an XFS file system, because XFS can clone files. A clone captures the device at
-//! one moment, even during writes. Dropping a [`Medium`] unmounts both file systems, also after Ctrl-C.
+//! The file of the loop device is on an XFS file system, because XFS can clone files. A clone is a point-in-time copy
+//! of the device, even during writes. Dropping a [`Medium`] unmounts both file systems, also after Ctrl-C.
 
 use std::path::{Path, PathBuf};
 
@@ -22,7 +22,7 @@ pub struct Medium {
     outer: Mount,
 }
 
-/// A clone of the device, with the content that a power cut at this moment would leave.
+/// A clone of the device, with the content that a power cut at the time of the clone would leave.
 pub struct PowerCut {
     image: PathBuf,
     at: PathBuf,

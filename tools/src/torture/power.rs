@@ -1,5 +1,5 @@
-//! The power test. It captures the content of a device, including its file system, while a store on the device is
-//! written.
+//! The power-cut test. It makes a point-in-time copy of a device, including its file system, while a store on the
+//! device is written.
 
 use super::mounts::Medium;
 use super::{TortureContext, TortureTable};
@@ -42,7 +42,7 @@ impl TortureContext<'_> {
                 cuts += 1;
                 self.bar.inc(1);
             }
-            super::remove(&course.errand.store)?;
+            super::remove(&course.params.store)?;
         }
         report.rows.push(("ext4 on a loop device".to_owned(), vec![cuts, gone, cuts]));
         Ok(())
@@ -59,12 +59,14 @@ fn cut_power(
     (cut, of): (u64, u64),
 ) -> Result<Option<u64>, KillRunStop> {
     let name =
-        course.errand.store.strip_prefix(medium.path()).expect("the store lies on the medium").to_owned();
+        course.params.store.strip_prefix(medium.path()).expect("the store lies on the medium").to_owned();
     let done = course.run_until_then_kill(cut, of, |acknowledged| Ok((acknowledged, medium.cut()?)))?;
-    let Some(((acknowledged, moment), checked)) = done else { return Ok(None) };
+    let Some(((acknowledged, power_cut), checked)) = done else { return Ok(None) };
     *durable = acknowledged.max(*durable);
-    // The kill came after the cut, so the cut cannot contain a request that the check after the kill did not find.
-    let seen = moment.with_mount(|mounted| course.check_at(&mounted.join(name), *durable, checked.found))?;
+    // The device was copied before the kill, so the copy cannot contain a request that the check after the kill did not
+    // find.
+    let seen =
+        power_cut.with_mount(|mounted| course.check_at(&mounted.join(name), *durable, checked.found))?;
     let (found, _) = seen?;
     *durable = checked.acknowledged.max(*durable);
     Ok(Some(course.simulation().next_request() - found.next_request()))

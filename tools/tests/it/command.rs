@@ -34,7 +34,7 @@ pub fn run(args: &[&str]) -> Run {
 
 /// Runs a prepared command to its end.
 pub fn finished(mut command: Command) -> Run {
-    let output = command.output().expect("the command was built beside the test");
+    let output = command.output().expect("cargo builds the command with the test");
     let text = |bytes| String::from_utf8(bytes).expect("output is UTF-8");
     Run {
         code: output.status.code().expect("the command was not killed"),
@@ -44,7 +44,7 @@ pub fn finished(mut command: Command) -> Run {
 }
 
 impl Run {
-    /// Returns the run, and fails with both outputs if it ended with another code.
+    /// Returns `self` if the exit code is `code`. Panics with both outputs otherwise.
     #[track_caller]
     pub fn expect(self, code: i32) -> Self {
         assert_eq!(self.code, code, "stdout:\n{}\nstderr:\n{}", self.out, self.err);

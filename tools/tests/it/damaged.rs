@@ -1,7 +1,7 @@
 //! The inspecting commands on a damaged store, wherever the damage is.
 //!
-//! They exit with 0 or 1, whatever they find: no panic, no signal, no usage error. `verify` exits with 0 only
-//! if no output of the other commands has changed. The damaged store is never modified.
+//! The commands exit with 0 or 1 for any damage, never with a panic, a signal or a usage error. `verify` exits with 0
+//! only if no output of the other commands has changed. The damaged store is never modified.
 
 use std::fs;
 use std::num::NonZero;
@@ -90,9 +90,9 @@ fn commands_terminate_on_any_damage() {
         let (args, sound) = (COMMANDS[number % COMMANDS.len()], &sound[number % COMMANDS.len()]);
         let shown = inspect(args, store);
         for (command, output) in [("verify", &verified), (args[0], &shown)] {
-            let said = String::from_utf8_lossy(&output.stderr);
+            let message = String::from_utf8_lossy(&output.stderr);
             let code = output.status.code();
-            assert!(matches!(code, Some(0 | 1)), "{command}: {}, {how}: {code:?}: {said}", name.display());
+            assert!(matches!(code, Some(0 | 1)), "{command}: {}, {how}: {code:?}: {message}", name.display());
         }
         // `log` also prints frames that no state needs any more, and `info` counts their files. `versions`
         // prints notes of versions before the oldest start.

@@ -83,7 +83,7 @@ fn blame_uses_snapshots_where_the_log_is_not_kept() {
             .retention(Retention::new().snapshots_kept(1))
             .log(LogOptions::new().segment_len(16 << 10))
     };
-    // Each snapshot gives up the log before it.
+    // With these options, each snapshot removes the log before it.
     options().open(weights.scratch.store()).unwrap().snapshot().unwrap();
     for version in &versions()[4..] {
         weights.import(version, &[]);
@@ -96,12 +96,12 @@ fn blame_uses_snapshots_where_the_log_is_not_kept() {
     assert!(text.contains("the log before it is not kept"), "{text}");
 }
 
-/// Only the element's bytes are ever read: bytes around it are not needed, and take no memory.
+/// `blame` allocates memory only for the element, and not for the other bytes of its page.
 #[test]
 fn blame_memory_is_independent_of_page_length() {
     const LONG: usize = 1 << 20;
     let scratch = Scratch::new();
-    // From the batch's image and from a snapshot's image, compressed and not.
+    // The page's first bytes come from the image of a batch or of a snapshot, uncompressed or compressed.
     for (name, snapshot, bytes) in [
         ("raw", false, noise(1, LONG)),
         ("compressed", false, vec![7; LONG]),
@@ -117,7 +117,7 @@ fn blame_memory_is_independent_of_page_length() {
         let page = store.commit(batch).unwrap().pages[0];
         let mut expected = vec![(1, "batch", Some(bytes[5]))];
         if snapshot {
-            // The snapshot gives up the log of the first open.
+            // The snapshot removes the log of the first open.
             drop(store);
             store = open();
             store.snapshot().unwrap();
@@ -144,7 +144,7 @@ fn blame_memory_is_independent_of_page_length() {
         let expected = expected.into_iter().map(|event| serde_json::json!(event));
         assert!(found.eq(expected), "{name}: {lines:?}");
         let refused = blame("0").expect(2).err;
-        assert!(refused.contains("no memory for 1 bytes"), "{refused}");
+        assert!(refused.contains("cannot allocate 1 bytes"), "{refused}");
     }
 }
 

@@ -150,19 +150,19 @@ fn info_shows_position_and_purpose_of_each_file() {
     let on_disk = files(&store);
     let listed: Vec<&serde_json::Value> = info["files"].as_array().unwrap().iter().collect();
     assert_eq!(listed.len(), on_disk.len(), "every file is named");
-    let may_go: Vec<&str> = listed
+    let deletable: Vec<&str> = listed
         .iter()
-        .filter(|file| file["may_go"] == true)
+        .filter(|file| file["deletable"] == true)
         .map(|file| file["file"].as_str().unwrap())
         .collect();
-    assert_eq!(may_go, ["snapshots/00000000000000ff.tmp"]);
+    assert_eq!(deletable, ["snapshots/00000000000000ff.tmp"]);
     let text = run(&["info", &store]).expect(0).out;
     assert!(text.starts_with("status       no damage found"), "{text}");
     for file in listed {
         assert!(text.contains(file["file"].as_str().unwrap()), "{file} is not in:\n{text}");
     }
-    // Deleting a file that may go costs nothing.
-    fs::remove_file(Path::new(&store).join(may_go[0])).unwrap();
+    // Deleting a deletable file loses nothing.
+    fs::remove_file(Path::new(&store).join(deletable[0])).unwrap();
     fs::remove_file(Path::new(&store).join("notes.txt")).unwrap();
     let reopened = Store::open(&store).unwrap();
     assert_eq!(reopened.pages().unwrap().len(), 3);

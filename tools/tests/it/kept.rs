@@ -122,7 +122,7 @@ fn pages_shows_no_checksum_of_unreadable_pages() {
     assert_eq!(run(&["pages", &fork, "--json"]).expect(0).json()[0]["crc32"], pages.json()[0]["crc32"]);
 }
 
-/// The manifest of a snapshot that was given up reappears, as after a crash.
+/// The manifest of a removed snapshot exists again, as after a crash before its removal was durable.
 #[test]
 fn unlisted_manifest_is_reported_if_any_copy_is_damaged() {
     let scratch = Scratch::new();

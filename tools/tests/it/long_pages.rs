@@ -87,7 +87,7 @@ fn page_longer_than_memory_is_read_in_windows() {
 /// The maximum that an import maps in addition to the page: code, stacks, mapped log, and pieces.
 const IMPORT_MAPPED_MAX_KIB: u64 = 1 << 20;
 
-/// There is no room for a second copy of the tensor, nor for its changes.
+/// The memory limit permits neither a second copy of the tensor nor a list of its changes.
 #[test]
 fn import_needs_memory_for_one_copy_of_a_tensor() {
     const LEN: usize = 1 << 30;

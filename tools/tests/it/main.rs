@@ -2,6 +2,8 @@
 
 #[path = "../../../fuzz/src/archive.rs"]
 mod archive;
+#[cfg(feature = "archive")]
+mod archives;
 mod command;
 mod damaged;
 #[path = "../../../fuzz/src/fit.rs"]
@@ -20,6 +22,10 @@ mod long_pages;
 mod on_disk;
 mod replay;
 mod salvage;
+#[cfg(feature = "archive")]
+#[path = "../../../archive/tests/remote/server.rs"]
+#[allow(dead_code, reason = "the archive's own tests use the rest")]
+mod server;
 mod torture;
 mod truth;
 mod usage;

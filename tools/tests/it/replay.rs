@@ -1,4 +1,5 @@
-//! Replay: it may be killed at any moment, and the check of its store is reliable.
+//! `remanent replay`: a kill at any time loses no acknowledged request, and `--check` detects every change of the
+//! store.
 
 use std::fs;
 

@@ -154,7 +154,7 @@ fn without_known_state_pages_are_salvaged_individually() {
     let (pages, summary) = salvage(1, &store, &["--to", &new]);
     assert_eq!((&summary["whole"], &summary["store"]), (&json!(false), &json!(null)));
     assert!(!Path::new(&new).exists());
-    // The two pages that later batches created.
+    // Pages 2 and 3, which later batches created, are the only ones left.
     let left: Vec<&Value> = pages.iter().map(|page| &page["page"]).collect();
     assert_eq!(left, [2, 3]);
     let (_, summary) = salvage(1, &store, &["--to", &new, "--older"]);

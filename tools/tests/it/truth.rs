@@ -160,8 +160,8 @@ fn dropping_last_snapshot_name_keeps_store() {
     run(&["prune", &path, "--snapshots", "1", "--log-bytes", "0", "--yes"]).expect(0);
     let before = run(&["pages", &path, "--json"]).expect(0).out;
     for more in [&[][..], &["--yes"]] {
-        let told = run(&[&["prune", &path, "--name", "last"], more].concat()).expect(0).out;
-        assert!(told.contains("snapshot 5 is kept: it is the newest snapshot"), "{told}");
+        let output = run(&[&["prune", &path, "--name", "last"], more].concat()).expect(0).out;
+        assert!(output.contains("snapshot 5 is kept: it is the newest snapshot"), "{output}");
     }
     let counted =
         run(&["prune", &path, "--name", "last", "--snapshots", "1", "--json"]).expect(0).json().remove(0);
@@ -235,9 +235,9 @@ fn damage_is_reported_once() {
     bytes[4096 + 400] ^= 1;
     fs::write(&image, bytes).unwrap();
     for command in [&["pages", &path][..], &["dump", &path, "2"], &["info", &path], &["log", &path]] {
-        let said = run(command).expect(1).err;
-        for line in said.lines() {
-            assert_eq!(said.matches(line).count(), 1, "{command:?}: {said}");
+        let message = run(command).expect(1).err;
+        for line in message.lines() {
+            assert_eq!(message.matches(line).count(), 1, "{command:?}: {message}");
         }
     }
 }
@@ -318,7 +318,7 @@ fn read_only_commands_do_not_modify_the_store() {
         run(args).expect(0);
     }
     assert!(files(&path) == before);
-    // A writer does not prevent this, and is not prevented from opening the store.
+    // `prune` without `--yes` works while a writer has the store open, and does not prevent an open for writing.
     let store = Store::open(&path).unwrap();
     run(&["prune", &path, "--snapshots", "1"]).expect(0);
     run(&["prune", &path, "--snapshots", "1", "--yes"]).expect(3);
@@ -345,9 +345,9 @@ fn unneeded_files_are_removed() {
     }
     store.snapshot_with(SnapshotOptions::new().name("kept")).unwrap();
     store.close().unwrap();
-    let may_go = || -> Vec<String> {
+    let deletable = || -> Vec<String> {
         let info = run(&["info", &path, "--json"]).expect(0).json().remove(0);
-        let listed = info["files"].as_array().unwrap().iter().filter(|file| file["may_go"] == true);
+        let listed = info["files"].as_array().unwrap().iter().filter(|file| file["deletable"] == true);
         listed.map(|file| file["file"].as_str().unwrap().to_owned()).collect()
     };
     let there = |name: &String| Path::new(&path).join(name).exists();
@@ -358,9 +358,9 @@ fn unneeded_files_are_removed() {
     for number in ["00000000000000f0", "00000000000000f1"] {
         fs::write(Path::new(&path).join("pages").join(number).with_extension("pages"), &image).unwrap();
     }
-    let marked = may_go();
+    let marked = deletable();
     assert_eq!(marked, ["pages/00000000000000f0.pages", "pages/00000000000000f0.tmp"]);
     run(&["prune", &path, "--name", "kept", "--yes"]).expect(0);
     assert!(!marked.iter().any(there), "{marked:?}");
-    assert_eq!(may_go(), Vec::<String>::new());
+    assert_eq!(deletable(), Vec::<String>::new());
 }

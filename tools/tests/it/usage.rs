@@ -16,6 +16,8 @@ const COMMANDS: &[&str] = &[
     "restore",
     "fork",
     "prune",
+    #[cfg(feature = "archive")]
+    "archive",
     "doctor",
     "completions",
     "info",
@@ -35,6 +37,11 @@ fn help_is_printed_without_error() {
         assert!(help.out.contains(&format!("\n  {command} ")), "{command} is not in:\n{}", help.out);
         let own = run(&[command, "--help"]).expect(0);
         assert!(own.out.contains("Examples:\n"), "{command} gives no examples:\n{}", own.out);
+    }
+    #[cfg(feature = "archive")]
+    for command in ["push", "status", "verify", "prune"] {
+        let own = run(&["archive", command, "--help"]).expect(0);
+        assert!(own.out.contains("Examples:\n"), "archive {command} gives no examples:\n{}", own.out);
     }
 }
 
@@ -90,16 +97,16 @@ fn error_names_stores_in_subfolders() {
     std::fs::create_dir(dir.path().join("points")).unwrap();
     make("rank-2");
     for args in [&["info", run_dir][..], &["pages", run_dir], &["log", run_dir], &["verify", run_dir]] {
-        let said = run(args).expect(2).err;
+        let message = run(args).expect(2).err;
         let named = format!("there is no store in {run_dir}, but there is a store in {run_dir}/rank-2");
-        assert!(said.contains(&named), "{said}");
+        assert!(message.contains(&named), "{message}");
     }
     (10..12).for_each(|rank| make(&format!("rank-{rank}")));
-    let said = run(&["info", run_dir]).expect(2).err;
+    let message = run(&["info", run_dir]).expect(2).err;
     let named = format!(
         "but its folders contain 3 stores, from {run_dir}/rank-2 to {run_dir}/rank-11; use one of them"
     );
-    assert!(said.contains(&named), "{said}");
+    assert!(message.contains(&named), "{message}");
 }
 
 #[test]
@@ -110,9 +117,9 @@ fn quiet_prints_nothing_and_verbose_prints_events() {
     std::fs::write(&file, b"\x02\0\0\0\0\0\0\0{}").unwrap();
     let imported = run(&["import", &store, &file]).expect(0);
     assert!(imported.err.is_empty(), "no terminal, no progress: {}", imported.err);
-    let said = run(&["-vv", "import", &store, &file]).expect(0);
-    assert!(said.err.contains("remanent"), "{}", said.err);
-    assert!(!said.err.contains('\u{1b}'), "colors: {}", said.err);
+    let message = run(&["-vv", "import", &store, &file]).expect(0);
+    assert!(message.err.contains("remanent"), "{}", message.err);
+    assert!(!message.err.contains('\u{1b}'), "colors: {}", message.err);
     let quiet = run(&["import", &store, &file, "--quiet"]).expect(0);
     assert!(quiet.err.is_empty() && quiet.out.contains("nothing to import"), "{}", quiet.err);
     // The reason of a failure is printed nevertheless.

@@ -225,10 +225,10 @@ fn inflict(damage: Damage, path: &Path) {
 
 /// Compares the command's verdict on a directory with the result of an open.
 fn agree(what: &str, path: &str) -> Verdict {
-    let said = run(&["verify", path, "--json"]);
-    let all = format!("{what}: ended with {}\n{}{}", said.code, said.out, said.err);
+    let verify = run(&["verify", path, "--json"]);
+    let all = format!("{what}: ended with {}\n{}{}", verify.code, verify.out, verify.err);
     // The command takes the store's id from STORE, so without it there may be no summary.
-    let summary = said.json().pop().filter(|line| line["kind"] == "summary");
+    let summary = verify.json().pop().filter(|line| line["kind"] == "summary");
     let from = summary.as_ref().map_or(&serde_json::Value::Null, |line| &line["opens_from"]);
     match open(path) {
         Ok(store) => {
@@ -237,26 +237,29 @@ fn agree(what: &str, path: &str) -> Verdict {
                 recovered.snapshot.map_or("the log's beginning".to_owned(), |id| format!("snapshot {id}"));
             assert_eq!(from, &serde_json::Value::from(expected), "{all}");
             assert_eq!(summary.as_ref().unwrap()["lsn"], recovered.position.lsn.0, "{all}");
-            assert!(said.code == 1 || said.code == 0 && recovered.harmless.is_empty(), "{all}{recovered:?}");
+            assert!(
+                verify.code == 1 || verify.code == 0 && recovered.harmless.is_empty(),
+                "{all}{recovered:?}"
+            );
             for info in store.pages().unwrap() {
                 let is_damaged = match store.read_to_vec(info.page) {
                     Err(Error::Damaged(_)) => true,
                     read => read.map(|_| false).unwrap_or_else(|error| panic!("{all}\nbut {error}")),
                 };
                 let costs = format!("page {}: reads fail until", info.page);
-                let is_named = said
+                let is_named = verify
                     .json()
                     .iter()
                     .any(|line| line["cost"].as_str().is_some_and(|cost| cost.contains(&costs)));
                 assert_eq!(is_damaged, is_named, "page {}: {all}", info.page);
             }
-            if said.code == 0 { Verdict::Clean } else { Verdict::Opens }
+            if verify.code == 0 { Verdict::Clean } else { Verdict::Opens }
         }
         Err(error @ (Error::Damaged(_) | Error::NoStore { .. })) => {
             assert!(from.is_null(), "{all}\nbut {error}");
             // A directory without STORE is not a store, so the exit code is that of a usage error.
             let code = if matches!(error, Error::Damaged(_)) { 1 } else { 2 };
-            assert_eq!(said.code, code, "{all}\nbut {error}");
+            assert_eq!(verify.code, code, "{all}\nbut {error}");
             Verdict::Refused
         }
         Err(error) => panic!("{all}\nbut {error}"),
@@ -275,10 +278,10 @@ fn verify_agrees_with_an_open() {
     type Subject = (&'static str, fn() -> Scratch);
     let subjects: [Subject; 8] = [
         ("a named snapshot, and more log", named),
-        ("a named snapshot that newer ones outlived", named_and_newer),
+        ("a named snapshot, and newer snapshots", named_and_newer),
         ("an exact snapshot after another one", exact),
         ("a restored state, and log after it", restored),
-        ("a restore that no snapshot stands after", restored_in_the_log),
+        ("a restore without a later snapshot", restored_in_the_log),
         ("a fork, with log of its own", forked),
         ("several incarnations", reopened),
         ("pages on disk", on_disk),
@@ -299,7 +302,7 @@ fn verify_agrees_with_an_open() {
                 }
                 let [clean, opens, refused] = counts.map(AtomicUsize::into_inner);
                 // This subject lacks a snapshot before anything is damaged.
-                let is_sound = name != "a restore that no snapshot stands after";
+                let is_sound = name != "a restore without a later snapshot";
                 let is_enough = (clean > 0) == is_sound && opens > 2 && refused > 2;
                 assert!(is_enough, "{name}: {clean} clean, {opens} opened, {refused} refused");
             });
@@ -307,7 +310,7 @@ fn verify_agrees_with_an_open() {
     });
 }
 
-/// Once its state is no longer kept, a restore's table is not needed.
+/// Once the state that a restore produced is no longer kept, the table of the restore is not needed.
 #[test]
 fn restore_without_retained_table_is_sound() {
     let scratch = Scratch::new();

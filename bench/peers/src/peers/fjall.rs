@@ -1,4 +1,4 @@
-//! fjall: a key a record, persisted with `fsync` after each.
+//! fjall. Each record has its own key and is persisted with `fsync`.
 
 use std::path::Path;
 

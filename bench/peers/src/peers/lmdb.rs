@@ -1,4 +1,4 @@
-//! LMDB as it syncs by default: a key a record, a transaction each.
+//! LMDB with its default syncs. Each record has its own key and transaction.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use heed::{Database, Env, EnvFlags, EnvOpenOptions};
 use super::{Blocks, Commit, Found, Result};
 use crate::record;
 
-/// A map of this length is also as long as the file can become.
+/// Opens an environment. The length of its memory map is also the maximum length of the file.
 fn map(directory: &Path) -> Result<Env> {
     let mut options = EnvOpenOptions::new();
     options.map_size(64 << 20);
@@ -59,10 +59,10 @@ impl Commit for (Env, Database<Bytes, Bytes>) {
     }
 }
 
-/// Blocks that are read through the map: the page cache is the cache, and has no limit of LMDB's.
+/// Blocks that are read through the memory map. The page cache is the cache, and LMDB does not limit it.
 struct MappedBlocks(Env, Database<Bytes, Bytes>);
 
-/// Without a sync at a commit. The map has room for twice the blocks.
+/// Opens a store of blocks without a sync per commit. The map is twice as long as all blocks.
 pub fn open_blocks(directory: &Path, all: u64) -> Result<Box<dyn Blocks>> {
     let mut options = EnvOpenOptions::new();
     options.map_size((2 * all as usize).next_multiple_of(1 << 20) + (64 << 20));

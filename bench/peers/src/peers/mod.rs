@@ -1,4 +1,4 @@
-//! The stores, each with the strictest durability and the most checking that it offers.
+//! The compared stores, each with its strictest durability and all its integrity checks.
 
 mod fjall;
 mod lmdb;
@@ -16,39 +16,41 @@ use crate::record::Record;
 
 pub type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
-/// The records that a store gives back.
+/// The records that a store returned.
 pub struct Found {
     pub records: Vec<Record>,
-    /// The damage that it told of without refusing to open.
-    pub told: Option<String>,
+    /// Damage that the store reported although it could be opened.
+    pub reported: Option<String>,
 }
 
 impl From<Vec<Record>> for Found {
     fn from(records: Vec<Record>) -> Self {
-        Self { records, told: None }
+        Self { records, reported: None }
     }
 }
 
 /// A store to which several threads commit.
 pub trait Commit: Sync {
-    /// Returns when the record is durable. Threads have records of their own.
+    /// Commits a record of a thread and returns once the record is durable.
     fn commit(&self, thread: usize, count: u64, record: &[u8]) -> Result<()>;
 }
 
-/// A store of whole blocks by number. What was put survives the death of the process, not a power cut.
+/// A store of whole blocks by number. A written block survives the death of the process but not a power cut.
 pub trait Blocks {
-    /// The bytes of a block that was put.
+    /// Returns the bytes of an existing block.
     fn get(&mut self, block: u64) -> Result<Vec<u8>>;
-    /// Puts a new block.
+    /// Writes a new block.
     fn put(&mut self, block: u64, bytes: &[u8]) -> Result<()>;
-    /// The gets that the cache of the store answered without its files; `None` if the store cannot tell.
+    /// Returns the number of reads that the cache served without reading files, or `None` if the store does
+    /// not count them.
     fn hits(&self) -> Option<u64>;
 }
 
-/// A way to open an empty store of blocks: the directory, the bytes of its cache, the bytes of all blocks.
+/// A function that opens an empty store of blocks. Its arguments are the directory, the length of the cache
+/// and the total length of all blocks, in bytes.
 pub type OpenBlocks = fn(&Path, u64, u64) -> Result<Box<dyn Blocks>>;
 
-/// The stores of blocks, each with what its cache is.
+/// The stores of blocks. Each name describes the cache.
 pub const BLOCK_STORES: &[(&str, OpenBlocks)] = &[
     ("remanent, s3-fifo", |directory, cache, _| remanent::open_blocks(directory, cache, false)),
     ("remanent, lru", |directory, cache, _| remanent::open_blocks(directory, cache, true)),
@@ -57,22 +59,22 @@ pub const BLOCK_STORES: &[(&str, OpenBlocks)] = &[
     ("lmdb, the page cache: no limit", |directory, _, all| lmdb::open_blocks(directory, all)),
 ];
 
-/// Records of a thread, which are overwritten in turn.
+/// Number of records per thread, which are overwritten in turn.
 const RECORDS: u64 = 16;
 
-/// The key of a thread's record.
+/// Returns the key of a thread's record.
 fn key(thread: usize, count: u64) -> [u8; 8] {
     (thread as u64 * RECORDS + count % RECORDS).to_be_bytes()
 }
 
-/// A store under test.
+/// A compared store.
 pub struct Peer {
     pub name: &'static str,
-    /// Writes every record durably, one after the other, and calls back with the store still open.
+    /// Writes all records durably, one after the other, then calls the callback while the store is open.
     pub write: fn(&Path, &dyn Fn()) -> Result<()>,
-    /// Opens the store and reads everything.
+    /// Opens the store and reads all records.
     pub read: fn(&Path) -> Result<Found>,
-    /// Opens an empty one for this number of threads that commit at once.
+    /// Opens an empty store to which this number of threads commit concurrently.
     pub open: fn(&Path, usize) -> Result<Box<dyn Commit>>,
 }
 
@@ -87,7 +89,7 @@ pub const PEERS: &[Peer] = &[
     Peer { name: "lmdb", write: lmdb::write, read: lmdb::read, open: lmdb::open },
 ];
 
-/// The peer of this name.
+/// Returns the store with this name.
 pub fn named(name: &str) -> &'static Peer {
     PEERS.iter().find(|peer| peer.name == name).expect("a peer's name")
 }

@@ -1,4 +1,4 @@
-//! okaywal: an entry a record, its key and its value as two chunks, each compared with its checksum.
+//! okaywal. Each record is an entry with two chunks, the key and the value, whose checksums are verified.
 
 use std::io;
 use std::path::Path;
@@ -39,7 +39,7 @@ impl LogManager for Collector {
                     }
                 }
                 ReadChunkResult::EndOfEntry => break,
-                // An entry that was not finished was not acknowledged.
+                // An unfinished entry was not acknowledged.
                 ReadChunkResult::AbortedEntry => return Ok(()),
             }
         }
@@ -65,8 +65,8 @@ pub fn open(directory: &Path, _: usize) -> Result<Box<dyn Commit>> {
     Ok(Box::new(WriteAheadLog::recover(directory, LogVoid)?))
 }
 
-/// Opens a log that keeps as much as Remanent does between two snapshots, in place of 768 KiB: it fills files
-/// that are new, rather than one that it has just made free.
+/// Opens a log that keeps as much as Remanent keeps between two snapshots, instead of the default 768 KiB.
+/// The log then fills new files and does not immediately reuse a file.
 pub fn open_keeping_log(directory: &Path) -> Result<Box<dyn Commit>> {
     const KEPT: u32 = 256 << 20;
     let configuration = Configuration::default_for(directory);

@@ -1,4 +1,5 @@
-//! redb: a key a record, a transaction each; read after a check of the whole file's integrity.
+//! redb. Each record has its own key and transaction. The integrity of the whole file is checked before the
+//! records are read.
 
 use std::path::Path;
 
@@ -31,8 +32,8 @@ pub fn read(directory: &Path) -> Result<Found> {
         let (key, value) = entry?;
         records.push((key.value().to_vec(), value.value().to_vec()));
     }
-    let told = (!is_sound).then(|| "the integrity check failed, and repaired what it could".to_owned());
-    Ok(Found { records, told })
+    let reported = (!is_sound).then(|| "the integrity check failed, and repaired what it could".to_owned());
+    Ok(Found { records, reported })
 }
 
 pub fn open(directory: &Path, _: usize) -> Result<Box<dyn Commit>> {

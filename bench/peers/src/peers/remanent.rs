@@ -1,4 +1,4 @@
-//! Remanent: a page a record, committed durably.
+//! Remanent. Each record is a page that is committed durably.
 
 use std::path::Path;
 
@@ -35,11 +35,11 @@ pub fn read(directory: &Path) -> Result<Found> {
         store.read(info.page, 0, &mut bytes)?;
         records.push((info.key.map_or_else(Vec::new, |key| key.as_bytes().to_vec()), bytes));
     }
-    let told = store.recovered().torn.as_ref().map(|torn| format!("{torn:?}"));
-    Ok(Found { records, told })
+    let reported = store.recovered().torn.as_ref().map(|torn| format!("{torn:?}"));
+    Ok(Found { records, reported })
 }
 
-/// Bytes that one thread's records may take together.
+/// Maximum total length in bytes of the records of one thread.
 const PAGE_LEN: u64 = 4 << 20;
 
 pub fn open(directory: &Path, threads: usize) -> Result<Box<dyn Commit>> {
@@ -61,7 +61,7 @@ impl Commit for (Store, Vec<PageId>) {
     }
 }
 
-/// A store whose pages are in host memory up to `cache` bytes, and on disk below that.
+/// Opens a store that holds up to `cache` bytes of pages in host memory and all other pages on disk.
 pub fn open_blocks(directory: &Path, cache: u64, is_lru: bool) -> Result<Box<dyn Blocks>> {
     let tiers = Tiers::new([Place::Host, Place::Disk]);
     let options = Options::new()

@@ -1,7 +1,7 @@
-//! RocksDB as the system has it, by its C interface: a key a record, each written with `sync`, all other
-//! settings as by default. Its writers make groups of their own. The log is recovered up to the first damage,
-//! as by default: the setting that refuses any damage (`kAbsoluteConsistency`) refuses the files of a power
-//! cut as well.
+//! RocksDB as installed on the system, through its C interface. Each record has its own key and is written
+//! with `sync`. All other settings have their defaults. RocksDB groups concurrent writes. By default,
+//! recovery reads the log up to the first damage. The setting that rejects all damage
+//! (`kAbsoluteConsistency`) also rejects the files that a power cut leaves.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_uchar, c_void};
 use std::os::unix::ffi::OsStrExt;
@@ -11,7 +11,7 @@ use std::ptr;
 use super::{Blocks, Commit, Found, Result};
 use crate::record;
 
-/// An object of RocksDB's.
+/// A pointer to a RocksDB object.
 type Object = *mut c_void;
 
 #[link(name = "rocksdb")]
@@ -63,7 +63,7 @@ unsafe extern "C" {
     fn rocksdb_options_statistics_get_string(options: Object) -> *mut c_char;
 }
 
-/// An open store, and its options for writing.
+/// An open database and its write options.
 struct Database {
     database: Object,
     synced: Object,
@@ -143,7 +143,7 @@ impl Drop for Database {
     }
 }
 
-/// The error that RocksDB gave for a call, if it gave one.
+/// Returns the error that a RocksDB call reported, if any.
 fn refused(error: *mut c_char) -> Result<()> {
     if error.is_null() {
         return Ok(());
@@ -160,7 +160,7 @@ pub fn write(directory: &Path, done: &dyn Fn()) -> Result<()> {
     for number in 0..record::COUNT {
         database.put(&number.to_be_bytes(), &record::bytes(number))?;
     }
-    // Longer than all else, and for people: no store reads it.
+    // Remove the file of log messages, which is longer than all other files and which RocksDB does not read.
     std::fs::remove_file(directory.join("LOG"))?;
     done();
     Ok(())
@@ -180,17 +180,17 @@ impl Commit for Database {
     }
 }
 
-/// Blocks with a block cache of a given length. Those that are not in a file yet are in a table in memory, of
-/// 64 MiB, which is beside the cache.
+/// Blocks with a block cache of a given length. Blocks that are not yet in a file are in a memory table of 64
+/// MiB, which is not part of the cache.
 struct CachedBlocks {
     database: Database,
-    /// They hold the counts.
+    /// The options, which contain the statistics.
     options: Object,
     reading: Object,
     gets: u64,
 }
 
-/// Without a sync at a put, and without compression.
+/// Opens a store of blocks without a sync per write and without compression.
 pub fn open_blocks(directory: &Path, cache: u64) -> Result<Box<dyn Blocks>> {
     // SAFETY: each object is made here, and what others refer to is counted by RocksDB itself.
     let (options, reading) = unsafe {

@@ -1,5 +1,5 @@
-//! SQLite with a write-ahead log and `synchronous = FULL`: a row a record, a transaction each; read after
-//! `integrity_check`.
+//! SQLite with a write-ahead log and `synchronous = FULL`. Each record is a row with its own transaction.
+//! `integrity_check` runs before the records are read.
 
 use std::path::Path;
 use std::sync::Mutex;
@@ -35,10 +35,10 @@ pub fn read(directory: &Path) -> Result<Found> {
     let mut select = connection.prepare("select key, value from records")?;
     let records =
         select.query_map((), |row| Ok((row.get(0)?, row.get(1)?)))?.collect::<rusqlite::Result<_>>()?;
-    Ok(Found { records, told: (verdict != "ok").then_some(verdict) })
+    Ok(Found { records, reported: (verdict != "ok").then_some(verdict) })
 }
 
-/// One connection for all threads: connections of their own wait for each other by sleeping.
+/// Opens one connection for all threads. Separate connections would wait for each other by sleeping.
 pub fn open(directory: &Path, _: usize) -> Result<Box<dyn Commit>> {
     let connection = connect(directory)?;
     connection.execute(TABLE, ())?;

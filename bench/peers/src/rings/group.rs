@@ -1,5 +1,5 @@
-//! Ways to make a group of the log durable: one write to a file that was written before, past the page cache,
-//! which returns when the medium has it.
+//! Methods of making a group of the log durable. Each writes to a preallocated and already written file with
+//! direct I/O, and returns once the medium has stored the bytes.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -9,15 +9,15 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::OFlags;
 
-use super::ring::{Ring, Told, What};
+use super::ring::{Registered, Ring, What};
 use super::sample::Sample;
 use super::{Group, Way, piece};
 
-/// Bytes of the file: those of a segment.
+/// Length of the file in bytes, which is that of a segment.
 const FILE_LEN: u64 = 16 << 20;
 const LENS: [usize; 3] = [4 << 10, 64 << 10, 256 << 10];
 
-/// A group for each length.
+/// Returns a group of methods for each length of a log group.
 pub fn groups(directory: &Path) -> Vec<Group> {
     let path = directory.join("segment");
     LENS.map(|len| Group { name: format!("a group's write, {} KiB", len >> 10), ways: ways(&path, len) })
@@ -25,20 +25,23 @@ pub fn groups(directory: &Path) -> Vec<Group> {
 }
 
 fn ways(path: &Path, len: usize) -> Vec<Way> {
-    let by_ring = |name: &str, told: Told| {
+    let by_ring = |name: &str, registered: Registered| {
         let path = path.to_path_buf();
-        Way::with_ring(name, move |time| ring(&path, len, told, time))
+        Way::with_ring(name, move |time| ring(&path, len, registered, time))
     };
     let path: PathBuf = path.to_path_buf();
     vec![
         Way::without_ring("pwrite", move |time| calls(&path, len, time)),
-        by_ring("ring", Told::default()),
-        by_ring("ring, file registered", Told { files: true, ..Told::default() }),
-        by_ring("ring, file and memory registered", Told { files: true, memory: true, ..Told::default() }),
+        by_ring("ring", Registered::default()),
+        by_ring("ring, file registered", Registered { files: true, ..Registered::default() }),
+        by_ring(
+            "ring, file and memory registered",
+            Registered { files: true, memory: true, ..Registered::default() },
+        ),
     ]
 }
 
-/// The file of a segment, with every byte written.
+/// Creates the file of a segment and writes every byte.
 fn segment(path: &Path) -> io::Result<File> {
     if !path.exists() {
         let file = File::create_new(path)?;
@@ -56,16 +59,16 @@ fn calls(path: &Path, len: usize, time: Duration) -> io::Result<Sample> {
     one_by_one(len, time, |offset| file.write_all_at(&group, offset))
 }
 
-fn ring(path: &Path, len: usize, told: Told, time: Duration) -> io::Result<Sample> {
+fn ring(path: &Path, len: usize, registered: Registered, time: Duration) -> io::Result<Sample> {
     let files = [segment(path)?];
-    let mut ring = Ring::new(&files, 1, len, told)?;
+    let mut ring = Ring::new(&files, 1, len, registered)?;
     one_by_one(len, time, |offset| {
         ring.begin(What::Write, 0, 0, offset);
         ring.finish_one().map(drop)
     })
 }
 
-/// Writes at one offset after the other, in a circle.
+/// Writes at consecutive offsets, and starts again at the end of the file.
 fn one_by_one(
     len: usize,
     time: Duration,

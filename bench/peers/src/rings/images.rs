@@ -1,4 +1,4 @@
-//! Ways to read and to write image files: several of them, in pieces of a MiB.
+//! Methods of reading and writing several image files in pieces of 1 MiB.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -10,17 +10,17 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{FallocateFlags, OFlags, fallocate};
 
-use super::ring::{Ring, Told, What};
+use super::ring::{Registered, Ring, What};
 use super::sample::Sample;
 use super::{Group, Way, piece};
 
 const LEN: usize = 1 << 20;
 const FILES: usize = 4;
-/// Pieces of each file that is read, and of each that is written.
+/// Number of pieces in each file that is read.
 const PIECES_READ: u64 = 128;
 const PIECES_WRITTEN: u64 = 32;
 
-/// Whether transfers go past the page cache.
+/// Whether transfers bypass the page cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Cache {
     Past,
@@ -34,7 +34,8 @@ impl Cache {
     }
 }
 
-/// Reading past the cache comes first, before any read goes through it.
+/// Returns the groups of methods. Reads that bypass the page cache are measured first, before other reads
+/// fill the cache.
 pub fn groups(directory: &Path) -> Vec<Group> {
     let mut groups = Vec::new();
     for (cache, name) in [(Cache::Past, "past the page cache"), (Cache::Through, "from the page cache")] {
@@ -55,9 +56,9 @@ fn readers(directory: &Path, cache: Cache) -> Vec<Way> {
         let name = format!("pread, {threads} thread{}", if threads == 1 { "" } else { "s" });
         Way::without_ring(&name, move |time| read_by_threads(&to_read(&directory, cache)?, threads, time))
     });
-    let plain = Told::default();
-    let registered = Told { files: true, memory: true, ..plain };
-    let workers = Told { workers: true, ..plain };
+    let plain = Registered::default();
+    let registered = Registered { files: true, memory: true, ..plain };
+    let workers = Registered { workers: true, ..plain };
     let by_ring = [
         (4, plain, ""),
         (16, plain, ""),
@@ -66,10 +67,10 @@ fn readers(directory: &Path, cache: Cache) -> Vec<Way> {
         (32, registered, ", files and memory registered"),
         (16, workers, ", by the kernel's workers"),
     ];
-    let by_ring = by_ring.map(|(depth, told, how)| {
+    let by_ring = by_ring.map(|(depth, registered, how)| {
         let directory = directory.to_path_buf();
         Way::with_ring(&format!("ring of {depth}{how}"), move |time| {
-            read_by_ring(&to_read(&directory, cache)?, depth, told, time)
+            read_by_ring(&to_read(&directory, cache)?, depth, registered, time)
         })
     });
     by_threads.into_iter().chain(by_ring).collect()
@@ -87,7 +88,7 @@ fn writers(directory: &Path, cache: Cache) -> Vec<Way> {
     ]
 }
 
-/// The files that are read: there on the disk, and in the cache if they are to come from there.
+/// Creates the files to read. They are in the page cache only if the reads use it.
 fn to_read(directory: &Path, cache: Cache) -> io::Result<Vec<File>> {
     let path = |number: usize| directory.join(format!("read{number}"));
     for number in 0..FILES {
@@ -112,7 +113,7 @@ fn to_read(directory: &Path, cache: Cache) -> io::Result<Vec<File>> {
     Ok(files)
 }
 
-/// The file and the offset of the n-th piece of all.
+/// Returns the file and the offset of piece `number`.
 fn place(number: u64) -> (usize, u64) {
     let number = number % (FILES as u64 * PIECES_READ);
     ((number / PIECES_READ) as usize, number % PIECES_READ * LEN as u64)
@@ -141,8 +142,8 @@ fn read_by_threads(files: &[File], threads: usize, time: Duration) -> io::Result
     Ok(sample)
 }
 
-fn read_by_ring(files: &[File], depth: usize, told: Told, time: Duration) -> io::Result<Sample> {
-    let mut ring = Ring::new(files, depth, LEN, told)?;
+fn read_by_ring(files: &[File], depth: usize, registered: Registered, time: Duration) -> io::Result<Sample> {
+    let mut ring = Ring::new(files, depth, LEN, registered)?;
     let mut sample = Sample::default();
     sample.during(|sample| {
         let started = Instant::now();
@@ -153,8 +154,8 @@ fn read_by_ring(files: &[File], depth: usize, told: Told, time: Duration) -> io:
     Ok(sample)
 }
 
-/// Begins transfers as long as one may be begun, each at its place, with as many under way as the ring is
-/// deep; ends when all are over, and says how many there were.
+/// Submits transfers until the time is over, and keeps as many in flight as the ring is deep. Waits for all
+/// of them and returns their number.
 fn keep_full(
     ring: &mut Ring<'_>,
     what: What,
@@ -178,7 +179,8 @@ fn keep_full(
     }
 }
 
-/// Writes new files as often as there is time, at least once. That they are made and removed is not counted.
+/// Writes new files repeatedly until the time is over, at least once. Creating and removing the files is not
+/// included in the time.
 fn write_until(
     directory: &Path,
     cache: Cache,
@@ -196,14 +198,14 @@ fn write_until(
     Ok(sample)
 }
 
-/// A new file, with space made ahead.
+/// Creates a file with preallocated space.
 fn to_write(path: &Path, cache: Cache) -> io::Result<File> {
     let file = cache.open(OpenOptions::new().write(true).create(true).truncate(true), path)?;
     fallocate(&file, FallocateFlags::empty(), 0, PIECES_WRITTEN * LEN as u64)?;
     Ok(file)
 }
 
-/// Writes each file by a thread of its own.
+/// Writes each file on a separate thread.
 fn write_by_threads(files: &[File], sample: &mut Sample) -> io::Result<()> {
     let pieces: Vec<_> = (0..FILES as u64).map(|number| piece(number, LEN)).collect();
     sample.during(|sample| {
@@ -221,9 +223,9 @@ fn write_by_threads(files: &[File], sample: &mut Sample) -> io::Result<()> {
     })
 }
 
-/// Writes all files by one thread, a piece of each in turn; then all are synced at once.
+/// Writes all files on one thread, one piece of each in turn, then syncs all files at once.
 fn write_by_ring<const DEPTH: usize>(files: &[File], sample: &mut Sample) -> io::Result<()> {
-    let mut ring = Ring::new(files, DEPTH, LEN, Told::default())?;
+    let mut ring = Ring::new(files, DEPTH, LEN, Registered::default())?;
     sample.during(|sample| {
         let count = FILES as u64;
         let turn = |number: u64| ((number % count) as usize, number / count * LEN as u64);

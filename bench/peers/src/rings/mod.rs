@@ -1,32 +1,33 @@
-//! The gain of a ring of the kernel's (`io_uring`) over plain calls, where a store waits for its disk.
+//! Compares the kernel's `io_uring` with plain calls for the disk transfers that a store waits for.
 //!
 //! ```text
 //! cargo run --release --manifest-path bench/peers/Cargo.toml --target-dir target/peers -- \
 //!     rings DIR [--seconds N] [--group WORDS] [--json]
 //! ```
 //!
-//! All ways to do the same take turns of 0.2 s, round by round, as many rounds as there is time for. With
-//! `--group` only groups are measured that have these words in their names. A share is that of the fastest
-//! way without a ring in the same round; all figures are medians of the rounds. Time of processors is the
-//! whole machine's, which should do nothing else. A way that a kernel or a file system refuses is left out,
-//! and named.
+//! All methods of a group are measured in turn for 0.2 s each, round by round, until the time is over. With
+//! `--group`, only groups with these words in their names are measured. A share is relative to the fastest
+//! method without a ring in the same round. All results are medians of the rounds. Processor time is that of
+//! the whole machine, which should be idle otherwise. A method that the kernel or the file system rejects is
+//! listed and skipped.
 //!
-//! Transfers only: no checksum, no copy to a device. A thread that drives a ring could do neither at the same
-//! time.
+//! Only transfers are measured, without checksums and copies to a device. A thread that drives a ring could
+//! not do this work at the same time.
 //!
 //! # What was expected
 //!
-//! Written down before the first run; `bench/README.md` has the results.
+//! These expectations were written before the first run. `bench/README.md` contains the results.
 //!
-//! - A group's write: nothing over 1.05. One write is under way, so a ring saves no call. `O_DSYNC` costs it
-//!   something: a plain call syncs on the thread that waits, a ring has it done by a worker of the kernel and
-//!   is woken. At 4 KiB 0.90 to 1.00 of the rate, at 256 KiB 0.97 to 1.00; registered files and memory gain
+//! - Writes of a group: at most 1.05. Only one write is in flight, so a ring saves no call. `O_DSYNC` has a
+//!   cost: a plain call syncs on the waiting thread, whereas a ring uses a kernel worker, which must wake the
+//!   thread. At 4 KiB 0.90 to 1.00 of the rate, and at 256 KiB 0.97 to 1.00. Registered files and memory gain
 //!   less than 0.02.
-//! - Images read past the cache: a ring of 16 within 0.95 to 1.05 of the faster of 4 and 12 threads, with
-//!   less processor time; deeper gains nothing.
-//! - From the cache: 0.4 to 0.6 on 2 cores, 0.15 to 0.3 on 16. The thread that submits copies the bytes.
-//! - Images written past the cache: 0.95 to 1.05. Through it 0.9 to 1.05: the kernel's workers do what
-//!   threads would.
+//! - Reads of images that bypass the page cache: a ring of depth 16 reaches 0.95 to 1.05 of the faster of 4
+//!   and 12 threads, with less processor time. A deeper ring gains nothing.
+//! - Reads from the page cache: 0.4 to 0.6 on 2 cores, and 0.15 to 0.3 on 16 cores, because the submitting
+//!   thread copies the bytes.
+//! - Writes of images that bypass the page cache: 0.95 to 1.05. Writes through the page cache: 0.9 to 1.05,
+//!   because the kernel's workers do the work of the threads.
 
 mod group;
 mod images;
@@ -46,17 +47,17 @@ use sample::Sample;
 const TURN: Duration = Duration::from_millis(200);
 const ROUNDS_MIN: u64 = 3;
 
-/// Ways to do the same.
+/// Methods of doing the same work, which are compared with each other.
 pub struct Group {
     name: String,
     ways: Vec<Way>,
 }
 
-/// One of the ways.
+/// One method.
 pub struct Way {
     name: String,
     has_ring: bool,
-    /// Takes a turn of about this time.
+    /// Measures the method for about this time.
     turn: Box<dyn Fn(Duration) -> io::Result<Sample>>,
 }
 
@@ -70,14 +71,14 @@ impl Way {
     }
 }
 
-/// The turns of one way, or why it has none.
+/// The measurements of one method, or the reason why there are none.
 pub struct Turns {
     name: String,
     has_ring: bool,
     samples: io::Result<Vec<Sample>>,
 }
 
-/// Bytes that are different from those of any other piece.
+/// Returns the bytes of piece `number`, which differ from those of all other pieces.
 fn piece(number: u64, len: usize) -> Aligned {
     let mut bytes = Aligned::new(len);
     for (at, word) in bytes.chunks_exact_mut(8).enumerate() {
@@ -86,11 +87,11 @@ fn piece(number: u64, len: usize) -> Aligned {
     bytes
 }
 
-/// The arguments of a comparison.
+/// The options of a comparison.
 pub struct Asked {
-    /// The time that all of it takes, about.
+    /// Approximate total duration in seconds.
     pub seconds: u64,
-    /// The words in the names of the groups.
+    /// Words that the names of the measured groups contain.
     pub group: String,
     pub is_json: bool,
 }
@@ -101,7 +102,7 @@ impl Default for Asked {
     }
 }
 
-/// Measures, and prints a table for each group, or an object for each way.
+/// Measures all groups. Prints a table for each group, or a JSON object for each method.
 pub fn compare(directory: &Path, asked: &Asked) -> ExitCode {
     let directory = tempfile::tempdir_in(directory).expect("a directory for the files");
     let all = group::groups(directory.path()).into_iter().chain(images::groups(directory.path()));

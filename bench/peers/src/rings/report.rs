@@ -1,4 +1,4 @@
-//! Medians of turns, and their shares, as a table and as JSON.
+//! Prints medians of measurements and their shares, as a table or as JSON.
 
 use serde_json::{Value, json};
 
@@ -6,7 +6,7 @@ use super::Turns;
 use super::sample::Sample;
 use crate::commits::median;
 
-/// The figures of a turn.
+/// The results of one measurement.
 struct Turn {
     rate: f64,
     p50_us: Option<f64>,
@@ -25,14 +25,14 @@ impl Turn {
     }
 }
 
-/// A way, and its turns or why it has none.
+/// A method, with its measurements or the reason why there are none.
 struct Way {
     name: String,
     has_ring: bool,
     turns: Result<Vec<Turn>, String>,
 }
 
-/// A median, and the median of its shares where there is another way to compare with.
+/// A median, and the median of its shares if there is a method to compare with.
 struct Figure {
     median: f64,
     share: Option<f64>,
@@ -52,7 +52,7 @@ impl Way {
     }
 }
 
-/// The fastest turn of each round without a ring; none, if no round is complete.
+/// Returns the fastest measurement without a ring of each round. The list is empty if no round is complete.
 fn fastest(ways: &[Way]) -> Vec<&Turn> {
     let without: Vec<&Vec<Turn>> =
         ways.iter().filter(|way| !way.has_ring).filter_map(|way| way.turns.as_ref().ok()).collect();
@@ -65,7 +65,7 @@ fn fastest(ways: &[Way]) -> Vec<&Turn> {
 
 type Of = fn(&Turn) -> Option<f64>;
 
-/// The figures of a turn: heading, and name of the field.
+/// The columns of a measurement: the heading, the name of the JSON field, and the value.
 const FIGURES: [(&str, &str, Of); 4] = [
     ("MB/s", "mb_per_s", |turn| Some(turn.rate)),
     ("p50, us", "p50_us", |turn| turn.p50_us),
@@ -73,7 +73,7 @@ const FIGURES: [(&str, &str, Of); 4] = [
     ("processors, us each", "cpu_us_each", |turn| Some(turn.cpu_us_each)),
 ];
 
-/// Prints the turns as a table.
+/// Prints the measurements as a table.
 pub fn table(group: &str, turns: Vec<Turns>) {
     let ways: Vec<Way> = turns.into_iter().map(Way::new).collect();
     let fastest = fastest(&ways);
@@ -94,7 +94,7 @@ pub fn table(group: &str, turns: Vec<Turns>) {
     }
 }
 
-/// Prints the turns as one object for each way.
+/// Prints the measurements as one JSON object for each method.
 pub fn objects(group: &str, turns: Vec<Turns>) {
     let ways: Vec<Way> = turns.into_iter().map(Way::new).collect();
     let fastest = fastest(&ways);

@@ -1,5 +1,4 @@
-//! A ring of the kernel's (`io_uring`) whose transfers all have the same length, and memory of the ring's
-//! own.
+//! An `io_uring` with its own memory. All transfers have the same length.
 
 use std::fs::File;
 use std::io;
@@ -12,72 +11,71 @@ use io_uring::{IoUring, opcode};
 use super::piece;
 use crate::aligned_buf::Aligned;
 
-/// A transfer that the kernel is asked for.
+/// The kind of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum What {
     Read,
     Write,
-    /// A sync of all of the file; no bytes are moved.
+    /// A sync of the whole file. No bytes are transferred.
     Sync,
 }
 
-/// The resources that the kernel is told of beforehand.
+/// What is registered with the kernel in advance, and how transfers are executed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Told {
-    /// It is told of the files, once for all transfers.
+pub struct Registered {
+    /// Whether the files are registered.
     pub files: bool,
-    /// It is told of the memory likewise.
+    /// Whether the memory is registered.
     pub memory: bool,
-    /// It is told to leave each transfer to a worker of its own, and not to try it first on the thread that
-    /// submits.
+    /// Whether kernel workers execute all transfers, without an attempt on the submitting thread.
     pub workers: bool,
 }
 
-/// A ring, and as many pieces of memory as transfers can be under way.
+/// A ring, with one piece of memory for each transfer that can be in flight.
 pub struct Ring<'f> {
     ring: IoUring,
     files: &'f [File],
-    told: Told,
+    registered: Registered,
     pieces: Vec<Aligned>,
-    /// The transfer that each piece is used for.
+    /// The transfer in flight that uses each piece.
     under_way: Vec<Option<What>>,
 }
 
 impl<'f> Ring<'f> {
-    /// A ring for transfers of `len` bytes, between these files and memory.
+    /// Creates a ring for transfers of `len` bytes between files and memory.
     ///
     /// # Errors
-    /// Those of the kernel: some have no rings, and some refuse them.
-    pub fn new(files: &'f [File], depth: usize, len: usize, told: Told) -> io::Result<Self> {
+    /// Returns an error of the kernel, for example if `io_uring` is not available or not permitted.
+    pub fn new(files: &'f [File], depth: usize, len: usize, registered: Registered) -> io::Result<Self> {
         let entries = u32::try_from(depth).expect("a small number");
-        // One thread submits, and completions wait until it asks: the least work, where a kernel knows of it
-        // (6.1).
+        // One thread submits, and completions are processed only when this thread waits. This needs the least
+        // work, but requires Linux 6.1.
         let frugal = IoUring::builder().setup_single_issuer().setup_defer_taskrun().build(entries);
         let ring = frugal.or_else(|error| match error.raw_os_error() {
             Some(libc::EINVAL) => IoUring::new(entries),
             _ => Err(error),
         })?;
         let pieces: Vec<Aligned> = (0..depth).map(|number| piece(number as u64, len)).collect();
-        if told.files {
+        if registered.files {
             let descriptors: Vec<_> = files.iter().map(AsRawFd::as_raw_fd).collect();
             ring.submitter().register_files(&descriptors)?;
         }
-        if told.memory {
+        if registered.memory {
             let area = |piece: &Aligned| libc::iovec { iov_base: piece.as_ptr() as *mut _, iov_len: len };
             let areas: Vec<_> = pieces.iter().map(area).collect();
             // SAFETY: each piece is `len` bytes long and is dropped after the ring.
             unsafe { ring.submitter().register_buffers(&areas)? };
         }
-        Ok(Self { ring, files, told, under_way: vec![None; depth], pieces })
+        Ok(Self { ring, files, registered, under_way: vec![None; depth], pieces })
     }
 
-    /// The number of transfers that can be under way.
+    /// Returns the maximum number of transfers in flight.
     pub fn depth(&self) -> usize {
         self.pieces.len()
     }
 
-    /// Begins a transfer with a piece of memory that no other one uses. The kernel hears of it with the next
-    /// [`Self::finish_one`].
+    /// Queues a transfer with a piece of memory that no other transfer uses. The next [`Self::finish_one`]
+    /// submits the transfer.
     pub fn begin(&mut self, what: What, piece: usize, file: usize, offset: u64) {
         assert!(self.under_way[piece].is_none(), "a piece is in one transfer at a time");
         let entry = self.entry(what, piece, file, offset).user_data(piece as u64);
@@ -88,7 +86,7 @@ impl<'f> Ring<'f> {
     }
 
     fn entry(&mut self, what: What, piece: usize, file: usize, offset: u64) -> Entry {
-        let Told { files, memory, workers } = self.told;
+        let Registered { files, memory, workers } = self.registered;
         let fd = Fd(if files { file as i32 } else { self.files[file].as_raw_fd() });
         let (len, index) = (self.pieces[piece].len() as u32, piece as u16);
         let at = self.pieces[piece].as_mut_ptr();
@@ -105,10 +103,10 @@ impl<'f> Ring<'f> {
         entry.flags(flags)
     }
 
-    /// Waits until a transfer is over, and says which piece is free again.
+    /// Waits until a transfer is complete, and returns the index of its piece, which is free again.
     ///
     /// # Errors
-    /// The transfer's, and that it moved less than it should.
+    /// Returns the error of the transfer, or an error if too few bytes were transferred.
     pub fn finish_one(&mut self) -> io::Result<usize> {
         let done = loop {
             if let Some(done) = self.ring.completion().next() {
@@ -135,7 +133,7 @@ impl Drop for Ring<'_> {
         while self.under_way.iter().any(Option::is_some) {
             let before = self.under_way.clone();
             if self.finish_one().is_err() && self.under_way == before {
-                // Transfers under way can be waited for no more: their memory is never used again.
+                // Transfers in flight can no longer be awaited, so their memory is leaked.
                 std::mem::forget(std::mem::take(&mut self.pieces));
                 return;
             }
@@ -152,11 +150,11 @@ mod tests {
     const LEN: usize = 4096;
 
     #[test]
-    fn what_is_written_is_read_whatever_the_kernel_is_told() {
+    fn written_bytes_are_read_with_any_registrations() {
         let file = tempfile::tempfile().expect("a file");
         let files = [file];
-        for told in [false, true].map(|is| Told { files: is, memory: is, workers: is }) {
-            let mut ring = match Ring::new(&files, 2, LEN, told) {
+        for registered in [false, true].map(|is| Registered { files: is, memory: is, workers: is }) {
+            let mut ring = match Ring::new(&files, 2, LEN, registered) {
                 Ok(ring) => ring,
                 Err(error) => return eprintln!("SKIPPED: no rings here: {error}"),
             };

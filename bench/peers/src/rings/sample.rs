@@ -1,22 +1,22 @@
-//! The counts of one turn of one way.
+//! The counts of one measurement of one method.
 
 use std::io;
 use std::time::{Duration, Instant};
 
-/// Transfers and their costs.
+/// The number of transfers and their cost.
 #[derive(Debug, Default)]
 pub struct Sample {
     pub bytes: u64,
     pub transfers: u64,
     pub took: Duration,
-    /// Time used on all processors.
+    /// CPU time used on all processors.
     pub cpu: Duration,
-    /// The time of each transfer, where they are made one after the other.
+    /// The duration of each transfer, if transfers are made one after the other.
     pub times: Vec<Duration>,
 }
 
 impl Sample {
-    /// Counts the time that passes during the work.
+    /// Runs `work`, and adds its duration and CPU time.
     pub fn during(&mut self, work: impl FnOnce(&mut Self) -> io::Result<()>) -> io::Result<()> {
         let (cpu, started) = (cpu_time()?, Instant::now());
         work(self)?;
@@ -25,7 +25,7 @@ impl Sample {
         Ok(())
     }
 
-    /// Adds this number of transfers of `len` bytes each.
+    /// Adds `transfers` transfers of `len` bytes each.
     pub fn add(&mut self, transfers: u64, len: usize) {
         self.transfers += transfers;
         self.bytes += transfers * len as u64;
@@ -39,7 +39,7 @@ impl Sample {
         self.cpu.as_secs_f64() * 1e6 / self.transfers as f64
     }
 
-    /// The time in microseconds that this share of the transfers did not exceed.
+    /// Returns the duration in microseconds that a share `quantile` of the transfers did not exceed.
     pub fn quantile_us(&mut self, quantile: f64) -> Option<f64> {
         self.times.sort_unstable();
         let last = self.times.len().checked_sub(1)?;
@@ -47,15 +47,15 @@ impl Sample {
     }
 }
 
-/// The time of the whole machine, so it should be idle: the kernel's work on workers of its own is no
-/// process's. In steps of 10 ms.
+/// Returns the CPU time of the whole machine, in steps of 10 ms. The machine should be idle otherwise. The
+/// time of the process would not include the work of kernel workers.
 fn cpu_time() -> io::Result<Duration> {
     let stat = std::fs::read_to_string("/proc/stat")?;
     let busy = busy_ticks(&stat).ok_or_else(|| io::Error::other("/proc/stat says nothing of processors"))?;
     Ok(Duration::from_millis(10 * busy))
 }
 
-/// Ticks of all processors that were neither idle nor waiting.
+/// Returns the number of ticks during which a processor was neither idle nor waiting for I/O.
 fn busy_ticks(stat: &str) -> Option<u64> {
     let ticks: Vec<u64> =
         stat.lines().next()?.split_whitespace().skip(1).map_while(|field| field.parse().ok()).collect();
@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn quantiles_are_times_that_were_taken() {
+    fn quantiles_are_measured_times() {
         let times = (1..=101).rev().map(Duration::from_micros).collect();
         let mut sample = Sample { times, ..Sample::default() };
         assert_eq!(

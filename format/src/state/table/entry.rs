@@ -75,8 +75,8 @@ impl PageShape {
         PageInfo { page, key, len: self.len(), epoch, lsn, place: self.place(), metadata }
     }
 
-    /// Replaces the shape with that of a newer version of the same page. Keeps a shared key or metadata that is equal,
-    /// because threads that change reference counts at the same time slow each other down.
+    /// Replaces the shape with that of a newer version of the same page. Keeps the current reference to an equal key or
+    /// metadata, because several threads that change one reference count slow each other down.
     pub fn become_newer(&mut self, newer: &PageInfo) {
         self.len_and_place = pack(newer.len, newer.place);
         let is_same = match &self.named {

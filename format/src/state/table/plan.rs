@@ -44,10 +44,10 @@ impl Changes {
 #[non_exhaustive]
 pub enum Refusal {
     /// An operation names a page that does not exist.
-    #[error("there is no page {0}")]
+    #[error("page {0} does not exist")]
     UnknownPage(PageId),
     /// A create operation names a page that already exists, or a page that the batch deleted.
-    #[error("page {0} exists")]
+    #[error("page {0} already exists")]
     PageExists(PageId),
     /// The range of an operation exceeds its page.
     #[error("bytes {offset}..+{len} are outside page {page} of {page_len} bytes")]
@@ -62,7 +62,7 @@ pub enum Refusal {
         page_len: u64,
     },
     /// A create operation requests a key that belongs to another page.
-    #[error("key {key} is page {holder}'s")]
+    #[error("key {key} already belongs to page {holder}")]
     KeyTaken {
         /// The requested key.
         key: Key,
@@ -80,10 +80,10 @@ pub enum Refusal {
         limit: u64,
     },
     /// A batch replaces a page with an image and also changes the bytes of the page.
-    #[error("an image of page {0} comes with other changes of its bytes")]
+    #[error("the batch contains an image of page {0} and other changes of its bytes")]
     ImageNotAlone(PageId),
     /// The length of an image differs from that of its page.
-    #[error("an image of {len} bytes for page {page} of {page_len} bytes")]
+    #[error("image length is {len} bytes, but page {page} has {page_len} bytes")]
     ImageLen {
         /// The id of the page.
         page: PageId,
@@ -94,10 +94,10 @@ pub enum Refusal {
     },
     /// The batch contains a restore. [`PageTable::plan`] does not plan restores, because a restore replaces the whole
     /// table.
-    #[error("a restore stands alone in its batch")]
+    #[error("a restore must be the only operation of its batch")]
     Restore,
     /// There is not enough memory for the plan.
-    #[error("there is no memory for {needed} bytes")]
+    #[error("cannot allocate {needed} bytes")]
     Memory {
         /// Number of bytes that were requested.
         needed: u64,
@@ -286,116 +286,150 @@ impl PageTable {
         ops: impl IntoIterator<Item = &'a OpAt<'a>>,
         mode: PlanMode,
     ) -> Result<Changes, (usize, Refusal)> {
-        let (pages, marks, index) = (SmallVec::new(), SmallVec::new(), HashMap::new());
-        let mut overlay = Overlay { table: self, lsn, pages, marks, is_rising: true, index };
-        let mut root: Option<Arc<Metadata>> = None;
-        let mut next_page = self.next_page;
-        // Keys that the batch has assigned and freed so far.
-        let mut keys_new: HashMap<Key, PageId> = HashMap::new();
-        let mut keys_freed: HashSet<Key> = HashSet::new();
-        // Lengths are checked at the end, so that many entries of a page need one encoding.
-        let mut metadata_grown: Vec<(usize, PageId)> = Vec::new();
-        let mut root_grown: Option<usize> = None;
-
+        let mut planner = Planner::new(self, lsn, mode);
         for (index, OpAt { op, .. }) in ops.into_iter().enumerate() {
-            let mut step = || -> Result<(), Refusal> {
-                match op {
-                    Op::Create { page, len, place, key, metadata } => {
-                        check_page_len(*len)?;
-                        check_place(*place)?;
-                        // An id is not reused, even in the batch that deletes its page. A reader that starts a page at
-                        // its create applies the whole batch, which would include changes of the old page.
-                        let is_used = overlay.position(*page).is_some() || self.pages.get(*page).is_some();
-                        if is_used {
-                            return Err(Refusal::PageExists(*page));
-                        }
-                        check_number("page id", page.0, NUMBER_MAX - 1)?;
-                        if let (Some(key), PlanMode::Commit) = (key, mode) {
-                            let old = self.keys.get(key.as_bytes()).filter(|_| !keys_freed.contains(key));
-                            if let Some(holder) = keys_new.get(key).or(old) {
-                                return Err(Refusal::KeyTaken { key: key.clone(), holder: *holder });
-                            }
-                            let count = keys_new.len();
-                            keys_new.try_reserve(1).map_err(|_| no_memory::<(Key, PageId)>(2 * count))?;
-                            keys_new.insert(key.clone(), *page);
-                        }
-                        next_page = next_page.max(page.0 + 1);
-                        overlay.set(
-                            *page,
-                            Some(PageInfo {
-                                page: *page,
-                                key: key.clone(),
-                                len: *len,
-                                epoch: Epoch(1),
-                                lsn,
-                                place: *place,
-                                metadata: metadata.clone().into(),
-                            }),
-                        )?;
-                    }
-                    Op::Write { page, .. }
-                    | Op::Masked { page, .. }
-                    | Op::Scatter { page, .. }
-                    | Op::Fill { page, .. } => {
-                        let (offset, len) = op.range().expect("these operations have one");
-                        overlay.touch_range(*page, offset, len)?;
-                    }
-                    Op::Resize { page, len } => {
-                        check_page_len(*len)?;
-                        overlay.touch_content(*page, Content::Kept)?.len = *len;
-                    }
-                    Op::Image { page, len, .. } => overlay.touch_image(*page, *len)?,
-                    Op::Move { page, place } => {
-                        check_place(*place)?;
-                        let at = overlay.touch_place(*page)?;
-                        overlay.state(at)?.place = *place;
-                    }
-                    Op::Delete { page } => {
-                        let key = overlay.touch_info(*page)?.key.clone();
-                        if let Some(key) = key {
-                            keys_new.remove(&key);
-                            let count = keys_freed.len();
-                            keys_freed.try_reserve(1).map_err(|_| no_memory::<Key>(2 * count))?;
-                            keys_freed.insert(key);
-                        }
-                        overlay.set(*page, None)?;
-                    }
-                    Op::SetMetadata { page, name, value } => {
-                        let info = overlay.touch_info(*page)?;
-                        info.metadata.make_mut().insert(name.clone(), value.clone());
-                        let count = metadata_grown.len();
-                        metadata_grown.try_reserve(1).map_err(|_| no_memory::<(usize, PageId)>(2 * count))?;
-                        metadata_grown.push((index, *page));
-                    }
-                    Op::RemoveMetadata { page, name } => {
-                        overlay.touch_info(*page)?.metadata.make_mut().remove(*name);
-                    }
-                    Op::SetRoot { name, value } => {
-                        let root = root.get_or_insert_with(|| self.root.clone());
-                        Arc::make_mut(root).insert(name.clone(), value.clone());
-                        root_grown = Some(index);
-                    }
-                    Op::RemoveRoot { name } => {
-                        Arc::make_mut(root.get_or_insert_with(|| self.root.clone())).remove(*name);
-                    }
-                    Op::Note { .. } => {}
-                    Op::Restore { .. } => return Err(Refusal::Restore),
-                }
-                Ok(())
-            };
-            step().map_err(|refusal| (index, refusal))?;
+            planner.add(index, op).map_err(|refusal| (index, refusal))?;
         }
+        planner.finish()
+    }
+}
 
-        for (index, page) in metadata_grown {
-            if let Some(info) = overlay.get(page) {
+/// A plan under construction: the changes of the operations that were added so far.
+struct Planner<'a> {
+    overlay: Overlay<'a>,
+    mode: PlanMode,
+    root: Option<Arc<Metadata>>,
+    next_page: u64,
+    /// Keys that the batch has assigned so far.
+    keys_new: HashMap<Key, PageId>,
+    /// Keys that the batch has freed so far.
+    keys_freed: HashSet<Key>,
+    /// The pages whose metadata may have grown, each with the index of the operation. Lengths are checked at the end,
+    /// so that many entries of a page need one encoding.
+    metadata_grown: Vec<(usize, PageId)>,
+    /// The index of the last operation that may have extended the root.
+    root_grown: Option<usize>,
+}
+
+impl<'a> Planner<'a> {
+    fn new(table: &'a PageTable, lsn: Lsn, mode: PlanMode) -> Self {
+        let (pages, marks, index) = (SmallVec::new(), SmallVec::new(), HashMap::new());
+        Self {
+            overlay: Overlay { table, lsn, pages, marks, is_rising: true, index },
+            mode,
+            root: None,
+            next_page: table.next_page,
+            keys_new: HashMap::new(),
+            keys_freed: HashSet::new(),
+            metadata_grown: Vec::new(),
+            root_grown: None,
+        }
+    }
+
+    /// Adds the operation with this index in the batch.
+    fn add(&mut self, index: usize, op: &Op<'_>) -> Result<(), Refusal> {
+        let overlay = &mut self.overlay;
+        match op {
+            Op::Create { page, len, place, key, metadata } => {
+                let (page, key, metadata) = (*page, key.clone(), metadata.clone().into());
+                let (lsn, len, place) = (overlay.lsn, *len, *place);
+                self.create(PageInfo { page, key, len, epoch: Epoch(1), lsn, place, metadata })?;
+            }
+            Op::Write { page, .. }
+            | Op::Masked { page, .. }
+            | Op::Scatter { page, .. }
+            | Op::Fill { page, .. } => {
+                let (offset, len) = op.range().expect("these operations have one");
+                overlay.touch_range(*page, offset, len)?;
+            }
+            Op::Resize { page, len } => {
+                check_page_len(*len)?;
+                overlay.touch_content(*page, Content::Kept)?.len = *len;
+            }
+            Op::Image { page, len, .. } => overlay.touch_image(*page, *len)?,
+            Op::Move { page, place } => {
+                check_place(*place)?;
+                let at = overlay.touch_place(*page)?;
+                overlay.state(at)?.place = *place;
+            }
+            Op::Delete { page } => self.delete(*page)?,
+            Op::SetMetadata { page, name, value } => {
+                let info = overlay.touch_info(*page)?;
+                info.metadata.make_mut().insert(name.clone(), value.clone());
+                let count = self.metadata_grown.len();
+                self.metadata_grown.try_reserve(1).map_err(|_| no_memory::<(usize, PageId)>(2 * count))?;
+                self.metadata_grown.push((index, *page));
+            }
+            Op::RemoveMetadata { page, name } => {
+                overlay.touch_info(*page)?.metadata.make_mut().remove(*name);
+            }
+            Op::SetRoot { name, value } => {
+                self.root_mut().insert(name.clone(), value.clone());
+                self.root_grown = Some(index);
+            }
+            Op::RemoveRoot { name } => _ = self.root_mut().remove(*name),
+            Op::Note { .. } => {}
+            Op::Restore { .. } => return Err(Refusal::Restore),
+        }
+        Ok(())
+    }
+
+    fn create(&mut self, info: PageInfo) -> Result<(), Refusal> {
+        let page = info.page;
+        check_page_len(info.len)?;
+        check_place(info.place)?;
+        // An id is not reused, even in the batch that deletes its page. A reader that starts a page at its create
+        // applies the whole batch, which would include changes of the old page.
+        if self.overlay.position(page).is_some() || self.overlay.table.pages.get(page).is_some() {
+            return Err(Refusal::PageExists(page));
+        }
+        check_number("page id", page.0, NUMBER_MAX - 1)?;
+        if let (Some(key), PlanMode::Commit) = (&info.key, self.mode) {
+            self.assign_key(key, page)?;
+        }
+        self.next_page = self.next_page.max(page.0 + 1);
+        self.overlay.set(page, Some(info))
+    }
+
+    /// Assigns a key to a new page. Returns an error if another page has the key at this point of the batch.
+    fn assign_key(&mut self, key: &Key, page: PageId) -> Result<(), Refusal> {
+        let old = self.overlay.table.keys.get(key.as_bytes()).filter(|_| !self.keys_freed.contains(key));
+        if let Some(holder) = self.keys_new.get(key).or(old) {
+            return Err(Refusal::KeyTaken { key: key.clone(), holder: *holder });
+        }
+        let count = self.keys_new.len();
+        self.keys_new.try_reserve(1).map_err(|_| no_memory::<(Key, PageId)>(2 * count))?;
+        self.keys_new.insert(key.clone(), page);
+        Ok(())
+    }
+
+    fn delete(&mut self, page: PageId) -> Result<(), Refusal> {
+        if let Some(key) = self.overlay.touch_info(page)?.key.clone() {
+            self.keys_new.remove(&key);
+            let count = self.keys_freed.len();
+            self.keys_freed.try_reserve(1).map_err(|_| no_memory::<Key>(2 * count))?;
+            self.keys_freed.insert(key);
+        }
+        self.overlay.set(page, None)
+    }
+
+    fn root_mut(&mut self) -> &mut Metadata {
+        Arc::make_mut(self.root.get_or_insert_with(|| self.overlay.table.root.clone()))
+    }
+
+    /// Checks the lengths of the metadata and the root, and returns the changes.
+    fn finish(self) -> Result<Changes, (usize, Refusal)> {
+        for (index, page) in self.metadata_grown {
+            if let Some(info) = self.overlay.get(page) {
                 check_metadata_len("metadata", &info.metadata, METADATA_LEN_MAX)
                     .map_err(|refusal| (index, refusal))?;
             }
         }
-        if let (Some(index), Some(root)) = (root_grown, &root) {
+        if let (Some(index), Some(root)) = (self.root_grown, &self.root) {
             check_metadata_len("root", root, ROOT_LEN_MAX).map_err(|refusal| (index, refusal))?;
         }
-        Ok(Changes { lsn, pages: overlay.pages, root, next_page })
+        let Overlay { lsn, pages, .. } = self.overlay;
+        Ok(Changes { lsn, pages, root: self.root, next_page: self.next_page })
     }
 }
 

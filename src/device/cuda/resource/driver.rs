@@ -125,7 +125,7 @@ unsafe impl MemoryResource for DriverMemory {
     }
 
     unsafe fn free(&self, address: u64, _len: u64) -> Result<()> {
-        // The memory no longer exists if its context is lost.
+        // If the context is lost, its memory no longer exists.
         let Ok(entered) = self.context.enter() else { return Ok(()) };
         match self.kind {
             // SAFETY: the caller's promise: the driver allocated it, and nothing uses it.

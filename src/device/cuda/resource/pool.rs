@@ -104,7 +104,8 @@ impl<R: MemoryResource> Pool<R> {
             other => other?,
         };
         shared.slabs.lock().push(PoolSlab { address, len });
-        // Reversed, because the last one is taken first; without the first, which is returned.
+        // Reversed, because blocks are taken from the end of the list. The first block is returned to the caller
+        // instead.
         let blocks = (1..len / class.block_len()).rev().map(|block| address + block * class.block_len());
         shared.shards[own_shard()].lock().extend(blocks);
         Ok(address)
@@ -181,7 +182,7 @@ unsafe impl<R: MemoryResource> MemoryResource for Pool<R> {
         };
         let bytes = addresses.len() as u64 * class.block_len();
         self.counts.used_bytes.fetch_sub(bytes, Ordering::Relaxed);
-        // Reversed, because the last one is taken first: adjacent pages will then be adjacent again.
+        // Reversed, because blocks are taken from the end of the list. Pages with adjacent memory thus stay adjacent.
         self.shared[index].shards[own_shard()].lock().extend(addresses.iter().rev());
     }
 
@@ -271,7 +272,7 @@ impl SharedClass {
         };
         let (mut empty, used): (Vec<PoolSlab>, Vec<PoolSlab>) =
             slabs.iter().partition(|slab| free_in(slab) * block_len == slab.len);
-        // There may be thousands of slabs, and a hundred times as many blocks.
+        // There may be thousands of slabs and a hundred times as many blocks, so slabs are found by binary search.
         empty.sort_unstable_by_key(|slab| slab.address);
         let is_within_empty = |address: u64| {
             let after = empty.partition_point(|slab| slab.address <= address);

@@ -58,7 +58,7 @@ fn many_blocks_are_allocated_and_freed_concurrently() {
         let block_len = len.max(256).next_multiple_of(256);
         let mut found: Vec<u64> = vec![7];
         pool.allocate_all(len, 5, &mut found).unwrap();
-        // Freed by another thread, so these blocks are in another shard.
+        // This thread frees blocks that another thread allocated, so they are in another shard.
         let freed = found.split_off(3);
         std::thread::scope(|scope| {
             let free_all = || {
@@ -90,7 +90,7 @@ fn million_allocations_do_not_grow_memory() {
     let mut live: Vec<(u64, u64)> = Vec::new();
     let mut after_a_tenth = 0;
     for cycle in 0..1_000_000_u32 {
-        // From one byte to 64 KiB, mostly short; occasionally one with a slab of its own.
+        // Lengths from one byte to 64 KiB, mostly short. Occasionally a block that needs a slab of its own.
         let power = next(&mut random) % 17;
         let len = if cycle % 10_000 == 0 { 20 << 20 } else { 1 + next(&mut random) % (1 << power) };
         live.push((pool.allocate(len).unwrap(), len));

@@ -72,6 +72,7 @@ fn name_order_is_kept_within_budget() {
         let old = image.disk.bytes(SEGMENT).unwrap().len() == 64 * SECTOR_LEN;
         seen.insert((old, image.disk.bytes(TEMPORARY).is_some()));
     });
-    // The name refers to the old file or a new one, and another new one may exist under the temporary name.
+    // The name may refer to the old file or to the new one. Another new file may or may not exist under the temporary
+    // name.
     assert_eq!(seen, [(false, false), (false, true), (true, false), (true, true)].into());
 }

@@ -189,14 +189,15 @@ fn power_cut_may_drop_changes_pending_at_kill() {
     let moment = Moment { event: disk.events(), tear: None };
     let killed = disk.after_kill(moment);
     assert_eq!(heads(&killed), Some(vec![1, 0]));
-    // The next process continues writing, and syncs only its own part.
+    // After the kill, another process continues writing, and syncs only what it wrote.
     let window = killed.open(SEGMENT, true).unwrap().window(LogIo::Mapped).unwrap();
     window.put(SECTOR, &[2]).unwrap();
     window.sync(SECTOR, 1).unwrap();
     assert_eq!(after_power_cuts(&killed, heads), [Some(vec![0, 2]), Some(vec![1, 2])].into());
     window.sync(0, 1).unwrap();
     assert_eq!(after_power_cuts(&killed, heads), [Some(vec![1, 2])].into());
-    // The same is true of names: a name created before the kill does not become durable because a new process saw it.
+    // Names behave likewise: a name that was created before the kill does not become durable because another process
+    // has read it.
     disk.create(FileName::Segment(1)).unwrap();
     let killed = disk.after_kill(Moment { event: disk.events(), tear: None });
     let seen = after_power_cuts(&killed, |disk| disk.bytes(FileName::Segment(1)).is_some());
@@ -242,7 +243,7 @@ fn direct_window_accepts_empty_put() {
     window.put(4096, &[2; 80]).unwrap();
     window.sync(4096, 80).unwrap();
     let mut bytes = [0; 4176];
-    file.read_past_cache(0, &mut bytes).unwrap();
+    file.read_bypassing_cache(0, &mut bytes).unwrap();
     assert_eq!([bytes[79], bytes[80], bytes[4096], bytes[4175]], [1, 0, 2, 2]);
 }
 
@@ -257,9 +258,9 @@ fn later_sync_does_not_repair_failed_sync() {
     file.sync().unwrap();
     assert_eq!(heads(&disk), Some(vec![1, 2]));
     assert_eq!(after_power_cuts(&disk, heads), [Some(vec![0, 2]), Some(vec![1, 2])].into());
-    // A read past the cache returns the old bytes.
+    // A read that bypasses the cache returns the old bytes.
     let mut byte = [9];
-    file.read_past_cache(0, &mut byte).unwrap();
+    file.read_bypassing_cache(0, &mut byte).unwrap();
     assert_eq!(byte, [0]);
     // If the bytes are written again, they are dirty again.
     file.write_at(0, &[1]).unwrap();
@@ -356,7 +357,7 @@ fn faults_hit_named_operation_when_due() {
         (Operation::MakeFolder, &|| disk.make_folder(Folder::Pages)),
         (Operation::SyncFolder, &|| disk.sync_folder(Folder::Log)),
         (Operation::Read, &|| file.read_at(0, &mut [0])),
-        (Operation::ReadPastCache, &|| file.read_past_cache(0, &mut [0])),
+        (Operation::ReadBypassingCache, &|| file.read_bypassing_cache(0, &mut [0])),
         (Operation::ReadProven, &|| file.read_proven(0, &mut [0])),
         (Operation::Write, &|| file.write_at(0, &[1, 2])),
         (Operation::Sync, &|| file.sync()),
@@ -444,7 +445,7 @@ fn truncated_bytes_do_not_return_when_file_grows() {
         assert_eq!(bytes(&disk), expected);
         file.sync().unwrap();
         let mut on_the_medium = vec![0; expected.len()];
-        file.read_past_cache(0, &mut on_the_medium).unwrap();
+        file.read_bypassing_cache(0, &mut on_the_medium).unwrap();
         assert_eq!(on_the_medium, expected, "grown to {grown_to}, synced before: {synced_before}");
         assert_eq!(after_power_cuts(&disk, bytes), [expected].into());
     }

@@ -1,11 +1,11 @@
-//! Captures that change much of a page on disk. The page's new bytes are written once, from the device to an image
-//! file, and the frame names the image. If the changes were logged instead, they would occupy host memory until the
-//! next snapshot, which would write them a second time.
+//! Captures that change much of a page on disk. The page's new contents are written once, from the device to an image
+//! file, and the batch's frame names the image. Logged changes would instead occupy host memory until the next
+//! snapshot, which would write the page a second time.
 //!
-//! The image contains the staged bytes from which the batch would otherwise be encoded. A copy with digests is staged
-//! wave by wave while its image is written. Several threads write one page each. The image and its name are synced
-//! before the batch is logged, so a frame never names a file that a crash removes. If a page moves to memory before its
-//! batch is logged, its changes are logged as usual.
+//! The image is written from staged bytes, like the payload. If a working copy is compared by digests, its bytes are
+//! staged piece by piece while the image is written. Several threads write one page each. The image and its name are
+//! synced before the batch is logged, so that every file that a frame names survives a crash. If a page moves to memory
+//! before its batch is logged, its changes are logged as usual.
 
 use std::collections::HashMap;
 
@@ -25,9 +25,9 @@ use crate::write::commit::Committer;
 use crate::write::commit::batch_images::BatchImages;
 use crate::write::commit::disk_moves::{DiskOps, is_on_disk};
 
-/// The divisor of a page's length: if more than this part of a page on disk has changed, the whole page is written to
-/// an image. The page can then be read back with one read, and takes no memory until the next snapshot. The whole page
-/// is also written if memory has no room for its changes.
+/// A page on disk is written to an image as a whole if more than one `WHOLE_PART`th of its bytes has changed. The page
+/// can then be read with one read, and its changes take no host memory until the next snapshot. A page is also written
+/// as a whole if its changes do not fit in host memory.
 const WHOLE_PART: u64 = 4;
 
 /// The captured pages whose new bytes are in images, with these images.
@@ -65,8 +65,8 @@ impl CapturedImages<'_> {
         Ok(digests)
     }
 
-    /// Returns whether all captured images that the payload names belong to pages on disk. The applier cannot load such
-    /// images into memory.
+    /// Returns whether all pages with captured images in the payload are still on disk. If one has moved to memory, the
+    /// draft is stale, because the applier cannot load a captured image into memory.
     pub fn are_on_disk(&self, ops: &[OpAt<'_>], disk_ops: &DiskOps) -> bool {
         if self.pages.is_empty() {
             return true;
@@ -78,20 +78,19 @@ impl CapturedImages<'_> {
 }
 
 impl Committer {
-    /// Selects the captured pages on disk that are written as a whole. These are:
+    /// Selects the captured pages on disk that are written to images as a whole:
     ///
-    /// - pages with many changes, if together they justify an image file,
-    /// - pages whose changes do not fit in memory.
+    /// - pages with many changes, if these pages together justify an image file,
+    /// - pages whose changes do not fit in host memory.
     ///
-    /// `room` limits that memory, in bytes. `None` applies the default limit.
+    /// `room` is the number of bytes of host memory for changes. `None` applies the default limit.
     fn captured_whole<'c>(
         &self,
         captures: &'c Captures<'_>,
         copied: &CopySources,
         room: Option<u64>,
     ) -> Result<Vec<WholeCapture<'c>>> {
-        // A working copy of a page on disk requires that such a page is known. Without such pages, nothing needs to be
-        // counted.
+        // A store that never had a page on disk has no captures of such pages.
         if !self.engine.disk_pages.is_any() {
             return Ok(Vec::new());
         }
@@ -110,8 +109,8 @@ impl Committer {
         if bytes(&whole) < self.ahead_bytes_min {
             others.append(&mut whole);
         }
-        // If the store takes snapshots automatically, they free memory, and the batch waits for it. Otherwise, half of
-        // the room is left for later batches.
+        // With automatic snapshots, the batch may use all of the memory: a snapshot frees it, and the commit waits for
+        // that. Otherwise, half of what is free remains for later batches.
         let disk_pages = &self.engine.disk_pages;
         let all = if self.takes_snapshots { disk_pages.pending_max() } else { disk_pages.room() / 2 };
         let mut room = room.unwrap_or(all);
@@ -175,7 +174,8 @@ mod tests {
 
     use super::*;
 
-    /// A page that has moved to memory must be captured again, because the applier cannot load its image into memory.
+    /// If a page has moved to memory, the batch is encoded again, because the applier cannot load a captured image into
+    /// memory.
     #[test]
     fn images_are_used_only_for_pages_still_on_disk() {
         let digests = ChunkDigests { first: 0, digests: Vec::new() };

@@ -1,8 +1,8 @@
 //! Completes payloads that contain bytes from device memory.
 //!
-//! The bytes are first gathered on the device. The device then checks the indices and sums the bytes. Then the bytes
-//! are copied to the host exactly as they are logged and applied. Even if the caller's memory is modified in the
-//! meantime, checksum and bytes belong to the same payload.
+//! The device gathers the bytes in memory of its own, checks the indices, and computes checksums. The bytes are then
+//! copied to the host, where they are logged and applied unchanged. Because the gathered bytes no longer change, bytes
+//! and checksum agree even if the caller's memory is modified meanwhile.
 //!
 //! Nothing is logged before these steps are complete, so a crash loses a batch that was never acknowledged.
 
@@ -29,16 +29,18 @@ use crate::write::commit::Committer;
 
 /// The maximum number of bytes that are gathered on the device at a time, a multiple of the chunk length.
 pub(super) const WAVE_LEN: u64 = 16 << 20;
-/// The number of bytes for which one more thread is used to sum and copy.
+/// The number of bytes per thread when checksums are computed and bytes copied: each further `SHARE_LEN` bytes justify
+/// another thread.
 const SHARE_LEN: usize = 1 << 20;
-/// The maximum number of threads that sum and copy a payload.
+/// The maximum number of threads that compute checksums of a payload and copy it.
 const HOST_THREADS_MAX: usize = 4;
-/// The minimum length in bytes at which combining two sums is cheaper than summing the bytes again.
+/// The minimum length in bytes of a placeholder whose checksum is combined with those of its neighbors. For shorter
+/// ones, computing a checksum over all the bytes is cheaper.
 const COMBINED_LEN_MIN: u64 = 4 << 10;
 
 impl Committer {
-    /// Runs commands in the lane for staging and waits for them. In the lane of deltas, other batches would have to
-    /// wait for these commands.
+    /// Runs commands in [`Lane::Stage`], the device queue for work before a batch is logged, and waits for them. In
+    /// [`Lane::Apply`], they would delay the deltas of other batches.
     pub(super) fn run(&self, commands: Vec<Command>, staging: Vec<Staging>) -> Result<Vec<Staging>> {
         let device = &self.engine.device;
         device.finish(device.submit(Lane::Stage, CommandList { commands, staging })?)
@@ -47,7 +49,8 @@ impl Committer {
     /// Waits until the batch's bytes have been produced on their streams. Returns the place in which these bytes are
     /// gathered, or `None` if the batch has no bytes from device memory. `pages` contains the ids of the new pages.
     ///
-    /// The committing thread waits instead of the lane, because a caller's stream may stall for long.
+    /// The committing thread waits on the host. If a device queue waited instead, a stalled stream would delay the work
+    /// of other batches.
     pub(in crate::write::commit) fn arrivals(
         &self,
         batch: &WriteBatch,
@@ -59,23 +62,23 @@ impl Committer {
             bytes.wait_uses(Access::Read)?;
             streams.extend(bytes.stream());
         }
-        // Each stream is waited for once, however many ranges it produces.
+        // Several ranges may come from the same stream, which is waited for once.
         for stream in streams {
             self.engine.device.wait_stream(stream)?;
         }
         for (_, memory) in batch.lent(pages) {
             memory.check_device(&self.engine.device)?;
             memory.check_process()?;
-            // The store writes to this memory next. A kernel that still runs would overwrite the store's bytes, or lose
-            // its own.
+            // The store writes to this memory later. A kernel that were still running would overwrite these bytes, or
+            // read them instead of its own.
             memory.arrived(Access::Write)?;
         }
         let captured = batch.captures().map(|(_, copy, _)| copy.bytes());
         Ok(batch.device_bytes().chain(captured).next().map(DeviceBytes::place))
     }
 
-    /// Returns the lengths of the pages that the batch changes at indices in device memory. The lengths are checked
-    /// again under the lock, when the highest index is known.
+    /// Returns the lengths of the pages in which the batch replaces elements at indices in device memory. The device
+    /// checks the indices against these lengths, and the lengths are checked again under the submission lock.
     pub(in crate::write::commit) fn lens(
         &self,
         batch: &WriteBatch,
@@ -94,43 +97,44 @@ impl Committer {
         }
     }
 
-    /// Completes a payload whose blanks are zeros so far.
+    /// Completes a payload whose placeholders are zeros so far.
     ///
-    /// Blanks are filled in waves of bounded length, which also bounds the device memory for them. One list does the
-    /// device's part of a wave, in this order:
+    /// The placeholders are divided into groups of bounded length, called waves, so that the device memory in which
+    /// bytes are gathered is bounded. One command list performs the device's steps of a wave:
     ///
-    /// 1. The caller's bytes are gathered. After the gather of the last wave, the caller may modify its memory again.
-    /// 2. The bytes of each blank are summed and digested, and the lists of indices are checked.
-    /// 3. The bytes are copied to the host, each to its blank.
+    /// 1. Gather the caller's bytes. After this step of the last wave, the caller may modify its memory again.
+    /// 2. Compute checksums of each placeholder and digests of captured chunks, and check the lists of indices.
+    /// 3. Copy the bytes to the host.
     ///
-    /// Then the host sums the arrived bytes. The batch continues only if both sums agree: logged with the device's sum,
-    /// bytes that changed in transit would look like damage on disk at the next open.
+    /// Then the host computes checksums of the received bytes. The commit continues only if they equal those of the
+    /// device. Otherwise, bytes that changed in transit would be logged, and the next open would report them as damage
+    /// on disk.
     ///
-    /// A long payload whose bytes all belong to pages on disk stays in ordinary memory, because no list names it, and a
-    /// GPU would pin staging for this batch alone. Its waves are copied to separate staging, which is kept for the next
-    /// batch unless it is longer than a wave.
+    /// A long payload whose bytes all belong to pages on disk remains in ordinary memory: no command list reads it, and
+    /// staging memory of that length would have to be pinned for this batch alone. Its waves arrive in a separate
+    /// staging buffer, which later batches reuse unless it is longer than a wave.
     pub(in crate::write::commit) fn fill(
         &self,
         mut payload: GrowingStaging,
-        blanks: Vec<DeviceFill<'_>>,
+        placeholders: Vec<DeviceFill<'_>>,
         gathered_in: Option<Place>,
         locked: Option<&PageTable>,
     ) -> Result<FilledPayload> {
         let staging = &self.engine.staging;
-        let Some(place) = gathered_in.filter(|_| !blanks.is_empty()) else {
+        let Some(place) = gathered_in.filter(|_| !placeholders.is_empty()) else {
             let crc = crc32fast::hash(payload.as_mut());
             let payload = self.grown(payload, locked)?;
             return Ok(FilledPayload { payload, crc, digests: CapturedDigests::new() });
         };
-        let waves = waves(blanks)?;
+        let waves = waves(placeholders)?;
         let area_len = waves.iter().map(|wave| wave_len(wave)).max().unwrap_or_default();
         let area = self.stage_memory(Purpose::Stage, place, area_len)?;
         let area = area.part(0, area_len);
         let (mut sums, mut digests) = (Vec::new(), CapturedDigests::new());
         let payload = match self.grown(payload, locked)? {
             GrownBytes::Staged(mut staged) => {
-                for blanks in &waves {
-                    let wave = Wave::new(blanks, area, |blank, _| blank.at)?;
+                for placeholders in &waves {
+                    let wave = Wave::new(placeholders, area, |placeholder, _| placeholder.at)?;
                     let of_wave;
                     (staged, of_wave) = self.fill_wave(staged, &wave, &mut digests)?;
                     append(&mut sums, of_wave)?;
@@ -139,8 +143,9 @@ impl Committer {
             }
             GrownBytes::Plain(mut bytes) => {
                 let mut landing = staging.take(area_len as usize)?;
-                for blanks in &waves {
-                    let wave = Wave::new(blanks, area, |_, source| (source.offset - area.offset) as usize)?;
+                for placeholders in &waves {
+                    let wave =
+                        Wave::new(placeholders, area, |_, source| (source.offset - area.offset) as usize)?;
                     let of_wave;
                     (landing, of_wave) = self.fill_wave(landing, &wave, &mut digests)?;
                     wave.take_to(&mut bytes, &landing)?;
@@ -168,18 +173,18 @@ impl Committer {
         }
     }
 
-    /// Returns whether all bytes of a payload belong to pages on disk. The resulting draft becomes stale when one of
-    /// the pages moves.
+    /// Returns whether all bytes of a payload belong to pages on disk. If one of these pages moves to memory before the
+    /// draft is logged, the draft is stale.
     fn is_for_disk(&self, payload: &[u8], locked: Option<&PageTable>) -> Result<bool> {
         match decode_payload(payload) {
             Ok(ops) => Ok(!self.disk_ops(&ops, locked)?.leaves_bytes(&ops)),
-            // The draft reports the defect, because it also decodes the payload, after the blanks are filled.
+            // This result does not matter: `log_draft` decodes the complete payload again, and reports the defect.
             Err(_) => Ok(false),
         }
     }
 
-    /// Fills the blanks of a wave through the staging buffer `landing`. Returns `landing` and the sum of each blank,
-    /// and adds the digests of captured chunks.
+    /// Fills the placeholders of one wave. The bytes arrive in the staging buffer `landing`, which is returned together
+    /// with the checksum of each placeholder. Adds the digests of captured chunks to `digests`.
     fn fill_wave(
         &self,
         landing: StagingBuf,
@@ -187,71 +192,23 @@ impl Committer {
         digests: &mut CapturedDigests,
     ) -> Result<(StagingBuf, Vec<u32>)> {
         let device = &*self.engine.device;
-        let Wave { blanks, area, copies } = wave;
-        let (mut sources, mut picks) = (Vec::new(), Vec::new());
-        let (mut lists, mut steps) = (Vec::new(), Vec::new());
-        let (mut picked_indices, mut picked_len) = (Vec::new(), 0);
-        let (mut digested, mut chunks) = (Vec::new(), Vec::new());
-        let mut keys = Vec::new();
-        for (blank, copy) in blanks.iter().zip(copies) {
-            let target = copy.source;
-            match &blank.content {
-                FillSource::Bytes(span) => push(&mut sources, (*span, target.offset - area.offset))?,
-                FillSource::Chunks { span, key, step, first } => {
-                    push(&mut sources, (*span, target.offset - area.offset))?;
-                    push(&mut digested, target)?;
-                    push(&mut chunks, (*step, *first, digest_count(span.len) as usize))?;
-                    push(&mut keys, *key)?;
-                }
-                // The device checks indices before they are logged, because applying a wrong index would write outside
-                // its page.
-                FillSource::Indices { span, bound, step } => {
-                    push(&mut sources, (*span, target.offset - area.offset))?;
-                    push(&mut lists, IndexList { indices: target, bound: *bound })?;
-                    push(&mut steps, *step)?;
-                }
-                FillSource::Elements { source, width, indices: picked } => {
-                    // The elements are picked from the staged copy by indices from the host, so only the elements cross
-                    // the bus.
-                    let indices = StagingSpan { index: 2, offset: picked_len, len: 4 * picked.len() };
-                    push(&mut picks, Command::Pick { source: *source, width: *width, indices, target })?;
-                    push(&mut picked_indices, *picked)?;
-                    picked_len += indices.len;
-                }
-            }
-        }
-        let found_len = 4 * lists.len();
-        let mut commands = vec![Command::Gather { sources, target: *area }];
-        append(&mut commands, picks)?;
-        let target = StagingSpan { index: 3, offset: 0, len: found_len };
-        commands.push(Command::Validate { lists, target });
-        let digests_len = DIGEST_LEN * chunks.iter().map(|(_, _, count)| count).sum::<usize>();
-        // Copies in one place share one key.
-        if let Some(key) = keys.first() {
-            let target = StagingSpan { index: 4, offset: 0, len: digests_len };
-            commands.push(Command::Digest { sources: digested, key: *key, target });
-        }
-        download_blanks(&mut commands, copies, device.crosses_bus())?;
-        let mut picked = self.engine.staging.take(picked_len)?;
-        let mut places = picked.as_chunks_mut().0.iter_mut();
-        for indices in picked_indices {
-            indices.iter().zip(&mut places).for_each(|(index, place)| *place = index.to_le_bytes());
-        }
-        let (len, sums_len) = (landing.len(), sums_len(copies.len()));
-        let [sums, found, digest_bytes] = [sums_len, found_len, digests_len];
-        let sums = self.engine.staging.take(sums)?;
-        let found = self.engine.staging.take(found)?;
-        let digest_bytes = self.engine.staging.take(digest_bytes)?;
+        let steps = WaveSteps::new(wave, device.crosses_bus())?;
+        let sums_len = sums_len(wave.copies.len());
+        let lens =
+            [landing.len(), sums_len, steps.picked_len(), steps.found_len(), digests_len(&steps.chunks)];
+        let picked = steps.picked(self.engine.staging.take(steps.picked_len())?);
+        let sums = self.engine.staging.take(sums_len)?;
+        let found = self.engine.staging.take(steps.found_len())?;
+        let digest_bytes = self.engine.staging.take(digests_len(&steps.chunks))?;
         let staging = [landing, sums, picked, found, digest_bytes].map(StagingBuf::into_staging);
-        let mut returned = self.run(commands, staging.into())?.into_iter();
-        let mut next = |len| StagingBuf::new(returned.next().expect("as many as went in"), len);
-        let (mut landed, mut sums, picked) = (next(len), next(sums_len), next(picked_len));
-        let (found, digest_bytes) = (next(found_len), next(digests_len));
-        // A wrong index would write outside the page, and a repeated one has no defined result on a device, so both are
-        // refused before the batch is logged. There is one word per list, which is 0 if its indices are valid.
-        let wrong = steps.into_iter().zip(sums_in(&found)).find(|(_, wrong)| *wrong != 0);
+        let returned = self.run(steps.commands, staging.into())?;
+        let [landed, sums, picked, found, digest_bytes] = returned_buffers(returned, lens);
+        // An invalid index would write outside the page, and the result of a duplicate index is undefined on a device,
+        // so both are rejected before the batch is logged. The device returns one word per list of indices, which is 0
+        // if all are valid.
+        let wrong = steps.operations.into_iter().zip(sums_in(&found)).find(|(_, wrong)| *wrong != 0);
         let mut all = digest_bytes.as_chunks::<DIGEST_LEN>().0;
-        for (step, first, count) in chunks {
+        for (step, first, count) in steps.chunks {
             let (these, rest) = all.split_at(count);
             all = rest;
             push(digests.entry(step).or_default(), ChunkDigests { first, digests: copied(these)? })?;
@@ -270,17 +227,28 @@ impl Committer {
             };
             return Err(Error::Invalid(Invalid::Operation { index, reason }));
         }
+        self.proven_wave(landed, sums, &wave.copies)
+    }
+
+    /// Compares the received bytes of a wave with the device's checksums. If they differ, the bytes are copied once
+    /// more. Returns the bytes, and the checksum of each placeholder.
+    fn proven_wave(
+        &self,
+        mut landed: StagingBuf,
+        mut sums: StagingBuf,
+        copies: &[PlaceholderCopy],
+    ) -> Result<(StagingBuf, Vec<u32>)> {
+        let device = &*self.engine.device;
         let is_summed = device.crosses_bus();
         let mut arrived = proven_sums(&landed, copies, is_summed.then_some(&*sums))?;
         if arrived.is_none() {
             // I12: the bytes are still on the device, so a transfer error need not fail the commit.
             tracing::warn!(device = device.label(), "a payload changed on its way to the host: once more");
             let mut commands = Vec::new();
-            download_blanks(&mut commands, copies, is_summed)?;
+            download_placeholders(&mut commands, copies, is_summed)?;
+            let lens = [landed.len(), sums.len()];
             let again = self.run(commands, vec![landed.into_staging(), sums.into_staging()])?;
-            let mut again = again.into_iter();
-            let mut next = |len| StagingBuf::new(again.next().expect("as many as went in"), len);
-            (landed, sums) = (next(len), next(sums_len));
+            [landed, sums] = returned_buffers(again, lens);
             arrived = proven_sums(&landed, copies, Some(&*sums))?;
         }
         self.engine.staging.put(sums.into_staging());
@@ -289,7 +257,13 @@ impl Committer {
     }
 }
 
-/// A payload in which the device has filled all blanks.
+/// Returns the staging buffers of a command list, which the device returns in the order in which it received them.
+fn returned_buffers<const N: usize>(returned: Vec<Staging>, lens: [usize; N]) -> [StagingBuf; N] {
+    let mut returned = returned.into_iter();
+    lens.map(|len| StagingBuf::new(returned.next().expect("as many as went in"), len))
+}
+
+/// A payload in which the device has filled all placeholders.
 pub(in crate::write::commit) struct FilledPayload {
     pub payload: GrownBytes,
     pub crc: u32,
@@ -300,26 +274,26 @@ pub(in crate::write::commit) struct FilledPayload {
 /// The digests of captured chunks, by the operation's index.
 pub(in crate::write::commit) type CapturedDigests = BTreeMap<usize, Vec<ChunkDigests>>;
 
-/// Divides blanks into waves of limited length. The bytes of a blank may be split between waves. Indices and elements
-/// are not split.
-fn waves(blanks: Vec<DeviceFill<'_>>) -> Result<Vec<Vec<DeviceFill<'_>>>> {
+/// Divides placeholders into waves of at most [`WAVE_LEN`] bytes. Ranges of bytes may be split between waves. Lists of
+/// indices or elements are not split, so one of them can exceed the limit.
+fn waves(placeholders: Vec<DeviceFill<'_>>) -> Result<Vec<Vec<DeviceFill<'_>>>> {
     let (mut waves, mut wave, mut len) = (Vec::new(), Vec::new(), 0);
-    for blank in blanks {
-        let mut rest = Some(blank);
-        while let Some(mut blank) = rest.take() {
-            // The part consists of whole chunks, because a chunk is digested as a whole.
+    for placeholder in placeholders {
+        let mut rest = Some(placeholder);
+        while let Some(mut placeholder) = rest.take() {
+            // Digests cover whole chunks, so the range is split at a chunk boundary.
             let room = (WAVE_LEN - len) / DIGEST_CHUNK_LEN * DIGEST_CHUNK_LEN;
-            if blank.byte_len() > WAVE_LEN - len {
-                rest = (room > 0).then(|| blank.split_off(room)).flatten();
+            if placeholder.byte_len() > WAVE_LEN - len {
+                rest = (room > 0).then(|| placeholder.split_off(room)).flatten();
                 if rest.is_none() && len > 0 {
                     push(&mut waves, std::mem::take(&mut wave))?;
                     len = 0;
-                    rest = Some(blank);
+                    rest = Some(placeholder);
                     continue;
                 }
             }
-            len = align_up(len + blank.byte_len(), FRAME_ALIGN).min(WAVE_LEN);
-            push(&mut wave, blank)?;
+            len = align_up(len + placeholder.byte_len(), FRAME_ALIGN).min(WAVE_LEN);
+            push(&mut wave, placeholder)?;
         }
     }
     push(&mut waves, wave)?;
@@ -327,21 +301,106 @@ fn waves(blanks: Vec<DeviceFill<'_>>) -> Result<Vec<Vec<DeviceFill<'_>>>> {
 }
 
 /// Returns the number of bytes of device memory that a wave needs.
-fn wave_len(blanks: &[DeviceFill<'_>]) -> u64 {
-    blanks.iter().fold(0, |len, blank| align_up(len + blank.byte_len(), FRAME_ALIGN))
+fn wave_len(placeholders: &[DeviceFill<'_>]) -> u64 {
+    placeholders.iter().fold(0, |len, placeholder| align_up(len + placeholder.byte_len(), FRAME_ALIGN))
 }
 
-/// Blanks of a payload that one command list fills together.
+/// Placeholders of a payload that one command list fills together.
 struct Wave<'b> {
-    blanks: &'b [DeviceFill<'b>],
-    /// The device memory in which the blanks' bytes are gathered.
+    placeholders: &'b [DeviceFill<'b>],
+    /// The device memory in which the placeholders' bytes are gathered.
     area: Span,
-    /// The copy of each blank from the device to staging.
-    copies: Vec<BlankCopy>,
+    /// The copy of each placeholder from the device to staging.
+    copies: Vec<PlaceholderCopy>,
 }
 
-/// The copy of one blank's bytes from device memory to a staging buffer.
-struct BlankCopy {
+/// The device's steps of one wave, and what their results mean.
+struct WaveSteps<'b> {
+    commands: Vec<Command>,
+    /// The indices of the elements that the device picks from working copies. The host uploads them.
+    picked_indices: Vec<&'b [u32]>,
+    /// The operation of each list of indices that the device checks.
+    operations: Vec<usize>,
+    /// For each digested range, its operation, its first chunk, and the number of its chunks.
+    chunks: Vec<(usize, usize, usize)>,
+}
+
+impl<'b> WaveSteps<'b> {
+    fn new(wave: &Wave<'b>, is_summed: bool) -> Result<Self> {
+        let Wave { placeholders, area, copies } = wave;
+        let (mut sources, mut picks, mut lists) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut digested, mut keys) = (Vec::new(), Vec::new());
+        let (mut operations, mut chunks) = (Vec::new(), Vec::new());
+        let (mut picked_indices, mut picked_len) = (Vec::new(), 0);
+        for (placeholder, copy) in placeholders.iter().zip(copies) {
+            let target = copy.source;
+            match &placeholder.content {
+                FillSource::Bytes(span) => push(&mut sources, (*span, target.offset - area.offset))?,
+                FillSource::Chunks { span, key, step, first } => {
+                    push(&mut sources, (*span, target.offset - area.offset))?;
+                    push(&mut digested, target)?;
+                    push(&mut chunks, (*step, *first, digest_count(span.len) as usize))?;
+                    push(&mut keys, *key)?;
+                }
+                // The device checks indices before they are logged, because applying a wrong index would write outside
+                // its page.
+                FillSource::Indices { span, bound, step } => {
+                    push(&mut sources, (*span, target.offset - area.offset))?;
+                    push(&mut lists, IndexList { indices: target, bound: *bound })?;
+                    push(&mut operations, *step)?;
+                }
+                FillSource::Elements { source, width, indices: picked } => {
+                    // The host uploads the indices, and the device collects these elements from the staged copy. Thus
+                    // only the changed elements cross the bus.
+                    let indices = StagingSpan { index: 2, offset: picked_len, len: 4 * picked.len() };
+                    push(&mut picks, Command::Pick { source: *source, width: *width, indices, target })?;
+                    push(&mut picked_indices, *picked)?;
+                    picked_len += indices.len;
+                }
+            }
+        }
+        let mut steps = Self { commands: Vec::new(), picked_indices, operations, chunks };
+        let commands = &mut steps.commands;
+        push(commands, Command::Gather { sources, target: *area })?;
+        append(commands, picks)?;
+        let target = StagingSpan { index: 3, offset: 0, len: 4 * lists.len() };
+        push(commands, Command::Validate { lists, target })?;
+        // All working copies in one place use the same key.
+        if let Some(key) = keys.first() {
+            let target = StagingSpan { index: 4, offset: 0, len: digests_len(&steps.chunks) };
+            push(commands, Command::Digest { sources: digested, key: *key, target })?;
+        }
+        download_placeholders(commands, copies, is_summed)?;
+        Ok(steps)
+    }
+
+    /// Writes the indices of picked elements to a staging buffer.
+    fn picked(&self, mut buffer: StagingBuf) -> StagingBuf {
+        let mut places = buffer.as_chunks_mut().0.iter_mut();
+        for indices in &self.picked_indices {
+            indices.iter().zip(&mut places).for_each(|(index, place)| *place = index.to_le_bytes());
+        }
+        buffer
+    }
+
+    /// Returns the length in bytes of the indices of picked elements.
+    fn picked_len(&self) -> usize {
+        4 * self.picked_indices.iter().map(|indices| indices.len()).sum::<usize>()
+    }
+
+    /// Returns the length in bytes of the results of checking the lists of indices.
+    fn found_len(&self) -> usize {
+        4 * self.operations.len()
+    }
+}
+
+/// Returns the length in bytes of the digests of `chunks`; see [`WaveSteps::chunks`].
+fn digests_len(chunks: &[(usize, usize, usize)]) -> usize {
+    DIGEST_LEN * chunks.iter().map(|(_, _, count)| count).sum::<usize>()
+}
+
+/// The copy of one placeholder's bytes from device memory to a staging buffer.
+struct PlaceholderCopy {
     /// The offset in the staging buffer to which the bytes are copied.
     at: usize,
     /// The location of the bytes in device memory.
@@ -349,32 +408,32 @@ struct BlankCopy {
 }
 
 impl<'b> Wave<'b> {
-    /// Assigns consecutive ranges of `area` to the blanks, each aligned for kernels. `lands_at` returns the offset in
-    /// the staging buffer for a blank, given its span on the device.
+    /// Assigns consecutive ranges of `area` to the placeholders, each aligned for kernels. `lands_at` returns the
+    /// offset in the staging buffer for a placeholder, given its span on the device.
     fn new(
-        blanks: &'b [DeviceFill<'b>],
+        placeholders: &'b [DeviceFill<'b>],
         area: Span,
         lands_at: impl Fn(&DeviceFill<'_>, Span) -> usize,
     ) -> Result<Self> {
         let mut at = 0;
-        let copy_of = |blank: &DeviceFill<'_>| {
-            let source = Span { offset: area.offset + at, len: blank.byte_len(), ..area };
+        let copy_of = |placeholder: &DeviceFill<'_>| {
+            let source = Span { offset: area.offset + at, len: placeholder.byte_len(), ..area };
             at = align_up(at + source.len, FRAME_ALIGN);
-            BlankCopy { at: lands_at(blank, source), source }
+            PlaceholderCopy { at: lands_at(placeholder, source), source }
         };
-        Ok(Self { blanks, area, copies: collected(blanks.iter().map(copy_of))? })
+        Ok(Self { placeholders, area, copies: collected(placeholders.iter().map(copy_of))? })
     }
 
-    /// Copies the arrived bytes to the blanks of a payload, with several threads, because the first write to new memory
-    /// takes several times as long as the copy.
+    /// Copies the received bytes to the placeholders of a payload. Several threads copy, because the first write to
+    /// newly allocated memory takes several times as long as the copy itself.
     fn take_to(&self, payload: &mut [u8], landed: &[u8]) -> Result<()> {
         let (mut rest, mut rest_at) = (payload, 0);
         let mut pieces = Vec::new();
-        for (blank, copy) in self.blanks.iter().zip(&self.copies) {
+        for (placeholder, copy) in self.placeholders.iter().zip(&self.copies) {
             let len = copy.source.len as usize;
-            let (_, from_blank) = rest.split_at_mut(blank.at - rest_at);
-            let (target, after) = from_blank.split_at_mut(len);
-            (rest, rest_at) = (after, blank.at + len);
+            let (_, from_placeholder) = rest.split_at_mut(placeholder.at - rest_at);
+            let (target, after) = from_placeholder.split_at_mut(len);
+            (rest, rest_at) = (after, placeholder.at + len);
             let source = &landed[copy.at..][..len];
             append(&mut pieces, target.chunks_mut(SHARE_LEN).zip(source.chunks(SHARE_LEN)))?;
         }
@@ -388,33 +447,43 @@ impl<'b> Wave<'b> {
     }
 }
 
-/// Adds the commands that copy the blanks' bytes to staging 0, and their sums to staging 1.
-fn download_blanks(commands: &mut Vec<Command>, copies: &[BlankCopy], is_summed: bool) -> Result<()> {
+/// Adds the commands that copy the placeholders' bytes to staging buffer 0 and, if `is_summed`, their checksums to
+/// staging buffer 1.
+fn download_placeholders(
+    commands: &mut Vec<Command>,
+    copies: &[PlaceholderCopy],
+    is_summed: bool,
+) -> Result<()> {
     if is_summed {
         push(commands, sum_each(collected(copies.iter().map(|copy| copy.source))?, 1))?;
     }
-    let download = |copy: &BlankCopy| {
+    let download = |copy: &PlaceholderCopy| {
         let target = StagingSpan { index: 0, offset: copy.at, len: copy.source.len as usize };
         Command::Download { source: copy.source, target }
     };
     append(commands, copies.iter().map(download))
 }
 
-/// Returns the CRC-32 of the arrived bytes of each blank, or `None` if a sum differs from the device's sum.
-fn proven_sums(landed: &[u8], copies: &[BlankCopy], of_device: Option<&[u8]>) -> Result<Option<Vec<u32>>> {
+/// Returns the CRC-32 of the received bytes of each placeholder, or `None` if one of them differs from the device's
+/// checksum.
+fn proven_sums(
+    landed: &[u8],
+    copies: &[PlaceholderCopy],
+    of_device: Option<&[u8]>,
+) -> Result<Option<Vec<u32>>> {
     let arrived = sums_of(copies.iter().map(|copy| &landed[copy.at..][..copy.source.len as usize]))?;
     let is_sent = of_device.is_none_or(|sums| arrived.iter().copied().eq(sums_in(sums)));
     Ok(is_sent.then_some(arrived))
 }
 
-/// Returns the CRC-32 of a payload, given the sums of its blanks in order. The sums of long blanks are combined instead
-/// of computed again.
-fn whole_sum<'b>(payload: &[u8], blanks: impl Iterator<Item = (&'b DeviceFill<'b>, u32)>) -> u32 {
+/// Returns the CRC-32 of a payload, given the CRC-32 of each placeholder in order. For long placeholders, the checksums
+/// are combined, so that their bytes are not read again.
+fn whole_sum<'b>(payload: &[u8], placeholders: impl Iterator<Item = (&'b DeviceFill<'b>, u32)>) -> u32 {
     let mut whole = Hasher::new();
-    // The host has the bytes between two blanks. Blanks do not overlap.
+    // The bytes between placeholders were encoded by the host. Placeholders do not overlap.
     let mut known_from = 0;
-    for (blank, sum) in blanks {
-        let (at, len) = (blank.at, blank.byte_len());
+    for (placeholder, sum) in placeholders {
+        let (at, len) = (placeholder.at, placeholder.byte_len());
         let end = at + len as usize;
         whole.update(&payload[known_from..at]);
         known_from = end;
@@ -428,8 +497,8 @@ fn whole_sum<'b>(payload: &[u8], blanks: impl Iterator<Item = (&'b DeviceFill<'b
     whole.finalize()
 }
 
-/// Returns the CRC-32 of each run of bytes. Several threads sum long runs, because a GPU sends several times as fast as
-/// one thread sums.
+/// Returns the CRC-32 of each byte range. Several threads share a long list, because a GPU transfers bytes several
+/// times as fast as one thread computes checksums.
 fn sums_of<'b>(runs: impl Iterator<Item = &'b [u8]>) -> Result<Vec<u32>> {
     let mut sums = Vec::new();
     let mut pieces = Vec::new();
@@ -452,7 +521,8 @@ fn sums_of<'b>(runs: impl Iterator<Item = &'b [u8]>) -> Result<Vec<u32>> {
     collected(sums.into_iter().map(Hasher::finalize))
 }
 
-/// Divides pieces, in order, among threads. `len_of` returns the length of a piece in bytes.
+/// Divides pieces, in order, into one share per thread, of about equal length. `len_of` returns the length of a piece
+/// in bytes.
 fn shares<P>(pieces: Vec<P>, len_of: impl Fn(&P) -> usize) -> Result<Vec<Vec<P>>> {
     let (mut shares, mut share, mut len) = (Vec::new(), Vec::new(), 0);
     for piece in pieces {

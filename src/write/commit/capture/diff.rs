@@ -1,13 +1,14 @@
 //! Finds the changed elements of staged ranges, and transfers them to the host.
 //!
-//! 1. **Compare** on the device. The result is a bitmap with one bit per element. A bit is 1 if the staged bytes differ
-//!    from the page (in the lane of deltas) or from the copy's shadow.
-//! 2. **Number** the set bits on the device, to get their indices in ascending order. A bitmap that reaches the host as
-//!    fast as its count is not numbered.
-//! 3. **Transfer** the shorter form to the host. An index takes four bytes, so the list is shorter if less than one
-//!    element in thirty-two has changed. For comparison, the bitmap of 1.2 GB of 16-bit elements takes 75 MB.
+//! 1. **Compare** on the device. The result is a bitmap with one bit per element. A bit is 1 if the staged element
+//!    differs from the page (compared in [`Lane::Apply`], the device queue for deltas) or from the working copy's
+//!    shadow.
+//! 2. **Number** the set bits on the device, which results in a list of their indices in ascending order. This step is
+//!    skipped for short bitmaps, whose transfer takes no longer than that of a count.
+//! 3. **Transfer** the list or the bitmap to the host, whichever is shorter. An index takes four bytes, so the list is
+//!    shorter if less than one element in thirty-two has changed. The bitmap of 1.2 GB of 16-bit elements takes 75 MB.
 //!
-//! Only the comparison with a page runs in the lane of deltas, so no delta waits for a transfer to the host.
+//! Only the comparison with a page runs in the device queue for deltas, so no delta waits for a transfer to the host.
 //!
 //! No data is written, so a crash loses nothing.
 
@@ -30,10 +31,10 @@ use crate::write::commit::Committer;
 const BITMAP_ALIGN: u64 = 16;
 /// The length of an index in bytes, as the device writes it.
 const INDEX_LEN: u64 = 4;
-/// The maximum number of bytes that are compared with pages in one turn of the applier. A longer page gets a separate
-/// turn.
+/// The maximum number of bytes that are compared with pages at a time, between two batches. A longer page is compared
+/// on its own, as a whole.
 const TURN_LEN: u64 = 64 << 20;
-/// The number of bytes of indices and bitmaps for which one more thread is used.
+/// The number of bytes of indices and bitmaps per thread that reads them.
 const SHARE_LEN: usize = 256 << 10;
 /// The maximum number of threads that read indices and bitmaps.
 const HOST_THREADS_MAX: usize = 8;
@@ -63,10 +64,10 @@ pub(super) struct PartChanges {
     pub elements: SparseElements,
 }
 
-/// A range of a page, the span of the staged bytes to compare it with, and the span for the bitmap.
+/// A range of a page, the staged bytes to compare it with, and the memory for the resulting bitmap.
 type RangePair = (Range<u64>, Span, Span);
 
-/// Staged ranges of one page that are compared with the page in the lane of deltas.
+/// Staged ranges of one page that are compared with the page's memory.
 struct PageDiff {
     page: PageId,
     epoch: Epoch,
@@ -75,7 +76,8 @@ struct PageDiff {
 }
 
 impl PageDiff {
-    /// Returns the number of bytes to compare, or 1 if there are none, so that every turn makes progress.
+    /// Returns the number of bytes to compare, or 1 if there are none, so that the number of pages compared at a time
+    /// is bounded.
     fn byte_len(&self) -> u64 {
         self.pairs.iter().map(|(range, ..)| range.end - range.start).sum::<u64>().max(1)
     }
@@ -87,8 +89,8 @@ pub(super) fn bitmaps_len(parts: &RangeParts, width: Width) -> u64 {
     parts.iter().map(|(range, _)| 2 * bitmap_len(range, width).next_multiple_of(BITMAP_ALIGN)).sum()
 }
 
-/// Assigns ranges of a copy's memory to the bitmaps of its parts. Each bitmap is followed by space of the same length
-/// for a list of indices. A longer list is never transferred, so it need not fit.
+/// Divides the memory for bitmaps among the parts of a copy. Each bitmap is followed by space of the same length for
+/// the list of indices. A list that would be longer than its bitmap is never transferred, so it need not fit.
 fn selections_of<'c>(copy: &'c StagedCopy<'_>) -> impl Iterator<Item = Selection> + use<'c> {
     let lens = copy.parts.iter().map(|(range, _)| bitmap_len(range, copy.copy.width()));
     let mut at = 0;
@@ -102,11 +104,11 @@ fn selections_of<'c>(copy: &'c StagedCopy<'_>) -> impl Iterator<Item = Selection
 }
 
 impl Committer {
-    /// Finds the changes in each part of these copies, in order. All copies share one command list and one wait per
+    /// Finds the changes in each part of these copies, in order. The copies share the command list and the wait of each
     /// step.
     pub(super) fn changed(&self, copies: &[StagedCopy<'_>]) -> Result<Vec<PartChanges>> {
         let selections = collected(copies.iter().flat_map(selections_of))?;
-        // Step 1.
+        // Step 1 of the module documentation.
         let mut commands = Vec::new();
         let mut of_pages: Vec<PageDiff> = Vec::new();
         let mut bits = selections.iter().map(|selection| selection.bits);
@@ -117,7 +119,8 @@ impl Committer {
             };
             let pairs = collected(parts.iter().map(pair))?;
             match copy.shadow() {
-                // Only the copy itself uses its shadow, so no batch modifies the shadow and no turn is needed.
+                // No batch modifies the shadow, because it belongs to this copy alone. The comparison therefore need
+                // not run between two batches.
                 CopyShadow::Kept(shadow) => append(&mut commands, diffs(pairs, shadow.span(), copy.width()))?,
                 CopyShadow::Digests(_) => unreachable!("those find chunks, not elements"),
                 CopyShadow::Page => {
@@ -137,11 +140,11 @@ impl Committer {
         self.download(&selections, counts.as_deref(), commands, &collected(widths)?)
     }
 
-    /// Compares staged bytes with their pages, in the lane of deltas. Numbering and transfers run in the lane for
-    /// staging afterwards and delay no delta.
+    /// Compares staged bytes with their pages in [`Lane::Apply`], the device queue for deltas. The later steps run in
+    /// [`Lane::Stage`] and delay no delta.
     ///
-    /// The comparison is divided into turns of bounded length, because batches and reads wait if the device works
-    /// within the turn itself.
+    /// The comparison is divided into parts of bounded length, each of which runs on the applier between two batches.
+    /// Batches and reads wait for at most one part.
     fn compare_with_pages(&self, of_pages: Vec<PageDiff>) -> Result<()> {
         let Engine { applier, device, .. } = &*self.engine;
         applier.unloaded().wait(of_pages.iter().map(|of| of.page))?;
@@ -157,23 +160,24 @@ impl Committer {
                 let mut commands = Vec::new();
                 for PageDiff { page, epoch, width, pairs } in of_turn {
                     let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;
-                    // The epoch is checked in the same turn as the comparison, because a batch in between would look
-                    // like a change in the copy.
+                    // The epoch is checked together with the comparison. A batch that ran in between would look like a
+                    // change in the copy.
                     check_epoch(page, epoch, info.epoch)?;
                     let memory = turn.applied.memory_of(page)?.span();
                     append(&mut commands, diffs(pairs, memory, width))?;
                 }
                 Ok(turn.submit(CommandList { commands, staging: Vec::new() })?.fence())
             })?;
-            // This must precede the next turn, which may be refused: the bitmaps are freed after the pending work of
-            // the lane for staging, and this list writes to them.
+            // The bitmaps are freed after the pending work of [`Lane::Stage`]. This list writes to them in another
+            // lane, so that lane must wait for it. This call precedes the next comparison, which may fail and free the
+            // bitmaps.
             device.after(Lane::Stage, compared)?;
         }
         Ok(())
     }
 
-    /// Runs `commands`, which set bits in bitmaps, and then numbers these bits. Returns the number of set bits in each
-    /// bitmap.
+    /// Runs `commands`, which compute the bitmaps, and then numbers the set bits. Returns the number of set bits in
+    /// each bitmap.
     fn number(&self, selections: &[Selection], commands: &mut Vec<Command>) -> Result<Vec<u64>> {
         let len = INDEX_LEN as usize * selections.len();
         let target = StagingSpan { index: 0, offset: 0, len };
@@ -186,8 +190,8 @@ impl Committer {
         counts
     }
 
-    /// Runs `commands`, and transfers the changes of each part to the host, as indices or as a bitmap. `widths`
-    /// contains the element widths of the parts.
+    /// Runs `commands`, and transfers the changes of each part to the host, as a list of indices or as a bitmap.
+    /// Without `counts`, all parts are transferred as bitmaps. `widths` contains the element width of each part.
     fn download(
         &self,
         selections: &[Selection],
@@ -226,7 +230,7 @@ impl Committer {
     }
 }
 
-/// Returns the commands that compare ranges of a page with staged bytes.
+/// Returns the commands that compare ranges of `other`, the memory of a page or shadow, with staged bytes.
 fn diffs(pairs: Vec<RangePair>, other: Span, width: Width) -> impl Iterator<Item = Command> {
     pairs.into_iter().map(move |(range, left, target)| Command::Diff {
         left,

@@ -1,13 +1,13 @@
-//! Compares working copies with digests of their earlier contents. The digests take sixteen bytes of host memory for
-//! each chunk of 64 KiB ([`digests`](crate::device)).
+//! Finds the changes in working copies by digests of their earlier contents. The digests take sixteen bytes of host
+//! memory for each chunk of 64 KiB ([`digests`](crate::device)).
 //!
-//! 1. **Scan**: the device digests the copy in place. Chunks whose digests have changed are captured.
-//! 2. **Gather**: the bytes of these chunks are copied aside in waves of bounded length, digested again, and
-//!    transferred to the host: to the payload, or to the image of a page on disk.
-//! 3. The digests of step 2 become the digests of the copy when the batch is logged.
+//! 1. **Scan**: the device computes digests of the copy in place. Chunks whose digests have changed are captured.
+//! 2. **Gather**: pieces of bounded length of these chunks, called waves, are copied to separate device memory,
+//!    digested again, and transferred to the host: to the payload, or to the image of a page on disk.
+//! 3. When the batch is logged, the digests of step 2 become those of the copy.
 //!
-//! If the digests of step 1 were used and the caller modified the copy between the two steps, the log would contain
-//! other bytes than were digested, and the change would never be captured.
+//! The digests of step 1 cannot be used for this. If the caller modified the copy between the two steps, the log would
+//! contain other bytes than were digested, and the next scan would not find the change.
 //!
 //! A crash discards all digests. The key is drawn when the store first needs it.
 
@@ -37,8 +37,8 @@ const DIGEST_LIST_LEN: u64 = 4 << 30;
 /// The key for digests, with a copy in device memory for each place that has working copies with digests.
 #[derive(Default)]
 pub(crate) struct DigestKeys {
-    /// The key in the form that devices read, or empty before the key is drawn. All places have the same key, because
-    /// digests of different devices may be compared.
+    /// The key in the form that devices read, or empty before the key is drawn. All places share one key, so that
+    /// digests computed by different devices can be compared.
     bytes: Vec<u8>,
     places: Vec<(Place, DeviceBytes)>,
 }
@@ -62,7 +62,7 @@ impl Committer {
         Ok(key)
     }
 
-    /// Runs the commands `before`, and then returns the digests of the chunks of `sources`.
+    /// Runs the commands `before`, then computes and returns the digests of the chunks of `sources`.
     fn digests(&self, sources: Vec<Span>, key: Span, before: Vec<Command>) -> Result<Vec<Digest>> {
         let count: u64 = sources.iter().map(|source| digest_count(source.len)).sum();
         let target = StagingSpan { index: 0, offset: 0, len: DIGEST_LEN * count as usize };
@@ -93,7 +93,8 @@ impl Committer {
         Ok(all)
     }
 
-    /// Waits for the streams that use a working copy, and prepares to scan the copy.
+    /// Waits for the streams that use a working copy, and returns a scan of its ranges that has not computed digests
+    /// yet.
     pub(super) fn begin_scan<'a>(
         &self,
         step: usize,
@@ -104,12 +105,14 @@ impl Committer {
     ) -> Result<DigestScan<'a>> {
         let parts = parts(copy.page(), ranges, page_len, DIGEST_CHUNK_LEN)?;
         let live = copy.bytes().arrived(Access::Read)?;
-        // No digests are known if the memory became a copy without loading the page. All of it then counts as changed.
+        // If the memory became a working copy without loading the page, no digests are known, and all of it counts as
+        // changed. A scan would find nothing more.
         let is_needed = copy.has_digests();
         Ok(DigestScan { step, copy, epoch, parts, live, key, is_needed, now: Vec::new() })
     }
 
-    /// Runs step 1 for all copies of a batch together, because separate command lists would require separate waits.
+    /// Performs step 1 of the module documentation for all copies of a batch together, because each command list
+    /// requires a wait.
     pub(super) fn scan(&self, scans: &mut [DigestScan<'_>]) -> Result<()> {
         for of_place in scans.chunk_by_mut(|one, next| one.key == next.key) {
             let needed = of_place.iter().filter(|scan| scan.is_needed);
@@ -182,12 +185,12 @@ pub(super) fn unknown_digests(len: u64) -> Result<Vec<Digest>> {
     Ok(digests)
 }
 
-/// The number of bytes of a page that one thread gathers at a time. All threads together gather as many bytes as a wave
-/// of a payload.
+/// The number of bytes of a page that one thread gathers at a time. All threads together gather at most as many bytes
+/// as a wave of a payload.
 const PAGE_WAVE_LEN: u64 = WAVE_LEN / IMAGE_THREADS_MAX as u64;
 
-/// Gathers the bytes of whole working copies, wave by wave. This is step 2 for pages whose bytes are written to an
-/// image.
+/// Gathers the bytes of whole working copies in pieces of bounded length (waves). This is step 2 for pages whose
+/// contents are written to an image.
 pub(super) struct CopyWaves<'c> {
     committer: &'c Committer,
     /// The memory of the current wave and its place, or `None` before the first wave.
@@ -217,8 +220,8 @@ impl<'c> CopyWaves<'c> {
             let wave = begin..live.len.min(begin + PAGE_WAVE_LEN);
             let aside = self.memory(copy.bytes().place(), live.len)?;
             let target = Span { len: wave.end - wave.start, ..aside };
-            // The wave is gathered when its first byte is read, also if the page is read a second time, so that the
-            // digest covers the bytes that are written.
+            // A wave is gathered when its first byte is read. If the page is read a second time, its waves are gathered
+            // again, so that the digests always cover the bytes that are returned.
             if offset == begin || self.holds != Some((page, wave.clone())) {
                 let gather = Command::Copy { source: part(live, &wave), target };
                 let found = self.committer.digests(vec![target], key, vec![gather])?;

@@ -1,14 +1,14 @@
-//! Captures: finding the changes in a working copy since it last equaled its page.
+//! Captures find the changes in a working copy since it last equaled its page.
 //!
-//! 1. **Arrive**: the committing thread waits for the stream that writes the copy. No other thread waits, because the
+//! 1. **Arrive**: wait on the host for the stream that writes the working copy. No device queue waits, because the
 //!    caller's kernels may take long.
-//! 2. **Stage**: the ranges of several copies are copied aside on the device. From here on the caller may modify them
-//!    again. Without staging, the log could contain other bytes than were compared.
-//! 3. **Compare**: the staged bytes are compared with their pages, in the lane of deltas and at the epochs of the
-//!    copies, or with the copies' shadows, as `diff.rs` describes. A copy with digests is compared before it is staged
-//!    (`digests.rs`).
-//! 4. The batch is encoded from the staged bytes, and logged if the page still has that epoch. Without this second
-//!    check, under the lock, unchanged bytes between two captured changes would overwrite changes of other batches.
+//! 2. **Stage**: copy the examined ranges to separate device memory. From here on the caller may modify the working
+//!    copy again. Without staging, the log could contain other bytes than were compared.
+//! 3. **Compare** the staged bytes with their pages, at the epochs of the working copies, or with the copies' shadows
+//!    ([`diff`]). A working copy with digests is compared before it is staged ([`digests`]).
+//! 4. Encode the batch from the staged bytes, and log it if the page still has the same epoch. Without this second
+//!    check, which is made under the submission lock, unchanged bytes between two captured changes would overwrite the
+//!    changes of other batches.
 //!
 //! A crash before the batch is logged loses a batch that was never acknowledged. Working copies end with the process.
 
@@ -42,14 +42,13 @@ use digests::{DigestScan, unknown_digests};
 use ranges::{RANGE_ALIGN, check_epoch, part, parts};
 use stage_memory::StageMemory;
 
-/// The maximum total length in bytes of the bitmaps, including the space for indices, of working copies that are
-/// compared together.
+/// The maximum total length in bytes of the bitmaps and index lists of working copies that are compared together.
 const COMPARED_LEN: u64 = 32 << 20;
 
 /// The captures of a batch: the changes that were found, and the staged bytes of the working copies.
 #[derive(Default)]
 pub(super) struct Captures<'a> {
-    /// The parts with changes, by the index of the capture's operation.
+    /// The parts of pages in which changes were found, by the index of the capture operation.
     pub found: BTreeMap<usize, Vec<CapturedPart>>,
     taken: Vec<Capture<'a>>,
 }
@@ -63,12 +62,12 @@ struct Capture<'a> {
     epoch: Epoch,
     /// The staged ranges of the page, each with its offset in `staged`.
     parts: Vec<(Range<u64>, u64)>,
-    /// The captured bytes of the copy, which are copied to the payload and to the shadow. `None` for a copy with
-    /// digests. The bytes of such a copy are copied aside only while they are written.
+    /// The captured bytes, which are copied to the payload and to the shadow. `None` for a working copy with digests,
+    /// whose bytes are staged only while the payload or the image is written.
     staged: Option<StageMemory>,
 }
 
-/// The size of the changes found by a capture that examined all bytes of a page.
+/// A capture that examined all bytes of its page, with the amount of changes that it found.
 pub(super) struct WholeCapture<'a> {
     /// The operation's index in the batch.
     pub step: usize,
@@ -84,9 +83,10 @@ pub(super) struct WholeCapture<'a> {
 /// The location of the bytes of a captured page.
 #[derive(Clone, Copy)]
 pub(super) enum CapturedBytes<'a> {
+    /// The bytes were copied to this span of staging memory.
     Staged(Span),
-    /// The bytes are in the memory of the working copy, at the first span. The second span contains the key for
-    /// digests. The bytes are copied aside while they are written.
+    /// The bytes are still in the working copy, at the first span, and are copied to staging memory piece by piece while
+    /// an image is written. The second span contains the key for digests.
     InCopy(&'a WorkingCopy, Span, Span),
 }
 
@@ -109,9 +109,9 @@ impl CapturedBytes<'_> {
 
 /// The source from which a working copy is loaded.
 enum LoadedFrom {
-    /// The page's memory. The transfer from this memory is in flight.
+    /// The page's memory. The copy from this memory to the working copy is in flight.
     Memory(Pending),
-    /// The page's image on disk, with the later writes of batches.
+    /// The page's image on disk, to which later writes of batches must be applied.
     Disk(DiskPage),
 }
 
@@ -182,7 +182,7 @@ impl Captures<'_> {
     pub fn belong_to(&self, changes: &Changes, digests: &CapturedDigests) {
         for capture in &self.taken {
             let mut pages = changes.pages().iter().filter(|(page, _)| *page == capture.copy.page());
-            // If the same batch deletes the page, no state exists to which the copy could belong.
+            // If the same batch also deletes the page, there is no page state to advance to.
             if let Some((_, Some(info))) = pages.next() {
                 let digests = digests.get(&capture.step).into_iter().flatten();
                 capture.copy.captured(capture.epoch, info.epoch, digests);
@@ -199,12 +199,12 @@ impl Committer {
         let (mut scans, mut staged, mut bitmaps_len) = (Vec::new(), Vec::new(), 0);
         for (index, copy, ranges) in batch.captures() {
             copy.bytes().check_device(&self.engine.device)?;
-            // The epoch is checked here as well, so that a copy of an older state is refused without a comparison. It
-            // is checked again under the lock.
+            // This check rejects a copy of an older page state before it is compared. The epoch is checked again under
+            // the submission lock.
             let (page, epoch) = (copy.page(), copy.epoch());
             let info = self.submitted.lock().get(page).ok_or(Error::UnknownPage { page })?;
             check_epoch(page, epoch, info.epoch)?;
-            // At that epoch, the page has the length that it had when the copy was created.
+            // A page that still has this epoch has the same length as when the copy was created.
             let of = (epoch, info.len);
             if let CopyShadow::Digests(key) = copy.shadow() {
                 push(&mut scans, self.begin_scan(index, copy, of, ranges, key.span())?)?;
@@ -212,7 +212,7 @@ impl Committer {
             }
             let mut begun = self.begin_capture(index, copy, of, ranges);
             if matches!(begun, Err(Error::OverBudget { .. })) && !staged.is_empty() {
-                // The bitmaps of the previous copies take memory until the copies are compared.
+                // The bitmaps of the copies collected so far are freed only when these copies are compared.
                 self.compare(std::mem::take(&mut staged), &mut captures)?;
                 bitmaps_len = 0;
                 begun = self.begin_capture(index, copy, of, ranges);
@@ -235,7 +235,7 @@ impl Committer {
         Ok(captures)
     }
 
-    /// Runs step 1 for a working copy, and allocates the memory for steps 2 and 3.
+    /// Performs step 1 of the module documentation for one working copy, and allocates the memory for steps 2 and 3.
     fn begin_capture<'a>(
         &self,
         step: usize,
@@ -247,13 +247,13 @@ impl Committer {
         let len = parts.last().map_or(0, |(range, at)| at + range.end - range.start);
         let live = copy.bytes().arrived(Access::Read)?;
         let lens = [len, bitmaps_len(&parts, copy.width())];
-        // Both are claimed at once. Claimed separately, a capture could fail halfway, and no error would state the
+        // One allocation for both: otherwise a capture could fail halfway, with an error that states less than the
         // total that it needs.
         let [staged, bitmaps] = self.stage_memories(Purpose::Stage, copy.bytes().place(), lens)?;
         Ok(StagedCopy { step, copy, epoch, parts, live, staged, bitmaps })
     }
 
-    /// Runs steps 2 and 3 for several working copies, which share each command list and each wait.
+    /// Performs steps 2 and 3 for several working copies, which share the command list and the wait of each step.
     fn compare<'a>(&self, copies: Vec<StagedCopy<'a>>, captures: &mut Captures<'a>) -> Result<()> {
         if copies.is_empty() {
             return Ok(());
@@ -274,26 +274,26 @@ impl Committer {
                     let staged = staged.part(*at, range.end - range.start);
                     CapturedPart { offset: range.start, staged, key: None, runs, elements }
                 });
-            // The parts are stored by the operation's index, because the encoder processes operations in the batch's
-            // order.
+            // The encoder looks the parts up by the operation's index.
             captures.found.insert(step, collected(found)?);
             captures.taken.push(Capture { step, copy, epoch, parts, staged: Some(staged) });
         }
         Ok(())
     }
 
-    /// Copies the captured bytes to the shadows after the batch is logged. If a shadow cannot be updated, its working
-    /// copy no longer belongs to a known state. Its epoch is then set to 0, at which every capture fails.
+    /// Copies the captured bytes to the shadows after the batch is logged. If that fails for a shadow, the state of its
+    /// working copy is unknown. The copy's epoch is then set to 0, so that every later capture fails.
     pub(super) fn refresh_shadows(&self, captures: Captures<'_>) {
         for Capture { copy, parts, staged, .. } in captures.taken {
             let (CopyShadow::Kept(shadow), Some(staged)) = (copy.shadow(), staged) else { continue };
-            // The source is the staged bytes and not the copy, which its owner may have modified since.
+            // The shadow must equal the captured bytes. The caller may have modified the copy since, so the staged
+            // bytes are the source.
             let copies = parts.iter().map(|(range, at)| Command::Copy {
                 source: staged.part(*at, range.end - range.start),
                 target: part(shadow.span(), range),
             });
             let list = CommandList { commands: copies.collect(), staging: Vec::new() };
-            // The next use of the shadow is in the same lane, so it runs after this copy.
+            // Later comparisons with the shadow run in the same lane (device queue), so they see this copy.
             if let Err(error) = self.engine.device.submit(Lane::Stage, list) {
                 copy.belongs_to(Epoch(0), Vec::new());
                 let error = self.engine.poison.set_by_device(error);
@@ -362,13 +362,12 @@ impl Committer {
         };
         let is_loaded = initial_copy == InitialCopy::Load;
         let targets: Vec<Span> = is_loaded.then_some(memory).into_iter().chain(kept).collect();
-        // A partly loaded copy belongs to no state, so a capture in between is refused.
+        // Until the copy is completely loaded, it belongs to no page state, and captures are rejected.
         copy.belongs_to(Epoch(0), Vec::new());
         let page = copy.page();
         self.engine.applier.unloaded().wait([page])?;
         let to = targets.clone();
-        // Epoch and bytes are read in one turn, so that they belong to the same state, ordered with the batches in the
-        // lane.
+        // Epoch and bytes are read together, between two batches, so that they belong to the same state.
         let (epoch, bytes) = self.engine.applier.turn(move |turn| {
             turn.intact()?;
             let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;
@@ -393,7 +392,7 @@ impl Committer {
                 let parts = parts(page, None, len, DIGEST_CHUNK_LEN)?;
                 self.all_digests(parts.iter().map(|(range, _)| part(memory, range)), key)?
             }
-            // The copy is unrelated to the page's contents, so the next capture includes all of it.
+            // The memory is unrelated to the page's contents, so the next capture logs all of it.
             Some(_) => unknown_digests(len)?,
         };
         copy.belongs_to(epoch, digests);

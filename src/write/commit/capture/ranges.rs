@@ -42,7 +42,7 @@ pub(super) fn parts(
             continue;
         }
         let start = range.start / align * align;
-        // The added bytes are compared like the others. A change in them is captured too, which loses nothing.
+        // The added bytes are examined too. If they have changed, capturing these changes is harmless.
         wanted.push(start..range.end.next_multiple_of(align).min(page_len));
     }
     wanted.sort_unstable_by_key(|range| range.start);

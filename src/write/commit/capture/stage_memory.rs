@@ -1,7 +1,6 @@
-//! Device memory that contains no pages: the staging memory of a commit, and memory that callers use.
+//! Device memory that contains no page: staging memory of a commit, and memory that callers use.
 //!
-//! This memory counts toward the budget like pages (I10), and is freed after all work that uses it. No file contains
-//! the memory's bytes, so a crash loses them.
+//! This memory counts toward the budget like pages (I10), and is freed after all work that uses it. A crash loses it.
 
 use std::sync::Arc;
 
@@ -15,13 +14,13 @@ use crate::error::Result;
 use crate::memory::arena::{Arena, HandedOut, PageMemory, Purpose};
 use crate::write::commit::Committer;
 
-/// Device memory without a page, counted toward the budget (I10). Dropping this value frees the memory after all work
-/// that is in the lane at that time.
+/// Device memory that contains no page and counts toward the budget (I10). Dropping this value frees the memory once
+/// all work that was queued in [`Lane::Stage`] has finished.
 pub(super) struct StageMemory {
     device: Arc<EngineDevice>,
     arena: Arc<Arena>,
     memory: Option<PageMemory>,
-    /// The uses of the memory by callers' streams, which must end before the memory is freed.
+    /// Uses of the memory by the caller's streams. The memory is freed after these uses end.
     uses: Arc<StreamUses>,
 }
 
@@ -34,7 +33,8 @@ impl StageMemory {
 
     /// Returns a fence that passes after every list and every stream has finished using this memory.
     fn last_use(&self) -> Result<Option<Fence>> {
-        // The fence of one more list in the lane follows every list that names this memory.
+        // A lane (device queue) runs its lists in order, so the fence of an empty list follows all lists that use this
+        // memory.
         let staged = self.device.submit(Lane::Stage, CommandList::default())?.fence();
         let last = self.uses.last();
         if let LastUse::At(_) = last {
@@ -43,8 +43,8 @@ impl StageMemory {
         Ok((last != LastUse::Unknown).then_some(staged))
     }
 
-    /// Returns a fence that passes after `staged`, and after the work of all streams whose use of the memory has ended.
-    /// Only a lane waits for the streams' work.
+    /// Returns a fence that passes after `staged` and after the ended uses of the memory by the caller's streams. The
+    /// lane [`Lane::Callers`] waits for the streams, so the calling thread does not.
     fn after_streams(&self, staged: Fence) -> Result<Option<Fence>> {
         self.device.after(Lane::Callers, staged)?;
         Ok(Some(self.device.submit(Lane::Callers, CommandList::default())?.fence()))
@@ -64,9 +64,10 @@ impl Drop for StageMemory {
         let Some(memory) = self.memory.take() else { return };
         match self.last_use() {
             Ok(Some(fence)) => self.arena.retire(memory, fence),
-            // The end of a use is unknown. If a page used the memory, a stream could still write to it.
+            // A stream may use this memory at any later time. If it were freed, the stream could overwrite the page
+            // that gets the memory next.
             Ok(None) => tracing::warn!("memory that a stream may use stays allocated"),
-            // The lane may still use the memory and will not report its completion, so the memory stays counted.
+            // It is unknown when the lane is done with the memory, so the memory stays allocated and counted.
             Err(error) => tracing::warn!(%error, "memory beside pages stays allocated"),
         }
     }
@@ -78,7 +79,7 @@ impl Committer {
     /// # Errors
     /// `OverBudget`, `OutOfMemory`, `Unavailable`; a device error.
     pub fn device_bytes(&self, place: Place, len: u64) -> Result<DeviceBytes> {
-        // The memory is counted as the caller's, in the same budget as pages (I10).
+        // The memory counts toward the budget of its place, recorded as the caller's (I10).
         let owner = self.stage_memory(Purpose::Caller, place, len)?;
         let span = owner.part(0, len);
         let bytes = self.caller_memory(place, len, owner);
@@ -110,7 +111,8 @@ impl Committer {
         }
     }
 
-    /// Creates a caller's handle to memory. `owner` is dropped when the last handle to the memory is dropped.
+    /// Returns the caller's handle to memory. `owner` is dropped together with the last clone of the handle, and then
+    /// frees the memory.
     fn caller_memory(&self, place: Place, len: u64, owner: StageMemory) -> DeviceBytes {
         let Engine { device, arena, .. } = &*self.engine;
         let (memory, uses) = (owner.part(0, len).memory, owner.uses.clone());
@@ -122,7 +124,7 @@ impl Committer {
         self.stage_memories(purpose, place, [len]).map(|[memory]| memory)
     }
 
-    /// Allocates all pieces or none, so that an error states the total length of the pieces.
+    /// Allocates memory of all these lengths or none, so that an error states the total length.
     pub(super) fn stage_memories<const N: usize>(
         &self,
         purpose: Purpose,

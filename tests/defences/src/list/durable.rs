@@ -50,7 +50,7 @@ pub const LIST: &[Defence] = &[
     defence(
         "a shortened segment is read back past the cache before it replaces the longer one",
         CLOSING,
-        "target.read_past_cache(at, piece)?;",
+        "target.read_bypassing_cache(at, piece)?;",
         "piece.copy_from_slice(expected);",
         it("footprints::ineffective_sync_at_close_loses_nothing"),
     ),
@@ -73,7 +73,7 @@ pub const LIST: &[Defence] = &[
         CATALOG,
         "redo.lsn == floor",
         "true",
-        it("follow::ends::close_keeps_log_after_a_name_that_was_given_up"),
+        it("follow::ends::close_keeps_log_after_released_name"),
     ),
     // Pages on disk.
     defence(
@@ -520,10 +520,24 @@ pub const LIST: &[Defence] = &[
     ),
     defence(
         "snapshots with names are recorded before another is published (I7)",
-        RETAIN,
+        "src/catalog/mod.rs",
         "kept.is_recorded || kept.info.name.is_none()",
         "true",
         it("crash::snapshots::names_of_published_snapshots_survive"),
+    ),
+    defence(
+        "images of batches are read back after a snapshot names them (I7)",
+        "src/snapshot/verify.rs",
+        "damaged(&DiskSource::bypassing_cache(disk.clone()), &mut self.of_batches, THREADS_MAX)?",
+        "Vec::<(ImageRef, Damage)>::new()",
+        it("snapshots::deferred::lost_batch_image_is_gathered_again_from_memory"),
+    ),
+    defence(
+        "an open verifies images that only a batch without a mark names (I6)",
+        "src/recovery/page_sources.rs",
+        "was_on_disk && base.lsn <= mark",
+        "was_on_disk",
+        it("snapshots::deferred::on_demand_open_verifies_image_of_batch_without_mark"),
     ),
     defence(
         "a writer that recovers leaves a reader its segments (I8)",

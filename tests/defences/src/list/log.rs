@@ -1,5 +1,5 @@
-//! The log and the snapshots as they are read: the order, the marks, the line of incarnations, the chain of
-//! links.
+//! Defences of the log and the snapshots on the read path: the order of frames, the marks, the line of
+//! incarnations, and the chain of snapshot links.
 
 use super::{Defence, check, defence, it, refusal, stores};
 
@@ -82,7 +82,7 @@ pub const LIST: &[Defence] = &[
         MAP,
         "header.is_ok() && first.is_none()",
         "header.is_ok() && frames.is_none()",
-        stores("frame_inside_a_group_testifies_without_its_start"),
+        stores("mark_inside_a_group_counts_without_the_group_start"),
     ),
     defence(
         "what could not be read is no blank (I4)",
@@ -103,7 +103,7 @@ pub const LIST: &[Defence] = &[
         WALK,
         "Some(frame.incarnation) == self.map.newest && frame.lsn > self.point.lsn",
         "frame.lsn > self.point.lsn",
-        stores("only_frames_of_the_newest_incarnation_testify"),
+        stores("only_marks_of_the_newest_incarnation_count"),
     ),
     refusal(
         "damage under a mark is refused (I4)",
@@ -172,15 +172,15 @@ pub const LIST: &[Defence] = &[
         stores("snapshots::damaged_snapshot_costs_time_not_data"),
     ),
     check(
-        "checksum of the link before",
+        "checksum of the previous link",
         CHAIN,
-        r#"check_equal("checksum of the link before", previous_crc.into(), named_crc.into())?;"#,
+        r#"check_equal("checksum of the previous link", previous_crc.into(), named_crc.into())?;"#,
         stores("snapshots::damaged_snapshot_costs_time_not_data"),
     ),
     check(
-        "a change begins after the link before, or where it begins",
+        "a change begins after the previous link, or where it begins",
         CHAIN,
-        r#"check_limit("end of the link before", previous.end.0, reached.0)?;"#,
+        r#"check_limit("end of the previous link", previous.end.0, reached.0)?;"#,
         stores("snapshots::thin_snapshot_begins_at_previous_link"),
     ),
     defence(

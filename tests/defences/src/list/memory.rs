@@ -1,4 +1,4 @@
-//! Caller-owned memory, and memory that is reused: no page, stream or list finds bytes of another one there.
+//! Defences of caller-owned and reused memory: no page, stream or list ever contains bytes of another one.
 
 use super::{Defence, Test, check, defence, it, refusal, unit};
 
@@ -89,12 +89,18 @@ pub const LIST: &[Defence] = &[
         it("page_memory::pages_recover_into_given_memory"),
     ),
     // Memory that is filled before its batch is logged.
-    defence("memory that is filled is not zeroed", APPLIER, "!is_filled(page, &new)", "true", FROM_SOURCE),
+    defence(
+        "memory that is filled is not zeroed",
+        APPLIER,
+        "!batch.is_filled(page, &new)",
+        "true",
+        FROM_SOURCE,
+    ),
     defence(
         "memory that is filled takes no bytes of the page before",
         APPLIER,
-        "self.replace(&mut versions, page, new, is_filled)",
-        "self.replace(&mut versions, page, new, false)",
+        "self.replace(&mut batch.versions, page, new, is_filled)",
+        "self.replace(&mut batch.versions, page, new, false)",
         REPLACED,
     ),
     defence(

@@ -1,4 +1,4 @@
-//! Recovery: the stores that an open refuses, the bytes that it verifies past the cache, and those that it
+//! Recovery: the stores that an open refuses, the bytes that it verifies with direct reads, and those that it
 //! copies or leaves unchanged.
 
 use super::{Defence, Test, check, defence, it, refusal, stores, unit};
@@ -23,7 +23,7 @@ pub const LIST: &[Defence] = &[
     defence(
         "a kept snapshot that is not there is reported",
         RECOVERY,
-        "Record(&end.verified).lost(&survey)",
+        "Record(&end.verified).lost(survey)",
         "Vec::<remanent_format::Damage>::new()",
         it("recovery::snapshots::missing_manifest_of_a_kept_snapshot_is_reported"),
     ),
@@ -39,7 +39,7 @@ pub const LIST: &[Defence] = &[
         WALK,
         "self.mark = mark;",
         "",
-        stores("limits::testimony_advances_the_proven_log_end"),
+        stores("limits::mark_beyond_the_end_advances_the_proven_end"),
     ),
     // Incarnations that are left out of the line.
     defence(
@@ -111,26 +111,27 @@ pub const LIST: &[Defence] = &[
     check(
         "names are synced before they are believed (I6)",
         RECOVERY,
-        "self.disk.sync_folder(*folder)?;",
+        "self.disk.sync_folder(folder)?;",
         SYNCS,
     ),
-    check(
+    defence(
         "the name of STORE is synced before it is believed (I6)",
         RECOVERY,
-        "self.disk.sync_folder(Folder::Root)?;",
+        "self.disk.sync_folder(Folder::Root)",
+        "Ok(())",
         SYNCS,
     ),
     defence(
         "sealed images are read past the cache (I6)",
         LOAD,
-        "DiskSource::past_cache(recovery.disk.clone())",
+        "DiskSource::bypassing_cache(recovery.disk.clone())",
         "DiskSource::new(recovery.disk.clone())",
         it("durable_marks::unsynced_batch_image_is_detected_at_next_open"),
     ),
     defence(
         "sealed frames that the cache had are read past it (I6)",
         LOAD,
-        "source.past_cache_once()",
+        "source.bypassing_cache_once()",
         "DiskSource::new(self.recovery.disk.clone())",
         it("durable_marks::unsynced_write_is_detected_at_next_open"),
     ),

@@ -15,7 +15,7 @@ const CHECK: &str = "format/src/manifest/check.rs";
 const ENVELOPE: &str = "format/src/value/envelope.rs";
 const OPS: &str = "format/src/op/reader.rs";
 
-/// A test of overlays, and of everything that an entry may state about one.
+/// The test of overlays, and of every field that an entry has for its overlay.
 const OF_OVERLAYS: Test = Test {
     binary: "remanent_format",
     name: "image::overlay::tests::overlay_that_contradicts_its_entry_is_rejected",
@@ -328,7 +328,7 @@ pub const LIST: &[Defence] = &[
     check(
         "manifest previous link of a base",
         DECODE,
-        r#"check_zero("previous link of a manifest that follows none", raw.previous.0)?;"#,
+        r#"check_zero("previous link of a base or table", raw.previous.0)?;"#,
         GOLDEN,
     ),
     check(

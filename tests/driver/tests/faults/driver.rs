@@ -1,4 +1,4 @@
-//! The driver, and the entry points of its own.
+//! The loaded driver library, with typed wrappers of its test-only entry points.
 
 use std::ffi::c_void;
 use std::path::{Path, PathBuf};
@@ -13,87 +13,87 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// The driver, loaded; one test at a time has it, because the count of calls is the process's.
+    /// Returns the driver and exclusive use of it: the count of calls is global to the process.
     pub fn get() -> (&'static Self, MutexGuard<'static, ()>) {
         static DRIVER: OnceLock<Driver> = OnceLock::new();
         static TURN: Mutex<()> = Mutex::new(());
-        // The state that a failed test left is no reason for another one to fail.
+        // A failed test does not affect the next one, so a poisoned lock is ignored.
         let turn = TURN.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let driver = DRIVER.get_or_init(|| {
             // SAFETY: the library runs nothing when it is loaded.
             let library = unsafe { Library::new(built()) }.expect("the driver that is built with this test");
-            // Whether there is a driver is asked once a process, so that answer must not fail here. Drivers
-            // that do not start have a test among the store's own.
+            // The presence of a driver is queried once per process, so this call must not be made to fail.
+            // The store's own tests cover drivers that do not start.
             CudaDevice::count().expect("a driver that starts");
             Driver { library }
         });
         (driver, turn)
     }
 
-    /// Makes the `nth` call from now on fail with this code.
+    /// Makes the `nth` call from now on fail with `code`.
     pub fn arm(&self, nth: u64, code: u32) {
         // SAFETY: the signature that the driver's `faults.rs` gives it.
         let arm: Symbol<extern "C" fn(u64, u32)> = unsafe { self.own(b"fake_driver_arm") };
         arm(nth, code);
     }
 
-    /// Takes a device's context with a fault, now.
+    /// Destroys a device's context with a fault at once.
     pub fn lose(&self, device: u32, code: u32) {
         // SAFETY: the same.
         let lose: Symbol<extern "C" fn(u32, u32)> = unsafe { self.own(b"fake_driver_lose") };
         lose(device, code);
     }
 
-    /// Takes the fault back; whether it has struck.
+    /// Disarms the fault; returns whether a call failed with it.
     pub fn disarm(&self) -> bool {
         // SAFETY: the same.
         let disarm: Symbol<extern "C" fn() -> u32> = unsafe { self.own(b"fake_driver_disarm") };
         disarm() == 0
     }
 
-    /// Whether the call that the last fault struck may have been on the way to give something back.
+    /// Whether the call that failed last may have been part of releasing a resource.
     pub fn struck_giving_back(&self) -> bool {
         // SAFETY: the same.
         let giving: Symbol<extern "C" fn() -> u32> = unsafe { self.own(b"fake_driver_struck_giving_back") };
         giving() != 0
     }
 
-    /// The number of a device's streams, events and allocations that are alive.
+    /// Returns the number of a device's streams, events and allocations that were not released.
     pub fn alive(&self, device: u32) -> u64 {
         // SAFETY: the same.
         let alive: Symbol<extern "C" fn(u32) -> u64> = unsafe { self.own(b"fake_driver_alive") };
         alive(device)
     }
 
-    /// Takes back the leftovers of a device whose context is lost.
+    /// Releases all resources of a device whose context is lost.
     pub fn forget(&self, device: u32) {
         // SAFETY: the same.
         let forget: Symbol<extern "C" fn(u32)> = unsafe { self.own(b"fake_driver_forget") };
         forget(device);
     }
 
-    /// Has registrations of memory refused with this code; with 0 none is.
+    /// Makes all later registrations of host memory fail with `code`; 0 allows them again.
     pub fn refuse_registrations(&self, code: u32) {
         // SAFETY: the same.
         let refuse: Symbol<extern "C" fn(u32)> = unsafe { self.own(b"fake_driver_refuse_registrations") };
         refuse(code);
     }
 
-    /// Lets the process see `count` devices.
+    /// Sets the number of devices that the process sees.
     pub fn set_devices(&self, count: u32) {
         // SAFETY: the same.
         let set_devices: Symbol<extern "C" fn(u32)> = unsafe { self.own(b"fake_driver_set_devices") };
         set_devices(count);
     }
 
-    /// The number of copies that went straight from one device to another.
+    /// Returns the number of copies that went directly from one device to another.
     pub fn peer_copies(&self) -> u64 {
         // SAFETY: the same.
         let copies: Symbol<extern "C" fn() -> u64> = unsafe { self.own(b"fake_driver_peer_copies") };
         copies()
     }
 
-    /// A stream of the program's own on a device.
+    /// Creates a caller's stream on a device.
     pub fn stream(&'static self, device: u32) -> CallerStream {
         let mut raw = std::ptr::null_mut();
         self.within(device, || {
@@ -105,7 +105,7 @@ impl Driver {
         CallerStream { driver: self, device, raw }
     }
 
-    /// Runs `work` in a device's context.
+    /// Runs `work` with the device's context current.
     fn within(&self, device: u32, work: impl FnOnce()) {
         let mut context = std::ptr::null_mut();
         // SAFETY: CUDA's signature.
@@ -121,17 +121,18 @@ impl Driver {
         assert_eq!(pop(&mut context), 0);
     }
 
-    /// An entry point by its name.
+    /// Looks up an entry point.
     ///
     /// # Safety
-    /// The entry point has this signature.
+    ///
+    /// The entry point must have the signature `F`.
     unsafe fn own<F>(&self, name: &[u8]) -> Symbol<'_, F> {
         // SAFETY: passed on.
         unsafe { self.library.get(name) }.expect("an entry point of the driver")
     }
 }
 
-/// A stream of a program that uses a store. Forgetting a device whose context is lost forgets its streams.
+/// A stream of a program that uses a store. `forget` removes it with its device, if the context is lost.
 pub struct CallerStream {
     driver: &'static Driver,
     device: u32,
@@ -142,13 +143,13 @@ pub struct CallerStream {
 unsafe impl Send for CallerStream {}
 
 impl CallerStream {
-    /// The stream as the store takes it.
+    /// Returns the stream in the form that the store accepts.
     pub fn raw(&self) -> RawStream {
         // SAFETY: the stream is of the device on which the store is, and is dropped after it.
         unsafe { RawStream::from_cuda(self.raw as u64) }
     }
 
-    /// Gives the stream back to the driver.
+    /// Destroys the stream.
     pub fn destroy(self) {
         self.driver.within(self.device, || {
             // SAFETY: CUDA's signature.
@@ -159,7 +160,7 @@ impl CallerStream {
     }
 }
 
-/// The place where cargo puts the library: next to the tests, or one folder up.
+/// Returns the path of the library that cargo built: next to the test binary, or one folder up.
 fn built() -> PathBuf {
     let test = std::env::current_exe().expect("a test knows where it is");
     let folders: Vec<&Path> = test.ancestors().skip(1).take(2).collect();

@@ -1,7 +1,7 @@
-//! Every call of the driver fails once: each fault is a typed error or of no consequence, never a panic, a
-//! hang or a leak, and batches that were acknowledged before are there afterwards.
+//! Makes every driver call fail once. Each fault must lead to a typed error or have no effect, never cause a
+//! panic, a hang or a leak, and earlier acknowledged batches must be present afterwards.
 //!
-//! The driver is loaded before the store looks for one, so the store finds it.
+//! The driver is loaded before the store searches for one, so the store uses it.
 
 mod driver;
 #[path = "../../../it/size.rs"]
@@ -24,7 +24,7 @@ use self::driver::{CallerStream, Driver};
 use self::size::sized;
 use self::work::Work;
 
-/// Codes of calls that were refused, and of a fault that takes the context.
+/// Error codes: of calls that are refused, and of a fault that destroys the context.
 const INVALID_VALUE: u32 = 1;
 const OUT_OF_MEMORY: u32 = 2;
 const ILLEGAL_ADDRESS: u32 = 700;
@@ -32,17 +32,17 @@ const LAUNCH_FAILED: u32 = 719;
 /// The first GPU that no other test uses.
 const SPARE_GPU: u32 = 1 << 16;
 
-/// The limit only turns a hang into a failure.
+/// A test that takes longer than this fails, so that a hang does not block the run.
 const HANG: Duration = Duration::from_secs(120);
 
-/// The calls that fail: one after the other with `REMANENT_DRIVER_CALLS=every`, otherwise one of eight, which
-/// takes minutes less, or in a sample one of 24. Each of three codes begins elsewhere, so that together they
-/// strike three times as many.
+/// The step between calls that fail: 1 with `REMANENT_DRIVER_CALLS=every`, otherwise 8, which takes minutes
+/// less, or 24 in a sample. Each of the three codes starts at a different call, so that they cover three
+/// times as many together.
 fn stride() -> u64 {
     if std::env::var("REMANENT_DRIVER_CALLS").is_ok_and(|calls| calls == "every") { 1 } else { sized(24, 8) }
 }
 
-/// The first call that fails with this code, where one of `stride` does.
+/// The number of the first call that fails with `code`, for a step of `stride`.
 fn first(code: u32, stride: u64) -> u64 {
     let part = match code {
         INVALID_VALUE => 0,
@@ -52,14 +52,14 @@ fn first(code: u32, stride: u64) -> u64 {
     1 + part * stride / 3
 }
 
-/// The life of a store on a GPU, or on several: plainly, or while kernels run.
+/// The workload of a store on one GPU or several, with or without kernels.
 #[derive(Clone, Copy, PartialEq)]
 enum Life<'g> {
     Plain(&'g [u32]),
     WithKernels(u32),
 }
 
-/// Lives through a fault, and says whether it struck.
+/// Runs a workload during which the `nth` call fails with `code`. Returns whether that call was reached.
 fn live_through(driver: &'static Driver, life: Life<'_>, nth: u64, code: u32) -> bool {
     let (done, finished) = channel();
     let label = format!("call {nth} fails with {code}");
@@ -82,12 +82,12 @@ fn live_through(driver: &'static Driver, life: Life<'_>, nth: u64, code: u32) ->
     let result = lived.unwrap_or_else(|_| panic!("{label}: a panic, told above"));
     if let Err(error) = &result {
         assert!(struck, "{label}: an error without a fault: {error}");
-        // A device that was never opened may be found by another test.
+        // If the device was never opened, another test may still be able to open it.
         let is_new_process = error.remedy() == Remedy::NewProcess;
         let never_opened = matches!(error, Error::Unavailable(Unavailable::Device { .. }));
         assert!(never_opened || is_new_process == (code == LAUNCH_FAILED), "{label}: {error}");
     }
-    // All acknowledged batches are on the disk whatever became of the GPU.
+    // All acknowledged batches are on the disk, whatever happened to the GPU.
     let host = work.open(Arc::new(HostDevice::new()));
     host.and_then(|store| work.check(&store)).unwrap_or_else(|error| panic!("{label}: {error}"));
     if !(struck && code == LAUNCH_FAILED) {
@@ -99,7 +99,7 @@ fn live_through(driver: &'static Driver, life: Life<'_>, nth: u64, code: u32) ->
 #[test]
 fn refused_call_is_error_or_harmless_without_leak() {
     let (driver, _turn) = Driver::get();
-    // One GPU loads machine code, the other text.
+    // One GPU loads machine code, the other PTX.
     for (code, gpu) in [(INVALID_VALUE, 0), (OUT_OF_MEMORY, 1)] {
         refuse_calls(driver, Life::Plain(&[gpu]), (gpu, code), stride());
     }
@@ -110,21 +110,21 @@ fn refused_driver_call_is_error_or_harmless_without_leak() {
     let (driver, _turn) = Driver::get();
     driver.set_devices(1 << 20);
     let gpu = SPARE_GPU + 2000;
-    // At most one of seven or eleven calls: most of them only look whether the GPU is done, and a life takes
-    // a tenth of a second.
+    // Only one in seven or eleven calls fails: most of them only poll whether the GPU has completed, and a
+    // workload takes a tenth of a second.
     for (code, gpu, one_of) in [(INVALID_VALUE, gpu, 7), (OUT_OF_MEMORY, gpu + 1, 11)] {
         refuse_calls(driver, Life::WithKernels(gpu), (gpu, code), one_of * stride());
     }
     driver.set_devices(2);
 }
 
-/// Refuses calls of a life, one of `stride` after the other.
+/// Makes every `stride`-th call of a workload fail, one run each.
 fn refuse_calls(driver: &'static Driver, life: Life<'_>, (gpu, code): (u32, u32), stride: u64) {
     assert!(!live_through(driver, life, u64::MAX, code));
     assert_eq!(driver.alive(gpu), 0, "a store that was closed leaves nothing");
     let (mut nth, mut left) = (first(code, stride), 0);
     while live_through(driver, life, nth, code) {
-        // A resource that the driver refuses to take back stays, and nothing else: one a fault.
+        // Each fault may leak the one resource whose release the driver refused, and nothing else.
         let now = driver.alive(gpu);
         let may_stay = u64::from(driver.struck_giving_back());
         assert!(
@@ -140,7 +140,7 @@ fn refuse_calls(driver: &'static Driver, life: Life<'_>, (gpu, code): (u32, u32)
 #[test]
 fn device_fault_requires_new_process_without_loss() {
     let (driver, _turn) = Driver::get();
-    // A GPU for each case: a context that is lost stays lost.
+    // Each case needs another GPU, because a lost context cannot be recovered.
     driver.set_devices(1 << 20);
     let mut nth = first(LAUNCH_FAILED, stride());
     while live_through(driver, Life::Plain(&[1 + nth as u32]), nth, LAUNCH_FAILED) {
@@ -149,7 +149,7 @@ fn device_fault_requires_new_process_without_loss() {
     }
     println!("{nth} calls failed with {LAUNCH_FAILED}");
     assert!(nth > 100, "{nth} calls");
-    // The same while kernels run, at most one call in 13.
+    // With kernels: at most one in 13 calls fails.
     let (base, stride) = (SPARE_GPU / 2, 13 * stride());
     let mut nth = first(LAUNCH_FAILED, stride);
     while live_through(driver, Life::WithKernels(base + nth as u32), nth, LAUNCH_FAILED) {
@@ -173,7 +173,7 @@ fn store_opens_on_another_gpu_or_host_after_fault() {
         for _ in 0..round {
             work.step(&store).unwrap();
         }
-        // Another program's kernel reads where there is nothing, while the store's own are under way.
+        // A kernel of another program accesses an illegal address while the store's kernels are running.
         driver.lose(lost, ILLEGAL_ADDRESS);
         let noticed = (0..1000).find_map(|_| work.step(&store).err()).expect("a fault is noticed");
         assert_eq!(noticed.remedy(), Remedy::NewProcess, "{noticed}");
@@ -194,7 +194,7 @@ fn store_opens_on_another_gpu_or_host_after_fault() {
         drop(store);
         driver.forget(lost);
 
-        // In this very process, which has lost that GPU.
+        // In the same process, which has lost that GPU.
         let devices: [(&str, Arc<dyn Device>); 3] = [
             ("the host", Arc::new(HostDevice::new())),
             ("another GPU", Arc::new(CudaDevice::open(other).unwrap())),
@@ -220,15 +220,15 @@ fn bytes_cross_gpus_by_available_path() {
     let (driver, _turn) = Driver::get();
     driver.set_devices(1 << 20);
     let first = SPARE_GPU + 1000;
-    // Neighbours reach each other's memory; the bytes of other pairs go by way of the host.
+    // Neighbouring GPUs have peer access; between others, bytes are copied through the host.
     for (gpus, is_way) in [([first, first + 1], true), ([first + 1, first + 2], false)] {
         let before = driver.peer_copies();
         assert!(!live_through(driver, Life::Plain(&gpus), u64::MAX, INVALID_VALUE));
         assert_eq!(driver.peer_copies() > before, is_way, "between {gpus:?}");
         assert_eq!(gpus.map(|gpu| driver.alive(gpu)), [0; 2]);
     }
-    // At first the driver has answered before the first fault whether they are connected. Then it is asked
-    // under faults, too, and says yes or no.
+    // In the first case the driver is asked for peer access before the first fault; in the second one also
+    // during faults, with both answers.
     for (gpus, from) in [([first, first + 1], 1), ([first + 4, first + 5], 40), ([first + 7, first + 8], 40)]
     {
         let mut nth = from;
@@ -241,7 +241,8 @@ fn bytes_cross_gpus_by_available_path() {
     driver.set_devices(2);
 }
 
-/// Whether the driver takes files or not, snapshots are written, and nothing of the device's is left.
+/// Snapshots are written and no device resource leaks, whether or not the driver accepts registrations of
+/// files.
 #[test]
 fn files_use_staging_if_driver_refuses_registration() {
     let (driver, _turn) = Driver::get();

@@ -1,4 +1,4 @@
-//! A store's life on a GPU, or on several, each step once, and the state that must be there afterwards.
+//! A workload of a store on one GPU or several, and the state that must be present after it.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -15,13 +15,13 @@ use remanent::{Ack, Lease, Lsn, Options, PageId, PageInfo, Place, Result, Store,
 use crate::driver::CallerStream;
 
 const PLACES: [Place; 3] = [Place::Device(0), Place::Pinned, Place::Unified];
-/// The length of each page: more than one warp writes, and a multiple of nothing.
+/// Length of each page in bytes: written by more than one warp, and not a multiple of any block size.
 const LEN: u64 = 3001;
-/// The length of one more page, which goes to the host in three pieces.
+/// Length in bytes of an additional page, which is downloaded in three pieces.
 const LONG_LEN: u64 = (2 << 20) + 5000;
-/// The number of its bytes that change: more than a short bitmap covers.
+/// Number of its bytes that change, which is more than a short bitmap covers.
 const CHANGED_LEN: usize = 540_000;
-/// The distance between bytes that get the step; all others are 0.
+/// Only every this-many-th byte is set to the number of the step; all others are 0.
 const CHANGED_EVERY: usize = 1000;
 
 fn device(gpus: &[u32]) -> Result<Arc<dyn Device>> {
@@ -32,18 +32,18 @@ fn device(gpus: &[u32]) -> Result<Arc<dyn Device>> {
 
 pub struct Work {
     directory: tempfile::TempDir,
-    /// A stream on the first GPU, for the store's work on a caller's stream.
+    /// A caller's stream on the first GPU, for store operations that take a stream.
     stream: Option<CallerStream>,
-    /// The number of GPUs for pages.
+    /// The number of GPUs that have pages.
     slots: u32,
     pages: Vec<PageId>,
     long: Option<PageId>,
-    /// The newest step that was acknowledged; the newest that was tried follows.
+    /// The newest acknowledged step. The store may also be at the step after it, which may have been logged.
     acknowledged: i64,
     tried: i64,
 }
 
-/// A store's state, as far as a caller can know it.
+/// The observable state of a store.
 #[derive(Clone, Debug, PartialEq)]
 pub struct State {
     lsn: Lsn,
@@ -53,19 +53,19 @@ pub struct State {
 
 impl Work {
     pub fn new() -> Self {
-        // In memory where that is possible: the disk is not under test.
+        // In memory if possible, because the disk is not tested here.
         let memory = Path::new("/dev/shm");
         let root = if memory.is_dir() { memory.to_path_buf() } else { std::env::temp_dir() };
         let directory = tempfile::tempdir_in(root).expect("a folder for a store");
         Self { directory, stream: None, slots: 1, pages: Vec::new(), long: None, acknowledged: 0, tried: 0 }
     }
 
-    /// A work with a long page, and with a program's kernels and a stream of its own.
+    /// Creates a workload that also has a long page, kernels and a caller's stream.
     pub fn with_kernels(stream: CallerStream) -> Self {
         Self { stream: Some(stream), ..Self::new() }
     }
 
-    /// The stream, when the store is closed.
+    /// Returns the caller's stream; call it after the store is closed.
     pub fn into_stream(self) -> Option<CallerStream> {
         self.stream
     }
@@ -76,7 +76,7 @@ impl Work {
         Store::open_on(Arc::new(DirDisk::new(self.directory.path())), device, options)
     }
 
-    /// Each GPU has a slot, in this order. `arm` is called before the first call that is to be failed.
+    /// Runs the workload on these GPUs, one per slot. `arm` is called before the first call that may fail.
     pub fn live(&mut self, gpus: &[u32], arm: impl FnOnce()) -> Result<()> {
         self.slots = gpus.len() as u32;
         match self.stream.as_ref().map(CallerStream::raw) {
@@ -95,13 +95,13 @@ impl Work {
         self.check(&store)?;
         store.trim()?;
         store.close()?;
-        // Recovery reads images, and the log after them.
+        // Recovery loads images, and replays the log after them.
         let store = self.open(device(gpus)?)?;
         self.check(&store)?;
         store.close()
     }
 
-    /// The steps that the plain life does not have.
+    /// Runs the additional steps of the workload with kernels.
     fn live_with_kernels(&mut self, gpus: &[u32], stream: RawStream, arm: impl FnOnce()) -> Result<()> {
         let store = self.open(device(gpus)?)?;
         self.begin(&store)?;
@@ -113,19 +113,19 @@ impl Work {
         store.close()
     }
 
-    /// All places where a page can be.
+    /// Returns all places that a page can be in.
     fn places(&self) -> Vec<Place> {
         PLACES.into_iter().chain((1..self.slots).map(Place::Device)).collect()
     }
 
-    /// Creates the pages: one for each place, and more for kernels.
+    /// Creates the pages: one in each place, and more for the kernels.
     pub fn begin(&mut self, store: &Store) -> Result<()> {
         let mut batch = store.batch();
         for place in self.places() {
             batch.create(LEN, place);
         }
         if self.stream.is_some() {
-            // One more to capture, and the long one.
+            // One page for captures, and the long page.
             batch.create(LEN, PLACES[0]);
             batch.create(LONG_LEN, PLACES[0]);
         }
@@ -136,8 +136,8 @@ impl Work {
         Ok(())
     }
 
-    /// A batch that changes every byte of every page, by fill, write and scatter, and moves each to the next
-    /// place on its way.
+    /// Commits a batch that changes every byte of every page by fill, write and scatter, and moves each page
+    /// to the next place.
     pub fn step(&mut self, store: &Store) -> Result<()> {
         self.tried += 1;
         let byte = self.tried as u8;
@@ -161,8 +161,8 @@ impl Work {
         Ok(())
     }
 
-    /// The next step, of bytes that the device alone has seen: written, scattered, captured. The pages that
-    /// it changes are leased meanwhile, on the stream.
+    /// Commits the next step with bytes that only the device has: written, scattered and captured. The
+    /// changed pages are leased on `stream` meanwhile.
     fn step_by_kernels(&mut self, store: &Store, stream: RawStream) -> Result<()> {
         self.tried += 1;
         let byte = self.tried as u8;
@@ -190,7 +190,7 @@ impl Work {
         long_copy.bytes().write(0, &changed)?;
         copy.bytes().write(0, &vec![byte; LEN as usize])?;
         digested.bytes().write(0, &vec![byte; LEN as usize])?;
-        // Only this thread may not change a page that it has leased.
+        // Changes of a leased page are only refused to the thread that holds the lease.
         let mut batch = store.batch();
         let range = 0..CHANGED_LEN as u64;
         batch.capture_ranges(&long_copy, &[range]).capture(&copy).capture(&digested);
@@ -211,7 +211,7 @@ impl Work {
         leases.into_iter().try_for_each(Lease::end)
     }
 
-    /// The content of the store now, read back page by page.
+    /// Reads the content of all pages.
     pub fn state(&self, store: &Store) -> Result<State> {
         let with_bytes = |info: PageInfo| {
             let mut bytes = vec![0; info.len as usize];
@@ -225,8 +225,8 @@ impl Work {
         })
     }
 
-    /// Demands that the store is at one step in all its pages, no older than the newest that was
-    /// acknowledged.
+    /// Asserts that all pages of the store are at the same step, which is not older than the newest
+    /// acknowledged one.
     pub fn check(&self, store: &Store) -> Result<()> {
         let root = store.root()?;
         let Some(Value::I64(step)) = root.get("step") else {

@@ -1,9 +1,9 @@
-//! Every sync, left out: each acknowledgement rests on a chain of syncs, and this table leaves out one of
-//! them at a time. The crashes of the same work must then show a loss, or the engine must notice on the spot,
-//! because it reads back past the cache what it depends on. Where a sync cannot matter the row says why, and
-//! the same enumeration finds nothing.
+//! Leaves out every sync once. Each acknowledgement depends on a chain of syncs; each row of this table
+//! leaves out one of them. The crashes of the same workload must then show a loss, or the engine must notice
+//! at once, because it reads back from the medium the bytes that it depends on. If a sync is redundant, the
+//! row says why, and the enumeration must find no loss.
 //!
-//! [`scenes`] are the works, and [`rule`] chooses the sync.
+//! [`scenes`] has the workloads, and [`rule`] selects the sync.
 
 mod rule;
 mod scenes;
@@ -21,11 +21,11 @@ use super::work::Driver;
 use rule::{Rule, Sync, after, nth};
 use scenes::Bench;
 
-/// The consequence of a sync that is left out.
+/// The consequence of a missing sync.
 enum Fate {
-    /// Something acknowledged is lost, or a sound store is refused.
+    /// An acknowledged batch is lost, or an intact store is refused.
     Seen,
-    /// The engine reads back past the cache what it has written, and stops.
+    /// The engine reads back from the medium what it wrote, notices the loss and stops.
     NoticedAtOnce,
     /// No consequence, for this reason.
     Harmless(&'static str),
@@ -83,7 +83,7 @@ fn creations() -> Vec<Row> {
     ]
 }
 
-/// Rows of stores that are opened again.
+/// Rows of stores that are reopened.
 fn openings() -> Vec<Row> {
     use scenes::{
         opening, opening_after_a_publish, opening_after_an_opening, opening_after_the_creation,
@@ -150,7 +150,7 @@ fn openings() -> Vec<Row> {
     ]
 }
 
-/// Rows of commits, and of the log that grows with them.
+/// Rows of commits and of the growing log.
 fn commits() -> Vec<Row> {
     use scenes::{committing, filling_the_reserve, long_frame, recycling_rounds, rolling, whole_page};
     let log = Sync::Folder(Folder::Log);
@@ -183,8 +183,8 @@ fn commits() -> Vec<Row> {
     ]
 }
 
-/// Rows of snapshots, one of which is kept: files that it replaces are removed as soon as possible. And of
-/// restores.
+/// Rows of restores, and of snapshots of which one is kept, so that files that a snapshot replaces are
+/// removed as soon as possible.
 fn snapshots() -> Vec<Row> {
     use scenes::{change_link, first_snapshot, folding, restoring, second_snapshot, writing_again};
     let names = Sync::Folder(Folder::Snapshots);
@@ -199,7 +199,7 @@ fn snapshots() -> Vec<Row> {
             "record that a snapshot is verified",
             first_snapshot,
             after(1, names, Sync::Window),
-            // Not for the record's own sake: the frames after it follow it in the chain.
+            // Not because of the record itself: the frames after it depend on it in the chain.
             Seen,
         ),
         row(
@@ -239,7 +239,7 @@ fn snapshots() -> Vec<Row> {
             "new names of spare image files",
             writing_again,
             nth(1, image_names),
-            // `image_spares::spares_hold_no_chunk_with_future_number` shows what it is for.
+            // `image_spares::spares_hold_no_chunk_with_future_number` shows the purpose of this sync.
             Harmless("the names are synced once more before a manifest names the images"),
         ),
         row("images in a file that was a spare", writing_again, nth(1, Sync::Images), NoticedAtOnce),
@@ -274,7 +274,7 @@ fn snapshots() -> Vec<Row> {
     of_one_kept.chain(again).chain(restores).collect()
 }
 
-/// Rows of forks, to an empty directory.
+/// Rows of forks to an empty directory.
 fn forks() -> Vec<Row> {
     use scenes::forking;
     let (root, log, pages) =
@@ -317,16 +317,16 @@ fn forks() -> Vec<Row> {
     ]
 }
 
-/// Crashes of the work alone: recovery is not under test here.
+/// Levels for crashes of the workload alone, because recovery is not tested here.
 const LEVELS: &[Level] =
     &[Level { tears: Tears::None, images_max: 40, closely_of: usize::MAX, nest_of: usize::MAX }];
 
-/// The outcome of a run.
+/// The result of a run.
 enum Verdict {
     Clean,
-    /// The work itself failed.
+    /// The workload itself failed.
     Stopped(Error),
-    /// A crash of the work showed a violation.
+    /// A crash of the workload showed a violation.
     Found(Violation),
 }
 

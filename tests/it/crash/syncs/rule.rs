@@ -1,4 +1,4 @@
-//! The choice of the sync that is left out.
+//! Selects the sync to leave out.
 
 use remanent::error::{FileName, Folder};
 use remanent::testing::sim_disk::SyncPoint;
@@ -6,17 +6,17 @@ use remanent::testing::sim_disk::SyncPoint;
 /// A kind of sync.
 #[derive(Clone, Copy, Debug)]
 pub enum Sync {
-    /// A sync of a window of the log.
+    /// A sync of a range of the log.
     Window,
     /// A sync of an image file.
     Images,
-    /// A spare segment, by its own name.
+    /// A sync of a spare segment under its own name.
     Spare,
-    /// The names in a folder.
+    /// A sync of a folder, which makes its names durable.
     Folder(Folder),
-    /// A file of a folder under its temporary name.
+    /// A sync of a file in a folder under its temporary name.
     Temporary(Folder),
-    /// A segment of that number under its temporary name; those of spares are number 0.
+    /// A sync of this segment under its temporary name; spare segments have number 0.
     TemporarySegment(u64),
 }
 
@@ -36,7 +36,7 @@ impl Sync {
     }
 }
 
-/// One sync of a work: the n-th of its kind, counted once a number of another kind have been.
+/// One sync of a workload: the n-th of its kind, optionally counted from the n-th sync of another kind on.
 #[derive(Clone, Copy, Debug)]
 pub struct Rule {
     nth: usize,
@@ -44,18 +44,18 @@ pub struct Rule {
     after: Option<(usize, Sync)>,
 }
 
-/// The `n`-th sync of a kind, from 1.
+/// Selects the `n`-th sync of a kind, counted from 1.
 pub fn nth(n: usize, sync: Sync) -> Rule {
     Rule { nth: n, sync, after: None }
 }
 
-/// The first sync of a kind after the `n`-th of another.
+/// Selects the first sync of a kind after the `n`-th of another kind.
 pub fn after(n: usize, other: Sync, sync: Sync) -> Rule {
     Rule { nth: 1, sync, after: Some((n, other)) }
 }
 
 impl Rule {
-    /// A predicate that is asked of each sync in turn: whether it is the one.
+    /// Returns a predicate for the syncs in their order; it is true for the selected one.
     pub fn chooses(self) -> impl FnMut(SyncPoint) -> bool + Send + 'static {
         let (mut to_wait_for, mut seen) = (self.after.map_or(0, |(count, _)| count), 0);
         move |point| {

@@ -1,4 +1,4 @@
-//! The works in which a sync is left out. Each says from which event on that counts.
+//! The workloads in which a sync is left out. Each one states the first event whose crashes are checked.
 
 use remanent::disk::Disk;
 use remanent::error::{FileName, Folder};
@@ -10,15 +10,15 @@ use super::super::model::{Act, Line, Target};
 use super::super::work::{Driver, Floors, Random, Writer};
 use super::rule::Rule;
 
-/// The length of a chain of links that the next snapshot folds.
+/// The length of a chain of links that the next snapshot folds into one.
 const LINKS_MAX: usize = 8;
 
-/// The stage on which a scene is played.
+/// The disk and the rule for a workload.
 pub struct Bench {
     options: Options,
-    /// The sync that is left out; where there is none, the same work must be beyond reproach.
+    /// The sync to leave out; with `None`, the same workload must have no violation.
     rule: Option<Rule>,
-    /// The first event that may suffer from it.
+    /// The first event that the missing sync may affect.
     pub from: usize,
 }
 
@@ -27,7 +27,7 @@ impl Bench {
         Self { options, rule, from: 0 }
     }
 
-    /// The store after another scene, with all of its syncs.
+    /// Returns the store after another scene, with all of its syncs.
     fn after_scene(&self, scene: fn(&mut Bench) -> Result<Driver, Error>) -> Result<Driver, Error> {
         scene(&mut Bench::new(self.options.clone(), None))
     }
@@ -36,21 +36,23 @@ impl Bench {
         Driver::new(SimDisk::new(), self.options.clone(), Line::default(), Floors::default())
     }
 
-    /// A store as a death of the process left it, with a commit that is logged at least. Its log has the
-    /// current segment and one more, so that an open finds nothing to tidy up.
+    /// Returns a store whose process was killed after a commit that is at least logged. Its log has the
+    /// current segment and one more, so an open has nothing to clean up.
     fn killed_store(&self) -> Result<Driver, Error> {
         let driver = self.new_store();
-        // The opening segment, the one after it, STORE; the log's thread gets no further segment.
+        // Three files: the opening segment, the one after it, and STORE. The log's thread can create no
+        // further segment.
         no_files_after(&driver.disk, 3);
         let store = driver.open()?;
-        // One, so that there is room for it however often the log's thread syncs and seals meanwhile.
+        // Only one commit, so that the segment has space for it however often the log's thread syncs and
+        // seals meanwhile.
         driver.commit(&store, &mut Writer::new("before", 1), Ack::Logged)?;
         let killed = driver.killed();
         drop(store);
         Ok(killed)
     }
 
-    /// The same, with two spares, which hold the bytes of earlier segments.
+    /// Returns such a store with two spare segments, which contain bytes of earlier segments.
     fn killed_store_with_spares(&self) -> Result<Driver, Error> {
         let driver = self.killed_store()?;
         for number in 0..2 {
@@ -62,7 +64,7 @@ impl Bench {
         Ok(driver)
     }
 
-    /// From now on the sync is left out.
+    /// Starts to leave out the sync.
     fn leave_out(&mut self, disk: &SimDisk) {
         self.from = disk.events();
         if let Some(rule) = self.rule {
@@ -70,7 +72,7 @@ impl Bench {
         }
     }
 
-    /// From now on the sync is left out: in an open and `commits` durable commits.
+    /// Leaves out the sync from now on, opens the store and makes `commits` durable commits.
     fn open_and_commit(&mut self, driver: Driver, commits: usize) -> Result<Driver, Error> {
         self.leave_out(&driver.disk);
         let store = driver.open()?;
@@ -80,24 +82,24 @@ impl Bench {
     }
 }
 
-/// Lets the disk make `count` more files, and none after them.
+/// Lets the disk create `count` more files, and fails every creation after them.
 fn no_files_after(disk: &SimDisk, count: usize) {
     disk.fail(DiskFault { operation: Operation::Create, skip: count, times: usize::MAX, errno: ENOSPC });
 }
 
-/// Makes `count` durable commits: three fill a segment.
+/// Makes `count` durable commits, three of which fill a segment.
 fn commit_durably(driver: &Driver, store: &Store, count: usize) -> Result<(), Error> {
     let mut writer = Writer::new("durable", 2);
     (0..count).try_for_each(|_| driver.commit(store, &mut writer, Ack::Durable).map(drop))
 }
 
-/// Commits a batch that no usual segment has room for. It writes all bytes of its page but one: those of a
-/// whole page would go to an image file.
+/// Commits a batch whose frame is longer than a usual segment. It writes all bytes of a page except one,
+/// because a whole-page write would go to an image file.
 fn commit_a_long_frame(driver: &Driver, store: &Store) -> Result<(), Error> {
     commit_a_page(driver, store, 1)
 }
 
-/// Commits a batch that creates a page and writes its bytes from an offset on.
+/// Commits a batch that creates a page and writes its bytes from `offset` on.
 fn commit_a_page(driver: &Driver, store: &Store, offset: usize) -> Result<(), Error> {
     let page = Target::New(0);
     let len = 20 << 10;
@@ -112,14 +114,14 @@ pub fn creation(bench: &mut Bench) -> Result<Driver, Error> {
     bench.open_and_commit(driver, 1)
 }
 
-/// Creates a store and fills segments, until the one after the opening is not the newest any more: before
-/// that, a bad header of it is harmless.
+/// Creates a store and fills segments until the one after the first is no longer the newest: a bad header of
+/// the newest segment is harmless.
 pub fn rolling_at_once(bench: &mut Bench) -> Result<Driver, Error> {
     let driver = bench.new_store();
     bench.open_and_commit(driver, 8)
 }
 
-/// Creates a store over the files of a creation that was cut short just before STORE got its name.
+/// Creates a store over the files of a creation that was interrupted just before STORE got its name.
 pub fn second_creation(bench: &mut Bench) -> Result<Driver, Error> {
     let first = bench.new_store();
     drop(first.open()?);
@@ -127,40 +129,40 @@ pub fn second_creation(bench: &mut Bench) -> Result<Driver, Error> {
     bench.open_and_commit(driver, 1)
 }
 
-/// Opens a killed store and commits. The log's thread makes no segment: its sync of the folder would make up
-/// for one that was left out.
+/// Opens a killed store and commits. The log's thread creates no segment, because its sync of the folder
+/// would hide a missing one.
 pub fn opening(bench: &mut Bench) -> Result<Driver, Error> {
     let driver = bench.killed_store()?;
     no_files_after(&driver.disk, 2);
     bench.open_and_commit(driver, 1)
 }
 
-/// The same with spares, which become the opening and the segment after it.
+/// Like [`opening`], with spare segments, which become the first two segments of the new incarnation.
 pub fn opening_with_spares(bench: &mut Bench) -> Result<Driver, Error> {
     let driver = bench.killed_store_with_spares()?;
     no_files_after(&driver.disk, 0);
     bench.open_and_commit(driver, 1)
 }
 
-/// The same, and fills segments.
+/// Like [`opening_with_spares`], and fills segments.
 pub fn rolling_with_spares(bench: &mut Bench) -> Result<Driver, Error> {
     let driver = bench.killed_store_with_spares()?;
     bench.open_and_commit(driver, 9)
 }
 
-/// Opens a store that was killed between the renaming of an opening segment and the sync of its folder.
+/// Opens a store that was killed after a segment of an open was renamed and before its folder was synced.
 pub fn opening_after_an_opening(bench: &mut Bench) -> Result<Driver, Error> {
     let driver = bench.after_scene(opening)?.killed_after("rename log/");
     bench.open_and_commit(driver, 1)
 }
 
-/// Opens a store that was killed between the renaming of STORE and the sync of its folder.
+/// Opens a store that was killed after STORE was renamed and before its folder was synced.
 pub fn opening_after_the_creation(bench: &mut Bench) -> Result<Driver, Error> {
     let driver = bench.after_scene(creation)?.killed_after("rename 0000000000000000.tmp");
     bench.open_and_commit(driver, 1)
 }
 
-/// Opens a store that was killed between the renaming of a manifest and the sync of its folder, commits,
+/// Opens a store that was killed after a manifest was renamed and before its folder was synced; then commits
 /// and takes another snapshot.
 pub fn opening_after_a_publish(bench: &mut Bench) -> Result<Driver, Error> {
     let driver = bench.after_scene(first_snapshot)?.killed_after("rename snapshots/");
@@ -189,8 +191,8 @@ pub fn committing(bench: &mut Bench) -> Result<Driver, Error> {
     Ok(driver)
 }
 
-/// Commits a frame that is longer than a segment, to a new store. The log's thread makes no segment after it:
-/// that one's sync of the folder would make up for one that was left out.
+/// Commits a frame that is longer than a segment to a new store. The log's thread creates no segment after
+/// it, because its sync of the folder would hide a missing one.
 pub fn long_frame(bench: &mut Bench) -> Result<Driver, Error> {
     let driver = bench.new_store();
     bench.leave_out(&driver.disk);
@@ -212,7 +214,7 @@ pub fn whole_page(bench: &mut Bench) -> Result<Driver, Error> {
     Ok(driver)
 }
 
-/// Snapshots, between which segments are filled, so that recycled segments are used again.
+/// Takes snapshots and fills segments between them, so that recycled segments are reused.
 pub fn recycling_rounds(bench: &mut Bench) -> Result<Driver, Error> {
     let driver = bench.new_store();
     bench.leave_out(&driver.disk);
@@ -228,7 +230,7 @@ pub fn recycling_rounds(bench: &mut Bench) -> Result<Driver, Error> {
     Ok(driver)
 }
 
-/// Opens a killed store and commits until the log's thread has found the time to fill the reserve, and on.
+/// Opens a killed store and commits until the log's thread has filled the reserve, then some more.
 pub fn filling_the_reserve(bench: &mut Bench) -> Result<Driver, Error> {
     let driver = bench.killed_store()?;
     bench.leave_out(&driver.disk);
@@ -244,7 +246,7 @@ pub fn filling_the_reserve(bench: &mut Bench) -> Result<Driver, Error> {
     Ok(driver)
 }
 
-/// The first snapshot of a store whose log has several segments.
+/// Takes the first snapshot of a store whose log has several segments.
 pub fn first_snapshot(bench: &mut Bench) -> Result<Driver, Error> {
     let driver = bench.new_store();
     let store = driver.open()?;
@@ -256,18 +258,18 @@ pub fn first_snapshot(bench: &mut Bench) -> Result<Driver, Error> {
     Ok(driver)
 }
 
-/// One snapshot, then commits, then a second snapshot, which replaces the first.
+/// Takes a snapshot, commits, and takes a second one, which replaces the first.
 pub fn second_snapshot(bench: &mut Bench) -> Result<Driver, Error> {
     let driver = bench.new_store();
     let store = driver.open()?;
-    // A page with bytes, so that both snapshots have an image.
+    // The page has content, so that both snapshots have an image.
     commit_a_long_frame(&driver, &store)?;
     driver.snapshot(&store)?;
     let mut writer = Writer::new("more", 3);
     for _ in 0..5 {
         driver.commit(&store, &mut writer, Ack::Durable)?;
     }
-    // Most pages changed, so that the second snapshot does not follow the first.
+    // Most pages changed, so that the second snapshot is not based on the first.
     let page = Target::Page(store.pages()?.next().expect("a page").page);
     let fill = Act::Fill { page, offset: 0, len: 4, pattern: vec![7; 4] };
     driver.commit_acts(&store, vec![fill], Ack::Durable)?;
@@ -278,7 +280,7 @@ pub fn second_snapshot(bench: &mut Bench) -> Result<Driver, Error> {
     Ok(driver)
 }
 
-/// Three snapshots, each of all pages: the third writes over the file that the second one has freed.
+/// Takes three snapshots of all pages each: the third overwrites the file that the second freed.
 pub fn writing_again(bench: &mut Bench) -> Result<Driver, Error> {
     let driver = bench.new_store();
     let store = driver.open()?;
@@ -315,17 +317,17 @@ pub fn restoring(bench: &mut Bench) -> Result<Driver, Error> {
     Ok(driver)
 }
 
-/// A snapshot, which is the base of a chain, and one that follows it: its manifest names the changes.
+/// Takes a snapshot, the base of a chain, and one that follows it, whose manifest names only the changes.
 pub fn change_link(bench: &mut Bench) -> Result<Driver, Error> {
     following_snapshots(bench, 1)
 }
 
-/// A chain of snapshots that is as long as it may be, and the one that folds it.
+/// Takes snapshots until their chain has the maximum length, and one more, which folds it.
 pub fn folding(bench: &mut Bench) -> Result<Driver, Error> {
     following_snapshots(bench, LINKS_MAX)
 }
 
-/// The sync is left out of the last one, or after it.
+/// Takes `count` snapshots; the sync is left out of the last one, or after it.
 fn following_snapshots(bench: &mut Bench, count: usize) -> Result<Driver, Error> {
     let driver = bench.new_store();
     let store = driver.open()?;
@@ -344,7 +346,7 @@ fn following_snapshots(bench: &mut Bench, count: usize) -> Result<Driver, Error>
     Ok(driver)
 }
 
-/// Forks a store, to an empty disk.
+/// Forks a store to an empty disk.
 pub fn forking(bench: &mut Bench) -> Result<Driver, Error> {
     let source = bench.new_store();
     let store = source.open()?;

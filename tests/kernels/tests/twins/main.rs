@@ -1,6 +1,7 @@
-//! Every kernel gives the bytes of its twin in the host device, in whatever order its threads run (I11).
+//! Every kernel has the same result as its counterpart in the host device, in whatever order its threads run
+//! (I11).
 //!
-//! Cases come from seeds, which a failure names. All memory ends at a fence.
+//! Cases are generated from seeds, which a failure reports. All memory ends at an unmapped page.
 
 mod memory;
 
@@ -23,7 +24,7 @@ use remanent::device::{
 
 const WIDTHS: [Width; 5] = [Width::W1, Width::W2, Width::W4, Width::W8, Width::W16];
 
-/// The bytes that a command of the host device leaves in a page.
+/// Returns the bytes of a page after a command of the host device.
 fn on_host(page: &[u8], payload: &[u8], commands: impl FnOnce(Span) -> Vec<Command>) -> Vec<u8> {
     let device = HostDevice::new();
     let memory = device.allocate(Place::Host, page.len() as u64).unwrap();
@@ -37,13 +38,13 @@ fn on_host(page: &[u8], payload: &[u8], commands: impl FnOnce(Span) -> Vec<Comma
     pending.finish(&device).unwrap().swap_remove(0).to_vec()
 }
 
-/// A delta, as a command and as a row.
+/// A delta, both as a command and as a row of a table.
 struct Delta {
     /// The offset of its range in the page.
     offset: usize,
     len: usize,
     kind: DeltaKind,
-    /// The place of its parts in the payload.
+    /// The offset of its parts in the payload.
     payload_at: usize,
     values_at: usize,
 }
@@ -56,12 +57,12 @@ enum DeltaKind {
 }
 
 impl Delta {
-    /// A random delta; its bytes go to the end of the payload.
+    /// Generates a random delta, and appends its bytes to the payload.
     fn random(random: &mut Random, page_len: usize, payload: &mut Vec<u8>) -> Self {
         let width = WIDTHS[random.below(5)];
         let bytes = width.bytes();
         let mut offset = random.below(page_len + 1);
-        // Half of the time as aligned as real pages are.
+        // Half of the time with the alignment of real pages.
         if random.below(2) == 0 {
             offset -= offset % 16;
         }
@@ -131,7 +132,7 @@ impl Delta {
     }
 }
 
-/// Different indices below a bound, in any order.
+/// Returns different indices below a bound, in random order.
 fn distinct(random: &mut Random, bound: usize) -> Vec<u32> {
     let mut indices: Vec<u32> = (0..bound as u32).collect();
     (1..bound).for_each(|i| indices.swap(i, random.below(i + 1)));
@@ -166,7 +167,7 @@ fn pieces_of_a_page_are_applied_in_order() {
     }
 }
 
-/// One long piece, cut into parts of many lengths, and many pages in one launch.
+/// One long piece, split into parts of many lengths, and many pages in one launch.
 #[test]
 fn parts_of_piece_equal_whole() {
     for seed in 0..300 {
@@ -207,7 +208,7 @@ fn parts_of_piece_equal_whole() {
     }
 }
 
-/// Elements, each from the place that its index gives.
+/// Elements that are copied from the positions that their indices name.
 #[test]
 fn picked_elements_match_host_device() {
     for seed in 0..300 {
@@ -248,7 +249,7 @@ fn picked_elements_match_host_device() {
     }
 }
 
-/// Memory of four bytes each, at a multiple of four.
+/// Allocates `count` words of four bytes, aligned to four.
 fn words(count: usize) -> Fenced {
     Fenced::zeroed(count * size_of::<u32>())
 }
@@ -261,7 +262,7 @@ fn word(words: &[u8], index: usize) -> u32 {
 fn checksums_of_many_ranges_match_crc32fast() {
     for seed in 0..40 {
         let random = &mut Random(seed);
-        // Around the lengths at which the kernel changes its ways.
+        // Lengths around those at which the kernel changes its method.
         let edges = [0, 4, 8, 128, 2048, 4096, 6144, CRC_CHUNK_LEN as usize];
         let sources: Vec<Fenced> = (0..40)
             .map(|_| {
@@ -270,7 +271,7 @@ fn checksums_of_many_ranges_match_crc32fast() {
                 Fenced::of(&random.bytes(len))
             })
             .collect();
-        // Sums go to any address.
+        // Checksums are written to any address.
         let (sums, shift) = (words(sources.len() + 1), random.below(4));
         let rows: Vec<CrcRow> = (0u64..)
             .zip(&sources)
@@ -326,7 +327,7 @@ fn checksums_of_chunks_combine() {
     }
 }
 
-/// Two ranges that differ in some bytes.
+/// Returns two ranges that differ in some bytes.
 fn pair(random: &mut Random, len: usize) -> (Fenced, Fenced) {
     let left = random.bytes(len);
     let mut right = left.clone();
@@ -387,7 +388,8 @@ fn digests_equal_host_digests() {
             .map(|_| {
                 let edge = edges[random.below(edges.len())];
                 let len = (edge + random.below(35)).saturating_sub(17).max(1);
-                // What ends at a fence begins at any address, unless its length is a multiple of 16.
+                // Memory that ends at the unmapped page starts at any address, unless its length is a
+                // multiple of 16.
                 let len = [len, len.next_multiple_of(16)][random.below(2)];
                 Fenced::of(&random.bytes(len))
             })
@@ -407,7 +409,7 @@ fn digests_equal_host_digests() {
     }
 }
 
-/// The digests of all chunks, by the host device.
+/// Returns the digests of all chunks, computed by the host device.
 fn digests_on_host(chunks: &[u8], key: &[u8]) -> Vec<u8> {
     let device = HostDevice::new();
     let (mut commands, mut staging) = (Vec::new(), Vec::new());
@@ -428,7 +430,8 @@ fn digests_on_host(chunks: &[u8], key: &[u8]) -> Vec<u8> {
     pending.finish(&device).unwrap().swap_remove(2).to_vec()
 }
 
-/// Bits of every density, in rows of any length of whole words, with more room than they need and with less.
+/// Bitmaps of every density, in rows of any number of words, with more output space than necessary and with
+/// less.
 #[test]
 fn set_bits_are_numbered() {
     for seed in 0..400 {
@@ -445,11 +448,11 @@ fn set_bits_are_numbered() {
                 .filter(|bit| bitmap[*bit as usize / 8] >> (bit % 8) & 1 == 1)
                 .collect();
             let room = [set.len(), set.len() + 3, random.below(set.len() + 1)][random.below(3)];
-            // Where there is more room than numbers, it stays as it is.
+            // If there is more output space than numbers, the rest is unchanged.
             let expected: Vec<u32> = set.iter().copied().chain([0; 3]).take(room).collect();
             let cut = 4 * (1 + random.below(700));
             let count = bitmap.len().div_ceil(cut);
-            // As often as not, off its boundary.
+            // Half of the time misaligned.
             let gap = random.below(4);
             let bits = Fenced::of(&[vec![0xff; gap], bitmap.clone()].concat());
             let (target, numbers, sum) = (words(room), words(count), words(1));

@@ -1,4 +1,4 @@
-//! Memory that ends at a fence, so that the first byte too far is a fault; and numbers from a seed.
+//! Memory that ends at an unmapped page, so that the first access beyond it faults; and random numbers.
 
 use std::ops::{Deref, DerefMut};
 
@@ -6,7 +6,7 @@ use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, m
 
 const GRANULE: usize = 64 << 10;
 
-/// Bytes that end where memory ends: a kernel that reads or writes past them faults.
+/// Bytes that end at an unmapped page: a kernel that accesses the memory beyond them faults.
 pub struct Fenced {
     mapping: *mut u8,
     mapping_len: usize,
@@ -38,7 +38,7 @@ impl Fenced {
         fenced
     }
 
-    /// The address of its first byte, as a table names it.
+    /// Returns the address of the first byte, in the form used in tables.
     pub fn address(&self) -> u64 {
         self.begin as u64
     }
@@ -66,7 +66,7 @@ impl Drop for Fenced {
     }
 }
 
-/// A generator of random numbers: SplitMix64.
+/// A SplitMix64 random number generator.
 pub struct Random(pub u64);
 
 impl Random {
@@ -77,7 +77,7 @@ impl Random {
         mixed ^ mixed >> 31
     }
 
-    /// A random number below a bound.
+    /// Returns a random number below a bound.
     pub fn below(&mut self, bound: usize) -> usize {
         (self.next() % bound.max(1) as u64) as usize
     }
@@ -86,7 +86,7 @@ impl Random {
         (0..len).map(|_| self.next() as u8).collect()
     }
 
-    /// A length: usually short, sometimes long enough for every unrolled loop.
+    /// Returns a random length: usually short, sometimes long enough for every unrolled loop.
     pub fn len(&mut self, max: usize) -> usize {
         let bound = [20, 200, 2000, max][self.below(4)];
         self.below(bound.min(max) + 1)

@@ -51,8 +51,8 @@ pub(super) struct Cache {
     pub free: [BTreeSet<(u64, u64)>; 2],
     /// Addresses of the waiting blocks.
     pub waiting: BTreeSet<u64>,
-    /// Waiting blocks that a single stream may get. The key has the stream's handle, the list, the length and the
-    /// address.
+    /// The waiting blocks that only one stream may reuse, as tuples of the stream's handle, the index of the list in
+    /// `free`, the length and the address.
     own: BTreeSet<(u64, usize, u64, u64)>,
     /// Points by stream handle, in the order in which the stream passes them.
     points: BTreeMap<u64, VecDeque<AwaitedPoint>>,
@@ -172,7 +172,8 @@ impl Cache {
         let after = self.blocks.range(address..).next().map(|(address, _)| *address);
         for neighbour in [before, after].into_iter().flatten() {
             let block = &self.blocks[&neighbour];
-            // The source's next segment may begin where this one ends, but it is another allocation.
+            // A neighbor must belong to the same segment: the next segment may begin where this one ends, but is a
+            // separate allocation of the source.
             if block.segment == segment && matches!(block.state, BlockState::Free) {
                 let joined_len = block.len;
                 self.list(neighbour).remove(&(joined_len, neighbour));

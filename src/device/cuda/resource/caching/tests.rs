@@ -122,7 +122,7 @@ fn block_splits_best_fit_and_merges_on_free() {
     let blocks: Vec<u64> = (0..4).map(|_| memory.allocate(256 << 10).unwrap()).collect();
     free(&memory, blocks[0], 256 << 10, &[]);
     free(&memory, blocks[2], 256 << 10, &[]);
-    // Of two blocks of the same length, the lower one, and not the rest of the segment.
+    // Of two blocks of the same length, the one with the lower address is used, not the remainder of the segment.
     assert_eq!(memory.allocate(1000).unwrap(), blocks[0]);
     assert_eq!(memory.allocate(256 << 10).unwrap(), blocks[2]);
     let stats = memory.cache_stats();
@@ -196,7 +196,8 @@ fn allocation_checks_one_point_of_busy_stream() {
         memory.allocate(600).unwrap();
     }
     assert_eq!(streams.requested(), 20);
-    // Once allocated on its own stream, a block no longer waits; freed again, it waits for a later point.
+    // A block that was allocated on its own stream no longer waits. After it is freed again, it waits for a later
+    // point.
     let again: Vec<u64> = (0..100).map(|_| memory.allocate_on(600, one).unwrap()).collect();
     assert!(again.iter().all(|block| blocks.contains(block)) && streams.requested() <= 120);
     again[..50].iter().for_each(|block| free(&memory, *block, 600, &[one, other]));
@@ -204,7 +205,8 @@ fn allocation_checks_one_point_of_busy_stream() {
     check(&memory);
     let requested = streams.requested();
     memory.allocate(600).unwrap();
-    // 200 that still waited, 50 that wait again, and the first of the other stream.
+    // One query for each of the 200 blocks that still wait and the 50 that wait again, and one for the first block of
+    // the other stream.
     assert_eq!((streams.requested() - requested, memory.cache_stats().waiting_blocks), (251, 50));
     streams.finish(other);
     memory.allocate(600).unwrap();

@@ -1,0 +1,188 @@
+//! The files of a store directory: reads, durable writes, and reads from the medium.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use remanent_format::{FileName, Folder, ReadAt};
+
+use crate::object::{PART_LEN_MAX, Part, Role, crc64};
+
+/// The files of a store directory.
+#[derive(Debug)]
+pub(super) struct StoreFiles {
+    root: PathBuf,
+}
+
+impl StoreFiles {
+    pub fn new(root: &Path) -> Self {
+        Self { root: root.to_owned() }
+    }
+
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    fn path(&self, file: FileName) -> PathBuf {
+        self.root.join(file.folder().name()).join(file.name())
+    }
+
+    fn open(&self, file: FileName) -> io::Result<File> {
+        File::open(self.path(file)).map_err(|error| named(file, &error))
+    }
+
+    /// Reads a whole file of at most `len_max` bytes. Returns `None` if the file does not exist.
+    pub fn read_whole(&self, file: FileName, len_max: u64) -> io::Result<Option<Vec<u8>>> {
+        let Some(len) = ReadAt::len(self, file)? else { return Ok(None) };
+        if len > len_max {
+            let error = format!("{file} has {len} bytes, at most {len_max} are permitted");
+            return Err(io::Error::new(ErrorKind::InvalidData, error));
+        }
+        let mut bytes = vec![0; len as usize];
+        self.read_at(file, 0, &mut bytes)?;
+        Ok(Some(bytes))
+    }
+
+    /// Writes bytes of a file, which is created if it does not exist. The bytes are not synced.
+    pub fn write_at(&self, file: FileName, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        let open = OpenOptions::new().write(true).create(true).truncate(false).open(self.path(file));
+        open.and_then(|open| open.write_all_at(bytes, offset)).map_err(|error| named(file, &error))
+    }
+
+    /// Sets the length of a file.
+    pub fn set_len(&self, file: FileName, len: u64) -> io::Result<()> {
+        let open = OpenOptions::new().write(true).open(self.path(file));
+        open.and_then(|open| open.set_len(len)).map_err(|error| named(file, &error))
+    }
+
+    /// Syncs a file.
+    pub fn sync(&self, file: FileName) -> io::Result<()> {
+        self.open(file)?.sync_all().map_err(|error| named(file, &error))
+    }
+
+    /// Syncs a file and removes its bytes from the page cache, so that the next read is from the medium.
+    pub fn sync_and_drop_cache(&self, file: FileName) -> io::Result<()> {
+        let open = self.open(file)?;
+        open.sync_all().map_err(|error| named(file, &error))?;
+        let dropped = rustix::fs::fadvise(&open, 0, None, rustix::fs::Advice::DontNeed);
+        dropped.map_err(|errno| named(file, &errno.into()))
+    }
+
+    /// Syncs the names in a folder.
+    pub fn sync_folder(&self, folder: Folder) -> io::Result<()> {
+        File::open(self.root.join(folder.name()))?.sync_all()
+    }
+
+    /// Creates the folders of a store.
+    pub fn make_folders(&self) -> io::Result<()> {
+        for folder in Folder::INNER {
+            fs::create_dir_all(self.root.join(folder.name()))?;
+        }
+        self.sync_folder(Folder::Root)
+    }
+
+    /// Writes a file under a temporary name, syncs it, gives it its name, and syncs the folder.
+    pub fn publish(&self, file: FileName, bytes: &[u8]) -> io::Result<()> {
+        let temporary = FileName::Temporary(file.folder(), 0);
+        self.remove(temporary)?;
+        self.write_at(temporary, 0, bytes)?;
+        self.sync(temporary)?;
+        fs::rename(self.path(temporary), self.path(file)).map_err(|error| named(file, &error))?;
+        self.sync_folder(file.folder())
+    }
+
+    /// Removes a file, if it exists.
+    pub fn remove(&self, file: FileName) -> io::Result<()> {
+        match fs::remove_file(self.path(file)) {
+            Err(error) if error.kind() != ErrorKind::NotFound => Err(named(file, &error)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns all files in the folders inside the directory.
+    pub fn inner_files(&self) -> io::Result<Vec<FileName>> {
+        let mut files = Vec::new();
+        for folder in Folder::INNER {
+            let names = self.list(folder)?;
+            files.extend(names.iter().filter_map(|name| FileName::parse(folder, name)));
+        }
+        Ok(files)
+    }
+
+    /// Returns the parts of a file, in order, with their checksums.
+    pub fn parts_of(&self, role: Role, number: u64) -> io::Result<Vec<Part>> {
+        let file = file_of(role, number)?;
+        let len = ReadAt::len(self, file)?.ok_or_else(|| named(file, &ErrorKind::NotFound.into()))?;
+        let mut parts = Vec::new();
+        let mut bytes = Vec::new();
+        let mut offset = 0;
+        while offset < len {
+            bytes.resize((PART_LEN_MAX as u64).min(len - offset) as usize, 0);
+            self.read_at(file, offset, &mut bytes)?;
+            let len = bytes.len() as u64;
+            parts.push(Part { role, file: number, offset, len, crc: crc64(&bytes) });
+            offset += len;
+        }
+        Ok(parts)
+    }
+
+    /// Returns the bytes of a part, after comparing their checksum.
+    pub fn read_part(&self, part: &Part) -> io::Result<Vec<u8>> {
+        let file = file_of(part.role, part.file)?;
+        let mut bytes = vec![0; part.len.min(PART_LEN_MAX as u64) as usize];
+        self.read_at(file, part.offset, &mut bytes)?;
+        if crc64(&bytes) == part.crc && bytes.len() as u64 == part.len {
+            return Ok(bytes);
+        }
+        let error =
+            format!("{file} has other bytes at offset {} than when its checksum was computed", part.offset);
+        Err(io::Error::new(ErrorKind::InvalidData, error))
+    }
+}
+
+/// Returns the file of which a part is.
+pub(super) fn file_of(role: Role, number: u64) -> io::Result<FileName> {
+    match role {
+        Role::Images => Ok(FileName::Pages(number)),
+        Role::Table => Ok(FileName::Table(number)),
+        Role::Link => Ok(FileName::Manifest(number)),
+        Role::Frames => Err(io::Error::new(ErrorKind::InvalidInput, "frames are not parts of one file")),
+    }
+}
+
+/// Adds the name of a file to an error.
+fn named(file: FileName, error: &io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("{file}: {error}"))
+}
+
+/// Returns damage as an I/O error.
+pub(super) fn invalid(damage: impl std::fmt::Display) -> io::Error {
+    io::Error::new(ErrorKind::InvalidData, damage.to_string())
+}
+
+impl ReadAt for StoreFiles {
+    fn list(&self, folder: Folder) -> io::Result<Vec<String>> {
+        match fs::read_dir(self.root.join(folder.name())) {
+            // A name that is not UTF-8 is not that of a file of a store.
+            Ok(entries) => {
+                entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect()
+            }
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn len(&self, file: FileName) -> io::Result<Option<u64>> {
+        match fs::metadata(self.path(file)) {
+            Ok(metadata) if metadata.is_file() => Ok(Some(metadata.len())),
+            Ok(_) => Err(io::Error::new(ErrorKind::InvalidData, format!("{file} is not a regular file"))),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(named(file, &error)),
+        }
+    }
+
+    fn read_at(&self, file: FileName, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        self.open(file)?.read_exact_at(out, offset).map_err(|error| named(file, &error))
+    }
+}

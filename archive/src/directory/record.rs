@@ -1,0 +1,229 @@
+//! The file ARCHIVE: the fences that a directory created, and the last batches that it archived.
+//!
+//! The log may be recycled beyond the last archived batch. The file then still proves that the batch is in the history of
+//! the directory: it was under a synced durable mark when it was recorded, so that every later open keeps it.
+
+use std::io;
+
+use remanent_format::layout::layout;
+use remanent_format::limits::NUMBER_MAX;
+use remanent_format::{FileName, StoreId};
+
+use super::files::{StoreFiles, invalid};
+use crate::local::FenceRecord;
+use crate::object::{BatchPoint, Nonce};
+
+const MAGIC: [u8; 8] = *b"RMNTARFI";
+const VERSION: u32 = 1;
+/// Maximum number of fences and of batches in the file.
+const ENTRIES_MAX: usize = 1024;
+const LEN_MAX: u64 =
+    (ArchiveFileRaw::LEN + ENTRIES_MAX * (FenceRecordRaw::LEN + ArchivedBatchRaw::LEN)) as u64;
+
+layout! {
+    /// The encoded header of ARCHIVE.
+    pub struct ArchiveFileRaw: 64 {
+        /// Magic bytes, always `RMNTARFI`.
+        0 => magic: [u8; 8],
+        /// Version of the file; always 1.
+        8 => version: u32,
+        /// Number of fences.
+        12 => fences: u32,
+        /// The id of the store.
+        16 => store: StoreId,
+        /// Number of batches.
+        32 => batches: u32,
+        /// CRC-32 of the fences and batches, which follow the header.
+        36 => body_crc: u32,
+        /// Reserved, always zero.
+        40 => reserved: [u8; 20],
+        /// CRC-32 of the preceding bytes.
+        60 => header_crc: u32,
+    }
+}
+
+layout! {
+    /// A fence in ARCHIVE.
+    pub struct FenceRecordRaw: 32 {
+        /// Position at which the directory tried to create the fence.
+        0 => position: u64,
+        /// Nonce of the fence.
+        8 => nonce: Nonce,
+        /// 1 if the directory knows that its fence was created, otherwise 0.
+        24 => is_confirmed: u32,
+        /// Reserved, always zero.
+        28 => reserved: u32,
+    }
+}
+
+layout! {
+    /// A batch in ARCHIVE.
+    pub struct ArchivedBatchRaw: 24 {
+        /// The batch.
+        0 => batch: BatchPoint,
+        /// Reserved, always zero.
+        20 => reserved: u32,
+    }
+}
+
+/// The content of ARCHIVE.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct ArchiveRecord {
+    pub store: StoreId,
+    pub fences: Vec<FenceRecord>,
+    /// The last archived batch, and one that may be archived.
+    pub batches: Vec<BatchPoint>,
+}
+
+impl ArchiveRecord {
+    pub fn new(store: StoreId) -> Self {
+        Self { store, fences: Vec::new(), batches: Vec::new() }
+    }
+
+    /// Reads the file. Returns an empty record if the file does not exist.
+    pub fn read(files: &StoreFiles, store: StoreId) -> io::Result<Self> {
+        let Some(bytes) = files.read_whole(FileName::Archive, LEN_MAX)? else { return Ok(Self::new(store)) };
+        let record = Self::decode(&bytes).map_err(|what| invalid(format!("ARCHIVE is damaged: {what}")))?;
+        if record.store == store {
+            return Ok(record);
+        }
+        Err(invalid(format!("ARCHIVE belongs to store {}, but the directory to store {store}", record.store)))
+    }
+
+    /// Publishes the file.
+    pub fn publish(&self, files: &StoreFiles) -> io::Result<()> {
+        if self.fences.len() > ENTRIES_MAX || self.batches.len() > ENTRIES_MAX {
+            return Err(invalid("ARCHIVE would have too many entries"));
+        }
+        files.publish(FileName::Archive, &self.encode())
+    }
+
+    /// Returns the recorded batch with the Lsn and chain hash of `point`, whatever its incarnation.
+    pub fn batch_at(&self, point: &BatchPoint) -> Option<BatchPoint> {
+        let is_same = |known: &&BatchPoint| (known.lsn, known.chain) == (point.lsn, point.chain);
+        self.batches.iter().find(is_same).copied()
+    }
+
+    fn encode(&self) -> Vec<u8> {
+        let mut body = Vec::new();
+        for FenceRecord { position, nonce, is_confirmed } in &self.fences {
+            let raw = FenceRecordRaw {
+                position: *position,
+                nonce: *nonce,
+                is_confirmed: (*is_confirmed).into(),
+                reserved: 0,
+            };
+            body.extend_from_slice(&raw.to_bytes());
+        }
+        for batch in &self.batches {
+            body.extend_from_slice(&ArchivedBatchRaw { batch: *batch, reserved: 0 }.to_bytes());
+        }
+        let mut raw = ArchiveFileRaw {
+            magic: MAGIC,
+            version: VERSION,
+            fences: self.fences.len() as u32,
+            store: self.store,
+            batches: self.batches.len() as u32,
+            body_crc: crc32fast::hash(&body),
+            reserved: [0; 20],
+            header_crc: 0,
+        };
+        raw.header_crc = crc32fast::hash(&raw.to_bytes()[..60]);
+        let mut bytes = raw.to_bytes().to_vec();
+        bytes.extend_from_slice(&body);
+        bytes
+    }
+
+    /// Decodes the file. Returns the first wrong field as an error.
+    fn decode(bytes: &[u8]) -> Result<Self, &'static str> {
+        let (header, body) = bytes.split_first_chunk::<{ ArchiveFileRaw::LEN }>().ok_or("length")?;
+        let raw = ArchiveFileRaw::from_bytes(header);
+        let (fences, batches) = (raw.fences as usize, raw.batches as usize);
+        let len = |fences, batches| FenceRecordRaw::LEN * fences + ArchivedBatchRaw::LEN * batches;
+        for (is_right, what) in [
+            (raw.magic == MAGIC, "magic number"),
+            (raw.header_crc == crc32fast::hash(&header[..60]), "header checksum"),
+            (raw.version == VERSION, "version"),
+            (fences <= ENTRIES_MAX && batches <= ENTRIES_MAX, "number of entries"),
+            (raw.reserved == [0; 20], "reserved bytes"),
+            (fences <= ENTRIES_MAX && batches <= ENTRIES_MAX && body.len() == len(fences, batches), "length"),
+            (raw.body_crc == crc32fast::hash(body), "checksum"),
+        ] {
+            if !is_right {
+                return Err(what);
+            }
+        }
+        let mut record = Self::new(raw.store);
+        let (of_fences, of_batches) = body.split_at(len(fences, 0));
+        for entry in of_fences.chunks_exact(FenceRecordRaw::LEN) {
+            let raw = FenceRecordRaw::from_bytes(entry.try_into().map_err(|_| "length")?);
+            if raw.position > NUMBER_MAX || raw.is_confirmed > 1 || raw.reserved != 0 {
+                return Err("fence");
+            }
+            let is_confirmed = raw.is_confirmed == 1;
+            record.fences.push(FenceRecord { position: raw.position, nonce: raw.nonce, is_confirmed });
+        }
+        for entry in of_batches.chunks_exact(ArchivedBatchRaw::LEN) {
+            let raw = ArchivedBatchRaw::from_bytes(entry.try_into().map_err(|_| "length")?);
+            if raw.batch.lsn.0 > NUMBER_MAX || raw.reserved != 0 {
+                return Err("batch");
+            }
+            record.batches.push(raw.batch);
+        }
+        Ok(record)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use remanent_format::{Incarnation, Lsn};
+
+    use super::*;
+
+    fn sample() -> ArchiveRecord {
+        let fence = |position, is_confirmed| FenceRecord { position, nonce: Nonce([7; 16]), is_confirmed };
+        let incarnation = Incarnation { number: 3, random: 9 };
+        ArchiveRecord {
+            store: StoreId([5; 16]),
+            fences: vec![fence(4, true), fence(9, false)],
+            batches: vec![BatchPoint { incarnation, lsn: Lsn(12), chain: 77 }],
+        }
+    }
+
+    #[test]
+    fn spec_tables_match_code() {
+        let spec = include_str!("../../../format/SPEC.md");
+        let section = spec.split_once("\n### ARCHIVE\n").unwrap().1.split_once("\n## ").unwrap().0;
+        let cells = |line: &str| -> Vec<String> {
+            line.trim_matches('|').split('|').map(|cell| cell.trim().replace('`', "")).collect()
+        };
+        let mut rows: Vec<Vec<String>> =
+            section.lines().filter(|line| line.starts_with('|')).map(cells).collect();
+        rows.retain(|row| row[0].parse::<usize>().is_ok());
+        let tables = [ArchiveFileRaw::TABLE, FenceRecordRaw::TABLE, ArchivedBatchRaw::TABLE];
+        let fields = tables.iter().flat_map(|table| table.fields);
+        let code =
+            fields.map(|field| [field.offset.to_string(), field.size.to_string(), field.name.to_owned()]);
+        assert_eq!(rows.iter().map(|row| &row[..3]).collect::<Vec<_>>(), code.collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn archive_file_round_trips() {
+        for record in [sample(), ArchiveRecord::new(StoreId([5; 16]))] {
+            assert_eq!(ArchiveRecord::decode(&record.encode()), Ok(record));
+        }
+    }
+
+    #[test]
+    fn every_truncation_and_bit_flip_of_archive_file_is_refused() {
+        let bytes = sample().encode();
+        for len in 0..bytes.len() {
+            ArchiveRecord::decode(&bytes[..len]).unwrap_err();
+        }
+        for bit in 0..8 * bytes.len() {
+            let mut damaged = bytes.clone();
+            damaged[bit / 8] ^= 1 << (bit % 8);
+            ArchiveRecord::decode(&damaged).unwrap_err();
+        }
+    }
+}

@@ -1,0 +1,287 @@
+//! A directory that is restored from an archive: parts of files, and frames at their own locations (rule 24).
+
+use std::collections::BTreeMap;
+use std::io::{self, ErrorKind};
+use std::path::Path;
+
+use remanent_format::frame::{FRAME_HEADER_LEN, FrameHeaderRaw, FrameKind, UncheckedFrame, check_payload};
+use remanent_format::log::{header_in_order, next_locations};
+use remanent_format::segment::{Opening, SegmentHeader};
+use remanent_format::state::survey::read_manifest;
+use remanent_format::store::StoreFile;
+use remanent_format::{FileName, Folder, Incarnation, LogPoint, Lsn, ReadAt, StoreId};
+
+use super::WriterLock;
+use super::files::{StoreFiles, file_of, invalid};
+use super::record::ArchiveRecord;
+use crate::line::StateSink;
+use crate::local::FenceRecord;
+use crate::object::{BatchPoint, Fence, Manifest, Part, Role};
+
+/// A directory into which an archive is restored.
+///
+/// ARCHIVE is created first and STORE last. A directory with ARCHIVE but without STORE is an unfinished restore: the
+/// engine refuses it, and the next restore begins again.
+#[derive(Debug)]
+pub struct RestoreTarget {
+    pub(super) files: StoreFiles,
+    _lock: Box<dyn WriterLock>,
+}
+
+impl RestoreTarget {
+    /// Prepares an existing directory that is empty or contains an unfinished restore. `lock` is the writer's lock of the
+    /// directory, which is held until the value is dropped.
+    ///
+    /// # Errors
+    /// Returns an error with the kind `AlreadyExists` if the directory contains a store or other files.
+    pub fn open(path: &Path, lock: Box<dyn WriterLock>) -> io::Result<Self> {
+        Self::check(path)?;
+        Ok(Self { files: StoreFiles::new(path), _lock: lock })
+    }
+
+    /// Checks that a directory does not exist, is empty, or contains an unfinished restore. Changes nothing: call this
+    /// before the writer's lock is acquired, which creates files.
+    ///
+    /// # Errors
+    /// Returns the errors of [`open`](RestoreTarget::open).
+    pub fn check(path: &Path) -> io::Result<()> {
+        let files = StoreFiles::new(path);
+        let names = files.list(Folder::Root)?;
+        let is_ours = |name: &String| {
+            FileName::parse(Folder::Root, name).is_some_and(|file| file != FileName::Store)
+                || Folder::INNER.iter().any(|folder| folder.name() == name)
+                || name == "lost+found"
+        };
+        let mut found = names.iter().find(|name| !is_ours(name)).cloned();
+        if found.is_none() && !names.contains(&FileName::Archive.name()) {
+            found = files.inner_files()?.first().map(ToString::to_string);
+        }
+        match found {
+            None => Ok(()),
+            Some(found) => {
+                let error = format!("{} contains {found}; restore into an empty directory", path.display());
+                Err(io::Error::new(ErrorKind::AlreadyExists, error))
+            }
+        }
+    }
+
+    /// Records the fence of a claim durably.
+    pub(crate) fn record_claim(&self, store: StoreId, claim: FenceRecord) -> io::Result<()> {
+        ArchiveRecord { fences: vec![claim], ..ArchiveRecord::new(store) }.publish(&self.files)
+    }
+
+    /// Removes what an unfinished restore left, and begins again.
+    pub(crate) fn begin(&self) -> io::Result<RestoredState<'_>> {
+        self.files.make_folders()?;
+        for file in self.files.inner_files()? {
+            self.files.remove(file)?;
+        }
+        Ok(RestoredState {
+            files: &self.files,
+            store: None,
+            openings: BTreeMap::new(),
+            manifest: None,
+            parts: BTreeMap::new(),
+            segments: BTreeMap::new(),
+            start: None,
+            point: LogPoint::default(),
+            batch: LogPoint::default(),
+            pending: Vec::new(),
+        })
+    }
+}
+
+/// A segment that is restored.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct RestoredSegment {
+    pub opening: Option<Opening>,
+    /// The end of the last frame.
+    pub end: u64,
+}
+
+/// A state while it is restored.
+#[derive(Debug)]
+pub(crate) struct RestoredState<'t> {
+    pub(super) files: &'t StoreFiles,
+    /// STORE, with its bytes.
+    pub(super) store: Option<(StoreFile, Vec<u8>)>,
+    /// The openings that fences list.
+    openings: BTreeMap<Incarnation, SegmentHeader>,
+    pub(super) manifest: Option<Manifest>,
+    /// The parts that were written, by role, file and offset.
+    pub(super) parts: BTreeMap<(Role, u64, u64), Part>,
+    pub(super) segments: BTreeMap<u64, RestoredSegment>,
+    /// The point at which the log begins, once it is known.
+    pub(super) start: Option<LogPoint>,
+    /// The end of the last frame.
+    point: LogPoint,
+    /// The end of the last batch.
+    pub(super) batch: LogPoint,
+    /// The first bytes of a frame whose other bytes are in the next piece.
+    pending: Vec<u8>,
+}
+
+impl RestoredState<'_> {
+    /// Sets the point at which the log begins: the `redo` of the snapshot, or the beginning.
+    pub(super) fn begin_log(&mut self) -> io::Result<()> {
+        if self.start.is_some() {
+            return Ok(());
+        }
+        let mut start = LogPoint::default();
+        if let Some(manifest) = &self.manifest {
+            let (store, _) = self.store.as_ref().ok_or_else(|| invalid("no fence precedes the snapshot"))?;
+            let file = FileName::Manifest(manifest.snapshot.0);
+            let (link, _) = read_manifest(self.files, file, store).map_err(invalid)?;
+            start = link.redo;
+            if (start.lsn, start.chain) != (manifest.redo.lsn, manifest.redo.chain) {
+                return Err(invalid(format!(
+                    "{file} begins after lsn {}, not after {}",
+                    start.lsn, manifest.redo
+                )));
+            }
+            // The segment of `redo` must exist, even if no frame is in it (W1).
+            self.segments.insert(start.segment, RestoredSegment { opening: None, end: start.offset });
+        }
+        self.start = Some(start);
+        (self.point, self.batch) = (start, start);
+        Ok(())
+    }
+
+    /// Returns the highest number of an incarnation that a fence lists.
+    pub(super) fn highest_opening(&self) -> u32 {
+        self.openings.keys().next_back().map_or(0, |incarnation| incarnation.number)
+    }
+
+    /// Checks that no frame is cut off.
+    pub(super) fn check_complete(&self) -> io::Result<()> {
+        if self.pending.is_empty() {
+            return Ok(());
+        }
+        Err(invalid(format!("the frame after lsn {} is cut off", self.point.lsn)))
+    }
+
+    fn store_id(&self) -> io::Result<StoreId> {
+        let store = self.store.as_ref().map(|(store, _)| store.store);
+        store.ok_or_else(|| invalid("no fence precedes the frames"))
+    }
+
+    /// Writes the frames at the start of `bytes`. Returns the number of bytes that were used.
+    fn write_frames(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let mut at = 0;
+        while let Some(head) = bytes.get(at..at + FrameHeaderRaw::LEN) {
+            let frame = UncheckedFrame::decode(head).map_err(|defect| self.refuse(&defect))?;
+            let Some(frame_bytes) = bytes.get(at..at + frame.unproven().frame_len() as usize) else { break };
+            self.write_frame(&frame, frame_bytes)?;
+            at += frame_bytes.len();
+        }
+        Ok(at)
+    }
+
+    /// Writes a frame after checking that it continues the log (I3).
+    fn write_frame(&mut self, frame: &UncheckedFrame, bytes: &[u8]) -> io::Result<()> {
+        let found = *frame.unproven();
+        let redo = self.start.map_or(Lsn(0), |start| start.lsn);
+        let is_in_snapshot = match found.kind {
+            FrameKind::Batch => found.lsn <= redo,
+            FrameKind::Seal => found.lsn < redo,
+        };
+        if is_in_snapshot {
+            return Ok(());
+        }
+        if found.incarnation != self.point.incarnation {
+            self.cross_to(found.incarnation)?;
+        }
+        let (segment, offset) = (found.segment, found.offset);
+        if !next_locations(&self.point).contains(&(segment, offset)) {
+            return Err(invalid(format!("the frame after lsn {} is not at its location", self.point.lsn)));
+        }
+        let (header, end) = header_in_order(bytes, &self.point, self.store_id()?, segment, offset)
+            .map_err(|defect| self.refuse(&defect))?;
+        let payload = &bytes[FRAME_HEADER_LEN as usize..][..header.payload_len as usize];
+        check_payload(&header, payload).map_err(|defect| self.refuse(&defect))?;
+        self.files.write_at(FileName::Segment(segment), offset, bytes)?;
+        self.segments.entry(segment).or_default().end = end.offset;
+        self.point = end;
+        if header.kind == FrameKind::Batch {
+            self.batch = end;
+        }
+        Ok(())
+    }
+
+    fn refuse(&self, defect: &remanent_format::Defect) -> io::Error {
+        invalid(format!("the frame after lsn {} does not continue the log: {defect}", self.point.lsn))
+    }
+
+    /// Goes on at the opening of a later incarnation, as W2 of the format does. Incarnations without a batch lie between.
+    fn cross_to(&mut self, incarnation: Incarnation) -> io::Result<()> {
+        let mut crossed = Vec::new();
+        let mut wanted = incarnation;
+        while wanted != self.point.incarnation {
+            let header = self.openings.get(&wanted).copied();
+            let Some((header, opening)) = header.and_then(|header| Some((header, header.opening?))) else {
+                return Err(invalid(format!("no fence lists the opening of incarnation {wanted}")));
+            };
+            crossed.push((header.segment, opening));
+            wanted = opening.predecessor.incarnation; // Its number is lower, so that the loop ends.
+        }
+        for (segment, opening) in crossed.into_iter().rev() {
+            if opening.predecessor != self.point {
+                let error = format!(
+                    "incarnation {} begins after lsn {}, but the log before it ends at lsn {}",
+                    opening.incarnation, opening.predecessor.lsn, self.point.lsn
+                );
+                return Err(invalid(error));
+            }
+            self.point = opening.start(segment);
+            self.segments.insert(segment, RestoredSegment { opening: Some(opening), end: self.point.offset });
+        }
+        Ok(())
+    }
+}
+
+impl StateSink for RestoredState<'_> {
+    fn manifest(&mut self, manifest: &Manifest) -> io::Result<()> {
+        self.manifest = Some(*manifest);
+        Ok(())
+    }
+
+    fn part(&mut self, part: &Part, bytes: &[u8]) -> io::Result<()> {
+        self.files.write_at(file_of(part.role, part.file)?, part.offset, bytes)?;
+        self.parts.insert((part.role, part.file, part.offset), *part);
+        Ok(())
+    }
+
+    fn frames(&mut self, _before: &BatchPoint, _after: &BatchPoint, piece: &[u8]) -> io::Result<()> {
+        self.begin_log()?;
+        if self.pending.is_empty() {
+            let used = self.write_frames(piece)?;
+            self.pending.extend_from_slice(&piece[used..]);
+            return Ok(());
+        }
+        let mut bytes = std::mem::take(&mut self.pending);
+        bytes.extend_from_slice(piece);
+        let used = self.write_frames(&bytes)?;
+        bytes.drain(..used);
+        self.pending = bytes;
+        Ok(())
+    }
+
+    fn fence(&mut self, fence: &Fence) -> io::Result<()> {
+        self.check_complete()?;
+        let store = StoreFile::decode(&fence.store_file);
+        let store = store.map_err(|defect| invalid(defect.at(FileName::Store, 0)))?;
+        self.store = Some((store, fence.store_file.clone()));
+        for header in &fence.openings {
+            if let Some(opening) = header.opening {
+                self.openings.insert(opening.incarnation, *header);
+            }
+        }
+        Ok(())
+    }
+
+    fn truncate(&mut self, lsn: Lsn) -> io::Result<()> {
+        let error =
+            format!("the archive goes back to lsn {lsn}; a directory cannot be restored across a cut");
+        Err(io::Error::new(ErrorKind::Unsupported, error))
+    }
+}

@@ -1,0 +1,455 @@
+//! Appending runs and manifests (rules 1, 3, 6, 7, 9 to 12 and 16).
+
+use remanent_format::SnapshotId;
+
+use super::request::{Attempt, Known};
+use super::{Line, Nonces, Writer};
+use crate::bucket::Bucket;
+use crate::error::{Damage, Error, Result};
+use crate::local::{LocalStore, SealedFrames};
+use crate::object::{
+    BatchPoint, Content, DataKey, DataRef, INLINE_FRAMES_LEN_MAX, Kind, LineObject, Manifest, Nonce,
+    ObjectKey, PART_LEN_MAX, Part, Role, Run, crc64, encode_data,
+};
+use crate::rules::Rule;
+
+/// An object that was appended. Its batches are archived.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Appended {
+    /// Position of the object.
+    pub position: u64,
+    /// Kind of the object.
+    pub kind: Kind,
+    /// The last archived batch: every batch up to it may be acknowledged as archived.
+    pub archived: BatchPoint,
+}
+
+/// A snapshot to archive: its numbers, and the parts of all files that a restore of it needs.
+#[derive(Clone, Debug)]
+pub struct SnapshotParts {
+    /// Number of the snapshot.
+    pub snapshot: SnapshotId,
+    /// The batch from which the snapshot needs the log.
+    pub redo: BatchPoint,
+    /// The batch up to which the snapshot needs the log.
+    pub end: BatchPoint,
+    /// Parts of links, image files and tables. If the snapshot follows a gap, also the frames from `redo` to `end`.
+    pub parts: Vec<Part>,
+    /// Whether batches below `redo` were not archived (rule 28).
+    pub follows_gap: bool,
+}
+
+/// An object that has no position yet.
+#[derive(Clone, Debug)]
+pub(super) enum Draft {
+    Run { frames: SealedFrames, data: Vec<DataRef> },
+    Manifest { manifest: Manifest, data: Vec<DataRef> },
+    Boundary { boundary: crate::object::Boundary, data: Vec<DataRef> },
+}
+
+impl Draft {
+    /// Returns true if the object lists parts that other objects may list, too.
+    fn shares_parts(&self) -> bool {
+        match self {
+            Draft::Manifest { .. } => true,
+            Draft::Run { data, .. } => data.iter().any(|entry| entry.part.role != Role::Frames),
+            Draft::Boundary { .. } => false,
+        }
+    }
+}
+
+/// An object whose create may have been sent.
+#[derive(Clone, Debug)]
+pub(super) struct Pending {
+    draft: Draft,
+    /// The object and its bytes at the position that is being tried. They do not change until the outcome is known
+    /// (rule 3, [frozen]).
+    frozen: Option<(LineObject, Vec<u8>)>,
+}
+
+/// The outcome of an append.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Settled {
+    Appended(Appended),
+    /// A foreign boundary was met, and the draft must be made again.
+    Redraft,
+}
+
+impl<B: Bucket, N: Nonces> Line<'_, B, N> {
+    /// Appends the sealed frames that are not archived yet. Returns `None` if there are none.
+    ///
+    /// If an earlier call failed before its outcome was known, this call first completes that object, and returns it.
+    ///
+    /// # Errors
+    /// Returns [`Error::Superseded`] after the fence of another writer, and [`Error::Unknown`] or [`Error::Bucket`] if the
+    /// bucket cannot be reached: call again later.
+    pub async fn append_run(&mut self, local: &dyn LocalStore) -> Result<Option<Appended>> {
+        self.writer.ok_or(Error::NoFence)?;
+        if let Some(appended) = self.settle_pending(local).await? {
+            return Ok(Some(appended));
+        }
+        loop {
+            let Some(frames) = local.sealed_frames(&self.view.archived)? else { return Ok(None) };
+            self.check_continues(&frames)?;
+            let data = self.upload_run(local, &frames).await?; // [ifirst]
+            self.pending = Some(Pending { draft: Draft::Run { frames, data }, frozen: None });
+            if let Some(appended) = self.settle_pending(local).await? {
+                return Ok(Some(appended));
+            }
+            // [recheck] A foreign boundary passed: files that only objects below it list are uploaded again.
+        }
+    }
+
+    /// Uploads the parts that a run lists: the files that its frames name, and the frames if the run has such files or is
+    /// long.
+    async fn upload_run(&mut self, local: &dyn LocalStore, frames: &SealedFrames) -> Result<Vec<DataRef>> {
+        let mut data = Vec::new();
+        for part in &frames.files {
+            data.push(self.archive_part(local, part).await?);
+        }
+        if frames.bytes.len() > INLINE_FRAMES_LEN_MAX || !data.is_empty() {
+            for (index, bytes) in frames.bytes.chunks(PART_LEN_MAX).enumerate() {
+                let offset = (index * PART_LEN_MAX) as u64;
+                let file = frames.before.lsn.0 + 1;
+                let part =
+                    Part { role: Role::Frames, file, offset, len: bytes.len() as u64, crc: crc64(bytes) };
+                data.push(self.upload(&part, bytes).await?);
+            }
+        }
+        Ok(data)
+    }
+
+    /// Returns the data object of a part, after uploading it unless it is archived.
+    async fn archive_part(&mut self, local: &dyn LocalStore, part: &Part) -> Result<DataRef> {
+        match self.archived_as(part) {
+            Some(entry) => Ok(entry),
+            None => self.upload(part, &local.read_part(part)?).await,
+        }
+    }
+
+    /// Uploads a part for an object that is appended later, unless the part is archived. Other objects may be appended in
+    /// between.
+    ///
+    /// # Errors
+    /// Returns the errors of [`append_run`](Line::append_run).
+    pub async fn upload_ahead(&mut self, local: &dyn LocalStore, part: &Part) -> Result<()> {
+        self.writer.ok_or(Error::NoFence)?;
+        self.archive_part(local, part).await.map(drop)
+    }
+
+    /// Checks that frames continue the archived batches.
+    fn check_continues(&self, frames: &SealedFrames) -> Result<()> {
+        let strict = self.archive.rules.follow(Rule::Lineage) && self.archive.rules.follow(Rule::Pred);
+        if strict && frames.before != self.view.archived {
+            let reason = crate::error::Divergence::NotOnLine;
+            return Err(Error::Diverged { archived: self.view.archived, local: frames.before, reason });
+        }
+        Ok(())
+    }
+
+    /// Appends the manifest of a snapshot, after uploading the parts that are not archived yet (rules 9 to 12).
+    ///
+    /// # Errors
+    /// Returns [`Error::EndNotArchived`] if the run that holds the snapshot's end must be appended first, and the errors
+    /// of [`append_run`](Line::append_run).
+    pub async fn append_manifest(
+        &mut self,
+        local: &dyn LocalStore,
+        snapshot: &SnapshotParts,
+    ) -> Result<Appended> {
+        self.writer.ok_or(Error::NoFence)?;
+        self.settle_pending(local).await?;
+        let archived = self.view.archived.lsn;
+        // [mend] A manifest is no start until the frames up to its end are archived. One after a gap lists them.
+        if self.archive.rules.follow(Rule::Mend) && archived < snapshot.end.lsn && !snapshot.follows_gap {
+            return Err(Error::EndNotArchived { end: snapshot.end.lsn.0, archived: archived.0 });
+        }
+        if !snapshot.follows_gap {
+            self.learn_runs(snapshot.redo.lsn).await?;
+        }
+        loop {
+            let mut data = Vec::with_capacity(snapshot.parts.len());
+            for part in &snapshot.parts {
+                data.push(self.archive_part(local, part).await?);
+            }
+            let SnapshotParts { snapshot: number, redo, end, follows_gap, .. } = *snapshot;
+            let manifest = Manifest { snapshot: number, start: 1, redo, end, follows_gap };
+            self.pending = Some(Pending { draft: Draft::Manifest { manifest, data }, frozen: None });
+            if let Settled::Appended(appended) = self.settle(Some(local)).await? {
+                self.upload_late().await?;
+                return Ok(appended);
+            }
+            // [recheck] A foreign boundary passed: parts that only objects below it list are uploaded again.
+        }
+    }
+
+    /// Returns the data object that contains a part, if an object at or above the newest boundary lists it, or if this
+    /// writer uploaded it for an object that it is about to append (rule 11, [dedup]).
+    fn archived_as(&self, part: &Part) -> Option<DataRef> {
+        let lowest = if self.archive.rules.follow(Rule::Dedup) { self.view.start } else { 0 };
+        let mut listed = self.view.listings.range(lowest..).flat_map(|(_, data)| data);
+        listed.find(|entry| entry.part == *part).or_else(|| self.fresh.get(part)).copied()
+    }
+
+    /// Uploads a part under a key that was never used (rules 9 and 12).
+    async fn upload(&mut self, part: &Part, bytes: &[u8]) -> Result<DataRef> {
+        let store = self.view.store.ok_or(Error::NoFence)?;
+        let key = self.data_key(part)?;
+        let nonce = self.archive.nonces.draw();
+        let object = encode_data(store, key, nonce, bytes);
+        let object = object.map_err(|source| Error::TooLarge { key: ObjectKey::Data(key), source })?;
+        let entry = DataRef { key, part: *part };
+        if self.archive.rules.follow(Rule::IFirst) || part.role == Role::Frames {
+            self.create_data(&entry, &object, nonce).await?;
+        } else {
+            #[cfg(feature = "testing")]
+            self.late.push((entry, object));
+        }
+        self.fresh.insert(*part, entry);
+        Ok(entry)
+    }
+
+    async fn create_data(&self, entry: &DataRef, object: &[u8], nonce: Nonce) -> Result<()> {
+        let key = ObjectKey::Data(entry.key);
+        match self.create(key, object, nonce).await? {
+            Known::Ours => Ok(()),
+            // With keys that are used twice, an object of the same content is taken for the part.
+            Known::Others(_) if !self.archive.rules.follow(Rule::UKeys) => Ok(()),
+            Known::Others(_) => Err(Error::Damaged { key, damage: Damage::Unexpected(Kind::Data) }),
+        }
+    }
+
+    /// Uploads the data objects that a test delayed.
+    async fn upload_late(&mut self) -> Result<()> {
+        #[cfg(feature = "testing")]
+        for (entry, object) in std::mem::take(&mut self.late) {
+            let header = crate::object::decode_header(&object);
+            let nonce = header.map_err(|defect| Error::invalid(ObjectKey::Data(entry.key), defect))?.nonce;
+            self.create_data(&entry, &object, nonce).await?;
+        }
+        Ok(())
+    }
+
+    /// Returns the key of the writer's next data object (rule 12, [ukeys]).
+    fn data_key(&mut self, part: &Part) -> Result<DataKey> {
+        let writer = self.writer.as_mut().ok_or(Error::NoFence)?;
+        if !self.archive.rules.follow(Rule::UKeys) {
+            return Ok(DataKey { term: 0, random: part.crc >> 2, index: part.file });
+        }
+        writer.data_objects += 1;
+        let Writer { term, random, data_objects } = *writer;
+        Ok(DataKey { term, random, index: data_objects })
+    }
+
+    /// Completes the object of an earlier call, if there is one.
+    async fn settle_pending(&mut self, local: &dyn LocalStore) -> Result<Option<Appended>> {
+        if self.pending.is_none() {
+            return Ok(None);
+        }
+        match self.settle(Some(local)).await? {
+            Settled::Appended(appended) => Ok(Some(appended)),
+            Settled::Redraft => Ok(None),
+        }
+    }
+
+    /// Creates the pending object at the next position, or at the one after foreign boundaries (rule 6).
+    pub(super) async fn settle(&mut self, local: Option<&dyn LocalStore>) -> Result<Settled> {
+        loop {
+            let Some(pending) = &self.pending else { return Ok(Settled::Redraft) };
+            let shares_parts = pending.draft.shares_parts();
+            let (mut object, mut bytes) = match &pending.frozen {
+                Some(frozen) => frozen.clone(),
+                None => self.freeze(self.archive.nonces.draw())?,
+            };
+            let other = self.create_frozen(local, &mut object, &mut bytes).await?;
+            let Some(other) = other else {
+                if self.view.next == object.position {
+                    self.view.absorb(&object)?;
+                }
+                self.check_created(object.position).await?; // The object stays pending until this has succeeded.
+                self.pending = None;
+                // From now on, these parts count as archived only if a kept object lists them.
+                object.data.iter().for_each(|entry| _ = self.fresh.remove(&entry.part));
+                let kind = object.content.kind();
+                return Ok(Settled::Appended(Appended {
+                    position: object.position,
+                    kind,
+                    archived: object.archived,
+                }));
+            };
+            if let Err(error) = self.absorb_other(&other) {
+                self.check_created(object.position).await?; // In a hole, objects of stalled writers do not fit.
+                return Err(error);
+            }
+            if let Some(pending) = &mut self.pending {
+                pending.frozen = None;
+            }
+            let recheck = shares_parts && self.archive.rules.follow(Rule::Recheck);
+            if recheck || self.is_below_boundary() {
+                self.pending = None;
+                return Ok(Settled::Redraft);
+            }
+        }
+    }
+
+    /// Returns true if the pending object is a boundary that another one has reached.
+    fn is_below_boundary(&self) -> bool {
+        let Some(Pending { draft: Draft::Boundary { boundary, .. }, .. }) = &self.pending else {
+            return false;
+        };
+        boundary.start <= self.view.start
+    }
+
+    /// Makes the pending object for the next position and freezes it (rule 3).
+    fn freeze(&mut self, nonce: Nonce) -> Result<(LineObject, Vec<u8>)> {
+        let Some(pending) = &self.pending else { return Err(Error::NoFence) };
+        let object = self.place(pending.draft.clone(), nonce);
+        let key = ObjectKey::Line(object.position);
+        let bytes = object.encode().map_err(|source| Error::TooLarge { key, source })?;
+        if let Some(pending) = &mut self.pending {
+            pending.frozen = Some((object.clone(), bytes.clone()));
+        }
+        Ok((object, bytes))
+    }
+
+    /// Creates a frozen object. Returns the object of another process if one is in its place.
+    async fn create_frozen(
+        &mut self,
+        local: Option<&dyn LocalStore>,
+        object: &mut LineObject,
+        bytes: &mut Vec<u8>,
+    ) -> Result<Option<LineObject>> {
+        let key = ObjectKey::Line(object.position);
+        let mut in_doubt = false;
+        for attempt in 1.. {
+            match self.try_create(key, bytes, object.nonce, &mut in_doubt).await? {
+                Attempt::Known(Known::Ours) => return Ok(None),
+                Attempt::Known(Known::Others(bytes)) => {
+                    let other = LineObject::decode(&bytes, object.position, self.view.store);
+                    return other.map(Some).map_err(|defect| Error::invalid(key, defect));
+                }
+                Attempt::Again(failure) => self.pause_create(key, attempt, failure).await?,
+            }
+            if let Some(local) = local.filter(|_| !self.archive.rules.follow(Rule::Frozen)) {
+                self.thaw(local)?;
+                (*object, *bytes) = self.freeze(object.nonce)?;
+            }
+        }
+        unreachable!("the loop ends only by a return");
+    }
+
+    /// Adds later frames to a pending run, as the rule [frozen] forbids.
+    fn thaw(&mut self, local: &dyn LocalStore) -> Result<()> {
+        let Some(Pending { draft: Draft::Run { frames, .. }, .. }) = &mut self.pending else { return Ok(()) };
+        if let Some(later) = local.sealed_frames(&self.view.archived)? {
+            *frames = later;
+        }
+        Ok(())
+    }
+
+    /// Applies an object of another process that is at this process's position: a boundary, or a fence that supersedes
+    /// this writer (rule 6).
+    fn absorb_other(&mut self, other: &LineObject) -> Result<()> {
+        let kind = other.content.kind();
+        let found = ObjectKey::Line(other.position);
+        match (kind, self.writer) {
+            (Kind::Boundary, _) => {
+                self.view.absorb(other)?;
+                if !self.archive.rules.follow(Rule::BComp) {
+                    self.view.boundaries.clear();
+                }
+                Ok(())
+            }
+            (Kind::Fence, Some(writer)) => Err(Error::Superseded { term: writer.term, found }),
+            (_, None) => Err(Error::Busy { position: other.position, kind }),
+            // Without fences a writer stops only here.
+            (_, Some(writer)) if !self.archive.rules.follow(Rule::Fence) => {
+                Err(Error::Superseded { term: writer.term, found })
+            }
+            (kind, Some(_)) => Err(Error::Damaged { key: found, damage: Damage::Unexpected(kind) }),
+        }
+    }
+
+    /// Looks for a boundary that has passed the position of a created or found object (rule 16, [check]). A writer that
+    /// stalled creates a deleted position again with success, and another one finds that object.
+    pub(super) async fn check_created(&mut self, position: u64) -> Result<()> {
+        if !self.archive.rules.follow(Rule::Check) {
+            return Ok(());
+        }
+        self.look_for_boundary().await?;
+        if self.view.start > position {
+            let term = self.writer.map_or(position, |writer| writer.term);
+            return Err(Error::Superseded { term, found: ObjectKey::Bound(self.view.bound) });
+        }
+        Ok(())
+    }
+
+    /// Returns a draft as the object at the next position.
+    fn place(&self, draft: Draft, nonce: Nonce) -> LineObject {
+        let view = &self.view;
+        let term = self.term().unwrap_or(view.links.fence);
+        match draft {
+            Draft::Run { frames, data } => {
+                let SealedFrames { before, after, bytes, files: _ } = frames;
+                let frames = if data.is_empty() { bytes } else { Vec::new() };
+                let content = Content::Run(Run { before, after, frames });
+                LineObject { archived: after, ..self.next_object(term, nonce, data, content) }
+            }
+            Draft::Manifest { mut manifest, data } => {
+                manifest.start =
+                    if manifest.follows_gap { view.next } else { view.start_of(manifest.redo.lsn) };
+                let archived = if manifest.follows_gap { manifest.end } else { view.archived };
+                LineObject { archived, ..self.next_object(term, nonce, data, Content::Manifest(manifest)) }
+            }
+            Draft::Boundary { mut boundary, data } => {
+                boundary.number = view.boundary_number.max(view.bound) + 1;
+                self.next_object(term, nonce, data, Content::Boundary(boundary))
+            }
+        }
+    }
+
+    /// Returns the object for the next position, with the links of the view.
+    pub(super) fn next_object(
+        &self,
+        term: u64,
+        nonce: Nonce,
+        data: Vec<DataRef>,
+        content: Content,
+    ) -> LineObject {
+        LineObject {
+            store: self.view.store.unwrap_or(remanent_format::StoreId([0; 16])),
+            position: self.view.next,
+            term,
+            nonce,
+            nonce_before: self.view.nonce_before,
+            links: self.view.links,
+            archived: self.view.archived,
+            data,
+            content,
+        }
+    }
+
+    /// Makes the writer believe that parts are archived, as a directory would that remembers them. Only a process that
+    /// leaves out [`Rule::Dedup`] believes it.
+    #[cfg(feature = "testing")]
+    pub fn remember(&mut self, listed: Vec<DataRef>) {
+        self.view.listings.insert(0, listed);
+    }
+
+    /// Returns the data objects that the newest manifest lists.
+    #[must_use]
+    pub fn newest_listed(&self) -> &[DataRef] {
+        let newest = self.view.manifest.and_then(|(position, _)| self.view.listings.get(&position));
+        newest.map_or(&[], Vec::as_slice)
+    }
+
+    /// Returns true if the outcome of an append is not known yet. The next [`append_run`](Line::append_run) completes it.
+    #[must_use]
+    pub fn has_pending(&self) -> bool {
+        self.pending.is_some()
+    }
+
+    pub(super) fn set_pending(&mut self, draft: Draft) {
+        self.pending = Some(Pending { draft, frozen: None });
+    }
+}

@@ -1,0 +1,399 @@
+//! Deleting: boundaries, their copies, and sweeps (rules 14, 15 and 17 to 20).
+
+use std::collections::HashSet;
+
+use super::append::{Draft, Settled};
+use super::request::Known;
+use super::{Line, Nonces};
+use crate::bucket::Bucket;
+use crate::error::{Damage, Error, Result};
+use crate::object::{
+    Bound, Boundary, Content, DataKey, DataRef, Folder, KeptFence, KeptSnapshot, Manifest, ObjectKey,
+};
+use crate::rules::Rule;
+
+/// Proof that every part of a manifest is stored as the manifest states (rule 18).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Verified {
+    manifest: u64,
+}
+
+impl Verified {
+    /// The caller states that the server compared the checksum of every part with its bytes when the part was uploaded.
+    #[must_use]
+    pub fn by_server(manifest: u64) -> Self {
+        Self { manifest }
+    }
+}
+
+/// The parts of a manifest that are not read back yet (rule 18).
+#[derive(Clone, Debug)]
+pub struct Verification {
+    manifest: u64,
+    left: Vec<DataRef>,
+}
+
+/// A named snapshot that a prune keeps: its numbers, and data objects with its parts and frames.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KeptParts {
+    /// The numbers of the snapshot. `listed` is ignored.
+    pub snapshot: KeptSnapshot,
+    /// Its data objects.
+    pub data: Vec<DataRef>,
+}
+
+/// The result of a prune.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pruned {
+    /// Nothing can be deleted: a boundary at or above the newest manifest's start exists, or there is no manifest.
+    Nothing,
+    /// A boundary was appended, and the one before it was carried out.
+    Boundary {
+        /// Number of the new boundary.
+        number: u64,
+        /// The lowest position that it keeps.
+        start: u64,
+        /// What was deleted.
+        swept: Swept,
+    },
+}
+
+/// What a prune would do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PrunePlan {
+    /// Number of the boundary that would be appended.
+    pub number: u64,
+    /// The lowest position that the boundary would keep.
+    pub start: u64,
+    /// Objects that would be deleted: those that the boundary before it has passed.
+    pub deletes: Vec<ObjectKey>,
+}
+
+/// Counts of a sweep.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Swept {
+    /// Number of deleted line objects.
+    pub line_objects: u64,
+    /// Number of deleted data objects.
+    pub data_objects: u64,
+    /// Number of deletes that the bucket refused. The next sweep repeats them; they block nothing.
+    pub refused: u64,
+}
+
+impl<B: Bucket, N: Nonces> Line<'_, B, N> {
+    /// Reads back every part of the newest manifest (rule 18). Returns `None` if there is no manifest.
+    ///
+    /// # Errors
+    /// Returns [`Error::Damaged`] if a part is missing or invalid.
+    pub async fn verify_manifest(&mut self) -> Result<Option<Verified>> {
+        let Some(mut verification) = self.verification() else { return Ok(None) };
+        loop {
+            if let Some(verified) = self.verify_next(&mut verification).await? {
+                return Ok(Some(verified));
+            }
+        }
+    }
+
+    /// Begins to read back the newest manifest part by part, except parts that this handle has read back for earlier
+    /// manifests. Returns `None` if there is no manifest.
+    #[must_use]
+    pub fn verification(&mut self) -> Option<Verification> {
+        let (manifest, _) = self.view.manifest?;
+        let mut left = self.view.listings.get(&manifest).cloned().unwrap_or_default();
+        let listed: HashSet<DataKey> = left.iter().map(|entry| entry.key).collect();
+        self.verified.retain(|key| listed.contains(key));
+        left.retain(|entry| !self.verified.contains(&entry.key));
+        Some(Verification { manifest, left })
+    }
+
+    /// Reads back a part. Returns the proof once all parts were read, and `None` before. Other objects may be appended in
+    /// between.
+    ///
+    /// # Errors
+    /// Returns the errors of [`verify_manifest`](Line::verify_manifest).
+    pub async fn verify_next(&mut self, verification: &mut Verification) -> Result<Option<Verified>> {
+        let (Some(entry), Some(store)) = (verification.left.pop(), self.view.store) else {
+            return Ok(Some(Verified { manifest: verification.manifest }));
+        };
+        self.need_data(&entry, store, verification.manifest).await?;
+        self.verified.insert(entry.key);
+        Ok(None)
+    }
+
+    /// Returns the position of the newest manifest.
+    #[must_use]
+    pub fn newest_manifest(&self) -> Option<u64> {
+        self.view.manifest.map(|(position, _)| position)
+    }
+
+    /// Appends a boundary at the start of the newest manifest, and deletes the objects below the boundary before it. A
+    /// process without a fence may call this, too, after [`find`](Line::find).
+    ///
+    /// # Errors
+    /// Returns [`Error::Busy`] if a writer appended meanwhile and this process has no fence, and the errors of
+    /// [`append_run`](Line::append_run).
+    pub async fn prune(&mut self, verified: Verified, kept: Vec<KeptParts>) -> Result<Pruned> {
+        if self.has_pending() {
+            return Err(Error::AppendPending);
+        }
+        let Some((position, manifest)) = self.view.manifest else { return Ok(Pruned::Nothing) };
+        let start = self.boundary_start(position, &manifest);
+        if start <= self.view.start || verified.manifest != position {
+            return Ok(Pruned::Nothing);
+        }
+        self.complete_boundaries().await?;
+        let before = self.view.start;
+        if !self.archive.rules.follow(Rule::BFirst) {
+            self.sweep(start, before).await?;
+        }
+        let Some(number) = self.append_boundary(start, position, kept).await? else {
+            return Ok(Pruned::Nothing);
+        };
+        self.complete_boundaries().await?;
+        // [lag] Deletes lag one boundary behind, so that a reader has a whole interval (rule 19).
+        let lags = self.archive.rules.follow(Rule::Lag);
+        let swept =
+            self.carry_out(if lags { number - 1 } else { number }, if lags { before } else { start }).await?;
+        Ok(Pruned::Boundary { number, start, swept })
+    }
+
+    /// Returns what [`prune`](Line::prune) would do, or `None` if nothing can be deleted. Changes nothing. Call
+    /// [`find`](Line::find) first.
+    ///
+    /// # Errors
+    /// Returns [`Error::Damaged`] or [`Error::Bucket`] if an object cannot be read.
+    pub async fn would_prune(&mut self) -> Result<Option<PrunePlan>> {
+        let Some((position, manifest)) = self.view.manifest else { return Ok(None) };
+        let start = self.boundary_start(position, &manifest);
+        if start <= self.view.start {
+            return Ok(None);
+        }
+        let mut plan = PrunePlan { number: self.view.boundary_number + 1, start, deletes: Vec::new() };
+        if self.view.boundary_number > 0
+            && let Some(data) = self.dead_data(self.view.start).await?
+        {
+            let is_passed =
+                |key: &ObjectKey| matches!(key, ObjectKey::Line(position) if *position < self.view.start);
+            let names = self.list(Folder::Line).await?;
+            let line = names.iter().filter_map(|name| ObjectKey::parse(name)).filter(is_passed);
+            plan.deletes.extend(data.into_iter().map(ObjectKey::Data).chain(line));
+            plan.deletes.sort_unstable();
+        }
+        Ok(Some(plan))
+    }
+
+    /// Returns the position at which a boundary over a manifest lies: the run that holds its `redo` (rule 17, [redo]).
+    fn boundary_start(&self, position: u64, manifest: &Manifest) -> u64 {
+        if self.archive.rules.follow(Rule::Redo) { manifest.start } else { position }
+    }
+
+    /// Appends a boundary (rule 14, [bline]). Returns its number, or `None` if another boundary reached its start.
+    async fn append_boundary(
+        &mut self,
+        start: u64,
+        manifest: u64,
+        kept: Vec<KeptParts>,
+    ) -> Result<Option<u64>> {
+        let fence = self.fence_below(start).await?;
+        let listed = |kept: &KeptParts| KeptSnapshot { listed: kept.data.len() as u32, ..kept.snapshot };
+        let snapshots = kept.iter().map(listed).collect();
+        let data = kept.into_iter().flat_map(|kept| kept.data).collect();
+        let number = self.view.bound + 1;
+        let boundary = Boundary { number, start, manifest, fence, snapshots };
+        if !self.archive.rules.follow(Rule::BLine) {
+            self.copy_unordered(&boundary).await?;
+            return Ok(Some(self.view.bound));
+        }
+        self.set_pending(Draft::Boundary { boundary: boundary.clone(), data });
+        let Settled::Appended(appended) = self.settle(None).await? else { return Ok(None) };
+        // The number of this boundary. The check after its create may have found newer ones already.
+        let own = self.view.boundaries.get(&appended.position).map(|object| Bound { object: object.clone() });
+        let number = own.map_or(self.view.boundary_number, |bound| bound.number());
+        if !self.archive.rules.follow(Rule::BComp) {
+            self.copy_unordered(&boundary).await?;
+        }
+        Ok(Some(number))
+    }
+
+    /// Returns the newest fence below `start`, which a restore from there needs (rule 17).
+    pub(super) async fn fence_below(&mut self, start: u64) -> Result<Option<KeptFence>> {
+        let mut position = self.view.links.fence;
+        while position >= start {
+            position = self.need_line(position).await?.links.fence;
+        }
+        if position == 0 {
+            return Ok(None);
+        }
+        if position >= self.view.start {
+            let object = self.need_line(position).await?;
+            let nonce = object.nonce;
+            let Content::Fence(content) = object.content else {
+                return Err(Error::Damaged { key: ObjectKey::Line(position), damage: Damage::NotNext });
+            };
+            return Ok(Some(KeptFence { position, nonce, content }));
+        }
+        // The copy of a boundary may be missing, if its writer stopped between the two creates.
+        if let Some(Content::Boundary(boundary)) =
+            self.view.boundaries.values().next_back().map(|object| &object.content)
+        {
+            return Ok(boundary.fence.clone());
+        }
+        let bound = self.get_bound(self.view.bound).await?;
+        Ok(bound.and_then(|bound| bound.boundary().and_then(|boundary| boundary.fence.clone())))
+    }
+
+    /// Creates the missing copies of the boundaries of the line that this process met (rule 15, [bcomp]). Equal
+    /// boundaries have equal copies, so that it does not matter which process creates a copy.
+    ///
+    /// # Errors
+    /// Returns [`Error::Superseded`] if a number belongs to another boundary.
+    pub(super) async fn complete_boundaries(&mut self) -> Result<()> {
+        let rules = self.archive.rules;
+        if !rules.follow(Rule::BComp) || !rules.follow(Rule::Chain) {
+            self.view.boundaries.clear();
+            return Ok(());
+        }
+        while let Some((_, object)) = self.view.boundaries.pop_first() {
+            let bound = Bound { object };
+            let number = bound.number();
+            if number <= self.view.bound {
+                continue;
+            }
+            let key = ObjectKey::Bound(number);
+            let bytes = bound.encode().map_err(|source| Error::TooLarge { key, source })?;
+            let position = bound.object.position;
+            let known = self.create(key, &bytes, bound.object.nonce).await;
+            if known.is_err() {
+                self.view.boundaries.insert(position, bound.object);
+            }
+            if let Known::Others(_) = known? {
+                let term = self.term().unwrap_or(self.view.links.fence);
+                return Err(Error::Superseded { term, found: key });
+            }
+            self.view.bound = number;
+        }
+        Ok(())
+    }
+
+    /// Creates a copy of a boundary under the first free number, as the rules [bcomp] and [bline] forbid.
+    async fn copy_unordered(&mut self, boundary: &Boundary) -> Result<()> {
+        if !self.archive.rules.follow(Rule::Chain) {
+            return Ok(());
+        }
+        loop {
+            let number = self.view.bound + 1;
+            let content = Content::Boundary(Boundary { number, ..boundary.clone() });
+            let term = self.term().unwrap_or(self.view.links.fence);
+            let object = self.next_object(term, self.archive.nonces.draw(), Vec::new(), content);
+            let key = ObjectKey::Bound(number);
+            let nonce = object.nonce;
+            let bytes = Bound { object }.encode().map_err(|source| Error::TooLarge { key, source })?;
+            let known = self.create(key, &bytes, nonce).await?;
+            self.view.bound = number;
+            let Known::Others(bytes) = known else { break };
+            let other = Bound::decode(&bytes, number, None).map_err(|defect| Error::invalid(key, defect))?;
+            if other.boundary().is_some_and(|other| other.start >= boundary.start) {
+                break;
+            }
+        }
+        self.view.start = self.view.start.max(boundary.start);
+        Ok(())
+    }
+
+    /// Carries out boundary `number`: deletes the objects that only it and earlier boundaries pass. `start_known` is its
+    /// start if its copy cannot be read, because a test leaves out the copies.
+    async fn carry_out(&mut self, number: u64, start_known: u64) -> Result<Swept> {
+        if number == 0 {
+            return Ok(Swept::default());
+        }
+        if !self.archive.rules.follow(Rule::Chain) {
+            return self.sweep(start_known, 1).await;
+        }
+        // [exact] The boundary that the sweep names, not a newer one: this process has not read the line up to that one.
+        let exact = self.archive.rules.follow(Rule::Exact);
+        let start = if exact { self.start_of_bound(number).await? } else { self.view.start };
+        let before = if number > 1 { self.start_of_bound(number - 1).await? } else { 1 };
+        self.sweep(start, before).await
+    }
+
+    /// Returns the start of a boundary whose copy must exist.
+    pub(super) async fn start_of_bound(&mut self, number: u64) -> Result<u64> {
+        let bound = self.get_bound(number).await?;
+        let start = bound.as_ref().and_then(Bound::boundary).map(|boundary| boundary.start);
+        start.ok_or_else(|| Error::missing(ObjectKey::Bound(number)))
+    }
+
+    /// Deletes line objects below `start`, and data that no object from `start` on lists. `before` is the start of the
+    /// boundary that earlier sweeps carried out.
+    ///
+    /// The caller has read the line from `start` to a boundary above it. Later objects list only data that an object from
+    /// `start` on lists, or data with new keys (rules 11 and 12).
+    async fn sweep(&mut self, start: u64, before: u64) -> Result<Swept> {
+        let Some(dead) = self.dead_data(start).await? else { return Ok(Swept::default()) };
+        let mut swept = Swept::default();
+        for key in dead {
+            let deleted = self.delete(ObjectKey::Data(key)).await;
+            *if deleted { &mut swept.data_objects } else { &mut swept.refused } += 1;
+        }
+        // Data first: the lists of a sweep that ends early are still there for the next one.
+        for position in self.positions_below(start, before).await? {
+            let deleted = self.delete(ObjectKey::Line(position)).await;
+            *if deleted { &mut swept.line_objects } else { &mut swept.refused } += 1;
+        }
+        if self.archive.rules.follow(Rule::Dedup) {
+            self.view.listings = self.view.listings.split_off(&start);
+        }
+        Ok(swept)
+    }
+
+    /// Returns data objects that no object from `start` on lists, sorted, or `None` if there is no object at `start`.
+    async fn dead_data(&self, start: u64) -> Result<Option<Vec<DataKey>>> {
+        let Some(first) = self.get_line(start).await? else { return Ok(None) };
+        let kept: HashSet<DataKey> =
+            self.view.listings.range(start..).flat_map(|(_, data)| data).map(|entry| entry.key).collect();
+        let mut dead: HashSet<DataKey> = HashSet::new();
+        let mut position = first.links.listing;
+        while position > 0 {
+            // A missing object was deleted by an earlier sweep, after its data.
+            let Some(object) = self.get_line(position).await? else { break };
+            dead.extend(object.data.iter().map(|entry| entry.key).filter(|key| !kept.contains(key)));
+            position = object.links.listing;
+        }
+        dead.extend(self.unlisted(&kept).await?);
+        let mut dead: Vec<_> = dead.into_iter().collect();
+        dead.sort_unstable();
+        Ok(Some(dead))
+    }
+
+    /// Returns data objects that no kept object lists and whose writer is superseded (rule 20, [unnamed]). A listing may
+    /// lack objects, and the next sweep finds those.
+    async fn unlisted(&self, kept: &HashSet<DataKey>) -> Result<Vec<DataKey>> {
+        let rules = self.archive.rules;
+        if !rules.follow(Rule::UKeys) {
+            return Ok(Vec::new());
+        }
+        let newest_term = self.view.links.fence;
+        let mut unlisted = Vec::new();
+        for name in self.list(Folder::Data).await? {
+            let Some(ObjectKey::Data(key)) = ObjectKey::parse(&name) else { continue };
+            let is_superseded = key.term < newest_term || !rules.follow(Rule::Unnamed);
+            if is_superseded && !kept.contains(&key) {
+                unlisted.push(key);
+            }
+        }
+        Ok(unlisted)
+    }
+
+    /// Returns the positions of line objects to delete: those that earlier sweeps left, and those from `before` on.
+    async fn positions_below(&self, start: u64, before: u64) -> Result<Vec<u64>> {
+        let names = self.list(Folder::Line).await?;
+        let left = names.iter().filter_map(|name| match ObjectKey::parse(name) {
+            Some(ObjectKey::Line(position)) if position < before => Some(position),
+            _ => None,
+        });
+        let mut positions: Vec<u64> = left.chain(before..start).collect();
+        positions.sort_unstable();
+        Ok(positions)
+    }
+}

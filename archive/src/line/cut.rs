@@ -1,0 +1,37 @@
+//! Continuing the line at an earlier point (rule 8).
+
+use super::fence::Takeover;
+use super::{Line, Nonces};
+use crate::bucket::Bucket;
+use crate::error::{Divergence, Error, Result};
+use crate::local::LocalStore;
+use crate::object::BatchPoint;
+
+impl<B: Bucket, N: Nonces> Line<'_, B, N> {
+    /// Begins a term with a fence that cuts the line at `point`. The batches above the point stay readable by incarnation
+    /// and Lsn until a boundary passes them.
+    ///
+    /// The caller has [claimed](Line::claim) the archive, restored the state at the point with
+    /// [`read_state_at`](Line::read_state_at), and given the directory its own opening.
+    ///
+    /// # Errors
+    /// Returns [`Error::Diverged`] if the directory does not end at the point, [`Error::CutTooOld`] if no kept manifest
+    /// ends at or below the point, and the errors of [`fence`](Line::fence).
+    pub async fn fence_with_cut<L: LocalStore>(&mut self, local: &mut L, point: BatchPoint) -> Result<()> {
+        let diverged = |reason| Error::Diverged { archived: point, local: local.newest(), reason };
+        if local.chain_of(point.incarnation, point.lsn)? != Some(point.chain) {
+            return Err(diverged(Divergence::NotOnLine));
+        }
+        let newest = self.view.fence.as_ref().map(|fence| fence.nonce);
+        if newest.is_none_or(|nonce| local.fences().iter().all(|record| record.nonce != nonce)) {
+            return Err(diverged(Divergence::UnknownFence));
+        }
+        // A restore of the end starts from a manifest that does not contain batches above the cut.
+        let manifest = self.manifest_before(point.lsn).await?;
+        self.view.manifest = manifest;
+        self.view.links.manifest = manifest.map_or(0, |(position, _)| position);
+        self.view.runs.clear();
+        self.view.runs_above = point.lsn;
+        self.fence_at(local, Takeover::Refused, Some(point)).await
+    }
+}

@@ -1,0 +1,255 @@
+//! Finding the newest boundary and the end of the line by GET.
+
+use super::view::View;
+use super::{Line, Nonces};
+use crate::bucket::Bucket;
+use crate::error::{Error, Result};
+use crate::object::{Bound, Content, Folder, Hint, KeptFence, LineObject, ObjectKey};
+use crate::rules::Rule;
+
+/// Number of boundaries that may pass a reader before it gives up.
+const FIND_ATTEMPTS: u32 = 12;
+
+/// The lists of data objects that a find reads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Lists {
+    /// All lists that are kept. A writer needs them.
+    All,
+    /// Only that of the newest manifest, so that the number of requests does not depend on the number of objects.
+    OfManifest,
+}
+
+impl<B: Bucket, N: Nonces> Line<'_, B, N> {
+    /// Finds the end of the line, and reads back to the newest manifest and to all lists of data objects that are kept
+    /// (rule 22).
+    ///
+    /// # Errors
+    /// Returns [`Error::Overtaken`] if boundaries pass faster than the line can be read, [`Error::Damaged`] if an object
+    /// is missing or invalid, and [`Error::Bucket`] if the bucket cannot be reached.
+    pub async fn find(&mut self) -> Result<()> {
+        self.find_with(Lists::All).await
+    }
+
+    /// Finds the end of the line, and reads back to the newest manifest and to some lists of data objects.
+    pub(super) async fn find_with(&mut self, lists: Lists) -> Result<()> {
+        let hint = self.hint().await;
+        for _ in 0..FIND_ATTEMPTS {
+            self.view = View { store: self.view.store, ..View::default() };
+            self.newest_boundary(hint.map_or(0, |hint| hint.bound)).await?;
+            let start = self.view.start;
+            let found = self.read_end(start, hint.map_or(0, |hint| hint.end), lists).await;
+            if let Err(error) = found {
+                match self.unless_overtaken(error, start).await? {
+                    Error::Overtaken { .. } => continue,
+                    error => return Err(error),
+                }
+            }
+            if !self.archive.rules.follow(Rule::RCheck) {
+                return Ok(());
+            }
+            // [rcheck] In a hole, the last object that was read is not the end.
+            let known = self.view.bound;
+            self.look_for_boundary().await?;
+            if self.view.bound == known || self.newest_bound_start(known).await? <= start {
+                return Ok(());
+            }
+        }
+        Err(Error::Overtaken { position: self.view.start })
+    }
+
+    /// Returns the start of the newest boundary that was found by GET, if it is above `known`.
+    async fn newest_bound_start(&self, known: u64) -> Result<u64> {
+        if self.view.bound <= known {
+            return Ok(0);
+        }
+        let bound = self.get_bound(self.view.bound).await?;
+        Ok(bound.as_ref().and_then(Bound::boundary).map_or(0, |boundary| boundary.start))
+    }
+
+    /// Returns the hint. It saves round trips and decides nothing, so that an invalid or unreadable hint is no error.
+    async fn hint(&self) -> Option<Hint> {
+        let bytes = self.archive.bucket.get(ObjectKey::Newest, None).await.ok()??;
+        Hint::decode(&bytes, self.view.store).ok()
+    }
+
+    /// Finds the newest boundary by doubling (rule 15, [chain]). `hint` is a number to start from.
+    async fn newest_boundary(&mut self, hint: u64) -> Result<()> {
+        if !self.archive.rules.follow(Rule::Chain) {
+            return Ok(());
+        }
+        let mut newest = None;
+        if hint > self.view.bound {
+            newest = self.get_bound(hint).await?;
+        }
+        let mut low = newest.as_ref().map_or(self.view.bound, Bound::number);
+        let mut step = 1;
+        while let Some(bound) = self.get_bound(low + step).await? {
+            low = bound.number();
+            newest = Some(bound);
+            step *= 2;
+        }
+        // `low` exists, `high` did not.
+        let mut high = low + step;
+        while high - low > 1 {
+            let middle = low + (high - low) / 2;
+            match self.get_bound(middle).await? {
+                Some(bound) => {
+                    low = middle;
+                    newest = Some(bound);
+                }
+                None => high = middle,
+            }
+        }
+        if let Some(bound) = &newest {
+            self.learn_bound(bound);
+        }
+        Ok(())
+    }
+
+    /// Looks for boundaries above the newest known one. Without a new boundary this is one GET.
+    pub(super) async fn look_for_boundary(&mut self) -> Result<()> {
+        self.newest_boundary(0).await
+    }
+
+    pub(super) fn learn_bound(&mut self, bound: &Bound) {
+        let Some(boundary) = bound.boundary() else { return };
+        self.view.bound = self.view.bound.max(boundary.number);
+        self.view.boundary_number = self.view.boundary_number.max(boundary.number);
+        self.view.start = self.view.start.max(boundary.start);
+        self.view.store.get_or_insert(bound.object.store);
+        self.learn_kept_fence(&boundary.fence);
+    }
+
+    fn learn_kept_fence(&mut self, kept: &Option<KeptFence>) {
+        let Some(kept) = kept else { return };
+        if self.view.fence.as_ref().is_none_or(|known| known.position < kept.position) {
+            self.view.fence = Some(kept.clone());
+        }
+    }
+
+    /// Finds the end of the line from `start` on, where the line is dense, and reads back from it.
+    async fn read_end(&mut self, start: u64, hint: u64, lists: Lists) -> Result<()> {
+        if !self.exists(ObjectKey::Line(start)).await? {
+            if start == 1 {
+                return Ok(()); // The archive is empty, or a boundary that the caller looks for has passed.
+            }
+            return Err(self.missing(ObjectKey::Line(start), start).await?);
+        }
+        let mut known = start;
+        if hint > known && self.exists(ObjectKey::Line(hint)).await? {
+            known = hint;
+        }
+        let end = self.end_after(known).await?;
+        let last = self.need_line(end).await?;
+        self.read_back(&last, start, lists).await
+    }
+
+    /// Finds the end of the line by doubling, from a position that exists and above which the line is dense.
+    pub(super) async fn end_after(&self, known: u64) -> Result<u64> {
+        let (mut low, mut step) = (known, 1);
+        while self.exists(ObjectKey::Line(low + step)).await? {
+            low += step;
+            step *= 2;
+        }
+        let mut high = low + step;
+        while high - low > 1 {
+            let middle = low + (high - low) / 2;
+            if self.exists(ObjectKey::Line(middle)).await? { low = middle } else { high = middle }
+        }
+        Ok(low)
+    }
+
+    /// Reads back from the last object: boundaries without copies, the newest fence and manifest, and lists of data
+    /// objects.
+    async fn read_back(&mut self, last: &LineObject, lowest: u64, lists: Lists) -> Result<()> {
+        self.view.store = Some(last.store);
+        let links = last.links.after(last);
+        self.view.links = links;
+        self.view.next = last.position + 1;
+        self.view.nonce_before = last.nonce;
+        self.view.archived = last.archived;
+        self.view.runs_above = last.archived.lsn;
+        self.read_boundaries(links.boundary, lowest).await?;
+        if links.fence >= self.view.start.max(lowest) {
+            let object = self.need_line(links.fence).await?;
+            let Content::Fence(fence) = object.content else { return Err(self.wrong_link(links.fence)) };
+            self.view.fence = Some(KeptFence { position: links.fence, nonce: object.nonce, content: fence });
+        }
+        if links.manifest >= self.view.start.max(lowest) {
+            let object = self.need_line(links.manifest).await?;
+            let Content::Manifest(manifest) = object.content else {
+                return Err(self.wrong_link(links.manifest));
+            };
+            self.view.manifest = Some((links.manifest, manifest));
+            self.view.listings.insert(links.manifest, object.data);
+        }
+        if lists == Lists::OfManifest {
+            return Ok(());
+        }
+        let mut position = links.listing;
+        while position >= self.view.start.max(lowest) {
+            let object = self.need_line(position).await?;
+            self.view.listings.insert(position, object.data);
+            position = object.links.listing;
+        }
+        Ok(())
+    }
+
+    /// Reads the boundaries of the line whose copies were not found.
+    async fn read_boundaries(&mut self, newest: u64, lowest: u64) -> Result<()> {
+        let mut position = newest;
+        while self.archive.rules.follow(Rule::BComp) && position >= lowest {
+            let object = self.need_line(position).await?;
+            let Content::Boundary(boundary) = &object.content else { return Err(self.wrong_link(position)) };
+            if boundary.number <= self.view.bound {
+                break;
+            }
+            self.view.absorb_boundary(&object, boundary);
+            self.learn_kept_fence(&boundary.fence.clone());
+            position = object.links.boundary;
+        }
+        Ok(())
+    }
+
+    fn wrong_link(&self, position: u64) -> Error {
+        Error::Damaged { key: ObjectKey::Line(position), damage: crate::error::Damage::NotNext }
+    }
+
+    /// Returns the names in the folders of the archive that no object of an archive has. They are ignored.
+    ///
+    /// # Errors
+    /// Returns [`Error::Bucket`] if a listing fails.
+    pub async fn unknown_names(&self) -> Result<Vec<String>> {
+        let mut unknown = Vec::new();
+        for folder in [Folder::Line, Folder::Bound, Folder::Data] {
+            let names = self.list(folder).await?;
+            unknown.extend(names.into_iter().filter(|name| ObjectKey::parse(name).is_none()));
+        }
+        Ok(unknown)
+    }
+
+    /// Returns the names in a folder.
+    pub(super) async fn list(&self, folder: Folder) -> Result<Vec<String>> {
+        for attempt in 1.. {
+            match self.archive.bucket.list(folder).await {
+                Ok(names) => return Ok(names),
+                Err(source) if self.archive.bucket.pause(attempt, &source).await => {}
+                Err(source) => return Err(Error::Bucket { action: "list", key: ObjectKey::Newest, source }),
+            }
+        }
+        unreachable!("the loop ends only by a return");
+    }
+
+    /// Overwrites the hint. A writer calls this at most every ten seconds, and ignores a failure.
+    ///
+    /// # Errors
+    /// Returns [`Error::Bucket`] if the request fails.
+    pub async fn write_hint(&self) -> Result<()> {
+        let Some(store) = self.view.store else { return Ok(()) };
+        let hint =
+            Hint { end: self.view.next - 1, manifest: self.view.links.manifest, bound: self.view.bound };
+        let bytes = hint.encode(store, self.term().unwrap_or(0));
+        let failed = |source| Error::Bucket { action: "put", key: ObjectKey::Newest, source };
+        self.archive.bucket.put(ObjectKey::Newest, &bytes).await.map_err(failed)
+    }
+}

@@ -1,0 +1,168 @@
+//! The line of an archive: finding its end, fencing, appending, deleting and reading.
+//!
+//! Comments cite the rules of the design by number, and by the name of a [`Rule`](crate::rules::Rule) in brackets if a
+//! simulation shows the failure that the rule prevents.
+//!
+//! | file | rules |
+//! |---|---|
+//! | `audit.rs` | 22, 23: checking every object that a restore of the end needs |
+//! | `status.rs` | 22: a summary from few requests |
+//! | `restore.rs` | 10, 22 to 24, 27, 28: reading a state |
+//! | `cut.rs` | 8: continuing the line at an earlier point |
+//! | `boundary.rs` | 14, 15, 17 to 20: boundaries, prunes and sweeps |
+//! | `append.rs` | 3, 6, 7, 9 to 12, 16: runs and manifests |
+//! | `known_runs.rs` | 17: the run that holds the `redo` of a snapshot |
+//! | `fence.rs` | 4, 5, 29: claims, lineage and fences |
+//! | `find.rs` | 15, 22: finding the newest boundary and the end |
+//! | `probe.rs` | 30: what the bucket must be able to do |
+//! | `request.rs` | 2, 23: single requests, and creates of unknown outcome |
+//! | `view.rs` | what a process knows of the line |
+//! | `nonces.rs` | 2: random numbers of the operating system |
+
+mod audit;
+mod status;
+mod restore;
+mod cut;
+mod boundary;
+mod append;
+mod known_runs;
+mod fence;
+mod find;
+mod probe;
+mod request;
+mod view;
+mod nonces;
+
+use std::collections::{HashMap, HashSet};
+
+use remanent_format::StoreId;
+
+use crate::bucket::Bucket;
+use crate::object::{BatchPoint, DataKey, DataRef, Nonce, Part};
+use crate::rules::Rules;
+use append::Pending;
+use view::View;
+
+pub use append::{Appended, SnapshotParts};
+pub use audit::{Audited, DamagedObject, audit};
+pub use boundary::{KeptParts, PrunePlan, Pruned, Swept, Verification, Verified};
+pub use fence::Takeover;
+pub use nonces::SystemNonces;
+pub use probe::probe;
+pub use restore::{RestoredEnd, StateSink};
+pub use status::{ManifestStatus, Status, status};
+
+/// A source of random numbers for nonces. Two draws must never be equal, in any process.
+pub trait Nonces {
+    /// Returns a new random number other than zero.
+    fn draw(&self) -> Nonce;
+}
+
+/// The archive of one store in a bucket.
+#[derive(Debug)]
+pub struct Archive<'a, B, N> {
+    /// The bucket.
+    pub bucket: &'a B,
+    /// The source of nonces.
+    pub nonces: &'a N,
+    /// The rules to follow.
+    pub rules: Rules,
+}
+
+impl<B, N> Clone for Archive<'_, B, N> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B, N> Copy for Archive<'_, B, N> {}
+
+/// A process's handle to the line of an archive.
+///
+/// A reader calls [`find`](Line::find) and [`read_state`](Line::read_state). A writer calls `find` and
+/// [`fence`](Line::fence), and then appends. A writer without a directory calls [`claim`](Line::claim) before it reads.
+/// After an error other than [`Error::Bucket`](crate::Error::Bucket) and [`Error::Unknown`](crate::Error::Unknown) a
+/// writer must not append.
+#[derive(Debug)]
+pub struct Line<'a, B, N> {
+    archive: Archive<'a, B, N>,
+    view: View,
+    writer: Option<Writer>,
+    /// An object whose create may have been sent. Nothing else is appended until its outcome is known (rules 1 and 3).
+    pending: Option<Pending>,
+    /// Data objects that this writer created and that no line object lists yet.
+    fresh: HashMap<Part, DataRef>,
+    /// Position and nonce of the last fence that this process tried to create.
+    tried_fence: Option<(u64, Nonce)>,
+    /// Data objects of the newest manifest that were read back.
+    verified: HashSet<DataKey>,
+    /// Data objects whose upload a test delays until a manifest lists them.
+    #[cfg(feature = "testing")]
+    late: Vec<(DataRef, Vec<u8>)>,
+}
+
+/// The writer of a term.
+#[derive(Clone, Copy, Debug)]
+struct Writer {
+    /// Position of the writer's fence.
+    term: u64,
+    /// Random number of the writer's incarnation.
+    random: u64,
+    /// Number of data objects of the term.
+    data_objects: u64,
+}
+
+impl<'a, B: Bucket, N: Nonces> Line<'a, B, N> {
+    /// Creates a handle that knows nothing of the line yet.
+    #[must_use]
+    pub fn new(archive: Archive<'a, B, N>) -> Self {
+        Self {
+            archive,
+            view: View::default(),
+            writer: None,
+            pending: None,
+            fresh: HashMap::new(),
+            tried_fence: None,
+            verified: HashSet::new(),
+            #[cfg(feature = "testing")]
+            late: Vec::new(),
+        }
+    }
+
+    /// Returns true if the line has no objects, as far as this handle knows.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.view.next == 1
+    }
+
+    /// Returns the store of the archive, or `None` if the archive is empty.
+    #[must_use]
+    pub fn store(&self) -> Option<StoreId> {
+        self.view.store
+    }
+
+    /// Returns the position after the last object of the line that this handle knows.
+    #[must_use]
+    pub fn next(&self) -> u64 {
+        self.view.next
+    }
+
+    /// Returns the lowest position that is kept.
+    #[must_use]
+    pub fn start(&self) -> u64 {
+        self.view.start
+    }
+
+    /// Returns the last batch of the line, as far as this handle knows. It may be acknowledged only once an
+    /// [`Appended`] or a restore contains it.
+    #[must_use]
+    pub fn archived(&self) -> BatchPoint {
+        self.view.archived
+    }
+
+    /// Returns the writer's term: the position of its fence, or `None` before [`fence`](Line::fence).
+    #[must_use]
+    pub fn term(&self) -> Option<u64> {
+        self.writer.map(|writer| writer.term)
+    }
+}

@@ -1,0 +1,73 @@
+//! The probe of a bucket (rule 30).
+
+use remanent_format::StoreId;
+
+use super::{Archive, Line, Nonces};
+use crate::bucket::{Bucket, Creation, FailureClass};
+use crate::error::{Error, Result};
+use crate::object::{ObjectKey, encode_probe};
+
+/// Number of attempts of a create that must be refused.
+const ATTEMPTS: u32 = 8;
+
+/// Checks under a key of its own that the bucket reports an absent object as absent, and that a second create is refused
+/// and leaves the first object.
+///
+/// The probe cannot detect a server that only races. The nonce of the object before makes that visible as damage.
+///
+/// # Errors
+/// Returns [`Error::NotSupported`] if a check fails, and [`Error::Bucket`] if the bucket cannot be reached.
+pub async fn probe<B: Bucket, N: Nonces>(archive: Archive<'_, B, N>, store: StoreId) -> Result<()> {
+    let line = Line::new(archive);
+    let drawn = archive.nonces.draw().0;
+    let number = u64::from_le_bytes(std::array::from_fn(|at| drawn[at])) >> 2;
+    let key = ObjectKey::Probe(number);
+    match line.get(key).await {
+        Ok(None) => {}
+        Ok(Some(_)) => {
+            return Err(Error::NotSupported { reason: "it returns an object that was never created" });
+        }
+        // S3 without the right to list reports an absent object as a denied one.
+        Err(Error::Bucket { source, .. }) if source.class == FailureClass::Denied => {
+            return Err(Error::NotSupported {
+                reason: "an absent object is reported as denied; grant ListBucket",
+            });
+        }
+        Err(error) => return Err(error),
+    }
+    let first = encode_probe(store, number, archive.nonces.draw());
+    let nonce = crate::object::decode_header(&first).map_err(|defect| Error::invalid(key, defect))?.nonce;
+    line.create(key, &first, nonce).await?;
+    let refused = second_is_refused(&line, key, &encode_probe(store, number, archive.nonces.draw())).await;
+    let found = line.get(key).await;
+    line.delete(key).await;
+    if !refused? {
+        return Err(Error::NotSupported { reason: "a second create of one key succeeds" });
+    }
+    if found?.is_none_or(|found| found != first) {
+        return Err(Error::NotSupported { reason: "a refused create changed the object" });
+    }
+    Ok(())
+}
+
+/// Returns true if a create of an existing object is refused.
+async fn second_is_refused<B: Bucket, N: Nonces>(
+    line: &Line<'_, B, N>,
+    key: ObjectKey,
+    bytes: &[u8],
+) -> Result<bool> {
+    let bucket = line.archive.bucket;
+    let mut attempt = 1;
+    loop {
+        match bucket.create(key, bytes).await {
+            Ok(creation) => return Ok(creation == Creation::Exists),
+            Err(source) if source.class == FailureClass::NotSupported => {
+                return Err(Error::NotSupported { reason: "it does not implement conditional creates" });
+            }
+            Err(source) if attempt == ATTEMPTS || !bucket.pause(attempt, &source).await => {
+                return Err(Error::Bucket { action: "create", key, source });
+            }
+            Err(_) => attempt += 1,
+        }
+    }
+}

@@ -1,0 +1,197 @@
+//! Single requests to the bucket, with their retries, and creates whose outcome must be known.
+
+use remanent_format::StoreId;
+
+use super::{Line, Nonces};
+use crate::bucket::{Bucket, BucketError, Creation, FailureClass};
+use crate::error::{Damage, Error, Result};
+use crate::object::{
+    Bound, DataRef, LineObject, Nonce, ObjectHeaderRaw, ObjectKey, decode_data, decode_header,
+};
+use crate::rules::Rule;
+
+/// The outcome of a create that is known.
+pub(super) enum Known {
+    /// This process created the object.
+    Ours,
+    /// Another process created an object under the key. Contains its bytes.
+    Others(Vec<u8>),
+}
+
+/// The outcome of one attempt of a create.
+pub(super) enum Attempt {
+    Known(Known),
+    /// The outcome is unknown, or nothing was written: the attempt must be repeated with the same bytes.
+    Again(BucketError),
+}
+
+impl<B: Bucket, N: Nonces> Line<'_, B, N> {
+    /// Creates an object and finds out whether it was created (rule 2).
+    pub(super) async fn create(&self, key: ObjectKey, bytes: &[u8], nonce: Nonce) -> Result<Known> {
+        let mut in_doubt = false;
+        for attempt in 1.. {
+            match self.try_create(key, bytes, nonce, &mut in_doubt).await? {
+                Attempt::Known(known) => return Ok(known),
+                Attempt::Again(failure) => self.pause_create(key, attempt, failure).await?,
+            }
+        }
+        unreachable!("the loop ends only by a return");
+    }
+
+    /// Waits before a create is repeated.
+    pub(super) async fn pause_create(
+        &self,
+        key: ObjectKey,
+        attempt: u32,
+        failure: BucketError,
+    ) -> Result<()> {
+        if self.archive.bucket.pause(attempt, &failure).await {
+            return Ok(());
+        }
+        Err(Error::Unknown { key, source: failure })
+    }
+
+    /// Sends one create, and compares the nonce of the object if the bucket reports one (rule 2).
+    pub(super) async fn try_create(
+        &self,
+        key: ObjectKey,
+        bytes: &[u8],
+        nonce: Nonce,
+        in_doubt: &mut bool,
+    ) -> Result<Attempt> {
+        match self.archive.bucket.create(key, bytes).await {
+            Ok(Creation::Created) => return Ok(Attempt::Known(Known::Ours)),
+            Ok(Creation::Exists) => {}
+            Err(failure) => {
+                *in_doubt = true;
+                return Ok(Attempt::Again(failure));
+            }
+        }
+        if !self.archive.rules.follow(Rule::Nonce) && *in_doubt {
+            return Ok(Attempt::Known(Known::Ours));
+        }
+        // [nonce] "Exists" after a time-out may mean this process's object or another one.
+        let Some(found) = self.get(key).await? else {
+            if !self.archive.rules.follow(Rule::Reread) {
+                return Err(Error::Damaged { key, damage: Damage::Refused });
+            }
+            // [reread] A conflict (409) was reported as an existing object, and nothing was written.
+            let message = format!("{key} is reported to exist but cannot be read");
+            return Ok(Attempt::Again(BucketError { class: FailureClass::InDoubt, message }));
+        };
+        let header = decode_header(&found).map_err(|defect| Error::invalid(key, defect))?;
+        let known = if header.nonce == nonce { Known::Ours } else { Known::Others(found) };
+        Ok(Attempt::Known(known))
+    }
+
+    /// Returns the bytes of an object, or `None` if it does not exist.
+    pub(super) async fn get(&self, key: ObjectKey) -> Result<Option<Vec<u8>>> {
+        for attempt in 1.. {
+            match self.archive.bucket.get(key, None).await {
+                Ok(found) => return Ok(found),
+                Err(source) if self.archive.bucket.pause(attempt, &source).await => {}
+                Err(source) => return Err(Error::Bucket { action: "get", key, source }),
+            }
+        }
+        unreachable!("the loop ends only by a return");
+    }
+
+    /// Returns true if the object exists. Reads only its header.
+    pub(super) async fn exists(&self, key: ObjectKey) -> Result<bool> {
+        let header = 0..ObjectHeaderRaw::LEN as u64;
+        for attempt in 1.. {
+            match self.archive.bucket.get(key, Some(header.clone())).await {
+                Ok(found) => return Ok(found.is_some()),
+                Err(source) if self.archive.bucket.pause(attempt, &source).await => {}
+                Err(source) => return Err(Error::Bucket { action: "get", key, source }),
+            }
+        }
+        unreachable!("the loop ends only by a return");
+    }
+
+    /// Returns the object at a position of the line, or `None` if it does not exist.
+    pub(super) async fn get_line(&self, position: u64) -> Result<Option<LineObject>> {
+        let key = ObjectKey::Line(position);
+        let Some(bytes) = self.get(key).await? else { return Ok(None) };
+        let object = LineObject::decode(&bytes, position, self.view.store);
+        object.map(Some).map_err(|defect| Error::invalid(key, defect))
+    }
+
+    /// Returns the object at a position at which an object must exist.
+    pub(super) async fn need_line(&mut self, position: u64) -> Result<LineObject> {
+        match self.get_line(position).await? {
+            Some(object) => Ok(object),
+            None => Err(self.missing(ObjectKey::Line(position), position).await?),
+        }
+    }
+
+    /// Returns the copy of a boundary, or `None` if it does not exist.
+    pub(super) async fn get_bound(&self, number: u64) -> Result<Option<Bound>> {
+        let key = ObjectKey::Bound(number);
+        let Some(bytes) = self.get(key).await? else { return Ok(None) };
+        let bound = Bound::decode(&bytes, number, None).map_err(|defect| Error::invalid(key, defect))?;
+        let found = bound.object.store;
+        match self.view.store {
+            // Of two new stores that raced for the first position, one stalled until boundaries had passed it.
+            Some(expected) if expected != found => Err(Error::IdentityMismatch { found, expected }),
+            _ => Ok(Some(bound)),
+        }
+    }
+
+    /// Returns the payload of a data object that the line object at `lister` lists.
+    pub(super) async fn need_data(
+        &mut self,
+        entry: &DataRef,
+        store: StoreId,
+        lister: u64,
+    ) -> Result<Vec<u8>> {
+        let key = ObjectKey::Data(entry.key);
+        let Some(bytes) = self.get(key).await? else { return Err(self.missing(key, lister).await?) };
+        let payload = decode_data(&bytes, entry, store).map_err(|defect| Error::invalid(key, defect))?;
+        Ok(payload.to_vec())
+    }
+
+    /// Returns the error for an object that must exist: overtaken if a boundary has passed `position`, at which the line
+    /// contains or lists the object, and damaged otherwise (rule 23, [rcheck]).
+    pub(super) async fn missing(&mut self, key: ObjectKey, position: u64) -> Result<Error> {
+        self.unless_overtaken(Error::missing(key), position).await
+    }
+
+    /// Returns [`Error::Overtaken`] in place of damage if a boundary has passed `lowest`, the lowest position that was read
+    /// (rule 23, [rcheck]). In a hole, an object may be missing, or a stalled writer may have created another one.
+    pub(super) async fn unless_overtaken(&mut self, error: Error, lowest: u64) -> Result<Error> {
+        let is_damage = matches!(error, Error::Damaged { .. } | Error::Local(_));
+        if is_damage && self.is_overtaken(lowest).await? {
+            return Ok(Error::Overtaken { position: lowest });
+        }
+        Ok(error)
+    }
+
+    /// Returns true if objects from `position` on may have been deleted: the boundary before the newest one has passed
+    /// the position. Deletes lag one boundary behind (rule 19).
+    pub(super) async fn is_overtaken(&mut self, position: u64) -> Result<bool> {
+        if !self.archive.rules.follow(Rule::RCheck) {
+            return Ok(false);
+        }
+        self.look_for_boundary().await?;
+        if self.view.start <= position {
+            return Ok(false);
+        }
+        if !self.archive.rules.follow(Rule::Lag) {
+            return Ok(true);
+        }
+        Ok(self.view.bound > 1 && self.start_of_bound(self.view.bound - 1).await? > position)
+    }
+
+    /// Removes an object. Returns false if the bucket refuses.
+    pub(super) async fn delete(&self, key: ObjectKey) -> bool {
+        for attempt in 1.. {
+            match self.archive.bucket.delete(key).await {
+                Ok(()) => return true,
+                Err(failure) if self.archive.bucket.pause(attempt, &failure).await => {}
+                Err(_) => return false,
+            }
+        }
+        unreachable!("the loop ends only by a return");
+    }
+}

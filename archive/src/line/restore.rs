@@ -1,0 +1,313 @@
+//! Reading a state of the line (rules 10, 22 to 24, 27 and 28).
+
+use std::collections::HashSet;
+use std::io;
+
+use remanent_format::{Lsn, StoreId};
+
+use super::{Line, Nonces};
+use crate::bucket::Bucket;
+use crate::error::{Damage, Error, Result};
+use crate::object::{
+    BatchPoint, Content, DataRef, Fence, LineObject, Manifest, ObjectKey, Part, Role, Run, predecessor,
+};
+
+/// A receiver of a state: a restore, or a view. After an error it discards the received parts and starts again.
+///
+/// The calls come in this order: the newest fence below the first object that is read; the manifest with its parts if
+/// there is one; and then frames, parts of the files that the frames name, fences and truncations in the order of the
+/// line.
+pub trait StateSink {
+    /// Receives the manifest from which the restore starts.
+    ///
+    /// # Errors
+    /// Returns the error of the disk.
+    fn manifest(&mut self, manifest: &Manifest) -> io::Result<()>;
+
+    /// Receives a part of a file. If parts overlap, the bytes of the later call count.
+    ///
+    /// # Errors
+    /// Returns the error of the disk.
+    fn part(&mut self, part: &Part, bytes: &[u8]) -> io::Result<()>;
+
+    /// Receives a piece of the frames after `before` up to `after`. Frames at or below the manifest's `redo` are
+    /// skipped. The receiver checks the chain hash of each frame.
+    ///
+    /// # Errors
+    /// Returns the error of the disk, or an error for frames that do not continue the state.
+    fn frames(&mut self, before: &BatchPoint, after: &BatchPoint, piece: &[u8]) -> io::Result<()>;
+
+    /// Receives a fence, with the identity of the store and openings.
+    ///
+    /// # Errors
+    /// Returns the error of the disk.
+    fn fence(&mut self, fence: &Fence) -> io::Result<()>;
+
+    /// Drops the batches above `lsn`.
+    ///
+    /// # Errors
+    /// Returns the error of the disk.
+    fn truncate(&mut self, lsn: Lsn) -> io::Result<()>;
+}
+
+/// The end of a state that was read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RestoredEnd {
+    /// The store.
+    pub store: StoreId,
+    /// The last batch.
+    pub batch: BatchPoint,
+    /// The highest incarnation number that was read. The opening of a restored directory is above it (rule 24).
+    pub incarnation: u32,
+    /// Position of the newest fence.
+    pub fence: u64,
+}
+
+/// A state while it is read.
+#[derive(Default)]
+struct Reading {
+    /// The last batch of the state.
+    point: BatchPoint,
+    /// The lowest batch from which the first run may continue.
+    redo: BatchPoint,
+    incarnation: u32,
+    /// Position of the manifest, and the files of which it lists parts. Runs below it contain older parts of them.
+    manifest: u64,
+    files: HashSet<(Role, u64)>,
+}
+
+impl<B: Bucket, N: Nonces> Line<'_, B, N> {
+    /// Reads the state at the end of the line, as [`find`](Line::find) or [`claim`](Line::claim) left it.
+    ///
+    /// # Errors
+    /// Returns [`Error::Overtaken`] if a boundary has passed the state: find the end again. Returns [`Error::Damaged`]
+    /// if an object is missing or invalid.
+    pub async fn read_state<S: StateSink>(&mut self, sink: &mut S) -> Result<RestoredEnd> {
+        let manifest = self.view.manifest;
+        let end = self.read_from(manifest, None, sink).await?;
+        if end.batch != self.view.archived {
+            let damage = Damage::Gap { found: self.view.archived, expected: end.batch };
+            return Err(Error::Damaged { key: ObjectKey::Line(self.view.next - 1), damage });
+        }
+        Ok(end)
+    }
+
+    /// Reads the state after the batch `lsn` of the newest line.
+    ///
+    /// # Errors
+    /// Returns [`Error::CutTooOld`] if no kept manifest precedes the batch, and the errors of
+    /// [`read_state`](Line::read_state).
+    pub async fn read_state_at<S: StateSink>(&mut self, lsn: Lsn, sink: &mut S) -> Result<RestoredEnd> {
+        let manifest = self.manifest_before(lsn).await?;
+        self.read_from(manifest, Some(lsn), sink).await
+    }
+
+    /// Returns the newest manifest that ends at or below a batch, or `None` if the line is kept from its beginning.
+    pub(super) async fn manifest_before(&mut self, lsn: Lsn) -> Result<Option<(u64, Manifest)>> {
+        let mut position = self.view.links.manifest;
+        while position >= self.view.start {
+            let object = self.need_line(position).await?;
+            let Content::Manifest(manifest) = object.content else { break };
+            if manifest.end.lsn <= lsn && manifest.start >= self.view.start {
+                return Ok(Some((position, manifest)));
+            }
+            position = object.links.manifest;
+        }
+        if self.view.start == 1 { Ok(None) } else { Err(Error::CutTooOld { lsn: lsn.0 }) }
+    }
+
+    async fn read_from<S: StateSink>(
+        &mut self,
+        newest: Option<(u64, Manifest)>,
+        at: Option<Lsn>,
+        sink: &mut S,
+    ) -> Result<RestoredEnd> {
+        let lowest = newest.map_or(1, |(_, manifest)| manifest.start);
+        match self.read_window(newest, at, sink).await {
+            Ok(end) => Ok(end),
+            Err(error) => Err(self.unless_overtaken(error, lowest).await?),
+        }
+    }
+
+    async fn read_window<S: StateSink>(
+        &mut self,
+        newest: Option<(u64, Manifest)>,
+        at: Option<Lsn>,
+        sink: &mut S,
+    ) -> Result<RestoredEnd> {
+        let store = self.view.store.ok_or(Error::Empty)?;
+        let mut reading = Reading::default();
+        let mut lowest = 1;
+        if let Some((position, manifest)) = newest {
+            lowest = manifest.start;
+            // The fence with the openings of the frames that follow, and with the identity of the store (rule 17).
+            if let Some(kept) = self.fence_below(lowest).await? {
+                sink.fence(&kept.content)?;
+            }
+            reading.manifest = position;
+            reading.files = self.read_manifest(position, &manifest, store, sink).await?;
+            reading.redo = manifest.redo;
+            reading.point = if manifest.follows_gap { manifest.end } else { manifest.redo };
+        } else if self.view.start > 1 {
+            let damage = Damage::NoStart;
+            return Err(Error::Damaged { key: ObjectKey::Line(self.view.start), damage });
+        }
+        if let Some(kept) = &self.view.fence {
+            reading.note(&kept.content);
+        }
+        let cuts = self.cuts(lowest, at).await?;
+        self.read_line(lowest, at, &cuts, &mut reading, sink).await?;
+        // [mend] The snapshot is fuzzy up to its end.
+        if let Some((position, manifest)) =
+            newest.filter(|(_, manifest)| reading.point.lsn < manifest.end.lsn)
+        {
+            let damage = Damage::EndNotReached { end: manifest.end, found: reading.point };
+            return Err(Error::Damaged { key: ObjectKey::Line(position), damage });
+        }
+        if let Some(lsn) = at.filter(|lsn| *lsn < reading.point.lsn) {
+            sink.truncate(lsn)?;
+        }
+        // [rcheck] What was read may lie in a hole.
+        if self.is_overtaken(lowest).await? {
+            return Err(Error::Overtaken { position: lowest });
+        }
+        let incarnation = reading.incarnation.max(reading.point.incarnation.number);
+        Ok(RestoredEnd { store, batch: reading.point, incarnation, fence: self.view.links.fence })
+    }
+
+    /// Reads the parts of a manifest. Returns the files.
+    async fn read_manifest<S: StateSink>(
+        &mut self,
+        position: u64,
+        manifest: &Manifest,
+        store: StoreId,
+        sink: &mut S,
+    ) -> Result<HashSet<(Role, u64)>> {
+        sink.manifest(manifest)?;
+        let mut files = HashSet::new();
+        let listed = match self.view.listings.get(&position) {
+            Some(listed) => listed.clone(),
+            None => self.need_line(position).await?.data,
+        };
+        for entry in &listed {
+            let bytes = self.need_data(entry, store, position).await?;
+            if entry.part.role == Role::Frames {
+                sink.frames(&manifest.redo, &manifest.end, &bytes)?;
+            } else {
+                sink.part(&entry.part, &bytes)?;
+                files.insert((entry.part.role, entry.part.file));
+            }
+        }
+        Ok(files)
+    }
+
+    /// Returns the cuts of the line above `lowest` that go back behind `at`, newest first.
+    async fn cuts(&mut self, lowest: u64, at: Option<Lsn>) -> Result<Vec<u64>> {
+        let Some(at) = at else { return Ok(Vec::new()) };
+        let mut cuts = Vec::new();
+        let mut position = self.view.links.fence;
+        while position > lowest {
+            let object = self.need_line(position).await?;
+            let Content::Fence(fence) = &object.content else { break };
+            if fence.cut.is_some_and(|cut| cut.lsn < at) {
+                cuts.push(position);
+            }
+            position = object.links.fence;
+        }
+        Ok(cuts)
+    }
+
+    /// Reads the line from `lowest` to its end, or until it contains the batch `at`.
+    async fn read_line<S: StateSink>(
+        &mut self,
+        lowest: u64,
+        at: Option<Lsn>,
+        cuts: &[u64],
+        reading: &mut Reading,
+        sink: &mut S,
+    ) -> Result<()> {
+        let mut nonce_before = None;
+        for position in lowest..self.view.next {
+            let is_reached = at.is_some_and(|lsn| lsn <= reading.point.lsn);
+            if is_reached && cuts.iter().all(|cut| *cut < position) {
+                return Ok(());
+            }
+            let object = self.need_line(position).await?;
+            if nonce_before.is_some_and(|nonce| nonce != object.nonce_before) {
+                return Err(Error::Damaged { key: ObjectKey::Line(position), damage: Damage::NotNext });
+            }
+            nonce_before = Some(object.nonce);
+            match &object.content {
+                Content::Run(run) => self.read_run(&object, run, reading, sink).await?,
+                Content::Fence(fence) => reading.fence(fence, sink)?,
+                Content::Manifest(_) | Content::Boundary(_) => {}
+            }
+        }
+        Ok(())
+    }
+
+    async fn read_run<S: StateSink>(
+        &mut self,
+        object: &LineObject,
+        run: &Run,
+        reading: &mut Reading,
+        sink: &mut S,
+    ) -> Result<()> {
+        if run.after.lsn <= reading.redo.lsn {
+            return Ok(());
+        }
+        let is_first = reading.point == reading.redo && run.before.lsn <= reading.redo.lsn;
+        if run.before != reading.point && !is_first {
+            let damage = Damage::Gap { found: run.before, expected: reading.point };
+            return Err(Error::Damaged { key: ObjectKey::Line(object.position), damage });
+        }
+        if object.data.is_empty() {
+            sink.frames(&run.before, &run.after, &run.frames)?;
+        }
+        for entry in &object.data {
+            let is_older = object.position < reading.manifest
+                && reading.files.contains(&(entry.part.role, entry.part.file));
+            if !is_older {
+                self.read_long_run(object, run, entry, sink).await?;
+            }
+        }
+        reading.point = run.after;
+        Ok(())
+    }
+
+    async fn read_long_run<S: StateSink>(
+        &mut self,
+        object: &LineObject,
+        run: &Run,
+        entry: &DataRef,
+        sink: &mut S,
+    ) -> Result<()> {
+        let bytes = self.need_data(entry, object.store, object.position).await?;
+        match entry.part.role {
+            Role::Frames => sink.frames(&run.before, &run.after, &bytes)?,
+            _ => sink.part(&entry.part, &bytes)?,
+        }
+        Ok(())
+    }
+}
+
+impl Reading {
+    /// Notes the incarnations of a fence.
+    fn note(&mut self, fence: &Fence) {
+        let numbers = fence.openings.iter().filter_map(|header| header.opening);
+        let highest = numbers.map(|opening| opening.incarnation.number).max();
+        self.incarnation = self.incarnation.max(highest.unwrap_or(0));
+    }
+
+    /// Applies a fence: the walk goes on at the predecessor of each opening (W2 of the format), or at the point of a cut.
+    fn fence<S: StateSink>(&mut self, fence: &Fence, sink: &mut S) -> Result<()> {
+        self.note(fence);
+        for point in fence.cut.into_iter().chain(fence.openings.iter().map(predecessor)) {
+            if point.lsn < self.point.lsn {
+                sink.truncate(point.lsn)?;
+                self.point = point;
+            }
+        }
+        Ok(sink.fence(fence)?)
+    }
+}

@@ -1,0 +1,114 @@
+//! The part of the line that a process knows.
+
+use std::collections::BTreeMap;
+
+use remanent_format::{Lsn, StoreId};
+
+use crate::error::{Damage, Error, Result};
+use crate::object::{
+    BatchPoint, Boundary, Content, DataRef, Fence, KeptFence, LineObject, Links, Manifest, Nonce, ObjectKey,
+};
+
+/// The part of the line that a process knows: the newest objects of each kind, and all lists of data objects from the
+/// newest boundary on.
+#[derive(Clone, Debug)]
+pub(super) struct View {
+    /// The store, once an object was read.
+    pub store: Option<StoreId>,
+    /// Position of the next object.
+    pub next: u64,
+    /// Nonce of the object before it.
+    pub nonce_before: Nonce,
+    /// Links of the next object.
+    pub links: Links,
+    /// The last archived batch.
+    pub archived: BatchPoint,
+    /// The lowest position that is kept: the start of the newest known boundary.
+    pub start: u64,
+    /// Number of the newest boundary that was found by GET.
+    pub bound: u64,
+    /// Number of the newest boundary of the line.
+    pub boundary_number: u64,
+    /// Boundaries of the line whose copies may be missing, by position.
+    pub boundaries: BTreeMap<u64, LineObject>,
+    /// The newest fence.
+    pub fence: Option<KeptFence>,
+    /// Position and content of the newest manifest.
+    pub manifest: Option<(u64, Manifest)>,
+    /// Lists of data objects, by the position of the object.
+    pub listings: BTreeMap<u64, Vec<DataRef>>,
+    /// Position and last Lsn of the runs since the newest start of a manifest.
+    pub runs: Vec<(u64, Lsn)>,
+    /// The Lsn above which all runs are in `runs`.
+    pub runs_above: Lsn,
+}
+
+impl Default for View {
+    fn default() -> Self {
+        Self {
+            store: None,
+            next: 1,
+            nonce_before: Nonce::default(),
+            links: Links::default(),
+            archived: BatchPoint::default(),
+            start: 1,
+            bound: 0,
+            boundary_number: 0,
+            boundaries: BTreeMap::new(),
+            fence: None,
+            manifest: None,
+            listings: BTreeMap::new(),
+            runs: Vec::new(),
+            runs_above: Lsn(0),
+        }
+    }
+}
+
+impl View {
+    /// Adds the object at the next position.
+    pub fn absorb(&mut self, object: &LineObject) -> Result<()> {
+        let position = object.position;
+        debug_assert_eq!(position, self.next);
+        if object.nonce_before != self.nonce_before {
+            return Err(Error::Damaged { key: ObjectKey::Line(position), damage: Damage::NotNext });
+        }
+        self.store.get_or_insert(object.store);
+        match &object.content {
+            Content::Fence(fence) => self.absorb_fence(object, fence),
+            Content::Run(run) => self.runs.push((position, run.after.lsn)),
+            Content::Manifest(manifest) => {
+                self.manifest = Some((position, *manifest));
+                self.runs.retain(|(run, _)| *run >= manifest.start);
+            }
+            Content::Boundary(boundary) => self.absorb_boundary(object, boundary),
+        }
+        if !object.data.is_empty() {
+            self.listings.insert(position, object.data.clone());
+        }
+        self.links = object.links.after(object);
+        self.archived = object.archived;
+        self.nonce_before = object.nonce;
+        self.next = position + 1;
+        Ok(())
+    }
+
+    fn absorb_fence(&mut self, object: &LineObject, fence: &Fence) {
+        let kept = KeptFence { position: object.position, nonce: object.nonce, content: fence.clone() };
+        self.fence = Some(kept);
+        if fence.cut.is_some() && self.manifest.is_some_and(|(position, _)| position != object.links.manifest)
+        {
+            self.manifest = None; // A cut goes back behind the newest manifest.
+        }
+    }
+
+    pub fn absorb_boundary(&mut self, object: &LineObject, boundary: &Boundary) {
+        self.boundary_number = self.boundary_number.max(boundary.number);
+        self.start = self.start.max(boundary.start);
+        self.boundaries.insert(object.position, object.clone());
+    }
+
+    /// Returns the lowest position of a run with a batch above `redo`, or the next position if there is none.
+    pub fn start_of(&self, redo: Lsn) -> u64 {
+        self.runs.iter().find(|(_, after)| *after > redo).map_or(self.next, |(position, _)| *position)
+    }
+}

@@ -1,0 +1,436 @@
+//! The contents of line objects: fences, runs, manifests and boundaries.
+
+use remanent_format::layout::layout;
+use remanent_format::limits::{NUMBER_MAX, STORE_RECORD_LEN_MAX};
+use remanent_format::segment::{SegmentHeader, SegmentHeaderRaw};
+use remanent_format::store::{StoreFile, StoreHeaderRaw};
+use remanent_format::{Lsn, SnapshotId, StoreId};
+
+use super::defect::{Cursor, Defect, ObjectDefect, check_field, check_limit, check_zeros};
+use super::header::{BatchPoint, Kind, Nonce, check_point};
+
+/// Bit of a fence's `flags`: the fence cuts the line.
+const FLAG_CUT: u32 = 1;
+/// Bit of a manifest's `flags`: the manifest follows a gap.
+const FLAG_GAP: u32 = 1;
+
+layout! {
+    /// The encoded head of a fence.
+    pub struct FenceRaw: 32 {
+        /// Bit 0: the fence cuts the line at `cut`.
+        0 => flags: u32,
+        /// Length of the STORE file in bytes.
+        4 => store_len: u32,
+        /// Number of openings.
+        8 => openings: u32,
+        /// The last batch that the line keeps, or zero if the fence does not cut.
+        12 => cut: BatchPoint,
+    }
+}
+
+layout! {
+    /// The encoded head of a run.
+    pub struct RunRaw: 40 {
+        /// The batch before the first frame.
+        0 => before: BatchPoint,
+        /// The last batch.
+        20 => after: BatchPoint,
+    }
+}
+
+layout! {
+    /// The encoded content of a manifest.
+    pub struct ManifestRaw: 64 {
+        /// Number of the snapshot.
+        0 => snapshot: SnapshotId,
+        /// Position of the run that contains `redo`.
+        8 => start: u64,
+        /// The batch from which the snapshot needs the log.
+        16 => redo: BatchPoint,
+        /// Bit 0: the manifest follows a gap.
+        36 => flags: u32,
+        /// The batch up to which the snapshot needs the log.
+        40 => end: BatchPoint,
+        /// Reserved, always zero.
+        60 => reserved: [u8; 4],
+    }
+}
+
+layout! {
+    /// The encoded head of a boundary.
+    pub struct BoundaryRaw: 64 {
+        /// Number of the boundary.
+        0 => number: u64,
+        /// The lowest position that is kept.
+        8 => start: u64,
+        /// Position of the manifest that is kept.
+        16 => manifest: u64,
+        /// Position of the newest fence below `start`, or zero if there is none.
+        24 => fence: u64,
+        /// Nonce of that fence.
+        32 => fence_nonce: Nonce,
+        /// Length of the content of that fence in bytes.
+        48 => fence_len: u32,
+        /// Number of kept snapshots.
+        52 => snapshots: u32,
+        /// Reserved, always zero.
+        56 => reserved: [u8; 8],
+    }
+}
+
+layout! {
+    /// A named snapshot that a boundary keeps.
+    pub struct KeptSnapshotRaw: 64 {
+        /// Number of the snapshot.
+        0 => snapshot: SnapshotId,
+        /// The batch from which the snapshot needs the log.
+        8 => redo: BatchPoint,
+        /// The batch up to which the snapshot needs the log.
+        28 => end: BatchPoint,
+        /// Number of the snapshot's entries in the boundary's list of data objects.
+        48 => listed: u32,
+        /// Reserved, always zero.
+        52 => reserved: [u8; 12],
+    }
+}
+
+/// The content of a fence, which begins the term of a writer.
+///
+/// A writer without a directory creates a fence without openings (a *claim*), reads the state up to it, and creates a
+/// second fence once its directory has an opening.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fence {
+    /// The bytes of the STORE file.
+    pub store_file: Vec<u8>,
+    /// The headers of the openings since the last archived batch, oldest first.
+    pub openings: Vec<SegmentHeader>,
+    /// The last batch that the line keeps, if the fence cuts it (rule 8).
+    pub cut: Option<BatchPoint>,
+}
+
+/// The content of a run: frames of the log without gaps. If the object lists data objects, they contain the frames.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Run {
+    /// The batch before the first frame.
+    pub before: BatchPoint,
+    /// The last batch.
+    pub after: BatchPoint,
+    /// The frames, or nothing if data objects contain them.
+    pub frames: Vec<u8>,
+}
+
+/// The content of a manifest. The object lists every data object that a restore of the snapshot needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Manifest {
+    /// Number of the snapshot.
+    pub snapshot: SnapshotId,
+    /// Position of the run that contains the batch after `redo`, or the manifest's own position if no run does.
+    pub start: u64,
+    /// The batch from which the snapshot needs the log.
+    pub redo: BatchPoint,
+    /// The batch up to which the snapshot needs the log.
+    pub end: BatchPoint,
+    /// Whether batches between the last archived batch and `redo` are missing (rule 28). The manifest then lists the
+    /// frames from `redo` to `end` as data.
+    pub follows_gap: bool,
+}
+
+/// The content of a boundary: objects below `start` may be deleted. The object lists the data of the kept snapshots.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Boundary {
+    /// Number of the boundary, from 1.
+    pub number: u64,
+    /// The lowest position that is kept.
+    pub start: u64,
+    /// Position of the manifest that is kept.
+    pub manifest: u64,
+    /// The newest fence below `start`, which a restore needs for the identity of the store and for its openings.
+    pub fence: Option<KeptFence>,
+    /// Named snapshots that are kept.
+    pub snapshots: Vec<KeptSnapshot>,
+}
+
+/// A fence that a boundary repeats.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KeptFence {
+    /// Position of the fence.
+    pub position: u64,
+    /// Nonce of the fence.
+    pub nonce: Nonce,
+    /// Content of the fence.
+    pub content: Fence,
+}
+
+/// A named snapshot that a boundary keeps. Its parts, and its frames from `redo` to `end`, are `listed` consecutive
+/// entries of the boundary's list of data objects.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KeptSnapshot {
+    /// Number of the snapshot.
+    pub snapshot: SnapshotId,
+    /// The batch from which the snapshot needs the log.
+    pub redo: BatchPoint,
+    /// The batch up to which the snapshot needs the log.
+    pub end: BatchPoint,
+    /// Number of entries in the list.
+    pub listed: u32,
+}
+
+/// The content of a line object.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[expect(missing_docs, reason = "each variant names its type")]
+pub enum Content {
+    Fence(Fence),
+    Run(Run),
+    Manifest(Manifest),
+    Boundary(Boundary),
+}
+
+impl Content {
+    /// Returns the kind of the object.
+    #[must_use]
+    pub fn kind(&self) -> Kind {
+        match self {
+            Content::Fence(_) => Kind::Fence,
+            Content::Run(_) => Kind::Run,
+            Content::Manifest(_) => Kind::Manifest,
+            Content::Boundary(_) => Kind::Boundary,
+        }
+    }
+
+    pub(super) fn encode(&self, out: &mut Vec<u8>) {
+        match self {
+            Content::Fence(fence) => fence.encode(out),
+            Content::Run(run) => {
+                out.extend_from_slice(&RunRaw { before: run.before, after: run.after }.to_bytes());
+                out.extend_from_slice(&run.frames);
+            }
+            Content::Manifest(manifest) => out.extend_from_slice(&manifest.to_raw().to_bytes()),
+            Content::Boundary(boundary) => boundary.encode(out),
+        }
+    }
+
+    /// Decodes the content of a line object of `kind` (SPEC A8, A9, B1 and B2). `listed` is the number of data objects in
+    /// the object's list.
+    pub(super) fn decode(
+        kind: Kind,
+        cursor: &mut Cursor<'_>,
+        store: StoreId,
+        listed: u32,
+    ) -> Result<Self, ObjectDefect> {
+        match kind {
+            Kind::Run => Run::decode(cursor, listed).map(Content::Run),
+            Kind::Manifest => Manifest::decode(cursor).map(Content::Manifest),
+            Kind::Boundary => Boundary::decode(cursor, store, listed).map(Content::Boundary),
+            _ => {
+                let fence = Fence::decode(cursor, store)?;
+                cursor.finish()?;
+                Ok(Content::Fence(fence))
+            }
+        }
+    }
+}
+
+impl Fence {
+    fn encode(&self, out: &mut Vec<u8>) {
+        let raw = FenceRaw {
+            flags: if self.cut.is_some() { FLAG_CUT } else { 0 },
+            store_len: self.store_file.len() as u32,
+            openings: self.openings.len() as u32,
+            cut: self.cut.unwrap_or_default(),
+        };
+        out.extend_from_slice(&raw.to_bytes());
+        out.extend_from_slice(&self.store_file);
+        for opening in &self.openings {
+            out.extend_from_slice(&opening.encode());
+        }
+    }
+
+    fn decode(cursor: &mut Cursor<'_>, store: StoreId) -> Result<Self, ObjectDefect> {
+        let at = cursor.offset();
+        let raw = FenceRaw::from_bytes(cursor.array()?);
+        check_limit("flags of a fence", raw.flags.into(), FLAG_CUT.into(), at)?;
+        check_point("point of a cut", &raw.cut, at + 12)?;
+        let cuts = raw.flags == FLAG_CUT;
+        check_field(
+            cuts || raw.cut == BatchPoint::default(),
+            "unused point of a cut",
+            raw.cut.lsn.0,
+            at + 12,
+        )?;
+        let store_len_max = StoreHeaderRaw::LEN + STORE_RECORD_LEN_MAX;
+        check_limit("length of STORE", raw.store_len.into(), store_len_max as u64, at + 4)?;
+        let at = cursor.offset();
+        let store_file = cursor.take(raw.store_len as usize)?.to_vec();
+        let decoded = StoreFile::decode(&store_file).map_err(|defect| Defect::Store(defect).at(at))?;
+        if decoded.store != store {
+            return Err(Defect::Foreign.at(at));
+        }
+        cursor.check_count(raw.openings, SegmentHeaderRaw::LEN)?;
+        let mut openings: Vec<SegmentHeader> = Vec::with_capacity(raw.openings as usize);
+        for _ in 0..raw.openings {
+            let at = cursor.offset();
+            let header = SegmentHeader::decode(cursor.take(SegmentHeaderRaw::LEN)?);
+            let header = header.map_err(|defect| Defect::Store(defect).at(at))?;
+            if header.store != store {
+                return Err(Defect::Foreign.at(at));
+            }
+            check_field(header.opening.is_some(), "segment that opens no incarnation", header.segment, at)?;
+            openings.push(header);
+        }
+        Ok(Self { store_file, openings, cut: cuts.then_some(raw.cut) })
+    }
+}
+
+impl Run {
+    fn decode(cursor: &mut Cursor<'_>, listed: u32) -> Result<Self, ObjectDefect> {
+        let at = cursor.offset();
+        let raw = RunRaw::from_bytes(cursor.array()?);
+        check_point("batch before a run", &raw.before, at)?;
+        check_point("last batch of a run", &raw.after, at + 20)?;
+        check_field(raw.before.lsn < raw.after.lsn, "last batch of a run", raw.after.lsn.0, at + 20)?;
+        let at = cursor.offset();
+        let frames = cursor.rest();
+        // The frames are either here or in data objects.
+        check_field(frames.is_empty() != (listed == 0), "length of a run's frames", frames.len() as u64, at)?;
+        Ok(Self { before: raw.before, after: raw.after, frames: frames.to_vec() })
+    }
+}
+
+impl Manifest {
+    fn to_raw(self) -> ManifestRaw {
+        ManifestRaw {
+            snapshot: self.snapshot,
+            start: self.start,
+            redo: self.redo,
+            flags: if self.follows_gap { FLAG_GAP } else { 0 },
+            end: self.end,
+            reserved: [0; 4],
+        }
+    }
+
+    fn decode(cursor: &mut Cursor<'_>) -> Result<Self, ObjectDefect> {
+        let at = cursor.offset();
+        let raw = ManifestRaw::from_bytes(cursor.array()?);
+        check_limit("number of a snapshot", raw.snapshot.0, NUMBER_MAX, at)?;
+        check_limit("start of a manifest", raw.start, NUMBER_MAX, at + 8)?;
+        check_field(raw.start > 0, "start of a manifest", raw.start, at + 8)?;
+        check_limit("flags of a manifest", raw.flags.into(), FLAG_GAP.into(), at + 36)?;
+        check_range(&raw.redo, &raw.end, at + 16, at + 40)?;
+        check_zeros("reserved byte of a manifest", &raw.reserved, at + 60)?;
+        cursor.finish()?;
+        let follows_gap = raw.flags == FLAG_GAP;
+        Ok(Self { snapshot: raw.snapshot, start: raw.start, redo: raw.redo, end: raw.end, follows_gap })
+    }
+}
+
+impl Boundary {
+    fn encode(&self, out: &mut Vec<u8>) {
+        let mut fence = Vec::new();
+        if let Some(kept) = &self.fence {
+            kept.content.encode(&mut fence);
+        }
+        let raw = BoundaryRaw {
+            number: self.number,
+            start: self.start,
+            manifest: self.manifest,
+            fence: self.fence.as_ref().map_or(0, |kept| kept.position),
+            fence_nonce: self.fence.as_ref().map_or_else(Nonce::default, |kept| kept.nonce),
+            fence_len: fence.len() as u32,
+            snapshots: self.snapshots.len() as u32,
+            reserved: [0; 8],
+        };
+        out.extend_from_slice(&raw.to_bytes());
+        out.extend_from_slice(&fence);
+        for kept in &self.snapshots {
+            let KeptSnapshot { snapshot, redo, end, listed } = *kept;
+            out.extend_from_slice(
+                &KeptSnapshotRaw { snapshot, redo, end, listed, reserved: [0; 12] }.to_bytes(),
+            );
+        }
+    }
+
+    fn decode(cursor: &mut Cursor<'_>, store: StoreId, listed: u32) -> Result<Self, ObjectDefect> {
+        let at = cursor.offset();
+        let raw = BoundaryRaw::from_bytes(cursor.array()?);
+        check_limit("number of a boundary", raw.number, NUMBER_MAX, at)?;
+        check_limit("start of a boundary", raw.start, NUMBER_MAX, at + 8)?;
+        check_field(raw.number > 0, "number of a boundary", raw.number, at)?;
+        check_field(raw.start > 0, "start of a boundary", raw.start, at + 8)?;
+        check_limit("manifest of a boundary", raw.manifest, NUMBER_MAX, at + 16)?;
+        check_field(raw.manifest >= raw.start, "manifest of a boundary", raw.manifest, at + 16)?;
+        check_field(raw.fence < raw.start, "fence below a boundary", raw.fence, at + 24)?;
+        let has_fence = raw.fence > 0;
+        check_field(
+            has_fence == (raw.fence_len > 0),
+            "length of a kept fence",
+            raw.fence_len.into(),
+            at + 48,
+        )?;
+        check_field(has_fence == (raw.fence_nonce != Nonce::default()), "nonce of a kept fence", 0, at + 32)?;
+        check_zeros("reserved byte of a boundary", &raw.reserved, at + 56)?;
+        let mut fence = None;
+        if has_fence {
+            let mut inner = Cursor::new(cursor.take(raw.fence_len as usize)?, at + BoundaryRaw::LEN);
+            let content = Fence::decode(&mut inner, store)?;
+            inner.finish()?;
+            fence = Some(KeptFence { position: raw.fence, nonce: raw.fence_nonce, content });
+        }
+        let snapshots = decode_kept(cursor, raw.snapshots, listed)?;
+        cursor.finish()?;
+        Ok(Self { number: raw.number, start: raw.start, manifest: raw.manifest, fence, snapshots })
+    }
+}
+
+/// Decodes the kept snapshots of a boundary, and checks that they account for its list of data objects.
+fn decode_kept(cursor: &mut Cursor<'_>, count: u32, listed: u32) -> Result<Vec<KeptSnapshot>, ObjectDefect> {
+    cursor.check_count(count, KeptSnapshotRaw::LEN)?;
+    let mut snapshots = Vec::with_capacity(count as usize);
+    let mut named = 0u64;
+    for _ in 0..count {
+        let at = cursor.offset();
+        let raw = KeptSnapshotRaw::from_bytes(cursor.array()?);
+        check_limit("number of a snapshot", raw.snapshot.0, NUMBER_MAX, at)?;
+        check_range(&raw.redo, &raw.end, at + 8, at + 28)?;
+        check_zeros("reserved byte of a kept snapshot", &raw.reserved, at + 52)?;
+        named += u64::from(raw.listed);
+        let KeptSnapshotRaw { snapshot, redo, end, listed, .. } = raw;
+        snapshots.push(KeptSnapshot { snapshot, redo, end, listed });
+    }
+    check_field(
+        named == u64::from(listed),
+        "number of data objects of kept snapshots",
+        named,
+        cursor.offset(),
+    )?;
+    Ok(snapshots)
+}
+
+fn check_range(
+    redo: &BatchPoint,
+    end: &BatchPoint,
+    redo_at: usize,
+    end_at: usize,
+) -> Result<(), ObjectDefect> {
+    check_point("redo of a snapshot", redo, redo_at)?;
+    check_point("end of a snapshot", end, end_at)?;
+    check_field(redo.lsn <= end.lsn, "end of a snapshot", end.lsn.0, end_at)
+}
+
+impl Boundary {
+    /// Returns true if `position` is kept by this boundary.
+    #[must_use]
+    pub fn keeps(&self, position: u64) -> bool {
+        position >= self.start
+    }
+}
+
+/// Returns the last batch of the previous incarnation that counts after an opening (W2 of the format).
+#[must_use]
+pub fn predecessor(header: &SegmentHeader) -> BatchPoint {
+    let Some(opening) = &header.opening else { return BatchPoint::default() };
+    let point = opening.predecessor;
+    if point.lsn == Lsn(0) {
+        return BatchPoint::default();
+    }
+    BatchPoint { incarnation: point.incarnation, lsn: point.lsn, chain: point.chain }
+}

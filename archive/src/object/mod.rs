@@ -1,0 +1,496 @@
+//! The bytes of the objects of an archive: names, headers, contents.
+//!
+//! The chapter "Objects of an archive" of `format/SPEC.md` specifies the same bytes in prose. [`LineObject::decode`] and
+//! its counterparts accept bytes from anywhere: they return an [`ObjectDefect`] with an offset, and allocate no more
+//! than the length of their input.
+
+mod key;
+mod header;
+mod content;
+mod defect;
+
+use remanent_format::StoreId;
+use remanent_format::layout::layout;
+use remanent_format::limits::NUMBER_MAX;
+
+use defect::{Cursor, check_field, check_limit, check_zeros, put};
+use header::check_point;
+
+pub use content::{
+    Boundary, BoundaryRaw, Content, Fence, FenceRaw, KeptFence, KeptSnapshot, KeptSnapshotRaw, Manifest,
+    ManifestRaw, Run, RunRaw, predecessor,
+};
+pub use defect::{Defect, ObjectDefect};
+pub use header::{
+    BatchPoint, DATA_OBJECT_LEN_MAX, Header, Kind, LINE_OBJECT_LEN_MAX, Nonce, OBJECT_MAGIC, OBJECT_VERSION,
+    ObjectHeaderRaw, crc64,
+};
+pub use key::{DataKey, Folder, ObjectKey};
+
+/// Maximum length of the payload of a data object, in bytes.
+pub const PART_LEN_MAX: usize = DATA_OBJECT_LEN_MAX - ObjectHeaderRaw::LEN;
+/// Maximum length of the frames that a run contains itself, in bytes. Longer runs list data objects.
+pub const INLINE_FRAMES_LEN_MAX: usize =
+    LINE_OBJECT_LEN_MAX - ObjectHeaderRaw::LEN - LineHeadRaw::LEN - RunRaw::LEN;
+
+layout! {
+    /// The start of the body of each line object.
+    pub struct LineHeadRaw: 64 {
+        /// Position of the newest fence below the object, or zero.
+        0 => fence: u64,
+        /// Position of the newest boundary below the object, or zero.
+        8 => boundary: u64,
+        /// Position of the newest manifest below the object, or zero.
+        16 => manifest: u64,
+        /// Position of the newest object below that lists data objects, or zero.
+        24 => listing: u64,
+        /// The last archived batch, up to and with this object.
+        32 => archived: BatchPoint,
+        /// Number of data objects that the object lists.
+        52 => listed: u32,
+        /// Reserved, always zero.
+        56 => reserved: [u8; 8],
+    }
+}
+
+layout! {
+    /// An entry of a list of data objects.
+    pub struct DataRefRaw: 64 {
+        /// Term in the key of the data object.
+        0 => term: u64,
+        /// Random number in the key.
+        8 => random: u64,
+        /// Counter in the key.
+        16 => index: u64,
+        /// Length of the payload in bytes.
+        24 => len: u64,
+        /// CRC-64 of the payload.
+        32 => crc: u64,
+        /// Kind of the file of which the payload is a part.
+        40 => role: u32,
+        /// Reserved, always zero.
+        44 => reserved: u32,
+        /// Number of the file.
+        48 => file: u64,
+        /// Offset of the payload in the file.
+        56 => offset: u64,
+    }
+}
+
+layout! {
+    /// The start of the body of the copy of a boundary.
+    pub struct BoundRaw: 8 {
+        /// Position of the boundary in the line.
+        0 => position: u64,
+    }
+}
+
+layout! {
+    /// The body of the hint.
+    pub struct HintRaw: 24 {
+        /// Position of the end of the line.
+        0 => end: u64,
+        /// Position of the newest manifest, or zero.
+        8 => manifest: u64,
+        /// Number of the newest boundary, or zero.
+        16 => bound: u64,
+    }
+}
+
+/// Positions of the newest objects of some kinds. Zero means none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Links {
+    /// The newest fence.
+    pub fence: u64,
+    /// The newest boundary.
+    pub boundary: u64,
+    /// The newest manifest.
+    pub manifest: u64,
+    /// The newest object that lists data objects.
+    pub listing: u64,
+}
+
+impl Links {
+    /// Returns the links of the object after `object`.
+    #[must_use]
+    pub fn after(mut self, object: &LineObject) -> Self {
+        let position = object.position;
+        match object.content {
+            Content::Fence(_) => self.fence = position,
+            Content::Boundary(_) => self.boundary = position,
+            Content::Manifest(_) => self.manifest = position,
+            Content::Run(_) => {}
+        }
+        if !object.data.is_empty() {
+            self.listing = position;
+        }
+        self
+    }
+}
+
+/// The kind of file of which a data object contains a part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[repr(u32)]
+pub enum Role {
+    /// Frames of the log. The number is the Lsn of the first batch.
+    Frames = 1,
+    /// An image file.
+    Images = 2,
+    /// The table of an old state.
+    Table = 3,
+    /// A manifest file: one link of a snapshot.
+    Link = 4,
+}
+
+impl Role {
+    /// All roles, in the order of their numbers.
+    pub const ALL: [Role; 4] = [Role::Frames, Role::Images, Role::Table, Role::Link];
+
+    /// Returns the name of the role, as in SPEC.md.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Role::Frames => "frames",
+            Role::Images => "images",
+            Role::Table => "table",
+            Role::Link => "link",
+        }
+    }
+}
+
+/// A part of a file of the store: at most 8 MiB of its bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Part {
+    /// Kind of the file.
+    pub role: Role,
+    /// Number of the file.
+    pub file: u64,
+    /// Offset of the part in the file, in bytes.
+    pub offset: u64,
+    /// Length of the part in bytes.
+    pub len: u64,
+    /// CRC-64 of the part.
+    pub crc: u64,
+}
+
+/// An entry of a list of data objects: a part, and the key of the data object that contains it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct DataRef {
+    /// Key of the data object.
+    pub key: DataKey,
+    /// The part that it contains.
+    pub part: Part,
+}
+
+/// A decoded line object.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LineObject {
+    /// The id of the store.
+    pub store: StoreId,
+    /// The object's position in the line.
+    pub position: u64,
+    /// Term of the writer.
+    pub term: u64,
+    /// Nonce of the object.
+    pub nonce: Nonce,
+    /// Nonce of the object at the position before.
+    pub nonce_before: Nonce,
+    /// Positions of the newest objects below this one.
+    pub links: Links,
+    /// The last archived batch, up to and with this object.
+    pub archived: BatchPoint,
+    /// The data objects that the object lists.
+    pub data: Vec<DataRef>,
+    /// The content.
+    pub content: Content,
+}
+
+/// The copy of a boundary under its number.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Bound {
+    /// The boundary as it is in the line.
+    pub object: LineObject,
+}
+
+/// The hint: where the end of the line was a short time ago. It may be missing, old or wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Hint {
+    /// Position of the end of the line.
+    pub end: u64,
+    /// Position of the newest manifest, or zero.
+    pub manifest: u64,
+    /// Number of the newest boundary, or zero.
+    pub bound: u64,
+}
+
+impl LineObject {
+    /// Encodes the object.
+    ///
+    /// # Errors
+    /// Returns [`Defect::Limit`] if the object is longer than 4 MiB.
+    pub fn encode(&self) -> Result<Vec<u8>, ObjectDefect> {
+        let header = Header {
+            kind: self.content.kind(),
+            store: self.store,
+            key: ObjectKey::Line(self.position),
+            term: self.term,
+            nonce: self.nonce,
+            nonce_before: self.nonce_before,
+        };
+        let body = self.encode_body();
+        let len = ObjectHeaderRaw::LEN + body.len();
+        check_limit("length of a line object", len as u64, LINE_OBJECT_LEN_MAX as u64, 0)?;
+        Ok(header.encode(&body))
+    }
+
+    fn encode_body(&self) -> Vec<u8> {
+        let mut body = Vec::new();
+        let head = LineHeadRaw {
+            fence: self.links.fence,
+            boundary: self.links.boundary,
+            manifest: self.links.manifest,
+            listing: self.links.listing,
+            archived: self.archived,
+            listed: self.data.len() as u32,
+            reserved: [0; 8],
+        };
+        body.extend_from_slice(&head.to_bytes());
+        for entry in &self.data {
+            body.extend_from_slice(&entry.to_raw().to_bytes());
+        }
+        self.content.encode(&mut body);
+        body
+    }
+
+    /// Decodes the object at `position` of the line, of `store` if the store is known.
+    ///
+    /// # Errors
+    /// Returns an [`ObjectDefect`] if the bytes are not a valid object, or are an object of another key or store.
+    pub fn decode(bytes: &[u8], position: u64, store: Option<StoreId>) -> Result<Self, ObjectDefect> {
+        let (header, body) = decode_at(bytes, ObjectKey::Line(position), store)?;
+        let mut cursor = Cursor::new(body, ObjectHeaderRaw::LEN);
+        Self::decode_body(&header, position, header.kind, &mut cursor)
+    }
+
+    /// Decodes the body of a line object, or its copy in a boundary's copy (SPEC A6).
+    fn decode_body(
+        header: &Header,
+        position: u64,
+        kind: Kind,
+        cursor: &mut Cursor<'_>,
+    ) -> Result<Self, ObjectDefect> {
+        let at = cursor.offset();
+        let raw = LineHeadRaw::from_bytes(cursor.array()?);
+        let links =
+            Links { fence: raw.fence, boundary: raw.boundary, manifest: raw.manifest, listing: raw.listing };
+        for (field, link) in
+            [links.fence, links.boundary, links.manifest, links.listing].into_iter().enumerate()
+        {
+            check_field(link < position, "position of an object below", link, at + 8 * field)?;
+        }
+        check_point("last archived batch", &raw.archived, at + 32)?;
+        check_zeros("reserved byte of a line object", &raw.reserved, at + 56)?;
+        cursor.check_count(raw.listed, DataRefRaw::LEN)?;
+        let mut data = Vec::with_capacity(raw.listed as usize);
+        for _ in 0..raw.listed {
+            data.push(DataRef::decode(cursor)?);
+        }
+        let content = Content::decode(kind, cursor, header.store, raw.listed)?;
+        if let Content::Manifest(manifest) = &content {
+            let start = at + LineHeadRaw::LEN + data.len() * DataRefRaw::LEN + 8;
+            check_field(manifest.start <= position, "start of a manifest", manifest.start, start)?;
+        }
+        Ok(Self {
+            store: header.store,
+            position,
+            term: header.term,
+            nonce: header.nonce,
+            nonce_before: header.nonce_before,
+            links,
+            archived: raw.archived,
+            data,
+            content,
+        })
+    }
+}
+
+impl DataRef {
+    fn to_raw(self) -> DataRefRaw {
+        let Self { key, part } = self;
+        DataRefRaw {
+            term: key.term,
+            random: key.random,
+            index: key.index,
+            len: part.len,
+            crc: part.crc,
+            role: part.role as u32,
+            reserved: 0,
+            file: part.file,
+            offset: part.offset,
+        }
+    }
+
+    /// Decodes an entry (SPEC A7).
+    fn decode(cursor: &mut Cursor<'_>) -> Result<Self, ObjectDefect> {
+        let at = cursor.offset();
+        let raw = DataRefRaw::from_bytes(cursor.array()?);
+        for (field, number) in [raw.term, raw.random, raw.index].into_iter().enumerate() {
+            check_limit("number in the key of a data object", number, NUMBER_MAX, at + 8 * field)?;
+        }
+        check_limit("length of a part", raw.len, PART_LEN_MAX as u64, at + 24)?;
+        let role = Role::ALL.into_iter().find(|role| *role as u32 == raw.role);
+        let role =
+            role.ok_or_else(|| Defect::Field { what: "role of a part", found: raw.role.into() }.at(at + 40))?;
+        check_field(raw.reserved == 0, "reserved field of a part", raw.reserved.into(), at + 44)?;
+        check_limit("number of a file", raw.file, NUMBER_MAX, at + 48)?;
+        check_limit("offset of a part", raw.offset, NUMBER_MAX, at + 56)?;
+        Ok(Self {
+            key: DataKey { term: raw.term, random: raw.random, index: raw.index },
+            part: Part { role, file: raw.file, offset: raw.offset, len: raw.len, crc: raw.crc },
+        })
+    }
+}
+
+impl Bound {
+    /// Returns the number of the boundary. The object of a `Bound` is always a boundary.
+    #[must_use]
+    pub fn number(&self) -> u64 {
+        self.boundary().map_or(0, |boundary| boundary.number)
+    }
+
+    /// Returns the content of the boundary.
+    #[must_use]
+    pub fn boundary(&self) -> Option<&Boundary> {
+        if let Content::Boundary(boundary) = &self.object.content { Some(boundary) } else { None }
+    }
+
+    /// Encodes the copy. Equal boundaries have equal copies, so that any process may create the copy.
+    ///
+    /// # Errors
+    /// Returns [`Defect::Limit`] if the copy is longer than 4 MiB.
+    pub fn encode(&self) -> Result<Vec<u8>, ObjectDefect> {
+        let object = &self.object;
+        let header = Header {
+            kind: Kind::Bound,
+            store: object.store,
+            key: ObjectKey::Bound(self.number()),
+            term: object.term,
+            nonce: object.nonce,
+            nonce_before: object.nonce_before,
+        };
+        let mut body = Vec::new();
+        put(&mut body, &object.position);
+        body.extend_from_slice(&object.encode_body());
+        let len = ObjectHeaderRaw::LEN + body.len();
+        check_limit("length of a boundary's copy", len as u64, LINE_OBJECT_LEN_MAX as u64, 0)?;
+        Ok(header.encode(&body))
+    }
+
+    /// Decodes the copy of boundary `number` (SPEC B3).
+    ///
+    /// # Errors
+    /// Returns an [`ObjectDefect`] if the bytes are not a valid object, or are an object of another key or store.
+    pub fn decode(bytes: &[u8], number: u64, store: Option<StoreId>) -> Result<Self, ObjectDefect> {
+        let (header, body) = decode_at(bytes, ObjectKey::Bound(number), store)?;
+        let mut cursor = Cursor::new(body, ObjectHeaderRaw::LEN);
+        let raw = BoundRaw::from_bytes(cursor.array()?);
+        check_limit("position of a boundary", raw.position, NUMBER_MAX, ObjectHeaderRaw::LEN)?;
+        let object = LineObject::decode_body(&header, raw.position, Kind::Boundary, &mut cursor)?;
+        let bound = Self { object };
+        check_field(bound.number() == number, "number of a boundary", bound.number(), ObjectHeaderRaw::LEN)?;
+        let start = bound.boundary().map_or(0, |boundary| boundary.start);
+        check_field(start < raw.position, "start of a boundary", start, ObjectHeaderRaw::LEN)?;
+        Ok(bound)
+    }
+}
+
+impl Hint {
+    /// Encodes the hint.
+    #[must_use]
+    pub fn encode(&self, store: StoreId, term: u64) -> Vec<u8> {
+        let nonce = Nonce::default();
+        let header =
+            Header { kind: Kind::Hint, store, key: ObjectKey::Newest, term, nonce, nonce_before: nonce };
+        header.encode(&HintRaw { end: self.end, manifest: self.manifest, bound: self.bound }.to_bytes())
+    }
+
+    /// Decodes the hint (SPEC B5).
+    ///
+    /// # Errors
+    /// Returns an [`ObjectDefect`] if the bytes are not a valid hint of `store`. A caller continues without the hint.
+    pub fn decode(bytes: &[u8], store: Option<StoreId>) -> Result<Self, ObjectDefect> {
+        let (_, body) = decode_at(bytes, ObjectKey::Newest, store)?;
+        let mut cursor = Cursor::new(body, ObjectHeaderRaw::LEN);
+        let raw = HintRaw::from_bytes(cursor.array()?);
+        for (field, number) in [raw.end, raw.manifest, raw.bound].into_iter().enumerate() {
+            check_limit("number in the hint", number, NUMBER_MAX, ObjectHeaderRaw::LEN + 8 * field)?;
+        }
+        cursor.finish()?;
+        Ok(Self { end: raw.end, manifest: raw.manifest, bound: raw.bound })
+    }
+}
+
+/// Returns a data object that contains `payload`.
+///
+/// # Errors
+/// Returns [`Defect::Limit`] if the object is longer than 8 MiB.
+pub fn encode_data(
+    store: StoreId,
+    key: DataKey,
+    nonce: Nonce,
+    payload: &[u8],
+) -> Result<Vec<u8>, ObjectDefect> {
+    check_limit("length of a part", payload.len() as u64, PART_LEN_MAX as u64, 0)?;
+    let key_of = ObjectKey::Data(key);
+    let header = Header {
+        kind: Kind::Data,
+        store,
+        key: key_of,
+        term: key.term,
+        nonce,
+        nonce_before: Nonce::default(),
+    };
+    Ok(header.encode(payload))
+}
+
+/// Returns the payload of the data object of an entry, after comparing length and checksum with the entry (SPEC B4).
+///
+/// # Errors
+/// Returns an [`ObjectDefect`] if the bytes are not a valid object, or contain another part than the entry states.
+pub fn decode_data<'a>(bytes: &'a [u8], entry: &DataRef, store: StoreId) -> Result<&'a [u8], ObjectDefect> {
+    let (_, payload) = decode_at(bytes, ObjectKey::Data(entry.key), Some(store))?;
+    let at = ObjectHeaderRaw::LEN;
+    check_field(payload.len() as u64 == entry.part.len, "length of a part", payload.len() as u64, at)?;
+    let computed = crc64(payload);
+    if computed != entry.part.crc {
+        return Err(Defect::BodyChecksum { found: entry.part.crc, computed }.at(at));
+    }
+    Ok(payload)
+}
+
+/// Returns an object with which a probe tests the bucket.
+#[must_use]
+pub fn encode_probe(store: StoreId, number: u64, nonce: Nonce) -> Vec<u8> {
+    let key = ObjectKey::Probe(number);
+    Header { kind: Kind::Probe, store, key, term: 0, nonce, nonce_before: Nonce::default() }.encode(&[])
+}
+
+/// Decodes the header of an object of any kind, and checks the whole object against its checksums.
+///
+/// # Errors
+/// Returns an [`ObjectDefect`] if the bytes are not a valid object.
+pub fn decode_header(bytes: &[u8]) -> Result<Header, ObjectDefect> {
+    Header::decode(bytes).map(|(header, _)| header)
+}
+
+/// Decodes the object that is stored under `key`.
+fn decode_at(bytes: &[u8], key: ObjectKey, store: Option<StoreId>) -> Result<(Header, &[u8]), ObjectDefect> {
+    let (header, body) = Header::decode(bytes)?;
+    if store.is_some_and(|store| header.store != store) {
+        return Err(Defect::Foreign.at(16));
+    }
+    if header.key != key {
+        return Err(Defect::Misplaced.at(32));
+    }
+    Ok((header, body))
+}

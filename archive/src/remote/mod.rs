@@ -1,0 +1,414 @@
+//! Buckets in S3, Google Cloud Storage and Azure Blob Storage, and local folders as buckets. Only with the feature
+//! `object_store`, whose dependencies need Rust 1.89.
+//!
+//! ```
+//! use remanent_archive::bucket::{Bucket, Creation};
+//! use remanent_archive::object::ObjectKey;
+//! use remanent_archive::remote::{RemoteBucket, RemoteOptions};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let folder = tempfile::tempdir()?;
+//! let url = format!("file://{}", folder.path().display());
+//! let bucket = RemoteBucket::open(&url, RemoteOptions::default())?;
+//! let key = ObjectKey::Line(1);
+//! bucket.block_on(async {
+//!     assert_eq!(bucket.create(key, b"first").await?, Creation::Created);
+//!     assert_eq!(bucket.create(key, b"second").await?, Creation::Exists);
+//!     assert_eq!(bucket.get(key, None).await?, Some(b"first".to_vec()));
+//!     bucket.delete(key).await
+//! })?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Runtime
+//!
+//! A bucket owns a Tokio runtime with one thread, on which all requests run. Any executor can poll the futures, and so can
+//! [`RemoteBucket::block_on`]; callers need no Tokio runtime. Several requests run concurrently. Dropping a future does not
+//! cancel its request, which may still take effect.
+//!
+//! # URLs
+//!
+//! | URL | bucket |
+//! |---|---|
+//! | `s3://BUCKET/PATH`, `https://s3.REGION.amazonaws.com/BUCKET/PATH` | S3, and servers with its protocol by the setting `endpoint` |
+//! | `gs://BUCKET/PATH` | Google Cloud Storage |
+//! | `az://CONTAINER/PATH`, `abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/PATH`, `https://ACCOUNT.blob.core.windows.net/CONTAINER/PATH` | Azure Blob Storage |
+//! | `file:///FOLDER` | an existing local folder, with every object synced before it is reported as created |
+//!
+//! A URL with `//`, `.` or `..` as a name, a password, a query or a fragment is refused. In a local folder, symbolic links are
+//! refused.
+//!
+//! # Failures
+//!
+//! Creates and puts are sent once, because a create that a client repeats reports an existing object for its own one. Reads,
+//! listings and deletes are repeated up to three times. After HTTP status 401 or 403 the environment and the settings
+//! are read again. Messages consist of the HTTP status and the server's error code; the text of the server, which may repeat
+//! parts of a credential, is dropped.
+
+mod address;
+mod answer;
+mod backoff;
+mod connect;
+mod failure;
+mod folder;
+mod options;
+
+use std::fmt;
+use std::future::Future;
+use std::io;
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use futures_util::{StreamExt, TryStreamExt};
+use object_store::path::Path;
+use object_store::{GetOptions, GetRange, ObjectStoreExt, PutMode, PutOptions, PutPayload};
+use tokio::runtime::{Builder, Runtime};
+use tokio::sync::watch;
+
+use crate::bucket::{Bucket, BucketError, Creation, FailureClass};
+use crate::object::{DATA_OBJECT_LEN_MAX, Folder, ObjectKey};
+use address::{Address, Place};
+use answer::{Answer, observe};
+use connect::Clients;
+use failure::failure;
+use folder::LocalFolder;
+
+pub use options::{RemoteOptions, Settings};
+
+/// Time between two readings of credentials: a sweep of a thousand locked objects needs one.
+const REREAD_INTERVAL: Duration = Duration::from_secs(5);
+
+/// The reason why a bucket could not be opened. Contains no credential.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum OpenError {
+    /// The URL is not usable.
+    #[error("{url} cannot be the URL of an archive: {reason}")]
+    Address {
+        /// The URL, without user name, password, query and fragment.
+        url: String,
+        /// The reason.
+        reason: &'static str,
+    },
+    /// A setting is unknown.
+    #[error("the setting {key} is unknown for {url}; remove it, or see the settings of object_store")]
+    Setting {
+        /// Name of the setting.
+        key: String,
+        /// The URL.
+        url: String,
+    },
+    /// A setting is missing or not valid.
+    #[error("the settings for {url} are not usable: {message}")]
+    Settings {
+        /// The URL.
+        url: String,
+        /// The reason, without values of settings.
+        message: String,
+    },
+    /// The local folder does not exist or cannot be read.
+    #[error("the folder {} cannot be opened: {source}; create it first", .path.display())]
+    Folder {
+        /// The folder.
+        path: PathBuf,
+        /// The error of the file system.
+        source: io::Error,
+    },
+    /// The thread for requests could not be started.
+    #[error("the thread for requests cannot be started: {0}")]
+    Runtime(io::Error),
+}
+
+/// A bucket at a URL.
+pub struct RemoteBucket {
+    shared: Arc<Shared>,
+    /// Present until the bucket is dropped.
+    runtime: Option<Runtime>,
+}
+
+/// What the requests of a bucket share.
+struct Shared {
+    address: Address,
+    options: RemoteOptions,
+    folder: Option<LocalFolder>,
+    clients: Mutex<Access>,
+    /// Whether credentials were read again and no attempt has used them yet.
+    has_new_credentials: AtomicBool,
+    stopped: watch::Sender<bool>,
+}
+
+/// The clients with the present credentials.
+struct Access {
+    clients: Arc<Clients>,
+    /// When credentials were last read again.
+    read: Option<Instant>,
+}
+
+impl RemoteBucket {
+    /// Opens the bucket at a URL. Sends no request: [`probe`](crate::line::probe) checks the bucket.
+    ///
+    /// # Errors
+    /// Returns an error for a URL or settings that cannot be used, and for a local folder that does not exist.
+    pub fn open(url: &str, options: RemoteOptions) -> Result<Self, OpenError> {
+        let mut address = Address::parse(url)?;
+        let mut folder = None;
+        if let Place::Folder(path) = &address.place {
+            let failed = |source| OpenError::Folder { path: path.clone(), source };
+            let opened = LocalFolder::open(path).map_err(failed)?;
+            address.place = Place::Folder(opened.root().to_owned());
+            folder = Some(opened);
+        }
+        let mut runtime = Builder::new_multi_thread();
+        let runtime = runtime.worker_threads(1).thread_name("remanent-bucket").enable_all().build();
+        let runtime = runtime.map_err(OpenError::Runtime)?;
+        let access = Access { clients: Arc::new(Clients::connect(&address, &options.read())?), read: None };
+        let shared = Shared {
+            address,
+            options,
+            folder,
+            clients: Mutex::new(access),
+            has_new_credentials: AtomicBool::new(false),
+            stopped: watch::Sender::new(false),
+        };
+        Ok(Self { shared: Arc::new(shared), runtime: Some(runtime) })
+    }
+
+    /// Runs a future to its end on this thread.
+    ///
+    /// # Panics
+    /// Panics within an asynchronous context: await the future there.
+    pub fn block_on<F: Future>(&self, future: F) -> F::Output {
+        self.runtime().block_on(future)
+    }
+
+    /// Ends all waits for another attempt, now and later: a failed request is given up. Any thread may call this.
+    pub fn stop(&self) {
+        self.shared.stopped.send_replace(true);
+    }
+
+    fn runtime(&self) -> &Runtime {
+        self.runtime.as_ref().expect("only a drop takes the runtime")
+    }
+
+    /// Runs a request on the thread of the bucket.
+    async fn run<T, F>(&self, request: F) -> Result<T, BucketError>
+    where
+        T: Send + 'static,
+        F: Future<Output = Result<T, BucketError>> + Send + 'static,
+    {
+        match self.runtime().spawn(request).await {
+            Ok(result) => result,
+            Err(_) => {
+                let message = "the request ended early".to_owned();
+                Err(BucketError { class: FailureClass::InDoubt, message })
+            }
+        }
+    }
+}
+
+impl Drop for RemoteBucket {
+    fn drop(&mut self) {
+        // Does not wait for requests, and is permitted in an asynchronous context.
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+impl fmt::Debug for RemoteBucket {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let url = self.shared.address.display();
+        f.debug_struct("RemoteBucket").field("url", &url).field("options", &self.shared.options).finish()
+    }
+}
+
+impl Shared {
+    fn clients(&self) -> Arc<Clients> {
+        self.clients.lock().unwrap_or_else(PoisonError::into_inner).clients.clone()
+    }
+
+    /// Returns the path of an object in the bucket. Checks a local folder.
+    fn locate(&self, key: ObjectKey) -> Result<Path, BucketError> {
+        let name = key.to_string();
+        if let Some(folder) = &self.folder {
+            folder.check(&name)?;
+        }
+        Ok(self.path_of(&name))
+    }
+
+    fn path_of(&self, name: &str) -> Path {
+        self.address.prefix.parts().chain(Path::from(name).parts()).collect()
+    }
+
+    /// Returns the failure of a request, and reads credentials again if the bucket has denied it.
+    fn fail(&self, error: &object_store::Error, answer: Option<&Answer>) -> BucketError {
+        let failure = failure(error, answer);
+        if matches!(failure.class, FailureClass::Denied | FailureClass::Expired) && self.folder.is_none() {
+            self.read_credentials();
+        }
+        failure
+    }
+
+    /// Makes clients from the present environment and settings, at most once in an interval. If the settings are not usable,
+    /// the clients stay.
+    fn read_credentials(&self) {
+        let mut access = self.clients.lock().unwrap_or_else(PoisonError::into_inner);
+        if access.read.is_some_and(|read| read.elapsed() < REREAD_INTERVAL) {
+            return;
+        }
+        access.read = Some(Instant::now());
+        if let Ok(clients) = Clients::connect(&self.address, &self.options.read()) {
+            access.clients = Arc::new(clients);
+            self.has_new_credentials.store(true, Ordering::Relaxed);
+        }
+    }
+
+    async fn create(&self, key: ObjectKey, payload: PutPayload) -> Result<Creation, BucketError> {
+        let path = self.locate(key)?;
+        let clients = self.clients();
+        let request = clients.writes.put_opts(&path, payload, PutOptions::from(PutMode::Create));
+        match observe(request).await {
+            (Ok(_), _) => Ok(Creation::Created),
+            (Err(error @ object_store::Error::AlreadyExists { .. }), answer) => {
+                if let Some(answer) = answer.filter(Answer::is_conflict) {
+                    return Err(self.fail(&error, Some(&answer)));
+                }
+                if let Some(folder) = &self.folder {
+                    folder.sync_folder_of(&key.to_string())?;
+                }
+                Ok(Creation::Exists)
+            }
+            (Err(error), answer) => Err(self.fail(&error, answer.as_ref())),
+        }
+    }
+
+    async fn put(&self, key: ObjectKey, payload: PutPayload) -> Result<(), BucketError> {
+        let path = self.locate(key)?;
+        let clients = self.clients();
+        let (result, answer) = observe(clients.writes.put_opts(&path, payload, PutOptions::default())).await;
+        result.map(drop).map_err(|error| self.fail(&error, answer.as_ref()))
+    }
+
+    async fn get(&self, key: ObjectKey, range: Option<Range<u64>>) -> Result<Option<Vec<u8>>, BucketError> {
+        let path = self.locate(key)?;
+        let clients = self.clients();
+        let options = GetOptions { range: range.clone().map(GetRange::Bounded), ..GetOptions::default() };
+        let read = async {
+            let found = clients.others.get_opts(&path, options).await?;
+            let len = found.range.end.saturating_sub(found.range.start);
+            // An object of another program may have any length.
+            if len > DATA_OBJECT_LEN_MAX as u64 {
+                return Ok::<_, object_store::Error>(Err(len));
+            }
+            let mut stream = found.into_stream();
+            let mut bytes = Vec::with_capacity(len as usize);
+            while let Some(piece) = stream.try_next().await? {
+                bytes.extend_from_slice(&piece[..piece.len().min(len as usize - bytes.len())]);
+            }
+            Ok(Ok((bytes, len)))
+        };
+        let other = |class, message| BucketError { class, message };
+        match observe(read).await {
+            (Ok(Ok((bytes, len))), _) if bytes.len() as u64 == len => Ok(Some(bytes)),
+            (Ok(Ok((bytes, len))), _) => {
+                let message = format!("the connection ended after {} of {len} bytes", bytes.len());
+                Err(other(FailureClass::InDoubt, message))
+            }
+            (Ok(Err(len)), _) => {
+                let message = format!(
+                    "the object has {len} bytes, and no object of an archive has more than {DATA_OBJECT_LEN_MAX}"
+                );
+                Err(other(FailureClass::Other, message))
+            }
+            (Err(object_store::Error::NotFound { .. }), answer) if !is_absent_bucket(&answer) => Ok(None),
+            // A range beyond the end of the object.
+            (Err(_), Some(Answer { status: 416, .. })) => Ok(Some(Vec::new())),
+            (Err(_), None) if self.is_beyond_end(key, &range) => Ok(Some(Vec::new())),
+            (Err(error), answer) => Err(self.fail(&error, answer.as_ref())),
+        }
+    }
+
+    /// Returns true for a range of a local folder's object that the object does not have.
+    fn is_beyond_end(&self, key: ObjectKey, range: &Option<Range<u64>>) -> bool {
+        let (Some(folder), Some(range)) = (&self.folder, range) else { return false };
+        folder.ends_before(&key.to_string(), range.start)
+    }
+
+    async fn list(&self, folder: Folder) -> Result<Vec<String>, BucketError> {
+        if let Some(local) = &self.folder {
+            return local.list(folder);
+        }
+        let prefix = self.path_of(folder.name());
+        let clients = self.clients();
+        let names = clients.others.list(Some(&prefix)).map(|found| {
+            let location = found?.location;
+            let within: Vec<_> = location.prefix_match(&self.address.prefix).into_iter().flatten().collect();
+            let names: Vec<&str> = within.iter().map(|part| part.as_ref()).collect();
+            Ok::<_, object_store::Error>(names.join("/"))
+        });
+        let (result, answer) = observe(names.try_collect()).await;
+        result.map_err(|error| self.fail(&error, answer.as_ref()))
+    }
+
+    async fn delete(&self, key: ObjectKey) -> Result<(), BucketError> {
+        let path = self.locate(key)?;
+        let clients = self.clients();
+        match observe(clients.others.delete(&path)).await {
+            (Ok(()), _) => Ok(()),
+            (Err(object_store::Error::NotFound { .. }), answer) if !is_absent_bucket(&answer) => Ok(()),
+            (Err(error), answer) => Err(self.fail(&error, answer.as_ref())),
+        }
+    }
+
+    /// Waits before another attempt. Returns false to give up.
+    async fn pause(&self, attempt: u32, class: FailureClass) -> bool {
+        let is_denial = matches!(class, FailureClass::Denied | FailureClass::Expired);
+        let has_new = is_denial && self.has_new_credentials.swap(false, Ordering::Relaxed);
+        let Some(longest) = backoff::delay(&self.options, attempt, class, has_new) else { return false };
+        let mut stopped = self.stopped.subscribe();
+        let is_stopped = stopped.wait_for(|stopped| *stopped);
+        tokio::time::timeout(backoff::jitter(longest), is_stopped).await.is_err()
+    }
+}
+
+fn is_absent_bucket(answer: &Option<Answer>) -> bool {
+    answer.as_ref().is_some_and(Answer::is_absent_bucket)
+}
+
+impl Bucket for RemoteBucket {
+    async fn create(&self, key: ObjectKey, bytes: &[u8]) -> Result<Creation, BucketError> {
+        let (shared, payload) = (self.shared.clone(), PutPayload::from(bytes.to_vec()));
+        self.run(async move { shared.create(key, payload).await }).await
+    }
+
+    async fn put(&self, key: ObjectKey, bytes: &[u8]) -> Result<(), BucketError> {
+        let (shared, payload) = (self.shared.clone(), PutPayload::from(bytes.to_vec()));
+        self.run(async move { shared.put(key, payload).await }).await
+    }
+
+    async fn get(&self, key: ObjectKey, range: Option<Range<u64>>) -> Result<Option<Vec<u8>>, BucketError> {
+        let shared = self.shared.clone();
+        self.run(async move { shared.get(key, range).await }).await
+    }
+
+    async fn list(&self, folder: Folder) -> Result<Vec<String>, BucketError> {
+        let shared = self.shared.clone();
+        self.run(async move { shared.list(folder).await }).await
+    }
+
+    async fn delete(&self, key: ObjectKey) -> Result<(), BucketError> {
+        let shared = self.shared.clone();
+        self.run(async move { shared.delete(key).await }).await
+    }
+
+    /// Waits with growing, random delays up to the bounds of [`RemoteOptions`], longer after a throttled request. Gives up
+    /// after the last attempt, after [`RemoteBucket::stop`], and sooner for failures that rarely pass.
+    async fn pause(&self, attempt: u32, failure: &BucketError) -> bool {
+        let (shared, class) = (self.shared.clone(), failure.class);
+        self.run(async move { Ok(shared.pause(attempt, class).await) }).await.unwrap_or(false)
+    }
+}

@@ -1,0 +1,349 @@
+//! The simulated processes: writers, readers and pruners. They run the functions of [`line`](crate::line).
+
+use super::bucket::{SimBucket, reschedule};
+use super::handle::SimStoreHandle;
+use super::store::{Restored, SimStore};
+use super::world::SharedWorld;
+use crate::error::Error;
+use crate::line::{Appended, Archive, Line, RestoredEnd, SnapshotParts, Takeover, Verified};
+use crate::local::LocalStore;
+use crate::rules::{Rule, Rules};
+
+/// Number of boundaries that may pass a reader before it gives up.
+const READ_ATTEMPTS: u32 = 6;
+
+/// The end of a process other than success.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Stop {
+    /// The process stops as the protocol demands, for the stated reason.
+    Expected(String),
+    /// A promise is violated.
+    Violation(String),
+}
+
+impl From<Error> for Stop {
+    fn from(error: Error) -> Self {
+        let text = error.to_string();
+        match error {
+            Error::Superseded { .. }
+            | Error::Overtaken { .. }
+            | Error::Diverged { .. }
+            | Error::Busy { .. }
+            | Error::Bucket { .. }
+            | Error::Unknown { .. } => Stop::Expected(text),
+            _ => Stop::Violation(text),
+        }
+    }
+}
+
+fn violation(text: impl ToString) -> Stop {
+    Stop::Violation(text.to_string())
+}
+
+/// What a process runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// Opens the store of a machine, commits, archives, takes snapshots and prunes.
+    Writer,
+    /// Restores the end of the line.
+    Reader,
+    /// Prunes the archive from a machine without the store.
+    Pruner,
+}
+
+/// A process.
+#[derive(Clone, Debug)]
+pub struct Process {
+    /// The bucket, as this process reaches it.
+    pub bucket: SimBucket,
+    /// The rules to follow.
+    pub rules: Rules,
+    /// The shared state.
+    pub world: SharedWorld,
+    /// The machine.
+    pub machine: usize,
+    /// Whether the operator permits takeovers.
+    pub takeover: Takeover,
+}
+
+/// A handle of a simulated process.
+pub type SimLine<'a> = Line<'a, SimBucket, SimBucket>;
+
+impl Process {
+    /// Runs the process.
+    ///
+    /// # Errors
+    /// Returns the reason why it stops.
+    pub async fn run(self, role: Role) -> Result<(), Stop> {
+        match role {
+            Role::Writer => self.write().await,
+            Role::Reader => self.read().await.map(|_| ()),
+            Role::Pruner => self.prune().await,
+        }
+    }
+
+    /// Returns the archive, as this process reaches it.
+    #[must_use]
+    pub fn archive(&self) -> Archive<'_, SimBucket, SimBucket> {
+        Archive { bucket: &self.bucket, nonces: &self.bucket, rules: self.rules }
+    }
+
+    fn say(&self, event: impl FnOnce() -> String) {
+        let process = self.bucket.process;
+        self.world.borrow_mut().say(|| format!("P{process} {}", event()));
+    }
+
+    fn chance(&self, probability: f64) -> bool {
+        self.world.borrow_mut().rng.chance(probability)
+    }
+
+    /// Returns the directory of the machine.
+    #[must_use]
+    pub fn local(&self) -> SimStoreHandle {
+        SimStoreHandle { world: self.world.clone(), machine: self.machine, rules: self.rules }
+    }
+
+    /// Restores the end of the line and checks it.
+    ///
+    /// # Errors
+    /// Returns a violation, or the reason why the reader gives up.
+    pub async fn read(&self) -> Result<Vec<u64>, Stop> {
+        let began = self.world.borrow().now;
+        let mut line = Line::new(self.archive());
+        line.find().await?;
+        let tokens = match self.restore(&mut line).await? {
+            Some((state, _)) => state.tokens(),
+            None => Vec::new(),
+        };
+        self.say(|| format!("restored {tokens:?}"));
+        self.world.borrow_mut().check_restored(began, &tokens).map_err(Stop::Violation)?;
+        Ok(tokens)
+    }
+
+    /// Reads the state of a line whose end was found. Returns `None` for an empty archive.
+    async fn restore(&self, line: &mut SimLine<'_>) -> Result<Option<(Restored, RestoredEnd)>, Stop> {
+        for _ in 0..READ_ATTEMPTS {
+            if line.is_empty() {
+                return Ok(None);
+            }
+            let mut state = Restored::default();
+            match line.read_state(&mut state).await {
+                Ok(end) => return Ok(Some((state, end))),
+                Err(Error::Overtaken { .. }) => line.find().await?,
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Err(Stop::Expected("overtaken again and again".to_owned()))
+    }
+
+    /// Prunes the archive without the store.
+    ///
+    /// # Errors
+    /// Returns a violation, or the reason why the prune fails.
+    pub async fn prune(&self) -> Result<(), Stop> {
+        let mut line = Line::new(self.archive());
+        line.find().await?;
+        let verified = match line.newest_manifest() {
+            Some(manifest) if self.chance(0.7) => Some(Verified::by_server(manifest)),
+            _ => line.verify_manifest().await?,
+        };
+        if let Some(verified) = verified {
+            let pruned = line.prune(verified, Vec::new()).await?;
+            self.say(|| format!("pruned: {pruned:?}"));
+        }
+        Ok(())
+    }
+
+    async fn write(&self) -> Result<(), Stop> {
+        let mut line = self.open().await?;
+        self.work(&mut line, &self.local()).await
+    }
+
+    /// Opens the store of the machine for writing: finds the end of the line, restores the directory if the machine has
+    /// none, and fences.
+    ///
+    /// # Errors
+    /// Returns a violation, or the reason why the store is not opened.
+    pub async fn open(&self) -> Result<SimLine<'_>, Stop> {
+        let mut line = Line::new(self.archive());
+        line.find().await?;
+        self.open_directory(&mut line).await?;
+        let mut local = self.local();
+        line.fence(&mut local, self.takeover).await.map_err(|error| self.refused(error))?;
+        if !self.rules.follow(Rule::Fence) {
+            self.world.borrow_mut().note_term(line.next(), self.bucket.process);
+        }
+        self.say(|| format!("opened the store in term {:?}", line.term()));
+        Ok(line)
+    }
+
+    /// Opens the directory of the machine, restoring it first if the machine has none.
+    async fn open_directory(&self, line: &mut SimLine<'_>) -> Result<(), Stop> {
+        let is_absent = self.world.borrow().machines[self.machine].is_none();
+        if is_absent {
+            let store = self.restore_directory(line).await?;
+            self.world.borrow_mut().machines[self.machine] = Some(store);
+        }
+        let local = self.local();
+        let random = self.world.borrow_mut().draw();
+        local.with(|store| store.plan_opening(random));
+        // The lineage is checked with the opening that the directory is about to publish (rule 5).
+        line.check_lineage(&local, self.takeover).map_err(|error| self.refused(error))?;
+        local.with(SimStore::publish_opening);
+        Ok(())
+    }
+
+    async fn restore_directory(&self, line: &mut SimLine<'_>) -> Result<SimStore, Stop> {
+        use crate::line::Nonces;
+        if line.is_empty() {
+            let random = self.world.borrow_mut().draw();
+            return Ok(SimStore::create(random));
+        }
+        let nonce = self.bucket.draw();
+        let mut claim = None;
+        if self.rules.follow(Rule::Fence) {
+            claim = Some(line.claim(nonce).await?);
+        }
+        let Some((state, end)) = self.restore(line).await? else {
+            return Err(violation("the archive is empty now"));
+        };
+        self.say(|| format!("restored its directory: {:?}", state.tokens()));
+        Ok(SimStore::restored(state, &end, claim))
+    }
+
+    /// Handles a refused open: the operator discards the directory, and a later open restores it.
+    fn refused(&self, error: Error) -> Stop {
+        let mut world = self.world.borrow_mut();
+        let is_newest =
+            world.machines[self.machine].as_ref().is_some_and(|store| world.is_newest_writer(store));
+        match error {
+            Error::Diverged { .. } | Error::IdentityMismatch { .. } => {
+                world.machines[self.machine] = None;
+                if is_newest && self.rules.follow(Rule::Fence) {
+                    return violation(format!("a directory refuses an archive that only it wrote: {error}"));
+                }
+                Stop::Expected(error.to_string())
+            }
+            error => error.into(),
+        }
+    }
+
+    /// The life of a writer: commits, syncs, runs, snapshots, prunes.
+    async fn work(&self, line: &mut SimLine<'_>, local: &SimStoreHandle) -> Result<(), Stop> {
+        loop {
+            reschedule().await;
+            let share = self.world.borrow_mut().rng.share();
+            let token = self.world.borrow_mut().draw();
+            match share {
+                ..0.35 => local.with(|store| store.commit(token)),
+                ..0.43 => local.with(SimStore::sync),
+                ..0.48 => local.with(SimStore::seal),
+                ..0.66 => self.append_run(line, local).await?,
+                ..0.80 => self.snapshot(line, local).await?,
+                ..0.93 => self.prune_as_writer(line).await?,
+                ..0.94 => drop(line.write_hint().await), // A hint decides nothing.
+                ..0.96 if !self.world.borrow().is_calm => return Err(Stop::Expected("closed".to_owned())),
+                _ => {}
+            }
+        }
+    }
+
+    /// Appends the sealed frames and acknowledges their batches.
+    ///
+    /// # Errors
+    /// Returns a violation, or the reason why the writer stops.
+    pub async fn append_run(&self, line: &mut SimLine<'_>, local: &SimStoreHandle) -> Result<(), Stop> {
+        let before = line.archived().lsn.0 as usize;
+        match line.append_run(local).await {
+            Ok(Some(appended)) => self.acknowledge(&appended, before),
+            Ok(None) => Ok(()),
+            Err(error) => self.retry_later(error),
+        }
+    }
+
+    /// Keeps a writer alive while the bucket cannot be reached.
+    fn retry_later(&self, error: Error) -> Result<(), Stop> {
+        match error {
+            Error::Bucket { .. }
+            | Error::Unknown { .. }
+            | Error::EndNotArchived { .. }
+            | Error::AppendPending => {
+                self.say(|| error.to_string());
+                Ok(())
+            }
+            error => Err(error.into()),
+        }
+    }
+
+    fn acknowledge(&self, appended: &Appended, before: usize) -> Result<(), Stop> {
+        let tokens = self.local().with(|store| store.tokens(before, appended.archived.lsn.0 as usize));
+        let mut world = self.world.borrow_mut();
+        let process = self.bucket.process;
+        world.say(|| format!("P{process} acknowledges {tokens:?} in {}", appended.position));
+        world.acknowledge(process, appended.position, &tokens).map_err(Stop::Violation)
+    }
+
+    async fn snapshot(&self, line: &mut SimLine<'_>, local: &SimStoreHandle) -> Result<(), Stop> {
+        let redo = local.with(|store| store.snapshot_redo());
+        if redo == 0 {
+            return Ok(());
+        }
+        let is_base = self.chance(0.4);
+        let commits = self.world.borrow_mut().rng.below(3);
+        for _ in 0..commits {
+            let token = self.world.borrow_mut().draw();
+            local.with(|store| store.commit(token));
+            reschedule().await;
+        }
+        if line.archived().lsn.0 < redo as u64 && self.chance(0.2) {
+            // The log below `redo` is given up (rule 28).
+            let rebased = local.with(|store| store.complete_rebase(redo));
+            return self.append_manifest(line, local, &rebased).await;
+        }
+        let snapshot = local.with(|store| store.complete_snapshot(redo, is_base));
+        // The run that holds the snapshot's end comes first [mend].
+        while self.rules.follow(Rule::Mend) && line.archived().lsn < snapshot.end.lsn {
+            let before = line.archived();
+            self.append_run(line, local).await?;
+            if line.archived() == before {
+                return Ok(()); // The bucket is away; the next snapshot replaces this one.
+            }
+        }
+        self.append_manifest(line, local, &snapshot).await
+    }
+
+    /// Appends the manifest of a snapshot.
+    ///
+    /// # Errors
+    /// Returns a violation, or the reason why the writer stops.
+    pub async fn append_manifest(
+        &self,
+        line: &mut SimLine<'_>,
+        local: &dyn LocalStore,
+        snapshot: &SnapshotParts,
+    ) -> Result<(), Stop> {
+        let before = line.archived().lsn.0 as usize;
+        match line.append_manifest(local, snapshot).await {
+            Ok(appended) => {
+                self.say(|| format!("archived snapshot {} in {}", snapshot.snapshot, appended.position));
+                self.acknowledge(&appended, before)
+            }
+            Err(error) => self.retry_later(error),
+        }
+    }
+
+    /// Prunes the archive as its writer.
+    ///
+    /// # Errors
+    /// Returns a violation, or the reason why the writer stops.
+    pub async fn prune_as_writer(&self, line: &mut SimLine<'_>) -> Result<(), Stop> {
+        let Some(manifest) = line.newest_manifest() else { return Ok(()) };
+        match line.prune(Verified::by_server(manifest), Vec::new()).await {
+            Ok(pruned) => {
+                self.say(|| format!("pruned: {pruned:?}"));
+                Ok(())
+            }
+            Err(error) => self.retry_later(error),
+        }
+    }
+}

@@ -1,0 +1,378 @@
+//! A directory of a store, as far as an archive sees it: a log with marks, openings, image files.
+
+use std::io;
+use std::rc::Rc;
+
+use remanent_format::segment::{Opening, SegmentHeader};
+use remanent_format::{Incarnation, LogPoint, Lsn, SnapshotId, StoreId};
+
+use crate::line::{RestoredEnd, SnapshotParts, StateSink};
+use crate::local::{FenceRecord, SealedFrames};
+use crate::object::{BatchPoint, Fence, Manifest, Part, Role, crc64};
+
+/// The contents of a batch: a number that no other batch has.
+pub type Token = u64;
+
+/// Length of an encoded batch in bytes.
+const BATCH_LEN: usize = 20;
+
+/// A batch of the log.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Batch {
+    /// The contents.
+    pub token: Token,
+    /// Incarnation that wrote the frame.
+    pub incarnation: Incarnation,
+    /// Chain hash of the frame.
+    pub chain: u32,
+}
+
+impl Batch {
+    fn after(before: Option<&Batch>, token: Token, incarnation: Incarnation) -> Self {
+        let chain_before = before.map_or(0, |batch| batch.chain);
+        let mut bytes = Vec::with_capacity(BATCH_LEN);
+        bytes.extend_from_slice(&chain_before.to_le_bytes());
+        bytes.extend_from_slice(&token.to_le_bytes());
+        bytes.extend_from_slice(&incarnation.number.to_le_bytes());
+        bytes.extend_from_slice(&incarnation.random.to_le_bytes());
+        Self { token, incarnation, chain: crc32fast::hash(&bytes) }
+    }
+
+    fn encode(&self, out: &mut Vec<u8>) {
+        out.extend_from_slice(&self.token.to_le_bytes());
+        out.extend_from_slice(&self.incarnation.number.to_le_bytes());
+        out.extend_from_slice(&self.incarnation.random.to_le_bytes());
+        out.extend_from_slice(&self.chain.to_le_bytes());
+    }
+
+    fn decode_all(bytes: &[u8]) -> impl Iterator<Item = Self> {
+        bytes.chunks_exact(BATCH_LEN).map(|batch| {
+            let word = |at: usize| u32::from_le_bytes(std::array::from_fn(|byte| batch[at + byte]));
+            let token = u64::from(word(0)) | u64::from(word(4)) << 32;
+            let incarnation = Incarnation { number: word(8), random: word(12) };
+            Self { token, incarnation, chain: word(16) }
+        })
+    }
+}
+
+/// An image file: some consecutive batches.
+#[derive(Clone, Debug)]
+pub struct ImageFile {
+    number: u64,
+    end: usize,
+    bytes: Rc<[u8]>,
+}
+
+impl ImageFile {
+    fn of(number: u64, first: usize, batches: &[Batch]) -> Self {
+        let mut bytes = (first as u64).to_le_bytes().to_vec();
+        batches.iter().for_each(|batch| batch.encode(&mut bytes));
+        Self { number, end: first + batches.len(), bytes: bytes.into() }
+    }
+
+    fn part(&self) -> Part {
+        let len = self.bytes.len() as u64;
+        Part { role: Role::Images, file: self.number, offset: 0, len, crc: crc64(&self.bytes) }
+    }
+}
+
+/// A directory.
+#[derive(Clone, Debug)]
+pub struct SimStore {
+    /// The id of the store.
+    pub id: StoreId,
+    /// All batches; batch `n` has Lsn `n + 1`.
+    pub log: Vec<Batch>,
+    /// Number of batches that are synced.
+    pub durable: usize,
+    /// Number of batches under a mark that is synced.
+    pub mark: usize,
+    /// Whether this directory is an old copy.
+    pub is_old_copy: bool,
+    /// Frames that an opening dropped, after copying their batches.
+    dropped: Vec<BatchPoint>,
+    /// The highest incarnation number of the line from which the directory was restored (rule 24).
+    incarnation_floor: u32,
+    pub(super) openings: Vec<SegmentHeader>,
+    images: Vec<ImageFile>,
+    files: u64,
+    snapshots: u64,
+    pub(super) fences: Vec<FenceRecord>,
+}
+
+impl SimStore {
+    /// Creates a directory of a new store.
+    #[must_use]
+    pub fn create(random: u64) -> Self {
+        let mut id = [0xa5; 16];
+        id[..8].copy_from_slice(&random.to_le_bytes());
+        Self {
+            id: StoreId(id),
+            log: Vec::new(),
+            durable: 0,
+            mark: 0,
+            is_old_copy: false,
+            dropped: Vec::new(),
+            incarnation_floor: 0,
+            openings: Vec::new(),
+            images: Vec::new(),
+            files: 0,
+            snapshots: 0,
+            fences: Vec::new(),
+        }
+    }
+
+    /// Creates a directory from a state that was read. `fence` is the claim under which it was read, if there was one.
+    #[must_use]
+    pub fn restored(state: Restored, end: &RestoredEnd, fence: Option<FenceRecord>) -> Self {
+        let count = state.batches.len();
+        let files = state.images.iter().map(|image| image.number).max().unwrap_or(0);
+        let mut store = Self::create(0);
+        store.id = end.store;
+        store.log = state.batches;
+        (store.durable, store.mark) = (count, count);
+        store.images = state.images;
+        store.files = files;
+        store.snapshots = state.snapshot;
+        store.fences = fence.into_iter().collect();
+        store.incarnation_floor = end.incarnation;
+        store
+    }
+
+    /// Returns true if the directory created the fence at `position`.
+    #[must_use]
+    pub fn is_fence_of(&self, position: u64) -> bool {
+        !self.is_old_copy
+            && self.fences.iter().any(|record| record.is_confirmed && record.position == position)
+    }
+
+    /// Returns the tokens from batch `first` on, up to `end`.
+    #[must_use]
+    pub fn tokens(&self, first: usize, end: usize) -> Vec<Token> {
+        let end = end.min(self.log.len());
+        self.log[first.min(end)..end].iter().map(|batch| batch.token).collect()
+    }
+
+    /// Returns the last of the first `count` batches.
+    pub(super) fn point(&self, count: usize) -> BatchPoint {
+        let Some(batch) = count.checked_sub(1).and_then(|last| self.log.get(last)) else {
+            return BatchPoint::default();
+        };
+        BatchPoint { incarnation: batch.incarnation, lsn: Lsn(count as u64), chain: batch.chain }
+    }
+
+    pub(super) fn incarnation(&self) -> Incarnation {
+        self.openings
+            .last()
+            .and_then(|header| header.opening)
+            .map_or_else(Incarnation::default, |o| o.incarnation)
+    }
+
+    /// Begins an incarnation: the batches above the newest durable mark are dropped from their incarnation. Publish it
+    /// with [`publish_opening`](SimStore::publish_opening).
+    pub fn plan_opening(&mut self, random: u64) {
+        let number = self.incarnation().number.max(self.incarnation_floor) + 1;
+        let incarnation = Incarnation { number, random: random as u32 };
+        let predecessor = self.point(self.mark.min(self.log.len()));
+        self.openings.push(opening(self.id, incarnation, &predecessor));
+    }
+
+    /// Discards an opening that was planned.
+    pub fn discard_opening(&mut self) {
+        self.openings.pop();
+    }
+
+    /// Completes the planned opening: it copies the dropped batches and syncs them.
+    pub fn publish_opening(&mut self) {
+        let incarnation = self.incarnation();
+        for at in self.mark.min(self.log.len())..self.log.len() {
+            self.dropped.push(self.point(at + 1));
+            let before = at.checked_sub(1).map(|before| self.log[before]);
+            self.log[at] = Batch::after(before.as_ref(), self.log[at].token, incarnation);
+        }
+        self.seal();
+    }
+
+    /// Logs a batch.
+    pub fn commit(&mut self, token: Token) {
+        let batch = Batch::after(self.log.last(), token, self.incarnation());
+        self.log.push(batch);
+    }
+
+    /// Syncs the log. The frames carry the mark before.
+    pub fn sync(&mut self) {
+        self.mark = self.durable;
+        self.durable = self.log.len();
+    }
+
+    /// Syncs the log, and a seal with its mark.
+    pub fn seal(&mut self) {
+        self.durable = self.log.len();
+        self.mark = self.durable;
+    }
+
+    /// Begins a snapshot of the present state. Returns its `redo`.
+    #[must_use]
+    pub fn snapshot_redo(&self) -> usize {
+        self.log.len()
+    }
+
+    /// Completes a snapshot. It shares the images of the previous one, or writes everything again.
+    pub fn complete_snapshot(&mut self, redo: usize, is_base: bool) -> SnapshotParts {
+        self.seal();
+        if is_base {
+            self.images.clear();
+        }
+        let covered = self.images.last().map_or(0, |image| image.end);
+        if redo > covered {
+            self.files += 1;
+            self.images.push(ImageFile::of(self.files, covered, &self.log[covered..redo]));
+        }
+        self.snapshots += 1;
+        SnapshotParts {
+            snapshot: SnapshotId(self.snapshots),
+            redo: self.point(redo),
+            end: self.point(self.log.len()),
+            parts: self.images.iter().map(ImageFile::part).collect(),
+            follows_gap: false,
+        }
+    }
+}
+
+impl SimStore {
+    /// Completes a snapshot that follows a gap: it lists the frames from its `redo` to its end.
+    pub fn complete_rebase(&mut self, redo: usize) -> SnapshotParts {
+        let mut snapshot = self.complete_snapshot(redo, true);
+        let bytes = self.frames_from(redo);
+        if !bytes.is_empty() {
+            let file = redo as u64 + 1;
+            let len = bytes.len() as u64;
+            snapshot.parts.push(Part { role: Role::Frames, file, offset: 0, len, crc: crc64(&bytes) });
+        }
+        snapshot.follows_gap = true;
+        snapshot
+    }
+
+    fn frames_from(&self, first: usize) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        self.log[first..].iter().for_each(|batch| batch.encode(&mut bytes));
+        bytes
+    }
+
+    /// Returns the frames after the first `first` batches, up to `end`.
+    pub(super) fn frames(&self, first: usize, end: usize) -> Option<SealedFrames> {
+        let end = end.min(self.log.len());
+        if first >= end {
+            return None;
+        }
+        let mut bytes = Vec::new();
+        self.log[first..end].iter().for_each(|batch| batch.encode(&mut bytes));
+        Some(SealedFrames { before: self.point(first), after: self.point(end), bytes, files: Vec::new() })
+    }
+
+    pub(super) fn chain_of(&self, incarnation: Incarnation, lsn: Lsn) -> Option<u32> {
+        let current = self.point(lsn.0 as usize);
+        let mut known = self.dropped.iter().chain(std::iter::once(&current));
+        known.find(|point| point.incarnation == incarnation && point.lsn == lsn).map(|point| point.chain)
+    }
+
+    /// Records fences. An old copy that creates a fence is a directory like any other.
+    pub(super) fn record_fences(&mut self, fences: &[FenceRecord]) {
+        let is_new = |record: &FenceRecord| record.is_confirmed && !self.fences.contains(record);
+        self.is_old_copy &= !fences.iter().any(is_new);
+        self.fences = fences.to_vec();
+    }
+
+    pub(super) fn read_part(&self, part: &Part) -> Option<Vec<u8>> {
+        if part.role == Role::Frames {
+            let mut frames = self.frames_from(part.file as usize - 1);
+            frames.truncate(part.len as usize);
+            return Some(frames);
+        }
+        let image = self.images.iter().find(|image| image.part() == *part)?;
+        Some(image.bytes.to_vec())
+    }
+}
+
+fn opening(store: StoreId, incarnation: Incarnation, predecessor: &BatchPoint) -> SegmentHeader {
+    let BatchPoint { incarnation: before, lsn, chain } = *predecessor;
+    let predecessor = LogPoint { incarnation: before, lsn, segment: 0, offset: 0, chain };
+    let opening = Opening { incarnation, predecessor, accepted: lsn, accepted_chain: chain };
+    SegmentHeader {
+        store,
+        segment: u64::from(incarnation.number),
+        segment_len: 65_536,
+        opening: Some(opening),
+    }
+}
+
+/// A state that is being read.
+#[derive(Clone, Debug, Default)]
+pub struct Restored {
+    /// The batches.
+    pub batches: Vec<Batch>,
+    images: Vec<ImageFile>,
+    snapshot: u64,
+    redo: BatchPoint,
+}
+
+impl Restored {
+    /// Returns the tokens of the state.
+    #[must_use]
+    pub fn tokens(&self) -> Vec<Token> {
+        self.batches.iter().map(|batch| batch.token).collect()
+    }
+
+    fn check_redo(&self) -> io::Result<()> {
+        let last = self.batches.last();
+        let is_at_redo = self.batches.len() as u64 != self.redo.lsn.0
+            || last.map_or(0, |batch| batch.chain) == self.redo.chain;
+        if is_at_redo && self.batches.len() as u64 >= self.redo.lsn.0 {
+            return Ok(());
+        }
+        Err(io::Error::new(io::ErrorKind::InvalidData, "the images are not the state at redo"))
+    }
+}
+
+impl StateSink for Restored {
+    fn manifest(&mut self, manifest: &Manifest) -> io::Result<()> {
+        *self = Self { redo: manifest.redo, snapshot: manifest.snapshot.0, ..Self::default() };
+        Ok(())
+    }
+
+    fn part(&mut self, part: &Part, bytes: &[u8]) -> io::Result<()> {
+        let first = u64::from_le_bytes(std::array::from_fn(|at| bytes[at])) as usize;
+        self.batches.truncate(first);
+        self.batches.extend(Batch::decode_all(&bytes[8..]));
+        self.images.push(ImageFile { number: part.file, end: self.batches.len(), bytes: bytes.into() });
+        Ok(())
+    }
+
+    fn frames(&mut self, before: &BatchPoint, _after: &BatchPoint, piece: &[u8]) -> io::Result<()> {
+        self.check_redo()?;
+        for (lsn, batch) in (before.lsn.0 as usize + 1..).zip(Batch::decode_all(piece)) {
+            if lsn as u64 <= self.redo.lsn.0 {
+                continue;
+            }
+            let is_next = lsn == self.batches.len() + 1;
+            if !is_next || Batch::after(self.batches.last(), batch.token, batch.incarnation) != batch {
+                return Err(io::Error::new(
+                    io::ErrorKind::InvalidData,
+                    format!("the chain breaks at lsn {lsn}"),
+                ));
+            }
+            self.batches.push(batch);
+        }
+        Ok(())
+    }
+
+    fn fence(&mut self, _fence: &Fence) -> io::Result<()> {
+        self.check_redo()
+    }
+
+    fn truncate(&mut self, lsn: Lsn) -> io::Result<()> {
+        self.batches.truncate(lsn.0 as usize);
+        self.redo = BatchPoint::default();
+        Ok(())
+    }
+}

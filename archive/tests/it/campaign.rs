@@ -1,0 +1,49 @@
+//! Random schedules with all faults. `REMANENT_TEST_SIZE=full` plays a million, and `REMANENT_SEED=N` the schedule of one
+//! seed, with a trace.
+
+use std::env;
+use std::thread;
+
+use remanent_archive::rules::Rules;
+use remanent_archive::testing::run;
+
+/// Number of schedules that the gate plays.
+const SAMPLE: u64 = 8_000;
+/// Number of schedules of the long form.
+const FULL: u64 = 1_000_000;
+
+fn count() -> u64 {
+    match env::var("REMANENT_TEST_SIZE").as_deref() {
+        Ok("full") => FULL,
+        Ok(other) => panic!("REMANENT_TEST_SIZE={other}: only `full` is known"),
+        Err(_) => SAMPLE,
+    }
+}
+
+/// Plays the schedules of some seeds. Returns the number of acknowledged batches.
+fn play(seeds: impl Iterator<Item = u64>) -> usize {
+    let mut acknowledged = 0;
+    for seed in seeds {
+        let outcome = run(seed, Rules::default(), false);
+        assert_eq!(outcome.violation, None, "replay with REMANENT_SEED={seed}");
+        acknowledged += outcome.acknowledged;
+    }
+    acknowledged
+}
+
+#[test]
+fn random_schedules_break_no_promise() {
+    if let Ok(seed) = env::var("REMANENT_SEED") {
+        let outcome = run(seed.parse().expect("REMANENT_SEED is a number"), Rules::default(), true);
+        outcome.trace.iter().for_each(|event| println!("{event}"));
+        assert_eq!(outcome.violation, None);
+        return;
+    }
+    let (count, threads) = (count(), 2);
+    let parts: Vec<_> = (0..threads)
+        .map(|part| thread::spawn(move || play((part..count).step_by(threads as usize))))
+        .collect();
+    let acknowledged: usize = parts.into_iter().map(|part| part.join().expect("a violated promise")).sum();
+    // Schedules in which nothing is archived prove nothing.
+    assert!(acknowledged as u64 > 10 * count, "{acknowledged} batches in {count} schedules");
+}

@@ -1,0 +1,287 @@
+//! Stores of the engine, a simulated bucket, and the states that restores must have.
+
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::fs;
+use std::future::Future;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::pin::pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+
+use remanent::disk::dir::DirDisk;
+use remanent::disk::{Disk, DiskLock};
+use remanent::options::{Create, DeviceChoice, LogOptions, SnapshotSchedule};
+use remanent::{Metadata, Options, PageId, PageInfo, Place, Retention, StatePoint, Store};
+use remanent_archive::directory::{ArchivedDirectory, RestoreTarget, WriterLock};
+use remanent_archive::line::{Archive, RestoredEnd, Takeover};
+use remanent_archive::mirror::{self, Pushed};
+use remanent_archive::rules::Rules;
+use remanent_archive::testing::bucket::SimBucket;
+use remanent_archive::testing::rng::Rng;
+use remanent_archive::testing::world::{SharedWorld, World};
+
+/// The writer's lock of the engine.
+struct EngineLock(#[expect(dead_code, reason = "held until it is dropped")] Box<dyn DiskLock>);
+
+impl fmt::Debug for EngineLock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("EngineLock")
+    }
+}
+
+impl WriterLock for EngineLock {}
+
+pub fn lock(path: &Path) -> Box<dyn WriterLock> {
+    Box::new(EngineLock(DirDisk::new(path).lock().expect("no process has the store open")))
+}
+
+/// A bucket without faults.
+pub struct Bed {
+    pub world: SharedWorld,
+}
+
+impl Bed {
+    pub fn new(seed: u64) -> Self {
+        let mut world = World::new(seed);
+        world.is_calm = true;
+        Self { world: Rc::new(RefCell::new(world)) }
+    }
+
+    /// Returns a copy of the bucket. Numbers that it draws were not drawn before.
+    pub fn copy(&self) -> Self {
+        let copy = Self::new(1);
+        let mut world = self.world.borrow_mut();
+        let drawn = world.draw();
+        copy.world.borrow_mut().objects = world.objects.clone();
+        while copy.world.borrow_mut().draw() <= drawn + 1_000 {}
+        copy
+    }
+
+    pub fn bucket(&self) -> SimBucket {
+        let process = self.world.borrow_mut().draw() as u32;
+        SimBucket { world: self.world.clone(), process, machine: None, ignores_condition: false }
+    }
+
+    pub fn push(&self, path: &Path) -> remanent_archive::Result<Pushed> {
+        let bucket = self.bucket();
+        let archive = Archive { bucket: &bucket, nonces: &bucket, rules: Rules::default() };
+        let mut directory =
+            ArchivedDirectory::open(path, lock(path)).map_err(remanent_archive::Error::Local)?;
+        block_on(mirror::push(archive, &mut directory, Takeover::Refused))
+    }
+
+    pub fn restore(&self, path: &Path) -> remanent_archive::Result<RestoredEnd> {
+        fs::create_dir_all(path).unwrap();
+        let bucket = self.bucket();
+        let archive = Archive { bucket: &bucket, nonces: &bucket, rules: Rules::default() };
+        let target = RestoreTarget::open(path, lock(path)).map_err(remanent_archive::Error::Local)?;
+        block_on(mirror::restore(archive, &target))
+    }
+
+    /// Restores a copy of the bucket and returns the state that the engine opens.
+    pub fn restored_state(&self) -> State {
+        let directory = tempfile::tempdir().unwrap();
+        self.copy().restore(directory.path()).unwrap();
+        open_state(directory.path())
+    }
+}
+
+pub fn block_on<F: Future>(future: F) -> F::Output {
+    let mut future = pin!(future);
+    loop {
+        if let Poll::Ready(output) = future.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
+            return output;
+        }
+    }
+}
+
+/// Polls a future at most `count` times. Returns `None` if it is then killed.
+pub fn poll_times<F: Future>(future: F, count: u32) -> Option<F::Output> {
+    let mut future = pin!(future);
+    for _ in 0..count {
+        if let Poll::Ready(output) = future.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
+            return Some(output);
+        }
+    }
+    None
+}
+
+/// The state of a store as its caller sees it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct State {
+    pub lsn: u64,
+    pages: BTreeMap<PageId, (PageInfo, Vec<u8>)>,
+    root: Arc<Metadata>,
+}
+
+pub fn state_of(store: &Store) -> State {
+    let infos: Vec<PageInfo> = store.pages().unwrap().collect();
+    let page = |info: PageInfo| (info.page, (info.clone(), store.read_to_vec(info.page).unwrap()));
+    let pages: BTreeMap<_, _> = infos.into_iter().map(page).collect();
+    for (info, _) in pages.values() {
+        if let Some(key) = &info.key {
+            assert_eq!(store.page_by_key(key).unwrap().page, info.page);
+        }
+    }
+    State { lsn: store.lsn().0, pages, root: store.root().unwrap() }
+}
+
+pub fn options(create: Create) -> Options {
+    Options::new()
+        .create(create)
+        .device(DeviceChoice::Host)
+        .snapshots(SnapshotSchedule::never())
+        .retention(Retention::new().snapshots_kept(1))
+        .log(LogOptions::new().segment_len(64 << 10))
+}
+
+pub fn open(path: &Path) -> Store {
+    options(Create::IfEmpty).open(path).unwrap()
+}
+
+/// Opens a restored store and returns its state. The open must find no damage.
+pub fn open_state(path: &Path) -> State {
+    let store = options(Create::Never).open(path).unwrap();
+    assert_eq!(store.recovered().torn, None);
+    assert_eq!(store.recovered().harmless, []);
+    let state = state_of(&store);
+    store.close().unwrap();
+    state
+}
+
+/// Copies a directory, as a crash of the process leaves it. If files are created, renamed or removed meanwhile, it is
+/// copied again.
+pub fn copy_directory(from: &Path, to: &Path) {
+    loop {
+        let before = names(from);
+        let copied = try_copy(from, to);
+        if before.is_ok() && before.as_ref().ok() == names(from).as_ref().ok() && copied.is_ok() {
+            return;
+        }
+        fs::remove_dir_all(to).unwrap();
+    }
+}
+
+/// Returns the paths of all files in a directory.
+fn names(directory: &Path) -> io::Result<BTreeSet<PathBuf>> {
+    let mut found = BTreeSet::new();
+    for entry in fs::read_dir(directory)? {
+        let entry = entry?;
+        if entry.file_type()?.is_dir() {
+            found.extend(names(&entry.path())?);
+        }
+        found.insert(entry.path());
+    }
+    Ok(found)
+}
+
+fn try_copy(from: &Path, to: &Path) -> io::Result<()> {
+    fs::create_dir_all(to)?;
+    for entry in fs::read_dir(from)? {
+        let entry = entry?;
+        let target = to.join(entry.file_name());
+        if entry.file_type()?.is_dir() {
+            try_copy(&entry.path(), &target)?;
+        } else {
+            fs::copy(entry.path(), target)?;
+        }
+    }
+    Ok(())
+}
+
+/// A store with its directory, and the states after each batch.
+pub struct Life {
+    root: tempfile::TempDir,
+    copies: u32,
+    pub path: PathBuf,
+    pub rng: Rng,
+    pub states: BTreeMap<u64, State>,
+}
+
+impl Life {
+    pub fn new(seed: u64) -> Self {
+        let root = tempfile::tempdir().unwrap();
+        let path = root.path().join("store");
+        Self { root, copies: 0, path, rng: Rng::new(seed), states: BTreeMap::new() }
+    }
+
+    /// Opens the store, commits some batches, and returns the open store.
+    pub fn work(&mut self, batches: usize) -> Store {
+        let store = open(&self.path);
+        self.note(&store);
+        for _ in 0..batches {
+            self.commit(&store);
+        }
+        store
+    }
+
+    pub fn note(&mut self, store: &Store) {
+        let state = state_of(store);
+        if let Some(known) = self.states.get(&state.lsn) {
+            assert_eq!(known, &state, "lsn {} has one state", state.lsn);
+        }
+        self.states.insert(state.lsn, state);
+    }
+
+    /// Commits a random batch, or restores an earlier state.
+    fn commit(&mut self, store: &Store) {
+        let pages: Vec<PageInfo> = store.pages().unwrap().collect();
+        let lsns: Vec<u64> = self.states.keys().copied().collect();
+        if lsns.len() > 3 && self.rng.chance(0.06) {
+            let lsn = self.rng.choice(&lsns[lsns.len() - 3..]);
+            if store.restore(StatePoint::Lsn(remanent::Lsn(lsn))).is_ok() {
+                return self.note(store);
+            }
+        }
+        let mut batch = store.batch();
+        for _ in 0..=self.rng.below(3) {
+            let place = self.rng.choice(&[Place::Host, Place::Host, Place::Disk]);
+            let len = self.rng.choice(&[0, 1, 100, 5_000, 40_000]);
+            let bytes: Vec<u8> = (0..len).map(|_| self.rng.draw() as u8).collect();
+            let page = (!pages.is_empty()).then(|| pages[self.rng.below(pages.len())].page);
+            match (page, self.rng.below(7)) {
+                (Some(page), 0) if len > 0 && store.page(page).unwrap().len >= len as u64 => {
+                    batch.write(page, 0, &bytes);
+                }
+                (Some(page), 1) if pages.len() > 4 => {
+                    batch.delete(page);
+                    break;
+                }
+                (Some(page), 2) => {
+                    batch.resize(page, self.rng.below(9_000) as u64);
+                    break;
+                }
+                (Some(page), 3) => {
+                    batch.set_metadata(page, "note", self.rng.draw());
+                }
+                (Some(page), 4) => {
+                    batch.move_to(page, place);
+                    break;
+                }
+                (_, 5) => {
+                    let key = format!("key {}", self.rng.draw());
+                    batch.create_from(bytes, place).key(&key);
+                }
+                _ => {
+                    batch.create_from(bytes, place);
+                }
+            }
+        }
+        batch.set_root("step", self.rng.draw());
+        store.commit(batch).unwrap();
+        self.note(store);
+    }
+
+    /// Continues with a copy of the directory, as if the process had died.
+    pub fn crash(&mut self, store: Store) {
+        self.copies += 1;
+        let copy = self.root.path().join(format!("copy-{}", self.copies));
+        copy_directory(&self.path, &copy);
+        store.close().unwrap();
+        self.path = copy;
+    }
+}

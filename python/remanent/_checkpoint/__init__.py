@@ -1,1 +1,0 @@
-"""Saves and restores of training runs: `remanent.torch.Checkpointer` and its parts."""

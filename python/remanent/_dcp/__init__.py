@@ -1,1 +1,0 @@
-"""Parts of `remanent.dcp`: staging, and conversion from and to other formats."""

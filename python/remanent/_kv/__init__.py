@@ -1,1 +1,0 @@
-"""Parts of `remanent.kv`: the index and the store of a block cache."""

@@ -1,1 +1,0 @@
-"""Durable files, checksummed JSON, progress bars and threads."""

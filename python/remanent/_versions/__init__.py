@@ -1,1 +1,0 @@
-"""Versions of a store's state: listing, retention, removal and comparison."""

@@ -1,0 +1,137 @@
+//! The handle of an archive.
+
+use std::sync::Arc;
+
+use remanent_archive::remote::{RemoteBucket, RemoteOptions};
+
+use super::failures::error_of_open;
+use super::uploader::{self, OpenedStore, UploaderStart};
+use crate::base::sync::mpsc;
+use crate::base::sync::thread::JoinHandle;
+use crate::base::sync::threads;
+use crate::disk::Disk;
+use crate::engine::Engine;
+use crate::error::{ArchiveError, ArchiveErrorKind, Error, Result};
+use crate::log::ArchiveProgress;
+use crate::options::ArchiveOptions;
+use crate::snapshot::Snapshots;
+
+/// Number of attempts of one request. The uploader itself tries again later.
+const ATTEMPTS: u32 = 4;
+
+/// An archive that a directory may continue, while the store is being opened.
+pub(crate) struct CheckedArchive {
+    // Dropped before the thread is joined: a thread that waits for the open store finds that there will be none.
+    opened: mpsc::Sender<OpenedStore>,
+    answers: mpsc::Receiver<Result<()>>,
+    thread: ArchiveThread,
+}
+
+/// An archive that follows an open store.
+pub(crate) struct Archiver {
+    thread: ArchiveThread,
+    engine: Arc<Engine>,
+    snapshots: Arc<Snapshots>,
+}
+
+/// The thread of an archive. Dropping it stops the thread.
+struct ArchiveThread {
+    progress: Arc<ArchiveProgress>,
+    bucket: Arc<RemoteBucket>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl CheckedArchive {
+    /// Checks that a directory may continue the archive, and changes nothing.
+    ///
+    /// # Errors
+    /// [`Error::Archive`]; [`Error::Io`] if the thread cannot be started.
+    pub fn new(options: &ArchiveOptions, disk: &dyn Disk) -> Result<Self> {
+        let settings = RemoteOptions::default().attempts(ATTEMPTS);
+        let settings =
+            options.settings.iter().fold(settings, |settings, (key, value)| settings.setting(key, value));
+        let bucket = RemoteBucket::open(&options.url, settings);
+        let bucket = Arc::new(bucket.map_err(|failure| error_of_open(&failure))?);
+        let path = disk.directory()?.ok_or_else(|| {
+            let reason = "only a store in a file system can be archived".to_owned();
+            ArchiveError { url: String::new(), kind: ArchiveErrorKind::Settings, reason }
+        })?;
+        // Without symbolic links, whose targets may change while the store is open.
+        let path = std::fs::canonicalize(&path).unwrap_or(path);
+        let progress = Arc::new(ArchiveProgress::new());
+        let (opened, receives_opened) = mpsc::channel();
+        let (sends_answers, answers) = mpsc::channel();
+        let thread = {
+            let (options, bucket, progress) = (options.clone(), bucket.clone(), progress.clone());
+            threads::start("remanent-archive", move || {
+                let _guard = PanicGuard(&progress);
+                uploader::run(UploaderStart {
+                    options,
+                    path: &path,
+                    bucket: &bucket,
+                    progress: &progress,
+                    opened: receives_opened,
+                    answers: sends_answers,
+                });
+            })
+        };
+        let thread = thread.map_err(|error| Error::thread("the thread for the archive", error))?;
+        let thread = ArchiveThread { progress, bucket, thread: Some(thread) };
+        let checked = Self { opened, answers, thread };
+        checked.answer()?;
+        Ok(checked)
+    }
+
+    pub fn progress(&self) -> &Arc<ArchiveProgress> {
+        &self.thread.progress
+    }
+
+    /// Creates the fence, and starts to archive. Call this before the first snapshot.
+    ///
+    /// # Errors
+    /// [`Error::Archive`].
+    pub fn connect(self, engine: Arc<Engine>, snapshots: Arc<Snapshots>) -> Result<Archiver> {
+        // If the thread has ended, so has the channel of its answers.
+        let _ = self.opened.send(OpenedStore { engine: engine.clone(), snapshots: snapshots.clone() });
+        self.answer()?;
+        Ok(Archiver { thread: self.thread, engine, snapshots })
+    }
+
+    fn answer(&self) -> Result<()> {
+        self.answers.recv().unwrap_or_else(|_| Err(Error::panicked("the thread for the archive")))
+    }
+}
+
+impl Drop for Archiver {
+    /// Archives the last batches, unless a request fails, and ends the thread.
+    fn drop(&mut self) {
+        self.thread.progress.stop();
+        // Abandons a snapshot that the thread takes for the archive.
+        self.snapshots.pace.call_off();
+        self.engine.log.wake_archiver();
+    }
+}
+
+impl Drop for ArchiveThread {
+    fn drop(&mut self) {
+        self.progress.stop();
+        // Ends waits for another attempt.
+        self.bucket.stop();
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the thread for the archive panicked");
+        }
+    }
+}
+
+/// Ends the archive if its thread panics, so that no caller waits forever.
+struct PanicGuard<'a>(&'a ArchiveProgress);
+
+impl Drop for PanicGuard<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.end(Error::panicked("the thread for the archive"));
+        }
+    }
+}

@@ -1,0 +1,495 @@
+//! The thread that archives a store.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use remanent_archive::Error as Failure;
+use remanent_archive::directory::{ArchivedDirectory, WriterLock};
+use remanent_archive::line::{Appended, Archive, Line, Pruned, SnapshotParts, SystemNonces, Takeover, probe};
+use remanent_archive::local::LocalStore;
+use remanent_archive::object::Kind;
+use remanent_archive::remote::RemoteBucket;
+use remanent_archive::rules::Rules;
+use remanent_format::{Lsn, SnapshotId, StoreId};
+
+use super::failures::{error_of, is_no_space, is_passing};
+use super::holds::{self, LogHold};
+use crate::base::sync::{Instant, mpsc};
+use crate::engine::Engine;
+use crate::error::{ArchiveErrorKind, Error, Result};
+use crate::log::ArchiveProgress;
+use crate::options::ArchiveOptions;
+use crate::snapshot::Snapshots;
+
+/// Number of runs after which a snapshot is archived (rule 21 of the archive's design).
+const RUNS_MAX: u64 = 1024;
+/// Number of bytes of log after which a snapshot is archived.
+const RUN_BYTES_MAX: u64 = 1 << 30;
+/// Pause after a failed attempt. The bucket's own attempts have paused before.
+const AGAIN_AFTER: Duration = Duration::from_secs(1);
+/// Pause after a snapshot for the archive could not be taken.
+const SNAPSHOT_AGAIN_AFTER: Duration = Duration::from_secs(10);
+/// The time for which a close archives what is left.
+const CLOSE_MAX: Duration = Duration::from_secs(30);
+
+/// The engine holds the writer's lock of the directory for longer than the thread lives.
+#[derive(Debug)]
+struct LockedByEngine;
+
+impl WriterLock for LockedByEngine {}
+
+/// The parts of the open store that the thread needs.
+pub(super) struct OpenedStore {
+    pub engine: Arc<Engine>,
+    pub snapshots: Arc<Snapshots>,
+}
+
+/// What the thread is started with.
+pub(super) struct UploaderStart<'a> {
+    pub options: ArchiveOptions,
+    pub path: &'a Path,
+    pub bucket: &'a RemoteBucket,
+    pub progress: &'a ArchiveProgress,
+    /// Receives the parts of the store once it is open.
+    pub opened: mpsc::Receiver<OpenedStore>,
+    /// Sends one result before the store is changed, and one after the fence was created.
+    pub answers: mpsc::Sender<Result<()>>,
+}
+
+type StoreLine<'a> = Line<'a, RemoteBucket, SystemNonces>;
+
+/// Runs the thread until the store closes or the archive ends.
+pub(super) fn run(start: UploaderStart<'_>) {
+    let UploaderStart { options, path, bucket, progress, opened, answers } = start;
+    let url = &options.url;
+    let mut line = Line::new(Archive { bucket, nonces: &SystemNonces, rules: Rules::default() });
+    let found = find(&mut line, path, bucket, takeover(&options));
+    let is_found = found.is_ok();
+    let directory = match found {
+        Ok(directory) => {
+            progress.advance(line.archived().lsn);
+            directory
+        }
+        Err(failure) if !options.required && is_passing(&failure) => {
+            tracing::warn!(error = %error_of(url, &failure), "the archive is checked later");
+            None
+        }
+        Err(failure) => {
+            let _ = answers.send(Err(error_of(url, &failure))); // The opener waits for this answer.
+            return;
+        }
+    };
+    if answers.send(Ok(())).is_err() {
+        return;
+    }
+    // The open failed for another reason.
+    let Ok(OpenedStore { engine, snapshots }) = opened.recv() else { return };
+    let directory = match directory.map_or_else(|| read_directory(path), Ok) {
+        Ok(directory) => directory,
+        Err(error) => {
+            let _ = answers.send(Err(error_of(url, &Failure::Local(error)))); // As above.
+            return;
+        }
+    };
+    let mut uploader = Uploader {
+        options: &options,
+        bucket,
+        progress,
+        line,
+        path: path.to_owned(),
+        directory,
+        engine,
+        snapshots,
+        hold: None,
+        is_found,
+        runs: 0,
+        bytes_before: 0,
+        bytes_archived: 0,
+        snapshot: None,
+        snapshot_after: Instant::now(),
+        late_at: None,
+    };
+    // Held before the first snapshot of this open can remove log.
+    uploader.renew_hold();
+    match uploader.fence() {
+        Ok(()) => {}
+        // A full disk keeps no store from opening, because only an open store can free space.
+        Err(failure) if !options.required && is_passing(&failure) || is_no_space(&failure) => {
+            uploader.note_failure(&failure);
+        }
+        Err(failure) => {
+            let _ = answers.send(Err(error_of(url, &failure))); // As above.
+            return;
+        }
+    }
+    if answers.send(Ok(())).is_ok() {
+        uploader.live();
+    }
+    // Callers that still wait for a batch learn that it is not archived.
+    progress.end(Error::Closed);
+}
+
+fn takeover(options: &ArchiveOptions) -> Takeover {
+    if options.takeover { Takeover::Permitted } else { Takeover::Refused }
+}
+
+/// Finds the end of the line, and checks that it is in the history of the directory. Returns `None` for a directory without
+/// a store.
+fn find(
+    line: &mut StoreLine<'_>,
+    path: &Path,
+    bucket: &RemoteBucket,
+    takeover: Takeover,
+) -> Result<Option<ArchivedDirectory>, Failure> {
+    let directory = open_directory(path)?;
+    let nobody = StoreId([0; 16]);
+    let store = directory.as_ref().map_or(nobody, LocalStore::store);
+    bucket.block_on(async {
+        probe(Archive { bucket, nonces: &SystemNonces, rules: Rules::default() }, store).await?;
+        line.find().await?;
+        match (&directory, line.store()) {
+            (Some(directory), _) => line.check_lineage(directory, takeover),
+            (None, Some(found)) => Err(Failure::IdentityMismatch { found, expected: nobody }),
+            (None, None) => Ok(()),
+        }
+    })?;
+    Ok(directory)
+}
+
+fn open_directory(path: &Path) -> io::Result<Option<ArchivedDirectory>> {
+    match read_directory(path) {
+        Ok(directory) => Ok(Some(directory)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+fn read_directory(path: &Path) -> io::Result<ArchivedDirectory> {
+    ArchivedDirectory::open(path, Box::new(LockedByEngine))
+}
+
+/// The thread's state.
+struct Uploader<'a> {
+    options: &'a ArchiveOptions,
+    bucket: &'a RemoteBucket,
+    progress: &'a ArchiveProgress,
+    line: StoreLine<'a>,
+    /// The path at which `directory` was read.
+    path: PathBuf,
+    directory: ArchivedDirectory,
+    engine: Arc<Engine>,
+    snapshots: Arc<Snapshots>,
+    /// The start that keeps the log, or `None` if the archive has fallen behind.
+    hold: Option<LogHold>,
+    /// Whether the end of the line was found.
+    is_found: bool,
+    /// Number of runs since the last archived snapshot.
+    runs: u64,
+    /// Length of the log at the last archived snapshot.
+    bytes_before: u64,
+    /// Length of the log when all of it was archived.
+    bytes_archived: u64,
+    /// The last snapshot that was archived or was found unsuitable.
+    snapshot: Option<SnapshotId>,
+    /// The time from which a snapshot may be taken for the archive.
+    snapshot_after: Instant,
+    /// The time at which a close gives up.
+    late_at: Option<Instant>,
+}
+
+impl Uploader<'_> {
+    /// Archives until the store closes, or a failure ends the archive or the log.
+    fn live(mut self) {
+        loop {
+            let archived = self.line.archived().lsn;
+            let has_pending = self.line.has_pending();
+            self.engine.log.wait_proven_after(archived, || has_pending || self.progress.is_called());
+            self.progress.pause(Instant::now() + self.options.interval);
+            let is_last = self.progress.must_stop();
+            self.late_at = is_last.then(|| Instant::now() + CLOSE_MAX);
+            match self.round(is_last) {
+                Ok(()) => {
+                    self.progress.count(|stats| stats.last_failure = None);
+                    if let Err(error) = self.engine.log.check() {
+                        // No later batch becomes durable.
+                        return self.progress.end(error);
+                    }
+                    if self.line.archived().lsn == archived && !is_last {
+                        // A batch for which a caller waits has no durable mark yet, because the disk is full.
+                        self.progress.pause_after_failure(Instant::now() + AGAIN_AFTER);
+                    }
+                }
+                Err(failure) if is_passing(&failure) => {
+                    self.note_failure(&failure);
+                    if is_no_space(&failure) {
+                        // The log that is held may be what fills the disk.
+                        self.hold = None;
+                    }
+                    if !is_last {
+                        self.bound_log();
+                        self.progress.pause_after_failure(Instant::now() + AGAIN_AFTER);
+                    }
+                }
+                Err(failure) => return self.end(&failure),
+            }
+            if is_last {
+                return;
+            }
+        }
+    }
+
+    /// Archives all batches that are proven, or that a caller waits for.
+    fn round(&mut self, is_last: bool) -> Result<(), Failure> {
+        self.follow_directory()?;
+        if self.line.term().is_none() {
+            self.fence()?;
+        }
+        let wanted = if is_last { self.engine.log.length().0 } else { self.progress.wanted() };
+        if wanted > self.engine.log.proven()
+            && let Err(error) = self.engine.log.prove(wanted)
+        {
+            // The log has failed. The batches that it has proven before are archived.
+            tracing::debug!(%error, "the last batches cannot be archived");
+        }
+        self.append_runs()?;
+        self.renew_hold();
+        self.bound_log();
+        if is_last { Ok(()) } else { self.archive_snapshot_if_due() }
+    }
+
+    /// Reads the directory again if it was moved: the engine continues in the moved directory.
+    fn follow_directory(&mut self) -> Result<(), Failure> {
+        let path = self.engine.disk.directory().map_err(io::Error::other)?;
+        if let Some(path) = path.filter(|path| *path != self.path) {
+            self.directory = read_directory(&path)?;
+            self.path = path;
+        }
+        Ok(())
+    }
+
+    /// Creates the fence of this open.
+    fn fence(&mut self) -> Result<(), Failure> {
+        self.directory.reload_store()?;
+        self.directory.advance(self.engine.log.proven())?;
+        let takeover = takeover(self.options);
+        let (line, directory) = (&mut self.line, &mut self.directory);
+        if !self.is_found {
+            let archive = Archive { bucket: self.bucket, nonces: &SystemNonces, rules: Rules::default() };
+            let store = directory.store();
+            self.bucket.block_on(async {
+                probe(archive, store).await?;
+                line.find().await
+            })?;
+            self.is_found = true;
+        }
+        self.bucket.block_on(line.fence(directory, takeover))?;
+        self.runs = self.line.next() - self.line.newest_manifest().unwrap_or_else(|| self.line.start());
+        self.snapshot = self.line.manifest().map(|manifest| manifest.snapshot);
+        let term = self.line.term().unwrap_or_default();
+        self.progress.count(|stats| stats.term = term);
+        self.progress.advance(self.line.archived().lsn);
+        tracing::info!(url = self.options.url, term, "archiving");
+        Ok(())
+    }
+
+    /// Appends the proven batches as runs. First completes an object whose outcome is not known.
+    fn append_runs(&mut self) -> Result<(), Failure> {
+        let (proven, (_, bytes)) = (self.engine.log.proven(), self.engine.log.length());
+        if !self.line.has_pending() && proven <= self.line.archived().lsn {
+            return Ok(());
+        }
+        self.directory.advance(proven)?;
+        while self.line.has_pending() || self.line.archived().lsn < proven {
+            if self.late_at.is_some_and(|late_at| Instant::now() >= late_at) {
+                return Ok(());
+            }
+            if !self.line.has_pending() && !self.directory.continues(&self.line.archived())? {
+                return self.continue_after_gap();
+            }
+            let append = self.line.append_run(&self.directory);
+            let Some(appended) = self.bucket.block_on(append)? else { break };
+            self.note(&appended);
+        }
+        self.bytes_archived = bytes;
+        Ok(())
+    }
+
+    /// Counts an object that was appended, and acknowledges its batches.
+    fn note(&mut self, appended: &Appended) {
+        match appended.kind {
+            Kind::Run => {
+                self.runs += 1;
+                self.progress.count(|stats| stats.runs += 1);
+            }
+            Kind::Manifest => {
+                (self.runs, self.bytes_before) = (0, self.engine.log.length().1);
+                self.snapshot = self.line.manifest().map(|manifest| manifest.snapshot);
+                let follows_gap = self.line.manifest().is_some_and(|manifest| manifest.follows_gap);
+                self.progress.count(|stats| {
+                    stats.snapshots += 1;
+                    stats.gaps += u64::from(follows_gap);
+                });
+            }
+            _ => {}
+        }
+        self.progress.advance(appended.archived.lsn);
+    }
+
+    /// Archives the newest snapshot with the log that it needs, because the log after the last archived batch was recycled
+    /// (rule 28).
+    fn continue_after_gap(&mut self) -> Result<(), Failure> {
+        if self.progress.must_stop() {
+            return Ok(()); // The next open continues.
+        }
+        let Some((hold, end)) = self.hold_newest()? else {
+            return Err(Failure::Local(io::Error::other("there is no snapshot to continue with yet")));
+        };
+        let id = hold.snapshot;
+        // From now on the log after this snapshot is needed.
+        self.hold = Some(hold);
+        let proven = self.engine.log.prove(end).map_err(io::Error::other)?;
+        self.directory.advance(proven)?;
+        let parts = self.directory.snapshot(id, &self.line.archived())?;
+        tracing::warn!(snapshot = %id, "the archive fell behind the kept log, and continues with a snapshot");
+        self.archive_snapshot(&parts)
+    }
+
+    /// Archives the newest snapshot if many runs were archived since the last one.
+    fn archive_snapshot_if_due(&mut self) -> Result<(), Failure> {
+        let bytes = self.engine.log.length().1.saturating_sub(self.bytes_before);
+        if self.runs < RUNS_MAX && bytes < RUN_BYTES_MAX {
+            return Ok(());
+        }
+        let archived = self.line.archived();
+        let Some((hold, end)) = self.hold_newest()? else { return Ok(()) };
+        if self.snapshot == Some(hold.snapshot) {
+            // A newer snapshot is taken, and archived in a later round.
+            drop(hold);
+            self.take_snapshot();
+            return Ok(());
+        }
+        // A manifest follows the run that holds its end (rule 10).
+        if end > archived.lsn {
+            return Ok(());
+        }
+        let parts = self.directory.snapshot(hold.snapshot, &archived)?;
+        match self.archive_snapshot(&parts) {
+            // The snapshot needs log below a gap, or has too many parts. A newer one may not.
+            Err(failure @ (Failure::StartNotKept { .. } | Failure::TooLarge { .. })) => {
+                self.note_failure(&failure);
+                self.snapshot = Some(hold.snapshot);
+                Ok(())
+            }
+            result => result,
+        }
+    }
+
+    /// Archives a snapshot, and deletes what it makes unnecessary. Runs are appended in between, so that batches do not wait
+    /// for a long snapshot. Does nothing more if the store closes.
+    fn archive_snapshot(&mut self, parts: &SnapshotParts) -> Result<(), Failure> {
+        let mut begun = Instant::now();
+        for part in &parts.parts {
+            if self.progress.must_stop() {
+                return Ok(());
+            }
+            self.bucket.block_on(self.line.upload_ahead(&self.directory, part))?;
+            if !parts.follows_gap {
+                self.append_runs_if_due(&mut begun)?;
+            }
+        }
+        let appended = self.bucket.block_on(self.line.append_manifest(&self.directory, parts))?;
+        self.note(&appended);
+        let pruned = self.prune(&mut begun)?;
+        tracing::info!(snapshot = %parts.snapshot, ?pruned, "archived a snapshot");
+        Ok(())
+    }
+
+    /// Reads back every part of the newest manifest (rule 18), and then deletes what the manifest makes unnecessary. If the
+    /// store closes meanwhile, a later snapshot does so.
+    fn prune(&mut self, begun: &mut Instant) -> Result<Pruned, Failure> {
+        let Some(mut verification) = self.line.verification() else { return Ok(Pruned::Nothing) };
+        while !self.progress.must_stop() {
+            let read = self.bucket.block_on(self.line.verify_next(&mut verification))?;
+            if let Some(verified) = read {
+                return self.bucket.block_on(self.line.prune(verified, Vec::new()));
+            }
+            self.append_runs_if_due(begun)?;
+        }
+        Ok(Pruned::Nothing)
+    }
+
+    /// Appends runs during longer work, if a caller waits or the interval has passed since `begun`.
+    fn append_runs_if_due(&mut self, begun: &mut Instant) -> Result<(), Failure> {
+        if self.progress.is_called() || begun.elapsed() >= self.options.interval {
+            self.append_runs()?;
+            self.renew_hold();
+            self.bound_log();
+            *begun = Instant::now();
+        }
+        Ok(())
+    }
+
+    /// Holds the newest verified snapshot, and returns it with its end. Takes one and returns `None` if there is none.
+    fn hold_newest(&mut self) -> Result<Option<(LogHold, Lsn)>, Failure> {
+        let held = holds::newest(&self.engine.disk, &self.snapshots).map_err(io::Error::other)?;
+        if held.is_none() && self.snapshots.catalog.latest().catalog.snapshots.is_empty() {
+            self.take_snapshot();
+        }
+        Ok(held)
+    }
+
+    /// Takes a snapshot for the archive. If it fails, it is taken later.
+    fn take_snapshot(&mut self) {
+        if Instant::now() < self.snapshot_after {
+            return;
+        }
+        if let Err(error) = self.snapshots.take_in_background(self.engine.log.length().0) {
+            tracing::warn!(%error, "no snapshot could be taken for the archive; it is tried again later");
+            self.snapshot_after = Instant::now() + SNAPSHOT_AGAIN_AFTER;
+        }
+    }
+
+    fn renew_hold(&mut self) {
+        let archived = self.is_found.then(|| self.line.archived().lsn);
+        if let Err(error) = holds::renew(&self.engine.disk, &self.snapshots, archived, &mut self.hold) {
+            tracing::warn!(%error, "the log for the archive cannot be held");
+        }
+    }
+
+    /// Ends the hold if the log that is not archived exceeds the bound.
+    fn bound_log(&mut self) {
+        let bytes = self.engine.log.length().1.saturating_sub(self.bytes_archived);
+        if bytes > self.options.log_len_max
+            && let Some(hold) = self.hold.take()
+        {
+            tracing::warn!(
+                bytes,
+                snapshot = %hold.snapshot,
+                "the archive is too far behind; the log that it needs is released"
+            );
+        }
+    }
+
+    fn note_failure(&self, failure: &Failure) {
+        let error = error_of(&self.options.url, failure);
+        tracing::warn!(%error, "the archive is behind; it is tried again");
+        self.progress.count(|stats| {
+            stats.failures += 1;
+            stats.last_failure = Some(error);
+        });
+    }
+
+    /// Ends the archive. After a fence of another writer, the store acknowledges nothing more.
+    fn end(&self, failure: &Failure) {
+        let error = error_of(&self.options.url, failure);
+        tracing::error!(%error, "the archive has ended");
+        let is_superseded =
+            matches!(&error, Error::Archive(archive) if archive.kind == ArchiveErrorKind::Superseded);
+        if is_superseded {
+            self.engine.poison.set(error.clone());
+        }
+        self.progress.end(error);
+    }
+}

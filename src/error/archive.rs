@@ -1,0 +1,60 @@
+//! Failures of the archive of a store.
+
+use std::fmt;
+
+/// A failure of the archive of a store, for [`Error::Archive`](super::Error::Archive).
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ArchiveError {
+    /// The URL of the archive, without credentials, or an empty text if there is no archive or `reason` names the URL.
+    pub url: String,
+    /// The kind of failure.
+    pub kind: ArchiveErrorKind,
+    /// What was found.
+    pub reason: String,
+}
+
+/// The kinds of failures of an archive.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ArchiveErrorKind {
+    /// The call needs an archive, but the store was opened without one.
+    NoArchive,
+    /// The URL or a setting cannot be used.
+    Settings,
+    /// Another directory of the store has taken over the archive. The store is poisoned: it acknowledges no more batches.
+    Superseded,
+    /// The archive does not end in the history of this directory. The archive was not changed.
+    Diverged,
+    /// The archive is empty, or ends before what this directory has archived. The archive was not changed.
+    Lost,
+    /// The archive belongs to another store. The archive was not changed.
+    OtherStore,
+    /// A request to the bucket failed.
+    Bucket,
+    /// The bucket lacks an ability that an archive needs.
+    Unsupported,
+    /// An object of the archive is damaged or missing.
+    Damaged,
+    /// An object would exceed a limit of archives.
+    Limit,
+    /// The directory of the store could not be read for the archive.
+    Directory,
+}
+
+impl ArchiveError {
+    /// Returns the error for a store that has no archive.
+    pub(crate) fn absent() -> Self {
+        let reason = "the store has no archive".to_owned();
+        Self { url: String::new(), kind: ArchiveErrorKind::NoArchive, reason }
+    }
+}
+
+impl fmt::Display for ArchiveError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.url.as_str() {
+            "" => f.write_str(&self.reason),
+            url => write!(f, "the archive {url}: {}", self.reason),
+        }
+    }
+}

@@ -1,0 +1,185 @@
+//! How much of the log is archived, and waits for it.
+#![cfg_attr(
+    not(feature = "archive"),
+    expect(dead_code, reason = "without the feature, no store has an archive")
+)]
+
+use remanent_format::Lsn;
+
+use crate::base::sync::{Condvar, Instant, Mutex};
+use crate::base::wakers::Wakers;
+use crate::error::{Error, Result};
+
+/// Counters of the archive since the store was opened. Returned in [`Stats::archive`](crate::stats::Stats::archive).
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct ArchiveStats {
+    /// The newest archived batch. The difference to `Stats::durable` is the number of batches that a loss of the machine
+    /// would lose.
+    pub archived: Lsn,
+    /// The position of this writer's fence in the line of the archive, or 0 before it was created.
+    pub term: u64,
+    /// The number of runs of batches that were archived.
+    pub runs: u64,
+    /// The number of snapshots that were archived.
+    pub snapshots: u64,
+    /// The number of times that the archive fell behind the kept log and continued with a snapshot.
+    pub gaps: u64,
+    /// The number of failed attempts. Each is repeated.
+    pub failures: u64,
+    /// The last failure, or `None` if the last attempt succeeded.
+    pub last_failure: Option<Error>,
+}
+
+/// What the uploader has archived, shared by the uploader, the tickets and the stats.
+pub(crate) struct ArchiveProgress {
+    state: Mutex<ProgressState>,
+    /// Notifies threads that wait for batches.
+    advanced: Condvar,
+    /// Notifies the uploader.
+    called: Condvar,
+    wakers: Wakers,
+}
+
+#[derive(Default)]
+struct ProgressState {
+    archived: Lsn,
+    /// The newest batch for which a caller waits.
+    wanted: Lsn,
+    must_stop: bool,
+    /// The error that ended the archive.
+    ended_by: Option<Error>,
+    stats: ArchiveStats,
+}
+
+impl ArchiveProgress {
+    pub fn new() -> Self {
+        Self {
+            state: Mutex::default(),
+            advanced: Condvar::new(),
+            called: Condvar::new(),
+            wakers: Wakers::default(),
+        }
+    }
+
+    /// Returns true if batch `lsn` is archived.
+    ///
+    /// # Errors
+    /// The error that ended the archive, if the batch is not archived.
+    pub fn is_archived(&self, lsn: Lsn) -> Result<bool> {
+        self.state.lock().is_archived(lsn)
+    }
+
+    /// Makes the uploader archive batch `lsn` immediately. The caller then wakes the uploader if it waits for the log.
+    pub fn ask(&self, lsn: Lsn) {
+        let mut state = self.state.lock();
+        state.wanted = state.wanted.max(lsn);
+        self.called.notify_all();
+    }
+
+    /// Waits until batch `lsn` is archived, or until the time `until`. Returns whether the batch is archived.
+    ///
+    /// # Errors
+    /// The error that ended the archive.
+    pub fn wait(&self, lsn: Lsn, until: Option<Instant>) -> Result<bool> {
+        let mut state = self.state.lock();
+        while !state.is_archived(lsn)? {
+            match until {
+                None => self.advanced.wait(&mut state),
+                Some(until) => {
+                    if self.advanced.wait_until(&mut state, until).timed_out() {
+                        return state.is_archived(lsn);
+                    }
+                }
+            }
+        }
+        Ok(true)
+    }
+
+    pub fn wakers(&self) -> &Wakers {
+        &self.wakers
+    }
+
+    pub fn stats(&self) -> ArchiveStats {
+        let state = self.state.lock();
+        ArchiveStats { archived: state.archived, ..state.stats.clone() }
+    }
+}
+
+/// The uploader's side.
+impl ArchiveProgress {
+    /// Returns the newest batch for which a caller waits.
+    pub fn wanted(&self) -> Lsn {
+        self.state.lock().wanted
+    }
+
+    pub fn must_stop(&self) -> bool {
+        self.state.lock().must_stop
+    }
+
+    /// Returns true if the uploader has something to do although no further batch is proven.
+    pub fn is_called(&self) -> bool {
+        self.state.lock().is_called()
+    }
+
+    /// Waits until the time `until`, or until a caller waits for a batch that is not archived, or the store closes.
+    pub fn pause(&self, until: Instant) {
+        let mut state = self.state.lock();
+        while !state.is_called() {
+            if self.called.wait_until(&mut state, until).timed_out() {
+                return;
+            }
+        }
+    }
+
+    /// Waits until the time `until`, or until the store closes.
+    pub fn pause_after_failure(&self, until: Instant) {
+        let mut state = self.state.lock();
+        while !state.must_stop {
+            if self.called.wait_until(&mut state, until).timed_out() {
+                return;
+            }
+        }
+    }
+
+    pub fn stop(&self) {
+        self.state.lock().must_stop = true;
+        self.called.notify_all();
+    }
+
+    /// Records that batches up to `lsn` are archived, and wakes the callers that wait for them.
+    pub fn advance(&self, lsn: Lsn) {
+        self.state.lock().archived = lsn;
+        self.advanced.notify_all();
+        self.wakers.wake(lsn);
+    }
+
+    /// Changes the counters.
+    pub fn count(&self, change: impl FnOnce(&mut ArchiveStats)) {
+        change(&mut self.state.lock().stats);
+    }
+
+    /// Records the error that ended the archive, and wakes all callers.
+    pub fn end(&self, error: Error) {
+        let mut state = self.state.lock();
+        state.stats.last_failure.get_or_insert_with(|| error.clone());
+        state.ended_by.get_or_insert(error);
+        drop(state);
+        self.advanced.notify_all();
+        self.wakers.wake(Lsn(u64::MAX));
+    }
+}
+
+impl ProgressState {
+    fn is_archived(&self, lsn: Lsn) -> Result<bool> {
+        match &self.ended_by {
+            _ if self.archived >= lsn => Ok(true),
+            Some(error) => Err(error.clone()),
+            None => Ok(false),
+        }
+    }
+
+    fn is_called(&self) -> bool {
+        self.must_stop || self.wanted > self.archived
+    }
+}

@@ -1,0 +1,206 @@
+//! A store, its archive in a folder, and restores of the archive.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use remanent::disk::dir::DirDisk;
+use remanent::disk::{Disk, DiskLock};
+use remanent::options::{ArchiveOptions, Create, DeviceChoice, LogOptions, SnapshotSchedule};
+use remanent::{Ack, Options, PageId, Place, Retention, Store};
+use remanent_archive::directory::{RestoreTarget, WriterLock};
+use remanent_archive::line::{Archive, RestoredEnd, SystemNonces};
+use remanent_archive::mirror;
+use remanent_archive::remote::{RemoteBucket, RemoteOptions};
+use remanent_archive::rules::Rules;
+
+/// Number of short pages.
+const SHORT_PAGES: u64 = 3;
+const SHORT_LEN: u64 = 500;
+/// The length of a page that is written as an image before its batch.
+const LONG_LEN: u64 = 70_000;
+/// Every so many steps, the long page is replaced.
+const LONG_EVERY: u64 = 5;
+
+/// The writer's lock of the engine.
+struct EngineLock(#[expect(dead_code, reason = "held until it is dropped")] Box<dyn DiskLock>);
+
+impl fmt::Debug for EngineLock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("EngineLock")
+    }
+}
+
+impl WriterLock for EngineLock {}
+
+/// A directory with a store and a folder with its archive.
+pub struct Bed {
+    root: tempfile::TempDir,
+}
+
+impl Bed {
+    pub fn new() -> Self {
+        // Each request to a folder syncs, so the folder is in memory where there is such a file system.
+        let memory = Path::new("/dev/shm");
+        let root = if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() };
+        let bed = Self { root: root.unwrap() };
+        fs::create_dir(bed.bucket()).unwrap();
+        bed
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.root.path().join(name)
+    }
+
+    pub fn store(&self) -> PathBuf {
+        self.path("store")
+    }
+
+    pub fn bucket(&self) -> PathBuf {
+        self.path("bucket")
+    }
+
+    pub fn url(&self) -> String {
+        format!("file://{}", self.bucket().display())
+    }
+
+    /// Returns options that archive at once only if a caller waits.
+    pub fn archive(&self) -> ArchiveOptions {
+        ArchiveOptions::new(self.url()).interval(Duration::from_millis(20))
+    }
+
+    pub fn options(&self) -> Options {
+        plain_options(Create::IfEmpty).archive(self.archive())
+    }
+
+    pub fn open(&self) -> Store {
+        self.options().open(self.store()).unwrap()
+    }
+
+    /// Restores the end of the archive into a new directory.
+    pub fn restore(&self, name: &str) -> remanent_archive::Result<RestoredEnd> {
+        restore(&self.url(), &self.path(name))
+    }
+
+    /// Restores a copy of the archive, so that no fence is left in the archive. Returns the step that the restored store
+    /// contains. Every page must have the bytes of that step.
+    pub fn restored_step(&self, name: &str) -> u64 {
+        let copy = self.path(&format!("{name}.bucket"));
+        copy_directory(&self.bucket(), &copy);
+        let path = self.path(name);
+        restore(&format!("file://{}", copy.display()), &path).unwrap();
+        let store = plain_options(Create::Never).open(&path).unwrap();
+        let step = check(&store);
+        store.close().unwrap();
+        fs::remove_dir_all(copy).unwrap();
+        fs::remove_dir_all(path).unwrap();
+        step
+    }
+}
+
+pub fn plain_options(create: Create) -> Options {
+    Options::new()
+        .create(create)
+        .device(DeviceChoice::Host)
+        .snapshots(SnapshotSchedule::never())
+        .retention(Retention::new().snapshots_kept(1))
+        .log(LogOptions::new().segment_len(64 << 10))
+}
+
+pub fn restore(url: &str, path: &Path) -> remanent_archive::Result<RestoredEnd> {
+    fs::create_dir_all(path).unwrap();
+    let bucket = RemoteBucket::open(url, RemoteOptions::default()).unwrap();
+    let archive = Archive { bucket: &bucket, nonces: &SystemNonces, rules: Rules::default() };
+    let lock = Box::new(EngineLock(DirDisk::new(path).lock().unwrap()));
+    let target = RestoreTarget::open(path, lock).map_err(remanent_archive::Error::Local)?;
+    bucket.block_on(mirror::restore(archive, &target))
+}
+
+/// Returns the pages in the order of their creation, creating them if the store is new.
+pub fn pages(store: &Store) -> Vec<PageId> {
+    let mut pages: Vec<PageId> = store.pages().unwrap().map(|info| info.page).collect();
+    if pages.is_empty() {
+        let mut batch = store.batch();
+        (0..SHORT_PAGES).for_each(|_| _ = batch.create(SHORT_LEN, Place::Host));
+        batch.create(LONG_LEN, Place::Host);
+        batch.set_root("step", 0_u64);
+        pages = store.commit(batch).unwrap().pages;
+    }
+    pages
+}
+
+fn bytes(page: u64, step: u64, len: u64) -> Vec<u8> {
+    if step == 0 {
+        return vec![0; len as usize];
+    }
+    (0..len).map(|at| (at * 7 + step * 31 + page * 101 + (at >> 8)) as u8).collect()
+}
+
+/// Commits one step, and returns its ticket.
+pub fn step(store: &Store, pages: &[PageId]) -> remanent::Result<remanent::Ticket> {
+    let step = step_of(store) + 1;
+    let mut batch = store.batch();
+    batch.write(pages[(step % SHORT_PAGES) as usize], 0, &bytes(step % SHORT_PAGES, step, SHORT_LEN));
+    if step.is_multiple_of(LONG_EVERY) {
+        batch.write(pages[SHORT_PAGES as usize], 0, &bytes(SHORT_PAGES, step, LONG_LEN));
+    }
+    batch.set_root("step", step);
+    store.submit(batch)
+}
+
+/// Commits steps, and waits until the last one is archived.
+pub fn archive_steps(store: &Store, pages: &[PageId], count: u64) {
+    let mut last = None;
+    (0..count).for_each(|_| last = Some(step(store, pages).unwrap()));
+    last.unwrap().wait(Ack::Archived).unwrap();
+}
+
+pub fn step_of(store: &Store) -> u64 {
+    let root = store.root().unwrap();
+    match root.get("step") {
+        Some(remanent::Value::U64(step)) => *step,
+        found => panic!("{found:?}"),
+    }
+}
+
+/// Asserts that every page has the bytes of the store's step, and returns the step.
+pub fn check(store: &Store) -> u64 {
+    let now = step_of(store);
+    let mut written: BTreeMap<u64, u64> = BTreeMap::new();
+    for step in 1..=now {
+        written.insert(step % SHORT_PAGES, step);
+        if step.is_multiple_of(LONG_EVERY) {
+            written.insert(SHORT_PAGES, step);
+        }
+    }
+    let infos: Vec<_> = store.pages().unwrap().collect();
+    assert_eq!(infos.len() as u64, SHORT_PAGES + 1);
+    for (number, info) in infos.iter().enumerate() {
+        let number = number as u64;
+        let step = written.get(&number).copied().unwrap_or_default();
+        let found = store.read_to_vec(info.page).unwrap();
+        assert!(found == bytes(number, step, info.len), "page {number} at step {now}");
+    }
+    now
+}
+
+#[expect(clippy::disallowed_methods, reason = "the archive follows by itself, and gives no signal")]
+pub fn pause(time: Duration) {
+    std::thread::sleep(time);
+}
+
+/// Copies a directory whose files may be created and removed meanwhile.
+pub fn copy_directory(from: &Path, to: &Path) {
+    fs::create_dir_all(to).unwrap();
+    for entry in fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        let target = to.join(entry.file_name());
+        if entry.file_type().unwrap().is_dir() {
+            copy_directory(&entry.path(), &target);
+        } else {
+            fs::copy(entry.path(), target).unwrap();
+        }
+    }
+}

@@ -1,0 +1,7 @@
+//! Stores of the engine that are archived while they are open.
+
+mod bed;
+mod kills;
+mod lives;
+mod lost_buckets;
+mod refusals;

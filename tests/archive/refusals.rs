@@ -1,0 +1,139 @@
+//! Directories that must not continue an archive, and calls without one.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use remanent::error::ArchiveErrorKind;
+use remanent::options::Create;
+use remanent::{Ack, Error, Store};
+
+use crate::bed::{Bed, archive_steps, check, copy_directory, pages, pause, plain_options, step};
+
+fn kind(error: &Error) -> ArchiveErrorKind {
+    match error {
+        Error::Archive(archive) => archive.kind,
+        Error::Poisoned(cause) => kind(cause),
+        error => panic!("{error:?}"),
+    }
+}
+
+/// Returns all files below a directory with their bytes, but for the holder of the lock.
+fn files(directory: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+    let mut found = BTreeMap::new();
+    for entry in fs::read_dir(directory).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            found.extend(files(&path));
+        } else if path.file_name().unwrap() != "LOCK" {
+            found.insert(path.clone(), fs::read(&path).unwrap());
+        }
+    }
+    found
+}
+
+fn assert_refused(bed: &Bed, path: &Path, expected: ArchiveErrorKind) {
+    let before = (files(path), files(&bed.bucket()));
+    let error = bed.options().open(path).unwrap_err();
+    assert_eq!(kind(&error), expected, "{error}");
+    assert!(before == (files(path), files(&bed.bucket())), "the refused open has changed something");
+}
+
+#[test]
+fn older_copy_of_directory_is_refused() {
+    let bed = Bed::new();
+    let store = bed.open();
+    let created = pages(&store);
+    archive_steps(&store, &created, 3);
+    store.close().unwrap();
+    copy_directory(&bed.store(), &bed.path("copy"));
+    let store = bed.open();
+    archive_steps(&store, &created, 3);
+    store.close().unwrap();
+    assert_refused(&bed, &bed.path("copy"), ArchiveErrorKind::Diverged);
+    assert_eq!(bed.restored_step("restored"), 6);
+}
+
+#[test]
+fn superseded_store_acknowledges_nothing_and_serves_reads() {
+    let bed = Bed::new();
+    let store = bed.open();
+    let created = pages(&store);
+    archive_steps(&store, &created, 5);
+    bed.restore("successor").unwrap();
+    let successor = bed.options().open(bed.path("successor")).unwrap();
+    let error = step(&store, &created).unwrap().wait(Ack::Archived).unwrap_err();
+    assert_eq!(kind(&error), ArchiveErrorKind::Superseded, "{error}");
+    let mut error = None;
+    for _ in 0..1000 {
+        match step(&store, &created) {
+            Ok(_) => pause(Duration::from_millis(5)),
+            Err(refused) => {
+                error = Some(refused);
+                break;
+            }
+        }
+    }
+    assert_eq!(kind(&error.expect("commits are refused")), ArchiveErrorKind::Superseded);
+    check(&store);
+    drop(store);
+    archive_steps(&successor, &pages(&successor), 4);
+    assert_eq!(bed.restored_step("restored"), 9);
+    successor.close().unwrap();
+    assert_refused(&bed, &bed.store(), ArchiveErrorKind::Diverged);
+}
+
+#[test]
+fn other_stores_are_refused() {
+    let bed = Bed::new();
+    let store = bed.open();
+    archive_steps(&store, &pages(&store), 2);
+    store.close().unwrap();
+    let other = bed.path("other");
+    let store = plain_options(Create::IfEmpty).open(&other).unwrap();
+    pages(&store);
+    store.close().unwrap();
+    assert_refused(&bed, &other, ArchiveErrorKind::OtherStore);
+    // A new store is not created in a directory whose archive belongs to another one.
+    let new = bed.path("new");
+    let error = bed.options().open(&new).unwrap_err();
+    assert_eq!(kind(&error), ArchiveErrorKind::OtherStore, "{error}");
+    assert!(Store::open_read_only(&new).is_err());
+}
+
+#[test]
+fn lost_archive_is_refused() {
+    let bed = Bed::new();
+    let store = bed.open();
+    archive_steps(&store, &pages(&store), 2);
+    store.close().unwrap();
+    for folder in ["line", "data", "bound"] {
+        let _ = fs::remove_dir_all(bed.bucket().join(folder)); // The folder of boundaries may be missing.
+    }
+    assert_refused(&bed, &bed.store(), ArchiveErrorKind::Lost);
+}
+
+#[test]
+fn calls_without_archive_are_refused() {
+    let bed = Bed::new();
+    let error = plain_options(Create::IfEmpty).ack(Ack::Archived).open(bed.store()).unwrap_err();
+    assert_eq!(kind(&error), ArchiveErrorKind::NoArchive, "{error}");
+    let store = plain_options(Create::IfEmpty).open(bed.store()).unwrap();
+    let ticket = step(&store, &pages(&store)).unwrap();
+    for error in [ticket.wait(Ack::Archived).unwrap_err(), ticket.is_acknowledged(Ack::Archived).unwrap_err()]
+    {
+        assert_eq!(kind(&error), ArchiveErrorKind::NoArchive, "{error}");
+    }
+}
+
+#[test]
+fn unusable_urls_are_refused() {
+    let bed = Bed::new();
+    for url in ["", "ftp://host/path", "s3://", "file:///no/such/folder", "s3://user:secret@bucket/path"] {
+        let archive = remanent::options::ArchiveOptions::new(url);
+        let error = plain_options(Create::IfEmpty).archive(archive).open(bed.store()).unwrap_err();
+        assert_eq!(kind(&error), ArchiveErrorKind::Settings, "{url}: {error}");
+        assert!(!error.to_string().contains("secret"), "{error}");
+    }
+}

@@ -1,0 +1,119 @@
+//! `remanent archive push` archives a closed store.
+
+use std::path::PathBuf;
+
+use remanent_archive::directory::ArchivedDirectory;
+use remanent_archive::line::{Pruned, Swept, Takeover, probe};
+use remanent_archive::local::LocalStore;
+use remanent_archive::mirror::{self, Pushed};
+use remanent_format::{FileName, ReadAt, StoreId};
+
+use super::watched_bucket::{WatchedBucket, local_failure};
+use crate::cli::exit::{Ending, Failure, Outcome};
+use crate::cli::json::object;
+use crate::cli::output::Output;
+use crate::cli::progress;
+use crate::read::store_dir::StoreDir;
+use crate::read::writer_lock;
+
+const EXAMPLES: &str = "\
+Uploads the batches that the archive lacks and the newest snapshot, and then deletes what two newer snapshots have \
+replaced. The store must be closed: the command holds its lock. Run it after each run, or from a timer between runs. The \
+first push to an empty URL creates the archive; a URL is the archive of one store. Take a snapshot first, so that a \
+restore need not replay all of the log.
+
+A directory may push only if it created the newest fence of the archive, and if its history contains the archived \
+batches. After a restore elsewhere the old directory is refused, and nothing is changed. If the directory that fenced last \
+is lost and this one has all archived batches, --takeover waives the first condition, never the second.
+
+Lists damaged snapshots, which are skipped, and then exits with 1.
+
+Examples:
+  remanent snapshot store && remanent archive push store s3://bucket/run-7
+  mkdir -p /mnt/nas/run-7 && remanent archive push store file:///mnt/nas/run-7";
+
+/// Archive a closed store: upload its new batches and its newest snapshot
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Push {
+    /// Store directory
+    dir: PathBuf,
+    /// URL of the archive
+    url: String,
+    /// Permit a push although another directory began the newest term and is lost
+    #[arg(long)]
+    takeover: bool,
+    /// Print the result as a JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+impl Push {
+    pub fn run(&self, out: &mut Output) -> Outcome {
+        let bucket = WatchedBucket::open(&self.url)?;
+        let dir = StoreDir::open(&self.dir)?;
+        // Check before the lock is acquired, which creates files.
+        let has_store = dir.len(FileName::Store).map_err(|error| local_failure(Some(&self.dir), &error))?;
+        if has_store.is_none() {
+            return Err(dir.no_store());
+        }
+        let lock = writer_lock::acquire(&self.dir)?;
+        let mut directory = ArchivedDirectory::open(&self.dir, lock)
+            .map_err(|error| local_failure(Some(&self.dir), &error))?;
+        let store = directory.store();
+        bucket.show_progress(progress::objects("uploading"));
+        let takeover = if self.takeover { Takeover::Permitted } else { Takeover::Refused };
+        let pushed = bucket.run(Some(&self.dir), async {
+            probe(bucket.archive(), store).await?;
+            mirror::push(bucket.archive(), &mut directory, takeover).await
+        })?;
+        self.report(store, &pushed, out)?;
+        Ok(if pushed.damaged.is_empty() { Ending::Fine } else { Ending::Difference })
+    }
+
+    fn report(&self, store: StoreId, pushed: &Pushed, out: &mut Output) -> Result<(), Failure> {
+        let (boundary, swept) = match pushed.pruned {
+            Pruned::Boundary { number, swept, .. } => (Some(number), swept),
+            Pruned::Nothing => (None, Swept::default()),
+        };
+        let lsn = pushed.archived.lsn;
+        if self.json {
+            return out.line(object! {
+                "store": store.to_string(),
+                "lsn": lsn.0,
+                "term": pushed.term,
+                "runs": pushed.runs,
+                "snapshot": pushed.snapshot.map(|snapshot| snapshot.0),
+                "boundary": boundary,
+                "line_objects": swept.line_objects,
+                "data_objects": swept.data_objects,
+                "refused": swept.refused,
+                "damage": pushed.damaged.iter().map(ToString::to_string).collect::<Vec<_>>(),
+            });
+        }
+        for damage in &pushed.damaged {
+            out.line(format_args!("{damage}\n    cost: a snapshot was not archived"))?;
+        }
+        if pushed.term.is_none() {
+            return out.line(format_args!("store {store}: archived up to lsn {lsn}; nothing was new"));
+        }
+        let snapshot = pushed.snapshot.map_or(String::new(), |snapshot| format!(", snapshot {snapshot}"));
+        out.line(format_args!("store {store}: archived up to lsn {lsn}; {} runs{snapshot}", pushed.runs))?;
+        report_swept(&swept, out)
+    }
+}
+
+/// Prints what a prune deleted.
+pub(super) fn report_swept(swept: &Swept, out: &mut Output) -> Result<(), Failure> {
+    let Swept { line_objects, data_objects, refused } = swept;
+    if line_objects + data_objects > 0 {
+        out.line(format_args!("removed {line_objects} line objects and {data_objects} data objects"))?;
+    }
+    if *refused > 0 {
+        out.line(format_args!(
+            "note: the bucket refused to delete {refused} objects, for example because of an object lock; a later \
+             prune tries again"
+        ))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,103 @@
+//! `remanent archive status` prints a summary of an archive from few requests.
+
+use remanent_archive::line::status;
+use serde_json::json;
+
+use super::watched_bucket::WatchedBucket;
+use crate::cli::exit::{Ending, Failure, Outcome};
+use crate::cli::json::object;
+use crate::cli::output::Output;
+
+const EXAMPLES: &str = "\
+Sends some dozen requests, however long the archive is, and changes nothing. To read everything, use `remanent archive \
+verify`. Positions are numbers in the names of objects, which are hexadecimal: position 26 is line/000000000000001a.
+
+  store      id of the archived store
+  term       position of the newest fence: the object with which the writer, or a restore, began
+  line       first and last position that are kept
+  archived   last batch that a restore of the end contains
+  boundary   number of the newest boundary: objects below the first kept position may be deleted
+  snapshot   newest archived snapshot: from its first lsn on, a restore replays the log
+  restore    what a restore reads
+
+Examples:
+  remanent archive status s3://bucket/run-7
+  remanent archive status file:///mnt/nas/run-7 --json";
+
+/// Show what an archive contains, from few requests
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Status {
+    /// URL of the archive
+    url: String,
+    /// Print the result as a JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+impl Status {
+    pub fn run(&self, out: &mut Output) -> Outcome {
+        let bucket = WatchedBucket::open(&self.url)?;
+        let found = bucket.run(None, status(bucket.archive()))?;
+        self.report(&found, out)?;
+        Ok(Ending::Fine)
+    }
+
+    fn report(&self, found: &remanent_archive::line::Status, out: &mut Output) -> Result<(), Failure> {
+        let archived = found.archived;
+        if self.json {
+            let manifest = found.manifest.as_ref().map(|newest| {
+                json!({
+                    "position": newest.position,
+                    "snapshot": newest.manifest.snapshot.0,
+                    "redo": newest.manifest.redo.lsn.0,
+                    "end": newest.manifest.end.lsn.0,
+                    "start": newest.manifest.start,
+                    "follows_gap": newest.manifest.follows_gap,
+                    "data_objects": newest.data_objects,
+                    "data_bytes": newest.data_bytes,
+                })
+            });
+            return out.line(object! {
+                "store": found.store.to_string(),
+                "term": found.term,
+                "start": found.start,
+                "end": found.end,
+                "lsn": archived.lsn.0,
+                "incarnation": archived.incarnation.to_string(),
+                "boundary": (found.boundary > 0).then_some(found.boundary),
+                "manifest": manifest,
+                "after_manifest": found.after_manifest(),
+                "line_objects": found.line_objects(),
+            });
+        }
+        out.line(format_args!("store      {}", found.store))?;
+        out.line(format_args!("term       {}", found.term))?;
+        out.line(format_args!("line       {} to {}", found.start, found.end))?;
+        out.line(format_args!("archived   {archived}"))?;
+        match found.boundary {
+            0 => out.line("boundary   none")?,
+            number => out.line(format_args!("boundary   {number}"))?,
+        }
+        let mut reads = format!("{} line objects", found.line_objects());
+        match &found.manifest {
+            None => out.line("snapshot   none: a restore replays the whole log")?,
+            Some(newest) => {
+                let manifest = &newest.manifest;
+                out.line(format_args!(
+                    "snapshot   {}: lsn {} to {}, at position {}, {} objects after it",
+                    manifest.snapshot,
+                    manifest.redo.lsn,
+                    manifest.end.lsn,
+                    newest.position,
+                    found.after_manifest()
+                ))?;
+                reads = format!(
+                    "{} data objects ({} bytes) of the snapshot, {reads}",
+                    newest.data_objects, newest.data_bytes
+                );
+            }
+        }
+        out.line(format_args!("restore    {reads}"))
+    }
+}
