@@ -14,8 +14,8 @@ use crate::device::{Command, EngineDevice, Span, Staging, StagingSpan};
 use crate::error::Result;
 use crate::memory::staging::{StagingBuf, StagingPool};
 
-/// The checksums that the device must find for the long writes of a batch. The committer computes them before the batch
-/// is logged: this may fail for lack of memory, and a logged batch must not fail.
+/// The expected checksums of a batch's long writes. The committer computes them before the batch is logged,
+/// because the computation may fail for lack of memory and a logged batch must not fail.
 pub(crate) struct ArrivalSums {
     /// The CRC-32 of each long write's bytes, in the order of the operations.
     pub sums: Vec<u32>,
@@ -23,7 +23,8 @@ pub(crate) struct ArrivalSums {
     pub staging: StagingBuf,
 }
 
-/// The expected checksums of the long writes of a command list, and the location of those that the device computes.
+/// The expected checksums of the long writes of a command list, and the location of the checksums that the
+/// device computes.
 pub(crate) struct ArrivalProof {
     /// The index, in the command list, of the staging buffer that receives the device's checksums.
     index: usize,
@@ -33,7 +34,7 @@ pub(crate) struct ArrivalProof {
     requested: usize,
 }
 
-/// The long writes of a command list that no command of the list checksums yet.
+/// The long writes of a command list for which the list contains no checksum command yet.
 #[derive(Default)]
 pub(crate) struct UnsummedWrites(Vec<UnsummedWrite>);
 
@@ -43,8 +44,8 @@ struct UnsummedWrite {
     target: StagingSpan,
 }
 
-/// The maximum number of writes that one command checksums. The limit matters because each later operation of the list
-/// is compared with every write that is not checksummed yet.
+/// The maximum number of writes whose checksums one command computes. The limit matters because each later
+/// operation of the list is compared with every write whose checksum is still pending.
 const SUMMED_TOGETHER_MAX: usize = 128;
 
 /// Returns whether the operation is a long write whose bytes are verified on arrival. Masked and sparse deltas change
@@ -77,8 +78,8 @@ impl ArrivalSums {
 }
 
 impl ArrivalProof {
-    /// Creates the value for these expected checksums. `index` is the index, in the command list, of the staging buffer
-    /// that receives the device's checksums.
+    /// Creates a proof from the expected checksums `sums`. `index` is the index, in the command list, of the
+    /// staging buffer that receives the device's checksums.
     pub fn new(index: usize, sums: Vec<u32>) -> Self {
         Self { index, sums, requested: 0 }
     }

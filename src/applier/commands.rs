@@ -25,7 +25,7 @@ pub(crate) struct ListBuilder {
     payload_bytes: usize,
     /// The expected checksums of long writes, with one entry per batch that has long writes.
     proofs: Vec<ArrivalProof>,
-    /// The long writes that no command of the list checksums yet.
+    /// The long writes for which the list contains no checksum command yet.
     unsummed: UnsummedWrites,
     /// The number of commands that copy from page memory to page memory.
     copies: usize,
@@ -145,7 +145,7 @@ impl ListBuilder {
         room.is_empty() && is_short
     }
 
-    /// Replaces the empty list by the memory that a batch has allocated for its list.
+    /// Replaces the empty list with a list in the memory that a batch has allocated for its list.
     pub fn begin_in(&mut self, room: ListRoom) {
         assert!(self.is_empty());
         let ListRoom { commands, staging, asides } = room;
@@ -332,8 +332,8 @@ impl ListBuilder {
         }
     }
 
-    /// Adds a command that fills a range with zeros, like [`zero`](Self::zero). For lists for which no batch allocated
-    /// memory.
+    /// Adds a command that fills a range with zeros, like [`zero`](Self::zero), to a list for which no batch has
+    /// allocated memory.
     ///
     /// # Errors
     /// `OutOfMemory`.

@@ -22,8 +22,9 @@ pub enum MemoryKind {
 /// The location of a page's bytes in this process, for a transport that reads page memory directly, such as NIXL, UCX
 /// or verbs.
 ///
-/// The address is valid for the lifetime of the [`Lease`](crate::Lease) or [`Pin`](crate::Pin) that returned this
-/// description. End the registration first. Transports may only read, because their writes would not be logged.
+/// The address is valid for the lifetime of the [`Lease`](crate::Lease) or [`Pin`](crate::Pin) that returned
+/// this description. End the transport's registration before the lease or pin ends. Transports may only read,
+/// because their writes would not be logged.
 ///
 /// ```no_run
 /// # fn register(address: u64, len: u64, gpu: Option<u32>) {}

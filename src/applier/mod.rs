@@ -160,7 +160,7 @@ impl Turn<'_> {
     /// Submits a list to the lane, after every batch so far.
     ///
     /// # Errors
-    /// A device error; the error because of which the pages' bytes were lost.
+    /// A device error; the earlier error that lost the pages' bytes.
     pub fn submit(&self, list: CommandList) -> Result<Pending> {
         self.intact()?;
         self.device.submit(Lane::Apply, list)
@@ -170,7 +170,7 @@ impl Turn<'_> {
     /// not be read then.
     ///
     /// # Errors
-    /// The error because of which the pages' bytes were lost.
+    /// The earlier error that lost the pages' bytes.
     pub fn intact(&self) -> Result<()> {
         self.lost.as_ref().map_or(Ok(()), |error| Err(error.clone()))
     }
@@ -278,7 +278,8 @@ impl Applier {
         self.requests.push(work, show);
     }
 
-    /// Runs `turn` on the applier's thread after every batch passed to the applier so far, and returns its result.
+    /// Runs the closure `turn` on the applier's thread after every batch passed to the applier so far, and
+    /// returns its result.
     pub fn turn<T: Send + 'static>(
         &self,
         turn: impl FnOnce(&mut Turn<'_>) -> Result<T> + Send + 'static,
@@ -286,8 +287,8 @@ impl Applier {
         self.queue_turn(turn)()
     }
 
-    /// Queues `turn` to run after every batch passed to the applier so far. Returns a function that waits for the
-    /// result.
+    /// Queues the closure `turn` to run after every batch passed to the applier so far. Returns a function that
+    /// waits for the result.
     pub fn queue_turn<T: Send + 'static>(
         &self,
         turn: impl FnOnce(&mut Turn<'_>) -> Result<T> + Send + 'static,
@@ -414,7 +415,7 @@ impl Applier {
     /// Returns whether the command list of batch `lsn` is submitted.
     ///
     /// # Errors
-    /// `Poisoned` if the batch will never be in the lane.
+    /// `Poisoned` if the batch will never be submitted.
     pub fn is_applied(&self, lsn: Lsn) -> Result<bool> {
         let progress = self.progress.lock();
         if progress.applied < lsn && progress.is_lost {

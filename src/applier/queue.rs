@@ -12,8 +12,8 @@ use remanent_format::Lsn;
 use super::{ApplyWork, LIST_BYTES, Turn};
 use crate::base::sync::{Condvar, Instant, Mutex, MutexGuard, Rank};
 
-/// The time for which the applier collects batches without a waiter. A timer wakes the applier's thread, because a
-/// wake-up by a committer is a system call that costs as much as all other work of a small commit.
+/// The time for which the applier collects batches that no caller waits for. A timer wakes the applier's thread,
+/// because a wake-up by a committer is a system call that costs as much as all other work of a small commit.
 const BATCHING_DELAY: Duration = Duration::from_micros(200);
 /// The number of payload bytes in the queue above which committers wait for the applier. The limit bounds the memory of
 /// queued payloads.

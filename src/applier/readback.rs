@@ -107,7 +107,7 @@ impl Turn<'_> {
     /// device reads the copy for this instead of the page, so that deltas do not wait.
     ///
     /// # Errors
-    /// A device error; the error because of which the pages' bytes were lost; `OutOfMemory`.
+    /// A device error; the earlier error that lost the pages' bytes; `OutOfMemory`.
     pub fn drain(
         &self,
         place: Place,
@@ -142,10 +142,10 @@ impl Turn<'_> {
         self.download(sources, staged, from, sums)
     }
 
-    /// Captures ranges like [`drain`](Self::drain), for a chunk of `chunk_len` bytes whose destination is not chosen
-    /// yet. The ranges are only copied to separate device memory. If there is no room for the copies, this method
-    /// allocates a staging buffer of the chunk's length, and transfers the ranges to it in batch order. The applier
-    /// then waits for both.
+    /// Captures ranges like [`drain`](Self::drain), for a chunk of `chunk_len` bytes whose destination is not
+    /// chosen yet. The ranges are only copied to separate device memory. If there is no room for the copies,
+    /// this method allocates a staging buffer of the chunk's length, and transfers the ranges to it in batch
+    /// order. Later deltas then wait for the allocation and the transfer.
     ///
     /// # Errors
     /// Same as `drain`.

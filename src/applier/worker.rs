@@ -40,8 +40,8 @@ pub(super) struct Worker {
     list: ListBuilder,
     /// Memory that pages have left, to be freed after the list under construction.
     retiring: Queue<PageMemory>,
-    /// Memory that pages have left, but that leases still use. The list under construction is the store's last use of
-    /// it.
+    /// Memory that pages have left, but that leases still use. The list under construction is the store's last
+    /// use of this memory.
     vacated: Queue<PageMemory>,
     /// Memory to pass to callers after the list under construction.
     handed_over: Vec<(Arc<Handover>, PageMemory)>,
@@ -273,7 +273,8 @@ impl Worker {
         }
         let here = self.applied.memory.get(page).expect("planned on a page that exists").place();
         if here == place {
-            // The page's Lsn changes although its bytes do not, so an exact cut preserves the page with its earlier Lsn.
+            // The page's Lsn changes although its bytes do not, so an exact cut preserves the page with its
+            // earlier Lsn.
             self.before_change(page, &mut batch.provision.relocations);
         } else {
             let new = batch.next_memory();
@@ -482,7 +483,7 @@ impl Worker {
 
     /// Submits the list under construction. Lists submitted later see its effects.
     fn flush(&mut self) {
-        // Memory is freed after a fence, which requires a list, even if it is empty.
+        // Memory is freed after a fence, and a fence requires a list, even an empty one.
         let gives_up = !(self.retiring.is_empty() && self.vacated.is_empty() && self.handed_over.is_empty());
         if gives_up || !self.list.is_empty() {
             self.submit_list();
@@ -502,8 +503,8 @@ impl Worker {
         }
     }
 
-    /// Submits the list under construction, and gives up the memory that its batches leave. After a device has failed,
-    /// drops the list.
+    /// Submits the list under construction, and then frees or passes on the memory that its batches leave. After
+    /// a device has failed, drops the list.
     fn submit_list(&mut self) {
         let (list, proofs) = self.list.take();
         if self.lost.is_some() {
