@@ -1,4 +1,4 @@
-//! Aligned buffers. Direct reads fill them without a copy.
+//! Aligned buffers for direct I/O.
 
 use std::ops::{Deref, DerefMut};
 

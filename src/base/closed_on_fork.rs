@@ -30,8 +30,8 @@ pub(crate) struct ClosedOnFork {
     slot: &'static Slot,
 }
 
-/// The maximum time that [`ClosedOnFork::open`] waits for a moment in which no fork is in progress. The wait is longer
-/// than one fork only if several threads fork continuously.
+/// The maximum time that [`ClosedOnFork::open`] waits until no fork is in progress. The wait exceeds the
+/// duration of one fork only if several threads fork continuously.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The pause between two checks for forks in progress, about the duration of a fork.

@@ -44,8 +44,8 @@ impl Pace {
         UrgentWaitGuard(self)
     }
 
-    /// Waits until a transfer of `bytes` bytes that began at `since` is within the rate limit. Returns early if a caller
-    /// waits for the background work.
+    /// Waits until a transfer of `bytes` bytes that began at `since` is within the rate limit. Returns early if
+    /// a caller waits for the background work.
     ///
     /// # Errors
     /// [`Error::Closed`] if the store closes. The caller must then abandon the background work.
@@ -55,7 +55,8 @@ impl Pace {
         })
     }
 
-    /// Waits until the time `until`. `None` waits until the store closes or for [`LONGEST`].
+    /// Waits until the time `until`. If `until` is `None`, waits until the store closes or [`LONGEST`] has
+    /// passed.
     pub fn rest(&self, until: Option<Instant>) -> Result<()> {
         self.wait(Some(until.unwrap_or_else(|| Instant::now() + LONGEST)), |_| false)
     }

@@ -1,9 +1,10 @@
 //! Locks of the standard library without lock poisoning, and condition variables whose notifications cost nothing while
 //! no thread waits.
 //!
-//! A lock must contain all of its state. A forked child has a copy of every lock but none of the waiting threads, and
-//! may open stores of its own. `parking_lot` has one table of waiting threads per process. With it, the child would
-//! wake threads of the parent instead of its own, because their stacks have the same addresses.
+//! The locks keep all of their state in the lock itself. `parking_lot` instead keeps one table of waiting
+//! threads per process, and a forked child inherits a copy of the table. A child that opens stores of its own
+//! would then wake threads of the parent instead of its own threads, because their stacks have the same
+//! addresses.
 //!
 //! [`Poison`](crate::base::poison::Poison) handles state that a panic leaves inconsistent, so locks remain usable after
 //! a panic.

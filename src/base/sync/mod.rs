@@ -5,9 +5,9 @@
 //! threads at each lock, wait and atomic operation, and time advances only when a wait times out. The engine thus runs
 //! under thousands of schedules, and a failure names the schedule to replay.
 //!
-//! The scheduler does not control statics, counters without waiters, the host device, and followers. Statics outlive a
-//! schedule, the host device holds a [lock](locks) only while it copies, and followers wait for files. Parallel work
-//! over one list ([`crate::base::parallel`]) uses one thread under a scheduler.
+//! The scheduler does not control statics, counters without waiters, the host device, or followers. Statics
+//! outlive a schedule, the host device holds a [lock](locks) only while it copies, and followers wait for files.
+//! Parallel work over one list ([`crate::base::parallel`]) uses one thread under a scheduler.
 
 pub mod locks;
 mod ranks;

@@ -26,8 +26,8 @@ impl Rank {
     pub const CATALOG_TURN: Self = Self(1);
     pub const CATALOG: Self = Self(2);
     pub const SUBMITTED: Self = Self(3);
-    /// The locks of three lists: drafts that wait for the lock holder, snapshots that were read back, and the keys of
-    /// digests.
+    /// The locks of three lists: batches to be submitted by the thread that holds the submission lock, snapshots
+    /// that were read back, and the keys of digests.
     pub const WAITING: Self = Self(4);
     pub const IMAGE_REMOVALS: Self = Self(5);
     pub const IMAGE_NUMBERS: Self = Self(6);
@@ -223,7 +223,7 @@ impl Condvar {
     }
 }
 
-/// A record that the current thread holds a lock of some rank. Dropping the record ends it.
+/// A record that the current thread holds a lock of some rank, kept until the record is dropped.
 #[derive(Debug)]
 struct Held {
     #[cfg(debug_assertions)]

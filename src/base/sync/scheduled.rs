@@ -1,10 +1,10 @@
 //! Locks, threads and time under a test scheduler, with the same interface as those of the system.
 //!
 //! This module implements its own condition variable, because the scheduler's has no waits with a timeout. Time
-//! advances only when a wait times out, to the end of that wait. The scheduler considers a thread in a timed wait
-//! runnable, because any such wait may time out. A scheduler should let time pass only when no other thread is
-//! runnable; [`sleeps_until`] returns which threads to leave asleep. Under such a scheduler, a missing notification
-//! becomes visible as elapsed time.
+//! advances only when a wait times out, to the end of that wait. The scheduler considers a thread in a timed
+//! wait runnable, because any such wait may time out. A scheduler should let time pass only when no other thread
+//! is runnable, and [`sleeps_until`] identifies the threads that it should leave asleep. Under such a scheduler,
+//! a missing notification becomes visible as elapsed time.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;

@@ -56,8 +56,8 @@ pub mod refusals {
         names: Vec<String>,
     }
 
-    /// Lets the start of every later thread whose name starts with `begin` fail. `None` lets every start succeed.
-    /// Returns the names of the threads whose start failed since the last call.
+    /// Makes the start of every later thread fail if its name starts with `begin`. `None` lets every start
+    /// succeed. Returns the names of the threads whose start failed since the last call.
     pub fn refuse(begin: Option<&str>) -> Vec<String> {
         let mut refused = REFUSED.lock().unwrap_or_else(PoisonError::into_inner);
         refused.begin = begin.map(str::to_owned);
