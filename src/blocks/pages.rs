@@ -1,5 +1,5 @@
-//! Blocks in pages of a store. These blocks can be written from memory with any layout, read to such memory, and copied
-//! between pages.
+//! Blocks in pages of a store: writing them from memory with any layout, reading them, and copying them between
+//! pages.
 
 use std::ops::Range;
 
@@ -51,14 +51,15 @@ pub struct PagedBlock<'p> {
 }
 
 impl BlockPages {
-    /// Adds the creation of a zeroed page for each region to a batch. After the commit,
-    /// [`CommitReceipt::pages`](crate::CommitReceipt::pages) contains the ids of the pages, to be passed to
+    /// Adds to `batch` the creation of one zeroed page per region. After the commit,
+    /// [`CommitReceipt::pages`](crate::CommitReceipt::pages) contains the ids of the pages. Pass the ids to
     /// [`BlockPages::new`].
     pub fn create(batch: &mut WriteBatch, layout: BlockLayout, place: Place) -> Vec<NewPage> {
         (0..layout.region_count()).map(|_| batch.create(layout.region_len(), place).page()).collect()
     }
 
-    /// Uses `pages` as the regions of a layout, in order. A page may be longer than its region.
+    /// Returns the blocks in `pages`, which become the regions of `layout` in order. A page may be longer than
+    /// its region.
     ///
     /// # Errors
     /// [`Error::UnknownPage`](crate::Error::UnknownPage); [`Error::Invalid`](crate::Error::Invalid) if the number of
@@ -187,8 +188,8 @@ impl BlockPages {
         Ok(bytes.lsn())
     }
 
-    /// Reads `block` into block `to_block` of the caller's `regions`, which have the layout `to`. All runs are read in
-    /// the same state.
+    /// Reads `block` into block `to_block` of the caller's `regions`, which have the layout `to`. All bytes of
+    /// the block are read in the same state.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid), as in [`write`](Self::write); the errors of [`Store::read_many`]. The

@@ -1,4 +1,4 @@
-//! Blocks in an engine's tensors. These blocks can be loaded from pages, written to pages, and captured to pages.
+//! Blocks in an engine's tensors: loading them from pages, writing them to pages, and capturing their changes.
 
 use remanent_format::{Lsn, Width};
 
@@ -11,8 +11,8 @@ use crate::store::Store;
 use crate::write::batch::{NewPage, PageRef, WorkingCopy, WriteBatch};
 use crate::write::commit::{InitialCopy, Shadow};
 
-/// The tensors in which an engine keeps its blocks, one for each region of their layout, in device memory. The blocks
-/// must have the same shape as those in the store's pages, but the layouts may differ.
+/// Tensors in device memory in which an inference engine keeps its blocks, one tensor for each region of the
+/// layout. The blocks must have the same shape as those in the store's pages, but the layouts may differ.
 ///
 /// ```
 /// use remanent::layout::{Arrangement, BlockLayout, BlockShape};
@@ -60,7 +60,8 @@ pub struct WorkingBlocks {
 }
 
 impl BlockTensors {
-    /// Uses `tensors` as the regions of a layout, in order. A tensor may be longer than its region.
+    /// Returns the blocks in `tensors`, which become the regions of `layout` in order. A tensor may be longer
+    /// than its region.
     ///
     /// # Errors
     /// [`LayoutError::RegionCount`], [`LayoutError::RegionLen`].
@@ -109,9 +110,9 @@ impl BlockTensors {
         store.read_device(&ranges)
     }
 
-    /// Adds writes to `batch` that copy blocks of the tensors to blocks of pages. Each pair contains the index of a
-    /// source block and its target block. The bytes are read when the batch is submitted, with one command list per 32
-    /// MiB for all runs of all blocks.
+    /// Adds writes to `batch` that copy blocks of the tensors to blocks of pages. Each pair contains the index
+    /// of a source block and its target block. The bytes are read when the batch is submitted, with one command
+    /// list per 32 MiB.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid), as in [`load`](Self::load); the batch is then unchanged.
@@ -203,9 +204,9 @@ impl WorkingBlocks {
         &self.copies
     }
 
-    /// Adds the changes in these blocks since they were last loaded or captured to `batch`, like
-    /// [`WriteBatch::capture_ranges`]. With [`Shadow::Digest`], whole chunks are compared, so changes of neighboring
-    /// blocks may be captured, too.
+    /// Adds to `batch` the changes of these blocks since they were last loaded or captured, like
+    /// [`WriteBatch::capture_ranges`]. With [`Shadow::Digest`], whole chunks are compared, so changes of
+    /// neighboring blocks may be captured, too.
     ///
     /// # Errors
     /// [`LayoutError::OutOfRange`]; the batch is then unchanged.
