@@ -1,10 +1,11 @@
 //! Classifies each page for the next snapshot: whether the snapshot must gather the page, can refer to an existing
 //! image, or must record a deletion.
 //!
-//! Pages are classified in groups, between batches, so that a snapshot does not block batches. (Classifying all 260,000
-//! pages at once blocked a commit for 40 to 60 ms.) If a page changes after its classification, its newer version is
-//! gathered. If it is deleted, the gather reports that. Pages created after the beginning of the snapshot are not
-//! classified. Together with the log after the snapshot's beginning, the result is one consistent state.
+//! Pages are classified in groups, between batches, so that a snapshot does not block batches. (Classifying all
+//! 260,000 pages at once blocked a commit for 40 to 60 ms.) If a page changes after its classification, its
+//! newer version is gathered. If a page is deleted after its classification, the gather reports the deletion.
+//! Pages created after the beginning of the snapshot are not classified. Together with the log after the
+//! snapshot's beginning, the result is one consistent state.
 
 use remanent_format::image::ImageRef;
 use remanent_format::manifest::ManifestEntry;
@@ -39,8 +40,8 @@ impl PageClass {
         matches!(self, Self::Gone { is_named: true })
     }
 
-    /// Returns whether the newest snapshot is correct for the page. Such a page need not be classified again until it
-    /// changes.
+    /// Returns whether the newest snapshot is up to date for the page. Such a page need not be classified again
+    /// until it changes.
     pub fn is_settled(&self) -> bool {
         matches!(self, Self::Unchanged(..) | Self::Gone { is_named: false })
     }
@@ -70,7 +71,7 @@ impl SnapshotWork {
                 push(&mut self.entries, entry(&info, image))
             }
             PageClass::Changed(len) => push(&mut self.gather, (page, len)),
-            // A batch has deleted the page. The gather finds this out, and records the batch.
+            // A batch has deleted the page. The gather detects the deletion and records the batch.
             PageClass::Deleted => push(&mut self.gather, (page, 0)),
             PageClass::Gone { .. } => push(&mut self.tombstoned, page),
         }
@@ -95,9 +96,9 @@ pub(crate) struct Beginning {
 }
 
 impl KnownImages {
-    /// Determines the work of a snapshot that begins with the given pages. Three kinds of pages are classified: pages
-    /// that may have changed according to the table, pages with a damaged image, and further pages that the snapshot
-    /// must mention.
+    /// Determines the work of a snapshot that begins with the given pages. Three kinds of pages are classified:
+    /// pages that may have changed according to the table, pages with a damaged image, and further pages that
+    /// the snapshot must list.
     ///
     /// `carry` lists image files whose images are to be written again, with the number of bytes to write, the most
     /// wasteful file first. Files are carried while their bytes fit in `carry_bytes_max`, or in the number of bytes

@@ -49,7 +49,7 @@ pub(super) struct KnownState {
     damaged_images: BTreeMap<(u64, u64), PageId>,
 }
 
-/// The images of current pages that replay found in a restore's table or in the log, and not in the snapshot.
+/// The images of current pages that replay found in a restore's table or in the log, but not in the snapshot.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct ReplayImages {
     /// The images that the open reads back.

@@ -146,7 +146,7 @@ impl Catalog {
         self.floor.is_none_or(|floor| kept.redo.lsn >= floor)
     }
 
-    /// Returns whether a durable record names every sound snapshot that has a name.
+    /// Returns whether every sound named snapshot is in a durable record.
     pub fn are_named_recorded(&self) -> bool {
         self.snapshots.values().all(|kept| kept.is_recorded || kept.info.name.is_none() || !kept.is_sound)
     }

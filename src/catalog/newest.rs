@@ -112,8 +112,9 @@ pub(crate) struct NewestSnapshot {
     pub(super) links: Vec<Link>,
     pages: IdMap<PageId, SnapshotPage>,
     sums: ImageTotals,
-    /// The pages with an image in each file, as runs, by file number. A page in a run may now have a newer image in
-    /// another file. The entry of a file is removed when the snapshot names no image in the file.
+    /// The pages with an image in each file, as runs of consecutive pages, by file number. A page in a run may
+    /// now have a newer image in another file. The entry of a file is removed when the snapshot names no image
+    /// in the file.
     runs: BTreeMap<u64, FileRuns>,
 }
 
