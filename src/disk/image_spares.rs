@@ -9,8 +9,8 @@
 //!
 //! 1. **Rename** a free file to its spare name, and **sync** the folder. If the file were overwritten before that, a
 //!    power cut could restore the old name, and a reader that still uses the old name would find other bytes.
-//! 2. **Check** the spare. The check must follow the rename, because a fork links files by name, and can no longer link
-//!    this file.
+//! 2. **Check** the spare. The check must follow the rename, because a fork links files by name, and can no
+//!    longer link the renamed file.
 //! 3. **Rename** the spare to its new name, and **sync** the folder.
 //! 4. **Write** header and chunks, as for a new file. The heads of chunks contain the file's number. If they were
 //!    written before the sync of step 3, a power cut could undo the rename and leave these chunks in the spare. The

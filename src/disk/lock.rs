@@ -12,9 +12,10 @@
 //! 3. A registry in the process contains the device and inode of each locked directory, because locks of a process do
 //!    not conflict within that process. The registry is checked before `LOCK` is opened.
 //!
-//! The lock of the open file and the lock of the process cover separate bytes, because a lock of a process conflicts
-//! with the locks of its own open files. Versions of the program that have only the lock of the process acquire it on
-//! all bytes. Such a lock conflicts with both locks, even after the system released the lock of the process.
+//! The lock of the open file and the lock of the process cover separate bytes, because a lock of a process
+//! conflicts with the locks of its own open files. Earlier versions of Remanent use only the lock of the
+//! process, on all bytes. That lock conflicts with both locks of this version, even after the system has
+//! released this version's lock of the process.
 
 use std::collections::BTreeSet;
 use std::fmt;

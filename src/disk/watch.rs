@@ -182,7 +182,7 @@ impl Watch for Subscription {
         let until = Instant::now().checked_add(timeout);
         let WatchState { count, changed } = &*self.hub.news;
         let mut count = count.lock();
-        // If no more events will arrive, a wait takes its full time.
+        // If no more events will arrive, a wait lasts for its full timeout.
         while count.events == self.seen.events || (count.is_over && self.seen.is_over) {
             match until {
                 Some(until) if changed.wait_until(&mut count, until).timed_out() => return false,

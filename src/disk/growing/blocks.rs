@@ -1,8 +1,8 @@
 //! Writes whole blocks of a file with direct I/O.
 //!
-//! Chunks of images are whole blocks. Only the image of a long page is written in pieces of any length, with its head
-//! last. If a piece covers only a part of a block, the part is kept in memory until the other bytes of the block are
-//! written.
+//! Chunks of images are whole blocks. Only the image of a long page is written in pieces of arbitrary length,
+//! and its head is written last. If a piece covers only a part of a block, the part is kept in memory until the
+//! other bytes of the block are written.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

@@ -1,8 +1,8 @@
-//! Writes files that grow, in one of three ways. All image files are written by this module. The three ways use only
-//! operations that every file supports (`DiskFile`), so that the simulated disk sees each step as a point at which a
-//! crash can occur. The bytes of the file do not depend on the way.
+//! Writes growing files in one of three modes: mapped, buffered or direct. All image files are written by this
+//! module. The modes use only operations of `DiskFile`, so that the simulated disk sees each step as a point at
+//! which a crash can occur. The contents of the file do not depend on the mode.
 //!
-//! The steps, for ways other than `Buffered`:
+//! The steps of every mode except `Buffered`:
 //!
 //! 1. **Allocate space** in steps before the bytes are written. A full disk is reported in this step, as an error.
 //!    Without allocated space, a store into a mapping would kill the process, and a sync could fail.
