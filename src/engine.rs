@@ -44,7 +44,8 @@ pub(crate) struct Engine {
     pub leases: Arc<Leases>,
     /// The versions of pages and of the root, for lookups without a lock.
     pub versions: Arc<Versions>,
-    /// The store's poison. It is set by every failure after which the state of disk or memory is unknown.
+    /// The first failure that left the state of disk or memory unknown, if any. Later commits and snapshots
+    /// return it.
     pub poison: Arc<Poison>,
     /// The progress of the archive, or `None` if the store has none.
     pub archive: Option<Arc<ArchiveProgress>>,
@@ -162,7 +163,7 @@ impl Engine {
         self.archive.as_deref().ok_or_else(|| ArchiveError::absent().into())
     }
 
-    /// Makes the archive contain batch `lsn` soon.
+    /// Asks the uploader to archive batch `lsn` immediately, and returns the progress of the archive.
     ///
     /// # Errors
     /// [`Error::Archive`] if the store has none.
@@ -184,8 +185,8 @@ fn append_first(log: &Log, payload: &[u8]) -> Result<LogPoint> {
     Ok(point)
 }
 
-/// The access that caller-owned memory has to the engine. The memory may outlive the engine, so the references are
-/// weak.
+/// A handle through which caller-owned memory reaches the engine. The references to the applier and the arena
+/// are weak, because the memory may outlive the engine.
 struct EngineHandle {
     poison: Arc<Poison>,
     applier: Weak<Applier>,
