@@ -62,7 +62,7 @@ impl Error {
         }
     }
 
-    /// Returns the advice for errors whose values do not affect it.
+    /// Returns the advice for errors whose values do not affect the advice.
     fn fixed_advice(&self) -> &'static str {
         match self {
             Error::UnknownPage { .. } => {

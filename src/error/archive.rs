@@ -10,7 +10,7 @@ pub struct ArchiveError {
     pub url: String,
     /// The kind of failure.
     pub kind: ArchiveErrorKind,
-    /// What was found.
+    /// The details of the failure, in words.
     pub reason: String,
 }
 
@@ -22,11 +22,12 @@ pub enum ArchiveErrorKind {
     NoArchive,
     /// The URL or a setting cannot be used.
     Settings,
-    /// Another directory of the store has taken over the archive. The store is poisoned: it acknowledges no more batches.
+    /// Another directory of the store has taken over the archive. The store is poisoned and acknowledges no more
+    /// batches.
     Superseded,
-    /// The archive does not end in the history of this directory. The archive was not changed.
+    /// The end of the archive is not in the history of this directory. The archive was not changed.
     Diverged,
-    /// The archive is empty, or ends before what this directory has archived. The archive was not changed.
+    /// The archive is empty, or lacks batches that this directory has archived before. The archive was not changed.
     Lost,
     /// The archive belongs to another store. The archive was not changed.
     OtherStore,

@@ -1,4 +1,4 @@
-//! The causes that errors with several causes distinguish, such as each invalid argument of
+//! The specific causes of errors that have several possible causes, such as each invalid argument of
 //! [`Error::Invalid`](super::Error::Invalid).
 
 use std::fmt;
@@ -219,7 +219,7 @@ pub enum Taken {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Refused {
-    /// A caller's stream cannot wait for the store, and the store cannot wait for it.
+    /// The caller's stream and the store cannot wait for each other.
     #[error("stream {stream:#x} cannot be used: {reason}")]
     Stream {
         /// The handle of the stream.

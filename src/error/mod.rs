@@ -270,10 +270,10 @@ pub enum Error {
     ///
     /// The cause is the environment. The store is unchanged.
     Nccl(Box<NcclError>),
-    /// The archive of the store refused it or failed.
+    /// The archive of the store cannot be used, or a request to it failed.
     ///
-    /// The cause is the environment. The store is unchanged. [`ArchiveErrorKind::Superseded`] also poisons an open store:
-    /// another directory continues its archive.
+    /// The cause is the environment. The store is unchanged. [`ArchiveErrorKind::Superseded`] also poisons an open
+    /// store, because another directory continues its archive.
     Archive(Box<ArchiveError>),
     /// The store was stopped by the contained error. Commits and snapshots fail until it is opened again.
     ///
@@ -434,7 +434,7 @@ impl From<NcclError> for Error {
     }
 }
 
-/// Lets generic code convert the error of an infallible conversion, such as from [`Key`] to itself.
+/// Allows generic code to convert the error of an infallible conversion, such as from [`Key`] to itself.
 impl From<std::convert::Infallible> for Error {
     fn from(never: std::convert::Infallible) -> Self {
         match never {}
