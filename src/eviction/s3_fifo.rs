@@ -1,10 +1,10 @@
-//! S3-FIFO: an eviction policy with three queues and without an order of use.
+//! S3-FIFO: an eviction policy with three queues, which keeps no order of use.
 //!
-//! A page begins in a small queue, which has a tenth of the bytes. At the end of this queue, a page that was used since
-//! its arrival moves to the main queue, and any other page is evicted. Thus a scan passes through without evicting
-//! pages that are used repeatedly. The ids of pages evicted from the small queue are remembered. A remembered page that
-//! returns soon begins in the main queue. A used page is reinserted into the main queue once per use, up to three
-//! times.
+//! A page begins in a small queue, which is limited to a tenth of the bytes. At the end of this queue, a page that was
+//! used since its arrival moves to the main queue, and any other page is evicted. Thus a scan of many pages does not
+//! evict pages that are used repeatedly. The ids of pages evicted from the small queue are remembered. A remembered
+//! page that returns soon begins in the main queue. A used page is reinserted into the main queue once per use, up to
+//! three times.
 //!
 //! After Yang, Zhang, Qiu, Yue and Rashmi, "FIFO queues are all you need for cache eviction" (SOSP 2023).
 
@@ -14,7 +14,7 @@ use remanent_format::PageId;
 
 use super::EvictionPolicy;
 
-/// The divisor of the total bytes that limits the small queue.
+/// The small queue is limited to the total number of bytes divided by this value.
 const SMALL_SHARE: u64 = 10;
 /// The maximum number of uses that are counted for a page.
 const USES_MAX: u8 = 3;
