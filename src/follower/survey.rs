@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 /// The maximum number of surveys while a writer changes the files faster than they are read.
 const ATTEMPTS: usize = 64;
 
-/// Reads the headers, links and log of a store directory as they are at the moment.
+/// Reads the headers, links and log of a store directory in their current state.
 pub(super) fn survey(disk: &Arc<dyn Disk>) -> Result<Survey> {
     let names = disk.list(Folder::Root)?;
     if !names.iter().any(|name| FileName::parse(Folder::Root, name) == Some(FileName::Store)) {
