@@ -9,7 +9,7 @@
 //! 3. **Compare** each checksum with the stored checksum if an image contains exactly the page. Otherwise compose the
 //!    page from image and log.
 //! 4. **Repeat** for the pages that batches changed since step 1: compute their checksums again, and open the state
-//!    that belongs to exactly these checksums. Thus even pages that change constantly are compared, and no step need be
+//!    that belongs to exactly these checksums. Thus even pages that change constantly are compared, and no step is
 //!    repeated.
 //!
 //! The audit writes nothing, so a crash loses nothing.

@@ -77,8 +77,9 @@ impl View {
                 Defect::Missing if past.disk().directory().is_err() => {
                     return Err(Error::NoStore { path: past.disk().label(), found: None });
                 }
-                // A writer's changes would move the damage. If the same damage is found twice, it is real, unless the
-                // state was removed: then every attempt finds the same files missing.
+                // If a writer's change caused the failure, the next attempt finds a different one. The same damage
+                // found twice is real, unless the state was removed. In that case, every attempt finds the same files
+                // missing.
                 _ if before.replace(damage.clone()).is_some_and(|before| before == damage) => {
                     if past.is_kept()? {
                         return Err(Error::from(damage).in_store(&past.disk().label()));

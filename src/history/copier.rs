@@ -25,9 +25,9 @@ use crate::write::batch::ByteSource;
 /// The maximum number of bytes of unused staging memory that stay pinned between loads.
 const STAGING_IDLE_BYTES: usize = 64 << 20;
 
-/// A device for copies between caller-owned memory on it, such as the tensors of a model, and stores that do not use
-/// the device. The copier loads pages of a [`View`] into that memory, and provides bytes from the memory to batches of
-/// any store.
+/// A copier between caller-owned memory on a device, such as the tensors of a model, and stores that do not use the
+/// device. The copier loads pages of a [`View`] into that memory, and provides bytes from the memory to batches of any
+/// store.
 ///
 /// A copier keeps up to 64 MiB of pinned host memory between copies. Threads can share it.
 ///
@@ -84,7 +84,7 @@ impl DeviceCopier {
         DeviceBytes::adopt(&self.parts.device, memory, &self.parts.link)
     }
 
-    /// Returns a source that creates a new page from device memory in a batch of any store, for
+    /// Returns a source with which a batch of any store can create a page from device memory, for
     /// [`WriteBatch::create_from_source`](crate::WriteBatch::create_from_source).
     ///
     /// The commit copies the bytes piece by piece and compares the checksums on both sides of the bus. The caller must

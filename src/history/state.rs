@@ -89,7 +89,7 @@ enum Until {
     At(Lsn),
 }
 
-/// The failed search for a state, with its error and the last batch that the search reached.
+/// A failed search for a state, with its error and the last batch that the search reached.
 struct NotFound {
     error: Error,
     /// The last batch up to which the log could be read.
@@ -143,7 +143,7 @@ impl PastState {
             let before = before.replace(now.clone());
             let moved = before.as_ref().is_some_and(|before| *before != now);
             let is_outside = matches!(error, Error::NoSuchState(NoSuchState::OutsideWindow { .. }));
-            // While a writer removes log, it locks a snapshot, which can be used again afterwards.
+            // While a writer removes segments of the log, it locks a snapshot, which can be used again afterwards.
             if before.is_some() && (!moved || is_outside) && !is_being_removed {
                 return Err(error);
             }
@@ -549,8 +549,9 @@ fn segment_numbers(log: &LogMap) -> Vec<u64> {
     log.segments().keys().copied().collect()
 }
 
-/// Returns the role of a candidate other than the newest snapshot, whose log begins at `redo`. The last seal, from which
-/// `reach` was computed, states what the candidate can be used for. `reach` is `None` without a readable seal.
+/// Returns the role of a candidate that is not the newest snapshot. The log of the candidate begins at `redo`. The last
+/// seal, from which `reach` was computed, states what the candidate can be used for. `reach` is `None` without a
+/// readable seal.
 fn role(survey: &Survey, reach: Option<&Reach>, id: Option<SnapshotId>, redo: LogPoint) -> Role {
     match (reach, id) {
         (Some(reach), Some(id)) => reach.role(id),
@@ -563,7 +564,8 @@ fn role(survey: &Survey, reach: Option<&Reach>, id: Option<SnapshotId>, redo: Lo
 }
 
 /// Returns the error for a batch before the retained range, which states that range. `oldest` is the end of the oldest
-/// start, and `log_end` is the newest batch with the reach of the log, if the log can be followed.
+/// candidate from which replay may start. `log_end` contains the newest batch and the reach of the log, if the log can
+/// be followed.
 fn outside_window(survey: &Survey, requested: Lsn, oldest: Lsn, log_end: Option<&(Lsn, Reach)>) -> Error {
     let (oldest, newest, below) = match log_end {
         Some((newest, reach)) => (reach.opens_at().unwrap_or_default(), *newest, reach.below()),
