@@ -39,8 +39,8 @@ impl ImageWriter {
         Some(offset)
     }
 
-    /// Writes the head of a chunk whose images are already in the file. Each image has the CRC-32 that the device
-    /// computed. Returns the references to the images in page order.
+    /// Writes the head of a chunk whose images are already in the file, and returns the references to the images in
+    /// page order. `pages` contains each page with the CRC-32 that the device computed for its image.
     ///
     /// `from` is the place from which the device copied the images. `None` means that the device did not copy all
     /// images, and the host reads them back.

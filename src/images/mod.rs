@@ -122,7 +122,7 @@ struct WrittenChunks {
 }
 
 impl ImageWriter {
-    /// Creates image file `number` and returns its writer. If this call or a call of the writer returns that the disk
+    /// Creates image file `number` and returns its writer. If this call or a call of the writer reports that the disk
     /// is full, the caller must abandon the file.
     pub fn create(
         disk: Arc<dyn Disk>,

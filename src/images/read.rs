@@ -1,5 +1,5 @@
-//! Reads many images in file order, and reads neighboring images together. Otherwise a store of tiny pages would read
-//! from the medium once per page.
+//! Reads many images in file order. Neighboring images are read together, as a *run*. Otherwise a store of tiny pages
+//! would read from the medium once per page.
 
 use std::borrow::{Borrow, Cow};
 use std::collections::BTreeMap;
@@ -140,8 +140,8 @@ impl<'a> ImageRun<'a> {
     /// Returns the pages in the piece that [`ImageRun::read`] returned, each with the offset of its stored bytes in the
     /// piece.
     ///
-    /// This call verifies the images whose checksums the host compares. The host always compares those of compressed
-    /// images, before it decompresses the images (I9).
+    /// This call verifies the images whose checksums the host compares. The host always compares the checksums of
+    /// compressed images, before it decompresses the images (I9).
     pub fn pages<'b, B: DerefMut<Target = [u8]>>(
         &self,
         read: &'b FilePiece<B>,
@@ -255,7 +255,8 @@ pub(crate) fn prove(source: &DiskSource, wanted: impl IntoIterator<Item = ImageR
 /// An image longer than [`RUN_BYTES`] is read piece by piece.
 ///
 /// # Errors
-/// `OutOfMemory`, or the system's error if another resource ran short. A shortage is no damage: the images may be intact.
+/// `OutOfMemory`, or the system's error if another resource ran short. A shortage is not damage, because the images may
+/// be intact.
 pub(crate) fn damaged(
     source: &DiskSource,
     wanted: &mut [ImageRequest],

@@ -26,11 +26,11 @@ use crate::memory::arena::{FileTarget, RegisteredFile};
 use crate::options::ImageOptions;
 
 /// The minimum number of chunks for each additional file. Without this limit, a store would have many small files, and
-/// above a number of files, snapshots rewrite some of them.
+/// snapshots would rewrite some of them to limit their number.
 const CHUNKS_MIN: u64 = 8;
 
-/// The number of image bytes per permitted excess byte of a file written in place. `TAIL_MIN` further excess bytes are
-/// permitted.
+/// The length of a file written in place may exceed that of its images by that length divided by this value, plus
+/// `TAIL_MIN`.
 const TAIL_SHARE: u64 = 4;
 const TAIL_MIN: u64 = 64 << 10;
 
@@ -60,7 +60,7 @@ pub(crate) struct ImageWriters {
 
 impl ImageWriters {
     /// Starts image files with the given numbers, for a snapshot that writes about `len` bytes. Up to `threads_max`
-    /// threads compress a chunk, or read chunks back. If this call or a call of the writer returns that the disk is
+    /// threads compress a chunk, or read chunks back. If this call or a call of the writer reports that the disk is
     /// full, the caller must abandon the files.
     pub fn create(
         image_files: &ImageFiles,
@@ -79,8 +79,8 @@ impl ImageWriters {
         Ok(writers)
     }
 
-    /// Starts image files with the given numbers, for a batch that writes about `len` bytes. If this call or a call of the writer returns that the
-    /// disk is full, the caller must abandon the files.
+    /// Starts image files with the given numbers, for a batch that writes about `len` bytes. If this call or a call of
+    /// the writer reports that the disk is full, the caller must abandon the files.
     pub fn create_ahead(
         image_files: &ImageFiles,
         store: StoreId,

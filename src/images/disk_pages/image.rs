@@ -95,9 +95,9 @@ impl DiskImage {
         self.image.codec == Codec::Raw
     }
 
-    /// Passes the bytes of the page to `visit` in order and in pieces, and verifies the image meanwhile. The pieces of a
-    /// raw image consist of whole elements of any width. Returns whether the bytes are verified: not if `visit` ended
-    /// the scan.
+    /// Passes the bytes of the page to `visit` in order and in pieces, and verifies the image meanwhile. The pieces of
+    /// a raw image consist of whole elements of any width. Returns `true` if the bytes are verified, and `false` if
+    /// `visit` ended the scan.
     ///
     /// # Errors
     /// `Damaged` if the bytes are wrong, in the page cache or on the medium.

@@ -311,7 +311,7 @@ impl Block {
         each_word(range, |word, bits| self.written[word] &= !bits);
     }
 
-    /// Returns the runs of written bytes in this block as ranges of the page. `start` is the block's offset in the
+    /// Returns the ranges of written bytes in this block, relative to the page. `start` is the block's offset in the
     /// page.
     fn written_at(&self, start: u64) -> impl Iterator<Item = Range<u64>> {
         let mut at = 0;
