@@ -42,7 +42,7 @@
 //! | term | meaning |
 //! |---|---|
 //! | [`Store`] | a directory and its pages; one process writes to it at a time |
-//! | page, [`PageId`] | a run of bytes in one place; ids increase and are never reused |
+//! | page, [`PageId`] | a contiguous range of bytes in one place; ids increase and are never reused |
 //! | [`Key`] | an optional unique name of a page, up to 64 bytes |
 //! | [`Place`] | the memory that stores a page: a GPU, pinned host memory, host memory, or disk |
 //! | [`Epoch`] | the version counter of a page: each batch that changes the page adds 1 |
@@ -50,7 +50,8 @@
 //! | [`WriteBatch`] | deltas and other operations that become visible and durable together |
 //! | [`Lsn`] | the number of a committed batch: 1, 2, 3 and so on |
 //! | [`Ticket`], [`Ack`] | a handle to a submitted batch, and what to wait for: logged, applied or durable |
-//! | [`Lease`], [`Pin`] | access to a page's memory: a lease preserves the bytes, a pin preserves the address |
+//! | [`Ticket`], [`Ack`] | a handle to a submitted batch, and the state to wait for: logged, applied or durable
+//! |
 //! | snapshot | a manifest and the page images that it names; an open starts from the newest snapshot |
 //! | [`StatePoint`] | an earlier state, given by Lsn, snapshot or name, to view, restore or fork |
 //! | [`View`] | a read-only handle to a state on disk; a writer may have the store open at the same time |
@@ -105,8 +106,8 @@
 //!
 //! # Map
 //!
-//! Each folder imports only from folders below it in this table. The crate `remanent-format` defines the bytes on disk,
-//! and contains a pure function `rebuild`, with which tests compare the result of recovery.
+//! Each folder imports only from folders below it in this table. The crate `remanent-format` defines the bytes
+//! on disk. It also contains the pure function `rebuild`, whose result tests compare with that of recovery.
 //!
 //! | folder | purpose |
 //! |---|---|
@@ -150,28 +151,28 @@
 //!   tables change by rename only. Recovery removes nothing that was acknowledged. Every writable open begins a new
 //!   incarnation, whose opening segment is built completely and then renamed into place. That rename is the only commit
 //!   point of recovery.
-//! - **I6** Recovery copies all batches above the last mark, because possibly only the page cache contains them. It
-//!   reads the bytes under a mark from the medium at least once: bypassing the page cache, or by a read that found none
-//!   of these bytes cached.
-//! - **I7** A manifest is published only after everything that it names is synced and the log is durable up to the
-//!   manifest's `end`, and after a named snapshot before it was read back and recorded. The data that a snapshot
+//! - **I6** Recovery copies all batches above the last mark, because they may exist only in the page cache. It
+//!   reads the bytes under a mark from the medium at least once: bypassing the page cache, or by a read that
+//!   found none of these bytes cached.
+//! - **I7** A manifest is published only after everything that it names is synced, the log is durable up to the
+//!   manifest's `end`, and all earlier named snapshots were read back and recorded. The data that a snapshot
 //!   replaces is removed only once the snapshot was read back and a synced seal records that.
-//! - **I8** Nothing is recycled that a kept snapshot needs or a kept frame names. The newest snapshot is always kept,
-//!   because the next snapshot shares its images. No frame enters a segment before the next segment exists and is
-//!   synced with its name.
+//! - **I8** Files that a kept snapshot needs or a kept frame names are not recycled. The newest snapshot is
+//!   always kept, because the next snapshot shares its images. No frame enters a segment before the next segment
+//!   exists and is synced with its name.
 //! - **I9** Bytes from disk are untrusted. Every length is checked before it is used.
 //! - **I10** Page memory and its copies stay within [`Options::memory`]. Recovery checks the final page table before it
 //!   allocates.
 //! - **I11** The host device defines correct results: every other device gives the same bytes.
-//! - **I12** Images, payloads from a device, and long writes that cross a bus are summed on both sides of the bus
-//!   before they are logged, named or read. An image that a device copies to a file's memory is summed before its
-//!   snapshot counts as verified. If a device's sum differs, the host sums the bytes on disk, and only a wrong sum of
-//!   the host counts as damage.
-//! - **I13** An image file is overwritten only when no durable record names the file and it has no other name. The file
-//!   loses its name first. Its new chunks are written after its next name, a new number, is durable. The file is
-//!   neither truncated nor removed while a device has its memory registered.
+//! - **I12** Images, payloads from a device, and long writes that cross a bus are checksummed on both sides of
+//!   the bus before they are logged, named or read. An image that a device copies to a file's memory is
+//!   checksummed before its snapshot counts as verified. If a device's checksum differs, the host computes the
+//!   checksum of the bytes on disk, and only a mismatch there counts as damage.
+//! - **I13** An image file is overwritten only when no durable record names the file and the file has no other
+//!   name. The file loses its name first. Its new chunks are written after its next name, a new number, is
+//!   durable. The file is neither truncated nor removed while a device has its memory registered.
 //!
-//! `docs/decisions.md` gives the reasons for decisions that may surprise.
+//! `docs/decisions.md` explains decisions that may seem surprising.
 
 #[cfg(not(target_os = "linux"))]
 compile_error!(
@@ -511,7 +512,7 @@ impl Store {
         history::seed::create_alone(origin, &disk, &mut read)
     }
 
-    /// Returns an error if [`Store::create_at`] would reject the directory because it is not empty.
+    /// Checks that `directory` contains no store and no other files, as [`Store::create_at`] requires.
     ///
     /// # Errors
     /// [`Error::NoStore`] if the directory is not empty; errors of the file system.
