@@ -1,4 +1,4 @@
-//! How much of the log is archived, and waits for it.
+//! The progress of the archive, and the waits until batches are archived.
 #![cfg_attr(
     not(feature = "archive"),
     expect(dead_code, reason = "without the feature, no store has an archive")
@@ -14,24 +14,24 @@ use crate::error::{Error, Result};
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct ArchiveStats {
-    /// The newest archived batch. The difference to `Stats::durable` is the number of batches that a loss of the machine
-    /// would lose.
+    /// The newest archived batch. If the machine were lost now, all batches after it up to `Stats::durable`
+    /// would be lost.
     pub archived: Lsn,
-    /// The position of this writer's fence in the line of the archive, or 0 before it was created.
+    /// The fencing term of this writer in the archive, or 0 before its fence was created.
     pub term: u64,
-    /// The number of runs of batches that were archived.
+    /// The number of archived runs, each of which contains consecutive batches.
     pub runs: u64,
     /// The number of snapshots that were archived.
     pub snapshots: u64,
     /// The number of times that the archive fell behind the kept log and continued with a snapshot.
     pub gaps: u64,
-    /// The number of failed attempts. Each is repeated.
+    /// The number of failed attempts. Each failed attempt is retried.
     pub failures: u64,
     /// The last failure, or `None` if the last attempt succeeded.
     pub last_failure: Option<Error>,
 }
 
-/// What the uploader has archived, shared by the uploader, the tickets and the stats.
+/// The progress of the uploader, shared by the uploader, the tickets and the stats.
 pub(crate) struct ArchiveProgress {
     state: Mutex<ProgressState>,
     /// Notifies threads that wait for batches.
@@ -70,7 +70,8 @@ impl ArchiveProgress {
         self.state.lock().is_archived(lsn)
     }
 
-    /// Makes the uploader archive batch `lsn` immediately. The caller then wakes the uploader if it waits for the log.
+    /// Asks the uploader to archive batch `lsn` immediately. If the uploader waits for the log, the caller must
+    /// also wake it.
     pub fn ask(&self, lsn: Lsn) {
         let mut state = self.state.lock();
         state.wanted = state.wanted.max(lsn);
@@ -106,7 +107,7 @@ impl ArchiveProgress {
     }
 }
 
-/// The uploader's side.
+/// Methods for the uploader.
 impl ArchiveProgress {
     /// Returns the newest batch for which a caller waits.
     pub fn wanted(&self) -> Lsn {
@@ -117,7 +118,7 @@ impl ArchiveProgress {
         self.state.lock().must_stop
     }
 
-    /// Returns true if the uploader has something to do although no further batch is proven.
+    /// Returns whether the uploader has work to do even if the log proves no further batch durable.
     pub fn is_called(&self) -> bool {
         self.state.lock().is_called()
     }
@@ -154,7 +155,7 @@ impl ArchiveProgress {
         self.wakers.wake(lsn);
     }
 
-    /// Changes the counters.
+    /// Updates the counters with `change`.
     pub fn count(&self, change: impl FnOnce(&mut ArchiveStats)) {
         change(&mut self.state.lock().stats);
     }

@@ -40,9 +40,9 @@ pub(crate) struct LogStart {
     pub verified: Vec<VerifiedSnapshot>,
 }
 
-/// The minimum pause between two batches after which a mapped log notifies its followers of the second batch. An append
-/// to a mapping makes no system call that would notify them. After each batch, followers poll for longer than this
-/// time, so that they need no notification. At most 200 notifications per second are sent.
+/// The minimum time since the previous batch for a mapped log to notify its followers of a batch. Followers
+/// cannot detect an append to a mapping, because it makes no system call. They poll for longer than this time
+/// after each batch, so they need no earlier notification. At most 200 notifications per second are sent.
 pub(crate) const NOTIFY_AFTER: Duration = Duration::from_millis(5);
 
 /// The time for which a check that no other writer has opened the store remains valid. Another writer cannot reuse a
@@ -104,8 +104,9 @@ pub(super) struct LogState {
     pub durable: Lsn,
     /// The durable mark in the newest frame.
     pub mark: Lsn,
-    /// The newest batch under a durable mark that is itself durable. Unlike other durable batches, no crash can make
-    /// later batches follow an earlier batch instead, because every open knows that the batch was durable (I6).
+    /// The newest proven batch. A batch is proven if a durable mark covers it and the frame with that mark is
+    /// itself durable. Every open then knows that the batch was durable, so no crash lets the log continue after
+    /// an earlier batch (I6).
     pub proven: Lsn,
     /// Whether a thread is syncing. Other threads must wait before they sync.
     pub is_syncing: bool,
@@ -171,7 +172,8 @@ pub(super) enum Room {
     NextSegment,
     /// A segment must be created. Creation requires syncs, so the caller creates the segment without the state lock.
     AfterGrowth,
-    /// The given batch must become durable first. Otherwise a power cut could find more than two unsynced segments.
+    /// The given batch must become durable first. Otherwise a power cut could leave more than two unsynced
+    /// segments.
     AfterSync(Lsn),
 }
 
@@ -244,8 +246,8 @@ impl LogState {
         if !long_enough || self.empty.len() < EMPTY_COUNT {
             return Room::AfterGrowth;
         }
-        // No frame enters a segment before the frames of the segment before the previous one are durable, so that a
-        // power cut never finds more than two unsynced segments.
+        // No frame enters a segment before the frames of the segment before the previous one are durable, so
+        // that a power cut never leaves more than two unsynced segments.
         if let Some(&(_, last)) = self.left_behind.back() {
             return Room::AfterSync(last);
         }

@@ -192,7 +192,7 @@ impl Log {
         self.sync()
     }
 
-    /// Creates segments for a seal. Returns whether the seal has room now. Otherwise the seal is given up.
+    /// Creates segments for a seal. Returns whether the seal has room now. Otherwise the seal is abandoned.
     fn grow_for_seal(&self, purpose: SpacePurpose) -> Result<bool> {
         match self.grow(&[], purpose) {
             Ok(_) => Ok(true),

@@ -152,8 +152,8 @@ impl Log {
         }
     }
 
-    /// Waits until a batch after `lsn` is proven, or `is_called` returns true. The caller calls
-    /// [`wake_archiver`](Self::wake_archiver) when `is_called` changes.
+    /// Waits until a batch after `lsn` is proven durable, or `is_called` returns true. Another thread that
+    /// changes the result of `is_called` must then call [`wake_archiver`](Self::wake_archiver).
     #[cfg(feature = "archive")]
     pub fn wait_proven_after(&self, lsn: Lsn, is_called: impl Fn() -> bool) {
         let mut state = self.state.lock();
@@ -165,13 +165,14 @@ impl Log {
     /// Wakes the threads in [`wait_proven_after`](Self::wait_proven_after).
     #[cfg(feature = "archive")]
     pub fn wake_archiver(&self) {
-        // A thread that has found nothing to do waits by the time that the lock is free.
+        // Acquiring the lock ensures that a thread that has just found no work already waits, and thus is
+        // notified.
         drop(self.state.lock());
         self.progress.notify_all();
     }
 
-    /// Makes batch `lsn` durable, and proven by a seal unless a later frame proves it. Returns the newest proven batch,
-    /// which is earlier if there is no space for a seal.
+    /// Makes batch `lsn` durable, and writes a seal that proves this unless a later frame already does. Returns
+    /// the newest proven batch, which is older than `lsn` if there is no space for a seal.
     ///
     /// # Errors
     /// The log's error, if it has failed.

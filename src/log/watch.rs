@@ -40,8 +40,8 @@ impl Log {
         (state.point.lsn, state.replay_bytes())
     }
 
-    /// Adds the bytes of the images that an appended batch names. A replay reads these images, so they count like log
-    /// bytes when the store decides whether a snapshot is due.
+    /// Counts `bytes` bytes of images that an appended batch names. A replay reads these images, so they count
+    /// like log bytes when the store decides whether a snapshot is due.
     pub fn count_ahead(&self, bytes: u64) {
         let mut state = self.state.lock();
         state.ahead_bytes += bytes;

@@ -82,8 +82,8 @@ impl SegmentPool {
             self.open_own(number, len, None)?;
             self.disk.remove(FileName::Segment(number))?;
             if end.empty.len() > 1 {
-                // Each removal is synced before the next one. Otherwise a power cut could undo this one but not the
-                // next, which leaves a gap.
+                // Each removal is synced before the next one. Otherwise a power cut could undo this removal but
+                // not the next one, which would leave a gap.
                 self.disk.sync_folder(Folder::Log)?;
             }
         }

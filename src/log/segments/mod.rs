@@ -203,8 +203,8 @@ impl SegmentPool {
             }
             made => made?,
         };
-        // The two segments of an opening are always short, whatever the length of the spares. They do not determine the
-        // length of the next segment.
+        // The two segments of an opening are always short, regardless of the length of the spares. They do not
+        // determine the length of the next segment.
         if purpose != SpacePurpose::Open {
             spares.grown(made.len);
         }
@@ -280,8 +280,8 @@ impl SegmentPool {
     /// uses its space.
     fn create_from_reserve(&self, spares: &mut Spares, number: u64, needed: u64) -> Result<SegmentFile> {
         loop {
-            // Long spares are used first. One of them is kept, because the next open may have to copy batches of that
-            // total length.
+            // Long spares are used first. One of them is kept, because the next open may have to copy as many
+            // bytes of batches.
             let kept = spares.open_spare_count();
             let from = if kept + 1 < spares.files.len() { kept } else { 0 };
             let fits = |at: &usize| spares.files[*at].len >= needed;

@@ -107,7 +107,7 @@ impl SegmentPool {
         let mut spares = self.spares.lock();
         let temporary = FileName::Temporary(Folder::Log, opening.number);
         let number = spares.next_number();
-        // Another open never takes the frames in this file for valid ones, because recovery does not read spares.
+        // No later open treats the frames in this file as valid, because recovery does not read spares.
         match self.disk.rename(temporary, FileName::Spare(number)) {
             Ok(()) => spares.add(Spare { number, len: opening.len }),
             Err(error) if error.is_no_space() => self.remove_unfinished(temporary),

@@ -1,7 +1,7 @@
 //! The reserve: space that is kept for a full disk, and the purposes that may use it.
 //!
-//! The order of priority is: the next open, seals, deletes, other batches. Before spares were kept for opens, random
-//! histories on a simulated full disk led to a store that could no longer be opened within forty steps
+//! The order of priority is: the next open, seals, deletes, other batches. Before spares were kept for opens,
+//! random tests on a simulated full disk produced, within forty steps, a store that could no longer be opened
 //! (`docs/decisions.md`).
 
 use std::io::ErrorKind;
@@ -164,8 +164,8 @@ impl SegmentPool {
     /// open.
     pub fn fill(&self, bytes: u64) -> Result<()> {
         loop {
-            // If the disk has space for both, the maker thread creates the spares, and the caller does not wait. The maker
-            // may be slower than the caller, whose files would then take the space of the reserve.
+            // If the disk has space for both, the maker thread creates the spares, and the caller does not wait.
+            // The maker may be slower than the caller, whose files would then take the space of the reserve.
             let lacking = self.lacking_bytes();
             let needed = lacking.saturating_add(bytes.saturating_mul(2));
             if lacking == 0 || self.free_bytes() >= needed {

@@ -29,8 +29,8 @@ const GROWTH: u64 = 2;
 /// store is opened between the delete and the snapshot.
 pub(super) const SPARES_FOR_OPENS: usize = 5;
 
-/// The inverse of the minimum length of a reserve spare relative to the next segment, while segments grow. With this
-/// bound, the reserve is not replaced at each growth step.
+/// While segments grow, a spare in the reserve is at least as long as the next segment divided by this value.
+/// With this bound, the reserve is not replaced at each growth step.
 const RESERVE_SHARE: u64 = 4;
 
 /// The limits on the length of segments and on the number of spares.
