@@ -1,14 +1,14 @@
-"""Measures saves and loads of tensors on your own disk and GPU, next to common ways to save.
+"""Measures saves and loads of tensors on your own disk and GPU, and compares them with those of other libraries.
 
     python -m remanent.bench DIR [--device cuda:0] [--gib 1] [--rounds 3] [--json] [--plot FILE.svg]
 
-Every way saves the same random tensors to a new folder in DIR, and takes its turn in every round, so that all of them
-share the machine's good and bad moments. A save ends when all of its bytes are on the disk: files of libraries that do
-not sync them are synced, and the sync counts. A load ends when the tensors are on the device, and its result is compared
-with the saved tensors outside of the measured time. `raw` is a loop of four threads that only writes and syncs, the
-limit of the disk. Libraries that are not installed are named and left out.
+Each method saves the same random tensors to a new folder in DIR. Each round measures all methods, so that other load on
+the machine affects them equally. A save ends when all of its bytes are on the disk. If a library does not sync its
+files, they are synced within the measured time. A load ends when the tensors are on the device; comparing them with the
+saved tensors is not measured. `raw` is a loop of four threads that only writes and syncs, and shows the limit of the
+disk. Libraries that are not installed are listed and skipped.
 
-Remanent verifies every byte by a checksum on the way back; the other ways verify nothing.
+Remanent verifies every loaded byte by a checksum; the other methods verify nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _sync(folder: Path) -> None:
 
 
 class _Way:
-    """A way to save tensors. `save` returns once the tensors are durable."""
+    """A method to save tensors. `save` returns once the tensors are durable."""
 
     name = ""
     package = "torch"
@@ -64,11 +64,11 @@ class _Way:
         raise NotImplementedError
 
     def load(self) -> _State | None:
-        """Loads the tensors, or returns None if this way only saves."""
+        """Loads and returns the tensors. Returns None if this method only saves."""
         return None
 
     def close(self) -> None:
-        """Ends the use of the folder."""
+        """Closes the files in the folder."""
 
 
 class _Raw(_Way):
@@ -203,14 +203,14 @@ def _seconds(device: torch.device, work: Callable[[], object]) -> float:
 
 
 def _change(state: _State, part: int) -> None:
-    """Changes one of `part` parts of each tensor to new random bytes."""
+    """Fills the first 1/`part` of each tensor with new random bytes."""
     for each in state.values():
         with torch.no_grad():
             each[: len(each) // part].random_(0, 256)
 
 
 def _measured(make: type[_Way], folder: Path, state: _State, device: torch.device) -> dict[str, float]:
-    """Returns the seconds that one round of a way takes, by row."""
+    """Returns the seconds that each operation of a method takes in one round, by row."""
     folder.mkdir()
     way = make(folder, state)
     seconds = {}
@@ -230,7 +230,7 @@ def _measured(make: type[_Way], folder: Path, state: _State, device: torch.devic
         if loaded[0] is not None:
             seconds["load, warm"] = took
             if any(not torch.equal(each, loaded[0][name]) for name, each in saved.items()):
-                raise RuntimeError(f"{way.name} loaded other bytes than it saved")
+                raise RuntimeError(f"{way.name} loaded bytes that differ from those it saved")
     finally:
         way.close()
         shutil.rmtree(folder, ignore_errors=True)
@@ -241,13 +241,14 @@ def run(directory: str | os.PathLike[str], *, device: str = "cpu", gib: float = 
         report: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
     """Runs the measurements and returns the results as plain values.
 
-    :param directory: an existing directory with room for about three times `gib`. A new folder in it is used and removed.
-    :param device: where the tensors are: "cpu", "cuda" or "cuda:N".
+    :param directory: an existing directory with room for about three times `gib`. The files are in a new folder in this
+        directory, which is removed at the end.
+    :param device: the device of the tensors: "cpu", "cuda" or "cuda:N".
     :param gib: the size of all tensors in GiB.
-    :param rounds: the number of rounds. Results are medians.
-    :param report: receives a line of progress before each measurement.
-    :returns: "bytes", "device", "missing" (packages that are not installed), and "rows": for each row and way the median
-        rate in bytes per second, and the rates of all rounds.
+    :param rounds: the number of rounds. Results are medians over the rounds.
+    :param report: called with a line of progress before each measurement.
+    :returns: a dict with "bytes", "device", "missing" (the packages that are not installed) and "rows". For each row
+        and method, "rows" contains the median rate in bytes per second and the rates of all rounds.
 
     >>> import remanent.bench
     >>> results = remanent.bench.run(directory, gib=1 / 1024, rounds=1)
@@ -306,13 +307,13 @@ def _plot(results: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line. Returns 0, or 2 for a usage error."""
+    """Runs the command and returns its exit code: 0, or 2 for a usage error."""
     parser = argparse.ArgumentParser(prog="python -m remanent.bench", description=(__doc__ or "").split("\n\n")[0],
                                      epilog="Example: python -m remanent.bench /mnt/nvme --device cuda:0 --gib 4")
     parser.add_argument("directory", metavar="DIR", help="an existing directory on the disk to measure")
-    parser.add_argument("--device", default="cpu", help="where the tensors are: cpu or cuda:N (default: cpu)")
-    parser.add_argument("--gib", type=float, default=1.0, help="size of all tensors in GiB (default: 1)")
-    parser.add_argument("--rounds", type=int, default=3, help="number of rounds, of which medians are shown (default: 3)")
+    parser.add_argument("--device", default="cpu", help="device of the tensors: cpu or cuda:N (default: cpu)")
+    parser.add_argument("--gib", type=float, default=1.0, help="total size of the tensors in GiB (default: 1)")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds; the results are medians (default: 3)")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     parser.add_argument("--plot", metavar="FILE", help="also write a plot as an SVG file")
     given = parser.parse_args(arguments)

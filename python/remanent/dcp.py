@@ -126,7 +126,7 @@ class StoredItem:
 
 
 class _AtPath:
-    """The handling of the checkpoint's path in `StorageWriter` and `StorageReader`."""
+    """The base class of `StorageWriter` and `StorageReader`, with the path of the checkpoint."""
 
     _path: Path
 

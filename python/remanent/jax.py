@@ -82,8 +82,8 @@ def _weak(shape: tuple[int, ...], dtype: Any, elements: Any = None) -> jax.Array
     scalars."""
     dtype = numpy.dtype(dtype)
     kind = {"i": int, "u": int, "f": float, "c": complex}.get(dtype.kind, float)
-    # The caller's settings are for its computations. This copies elements, which may be NaNs, and the zeros that they
-    # replace come from the host.
+    # The caller's settings apply to its computations. This code only copies elements, which may be NaNs, over zeros
+    # that come from the host.
     with (jax.transfer_guard("allow"), jax.debug_nans(False), jax.debug_infs(False),
           jax.enable_x64(dtype.itemsize // (2 if kind is complex else 1) == 8)):
         zeros = jax.lax.full(shape, kind(0))
@@ -102,7 +102,7 @@ def save(tree: Any, directory: _Path, *, note: str | None = None, name: str | No
 
     :param note: a remark of up to 64 KiB.
     :param name: a name of 1 to 64 bytes that keeps the version until `remanent.torch.prune` removes the name
-    (`give_up`).
+        (`give_up`).
     :param durable: whether to return only after the version survives a power cut. If False, the call returns once the
         version survives the death of the process.
     :param keep: the number of newest versions to keep; None keeps all.
@@ -133,7 +133,7 @@ def taken(tree: Any) -> tuple[list[Any], dict[str, Any]]:
     held: list[Any] = []
     arrays: dict[str, Any] = {}
     seen: set[str] = set()
-    # NumPy arrays are tracked by identity: a change of one is visible wherever else it is in the tree.
+    # NumPy arrays are tracked by identity, because a tree can contain the same array several times.
     shared: dict[int, str] = {}
     for path, leaf in _flatten(tree):
         if path in seen:

@@ -3,7 +3,7 @@
     save_file(tensors, directory, note=…)      load_file(directory, device=…, at=…)      safe_open(directory)
     versions(directory)      prune(directory, keep=…)      save_model(model, directory)      load_model(model, directory)
     Checkpointer(directory, model, optimizer, …).save(step)      .restore(at=…)
-    diff(directory, before, after)      blame(directory, name, index)      and those of a Checkpointer
+    diff(directory, before, after)      blame(directory, name, index)      also methods of a Checkpointer
 
 State is kept in a store as durable versions. Each version logs only the changed elements, and loads are verified by
 checksums. Nothing is pickled: tensors are pages, and all other values have explicit types. A value that cannot be

@@ -233,7 +233,7 @@ class Subscriber:
         self.restarts += 1
         replica = _native.Replica(self._directory)
         self._follower = _native.Follower(self._directory, replica.position)
-        # Reads the log after the snapshot to its end, so that what follows is computed from the same pages.
+        # Reads the log to its end, so that later batches are applied to the pages from which they were computed.
         while (batch := self._follower.next(0)) is not None:
             replica.apply(batch)
         self._arrays = {}

@@ -130,7 +130,7 @@ impl PyReadAhead {
         }
     }
 
-    /// Returns the pages of the next step from the caller's iterable, or `None` after the last step.
+    /// Returns the pages of the next step of the caller's iterable, or `None` after the last step.
     fn given(&self, py: Python<'_>) -> PyResult<Option<Vec<PageId>>> {
         let Some(pages) = self.steps.bind(py).clone().next() else { return Ok(None) };
         let names = page_names(&pages?)?;

@@ -221,7 +221,7 @@ pub struct MemoryBytes {
 impl MemoryBytes {
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let this = slf.get();
-        // SAFETY: the interpreter gives a view to fill, which keeps this object, and so the owner.
+        // SAFETY: the interpreter passes a view to fill; the view keeps this object, and thus the owner, alive.
         match unsafe {
             ffi::PyBuffer_FillInfo(
                 view,

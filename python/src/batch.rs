@@ -373,7 +373,7 @@ impl Batch {
         self.0.create(py, None, layout, |batch| batch.clone_page(source))
     }
 
-    /// Copies `length` bytes of page `source`, from `start` on, to `page`, from `offset` on.
+    /// Copies `length` bytes of page `source`, from `start` on, to page `target`, from `offset` on.
     #[pyo3(signature = (source, start, length, target, offset))]
     fn copy(
         &self,
@@ -501,7 +501,7 @@ impl Batch {
         let _ = (error, traceback);
         let pending = &slf.get().0;
         if kind.is_some() {
-            // The batch is discarded.
+            // The block raised an exception, so the batch is discarded.
             pending.discard();
             return Ok(());
         }

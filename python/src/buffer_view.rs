@@ -41,7 +41,7 @@ impl BufferView {
 
     fn get(object: &Bound<'_, PyAny>, flags: std::ffi::c_int) -> PyResult<Self> {
         let mut view = Box::new(ffi::Py_buffer::new());
-        // SAFETY: the object is alive, and the view is there to be filled. A refused view is never released.
+        // SAFETY: the object is alive, and the view is memory to fill. A view that is refused is never released.
         if unsafe { ffi::PyObject_GetBuffer(object.as_ptr(), &raw mut *view, flags) } != 0 {
             return Err(PyErr::fetch(object.py()));
         }
@@ -112,7 +112,7 @@ impl BufferView {
 
 impl Drop for BufferView {
     fn drop(&mut self) {
-        // Without an interpreter there is no object to return it to.
+        // Without an interpreter, the exporter no longer exists.
         Python::try_attach(|_| {
             // SAFETY: this view was filled, and is released once.
             unsafe { ffi::PyBuffer_Release(&raw mut *self.0) }

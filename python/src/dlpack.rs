@@ -108,7 +108,7 @@ impl Imported {
         let arguments = PyDict::new(py);
         arguments.set_item("max_version", (1, 0))?;
         if matches!(device, CUDA | CUDA_MANAGED) {
-            // The legacy default stream, which the store waits for before it takes the bytes.
+            // The legacy default stream, for which the store waits before it reads the bytes.
             arguments.set_item("stream", 1)?;
         }
         let capsule = match object.call_method("__dlpack__", (), Some(&arguments)) {
@@ -355,7 +355,7 @@ unsafe extern "C" fn delete_versioned(managed: *mut DlManagedVersioned) {
 fn release(context: Box<Context>) {
     let mut context = Some(context);
     Python::try_attach(|_| drop(context.take()));
-    // Without an interpreter its objects no longer exist.
+    // Without an interpreter, its objects no longer exist.
     std::mem::forget(context);
 }
 

@@ -89,12 +89,12 @@ impl Dtype {
         Self::of_dlpack(DlDtype { code, bits, lanes: 1 })
     }
 
-    /// Returns the element type with this name, which may be the NumPy name or the name in weight files.
+    /// Returns the element type with this name, which may be its NumPy name or its name in weight files.
     ///
     /// # Errors
     /// `ValueError` if the name is unknown. The message lists the known names.
     pub fn parse(name: &str) -> PyResult<&'static Self> {
-        // The spelling of torch.
+        // Torch names its types `torch.float32` and so on.
         let name = name.strip_prefix("torch.").unwrap_or(name);
         DTYPES.iter().find(|dtype| dtype.name == name || dtype.short == name).ok_or_else(|| {
             let names: Vec<&str> = DTYPES.iter().map(|dtype| dtype.name).collect();

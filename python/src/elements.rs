@@ -61,7 +61,7 @@ impl Elements {
     /// fit every page.
     ///
     /// # Errors
-    /// `InvalidError`.
+    /// `InvalidError` if the types differ.
     pub fn check_fit(&self, page: &PageLayout) -> PyResult<()> {
         let Some(wanted) = &page.dtype else { return Ok(()) };
         let found = match self {

@@ -90,9 +90,7 @@ impl Kinds<'_> {
 
 /// Returns the extents of tensors. Calls `kinds.plain` for each tensor that is not plain.
 ///
-/// # Errors
-/// `RefusedError` for tensors that share memory through two storages, because they would be restored
-/// separately.
+/// :raises RefusedError: tensors share memory through two storages, so they would be restored separately.
 #[pyfunction]
 pub fn extents<'py>(tensors: &Bound<'py, PyDict>, kinds: Kinds<'_>) -> PyResult<Extents<'py>> {
     let py = tensors.py();

@@ -102,7 +102,7 @@ impl<'a, 'py> Walk<'a, 'py> {
         if value.is_exact_instance_of::<PyInt>() {
             return match value.extract::<i64>() {
                 Ok(number) if (-INT_MAX..=INT_MAX).contains(&number) => {
-                    write!(self.text, "{number}").expect("a string takes all");
+                    write!(self.text, "{number}").expect("a write to a String cannot fail");
                     Ok(())
                 }
                 _ => self.key(value),
@@ -132,7 +132,7 @@ impl<'a, 'py> Walk<'a, 'py> {
             return self.container(value, |walk| walk.ordered_dict(value, depth));
         }
         if self.containers.contains_key(&(value.as_ptr() as usize)) {
-            return self.container(value, |_| unreachable!("it was begun"));
+            return self.container(value, |_| unreachable!("the container was already written"));
         }
         let mut adapted = self.adapt.call1((&self.path, value))?;
         if adapted.is_none() {
@@ -158,7 +158,7 @@ impl<'a, 'py> Walk<'a, 'py> {
     ) -> PyResult<()> {
         let (head, content, is_mutable) = parts.extract::<(Bound<'py, PyList>, Bound<'py, PyAny>, bool)>()?;
         let write = |walk: &mut Self| {
-            write!(walk.text, "{{\"{TAG}\":").expect("a string takes all");
+            write!(walk.text, "{{\"{TAG}\":").expect("a write to a String cannot fail");
             walk.json(&head)?;
             if !content.is_none() {
                 walk.text.pop();
@@ -184,7 +184,7 @@ impl<'a, 'py> Walk<'a, 'py> {
             if *is_open {
                 return Err(self.refused("the value contains itself"));
             }
-            write!(self.text, "{{\"{TAG}\":[\"same\",{number}]}}").expect("a string takes all");
+            write!(self.text, "{{\"{TAG}\":[\"same\",{number}]}}").expect("a write to a String cannot fail");
             return Ok(());
         }
         let number = self.containers.len();
@@ -199,7 +199,7 @@ impl<'a, 'py> Walk<'a, 'py> {
     fn float(&mut self, number: f64) -> PyResult<()> {
         if number.is_finite() {
             // The shortest text that parses to this number, with a point or an exponent.
-            write!(self.text, "{number:?}").expect("a string takes all");
+            write!(self.text, "{number:?}").expect("a write to a String cannot fail");
             return Ok(());
         }
         self.tagged("float", |walk| {
@@ -208,7 +208,7 @@ impl<'a, 'py> Walk<'a, 'py> {
                 bits if number.is_nan() => write!(walk.text, "\"nan:{bits:016x}\""),
                 _ => write!(walk.text, "\"{number}\""),
             }
-            .expect("a string takes all");
+            .expect("a write to a String cannot fail");
             Ok(())
         })
     }
@@ -225,7 +225,7 @@ impl<'a, 'py> Walk<'a, 'py> {
     fn items(&mut self, items: &Bound<'py, PyTuple>, depth: usize) -> PyResult<()> {
         let len = self.path.len();
         self.listed(items.len(), |walk, at| {
-            write!(walk.path, "/{at}").expect("a string takes all");
+            write!(walk.path, "/{at}").expect("a write to a String cannot fail");
             walk.value(&items.get_item(at)?, depth + 1)?;
             walk.path.truncate(len);
             Ok(())
@@ -306,7 +306,7 @@ impl<'a, 'py> Walk<'a, 'py> {
         match name {
             Some(name) if all_names || !is_like_integer(name) => self.path.push_str(&escaped(name)),
             None if key.is_exact_instance_of::<PyInt>() && key.extract::<i64>().is_ok() => {
-                write!(self.path, "{key}").expect("a string takes all");
+                write!(self.path, "{key}").expect("a write to a String cannot fail");
             }
             _ => {
                 let start = self.text.len();
@@ -359,7 +359,7 @@ impl<'a, 'py> Walk<'a, 'py> {
                 '"' => self.text.push_str("\\\""),
                 '\\' => self.text.push_str("\\\\"),
                 c if c.is_ascii_control() => {
-                    write!(self.text, "\\u{:04x}", u32::from(c)).expect("a string takes all");
+                    write!(self.text, "\\u{:04x}", u32::from(c)).expect("a write to a String cannot fail");
                 }
                 c => self.text.push(c),
             }
@@ -378,7 +378,7 @@ impl<'a, 'py> Walk<'a, 'py> {
     /// Writes `{"$":[kind,…]}`, a value for which JSON has no type. `rest` writes the elements after the
     /// kind.
     fn tagged(&mut self, kind: &str, rest: impl FnOnce(&mut Self) -> PyResult<()>) -> PyResult<()> {
-        write!(self.text, "{{\"{TAG}\":[\"{kind}\",").expect("a string takes all");
+        write!(self.text, "{{\"{TAG}\":[\"{kind}\",").expect("a write to a String cannot fail");
         rest(self)?;
         self.text.push_str("]}");
         Ok(())

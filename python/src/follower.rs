@@ -342,7 +342,9 @@ impl PyReplica {
         py: Python<'_>,
         #[pyo3(from_py_with = arguments::followed_batch)] batch: Bound<'_, PyFollowedBatch>,
     ) -> PyResult<()> {
-        let Source::Replica(replica) = &slf.as_super().source else { unreachable!("made with one") };
+        let Source::Replica(replica) = &slf.as_super().source else {
+            unreachable!("the source of a Replica")
+        };
         let batch = &batch.get().batch;
         py.detach(|| replica.lock().unwrap_or_else(PoisonError::into_inner).apply(batch)).or_raise(py, None)
     }
@@ -354,7 +356,9 @@ impl PyReplica {
     /// The position after the last applied batch, as text. Pass it to a `Follower` for this replica.
     #[getter]
     fn position(slf: PyRef<'_, Self>) -> String {
-        let Source::Replica(replica) = &slf.as_super().source else { unreachable!("made with one") };
+        let Source::Replica(replica) = &slf.as_super().source else {
+            unreachable!("the source of a Replica")
+        };
         locked(slf.py(), replica).position().to_string()
     }
 }

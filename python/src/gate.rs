@@ -25,7 +25,7 @@ pub struct Gate {
     /// The acknowledgement that commits wait for by default.
     pub ack: Ack,
     state: Mutex<GateState>,
-    /// Notified when the last call leaves the store, and when the store is closed.
+    /// Notified when the last call has left the store, and when the store is closed.
     quiet: Condvar,
 }
 
@@ -49,7 +49,7 @@ pub struct Handle {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // A panic in one call does not corrupt the counts: each update is a single step.
+    // A panic does not corrupt the counts, because each update is a single step.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -81,7 +81,7 @@ impl Gate {
     /// Enters the store for one call, which keeps the store open.
     ///
     /// # Errors
-    /// `Forked`, `Closed`.
+    /// `Forked` in a forked child, and `Closed` if the store is closed.
     pub fn enter(&self) -> Result<Call<'_>> {
         check_process(self.opener)?;
         let mut state = lock(&self.state);
@@ -93,7 +93,7 @@ impl Gate {
     /// Enters the store for the lifetime of a lease, pin or view.
     ///
     /// # Errors
-    /// `Forked`, `Closed`.
+    /// `Forked` in a forked child, and `Closed` if the store is closed.
     pub fn hold(self: &Arc<Self>) -> Result<(Handle, Arc<Store>)> {
         check_process(self.opener)?;
         let mut state = lock(&self.state);

@@ -12,7 +12,7 @@ use crate::page_name::{PageName, state_point};
 use crate::snapshot::{Pruned, SnapshotInfo};
 
 pub fn here(store: &Store) -> Result<PathBuf, Error> {
-    Ok(store.directory()?.expect("a store that was opened by its path lies in a file system"))
+    Ok(store.directory()?.expect("a store that was opened by its path is in a file system"))
 }
 
 /// Returns the changes of a page's bytes up to the newest state.

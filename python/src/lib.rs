@@ -23,15 +23,15 @@
 //! | `ticket` | the handle to a submitted batch |
 //! | `view` | views of an open store, and of earlier states |
 //! | `blame` | the changes of a value; the search for the first bad version |
-//! | `reader` | reading pages and the root from any source |
+//! | `reader` | reading pages and the root from every kind of source |
 //! | `source` | the sources of pages: an open store, a view, an earlier state or a replica |
 //! | `page_name` | how callers name pages and states |
 //! | `page_info` | the result of looking up a page |
-//! | `snapshot` | kept snapshots, and what a retention removes |
+//! | `snapshot` | kept snapshots, and the result of a prune |
 //! | `loading` | waiting for pages that an open left on disk |
 //! | `stats` | the report of an open, and the statistics of a store |
 //! | `options` | how a store is opened, from strings and seconds |
-//! | `shared_source` | a source from which many threads read, each item once |
+//! | `shared_source` | a source that returns each item once, to one of several threads |
 //! | `event_fd` | engine futures for an event loop |
 //! | `log` | engine events for Python's `logging` |
 //! | `blocks` | the new contents of a page of tensors |

@@ -49,7 +49,7 @@ fn wait_part(py: Python<'_>, gate: &Gate, timeout: Duration) -> PyResult<bool> {
         if !std::mem::take(&mut first) {
             #[allow(
                 clippy::disallowed_methods,
-                reason = "the engine waits for this without a time limit only"
+                reason = "the engine can only wait for this without a time limit"
             )]
             std::thread::sleep(slice.min(Duration::from_millis(2)));
         }

@@ -128,7 +128,7 @@ impl Subscriber for Forwarder {
 
     fn event(&self, event: &Event<'_>) {
         let metadata = event.metadata();
-        // A callsite may still be enabled for the previous level.
+        // The callsite may still be enabled for a previous level.
         if !self.enabled(metadata) {
             return;
         }

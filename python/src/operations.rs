@@ -117,7 +117,7 @@ pub fn operation_to_py<'py>(
             dict.set_item("base", base)?;
             match form {
                 BytesForm::Own { indices: plain } => {
-                    let plain = plain.expect("made for each sparse delta");
+                    let plain = plain.expect("decoded for each sparse delta");
                     let array = Array::new(plain, Dtype::parse("uint32")?, &[indices.len()]);
                     dict.set_item("indices", array)?;
                 }

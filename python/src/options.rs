@@ -75,7 +75,7 @@ pub fn width(bytes: usize) -> PyResult<remanent::batch::Width> {
 /// Opens a store with the given keyword options.
 ///
 /// # Errors
-/// `TypeError`, `ValueError` for options; what `page_memory` raises; errors of an open.
+/// `TypeError` and `ValueError` for options, exceptions of `page_memory`, and errors of the open.
 pub fn open(py: Python<'_>, path: &Path, given: Option<&Bound<'_, PyDict>>) -> PyResult<Arc<Gate>> {
     let raised = Raised::default();
     let options = options(py, given, &raised)?;

@@ -78,7 +78,7 @@ impl PyPageMemory {
     }
 
     fn bytes(&self) -> &DeviceBytes {
-        self.bytes.as_ref().expect("it is there until it is dropped")
+        self.bytes.as_ref().expect("present until it is dropped")
     }
 
     fn part(&self, offset: u64, len: u64) -> Result<DeviceBytes> {

@@ -131,7 +131,7 @@ pub fn update(
     Ok(count)
 }
 
-/// Computes the changes from a page to `data`, the bytes that they need, and the page as it was compared. The
+/// Returns the changes from a page to `data`, the bytes that they need, and the page as it was when compared. The
 /// changes are `None` if they need more than `left` bytes or if the page must be written completely.
 fn changes(
     store: &Store,

@@ -155,7 +155,7 @@ impl PyReadMany {
         match &*self.state()? {
             ReadProgress::Done(bytes) => Ok(bytes.clone()),
             ReadProgress::Failed(error) => Err(error.clone()),
-            ReadProgress::Pending(_) => unreachable!("asked for once the read is done"),
+            ReadProgress::Pending(_) => unreachable!("called after the read is done"),
         }
     }
 }

@@ -97,7 +97,7 @@ impl Source {
     /// Runs a call that does not wait. Only a replica may first wait for a batch that is being applied.
     pub fn inspect<T>(&self, py: Python<'_>, run: impl FnOnce(&dyn ReadPages) -> Result<T>) -> Result<T> {
         match self {
-            // Other threads can run Python code while this waits.
+            // The wait releases the interpreter lock.
             Source::Replica(replica) => run(&*locked(py, replica)),
             _ => self.with(run),
         }

@@ -107,7 +107,7 @@ fn moves_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyLis
     Ok(list)
 }
 
-/// Converts transfers between places, which lists of device commands made, to a list of dicts.
+/// Converts the transfers between places, which command lists of the device made, to a list of dicts.
 fn transfers_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyList>> {
     let list = PyList::empty(py);
     for of in &stats.transfers {

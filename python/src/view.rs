@@ -36,7 +36,7 @@ impl PyLiveView {
     /// Closes the view. Its store can then be closed.
     fn close(slf: PyRef<'_, Self>) -> PyResult<()> {
         let reader = slf.as_super();
-        let Source::Live(live) = &reader.source else { unreachable!("made with one") };
+        let Source::Live(live) = &reader.source else { unreachable!("the source of a LiveView") };
         live.close().or_raise(slf.py(), Some(&live.path))
     }
 
@@ -91,7 +91,7 @@ pub struct PyView;
 
 impl PyView {
     fn past(reader: &Reader) -> &PastSource {
-        let Source::Past(past) = &reader.source else { unreachable!("made with one") };
+        let Source::Past(past) = &reader.source else { unreachable!("the source of a View") };
         past
     }
 }

@@ -58,7 +58,7 @@ impl PyWorkingCopy {
     }
 
     pub fn copy(&self) -> &remanent::batch::WorkingCopy {
-        self.copy.as_ref().expect("it is there until it is dropped")
+        self.copy.as_ref().expect("present until it is dropped")
     }
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from remanent._util.progress import Bar
 
-# What it is of, its total, whether it was to be shown, and what was added.
+# The label of a bar, its total, its `shown` argument, and the amounts that were added.
 Made = tuple[str, int, bool | None, list[int]]
 
 

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable
 
-# Seconds after which a fork says where it is, and ends.
+# The seconds after which a fork prints its stack and exits.
 HANGS_AFTER = float(os.environ.get("HANGS_AFTER", "60"))
 
 

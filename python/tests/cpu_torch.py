@@ -15,7 +15,7 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
-# Libraries that do not give their symbols versions, by the beginnings of their functions' names.
+# Libraries whose symbols have no version, by the prefixes of their functions' names.
 BY_PREFIX = {
     "nccl": "libnccl.so.2",
     "nvrtc": "libnvrtc.so.13",

@@ -19,7 +19,7 @@ def begin(rank, ranks, root):
     return init_device_mesh("cpu", (ranks,))
 
 def end(rank, ranks, root):
-    # All together, and at once: on its way out torch aborts now and then, as do ranks whose peers are gone.
+    # All ranks exit together and immediately: torch sometimes aborts at exit, as do ranks whose peers have exited.
     mine = f"{root}/end-{os.getppid()}-"
     open(mine + str(rank), "w").close()
     while not all(os.path.exists(mine + str(each)) for each in range(ranks)):
@@ -39,7 +39,7 @@ def in_ranks(count: int, body: str, *arguments: str) -> list[str]:
     script = RANKS + textwrap.dedent(body) + textwrap.dedent("""
         if __name__ == "__main__":
             ranks = int(sys.argv[1])
-            # Forks, which have torch already.
+            # Forked processes have already imported torch.
             mp.start_processes(run, (ranks, *sys.argv[2:]), nprocs=ranks, start_method="fork")
     """)
     path = Path(arguments[0]) / "ranks.py"

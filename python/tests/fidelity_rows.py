@@ -1,4 +1,4 @@
-"""Values that a state may contain, and whether they are saved unchanged or refused with their path.
+"""Values that a state may contain, and whether they are saved unchanged or rejected by path.
 
 The rows are enumerated from the libraries where these list their own types. `difference` compares two values: type,
 bits, dtype, shape, strides, and the sharing of containers and memory.
@@ -229,7 +229,7 @@ VALUES = [
     Row("key nested 300 deep", lambda: {deep(300): 1}, "values are nested more than 100 levels deep"),
 ]
 
-# Each dict has keys whose texts may be the same; each value is another tensor, so that none takes another one's name.
+# Each dict has keys with texts that could collide. Each value is a separate tensor, so a collision would be detected.
 KEYS = [
     Row("slash", lambda: {"a/b": 0, "a": {"b": 0}, "a~1b": 0, "a~": {"1b": 0}, "": {"": 0}, "/": 0}),
     Row("int and str", lambda: {1: 0, "1": 0, -1: 0, "-1": 0, 1 << 70: 0, str(1 << 70): 0, "~1": 0, "~:1": 0,
@@ -260,7 +260,7 @@ def _tensor_of(dtype: torch.dtype) -> torch.Tensor:
     return raw.view(dtype).reshape(2, -1)
 
 
-# Kinds of elements that torch lists and the store does not have.
+# Element types that torch lists and the store does not support.
 _NO_SUCH = "cannot be stored"
 TORCH_DTYPES = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
 
@@ -330,7 +330,7 @@ def _scalar_refused(dtype: Any) -> str | None:
     return None
 
 
-# By the names of their types: longlong and int64 are two types with one dtype.
+# Named by type, because longlong and int64 are two types with the same dtype.
 NUMPY_SCALARS = [Row(f"{dtype.type.__name__} of {dtype}",
                      lambda dtype=dtype: _scalar_of(dtype), _scalar_refused(dtype))  # type: ignore[misc]
                  for dtype in NUMPY_DTYPES if dtype.kind not in "OT" and dtype.isnative]
@@ -420,7 +420,7 @@ TENSOR_KINDS = [
 def difference(saved: Any, found: Any, path: str = "", seen: dict[int, int] | None = None) -> str | None:
     """Returns how a value differs from the one that was saved, or None."""
     seen = {} if seen is None else seen
-    # A container that was shared is shared again, and no other one is.
+    # Containers are shared after the restore if and only if they were shared before.
     is_mutable = isinstance(saved, (list, dict, set, deque, bytearray, io.BytesIO)) or (
         dataclasses.is_dataclass(saved) and not isinstance(saved, type))
     if is_mutable and seen.setdefault(id(saved), id(found)) != id(found):

@@ -39,10 +39,10 @@ from remanent.torch import Checkpointer
 
 RANKS_MAX = 4
 ROWS = 1003
-# What a rank ends with that hears that another one is gone.
+# The exit status of a rank that detects the death of another rank.
 LEFT_ALONE = 3
 WAIT = 60.0
-# The ranks of the round, so that none outlives this process.
+# The process ids of the current round's ranks, so that none outlives this process.
 LIVE: list[int] = []
 
 
@@ -115,7 +115,7 @@ class Dcp:
         if not (self.path / ".metadata").exists():
             return 0
         dcp.load(self.state, storage_reader=StorageReader(self.path))
-        # A tensor of a rank's own has its name, so more ranks than there were have one from the beginning.
+        # The tensor of each rank has a separate name. Additional ranks load the tensors of the saved ranks in turn.
         self.taken = dist.get_rank() % self.state["ranks"]
         own = {f"own {self.taken}": torch.zeros_like(state_of(0, self.taken)[1])}
         dcp.load(own, storage_reader=StorageReader(self.path))
@@ -141,7 +141,7 @@ def run(kind: str, rank: int, directory: Path, meeting: Path, board: Board, seed
     """Runs one rank: restores, and saves until it is killed or has done a number of steps."""
     chance = random.Random(seed)
     if chance.random() < 0.5:
-        # Saves of many batches, which a kill ends halfway.
+        # Short batches, so that a kill can interrupt a save between two of them.
         page_tree._BATCH_BYTES = remanent.dcp._BATCH_BYTES = 16 << 10
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=board.ranks)
     mesh = init_device_mesh("cpu", (board.ranks,))
@@ -164,13 +164,13 @@ def run(kind: str, rank: int, directory: Path, meeting: Path, board: Board, seed
         if saver.save(step, *tensors_of(step), chance):
             board.say("saved", rank, step)
     saver.close()
-    # None leaves before all are done with what they tell each other.
+    # No rank exits before all ranks have finished their communication.
     dist.barrier()
 
 
 def start(kind: str, directory: Path, board: Board, seed: int, steps_max: int) -> list[int]:
     meeting = directory.parent / f"meet-{seed}"
-    # What an earlier process of the same seed has left would be met.
+    # An earlier process with the same seed may have left its rendezvous file.
     meeting.unlink(missing_ok=True)
 
     def work(rank: int) -> int:
@@ -179,7 +179,7 @@ def start(kind: str, directory: Path, board: Board, seed: int, steps_max: int) -
         except remanent.RankFailedError:
             return LEFT_ALONE
         except (CheckpointException, RuntimeError) as error:
-            # DCP passes on what torch says.
+            # DCP raises torch's own errors if a rank has died.
             if kind == "dcp" and board.said("restored")[rank] >= 0:
                 return LEFT_ALONE
             raise error
@@ -198,7 +198,7 @@ def end_of(pid: int) -> int:
 def wait_restored(board: Board, pids: list[int]) -> list[int]:
     until = time.monotonic() + WAIT
     while -1 in board.said("restored"):
-        assert time.monotonic() < until, f"the ranks do not come up: {board.said('restored')}"
+        assert time.monotonic() < until, f"ranks have not restored a version in time: {board.said('restored')}"
         for pid in pids:
             found, status = os.waitpid(pid, os.WNOHANG)
             assert not found, f"a rank ended with {os.waitstatus_to_exitcode(status)} before it was killed"
@@ -211,7 +211,7 @@ def killed(pids: list[int], chance: random.Random) -> str:
     how = chance.choice(["all", "one by one", "one"])
     order = chance.sample(pids, len(pids))
     if how == "one":
-        # The others hear of it, wherever they are.
+        # The other ranks detect the death at any point.
         os.kill(order[0], signal.SIGKILL)
         end_of(order[0])
         for pid in order[1:]:
@@ -237,11 +237,11 @@ def main(kind: str, directory: Path, kills: int, seed: int) -> None:
         pids = start(kind, directory, board, seed * 100_000 + kill, 1_000_000)
         restored = wait_restored(board, pids)
         assert len(set(restored)) == 1, f"ranks are at different versions: {restored}"
-        assert restored[0] >= acknowledged, f"step {acknowledged} was acknowledged, and {restored[0]} is there"
+        assert restored[0] >= acknowledged, f"step {acknowledged} was acknowledged, but {restored[0]} was restored"
         time.sleep(chance.random() ** 2 * 0.5)
         counts[killed(pids, chance)] += 1
         acknowledged = max(restored[0], *board.said("saved"))
-    # A last round that nothing disturbs: what is there is no more than what is kept.
+    # A last round without a kill, after which the store contains only the kept versions.
     board = Board(RANKS_MAX)
     for pid in start(kind, directory, board, seed * 100_000 + kills, 3):
         assert end_of(pid) == 0

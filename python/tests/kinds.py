@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-# Options of which each that an optimizer has makes a row. Capturable ones are for GPUs.
+# Options that are tested, one row per option, with each optimizer that has them. "capturable" requires a GPU.
 _OPTIONS: tuple[tuple[str, Any], ...] = (
     ("amsgrad", True), ("foreach", True), ("fused", True), ("maximize", True), ("differentiable", False),
     ("momentum", 0.9), ("centered", True), ("nesterov", True), ("decoupled_weight_decay", True),
@@ -32,7 +32,8 @@ def optimizer_makers() -> dict[str, Callable[[list[Any]], torch.optim.Optimizer]
             try:
                 kind([torch.nn.Parameter(torch.ones(2, 2))], **given)
             except (ValueError, RuntimeError):
-                # It says that it has no such form: fused on the host, a tensor as learning rate with foreach.
+                # The optimizer does not support the option, such as "fused" on the host, or a tensor as lr with
+                # "foreach".
                 continue
             found[row] = lambda parameters, kind=kind, given=given: kind(parameters, **given)
     return found
@@ -45,12 +46,12 @@ def step(optimizer: torch.optim.Optimizer, seed: int) -> None:
         for parameter in group["params"]:
             gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
             parameter.grad = gradient.to_sparse() if isinstance(optimizer, torch.optim.SparseAdam) else gradient
-    # LBFGS evaluates again what it minimizes.
+    # LBFGS evaluates the loss again.
     optimizer.step(lambda: torch.tensor(float(seed)))
 
 
 def same(value: Any, other: Any) -> bool:
-    """Whether two values have the same types, and tensors the same bits, on any devices."""
+    """Returns whether two values have the same types, and tensors the same bits, on any devices."""
     if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
         return (type(value), value.dtype, value.shape) == (type(other), other.dtype, other.shape) and bool(
             torch.equal(_bytes(value), _bytes(other)))
@@ -69,7 +70,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
-# Arguments of modules that none of `_ARGUMENTS` makes.
+# Arguments of modules that cannot be created with any of `_ARGUMENTS`.
 _SPECIAL: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "AdaptiveLogSoftmaxWithLoss": ((4, 10, [4]), {}), "Bilinear": ((2, 3, 4), {}), "GroupNorm": ((2, 4), {}),
     "MultiheadAttention": ((4, 2), {}), "Transformer": ((4, 2, 1, 1, 8), {}), "LayerNorm": ((4,), {}),
@@ -86,7 +87,7 @@ _SPECIAL: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "RNNBase": (("LSTM", 2, 3), {}),
 }
 _ARGUMENTS: tuple[tuple[Any, ...], ...] = ((), (4,), (4, 4), (4, 4, 2), (4, 4, 2, 2))
-# Bases that are no module by themselves, and wrappers that need other processes.
+# Base classes that cannot be used as modules, and wrappers that need other processes.
 _NONE = {"Module", "Container", "DistributedDataParallel", "Buffer", "Parameter", "UninitializedBuffer",
          "UninitializedParameter"}
 
@@ -147,6 +148,6 @@ def observer_makers() -> Iterator[tuple[str, Callable[[], torch.nn.Module]]]:
     for where in (quantization.observer, quantization.fake_quantize):
         for name, kind in sorted(vars(where).items()):
             if isinstance(kind, type) and issubclass(kind, torch.nn.Module) and kind.__module__ == where.__name__:
-                # Those of fixed parameters have seen nothing.
+                # Quantizers with fixed parameters have no statistics.
                 if not inspect.isabstract(kind) and not name.startswith("FixedQParams"):
                     yield name, kind

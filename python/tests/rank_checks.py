@@ -45,7 +45,7 @@ class Training:
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        # Seven rows over four ranks, and three: parts of several sizes, and one that is empty.
+        # Seven and three rows on four ranks: the parts have several sizes, and one part is empty.
         self.model = torch.nn.Sequential(torch.nn.Linear(10, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3)).to(DEVICE)
         fully_shard(self.model, mesh=init_device_mesh(DEVICE, (dist.get_world_size(),)))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
@@ -53,7 +53,7 @@ class Training:
 
     def step(self) -> float:
         self.optimizer.zero_grad()
-        # Other numbers on each rank, and each rank's are a part of its state.
+        # Each rank has its own random numbers, whose state is saved with the rank.
         loss = self.model(torch.randn(4, 10, device=DEVICE)).square().mean()
         loss.backward()
         self.optimizer.step()
@@ -76,7 +76,7 @@ if DEVICE == "cuda":
     WAYS.append({"device_room": 1 << 20})
 
 
-def every_way_to_save_keeps_the_parts(directory: Path) -> None:
+def every_save_option_restores_all_parts(directory: Path) -> None:
     for number, options in enumerate(WAYS):
         training = Training()
         with training.run(directory / str(number), **options) as run:
@@ -97,7 +97,7 @@ def raises(kind: type[BaseException], text: str) -> Any:
     return pytest.raises(kind, match=text)
 
 
-def a_restored_run_goes_on_as_the_one_that_saved(directory: Path) -> None:
+def restored_run_continues_bit_for_bit(directory: Path) -> None:
     training = Training()
     torch.manual_seed(dist.get_rank())
     with training.run(directory) as run:
@@ -113,7 +113,7 @@ def a_restored_run_goes_on_as_the_one_that_saved(directory: Path) -> None:
         assert [(version.step, version.name) for version in run.versions()] == [(1, "first"), (4, None)]
     again = Training()
     with again.run(directory) as run:
-        # Its optimizer has no state yet.
+        # The new optimizer has no state yet.
         assert run.restore() == 4 and same(again.state(), at_fourth)
         run.fork(directory / "fork", at="first")
         assert run.diff("first", 4)["model/0.weight"]
@@ -125,7 +125,7 @@ def a_restored_run_goes_on_as_the_one_that_saved(directory: Path) -> None:
         run.save(2)
 
 
-def what_one_rank_refuses_none_saves(directory: Path) -> None:
+def rejection_on_one_rank_saves_nothing(directory: Path) -> None:
     rank = dist.get_rank()
     training = Training()
     with training.run(directory) as run:
@@ -137,7 +137,7 @@ def what_one_rank_refuses_none_saves(directory: Path) -> None:
         training.own.pop("odd", None)
         with raises(remanent.RefusedError, "rank 1 saved step 30" if rank != 1 else "rank 0 saved step 3 "):
             run.save(30 if rank == 1 else 3)
-        # What is not waited for is told to the next save.
+        # A failure of a save with `wait=False` is raised by the next save.
         if rank == 3:
             training.own["odd"] = threading.Lock()
             with raises(remanent.RefusedError, "lock cannot be stored"):
@@ -152,7 +152,7 @@ def what_one_rank_refuses_none_saves(directory: Path) -> None:
         assert run.restore() == 6
 
 
-def a_save_is_refused_on_all_ranks_or_on_none(directory: Path) -> None:
+def busy_save_is_refused_on_all_ranks_or_none(directory: Path) -> None:
     training = Training()
     with training.run(directory) as run:
         held = threading.Event()
@@ -181,7 +181,7 @@ def a_save_is_refused_on_all_ranks_or_on_none(directory: Path) -> None:
         assert [version.step for version in run.versions()] == [1, 3]
 
 
-def damage_of_one_rank_changes_nothing_on_any(directory: Path) -> None:
+def damage_on_one_rank_changes_no_rank(directory: Path) -> None:
     rank = dist.get_rank()
     training = Training()
     with training.run(directory, keep=3) as run:
@@ -194,7 +194,7 @@ def damage_of_one_rank_changes_nothing_on_any(directory: Path) -> None:
         if rank == 1:
             newest = max((directory / "rank-1/pages").glob("*.pages"))
             content = bytearray(newest.read_bytes())
-            # In its heads and its pages alike.
+            # In the headers and in the pages.
             for at in range(0, len(content), 64):
                 content[at] ^= 1
             newest.write_bytes(content)
@@ -215,7 +215,7 @@ def damage_of_one_rank_changes_nothing_on_any(directory: Path) -> None:
         assert all(name.startswith("rng/") for name in read), "all parts were read into the model's and the optimizer's"
 
 
-def a_damaged_point_is_not_passed_over(directory: Path) -> None:
+def damaged_point_is_not_skipped(directory: Path) -> None:
     rank = dist.get_rank()
     training = Training()
     with training.run(directory, keep=2) as run:
@@ -234,7 +234,7 @@ def a_damaged_point_is_not_passed_over(directory: Path) -> None:
             assert [version.step for version in run.versions()] == [1]
             dist.barrier()
         assert run.restore(1) == 1
-        # It might name any snapshot.
+        # The damaged point may name any snapshot, so no snapshot is removed.
         for step in range(3, 6):
             run.save(step)
         snapshots = [info.name for info in run.store.snapshots() if info.name is not None]
@@ -248,7 +248,7 @@ def a_damaged_point_is_not_passed_over(directory: Path) -> None:
         assert len([info for info in run.store.snapshots() if info.name is not None]) == 2
 
 
-def a_store_of_another_run_is_not_taken_for_its_own(directory: Path) -> None:
+def swapped_stores_of_ranks_are_detected(directory: Path) -> None:
     training = Training()
     with training.run(directory) as run:
         run.save(1)
@@ -263,7 +263,7 @@ def a_store_of_another_run_is_not_taken_for_its_own(directory: Path) -> None:
             run.restore()
 
 
-def a_directory_of_something_else_is_refused(directory: Path) -> None:
+def unsuitable_directories_are_rejected(directory: Path) -> None:
     training = Training()
     if dist.get_rank() == 0:
         remanent.Store(directory / "store", device="host").close()
@@ -277,7 +277,7 @@ def a_directory_of_something_else_is_refused(directory: Path) -> None:
         try:
             training.run(directory / "four")
         except remanent.LockedError as error:
-            # Whichever rank it was on, it says what it would say there.
+            # The error has the same attributes on all ranks as on the rank that raised it.
             assert error.holder and error.path and "rank-" in error.path
     pair = dist.new_group([0, 1])
     if dist.get_rank() < 2:
@@ -290,19 +290,19 @@ def a_directory_of_something_else_is_refused(directory: Path) -> None:
             alone.save(1)
 
 
-def ranks_stay_in_step_whatever_is_raised_in_one(directory: Path) -> None:
+def failure_on_one_rank_keeps_ranks_in_step(directory: Path) -> None:
     rank = dist.get_rank()
-    # What a constructor refuses on one rank none makes, and all may try again.
+    # If the constructor fails on one rank, it fails on all ranks, and all ranks can try again.
     odd = {"own": threading.Lock() if rank == 1 else {}}
     with raises(remanent.RefusedError, "own: a lock is neither a dict nor has state_dict" if rank == 1 else "rank 1: own: a lock"):
         Checkpointer(directory, extra=odd, process_group=dist.group.WORLD)
     training = Training()
     with training.run(directory) as run:
         run.save(1)
-        # A wait that is interrupted, by Ctrl-C or by a scheduler's signal, ends no work that others take part in.
+        # An interrupt of the wait, by Ctrl-C or a scheduler's signal, does not end work that other ranks take part in.
         interrupted = directory / "interrupted"
         if rank == 2:
-            # What a script starts in the background ignores it.
+            # Processes that a script starts in the background ignore SIGINT.
             signal.signal(signal.SIGINT, signal.default_int_handler)
             threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]).start()
             with raises(KeyboardInterrupt, ""):
@@ -341,15 +341,15 @@ def ranks_stay_in_step_whatever_is_raised_in_one(directory: Path) -> None:
         assert run.restore() == 6
 
 
-def versions_are_looked_through_by_all_ranks(directory: Path) -> None:
+def bisect_tests_versions_on_all_ranks(directory: Path) -> None:
     rank = dist.get_rank()
     own = {"w": torch.zeros(3)}
     with Checkpointer(directory, extra={"own": own}, rng=False, keep=99, process_group=dist.group.WORLD) as run:
         if rank == 1:
-            # Its versions have other Lsns.
+            # The Lsns of this rank's versions differ from those of the other ranks.
             run.store["aside"] = b"a page"
         for step in range(1, 21):
-            # Each rank's is another one from another step on.
+            # The first bad step differs from rank to rank.
             own["w"][1] = step >= 5 + 3 * rank
             run.save(step)
         versions = run.versions()
@@ -358,7 +358,7 @@ def versions_are_looked_through_by_all_ranks(directory: Path) -> None:
             assert run.restore(version) == version.step
             return not own["w"][1]
 
-        # The first rank's is the first that is bad.
+        # The first bad version of the first rank is the first one that is bad on any rank.
         assert run.bisect(is_good, good=1) == versions[4]
         assert run.bisect(lambda version: None if (version.step, rank) == (11, 2) else version.step < 7, good=2,
                           bad=versions[19]) == versions[6]
@@ -378,7 +378,7 @@ def versions_are_looked_through_by_all_ranks(directory: Path) -> None:
         assert run.restore() == 20
 
 
-def a_process_may_become_another_rank(directory: Path) -> None:
+def process_may_become_another_rank(directory: Path) -> None:
     rank = dist.get_rank()
     dist.destroy_process_group()
     for number, now in enumerate((rank, RANKS - 1 - rank)):
@@ -399,8 +399,9 @@ def a_process_may_become_another_rank(directory: Path) -> None:
             dist.destroy_process_group()
 
 
-def a_run_goes_on_where_its_directory_is(directory: Path) -> None:
-    """The run's directory is moved and another run is created at the old path, or the process changes its directory."""
+def run_follows_its_moved_directory(directory: Path) -> None:
+    """The run's directory is moved and another run is created at the old path, or the process changes its working
+    directory."""
     weight = torch.zeros(100, device=DEVICE)
 
     def run_at(path: Path | str) -> Checkpointer:
@@ -416,7 +417,7 @@ def a_run_goes_on_where_its_directory_is(directory: Path) -> None:
 
     path, moved = directory / "run", directory / "moved"
     if dist.get_rank() == 0:
-        # A rank's store may lie on another disk.
+        # A rank's store may be on another disk.
         (directory / "disk").mkdir()
         path.mkdir()
         (path / "rank-0").symlink_to(directory / "disk")
@@ -455,7 +456,7 @@ def begin_with_one(directory: Path) -> None:
             run.save(step)
 
 
-def go_on_with_two(directory: Path) -> None:
+def continue_with_two_ranks(directory: Path) -> None:
     """The second rank's earlier versions refer to batches of the first rank."""
     weight = torch.zeros(100)
     with Checkpointer(directory / "run", extra={"s": {"w": weight}}, rng=False, keep=99,
@@ -477,8 +478,8 @@ def go_on_with_two(directory: Path) -> None:
             assert run.bisect(is_good, good=good).step == 4
 
 
-def stores_of_ranks_that_are_no_more_go(directory: Path) -> None:
-    """Also if a process ended while it was removing such a store."""
+def stores_of_former_ranks_are_removed(directory: Path) -> None:
+    """This includes stores that a killed process has partly removed."""
     path = directory / "run"
     if dist.get_rank() == 0:
         for left in ("rank-7", "removed-7", "removed-8"):
@@ -492,7 +493,7 @@ def stores_of_ranks_that_are_no_more_go(directory: Path) -> None:
     assert left == ["points", *(f"rank-{rank}" for rank in range(dist.get_world_size()))], left
 
 
-def parts_are_joined_only_where_it_is_known_how(directory: Path) -> None:
+def ambiguous_redistribution_is_rejected(directory: Path) -> None:
     rank = dist.get_rank()
     pairs = [DeviceMesh(DEVICE, [0, 1]), DeviceMesh(DEVICE, [2, 3])]
     square = init_device_mesh(DEVICE, (2, 2))
@@ -511,31 +512,31 @@ def parts_are_joined_only_where_it_is_known_how(directory: Path) -> None:
         with Checkpointer(directory / name, made, process_group=dist.group.WORLD) as run:
             run.save(1)
 
-    # Two stages with a tensor of the same name, as the optimizers of pipelines have them.
+    # Two pipeline stages have tensors of the same name, as is usual for optimizers.
     stage, numbers = rank // 2, torch.arange(8.0)
     save("stages", module(numbers + 100 * stage, pairs[stage], Shard(0)))
     again = restored(module(numbers * 0, pairs[stage], Shard(0)), "stages")
     assert torch.equal(again, (numbers + 100 * stage).chunk(2)[rank % 2])
     with raises(remanent.NoStateError, "several tensors of this name"):
         restored(module(numbers * 0, pairs[stage], Replicate()), "stages")
-    # Every other element: no box.
+    # A part of every other row is not a contiguous box.
     save("rows", module(numbers, square, Shard(0), Shard(0)))
     with raises(remanent.NoStateError, "its parts are not contiguous"):
         restored(module(numbers * 0, square, _StridedShard(0, split_factor=2), Replicate()), "rows")
-    # On some ranks only, and then on others.
+    # Tensors that only some ranks saved, restored on other ranks.
     for name, tensor in (("rows of two", numbers), ("one number", torch.tensor(3.0))):
         placement = Shard(0) if tensor.ndim else Replicate()
         save(name, module(tensor, pairs[1], placement))
         found = restored(module(tensor * 0, pairs[0], placement), name)
         assert rank > 1 or torch.equal(found, tensor.chunk(2)[rank] if tensor.ndim else tensor), found
-    # By a group in which they have other numbers.
+    # A process group in which the ranks have other numbers.
     group = dist.new_group([2, 3])
     if rank > 1:
         found = restored(module(numbers * 0, pairs[1], Shard(0)), "rows of two", group)
         assert torch.equal(found, numbers.chunk(2)[rank - 2]), found
 
 
-def tensors_are_divided_as_they_were(directory: Path) -> None:
+def dtensors_are_restored_in_current_layout(directory: Path) -> None:
     flat, square = init_device_mesh(DEVICE, (RANKS,)), init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
     whole = torch.arange(60.0).view(10, 6)
 
@@ -558,7 +559,7 @@ def tensors_are_divided_as_they_were(directory: Path) -> None:
             assert isinstance(tensor, DTensor)
             assert torch.equal(tensor.to_local(), module.get_buffer(name).to_local()), name
             assert torch.equal(tensor.full_tensor(), whole), name
-    # As the run has them now, whatever they were.
+    # DTensors are restored in the run's current layout, whatever the saved layout was.
     turned = torch.nn.Module()
     for name, mesh, placements in (("rows", square, [Shard(1), Replicate()]), ("columns", flat, [Replicate()]),
                                    ("all", square, [Shard(0), Shard(1)]), ("both", flat, [Shard(0)]),
@@ -594,7 +595,7 @@ def begin(directory: Path) -> None:
             training.state(DTensor.full_tensor)
 
 
-def go_on(directory: Path) -> None:
+def continue_run(directory: Path) -> None:
     """Continues from the newest version, and from the first one, which four ranks saved."""
     rank, count = dist.get_rank(), dist.get_world_size()
     training = Training()
@@ -620,10 +621,10 @@ def go_on(directory: Path) -> None:
         state = training.state(DTensor.full_tensor)
         if rank == 0:
             torch.save(state, directory / "expected")
-        # As a process leaves it that is killed while it removes the store of a rank that is no more.
+        # A process that is killed while it removes the store of a former rank leaves such a directory.
         (directory / "removed-7").mkdir(exist_ok=True)
         if before == 5:
-            # No version is of more than these any more.
+            # After this, no version has more ranks than the current run.
             run.give_up("first")
             run.save(before + 2)
             dist.barrier()
@@ -638,7 +639,7 @@ class OfDcp(Training):
         return {"model": of_model, "optimizer": of_optimizer}
 
     def load(self, path: Path) -> None:
-        # Of an optimizer that has not stepped `get_state_dict` makes the state that is loaded into.
+        # If the optimizer has made no step, `get_state_dict` creates the state that is loaded into.
         state = self.dcp_state()
         dcp.load(state, storage_reader=StorageReader(path))
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"],
@@ -660,7 +661,7 @@ def begin_dcp(directory: Path) -> None:
     training.save(directory / "0")
 
 
-def go_on_dcp(directory: Path) -> None:
+def continue_dcp(directory: Path) -> None:
     """Continues from the last save of a different number of ranks."""
     newest = max(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
     training = OfDcp()
@@ -675,7 +676,7 @@ def go_on_dcp(directory: Path) -> None:
     training.save(directory / f"{newest + 1}")
 
 
-def alone_with_dcp(directory: Path) -> None:
+def load_dcp_unsharded(directory: Path) -> None:
     """A model that is not sharded loads everything that the ranks saved."""
     model = torch.nn.Sequential(torch.nn.Linear(10, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -690,30 +691,31 @@ def alone_with_dcp(directory: Path) -> None:
 
 
 Check = Callable[[Path], None]
-# The stages of a check: how many ranks do what.
+# The stages of each check: the number of ranks, and the function that they run.
 CHECKS: dict[str, list[tuple[int, Check]]] = {check.__name__: [(RANKS, check)] for check in (
-    a_restored_run_goes_on_as_the_one_that_saved,
-    every_way_to_save_keeps_the_parts,
-    what_one_rank_refuses_none_saves,
-    a_save_is_refused_on_all_ranks_or_on_none,
-    damage_of_one_rank_changes_nothing_on_any,
-    a_damaged_point_is_not_passed_over,
-    a_store_of_another_run_is_not_taken_for_its_own,
-    a_directory_of_something_else_is_refused,
-    ranks_stay_in_step_whatever_is_raised_in_one,
-    versions_are_looked_through_by_all_ranks,
-    a_process_may_become_another_rank,
-    a_run_goes_on_where_its_directory_is,
-    stores_of_ranks_that_are_no_more_go,
-    parts_are_joined_only_where_it_is_known_how,
-    tensors_are_divided_as_they_were,
+    restored_run_continues_bit_for_bit,
+    every_save_option_restores_all_parts,
+    rejection_on_one_rank_saves_nothing,
+    busy_save_is_refused_on_all_ranks_or_none,
+    damage_on_one_rank_changes_no_rank,
+    damaged_point_is_not_skipped,
+    swapped_stores_of_ranks_are_detected,
+    unsuitable_directories_are_rejected,
+    failure_on_one_rank_keeps_ranks_in_step,
+    bisect_tests_versions_on_all_ranks,
+    process_may_become_another_rank,
+    run_follows_its_moved_directory,
+    stores_of_former_ranks_are_removed,
+    ambiguous_redistribution_is_rejected,
+    dtensors_are_restored_in_current_layout,
 )}
-CHECKS["a_model_of_fsdp_is_loaded_through_dcp_by_other_numbers_of_ranks"] = [
-    (2, begin_dcp), (1, go_on_dcp), (4, go_on_dcp), (3, go_on_dcp), (1, alone_with_dcp)]
-CHECKS["a_version_is_one_also_for_ranks_that_are_new"] = [(1, begin_with_one), (2, go_on_with_two)]
-CHECKS["ranks_come_and_go"] = [(4, begin), (3, go_on), (1, go_on), (4, go_on), (2, go_on)]
-ON_GPUS = ("a_restored_run_goes_on_as_the_one_that_saved", "every_way_to_save_keeps_the_parts",
-           "a_damaged_point_is_not_passed_over")
+CHECKS["dcp_loads_fsdp_model_with_other_rank_counts"] = [
+    (2, begin_dcp), (1, continue_dcp), (4, continue_dcp), (3, continue_dcp), (1, load_dcp_unsharded)]
+CHECKS["new_ranks_find_earlier_versions"] = [(1, begin_with_one), (2, continue_with_two_ranks)]
+CHECKS["number_of_ranks_may_change"] = [
+    (4, begin), (3, continue_run), (1, continue_run), (4, continue_run), (2, continue_run)]
+ON_GPUS = ("restored_run_continues_bit_for_bit", "every_save_option_restores_all_parts",
+           "damaged_point_is_not_skipped")
 
 
 def main(directory: Path, names: list[str]) -> None:
@@ -723,7 +725,7 @@ def main(directory: Path, names: list[str]) -> None:
         backend = "gloo" if DEVICE == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=count)
         check(of_check)
-        # None leaves before all are done.
+        # No rank exits before all ranks have finished.
         dist.barrier()
         return 0
 

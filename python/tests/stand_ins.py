@@ -306,8 +306,7 @@ def lmcache() -> str:
 
 
 def torchtitan() -> str:
-    """Returns torchtitan 0.3, or a stand-in: a checkpoint manager that is configured, built and called in the same way.
-    """
+    """Returns torchtitan 0.3, or a stand-in whose checkpoint manager has the same configuration and methods."""
     if _is_installed("torchtitan.components.checkpointer.dcp"):
         return "torchtitan"
 

@@ -45,7 +45,7 @@ def test_steps_are_read_ahead(directory: str) -> None:
         with store.read_ahead(steps(), "host") as ahead:
             for step in ahead:
                 assert all(store.info(page).place == "host" for page in step)
-                # Those of the next step are on their way.
+                # Pages of the next step are already being moved.
                 assert len(given) > len(used) // 2
                 used += step
             assert list(ahead) == []
@@ -85,7 +85,7 @@ def test_step_errors_are_raised_at_their_step(directory: str) -> None:
         with pytest.raises(RuntimeError, match="another thread"):
             next(again[0])
         again[0].close()
-        # A page that is gone when its step is asked for.
+        # A page that was deleted before its step is requested.
         with store.read_ahead([[pages[3], pages[4]]], "host") as ahead:
             del store["layer 3"]
             with pytest.raises(remanent.UnknownPageError):

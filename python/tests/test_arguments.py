@@ -20,7 +20,7 @@ def stored(store: remanent.Store, content: Any) -> bytes:
                                    np.array(["2020-01-02"], "datetime64[D]"), np.arange(4, dtype=">i4"),
                                    np.zeros(2, [("O", "i4"), ("b", "f8")])], ids=repr)
 def test_arrays_of_any_shape_and_type_are_stored(store: remanent.Store, array: Any) -> None:
-    # Of kinds that have no name in metadata, a part of a page can be written, and pages are read into them.
+    # For element types without a name in metadata, writes to parts of a page and reads into arrays are also supported.
     store["k"] = bytes(array.nbytes)
     with store.batch() as batch:
         batch.write("k", 0, array)
@@ -68,7 +68,7 @@ def test_indices_in_other_byte_order_are_rejected(store: remanent.Store) -> None
 
 def test_negative_view_is_rejected_until_resolved(store: remanent.Store) -> None:
     torch = pytest.importorskip("torch")
-    # A view of the other sign, as torch makes it for the imaginary parts of conjugates.
+    # A view with the negative bit set, which torch creates for imaginary parts of conjugates.
     imag = torch.tensor([1 + 2j, 0j]).conj().imag[:1]
     assert imag.item() == -2 and imag.is_neg()
     with pytest.raises(BufferError, match="negative bit"):

@@ -26,14 +26,14 @@ class Owner(bytearray):
 
 
 class Taken(NamedTuple):
-    """A call that takes bytes: what it does with an owner of `NEW`, and whether it needs the owner until the commit."""
+    """A call that takes bytes from an owner of `NEW`, and whether the owner must live until the commit."""
 
     call: Callable[[remanent.Batch, Owner], object]
     is_held: bool = False
     expected: bytes = NEW
 
 
-# Every call of a batch that takes bytes, for the page "old" of ones or a new page "new".
+# All methods of a batch that take bytes, called for the page "old" of ones or for a new page "new".
 TAKEN = {
     "create": Taken(lambda batch, owner: batch.create(owner, key="new")),
     "create at_commit": Taken(lambda batch, owner: batch.create(owner, key="new", at_commit=True), is_held=True),
@@ -53,9 +53,9 @@ def pages(store: remanent.Store) -> remanent.Store:
     return store
 
 
-# Calls outside of batches that take a buffer, and have ended all accesses when they return.
+# Calls outside of batches that take a buffer and no longer access it when they return.
 RETURNED = {"put", "__setitem__", "read_into", "read_many_into", "load"}
-# Calls whose memory a page, a copy or a pipe has from then on: test_page_memory.py, test_working_copies.py, test_gpu.py.
+# Calls that continue to use the memory; see test_page_memory.py, test_working_copies.py and test_gpu.py.
 KEPT = {"create_in", "working_copy", "page_memory", "write of PageMemory"}
 
 
@@ -67,7 +67,7 @@ def test_tables_list_every_call_with_buffer() -> None:
             given = [*call.args.posonlyargs, *call.args.args, *call.args.kwonlyargs]
             kinds = {each.arg: ast.unparse(each.annotation) for each in given if each.annotation is not None}
             if call.name == "__new__":
-                # The groups of options state their members as defaults.
+                # The default values of the option groups list their options.
                 members = {each.value for each in ast.walk(call) if isinstance(each, ast.Constant)}
                 found |= {name for name in members if name == "page_memory"}
             elif any("_Bytes" in kind for kind in kinds.values()) or "memory" in kinds or call.name == "load":
@@ -133,7 +133,7 @@ def test_returned_call_has_ended_accesses(pages: remanent.Store, name: str) -> N
     assert gone() is None
 
 
-# Every object of the package that lends its memory, made of a store with the page "old".
+# All objects of the package that export their memory, created from a store with the page "old".
 LENT: dict[str, Callable[[remanent.Store], Any]] = {
     "lease": lambda store: memoryview(store.lease("old")),
     "array": lambda store: memoryview(store.array("old")),
@@ -157,7 +157,7 @@ def test_view_of_lent_memory_keeps_it_unchanged(pages: remanent.Store, name: str
     gc.collect()
     assert bytes(view) == before
     view.release()
-    pages.close()  # refused while a lease is held
+    pages.close()  # raises an error while a lease exists
 
 
 class Blocked:
@@ -184,7 +184,7 @@ def test_cache_keeps_buffers_until_job_ends(directory: str, call: str, end: str)
     cache.store([b"there"], [OLD]).result(WORK)
     owner = Owner(NEW)
     gone = weakref.ref(owner)
-    gc.disable()  # what only the collector would free is a leak
+    gc.disable()  # memory that only the collector would free counts as leaked
     try:
         blocked.hold()
         job: Any = cache.store([b"new"], [owner]) if call == "store" else cache.load([b"there"], [owner])
@@ -210,7 +210,7 @@ def test_cache_keeps_buffers_until_job_ends(directory: str, call: str, end: str)
             assert job.result(WORK) == (LENGTH if call == "store" else [True])
         if end == "cancelled":
             cache.drain()
-            cache.delete([b"nothing"]).result(WORK)  # the thread that writes has dropped the job
+            cache.delete([b"nothing"]).result(WORK)  # after this, the writing thread no longer references the job
             cache.load([], []).result(WORK)
         assert gone() is None and found == [b"freed"]
         if call == "store" and end in ("done", "timed out"):

@@ -67,7 +67,7 @@ def test_slow_consumer_receives_lagged(store: remanent.Store) -> None:
         with store.batch() as batch:
             for index in range(0, 60000, 2):
                 batch.write("a", index, b"x")
-    # A batch is told of after it is said to be applied, and before the next one that is submitted then is.
+    # A batch is reported after it is acknowledged as applied, and before the next batch that is then submitted.
     for note in ("more", "and more"):
         store.commit(store.batch(note=note), ack="applied")
     first = told(changes)
@@ -76,7 +76,7 @@ def test_slow_consumer_receives_lagged(store: remanent.Store) -> None:
     lagged = changes.next(60)
     assert isinstance(lagged, remanent.Lagged) and lagged.lsn == 4
     store["b"] = b"y"
-    # The last note was told of before the first batches were taken, and left out, or after that.
+    # The event of the last note is either within the gap or reported after it.
     after = told(changes)
     while after.lsn < 7:
         after = told(changes)
@@ -95,7 +95,7 @@ def test_iterator_ends_when_store_closes(directory: str) -> None:
     assert not waiting.is_alive() and [batch.lsn for batch in seen] == [1, 2, 3, 4, 5]
     with pytest.raises(remanent.ClosedError):
         changes.next(0)
-    # The stream, which is still there, does not keep the directory.
+    # The existing stream does not keep the directory locked.
     with remanent.Store(directory, device="host") as store:
         assert store.lsn == 5
         with pytest.raises(remanent.ClosedError):
@@ -174,12 +174,12 @@ def test_forked_child_raises_forked_error(store: remanent.Store, directory: str)
 def test_ctrl_c_ends_wait(directory: str) -> None:
     done = run_script("""
         import os, signal, sys, threading, remanent
-        # A process that is started in the background ignores Ctrl-C until it says otherwise.
+        # A process that was started in the background ignores SIGINT by default.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         store = remanent.Store(sys.argv[1])
         changes = store.changes()
         def interrupt():
-            # Refused once the main thread is within the wait.
+            # Raises RuntimeError once the main thread is waiting.
             pause = threading.Event()
             try:
                 while True:

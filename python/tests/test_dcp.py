@@ -26,7 +26,7 @@ from remanent.dcp import StorageReader, StorageWriter  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next save removes discarded checkpoints, however soon it comes."""
+    """Allows the next save to remove discarded checkpoints immediately."""
     monkeypatch.setattr(remanent.dcp, "_VISIBLE_AFTER", -1.0)
 
 
@@ -95,7 +95,7 @@ def test_run_continues_from_checkpoint(directory: str) -> None:
     save(state_of(model, optimizer), directory + "/3")
     expected = [train(model, optimizer, step) for step in range(3, 6)]
     other_model, other_optimizer = run(2)
-    # An optimizer that has not stepped has no state to load into.
+    # An optimizer that has made no step has no state to load into.
     train(other_model, other_optimizer, 0)
     found = load({**state_of(other_model, other_optimizer), "step": 0, "note": None}, directory + "/3")
     set_state_dict(other_model, other_optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
@@ -128,7 +128,7 @@ def test_all_tensor_types_and_shapes_are_loaded(directory: str) -> None:
     found = load({name: torch.zeros_like(tensor) for name, tensor in state.items()}, directory + "/all")
     for name, tensor in state.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name].cpu(), tensor), name
-    # As `remanent diff` and `blame` see them.
+    # `remanent diff` and `blame` use this metadata.
     with remanent.View(directory + "/.remanent/rank-0") as view:
         assert view.info("float16").metadata == {"name": "float16", "dtype": "F16", "shape": [2, 3]}
 
@@ -143,7 +143,7 @@ def test_unchanged_pages_are_not_written_again(directory: str) -> None:
     for step, value in (("1", 0), ("2", 1)):
         found = load({"frozen": torch.zeros(1 << 20), "tuned": torch.zeros(1 << 18)}, f"{directory}/{step}")
         assert torch.equal(found["frozen"], state["frozen"]) and bool((found["tuned"] == value).all())
-    # Another shape, another kind, a tensor less and one more.
+    # Another shape, another element type, one tensor less and one more.
     other = {"frozen": torch.ones(5, 5), "tuned": torch.ones(1 << 18, dtype=torch.float16), "new": torch.ones(2)}
     save(other, directory + "/3")
     found = load({name: torch.zeros_like(tensor) for name, tensor in other.items()}, directory + "/3")
@@ -163,18 +163,18 @@ def test_next_save_frees_removed_checkpoint(directory: str) -> None:
         save({"w": torch.full((1 << 18,), float(step))}, f"{directory}/{step}")
     assert names() == ["0@1", "1@2", "2@3"]
     shutil.rmtree(directory + "/0")
-    # A file that cannot be read might name any of them.
+    # Metadata that cannot be read may name any snapshot, so none is removed.
     whole = Path(directory + "/1/.metadata").read_bytes()
     Path(directory + "/1/.metadata").write_bytes(whole[:-5] + b"wrong")
     save({"w": torch.full((1 << 18,), 3.0)}, directory + "/3")
     assert names() == ["0@1", "1@2", "2@3", "3@4"]
     with pytest.raises(CheckpointException):
         load({"w": torch.zeros(1 << 18)}, directory + "/1")
-    # DCP gives the text of what a reader of metadata failed with, or not even that.
+    # DCP reports at most the text of a metadata reader's error, so the reader is called directly.
     with pytest.raises(remanent.DamagedError, match="1/.metadata is damaged"):
         StorageReader(directory + "/1").read_metadata()
     Path(directory + "/1/.metadata").write_bytes(whole)
-    # DCP's own checkpoints beside ours are not ours to judge.
+    # DCP's own checkpoints in the same root are ignored.
     dcp.save({"w": torch.zeros(2)}, checkpoint_id=directory + "/theirs", no_dist=True)
     save({"w": torch.full((1 << 18,), 4.0)}, directory + "/4")
     assert names() == ["1@2", "2@3", "3@4", "4@5"]
@@ -239,7 +239,7 @@ def test_saves_to_same_root_are_serialized(directory: str, monkeypatch: pytest.M
         thread.start()
     for thread in threads:
         thread.join()
-    # One that is on disk, and not visible yet, stays while others come and go.
+    # A checkpoint that is durable but not visible yet is kept while other saves begin and end.
     publish = StorageWriter.finish
 
     def slow(writer: StorageWriter, **arguments: Any) -> None:
@@ -276,7 +276,7 @@ def test_forked_child_does_not_affect_save(directory: str) -> None:
         os._exit(0)
     assert os.read(lives, 1) == b"1"
     assert remanent.dcp._saving(stores) == token
-    # As if this process died: its descriptor is closed, and the child lives.
+    # Simulates the death of this process: its descriptor is closed, and the child is still alive.
     os.close(saving._file)
     saving._file = -1
     assert remanent.dcp._saving(stores) == frozenset()
@@ -328,14 +328,14 @@ def test_unreadable_root_frees_nothing(directory: str, monkeypatch: pytest.Monke
         save({"w": torch.full((4,), 3.0)}, directory + "/3")
     assert "cannot be read" in caplog.text
     assert load({"w": torch.zeros(4)}, directory + "/1")["w"].tolist() == [1] * 4
-    # Another program's file of that name says nothing of ours.
+    # A `.metadata` file of another program is ignored.
     Path(directory + "/other").mkdir()
     Path(directory + "/other/.metadata").write_text("a file of another program")
     shutil.rmtree(directory + "/0")
     save({"w": torch.full((4,), 4.0)}, directory + "/4")
     with remanent.Store(directory + "/.remanent/rank-0", device="host") as store:
         assert len(store.snapshots()) == 4
-    # A link from elsewhere leads to it.
+    # A symbolic link in another folder.
     Path(directory + "/elsewhere").mkdir()
     Path(directory + "/elsewhere/latest").symlink_to(directory + "/4")
     assert load({"w": torch.zeros(4)}, directory + "/elsewhere/latest")["w"].tolist() == [4] * 4
@@ -373,7 +373,7 @@ def test_ranks_load_parts_of_other_ranks(tmp_path: Path) -> None:
         def run(rank, ranks, root):
             mesh = begin(rank, ranks, root)
             state = {"by rows": of_step(1, mesh, 0), "by columns": of_step(2, mesh, 1), "all": torch.arange(5)}
-            # Named as the second rank's part of another one is shown.
+            # The same name as that of the second rank's part of another tensor.
             state["by rows@5,0"] = torch.full((7,), 3.0)
             dcp.save(state, storage_writer=StorageWriter(root + "/one"))
             work = dcp.async_save(state, storage_writer=StorageWriter(root + "/two"))
@@ -392,12 +392,12 @@ def test_ranks_load_parts_of_other_ranks(tmp_path: Path) -> None:
                     assert torch.equal(state[key].full_tensor(), torch.arange(60.0).reshape(10, 6) + 1000 * step)
                 assert torch.equal(state["all"], torch.arange(5))
                 assert bool((state["by rows@5,0"] == 3).all())
-            # In one piece: all ranks write to one pipe.
+            # A single write, because all ranks write to the same pipe.
             os.write(1, f"rank {rank}: fine\\n".encode())
             end(rank, ranks, root)
     """, root)
     assert said == ["rank 0: fine", "rank 1: fine", "rank 2: fine"]
-    # And one process alone.
+    # A single process can load it, too.
     found = load({"by rows": torch.zeros(10, 6), "by columns": torch.zeros(10, 6)}, root + "/two")
     assert torch.equal(found["by columns"], torch.arange(60.0).reshape(10, 6) + 2000)
 

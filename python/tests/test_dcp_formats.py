@@ -145,7 +145,7 @@ def test_invalid_checkpoint_creates_no_file(root: Path) -> None:
 
 
 def test_equal_joined_names_are_rejected() -> None:
-    # DCP makes no such checkpoint.
+    # DCP itself cannot create such a checkpoint.
     with pytest.raises(remanent.RefusedError, match="a.b: two tensors of the state have this name"):
         formats._flatten("", {"a": {"b": torch.ones(2)}, "a.b": torch.zeros(2)}, {})
 
@@ -179,5 +179,5 @@ def test_file_is_synced_before_rename(root: Path, checkpoint: Path, monkeypatch:
     for name in ("fsync", "replace"):
         monkeypatch.setattr(os, name, recorded(name))
     dcp_to_torch_save(checkpoint, root / "file.pt")
-    # The file, and then the folder that has its name.
+    # First the file is synced, and then the folder with its name.
     assert calls == ["fsync", "replace", "fsync"]

@@ -55,7 +55,7 @@ def equal(state: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def folder_bytes(run: Checkpointer) -> int:
-    # Waits until nothing is removed any more.
+    # `versions` waits until the removal of old versions has ended.
     run.versions()
     return sum(file.stat().st_size for file in Path(run.store.path, "pages").iterdir())
 
@@ -79,7 +79,7 @@ def test_run_continues_without_writing_frozen_layers(directory: str, options: di
         for step in (3, 5, 4):
             assert run.restore(step) == step
             assert equal(state_of(model, optimizer), states[step])
-        # What is restored is a change like any other.
+        # After a restore, the restored values are saved like any other change.
         run.save(6)
         train(model, optimizer)
         assert run.restore() == 6 and equal(state_of(model, optimizer), states[4])
@@ -92,7 +92,7 @@ def test_run_continues_without_writing_frozen_layers(directory: str, options: di
         run.save(7)
         run.restore(6)
         assert run.restore(7) == 7 and equal(state_of(model, optimizer), expected)
-    # And one without digests goes on.
+    # A run without digests can continue.
     model, optimizer = make()
     with Checkpointer(directory, model, optimizer) as run:
         assert run.restore() == 7 and equal(state_of(model, optimizer), expected)
@@ -101,7 +101,7 @@ def test_run_continues_without_writing_frozen_layers(directory: str, options: di
 def test_only_changed_chunks_are_written(directory: str) -> None:
     state = {"w": torch.randn(400 * CHUNK // 4)}
     changed = [0, 3, 4, 77, 399]
-    # What one save captures may wait in memory, and not what two do.
+    # The changes of one save fit in this memory, but not those of two saves.
     options: dict[str, Any] = {"keep": 20, "log": {"spare_bytes": 0}, "memory": {"budget": {"disk": 1200 << 10}}}
     with Checkpointer(directory, extra={"state": state}, rng=False, digests=True, **options) as run:
         run.save(0)
@@ -113,7 +113,7 @@ def test_only_changed_chunks_are_written(directory: str) -> None:
             run.save(step)
             logged = run.store.stats()["log_bytes"] - logged
             assert len(changed) * CHUNK <= logged < len(changed) * CHUNK * 1.02 + 30_000
-            # A snapshot writes what changed of a page once more, where its base stays.
+            # A snapshot writes the changed parts of a page once more if the page's base image is kept.
             assert folder_bytes(run) - before < 3 * len(changed) * CHUNK
         expected = state["w"].clone()
         state["w"].zero_()
@@ -155,7 +155,7 @@ def test_tensors_may_be_added_removed_and_reshaped(directory: str) -> None:
             kept.append({name: [each.clone() for each in value] if isinstance(value, list) else value.clone()
                          for name, value in state.items()})
             run.save(step)
-            # Packed anew at each save, it would never be known.
+            # The tensor is packed again at each save, so its memory is different each time and cannot be captured.
             assert run._copies is not None and "state/apart" not in run._copies._held
             assert "state/grows" in run._copies._held
         for step, expected in enumerate(kept):
@@ -171,7 +171,7 @@ def test_tensors_may_be_added_removed_and_reshaped(directory: str) -> None:
 
 @pytest.mark.parametrize("room", [50_000, 1 << 30])
 def test_state_may_change_after_save_returns(directory: str, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
-    # Several batches a save, and what is not captured goes through the room.
+    # Each save consists of several batches, and tensors that are not captured use the room.
     monkeypatch.setattr(page_tree, "_BATCH_BYTES", 20_000)
     sound = page_tree.update
 
@@ -205,7 +205,7 @@ def test_failed_save_keeps_previous_version(directory: str, monkeypatch: pytest.
         before = copy_of(state)
         ended = set()
         for count in range(8):
-            # First, so that it is begun when the capture of another one fails.
+            # The new tensor comes first, so that its capture has begun when that of another tensor fails.
             others = copy_of(state)
             state.clear()
             state[f"new {count}"] = torch.ones(10_000)
@@ -287,7 +287,7 @@ def test_captured_memory_is_released(directory: str) -> None:
         del state["a"]
         run.save(1)
         assert len(run._copies._held) == 1
-        # Packed, it is not captured any more, though its page stays.
+        # A tensor that must be packed is no longer captured, although its page stays.
         state["c"] = torch.randn(100_000)
         run.save(2)
         state["b"] = torch.randn(300, 300).T

@@ -23,8 +23,8 @@ from remanent.kv import BlockCache  # noqa: E402
 from remanent.torch import Checkpointer, load_file, save_file  # noqa: E402
 from remanent.weights import Publisher, Subscriber  # noqa: E402
 
-# An entry point: it is given a path and what is still to be closed, and yields. What follows the yield runs after the
-# situation has changed: it goes on, and checks what was there.
+# A generator for one entry point. It receives a path and a stack for objects to close, and yields once. The code after
+# the yield runs in the changed situation, continues to use the object, and checks the earlier contents.
 Entry = Callable[[Any, ExitStack], Iterator[None]]
 
 
@@ -111,7 +111,7 @@ def a_sharded_checkpoint(path: Any, held: ExitStack) -> Iterator[None]:
     dcp.save(tensors(2), storage_writer=writer, no_dist=True)
 
 
-# Each with whether it finds its files by path again, so that it cannot follow a directory that is moved.
+# Each entry point, and whether it opens files by path again, so that it cannot follow a moved directory.
 ENTRIES: dict[str, tuple[Entry, bool]] = {
     "Store": (a_store, False), "View": (a_view, False), "Checkpointer": (a_checkpointer, False),
     "BlockCache": (a_cache, False), "Publisher": (a_publisher, False), "Subscriber": (a_subscriber, True),

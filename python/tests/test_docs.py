@@ -120,7 +120,7 @@ def test_adapters_page_shows_module_configurations() -> None:
         owners = {module for module, text in texts.items() if textwrap.indent(code.rstrip(), " " * 4) in text}
         assert owners, f"no module shows this:\n{code}"
         used |= owners
-    # Those that are left out have examples, which run.
+    # All other adapters have examples, which run.
     assert texts.keys() - used == {"dcp", "kv"}
 
 

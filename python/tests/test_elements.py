@@ -57,7 +57,7 @@ def test_types_missing_in_numpy_use_ml_dtypes(store: remanent.Store, monkeypatch
     ml_dtypes = pytest.importorskip("ml_dtypes")
     names = ("bfloat16", "complex32", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
              "float8_e8m0fnu", "float4_e2m1fn_x2")
-    # Releases before 0.6 lack complex32, and none has two numbers in a byte.
+    # ml_dtypes before 0.6 lacks complex32, and no release has elements of two numbers.
     named = [name for name in names if hasattr(ml_dtypes, name)]
     assert "bfloat16" in named and "float4_e2m1fn_x2" not in named
     for name in named:
@@ -127,7 +127,7 @@ def test_types_without_name_are_rejected(store: remanent.Store, given: Any) -> N
 F32 = {"dtype": "F32", "shape": [2, 2]}
 Change = Callable[[remanent.Batch], Any]
 floats = np.zeros(4, "float32")
-# What the metadata of a page of 2 by 2 float32 say after each call that takes bytes or changes the length.
+# The metadata of a page of 2 by 2 float32 after each call that takes bytes or changes the length.
 AFTER: list[tuple[str, Change, dict[str, Any] | str]] = [
     ("write bytes", lambda batch: batch.write("k", 0, b"four"), F32),
     ("write uint8", lambda batch: batch.write("k", 0, np.zeros((2, 2), "uint8")), F32),
@@ -170,7 +170,7 @@ def test_metadata_matches_contents_after_writes(store: remanent.Store, change: C
         store.commit(batch)
     info = store.info("k")
     assert info.metadata == after
-    # Whatever they say, the page can be read by it.
+    # The page can be read with its metadata in any case.
     assert store.numpy("k").nbytes == info.length
 
 

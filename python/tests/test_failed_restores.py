@@ -23,7 +23,7 @@ from remanent._state import put_back  # noqa: E402
 from remanent._state.rng import RngLoad, rng_state  # noqa: E402
 from remanent.torch import Checkpointer  # noqa: E402
 
-# Every call in this many is made to fail; with 1 each one is.
+# The tests inject a failure at every STRIDE-th call. Set it to 1 to test each call.
 STRIDE = int(os.environ.get("REMANENT_TEST_FAILURE_STRIDE", "41"))
 
 
@@ -88,13 +88,13 @@ class Injected(Exception):
 
 
 def failing_at(number: int, kind: type[BaseException]) -> Any:
-    """Raises an exception at a call with this number, of Python or C functions, within `PutBack.run`."""
+    """Returns a replacement of `PutBack.run` that raises an exception at its call number `number` of a function."""
     sound = put_back.PutBack.run
     calls = [0]
 
     def run(self: Any, load: Any) -> None:
         def count(frame: Any, event: str, arg: Any) -> None:
-            # The call that ends the counting is not the restore's.
+            # The call of `sys.setprofile` that ends the counting does not belong to the restore.
             if event in ("call", "c_call") and arg is not sys.setprofile:
                 calls[0] += 1
                 if calls[0] == number:
@@ -106,7 +106,7 @@ def failing_at(number: int, kind: type[BaseException]) -> Any:
             sound(self, load)
         finally:
             sys.setprofile(None)
-            # It may have failed within the end of a `torch.no_grad`.
+            # The failure may have occurred at the end of a `torch.no_grad` block.
             torch.set_grad_enabled(True)
 
     return run
@@ -146,7 +146,7 @@ def test_failure_at_any_call_is_reverted_or_reported(
                     assert changed <= named(error), (number, changed, str(error))
                     outcomes.add(bool(named(error)))
                     if changed:
-                        # From another state than before: that of the version, and then one more.
+                        # The next failures occur in another state: the version, followed by one more step.
                         run.restore()
                         held.train()
                         before = held.states()
@@ -195,7 +195,7 @@ def test_settings_of_optimizers_and_random_states_are_restored(directory: str, m
         for optimizer in optimizers:
             optimizer.param_groups[0]["weight_decay"] = 0.25
         before = rng_state()
-        # The last generator, after the optimizers.
+        # The last generator, which is set after the optimizers were restored.
         monkeypatch.setattr(numpy.random, "set_state", refuse_once)
         with pytest.raises(remanent.RestoreFailedError, match="rng: loading its state failed with ValueError") as raised:
             run.restore()

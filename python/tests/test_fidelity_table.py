@@ -32,7 +32,7 @@ from remanent.torch import Checkpointer, load_file, save_file  # noqa: E402
 PAGE = Path(__file__).parents[2] / "docs" / "fidelity.md"
 SAME, REFUSED, NO_STATE = "same bits", "refused by name", "no state"
 
-# An object of a run: what makes it, and what a few steps of use do to it.
+# A function that creates an object of a run.
 Maker = Callable[[], Any]
 
 
@@ -54,13 +54,13 @@ def optimizers() -> dict[str, Maker]:
     found: dict[str, Maker] = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for name, make in kinds.optimizer_makers().items():
-            # LBFGS divides by zero in bfloat16.
+            # LBFGS divides by zero with bfloat16.
             if not (name.startswith("LBFGS") and dtype == torch.bfloat16):
                 found[f"{name}, {dtype}"] = lambda make=make, dtype=dtype: make(parameters(dtype))
     return found
 
 
-# Arguments of schedulers that need more than an optimizer.
+# Schedulers that need arguments in addition to an optimizer.
 _SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "LambdaLR": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
     "MultiplicativeLR": lambda optimizer: torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda step: 0.9),
@@ -166,7 +166,7 @@ def of_objects(makers: dict[str, Maker], use: Callable[[Any], None], folder: Pat
 
 
 def refused_of(made: dict[str, Any], folder: Path) -> set[str]:
-    """Saves these as parts of a run, except those that are refused by their names, which it returns."""
+    """Saves these objects as parts of a run. Returns the names of the objects that are rejected."""
     refused: set[str] = set()
     names = list(made)
     while True:
@@ -184,9 +184,9 @@ def refused_of(made: dict[str, Any], folder: Path) -> set[str]:
 
 
 def restore_into(fresh: dict[str, Any], names: list[str], folder: Path) -> None:
-    """Restores what `refused_of` saved.
+    """Restores the objects that `refused_of` saved into the objects of `fresh`.
 
-    :param names: all names, refused ones too: a part is known by its place among them.
+    :param names: the names of all objects in the original order, which determines the name of each part.
     """
     parts = {f"p{at}": fresh[name] for at, name in enumerate(names) if name in fresh}
     with Checkpointer(folder, extra=parts, rng=False) as run:
@@ -195,7 +195,7 @@ def restore_into(fresh: dict[str, Any], names: list[str], folder: Path) -> None:
 
 def state_of(made: Any) -> Any:
     state = made.state_dict()
-    # What is not of the state: a scheduler's function, which is made again by the program.
+    # Functions of a scheduler are not part of its state; the program creates them again.
     return dict(state) if isinstance(state, dict) else state
 
 
@@ -224,7 +224,7 @@ def of_files(table: list[Row], folder: Path) -> dict[str, str]:
             found[row.name] = REFUSED
         else:
             loaded = load_file(folder / "each")["of"]
-            # A file of tensors has no types of them, and no gradients.
+            # `save_file` stores neither tensor subclasses nor gradients.
             plain = tensor.detach()
             plain = plain.as_subclass(torch.Tensor) if type(plain) is not torch.Tensor else plain
             lost = difference(plain, loaded)

@@ -205,7 +205,7 @@ def test_tensors_and_arrays_share_memory_again() -> None:
 
 
 def test_elements_of_expanded_tensor_share_memory_again() -> None:
-    # Windows that overlap, of two rows far from each other.
+    # Overlapping windows of two rows that are far apart.
     windows = torch.arange(100.0).as_strided((2, 2, 2), (50, 1, 1))
     found = restored(windows)
     assert difference(windows, found) is None
@@ -282,7 +282,7 @@ def test_random_views_of_storage_are_restored() -> None:
         found = restored(views)
         replay = f"REMANENT_SEED={seed}, round {round}"
         assert all(torch.equal(found[name], view) for name, view in views.items()), replay
-        # Elements share a place if they shared one, and only then.
+        # Elements share a memory location after the restore if and only if they did before.
         places = {pair for name, view in views.items()
                   for pair in zip(_places(view), _places(found[name]), strict=True)}
         assert len(places) == len({then for then, _ in places}) == len({now for _, now in places}), replay

@@ -1,4 +1,4 @@
-"""Disk usage of a store after its process has ended: little more than the pages that it keeps."""
+"""Disk usage of a store after its process has ended: little more than the bytes of its pages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch")
 
 _MIB = 1 << 20
-# For each entry point: a program, which closes nothing that need not be closed, and the bytes that it keeps.
+# For each entry point, a program that closes only what must be closed, and the bytes that it stores.
 _PROGRAMS = {
     "save_file": ("from remanent.torch import save_file; save_file({'w': torch.zeros(6)}, directory)", 24),
     "store closed": ("with remanent.Store(directory, device='host') as store: store.put('k', bytes(24))", 24),

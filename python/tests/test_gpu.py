@@ -38,7 +38,7 @@ def test_gpu_tensors_are_stored_in_gpu_pages(directory: str) -> None:
     said = {"dtype": "F32", "shape": [1 << 20]}
     with remanent.Store(directory, device="cuda:0") as store:
         assert "cuda" in store.recovered["device"] or "NVIDIA" in store.recovered["device"], store.recovered
-        # Work that is under way in a stream of its own is waited for.
+        # The store waits for work in flight on another stream.
         with torch.cuda.stream(torch.cuda.Stream()):
             tensor = torch.arange(1 << 20, device="cuda", dtype=torch.float32)
             for _ in range(200):
@@ -78,7 +78,7 @@ def test_ranges_are_read_into_gpu_tensors(directory: str) -> None:
         for place, content in contents.items():
             stream = torch.cuda.Stream()
             with torch.cuda.stream(stream):
-                # What is under way on the stream ends before the bytes come.
+                # The read is ordered after work in flight on the stream.
                 torch.cuda._sleep(50_000_000)
                 out.fill_(1)
                 assert store.read_into(place, out) == 200_001 and torch.equal(out.cpu(), content)
@@ -156,7 +156,7 @@ def test_tensor_files_load_and_save_on_gpu(directory: str) -> None:
     assert torch.equal(loaded["a"], weight) and torch.equal(loaded["b"], weight.T) and loaded["c"].is_cuda
     loaded["a"][0, 1] = 7
     assert loaded["b"][1, 0] == 7
-    # Changed and new ones, and one whose elements are no row.
+    # Changed and new tensors, and one whose elements are not contiguous.
     changed = {"a": weight + 1, "b": weight.T, "c": torch.ones(3), "d": torch.rand(3 << 20, device="cuda"),
                "e": torch.rand(3000, 2, device="cuda")[:, 0]}
     save_file(changed, directory)
@@ -169,7 +169,7 @@ def test_host_store_commits_gpu_tensor(directory: str) -> None:
     with remanent.Store(directory, device="host") as store:
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream), store.batch() as batch:
-            # What is under way on the stream is of the page, too.
+            # The commit waits for work in flight on the stream, so its result is in the page.
             torch.cuda._sleep(50_000_000)
             tensor[77:] = 6
             for place in ("host", "disk"):
@@ -190,7 +190,7 @@ def test_page_is_updated_from_gpu_tensor(directory: str) -> None:
         tensor = before.cuda()
 
         def update(change: Any) -> int | None:
-            # It comes after what is under way on the current stream.
+            # The update reads the bytes after work in flight on the current stream.
             with torch.cuda.stream(torch.cuda.Stream()):
                 torch.cuda._sleep(50_000_000)
                 change()
@@ -230,7 +230,7 @@ def test_view_loads_whole_pages_to_gpu(directory: str) -> None:
         check(out)
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
-            # What is under way on the stream ends before the bytes come.
+            # The load is ordered after work in flight on the stream.
             torch.cuda._sleep(50_000_000)
             out["p3"].fill_(1)
             view.load({"p3": out["p3"]}, "cuda:0")
@@ -252,7 +252,7 @@ EXPANDABLE = """
 import sys, torch, remanent.torch
 from remanent.torch import Checkpointer, load_file, save_file
 directory = sys.argv[1]
-# Longer than a mapping of an expandable segment, which has 20 MiB.
+# Longer than a mapping of an expandable segment, which is 20 MiB.
 state = {f"w{at}": torch.randn(30 << 18, device="cuda") for at in range(3)}
 save_file(state, directory + "/file")
 loaded = load_file(directory + "/file", device="cuda")
@@ -310,12 +310,13 @@ def test_subscriber_follows_weights_on_gpu(directory: str, device: str, monkeypa
               "n": torch.zeros(3)}
     source["row"] = source["w"][5]
     target = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
-    # Bytes of a step are brought in many pieces.
+    # Short pinned memory, so that the bytes of a step are uploaded in many pieces.
     monkeypatch.setattr(live_tensors, "_PINNED_MAX", 1000)
     with Publisher(directory, check=True, device=device) as publisher, torch.cuda.stream(torch.cuda.Stream()):
         subscriber = Subscriber(directory)
         for step in range(1, 12):
-            # What the stream does late is of this step still, and what it does after the call is of the next.
+            # Work that is queued before the call belongs to this step, even if it runs later. Work queued after the
+            # call does not.
             torch.cuda._sleep(20_000_000)
             source["w"].view(-1)[step::97] += 1
             source["n"] += 1
@@ -359,7 +360,8 @@ def test_digests_capture_state_at_save(directory: str, monkeypatch: pytest.Monke
           torch.cuda.stream(torch.cuda.Stream())):
         assert "host" not in run.store.recovered["device"]
         for step in range(6):
-            # What the stream does late is of this save still, and what it does after the call is not.
+            # Work that is queued before the call belongs to this save, even if it runs later. Work queued after the
+            # call does not.
             torch.cuda._sleep(50_000_000)
             for tensor in state.values():
                 if step % 2 == 0 or not tensor.is_cuda:
@@ -375,7 +377,7 @@ def test_digests_capture_state_at_save(directory: str, monkeypatch: pytest.Monke
             assert step % 2 == 0 or run.store.stats()["log_bytes"] - logged < 12 * 4 * 65_536 + 100_000
             for name, tensor in versions[step].items():
                 state[name].copy_(tensor)
-        # After each of them, nothing is known of the tensors' memory.
+        # After each restore, the digests of the tensors' memory are unknown.
         for step, expected in enumerate(versions):
             assert run.restore(step) == step
             assert all(torch.equal(state[name].to(tensor.device), tensor) for name, tensor in expected.items())
@@ -408,9 +410,9 @@ def test_background_save_captures_state_at_call(
     layers = [torch.nn.Linear(512, 512), torch.nn.BatchNorm1d(512), torch.nn.ReLU(), torch.nn.Linear(512, 512)]
     model = torch.nn.Sequential(*layers).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    # A tensor that is not contiguous is copied twice.
+    # The bytes of a non-contiguous tensor are copied twice.
     model.register_buffer("count", torch.zeros(64, 64, device="cuda").T[::2])
-    # Bytes that are not of whole words, or do not begin at one.
+    # Tensors whose length is not a multiple of a word, or whose address is not aligned to one.
     model.register_buffer("odd", torch.arange(13, dtype=torch.uint8, device="cuda"))
     model.register_buffer("shifted", torch.arange(100, dtype=torch.bfloat16, device="cuda")[3:63])
     delay_copies(monkeypatch, 2_000_000)
@@ -449,7 +451,8 @@ def test_freed_memory_is_not_reused_before_copy(directory: str, monkeypatch: pyt
     expected = model.weight.detach().clone()
     with Checkpointer(directory, model, optimizer, room=1 << 30, overlap=True) as run:
         saved = run.save(1, wait=False)
-        # In place of a step: the storage moves, as sharded parameters do. Only the copy has it still.
+        # Instead of a step, the storage is replaced, as sharded trainers do. Only the pending copy still refers to the
+        # old one.
         run._sender.submit(lambda: None).result()
         model.weight.data = torch.empty(0, device="cuda")
         other = [torch.zeros(1000, 1000, device="cuda") for _ in range(4)]
@@ -485,7 +488,8 @@ def test_stager_copies_state_at_save(directory: str, options: dict[str, bool], m
     stager, expected = Stager(**options), []
     with torch.cuda.stream(torch.cuda.Stream()):
         for step in range(4):
-            # What the stream does late is of this save still, and what it does after the call is not.
+            # Work that is queued before the call belongs to this save, even if it runs later. Work queued after the
+            # call does not.
             torch.cuda._sleep(20_000_000)
             for tensor in state.values():
                 tensor += 1
@@ -538,13 +542,13 @@ def test_save_between_graph_replays_is_consistent(directory: str, digests: bool,
         for number in range(6):
             graph.replay()
             expected[number] = copy_of(state_of(model, optimizer))
-            # The next replay is queued at once.
+            # The next replay is queued immediately.
             run.save(number, wait=wait)
         for number in (0, 5, 2, 4, 1, 3):
             assert run.restore(number) == number
             now = state_of(model, optimizer)
             assert all(torch.equal(now[name], tensor) for name, tensor in expected[number].items()), number
-            # The state is where the graph has it.
+            # The state is in the memory that the graph uses.
             if number < 5:
                 graph.replay()
                 now = state_of(model, optimizer)
@@ -561,7 +565,8 @@ def test_restore_is_ordered_on_current_streams(directory: str) -> None:
         for stream in (torch.cuda.Stream(), torch.cuda.default_stream()):
             with torch.cuda.stream(stream), torch.no_grad():
                 pinned.zero_()
-                # What is under way on the stream changes the tensor before it is restored, and what follows finds it.
+                # Work in flight changes the tensor before the restore, and work that is queued later reads the restored
+                # values.
                 torch.cuda._sleep(100_000_000)
                 model.weight.fill_(7)
                 assert run.restore() == 1
@@ -577,10 +582,10 @@ from remanent._tensors import gpu_scratch
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 directory, what = sys.argv[1:]
 if what != "with scratch":
-    # As on a GPU without free memory.
+    # Simulates a GPU without free memory.
     gpu_scratch.scratch_for = remanent._checkpoint.restoration.scratch_for = lambda device, lengths: None
 def run_of(count, folder):
-    # 1 MiB a layer, and twice that of state.
+    # 1 MiB of weights per layer, and 2 MiB of optimizer state.
     model = torch.nn.ModuleList(torch.nn.Linear(512, 512, bias=False) for _ in range(count)).cuda()
     optimizer = torch.optim.AdamW(model.parameters())
     return model, optimizer, remanent.torch.Checkpointer(directory + folder, model, optimizer, rng=False)
@@ -589,7 +594,7 @@ def steps(model, optimizer):
         layer.weight.grad = torch.ones_like(layer.weight)
     optimizer.step()
     optimizer.zero_grad()
-# What the first restore makes once is no part of the second one's.
+# The first restore allocates what is needed once per process, so only the second one is measured.
 for count, folder in ((32, "/short"), (400, "/long")):
     model, optimizer, run = run_of(count, folder)
     if what == "save":
@@ -619,6 +624,6 @@ def test_gpu_restore_uses_little_host_memory(directory: str) -> None:
         assert ended.returncode == 0, ended.stderr
         if what != "save":
             host, of_gpu, kept = map(int, ended.stdout.split("\n")[1].split())
-            # MiB, of a state of 1,200. New state is what the optimizer has then. Scratch memory is given back.
+            # In MiB, for a state of 1,200 MiB. With "new state", the optimizer still has that state at the end.
             limit = {"in place": 100, "with scratch": 1_400, "new state": 900}[what]
             assert host < 200 and of_gpu < limit and (what == "new state" or kept < 100), (what, ended.stdout)

@@ -1,4 +1,4 @@
-"""Closed objects: every method still returns its result, or reports what was closed and how to continue."""
+"""Closed objects: every method returns its result, or raises an error that names the closed object and a remedy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import remanent
 
 Call = Callable[[Any], Any]
 
-# What a call on it raises after its end, and the remedy.
+# The calls that are made on a closed reader.
 READS: dict[str, Call] = {
     "lsn": lambda each: each.lsn, "root": lambda each: each.root, "page_count": lambda each: each.page_count,
     "info": lambda each: each.info("k"), "pages": lambda each: each.pages(), "keys": lambda each: each.keys(),
@@ -89,7 +89,7 @@ def test_closed_store_error_names_store(tmp_path: Path) -> None:
     refused(store, {"commit": lambda each: each.commit(batch)}, "the store is closed", "remanent.Store(path)")
     store.close()
     assert store.closed and store.path and repr(store).endswith("closed)")
-    # What was logged or read before has its answer.
+    # Batches that were logged and reads that were completed before the close still return their results.
     assert ticket.wait() and ticket.is_() and ticket.lsn == 2
     assert read.result()[0] == b"1234" and read.done() and copy.nbytes == 4
 

@@ -25,7 +25,7 @@ def test_blame_lists_each_batch_that_changed_element(directory: str) -> None:
         restored = store.restore(1)
         changes = store.blame("w", 4)
         values = [np.frombuffer(change.after or b"", np.float32).tolist() for change in changes]
-        # The first step wrote the value that was there.
+        # The first batch wrote the value that the page already had.
         assert [(change.lsn, change.cause) for change in changes] == [(1, "batch"), (3, "batch"), (4, "batch"), ]
         assert values == [[1.0], [0.0], [1.0]] and [change.before for change in changes[:2]] == [None, changes[0].after]
         assert [change.note for change in changes] == ["start", "step 2", "step 3"]
@@ -74,7 +74,7 @@ def test_bisect_finds_every_first_bad_version(directory: str) -> None:
 
             assert remanent.bisect(directory, is_good, good=1, bad="lsn:32") == first_bad
             assert len(looked) <= math.ceil(math.log2(32)) and not {1, 32} & set(looked)
-        # A look that cannot tell goes on beside it. NumPy's kind of bool is one.
+        # The search continues with other states if `is_good` returns None. NumPy's bool type is accepted.
         skipped = {16, 17, 20}
         found = store.bisect(lambda view: None if view.lsn in skipped else np.bool_(view.lsn < 10), good=1)
         assert found == 10

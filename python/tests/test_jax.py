@@ -94,7 +94,7 @@ def test_misfitting_template_is_rejected(directory: str) -> None:
             restore(directory, template)
 
 
-# Values that a version keeps by another property than shape, type and bytes, and how that is seen.
+# Properties of values other than shape, type and bytes, with an expression that depends on each.
 PROPERTIES: dict[str, tuple[Any, Any]] = {
     "weak type": (lambda: jnp.asarray(2.0), lambda x: (x * jnp.bfloat16(1)).dtype),
     "strong type": (lambda: jnp.float32(2.0), lambda x: (x * jnp.bfloat16(1)).dtype),

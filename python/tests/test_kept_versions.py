@@ -190,7 +190,7 @@ def test_scattered_changes_of_many_tensors_are_logged_sparsely(directory: str) -
 
 def save_on(directory: str, number: int, progress: int) -> int:
     """Saves numbered states, of which two are kept, and reports each number once it is saved."""
-    # Threads of torch's do not cross a fork.
+    # Torch's threads do not exist in a forked child.
     torch.set_num_threads(1)
     while True:
         number += 1

@@ -73,7 +73,7 @@ def test_only_stored_blocks_are_found(cache: BlockCache) -> None:
 def test_eviction_order_survives_restart(directory: str) -> None:
     with open_cache(directory) as cache:
         store(cache, 1, 2, 3, 4)
-        # What a request begins with is of use to more requests than what follows.
+        # More requests share the beginning of a request than its end, so the first blocks are evicted last.
         assert numbers(cache) == [4, 3, 2, 1]
         cache.touch([key_of(3), key_of(4)])
         assert load(cache, 2) == [True]
@@ -105,7 +105,7 @@ def test_locked_blocks_stay_and_oversized_blocks_fail(cache: BlockCache) -> None
     assert cache.delete([key_of(3), key_of(10), key_of(98)]).result(WORK) == 1, "a locked block is not deleted"
     cache.unlock([key_of(each) for each in (7, 6, 5, 4, 3, 99)])
     assert store(cache, 13, 14) == 2 * LENGTH
-    # The locks of jobs are gone, too: everything can make room.
+    # The locks of finished jobs are released, so all blocks can be evicted.
     assert store(cache, *range(20, 28)) == 8 * LENGTH
     assert sorted(numbers(cache)) == list(range(20, 28))
 
@@ -377,7 +377,7 @@ def test_reported_blocks_survive_kill(last: int, directory: str) -> None:
     child.wait()
     assert reported >= last
     with open_cache(directory, 64) as cache:
-        # The job after the last that was reported may have been logged, and then pushed out four.
+        # The job after the last reported one may have been logged, and may have evicted four blocks.
         expected = range(max(0, reported - 59), reported + 1)
         assert load(cache, *expected) == [True] * len(expected)
         assert load(cache, *numbers(cache)) == [True] * len(cache)
@@ -395,7 +395,7 @@ def test_jobs_are_futures(cache: BlockCache) -> None:
 
 
 def damaged_cache(directory: str) -> None:
-    """Returns a cache with the blocks 1, 2 and 3, of which 2 is damaged on disk."""
+    """Creates a cache with the blocks 1, 2 and 3, of which block 2 is damaged on disk."""
     with open_cache(directory) as cache:
         store(cache, 1, 2, 3)
         cache._store.snapshot()
@@ -414,7 +414,7 @@ def test_unreadable_block_is_missing_temporarily(directory: str, monkeypatch: py
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         outs = [bytearray(LENGTH) for _ in range(8)]
         try:
-            # No file can be opened now, even if a thread closes one.
+            # The limit prevents opening any file, even after a thread has closed one.
             resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
             found = cache.load(map(key_of, range(8)), outs).result(WORK)
         finally:
@@ -506,7 +506,7 @@ def test_waiting_calls_share_batch_and_fail_separately(directory: str) -> None:
         cache._writer.submit(may_go_on.wait, WORK)
         jobs = [cache.store([key_of(number)], [block_of(number)]) for number in (20, 21, 22)]
         may_go_on.set()
-        # Together, then each alone.
+        # First in one batch, then each call separately.
         assert [type(job.exception(WORK)) for job in jobs] == [remanent.PoisonedError] * 3
         assert store(cache, 23) == LENGTH and key_of(20) not in cache
     with open_cache(directory, blocks=4) as cache:
@@ -559,7 +559,7 @@ def test_uses_are_logged_by_few_jobs(directory: str, monkeypatch: pytest.MonkeyP
         cache._writer.submit(may_go_on.wait, WORK)
         for _ in range(100):
             cache.touch(map(key_of, range(4)))
-        # The one that waits here, and one that logs.
+        # The job that is blocked here, and one that logs uses.
         assert cache._writer._work_queue.qsize() <= 2
         may_go_on.set()
         cache.drain()

@@ -168,7 +168,7 @@ def test_listeners_receive_blocks_of_earlier_process(directory: str) -> None:
     adapter.close()
     adapter, listener = make(directory), Listener()
     adapter.register_listener(listener)
-    # The first is taken for the one that was used last.
+    # LMCache treats the first key as the most recently used one.
     assert list(listener.there) == [key(2), key(1), key(0)]
     assert adapter.get_usage().total_bytes_used == 3 * LENGTH
     adapter.close()
@@ -264,7 +264,7 @@ class Lent(Memory):
     def __init__(self, number: int, freed: list[bytes]) -> None:
         super().__init__(number)
         self._freed = freed
-        # Kept by the list of the test, as an allocator keeps its pool.
+        # The list of the test keeps the memory, as an allocator keeps its pool.
         self._pool = (ctypes.c_ubyte * LENGTH).from_buffer(self.bytes)
 
     @property
@@ -277,12 +277,12 @@ class Lent(Memory):
         _pools.append(self._pool)
 
 
-# Pools of objects that are gone: an access after that finds other bytes, and no memory that is not there.
+# The memory of freed objects, so that a late access finds other bytes instead of unmapped memory.
 _pools: list[Any] = []
 
 
 def hold(adapter: RemanentL2Adapter) -> threading.Event:
-    """Lets the threads of the cache wait for the event before they start the next operation."""
+    """Blocks the threads of the cache until the returned event is set."""
     may_go_on = threading.Event()
     cache = adapter.cache
     cache._writer.submit(may_go_on.wait, 60)

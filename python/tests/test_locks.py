@@ -22,7 +22,7 @@ OPENS = "import sys, remanent\nremanent.Store(sys.argv[1]).close()"
 
 
 def opens_elsewhere(path: Path) -> bool:
-    """Whether another process can open the store."""
+    """Returns whether another process can open the store."""
     run = subprocess.run([sys.executable, "-c", OPENS, str(path)], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0 or "LockedError" in run.stderr, run.stderr
     return run.returncode == 0
@@ -45,7 +45,7 @@ def killed_with_a_living_child(script: str, path: Path) -> Iterator[None]:
     owner.kill()
     owner.wait()
     yield
-    # The child has the other end of the pipe: this end has nothing to read as long as the child lives.
+    # The child holds the write end of the pipe, so nothing can be read from this end while the child is alive.
     assert not select.select([owner.stdout], [], [], 0)[0]
     owner.stdin.close()
     owner.stdout.read()
@@ -67,7 +67,7 @@ def living_child() -> Iterator[None]:
 def test_copying_open_store_keeps_lock(tmp_path: Path) -> None:
     with remanent.Store(tmp_path / "store") as store:
         store["k"] = b"1"
-        # The store makes and removes files meanwhile.
+        # The store creates and removes files during the copy.
         with contextlib.suppress(shutil.Error):
             shutil.copytree(tmp_path / "store", tmp_path / "copy")
         assert not opens_elsewhere(tmp_path / "store")

@@ -96,7 +96,7 @@ def test_update_logging_applies_level_and_handlers(kept: Kept, directory: str) -
         logger.removeHandler(kept)
         remanent.update_logging()
         assert records_of_a_restore() == 0
-        # Handlers of the root get them, too.
+        # Handlers of the root logger also receive the records.
         logging.getLogger().addHandler(kept)
         try:
             remanent.update_logging()
@@ -114,7 +114,7 @@ def test_store_threads_do_not_wait_for_handlers(kept: Kept, directory: str) -> N
         kept.may_go.clear()
         store.restore(1)
         assert kept.is_waiting.wait(60)
-        # More than are kept for it: the store goes on all the same.
+        # More events than the queue can hold. The store continues regardless.
         for _ in range(200):
             store.restore(1)
         assert not remanent.flush_logging(0.01)

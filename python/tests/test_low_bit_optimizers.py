@@ -32,7 +32,7 @@ def made(makers: dict[str, Any], dtype: torch.dtype, length: int) -> dict[str, A
             options = {"momentum": 0.9} if name.startswith(("SGD", "LARS", "RMSprop", "PytorchLARS")) else {}
             found[name] = kind(parameters, lr=0.01, **options)
         except (TypeError, ValueError, NotImplementedError, RuntimeError, AssertionError):
-            # Wrappers of other optimizers, and those that need a GPU.
+            # Wrappers of other optimizers, and optimizers that need a GPU.
             continue
     return found
 
@@ -72,13 +72,13 @@ def test_bitsandbytes_states_are_restored(directory: str, dtype: torch.dtype) ->
 @pytest.mark.filterwarnings("ignore")
 def test_torchao_states_are_restored_or_rejected(directory: str) -> None:
     makers = makers_of("torchao")
-    # Short states are plain tensors; longer ones are tensors of its own types.
+    # Short states are plain tensors; longer ones are of torchao's own tensor types.
     for length in (8, 256):
         saved = made(makers, torch.bfloat16, length)
         assert len(saved) > 4, sorted(saved)
         for at, (name, optimizer) in enumerate(saved.items()):
             [parameter] = optimizer.param_groups[0]["params"]
-            # As its first step makes it, without a compiler.
+            # The state that the first step creates, here without a compiler.
             optimizer.state[parameter] = {
                 "step": torch.tensor(3.0), "exp_avg": optimizer._new_buffer(parameter, True),
                 "exp_avg_sq": optimizer._new_buffer(parameter, False)}

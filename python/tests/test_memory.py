@@ -52,7 +52,7 @@ def test_ended_lease_returns_no_array(store: remanent.Store) -> None:
     store["k"] = bytes(8)
     lease = store.lease("k")
     lease.end()
-    # Of what refuses its memory, NumPy would make an array that holds the object itself.
+    # If an object refuses its buffer, NumPy would create an array that contains the object itself.
     with pytest.raises(remanent.ClosedError):
         lease.numpy()
 

@@ -19,7 +19,7 @@ class Strange:
     """An object that no call accepts."""
 
 
-# An argument that would do, by its name, where the table of a method has no other.
+# Valid arguments by name, for all parameters without a default.
 GOOD: dict[str, Any] = {
     "page": "k", "source": "k", "target": "k", "left": "k", "right": "k", "key": "new", "offset": 0, "start": 0, "length": 1,
     "data": b"x", "content": b"x", "place": "host", "pages": ["k"], "steps": [["k"]], "at": 1, "good": 1, "name": "n",
@@ -29,9 +29,9 @@ GOOD: dict[str, Any] = {
 }
 BAD: list[Any] = [Strange(), -1, 1 << 70, "nonsense", "lsn:x", "", b"", b"\xff" * 70, 1.5, math.nan, [Strange()], {1: Strange()},
                   {"host": -1}, (1, 2, 3, 4), np.zeros(2, "datetime64[s]"), np.arange(8)[::2], None]
-# Of these a valid one waits for ever.
+# Unusual values of `timeout`. A valid one would wait forever.
 TIMES: list[Any] = [Strange(), "nonsense", math.nan, b"", [1]]
-# What ends, blocks or is no call that checks arguments.
+# Methods that close the object, block, or are not calls with checked arguments.
 LEFT_OUT = {"close", "end", "closed"}
 
 
@@ -90,7 +90,7 @@ def refusals(name: str, method: Any) -> Iterator[str]:
 
 
 def test_methods_raise_only_package_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Some of the odd paths are right.
+    # Some of the unusual paths are valid, so they must be in the test's directory.
     monkeypatch.chdir(tmp_path)
     others = []
     for kind, each in objects(tmp_path).items():

@@ -1,4 +1,4 @@
-"""The public names of modules, and former paths of adapters."""
+"""The public names of modules, and the aliases of adapters at their former paths."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_signatures_state_defaults() -> None:
         for member in [owner, *vars(owner).values()] if inspect.isclass(owner) else [owner]:
             try:
                 parameters = inspect.signature(member).parameters
-            except (TypeError, ValueError):  # It is not callable, or has no signature.
+            except (TypeError, ValueError):  # not callable, or without a signature
                 continue
             unknown += [(name, member, each) for each in parameters.values() if each.default is ...]
     assert unknown == []

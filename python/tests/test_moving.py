@@ -39,7 +39,7 @@ def freed_and_made_again(model: Model, optimizer: Any) -> None:
     for tensor in (model.into.weight, model.out.bias):
         storage, held = tensor.untyped_storage(), tensor.detach().clone()
         storage.resize_(0)
-        # What was its memory is another tensor's.
+        # Another tensor may get the freed memory.
         torch.full_like(held, 9)
         storage.resize_(held.nbytes)
         with torch.no_grad():
@@ -49,14 +49,14 @@ def freed_and_made_again(model: Model, optimizer: Any) -> None:
 def data_set(model: Model, optimizer: Any) -> None:
     for tensor in (model.into.weight, model.out.weight, model.seen):
         tensor.data = tensor.detach().clone() + 1
-    # A part of a longer one, which is not contiguous.
+    # A slice of a longer tensor, which is not contiguous.
     model.out.weight.data = torch.cat([model.out.weight.data] * 2, dim=1)[:, 100:400]
 
 
 def swapped(model: Model, optimizer: Any) -> None:
     torch.utils.swap_tensors(model.seen, model.seen.detach().clone() + 1)
     bias = torch.nn.Parameter(model.out.bias.detach() + 1)
-    # A gradient's hook refers to the tensor, and so it could not be swapped.
+    # A gradient's hook refers to the tensor, which would prevent the swap.
     model.out.bias.grad = None
     torch.utils.swap_tensors(model.out.bias, bias)
 
@@ -107,7 +107,7 @@ def test_save_reads_moved_tensors(directory: str, options: dict[str, Any], wait:
             step()
             expected[number] = copy_of(state_of(model, optimizer))
             saved = run.save(number, wait=wait)
-            # Nothing reads it any more: with `overlap` a move waits for that by itself.
+            # After this, no copy reads the tensors. With `overlap`, `optimizer.step` waits by itself.
             saved.wait_copied()
             move(model, optimizer)
         places = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
@@ -205,7 +205,8 @@ class EightBit(torch.optim.Optimizer):
                 parameter.add_(average, alpha=-group["lr"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # Torch's own makes all that floating parameters have what these are; bitsandbytes goes round that, too.
+        # Torch's own method casts the states of floating-point parameters to the parameters' types. The saved values
+        # are restored afterwards, as bitsandbytes does.
         super().load_state_dict(state_dict)
         parameters = [each for group in self.param_groups for each in group["params"]]
         for at, held in state_dict["state"].items():
@@ -214,7 +215,7 @@ class EightBit(torch.optim.Optimizer):
                     self.state[parameters[at]][name] = value.to(parameters[at].device)
 
     def _table(self, device: Any) -> torch.Tensor:
-        # One for all parameters of a device.
+        # One table for all parameters on a device.
         if not hasattr(self, "_tables"):
             self._tables: dict[Any, torch.Tensor] = {}
         return self._tables.setdefault(device, torch.linspace(-1, 1, 256, device=device))
@@ -262,7 +263,7 @@ def test_run_with_8_bit_optimizer_continues_bit_for_bit(directory: str, options:
         assert run.restore(3) == 3 and train(model, optimizer, 4) == expected
         differ = run.diff(3, 7)
         assert differ["optimizer/state/0/state1"] and not any("qmap1" in name for name in differ)
-        # It is stored once.
+        # The table is stored once.
         [tables] = [name for name in run.store.keys() if "qmap1" in str(name)]
     other_model, other = make()
     with Checkpointer(directory, other_model, other, **options) as run:

@@ -87,15 +87,16 @@ def test_restored_optimizer_keeps_tensors_and_continues(
             for name, value in values.items():
                 found = now["state"][at][name]
                 if isinstance(value, torch.Tensor):
-                    # What an optimizer makes on the host, `load_state_dict` of torch brings to its parameter.
+                    # `load_state_dict` of torch moves states that the optimizer keeps on the host to the parameter's
+                    # device.
                     assert torch.equal(found.cpu(), value.cpu()) and found.dtype == value.dtype, (at, name)
                     if found.device == value.device:
                         assert found.data_ptr() == places[f"{at}/{name}"], (at, name)
                         assert found is held[f"{at}/{name}"], (at, name)
-        # Before its first step it had no state, or that of its beginning.
+        # Before its first step, the optimizer had no state or its initial one.
         run.restore(0)
         assert all(key in ("step", "sum", "state_sum") for held in optimizer.state.values() for key in held)
-        # And what it gets then is its own.
+        # The next restore creates tensors that belong to this optimizer.
         run.restore(2)
         assert all(torch.equal(each.cpu(), saved["state"][int(name.split("/")[0])][name.split("/")[1]].cpu())
                    for name, each in tensors_of(optimizer).items())
@@ -130,7 +131,7 @@ def test_shared_or_different_states_get_new_tensors(directory: str) -> None:
     with Checkpointer(directory, model, optimizer, keep=9) as run:
         run.save(1)
         apart = copies()
-        # Two of them become one, and one lies in a parameter.
+        # Two states become the same tensor, and one shares memory with a parameter.
         optimizer.state[weight]["exp_avg_sq"] = optimizer.state[weight]["exp_avg"]
         optimizer.state[bias]["exp_avg"] = bias.detach()
         run.save(2)
@@ -143,7 +144,7 @@ def test_shared_or_different_states_get_new_tensors(directory: str) -> None:
         optimizer.state[bias]["exp_avg"] = bias.detach()
         restored(1, apart)
         assert all(map(torch.equal, model.parameters(), values)), "no state was put into a parameter"
-        # Of another shape, kind and place; freed, expanded, and of several tensors in one.
+        # States with another shape or element type, and states that are freed, expanded or parts of one tensor.
         whole = torch.zeros(8 * 6 + 8)
         optimizer.state[weight]["exp_avg"] = whole[:48].view(8, 6)
         optimizer.state[bias]["exp_avg"] = whole[44:52]
@@ -153,7 +154,7 @@ def test_shared_or_different_states_get_new_tensors(directory: str) -> None:
         optimizer.state[last]["exp_avg_sq"].untyped_storage().resize_(0)
         restored(1, apart)
         assert optimizer.state[other]["exp_avg"].dtype == torch.float32
-        # Without state, and with another list of parameters.
+        # No state, and then another list of parameters.
         optimizer.state.clear()
         restored(1, apart)
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
@@ -193,7 +194,7 @@ def test_states_are_on_devices_chosen_by_torch(device: str) -> None:
     seen = []
     for name, make in makers.items():
         saved = make([torch.nn.Parameter(torch.ones(2, 3))])
-        # A host has no graphs of CUDA, and its first step refuses to prepare for one.
+        # The host does not support CUDA graphs, and the first step raises an error if the optimizer is capturable.
         saved.param_groups[0]["capturable"] = False
         step(saved, 1)
         saved.param_groups[0]["capturable"] = "capturable" in name
@@ -201,13 +202,13 @@ def test_states_are_on_devices_chosen_by_torch(device: str) -> None:
         try:
             ours, theirs, moved = (make([torch.nn.Parameter(torch.ones(2, 3, device=device))]) for _ in range(3))
         except RuntimeError:
-            # Fused steps are not for the meta device.
+            # Fused steps do not support the meta device.
             continue
         theirs.load_state_dict(copy.deepcopy(state))
         OptimizerLoad("optimizer", ours, copy.deepcopy(state), cast=False).load()
         assert devices_of(ours) == devices_of(theirs), name
         seen += devices_of(ours).values()
-        # What an optimizer has elsewhere stays there, also if the version has elements of another kind.
+        # State that an optimizer keeps on another device stays there, even if the version has other element types.
         [parameter] = moved.param_groups[0]["params"]
         for key, value in state["state"].get(0, {}).items():
             if isinstance(value, torch.Tensor):

@@ -60,7 +60,7 @@ class Row(NamedTuple):
     saved: Any
     template: Any = None
     is_partial: bool = False
-    # What ours gives, or a part of the message with which it refuses; None if it gives what theirs does.
+    # The expected result, or part of the expected error message. None expects the result of Orbax's own handler.
     ours: Any = None
     storage: Any = None
 
@@ -113,7 +113,7 @@ def rows() -> dict[str, Row]:
         "numbered keys with a template": Row({1: w, 2: 3}, {1: sds((4,), jnp.float32), 2: 0}),
         "key of random numbers": Row({"k": jax.random.key(3)}, {"k": jax.random.key(0)}),
         "storage dtype": Row({"w": w, "n": np.arange(3.0)}, storage=jnp.bfloat16),
-        # What differs, and the module's documentation says.
+        # Differences that the module's documentation states.
         "tuple without a template": Row({"p": (w, 2)}, ours={"p": (w, 2)}),
         "numbered keys": Row({1: w, 2: 3}, ours={1: w, 2: 3}),
         "None for a leaf": Row({"w": w}, {"w": None}, ours={"w": w}),

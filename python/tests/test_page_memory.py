@@ -39,7 +39,7 @@ def test_page_uses_caller_memory(directory: str, make: Any) -> None:
     with remanent.Store(directory, device="host") as store:
         with store.batch() as batch:
             page = batch.create_in(memory, key="w", metadata={"dtype": "F32", "shape": [1000]})
-            # By its key, too: it is one of the batch's.
+            # The batch finds its own new page by key, too.
             batch.fill("w", 0, 4, bytes(4))
             batch.scatter(page, [7], numpy.float32([9]).tobytes(), width=4)
         assert store["w"] == bytes_of(memory) and memory[0] == 0 and memory[7] == 9 and memory[8] == 2
@@ -49,7 +49,7 @@ def test_page_uses_caller_memory(directory: str, make: Any) -> None:
         with store.batch() as batch:
             batch.create_in(other, key="zeros", zeros=True)
         assert store["zeros"] == bytes(40) == bytes_of(other)
-        # The store writes there alone.
+        # No other page can be created in the same memory.
         for call in (lambda batch: batch.create_in(memory), lambda batch: batch.create_in(memory[10:20])):
             batch = store.batch()
             call(batch)
@@ -61,7 +61,7 @@ def test_page_uses_caller_memory(directory: str, make: Any) -> None:
         assert store.audit() == []
         with store.lease("w") as lease:
             assert lease.nbytes == 4000
-        # What the open brings back lies in memory of the store's.
+        # The next open places the page in the store's own memory.
     memory[0] = 77
     with remanent.Store(directory, device="host") as store:
         assert store.numpy("w")[1] == 5 and store.numpy("w")[0] == 0
@@ -108,7 +108,7 @@ def test_page_keeps_caller_memory_alive(directory: str, make: Any, how: str) -> 
     else:
         store.trim()
     gc.collect()
-    # NumPy's arrays are held themselves, tensors by what they gave.
+    # The store had kept a NumPy array itself, and of a tensor the object that the tensor had exported.
     assert gone() is None
     store.close()
 
@@ -151,12 +151,12 @@ def test_release_removes_page_and_returns_memory(directory: str) -> None:
         for call in (lambda: store["w"], lambda: store.release("w")):
             with pytest.raises(LookupError):
                 call()
-        # It counts until it is gone.
+        # The memory counts toward the budget until the object is deleted.
         with pytest.raises(remanent.OverBudgetError):
             store["other"] = bytes(4000)
         held = memory
         assert repr(held) == 'PageMemory(place="host", nbytes=4000)'
-    # And lives longer than the store.
+    # The memory outlives the store.
     assert memory.read(3999) == b"!"
     with remanent.Store(directory, device="host", memory={"budget": {"host": 4096}}) as store:
         assert store.page_count == 0
@@ -194,7 +194,7 @@ def test_open_places_pages_in_caller_memory(directory: str, make: Any, page_load
         with pytest.raises(error):
             remanent.Store(directory, device="host",
                            memory={"page_memory": lambda info: wrong if info.key == "a" else None})
-    # One for two pages.
+    # The same memory for two pages.
     with pytest.raises(remanent.MemoryRefusedError):
         remanent.Store(directory, device="host", memory={"page_memory": lambda info: memory[:info.length // 4]})
     with remanent.Store(directory, device="host") as store:
@@ -223,7 +223,7 @@ HELD = """
     with store.batch() as batch:
         batch.create(bytes(500), key="x")
     memory = store.release("x")
-    # The interpreter ends with pages that live in its objects, and memory that was the store's.
+    # The interpreter exits with a page in the memory of an object, and with released page memory.
     print("fine", flush=True)
 """
 
@@ -260,7 +260,7 @@ def test_gpu_memory_is_rejected_by_host_store(directory: str) -> None:
         with pytest.raises(ValueError, match="has 6 bytes, but its range has 7"):
             store.read_many_into(["w"], [Cuda(6)])
         assert out == bytes(7) and store["w"] == b"weights"
-        # Of no bytes there is nothing to fill.
+        # Empty memory is accepted if the offset is within the page.
         assert store.read_into("w", Cuda(0), 7) == 0
         with pytest.raises(remanent.OutOfBoundsError):
             store.read_into("w", Cuda(0), 8)

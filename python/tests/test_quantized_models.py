@@ -66,7 +66,7 @@ def test_torchao_tensors_are_rejected_by_name(directory: str) -> None:
         state = model.state_dict()
         kind = type(state["0.weight"])
         if kind is torch.Tensor:
-            # Quantization in training: weights stay as they are.
+            # Quantization-aware training does not change the weights.
             save_file(state, f"{directory}/{name}")
             assert same(load_file(f"{directory}/{name}"), dict(state)), name
             continue
@@ -100,11 +100,11 @@ def test_bitsandbytes_layers_are_restored_or_rejected(directory: str) -> None:
         saved, found = (kind(64, 64).to("cpu") for _ in range(2))
         try:
             for model in (saved, found):
-                # The first call quantizes.
+                # The first call quantizes the weights.
                 model(torch.randn(2, 64) if name.startswith(("Linear", "Outlier")) else torch.tensor([1, 2]))
             state, before = copy.deepcopy(saved.state_dict()), copy.deepcopy(found.state_dict())
         except (NotImplementedError, RuntimeError):
-            # Its own code has no state, or no form for this machine.
+            # The layer has no state or does not support this machine.
             continue
         with Checkpointer(f"{directory}/{name}", saved, rng=False) as run:
             run.save(1)

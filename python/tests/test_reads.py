@@ -42,7 +42,7 @@ def test_pinned_page_keeps_address_during_batches(store: remanent.Store, directo
             pin.on(0)
         with pytest.raises(remanent.InUseError):
             store.close()
-        # A page is pinned once more, and unpinned with the last one.
+        # A page can be pinned twice, and stays pinned until the last pin ends.
         store.pin("a").end()
         with pytest.raises(remanent.LeasedError):
             change("delete")
@@ -85,7 +85,7 @@ def test_read_many_returns_all_ranges(store: remanent.Store) -> None:
         with pytest.raises(IndexError):
             many[index]
     assert store.read_many([]).result().tolist() == [] and bytes(memoryview(store.read_many([]).result())) == b""
-    # They are as they were, whatever is committed, and whether the store is still open.
+    # The bytes do not change with later commits or when the store is closed.
     store["a"] = b"REMANENT"
     store.close()
     assert many[0] == b"remanent" and bytes(view[:8]) == b"remanent"
@@ -173,7 +173,7 @@ def test_read_many_can_be_awaited(store: remanent.Store) -> None:
 
     async def all_of_them() -> None:
         assert await asyncio.gather(*(one(number) for number in range(20))) == [bytes([n]) for n in range(20)]
-        # Many tasks wait for one read, one of them is called off, and a thread waits, too.
+        # Several tasks and a thread wait for the same read, and one of the tasks is canceled.
         read = store.read_many([f"k{n}" for n in range(20)])
 
         async def wait() -> remanent.ManyBytes:
@@ -204,7 +204,7 @@ def test_forked_child_raises_forked_error(store: remanent.Store) -> None:
     ]
     for use in uses:
         assert in_child(lambda: use() and None) == "ForkedError"
-    # What a child drops stays in the parent.
+    # If the child drops a pin, the parent's pin remains.
     with pytest.raises(remanent.LeasedError):
         del store["a"]
     pin.end()

@@ -52,13 +52,13 @@ def test_save_returns_before_removal_ends(directory: str) -> None:
         removal._store = slow = SlowStore(run.store)
         assert run.save(2).done()
         assert slow.begun.wait(60) and len(snapshots(run)) == 2
-        # The next save writes meanwhile, and gives up its own once that of the save before is through.
+        # The next save writes concurrently, and removes its predecessor after the removal in progress.
         state["w"] += 1
         third = run.save(3, wait=False)
         assert not third.wait(0.3) and len(snapshots(run)) == 3
         threading.Timer(0.2, slow.may_end.set).start()
         assert third.wait()
-        # A look at the versions finds those that are kept.
+        # `versions` waits for the removal and lists the kept versions.
         assert [version.step for version in run.versions()] == [3]
         assert [name.split(" @")[0] for name in snapshots(run)] == ["step 3"]
         assert run.restore() == 3

@@ -99,7 +99,7 @@ def test_existing_tensors_stay_in_place(directory: str, device: str, options: di
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
             assert torch.equal(found[name], tensor) and found[name].stride() == tensors()[name].stride(), name
-        # Those of which a page has bytes of others, or none, are the only ones that were read elsewhere.
+        # Only tensors whose pages contain other bytes or none are read into separate memory.
         views = [f"held/nested/views/{at}" for at in range(2)]
         others = {"model/gaps", "model/empty", "held/halves/0", "held/halves/1", *views}
         assert set(read) <= others, read
@@ -132,7 +132,7 @@ def test_damaged_page_is_detected_before_changes(directory: str) -> None:
         files = {path: path.read_bytes() for path in (Path(directory) / "pages").iterdir()}
         found = 0
         for key, content in contents.items():
-            # In its middle: most of the page was read before.
+            # In the middle of the page, so that most of the page is read before the damage is detected.
             needle = content[len(content) // 2:][:4096]
             for path, whole in files.items():
                 place = whole.find(needle)
@@ -201,7 +201,7 @@ def test_misfit_is_rejected_before_changes(directory: str, how: str) -> None:
 def test_modules_with_own_load_or_hook_get_saved_state(directory: str) -> None:
     class Own(torch.nn.Linear):
         def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-            # This one keeps its bias.
+            # This module keeps its own bias.
             state[f"{prefix}bias"] = self.bias
             super()._load_from_state_dict(state, prefix, *rest)
 
@@ -257,7 +257,7 @@ def test_tensors_with_new_overlaps_get_saved_values(directory: str) -> None:
         whole = torch.arange(12.0)
         state.update(a=whole[:6], b=whole[3:9])
         run.save(2)
-        # As one page, and as pages of their own.
+        # The tensors as one page, and as separate pages.
         for step, expected in ((1, apart), (2, {"a": whole[:6], "b": whole[3:9], "c": apart["c"]})):
             expected = {name: tensor.clone() for name, tensor in expected.items()}
             for now in ({"a": whole[:6], "b": whole[3:9]}, {"a": torch.ones(6), "b": torch.ones(6)},
@@ -332,5 +332,5 @@ def test_restore_uses_little_additional_memory(directory: str) -> None:
         done = subprocess.run([sys.executable, "-c", textwrap.dedent(MEMORY), directory, str(value)],
                               capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-    # MiB, of a state of 320.
+    # In MiB, for a state of 320 MiB.
     assert int(done.stdout) < 100, done.stdout

@@ -62,7 +62,7 @@ def optimizers() -> dict[str, Any]:
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for name, make in (optimizer_makers() | OWN).items():
             if name.startswith("LBFGS") and dtype == torch.bfloat16:
-                # It divides by zero there.
+                # LBFGS divides by zero with bfloat16.
                 continue
             generator = torch.Generator().manual_seed(0)
             parameters = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))

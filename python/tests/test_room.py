@@ -33,7 +33,7 @@ def sizes_of(seed: int) -> list[int]:
 
 
 def fail_after_a_block(store: Any, batch: Any, blocks: Any, *given: Any, **named: Any) -> Any:
-    """Replaces `put`."""
+    """Replaces `page_tree.put`. Raises an error after the first block."""
     next(iter(blocks))
     raise OSError("as arranged")
 
@@ -67,7 +67,7 @@ def test_blocks_pass_through_room_unchanged(nbytes: int) -> None:
                 if block is not None:
                     held.append(block.data)
                 if block is None or drawn.random() < 0.1:
-                    # What a commit reads.
+                    # Simulates a commit, which reads the bytes.
                     written.extend(torch.as_tensor(data).clone() for data in held)
                     held.clear()
                     room.free(room.take())
@@ -78,7 +78,7 @@ def test_blocks_pass_through_room_unchanged(nbytes: int) -> None:
         writer.start()
         room.send(page_tree.Block((), each, each.numel()) for each in data)
         room.end()
-        # From here on the state changes.
+        # From here on, the state may change.
         for each in data:
             each.fill_(0)
         writer.join(60)
@@ -90,7 +90,7 @@ def test_blocks_pass_through_room_unchanged(nbytes: int) -> None:
 def test_background_save_with_room_for_part_of_state(
     directory: str, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Batches end with a block in hand: its memory is not theirs to free.
+    # A batch may end while a block is not assigned to it yet. Freeing the batch must not free that block's memory.
     monkeypatch.setattr(page_tree, "_BATCH_BYTES", 9000)
     state = {f"w{number}": torch.randn(size) for number, size in enumerate(sizes_of(9))}
     state["shared"] = state["w3"][:1]
@@ -115,7 +115,7 @@ def test_failed_background_save_raises(directory: str, monkeypatch: pytest.Monke
         run.save(1)
         sound = page_tree.put
 
-        # While the state is copied, or after it.
+        # The failure occurs while the state is copied, or after the copy.
         for size in (1000, 10):
             monkeypatch.setattr(page_tree, "put", fail_after_a_block)
             state["a"], state["b"] = torch.zeros(size), torch.zeros(size)
@@ -166,7 +166,7 @@ def test_step_of_failed_save_does_not_count(directory: str, monkeypatch: pytest.
             run.save(12)
         with pytest.raises(OSError, match="as arranged"):
             left.wait()
-        # The next call reports a failure that no other call did.
+        # The next call raises a failure that no other call has raised.
         run.save(10, wait=False)
         with pytest.raises(OSError, match="as arranged"):
             run.save(4)
@@ -228,16 +228,16 @@ def test_coalesced_saves_complete_with_next_save(directory: str, monkeypatch: py
             save(3.5)
         turn.release()
         first.wait()
-        # The save before is done: this one is none that is left.
+        # The previous save is done, so this save is not coalesced.
         fourth = save(4)
         turn.release()
         assert all(each.wait(60) and each.done() and each.lsn == fourth.lsn for each in left)
         assert [each.version_step for each in left] == [4, 4] and left[0].seconds > fourth.seconds
-        # Those with a name and those that wait are versions of their own.
+        # Saves with a name and saves with `wait=True` are never coalesced.
         save(5)
         turn.release(3)
         assert save(6, name="six").version_step == 6 and save(7, wait=True).done()
-        # One that fails fails for those that were left to it.
+        # If the next save fails, the saves that were coalesced with it fail as well.
         save(8)
         left = [save(9)]
         turn.release()
@@ -249,9 +249,9 @@ def test_coalesced_saves_complete_with_next_save(directory: str, monkeypatch: py
         monkeypatch.setattr(page_tree, "put", failing)
         with pytest.raises(OSError, match="as arranged"):
             save(10) and left[0].wait()
-        # Told of one is told of both: the next save is not refused for it.
+        # A failure that one of the two objects has raised is not raised again by the next save.
         monkeypatch.setattr(page_tree, "put", in_turn)
-        # So it is with one that cannot begin.
+        # The same applies to a save that cannot begin.
         save(10)
         left = [save(10)]
         turn.release()
@@ -262,7 +262,7 @@ def test_coalesced_saves_complete_with_next_save(directory: str, monkeypatch: py
         del state["odd"]
         with pytest.raises(remanent.RefusedError, match="odd"):
             left[0].wait()
-        # What is put back is not what was to be saved.
+        # The restored state is not the state of the coalesced save, so that save fails.
         save(11)
         left = [save(12)]
         turn.release()
@@ -284,7 +284,7 @@ def test_coalesced_saves_wait_for_running_copies(directory: str) -> None:
     model, optimizer = small_run()
     with Checkpointer(directory, model, optimizer, rng=False, overlap=True) as run:
         before = [parameter.detach().clone() for parameter in model.parameters()]
-        # The first save's copies come after this.
+        # The copies of the first save are made only after this wait.
         held = run._sender.submit(threading.Event().wait, 0.5)
         first = run.save(1, wait=False)
         left = run.save(2, wait=False, busy="coalesce")
@@ -323,7 +323,7 @@ def test_step_waits_for_pending_copies(directory: str, room: int, monkeypatch: p
         for step in range(3):
             expected[step] = copy_of(state_of(model, optimizer))
             saved = run.save(step, wait=False)
-            # The forward pass changes what the batch norm has counted.
+            # The forward pass changes the statistics of the batch normalization.
             take_steps(model, optimizer, 2)
         saved.wait_copied()
         with torch.no_grad():
@@ -393,7 +393,7 @@ def fill(state: dict[str, Any], value: float) -> None:
 @pytest.fixture
 def interrupt() -> Iterator[Any]:
     """Returns a function that interrupts this process after some seconds."""
-    # A shell has what runs in its background ignore the signal.
+    # A shell starts its background processes with SIGINT ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def after(*seconds: float) -> None:
@@ -432,7 +432,7 @@ def test_interrupted_save_leaves_nothing_running(
     state = many(1)
     with Checkpointer(directory, extra={"state": state}, rng=False, room=1 << 20) as run:
         slowly(monkeypatch, 0.01)
-        # In the start of the writer, in the copies, or as the call is about to return.
+        # Interrupts the start of the writer, the copies, or the end of the call.
         owner, name = [(run._worker, "submit"), (run, "_copy"), (saves.Reading, "ends")][number]
         sound = getattr(owner, name)
 
@@ -467,7 +467,7 @@ def test_second_interrupt_does_not_end_wait(directory: str, interrupt: Any, monk
     with Checkpointer(directory, extra={"state": state}, rng=False) as run:
         interrupt(0.3, 0.6)
         with pytest.raises(KeyboardInterrupt):
-            # The batch is committed after all was handed over: then its bytes are read.
+            # The commit reads the bytes after all blocks were sent, so they must not have changed by then.
             run.save(1)
         fill(state, 3)
         assert run.restore() == 1 and all((tensor == 1).all() for tensor in state.values())

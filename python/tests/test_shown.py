@@ -114,13 +114,13 @@ def test_progress_is_shown_only_on_terminal(directory: str, monkeypatch: pytest.
             bar.add(3 << 20)
         if stream is not None:
             assert ("saving" in stream.getvalue()) == drawn, stream.getvalue()
-    # What is over at once needs no bar.
+    # Short work needs no bar.
     monkeypatch.setattr("remanent._util.progress._DELAY", 60.0)
     monkeypatch.setattr(sys, "stderr", quick := Terminal())
     with Bar(4, "saving") as bar:
         bar.add(4)
     assert "saving" not in quick.getvalue()
-    # Without tqdm nothing is drawn, and nothing fails.
+    # Without tqdm, nothing is drawn and no error is raised.
     monkeypatch.setitem(sys.modules, "tqdm", None)
     monkeypatch.setattr("remanent._util.progress._DELAY", 0.0)
     monkeypatch.setattr(sys, "stderr", without := Terminal())

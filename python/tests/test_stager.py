@@ -116,7 +116,7 @@ def test_copies_equal_originals() -> None:
     base.zero_()
     state["loader"]["rows"].append(3)
     assert found["row"].tolist() == [12, 13, 14, 15, 16, 17] and found["loader"]["rows"] == [1, 2]
-    # They overlap as before.
+    # The copies overlap in the same way as the tensors.
     found["whole"][2, 0] = -1
     assert found["row"][0] == found["turned"][0, 2] == found["pair"].left[2, 0] == -1
     stager.close()
@@ -133,13 +133,13 @@ def test_memory_is_kept_while_in_use() -> None:
     assert one != two
     del first
     state["a"].fill_(3)
-    # A view of it is there still.
+    # A view of the first copy still exists.
     third = staged(stager, state)
     assert address(third["a"]) not in (one, two) and view.tolist() == [1, 1] and second["a"][0] == 2
     del view, second
     gc.collect()
     assert address(staged(stager, state)["a"]) in (one, two)
-    # A longer state takes a piece of its own, and those that are too short are given up.
+    # A longer state needs a new piece of memory, and pieces that are too short are freed.
     state["c"] = torch.ones(100_000)
     longer = staged(stager, state)
     assert address(longer["c"]) not in (one, two) and not stager._memory._free
@@ -183,7 +183,7 @@ def test_uncopyable_value_is_rejected_by_name(directory: str) -> None:
             dcp.async_save({"loader": {"odd": odd}}, storage_writer=StorageWriter(directory + "/1"),
                            async_stager=stager, no_dist=True)
     assert not Path(directory).exists()
-    # And the next one goes well.
+    # The next save succeeds.
     assert staged(stager, {"w": torch.ones(2)})["w"].tolist() == [1, 1]
     with pytest.raises(ValueError, match="wait and overlap"):
         Stager(wait=True, overlap=True)
@@ -207,7 +207,7 @@ def test_ranks_save_parts_at_call(tmp_path: Path) -> None:
                     if not options.get("wait"):
                         saving.staging_completion.result()
                         saving = saving.upload_completion
-                    # The part of the next step: what is on its way is of this one.
+                    # A change for the next step. The save in progress must not contain it.
                     state["rows"].to_local().add_(10)
                     saving.result()
                     state["rows"].to_local().sub_(10)

@@ -30,7 +30,7 @@ def test_dicts_keep_type_and_order() -> None:
     assert list(unflatten(flatten("", ordered, nothing), lambda tag: None)) == ["b", "c", "a"]
     assert flatten("", defaultdict(list, x=1), nothing) == {"$": ["defaultdict", "list", {"x": 1}]}
     assert flatten("", {"x": {}, "y": []}, nothing) == {"x": {}, "y": []}
-    # No path can hold this text as it is.
+    # This text is not valid Unicode, so a path cannot contain it unchanged.
     assert flatten("", {"\ud800": 1}, nothing) == {"\ud800": 1}
 
 
@@ -92,7 +92,7 @@ def test_extents_match_addresses() -> None:
         assert found.name == name and torch.equal(tensor, given) and not tensor.requires_grad
         assert found.nbytes == tensor.nbytes and found.device == tensor.device
         assert found.storage == (tensor.device, tensor.untyped_storage().data_ptr())
-        # The elements' places, one by one.
+        # The offset of each element in the storage.
         width = tensor.itemsize
         places = {tensor.storage_offset()} if tensor.numel() else set()
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
@@ -121,7 +121,7 @@ def test_extents_are_divided_by_storage_owner() -> None:
 
 
 def test_overlapping_extents_share_page() -> None:
-    # Storages one by one, whatever their addresses are to each other.
+    # Pages are grouped by storage, regardless of the order of the addresses.
     storages = sorted((torch.zeros(1000) for _ in range(3)), key=lambda each: -each.data_ptr())
     shuffled = [(high, at) for at in (7, 0, 3, 5, 1) for high in storages]
     tensors = {f"{number}": storage[at * 100:at * 100 + 150] for number, (storage, at) in enumerate(shuffled)}
@@ -175,13 +175,13 @@ def test_changed_manifest_is_read_again(directory: str) -> None:
             found = page_tree.read_manifest(store)
             assert found.tree == int(tree) and list(found.pages) == list(tensors)
             assert [array.shape for (array,) in found.pages.values()] == [each.shape for each in tensors.values()]
-        # What another one has put is not overlooked, nor is a batch that was never committed.
+        # A version by another writer is detected, and so is a batch that was never committed.
         put(store, {"c": c}, other)
         page_tree.put(store, store.batch(), conversion.blocks(extents({"d": a})), last=last)
         put(store, {"c": c, "e": a}, last)
         assert list(page_tree.read_manifest(store).pages) == ["c", "e"]
         assert sorted(key for key in store.keys() if isinstance(key, str) and len(key) == 1) == ["c", "e"]
-        # Nor is it that there is none any more.
+        # Deletion of the manifest is also detected.
         with store.batch() as batch:
             for key in store.keys():
                 batch.delete(key)

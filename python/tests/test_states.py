@@ -10,7 +10,7 @@ import pytest
 
 import remanent
 
-# What takes a state: the store's directory, the open store, and the state.
+# All functions that accept a state, as calls with the store's directory, the open store and the state.
 ENTRIES: dict[str, Callable[[Path, remanent.Store, Any], Any]] = {
     "View": lambda path, store, at: remanent.View(path, at)["k"],
     "Store.restore": lambda path, store, at: store.restore(at) and store["k"],
@@ -125,10 +125,10 @@ def test_steps_must_not_decrease(tmp_path: Path) -> None:
             with pytest.raises(remanent.InvalidError, match="step: 3 is below 20") as caught:
                 run.save(3, wait=wait)
             assert "restore an earlier version first" in caught.value.remedy
-        # A save that is refused does not move the run.
+        # A rejected save does not change the current step of the run.
         with pytest.raises(remanent.InvalidError, match="64 bytes"):
             run.save(30, name="n" * 65)
-        # At the end of a run its last step is saved again, by a name.
+        # The last step of a run can be saved again under a name.
         run.save(20, name="last")
         assert steps(run) == [0, 10, 20, 20]
         run.restore(10)

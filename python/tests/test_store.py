@@ -267,7 +267,7 @@ def test_wheel_contains_command(store: remanent.Store, directory: str) -> None:
     assert done.returncode == 2 and "remanent: " in done.stderr
     done = subprocess.run([*command, "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "Usage: remanent" in done.stdout
-    # Runs itself in child processes, and kills them.
+    # The command starts itself in child processes and kills them.
     done = subprocess.run([*command, "demo", "--kills", "2", "--requests", "400"], capture_output=True, text=True)
     assert done.returncode == 0 and "kill" in done.stdout, done
 
@@ -299,7 +299,7 @@ def test_tiers_hold_more_pages_than_memory(tmp_path: Path) -> None:
             assert len(on_disk) >= 3 * room
             assert store.promote(on_disk[:2]) is not None and store.promote(on_disk[:2]) is None
             assert [store.info(key).place for key in on_disk[:2]] == ["host", "host"]
-            # A lease needs an address, so the page comes.
+            # A lease needs an address, so the page is moved to memory.
             with store.lease(on_disk[3]) as lease:
                 assert bytes(lease) == pages[on_disk[3]] and store.info(on_disk[3]).place == "host"
             store.demote(on_disk[:1])
@@ -356,7 +356,7 @@ def test_update_sets_page_contents(directory: str, place: str) -> None:
             held[at] ^= 1
         assert update(bytes(held), width=4) == 3, "bytes 0 and 3 are of one element"
         assert store["k"] == held
-        # Much of it, more than may be logged, all of it, and other lengths: written whole.
+        # A large part, more than may be logged, the whole page, and other lengths are written as whole pages.
         held[100_000:200_000] = bytes(100_000)
         assert update(bytes(held)) is None and store["k"] == held
         held[5] ^= 1
@@ -397,7 +397,7 @@ def test_updates_of_page_follow_each_other(directory: str) -> None:
         held = bytearray(os.urandom(9_000_000))
         with store.batch() as batch:
             batch.create(bytes(held), key="k", place="disk")
-        # Few of many blocks, at the start of a long page.
+        # Only a small part of the blocks changed, at the start of a long page.
         held[:70_000] = os.urandom(70_000)
         with store.batch() as batch:
             assert batch.update("k", held) is not None

@@ -34,7 +34,7 @@ def test_metadata_is_restored_and_exported(directory: str, tmp_path: Path) -> No
     save_file({"w": w}, directory, metadata={"format": "pt", "é": "\n"})
     with safe_open(directory) as version:
         assert version.metadata() == {"format": "pt", "é": "\n"}
-    # Metadata alone makes a version.
+    # A change of the metadata alone creates a version.
     assert save_file({"w": w}, directory, {"format": "2"}) == 2
     assert save_file({"w": w}, directory, {"format": "2"}) == 2
     assert safe_open(directory, at=1).metadata() == {"format": "pt", "é": "\n"}

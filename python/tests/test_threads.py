@@ -25,7 +25,7 @@ numpy = pytest.importorskip("numpy")
 
 Work = Callable[[], object]
 
-# What a call may raise where another thread is quicker, beside the package's own errors.
+# The text of errors that calls may raise while another thread uses the object, apart from the package's own errors.
 BUSY = "another thread"
 
 
@@ -161,7 +161,7 @@ def test_threads_share_store(directory: str) -> None:
     with remanent.Store(directory, device="host") as again:
         for number, step in enumerate(written):
             content = again[f"own {number}"]
-            # The one that was acknowledged last, or the next one, whose batch the close refused.
+            # The last acknowledged value, or the next one, for which the closing store raised an error.
             assert content in [bytes([at % 251]) * (100 + at % 50) for at in (step, step + 1)]
         uniform(again["shared"])
     assert all(step > 0 for step in written)
@@ -177,7 +177,7 @@ def test_concurrent_closes_all_return(directory: str) -> None:
             store.close()
             assert store.closed
             if first.acquire(blocking=False):
-                # What has returned has let go of the directory.
+                # After the call has returned, the directory is unlocked.
                 remanent.Store(directory, device="host").close()
 
         together(*[close] * 4, until_closed(lambda: store.put("a", bytes(1 << 20))),
@@ -209,7 +209,7 @@ def test_threads_share_batch_under_contention(store: remanent.Store) -> None:
             def to_the_end() -> None:
                 with pytest.raises(remanent.ClosedError):
                     work()
-                # A batch that is over refuses everything, to as many threads as there are.
+                # A batch that has ended rejects all operations, from any number of threads.
                 for _ in range(100):
                     with pytest.raises(remanent.ClosedError):
                         batch.create(b"late", key="late")
@@ -267,7 +267,7 @@ def test_batch_is_discarded_during_additions(store: remanent.Store) -> None:
             over.set()
 
         together(*[until_closed(lambda: batch.create(content, at_commit=True))] * 3, give_up, collecting(over))
-        # Nothing holds the bytes any more.
+        # No operation holds the bytes any more.
         content.append(1)
     assert len(store) == 0
 
@@ -365,7 +365,7 @@ def test_threads_share_lease(store: remanent.Store) -> None:
                 assert bytes(numpy.from_dlpack(lease)) == expected
                 assert lease.info.page == page and lease.address is None and repr(lease)
             except BufferError as error:
-                # numpy wraps the refusal of a lease that has ended.
+                # NumPy wraps the error of the ended lease.
                 assert isinstance(error.__cause__, remanent.ClosedError) or "held" in str(error), error
 
         def end() -> None:
@@ -382,7 +382,7 @@ def test_threads_share_lease(store: remanent.Store) -> None:
             store["k"] = expected
 
         together(*[until_closed(look)] * 3, end, end, change)
-        # Nothing of it is counted any more: the page can go elsewhere.
+        # No view is counted any more, so the page can be moved.
         store.ensure(["k"], "disk")
         store.ensure(["k"], "host")
 
@@ -548,12 +548,12 @@ def test_waiting_replica_read_blocks_no_thread(store: remanent.Store, directory:
         assert replica.lsn in (fills.lsn - 1, fills.lsn)
         after = ticks
         thread.join()
-        # More than a turn between two lines of this function has room for.
+        # More ticks than one time slice of the interpreter allows, so the other thread ran during the wait.
         return after > before + 10_000
 
     def look() -> None:
         try:
-            # A look that comes first or last waits for nothing.
+            # A read before or after the batch is applied does not wait.
             assert any(has_waited_beside_others() for _ in range(20))
         finally:
             over.set()
@@ -601,7 +601,7 @@ def test_threads_share_working_copy(store: remanent.Store) -> None:
                         with store.batch() as batch:
                             batch.capture(copy)
                     except remanent.ConflictError:
-                        # Another thread's capture came between. What changed is still to be captured.
+                        # Another thread captured first. The changes remain to be captured.
                         pass
                     assert copy.page and copy.nbytes == 40_000 and repr(copy)
 

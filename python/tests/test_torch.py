@@ -28,7 +28,7 @@ from remanent.torch import Checkpointer, Difference, Saved, load_file, save_file
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two tensors have the same type, shape and bits."""
+    """Returns whether two tensors have the same type, shape and bits."""
     def bits(tensor: Any) -> bytes:
         return bytes(tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy())
 
@@ -89,7 +89,7 @@ def test_shared_memory_is_stored_once_and_shared_again(directory: str) -> None:
     loaded["head"][7, 3] = -1
     assert loaded["embed"][7, 3] == loaded["row"][3] == loaded["t"][3, 7] == -1
     assert loaded["as_int"][7003] == torch.tensor(-1.0).view(torch.int32)
-    # Tied no more: each has its own.
+    # The tensors are no longer tied, so each has its own memory.
     save_file({"embed": big.clone(), "head": big.clone()}, directory)
     loaded = load_file(directory)
     loaded["head"][0] = 5
@@ -219,7 +219,7 @@ def test_command_reads_and_writes_same_tensors(directory: str, tmp_path: Path) -
     save_file(tensors, directory)
     differ = tool("diff", directory, "--from", "lsn:1", "--to", "lsn:2")
     assert differ.returncode == 1 and "a" in differ.stdout, differ
-    # An imported store is saved to, too.
+    # An imported store also accepts saves.
     save_file(tensors, tmp_path / "again")
     assert load_file(tmp_path / "again")["a"][3] == 7
 
@@ -281,7 +281,7 @@ def test_run_continues_bit_for_bit(directory: str, kind: str, options: dict[str,
         assert storages == [parameter.data_ptr() for parameter in model.parameters()], "in place"
         assert model.head.weight is model.embed.weight and loader == {"position": 48, "files": ["a", "b"]}
         assert train(model, optimizer, scheduler, 4, loader) == expected
-    # And in objects that were made anew.
+    # The run also continues in newly created objects.
     model, optimizer, scheduler = make(kind, **options)
     with Checkpointer(directory, model, optimizer, scheduler) as run:
         assert run.restore() == 3
@@ -323,7 +323,7 @@ def test_versions_are_kept_by_number_name_and_age(directory: str, tmp_path: Path
         assert run.diff(6) == {}
         run.give_up("good")
         assert [version.step for version in run.versions()] == [5, 6]
-        # A step that is saved again has its newest state.
+        # If a step is saved again, its newest state is kept.
         run.save(6)
         assert [version.step for version in run.versions()] == [5, 6]
     with Checkpointer(tmp_path / "fork", model, optimizer, scheduler) as fork:
@@ -461,7 +461,7 @@ def test_killed_process_finds_last_save(directory: str) -> None:
         child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(KILLED), directory], stdout=subprocess.PIPE, text=True)
         assert child.stdout is not None
         word, step, total = child.stdout.readline().split()
-        # `last` was waited for. Of those after it one may have been made before its process was killed.
+        # The save of `last` was waited for. At most two later steps may have been saved before the kill.
         assert word == "restored" and last <= int(step) <= last + 2, (step, last)
         if int(step) in sums:
             assert sums[int(step)] == float(total)
@@ -470,7 +470,7 @@ def test_killed_process_finds_last_save(directory: str) -> None:
             sums[int(step)] = float(total)
             last = int(step) if int(step) % 2 == 0 else last
         child.send_signal(signal.SIGKILL)
-        # What it still said before it died.
+        # The lines that the process printed before it died.
         for line in child.stdout:
             if line.endswith("\n"):
                 step, total = line.split()
@@ -480,7 +480,7 @@ def test_killed_process_finds_last_save(directory: str) -> None:
 
 
 def test_interrupted_save_keeps_previous_version(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Several batches a save.
+    # Short batches, so that a save consists of several.
     monkeypatch.setattr(page_tree, "_BATCH_BYTES", 300)
     model, optimizer, scheduler = make()
     train(model, optimizer, scheduler, 1)
@@ -564,12 +564,12 @@ MEMORY = """
 def test_save_uses_little_additional_memory(directory: str) -> None:
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(MEMORY), directory], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    # MiB, of a state of 256.
+    # In MiB, for a state of 256 MiB.
     assert int(done.stdout) < 128, done.stdout
 
 
 def test_pages_in_memory_move_to_disk(directory: str) -> None:
-    # As `remanent import` makes them.
+    # Pages in memory, as `remanent import` creates them.
     with remanent.Store(directory, device="host") as store, store.batch() as batch:
         for name, count in (("same", 1000), ("other", 1000), ("longer", 10)):
             metadata = {"name": name, "dtype": "F32", "shape": [count]}

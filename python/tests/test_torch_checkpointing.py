@@ -30,11 +30,11 @@ PAGE = 64 << 10
 
 @pytest.fixture(autouse=True)
 def short_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    # Uses tmp_path, so that the stores are closed before their directory is removed. Stores that are open by now are those
-    # of examples in docstrings, whose directories are gone.
+    # The fixture depends on tmp_path, so that stores are closed before their directory is removed. Stores that are
+    # still open at this point belong to docstring examples, whose directories were removed.
     module._open_files.clear()
     monkeypatch.setattr(module, "_PAGE_BYTES", PAGE)
-    # Each write looks which files are gone.
+    # Each write checks for removed files.
     monkeypatch.setattr(module, "_WRITING_PER_LOOK", 0.0)
     yield
     for files in module._open_files.values():
@@ -218,7 +218,7 @@ def test_interrupted_write_leaves_nothing(
 
     owner, name = {"link": (os, "link"), "replace": (os, "replace"), "sync": (module.durable_files, "sync_folder")}[step]
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        # The mark itself is replaced and synced, too: after that.
+        # The mark itself is also replaced and synced, so the failure is injected after that.
         publish = module.durable_files.publish
 
         def and_then(*given: object) -> None:
@@ -349,7 +349,7 @@ def test_forked_child_reads_and_writes_own_files(root: Path, storage: RemanentSt
     with module._open_lock, storage._views._lock:
         assert in_child(child) == "fine"
     assert storage.read(root / "a" / "g") == b"of the child" and stream.read() == b"of the parent"
-    # The child's store is nobody's now: the next process to write gives its space back.
+    # No process has the child's store open, so the next process that writes frees its space.
     storage.delete(root / "a" / "g")
     storage = reopened(root)
     storage.write(root / "a" / "h", b"x")
@@ -397,7 +397,7 @@ def writer(root: Path, first: int) -> subprocess.Popen[str]:
 def test_killed_concurrent_writers_lose_nothing(root: Path) -> None:
     writers = [writer(root, first) for first in range(2)]
     outputs = [process.stdout for process in writers if process.stdout is not None]
-    # Both are writing before the first one is killed, however long a process takes to begin.
+    # Both processes must be writing before the first one is killed.
     last = [int(output.readline()) for output in outputs]
     for child, (process, output) in enumerate(zip(writers, outputs, strict=True)):
         for line in output:
@@ -411,7 +411,7 @@ def test_killed_concurrent_writers_lose_nothing(root: Path) -> None:
         for number in range(newest - 20, newest + 1, 10):
             for rank in range(3):
                 assert storage.read(root / f"step-{number}" / str(rank)) == data_of(2 * PAGE + rank, number)
-    # What can be seen is whole, also what the killed processes could not report.
+    # All visible files are complete, including those that the killed processes did not report.
     for name in storage.ls(root):
         if name.startswith("step-"):
             assert sorted(storage.ls(root / name)) == ["0", "1", "2"]

@@ -95,7 +95,7 @@ def test_run_is_saved_and_restored_under_setting(directory: str, name: str) -> N
             step(found[1], 2)
         else:
             found[2].clear()
-        # Torch cannot swap a tensor that is referred to so.
+        # Torch cannot swap a tensor that has a weak reference.
         held_weakly = weakref.ref(found[0][0].weight)
         places = [(tensor, tensor.data_ptr()) for tensor in (*found[0].parameters(), *found[0].buffers())]
         with Checkpointer(directory, found[0], found[1], extra={"state": found[2]}) as run:

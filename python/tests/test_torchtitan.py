@@ -31,7 +31,7 @@ RUN = f"""
     from torch.distributed.fsdp import fully_shard
     from torchtitan.components.checkpointer.dcp import CheckpointManager as Theirs
 
-    # What was removed is given up by the next save, however soon that comes.
+    # The next save frees removed checkpoints, even if it begins immediately.
     remanent.dcp._VISIBLE_AFTER = -1.0
 
     class Optimizers:
@@ -45,7 +45,7 @@ RUN = f"""
             set_optimizer_state_dict(self.model, self.one, state)
 
     class Trainer:
-        # Its `state_dict` is part of a checkpoint, as torchtitan's trainer is.
+        # The trainer's `state_dict` is part of each checkpoint, as in torchtitan.
         def __init__(self, config, root, mesh, seed):
             torch.manual_seed(seed)
             self.step, self.losses = 0, []
@@ -128,9 +128,9 @@ def test_ranks_continue_from_manager_checkpoint(tmp_path: Path) -> None:
             other.train(9)
             assert other.losses[count:] == first.losses[-2:], (other.losses, first.losses)
             other.checkpointer.close()
-            # As `keep_latest_k` has it, once it was purged.
+            # `keep_latest_k` keeps two checkpoints, so this one was removed.
             assert not os.path.exists(f"{root}/{mode}/step-2/.metadata")
-        # A run changes to it from the host's own.
+        # A run switches to this manager from torchtitan's own.
         options = {"enable": True, "interval": 2, "last_save_model_only": False}
         first = Trainer(Theirs.Config(**options), root, mesh, 0)
         first.train(5)

@@ -50,7 +50,7 @@ def test_diff_reports_count_index_and_size(directory: str) -> None:
     for at in (None, second, "name:second"):
         found = diff(directory, first, at)
         lost = found["lost"]
-        # A NaN is told as one, whatever else changed, and counted.
+        # The largest difference is NaN if one of the elements is NaN, and NaNs are counted.
         assert lost is not None and (lost.elements, lost.first, lost.nans) == (3, (1,), 2) and math.isnan(lost.largest)
         assert found | {"lost": None} == expected and list(found) == sorted(found), at
     assert diff(directory, second) == {}
@@ -67,7 +67,7 @@ def test_run_history_works_after_move(directory: str) -> None:
     with saved(directory, state, 3, lambda step: state["w"].fill_(step)) as run:
         os.rename(directory, directory + "-moved")
         assert run.store.directory == os.path.realpath(directory + "-moved")
-        # Another run takes the path.
+        # Another run is created at the old path.
         saved(directory, others, 3, lambda step: others["w"].fill_(100 + step)).close()
         for at in (3, 1):
             assert run.restore(at) == at and state["w"].tolist() == [at] * 3
@@ -80,7 +80,7 @@ def test_run_history_works_after_move(directory: str) -> None:
 
 
 def test_diff_and_blame_support_all_element_types(directory: str) -> None:
-    # Torch has no conversion to packed elements, and no assignment of one.
+    # Torch can neither convert to packed elements nor assign one.
     state = {short: torch.zeros(5, dtype=torch.uint8).to(dtype) if dtype.is_floating_point or dtype.is_complex
              else torch.zeros(5, dtype=dtype) for short, dtype in DTYPE.items() if "float4" not in str(dtype)}
     first = save_file(state, directory)
@@ -90,7 +90,7 @@ def test_diff_and_blame_support_all_element_types(directory: str) -> None:
     found = diff(directory, first)
     assert found.keys() == state.keys() and all(each and each.first == (3,) for each in found.values())
     for short, each in found.items():
-        # Of that kind there is no zero.
+        # This element type has no zero.
         assert each == Difference(1, (3,), each.largest if short == "F8_E8M0" else 1.0), short
         [*changes] = blame(directory, short, -2)
         assert [change.after == 1 for change in changes] == [False, True], short
@@ -122,7 +122,7 @@ def test_blame_works_across_versions_of_run(directory: str) -> None:
         state["w"][1, 2] = step // 3
 
     with saved(directory, state, 4, change) as run:
-        # In one version it is not there, in the next it is too short, and then of another kind.
+        # The tensor is missing in one version, too short in the next one, and then has another element type.
         state["w"][1, 2] = 9
         state["aside"] = state.pop("w")
         run.save(5, name="without")
@@ -157,7 +157,8 @@ def test_run_bisect_finds_every_first_bad_version(directory: str) -> None:
 
             assert run.bisect(is_good, good=1, bad=24) == versions[first - 1]
             assert len(looked) <= 5 and not {1, 24} & set(looked)
-        # By name, by version, and up to the newest one. NumPy's and torch's kinds of bool are verdicts.
+        # Versions are given by name or as objects, and `bad` defaults to the newest. NumPy's and torch's bool types are
+        # accepted.
         run.save(25, name="last")
         assert run.bisect(lambda version: torch.tensor(version.step < 9), good=versions[3], bad="last").step == 9
         assert run.bisect(lambda version: version.step < 25, good=1).name == "last"
@@ -175,7 +176,7 @@ def test_run_bisect_finds_every_first_bad_version(directory: str) -> None:
             run.bisect(lambda version: bool(1 // 0), good=1)
         run.fork(directory + "-fork", versions[2])
         assert run.diff(versions[2], versions[3])["state/w"] == Difference(3, (0,), 1.0)
-        # One that was kept by its name alone, and has none any more, is still this version.
+        # A Version object remains valid after its name was removed.
         named = run.versions()[-1]
         run.give_up("last")
         assert run.restore(named) == 25
@@ -208,7 +209,7 @@ def test_newest_version_survives_interrupted_save(directory: str) -> None:
     state = {"w": torch.zeros(3)}
     with Checkpointer(directory, extra={"state": state}, rng=False, keep=1) as run:
         run.save(1, name="a")
-        # As a save of several batches leaves the store that is killed after a snapshot halfway.
+        # Simulates a save of several batches that was killed after a snapshot.
         with run.store.batch() as batch:
             batch.set_root("saving", 2)
         run.store.snapshot()
@@ -228,7 +229,7 @@ def test_half_removed_name_is_removed(directory: str) -> None:
     state = {"w": torch.zeros(3)}
     with Checkpointer(directory, extra={"state": state}, rng=False) as run:
         run.save(1, name="a")
-        # It was killed in between.
+        # Simulates a process that was killed while it removed the name.
         run.store.snapshot(f"step 1 @{run.store.lsn}")
         assert [(version.step, version.name) for version in run.versions()] == [(1, "a")]
         run.give_up("a")

@@ -143,7 +143,7 @@ def test_job_that_cannot_begin_holds_no_memory(directory: str) -> None:
         assert [result.success for result in tier.get_finished_jobs()] == [False, False, True]
         tier.shutdown()
         view.release()
-        memory.close()  # raises if a view of it is left
+        memory.close()  # raises an error if a view of the memory still exists
     finally:
         gc.enable()
 
@@ -333,7 +333,7 @@ def test_blocks_reported_to_vllm_survive_kill(last: int, directory: str) -> None
     server.wait()
     assert reported >= last
     manager, memory = serve(directory)
-    # What was being stored at the end may be there, too, and may have pushed out as much.
+    # Blocks that were being stored at the kill may exist, and may have evicted as many.
     for number in range(max(0, reported - 60), reported + 1):
         request = ReqContext(req_id=f"again {number}")
         manager.on_new_request(request)

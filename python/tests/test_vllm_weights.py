@@ -29,7 +29,7 @@ from remanent.weights import Publisher  # noqa: E402
 
 
 class Model:
-    """A model that loads weights in vLLM's way."""
+    """A model that loads weights like those of vLLM."""
 
     def __init__(self) -> None:
         self.weights: dict[str, Any] = {}
@@ -127,7 +127,7 @@ def test_model_has_weights_of_named_version(directory: str, engine: RemanentWeig
     with Publisher(directory) as publisher:
         first = take(publisher, {"embed": shared, "head": shared[:8]}, 1)
         engine.model.weights.clear()
-        # Where a tensor lies in its page is of the version, too.
+        # The offset of a tensor in its page also belongs to the version.
         take(publisher, {"embed": shared, "head": shared[8:]}, 2)
         take(publisher, {"embed": shared, "head": shared[8:], "new": shared[2:4]}, 3)
         engine.model.weights.clear()
@@ -221,7 +221,7 @@ def test_trainer_sends_weights_to_all_workers(directory: str) -> None:
         trained["layers"][1].bias[3] = 5
     sent()
     assert sorted(workers.engines[0].model.loaded) == ["layers.1.bias", "layers.1.weight"]
-    # One that comes later has all of it; so has one whose trainer was started again.
+    # A new worker loads all weights, and so does a worker whose trainer was started again.
     workers.engines.append(worker())
     workers.engines[-1].init_transfer_engine(RemanentInitInfo(directory))
     with torch.no_grad():

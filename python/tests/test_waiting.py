@@ -22,7 +22,7 @@ def test_ticket_reports_acknowledgement(store: remanent.Store) -> None:
     batch.create(4, key="a")
     ticket = store.submit(batch)
     assert ticket.is_("logged") and ticket.wait(60) and ticket.is_()
-    # Only once it is applied is a wait of no time sure to find it so.
+    # A wait with a timeout of 0 is only certain to succeed once the batch is applied.
     assert ticket.wait(60, "applied") and ticket.wait(0, "applied")
     assert ticket.pages == batch.pages == [store.info("a").page] and ticket.lsn == batch.lsn == 1
     assert ticket.position.endswith(":1")
@@ -48,7 +48,7 @@ def test_tickets_can_be_awaited(store: remanent.Store) -> None:
         return await asyncio.gather(*(put(number) for number in range(100)))
 
     assert sorted(asyncio.run(all_of_them())) == list(range(1, 101))
-    # Another loop has a bell of its own.
+    # Each event loop has its own eventfd.
     assert asyncio.run(put(100)) == 101
 
 
@@ -116,7 +116,7 @@ def test_async_follower_loses_no_batch(store: remanent.Store, directory: str) ->
     follower = remanent.Follower(directory)
 
     async def called_off() -> None:
-        # The batch that its thread may still read is not lost with the task.
+        # A batch that a thread reads for a canceled task is not lost.
         waiting = asyncio.ensure_future(follower.__anext__())
         await asyncio.sleep(0)
         waiting.cancel()
@@ -142,7 +142,7 @@ def test_async_follower_loses_no_batch(store: remanent.Store, directory: str) ->
 
 def test_canceled_task_leaves_others_waiting(store: remanent.Store) -> None:
     async def main() -> None:
-        # As many as there are threads: what is read next waits for one of them.
+        # As many tasks as threads, so the next read waits for a free thread.
         first = [asyncio.ensure_future(store.changes().__anext__()) for _ in range(32)]
         stream = store.changes()
         called_off, waiting = (asyncio.ensure_future(stream.__anext__()) for _ in range(2))
@@ -173,11 +173,11 @@ def test_ctrl_c_ends_wait(directory: str) -> None:
     remanent.Store(directory).close()
     done = run_script("""
         import os, signal, sys, threading, remanent
-        # A process that is started in the background ignores Ctrl-C until it says otherwise.
+        # A process that was started in the background ignores SIGINT by default.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         follower = remanent.Follower(sys.argv[1])
         def interrupt():
-            # Refused once the main thread is within the wait. Between two looks the main thread may begin it.
+            # Raises RuntimeError once the main thread is waiting. It may begin to wait between two of these calls.
             pause = threading.Event()
             try:
                 while True:
@@ -211,7 +211,7 @@ def test_forked_child_raises_forked_error(store: remanent.Store, directory: str)
     ]
     for use in uses:
         assert in_child(lambda: use() and None) == "ForkedError"
-    # Nothing of it reached the parent's store, which goes on.
+    # The children did not change the parent's store, which continues to work.
     assert store["a"] == b"x" and bytes(lease) == b"x" and view["a"] == b"x"
     view.close()
     lease.end()
@@ -226,7 +226,7 @@ def test_forked_child_tasks_wait_for_own_stores(store: remanent.Store, directory
             assert batch.note == "awaited"
             return
 
-    # The parent has threads for its followers; the child has none of them.
+    # The parent has threads for its followers, which do not exist in the child.
     asyncio.run(use(directory, store))
 
     def child() -> None:
@@ -242,7 +242,7 @@ def test_exiting_child_leaves_store_open(store: remanent.Store) -> None:
     pid = os.fork()
     if pid == 0:
         sys.exit = None  # type: ignore[assignment]
-        # What an ordinary end does: exit handlers, then the objects.
+        # Runs the exit handlers and then deletes the objects, as at an ordinary exit.
         import atexit
 
         atexit._run_exitfuncs()

@@ -21,7 +21,7 @@ from remanent.weights import Publisher, Subscriber, checksum  # noqa: E402
 
 @pytest.fixture(params=["compared", "captured"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How changes are found and applied: on the host, or as on a GPU, with working copies and packed bytes."""
+    """Selects how changes are found and applied: as on the host, or as on a GPU (working copies and packed bytes)."""
     if request.param == "captured":
         begin = Publisher.__init__
 
@@ -66,7 +66,7 @@ def test_moved_tensors_are_captured(directory: str, way: str) -> None:
             elif number == 5:
                 source["b"].set_(torch.full([1000], 5.0))
             elif number == 6:
-                # Of one step only: another writer of the store's.
+                # Another writer changes the store for one step.
                 publisher.store[publisher.store.info("b").key or ""] = bytes(4000)
                 source["n"] = torch.tensor([1, 2])
                 target["n"] = torch.tensor([0, 0])
@@ -114,11 +114,11 @@ def test_subscriber_applies_changed_elements(directory: str) -> None:
             if number % 3:
                 assert subscriber.apply_to(target, timeout=10) == number
                 assert checksum(target) == checksum(source)
-        # One beginning, and one for the pages that the first step made.
+        # One read of all weights at the start, and one for the pages that the first step created.
         assert subscriber.restarts == 2
         assert {name: tensor.data_ptr() for name, tensor in target.items()} == places, "in place"
         assert subscriber.apply_to(target) == 19
-        # One that comes late begins at once with the newest.
+        # A new subscriber begins with the newest step.
         late, other = Subscriber(directory), make(3)
         assert late.apply_to(other) == 19 and checksum(other) == checksum(source) and late.restarts == 1
         publisher.store.snapshot()

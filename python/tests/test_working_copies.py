@@ -130,7 +130,7 @@ def test_copy_keeps_memory_alive(tmp_path: Path) -> None:
         del copy
         gc.collect()
         assert alive() is None
-        # A batch that is not committed holds its copies.
+        # A batch that is not committed keeps its working copies alive.
         memory = numpy.ones(100_000, "u1").view(Memory)
         alive = weakref.ref(memory)
         batch = store.batch()

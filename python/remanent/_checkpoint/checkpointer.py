@@ -795,8 +795,8 @@ class Checkpointer:
         and a later bad version.
 
         About log2(n) of n versions are tested. `is_good` may call `restore` and evaluate the model, or read the version
-        in another way. The state that it restored last remains in place. With `process_group`, all ranks test the same
-        versions, and a version is good if it is good on all ranks.
+        by other means. The state that `is_good` restored last remains in place. With `process_group`, all ranks test
+        the same versions, and a version is good if it is good on all ranks.
 
         :param is_good: receives a `Version` and returns True for a good version, False for a bad one, and None if the
             result cannot be determined. An exception ends the search on all ranks.

@@ -37,7 +37,7 @@ class LiveModule:
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
         self.state: Mapping[str, Any] = module.state_dict()
-        # : The module's own tensor objects. A state of the module contains views of these tensors.
+        #: The module's own tensor objects. A state of the module contains views of these tensors.
         self.objects: dict[str, torch.Tensor] = dict(
             [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)])
         own: list[str] = []

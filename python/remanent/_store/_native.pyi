@@ -1234,7 +1234,7 @@ class Batch:
         """Creates a page with the bytes and metadata of another page. Returns a `NewPage`."""
 
     def copy(self, source: _BatchPage, start: int, length: int, target: _BatchPage, offset: int) -> None:
-        """Copies `length` bytes of page `source`, from `start` on, to `page`, from `offset` on."""
+        """Copies `length` bytes of page `source`, from `start` on, to page `target`, from `offset` on."""
 
     def set_metadata(self, page: _BatchPage, name: str, value: _Value) -> None:
         """Sets an entry of a page's metadata to a plain value."""
@@ -2119,9 +2119,9 @@ class Block:
 
 @final
 class Extent:
-    # A torch tensor and its torch device.
     """A plain tensor and the bytes of storage that the tensor uses."""
 
+    # A torch tensor and its torch device.
     tensor: Any
     device: Any
     name: str
@@ -2134,9 +2134,7 @@ class Extent:
 def extents(tensors: dict[str, Any], kinds: object) -> list[Extent]:
     """Returns the extents of tensors. Calls `kinds.plain` for each tensor that is not plain.
 
-    # Errors
-    `RefusedError` for tensors that share memory through two storages, because they would be restored
-    separately.
+    :raises RefusedError: tensors share memory through two storages, so they would be restored separately.
     """
 
 def extents_by_page(extents: list[Extent]) -> list[tuple[Extent, ...]]:

@@ -77,11 +77,11 @@ class SupersededError(Error):
 
 
 class ArchiveError(Error):
-    """The archive of the store refused it or failed. Nothing was changed, unless `kind` is "superseded".
+    """The archive rejected the store, or failed. Nothing was changed, unless `kind` is "superseded".
 
     `url` is the URL of the archive, and `kind` is one of:
 
-    - "no archive": the store was opened without one.
+    - "no archive": the store was opened without an archive.
     - "settings": the URL or a setting cannot be used.
     - "superseded": another directory continues the archive. This store acknowledges no more batches.
     - "diverged", "lost", "other store": the archive does not end in the history of this directory.

@@ -39,7 +39,7 @@ class TierOptions(TypedDict, total=False):
 
     - `places`: the places, fastest first, such as `["device:0", "pinned", "disk"]`. When one is full, unused pages are
       moved to the next one. Every place but the last needs a limit in `memory["budget"]`. Set it if the pages need more
-      memory than there is.
+      memory than is available.
     - `eviction`: which pages leave a full place first: "s3-fifo" or "lru". Default: "s3-fifo". Use "lru" if pages that
       were used once are likely to be used again soon.
     """
@@ -52,8 +52,8 @@ class LogOptions(TypedDict, total=False):
     """How the log is written, and how much disk space it uses: the argument `log` of `Store`, a dict.
 
     - `io`: "mapped", "buffered" or "direct". Default: None, which chooses "direct" if commits wait for a sync,
-      otherwise "mapped", or "buffered" if the file system supports neither. Change it if `remanent bench commit` shows
-      that another way is faster.
+      otherwise "mapped", or "buffered" if the file system supports neither. Change it if `remanent-bench commit` shows
+      that another mode is faster.
     - `segment_len`: the largest length of a segment in bytes, a multiple of 4096 from 16 KiB to 4 GiB. Default:
       16777216. Reduce it to bound the disk space of a small store.
     - `reserve_bytes`: the disk space in bytes that is reserved for deletes on a full disk. Default: None, which
@@ -142,8 +142,9 @@ class ArchiveOptions(TypedDict, total=False):
       Beyond that, the archive continues with the next snapshot, and states in between cannot be restored from it.
     - `required`: whether an open raises ArchiveError if the bucket cannot be reached. Default: True. With False, the
       archive is checked later.
-    - `takeover`: whether the directory may continue an archive that another directory of the store has written to,
-      because that one is lost. Default: False. The batches of the archive must be in this directory in any case.
+    - `takeover`: whether the directory may continue an archive to which another directory of the store has written. Set
+      it if that other directory is lost. Default: False. The batches of the archive must be in this directory in any
+      case.
 
     >>> import pathlib
     >>> folder = pathlib.Path(directory, "archive")
@@ -183,7 +184,7 @@ class StoreOptions(TypedDict, total=False):
 
 
 def merged(defaults: StoreOptions, given: Mapping[str, object]) -> StoreOptions:
-    """Returns the given options, and the defaults for those that are not given, also within groups."""
+    """Returns the given options, and the defaults of all other options. Applies to options within groups, too."""
     options: dict[str, Any] = {**defaults, **given}
     for name, group in defaults.items():
         if isinstance(group, dict) and isinstance(options[name], dict):

@@ -28,7 +28,7 @@ for _name in ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "ui
     if hasattr(torch, _name):
         SHORT[getattr(torch, _name)] = _native.dtype(_name)[1]
 DTYPE = {short: dtype for dtype, short in SHORT.items()}
-# The types of tensors that are nothing but their elements.
+# The types of tensors that have no state in addition to their elements.
 PLAIN_TYPES: frozenset[type] = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
 
 

@@ -1,4 +1,4 @@
-"""Saves the part of a DTensor that a rank has, and restores DTensors for the current ranks."""
+"""Saves each rank's part of a DTensor, and restores DTensors for the current ranks."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Arrays:
             return
         others = [(*_extent(tensor), name) for name, tensor in tensors.items()
                   if name not in self._copied and _has_memory(tensor)]
-        # The furthest ends so far, of copied arrays and of all.
+        # The highest end address so far, with the name: among the copied arrays, and among all values.
         copied_end = any_end = (0, "")
         for start, end, name in sorted([*((*bounds, name) for name, bounds in self._copied.items()), *others]):
             reached, other = any_end if name in self._copied else copied_end

@@ -169,7 +169,7 @@ def element_changes(versions: Sequence[Version], contents: Iterable[Content]) ->
     changes: list[ElementChange] = []
     held: bytes | None = None
     before: Any = None
-    # Why the last version does not contain the element.
+    # The reason why the last version does not contain the element.
     missing: Exception | None = NoStateError("the run has no version yet", remedy="save a version first")
     for version, found in zip(versions, contents, strict=True):
         after: Any = None

@@ -16,7 +16,7 @@ from remanent._store.errors import NoStateError
 
 __all__ = ["ArrayMetadata", "Version", "is_template", "structure_of"]
 
-# Stands for the structure of a version that does not contain it.
+# The structure of a version that was saved without one.
 _UNKNOWN = object()
 # The types to which a template can convert a number or text.
 _SCALARS = (bool, int, float, str)
@@ -103,10 +103,10 @@ class Version:
         # Versions without a structure have their leaves only by path.
         (self._structure,) = tree.get("structure", [_UNKNOWN])
         names = [] if self._structure is _UNKNOWN else _leaf_names(self._structure)
-        # Two leaves with equal names as text are only found by path.
+        # If the names of two leaves are equal as text, leaves can only be found by path.
         is_clear = len(set(names)) == len(names) == len(self._held)
         self._paths = dict(zip(names, self._held, strict=True)) if is_clear else {}
-        # Loaded NumPy arrays by path and dtype: leaves that were the same array are the same again.
+        # Loaded NumPy arrays by path and dtype, so that leaves that were saved as one array are loaded as one array.
         self._loaded: dict[tuple[str, Any], Any] = {}
 
     def metadata(self) -> Any:

@@ -10,7 +10,7 @@ In each rank of the trainer, with a vLLM client that can reach the workers (such
 
     engine = WeightTransferTrainerFactory.trainer_init(
         RemanentTrainerInitInfo(directory, rank=rank), client=client, source=ModuleSource(model))
-    engine.send_weights()                               # after each step: workers have it when this returns
+    engine.send_weights()                               # after each step; returns once workers have loaded it
 
 The trainer's first rank logs the changes since the previous step. Each worker reads the changes from the directory,
 which all workers must be able to access. Changes are verified by checksums and belong to exactly one version, so all
