@@ -31,14 +31,14 @@ pub(super) struct BestCandidate<'s, 'a> {
     pub harmless: Vec<Damage>,
 }
 
-/// The damaged images because of which newer snapshots could not be loaded. An older snapshot that refers to one of
-/// these images is skipped without an attempt to load it. No batch between the two snapshots can have replaced the
-/// image, or the newer snapshot would not refer to it.
+/// The damaged images that prevented newer snapshots from being loaded. An older snapshot that refers to one of these
+/// images is skipped without an attempt to load it. No batch between the two snapshots can have replaced the image, or
+/// the newer snapshot would not refer to it.
 #[derive(Default)]
 struct BlockingImages(Vec<(ImageRef, Damage)>);
 
 impl BlockingImages {
-    /// Records the image at which loading the snapshot `base` has failed. Images of pages on disk are not recorded,
+    /// Records the damaged image that made loading the snapshot `base` fail. Images of pages on disk are not recorded,
     /// because an open reads them only if the snapshot is not verified.
     fn note(&mut self, base: &Manifest, table: &PageTable, damage: &Damage) {
         let lies_there = |entry: &&ManifestEntry| {

@@ -42,8 +42,8 @@ pub(super) struct CatalogDraft<'s> {
     snapshots: BTreeMap<SnapshotId, RetainedSnapshot>,
     /// The tables of restores that a replay may still reach.
     tables: BTreeMap<u64, RetainedTable>,
-    /// The images that the next snapshot may name without writing them again. Without them, the first snapshot after an
-    /// open would write every page.
+    /// The images that the next snapshot may refer to without writing them again. Without this information, the first
+    /// snapshot after an open would write every page.
     known: KnownImages,
     /// The numbers of the image files that batches may name, each with the newest batch that may name the file.
     for_batches: BTreeMap<u64, Lsn>,
@@ -249,7 +249,7 @@ impl Recovery<'_> {
                 None => return Ok(()),
             }
         }
-        // Files are identified by number. It is known by now which files are named, and which belong to a batch.
+        // Files are identified by number. By now it is known which files are named and which belong to a batch.
         let named = catalog.named_files();
         let next_file = catalog.snapshots.values().map(|kept| kept.next_file).max().unwrap_or(1);
         let floor = catalog.floor.unwrap_or_default();

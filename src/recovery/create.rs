@@ -174,7 +174,7 @@ pub(crate) fn unfinished_files(disk: &Arc<dyn Disk>) -> Result<Vec<FileName>> {
 /// Returns whether a segment contains a batch, which is never the case in an unfinished creation. Checks every possible
 /// frame position, not only the starts of groups, because a batch may share the group of a seal.
 fn holds_batch(source: &DiskSource, file: FileName) -> Result<bool> {
-    /// The number of bytes to read at a time. A segment may be gigabytes long.
+    /// The number of bytes to read at a time, because a segment may be gigabytes long.
     const WINDOW: usize = 1 << 20;
     // A segment that cannot be read may contain batches, so it is reported as an error.
     let unreadable = |error: std::io::Error| Error::from(Defect::of_read(&error).at(file, 0));

@@ -56,7 +56,7 @@ impl NewerBases {
     }
 }
 
-/// The pages that the host and not the device changes during replay.
+/// The pages that the host changes during replay, instead of the device.
 #[derive(Default)]
 pub(super) struct HostPages {
     /// The pages whose length changes during replay.

@@ -167,7 +167,7 @@ impl<'a> Loader<'a> {
     ) -> Result<()> {
         let mut held = 0_u64;
         for (page, base) in resized {
-            // I10: at most the page's final length is kept in memory, even if the page is longer in between.
+            // I10: at most the page's final length is kept in memory, even if the page is temporarily longer.
             let final_len = table.get(*page).expect("every base is a page's").len;
             let resized = if held.saturating_add(final_len) <= ON_HOST_MAX {
                 held += final_len;

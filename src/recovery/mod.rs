@@ -373,11 +373,11 @@ impl Recovery<'_> {
         Ok(NewIncarnation { pool, store: store_file, log, position, on_line, highest })
     }
 
-    /// Recycles segments that a crash left: those whose batches were copied, and the incarnation that was left out of
-    /// the line.
+    /// Recycles segments that a crash left: segments whose batches were copied, and segments of the omitted
+    /// incarnation.
     ///
-    /// They are recycled only after the new incarnation began. Before the rename no file may be changed, and until the
-    /// folder is synced a power cut may restore the incarnation, which would then lack its segments.
+    /// They are recycled only after the new incarnation has begun. Before the rename, no file may be changed. Until the
+    /// folder is synced, a power cut may restore the omitted incarnation, which would then lack its segments.
     fn recycle_omitted(&self, survey: &Survey, end: &LogEnd, continued: &NewIncarnation) -> Result<()> {
         let removed = continued.on_line.proven.segment + 1..continued.highest;
         let mut junk: Vec<u64> =

@@ -31,9 +31,9 @@ pub struct RecoveryReport {
     /// The number of pages that the open moved to slower places because they exceeded the memory budget
     /// ([`crate::Options::tiers`]).
     pub lowered_pages: u64,
-    /// How the open shared the loading of pages with other ranks
-    /// ([`MemoryOptions::gather`](crate::options::MemoryOptions::gather)). `None` without that option, for a new store, and
-    /// if the open loaded no snapshot.
+    /// The pages that the open exchanged with other ranks
+    /// ([`MemoryOptions::gather`](crate::options::MemoryOptions::gather)). `None` without that option, for a new store,
+    /// and if the open loaded no snapshot.
     #[cfg(feature = "nccl")]
     pub gather: Option<GatherReport>,
     /// The frames that were cut from the end of the log, or `None` if the log was intact.
@@ -66,7 +66,8 @@ pub struct GatherReport {
     pub received_pages: u64,
     /// The total length of these pages in bytes.
     pub received_bytes: u64,
-    /// Why the ranks did not exchange all pages, if so. The rank then loaded the rest itself.
+    /// The reason why the ranks did not exchange all pages, or `None` if they did. This rank loaded the remaining pages
+    /// itself.
     pub stopped: Option<String>,
 }
 

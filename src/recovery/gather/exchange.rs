@@ -1,4 +1,5 @@
-//! The rounds of an exchange: the ranks agree on a plan, and each round moves a part of each rank's stream to all others.
+//! Runs the rounds of an exchange. The ranks first agree on a plan. Each round then sends a part of each rank's stream
+//! to all other ranks.
 
 use remanent_format::{PageTable, Place};
 
@@ -14,46 +15,50 @@ use crate::recovery::page_memory::PageMemories;
 
 /// The maximum length in bytes of the memory for a round.
 const ROUND_MEMORY_MAX: u64 = 1 << 30;
-/// The minimum length of a rank's part of a round, in bytes. With less memory, ranks load all pages themselves.
+/// The minimum length in bytes of a rank's part of a round. If a rank has memory only for shorter parts, the ranks
+/// exchange nothing.
 const ROUND_LEN_MIN: u64 = 1 << 20;
 /// The number of rounds if memory allows it. The last round runs when all pages are loaded, so it must be short.
 const ROUNDS: u64 = 8;
 
-/// The length in bytes of a rank's statement before its part of a round: 1 in the first byte if the part is valid.
+/// The length in bytes of the status block before a rank's part of a round. Each byte is 1 if the part is valid, and 0
+/// otherwise.
 const STATUS_LEN: u64 = 256;
 
-/// The minimum total length in bytes of pages that are exchanged with [`GatherMode::IfFaster`]. Fewer are loaded sooner
-/// than the link is measured.
+/// The minimum total length in bytes of pages that are exchanged with [`GatherMode::IfFaster`]. Loading fewer bytes
+/// takes less time than measuring the link.
 const BYTES_MIN: u64 = 64 << 20;
-/// The maximum number of bytes of each rank with which the link is measured. With fewer, NVLink shows its latency.
+/// The maximum number of bytes per rank with which the link is measured. With much fewer bytes, the measurement would
+/// show the latency of NVLink instead of its throughput.
 const PROBE_LEN: u64 = 128 << 20;
-/// The number of measurements, of which the fastest counts.
+/// The number of measurements of the link. The highest measured rate is used.
 const PROBES: u32 = 3;
 /// The rate in bytes per second that an exchange must reach with [`GatherMode::IfFaster`]. A bus between host and GPU
-/// does not reach it: 64 GB/s with 16 lanes of PCIe 5.
+/// is slower: 64 GB/s with 16 lanes of PCIe 5.
 const RATE_MIN: f64 = 100e9;
 
 /// The result of an exchange.
 pub(super) struct Exchanged {
-    /// Which pages of the plan have arrived from other ranks, with the right checksum.
+    /// For each page of the plan, whether the page arrived from another rank with the correct checksum.
     pub arrived: Vec<bool>,
-    /// Why not all pages were exchanged, if so.
+    /// The reason why the exchange ended before all pages were exchanged, or `None` if it completed.
     pub stopped: Option<String>,
 }
 
-/// An exchange with the other ranks.
+/// An exchange of pages with the other ranks.
 pub(super) struct Exchange<'a> {
     pub link: &'a Link<'a>,
     pub plan: &'a GatherPlan,
-    /// The offsets in the own stream up to which pages are loaded. Closed after the last page, or after a failure.
+    /// Receives the offset in this rank's stream up to which pages are loaded. The sender closes the channel after the
+    /// last page or after a failure.
     pub loaded: mpsc::Receiver<u64>,
 }
 
 impl Exchange<'_> {
-    /// Exchanges all pages, or as many as possible.
+    /// Exchanges all pages, or as many as possible, and returns which pages have arrived.
     ///
     /// # Errors
-    /// `Nccl`, a device error.
+    /// `Error::Nccl`, or a device error.
     pub fn run(self, table: &PageTable, memories: &PageMemories<'_>) -> Result<Exchanged> {
         let mut arrived = Vec::new();
         make_room(&mut arrived, self.plan.images().len())?;
@@ -61,7 +66,8 @@ impl Exchange<'_> {
         let rounds = match self.rounds(table, memories) {
             Ok(rounds) => rounds,
             Err(error) => {
-                // The open fails. The other ranks learn of it now, not after their time limit.
+                // This open fails. The header notifies the other ranks now, so that they do not wait for their time
+                // limit.
                 self.link.headers(Header::default())?;
                 return Err(error);
             }
@@ -84,9 +90,10 @@ impl Exchange<'_> {
         Ok(Exchanged { arrived, stopped })
     }
 
-    /// Allocates the memory of a round, or returns `None` if there is too little.
+    /// Allocates the memory for a round. Returns `None` if too little memory is available.
     fn rounds(&self, table: &PageTable, memories: &PageMemories<'_>) -> Result<Option<Rounds<'_>>> {
-        // Only memory that the pages leave is used.
+        // Waits until the last page's memory is allocated, so that the rounds use only memory that the pages leave
+        // free.
         let last = table.lens().filter(|(_, place, _)| *place != Place::Disk).last();
         if let Some((page, ..)) = last {
             memories.of(page)?;
@@ -106,7 +113,7 @@ impl Exchange<'_> {
         Ok(None)
     }
 
-    /// Runs the rounds. Returns why the exchange ended early, if so.
+    /// Runs the rounds. If the exchange ends early, returns the reason.
     fn exchange(
         &self,
         rounds: Rounds<'_>,
@@ -119,7 +126,7 @@ impl Exchange<'_> {
             if rate < RATE_MIN {
                 let rate = rate / 1e9;
                 return Ok(Some(format!(
-                    "the link between the ranks has {rate:.1} GB/s, as much as a bus to the host"
+                    "the link between the ranks has only {rate:.1} GB/s, no more than a bus to the host"
                 )));
             }
         }
@@ -136,10 +143,10 @@ impl Exchange<'_> {
         Ok(None)
     }
 
-    /// Returns the lowest rate of all ranks at which bytes of other ranks arrive, in bytes per second.
+    /// Measures the link, and returns the lowest receive rate of all ranks in bytes per second.
     fn measure(&self, rounds: &Rounds<'_>, own: Header) -> Result<f64> {
         let len = PROBE_LEN.min(rounds.len);
-        // The first exchange of a length makes the connections.
+        // The first exchange of a given length also sets up the connections, so it is not measured.
         self.link.gather(&rounds.memory, len)?;
         let mut rate = 0.0_f64;
         for _ in 0..PROBES {
@@ -147,13 +154,13 @@ impl Exchange<'_> {
             self.link.gather(&rounds.memory, len)?;
             rate = rate.max(((self.link.ranks() - 1) * len) as f64 / started.elapsed().as_secs_f64());
         }
-        // All ranks must come to the same decision.
+        // All ranks must make the same decision.
         let rates = self.link.headers(Header { round_len: rate as u64, ..own })?;
         Ok(rates.iter().map(|header| header.round_len).min().unwrap_or(0) as f64)
     }
 
-    /// Waits until the pages of the own part of a round are loaded, and copies them into the part. Returns whether they
-    /// are loaded; if not, the part says so.
+    /// Waits until this rank's pages for a round are loaded, and copies them into this rank's part of the round. If
+    /// they cannot be loaded, marks the part as invalid and returns `false`.
     fn send(
         &self,
         rounds: &Rounds<'_>,
@@ -186,8 +193,8 @@ impl Exchange<'_> {
         Ok(is_loaded)
     }
 
-    /// Copies the parts of other ranks to their pages, and records the pages that are complete and proven. Returns a
-    /// rank whose part is not valid, if any.
+    /// Copies the parts of other ranks to their pages, and records the pages that are complete and have the correct
+    /// checksum. Returns a rank whose part is invalid, or `None` if all parts are valid.
     fn receive(
         &self,
         rounds: &Rounds<'_>,
@@ -244,34 +251,34 @@ impl Exchange<'_> {
         Ok(invalid)
     }
 
-    /// Returns the page memory of a range.
+    /// Returns the memory that contains a range of a page.
     fn span(&self, memories: &PageMemories<'_>, range: &RoundRange) -> Result<Span> {
         let page = memories.of(self.plan.images()[range.page].page)?;
         Ok(Span { offset: page.offset + range.offset, len: range.len, ..page })
     }
 }
 
-/// The memory of a round: for each rank its statement and its part of the stream.
+/// The memory of a round. For each rank, it contains a status block and a part of the rank's stream.
 struct Rounds<'a> {
     memory: RoundMemory<'a>,
-    /// The length of a rank's part of the stream.
+    /// The length in bytes of a rank's part of the stream.
     len: u64,
 }
 
 impl Rounds<'_> {
-    /// Returns the statement and the bytes of a rank.
+    /// Returns the memory for a rank's status block and its part of the stream.
     fn part(&self, rank: u64) -> Span {
         self.memory.part(rank * (STATUS_LEN + self.len), STATUS_LEN + self.len)
     }
 
-    /// Returns the bytes of a rank.
+    /// Returns the memory for a rank's part of the stream, without the status block.
     fn payload(&self, rank: u64) -> Span {
         let part = self.part(rank);
         Span { offset: part.offset + STATUS_LEN, len: self.len, ..part }
     }
 }
 
-/// Returns the length of a round, or why the ranks exchange nothing. All ranks decide the same.
+/// Returns the length of a round, or the reason why the ranks exchange nothing. All ranks get the same result.
 fn decide(headers: &[Header]) -> Result<u64, String> {
     let first = headers[0];
     for (rank, header) in headers.iter().enumerate() {

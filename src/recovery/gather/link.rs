@@ -1,4 +1,4 @@
-//! The memory of an open on the GPU of the exchange, and the headers of the ranks.
+//! Moves headers and page bytes between the ranks, through memory on the GPU that takes part in the exchange.
 
 use remanent_format::Place;
 
@@ -10,25 +10,25 @@ use crate::memory::staging::StagingPool;
 use crate::options::GatherSource;
 use crate::recovery::Recovery;
 
-/// The lane of the exchange, which no other work of an open uses.
+/// The lane on which the exchange runs. No other work of an open uses this lane.
 pub(super) const LANE: Lane = Lane::Stage;
 
-/// What a rank states before the exchange.
+/// The header that each rank sends before the exchange.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Header {
     /// Whether the rank takes part.
     pub takes_part: bool,
     /// Whether the rank exchanges pages even over a slow link.
     pub is_always: bool,
-    /// The number of bytes of a round for which the rank has memory.
+    /// The maximum length in bytes of this rank's part of a round, as its memory permits.
     pub round_len: u64,
-    /// The total length of the pages.
+    /// The total length of the pages in bytes.
     pub bytes: u64,
     pub fingerprint: [u8; DIGEST_LEN],
 }
 
 impl Header {
-    /// The length of a header in memory.
+    /// The length of an encoded header in bytes.
     pub const LEN: u64 = 256;
 
     fn to_bytes(self) -> [u8; Self::LEN as usize] {
@@ -53,11 +53,11 @@ impl Header {
     }
 }
 
-/// The device slot of the exchange, and the calls that move bytes from its memory and to it.
+/// The device slot on which the exchange runs. Methods exchange memory with the other ranks and run command lists.
 pub(super) struct Link<'a> {
     pub source: &'a GatherSource,
     pub staging: &'a StagingPool,
-    /// The place of the pages on the GPU.
+    /// The place of pages in the memory of this GPU.
     pub place: Place,
     device: &'a EngineDevice,
     arena: &'a Arena,
@@ -65,10 +65,11 @@ pub(super) struct Link<'a> {
 }
 
 impl<'a> Link<'a> {
-    /// Finds the device slot that is bound to the exchange's GPU.
+    /// Finds the device slot that is bound to the exchange's GPU, and allocates memory for the headers.
     ///
     /// # Errors
-    /// `Unavailable` if the store has no such slot; `OverBudget`, `OutOfMemory`, a device error.
+    /// `Error::Unavailable` if the store has no such slot; `Error::OverBudget`, `Error::OutOfMemory`, or a device
+    /// error.
     pub fn new(recovery: &'a Recovery<'_>, source: &'a GatherSource) -> Result<Self> {
         let Recovery { arena, staging, options, device, .. } = recovery;
         let gpu = source.exchange.gpu();
@@ -94,15 +95,16 @@ impl<'a> Link<'a> {
     /// Allocates memory on the GPU, within the budget.
     ///
     /// # Errors
-    /// `OverBudget`, `OutOfMemory`, a device error.
+    /// `Error::OverBudget`, `Error::OutOfMemory`, or a device error.
     pub fn allocate(&self, len: u64) -> Result<RoundMemory<'a>> {
         RoundMemory::new(self.arena, self.place, len)
     }
 
-    /// Gathers the parts of all ranks in `memory`, each `len` bytes long, and waits.
+    /// Gathers the parts of all ranks in `memory`, each `len` bytes long, and waits for completion.
     ///
     /// # Errors
-    /// `Nccl`, a device error. The memory is then never freed, because the exchange may still write to it.
+    /// `Error::Nccl`, or a device error. After an error the memory is never freed, because the exchange may still write
+    /// to it.
     pub fn gather(&self, memory: &RoundMemory<'_>, len: u64) -> Result<()> {
         let begin = self.device.address(memory.part(0, len).memory).expect("memory of a GPU");
         memory.is_in_use.store(true, Ordering::Relaxed);
@@ -111,10 +113,10 @@ impl<'a> Link<'a> {
         Ok(())
     }
 
-    /// Exchanges a header, and returns those of all ranks.
+    /// Sends this rank's header, and returns the headers of all ranks.
     ///
     /// # Errors
-    /// `Nccl`, a device error.
+    /// `Error::Nccl`, or a device error.
     pub fn headers(&self, own: Header) -> Result<Vec<Header>> {
         let part = self.headers.part(self.rank() * Header::LEN, Header::LEN);
         self.staging.upload(LANE, part, &own.to_bytes())?;
@@ -124,7 +126,7 @@ impl<'a> Link<'a> {
         Ok(all.chunks_exact(Header::LEN as usize).map(Header::of).collect())
     }
 
-    /// Runs a list, and returns its staging.
+    /// Runs a command list to completion, and returns its staging buffers.
     ///
     /// # Errors
     /// A device error.
@@ -133,7 +135,7 @@ impl<'a> Link<'a> {
     }
 }
 
-/// Memory of the arena for an exchange, freed when the value is dropped.
+/// Memory that an exchange has allocated from the arena. On drop it is freed, unless an exchange may still write to it.
 pub(super) struct RoundMemory<'a> {
     arena: &'a Arena,
     memory: Option<PageMemory>,

@@ -7,16 +7,16 @@
 //! - **Exchange**: gather a header of each rank ([`link`]); if all ranks have the same pages, exchange the shares in
 //!   rounds ([`exchange`]), and prove each page that arrives with the checksum in the rank's own manifest (I12).
 //!
-//! A rank relies on no statement of another rank about its pages, only on its own manifest. Pages that did not arrive, or
-//! arrived with a wrong checksum, are loaded from the rank's own files afterwards.
+//! A rank verifies pages only with its own manifest, and trusts no other rank. Pages that did not arrive, or arrived
+//! with a wrong checksum, are loaded from the rank's own files afterwards.
 //!
-//! Each open exchanges one header, also if it fails before or loads nothing, so that the other ranks notice at once that
-//! this rank takes no part. A rank that fails to load its share says so in its part of the next round, and the others
-//! load the rest themselves. Only a rank that ends without a word makes the others wait for their time limit, and fails
-//! their opens.
+//! Each open sends one header, even if it fails before the exchange or loads nothing, so that the other ranks detect
+//! immediately that this rank does not take part. A rank that cannot load its share marks its part of the next round as
+//! invalid, and the other ranks load the rest themselves. Only a rank that ends without notifying the others makes them
+//! wait for their time limit, and their opens then fail.
 //!
-//! Only images that were verified with their snapshot are exchanged. Others must be read back from the rank's own medium
-//! (I7). This module writes nothing to disk, so a crash loses nothing.
+//! Only images that were verified with their snapshot are exchanged. All other images must be read back from the rank's
+//! own medium (I7). This module writes nothing to disk, so a crash loses nothing.
 
 mod exchange;
 mod link;
@@ -40,13 +40,13 @@ use crate::options::{GatherSource, Options};
 
 /// The number of parts in which a rank loads its share, unless the parts would be shorter than [`UNIT_LEN_MIN`].
 const UNITS: u64 = 8;
-/// The minimum length in bytes of such a part. At the end of each part, the bus is idle for a moment.
+/// The minimum length in bytes of a part of the share. At the end of each part, the bus is briefly idle.
 const UNIT_LEN_MIN: u64 = 64 << 20;
 
 /// A function that loads images, grouped by file, from this rank's files.
 type Load<'l> = &'l (dyn Fn(&mut [Vec<ImageRequest>]) -> Result<()> + Sync);
 
-/// The exchange of an open, used at most once.
+/// The exchange of pages during an open, and its report. An open exchanges pages at most once.
 pub(crate) struct OpenGather<'a> {
     source: Option<&'a GatherSource>,
     is_used: AtomicBool,
@@ -54,7 +54,7 @@ pub(crate) struct OpenGather<'a> {
 }
 
 impl<'a> OpenGather<'a> {
-    /// Returns the exchange of an open with these options. A single rank exchanges nothing.
+    /// Creates the exchange that `options` request. A single rank exchanges nothing.
     pub fn new(options: &'a Options) -> Self {
         let source = options.memory.gather.as_ref().filter(|source| source.exchange.ranks() > 1);
         Self { source, is_used: AtomicBool::new(false), report: Mutex::default() }
@@ -65,15 +65,15 @@ impl<'a> OpenGather<'a> {
         self.source.filter(|_| !self.is_used.swap(true, Ordering::Relaxed))
     }
 
-    /// Returns the report of the exchange, if there was one.
+    /// Returns the report of the exchange, or `None` if no exchange took place.
     pub fn report(&self) -> Option<GatherReport> {
         self.report.lock().clone()
     }
 }
 
 impl Recovery<'_> {
-    /// Tells the other ranks that this one takes no part, unless it has exchanged its header already. An error is only
-    /// logged, because the open has a result of its own.
+    /// Notifies the other ranks that this rank does not take part. Does nothing if the exchange was already started. An
+    /// error is only logged, because it must not replace the result of the open.
     pub(super) fn decline_gather(&self) {
         let Some(source) = self.gather.take() else { return };
         let declined = Link::new(self, source).and_then(|link| link.headers(Header::default()).map(drop));
@@ -82,10 +82,10 @@ impl Recovery<'_> {
         }
     }
 
-    /// Loads images together with the other ranks, and returns those that are still to be loaded.
+    /// Loads images together with the other ranks, and returns the images that remain to be loaded.
     ///
     /// # Errors
-    /// Those of `load`; `Nccl` if another rank ends without a word; a device error.
+    /// The errors of `load`; `Error::Nccl` if another rank ends without notifying this one; a device error.
     pub(super) fn gather(
         &self,
         table: &PageTable,
@@ -113,7 +113,7 @@ impl Recovery<'_> {
             is_over.store(exchanged.is_err(), Ordering::Relaxed);
             exchanged
         };
-        // The sender is dropped at the end of the load, also of one that fails: the exchange waits for it.
+        // The exchange waits until the sender is dropped, which happens when the load ends, even after a failure.
         let (exchanged, own) =
             parallel::join(exchange, move || load_share(plan, rank, load, is_over, progress));
         let Exchanged { arrived, stopped } = exchanged?;
@@ -142,8 +142,8 @@ fn by_file(images: impl Iterator<Item = ImageRequest>) -> Result<Vec<Vec<ImageRe
     images.chunk_by(|one, next| one.image.file == next.image.file).map(copied).collect()
 }
 
-/// Loads the pages of the own share in page order, and sends the offset in the stream up to which pages are loaded. The
-/// receiver notices a failure by a closed channel.
+/// Loads this rank's share in page order. After each part, sends the offset in the stream up to which pages are loaded.
+/// If loading fails, the channel is closed.
 fn load_share(
     plan: &GatherPlan,
     rank: u32,
@@ -161,7 +161,7 @@ fn load_share(
             next += 1;
         }
         load(&mut by_file(plan.images()[begin..next].iter().copied())?)?;
-        // Fails if the exchange has ended. The pages of the share are needed all the same.
+        // Sending fails if the exchange has ended. The share must be loaded in any case.
         let _is_over = progress.send(plan.end_of(next - 1));
     }
     Ok(())

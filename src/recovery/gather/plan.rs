@@ -1,9 +1,9 @@
-//! Which rank loads which pages, and in which order their bytes are exchanged.
+//! Plans which rank loads which pages, and the order in which the bytes of the pages are exchanged.
 //!
 //! The pages are divided in page order into one share for each rank, of about the same number of bytes. The pages of a
-//! share, one after another, are the rank's *stream*. Round `j` exchanges bytes `j * L..(j + 1) * L` of each stream, so a
-//! long page may take several rounds. The plan follows from the pages and the number of ranks alone, so that all ranks
-//! with the same pages make the same plan.
+//! share, one after another, are the rank's *stream*. Round `j` exchanges bytes `j * L..(j + 1) * L` of each stream, so
+//! a long page may take several rounds. The plan depends only on the pages and the number of ranks, so all ranks with
+//! the same pages make the same plan.
 
 use std::ops::Range;
 
@@ -44,7 +44,7 @@ pub(super) struct RoundRange {
 }
 
 impl GatherPlan {
-    /// Makes the plan for these pages, none of which is empty.
+    /// Creates the plan for pages that are not empty.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -72,8 +72,8 @@ impl GatherPlan {
         Ok(Self { images, starts, shares, stream_len, bytes })
     }
 
-    /// Returns a digest of the pages' ids, lengths and checksums, which tells whether two ranks have the same plan and
-    /// the same contents.
+    /// Returns a digest of the ids, lengths and checksums of all pages. Ranks with equal digests have the same plan and
+    /// the same page contents.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -85,7 +85,7 @@ impl GatherPlan {
             rows.extend_from_slice(&len.to_le_bytes());
             rows.extend_from_slice(&image.raw_crc.to_le_bytes());
         }
-        // The ranks do not deceive each other, so the key need not be secret.
+        // The ranks trust each other, so the key need not be secret.
         digest_of_bytes(&rows, &digest_key(&std::array::from_fn(|at| (29 * at + 7) as u8))?)
     }
 
@@ -93,7 +93,7 @@ impl GatherPlan {
         &self.images
     }
 
-    /// Returns the positions of the pages that a rank loads.
+    /// Returns the positions in the plan of the pages that a rank loads.
     pub fn share(&self, rank: u32) -> Range<usize> {
         self.shares[rank as usize].clone()
     }
@@ -113,7 +113,7 @@ impl GatherPlan {
         self.starts[page]
     }
 
-    /// Returns the offset in its stream after a page.
+    /// Returns the offset in its stream at which a page ends.
     pub fn end_of(&self, page: usize) -> u64 {
         self.starts[page] + self.images[page].len
     }
@@ -123,7 +123,7 @@ impl GatherPlan {
         self.stream_len.div_ceil(round_len)
     }
 
-    /// Returns the ranges of a rank's pages that a round exchanges.
+    /// Returns the ranges of a rank's pages that are exchanged in a round.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -131,7 +131,7 @@ impl GatherPlan {
         let share = self.share(rank);
         let (begin, end) = (round * round_len, (round + 1) * round_len);
         let first = share.start + self.starts[share.clone()].partition_point(|start| *start < begin);
-        // The page before may extend into the round.
+        // The preceding page may extend into the round.
         let first = first.saturating_sub(1).max(share.start);
         let mut ranges = Vec::new();
         for page in first..share.end {
