@@ -78,7 +78,7 @@ pub trait LentMemory {
     /// free the memory.
     ///
     /// # Errors
-    /// `Refused` if the device detects that the memory is not what the caller claims; a device error.
+    /// `Refused` if the memory does not match the caller's description; a device error.
     fn adopt(&self, memory: &CallerMemory) -> Result<(MemoryId, Place)>;
 
     /// Returns a new id for a range of page memory, so that a page can be stored in the range. The new id is released
@@ -97,8 +97,8 @@ pub trait LentMemory {
 
 /// Copies page memory directly to the memory of mapped files.
 pub trait DeviceFiles {
-    /// Registers the memory of a file as a target of copies. Lists name this memory like page memory. The bytes that
-    /// lists copy to it become the bytes of the file. Its place is [`Place::Host`]. Only
+    /// Registers the memory of a file as a target of copies. Command lists refer to this memory like page memory, and
+    /// the bytes that they copy to it become the bytes of the file. Its place is [`Place::Host`]. Only
     /// [`unregister`](Self::unregister) ends the registration.
     ///
     /// # Errors
@@ -219,8 +219,8 @@ pub trait PeerCopies {
     ) -> Result<Option<Pending>>;
 }
 
-/// Access to abilities as typed results. If the device lacks an ability, each method returns an error or the result
-/// that a device without the ability has.
+/// Wrappers of the abilities. If the device lacks an ability, a method returns an error, or the result for a device
+/// without that ability.
 impl dyn Device + '_ {
     pub(crate) fn streams(&self, stream: RawStream) -> Result<&dyn DeviceStreams> {
         let reason = "pages live in host memory, not on a GPU";
@@ -246,7 +246,7 @@ impl dyn Device + '_ {
         self.abilities().addresses?.address(memory)
     }
 
-    /// Returns the number of the GPU whose memory, or unified memory, contains page memory.
+    /// Returns the ordinal of the GPU for page memory in GPU memory or unified memory, and `None` for other memory.
     #[cfg(feature = "nccl")]
     pub(crate) fn gpu_with(&self, memory: MemoryId) -> Option<u32> {
         let is_on_gpu = matches!(self.place_of(memory), Place::Device(_) | Place::Unified);

@@ -142,7 +142,7 @@ impl DeviceBytes {
         self.memory.device.address(self.memory.memory).map(|address| address + self.offset)
     }
 
-    /// Returns the number of the GPU that has the memory, if it is GPU memory.
+    /// Returns the ordinal of the GPU for bytes in GPU memory or unified memory, and `None` for other memory.
     #[cfg(feature = "nccl")]
     pub(crate) fn gpu(&self) -> Option<u32> {
         self.memory.device.gpu_with(self.memory.memory)

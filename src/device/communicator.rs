@@ -15,26 +15,26 @@ use crate::base::process::ForkGuard;
 use crate::error::{Error, NcclError, Refused, Result};
 use crate::options::{GatherMode, GatherSource, ImageExchange, MemoryOptions};
 
-/// One rank of a communicator, as a library of collective operations implements it.
+/// One rank of a communicator, implemented by a library for collective operations.
 pub(crate) trait RankTransport: Send + Sync {
     fn rank(&self) -> u32;
 
     fn ranks(&self) -> u32;
 
-    /// Returns the number of the rank's GPU among those visible to the process.
+    /// Returns the ordinal of the rank's GPU among those visible to the process.
     fn gpu(&self) -> u32;
 
-    /// Returns a stream of the GPU for operations of callers that have no stream.
+    /// Returns the stream on which operations are queued for callers without their own stream.
     fn stream(&self) -> RawStream;
 
-    /// Queues an operation on a stream, and returns the stream's point after it. The caller holds uses of both ranges,
-    /// which end only after the stream has reached that point.
+    /// Queues an operation on a stream, and returns the point of the stream after the operation. The caller keeps both
+    /// ranges marked as in use at least until the stream reaches that point.
     ///
     /// # Errors
     /// An NCCL error, after which the communicator has ended; `Refused` if the stream cannot be used.
     fn queue(&self, stream: RawStream, of: &Collective) -> Result<QueuedPoint>;
 
-    /// Waits until a stream has reached a point after an operation.
+    /// Waits until the stream has reached the point after an operation.
     ///
     /// # Errors
     /// An NCCL error, after which the communicator has ended; a device error.
@@ -50,21 +50,21 @@ pub(crate) trait RankTransport: Send + Sync {
     fn abort(&self);
 }
 
-/// A stream's point after an operation.
+/// The point of a stream after a queued operation.
 #[derive(Clone, Debug)]
 pub(crate) struct QueuedPoint {
     pub event: StreamEvent,
-    /// The library's name of the operation.
+    /// The library's name for the operation.
     pub call: &'static str,
 }
 
-/// An operation of all ranks on ranges of GPU memory, by their addresses.
+/// A collective operation on ranges of GPU memory, which are given by address.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Collective {
     pub kind: CollectiveKind,
     pub source: u64,
     pub target: u64,
-    /// The number of elements: of the source and, for a reduce-scatter, of the target.
+    /// The number of elements in the source. For a reduce-scatter, the number of elements in the target.
     pub count: usize,
     pub element: Element,
 }
@@ -100,7 +100,7 @@ pub enum Element {
     F32,
     /// A double-precision float.
     F64,
-    /// A float of two bytes with the exponent of a single-precision float.
+    /// A bfloat16: a float of two bytes with the exponent range of a single-precision float.
     Bf16,
 }
 
@@ -117,7 +117,7 @@ impl Element {
     }
 }
 
-/// How the elements of all ranks are combined.
+/// The operation that combines the elements of all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Reduction {
@@ -133,7 +133,7 @@ pub enum Reduction {
     Average,
 }
 
-/// Memory that an operation reads: [`DeviceBytes`], or the page of a [`Lease`](crate::Lease).
+/// Memory that a collective operation can read: [`DeviceBytes`], or the page of a [`Lease`](crate::Lease).
 pub trait CollectiveSource: sealed::Source {}
 
 impl<S: sealed::Source> CollectiveSource for S {}
@@ -142,10 +142,10 @@ pub(crate) mod sealed {
     use crate::device::RawStream;
     use crate::error::Result;
 
-    /// The part of a source that only the crate implements.
+    /// The methods of a source, which only this crate implements.
     pub trait Source {
-        /// Orders the work that is queued on the stream, until the returned use is dropped, after all writes to the
-        /// memory.
+        /// Begins a use of the memory on a stream. Work that is queued on the stream before the returned use is dropped
+        /// runs after all writes to the memory.
         ///
         /// # Errors
         /// `Refused`, `Forked`, a device error.
@@ -153,16 +153,16 @@ pub(crate) mod sealed {
     }
 }
 
-/// A use of memory that an operation reads.
+/// A stream's use of the memory that an operation reads.
 #[doc(hidden)]
 #[derive(Debug)]
 pub struct SourceUse {
-    /// The range, and `None` if kernels cannot reach it.
+    /// The address of the memory, or `None` if kernels cannot reach it.
     pub(crate) address: Option<u64>,
     pub(crate) len: u64,
-    /// The GPU that has the memory.
+    /// The ordinal of the GPU whose memory contains the bytes.
     pub(crate) gpu: Option<u32>,
-    /// The guard that ends with this value. The use of a page ends with its lease.
+    /// The guard that ends with this value. `None` for a page, because its use ends with the lease.
     pub(crate) guard: Option<StreamGuard>,
 }
 
@@ -181,21 +181,22 @@ impl sealed::Source for DeviceBytes {
 ///
 /// - It reads a page of a [`Lease`](crate::Lease) after all batches that the lease includes, and the page's memory is
 ///   not reused before it has ended, as for a kernel after [`Lease::on`](crate::Lease::on).
-/// - It uses [`DeviceBytes`] as between [`DeviceBytes::begin`] and the end of the guard: after earlier uses of the
-///   bytes, and before later ones, such as a batch that writes the bytes to a page. An operation never writes to a page
-///   directly, because the write would not be logged.
+/// - It uses [`DeviceBytes`] like work between [`DeviceBytes::begin`] and the end of the guard: after earlier uses of
+///   the bytes, and before later ones, such as a batch that writes the bytes to a page. An operation never writes to a
+///   page directly, because the write would not be logged.
 ///
-/// Clones are the same rank, and may be used by several threads, which then must agree on the order of their
-/// operations. The communicator ends when its last clone is dropped: the drop waits for queued operations, at most for
-/// the time limit of [`Rank::timeout`](crate::nccl::Rank::timeout). The library may free its memory only when the other
-/// ranks on the host end their communicators too. The drop waits two seconds for that, and leaves the rest to a thread.
+/// Clones represent the same rank. Several threads may use clones, but must agree on the order of their operations. The
+/// communicator ends when its last clone is dropped. The drop waits for queued operations, at most for the time limit
+/// of [`Rank::timeout`](crate::nccl::Rank::timeout). The library may free its memory only when the other ranks on the
+/// host end their communicators too. The drop waits up to two seconds for that, and then leaves it to a background
+/// thread.
 ///
-/// The first operation of a kind connects the ranks: the call that queues it may return only after the other ranks have
-/// called it, or after the time limit. Ranks of one process therefore need a thread each.
+/// The first operation of a kind connects the ranks. The call that queues it may return only after the other ranks have
+/// made the same call, or after the time limit. Several ranks in one process therefore each need their own thread.
 ///
-/// If an operation fails or exceeds the time limit, the communicator is aborted: the targets of queued operations have
-/// unspecified contents, and each later call returns [`NcclError::Aborted`]. The other ranks notice it by their own
-/// time limits.
+/// If an operation fails or exceeds the time limit, the communicator is aborted. The targets of queued operations then
+/// have unspecified contents, and each later call returns [`NcclError::Aborted`]. The other ranks detect this through
+/// their own time limits.
 ///
 /// ```no_run
 /// use remanent::nccl::{Element, Nccl, Rank, Reduction, UniqueId};
@@ -244,20 +245,21 @@ impl Communicator {
         self.transport.gpu()
     }
 
-    /// Returns the stream on which operations are queued. By default it is the communicator's own.
+    /// Returns the stream on which operations are queued: the communicator's own stream, unless [`on`](Self::on) set
+    /// another.
     #[must_use]
     pub fn stream(&self) -> RawStream {
         self.stream
     }
 
-    /// Returns the same rank, with operations that are queued on a caller's stream.
+    /// Returns a handle to the same rank that queues its operations on a caller's stream.
     #[must_use]
     pub fn on(&self, stream: RawStream) -> Self {
         Self { stream, ..self.clone() }
     }
 
-    /// Queues a reduction of the sources of all ranks to the targets of all ranks. Source and target may be the same
-    /// bytes.
+    /// Queues an operation that combines the sources of all ranks and writes the result to the target of every rank.
+    /// Source and target may be the same bytes.
     ///
     /// # Errors
     /// [`Error::Refused`] for memory that is not on the rank's GPU, that a page uses, or whose length does not fit;
@@ -272,8 +274,8 @@ impl Communicator {
         self.queue(CollectiveKind::AllReduce(reduction), source, target, element)
     }
 
-    /// Queues a copy of the sources of all ranks, in the order of the ranks, to the target of each rank. The target is
-    /// as long as all sources together. The source may be the rank's own part of the target.
+    /// Queues a copy of the sources of all ranks, in rank order, to the target of every rank. The target is as long as
+    /// all sources together. The source may be the rank's own part of the target.
     ///
     /// # Errors
     /// Same as [`all_reduce`](Self::all_reduce).
@@ -285,7 +287,7 @@ impl Communicator {
         self.queue(CollectiveKind::AllGather, source, target, Element::U8)
     }
 
-    /// Queues a copy of the source of rank `root` to the targets of all ranks. The sources of other ranks are not read.
+    /// Queues a copy of the source of rank `root` to the target of every rank. The sources of other ranks are not read.
     /// Source and target may be the same bytes.
     ///
     /// # Errors
@@ -302,8 +304,9 @@ impl Communicator {
         self.queue(CollectiveKind::Broadcast { root }, source, target, Element::U8)
     }
 
-    /// Queues a reduction of the sources of all ranks, of which each rank receives one part, in the order of the ranks.
-    /// The source is as long as the targets of all ranks together. The target may be the rank's own part of the source.
+    /// Queues an operation that combines the sources of all ranks and writes one part of the result to the target of
+    /// each rank, in rank order. The source is as long as the targets of all ranks together. The target may be the
+    /// rank's own part of the source.
     ///
     /// # Errors
     /// Same as [`all_reduce`](Self::all_reduce).
@@ -346,7 +349,8 @@ impl Communicator {
     /// Returns the operation on these ranges, or `None` if they are empty.
     ///
     /// # Errors
-    /// `Refused` if the ranges do not fit each other, the element or the GPU.
+    /// `Refused` if the lengths of the ranges do not match each other or the element, or if a range is not on the
+    /// rank's GPU.
     fn checked(
         &self,
         kind: CollectiveKind,
@@ -398,7 +402,7 @@ impl Communicator {
         Ok(Some(Collective { kind, source: from, target: to, count, element }))
     }
 
-    /// Returns an error if the communicator has ended, or if the library has reported an error of this rank since.
+    /// Returns an error if the communicator has ended or the library has reported an error for this rank.
     ///
     /// # Errors
     /// [`NcclError::Failed`], [`NcclError::Aborted`]; [`Error::Forked`].
@@ -406,8 +410,8 @@ impl Communicator {
         self.transport()?.check()
     }
 
-    /// Ends the communicator. Its operations end, and leave their targets with unspecified contents. A thread that
-    /// waits for one of them, or for other ranks, returns [`NcclError::Aborted`].
+    /// Ends the communicator and its queued operations, whose targets then have unspecified contents. A call that waits
+    /// for an operation or for other ranks returns [`NcclError::Aborted`].
     pub fn abort(&self) {
         // The parent's communicator continues if its forked child calls this.
         if let Ok(transport) = self.transport() {
@@ -452,19 +456,21 @@ impl MemoryOptions {
     /// rank then reads only a share of the images from disk and sends it over its own bus, and the rest arrives from the
     /// other GPUs. Every page that arrives is verified with the checksum in the rank's own manifest.
     ///
-    /// All ranks must open at the same time, each with its rank of the same communicator, and only one store at a time.
-    /// Pages in host memory, on disk, or on other GPUs than the communicator's are loaded as without this option. So are
-    /// all pages if one of the following is true, which [`RecoveryReport::gather`] states:
+    /// All ranks must open their stores at the same time, each with its own rank of the same communicator, and only one
+    /// store at a time. Pages in host memory, on disk, or on other GPUs than the communicator's are loaded as without
+    /// this option. All pages are loaded as without this option in the following cases, which
+    /// [`RecoveryReport::gather`] reports:
     ///
     /// - The snapshots of two ranks differ in a page, or one rank's open fails.
-    /// - A rank has no memory for the exchange, of which it needs 2 MiB for two ranks, and uses up to 1 GiB.
-    /// - The mode is [`GatherMode::IfFaster`], and the pages have less than 64 MiB or the link less than 100 GB/s.
+    /// - A rank has too little memory for the exchange, which needs at least 2 MiB for two ranks and uses up to 1 GiB.
+    /// - The mode is [`GatherMode::IfFaster`], and the pages have less than 64 MiB or the link is slower than 100 GB/s.
     ///
     /// Images of a snapshot that is not recorded as verified are read by each rank from its own disk. The images that a
     /// rank did not read are verified by its next [scrub](crate::Store::scrub).
     ///
     /// If a rank ends during the open, the opens of the others fail with an [`Error::Nccl`] after the time limit of
-    /// [`Rank::timeout`](crate::nccl::Rank::timeout). They change nothing, so the next open finds the same state.
+    /// [`Rank::timeout`](crate::nccl::Rank::timeout). A failed open changes nothing, so the next open finds the same
+    /// state.
     ///
     /// ```no_run
     /// use remanent::nccl::{GatherMode, Nccl, Rank, UniqueId};
@@ -496,17 +502,17 @@ impl fmt::Debug for Communicator {
     }
 }
 
-/// An operation that is queued on a stream. It also runs if this value is dropped.
+/// A handle to a collective operation that is queued on a stream. Dropping the handle does not cancel the operation.
 #[derive(Debug)]
 pub struct QueuedCollective {
     communicator: Communicator,
-    /// The point of the stream after the operation; `None` if there are no bytes.
+    /// The point of the stream after the operation, or `None` if the operation has no bytes.
     point: Option<QueuedPoint>,
 }
 
 impl QueuedCollective {
-    /// Waits until the operation is complete on this rank. A caller that does not wait must expect that a stream stands
-    /// still while another rank is missing, until [`Communicator::abort`] is called.
+    /// Waits until the operation is complete on this rank. The time limit applies only to this wait: if another rank is
+    /// missing and no thread waits, the stream remains blocked until [`Communicator::abort`] is called.
     ///
     /// # Errors
     /// [`NcclError::TimedOut`], [`NcclError::Failed`], [`NcclError::Aborted`]: the target has unspecified contents.

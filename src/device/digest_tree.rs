@@ -5,8 +5,9 @@ use super::{DIGEST_CHUNK_LEN, DIGEST_LEN, Digest};
 use crate::base::allocation::make_room;
 use crate::error::Result;
 
-/// Returns the digest of a range from the digests of its chunks: that of the only chunk, or that of the digests, taken as
-/// a range. Ranges of different lengths must be told apart by their lengths.
+/// Returns the digest of a range, computed from the digests of its chunks. If there is one chunk, returns its digest.
+/// Otherwise, returns the digest of all chunk digests as one range. Callers must compare the lengths of ranges too,
+/// because ranges of different lengths may have the same digest.
 ///
 /// # Errors
 /// `OutOfMemory`.

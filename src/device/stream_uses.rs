@@ -45,7 +45,7 @@ struct EndedUse {
     point: StreamEvent,
 }
 
-/// The time at which all ended uses of an allocation are done.
+/// When all ended uses of an allocation are done.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum LastUse {
     /// No use has ended yet.
@@ -53,7 +53,7 @@ pub(crate) enum LastUse {
     None,
     /// The uses are done when this fence has passed.
     At(Fence),
-    /// The point is unknown because the end of a use could not be recorded.
+    /// The end of a use could not be recorded, so it is unknown when the uses are done.
     Unknown,
 }
 

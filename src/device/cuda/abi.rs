@@ -126,8 +126,8 @@ impl PartRow {
     }
 }
 
-/// The number of elements of which masked pieces are split between parts in multiples: whole bytes of the bitmap, and
-/// whole 16 bytes of the smallest element.
+/// Masked pieces are split between parts at multiples of this number of elements. These are whole bytes of the bitmap,
+/// and at least 16 bytes of the smallest element.
 pub const MASK_STEPS: u64 = 128;
 
 /// A range that [`CRC_CHUNKS`] checksums, or one chunk of such a range.
@@ -207,8 +207,8 @@ pub struct SelectRow {
     pub bits: u64,
     /// Address of the bitmap's first index, u32; a multiple of 4. All sections of a bitmap have this address in common.
     pub target: u64,
-    /// Address of a u32 between the kernels. [`SELECT_COUNT`] writes the number of set bits in the row to it.
-    /// [`SELECT_SCAN`] replaces that number with the sum over the earlier rows of the bitmap.
+    /// Address of a u32 that passes a number between the kernels. [`SELECT_COUNT`] writes the number of set bits in the
+    /// row to it. [`SELECT_SCAN`] replaces that number with the sum over the earlier rows of the bitmap.
     pub before: u64,
     /// Number of bytes of bits.
     pub len: u32,

@@ -120,7 +120,7 @@ impl Context {
         })
     }
 
-    /// Returns the context's handle, for calls that name two contexts.
+    /// Returns the context's handle, for driver calls that take two contexts.
     pub fn handle(&self) -> CUcontext {
         self.raw.0
     }

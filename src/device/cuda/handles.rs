@@ -4,7 +4,8 @@
 //! released id therefore never becomes valid again, and a use after the release or a second release is detected. A slot
 //! whose generations are exhausted is not used again.
 //!
-//! Lists name page memory thousands of times, so lookups acquire no lock. Taking or releasing a slot acquires one of
+//! Command lists refer to page memory thousands of times, so lookups acquire no lock. Taking or releasing a slot
+//! acquires one of
 //! several locks.
 
 use std::sync::OnceLock;

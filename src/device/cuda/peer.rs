@@ -49,7 +49,7 @@ fn open(reader: &'static Context, owner: &'static Context) -> Result<bool> {
         Err(code) if code.context_lost() => Err(reader.fault(code)),
         // There is no direct path, so the caller copies through the host.
         Err(code) => {
-            tracing::warn!(%code, reader = reader.ordinal, owner = owner.ordinal, "no way between GPUs");
+            tracing::warn!(%code, reader = reader.ordinal, owner = owner.ordinal, "no direct path between GPUs");
             Ok(false)
         }
     }

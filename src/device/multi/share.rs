@@ -142,7 +142,7 @@ impl Shares {
             copy_spans(&copy, &mut staging[index], &written);
         }
         // The earlier lists are finished last, but no later list has written to the same bytes: such a list would have
-        // been queued only after they had ended.
+        // been queued only after the earlier lists had ended.
         early.into_iter().try_for_each(|shares| shares.finish_into(parts, &mut staging))?;
         Ok(staging)
     }

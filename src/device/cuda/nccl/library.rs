@@ -1,4 +1,4 @@
-//! The loaded library: its functions, looked up together, and its version.
+//! The loaded NCCL library: its functions, which are looked up together, and its version.
 
 use std::ffi::{CStr, OsString, c_char, c_int, c_void};
 use std::fmt;
@@ -12,7 +12,7 @@ use crate::error::NcclError;
 /// The oldest supported version.
 const VERSION_MIN: Version = Version(2, 18, 0);
 
-/// A communicator of the library.
+/// A pointer to an NCCL communicator.
 pub(super) type RawCommunicator = *mut c_void;
 
 /// The id of a communicator, `ncclUniqueId`, which the library takes by value.
@@ -20,8 +20,8 @@ pub(super) type RawCommunicator = *mut c_void;
 #[repr(C)]
 pub(super) struct RawId(pub [u8; 128]);
 
-/// How a communicator is created: `ncclConfig_t` as of version 2.18. The library sets the fields that later versions
-/// added to their defaults.
+/// The configuration with which a communicator is created: `ncclConfig_t` as of version 2.18. The library uses defaults
+/// for the fields that later versions added.
 #[repr(C)]
 pub(super) struct Config {
     size: usize,
@@ -55,12 +55,12 @@ impl Config {
     }
 }
 
-/// A version: major, minor, patch.
+/// An NCCL version: major, minor, patch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Version(pub u32, pub u32, pub u32);
 
 impl Version {
-    /// Converts the number that the library returns. Until 2.8, a minor version had one digit less.
+    /// Converts a version number of the library. Up to version 2.8, the minor version had one digit less.
     fn of(number: u32) -> Self {
         let thousands = if number < 10_000 { 1000 } else { 10_000 };
         Self(number / thousands, number % thousands / 100, number % 100)
@@ -107,7 +107,7 @@ macro_rules! functions {
                 pub unsafe fn $name(&self, $($argument: $type),*) -> Result<(), Fault> {
                     // SAFETY: the caller's promise; the pointer is the function of that signature.
                     match unsafe { (self.functions.$name)($($argument),*) } {
-                        // The caller asks for the result later.
+                        // The caller queries the result of a pending call later.
                         codes::SUCCESS | codes::IN_PROGRESS => Ok(()),
                         code => Err(Fault { call: $symbol, code }),
                     }
@@ -153,7 +153,7 @@ fn symbol<F: Copy>(handle: &Handle, name: &'static str) -> Result<F, &'static st
     found.map(|function| *function).map_err(|_| name)
 }
 
-/// The library.
+/// The NCCL library.
 pub(super) struct Library {
     path: String,
     version: Version,
@@ -161,10 +161,10 @@ pub(super) struct Library {
 }
 
 impl Library {
-    /// Loads the first of these paths that can be loaded.
+    /// Loads the library from the first path that can be loaded.
     ///
     /// # Errors
-    /// `NotFound` if none can be loaded, `MissingSymbol` or `TooOld` if the first one that can is not usable.
+    /// `NotFound` if no path can be loaded; `MissingSymbol` or `TooOld` if the loaded library cannot be used.
     pub fn open_first(paths: &[OsString]) -> Result<Self, NcclError> {
         let mut tried = Vec::new();
         for path in paths {
@@ -218,12 +218,12 @@ impl Library {
         Ok(id)
     }
 
-    /// Returns the error for a call that was made for no communicator.
+    /// Returns the error for a failed call that belongs to no communicator.
     fn failed(&self, fault: Fault) -> NcclError {
         self.failed_in((0, 1), fault)
     }
 
-    /// Returns the error for a call of this rank.
+    /// Returns the error for a failed call of a rank.
     pub fn failed_in(&self, (rank, ranks): (u32, u32), Fault { call, code }: Fault) -> NcclError {
         // SAFETY: the argument may be null. The function returns null or a string that it never frees.
         let text = unsafe { (self.functions.last_error)(std::ptr::null_mut()) };

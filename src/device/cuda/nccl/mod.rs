@@ -1,8 +1,8 @@
-//! Collective operations between GPUs, by NVIDIA's library NCCL.
+//! Collective operations between GPUs, performed by NVIDIA's library NCCL.
 //!
-//! `search` lists the places where the library may be, `library` loads it and looks up its functions, `codes` names its
-//! error codes, `rank` is one rank of a communicator, and `presence` finds out which ranks on this host still exist.
-//! The safe operations are in [`Communicator`].
+//! `search` lists the paths at which the library may be installed, `library` loads it and looks up its functions,
+//! `codes` names its error codes, `rank` is one rank of a communicator, and `presence` detects which ranks still exist
+//! on this host. The safe operations are in [`Communicator`].
 
 mod codes;
 mod library;
@@ -40,13 +40,13 @@ pub struct Nccl(&'static Library);
 impl Nccl {
     /// Loads the library and looks up its functions. The result stays the same for the lifetime of the process.
     ///
-    /// If the variable `REMANENT_NCCL` is set, it names the library or its folder, and no other place is tried.
-    /// Otherwise these are tried, in this order:
+    /// If the environment variable `REMANENT_NCCL` is set, it names the library or its folder, and no other location is
+    /// tried. Otherwise, these locations are tried in order:
     ///
     /// 1. `libnccl.so.2` by the dynamic linker, which finds a library that the process has already loaded;
     /// 2. `libnccl.so` in the same way;
-    /// 3. `nvidia/nccl/lib/libnccl.so.2` in the folders of Python packages, where the wheels that torch depends on
-    ///    install it: of `VIRTUAL_ENV`, `CONDA_PREFIX`, `PYTHONPATH`, the user and the system.
+    /// 3. `nvidia/nccl/lib/libnccl.so.2` in folders of Python packages, where the wheels that torch depends on install
+    ///    it. The folders are those of `VIRTUAL_ENV`, `CONDA_PREFIX`, `PYTHONPATH`, the user and the system.
     ///
     /// # Errors
     /// [`Error::Nccl`](crate::Error::Nccl) with [`NcclError::NotFound`], which lists everything that was tried,
@@ -80,7 +80,7 @@ impl Nccl {
         (major, minor, patch)
     }
 
-    /// Creates the id of a new communicator. One process creates it and sends it to the others, and each rank joins
+    /// Creates the id of a new communicator. One process creates the id and sends it to the others, and each rank joins
     /// with it once. The library listens on a network interface of this process until all ranks have joined.
     ///
     /// # Errors
@@ -127,7 +127,7 @@ impl fmt::Debug for Nccl {
     }
 }
 
-/// The id of a communicator: 128 bytes, which the process that creates them sends to the others.
+/// The id of a communicator: 128 bytes, which one process creates and sends to the others.
 #[derive(Clone, PartialEq, Eq)]
 pub struct UniqueId(RawId);
 
@@ -141,7 +141,7 @@ impl UniqueId {
         self.0.0
     }
 
-    /// Returns the id with these bytes, which another process created.
+    /// Restores an id from the bytes that another process got from [`to_bytes`](Self::to_bytes).
     #[must_use]
     pub fn from_bytes(bytes: [u8; Self::LEN]) -> Self {
         Self(RawId(bytes))

@@ -1,10 +1,10 @@
-//! The ranks on this host that exist. The library waits for a rank that never joins, or that has ended, without naming
-//! it.
+//! Detects which ranks exist on this host. The library waits for a rank that never joins or that has ended, and does
+//! not report which rank it is.
 //!
 //! Each rank binds a socket whose name contains the communicator's id and the rank's number. The name is in the
-//! system's abstract namespace, so the system removes it when the process ends, however it ends. A rank that waits in
-//! vain asks which of the names still exist. Ranks on other hosts, or in containers with another network, have no name
-//! here and are never reported as ended.
+//! system's abstract namespace, so the system removes it when the process ends for any reason. After waiting too long,
+//! a rank checks which of the names still exist. Ranks on other hosts, or in containers with another network, have no
+//! name here and are never reported as ended.
 
 use std::fs::File;
 use std::io;
@@ -16,7 +16,7 @@ use super::library::RawId;
 use crate::base::closed_on_fork::ClosedOnFork;
 use crate::error::NcclError;
 
-/// The presence of one rank: its name exists as long as this value.
+/// The bound socket name of a rank, which exists as long as this value.
 pub(super) struct Presence {
     id: u64,
     rank: u32,
@@ -28,7 +28,7 @@ pub(super) struct Presence {
 }
 
 impl Presence {
-    /// Announces a rank.
+    /// Binds the socket name of a rank.
     ///
     /// # Errors
     /// `RankTaken` if a rank with this number exists on this host.
@@ -51,7 +51,7 @@ impl Presence {
         Ok(Self { id, rank, ranks, _socket: socket, seen: Vec::new() })
     }
 
-    /// Records the ranks on this host. Called when all ranks have joined.
+    /// Records which other ranks exist on this host. Must be called when all ranks have joined.
     pub fn record(&mut self) {
         self.seen = self.others().filter(|rank| self.exists(*rank)).collect();
     }

@@ -1,8 +1,8 @@
 //! One rank of a communicator.
 //!
-//! The communicator is of the kind that does not block: each call of the library returns at once, and its result is the
-//! communicator's asynchronous error. A thread that waits for it, or for the GPU, also checks the time limit and whether
-//! another thread aborts. A blocking communicator would hang in the call if another rank never comes.
+//! The communicator is non-blocking: each library call returns immediately, and the communicator's asynchronous error
+//! reports the result. A thread that waits for this result or for the GPU also checks the time limit, and whether
+//! another thread wants to abort. With a blocking communicator, a call would hang if another rank never joins.
 
 use std::ffi::c_int;
 use std::time::{Duration, Instant};
@@ -22,11 +22,11 @@ use crate::device::{
 };
 use crate::error::{Error, NcclError, Result, Unavailable};
 
-/// The maximum number of ranks: the library's limit is the range of its integers.
+/// The maximum number of ranks. The library passes ranks as C integers.
 const RANKS_MAX: u32 = c_int::MAX as u32;
 
-/// How long a drop waits for the library to free a communicator of which all operations are complete. The library waits
-/// for the other ranks on the host, which may use theirs for much longer.
+/// How long a drop waits for the library to free a communicator whose operations are all complete. The library waits
+/// for the other ranks on the host, which may use their communicators for much longer.
 const FREE_LIMIT: Duration = Duration::from_secs(2);
 
 /// A rank of a communicator, on one GPU.
@@ -37,13 +37,13 @@ pub(super) struct NcclRank {
     ranks: u32,
     timeout: Duration,
     presence: Presence,
-    /// The communicator, or `None` after it was aborted. The lock makes its calls one by one, as the library requires.
+    /// The communicator, or `None` after it was aborted. The lock serializes calls, as the library requires.
     raw: Mutex<Option<Handle>>,
-    /// Whether a thread waits for the lock to abort. The thread that has the lock then stops waiting.
+    /// Whether a thread waits for the lock in order to abort. The thread that holds the lock then stops waiting.
     is_aborting: AtomicBool,
-    /// The newest point of each stream that an operation was queued on.
+    /// For each stream with operations, the point after the newest operation.
     queued: Mutex<Vec<(RawStream, QueuedPoint)>>,
-    /// The stream for callers that have none.
+    /// The stream for callers without their own stream.
     stream: Stream,
 }
 
@@ -54,19 +54,19 @@ struct Handle(RawCommunicator);
 // SAFETY: the library accepts a communicator on any thread, and the lock around it keeps calls apart.
 unsafe impl Send for Handle {}
 
-/// How the library ends a communicator.
+/// How the library frees a communicator.
 #[derive(Clone, Copy)]
 enum Ending {
-    /// After `ncclCommFinalize` has completed.
+    /// Frees the communicator after `ncclCommFinalize` has completed.
     Destroy,
     Abort,
 }
 
-/// A rank that has started to join, and waits for the others.
+/// A rank that has started to join and waits for the other ranks.
 pub(super) struct JoiningRank(NcclRank);
 
 impl JoiningRank {
-    /// Starts to join, without waiting for other ranks.
+    /// Starts joining a communicator without waiting for other ranks.
     ///
     /// # Errors
     /// `Unavailable`, `NoSuchRank`, `RankTaken`, `Failed`; a device error.
@@ -168,8 +168,8 @@ impl NcclRank {
         }
     }
 
-    /// Aborts the communicator because of an error, and returns the error. Its operations in streams end, and leave
-    /// their targets with unspecified contents.
+    /// Aborts the communicator because of `error`, and returns the error to report. Operations in streams end, and
+    /// their targets have unspecified contents.
     fn end(&self, raw: &mut Option<Handle>, error: NcclError) -> Error {
         if let Some(handle) = raw.take() {
             self.free(handle, Ending::Abort, self.timeout);
@@ -177,15 +177,15 @@ impl NcclRank {
         error.into()
     }
 
-    /// Frees a communicator whose handle was taken, and waits for at most `limit`. The library joins its threads, which
-    /// may not end before the other ranks on the host end their communicators. A thread of this function's own waits
-    /// for that, until the process ends if need be.
+    /// Frees a communicator whose handle was taken, and waits at most `limit`. The library joins its threads, which may
+    /// not end before the other ranks on the host end their communicators. A separate thread waits for that, if
+    /// necessary until the process ends.
     fn free(&self, handle: Handle, ending: Ending, limit: Duration) {
         let (library, context, rank) = (self.library, self.context, self.rank);
         let (done, is_done) = mpsc::channel();
         let work = move || {
             free_now(library, context, rank, handle, ending);
-            // Fails if the caller no longer waits.
+            // Sending fails if the caller no longer waits.
             let _is_over = done.send(());
         };
         match threads::start("remanent-nccl", work) {
@@ -201,7 +201,7 @@ impl NcclRank {
         }
     }
 
-    /// Returns the error of each call after the communicator has ended. The call that ended it has returned the reason.
+    /// Returns the error for calls after the communicator has ended. The call that ended it returned the reason.
     fn aborted(&self) -> NcclError {
         NcclError::Aborted { rank: self.rank, ranks: self.ranks }
     }
@@ -244,8 +244,8 @@ impl NcclRank {
         }
     }
 
-    /// Waits until the operations that were queued have ended, then frees the communicator. If they do not end within
-    /// the time limit, or the library fails, aborts it.
+    /// Waits until all queued operations have ended, then frees the communicator. Aborts the communicator if the
+    /// operations do not end within the time limit or the library fails.
     fn close(&self) {
         let queued = std::mem::take(&mut *self.queued.lock());
         for (_, point) in queued {
@@ -330,7 +330,7 @@ impl RankTransport for NcclRank {
             }
             backoff.get_or_insert_with(Backoff::new).take();
         }
-        // After an abort, streams pass the operation without its result.
+        // After an abort, streams continue past the operation, whose result is then missing.
         self.check()
     }
 

@@ -1,11 +1,11 @@
-//! The paths at which the library may be.
+//! Lists the paths at which the NCCL library may be installed.
 
 use std::env;
 use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The variable that names the library or its folder.
+/// The environment variable that contains the path of the library or of its folder.
 const VARIABLE: &str = "REMANENT_NCCL";
 
 /// The names of the library for the dynamic linker. Wheels and packages contain the first one, and development packages
@@ -15,7 +15,7 @@ const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 /// The folder of the library in a folder of Python packages, as `nvidia-nccl-cu12` and `nvidia-nccl-cu13` install it.
 const IN_PACKAGES: &str = "nvidia/nccl/lib/libnccl.so.2";
 
-/// Returns the paths to try, in order, for a process that names no path.
+/// Returns the paths to try, in order, if the process specifies no path.
 pub(super) fn candidates() -> Vec<OsString> {
     if let Some(path) = env::var_os(VARIABLE).filter(|path| !path.is_empty()) {
         return at(Path::new(&path));
@@ -26,7 +26,7 @@ pub(super) fn candidates() -> Vec<OsString> {
     candidates
 }
 
-/// Returns the paths to try for a library or folder that was named.
+/// Returns the paths to try for a given path of the library or of its folder.
 pub(super) fn at(path: &Path) -> Vec<OsString> {
     if path.is_dir() {
         return NAMES.map(|name| path.join(name).into_os_string()).to_vec();

@@ -22,7 +22,7 @@ const POISON: u8 = 0xDB;
 /// The number of bytes of poison written per copy.
 const STEP: usize = 1 << 20;
 
-/// Lets the host write and read a source's memory, in GPU or host memory. A [`GuardedMemory`] uses it for canaries and
+/// Host access to a source's memory, which may be GPU or host memory. A [`GuardedMemory`] uses it for canaries and
 /// poison.
 ///
 /// # Safety

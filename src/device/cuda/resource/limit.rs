@@ -1,4 +1,4 @@
-//! A source that limits the number of bytes held from another source.
+//! A source that limits the number of bytes allocated from another source.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -8,9 +8,9 @@ use super::MemoryResource;
 use crate::device::MemoryStats;
 use crate::error::{Error, Result};
 
-/// Limits the number of bytes held from another source. Behind a [`Pool`](super::Pool), it limits the memory that the
-/// pool requests from the driver, including unused parts of slabs. In contrast, a [`Budget`](crate::options::Budget)
-/// limits the lengths of the pages themselves.
+/// Limits the number of bytes allocated from another source. Behind a [`Pool`](super::Pool), it limits the memory that
+/// the pool requests from the driver, including unused parts of slabs. In contrast, a
+/// [`Budget`](crate::options::Budget) limits the lengths of the pages themselves.
 ///
 /// ```
 /// use remanent::device::cuda::resource::{HostMemory, LimitedMemory, MemoryResource};
@@ -28,13 +28,13 @@ pub struct LimitedMemory<R: MemoryResource> {
 }
 
 impl<R: MemoryResource> LimitedMemory<R> {
-    /// Wraps a source so that it holds at most `bytes_max` bytes.
+    /// Wraps a source so that at most `bytes_max` bytes are allocated from it at a time.
     #[must_use]
     pub fn new(upstream: R, bytes_max: u64) -> Self {
         Self { upstream, bytes_max, bytes: AtomicU64::new(0) }
     }
 
-    /// Returns the number of bytes currently held from the wrapped source.
+    /// Returns the number of bytes currently allocated from the wrapped source.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.bytes.load(Ordering::Relaxed)

@@ -36,7 +36,7 @@ impl StreamPoint for Point {
 }
 
 impl Streams {
-    /// Returns how often the streams were asked whether a point has passed.
+    /// Returns how many times the cache has queried whether a point has passed.
     fn requested(&self) -> u64 {
         self.1.load(Ordering::Relaxed)
     }
