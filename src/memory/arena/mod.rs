@@ -104,7 +104,7 @@ impl Arena {
     /// is in flight.
     ///
     /// # Errors
-    /// `Refused` if a page uses a part of the memory or has just given it up; a device error.
+    /// `Refused` if a page uses a part of the memory or has just left it; a device error.
     pub fn lend(&self, page: PageId, bytes: &DeviceBytes) -> Result<PageMemory> {
         let memory = match bytes.lend(page)? {
             Some(memory) => memory,
