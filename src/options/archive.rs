@@ -6,9 +6,9 @@ use std::time::Duration;
 use super::invalid;
 use crate::error::Result;
 
-/// The archive of a store, with the feature `archive`. The thread `remanent-archive` copies every batch to an
-/// object store: S3, Google Cloud Storage, Azure Blob Storage, a server with one of their protocols, or a folder. A store
-/// that is restored from there, on any machine, contains every batch that was acknowledged as
+/// Options for archiving a store, with the feature `archive`. The thread `remanent-archive` copies every batch to an
+/// object store: S3, Google Cloud Storage, Azure Blob Storage, a server with a compatible protocol, or a folder. A
+/// store restored from the archive, on any machine, contains every batch that was acknowledged as
 /// [`Ack::Archived`](crate::Ack::Archived).
 ///
 /// ```
@@ -27,27 +27,28 @@ use crate::error::Result;
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct ArchiveOptions {
-    /// The URL of the archive. Each store has a URL of its own.
+    /// The URL of the archive. Each store needs its own URL.
     pub url: String,
-    /// Settings of the bucket by their names in `object_store`, such as `endpoint` and `region`. They replace variables of
-    /// the environment.
+    /// Settings of the bucket, under their names in the crate `object_store`, such as `endpoint` and `region`. They
+    /// take precedence over environment variables.
     pub settings: Vec<(String, String)>,
-    /// The time that a batch waits until it is archived, unless a caller waits for it. Each interval with batches costs one
-    /// PUT and one GET.
+    /// How long batches are collected before they are archived. If a caller waits for a batch, it is archived
+    /// immediately. Each interval with batches costs one PUT and one GET.
     pub interval: Duration,
-    /// The length in bytes of log that is kept for the archive while the bucket is slow or cannot be reached. Beyond that, the archive
-    /// continues with the next snapshot, and states in between cannot be restored from it.
+    /// The maximum length in bytes of log that is kept for the archive while the bucket is slow or unreachable. If the
+    /// log becomes longer, the archive continues with the next snapshot, and the states in between cannot be restored
+    /// from the archive.
     pub log_len_max: u64,
-    /// Whether an open fails if the bucket cannot be reached. Otherwise the archive is checked later, and ends with an
-    /// error if it does not belong to the directory.
+    /// Whether an open fails if the bucket is unreachable. Otherwise the archive is checked later, and archiving ends
+    /// with an error if the archive does not belong to the directory.
     pub required: bool,
-    /// Whether the directory may continue an archive that another directory of the store has written to, because that one
-    /// is lost. The batches of the archive must be in this directory in any case.
+    /// Whether this directory may continue an archive that another directory of the same store has written. Use it if
+    /// the other directory is lost. This directory must contain all batches of the archive in any case.
     pub takeover: bool,
 }
 
 impl ArchiveOptions {
-    /// The URL of the archive, with an interval of 1 second and up to 8 GiB of log.
+    /// Returns options for the archive at `url`, with an interval of 1 second and up to 8 GiB of log.
     #[must_use]
     pub fn new(url: impl Into<String>) -> Self {
         Self {
@@ -67,28 +68,28 @@ impl ArchiveOptions {
         self
     }
 
-    /// Sets the time that a batch waits until it is archived. Default: 1 second.
+    /// Sets how long batches are collected before they are archived. Default: 1 second.
     #[must_use]
     pub fn interval(mut self, interval: Duration) -> Self {
         self.interval = interval;
         self
     }
 
-    /// Sets the length in bytes of log that is kept for the archive. Default: 8 GiB.
+    /// Sets the maximum length in bytes of log that is kept for the archive. Default: 8 GiB.
     #[must_use]
     pub fn log_len_max(mut self, bytes: u64) -> Self {
         self.log_len_max = bytes;
         self
     }
 
-    /// Sets whether an open fails if the bucket cannot be reached. Default: true.
+    /// Sets whether an open fails if the bucket is unreachable. Default: true.
     #[must_use]
     pub fn required(mut self, required: bool) -> Self {
         self.required = required;
         self
     }
 
-    /// Sets whether the directory may continue the archive of a directory that is lost. Default: false.
+    /// Sets whether this directory may continue the archive of a lost directory. Default: false.
     #[must_use]
     pub fn takeover(mut self, takeover: bool) -> Self {
         self.takeover = takeover;
@@ -104,7 +105,7 @@ impl ArchiveOptions {
 }
 
 impl fmt::Debug for ArchiveOptions {
-    /// Formats the names of the settings. The values may be credentials.
+    /// Formats the settings without their values, which may be credentials.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let settings: Vec<&str> = self.settings.iter().map(|(key, _)| key.as_str()).collect();
         f.debug_struct("ArchiveOptions")

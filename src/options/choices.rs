@@ -19,9 +19,9 @@ pub enum Ack {
     /// The batch survives a power cut. On an in-memory file system such as tmpfs this is the same as
     /// `Logged`, because its files do not survive a power cut.
     Durable,
-    /// The batch survives the loss of the machine: every restore of the archive that begins later contains it. The batch is
-    /// also `Durable`. Only a store with an archive (the feature `archive`) gives this guarantee; others refuse it with
-    /// [`Error::Archive`].
+    /// The batch survives the loss of the machine: every restore of the archive that begins later contains it. The
+    /// batch is also `Durable`. Only a store with an archive (the feature `archive`) gives this guarantee. Other stores
+    /// return [`Error::Archive`].
     Archived,
 }
 

@@ -1,39 +1,41 @@
-//! How an open shares the loading of pages with other ranks.
+//! Options for loading pages together with other ranks.
 
 use std::fmt;
 use std::sync::Arc;
 
 use crate::error::Result;
 
-/// When the ranks of an open load a part of the pages each, and exchange the rest.
+/// When ranks divide the loading of pages among themselves and exchange the loaded pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum GatherMode {
-    /// If the exchange is faster than any bus between host and GPU, as over NVLink. The open measures it.
+    /// Exchanges pages only if the link between the ranks is faster than any bus between host and GPU, as NVLink is.
+    /// The open measures the link.
     #[default]
     IfFaster,
-    /// Always, for storage that is slower than the link between the ranks.
+    /// Always exchanges pages. Use this for storage that is slower than the link between the ranks.
     Always,
 }
 
-/// The exchange of bytes of GPU memory between the ranks of an open.
+/// Exchanges bytes of GPU memory between the ranks of an open.
 pub(crate) trait ImageExchange: Send + Sync {
     fn rank(&self) -> u32;
 
     fn ranks(&self) -> u32;
 
-    /// Returns the number of the rank's GPU among those visible to the process.
+    /// Returns the ordinal of the rank's GPU among those visible to the process.
     fn gpu(&self) -> u32;
 
-    /// Copies `len` bytes at the address `source` of each rank, in the order of the ranks, to the address `target` of all
-    /// ranks, and waits. The source may be the rank's own part of the target. Nothing else uses the memory meanwhile.
+    /// Copies `len` bytes from address `source` of each rank, in rank order, to address `target` of every rank, and
+    /// waits for completion. The source may be the rank's own part of the target. Nothing else may use the memory
+    /// during the call.
     ///
     /// # Errors
-    /// `Nccl` if a rank is missing or the library failed; a device error.
+    /// `Error::Nccl` if a rank is missing or the library fails; a device error.
     fn gather(&self, source: u64, target: u64, len: u64) -> Result<()>;
 }
 
-/// An exchange, shared by clones of the options.
+/// An exchange that clones of the options share.
 #[derive(Clone)]
 pub(crate) struct GatherSource {
     pub exchange: Arc<dyn ImageExchange>,

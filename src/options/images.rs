@@ -8,7 +8,7 @@ use crate::error::Error;
 /// space first and return the excess at the end. For a file of 3 MB that takes longer than it saves.
 const DIRECT_LEN_MIN: u64 = 8 << 20;
 
-/// How the images of pages are written. Snapshots write images, and so do batches with long writes, before the batch is
+/// Options for writing page images. Snapshots write images, and so do batches with long writes, before the batch is
 /// logged. Reading images does not depend on these options.
 ///
 /// ```
@@ -41,9 +41,9 @@ impl ImageOptions {
 
     /// Sets how image files are written to disk. Default: [`ImageIo::Auto`].
     ///
-    /// Use [`ImageIo::Buffered`] if pages are usually read soon after they were written, because their images then
-    /// stay in the page cache, and [`ImageIo::Mapped`] for a store on tmpfs with pages on a GPU. The open fails with [`Error::Invalid`] if the file system does not
-    /// support `io`.
+    /// Use [`ImageIo::Buffered`] if pages are usually read soon after they were written, because their images then stay
+    /// in the page cache. Use [`ImageIo::Mapped`] for a store on tmpfs with pages on a GPU. The open fails with
+    /// [`Error::Invalid`] if the file system does not support `io`.
     #[must_use]
     pub fn io(mut self, io: ImageIo) -> Self {
         self.io = io;

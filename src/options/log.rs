@@ -22,7 +22,7 @@ use crate::error::Result;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LogOptions {
-    /// How the log is written to disk; `None` chooses the fastest way that the file system supports.
+    /// How the log is written to disk; `None` chooses the fastest method that the file system supports.
     pub io: Option<LogIo>,
     /// The maximum length of a segment in bytes.
     pub segment_len: u64,
@@ -59,7 +59,7 @@ impl LogOptions {
     /// ([`Ack::Durable`](super::Ack::Durable)). If the file system does not support the default, [`LogIo::Buffered`] is
     /// used.
     ///
-    /// Change it if `remanent bench commit` shows that another way is faster on your disk. The open fails with
+    /// Change it if `remanent bench commit` shows that another method is faster on your disk. The open fails with
     /// [`Error::Invalid`] if the file system does not support `io`.
     #[must_use]
     pub fn io(mut self, io: LogIo) -> Self {

@@ -59,8 +59,8 @@ impl MemoryOptions {
     /// Sets the budget of `place` in bytes. Default: no limit, except that [`Place::Disk`] has 128 MiB
     /// ([`Budget`]).
     ///
-    /// Set it to share a GPU or a host with other programs. A batch that does not fit fails with
-    /// [`Error::OverBudget`], or has other pages demoted if [`Options::tiers`](super::Options::tiers) are set.
+    /// Set it to share a GPU or a host with other programs. A batch that does not fit fails with [`Error::OverBudget`].
+    /// If [`Options::tiers`](super::Options::tiers) are set, other pages are demoted instead.
     #[must_use]
     pub fn budget(mut self, place: Place, bytes: u64) -> Self {
         self.budget = self.budget.with(place, bytes);

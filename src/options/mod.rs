@@ -1,6 +1,5 @@
-//! Options of a store, in groups: [`MemoryOptions`], [`Tiers`], [`LogOptions`],
-//! [`ImageOptions`], [`SnapshotSchedule`], [`Retention`] and [`ScrubSchedule`]. With the feature `archive` also
-//! `ArchiveOptions`.
+//! Options of a store, in groups: [`MemoryOptions`], [`Tiers`], [`LogOptions`], [`ImageOptions`], [`SnapshotSchedule`],
+//! [`Retention`] and [`ScrubSchedule`]. The feature `archive` adds `ArchiveOptions`.
 
 #[cfg(feature = "archive")]
 mod archive;
@@ -191,7 +190,7 @@ impl Options {
         self
     }
 
-    /// Sets how the log is written. Default: segments of up to 16 MiB, in the fastest way that the file system
+    /// Sets how the log is written. Default: segments of up to 16 MiB, with the fastest method that the file system
     /// supports.
     #[must_use]
     pub fn log(mut self, log: LogOptions) -> Self {

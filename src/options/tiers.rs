@@ -60,8 +60,8 @@ impl Tiers {
         Self { places: places.into(), free_part: 16, policy: Arc::new(|_| Box::<S3Fifo>::default()) }
     }
 
-    /// Sets which part of each budget is kept free: one `part`-th. Eviction starts when less than half of that is free.
-    /// Default: 16.
+    /// Sets the fraction of each budget that is kept free: 1/`part`. Eviction starts when less than half of that
+    /// fraction is free. Default: 16.
     #[must_use]
     pub fn free_part(mut self, part: u32) -> Self {
         self.free_part = part;
