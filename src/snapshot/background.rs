@@ -163,8 +163,8 @@ impl Drop for BackgroundSnapshots {
 }
 
 impl Snapshots {
-    /// Takes a snapshot that includes batch `lsn` at the rate of background snapshots, unless one with this batch was taken
-    /// meanwhile.
+    /// Takes a snapshot that includes batch `lsn` at the rate of background snapshots, unless a snapshot with this
+    /// batch was taken in the meantime.
     #[cfg(feature = "archive")]
     pub fn take_in_background(self: &Arc<Self>, lsn: Lsn) -> Result<()> {
         let is_due = || self.last.lock().lsn < lsn;

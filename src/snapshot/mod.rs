@@ -262,7 +262,7 @@ impl Snapshots {
     /// name. The manifest will name these images, so they are read back first (I7). A snapshot whose verification is
     /// left to the background thread does not wait: its manifest names the images of batches at once, and phase 6 reads
     /// them back. Until then the previous snapshot and the log after it are kept. However, such a snapshot does wait if
-    /// the previous one has a name, because an open knows that one only from a record.
+    /// the previous snapshot has a name, because an open finds the previous snapshot only through its record.
     ///
     /// b. **Begin** (phase 1). This phase determines `redo`, and with it the files that may belong to later batches. A
     /// batch that takes a file number after this phase is above `redo`.

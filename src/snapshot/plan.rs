@@ -57,8 +57,8 @@ impl LogOnDisk {
         match (is_beginning_held, self.floor) {
             (false, _) => wanted,
             (true, None) => Some(self.as_it_is()),
-            // A reader may hold the beginning of the log although the log is to be removed: it started earlier, and may
-            // need any part of the log. Nothing is removed.
+            // A reader may hold the beginning of the log although the log is to be removed. The reader started earlier,
+            // and may need any part of the log, so nothing is removed.
             (true, Some(_)) => None,
         }
     }

@@ -22,7 +22,7 @@ use crate::error::{Error, Result};
 use crate::images::ImageWriters;
 use crate::log::SpacePurpose;
 
-/// The values of which a manifest consists.
+/// The values from which a manifest is built.
 pub(super) struct ManifestParts {
     pub snapshot: SnapshotId,
     pub name: Option<String>,

@@ -34,7 +34,7 @@ pub(super) struct ScrubFindings {
     pub scrubbed: ScrubReport,
     /// Whether the STORE file is damaged.
     pub store: bool,
-    /// The links of which one of the two copies is damaged.
+    /// The links with one damaged copy.
     pub copies: Vec<Arc<Manifest>>,
     /// The damaged images, as pairs of the image file's number and the offset in the file.
     pub images: BTreeSet<(u64, u64)>,
