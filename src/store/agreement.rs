@@ -1,14 +1,17 @@
-//! Detects replicas that have diverged: compares the pages of the ranks' stores by their digests.
+//! Detects replicas that have diverged, by comparing digests of the pages in the stores of all ranks.
 //!
-//! 1. Rank 0 draws a key for digests, which all ranks gather. With a new random key for each comparison, no two
-//!    contents have equal digests except with a probability below 2^-100 ([`digests`](crate::device)).
-//! 2. Each rank digests its pages, on the device and in one state of the store. Only sixteen bytes for each chunk of
-//!    64 KiB reach the host, which combines them to one digest of each page, one of the page table and one of all pages.
-//! 3. The ranks gather the last two. If all are equal, the comparison ends: equal replicas exchange a few hundred bytes,
-//!    however many pages they have.
-//! 4. Otherwise the ranks gather the digests of the pages, and each rank finds those that differ.
+//! 1. The ranks exchange random seeds, and all derive the digest key from the seed of rank 0. With a new random key for
+//!    each comparison, different contents have equal digests only with a probability below 2^-100
+//!    ([`digests`](crate::device)).
+//! 2. Each rank digests its pages, on the device and in one state of the store. Only sixteen bytes for each chunk of 64
+//!    KiB reach the host. The host combines them to one digest of each page, one of the page table and one of all
+//!    pages.
+//! 3. The ranks exchange the last two digests. If these are equal on all ranks, the comparison ends. Equal replicas
+//!    thus exchange a few hundred bytes, regardless of the number of pages.
+//! 4. Otherwise the ranks exchange the digests of all pages, and each rank determines the pages that differ.
 //!
-//! A rank that fails locally still takes part in the next exchange, so that the other ranks learn of it at once.
+//! A rank that fails locally still takes part in the next exchange, so that the other ranks detect the failure
+//! immediately.
 
 use std::collections::BTreeMap;
 
@@ -34,7 +37,7 @@ const DIGEST_LIST_LEN: u64 = 4 << 30;
 /// The maximum number of bytes that a rank contributes to one exchange of page digests.
 const EXCHANGE_LEN: usize = 4 << 20;
 
-/// The result of [`Store::agrees`]: the same on all ranks.
+/// The result of [`Store::agrees`], which is the same on all ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Agreement {
@@ -56,18 +59,18 @@ impl Agreement {
     }
 }
 
-/// A page that is not equal on all ranks.
+/// A page whose contents differ between ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DivergedPage {
     /// The page's id.
     pub page: PageId,
-    /// The ranks, grouped by equal contents: the largest group first, and of two equally large groups the one with the
-    /// lowest rank.
+    /// The ranks, grouped by equal contents. The largest group is first. Of equally large groups, the one with the
+    /// lowest rank is first.
     pub groups: Vec<Vec<u32>>,
 }
 
-/// The summary of a rank's pages that all ranks gather.
+/// The summary of a rank's pages, which the ranks exchange.
 struct Summary {
     /// Whether the rank failed to digest its pages. The other fields are then zero.
     has_failed: bool,
@@ -76,7 +79,7 @@ struct Summary {
     bytes: u64,
     /// The digest of the page table: ids, lengths and keys.
     table: Digest,
-    /// The digest of the digests of all pages.
+    /// The digest of the page digests.
     contents: Digest,
 }
 
@@ -119,7 +122,7 @@ struct PageDigests {
     summary: Summary,
 }
 
-/// The pages of a store in one state, and the work in flight that digests them.
+/// The pages of a store in one state, and the command lists in flight that digest them.
 struct Digesting {
     lsn: Lsn,
     infos: Vec<PageInfo>,
@@ -127,7 +130,7 @@ struct Digesting {
     on_disk: Vec<(usize, DiskPage)>,
 }
 
-/// A list that digests pages of one place.
+/// A command list in flight that digests pages of one place.
 struct DigestList {
     pending: Pending,
     /// The pages, by their position in the table.
@@ -141,9 +144,10 @@ impl Store {
     /// replicas that have diverged silently.
     ///
     /// All ranks must call this. Each rank's pages are compared in their state after all batches that the rank has
-    /// submitted, so replicas that commit in lockstep call it after the same batch. Batches may be committed meanwhile.
-    /// The pages are digested on the GPU at the speed of its memory. Equal replicas exchange only a few hundred bytes.
-    /// Pages are identified by their ids. Places, epochs and metadata are not compared, but lengths and keys are.
+    /// submitted, so replicas that commit in lockstep call it after the same batch. Batches may be committed during the
+    /// comparison. The pages are digested on the GPU at the speed of its memory. Equal replicas exchange only a few
+    /// hundred bytes. Pages are identified by their ids. Places, epochs and metadata are not compared, but lengths and
+    /// keys are.
     ///
     /// ```no_run
     /// # fn agree(store: &remanent::Store, communicator: &remanent::nccl::Communicator) -> remanent::Result<()> {
@@ -194,7 +198,7 @@ impl Store {
         })
     }
 
-    /// Returns the place of pages in the memory of a GPU.
+    /// Returns the place of pages in the memory of the given GPU.
     ///
     /// # Errors
     /// `Refused` if no device slot is bound to the GPU.
@@ -213,7 +217,8 @@ impl Store {
         let Engine { applier, device, staging, .. } = self.engine();
         let mut keys: Vec<(Place, DeviceBytes)> = Vec::new();
         applier.unloaded().wait_all()?;
-        // The places of the pages are known only on the applier's thread, so each attempt may name one more place.
+        // The places of the pages are known only on the applier's thread. Each attempt may find another place that
+        // needs a key.
         let Digesting { lsn, infos, lists, on_disk } = loop {
             let (pool, key_spans) =
                 (staging.clone(), keys.iter().map(|(place, key)| (*place, key.span())).collect());
@@ -229,7 +234,7 @@ impl Store {
         let mut digests = Vec::new();
         make_room(&mut digests, infos.len())?;
         digests.resize(infos.len(), digest_of_chunks(&[], key)?);
-        // All lists are waited for, because they use the keys' memory.
+        // Even after an error, all lists must end, because they use the memory of the keys.
         let finished: Vec<_> =
             lists.into_iter().map(|list| (list.pages, list.len, device.finish(list.pending))).collect();
         for (pages, len, returned) in finished {
@@ -252,11 +257,11 @@ impl Store {
 /// The result of an attempt to start digesting.
 enum Begun {
     Digesting(Digesting),
-    /// A page is in this place, in which the device has no key.
+    /// A page is in this place, for which `keys` contains no key.
     NoKeyIn(Place),
 }
 
-/// Starts to digest all pages, unless `keys` lacks the place of a page.
+/// Starts to digest all pages. Digests nothing if `keys` contains no key for the place of a page.
 fn begin(turn: &mut Turn<'_>, pool: &StagingPool, keys: &BTreeMap<Place, Span>) -> Result<Begun> {
     turn.intact()?;
     let mut infos = Vec::new();
@@ -287,7 +292,7 @@ fn begin(turn: &mut Turn<'_>, pool: &StagingPool, keys: &BTreeMap<Place, Span>) 
     Ok(Begun::Digesting(Digesting { lsn: turn.applied.point.lsn, infos, lists, on_disk }))
 }
 
-/// The ranges that one list will digest.
+/// The pages that one command list will digest.
 struct DigestSources {
     key: Span,
     spans: Vec<Span>,
@@ -310,7 +315,7 @@ impl DigestSources {
     }
 }
 
-/// Digests a page on disk, on this thread.
+/// Digests a page on disk on the calling thread.
 fn disk_digest(page: &DiskPage, len: u64, key: &[u8]) -> Result<Digest> {
     let mut chunks = Vec::new();
     make_room(&mut chunks, digest_count(len) as usize)?;
@@ -371,8 +376,8 @@ fn check_alike(summaries: &[Summary]) -> Result<()> {
     unlike(other[0] as usize, reason)
 }
 
-/// Groups the ranks by equal values: the largest group first, and of two equally large groups the one with the lowest
-/// rank.
+/// Groups the ranks by equal values. The largest group is first. Of equally large groups, the one with the lowest rank
+/// is first.
 fn groups<T: PartialEq>(values: impl Iterator<Item = T>) -> Vec<Vec<u32>> {
     let mut groups: Vec<(T, Vec<u32>)> = Vec::new();
     for (rank, value) in (0..).zip(values) {
@@ -386,7 +391,7 @@ fn groups<T: PartialEq>(values: impl Iterator<Item = T>) -> Vec<Vec<u32>> {
     groups
 }
 
-/// Returns the pages whose digests differ. `digests` are those of all ranks, one rank after the other.
+/// Returns the pages whose digests differ. `digests` contains the digests of all ranks, one rank after another.
 fn diverged(pages: &[PageId], digests: &[Digest]) -> Vec<DivergedPage> {
     let of_page = |number: usize| digests.iter().skip(number).step_by(pages.len());
     let differs = |(number, page): (usize, &PageId)| {
@@ -396,7 +401,7 @@ fn diverged(pages: &[PageId], digests: &[Digest]) -> Vec<DivergedPage> {
     pages.iter().enumerate().filter_map(differs).collect()
 }
 
-/// Exchanges of short byte strings between the ranks.
+/// Exchanges short byte strings between the ranks.
 struct Exchange<'a> {
     store: &'a Store,
     communicator: &'a Communicator,
@@ -404,7 +409,8 @@ struct Exchange<'a> {
 }
 
 impl Exchange<'_> {
-    /// Returns the bytes of all ranks, one rank after the other. All ranks give the same number of bytes, at least one.
+    /// Sends `own`, and returns the bytes of all ranks, one rank after another. All ranks must send the same number of
+    /// bytes, at least one.
     fn gather(&self, own: &[u8]) -> Result<Vec<u8>> {
         let (rank, ranks) = (u64::from(self.communicator.rank()), u64::from(self.communicator.ranks()));
         let len = own.len() as u64;

@@ -272,7 +272,7 @@ impl Store {
         })
     }
 
-    /// Returns the image that alone contains the page version `info`, uncompressed. Returns `None` if there is no such
+    /// Returns the uncompressed image that contains the whole page version `info`. Returns `None` if there is no such
     /// image, because the page is in memory, or was written to since its image was made.
     fn raw_image(&self, info: &PageInfo) -> Result<Option<Arc<DiskImage>>> {
         if info.place != Place::Disk || info.len == 0 {
@@ -285,8 +285,8 @@ impl Store {
         Ok(found.and_then(|(image, _)| image).filter(|image| image.is_raw()))
     }
 
-    /// Compares `bytes` with the part at `offset` of the page version `info`, without verifying the page's bytes. Returns
-    /// the number of elements of `width` bytes that differ, or `None` if a read that verifies is as fast.
+    /// Compares `bytes` with the part at `offset` of the page version `info`, without verifying the page's bytes.
+    /// Returns the number of elements of `width` bytes that differ, or `None` if a verified read is as fast.
     ///
     /// Use the result only for choices that are correct whatever the page contains.
     ///
@@ -312,10 +312,10 @@ impl Store {
         Ok(Some(elements.filter(|(before, after)| before != after).count()))
     }
 
-    /// Passes the bytes of the page version `info` to `visit`, in order and in pieces. Returns whether all bytes are
-    /// verified: not if `visit` ended the scan. Each byte is read once, whereas parts of a long page can only be read
-    /// after a read of the whole page. Returns `None`, without any call of `visit`, if parts of the page can be read
-    /// without that.
+    /// Passes the bytes of the page version `info` to `visit`, in order and in pieces, and reads each byte once.
+    /// Returns whether all bytes are verified, which is not the case if `visit` ended the scan. Returns `None` without
+    /// calling `visit` if the page has no uncompressed image of its own. Parts of such a page can be read separately,
+    /// whereas a part of any other long page can be read only after the whole page was read.
     ///
     /// # Errors
     /// [`Error::Damaged`], [`Error::Closed`], [`Error::Poisoned`].

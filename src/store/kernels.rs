@@ -48,8 +48,8 @@ impl Store {
     /// alive until the last handle is dropped.
     ///
     /// # Errors
-    /// [`Error::Refused`] if pages are in host memory, or if the device detects that the memory is not what the
-    /// caller describes; a device error.
+    /// [`Error::Refused`] if pages are in host memory, or if the memory does not match the caller's description; a
+    /// device error.
     pub fn caller_bytes(&self, memory: &CallerMemory) -> Result<DeviceBytes> {
         self.of_device(|| self.committer().adopt(memory))
     }

@@ -117,8 +117,8 @@ pub struct Store {
 /// The parts of an open store. Fields that own threads are declared in drop order, so that no thread outlives another
 /// thread for which it waits.
 struct StoreParts {
-    /// The thread that archives the store, or `None`. It is dropped first: it makes the last batches durable and takes
-    /// snapshots.
+    /// The thread that archives the store, or `None`. It is dropped first, because it makes the last batches durable
+    /// and takes snapshots.
     #[cfg(feature = "archive")]
     _archiver: Option<crate::archive::Archiver>,
     prefetcher: PrefetchThread,

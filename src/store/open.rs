@@ -225,7 +225,7 @@ fn snapshots(engine: &Arc<Engine>, catalog: Catalog, options: &Options, last: La
     }
 }
 
-/// Returns the newest snapshot, as the schedule of background snapshots counts from it.
+/// Returns the newest snapshot, from which the schedule of background snapshots counts.
 fn last_snapshot(lsn: Lsn, behind: ReplayBacklog) -> LastSnapshot {
     LastSnapshot {
         lsn,
@@ -235,8 +235,8 @@ fn last_snapshot(lsn: Lsn, behind: ReplayBacklog) -> LastSnapshot {
     }
 }
 
-/// Returns the way to write images, or an error if the disk does not support the way that the options request.
-/// [`ImageIo::Auto`] remains only if direct I/O is useful.
+/// Returns the I/O mode for images, or an error if the disk does not support the requested mode. Returns
+/// [`ImageIo::Auto`] only if direct I/O is useful.
 fn choose_image_io(disk: &dyn Disk, io: ImageIo) -> Result<ImageIo> {
     match (disk.refuses_images(io)?, io) {
         (None, io) => Ok(io),

@@ -76,8 +76,8 @@ impl Ticket {
     /// Returns whether the batch is acknowledged at level `ack`. Neither waits nor starts a sync.
     ///
     /// # Errors
-    /// [`Error::Poisoned`] if the batch is not acknowledged and never will be; [`Error::Archive`] for `Ack::Archived` if the
-    /// store has no archive or the archive has ended; [`Error::Forked`].
+    /// [`Error::Poisoned`] if the batch is not acknowledged and never will be; [`Error::Archive`] for `Ack::Archived`
+    /// if the store has no archive or the archive has ended; [`Error::Forked`].
     pub fn is_acknowledged(&self, ack: Ack) -> Result<bool> {
         let Engine { log, applier, .. } = &**self.engine.check()?;
         let lsn = self.committed.position.lsn;
@@ -92,8 +92,8 @@ impl Ticket {
     /// Waits until the batch is acknowledged at level `ack`.
     ///
     /// # Errors
-    /// [`Error::Poisoned`] if the store has failed; [`Error::Archive`] for `Ack::Archived` if the store has no archive or the
-    /// archive has ended, and [`Error::Closed`] if the store was closed before; [`Error::Forked`].
+    /// [`Error::Poisoned`] if the store has failed; [`Error::Archive`] for `Ack::Archived` if the store has no archive
+    /// or the archive has ended, and [`Error::Closed`] if the store was closed before; [`Error::Forked`].
     pub fn wait(&self, ack: Ack) -> Result<()> {
         wait(ack, self.committed.position.lsn, self.engine.check()?)
     }
