@@ -67,7 +67,7 @@ impl DiskEvent {
         }
     }
 
-    /// Returns the ways to tear this event at the positions that `tears` selects.
+    /// Returns the tears of this event at the positions that `tears` selects.
     pub(super) fn tears(&self, tears: Tears) -> Vec<Tear> {
         let (offset, len, is_put) = match self {
             DiskEvent::Write { offset, bytes, .. } => (*offset, bytes.len(), false),
