@@ -300,7 +300,7 @@ impl TierKeeper {
     /// to the policy. Returns the number of moved pages, or `None` if no place has enough memory.
     fn move_down(&self, at: usize, mut pages: Vec<(PageId, u64)>) -> Result<Option<usize>> {
         // Pages in caller-owned memory are not evicted. This memory does not count toward the budget, and the caller
-        // wants the pages to be there.
+        // expects the pages to stay there.
         let requested: Vec<PageId> = pages.iter().map(|(page, _)| *page).collect();
         let lent = self.engine.applier.turn(move |turn| {
             turn.intact()?;
