@@ -1,8 +1,8 @@
 //! Completes payloads that contain bytes from device memory.
 //!
-//! The device gathers the bytes in memory of its own, checks the indices, and computes checksums. The bytes are then
+//! The device gathers the bytes in its own memory, checks the indices, and computes checksums. The bytes are then
 //! copied to the host, where they are logged and applied unchanged. Because the gathered bytes no longer change, bytes
-//! and checksum agree even if the caller's memory is modified meanwhile.
+//! and checksum agree even if the caller's memory is modified in the meantime.
 //!
 //! Nothing is logged before these steps are complete, so a crash loses a batch that was never acknowledged.
 
@@ -69,8 +69,8 @@ impl Committer {
         for (_, memory) in batch.lent(pages) {
             memory.check_device(&self.engine.device)?;
             memory.check_process()?;
-            // The store writes to this memory later. A kernel that were still running would overwrite these bytes, or
-            // read them instead of its own.
+            // The store writes to this memory later. A kernel that is still running would overwrite these bytes, or
+            // read them instead of the bytes that it expects.
             memory.arrived(Access::Write)?;
         }
         let captured = batch.captures().map(|(_, copy, _)| copy.bytes());
@@ -243,7 +243,7 @@ impl Committer {
         let mut arrived = proven_sums(&landed, copies, is_summed.then_some(&*sums))?;
         if arrived.is_none() {
             // I12: the bytes are still on the device, so a transfer error need not fail the commit.
-            tracing::warn!(device = device.label(), "a payload changed on its way to the host: once more");
+            tracing::warn!(device = device.label(), "a payload changed in transit to the host, and is copied again");
             let mut commands = Vec::new();
             download_placeholders(&mut commands, copies, is_summed)?;
             let lens = [landed.len(), sums.len()];
@@ -314,7 +314,7 @@ struct Wave<'b> {
     copies: Vec<PlaceholderCopy>,
 }
 
-/// The device's steps of one wave, and what their results mean.
+/// The commands of one wave, and the data that interprets their results.
 struct WaveSteps<'b> {
     commands: Vec<Command>,
     /// The indices of the elements that the device picks from working copies. The host uploads them.

@@ -68,7 +68,7 @@ impl Drop for StageMemory {
             // that gets the memory next.
             Ok(None) => tracing::warn!("memory that a stream may use stays allocated"),
             // It is unknown when the lane is done with the memory, so the memory stays allocated and counted.
-            Err(error) => tracing::warn!(%error, "memory beside pages stays allocated"),
+            Err(error) => tracing::warn!(%error, "memory that contains no page stays allocated"),
         }
     }
 }
@@ -124,7 +124,7 @@ impl Committer {
         self.stage_memories(purpose, place, [len]).map(|[memory]| memory)
     }
 
-    /// Allocates memory of all these lengths or none, so that an error states the total length.
+    /// Allocates one piece of memory for each of these lengths, or none, so that an error states the total length.
     pub(super) fn stage_memories<const N: usize>(
         &self,
         purpose: Purpose,
