@@ -243,7 +243,7 @@ impl Committer {
         let mut arrived = proven_sums(&landed, copies, is_summed.then_some(&*sums))?;
         if arrived.is_none() {
             // I12: the bytes are still on the device, so a transfer error need not fail the commit.
-            tracing::warn!(device = device.label(), "a payload changed in transit to the host, and is copied again");
+            tracing::warn!(device = device.label(), "a payload changed in transit; it is copied again");
             let mut commands = Vec::new();
             download_placeholders(&mut commands, copies, is_summed)?;
             let lens = [landed.len(), sums.len()];
