@@ -2,9 +2,9 @@
 //!
 //! The host sends the bytes of a batch to the device from its own memory. The device computes checksums of the received
 //! bytes in the same command list, before a later write of the list changes them. One command covers many writes. Until
-//! these checksums have been compared with those in the log, no batch of the list is reported as applied, and no read
-//! or snapshot of page memory starts. Thus no read, snapshot or ticket ever includes bytes that changed in transit, and
-//! the next open rebuilds such bytes from the log.
+//! these checksums have been compared with the checksums in the log, no batch of the list is reported as applied, and
+//! no read or snapshot of page memory starts. Thus no read, snapshot or ticket ever includes bytes that changed in
+//! transit, and the next open rebuilds such bytes from the log.
 
 use remanent_format::op::Op;
 

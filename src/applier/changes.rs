@@ -332,7 +332,7 @@ impl ChangeQueue {
 }
 
 impl ChangeStream {
-    /// Begins a stream of all batches after those that were already passed to the applier.
+    /// Begins a stream of the batches that are passed to the applier after this call.
     pub(crate) fn begin(applier: &Arc<Applier>) -> Result<Self> {
         let queue = Arc::new(ChangeQueue::default());
         let (added, feed) = (queue.clone(), applier.changes().clone());

@@ -53,8 +53,8 @@ pub(crate) struct ListRoom {
 /// The maximum number of operations of a batch that needs no [`ListRoom`]. Once a list has more commands, no further
 /// batch is added to it.
 const SHORT_LIST: usize = 128;
-/// The number of copies between pages after which a list is submitted, so that the device copies while the host
-/// prepares the next list. A batch with more copies is divided between lists.
+/// The number of copies between pages at which a list is submitted. The device then copies while the host prepares the
+/// next list. A batch with more copies is divided between lists.
 const COPIES_MAX: usize = if cfg!(shuttle) { 1 } else { 4096 };
 /// The maximum number of staging buffers in a list that accepts a further batch.
 const STAGINGS_MAX: usize = 1024;
@@ -78,7 +78,7 @@ impl ListRoom {
         Ok(room)
     }
 
-    /// Returns whether the batch has too few operations to need memory of its own.
+    /// Returns whether the batch has so few operations that it needs no separate memory.
     pub fn is_empty(&self) -> bool {
         self.commands.capacity() == 0
     }
@@ -99,16 +99,16 @@ pub(crate) fn needs_aside(op: &Op<'_>) -> bool {
     }
 }
 
-/// Returns whether the applier can apply `ops` with the payload alone, without converted bytes or checksums. Page
+/// Returns whether the payload suffices for the applier to apply `ops`, without converted bytes or checksums. Page
 /// memory is not considered.
 pub(crate) fn is_payload_enough(ops: &[OpAt<'_>], crosses_bus: bool) -> bool {
     let takes_more = |op: &Op<'_>| needs_aside(op) || (crosses_bus && is_proven(op));
     ops.len() <= SHORT_LIST && !ops.iter().any(|at| takes_more(&at.op))
 }
 
-/// Converts an operation's bytes to an encoding that devices can read, in a staging buffer of its own. Indices stored
-/// as gaps become indices of four bytes, followed by the elements. For a page whose bytes are in an image, the bytes
-/// are copied from `whole`. Returns `None` if the device can read the bytes from the payload.
+/// Converts an operation's bytes to an encoding that devices can read, in a separate staging buffer. Indices stored as
+/// gaps become indices of four bytes, followed by the elements. For a page whose bytes are in an image, the bytes are
+/// copied from `whole`. Returns `None` if the device can read the bytes from the payload.
 ///
 /// # Errors
 /// `OutOfMemory`, a device error.
@@ -295,7 +295,7 @@ impl ListBuilder {
             _ => return,
         };
         let piece = Piece { target, payload: staged, kind };
-        // Only the checksums of the payload that will be added next are extended. Those of earlier payloads are
+        // Only the checksums of the payload that will be added next are extended. The checksums of earlier payloads are
         // returned in a staging buffer that the list already has.
         let handed_over = self.list.staging.len();
         let proof = self.proofs.last_mut().filter(|proof| proof.index() >= handed_over && is_proven(&at.op));

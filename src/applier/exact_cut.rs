@@ -73,7 +73,7 @@ impl ExactCut {
         None
     }
 
-    /// Keeps the current state of a page on disk before a batch changes or removes the page.
+    /// Preserves the current state of a page on disk before a batch changes or removes the page.
     pub fn before_change_on_disk(&mut self, info: &PageInfo, page: &DiskPage) {
         if self.untouched.remove(&info.page) {
             self.on_disk.insert(info.page, (info.clone(), page.clone()));
@@ -110,7 +110,8 @@ impl ExactCut {
         Ok(self.used.last().map(|memory| (info, memory)))
     }
 
-    /// Like [`take`](Self::take), but continues to preserve the page, because only a part of it is gathered now.
+    /// Returns the page like [`take`](Self::take), but continues to preserve it, because only a part of it is gathered
+    /// now.
     ///
     /// # Errors
     /// Same as `take`.

@@ -49,7 +49,7 @@ impl InFlight {
         self.unreported.push_back(batches);
     }
 
-    /// Returns how many lists are in flight.
+    /// Returns the number of lists in flight.
     pub fn len(&self) -> usize {
         self.lists.len()
     }

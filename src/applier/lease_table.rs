@@ -101,8 +101,8 @@ impl Leases {
         Ok(id)
     }
 
-    /// Pins a page, so that it stays in the memory that it has after every batch passed to the applier so far. The
-    /// caller must hold the submission lock.
+    /// Pins a page in the memory that the page has after every batch passed to the applier so far. The caller must hold
+    /// the submission lock.
     ///
     /// # Errors
     /// `Leased` if the page is leased, because a change would then move the page.
@@ -212,8 +212,8 @@ impl Leases {
         self.release_free()
     }
 
-    /// Returns those of `pages` that are leased. A batch that changes such a page needs new memory, to which the page
-    /// is copied first.
+    /// Returns the leased pages among `pages`. A batch that changes such a page needs new memory, to which the page is
+    /// copied first.
     pub fn leased(&self, pages: impl IntoIterator<Item = PageId>) -> Vec<PageId> {
         if self.is_unused() {
             return Vec::new();

@@ -84,8 +84,8 @@ struct SummedCopies {
 pub(crate) struct Drained {
     /// The staging buffer with the arrived bytes, each source at its offset.
     pub bytes: StagingBuf,
-    /// The CRC-32 of each source, in order, if requested. For bytes that crossed a bus, they equal those that the
-    /// device computed.
+    /// The CRC-32 of each source, in order, if requested. For bytes that crossed a bus, these checksums equal the
+    /// checksums that the device computed.
     pub sums: Vec<Hasher>,
 }
 
@@ -228,13 +228,13 @@ impl Drain {
     /// the applier's thread.
     ///
     /// # Errors
-    /// A device error, also if the arrived bytes differ from the bytes that the device sent.
+    /// A device error, including the error for arrived bytes that differ from the bytes that the device sent.
     pub fn finish(self, device: &EngineDevice) -> Result<Drained> {
         self.finish_once(device)?.ok_or_else(|| transfer_corrupted(device, "bytes of pages"))
     }
 
     /// Waits like [`finish`](Self::finish), but returns `None` if the bytes changed in transit, so that the caller can
-    /// capture them again. Bytes in separate device memory are transferred a second time before that.
+    /// capture them again. Bytes in separate device memory are transferred a second time before `None` is returned.
     ///
     /// # Errors
     /// A device error.
@@ -380,8 +380,8 @@ impl SummedCopies {
         push(&mut self.arrivals, (at..at + span.len as usize, source))
     }
 
-    /// Computes checksums of the received bytes. Returns that of each source, or `None` if one differs from the
-    /// device's checksum (I12).
+    /// Computes checksums of the received bytes. Returns the checksum of each source, or `None` if one of them differs
+    /// from the device's checksum (I12).
     fn check(&self, bytes: &[u8], of_device: Option<&[u8]>) -> Result<Option<Vec<Hasher>>> {
         let sums = self.arrivals.iter().map(|(range, _)| crc32fast::hash(&bytes[range.clone()]));
         let sums = collected(sums)?;
@@ -391,7 +391,7 @@ impl SummedCopies {
         self.by_source(sums.into_iter()).map(Some)
     }
 
-    /// Combines the checksums of ranges into those of sources, because a source may be divided into several ranges.
+    /// Combines the checksums of ranges into checksums of sources, because a source may be divided into several ranges.
     fn by_source(&self, of_ranges: impl Iterator<Item = u32>) -> Result<Vec<Hasher>> {
         let mut sums = collected((0..self.sources).map(|_| Hasher::new()))?;
         for ((range, source), sum) in self.arrivals.iter().zip(of_ranges) {

@@ -43,7 +43,7 @@ pub(crate) struct Reads {
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// The state that the thread, the applier and the handles share.
+/// The queue of captured reads, shared by the thread, the applier and the handles.
 #[derive(Default)]
 struct ReadQueue {
     state: Mutex<QueueState>,
@@ -196,8 +196,8 @@ impl Drop for Reads {
     /// Completes all reads. This must happen before the arena is dropped, which owns the memory of copied ranges.
     fn drop(&mut self) {
         let Some(thread) = self.thread.lock().take() else { return };
-        // The empty closure runs after those of all reads, so no read is added to the queue after the flag is set. If
-        // the applier has ended, no closure runs any more.
+        // The empty closure runs after the closures of all reads, so no read is added to the queue after the flag is
+        // set. If the applier has ended, no closure runs any more.
         let _gone = self.applier.turn(|_| Ok(()));
         self.shared.state.lock().is_over = true;
         self.shared.more.notify_all();

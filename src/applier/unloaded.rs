@@ -193,7 +193,7 @@ impl UnloadedSet {
     /// - Otherwise, takes up to `bytes_max` bytes of pages after the pages that were taken last. After the last page of
     ///   the set, continues with the first page.
     ///
-    /// A page that is longer than the maximum is taken alone.
+    /// A page that is longer than the maximum is the only page in the result.
     pub fn take(&self, asked_bytes_max: u64, bytes_max: u64) -> Option<Vec<UnloadedPage>> {
         let mut state = self.state.lock();
         if state.end_error.is_some() {

@@ -26,10 +26,10 @@ pub(crate) struct VersionRange {
 
 impl Applier {
     /// Reads the bytes of all ranges, one after another, between two batches. Checksums from both sides of the bus are
-    /// compared. Returns `None` if one of the pages has another version or is on disk by now.
+    /// compared. Returns `None` if one of the pages now has another version or is on disk.
     ///
     /// # Errors
-    /// `OutOfMemory`; a device error, also if the bytes changed in transit twice.
+    /// `OutOfMemory`; a device error, including the error for bytes that changed in transit twice.
     pub fn read_versions(
         &self,
         device: &EngineDevice,
