@@ -201,7 +201,7 @@ mod tests {
 
     #[test]
     fn open_files_are_registered_and_closed_ones_are_not() {
-        // A number that is greater than those of the descriptors that other tests in this process use.
+        // A number above all descriptors that other tests in this process use.
         const NUMBER_MIN: i32 = 900;
         let registered =
             |descriptor| slots().filter(|slot| slot.descriptor.load(Ordering::SeqCst) == descriptor).count();

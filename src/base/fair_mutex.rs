@@ -14,7 +14,7 @@ pub(crate) struct FairMutex<T> {
 }
 
 impl<T> FairMutex<T> {
-    /// Creates a mutex. The ranks are those of the inner locks `turn` and `value`.
+    /// Creates a mutex whose inner locks `turn` and `value` have the given ranks.
     pub fn of_rank([turn, rank]: [Rank; 2], value: T) -> Self {
         Self { turn: Mutex::of_rank(turn, ()), value: Mutex::of_rank(rank, value) }
     }

@@ -1,7 +1,7 @@
 //! Locks, threads and time, provided by the system or, with `--cfg shuttle`, by a test scheduler.
 //!
 //! Threads of the engine synchronize only through the types that this module exports. `tests/schedules` builds the
-//! engine with `--cfg shuttle`, which runs all threads in turn on a single system thread. The scheduler may switch
+//! engine with `--cfg shuttle`, which runs one thread at a time on a single system thread. The scheduler may switch
 //! threads at each lock, wait and atomic operation, and time advances only when a wait times out. The engine thus runs
 //! under thousands of schedules, and a failure names the schedule to replay.
 //!

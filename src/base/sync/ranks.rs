@@ -183,7 +183,8 @@ impl<Guard: DerefMut> DerefMut for RankedGuard<Guard> {
     }
 }
 
-/// A condition variable. The state that threads wait for must change under the mutex that they wait with.
+/// A condition variable. Threads must change the awaited state under the mutex that the waiting threads pass to
+/// [`wait`](Self::wait).
 #[derive(Debug, Default)]
 pub struct Condvar(backend::Condvar);
 

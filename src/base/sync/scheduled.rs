@@ -1,4 +1,5 @@
-//! Locks, threads and time under a test scheduler, with the same interface as those of the system.
+//! Locks, threads and time under a test scheduler, with the same interface as the locks, threads and time of the
+//! system.
 //!
 //! This module implements its own condition variable, because the scheduler's has no waits with a timeout. Time
 //! advances only when a wait times out, to the end of that wait. The scheduler considers a thread in a timed

@@ -38,7 +38,7 @@ fn refused(name: &str) -> io::Result<()> {
     refusals::strike(name)
 }
 
-/// Simulated failures of thread creation. Tests that use them must run alone in their process.
+/// Simulated failures of thread creation. A test that uses them must be the only test in its process.
 #[cfg(any(test, feature = "testing"))]
 pub mod refusals {
     use std::io;
