@@ -13,8 +13,8 @@ use crate::error::Result;
 
 /// The maximum number of links of a snapshot, including its base and its own link.
 pub(super) const LINKS_MAX: usize = 8;
-/// The inverse of the maximum share of pages in the links after the base. When the links contain more pages, the next
-/// snapshot is a base.
+/// The divisor of the number of pages that limits the pages in the links after the base. If the links would contain
+/// more pages, the next snapshot is a base.
 const CHANGED_SHARE: usize = 2;
 
 /// An image of a page after batch `lsn`, or no image if the page is empty.
