@@ -420,8 +420,8 @@ impl ReadAt for DirReader {
         }
         let open = self.open(file)?;
         open.read_exact_at(out, offset)?;
-        // The file under this name may be a new one by now, because a writer removes an image file's name before it
-        // overwrites the file (I13).
+        // A new file may now have this name, because a writer removes an image file's name before it overwrites the
+        // file (I13).
         let is_there = |now: std::fs::Metadata| Ok(now.ino() == open.metadata()?.ino());
         match file {
             FileName::Pages(_) if !std::fs::metadata(self.disk.file_path(file)).and_then(is_there)? => {

@@ -46,8 +46,8 @@ pub(super) struct DirectWindow {
     len: u64,
     /// The bytes that the next sync writes. The lock is held during a put, so that puts run one at a time.
     unsynced: Mutex<Unsynced>,
-    /// A second buffer, which a sync exchanges with that of `unsynced`. A sync holds the lock, because the device may
-    /// still read the buffer. `None` after a failed write, whose bytes are lost.
+    /// A second buffer. Each sync exchanges it with the buffer in `unsynced`, and holds the lock, because the device
+    /// may still read the buffer. `None` after a failed write, whose bytes are lost.
     idle: Mutex<Option<AlignedBuf>>,
     name: FileName,
 }

@@ -66,7 +66,7 @@ impl OpenDirectory {
             }
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 // A removed directory has no other writer. If only the lock file was removed, another writer may have
-                // locked a new one.
+                // locked a new lock file.
                 if self.is_removed() { Ok(()) } else { Err(superseded(None)) }
             }
             Err(error) => Err(Error::io(IoAction::Inspect, FileName::Lock, None, error)),

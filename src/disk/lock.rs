@@ -3,8 +3,8 @@
 //! The writer lock combines three locks, because each of them alone is insufficient:
 //!
 //! 1. A lock of the open file description of `LOCK` (`F_OFD_SETLK`) excludes all other writers. The lock is held until
-//!    its descriptor is closed, whatever else this process opens and closes. A forked child closes its copy of the
-//!    descriptor ([`ClosedOnFork`]), so the lock ends with its owner.
+//!    its descriptor is closed, regardless of other descriptors that this process opens and closes. A forked child
+//!    closes its copy of the descriptor ([`ClosedOnFork`]), so the lock ends with its owner.
 //! 2. A lock of the process (`F_SETLK`) identifies the owner to a process that fails to acquire the writer lock. If the
 //!    kernel or the file system does not support locks of open files, the lock of the process is the only lock. The
 //!    system releases it as soon as any code in the process closes any descriptor of `LOCK`, for example while copying

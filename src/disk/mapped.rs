@@ -1,6 +1,6 @@
 //! A window that uses a shared mapping. A short put copies bytes into memory, without a system call. On a disk, a long
 //! put writes to the file instead: the kernel write-protects mapped pages whenever it writes them to the medium, and a
-//! page fault for every 4 KiB costs more than a call. Both ways write to the same pages of the page cache.
+//! page fault for every 4 KiB costs more than a call. Both kinds of put write to the same pages of the page cache.
 //!
 //! The copied bytes survive the death of the process, because the mapped pages belong to the file.
 //!

@@ -251,8 +251,8 @@ pub trait DiskFile: Send + Sync {
     /// I/O errors.
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()>;
 
-    /// Writes zeros from `offset` to `end`. `io` is the mode of the window that will be opened on the file, so that the
-    /// zeros can be written in the way that suits the window.
+    /// Writes zeros from `offset` to `end`. `io` is the mode of the window that will be opened on the file. The mode
+    /// determines how the zeros are written.
     ///
     /// # Errors
     /// I/O errors.

@@ -29,7 +29,7 @@ pub(crate) struct DiskSource {
 /// Skipping the ranges reduces the time to replay an uncached log from ext4 by a third.
 type Uncached = Arc<Mutex<HashMap<FileName, Vec<Range<u64>>>>>;
 
-/// Where a source reads bytes from: the page cache, the medium, or a combination of them.
+/// The place from which a source reads bytes: the page cache, the medium, or a combination of them.
 #[derive(Clone, Copy)]
 enum ReadPath {
     /// Through the page cache, so that the source sees the same bytes as other processes.
