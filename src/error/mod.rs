@@ -28,7 +28,7 @@ pub use crate::layout::LayoutError;
 /// A [`Result`](std::result::Result) whose default error type is [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// The `what` of an [`Error::Limit`] for a store that was opened so often that no incarnation number is left.
+/// The value of `what` in the [`Error::Limit`] that reports that a store has used all incarnation numbers.
 pub(crate) const INCARNATION: &str = "incarnation";
 
 /// The error type of all fallible calls.
@@ -238,7 +238,7 @@ pub enum Error {
     ///
     /// The cause is the caller. The store is unchanged.
     NoSuchState(NoSuchState),
-    /// The log no longer contains the batches to be read: their space was reused before they were read.
+    /// The log no longer contains the requested batches, because their space was reused before they were read.
     ///
     /// The cause is the caller, who reads too slowly. The store is unchanged.
     Overtaken {

@@ -74,7 +74,7 @@ pub enum NcclError {
         ranks: u32,
         /// The time limit.
         waited: Duration,
-        /// The ranks as which no process on this host has joined. Ranks on other hosts are among them.
+        /// The ranks for which no process on this host has joined, including all ranks on other hosts.
         absent: Vec<u32>,
     },
     /// A collective operation was not complete within the time limit. A rank has ended, hangs, or made another call.

@@ -10,22 +10,22 @@ use super::{ArchiveErrorKind, Error, IoAction, IoObject, NcclError, Refused};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Remedy {
-    /// Change the arguments: the call cannot succeed with the given ones. [`Error::advice`] states what to change. The
-    /// call had no effect.
+    /// Change the arguments, because the call cannot succeed with the given arguments. [`Error::advice`] states the
+    /// required change. The call had no effect.
     ChangeCall,
     /// Repeat the call: another change was made first, another caller holds the object, or the system was short of open
     /// files, memory or threads. The call had no effect.
     Retry,
     /// Free disk space or memory, then repeat the call. The call had no effect.
     FreeSpace,
-    /// Let the system access the named object: grant permission, create what is missing, or use another path. The call
-    /// had no effect.
+    /// Give the system access to the named object: grant permission, create a missing file, or use another path. The
+    /// call had no effect.
     Permit,
     /// Close the store and open it again; acknowledged batches are recovered.
     Reopen,
     /// Open the store in a new process, because the device context of this one is lost.
     NewProcess,
-    /// Discard what was read so far and start from the newest snapshot.
+    /// Discard all data read so far and start from the newest snapshot.
     StartOver,
     /// Inspect the damage with `remanent verify`, which lists it. The call changed nothing.
     Inspect,
@@ -75,9 +75,9 @@ impl Error {
         }
     }
 
-    /// Returns whether the call failed because the system was temporarily short of open files, memory or
-    /// threads. Such a call had no effect, and may succeed later. A failed sync is never a shortage, whatever
-    /// its error code: the system may have dropped the data that it could not write.
+    /// Returns whether the call failed because the system was temporarily short of open files, memory or threads. Such
+    /// a call had no effect, and may succeed later. A failed sync is never a shortage, regardless of its error code,
+    /// because the system may have dropped the data that it could not write.
     #[must_use]
     pub(crate) fn is_shortage(&self) -> bool {
         match self {
