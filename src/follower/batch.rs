@@ -210,8 +210,7 @@ impl<'d> ImageSource<'d> {
         image.read(&self.source, 0, out).map_err(|damage| self.error(damage))
     }
 
-    /// Converts damage found in a file to an error. If the file's name no longer exists, the error is that the follower
-    /// was overtaken.
+    /// Converts damage found in a file to an error. Returns [`Error::Overtaken`] if the file's name no longer exists.
     ///
     /// The writer removes a file's name before it overwrites the file (I13), and this source may keep the file open.
     /// The content of a file without a name does not indicate damage.

@@ -116,8 +116,8 @@ pub struct Follower {
     idle_since: Instant,
     watch: Box<dyn Watch>,
     checks: u64,
-    /// A point in a segment without its first frames, for which a check found that no frame after the point was
-    /// omitted.
+    /// The point of the last check for omitted frames in a segment that lacks its first frames. The check found that no
+    /// frame after the point was omitted.
     checked_gap: Option<LogPoint>,
 }
 
@@ -366,8 +366,8 @@ impl Follower {
         let here = self.tail.point();
         let before = opening.predecessor.incarnation;
         if before != here.incarnation && !is_skipped_successor(opening, here.incarnation) {
-            // Either the incarnations in between were recycled, or the current incarnation was omitted from the store's
-            // history.
+            // Either the incarnations between the two were recycled, or the current incarnation was omitted from the
+            // store's history.
             let on_line = before.number > here.incarnation.number;
             let error = if on_line { missing(&self.disk, here) } else { diverged(self.position, None) };
             return Err(error);
@@ -380,8 +380,9 @@ impl Follower {
         Ok(true)
     }
 
-    /// Returns the first opening segment after the follower's position in the log, with the segment's number. The opening
-    /// begins the next incarnation of the writer, or a later one if the segment of the next one was recycled.
+    /// Returns the first opening segment after the follower's position in the log, with the segment's number. This
+    /// segment opens the next incarnation of the writer, or a later incarnation if the next incarnation's segment was
+    /// recycled.
     ///
     /// # Errors
     /// [`Error::Diverged`] if the directory now contains another store.
@@ -421,8 +422,8 @@ impl Follower {
                 return Ok(());
             }
             return match (&first.defect, first.file) {
-                // After a power cut, the segment of this point may still exist although the next one was removed,
-                // because neither is needed any more.
+                // After a power cut, the segment of this point may still exist although the following segment was
+                // removed, because neither segment is needed any more.
                 (Defect::Missing, FileName::Segment(segment)) => {
                     let point = LogPoint { segment, offset: first.offset, ..self.tail.point() };
                     Err(missing(&self.disk, point))
