@@ -132,7 +132,7 @@ impl Auditor<'_> {
         PastState::open(&self.engine.disk, Some(&StatePoint::Lsn(lsn)))
     }
 
-    /// Computes the checksums of those of `pages` that still exist, all after the same batch.
+    /// Computes the checksums of all pages in `pages` that still exist, after the same batch.
     fn sum(&self, pages: &[(PageId, u64)]) -> Result<PageSums> {
         let wanted = collected(pages.iter().map(|(page, _)| *page))?;
         self.engine.applier.unloaded().wait(wanted.iter().copied())?;

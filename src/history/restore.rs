@@ -109,8 +109,8 @@ impl RestoreRun<'_> {
         submitted.replace(point.lsn, target.pages.iter().cloned(), target.root.clone());
         submitted.index_keys().expect("the old state had unique keys");
         overwritten.map_err(|error| self.engine.poison.set(error))?;
-        // No batch was committed in between, because the caller holds the submission lock. All pages may have changed,
-        // so streams report a gap.
+        // No batch was committed during the restore, because the caller holds the submission lock. All pages may have
+        // changed, so streams report a gap.
         self.engine.applier.changes().publish(Err(point.lsn));
         tracing::info!(%restored, lsn = %point.lsn, "restored");
         Ok(point)
@@ -234,7 +234,7 @@ fn at_restore(info: &PageInfo, now: &PageTable, lsn: Lsn, epoch: Epoch) -> PageI
     info
 }
 
-/// Replaces the applier's pages on disk with the pages of the old state. Each of them consists of its image alone.
+/// Replaces the applier's pages on disk with the pages of the old state. Each page has the bytes of its image.
 fn overwrite_on_disk(turn: &mut Turn<'_>, disk_pages: &DiskPages, target: &RestoreTarget, point: LogPoint) {
     let RestoreTarget { pages, images, .. } = target;
     let is_on_disk = |page: PageId| {
