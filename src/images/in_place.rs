@@ -6,7 +6,7 @@
 //!    (`snapshot/in_place.rs`).
 //! 3. **Head**: the host writes the chunk's head, which contains the checksums, before the images.
 //! 4. **Verify**: once the snapshot is published, the device checksums the bytes in the file (I7, I12). The pages'
-//!    copies on the device are freed by then. If the file contains other bytes, the next open starts from the previous
+//!    copies on the device are already freed. If the file contains other bytes, the next open starts from the previous
 //!    snapshot.
 //!
 //! A crash in steps 1 to 3 leaves an unreferenced image file, whose chunks have no heads.
@@ -54,7 +54,8 @@ impl ImageWriter {
         let images = collected(pages.iter().map(|(info, sum)| new_image(info, *sum, None)))?;
         let chunk = Chunk::plan(self.number, offset, &images)
             .map_err(|defect| Error::from(defect.at(FileName::Pages(self.number), offset)))?;
-        // I7: a chunk that is longer than its reserved space would overwrite the next one, which another thread wrote.
+        // I7: a chunk that is longer than its reserved space would overwrite the next chunk, which another thread
+        // wrote.
         assert!(chunk.len == chunk_len, "a chunk that is not as long as its place");
         let head = self.encode_head(&chunk)?;
         self.growing

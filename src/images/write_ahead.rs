@@ -98,8 +98,8 @@ impl<'a> PendingImages<'a> {
         self.numbers.clone().for_each(|file| self.files.logged(file, lsn));
     }
 
-    /// Keeps the image files although the commit failed, because the batch may be in the log. The next open removes the
-    /// files if it is not.
+    /// Keeps the image files although the commit failed, because the batch may be in the log. If the log does not
+    /// contain the batch, the next open removes the files.
     pub fn leave(&mut self) {
         self.is_refused = false;
     }

@@ -29,8 +29,8 @@ use crate::options::ImageOptions;
 /// snapshots would rewrite some of them to limit their number.
 const CHUNKS_MIN: u64 = 8;
 
-/// The length of a file written in place may exceed that of its images by that length divided by this value, plus
-/// `TAIL_MIN`.
+/// A file written in place may be longer than its images. The maximum excess is the length of the images divided by
+/// this value, plus `TAIL_MIN`.
 const TAIL_SHARE: u64 = 4;
 const TAIL_MIN: u64 = 64 << 10;
 
@@ -232,7 +232,7 @@ impl ImageWriters {
     /// is written once.
     ///
     /// # Errors
-    /// I/O errors. A lack of space leaves the store unchanged only if no other file failed in another way.
+    /// I/O errors. A lack of space leaves the store unchanged only if no other file failed for another reason.
     pub fn sync(&self) -> Result<()> {
         let count = self.files.len();
         let sync = |(): &mut (), index: usize| Ok::<_, Infallible>(self.files[index].sync_bytes());

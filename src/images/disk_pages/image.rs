@@ -90,14 +90,14 @@ impl DiskImage {
         self.is_raw() && source.read_at(FileName::Pages(self.image.file), at, out).is_ok()
     }
 
-    /// Returns whether the image contains the bytes of the page one after another and uncompressed.
+    /// Returns whether the image contains the bytes of the page contiguously and uncompressed.
     pub fn is_raw(&self) -> bool {
         self.image.codec == Codec::Raw
     }
 
-    /// Passes the bytes of the page to `visit` in order and in pieces, and verifies the image meanwhile. The pieces of
-    /// a raw image consist of whole elements of any width. Returns `true` if the bytes are verified, and `false` if
-    /// `visit` ended the scan.
+    /// Passes the bytes of the page to `visit` in order and in pieces, and verifies the image at the same time. The
+    /// pieces of a raw image consist of whole elements of any width. Returns `true` if the bytes are verified, and
+    /// `false` if `visit` ended the scan.
     ///
     /// # Errors
     /// `Damaged` if the bytes are wrong, in the page cache or on the medium.

@@ -1,6 +1,6 @@
 //! Pages of [`Place::Disk`](remanent_format::Place::Disk), which have no memory.
 //!
-//! The current bytes of such a page are those of its newest image, overlaid with later writes of batches. The image
+//! The current bytes of such a page are the bytes of its newest image, overlaid with later writes of batches. The image
 //! belongs to a snapshot, or was written before its batch was logged. Later writes are kept in host memory, block by
 //! block, until a snapshot writes a new image.
 //!
@@ -75,8 +75,7 @@ struct PendingBytes {
 }
 
 /// Host memory that is reserved for a batch's writes to pages on disk, from the check of the batch until it is applied.
-/// Without claims, every batch that is checked before the applier reaches the first batch would find the same free
-/// memory.
+/// Without claims, several batches could be checked against the same free memory before the first of them is applied.
 #[derive(Debug)]
 pub(crate) struct PendingClaim {
     pending: Arc<PendingBytes>,
@@ -234,7 +233,7 @@ impl DiskPages {
     }
 }
 
-/// A guard that counts a committer as waiting for host memory.
+/// A guard that counts a committer that waits for host memory.
 struct Waiting<'w>(&'w AtomicUsize);
 
 impl<'w> Waiting<'w> {

@@ -15,8 +15,8 @@ use crate::base::allocation::push;
 use crate::error::{Error, Result};
 use crate::images::resize;
 
-/// The inverse of the maximum share of a page that may differ from the base. If a larger share differs, the whole page
-/// is written.
+/// An overlay is written only if the bytes that differ from the base are at most the page's length divided by this
+/// value. Otherwise the whole page is written.
 const OVERLAY_SHARE: u64 = 8;
 /// The maximum gap in bytes between two pieces that are merged into one. A separate piece would need 16 bytes in the
 /// table of pieces.
@@ -178,7 +178,7 @@ impl NewOverlay<'_> {
         Ok(())
     }
 
-    /// Returns the reference to the page's new image, after the payload was written to `payload`.
+    /// Returns the reference to the page's new image. `payload` is the reference to the payload that was written.
     pub fn image(&self, payload: &ImageRef) -> ImageRef {
         self.overlay.reference(payload, self.sum)
     }

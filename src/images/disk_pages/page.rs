@@ -158,7 +158,7 @@ impl DiskPage {
         self.image.as_ref().filter(is_as_long)
     }
 
-    /// Returns the image that contains the page's unwritten bytes, or `None`.
+    /// Returns the image that contains the bytes that no batch has overwritten, or `None`.
     pub fn image(&self) -> Option<&Arc<DiskImage>> {
         self.image.as_ref()
     }
@@ -336,8 +336,8 @@ impl Block {
         has_all
     }
 
-    /// Copies the written bytes of this block to `out`. `start` is the block's offset in the page, and `offset` is that
-    /// of `out`.
+    /// Copies the written bytes of this block to `out`. `start` is the offset of the block in the page, and `offset` is
+    /// the offset of `out` in the page.
     fn copy_to(&self, start: u64, out: &mut [u8], offset: u64) {
         let from = offset.saturating_sub(start).min(BLOCK_LEN as u64) as usize;
         let to = (offset + out.len() as u64).saturating_sub(start).min(BLOCK_LEN as u64) as usize;
