@@ -460,7 +460,7 @@ impl Store {
     /// directory must be missing or empty.
     ///
     /// The new store shares image files through hard links where the file system permits. Pages without an image of
-    /// exactly that state are copied. Lsns, epochs and page ids continue from those of the state.
+    /// exactly that state are copied. Lsns, epochs and page ids continue from the state.
     ///
     /// ```
     /// use remanent::{Place, StatePoint, Store};
