@@ -123,7 +123,7 @@ impl ArchiveProgress {
         self.state.lock().is_called()
     }
 
-    /// Waits until the time `until`, or until a caller waits for a batch that is not archived, or the store closes.
+    /// Waits until the time `until`, until a caller waits for a batch that is not archived, or until the store closes.
     pub fn pause(&self, until: Instant) {
         let mut state = self.state.lock();
         while !state.is_called() {

@@ -54,8 +54,8 @@ pub(super) struct Waiters {
     took: Duration,
     /// The number of coming syncs that begin without a wait, because earlier waits were unsuccessful.
     immediate_syncs: u32,
-    /// The next initial value of `immediate_syncs`. The value doubles after each unsuccessful wait, so that syncs
-    /// rarely wait if the committers never return.
+    /// The value that `immediate_syncs` gets after the next unsuccessful wait. The value doubles after each
+    /// unsuccessful wait, so that syncs rarely wait if the committers never return.
     immediate_syncs_max: u32,
 }
 

@@ -241,13 +241,13 @@ impl LogState {
             return Room::Ready;
         }
         let long_enough = self.empty.front().is_some_and(|next| SEGMENT_HEADER_BLOCK + frame_len <= next.len);
-        // I8: the segment after the one that the log enters exists, is synced and has its name. A reader therefore
-        // treats a missing newest segment as damage.
+        // I8: when the log enters a segment, the following segment exists, is synced and has its name. A reader
+        // therefore treats a missing newest segment as damage.
         if !long_enough || self.empty.len() < EMPTY_COUNT {
             return Room::AfterGrowth;
         }
-        // No frame enters a segment before the frames of the segment before the previous one are durable, so
-        // that a power cut never leaves more than two unsynced segments.
+        // A frame may enter the next segment only if the segment before the current one is durable. A power cut thus
+        // never leaves more than two unsynced segments.
         if let Some(&(_, last)) = self.left_behind.back() {
             return Room::AfterSync(last);
         }

@@ -61,10 +61,10 @@ impl<'a> SyncGuard<'a> {
         for range in &self.dirty {
             range.window.sync(range.from, range.to - range.from)?;
         }
-        // This check must follow the sync. By now, a writer that has opened the store without reading these frames is
+        // This check must follow the sync. A writer that has opened the store without reading these frames is now
         // detectable. Frames that it has read belong to its log too, and may be acknowledged.
         self.log.pool.check_writer()?;
-        // The mark advances only now: a frame that carried it earlier would turn a torn tail into damage (I4).
+        // The mark advances only now. If an earlier frame carried this mark, a torn tail would look like damage (I4).
         let mut state = self.log.state.lock();
         assert!(self.target >= state.durable); // I4: the mark never decreases.
         assert!(self.target <= state.point.lsn); // I4: the mark covers only appended batches.
@@ -108,7 +108,7 @@ impl Drop for SyncGuard<'_> {
         // The threads are woken one by one. After a single broadcast, each thread wakes only when the previous one
         // releases the lock, and 8 threads on 2 cores made a fifth fewer commits of 4 KiB.
         (0..served).for_each(|_| synced.notify_one());
-        // At most one more thread is left: it waits for the sync after the next one, and its notification has woken
+        // At most one more thread is left. It waits for the sync after the next one, and its notification has woken
         // another thread instead.
         synced.notify_all();
         self.log.progress.notify_all();

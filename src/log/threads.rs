@@ -68,8 +68,8 @@ impl Log {
                 drop(state);
                 self.wake_tasks_of_failed();
                 state = self.state.lock();
-                // If the log was stopped in between, the notification was sent before this wait, and must not be waited
-                // for.
+                // If the log was stopped while the lock was released, the notification was sent before this wait, and
+                // must not be waited for.
                 if !state.must_stop {
                     self.work.wait(&mut state);
                 }

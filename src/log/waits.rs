@@ -76,7 +76,7 @@ impl Log {
         while state.durable < lsn {
             // After a failure, no sync ever covers this batch.
             self.check()?;
-            // Computed in each iteration, because a sync that began in between may cover this batch.
+            // Computed in each iteration, because a sync that has begun since the last iteration may cover this batch.
             let round = state.syncs_begun + usize::from(lsn > state.sync_target);
             let synced = &self.synced[round % 2];
             if state.is_syncing {
@@ -203,7 +203,7 @@ impl Log {
         let mut state = self.state.lock();
         state.verified = verified;
         // Every seal appended from now on names the new list. An earlier seal that is not synced yet may name the old
-        // one.
+        // list.
         let (seals, refused) = (state.stats.seals, state.seals_refused);
         while state.seals_durable <= seals {
             self.check()?;

@@ -10,12 +10,13 @@ use super::writer::Log;
 use crate::base::sync::Instant;
 
 impl Log {
-    /// Waits until one of these occurs: the log contains batch `lsn`; replaying the appended batches would read `bytes`
-    /// bytes; the time `until`; a call of [`call_watcher`](Self::call_watcher). Only one thread may call this function
-    /// at a time.
+    /// Waits until the log contains batch `lsn`, until replaying the appended batches would read `bytes` bytes, until
+    /// the time `until`, or until a call of [`call_watcher`](Self::call_watcher), whichever is first. Only one thread
+    /// may call this function at a time.
     pub fn watch(&self, lsn: Lsn, bytes: u64, until: Option<Instant>) {
         let mut state = self.state.lock();
-        // The request is set before the log's growth is checked, under one lock, so no append in between is missed.
+        // The request is set before the log's growth is checked, under one lock, so no append between the two steps is
+        // missed.
         state.watch.wanted = Some((lsn, bytes));
         let is_over = |state: &LogState| {
             state.watch.is_called || state.watch.is_reached(state.point.lsn, state.replay_bytes())

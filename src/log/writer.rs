@@ -58,9 +58,10 @@ pub(crate) struct Log {
     pub(super) progress: Condvar,
     /// The async tasks that wait for batches to become durable.
     pub(super) wakers: Wakers,
-    /// The condition variables that wake committers when their batches are durable. One serves the committers of the
-    /// current sync and the other those of the next sync, alternating. A committer of the next sync is woken before all
-    /// others, because it begins that sync. When it was woken last, each of 8 threads waited half a sync longer.
+    /// The condition variables that wake committers when their batches are durable. The committers of the current sync
+    /// and the committers of the next sync use different variables, alternating with each sync. A committer of the next
+    /// sync is woken before all others, because it begins that sync. When it was woken last, each of 8 threads waited
+    /// half a sync longer.
     pub(super) synced: [Condvar; 2],
     /// Notifies the maker that a segment or a spare must be created.
     pub(super) room: Condvar,
@@ -100,7 +101,7 @@ impl Log {
             .spawn("remanent-keeper", Self::keep)
             .and_then(|()| log.spawn("remanent-maker", Self::keep_segments_ready));
         if started.is_err() {
-            // If the second thread cannot be started, the first one must end, because the log is not returned.
+            // If the second thread cannot be started, the first thread must end, because the log is not returned.
             log.stop();
         }
         started.map(|()| log)
@@ -362,7 +363,7 @@ impl Log {
         assert!(!header.group_start || offset.is_multiple_of(GROUP_ALIGN)); // I5: not in a synced block.
         assert!(header.end() <= state.current.len); // I3: a frame is within its segment.
         let (bytes, chain) = header.encode();
-        // The payload is stored first. If the process is killed in between, no header exists, so no reader treats the
+        // The payload is stored first. If the process is killed before the header is stored, no reader treats the
         // payload as a frame.
         let header_len = bytes.len() as u64;
         let window = &state.current.window;
@@ -385,7 +386,7 @@ impl Log {
         state.chain = chain;
         state.offset = end;
         state.last_append = now;
-        // This frame may have been the first one of its segment, so that there is one empty segment less.
+        // This frame may have been the first frame of its segment. The log then has one empty segment less.
         if state.empty.len() < EMPTY_COUNT {
             self.room.notify_one();
         }
@@ -404,8 +405,8 @@ impl Log {
         Ok(state.point)
     }
 
-    /// Returns an error if another writer has opened the store after this writer. Does not repeat a check of the last
-    /// millisecond.
+    /// Returns an error if another writer has opened the store after this writer. A check made within the last
+    /// millisecond is not repeated.
     pub(super) fn check_writer_again(&self) -> Result<()> {
         if self.state.lock().is_check_due(Instant::now()) { self.pool.check_writer() } else { Ok(()) }
     }
@@ -415,8 +416,8 @@ impl Log {
         if self.failed.load(Ordering::Acquire) { self.poison.check() } else { Ok(()) }
     }
 
-    /// Marks the log as failed with `error`. Returns the error that every later call returns. This error may be an
-    /// earlier one.
+    /// Marks the log as failed with `error`. Returns the error that every later call returns, which may be the error of
+    /// an earlier failure.
     ///
     /// The keeper wakes the waiting tasks, because the caller may hold locks, and an executor may poll a task in the
     /// call that wakes it.
@@ -424,7 +425,7 @@ impl Log {
         let error = self.poison.set(error);
         self.failed.store(true, Ordering::Release);
         // A thread that is about to wait has checked `failed` under the state lock. The keeper acquires the same lock
-        // before it notifies, so that thread waits by then and is woken.
+        // before it notifies, so that thread is already waiting and is woken.
         self.work.notify_one();
         self.notify_threads();
         error

@@ -1,8 +1,8 @@
 //! Segment files. A segment file is written completely before it is renamed to its segment name, and reused when the
 //! log no longer needs it.
 //!
-//! A crash here loses no frame. Recovery reads no temporary files, and spares contain no data. A segment with its name
-//! is empty, synced and in its folder before the first frame is written to its predecessor (I8).
+//! A crash here loses no frame. Recovery reads no temporary files, and spares contain no data. Before the first frame
+//! is written to a segment, the following segment exists under its name, empty and synced (I8).
 //!
 //! A growing log creates its segments with [`SegmentPool::make`]. An open publishes its first segment separately. On a
 //! full disk, requests for space have a fixed order of priority.
@@ -221,8 +221,8 @@ impl SegmentPool {
         purpose: SpacePurpose,
     ) -> Result<SegmentFile> {
         let mut len = wanted;
-        // A user's batch gets no segment shorter than the first one of a log. The remaining space is for batches that
-        // delete pages and for manifests, which lead to free space.
+        // A user's batch gets no segment shorter than the first segment of a log. The remaining space is for batches
+        // that delete pages and for manifests, which lead to free space.
         let shortest = if purpose == SpacePurpose::Open { SEGMENT_LEN_MIN } else { self.first_len() };
         loop {
             let checked = match purpose {
@@ -384,7 +384,7 @@ impl SegmentPool {
         if spares.files.len() < self.rules.reserve || spares.lacking() > 0 && len <= FIRST_LEN {
             return true;
         }
-        // A few short segments are kept for the next opens. A log that has grown uses longer ones.
+        // A few short segments are kept for the next opens. A log that has grown uses longer segments.
         let short = spares.files.iter().filter(|spare| spare.len <= FIRST_LEN).count();
         if len <= FIRST_LEN
             && FIRST_LEN < len_max

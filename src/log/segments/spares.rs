@@ -41,7 +41,7 @@ pub(crate) struct SegmentRules {
     /// The number of spares that are kept in reserve for a full disk.
     pub reserve: usize,
     /// The maximum number of bytes of spares in excess of the reserve. Unless this value is 0, one such spare is kept
-    /// whatever its length. The excess spares are removed when the disk is full.
+    /// regardless of its length. The excess spares are removed when the disk is full.
     pub spare_bytes: u64,
 }
 
