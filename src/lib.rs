@@ -49,9 +49,8 @@
 //! | root | the store's own metadata, a map of names to values |
 //! | [`WriteBatch`] | deltas and other operations that become visible and durable together |
 //! | [`Lsn`] | the number of a committed batch: 1, 2, 3 and so on |
-//! | [`Ticket`], [`Ack`] | a handle to a submitted batch, and what to wait for: logged, applied or durable |
-//! | [`Ticket`], [`Ack`] | a handle to a submitted batch, and the state to wait for: logged, applied or durable
-//! |
+//! | [`Ticket`], [`Ack`] | a handle to a submitted batch, and the state to wait for: logged, applied or durable |
+//! | [`Lease`], [`Pin`] | access to a page's memory: a lease preserves the bytes, a pin preserves the address |
 //! | snapshot | a manifest and the page images that it names; an open starts from the newest snapshot |
 //! | [`StatePoint`] | an earlier state, given by Lsn, snapshot or name, to view, restore or fork |
 //! | [`View`] | a read-only handle to a state on disk; a writer may have the store open at the same time |

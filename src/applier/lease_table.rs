@@ -4,10 +4,10 @@
 //! the page is copied first, and callers continue to see the old version. Thus no batch waits for a lease, and a batch
 //! without room for the copy fails before it is logged.
 //!
-//! - A lease begins under the submission lock. Every batch logged before is passed to the applier before the closure
-//!   that determines the lease's memory. Every later batch finds the lease in this table.
-//! - A lease begins under the submission lock. Every batch that was logged earlier is passed to the applier
-//!   before the closure that determines the lease's memory. Every later batch finds the lease in this table.
+//! - A lease begins under the submission lock. Every batch that was logged earlier is passed to the applier before the
+//!   closure that determines the lease's memory. Every later batch finds the lease in this table.
+//! - A lease ends when the streams on which it was used have finished their work. The lane [`Lane::Callers`] waits for
+//!   these streams, so its next fence passes when they are done. A stream may be arbitrarily slow. Until the fence has
 //!   passed, the memory counts as leased, but no other lane waits.
 //! - A pinned page cannot be leased, and a leased page cannot be pinned. A pinned page keeps its memory. A batch that
 //!   would move the page fails with `Leased` before it is logged.

@@ -14,6 +14,7 @@ use crate::write::commit::{InitialCopy, Shadow};
 /// Tensors in device memory in which an inference engine keeps its blocks, one tensor for each region of the layout.
 /// The blocks must have the same shape as the blocks in the store's pages, but the layouts may differ.
 ///
+/// ```
 /// use remanent::layout::{Arrangement, BlockLayout, BlockShape};
 /// use remanent::blocks::{BlockPages, BlockTensors};
 /// use remanent::{Options, Place};
