@@ -218,7 +218,7 @@ impl Salvage {
             if interrupt.is_noted() {
                 return Err(SalvageStop::Interrupted);
             }
-            let (_, found) = held.as_ref().expect("found just now");
+            let (_, found) = held.as_ref().expect("the page was found above");
             let bytes = search.window(found, offset..offset + out.len() as u64);
             out.copy_from_slice(&bytes.map_err(|damage| SalvageStop::Failed(damaged(damage)))?);
             Ok(())
@@ -253,7 +253,7 @@ fn find_remains(search: &Search<'_>, interrupt: &Interrupt) -> Option<Remains> {
 
 /// Proves a page again and returns its bytes. Returns an error if the result differs from the first proof.
 fn find_again(search: &Search<'_>, info: &PageInfo, bar: &ProgressBar) -> Result<FoundBytes, SalvageStop> {
-    let wanted = search.state().table.get(info.page).expect("it was found there");
+    let wanted = search.state().table.get(info.page).expect("the page was found in this state");
     let (left, bytes) = match search.find(&wanted) {
         PageRemains::Exact(bytes) => (wanted, bytes),
         PageRemains::Older { version, bytes, .. } => (version, bytes),

@@ -25,7 +25,7 @@ pub struct Reason {
     pub is_deletable: bool,
 }
 
-/// What the files of a store are needed for: references from snapshots and batches, and the state of the log.
+/// The uses of the files of a store: references from snapshots and batches, and the state of the log.
 struct References {
     /// Number of the first log segment that each readable snapshot needs.
     log_from: BTreeMap<SnapshotId, u64>,
@@ -150,7 +150,7 @@ impl References {
             }
             FileName::Segment(number) => match view.survey.log.segments().get(&number) {
                 Some(found) => self.why_segment(number, found),
-                None => "removed meanwhile".to_owned(),
+                None => "removed while the store was read".to_owned(),
             },
             FileName::Spare(_) => "space reserved for a later segment".to_owned(),
             FileName::ImageSpare(_) => "space reserved for later images".to_owned(),
@@ -166,7 +166,7 @@ impl References {
                 None => "not named by any restore in the log".to_owned(),
             },
             FileName::Manifest(number) => self.why_manifest(view, SnapshotId(number)),
-            FileName::Temporary(..) if self.is_open => "being built".to_owned(),
+            FileName::Temporary(..) if self.is_open => "being written".to_owned(),
             FileName::Temporary(..) => "left over from a writer that stopped".to_owned(),
         }
     }
@@ -201,7 +201,7 @@ impl References {
             _ if view.state.as_ref().and_then(|state| state.base) == Some(snapshot) => {
                 "snapshot from which recovery starts".to_owned()
             }
-            _ if view.snapshots().all(|kept| kept != snapshot) => "link of the snapshots after it".to_owned(),
+            _ if view.snapshots().all(|kept| kept != snapshot) => "needed by later snapshots".to_owned(),
             _ => "snapshot to start from if a newer one is damaged".to_owned(),
         }
     }

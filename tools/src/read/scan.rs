@@ -22,7 +22,7 @@ pub enum Chain {
     First,
     /// The frame does not follow the previous frame because of this defect.
     Broken(Defect),
-    /// The frame is after the end of its incarnation. A later open cut the frame off.
+    /// The frame is after the end of its incarnation, because a later open removed it from the log.
     LeftBehind {
         /// The incarnation that continues the log before the frame.
         by: Incarnation,

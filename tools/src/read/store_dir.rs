@@ -185,7 +185,7 @@ impl ReadAt for StoreDir {
             }
             *last = Some((file, File::open(self.file(file))?));
         }
-        let (_, open) = last.as_ref().expect("a file was just put there");
+        let (_, open) = last.as_ref().expect("the file was stored above");
         open.read_exact_at(out, offset)?;
         // A writer removes the name of an image file before it overwrites the file.
         let is_there = |now: fs::Metadata| Ok(now.ino() == open.metadata()?.ino());

@@ -79,7 +79,7 @@ impl ReplayParams {
             .stderr(Stdio::piped())
             .spawn()
             .map_err(|error| cannot("start a replay", &error))?;
-        let stdout = process.stdout.take().expect("standard output was asked to be a pipe");
+        let stdout = process.stdout.take().expect("standard output is a pipe");
         let (sender, acks) = channel();
         std::thread::spawn(move || forward(stdout, &sender));
         let started = Instant::now();

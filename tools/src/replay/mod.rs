@@ -106,7 +106,7 @@ impl From<AckLevel> for Ack {
     }
 }
 
-/// The way to write the log.
+/// The method of writing the log.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum LogWriter {
     /// Write to memory-mapped segments

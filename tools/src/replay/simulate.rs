@@ -119,9 +119,9 @@ impl Simulation {
         self.requests += 1;
         let mut steps: Vec<Step> = hash_ids.iter().map(|&hash_id| self.touch(hash_id, request)).collect();
         while self.pages.len() > self.rule.pages_max {
-            let (_, hash_id) = self.by_use.pop_first().expect("every page has a time of its last use");
-            let gone = self.pages.remove(&hash_id).expect("every time of use is a page's");
-            assert!(gone.hit.unwrap_or(gone.created) < request, "the rule keeps a request's own pages");
+            let (_, hash_id) = self.by_use.pop_first().expect("every page has a last use");
+            let gone = self.pages.remove(&hash_id).expect("every use belongs to a page");
+            assert!(gone.hit.unwrap_or(gone.created) < request, "a request never evicts its own pages");
             steps.push(Step::Evict(hash_id));
         }
         steps

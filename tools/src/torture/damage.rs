@@ -163,7 +163,7 @@ impl TortureContext<'_> {
 impl<'c> Victim<'c> {
     fn new(course: &'c KillRun, original: PathBuf, earlier: &Path) -> Result<Self, KillRunStop> {
         let rebuilt = check::recovered(&original)?;
-        let end = rebuilt.end.as_ref().expect("a rebuild of all of the log has its end");
+        let end = rebuilt.end.as_ref().expect("a rebuild of the whole log contains its end");
         let files = StoreDir::open(&original)?.files().map_err(|error| cannot("list", &original, &error))?;
         let files = files.into_iter().filter(|(folder, name, _)| {
             // The lock file contains no bytes.

@@ -11,7 +11,7 @@ use crate::replay::kill_run::KillRunStop;
 
 /// Number of kills before the test creates a new store.
 const KILLS_A_COURSE: u64 = 20;
-/// The methods of writing the log that the test uses.
+/// The methods of writing the log that are tested.
 const WAYS: [LogIo; 3] = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct];
 
 impl TortureContext<'_> {

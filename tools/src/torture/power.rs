@@ -59,7 +59,7 @@ fn cut_power(
     (cut, of): (u64, u64),
 ) -> Result<Option<u64>, KillRunStop> {
     let name =
-        course.params.store.strip_prefix(medium.path()).expect("the store lies on the medium").to_owned();
+        course.params.store.strip_prefix(medium.path()).expect("the store is on the medium").to_owned();
     let done = course.run_until_then_kill(cut, of, |acknowledged| Ok((acknowledged, medium.cut()?)))?;
     let Some(((acknowledged, power_cut), checked)) = done else { return Ok(None) };
     *durable = acknowledged.max(*durable);

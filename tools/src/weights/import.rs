@@ -419,7 +419,7 @@ impl<'a> ImportVersion<'a> {
     fn update_header(&mut self, info: Option<&PageInfo>) -> Result<(), Failure> {
         let bytes = &self.file.header.bytes;
         let Some(info) = info else {
-            let key = Key::new(HEADER_KEY).expect("it is short");
+            let key = Key::new(HEADER_KEY).expect("the key is short");
             self.batch.create_from(&bytes[..], Place::Host).key(key);
             self.is_new = true;
             return Ok(());

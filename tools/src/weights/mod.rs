@@ -200,7 +200,8 @@ pub fn key_of(name: &str, taken: impl Fn(&Key) -> bool) -> Key {
         let fits = |start: &usize| start + ending.len() <= KEY_LEN_MAX;
         let end_of = |(start, letter): (usize, char)| start + letter.len_utf8();
         let start = name.char_indices().map(end_of).take_while(fits).last().unwrap_or(0);
-        let key = Key::new(format!("{}{ending}", &name[..start])).expect("it was cut to a key's length");
+        let key = Key::new(format!("{}{ending}", &name[..start]))
+            .expect("the text was shortened to the length of a key");
         if !taken(&key) {
             return key;
         }
