@@ -1,7 +1,7 @@
 //! A trace of allocations: the calls that a program made to an allocator, in order.
 //!
 //! A file has one JSON object per line, plain or compressed with zstd: `{"alloc": 7, "len": 4096}` and
-//! `{"free": 7}`. An id names one block from its `alloc` to its `free`, and may name another one after that.
+//! `{"free": 7}`. An id names one block from its `alloc` to its `free`, and may then be reused for another block.
 //! A line may have more fields, such as the stream of a GPU, which are ignored. A trace of cache requests is
 //! converted to allocations by a simulated LRU cache: a missing block is allocated, and the least recently
 //! used one is freed once the cache is full.
@@ -107,11 +107,11 @@ impl AllocationTrace {
                 && let Some(victim) = policy.victim()
             {
                 there.remove(&victim);
-                builder.free(victim.0).expect("it is there");
+                builder.free(victim.0).expect("the block is live");
             }
             there.insert(page);
             policy.arrived(page, 1);
-            builder.allocate(page.0, len).expect("it is not there");
+            builder.allocate(page.0, len).expect("the block is not live");
         }
         builder.trace
     }

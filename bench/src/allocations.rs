@@ -59,7 +59,7 @@ pub struct AllocationsBench {
     /// Size of the cache, in percent of the distinct blocks
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = RangedU64ValueParser::<usize>::new().range(1..=100))]
     budget: usize,
-    /// Numbers of threads that replay the trace at once; a list
+    /// Numbers of threads that replay the trace concurrently, separated by commas
     #[arg(long, value_name = "N", value_delimiter = ',', default_value = "1,2")]
     threads: Vec<usize>,
     /// Write the allocations to a file, for use with another allocator

@@ -1,4 +1,4 @@
-//! The allocators that a trace is replayed through, each over the same source of memory.
+//! The allocators through which a trace is replayed. All of them use the same source of memory.
 //!
 //! This is the only file of the tool with unsafe code: it frees the memory that it allocated, and never
 //! accesses it.
@@ -24,7 +24,7 @@ pub enum AllocatorKind {
     Source,
     Pool,
     Caching,
-    /// The caching allocator, with each block freed while work on a stream may still use it.
+    /// The caching allocator. Each block is freed while work on a stream may still use the block.
     BehindEvents,
 }
 
@@ -78,11 +78,12 @@ pub enum Allocator {
 }
 
 impl Allocator {
-    /// Returns the maximum number of bytes that it held so far; `None` if it holds only what is requested.
+    /// Returns the maximum number of bytes that the allocator has held so far. `None` if it holds only the requested
+    /// bytes.
     pub fn reserved_peak_bytes(&self) -> Option<u64> {
         match self {
             Self::Known | Self::Source(_) => None,
-            // The pool returns no memory until it is asked to.
+            // The pool never returns memory to its source on its own.
             Self::Pool(pool) => Some(pool.stats().reserved_bytes),
             Self::Caching(memory) | Self::BehindEvents(memory, _) => {
                 Some(memory.cache_stats().reserved_peak_bytes)

@@ -1,4 +1,4 @@
-//! `remanent-bench archive`: measures what an archive costs the commits of a store, and how far it lags behind.
+//! `remanent-bench archive`: measures the cost of an archive for the commits of a store, and the lag of the archive.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -14,9 +14,9 @@ use crate::{Common, Measure, check_seconds};
 
 const EXAMPLES: &str = "\
 One thread commits deltas of 4 KiB, to a store without an archive and to one with an archive, in turn. The ceiling is the \
-store without. Then one batch after the other waits until it is archived. The bucket is a folder beside the stores, which \
-syncs its objects to the same disk and is removed at the end. With --url, the archives are in the given bucket, below names \
-of their own, and stay there.
+store without. Then one batch after the other waits until it is archived. The bucket is a folder next to the stores, which \
+syncs its objects to the same disk and is removed at the end. With --url, the archives are in the given bucket, under \
+names of their own, and are not removed.
 
 Examples:
   remanent-bench archive /mnt/fast
@@ -29,10 +29,10 @@ Examples:
 pub struct ArchiveBench {
     #[command(flatten)]
     common: Common,
-    /// URL below which the archives are created, with the credential in the environment
+    /// URL below which the archives are created; credentials are read from the environment
     #[arg(long, value_name = "URL")]
     url: Option<String>,
-    /// How long each store commits per round, in seconds
+    /// Duration of the commits to each store per round, in seconds
     #[arg(long, value_name = "S", default_value_t = 2.0)]
     seconds: f64,
     /// Number of batches per round that wait until they are archived
@@ -42,7 +42,7 @@ pub struct ArchiveBench {
 
 const DELTA_LEN: u64 = 4096;
 const PAGES: u64 = 64;
-/// More commits per second than one thread makes.
+/// An upper bound on the commits per second of one thread.
 const COMMITS_MAX: u64 = 200_000;
 const ACKS: [(&str, Ack); 2] = [("logged", Ack::Logged), ("durable", Ack::Durable)];
 
@@ -148,9 +148,9 @@ impl ArchiveBench {
         Ok((commits, started.elapsed()))
     }
 
-    /// Measures how long single batches wait until they are archived.
+    /// Measures the time until single batches are archived.
     fn wait(&self, store: &Store, pages: &[PageId], figure: &mut Figure) -> Result<(), BenchStop> {
-        // The batches of the first measurement are archived before.
+        // First wait until the batches of the first measurement are archived.
         store.submit(delta(store, pages, 0))?.wait(Ack::Archived)?;
         let mut times = Latency::new();
         for index in 0..self.waits {

@@ -26,9 +26,9 @@ pub struct BlockCache<'b> {
     pub len: u64,
     /// The number of blocks that are requested at once.
     pub piece: usize,
-    /// The number of requests whose blocks are prefetched while one is served.
+    /// The number of later requests whose blocks are prefetched while a request is served.
     pub ahead: Ahead,
-    /// How long serving a request takes after its blocks are in place. The caller is idle meanwhile.
+    /// The time for which the caller is idle after the blocks of a request are in place.
     pub service: Duration,
 }
 
@@ -37,7 +37,7 @@ pub struct BlockCache<'b> {
 pub enum Ahead {
     /// The blocks of this number of requests.
     Requests(usize),
-    /// As far as the store's read-ahead decides.
+    /// The number that the store's read-ahead chooses.
     Measured,
 }
 

@@ -1,4 +1,4 @@
-//! `remanent-bench capture`: finds the changes in a state in the caller's memory and makes them durable.
+//! `remanent-bench capture`: finds the changes of a state in caller-owned memory and makes them durable.
 
 use std::time::{Duration, Instant};
 
@@ -107,7 +107,7 @@ struct State<'r> {
     key: Span,
 }
 
-/// The maximum number of bytes that are read for the ceiling: more are not read any faster.
+/// The maximum number of bytes that are read for the ceiling. Reading more does not increase the rate.
 const READ_LEN_MAX: u64 = 4 << 30;
 
 impl<'r> State<'r> {
@@ -197,7 +197,7 @@ impl<'r> State<'r> {
     }
 }
 
-/// Bytes that are copied to the host at a time.
+/// Number of bytes that are copied to the host at a time.
 const DOWN_LEN: u64 = 32 << 20;
 
 /// One pattern of changes to the state.

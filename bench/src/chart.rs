@@ -86,7 +86,7 @@ fn step_of(max: f64) -> f64 {
 
 /// One line of a chart.
 pub struct ChartLine {
-    /// The CSS class that colors it.
+    /// The CSS class that determines the color of the line.
     pub class: String,
     pub name: String,
     pub points: Vec<(f64, f64)>,
@@ -205,7 +205,7 @@ fn open(height: f64) -> String {
 
 /// Appends to a string, which cannot fail.
 fn draw(text: &mut String, what: std::fmt::Arguments<'_>) {
-    text.write_fmt(what).expect("a string takes all");
+    text.write_fmt(what).expect("a write to a String cannot fail");
 }
 
 /// Escapes text for HTML and SVG.

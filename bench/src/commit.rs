@@ -33,16 +33,16 @@ Examples:
 pub struct CommitBench {
     #[command(flatten)]
     common: Common,
-    /// Numbers of threads that commit at once; a list
+    /// Numbers of threads that commit concurrently, separated by commas
     #[arg(long, value_name = "N", value_delimiter = ',', default_value = "1,8")]
     threads: Vec<usize>,
-    /// Bytes per delta; a list
+    /// Bytes per delta, separated by commas
     #[arg(long, value_name = "BYTES", value_delimiter = ',', default_value = "256,4KiB,64KiB")]
     len: Vec<Size>,
-    /// Acknowledgements to wait for; a list
+    /// Acknowledgements to wait for, separated by commas
     #[arg(long, value_enum, value_delimiter = ',', default_value = "durable,logged")]
     ack: Vec<Level>,
-    /// How to write the log; a list [default: the store's choice]
+    /// Methods of writing the log, separated by commas [default: the store's choice]
     #[arg(long, value_enum, value_delimiter = ',')]
     log_io: Vec<Io>,
     /// Duration of each measurement in a round, in seconds
@@ -79,7 +79,7 @@ impl Level {
     }
 }
 
-/// A way to write the log.
+/// A method of writing the log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Io {
     /// Through a shared mapping
@@ -194,7 +194,7 @@ impl CommitBench {
         Ok(loops)
     }
 
-    /// Creates one store for each acknowledgement and way to write the log, with a page for each thread.
+    /// Creates one store for each acknowledgement and method of writing the log, with a page for each thread.
     fn stores(&self, room: &Room) -> Result<Vec<(Level, CommitSubject)>, BenchStop> {
         let ways: Vec<Option<Io>> = match &self.log_io[..] {
             [] => vec![None],
@@ -315,7 +315,7 @@ impl CommitSubject {
         }
     }
 
-    /// Finishes background work, so that the next measurement does not pay for it.
+    /// Finishes background work, so that it does not slow the next measurement down.
     fn settle(&self) -> Result<(), BenchStop> {
         if let CommitSubject::Store(committing) = self {
             let store = &committing.store;

@@ -43,7 +43,7 @@ pub struct CreateBench {
     /// Bytes per page
     #[arg(long, value_name = "BYTES", default_value = "8MiB")]
     page_len: Size,
-    /// Bytes of a page that is created during commits to another one
+    /// Bytes of a page that is created during commits to another page
     #[arg(long, value_name = "BYTES", default_value = "1GiB")]
     long_len: Size,
     /// Number of pages that one batch creates during commits to another page
@@ -127,9 +127,9 @@ impl Measure for CreateBench {
     }
 }
 
-/// How long commits are measured without creates.
+/// The time for which commits are measured without creates.
 const ALONE: Duration = Duration::from_millis(300);
-/// How often the long page is created in a round.
+/// The number of times that the long page is created in a round.
 const LONG_CREATES: usize = 20;
 /// Bytes of each of the many pages.
 const MANY_LEN: u64 = 64;
@@ -204,7 +204,7 @@ impl ConcurrentCommitter {
     }
 }
 
-/// Commits to a page while another thread works. The work may set the flag to end this earlier.
+/// Commits to a page while another thread works. The work may set the flag to end the commits earlier.
 fn while_working(
     store: &Store,
     page: PageId,

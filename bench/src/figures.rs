@@ -95,7 +95,7 @@ impl Unit {
         }
     }
 
-    /// Returns whether more is better, so that a ceiling is a maximum.
+    /// Returns whether a higher value is better, so that a ceiling is a maximum.
     pub fn is_rate(self) -> bool {
         matches!(self, Unit::PerSecond(_) | Unit::BytesPerSecond | Unit::Hits)
     }

@@ -34,7 +34,7 @@ pub struct FollowBench {
     /// Number of batches per round
     #[arg(long, value_name = "N", default_value_t = 500, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
     batches: u64,
-    /// How long the idle follower is measured, in seconds
+    /// Duration for which the idle follower is measured, in seconds
     #[arg(long, value_name = "S", default_value_t = 1.0)]
     idle: f64,
 }

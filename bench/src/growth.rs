@@ -41,7 +41,7 @@ const DISK_BYTES_BESIDE: u64 = 1024;
 pub struct GrowthBench {
     #[command(flatten)]
     common: Common,
-    /// Numbers of pages; a list
+    /// Numbers of pages, separated by commas
     #[arg(long, value_name = "N", value_delimiter = ',', default_value = "1000,30000,1000000")]
     pages: Vec<u64>,
     /// Bytes per page

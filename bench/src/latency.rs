@@ -29,7 +29,7 @@ impl Latency {
         self.0.len()
     }
 
-    /// Returns the time in seconds that this share of the operations, from 0 to 1, did not exceed.
+    /// Returns a quantile of the times, in seconds. `quantile` is between 0 and 1.
     pub fn quantile(&self, quantile: f64) -> f64 {
         self.0.value_at_quantile(quantile) as f64 / 1e9
     }

@@ -28,7 +28,7 @@ Examples:
 pub struct LookupBench {
     #[command(flatten)]
     common: Common,
-    /// Numbers of threads that look up at once; a list
+    /// Numbers of threads that look up concurrently, separated by commas
     #[arg(long, value_name = "N", value_delimiter = ',', default_value = "1,8")]
     threads: Vec<usize>,
     /// Number of pages in the store

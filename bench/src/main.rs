@@ -1,5 +1,5 @@
-//! `remanent-bench`: measures a store on this machine, each figure compared with the machine's speed without
-//! one.
+//! `remanent-bench`: measures stores on this machine, and compares most figures with the machine's speed without
+//! a store.
 //!
 //! Read these files first: `figures.rs` (the results of a run), `room.rs` (where a run takes place), and
 //! `raw.rs`, `memory.rs` and `transfer.rs` (the ceilings). Each benchmark has one more file. Measurements
@@ -64,7 +64,7 @@ Examples:
   remanent-bench snapshot /mnt/fast --report snapshot.html
   remanent-bench ceilings /mnt/fast --device cuda:0";
 
-/// Measure a store, compared with the speed that the machine could reach
+/// Measure stores, and compare them with the speed of the machine without a store
 #[derive(Parser)]
 #[command(name = "remanent-bench", version, after_help = EXAMPLES, max_term_width = 110)]
 struct Cli {
@@ -100,9 +100,9 @@ enum BenchKind {
 /// The options common to all benchmarks.
 #[derive(clap::Args)]
 struct Common {
-    /// Directory whose disk is measured; it must exist
+    /// Existing directory on the disk to measure
     dir: PathBuf,
-    /// Where pages live: `auto` (a GPU if there is one), `host`, `cuda:0`, `cuda:1`, …
+    /// Device for the pages: `auto` (a GPU if available), `host` or `cuda:N`
     #[arg(long, value_name = "DEVICE", default_value_t)]
     device: DeviceChoice,
     /// Number of rounds
@@ -120,9 +120,9 @@ struct Common {
 trait Measure {
     /// Returns the common options.
     fn common(&self) -> &Common;
-    /// Returns the maximum number of bytes that it writes to disk.
+    /// Returns the maximum number of bytes that the benchmark writes to disk.
     fn bytes_needed(&self) -> u64;
-    /// Returns how often it calls [`Room::step`].
+    /// Returns the number of calls of [`Room::step`].
     fn steps(&self) -> u64;
     /// Rejects invalid options, before any file is created.
     fn check(&self) -> Result<(), Failure>;

@@ -42,7 +42,7 @@ pub struct OpenCost {
 #[derive(Serialize, Deserialize)]
 pub struct PeakMemory {
     pub all: u64,
-    /// Peak without mappings of the log. These mappings are part of the page cache, which the system reclaims
+    /// Peak use without mappings of the log. These mappings are part of the page cache, which the system reclaims
     /// under memory pressure.
     pub own: u64,
     pub windows: u64,

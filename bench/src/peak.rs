@@ -16,12 +16,12 @@ pub fn resident_bytes() -> io::Result<u64> {
     status_bytes("VmRSS:")
 }
 
-/// Returns the maximum that the process used since [`forget`].
+/// Returns the maximum number of bytes that the process has used since [`forget`].
 pub fn peak_bytes() -> io::Result<u64> {
     status_bytes("VmHWM:")
 }
 
-/// Resets the peak.
+/// Resets the value of [`peak_bytes`].
 pub fn forget() -> io::Result<()> {
     std::fs::write("/proc/self/clear_refs", "5")
 }
@@ -47,8 +47,8 @@ impl Split {
         Ok(Self::of(&std::fs::read_to_string("/proc/self/smaps")?, folder))
     }
 
-    /// Parses the system's list of the process's mappings: for each a line that ends with its file, then more
-    /// lines.
+    /// Parses the system's list of the process's mappings. The first line of a mapping ends with the path of the
+    /// mapped file.
     fn of(smaps: &str, folder: &Path) -> Self {
         let mut split = Self::default();
         let mut is_in_folder = false;
@@ -68,7 +68,7 @@ impl Split {
     }
 }
 
-/// Samples the memory in use, by content, until it is ended: the system records a peak of the sum only.
+/// Samples the memory in use by content, until [`Watch::end`]. The system itself records only a peak of the sum.
 pub struct Watch {
     sample: Arc<MemorySample>,
     start: Split,

@@ -9,9 +9,9 @@ use remanent::tiers::{EvictionPolicy, Lru, S3Fifo, Tiers};
 /// An eviction policy of the engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Policy {
-    /// The least recently used block leaves first
+    /// The least recently used block is evicted first
     Lru,
-    /// Blocks used once leave before blocks used again
+    /// Blocks that were used once are evicted before blocks that were used again
     #[value(name = "s3-fifo")]
     S3Fifo,
 }

@@ -34,7 +34,7 @@ Examples:
 
 /// The time limit of the ranks.
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// The number of exchanges of which the time is taken together.
+/// The number of exchanges that are timed together.
 const EXCHANGES: u32 = 10;
 
 /// Opens and comparisons of replicas on several GPUs
@@ -43,7 +43,7 @@ const EXCHANGES: u32 = 10;
 pub struct RanksBench {
     #[command(flatten)]
     common: Common,
-    /// Number of ranks, and so of GPUs
+    /// Number of ranks, each with its own GPU
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(2..=64))]
     ranks: u32,
     /// Bytes of all pages of a replica together
@@ -144,14 +144,14 @@ impl Measure for RanksBench {
     }
 }
 
-/// Two numbers with which a rank answers a command; zeros if it has none.
+/// The two numbers with which a rank answers a command. Both are 0 if the command has no result.
 type Answer = (f64, f64);
 
 fn slowest(answers: &[Answer]) -> f64 {
     answers.iter().map(|answer| answer.0).fold(0.0, f64::max)
 }
 
-/// The processes of the ranks, which are ended when the value is dropped.
+/// The processes of the ranks. Dropping this value kills them.
 struct Ranks(Vec<Worker>);
 
 struct Worker {
@@ -202,7 +202,7 @@ impl Ranks {
         self.0.iter_mut().map(Worker::answer).collect()
     }
 
-    /// Ends the processes, and waits for them. A rank may end only when the others do too: the library waits for them.
+    /// Ends the processes, and waits for them. All ranks must end together, because NCCL waits for the others.
     fn end(mut self) -> Result<(), BenchStop> {
         self.0.iter_mut().try_for_each(|worker| worker.send("end"))?;
         for worker in &mut self.0 {
@@ -242,7 +242,7 @@ impl Worker {
     }
 }
 
-/// One rank of `remanent-bench ranks`, which follows the commands on its input
+/// Run one rank of `remanent-bench ranks`, which executes commands from standard input
 #[derive(clap::Args)]
 pub struct RankWorker {
     dir: PathBuf,
@@ -264,7 +264,7 @@ struct State<'w> {
 }
 
 impl RankWorker {
-    /// Follows the commands until the input ends.
+    /// Executes the commands until the input ends.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let (device, _) = room::open_device(DeviceChoice::Cuda(self.rank))?;
         let nccl = Nccl::load().map_err(engine_failure)?;

@@ -52,7 +52,7 @@ struct RawLogState {
     queue: Aligned,
     /// Bytes in the queue.
     filled: usize,
-    /// The buffer that the last leader wrote from, which the next one swaps in.
+    /// The buffer from which the last leader wrote. The next leader exchanges it with the queue.
     spare: Option<Aligned>,
     /// The number of records queued so far. `durable` is the number of durable records.
     queued: u64,

@@ -29,7 +29,7 @@ pub struct ReplayBench {
     /// Bytes of all deltas together
     #[arg(long, default_value = "64MiB")]
     bytes: Size,
-    /// Bytes per delta, and deltas per batch; a list
+    /// Bytes per delta and deltas per batch, separated by commas
     #[arg(long, value_name = "BYTESxN", value_delimiter = ',', default_value = "256x1,256x64,64KiBx32")]
     deltas: Vec<Deltas>,
     /// Bytes of all pages together

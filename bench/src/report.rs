@@ -144,7 +144,8 @@ fn charted(heading: &str, lines: &[ChartLine], svg: &str) -> String {
         let is_zero = points.iter().all(|(_, value)| *value == 0.0);
         let zero = if is_zero { " (0 throughout)" } else { "" };
         let name = escape(name);
-        write!(html, "<li class=\"{class}\"><span>{name}{zero}</span></li>").expect("a string takes all");
+        write!(html, "<li class=\"{class}\"><span>{name}{zero}</span></li>")
+            .expect("a write to a String cannot fail");
     }
     html + "</ul>\n"
 }

@@ -87,7 +87,7 @@ impl OpenMemory {
     }
 
     fn measure(&mut self, dir: &Path, device: DeviceChoice) -> Result<(), BenchStop> {
-        let most = opener::open(dir, device, true)?.most.expect("it was watched");
+        let most = opener::open(dir, device, true)?.most.expect("the memory was watched");
         for (figure, bytes) in
             [(&mut self.all, most.all), (&mut self.own, most.own), (&mut self.windows, most.windows)]
         {

@@ -1,4 +1,4 @@
-//! The environment of a benchmark: a temporary directory in the given one, a device, and Ctrl-C.
+//! The environment of a benchmark: a temporary directory in the user's directory, a device, and Ctrl-C.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -52,13 +52,13 @@ impl From<std::io::Error> for BenchStop {
     }
 }
 
-/// The environment of a benchmark. Its files are removed when it is dropped.
+/// The environment of a benchmark. Dropping this value removes its files.
 pub struct Room {
     dir: TempDir,
     pub device: Arc<dyn Device>,
     /// The place of pages.
     pub place: Place,
-    /// How long opening the device took; on a GPU that includes its context and the kernels.
+    /// The duration of opening the device. On a GPU, this includes the creation of the context and loading the kernels.
     pub device_took: Duration,
     interrupt: Interrupt,
     bar: ProgressBar,
@@ -103,7 +103,7 @@ impl Room {
         Ok(Store::open_on(Arc::new(DirDisk::new(self.path(name))), self.device.clone(), options)?)
     }
 
-    /// Returns whether pages live on a GPU.
+    /// Returns whether pages are on a GPU.
     pub fn is_gpu(&self) -> bool {
         matches!(self.place, Place::Device(_))
     }

@@ -21,7 +21,7 @@ pub struct Sizes {
     /// Bytes of all pages together
     #[arg(long, default_value = "256MiB")]
     bytes: Size,
-    /// Bytes per page; a list
+    /// Bytes per page, separated by commas
     #[arg(long, value_name = "BYTES", value_delimiter = ',', default_value = "2MiB,16KiB")]
     page_len: Vec<Size>,
 }

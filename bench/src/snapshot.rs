@@ -38,12 +38,12 @@ pub struct SnapshotBench {
     common: Common,
     #[command(flatten)]
     sizes: Sizes,
-    /// How to write images; a list [default: the store's choice]
+    /// Methods of writing images, separated by commas [default: the store's choice]
     #[arg(long, value_enum, value_delimiter = ',')]
     image_io: Vec<ImageWriter>,
 }
 
-/// A way to write images.
+/// A method of writing images.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum ImageWriter {
     /// Through a shared mapping
@@ -111,7 +111,7 @@ struct SnapshotTrace {
 }
 
 impl SnapshotBench {
-    /// Returns how many ways to write images are measured.
+    /// Returns the number of methods of writing images that are measured.
     fn ways(&self) -> u64 {
         self.image_io.len().max(1) as u64
     }
@@ -143,7 +143,7 @@ impl SnapshotBench {
             let (files, took) = transfer::write(&room.path("raw"), bytes)?;
             raw.push(bytes as f64 / took.as_secs_f64());
             transfer::remove(&files)?;
-            // Ways to write are measured in turn within each round.
+            // All methods are measured in turn within each round.
             for (_, store, pages, figures) in &mut stores {
                 room.step(&title)?;
                 full(store, pages, round, figures)?;
@@ -166,7 +166,7 @@ impl SnapshotBench {
     }
 }
 
-/// The figures for pages of one length, written in one way.
+/// The figures for pages of one length and one method of writing images.
 struct Figures {
     full: Figure,
     verified: Figure,

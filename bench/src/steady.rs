@@ -35,10 +35,10 @@ const BYTES_BESIDE: u64 = 1 << 30;
 pub struct SteadyBench {
     #[command(flatten)]
     common: Common,
-    /// Number of threads that commit at once
+    /// Number of threads that commit concurrently
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: u16,
-    /// Bytes per block; a list
+    /// Bytes per block, separated by commas
     #[arg(long, value_name = "BYTES", value_delimiter = ',', default_value = "2MiB,64KiB")]
     len: Vec<Size>,
     /// Bytes of all blocks together

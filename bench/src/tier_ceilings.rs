@@ -33,8 +33,8 @@ pub fn of(from: Place, to: Place) -> &'static str {
     }
 }
 
-/// Returns the ceiling as [`of`] does, but only one that [`rates`] measures. Without a GPU, no rate of a bus
-/// is measured.
+/// Returns the ceiling of moves from one place to another, limited to those that [`rates`] measures. Without a GPU, the
+/// rates of the bus are not measured.
 pub fn in_room(room: &Room, from: Place, to: Place) -> &'static str {
     let ceiling = of(from, to);
     if !room.is_gpu() && [UP, DOWN].contains(&ceiling) { COPY } else { ceiling }

@@ -1,4 +1,5 @@
-//! Moves of pages between two places with no other load: by one call, until the bytes are there.
+//! Measures moves of pages between two places without other load: one call moves all pages, and the time ends when the
+//! bytes have arrived.
 //!
 //! `remanent-bench tiers` replays a trace, in which moves concern some blocks and mix with commits and reads. Here all
 //! pages of one length are moved at once, and the rate is compared with that of the bus or the disk in the

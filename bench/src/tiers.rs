@@ -1,7 +1,7 @@
 //! `remanent-bench tiers`: replays a trace over a cache of blocks whose fast place holds only part of them.
 //!
-//! `block_cache.rs` serves the requests; this file measures it for each budget and policy. Every run has a
-//! new store, which gets the same requests.
+//! `block_cache.rs` serves the requests, and this file measures them for each budget and policy. Each run creates a
+//! new store and serves the same requests.
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::OnceLock;
@@ -61,10 +61,10 @@ pub struct TiersBench {
     /// Bytes per block
     #[arg(long, value_name = "BYTES", default_value = "64KiB")]
     len: Size,
-    /// Sizes of the fast place, in percent of the distinct blocks; a list
+    /// Sizes of the fast place in percent of the distinct blocks, separated by commas
     #[arg(long, value_name = "N", value_delimiter = ',', default_value = "1,3,10,30,100")]
     budgets: Vec<u64>,
-    /// Eviction policies of the fast place; a list
+    /// Eviction policies of the fast place, separated by commas
     #[arg(long, value_enum, value_name = "POLICY", value_delimiter = ',', default_value = "lru,s3-fifo")]
     policies: Vec<Policy>,
     /// Also measure with the blocks of the next N requests prefetched
