@@ -12,24 +12,24 @@ use remanent::{Place, Result, Store};
 fn main() -> Result<()> {
     let mut arguments = std::env::args().skip(1);
     match arguments.next() {
-        // The process that will die.
+        // The child process, which is killed.
         Some(directory) => write_and_die(&directory),
         None => {
             let directory = tempfile::tempdir().expect("a temporary directory");
             let path = directory.path().join("store");
 
-            // 1. Another process writes, then dies without closing the store: `abort` runs no destructors.
+            // 1. A child process writes, then dies without closing the store: `abort` runs no destructors.
             let me = std::env::current_exe().expect("the path of this program");
             let died = Command::new(me).arg(&path).status().expect("a second process");
             assert!(!died.success());
             println!("the writer is gone: {died}");
 
-            // 2. Opening the directory is the whole recovery.
+            // 2. Opening the directory recovers the store. No separate step is needed.
             let store = Store::open(&path)?;
             let recovered = store.recovered();
             println!("recovered to batch {} in {:?}", recovered.position.lsn, recovered.elapsed);
 
-            // 3. Page, key, metadata and root are those of the last acknowledged batch.
+            // 3. The page, key, metadata and root are those of the last acknowledged batch.
             let page = store.page_by_key("greeting")?;
             println!("{}", String::from_utf8_lossy(&store.read_to_vec(page.page)?));
             assert_eq!(store.read_to_vec(page.page)?, b"what remains");
@@ -48,7 +48,7 @@ fn write_and_die(directory: &str) -> Result<()> {
     batch.write(page, 0, b"what is here").set_root("step", 1u64);
     let page = store.commit(batch)?.pages[0];
 
-    // A delta changes part of a page. It is in the log before it is in the page.
+    // A delta changes part of a page. The delta is logged before the page changes.
     let mut batch = store.batch();
     batch.write(page, 5, b"remains").set_root("step", 2u64);
     store.commit(batch)?;

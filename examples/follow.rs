@@ -25,7 +25,7 @@ fn main() -> Result<()> {
             let mut follower = Follower::open(&path, FollowFrom::Beginning)?;
             let mut replica = Replica::default();
             for batch in &mut follower {
-                // Whole batches, in order, without gaps, each once.
+                // Each batch arrives whole, in order and exactly once.
                 replica.apply(&batch?)?;
                 if replica.lsn().0 == BATCHES {
                     break;

@@ -1,4 +1,4 @@
-//! A cache of blocks with keys: filled, evicted, and found again after a restart.
+//! A cache of blocks with keys. Blocks are added, evicted, and found again after a restart.
 //!
 //! ```sh
 //! cargo run --example kv_cache
@@ -15,7 +15,7 @@ const BLOCK_LEN: usize = 16 << 10;
 /// Maximum number of blocks in the cache.
 const BLOCKS_MAX: usize = 64;
 
-/// Blocks in insertion order, oldest first. The store is the index; nothing else is written.
+/// Blocks in insertion order, oldest first. The store itself is the index on disk.
 struct Cache {
     store: Store,
     order: VecDeque<Key>,
@@ -24,7 +24,8 @@ struct Cache {
 impl Cache {
     fn open(directory: &std::path::Path) -> Result<Self> {
         let store = Store::open(directory)?;
-        // After a restart the pages are the index: by key, and by the batch that wrote each page last.
+        // After a restart, the index is rebuilt from the pages: their keys, and the batch that last wrote
+        // each page.
         let mut blocks: Vec<_> = store.pages_with_prefix("block/")?.collect();
         blocks.sort_by_key(|block| block.lsn);
         let order = blocks.into_iter().filter_map(|block| block.key).collect();
@@ -34,7 +35,8 @@ impl Cache {
     fn get(&mut self, hash: u64) -> Result<Option<Vec<u8>>> {
         let key = key(hash)?;
         let mut block = vec![0; BLOCK_LEN];
-        // Key and bytes belong to the same moment: an eviction by another thread happens before or after.
+        // The key and the bytes are read at the same moment, so a concurrent eviction happens entirely before
+        // or after.
         match self.store.read_key(&key, 0, &mut block) {
             Ok(_) => Ok(Some(block)),
             Err(Error::UnknownKey { .. }) => Ok(None),
@@ -42,7 +44,7 @@ impl Cache {
         }
     }
 
-    /// Adds a block and evicts the oldest one in the same batch, so that after a crash the cache contains
+    /// Adds a block and evicts the oldest block in the same batch, so that after a crash the cache contains
     /// exactly one of the two.
     fn put(&mut self, hash: u64, block: Vec<u8>) -> Result<()> {
         let key = key(hash)?;
@@ -53,7 +55,7 @@ impl Cache {
         }
         batch.create_from(block, Place::Host).key(&key);
         self.store.commit(batch)?;
-        // Updated only now, because a refused batch evicts nothing.
+        // Update the list only now, because a rejected batch evicts nothing.
         if is_full {
             self.order.pop_front();
         }
@@ -83,7 +85,7 @@ fn main() -> Result<()> {
     println!("{} blocks of 200 are left", cache.store.page_count()?);
     drop(cache);
 
-    // A new process finds every acknowledged block, with verified bytes.
+    // A new process finds every acknowledged block and verifies its bytes.
     let mut cache = Cache::open(&path)?;
     let hits = (0..200)
         .filter(|hash| matches!(cache.get(*hash), Ok(Some(block)) if block == content(*hash)))

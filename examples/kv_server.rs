@@ -2,9 +2,9 @@
 //!
 //! The requests come from a real chat service ([`trace`]). A block of the cache contains the keys and values
 //! of 16 tokens in all layers, and is a page of the store. The GPU has room for a tenth of the blocks, pinned
-//! host memory for two tenths, the disk for all. The model works on tensors of its own, in another layout:
-//! the blocks of a prompt are loaded into them by one list of commands, and new blocks are committed from
-//! them.
+//! host memory for two tenths, and the disk for all. The model works on its own tensors, which have another
+//! layout. One command list loads the blocks of a prompt into the tensors, and new blocks are committed from
+//! the tensors.
 //!
 //! In the middle of the trace the server is killed and restarted. It must then have the same hits in the same
 //! tiers as a server that was not killed, and each block must contain the bytes that were computed.
@@ -34,10 +34,10 @@ type Anything<T> = Result<T, Box<dyn std::error::Error>>;
 
 /// The place where the model works, which is also the fastest place for the cache's pages.
 const GPU: Place = Place::Device(0);
-/// Tokens per id of the trace. A block here contains fewer, so that a test has room for them, and represents
-/// a whole one.
+/// Tokens per hash id of the trace. A block of this example contains fewer tokens, to save memory in tests,
+/// but represents a whole id.
 const TOKENS_OF_ID: u64 = 512;
-/// Number of blocks per request and tier that are loaded one by one, to measure the time of one.
+/// Number of blocks per request and tier that are loaded individually, to measure the time to load one block.
 const ALONE_MAX: usize = 8;
 
 /// The part of the trace that is served, and the size of the model.
@@ -45,7 +45,7 @@ struct Service {
     device: DeviceChoice,
     shape: BlockShape,
     requests: Vec<Vec<u64>>,
-    /// Number of different blocks that the requests name.
+    /// Number of distinct blocks in the requests.
     blocks: u64,
 }
 
@@ -79,7 +79,7 @@ impl Service {
         let layout = self.layout()?;
         let working_set = self.blocks * layout.block_len();
         let model = self.layout_of_model()?;
-        // The store allocates the model's tensors, so they count toward the same budget as the cache.
+        // The store allocates the model's tensors, so they count toward the same memory budget as the cache.
         let tensors = model.region_count() as u64 * model.region_len();
         let memory = MemoryOptions::new()
             .budget(GPU, working_set / 10 + tensors)
@@ -88,13 +88,13 @@ impl Service {
             .device(self.device)
             .memory(memory)
             .tiers(Tiers::new([GPU, Place::Pinned, Place::Disk]))
-            // A server for a model of another shape cannot open the store by mistake.
+            // The store rejects a server for a model of another shape.
             .layout_fingerprint(layout.fingerprint()))
     }
 }
 
-/// Hash ids of requests to a chat service: the blocks of each prompt. Equal ids stand for equal tokens with
-/// equal tokens before them.
+/// The hash ids of the blocks in each prompt, from requests to a chat service. Two equal ids represent equal
+/// tokens after equal prefixes.
 fn trace(count: usize) -> Anything<Vec<Vec<u64>>> {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tools/data/mooncake_conversation_trace.jsonl.zst");
     let lines = BufReader::new(zstd::Decoder::new(File::open(path)?)?).lines();
@@ -105,7 +105,7 @@ fn trace(count: usize) -> Anything<Vec<Vec<u64>>> {
     lines.take(count).map(request).collect()
 }
 
-/// Results of requests: blocks that were found, by tier, and blocks that were computed.
+/// Numbers of blocks that were found in each tier, and of blocks that were computed.
 #[derive(Clone, Default)]
 struct Served {
     on_gpu: u64,
@@ -115,7 +115,7 @@ struct Served {
     wrong: u64,
     /// Times to load single blocks from pinned memory into the model's tensors.
     pinned_nanos: Vec<u64>,
-    /// The same for blocks on disk.
+    /// Times to load single blocks from disk into the model's tensors.
     disk_nanos: Vec<u64>,
 }
 
@@ -180,8 +180,8 @@ impl Server {
         Ok(found)
     }
 
-    /// Loads blocks to the GPU and, by one list of commands, into the model's tensors, each to the slot
-    /// paired with it. The blocks are loaded on return.
+    /// Loads blocks to the GPU and, with one command list, into the model's tensors. Each block is copied to
+    /// the slot paired with it. On return, all blocks are loaded.
     fn load(&self, blocks: &[(PageInfo, u64)]) -> Anything<()> {
         let pages: Vec<_> = blocks.iter().map(|(block, _)| block.page).collect();
         self.store.ensure(&pages, GPU)?;
@@ -204,7 +204,7 @@ impl Server {
                 _ => served.on_gpu += 1,
             }
         }
-        // Some blocks of slower tiers are loaded alone, to time them.
+        // Load some blocks of the slower tiers individually, to measure the time.
         for (place, nanos) in
             [(Place::Pinned, &mut served.pinned_nanos), (Place::Disk, &mut served.disk_nanos)]
         {
@@ -216,11 +216,13 @@ impl Server {
             }
         }
         self.load(&loads)?;
-        // A model would read the blocks in its tensors. Here they are compared with the computed bytes.
+        // A model would read the blocks in its tensors. This example compares them with the expected bytes
+        // instead.
         for (id, slot) in request[..found.len()].iter().zip(0..) {
             served.wrong += u64::from(self.in_slot(slot)? != self.compute(*id));
         }
-        // Blocks of one prompt are committed in one batch: after a crash all of them are present, or none.
+        // The blocks of a prompt are committed in one batch, so that after a crash either all of them exist
+        // or none.
         let mut batch = self.store.batch();
         let mut known = HashSet::new();
         let mut new = Vec::new();
@@ -235,14 +237,14 @@ impl Server {
         Ok(served)
     }
 
-    /// Returns keys and values of the tokens of an id; each word differs from all others.
+    /// Returns the keys and values of the tokens of an id. Each word is unique.
     fn compute(&self, id: u64) -> Vec<u8> {
         let words = 0..self.layout.block_len() / 8;
         let word = |word: u64| (id << 32 | word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         words.flat_map(|at| word(at).to_le_bytes()).collect()
     }
 
-    /// Stands for the model's computation of a block.
+    /// Writes a block to a slot of the tensors, as the model's computation would.
     fn put_in_slot(&self, slot: u64, mut bytes: &[u8]) -> Anything<()> {
         for extent in self.model.layout().extents(slot)? {
             let (run, rest) = bytes.split_at(extent.len as usize);
@@ -268,7 +270,7 @@ fn key(id: u64) -> Anything<Key> {
     Ok(Key::new(format!("block/{id:016x}"))?)
 }
 
-/// Serves requests, starting at the given one, and prints a line for each.
+/// Serves requests from `first` on, and prints a line for each.
 fn serve(service: &Service, directory: &Path, first: usize) -> Anything<()> {
     let store = service.options()?.open(directory)?;
     let layout = service.layout_of_model()?;
@@ -310,10 +312,10 @@ impl Process {
     }
 }
 
-/// Results and costs of all requests.
+/// Results and costs of serving all requests.
 struct Run {
     served: Vec<Served>,
-    /// Number of requests that were served before the kill; all, if the server was not killed.
+    /// Number of requests that were served before the kill, or all if the server was not killed.
     killed: usize,
     /// Bytes written to the disk.
     written: u64,
@@ -322,15 +324,15 @@ struct Run {
 }
 
 impl Run {
-    /// Serves all requests. If `is_killed`, the server is killed while it serves a request in the middle, and
-    /// a new one serves the rest.
+    /// Serves all requests. If `is_killed` is true, the server is killed during a request in the middle, and
+    /// a new server handles the rest.
     fn new(words: &[String; 2], service: &Service, directory: &Path, is_killed: bool) -> Anything<Self> {
         let count = service.requests.len();
         let mut run = Self { served: Vec::new(), killed: count, written: 0, opened: Duration::ZERO };
         let mut process = Process::start(words, directory, 0)?;
         if is_killed {
             run.take(&mut process, count / 2)?;
-            // SIGKILL: nothing is flushed, and no destructor runs.
+            // SIGKILL flushes nothing and runs no destructor.
             process.child.kill()?;
             for line in process.lines {
                 run.served.push(Served::parse(&line?)?);
@@ -346,8 +348,8 @@ impl Run {
         Ok(run)
     }
 
-    /// Reads a server's output up to a number of requests, and counts the bytes written until before the last
-    /// one.
+    /// Reads the output of a server for up to `count` requests. Counts the bytes that the server wrote before
+    /// the last of them.
     fn take(&mut self, process: &mut Process, count: usize) -> Anything<()> {
         let mut written = 0;
         while self.served.len() < count {
@@ -377,7 +379,7 @@ fn main() -> Anything<()> {
     Ok(())
 }
 
-/// Prints the hits by tier before and after the kill, next to those of a server that was not killed.
+/// Prints the hits by tier before and after the kill, and the hits of a server that was not killed.
 fn show(service: &Service, run: &Run, straight: &Run) -> Anything<()> {
     println!("requests              blocks  on the GPU  pinned  on disk  computed");
     let Run { served, killed, .. } = run;
@@ -429,8 +431,8 @@ fn show(service: &Service, run: &Run, straight: &Run) -> Anything<()> {
     Ok(())
 }
 
-/// Each request finds all blocks of earlier requests, whichever process served them. After the kill, as many
-/// are in memory as without it.
+/// Checks that each request finds all blocks of earlier requests, whichever process served them, and that
+/// after the kill as many blocks are in memory as without it.
 fn check(service: &Service, run: &Run, straight: &Run) {
     for Run { served, killed, .. } in [run, straight] {
         let mut computed: HashSet<u64> = HashSet::new();

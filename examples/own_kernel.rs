@@ -1,11 +1,11 @@
-//! A caller's kernel changes a page on a GPU, and the change is logged.
+//! A caller's kernel changes a page on a GPU, and the store logs the change.
 //!
 //! ```sh
 //! cargo run --example own_kernel
 //! ```
 //!
-//! A caller never writes to a page directly: its kernel writes to a *working copy*, and a capture logs what
-//! changed there before the page changes. Without a GPU the example prints a message and succeeds.
+//! A caller never writes to a page directly. Its kernel writes to a *working copy*, and a capture logs the
+//! difference before it changes the page. Without a GPU, the example prints a message and succeeds.
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "an example shows what it does")]
 
 #[cfg(feature = "cuda")]
@@ -81,7 +81,7 @@ mod gpu {
         batch.create(LEN, Place::Device(0)).key("embedding");
         let page = store.commit(batch)?.pages[0];
 
-        // 1. The caller's own kernel and stream, in the GPU's primary context.
+        // 1. Load the caller's kernel and create its stream, in the GPU's primary context.
         let mut context = ptr::null_mut();
         call!(cuDevicePrimaryCtxRetain(&mut context, 0));
         call!(cuCtxSetCurrent(context));
@@ -91,10 +91,10 @@ mod gpu {
         call!(cuModuleGetFunction(&mut bump, module, c"bump".as_ptr()));
         call!(cuStreamCreate(&mut stream, 1));
 
-        // 2. A copy of the page that kernels may write, used on that stream: on the device, the store's work
-        //    on the copy waits for everything queued on the stream so far. The shadow is the state of the
-        //    copy at its last capture. SAFETY: the handle is a stream of this context, which is destroyed
-        //    after its last use below.
+        // 2. Create a copy of the page that kernels may write, for use on that stream: on the device, the
+        //    store's work on the copy waits for all work queued on the stream so far. The shadow contains the
+        //    state of the copy at its last capture. SAFETY: the handle is a stream of this context, and the
+        //    stream is destroyed after its last use below.
         let raw = unsafe { RawStream::from_cuda(stream as u64) };
         let memory = store.device_bytes(LEN, Place::Device(0))?.on(raw);
         let copy = store.working_copy_in(page, &memory, Width::W1, Shadow::Page, InitialCopy::Load)?;
@@ -105,7 +105,7 @@ mod gpu {
         let (arguments, extra) = (parameters.as_mut_ptr(), ptr::null_mut());
         call!(cuLaunchKernel(bump, blocks, 1, 1, threads, 1, 1, 0, stream, arguments, extra));
 
-        // 3. The capture is ordered after the kernel, finds what changed, and logs it.
+        // 3. The capture runs after the kernel, finds the changed elements, and logs them.
         let logged = store.stats().log.bytes;
         let mut batch = store.batch();
         batch.capture(&copy).set_root("step", 1u64);

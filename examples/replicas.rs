@@ -1,4 +1,4 @@
-//! Replicas on two GPUs: opened together, averaged, and compared.
+//! Replicas on two GPUs. They are opened together, averaged, and compared.
 //!
 //! ```sh
 //! cargo run --example replicas --features nccl
@@ -70,7 +70,7 @@ mod ranks {
         store.snapshot()?;
         store.close()?;
 
-        // Each page is read from disk by one rank, and received by the other.
+        // One rank reads each page from disk, and the other rank receives the page.
         let memory = MemoryOptions::new().gather(&communicator, GatherMode::Always);
         let store = options.memory(memory).open(&path)?;
         println!("rank {rank}: {:?}", store.recovered().gather);

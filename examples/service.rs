@@ -4,9 +4,9 @@
 //! cargo run --example service
 //! ```
 //!
-//! Lookups never wait, and submitting a small batch hardly ever waits for the disk, so tasks do both
-//! themselves. Waiting for durability is a future: one sync of the store serves all waiting tasks, and no
-//! thread of the runtime blocks. Calls that wait for a disk, such as opening or a snapshot, belong on
+//! Lookups never wait, and submitting a small batch rarely waits for the disk, so tasks do both themselves.
+//! Waiting for durability is a future: one sync of the store completes the futures of all waiting tasks, and
+//! no thread of the runtime blocks. Calls that wait for a disk, such as opening or a snapshot, belong on
 //! `spawn_blocking`.
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "an example shows what it does")]
 
@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use remanent::{Ack, Key, Place, Result, Store};
 
-/// Handles one request: stores a value under a key, and responds once it would survive a power cut.
+/// Handles one request: stores a value under a key, and returns once the value would survive a power cut.
 async fn put(store: Arc<Store>, key: String, value: Vec<u8>) -> Result<()> {
     let mut batch = store.batch();
     batch.create_from(value, Place::Host).key(key);

@@ -19,15 +19,16 @@ fn step(store: &Store, weights: PageId, step: u64) -> Result<()> {
     let values: Vec<u8> =
         indices.iter().flat_map(|index| (*index as f32 * step as f32).to_le_bytes()).collect();
     let mut batch = store.batch();
-    // The log receives the elements and about one byte of index per element, not the page.
+    // The log records the changed elements and about one byte of index per element, not the whole page.
     batch.scatter(weights, Width::W4, &indices, &values);
-    // Step and loader position belong to the same moment: they are entries of the root.
+    // The step and the loader position are entries of the root, so they are committed with the weights.
     batch.set_root("step", step).set_root("loader", step * 32).note(format!("step {step}"));
     store.commit(batch)?;
     Ok(())
 }
 
-/// A store, a view of an earlier state and a replica are read alike: all of them implement `ReadPages`.
+/// Reads the step. Works for a store, a view of an earlier state and a replica, which all implement
+/// `ReadPages`.
 fn steps_of(pages: &impl ReadPages) -> Result<u64> {
     Ok(pages.root()?["step"].as_u64().expect("a step"))
 }
@@ -42,7 +43,8 @@ fn main() -> Result<()> {
     batch.create(u64::from(PARAMETERS) * 4, Place::Host).key("layer.0.weight").metadata(metadata);
     let weights = store.commit(batch)?.pages[0];
 
-    // 1. Train. A named snapshot is kept until its name is given up; steps continue while it is written.
+    // 1. Train. A named snapshot is kept until its name is released. Steps continue while the snapshot is
+    //    written.
     for number in 1..=10 {
         step(&store, weights, number)?;
     }
@@ -58,14 +60,14 @@ fn main() -> Result<()> {
     assert_eq!((steps_of(&then)?, steps_of(&store)?), (10, 20));
     let weights_then = then.read_to_vec(weights)?;
 
-    // 3. Run an experiment from that state, in a store of its own. Image files are shared, not copied.
+    // 3. Run an experiment from that state in a fork. Image files are shared, not copied.
     let trial = directory.path().join("trial");
     store.fork(&trial, &point)?;
     let trial = Store::open(&trial)?;
     step(&trial, weights, 1000)?;
     assert_eq!((steps_of(&trial)?, steps_of(&store)?), (1000, 20));
 
-    // 4. Restore. This adds one more batch, and step 20 can be restored in turn.
+    // 4. Restore. A restore adds one more batch, so step 20 can itself be restored later.
     let before = store.lsn();
     store.restore(&point)?;
     assert_eq!((steps_of(&store)?, store.read_to_vec(weights)?), (10, weights_then));

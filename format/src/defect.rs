@@ -79,7 +79,7 @@ pub enum Defect {
     /// zstd could not compress or decompress an image.
     #[error("zstd: {0}")]
     Compression(String),
-    /// A batch cannot be applied to the state that precedes the batch.
+    /// A batch cannot be applied to the preceding state.
     #[error("the batch cannot be applied: {0}")]
     Batch(String),
     /// A file that must exist does not exist.

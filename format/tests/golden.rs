@@ -1,5 +1,5 @@
 //! The pinned bytes of version 1. `golden/` contains one file for each structure and one for each kind of
-//! defect. A text file next to it explains every byte, or the difference from the valid file.
+//! defect, and with each file a text that explains every byte, or the difference from the valid file.
 //!
 //! Only this test writes the files:
 //!

@@ -1,5 +1,4 @@
-//! Tests that SPEC.md agrees with the code: every table of the page is parsed and compared with the
-//! constants.
+//! Compares every table and example of SPEC.md with the code.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -103,7 +102,7 @@ fn spec_offset_tables_match_code() {
             layout.fields.iter().map(|field| (field.name, field.offset, field.size)).collect();
         assert_eq!(rows, fields, "{}", layout.name);
     }
-    // These three have no layout table; the next tests check them.
+    // These three have no layout table. The next tests check them.
     let rest: Vec<_> = spec.keys().map(String::as_str).collect();
     assert_eq!(rest, ["Envelope", "Incarnation", "LogPoint"]);
 }
@@ -317,7 +316,7 @@ fn spec_operation_kinds_match_code() {
     }
 }
 
-/// Bytes filled in later have the same position as bytes known in advance.
+/// A write whose bytes are filled in later is encoded like a write of zeros.
 #[test]
 fn blank_write_equals_zero_write() {
     for len in [0, 1, 15, 16, 17, 5000] {

@@ -1,5 +1,5 @@
-//! Whole stores, valid and damaged: the rules of SPEC.md under "reading the log" and "the state of a store",
-//! row by row.
+//! Tests of the rules of SPEC.md under "reading the log" and "the state of a store", on whole stores, valid
+//! and damaged.
 
 #[path = "support/maker.rs"]
 mod maker;
@@ -186,8 +186,7 @@ fn frames_of_one_group_are_validated_separately() {
     stray.frame_at(2)[5] = 1;
     resum(stray.frame_at(2));
     check("the second says that it starts a group", &stray, &Torn(1, 3));
-    // The frame after the break is found even if it does not start a group, so the report includes it in the
-    // cut.
+    // The frame after the break is found even if it does not start a group, so the reported tail includes it.
     let mut torn = maker;
     torn.frame_at(2)[90] ^= 1;
     check("the second is torn", &torn, &Torn(1, 3));
@@ -274,7 +273,7 @@ fn incarnation_continues_at_proven_end() {
     check("the copied tail is durable", &copied, &Refused("(lsn 3): payload checksum"));
 }
 
-/// Only the opening states where the previous incarnation ends, and that the batches it accepted are durable.
+/// Only the opening states where the previous incarnation ends, and that the accepted batches are durable.
 #[test]
 fn changed_opening_record_is_detected() {
     let mut maker = four();
@@ -388,7 +387,7 @@ fn image_longer_than_final_page_is_verified_whole() {
         let contents = rebuild(&maker.files, &options).unwrap().contents;
         assert_eq!(contents[&PAGE], [2, 2, 2, 2, 2, 2, 0, 0, 0], "compressed: {compress}");
 
-        // The last byte of the image is not visible in the page.
+        // Damage the last stored byte. The shortened page does not contain the bytes that it encodes.
         let stored_len = maker.image(7, ImagePurpose::Batch, 2).stored_len as usize;
         maker.files.0.get_mut(&FileName::Pages(7)).unwrap()[4096 + 128 + stored_len - 1] ^= 1;
 

@@ -1,4 +1,4 @@
-//! Stores as the fuzzer sees them: an archive of named files. Every input is an archive.
+//! Archives of named files, which represent stores to the fuzzer. Every input is a valid archive.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -12,7 +12,7 @@ pub struct Files(pub BTreeMap<FileName, Vec<u8>>);
 /// Maximum length of a file in an archive. Files of stores are mostly zeros, so an archive of a few hundred
 /// bytes can represent a whole store.
 const FILE_LEN_MAX: usize = 1 << 18;
-/// Maximum total length of all its files.
+/// Maximum total length of all files in an archive.
 const FILES_LEN_MAX: usize = 1 << 21;
 
 const FILE_STORE: u8 = 0;
@@ -23,10 +23,10 @@ const FILE_MANIFEST: u8 = 4;
 const PIECE: u8 = 5;
 
 impl Files {
-    /// Reads an archive of 6-byte records: a kind and a number in 1 byte each, and *a* and *b* in 2 bytes
-    /// each. A file is named by kind and number, is 4096 *a* + *b* bytes long, and is zero. A piece is *b*
-    /// bytes, which follow the record, at offset 16 *a* of the file before it. A record that does not fit is
-    /// ignored, so every input is an archive.
+    /// Reads an archive of 6-byte records. A record contains a kind and a number in 1 byte each, and *a* and
+    /// *b* in 2 bytes each. A file record names a file by kind and number; the file has 4096 *a* + *b* zero
+    /// bytes. A piece record is followed by *b* bytes, which belong at offset 16 *a* of the preceding file. A
+    /// record that does not fit is ignored, so every input is an archive.
     pub fn from_archive(mut data: &[u8]) -> Self {
         let mut files = BTreeMap::new();
         let mut current = FileName::Store;
@@ -88,7 +88,7 @@ impl Files {
             let is_zero = |line: &[u8]| line.iter().all(|&byte| byte == 0);
             let mut at = 0;
             while at < bytes.len() {
-                // A piece ends before four lines of zeros, or when its length would not fit.
+                // A piece ends before four lines of zeros, or when it has the maximum length.
                 let lines = bytes[at..].chunks(16);
                 let zeros = lines.clone().take_while(|line| is_zero(line)).count();
                 if zeros > 0 {

@@ -1,10 +1,10 @@
-//! The guarantees of every decoder, as plain functions of bytes, so that the ordinary tests can run them on
-//! golden files and on inputs that once failed, without the fuzzer.
+//! Tests the guarantees of every decoder with plain functions of bytes, so that the ordinary tests can run
+//! them on golden files and on inputs that once failed, without the fuzzer.
 //!
-//! All targets check the same guarantees: no panic; no allocation or loop beyond what the input's length
-//! justifies (the fuzzer's limits on memory and time check that); and bytes that decode are encoded to the
-//! same bytes. Each input is tried unchanged, and again with corrected checksums, which mutation would never
-//! get past.
+//! All targets check the same guarantees. No input causes a panic, or an allocation or loop that is out of
+//! proportion to its length (the fuzzer's limits on memory and time check the latter). Bytes that decode are
+//! re-encoded to the same bytes. Each input is tried unchanged, and again with corrected checksums, because
+//! mutation would almost never produce valid ones.
 
 use std::collections::BTreeMap;
 
@@ -27,7 +27,7 @@ use crate::fit::{fit_header, fit_images, fit_manifest, fit_payload, fit_store};
 /// The maximum total length of pages that are built.
 const PAGE_BYTES_MAX: u64 = 1 << 16;
 
-/// A target: its name, and the function that takes an input.
+/// A target: its name, and the function that processes an input.
 pub type Target = (&'static str, fn(&[u8]));
 
 /// All targets by name.
@@ -42,7 +42,7 @@ pub const TARGETS: [Target; 8] = [
     ("rebuild", rebuild),
 ];
 
-/// Metadata and entries, in the input's envelope and in one of their own.
+/// Decodes metadata and entries, in the envelope of the input and in a new envelope.
 pub fn value(data: &[u8]) {
     let mut wrapped = (data.len() as u32).to_le_bytes().to_vec();
     wrapped.extend_from_slice(&crc32fast::hash(data).to_le_bytes());
@@ -57,7 +57,7 @@ pub fn value(data: &[u8]) {
     }
 }
 
-/// The STORE file.
+/// Decodes a STORE file.
 pub fn store_file(data: &[u8]) {
     let mut fitted = data.to_vec();
     fit_store(&mut fitted);
@@ -68,7 +68,7 @@ pub fn store_file(data: &[u8]) {
     }
 }
 
-/// The header of a segment.
+/// Decodes a segment header.
 pub fn segment_header(data: &[u8]) {
     let mut fitted = data.to_vec();
     fit_header(&mut fitted, b"RMNTSEGM", 124);
@@ -79,7 +79,7 @@ pub fn segment_header(data: &[u8]) {
     }
 }
 
-/// A frame: its header, its position in the order, and a seal's payload.
+/// Decodes a frame, and checks its position in the order of the log and the payload of a seal.
 pub fn frame(data: &[u8]) {
     let mut fitted = data.to_vec();
     fit_header(&mut fitted, b"RMFR", 76);
@@ -108,7 +108,7 @@ pub fn frame(data: &[u8]) {
     }
 }
 
-/// A batch's payload: its operations, their changes in an empty store, and the resulting bytes.
+/// Decodes the payload of a batch, plans its operations on an empty store, and applies them.
 pub fn payload(data: &[u8]) {
     let mut fitted = data.to_vec();
     fit_payload(&mut fitted);
@@ -143,7 +143,7 @@ pub fn payload(data: &[u8]) {
     }
 }
 
-/// The header of an image file, and of the chunk after it; or an overlay.
+/// Decodes an overlay, or the headers of an image file and of its first chunk.
 pub fn image(data: &[u8]) {
     if let Ok(overlay) = Overlay::decode_head(data) {
         let head = overlay.encode_head().unwrap();
@@ -171,8 +171,8 @@ pub fn image(data: &[u8]) {
     }
 }
 
-/// The content of an image, with corrected checksums of the stored bytes, so that the decompressor is
-/// reached.
+/// Decodes the content of an image after correcting the checksums of the stored bytes, so that the
+/// decompressor is reached.
 fn content(header: &ImageHeader, stored: &[u8]) {
     if header.len > CONTENT_LEN_MAX {
         return;
@@ -193,7 +193,7 @@ fn content(header: &ImageHeader, stored: &[u8]) {
 /// The maximum length of a page whose content is read.
 const CONTENT_LEN_MAX: u64 = 1 << 20;
 
-/// A manifest, both copies.
+/// Decodes both copies of a manifest.
 pub fn manifest(data: &[u8]) {
     let mut fitted = data.to_vec();
     let second = fitted.len() / 2 / 4096 * 4096;
@@ -210,7 +210,7 @@ pub fn manifest(data: &[u8]) {
     }
 }
 
-/// A whole store, from an archive of its files.
+/// Rebuilds a store from an archive of its files.
 pub fn rebuild(data: &[u8]) {
     let mut files = Files::from_archive(data);
     for _ in 0..2 {

@@ -1,9 +1,9 @@
-//! Made-up store directories, through everything that opens one.
+//! Opens generated store directories in every supported way.
 //!
-//! The guarantees: nothing panics, hangs, or takes more memory than the budget and the files justify. The
-//! ways to read a store agree: the pure rebuild, a read-only view, a salvage that reports pages as exact, and
-//! the engine show the same state wherever two of them show one. A store that opens accepts a batch, closes,
-//! and opens again with it. A store that is refused for its bytes is unchanged.
+//! The guarantees: no input causes a panic, a hang, or an allocation beyond the budget and the length of the
+//! files. Where several of the pure rebuild, a read-only view, a salvage that reports exact pages, and the
+//! engine produce a state, their states are equal. A store that opens accepts a batch, closes, and reopens
+//! with that batch. A store that is rejected because of its bytes is unchanged.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -36,13 +36,14 @@ pub fn directory(data: &[u8]) {
     examine(&files);
 }
 
-/// Opens the files in every way. Returns whether they are a store that opens.
+/// Opens the files in every way. Returns true if the store opens.
 pub fn examine(files: &Files) -> bool {
     let options = RebuildOptions { page_bytes_max: PAGE_BYTES_MAX, ..RebuildOptions::default() };
     let rebuilt = rebuild(files, &options).ok();
     let pure = rebuilt.as_ref().map(State::rebuilt);
-    // A view and a salvage use the newest snapshot whatever the state of its images, and miss damage in them.
-    // If a rebuild skipped that snapshot, made-up files may give another state from an older one.
+    // A view and a salvage use the newest snapshot even if its images are damaged, and do not detect that
+    // damage. If a rebuild skipped that snapshot, generated files may produce another state from an older
+    // snapshot.
     let newest = pure.as_ref().filter(|_| rebuilt.is_some_and(|rebuilt| rebuilt.skipped.is_empty()));
     let disk = files.disk();
     check_view(&disk, newest);
@@ -79,7 +80,7 @@ fn open(disk: &SimDisk) -> Result<Store, Error> {
     Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options)
 }
 
-/// A store that opened accepts another batch and a snapshot, and contains them when it is opened again.
+/// Checks that an opened store accepts a batch and a snapshot, and contains both after a reopen.
 fn go_on(disk: &SimDisk, store: Store, state: State) {
     let mut batch = store.batch();
     batch.set_root("opened", true);
@@ -109,7 +110,7 @@ fn go_on(disk: &SimDisk, store: Store, state: State) {
     assert_eq!(State::rebuilt(&rebuilt), after, "the rebuild of what the engine wrote");
 }
 
-/// A read-only view shows each page as the rebuild made it.
+/// Checks that a read-only view returns each page as in the rebuilt state.
 fn check_view(disk: &SimDisk, newest: Option<&State>) {
     let disk: Arc<dyn Disk> = Arc::new(disk.clone());
     let Ok(seen) = View::open_on(&disk, None) else { return };
@@ -127,7 +128,7 @@ fn check_view(disk: &SimDisk, newest: Option<&State>) {
     }
 }
 
-/// A page that salvage reports as exact equals the page of the rebuild.
+/// Checks that a page that salvage reports as exact equals the page of the rebuilt state.
 fn salvage(files: &Files, newest: Option<&State>) {
     let Some(Ok(store)) = files.0.get(&FileName::Store).map(|bytes| StoreFile::decode(bytes)) else { return };
     let Ok(salvage) = Salvage::read(files, store, PAGE_BYTES_MAX) else { return };
@@ -142,7 +143,7 @@ fn salvage(files: &Files, newest: Option<&State>) {
     }
 }
 
-/// Followers receive batches until they fail or there are no more. They end without a writer.
+/// Checks that followers receive batches until they fail or reach the end of the log, even without a writer.
 fn follow(disk: &SimDisk) {
     for from in [FollowFrom::Beginning, FollowFrom::Snapshot] {
         let Ok(mut follower) = Follower::open_on(Arc::new(disk.clone()), from) else { continue };

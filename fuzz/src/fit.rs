@@ -1,4 +1,4 @@
-//! Corrects checksums after a mutation; mutation would never get past them otherwise.
+//! Corrects checksums after a mutation, because mutation would almost never produce valid ones.
 
 use remanent_format::FileName;
 use remanent_format::frame::FrameHeaderRaw;
@@ -8,7 +8,7 @@ use crate::archive::Files;
 impl Files {
     /// Corrects the checksums of all files.
     pub fn fit(&mut self) {
-        // The chain goes from segment to segment.
+        // The chain hash continues from segment to segment.
         let mut chain = 0;
         for (name, bytes) in &mut self.0 {
             match name {

@@ -1,10 +1,10 @@
-//! Histories of a store, with crashes in the middle of any action, compared with the model of the ordinary
-//! tests.
+//! Runs histories of a store with crashes at any point, and compares the results with the model of the
+//! ordinary tests.
 //!
-//! The fuzzer adds two things to those tests. The code that an input reaches steers the next inputs. The disk
-//! is simulated, so a crash happens before any event of the disk or tears it, and a power cut keeps any
-//! subset of the unsynced writes. The result must be the state after some batch, and no acknowledged batch
-//! may be missing.
+//! The fuzzer adds two things to those tests. Code coverage guides the choice of inputs. The disk is
+//! simulated, so a crash can happen before any disk event or tear the event, and a power cut keeps any subset
+//! of the unsynced writes. The result must be the state after some batch, and no acknowledged batch may be
+//! missing.
 
 use std::sync::Arc;
 
@@ -21,12 +21,12 @@ use remanent_format::ReadAt;
 use crate::model::history::Action;
 use crate::model::run::{Floors, Ground, Left, Setting, Tally, run, with_tiers};
 
-/// Maximum number of actions in a history: a longer input finds nothing more for its time.
+/// Maximum number of actions in a history. Longer histories find nothing more in the same time.
 const ACTIONS_MAX: usize = 40;
-/// The number of disks that a power cut at one moment may leave; one of them is chosen.
+/// Number of possible disk states after a power cut at one moment. One of them is chosen.
 const IMAGES_MAX: usize = 8;
 
-/// How a store is opened.
+/// Options with which a store is opened.
 #[derive(Arbitrary, Clone, Copy, Debug)]
 struct Choices {
     log_io: u8,
@@ -35,7 +35,7 @@ struct Choices {
     in_background: bool,
 }
 
-/// Plays one history.
+/// Runs the history that an input encodes.
 pub fn history(data: &[u8]) {
     let mut raw = Unstructured::new(data);
     let Ok(choices) = Choices::arbitrary(&mut raw) else { return };
@@ -74,7 +74,7 @@ fn live_through(actions: &[Action], choices: Choices) -> Tally {
 struct Simulation {
     disk: SimDisk,
     floors: Floors,
-    /// Number of the disk's events before that.
+    /// Number of disk events before the current action.
     events: usize,
 }
 
@@ -98,7 +98,7 @@ impl Ground for Simulation {
         (self.floors, self.events) = (floors, self.disk.events());
     }
 
-    /// The crash happens at any event of the disk since the action began, or after the last one.
+    /// Crashes at any disk event since the action began, or after the last event.
     fn crash(self, store: Store, pick: u64) -> Left<Self> {
         let floors_now = Floors::of(&store);
         let last = self.disk.events();
@@ -121,8 +121,8 @@ impl Ground for Simulation {
     }
 }
 
-/// Counts the crashes of random histories, and the crashes that took batches, for the test that shows that
-/// this target can fail.
+/// Counts the crashes of random histories, and those that lost batches, for the test that proves that this
+/// target can fail.
 pub fn crashes(actions: &[Action]) -> (usize, usize) {
     let choices = Choices { log_io: 0, is_durable: false, is_late: false, in_background: false };
     let Tally { crashes, lost, .. } = live_through(actions, choices);

@@ -1,9 +1,9 @@
-//! Files of weights through import and export.
+//! Imports and exports files of weights.
 //!
-//! The guarantees: whatever a file states, it is imported or refused, without a panic, without memory that
-//! its length does not justify, and without reporting the store as damaged. An imported file is exported byte
-//! for byte, each version as it was, whichever came before and after it. A file that is imported twice
-//! creates no second version.
+//! The guarantees: any file is imported or rejected without a panic, without allocating more than its length
+//! justifies, and without reporting the store as damaged. An imported file is exported byte for byte, for
+//! each version, whichever versions precede and follow it. Importing a file twice does not create a second
+//! version.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -20,17 +20,17 @@ use serde_json::{Deserializer, Value};
 
 use crate::inspections::lay;
 
-/// Maximum number of versions in a history, and of tensors in each: more find nothing more for their time.
+/// Maximum number of versions in a history, and of tensors in each. Larger numbers find nothing more.
 const VERSIONS_MAX: usize = 5;
 const TENSORS_MAX: usize = 8;
 const ELEMENTS_MAX: usize = 1500;
-/// The header's length in front of a file.
+/// Length in bytes of the header length at the start of a file.
 const LEN_LEN: usize = 8;
-/// Bytes of tensors that a file gets for its header.
+/// Maximum number of tensor bytes that a generated file contains after its header.
 const DATA_LEN_MAX: u64 = 1 << 16;
 
-/// Names of tensors: names that are keys, names that are too long for a key, one that looks as if it were
-/// made from another name, and the one that no tensor's page gets.
+/// Names of tensors: names that are valid keys, names that are too long for a key, a name that resembles one
+/// derived from another name, and the reserved name that no tensor's page has.
 const NAMES: [&str; 10] = [
     "",
     "w",
@@ -53,9 +53,9 @@ struct Tensor {
     name: u8,
     dtype: u8,
     count: u16,
-    /// The seed of the bytes, so that versions share most of them.
+    /// The seed of the bytes. Versions with the same seed share most of their bytes.
     seed: u8,
-    /// One byte in this number plus one differs from the others.
+    /// One byte in every `stride + 1` differs from the seeded bytes.
     stride: u8,
     /// The value of a differing byte.
     changed: u8,
@@ -73,8 +73,8 @@ impl Tensor {
     }
 }
 
-/// Tests a file as the fuzzer made it: any bytes, unchanged and with corrected lengths; and a history of
-/// versions derived from those bytes.
+/// Tests a file exactly as the fuzzer generated it, the same file with corrected lengths, and a history of
+/// versions derived from the input.
 pub fn import(data: &[u8]) {
     let room = Room::new();
     room.any(data);
@@ -84,8 +84,8 @@ pub fn import(data: &[u8]) {
     room.history(&versions(data));
 }
 
-/// Returns a file whose first length is that of its header, as far as the header is JSON, and which is as
-/// long as its tensors state; `None` if it contains no JSON.
+/// Corrects the header length, as far as the header is JSON, and extends the file to the length that its
+/// tensors state. Returns `None` if the input contains no JSON.
 fn fit(data: &[u8]) -> Option<Vec<u8>> {
     let json = data.get(LEN_LEN..)?;
     let mut values = Deserializer::from_slice(json).into_iter::<Value>();
@@ -99,7 +99,7 @@ fn fit(data: &[u8]) -> Option<Vec<u8>> {
     Some([&(json.len() as u64).to_le_bytes(), json, &data].concat())
 }
 
-/// Returns the history that the bytes select: files of weights. After the last byte, zeros are used.
+/// Returns the history of weight files that the input encodes. Missing input bytes are zeros.
 pub fn versions(data: &[u8]) -> Vec<Vec<u8>> {
     let mut raw = Unstructured::new(data);
     let mut version = || -> arbitrary::Result<Vec<u8>> {
@@ -110,8 +110,8 @@ pub fn versions(data: &[u8]) -> Vec<Vec<u8>> {
     (0..VERSIONS_MAX).map_while(|_| version().ok()).collect()
 }
 
-/// Returns a file of these tensors; the first one of each name counts. The header names them in another
-/// order, with trailing spaces.
+/// Returns a file that contains these tensors. Of several tensors with one name, only the first is used. The
+/// header lists them in another order, with trailing spaces.
 fn file(turn: u8, tensors: &[Tensor]) -> Vec<u8> {
     let (mut names, mut data, mut entries) = (Vec::new(), Vec::new(), Vec::new());
     for tensor in tensors {
@@ -138,7 +138,7 @@ fn file(turn: u8, tensors: &[Tensor]) -> Vec<u8> {
     [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &data].concat()
 }
 
-/// The folder of files while they are imported and exported.
+/// The folder that contains the files while they are imported and exported.
 struct Room(tempfile::TempDir);
 
 impl Room {

@@ -1,8 +1,8 @@
-//! Made-up store directories, through the inspecting commands.
+//! Runs the inspecting commands on generated store directories.
 //!
-//! The guarantees: every command ends with one of its exit codes, whatever it finds, within the memory that
-//! it is given, and leaves the directory unchanged. If `verify` reports no damage, the pure rebuild produces
-//! a state, and the other commands show that state.
+//! The guarantees: every command ends with one of its exit codes and within its memory limit, whatever the
+//! directory contains, and leaves the directory unchanged. If `verify` reports no damage, the pure rebuild
+//! produces a state, and the other commands show that state.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -19,7 +19,7 @@ const MEMORY_MAX: &str = "65536";
 /// Maximum number of pages of one store that are dumped and blamed.
 const PAGES_MAX: usize = 3;
 
-/// The commands, as they are run; the directory follows the command's name.
+/// The commands with their options. The directory is inserted after the command's name.
 const COMMANDS: [&[&str]; 13] = [
     &["info"],
     &["info", "--json"],
@@ -47,7 +47,7 @@ pub fn inspection(data: &[u8]) {
     inspect(&files);
 }
 
-/// Runs every command on the files. Returns whether `verify` found nothing.
+/// Runs every command on the files. Returns true if `verify` reported no problem.
 pub fn inspect(files: &Files) -> bool {
     let dir = tempfile::tempdir().expect("a temporary directory can be made");
     lay(files, dir.path());
@@ -68,7 +68,7 @@ pub fn inspect(files: &Files) -> bool {
     is_sound
 }
 
-/// Each page is shown as it was rebuilt.
+/// Checks that each page is shown as in the rebuilt state.
 fn shows(rebuilt: &RebuiltStore, dir: &Path, is_sound: bool) {
     let (listed, lines) = ended(&["pages", "--json", "--memory-max", MEMORY_MAX], dir);
     assert!(listed || !is_sound, "`verify` finds nothing, but `pages` does");
@@ -88,15 +88,15 @@ fn shows(rebuilt: &RebuiltStore, dir: &Path, is_sound: bool) {
     }
 }
 
-/// Runs a command, which may report anything except a lock or a Ctrl-C. Returns whether it found no problem,
-/// and its output.
+/// Runs a command, which may report any outcome except a lock or a Ctrl-C. Returns its output, and true if it
+/// reported no problem.
 fn ended(arguments: &[&str], dir: &Path) -> (bool, Vec<u8>) {
     let dir = dir.to_str().expect("a temporary directory's name is UTF-8");
     let mut out = Vec::new();
     let outcome = run(&[&arguments[..1], &[dir], &arguments[1..]].concat(), &mut out);
     let may_be = match &outcome {
         Ok(Ending::Fine | Ending::Difference) | Err(Failure::Damage(_)) => true,
-        // No store, no such page, no such state; a usage error would test nothing.
+        // The store, page or state may not exist. A usage error, however, would mean that nothing was tested.
         Err(Failure::Environment(why)) => !why.contains("Usage:"),
         Ok(Ending::Interrupted) | Err(Failure::ClosedPipe | Failure::Locked(_)) => false,
     };

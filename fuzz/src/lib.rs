@@ -1,8 +1,9 @@
-//! Fuzz targets, as plain functions of bytes. The ordinary tests run them without the fuzzer, on every input
-//! that the repository keeps: the targets of [`decoders`], [`directories`] and [`histories`], and those of
-//! the command, [`inspections`] and [`imports`].
+//! Fuzz targets as plain functions of bytes. The ordinary tests run them without the fuzzer on every input in
+//! the repository: the targets of [`decoders`], [`directories`] and [`histories`], and those of the command,
+//! [`inspections`] and [`imports`].
 //!
-//! Inputs are made of [`archive`] and [`fit`]. The targets compare with models that the ordinary tests own.
+//! [`archive`] and [`fit`] build the inputs. The targets compare results with the models of the ordinary
+//! tests.
 
 pub mod archive;
 pub mod fit;

@@ -132,7 +132,7 @@ pub(super) fn decompress(frames: &[u8], len: u64, mut sink: impl FnMut(&[u8])) -
     })
 }
 
-/// Decompresses as [`decompress`] does, but stops when `sink` returns `Break`.
+/// Like [`decompress`], but stops when `sink` returns `Break`.
 pub(crate) fn decompress_from(
     frames: impl BufRead,
     len: u64,
@@ -147,8 +147,8 @@ pub(crate) fn decompress_from(
     )
 }
 
-/// Decompresses as [`decompress_from`] does. With the last piece of a frame, `sink` also receives the offset in the
-/// payload of the end of the frame.
+/// Like [`decompress_from`], but with the last piece of a frame, `sink` also receives the offset in the payload at
+/// which the frame ends.
 pub(crate) fn decompress_frames(
     mut frames: impl BufRead,
     len: u64,

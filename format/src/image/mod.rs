@@ -9,8 +9,8 @@
 //! ```
 //!
 //! An entry of a manifest names an image by file, offset, length and checksum, and is the authority for the image. The
-//! table at the start of a chunk describes the same images for inspection and salvage, as they were when they were
-//! written. A page of length 0 has no image.
+//! table at the start of a chunk describes the images as of the time of writing, for inspection and salvage. A page of
+//! length 0 has no image.
 //!
 //! An image can be an [`Overlay`], whose pieces replace parts of another image. The table of a chunk lists an overlay
 //! as an image of an unknown page, because the bytes of the overlay have no meaning without the entry of the manifest.

@@ -61,7 +61,7 @@ pub(super) fn gaps(
     found
 }
 
-/// Returns the damage of those images that a batch names and that the state after the batch uses.
+/// Returns the damage to images that a batch names and the state after the batch still uses.
 fn damaged_images(
     resolver: &Resolver,
     lsn: Lsn,

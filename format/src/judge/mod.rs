@@ -94,7 +94,7 @@ impl Record<'_> {
 pub struct Start {
     /// The snapshot, or `None` for the beginning of the log.
     pub snapshot: Option<SnapshotId>,
-    /// Which states the newest seal guarantees can be computed from this candidate.
+    /// The states that the newest seal guarantees to be computable from this candidate.
     pub role: Role,
     /// The damage that prevents recovery from starting at this candidate. Empty for a candidate that recovery does not
     /// reach, because such candidates are not checked.

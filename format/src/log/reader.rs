@@ -12,15 +12,15 @@ use crate::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};
 use crate::names::{FileName, ReadAt};
 use crate::segment::SEGMENT_HEADER_BLOCK;
 
-/// Minimum length of a read, in bytes. Shorter reads would fit into the second-level cache of a processor, but they
-/// copy from the page cache hardly faster (6.7 GB/s instead of 6.2 GB/s) and do not shorten a replay.
+/// Minimum length of a read, in bytes. Shorter reads would fit into the L2 cache, but copying from the page cache would
+/// be only slightly faster (6.7 GB/s instead of 6.2 GB/s) and a replay would take as long.
 const READ_AHEAD: u64 = 1 << 20;
 /// Length in bytes of the first read of a search. A search usually needs only the start of a segment.
 const FIRST_READ_LEN: u64 = 64 << 10;
 /// Length in bytes of all reads of a search after the first. With this length, a search of an empty segment of 16 MiB
 /// takes 1.8 ms, of which copying from the page cache takes 1.2 ms. With reads of 1 MiB, the search takes 2.2 ms.
 const NEXT_READ_LEN: u64 = 256 << 10;
-/// Maximum length of a read, in bytes. Reads are as long as the longest frame so far, but within the minimum and this
+/// Maximum length of a read, in bytes. A read is as long as the longest frame so far, clamped to the minimum and this
 /// maximum.
 const READ_AHEAD_MAX: u64 = 8 << 20;
 
@@ -192,8 +192,8 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
         let start = offset - offset % GROUP_ALIGN;
         if let Some(windows) = self.reading.windows {
             self.longest = self.longest.max((end - offset + 2 * GROUP_ALIGN).min(READ_AHEAD_MAX));
-            // A window contains a whole number of frames of the longest length so far, because a frame that a window
-            // cuts off is copied into the next one.
+            // The length of a window is a multiple of the longest frame so far, because a frame that crosses the end of
+            // a window must be copied into the next window.
             let window = (windows.len / self.longest).max(1) * self.longest;
             let window_end = align_up(end.max(start.saturating_add(window)), GROUP_ALIGN);
             if self.read(start..window_end.min(file_len)).is_ok() {

@@ -78,8 +78,8 @@ struct Break {
 }
 
 impl Break {
-    /// Returns the one of two locations that a report names. Prefers an unreadable location to one that resembles a
-    /// frame (SPEC E6), and otherwise prefers `self`.
+    /// Selects the location that a report names. Prefers an unreadable location to one that resembles a frame (SPEC
+    /// E6), and otherwise prefers `self`.
     fn or(self, other: Self) -> Self {
         let rank = |of: &Self| (of.defect.is_unreadable(), of.is_frame_like);
         if rank(&other) > rank(&self) { other } else { self }

@@ -109,7 +109,7 @@ fn manifest_round_trips_to_the_same_bytes() {
     }
 }
 
-/// Entries that are encoded in pieces of any length have the same bytes, and each piece rejects the same defects.
+/// Encoding entries in pieces of any length produces the same bytes, and each piece rejects the same defects.
 #[test]
 fn entries_encoded_in_pieces_have_equal_bytes() {
     let entries: Vec<ManifestEntry> = (1..900).map(|page| entry(page, 7)).collect();
@@ -157,7 +157,7 @@ impl WorkPool for Pieces {
     }
 }
 
-/// Entries that are decoded in pieces of any length form the same manifest, and every defect is found.
+/// Decoding entries in pieces of any length produces the same manifest and detects every defect.
 #[test]
 fn entries_decoded_in_pieces_form_the_same_manifest() {
     let named = |page| ManifestEntry {
@@ -414,7 +414,7 @@ fn inconsistent_manifest_is_not_encoded() {
     }
 }
 
-/// Entries that are merged in pieces of any length form the same page table, even if a run of ids spans two pieces.
+/// Merging entries in pieces of any length produces the same page table, even if consecutive ids span two pieces.
 #[test]
 fn table_merged_in_pieces_equals_whole_table() {
     let entries = (1..=700).map(|page| ManifestEntry { epoch: Epoch(page % 7), ..entry(3 * page, page) });

@@ -79,7 +79,7 @@ impl Salvage<'_> {
     pub fn find(&self, info: &PageInfo) -> PageRemains {
         let why = match self.prove(info) {
             Ok(bytes) if self.state.is_whole => return PageRemains::Exact(bytes),
-            // Only the version of the state would be exact, and that version is not known.
+            // The state combines pages as of different batches, so no version is exact.
             Ok(bytes) => {
                 return PageRemains::Older {
                     version: info.clone(),

@@ -21,7 +21,7 @@ const WORDS: usize = 4;
 /// Number of bits in a word.
 const WORD: u64 = u64::BITS as u64;
 
-/// A set of the ids of one row, which has [`ROW`] consecutive ids. Bit `id % ROW` stands for `id`.
+/// A set of the ids of one row, which has [`ROW`] consecutive ids. Bit `id % ROW` represents `id`.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Bits([u64; WORDS]);
 

@@ -37,8 +37,8 @@ pub struct PageChanges {
 }
 
 impl PageChanges {
-    /// Summarizes the first batches of a sequence, up to a batch that does not only change bytes of pages. Returns
-    /// `None` if the first batch is such a batch. An invalid batch and a failed allocation also end the summary.
+    /// Summarizes the leading batches that only change bytes of pages. Returns `None` if the first batch does anything
+    /// else. An invalid batch and a failed allocation also end the summary.
     pub fn of<'b>(batches: impl Iterator<Item = (&'b FrameHeader, &'b [u8])>) -> Option<Self> {
         let mut changes: Option<Self> = None;
         for (header, payload) in batches {
@@ -60,7 +60,8 @@ impl PageChanges {
         Self { first, last: first, batches: 0, frame_bytes: 0, pages: Vec::new() }
     }
 
-    /// Appends the changes of a batch. Returns false, with nothing appended, if the batch does more than change bytes.
+    /// Appends the changes of a batch. Returns false, with nothing appended, if the batch does anything other than
+    /// change bytes.
     fn add(&mut self, lsn: Lsn, payload: &[u8]) -> bool {
         let before = self.pages.len();
         let has_room = self.pages.try_reserve(claimed_ops(payload)).is_ok();

@@ -6,8 +6,8 @@
 //! one per MiB. [`OpLocations::load`] then reads the base and the operations of one page.
 //!
 //! A window of a long page can be read without the other bytes of the page. [`OpLocations::prove`] proves the image of
-//! the page once. [`OpLocations::window`] then reads the window from the image, and the operations that overlap the
-//! window. An operation on scattered elements is read for each window between its first and its last element.
+//! window. An operation on scattered elements is read for every window between its first and its last element, even if
+//! the window contains none of the elements.
 //!
 //! A location contains the checksum of the bytes that the walk proved. If a writer recycles the segment, a later read
 //! returns the same bytes or an error.

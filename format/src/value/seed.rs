@@ -120,7 +120,7 @@ impl<'de> Visitor<'de> for ListSeed {
     }
 }
 
-/// Decodes a map. Returns an error if its names are not in ascending order strictly.
+/// Decodes a map. Returns an error if its names are not in strictly ascending order.
 pub(super) struct MapSeed {
     pub depth_left: usize,
 }

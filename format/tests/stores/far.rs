@@ -30,7 +30,7 @@ fn damage_beyond_four_gibibytes_has_its_offset() {
     assert_eq!(place(&flipped(log, frames[0], 90)), (log, frames[0]), "a batch under a mark");
     assert_eq!(found(&flipped(log, frames[1], 90)).unwrap().0, 2, "a torn tail");
     assert_eq!(place(&flipped(pages, FAR, 3)), (pages, FAR), "an image");
-    // Truncate the file to the low 32 bits of its length.
+    // Truncate the file to its length modulo 2^32.
     for (file, at) in [(log, 0), (pages, FAR)] {
         let mut cut = files.clone();
         let file_of = cut.0.get_mut(&file).unwrap();

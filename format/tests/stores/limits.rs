@@ -1,4 +1,4 @@
-//! Limits of numbers: none exceeds `NUMBER_MAX` in any structure, and none is counted past it.
+//! Limits of numbers: every structure rejects a number above `NUMBER_MAX`, and no counter exceeds it.
 
 use remanent_format::frame::{UncheckedFrame, VerifiedSnapshot, decode_seal, encode_seal};
 use remanent_format::limits::{NUMBER_MAX, SEGMENT_LEN_MAX, SEGMENT_LEN_MIN};
@@ -97,8 +97,8 @@ fn file_numbers_do_not_overflow() {
     assert_eq!(FileName::parse(Folder::Log, "ffffffffffffffff.log"), None);
 }
 
-/// A store created from the seed of a salvaged state has no incarnation before its first one, but it has
-/// earlier batches, so its log does not begin with the empty store.
+/// A store that was created from a salvaged state has no earlier incarnation but does have earlier batches,
+/// so its log does not begin with the empty store.
 #[test]
 fn a_store_that_begins_with_a_state_has_no_empty_beginning() {
     let with_predecessor = |predecessor: LogPoint| {
@@ -124,8 +124,8 @@ fn a_store_that_begins_with_a_state_has_no_empty_beginning() {
     }
 }
 
-/// A manifest's `redo` is the start of the walk. Past the end of its segment there is no next frame, and a
-/// walk would not look for one.
+/// Replay starts at a manifest's `redo`. If `redo` is past the end of its segment, a walk would find neither
+/// a frame nor damage.
 #[test]
 fn walk_start_outside_its_segment_is_refused() {
     let publish = |change: fn(&mut Manifest)| {
@@ -181,7 +181,8 @@ fn epoch_and_page_id_do_not_overflow() {
         let mut highest = at_epoch(NUMBER_MAX);
         assert_eq!(epoch_after(&highest), Ok(Epoch(NUMBER_MAX)));
         highest.batch_of(std::slice::from_ref(op), true);
-        // The log's beginning leads to another epoch. Without it, the snapshot is the only start.
+        // From the beginning of the log, replay reaches another epoch. Without the beginning, the snapshot is
+        // the only start.
         highest.files.0.get_mut(&FileName::Segment(1)).unwrap()[4096] ^= 1;
         assert!(epoch_after(&highest).is_err_and(|damage| damage.contains("epoch")), "{op:?}");
     }

@@ -1,4 +1,4 @@
-//! Salvage of damaged stores: the pages that are salvaged, and those that are not.
+//! Salvage of damaged stores: which pages are salvaged, and which are not.
 
 use remanent_format::manifest::{Manifest, ManifestKind};
 use remanent_format::op::Op;
@@ -18,7 +18,7 @@ fn all(salvage: &Salvage<'_>, bytes: &FoundBytes, len: u64) -> Vec<u8> {
     salvage.window(bytes, 0..len).unwrap()
 }
 
-/// Salvage ignores bytes that look like a batch or a version but never were one.
+/// Salvage ignores bytes that resemble a batch or a version but were never committed.
 #[test]
 fn salvage_invents_no_state() {
     let salvaged = |maker: &Maker| {
@@ -31,7 +31,7 @@ fn salvage_invents_no_state() {
     };
     assert_eq!(salvaged(&four()), 4);
 
-    // A batch after the end stated by the next incarnation was cut, although it follows its predecessor.
+    // A batch after the end that the next incarnation states was cut off, although its chain hash is correct.
     let mut cut = four();
     let mut longer = cut.clone();
     longer.batch();
@@ -52,7 +52,7 @@ fn salvage_invents_no_state() {
     resum(stray.frame_at(4));
     assert_eq!(salvaged(&stray), 3);
 
-    // The table of a restore that was never committed assigns the next batch's number to older content.
+    // The table of an uncommitted restore assigns the next batch's number to older content.
     let mut maker = four();
     maker.batch();
     let mut table = Manifest { kind: ManifestKind::Table, ..maker.manifest(9, 2, 2, 5) };
@@ -61,8 +61,8 @@ fn salvage_invents_no_state() {
     assert_eq!(salvaged(&maker), 5);
 }
 
-/// A snapshot needs a lost batch, and so does the log's beginning. The snapshot's version of the page is
-/// provable, but no structure determines the state.
+/// The snapshot and the beginning of the log both need a lost batch. The snapshot's version of the page can
+/// be proven, but no structure determines the state.
 #[test]
 fn salvage_without_known_state_reports_no_exact_page() {
     let mut maker = four();

@@ -34,7 +34,7 @@ fn all_starts_recover_the_same_state() {
     }
 }
 
-/// A store in which one file is removed after its folder was listed.
+/// A store in which one file is removed after its folder has been listed.
 struct RemovedFile<'a> {
     maker: &'a Maker,
     removed: FileName,
@@ -216,8 +216,8 @@ fn pages_deleted_while_a_snapshot_was_taken_stay_deleted() {
     assert_eq!(found.contents[&PAGE], content(4));
 }
 
-/// A snapshot that starts where the previous one does and only records which pages were deleted since. Batch
-/// 8 deletes page 1. Batch 6 changes page 2, and batch 7 deletes it, while the first snapshot is taken.
+/// The second snapshot has the same `redo` as the first and only records the pages deleted since. Batch 8
+/// deletes page 1. Batch 6 changes page 2 and batch 7 deletes it, both while the first snapshot is taken.
 #[test]
 fn thin_snapshot_begins_at_previous_link() {
     let other = PageId(2);
@@ -244,7 +244,7 @@ fn thin_snapshot_begins_at_previous_link() {
     let found_with = |manifest: &Manifest| {
         let mut maker = maker.clone();
         maker.publish(FileName::Manifest(2), manifest);
-        // The previous snapshot is now only a link.
+        // The previous snapshot now serves only as a link.
         maker.files.0.remove(&FileName::Pages(1));
         rebuilt(&maker)
     };
@@ -254,7 +254,8 @@ fn thin_snapshot_begins_at_previous_link() {
     assert_eq!((found.table.pages().len(), found.table.lsn()), (0, Lsn(9)));
     assert_eq!(found.table.next_page(), 3);
 
-    // If it omits the tombstone of page 2, or is not thin but goes back, the previous snapshot is used.
+    // The previous snapshot is used if the change omits the tombstone of page 2, ends earlier, or has an
+    // earlier `redo` although it contains all changes.
     for (why, wrong) in [
         ("page 2 does not exist", thin(vec![gone])),
         ("end of the previous link is 7, over the limit of 6", Manifest { end: Lsn(6), ..thin(vec![]) }),
@@ -327,7 +328,7 @@ fn a_state_is_rebuilt_from_compressed_images() {
     assert!(damage.contains("image checksum is"), "{damage}");
 }
 
-/// The log's last seal keeps the log after snapshot 2, and of snapshot 1 only its own end. All segments still
+/// The last seal keeps the log after snapshot 2, but for snapshot 1 only the state at its end. All segments still
 /// exist, so only the seal determines this.
 #[test]
 fn rebuild_never_starts_below_floor() {

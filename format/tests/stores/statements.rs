@@ -24,7 +24,7 @@ fn entry(snapshot: u64, log_kept: bool) -> VerifiedSnapshot {
     VerifiedSnapshot { snapshot: SnapshotId(snapshot), manifest_crc: 7, log_kept }
 }
 
-/// Bytes after the last frame that are not a readable header but match some of its fields.
+/// Bytes after the last frame match some fields of a frame header but are not a readable header.
 #[test]
 fn bytes_of_earlier_runs_are_not_reported_as_torn() {
     let mut base = four();
@@ -92,7 +92,7 @@ fn mismatched_restore_table_is_refused() {
         let found = lsn(&restored(change)).unwrap_err();
         assert!(found.contains(expected), "{why}: {found}");
     }
-    // A redo above its limit makes the table invalid, although it is not used.
+    // A `redo` above the limit makes the table invalid, although the `redo` of a table is not used.
     let mut maker = restored(|_| {});
     let bytes = maker.files.0.get_mut(&FileName::Table(9)).unwrap();
     let half = bytes.len() / 2;
@@ -136,12 +136,12 @@ fn first_of_two_snapshot_entries_wins() {
         let expected = if first { Role::Start } else { Role::EndOnly };
         assert_eq!(reach(&maker).role(SnapshotId(1)), expected);
     }
-    // The second entry does not count, so no snapshot is flagged and no floor is recorded.
+    // The repeated entry of snapshot 2 is ignored, so no snapshot is flagged and no floor is recorded.
     maker.seal(&[entry(1, false), entry(2, false), entry(2, true)]);
     assert_eq!(reach(&maker).role(SnapshotId(1)), Role::Start);
 }
 
-/// Tests each row of SPEC.md's table with stores that differ only in the columns.
+/// Tests each row of SPEC.md's table with stores that differ only in the properties that the columns name.
 #[test]
 fn snapshot_roles_match_documentation() {
     let at = SPEC.find("| the seal flags |").expect("the table of roles");
@@ -268,7 +268,7 @@ fn lower_of_two_openings_of_an_incarnation_is_used() {
     check("the log begins in the lower one", &maker, &Clean(4));
 }
 
-/// Files of another store, or with a number that is not theirs.
+/// Files that belong to another store, or contain another number than their names.
 #[test]
 fn foreign_files_are_invalid_not_skipped() {
     let other = StoreId([1; 16]);
@@ -325,8 +325,7 @@ impl ReadAt for Unreadable {
     }
 }
 
-/// A torn frame at the first possible location of the next frame does not show that the other locations contain no
-/// frame.
+/// A torn frame at the first possible location does not prove that the other two locations contain no frame.
 #[test]
 fn unreadable_location_next_to_torn_frame_is_corruption() {
     for is_torn in [false, true] {

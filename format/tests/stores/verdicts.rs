@@ -1,5 +1,5 @@
-//! The judge's verdict on hand-made stores: states between snapshots, pages that no longer need their image,
-//! and the number of bytes read for the verdict.
+//! Tests the judge's verdict on stores built by hand: states between snapshots, pages whose images are no longer
+//! needed, and the number of bytes read.
 
 use std::cell::Cell;
 use std::io;
@@ -250,7 +250,7 @@ fn damage_shared_by_snapshots_is_read_once() {
     }
 }
 
-/// A view of a store that is being written starts again from the batch that it reached.
+/// A view of a store that is being written restarts from the last batch that it reached.
 #[test]
 fn second_walk_returns_the_batches_before_the_damage() {
     let mut maker = Maker::new();
@@ -263,8 +263,8 @@ fn second_walk_returns_the_batches_before_the_damage() {
     assert_eq!(op_locations.point().lsn, Lsn(1));
 }
 
-/// A snapshot with one valid copy is used, and one with none is not. Whether the store is then rejected
-/// depends on where the log begins.
+/// A snapshot with one valid copy is used, and a snapshot with no valid copy is not. In the second case, the store can
+/// be opened only if the log still has its beginning.
 #[test]
 fn unreadable_snapshot_prevents_start_from_log_beginning() {
     for name in [None, Some("kept".to_owned())] {

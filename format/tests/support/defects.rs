@@ -62,8 +62,8 @@ fn in_chunk(bytes: &mut [u8], change: impl FnOnce(&mut [u8])) {
     resum(chunk, 0, 60);
 }
 
-/// Changes the compressed payload of a chunk, whose image header is the second one, and updates the checksums
-/// of the stored bytes.
+/// Changes the compressed payload of the second image of a chunk, and updates the checksums of the stored
+/// bytes.
 fn in_frames(bytes: &mut [u8], change: impl FnOnce(&mut [u8])) {
     in_chunk(bytes, |chunk| {
         let offset = u64::from_le_bytes(chunk[128 + 40..128 + 48].try_into().unwrap()) as usize - 4096;

@@ -13,7 +13,7 @@ use remanent_format::{FileName, Folder, Incarnation, LogPoint, Lsn, Place, ReadA
 
 use crate::maker::{Maker, PAGE, STORE, content};
 
-/// A file of zeros with some bytes in it, by their offsets.
+/// A file of zeros, except for some bytes that are keyed by their offsets.
 #[derive(Clone, Default)]
 pub struct SparseFile {
     pub len: u64,
@@ -62,7 +62,7 @@ pub struct FarStore {
     pub frames: [u64; 2],
 }
 
-/// Makes the store. Its page has this length and place; the bytes after those of the maker are zeros.
+/// Creates the store. Its page has this length and place, and contains zeros after the bytes that the maker wrote.
 pub fn far_store(page_len: u64, place: Place) -> FarStore {
     let mut maker = Maker::new();
     maker.batch();
@@ -78,7 +78,7 @@ pub fn far_store(page_len: u64, place: Place) -> FarStore {
         |segment, segment_len, opening| SegmentHeader { store: STORE, segment, segment_len, opening };
     let first = header(1, segment_len, Some(opening)).encode().to_vec();
     let mut segment = SparseFile { len: segment_len, pieces: [(0, first)].into() };
-    // The walk starts as if 4 GiB of frames preceded. A valid frame near the start of the segment keeps the search for
+    // Replay starts as if 4 GiB of frames came before. A valid frame near the start of the segment keeps the search for
     // the first frame short.
     let redo = LogPoint { incarnation, lsn: Lsn(1), segment: 1, offset: FAR - 16, chain: 77 };
     let mut chain_prev = 0;

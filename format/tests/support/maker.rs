@@ -1,7 +1,8 @@
 //! Creates the files of a small store, frame by frame, as SPEC.md requires of writers.
 //!
-//! Batch 1 creates a page of 64 bytes with the key `p`. Batch *n* writes eight bytes of value *n* at its
-//! start and sets the root's entry `n`. The state at any Lsn is therefore known without another model.
+//! Batch 1 creates a page of 64 bytes with the key `p`. Batch *n* writes eight bytes of value *n* at the
+//! start of the page and sets the root's entry `n`. The state at any Lsn is therefore known without another
+//! model.
 
 use std::sync::Arc;
 
@@ -179,7 +180,7 @@ impl Maker {
         self
     }
 
-    /// Makes subsequent frames state that everything before them is durable.
+    /// Makes later frames state that all batches so far are durable.
     pub fn sync(&mut self) -> &mut Self {
         self.durable = self.point.lsn;
         self
@@ -207,7 +208,7 @@ impl Maker {
         self.batches.iter().find(|batch| batch.end.lsn == Lsn(lsn)).expect("a batch").end
     }
 
-    /// Writes image file `number` with the page as batch `lsn` leaves it.
+    /// Writes image file `number`, which contains the page after batch `lsn`.
     pub fn image(&mut self, number: u64, purpose: ImagePurpose, lsn: u64) -> ImageRef {
         let content = content(lsn);
         let frames = frames::runs(&[(content[0], 8), (0, PAGE_LEN - 8)]);
@@ -227,7 +228,7 @@ impl Maker {
         chunk.images[0].image
     }
 
-    /// Appends the next batch, with its bytes in image file `number`.
+    /// Appends the next batch, whose bytes are in image file `number`.
     pub fn batch_with_image(&mut self, number: u64) -> &mut Self {
         let lsn = self.point.lsn.0 + 1;
         let image = self.image(number, ImagePurpose::Batch, lsn);
@@ -236,8 +237,8 @@ impl Maker {
         self.batch_of(&ops, true)
     }
 
-    /// Creates a manifest with this number, which names the page as batch `caught` left it, and its image
-    /// file.
+    /// Creates a manifest with this number that names an image of the page after batch `caught`. Also writes
+    /// the image file.
     pub fn manifest(&mut self, number: u64, redo: u64, caught: u64, end: u64) -> Manifest {
         let image = self.image(number, ImagePurpose::Snapshot, caught);
         let entry = ManifestEntry {
@@ -294,7 +295,7 @@ const WORDS: [[u8; 8]; 64] = {
     words
 };
 
-/// Returns the page's bytes as batch `lsn` leaves them.
+/// Returns the page's bytes after batch `lsn`.
 pub fn content(lsn: u64) -> Vec<u8> {
     let mut content = vec![0; PAGE_LEN];
     if lsn > 1 {
@@ -303,7 +304,7 @@ pub fn content(lsn: u64) -> Vec<u8> {
     content
 }
 
-/// Returns the root as batch `lsn` leaves it.
+/// Returns the root after batch `lsn`.
 pub fn root(lsn: u64) -> Arc<Metadata> {
     Arc::new([("n".to_owned(), Value::from(lsn))].into())
 }

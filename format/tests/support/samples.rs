@@ -66,7 +66,7 @@ fn metadata() -> Metadata {
 
 fn store(layout_fingerprint: Option<[u8; 32]>) -> StoreFile {
     let identity = b"llama-8b, rank 0".to_vec();
-    // The one with a fingerprint is a fork.
+    // The store with a fingerprint is a fork.
     let ancestors = layout_fingerprint.map(|_| StoreId([0xa1; 16])).into_iter().collect();
     StoreFile {
         store: STORE,
@@ -139,7 +139,7 @@ fn frame(kind: FrameKind, payload: &[u8]) -> Vec<u8> {
     frame_after(&BEFORE, FRAME_AT.1, true, kind, payload).0
 }
 
-/// Encodes a whole frame at an offset of the same segment, and returns it with the point after it.
+/// Encodes a whole frame at an offset of the same segment. Returns the frame and the point after it.
 fn frame_after(
     before: &LogPoint,
     offset: u64,

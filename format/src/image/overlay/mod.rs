@@ -20,7 +20,7 @@ use super::image_ref::ImageRef;
 use crate::defect::{Defect, array, check_equal, check_limit, check_zeros, reserve, reserve_items, slice};
 use crate::layout::layout;
 
-/// Length in bytes of the part of a page whose pieces one call reads.
+/// Number of page bytes whose overlay pieces are read in one call.
 const READ_TOGETHER: usize = 1 << 20;
 
 /// Magic bytes at the start of an overlay's payload.

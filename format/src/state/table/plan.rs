@@ -221,8 +221,7 @@ impl Overlay<'_> {
         state.as_mut().ok_or(Refusal::UnknownPage(*page))
     }
 
-    /// Adds a page that changes its place to `pages`, and returns the index of the page. Does not raise the epoch of
-    /// the page.
+    /// Adds a moved page to `pages` without raising the page's epoch. Returns the index of the page.
     fn touch_place(&mut self, page: PageId) -> Result<usize, Refusal> {
         if let Some(at) = self.position(page) {
             return Ok(at);
@@ -232,7 +231,7 @@ impl Overlay<'_> {
         self.push(page, Some(info), PageMark { content: Content::Kept, is_raised: false })
     }
 
-    /// Adds a page to `pages`, and returns the index of the page. Raises the epoch of the page once per batch.
+    /// Adds a page to `pages` and raises the page's epoch once per batch. Returns the index of the page.
     fn touch(&mut self, page: PageId) -> Result<usize, Refusal> {
         let at = self.touch_place(page)?;
         let is_raised = std::mem::replace(&mut self.marks[at].is_raised, true);
@@ -249,8 +248,8 @@ impl Overlay<'_> {
         self.state(at)
     }
 
-    /// Adds a page whose bytes change to `pages`, and returns its state for modification. Returns an error if the batch
-    /// combines an image of the page with another change of the page's bytes.
+    /// Adds a page to `pages` because its bytes change, and returns its state for modification. Returns an error if the
+    /// batch combines an image of the page with another change of the page's bytes.
     fn touch_content(&mut self, page: PageId, content: Content) -> Result<&mut PageInfo, Refusal> {
         let at = self.touch(page)?;
         let before = &mut self.marks[at].content;
@@ -263,7 +262,7 @@ impl Overlay<'_> {
         self.state(at)
     }
 
-    /// Adds a page that an image replaces to `pages`. Checks that the image has the length of the page.
+    /// Adds a page to `pages` because an image replaces its bytes. Checks that the image has the length of the page.
     fn touch_image(&mut self, page: PageId, len: u64) -> Result<(), Refusal> {
         let page_len = self.touch_content(page, Content::Image)?.len;
         if len == page_len { Ok(()) } else { Err(Refusal::ImageLen { page, len, page_len }) }
