@@ -36,7 +36,7 @@ impl Wake for Unpark {
     }
 }
 
-/// Polls a future until it is ready. Also returns how often it was woken.
+/// Polls a future until it is ready. Returns its output and the number of times that it was woken.
 fn block_on<T>(future: impl Future<Output = T>) -> (T, usize) {
     let unpark = Arc::new(Unpark(thread::current(), AtomicUsize::new(0)));
     let waker = Waker::from(unpark.clone());
@@ -305,7 +305,7 @@ fn a_follower_is_an_iterator_that_ends_with_its_first_error() {
     assert_eq!(follower.position().lsn, Lsn(4));
 }
 
-/// The three ways to write the log.
+/// The modes of writing the log.
 const WAYS: [LogIo; 3] = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct];
 
 #[test]
@@ -345,7 +345,7 @@ fn many_tasks_wait_for_one_sync() {
         }
     });
     assert!(tickets.iter().all(|ticket| ticket.is_acknowledged(Ack::Durable).unwrap()));
-    // After the drop of a future, no task is left to be woken.
+    // After a future is dropped, no waker remains to be called.
     drop(store.submit(store.batch().set_root("step", 99u64)).unwrap().acknowledged(Ack::Durable));
     store.close().unwrap();
 }
@@ -368,8 +368,8 @@ fn prefetches_can_be_awaited() {
     let pages = store.commit(batch).unwrap().pages;
     let (go_on, held) = mpsc::channel();
     let holding = Waker::from(Arc::new(Holding(Mutex::new(held))));
-    // Repeated until a prefetch is waited for before it is complete: then the prefetching thread blocks in
-    // this waker.
+    // Repeat until a prefetch is awaited before it completes. The prefetching thread then blocks in this
+    // waker.
     let mut places = [Place::Host, Place::Disk].into_iter().cycle();
     let mut first = loop {
         let mut coming = store.prefetch(&pages, places.next().unwrap()).unwrap();
@@ -408,8 +408,8 @@ fn waiting_task_is_woken_on_failure() {
     }
 }
 
-/// A waker that asks for a ticket's acknowledgement inside `wake`, as an executor does that polls the task at
-/// once.
+/// A waker that queries a ticket's acknowledgement inside `wake`, like an executor that polls the task
+/// immediately.
 struct AsksAtOnce(Mutex<Option<Ticket>>, mpsc::Sender<Result<bool>>);
 
 impl Wake for AsksAtOnce {
@@ -433,7 +433,8 @@ fn a_task_may_be_polled_by_the_call_that_wakes_it() {
         let (send, answer) = mpsc::channel();
         let waker = Waker::from(Arc::new(AsksAtOnce(Mutex::new(Some(ticket.clone())), send)));
         let mut acknowledged = Box::pin(ticket.acknowledged(Ack::Durable));
-        // The sync may end, or the log fail, before the poll returns. Then no task is waiting.
+        // The sync may complete, or the log may fail, before the poll returns. In that case, no task is
+        // waiting.
         if let Poll::Ready(answer) = acknowledged.as_mut().poll(&mut Context::from_waker(&waker)) {
             let is_synced = operation == Operation::Put && answer.is_ok();
             assert!(is_synced || matches!(answer, Err(Error::Poisoned(_))), "{operation:?}: {answer:?}");
@@ -442,7 +443,7 @@ fn a_task_may_be_polled_by_the_call_that_wakes_it() {
         let submitted = thread::spawn(move || store.submit(store.batch().set_root("step", 2u64)));
         let answer = answer.recv_timeout(PATIENCE).expect("the waker returns");
         match operation {
-            // The first batch was logged, and is durable if its sync was completed before the failure.
+            // The first batch was logged. It is durable if its sync completed before the failure.
             Operation::Put => assert!(matches!(answer, Ok(true) | Err(Error::Poisoned(_))), "{answer:?}"),
             _ => assert!(matches!(answer, Err(Error::Poisoned(_))), "{answer:?}"),
         }
@@ -459,8 +460,8 @@ fn store_opens_with_custom_device() {
     assert_eq!(store.recovered().device, "host");
 }
 
-/// `put` looks a key up and creates the page in one call. With two calls, one of two concurrent threads would
-/// get an error.
+/// `put` looks up a key and creates the page in one call. With two separate calls, one of two concurrent
+/// threads would get an error.
 #[test]
 fn put_succeeds_under_concurrent_key_changes() {
     const ROUNDS: usize = 50;
@@ -481,7 +482,7 @@ fn put_succeeds_under_concurrent_key_changes() {
             let (store, key) = (&store, &key);
             scope.spawn(move || {
                 for _ in 0..ROUNDS {
-                    // The page may have been deleted or changed meanwhile, which this thread has to expect.
+                    // Another thread may have deleted or changed the page in the meantime.
                     if let Ok(info) = store.page_by_key(key) {
                         let mut batch = store.batch();
                         batch.delete(info.page);
@@ -497,7 +498,7 @@ fn put_succeeds_under_concurrent_key_changes() {
     }
 }
 
-/// Keys, names and states can be passed as text without a conversion.
+/// Calls accept text for keys, names and states without a conversion.
 #[test]
 fn calls_take_text_for_keys_names_and_states() {
     let store = Store::temporary().unwrap();

@@ -1,8 +1,8 @@
-//! Bytes that are produced on a caller's stream: a batch that reads them waits for that stream, and no other
-//! batch does.
+//! Bytes that are produced on a caller's stream. A batch that reads the bytes waits for the stream, and other
+//! batches do not.
 //!
-//! The device executes all work as late as allowed. A stream that the test holds executes nothing, as if its
-//! kernel never ended. An engine lane that waited for it would panic.
+//! The device executes all work as late as permitted. A stream that the test holds executes nothing, as if
+//! its kernel never ended. An engine lane that waited for such a stream would panic.
 
 use std::sync::Arc;
 use std::thread;
@@ -36,7 +36,7 @@ impl Bench {
         Self { device, store, page }
     }
 
-    /// Allocates device memory, and a stream to fill it on.
+    /// Allocates device memory and creates a stream that fills it.
     fn memory(&self) -> (DeviceBytes, RawStream) {
         let stream = self.device.stream();
         (self.store.device_bytes(LEN, PLACE).unwrap().on(stream), stream)
@@ -59,11 +59,11 @@ fn copied(memory: &DeviceBytes) -> Vec<u8> {
     bytes
 }
 
-/// A batch operation that reads bytes of a stream, with its name. It writes the first byte of the memory to
-/// the first byte of the page.
+/// A batch operation that reads bytes produced on a stream, with a name for messages. It writes the first
+/// byte of the memory to the first byte of the page.
 type Take<'b> = (&'static str, Box<dyn Fn() -> Result<()> + Send + Sync + 'b>);
 
-/// Returns all such operations, for a page of the memory's length, with the resources that they need.
+/// Returns all operations of this kind, for a page that is as long as the memory.
 fn takes<'b>(store: &'b Store, page: PageId, memory: &'b DeviceBytes) -> [Take<'b>; 3] {
     let commit = move |add: &dyn Fn(&mut WriteBatch)| {
         let mut batch = store.batch();
@@ -108,7 +108,7 @@ fn bytes_are_read_and_written_after_their_stream() {
     assert_eq!(copied(&plain), [0; LEN as usize], "no stream was named as their maker");
     assert_eq!(copied(&memory), [1; LEN as usize]);
     bench.fill(&memory, 2);
-    // The range is written on the same stream.
+    // The range is written on the stream of the whole memory.
     memory.part(10..20).unwrap().write(3, &[9; 4]).unwrap();
     let mut expected = [2; LEN as usize];
     expected[13..17].fill(9);

@@ -1,7 +1,8 @@
-//! Audits: exactly the pages that were changed without the store's knowledge are reported, whatever batches
-//! are committed meanwhile.
+//! Audits report exactly the pages that were changed without the store's knowledge, whatever batches are
+//! committed concurrently.
 //!
-//! A rogue kernel is simulated by a write to a leased address on the device that the store's device wraps.
+//! To simulate a faulty kernel, a test writes to a leased address on the device that the store's device
+//! wraps.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock, Weak};
@@ -17,11 +18,11 @@ use remanent::{Error, Key, Options, PageId, Result, Store};
 use crate::device_ops::{PLACE, content, page};
 use crate::kill::workload::Random;
 
-/// Called by the auditing thread while checksums are being computed.
+/// A function that the auditing thread calls while checksums are being computed.
 type Between = Box<dyn FnMut(&Store) + Send>;
 
-/// A device that executes work late, whose memory can be changed behind the store's back, and that calls back
-/// during an audit.
+/// A device that executes work late, whose memory can be changed without the store's knowledge, and that
+/// calls back during an audit.
 struct Rogue {
     beneath: Arc<HostDevice>,
     late: LateDevice,
@@ -42,7 +43,7 @@ impl Rogue {
         Arc::new(Self { beneath, late, state: Mutex::default(), store: OnceLock::new() })
     }
 
-    /// Changes the byte at `offset` of a page behind the store's back.
+    /// Changes the byte at `offset` of a page without the store's knowledge.
     fn change(&self, store: &Store, page: PageId, offset: u64) {
         let before = content(store, page)[offset as usize];
         let address = store.lease(page).unwrap().address().expect("a page that has bytes");
@@ -68,7 +69,8 @@ impl Device for Rogue {
     fn wait(&self, fence: Fence) -> Result<()> {
         let mut state = self.state.lock().unwrap();
         if std::mem::take(&mut state.sums_are_on_their_way) {
-            // Taken out during the call, so that a batch that it commits does not call it again.
+            // The callback is removed during the call, so that a batch that it commits does not call it
+            // again.
             if let Some(mut between) = state.between.take() {
                 drop(state);
                 between(&self.store.get().and_then(Weak::upgrade).expect("the store is open"));
@@ -79,8 +81,8 @@ impl Device for Rogue {
     }
 }
 
-/// Opens a store with segments of 1 MiB, where a batch that writes 256 KiB of whole pages writes them to an
-/// image file first.
+/// Opens a store with segments of 1 MiB. A batch that writes 256 KiB of whole pages first writes them to an
+/// image file.
 fn open(device: Arc<dyn Device>) -> Arc<Store> {
     let options =
         Options::new().log(LogOptions::new().segment_len(1 << 20)).snapshots(SnapshotSchedule::never());
@@ -99,8 +101,8 @@ fn write(store: &Store, page: PageId, offset: u64, bytes: &[u8]) {
     store.commit(batch).unwrap();
 }
 
-/// Creates pages of every origin: with an image of exactly this version, with an image and a later delta,
-/// with the log alone, never written, lengthened, moved under a lease, and empty.
+/// Creates pages of all kinds: with an image of exactly this version, with an image and a later delta, with
+/// only the log, never written, lengthened, moved under a lease, and empty.
 fn pages_of_all_origins(store: &Store) -> Vec<PageId> {
     let mut random = Random(3);
     let mut pages = vec![page(store, &random.bytes(5000)), page(store, &random.bytes(5000))];
@@ -133,7 +135,7 @@ fn audit_names_exactly_pages_changed_without_batch() {
     assert_eq!((audit.pages, audit.bytes), (6, lens.iter().sum()));
     assert_eq!((audit.by_image, audit.by_replay, audit.changed), (2, 4, vec![]));
     let mut random = Random(8);
-    // Each page by itself, then a growing number of them.
+    // Change each page alone, then an increasing number of pages.
     let mut expected = BTreeMap::new();
     for (page, len) in pages.iter().zip(&lens).filter(|(_, len)| **len > 0) {
         let offset = random.below(*len);
@@ -162,8 +164,7 @@ fn batch_repairs_only_written_bytes_of_page() {
     device.change(&store, page, 600);
     write(&store, page, 0, &[2; 100]);
     assert_eq!(changed(&store), [(page, Some(600))].into());
-    // The previous snapshot shares its image with the next one. The change in memory is reported
-    // nevertheless.
+    // The previous snapshot shares its image with the next one. The change in memory is still reported.
     write(&store, page, 600, &[2]);
     assert_eq!(changed(&store), [].into());
     store.snapshot().unwrap();
@@ -178,15 +179,15 @@ fn audit_compares_pages_changed_concurrently() {
     let device = Rogue::new();
     let store = open(device.clone());
     device.store.set(Arc::downgrade(&store)).expect("set once");
-    // Each page is a chunk of its own.
+    // Each page forms its own chunk.
     let pages: Vec<PageId> = (0..6).map(|number| page(&store, &vec![number; LEN])).collect();
     store.snapshot().unwrap();
     device.change(&store, pages[1], 500);
     device.change(&store, pages[2], 700);
     let (second, calls) = (pages.clone(), Arc::new(Mutex::new(0)));
     let counted = calls.clone();
-    // The change is made while the checksums of the first page are being computed. All other pages except the
-    // second are changed as well.
+    // The change is made while the checksums of the first page are being computed. All pages except the
+    // second change concurrently.
     device.state.lock().unwrap().between = Some(Box::new(move |store| {
         let mut calls = counted.lock().unwrap();
         *calls += 1;
@@ -203,11 +204,11 @@ fn audit_compares_pages_changed_concurrently() {
     let audit = store.audit().unwrap();
     let named: Vec<_> =
         audit.changed.iter().map(|changed| (changed.page, changed.first_difference)).collect();
-    // The second of these pages was changed once more before its bytes could be compared.
+    // The second of these pages was changed again before its bytes could be compared.
     assert_eq!(named, [(pages[1], Some(500)), (pages[2], None)]);
     device.state.lock().unwrap().between = None;
     assert_eq!(changed(&store), [(pages[1], Some(500)), (pages[2], Some(700))].into());
-    // The first two pages are compared with their first version, two with a later one.
+    // Two pages are compared with their first version, and two with a later version.
     assert_eq!((audit.pages, audit.bytes), (4, 4 * LEN as u64));
     assert_eq!((audit.by_image, audit.by_replay), (2, 2));
     assert!(*calls.lock().unwrap() > 4, "batches came between");
@@ -248,7 +249,7 @@ fn device_error_in_audit_poisons_store() {
         let store = open(device.clone());
         page(&store, &[1; 40_000]);
         device.arm(DeviceFault { call: Some(call), nth: 1, context_lost: false });
-        // The idle staging memory would suffice for a few checksums, so it is released first.
+        // The idle staging memory would suffice for a few checksums, so release it first.
         store.trim().unwrap();
         let error = store.audit().unwrap_err();
         assert!(matches!(&error, Error::Poisoned(_)) && error.to_string().contains("as arranged"), "{error}");

@@ -1,4 +1,4 @@
-//! Background snapshots. No test waits for time to pass: the log grows by what a test commits, and an event
+//! Background snapshots. No test depends on elapsed time: tests control the growth of the log, and an event
 //! reports the end of each snapshot.
 
 use std::sync::Arc;
@@ -48,7 +48,7 @@ fn grown_log_triggers_snapshot() {
     let store = open(&disk, options().with(|options| options.snapshots.log_bytes = Some(20_000)));
     let mut ended = 0;
     for round in 1..=4 {
-        // Fewer than five frames of 4 KiB are not enough. After five, a snapshot is taken.
+        // Fewer than five frames of 4 KiB do not suffice. After five frames, a snapshot is taken.
         for value in 0..5 {
             assert_eq!(store.stats().snapshots.taken, ended);
             commit(&store, value);
@@ -62,7 +62,7 @@ fn grown_log_triggers_snapshot() {
         assert_eq!((newest.end, newest.verified), (Lsn(5 * round), true));
         assert!(matches!(stats.last, Some(Ok(id)) if id == newest.id), "{stats:?}");
     }
-    // Two snapshots are kept, and the log after the older one.
+    // Two snapshots are kept, and the log after the older of them.
     assert_eq!(store.snapshots().len(), 2);
     store.close().unwrap();
     let store = open(&disk, options());
@@ -75,8 +75,8 @@ fn snapshot_interval_requires_a_commit() {
         open(&SimDisk::new(), options().with(|options| options.snapshots.interval = Some(Duration::ZERO)));
     commit(&store, 1);
     store.wait_for_snapshots(1);
-    // The frames of the snapshot itself and idle seals lengthen the log, but make no snapshot due: the second
-    // snapshot is due to the commit.
+    // The frames of the snapshot itself and idle seals lengthen the log but do not trigger a snapshot. Only
+    // the commit triggers the second snapshot.
     for lsn in 2..6 {
         assert_eq!(commit(&store, 2), Lsn(lsn));
         store.wait_for_snapshots(lsn);
@@ -105,11 +105,11 @@ fn replayed_bytes_count_toward_snapshot() {
     assert_eq!(store.snapshots().pop().unwrap().end, Lsn(6));
 }
 
-/// A snapshot that the caller takes resets the log growth that makes a background snapshot due.
+/// A manual snapshot resets the log growth that triggers a background snapshot.
 #[test]
 fn manual_snapshot_resets_log_growth() {
     let store = open(&SimDisk::new(), options().with(|options| options.snapshots.log_bytes = Some(20_000)));
-    // Repeated, because the background thread may notice late that a snapshot is due.
+    // Repeat, because the background thread may notice a trigger late.
     for taken in 1..=20 {
         commits(&store, 4);
         store.snapshot().unwrap();
@@ -120,8 +120,8 @@ fn manual_snapshot_resets_log_growth() {
     assert_eq!(store.snapshots().pop().unwrap().end, Lsn(85));
 }
 
-/// A background snapshot becomes due while the caller takes one. The caller's covers most of the log growth,
-/// so no other one follows.
+/// A background snapshot is triggered while the caller takes a snapshot. The caller's snapshot covers most of
+/// the log growth, so no background snapshot follows.
 #[test]
 fn long_manual_snapshot_is_not_followed_by_needless_one() {
     const ROUNDS: u64 = 20;
@@ -146,13 +146,13 @@ fn long_manual_snapshot_is_not_followed_by_needless_one() {
             while store.stats().snapshots.phase == SnapshotPhase::Idle && !snapshot.is_finished() {
                 std::thread::yield_now();
             }
-            // Log growth after the start of the snapshot: not enough for another one, unless the thread does
-            // not take this one into account.
+            // Log growth after the start of the snapshot. It triggers another snapshot only if the thread
+            // ignores the current one.
             commits(&store, 10);
         });
         assert_eq!(store.stats().snapshots.taken, round);
     }
-    // After these commits a snapshot is due. None was taken in between.
+    // These commits trigger a snapshot. None was taken since the last manual snapshot.
     commits(&store, 10);
     store.wait_for_snapshots(ROUNDS + 1);
     let stats = store.stats().snapshots;
@@ -163,8 +163,8 @@ fn long_manual_snapshot_is_not_followed_by_needless_one() {
 #[test]
 fn full_disk_is_reported_and_retried() {
     let disk = SimDisk::new();
-    // Each commit makes a snapshot due. After a failure the thread tries again when the log has grown by an
-    // eighth of that; a seal in a pause is shorter.
+    // Each commit triggers a snapshot. After a failure, the thread retries when the log has grown by an
+    // eighth of the trigger. An idle seal is shorter than that.
     let rules = options().with(|options| {
         options.snapshots.log_bytes = Some(4000);
         options.snapshots.interval = Some(NEVER);
@@ -173,8 +173,8 @@ fn full_disk_is_reported_and_retried() {
     let store = open(&disk, rules);
     commit(&store, 0);
     store.wait_for_snapshots(1);
-    // Until the spares for opens exist, commits can fail on a full disk. The disk stays full even if a
-    // segment under construction is discarded.
+    // Until the spare segments for opens exist, commits can fail on a full disk. The disk stays full even if
+    // a segment under construction is discarded.
     until(|| is_held(&disk, 4));
     disk.set_capacity(Some(0));
     commit(&store, 1);
@@ -182,7 +182,7 @@ fn full_disk_is_reported_and_retried() {
     let stats = store.stats().snapshots;
     assert_eq!((stats.taken, stats.failed), (1, 1));
     assert!(matches!(stats.last, Some(Err(Error::DiskFull { .. }))), "{stats:?}");
-    // A failed snapshot does not stop commits; the next commit makes the thread try again.
+    // A failed snapshot does not block commits, and the next commit makes the thread retry.
     disk.set_capacity(None);
     commit(&store, 2);
     store.wait_for_snapshots(3);
@@ -192,7 +192,8 @@ fn full_disk_is_reported_and_retried() {
     store.close().unwrap();
 }
 
-/// At one byte per second a snapshot would take an hour. Closing the store cancels it and loses no data.
+/// At one byte per second, a snapshot would take an hour. Closing the store cancels the snapshot and loses no
+/// data.
 #[test]
 fn close_cancels_slow_snapshot() {
     let disk = SimDisk::new();
@@ -220,7 +221,7 @@ fn close_cancels_slow_snapshot() {
     assert_eq!(store.snapshot().unwrap().end, Lsn(6));
 }
 
-/// Images and manifest are long enough to be written in several parts.
+/// The images and the manifest are long enough to be written in several parts.
 #[test]
 fn background_snapshot_is_verified_by_its_writer_thread() {
     let disk = SimDisk::new();
@@ -244,7 +245,7 @@ fn background_snapshot_is_verified_by_its_writer_thread() {
     store.close().unwrap();
 }
 
-/// Returns a store whose running background snapshot would take an hour.
+/// Returns a store with a running background snapshot that would take an hour.
 fn with_a_slow_snapshot() -> Store {
     let slow = options().with(|options| {
         options.snapshots.log_bytes = Some(20_000);

@@ -1,4 +1,4 @@
-//! Batches that name pages by keys instead of ids.
+//! Batches that identify pages by keys instead of ids.
 
 use std::io;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use remanent::error::{Invalid, Taken};
 use remanent::options::{LogIo, LogOptions};
 use remanent::{Error, Key, Options, PageId, PageInfo, Place, Result, Store};
 
-/// A source of fives that records whether it was read.
+/// A source of bytes with value 5 that records whether it was read.
 #[derive(Debug, Default)]
 struct Fives(AtomicBool);
 
@@ -119,7 +119,7 @@ fn unknown_key_leaves_the_store_unchanged() {
         let page = batch.create(1, Place::Host).key("new").page();
         batch.delete(page).write("new", 0, b"x");
     });
-    // The key is known, but another operation names a deleted page by its id.
+    // The key exists, but another operation names a deleted page by its id.
     let error = store.commit(store.batch().delete("a").write(a, 0, b"x")).unwrap_err();
     assert!(matches!(error, Error::UnknownPage { page } if page == a), "{error}");
     for unusable in [String::new(), "k".repeat(65)] {
@@ -131,7 +131,7 @@ fn unknown_key_leaves_the_store_unchanged() {
 
 #[test]
 fn key_is_looked_up_in_submitted_batches() {
-    // With a direct log, lookups do not find a batch before it is logged.
+    // With a direct log, lookups do not return a batch before it is logged.
     let options = Options::new().log(LogOptions::new().io(LogIo::Direct));
     let store = options.open_temporary().unwrap();
     for round in 0..20_u8 {
@@ -146,7 +146,7 @@ fn key_is_looked_up_in_submitted_batches() {
     }
 }
 
-/// Another thread replaces the page with the key again and again. Each batch finds the page that has the key when the
+/// Another thread repeatedly replaces the page that has the key. Each batch uses the page that has the key when the
 /// batch is logged.
 #[test]
 fn key_names_its_current_page_under_contention() {

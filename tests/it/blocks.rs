@@ -1,5 +1,5 @@
-//! Blocks of an inference engine's cache, in pages and in the engine's own tensors. Each byte is where a slow
-//! byte-by-byte loop puts it, and a call issues one list of commands for any number of blocks.
+//! Blocks of an inference engine's cache, in pages and in the engine's own tensors. Results are compared with a
+//! byte-by-byte loop, and each call must submit one command list for any number of blocks.
 
 use std::collections::BTreeMap;
 
@@ -23,15 +23,15 @@ const ARRANGEMENTS: [Arrangement; 3] = [
 /// A shape in which the length of a block's contiguous ranges is not a multiple of any vector width.
 const SHAPE: BlockShape = BlockShape { layers: 3, outer: 2, tokens: 5, inner: 7, width: 2 };
 
-/// The bytes of a layout's regions, of an engine or of a store.
+/// The bytes of the regions of a layout, of an engine or a store.
 type Regions = Vec<Vec<u8>>;
 
 fn layout(arrangement: usize, blocks: u64, align: u32) -> BlockLayout {
     BlockLayout::new(SHAPE, blocks, ARRANGEMENTS[arrangement % 3], align).unwrap()
 }
 
-/// Returns offset and length of the contiguous range of each (block, layer, outer part). The ranges follow each other
-/// in the order of the arrangement.
+/// Returns the offset and the length of the contiguous range of each (block, layer, outer part). The ranges follow each
+/// other in the order of the arrangement.
 fn runs(layout: &BlockLayout) -> BTreeMap<(u64, u32, u8), (usize, usize)> {
     let BlockShape { layers, outer, tokens, inner, width } = layout.shape();
     let run_len = tokens as usize * inner as usize * usize::from(width);
@@ -73,14 +73,14 @@ fn random_regions(random: &mut Random, layout: &BlockLayout) -> Regions {
     (0..layout.region_count()).map(|_| random.bytes(layout.region_len())).collect()
 }
 
-/// Creates the pages of a layout with these bytes, gaps included.
+/// Creates the pages of a layout with these bytes, including gaps.
 fn pages(store: &Store, layout: BlockLayout, place: Place, regions: &Regions) -> BlockPages {
     let mut batch = store.batch();
     for page in BlockPages::create(&mut batch, layout, place).into_iter().zip(regions) {
         batch.write(page.0, 0, page.1);
     }
     let ticket = store.submit(batch).unwrap();
-    // Waits, so that no list of this batch is submitted later.
+    // Wait, so that no command list of this batch is submitted later.
     ticket.wait(Ack::Applied).unwrap();
     BlockPages::new(store, layout, ticket.pages().to_vec()).unwrap()
 }
@@ -107,13 +107,13 @@ fn bytes_in(tensors: &[DeviceBytes]) -> Regions {
     tensors.iter().map(bytes).collect()
 }
 
-/// Number of lists that the store has submitted to its device on a lane.
+/// Returns the number of command lists that the store has submitted to its device on a lane.
 fn lists(store: &Store, lane: Lane) -> u64 {
     store.stats().lanes.iter().filter(|(of, _)| *of == lane).map(|(_, lane)| lane.lists).sum()
 }
 
-/// Pages and tensors of each arrangement in each place: one call loads or writes its blocks with one list, with the
-/// result of a slow loop, and leaves gaps and other blocks unchanged.
+/// For pages and tensors of each arrangement in each place, one call loads or writes its blocks with one command list.
+/// The result equals that of a byte-by-byte loop, and gaps and other blocks are unchanged.
 #[test]
 fn many_blocks_are_loaded_and_written_by_one_list() {
     let places = [PLACE, Place::Pinned, Place::Disk];
@@ -129,7 +129,7 @@ fn many_blocks_are_loaded_and_written_by_one_list() {
                 (random_regions(&mut random, &of_engine), random_regions(&mut random, &of_store));
             let engine = tensors(&store, of_engine, &in_engine);
             let pages = pages(&store, of_store, place, &in_pages);
-            // Also a layout with one block per page.
+            // Also use a layout with one block per page.
             let of_one = layout(0, 1, 1);
             let one = self::pages(&store, of_one, place, &vec![vec![7; of_one.region_len() as usize]]);
             let mut in_one = contents(&store, &one);
@@ -159,7 +159,7 @@ fn many_blocks_are_loaded_and_written_by_one_list() {
     }
 }
 
-/// A batch that creates pages can fill them from tensors.
+/// A batch that creates pages can fill the pages from tensors.
 #[test]
 fn new_pages_are_created_in_tensors() {
     for device in devices() {
@@ -189,7 +189,7 @@ fn new_pages_are_created_in_tensors() {
     }
 }
 
-/// The device gathers any number of written blocks with the same number of lists as one.
+/// The device gathers any number of written blocks with as many command lists as for one block.
 #[test]
 fn block_count_does_not_change_list_count() {
     for device in devices() {
@@ -208,12 +208,12 @@ fn block_count_does_not_change_list_count() {
             store.commit(batch).unwrap();
             lists(&store, Lane::Stage) - submitted
         };
-        // Two lists: the gather, and an empty list after which its memory is freed.
+        // Two command lists: the gather, and an empty list after which the memory of the gather is freed.
         assert_eq!((of_count(1), of_count(20)), (2, 2), "on {label}");
     }
 }
 
-/// Changes that an engine made in the named blocks are captured into pages, both with page shadows and with digests.
+/// Captures log the changes that an engine made in the named blocks, with page shadows and with digests.
 #[test]
 fn changed_blocks_are_captured_from_tensors() {
     let cases = [
@@ -255,8 +255,8 @@ fn changed_blocks_are_captured_from_tensors() {
     }
 }
 
-/// Blocks move in both directions between two stores whose layouts have only the block shape in common, for each pair
-/// of arrangements.
+/// Blocks are copied in both directions between two stores whose layouts share only the block shape, for each pair of
+/// arrangements.
 #[test]
 fn stores_of_different_layouts_exchange_blocks() {
     let [ours, theirs] = [0, 1].map(|_| devices().into_iter());
@@ -325,7 +325,7 @@ fn blocks_round_trip_through_store() {
     }
 }
 
-/// Pages can live in the engine's own tensors: the engine sees what the store writes.
+/// Pages can be placed in the engine's own tensors. The engine then reads the bytes that the store writes.
 #[test]
 fn pages_live_in_engine_tensors() {
     for device in devices() {
@@ -379,7 +379,7 @@ fn pages_and_tensors_that_do_not_hold_the_layout_are_refused() {
     let short = BlockTensors::new(longer, engine.tensors().to_vec()).unwrap_err();
     assert_eq!(short, LayoutError::RegionLen { region: 0, found, expected });
 
-    // If one of the blocks does not exist or has another shape, the call adds nothing to the batch.
+    // If one of the blocks does not exist or has another shape, the call adds no operation to the batch.
     let mut batch = store.batch();
     let outside = engine.write(&mut batch, &[(0, held.block(0)), (1, held.block(2))]).unwrap_err();
     assert!(

@@ -1,8 +1,8 @@
 //! The disk space of a store depends on what is kept, never on how long the store has run.
 //!
-//! Bytes in `pages/` ≤ 2 × (images that kept snapshots and the running one name) + images that batches above
-//! the floor wrote before their frames + one file. The next snapshot removes an image that is no longer
-//! needed, whichever segment contains its frame, also after the store was reopened.
+//! Bytes in `pages/` ≤ 2 × (images named by kept snapshots and by the running one) + images that batches
+//! above the floor wrote before their frames + one file. The next snapshot removes an image that is no longer
+//! needed, whichever segment contains its frame, and also after a reopen.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -23,8 +23,8 @@ use crate::files::{Files, SPARES_FOR_OPENS, State, open_with, small};
 use crate::kill::workload::Random;
 use crate::with_options::With;
 
-/// A page length from which a batch writes the page to an image file, even with the longest segments used
-/// here.
+/// A page length for which a batch writes the page to an image file, even with the longest segments in these
+/// tests.
 const PAGE_LEN: usize = 256 << 10;
 
 fn content(seed: u64) -> Vec<u8> {
@@ -49,14 +49,14 @@ fn read(past: &View, page: PageId) -> Vec<u8> {
     bytes
 }
 
-/// Returns the bytes in `pages/`, and the bytes that the rule allows.
+/// Returns the number of bytes in `pages/`, and the number that the rule permits.
 fn page_bytes(disk: &SimDisk) -> (u64, u64) {
     let [pages, allowed, _] = bytes_kept(&Files::of(disk));
     (pages, allowed)
 }
 
-/// Returns the bytes in `pages/` including spare files, the bytes that the rule allows there, and the bytes
-/// of the kept log.
+/// Returns the number of bytes in `pages/` including spare files, the number that the rule permits there, and
+/// the number of bytes of the kept log.
 fn bytes_kept(files: &Files) -> [u64; 3] {
     let survey = Survey::read(files).unwrap();
     let lens: BTreeMap<u64, u64> = files
@@ -95,7 +95,7 @@ fn bytes_kept(files: &Files) -> [u64; 3] {
     let mut ahead = BTreeSet::new();
     let mut log = 0;
     while let Some(frame) = walk.next().unwrap() {
-        // Each frame may begin a group.
+        // Each frame may start a group.
         log += align_up(frame.header.frame_len(), GROUP_ALIGN);
         for op in decode_payload(frame.payload).unwrap_or_default() {
             if let Op::Image { image, .. } = op.op {
@@ -115,7 +115,7 @@ fn assert_bounded(disk: &SimDisk, when: &str) {
     assert!(bytes <= allowed, "{when}: {bytes} bytes of images, {allowed} allowed");
 }
 
-/// Overwrites one page again and again.
+/// Overwrites one page repeatedly, and checks the bound.
 fn overwritten(options: &Options, reopened: bool) {
     let disk = SimDisk::new();
     let mut store = open_with(&disk, options.clone()).unwrap();
@@ -134,7 +134,7 @@ fn overwritten(options: &Options, reopened: bool) {
     let state = State::of(&store);
     store.close().unwrap();
     let (bytes, _) = page_bytes(&disk);
-    // Two snapshots with the log between them, and a file that both of them use.
+    // Two snapshots with the log between them, and a file that both snapshots use.
     assert!(bytes < 13 * (PAGE_LEN as u64 + 8192), "{bytes}");
     let store = open_with(&disk, options.clone()).unwrap();
     assert_eq!(State::of(&store), state);
@@ -157,19 +157,20 @@ fn endless_overwrite_uses_only_retained_space() {
     }
 }
 
-/// The whole directory of a store with default options and segments of 16 MiB: images up to their bound, the
-/// kept log, and five more segments (the current one, two empty ones and two of the reserve). Segments that
-/// wait for reuse are bounded by an option of their own.
+/// Checks the whole directory of a store with default options and segments of 16 MiB. It may contain images
+/// up to their bound, the kept log, and five more segments: the current one, two empty ones and two of the
+/// reserve. A separate option bounds the segments that wait for reuse.
 #[test]
 fn disk_usage_is_bounded_with_default_options() {
-    // On a disk that does not report its size.
+    // Use a disk that does not report its size.
     const SPARE_BYTES: u64 = 512 << 20;
     bounded_directory(&Options::new(), SPARE_BYTES);
     bounded_directory(&Options::new().log(LogOptions::new().spare_bytes(SEGMENT_LEN)), SEGMENT_LEN);
 }
 
 const SEGMENT_LEN: u64 = 16 << 20;
-/// Length of the first segments of a log. The reserve for opens may contain recycled segments of this length.
+/// Length of the first segments of a log. The spare segments for opens may include recycled segments of this
+/// length.
 const FIRST_LEN: u64 = 256 << 10;
 
 fn bounded_directory(options: &Options, spare_bytes: u64) {
@@ -188,7 +189,7 @@ fn bounded_directory(options: &Options, spare_bytes: u64) {
         let mut written = 0;
         for number in 0.. {
             let mut batch = store.batch();
-            // Whole pages, which get images, or a short change of one page.
+            // Write either whole pages, which get images, or a short change of one page.
             let (count, len) = if number % 40 == 7 { (20, PAGE_LEN) } else { (1, PAGE_LEN / 5) };
             for page in &pages[..count] {
                 batch.write(*page, 0, &noise[number % PAGE_LEN..][..len]);
@@ -214,13 +215,13 @@ fn bounded_directory(options: &Options, spare_bytes: u64) {
         let found = files.bytes_len() as u64;
         let (used, bound) = (found - spares, allowed + log + 3 * SEGMENT_LEN);
         assert!(used <= bound, "round {round}: {used} bytes without spares, {bound} allowed");
-        // The reserve, the short segments for opens, and segments that wait for reuse.
+        // The reserve, the short spare segments for opens, and segments that wait for reuse.
         let bound = 2 * SEGMENT_LEN + SPARES_FOR_OPENS as u64 * FIRST_LEN + spare_bytes;
         assert!(spares <= bound, "round {round}: {spares} bytes of spares, {bound} allowed");
         most = most.max(found);
     }
     assert!(most > 2 * ROUND_BYTES, "{most}");
-    // All bytes written would not fit within this limit.
+    // The total number of written bytes exceeds this limit.
     assert!(most < 6 * ROUND_BYTES, "{most}");
 }
 
@@ -328,14 +329,14 @@ fn inspection_lists_prunable_snapshots() {
     }
 }
 
-/// Files that a crash left behind are listed, although an open removes them before any prune; files that a
-/// writer is still writing are not.
+/// A dry run lists files that a crash left behind, although an open removes them before any prune. It does
+/// not list files that a writer is still writing.
 #[test]
 fn dry_run_lists_removals_without_work_in_progress() {
     let disk = SimDisk::new();
     let looked_at: Arc<dyn Disk> = Arc::new(disk.clone());
     let store = open_with(&disk, small().with(|options| options.log.segment_len = 1 << 20)).unwrap();
-    // So short that only a snapshot writes an image of it.
+    // The page is so short that only a snapshot writes an image of it.
     let mut batch = store.batch();
     batch.create(4096, Place::Host);
     store.commit(batch).unwrap();
@@ -346,8 +347,8 @@ fn dry_run_lists_removals_without_work_in_progress() {
     let next = store.snapshots().last().map(|info| info.id).unwrap();
     let survey = Survey::read(&Files::of(&disk)).unwrap();
     let number = survey.snapshot(next).unwrap().next_file;
-    // Two images of a snapshot that was never finished: the file with the higher number stays, because it
-    // records that its number is taken.
+    // Two image files of an unfinished snapshot. The file with the higher number stays, because it records
+    // that its number is taken.
     for number in [number, number + 1] {
         let file = disk.create(FileName::Pages(number)).unwrap();
         file.write_at(0, &image.1).unwrap();
@@ -366,8 +367,8 @@ fn dry_run_lists_removals_without_work_in_progress() {
     assert!(left.iter().all(|file| !files.contains_key(file)), "{left:?}");
 }
 
-/// A named snapshot and a later one of the same batch, taken after a restart: the log after that batch is
-/// kept, so recovery can start from either of them.
+/// A named snapshot and a later snapshot of the same batch, taken after a restart. The log after that batch
+/// is kept, so recovery can start from either of them.
 #[test]
 fn equal_snapshots_before_and_after_restart_both_valid() {
     let disk = SimDisk::new();
@@ -395,7 +396,7 @@ fn equal_snapshots_before_and_after_restart_both_valid() {
     assert_eq!(State::of(&open()), state);
 }
 
-/// States below the floor cannot be restored, although the segment and its frames exist.
+/// States below the floor cannot be restored, even if the segment and its frames still exist.
 #[test]
 fn states_below_floor_are_unreachable_except_named() {
     let disk = SimDisk::new();
@@ -442,8 +443,8 @@ fn states_below_floor_are_unreachable_except_named() {
     assert_eq!(State::of(&store).contents, then.contents);
 }
 
-/// A prune removes a restore's table with the last state that needs it. Later states are then outside of the
-/// restore window.
+/// A prune removes the table of a restore together with the last state that needs it. Later states are then
+/// outside of the restore window.
 #[test]
 fn states_after_restore_without_table_are_unreachable() {
     let disk = SimDisk::new();
@@ -495,8 +496,8 @@ fn log_is_kept_up_to_wanted_length() {
             store.snapshot().unwrap();
         }
     }
-    // The oldest snapshot, from which recovery starts, and the newest. Of the others, the images that no
-    // batch names are removed.
+    // The oldest snapshot, from which recovery starts, and the newest one are kept. The other snapshots are
+    // removed, with the images that no batch names.
     assert_eq!(store.snapshots().len(), 2);
     let source: Arc<dyn Disk> = Arc::new(disk.clone());
     for (lsn, state) in (1..).zip(&states) {
@@ -505,8 +506,8 @@ fn log_is_kept_up_to_wanted_length() {
     }
 }
 
-/// Large whole-page writes leave small frames in the log, but their images count as log growth that makes a
-/// snapshot due.
+/// Large whole-page writes leave only small frames in the log, but their images count as log growth that
+/// triggers a snapshot.
 #[test]
 fn images_of_batches_make_a_snapshot_due() {
     let disk = SimDisk::new();
@@ -520,7 +521,7 @@ fn images_of_batches_make_a_snapshot_due() {
     (1..4).for_each(|round| _ = overwrite(&store, page, round));
     store.wait_for_snapshots(1);
     store.close().unwrap();
-    // Images of batches that an open replays count as log growth as well.
+    // Images of batches that an open replays also count as log growth.
     let disk = SimDisk::new();
     let store = open_with(&disk, options.clone()).unwrap();
     let page = create(&store, 0);
@@ -532,8 +533,8 @@ fn images_of_batches_make_a_snapshot_due() {
     store.wait_for_snapshots(1);
 }
 
-/// A crash left a file whose batch was never logged. The file is the only record that its number is taken, so
-/// it must stay.
+/// A crash left a file whose batch was never logged. This file must stay, because it is the only record that
+/// its number is taken.
 #[test]
 fn highest_numbered_file_stays_until_a_manifest_uses_it() {
     let disk = SimDisk::new();

@@ -1,5 +1,5 @@
-//! Whole pages in bulk: their bytes are written once, to an image file that the log names. The file is kept
-//! as long as a frame or a snapshot names it.
+//! Whole pages in bulk. Their bytes are written once, to an image file that the log names. The file is kept
+//! while a frame or a snapshot names it.
 
 use std::sync::Arc;
 
@@ -23,7 +23,8 @@ use crate::files::{Files, State, open, open_with, small};
 use crate::kill::workload::Random;
 use crate::with_options::With;
 
-/// Longer than a segment of these tests, so a frame with the page inline would need its own segment.
+/// Length of a page, longer than a segment of these tests. A frame that contained the page would need its own
+/// segment.
 const PAGE_LEN: usize = 20 << 10;
 
 /// Returns incompressible bytes.
@@ -83,7 +84,7 @@ fn importing_pages_writes_their_bytes_once() {
     let file_bytes: usize = image_files(&disk).iter().map(|file| disk.bytes(*file).unwrap().len()).sum();
     assert!(file_bytes <= 10 * PAGE_LEN + 2 * 4096, "images take {file_bytes} bytes");
 
-    // Whole pages are replaced, one with the same length, one with another.
+    // Whole pages are replaced, one with an equal length and one with another length.
     let mut batch = store.batch();
     batch.write(pages[0], 0, &content(100));
     batch.resize(pages[1], 2 * PAGE_LEN as u64).write(pages[1], 0, &[content(101), content(102)].concat());
@@ -122,7 +123,8 @@ fn next_snapshot_reuses_batch_images() {
     assert_eq!((info.bytes, info.bytes_written), ((10 * PAGE_LEN) as u64, 0));
     assert_eq!(image_files(&disk).len(), 1);
 
-    // Images that an open finds in the log are used as well; a page that changed since is gathered.
+    // A snapshot also uses images that an open finds in the log. A page that has changed since is captured
+    // again.
     import(&store, 10..12);
     let mut batch = store.batch();
     batch.write(pages[0], 0, &[1]);
@@ -180,7 +182,7 @@ fn concurrently_resized_page_is_written_as_intended() {
     let disk = SimDisk::new();
     let store = Arc::new(open(&disk).unwrap());
     let page = import(&store, 0..1)[0];
-    // One thread writes the page with its last known length, the other changes the length.
+    // One thread writes the page with its last known length while the other changes the length.
     let resizer = std::thread::spawn({
         let store = store.clone();
         move || {
@@ -191,7 +193,7 @@ fn concurrently_resized_page_is_written_as_intended() {
             }
         }
     });
-    // At least one attempt, however fast the other thread is.
+    // Make at least one attempt, however fast the other thread is.
     loop {
         let mut batch = store.batch();
         batch.write(page, 0, &content(5));
@@ -236,7 +238,7 @@ fn unwritable_images_poison_without_logging() {
         let store = open(&disk).unwrap();
         import(&store, 0..1);
         let state = State::of(&store);
-        // From here on, only image files are created, written and synced.
+        // From now on, only image files are created, written and synced.
         until_segments_are_made(&disk);
         disk.fail(DiskFault { operation, skip: 0, times: 1, errno: EIO });
         let mut batch = store.batch();
@@ -250,8 +252,8 @@ fn unwritable_images_poison_without_logging() {
     }
 }
 
-/// Recovery may replay the log after any kept snapshot, so the file that a batch of it names stays, whatever
-/// newer snapshots name.
+/// Recovery may replay the log after any kept snapshot. An image file that a batch of that log names
+/// therefore stays, whatever newer snapshots name.
 #[test]
 fn files_stay_as_long_as_a_kept_frame_or_snapshot_names_them() {
     let disk = SimDisk::new();
@@ -283,7 +285,7 @@ fn files_found_at_open_stay_until_their_log_is_recycled() {
     let page = import(&store, 0..1)[0];
     store.close().unwrap();
     let named = image_files(&disk)[0];
-    // The state after a crash between the write of the images and their batch.
+    // Create the state after a crash between the writes of the images and of their batch.
     let unnamed = FileName::Pages(70);
     disk.create(unnamed).unwrap().write_at(0, &disk.bytes(named).unwrap()).unwrap();
     let header = ImageFileHeader { store: StoreId([1; 16]), file: 70, purpose: ImagePurpose::Batch };
@@ -336,8 +338,8 @@ fn long_pages_keep_their_order_among_other_commits() {
     assert_eq!(State::of(&open(&disk).unwrap()), state);
 }
 
-/// A batch moves a page, changes others and then overwrites the whole page: the page has the new bytes, for
-/// every pair of places, before and after a restart.
+/// A batch that moves a page, changes other pages and then overwrites the whole page leaves the new bytes in
+/// the page, for every pair of places, before and after a restart.
 #[test]
 fn moved_and_overwritten_page_has_new_bytes() {
     const PLACES: [Place; 3] = [Place::Disk, Place::Host, Place::Pinned];

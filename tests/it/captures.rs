@@ -1,5 +1,5 @@
-//! Captures: a page gets the content of its working copy, only the changed elements are logged, and changes
-//! of other writers are not lost.
+//! Captures. A page receives the content of its working copy, only changed elements are logged, and no change
+//! of another writer is lost.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use remanent::{Epoch, Error, Options, Place, Store};
 use crate::device_ops::{PLACE, content, devices, open, page};
 use crate::kill::workload::Random;
 
-/// Shadows that find changed elements.
+/// Shadows that are copies of the page.
 const COPIES: [Shadow; 3] = [Shadow::Page, Shadow::Kept(Place::Device(0)), Shadow::Kept(Place::Pinned)];
 const SHADOWS: [Shadow; 4] = [COPIES[0], COPIES[1], COPIES[2], Shadow::Digest];
 
@@ -52,7 +52,7 @@ fn capture_makes_page_and_log_equal_working_copy() {
         let store = open(&disk, device);
         let mut random = Random(5);
         let mut pages = Vec::new();
-        // Changed elements of the last of these are numbered on the device.
+        // In the last of these pages, the device computes the indices of the changed elements.
         let lens = [
             (64, Width::W1),
             (4096, Width::W4),
@@ -66,7 +66,7 @@ fn capture_makes_page_and_log_equal_working_copy() {
                 let copy = store.working_copy(page, width, shadow).unwrap();
                 assert!(copied(&copy) == content(&store, page), "{len} bytes loaded on {label}");
                 for round in 0..4 {
-                    // A few elements, or many close together.
+                    // Change a few elements, or many adjacent ones.
                     for _ in 0..random.below(8) {
                         let changed = 1 + random.below([4, len / 3][round % 2]);
                         let (offset, bytes) = (random.below(len - changed + 1), random.bytes(changed));
@@ -91,8 +91,8 @@ fn capture_makes_page_and_log_equal_working_copy() {
     }
 }
 
-/// The bytes of each working copy stay until the batch is logged; the bitmap memory of one capture is reused
-/// by all of them.
+/// The bytes of each working copy are kept until the batch is logged, but all captures of the batch share the
+/// bitmap memory of one.
 #[test]
 fn captures_of_batch_share_bitmap_memory() {
     const LEN: u64 = 1 << 20;
@@ -114,7 +114,7 @@ fn captures_of_batch_share_bitmap_memory() {
     assert!(copies.iter().all(|copy| content(&store, copy.page()) == copied(copy)));
 }
 
-/// All copies of a batch are compared in one pass, each with its own element width and its own shadow.
+/// All working copies of a batch are compared in one pass, each with its own element width and shadow.
 #[test]
 fn copies_of_every_kind_are_captured_by_one_batch() {
     for device in devices() {
@@ -164,8 +164,7 @@ fn copies_of_every_kind_are_captured_by_one_batch() {
     }
 }
 
-/// The memory that a capture needs is claimed in one step: the ranges that it compares, and two bits for each
-/// element.
+/// A capture claims all its memory in one step: the ranges to compare, and two bits for each element.
 #[test]
 fn memory_of_a_capture_is_claimed_at_once() {
     const LEN: u64 = 1 << 20;
@@ -192,7 +191,7 @@ fn memory_of_a_capture_is_claimed_at_once() {
     let (peak, lsn) = (store.stats().places[0].1.peak_bytes, store.lsn().0);
     assert_eq!((peak, lsn), (2 * LEN, 1), "nothing was copied, nothing logged");
     capture_ranges(&store, &copy, &[4000..4002, 8000..8016]).unwrap();
-    // With a budget for the payload as well.
+    // Open another store whose budget also includes the payload.
     let (store, copy) = open(ASKED + 4096);
     capture(&store, &copy).unwrap();
     assert_eq!(store.lsn().0, 2);
@@ -208,20 +207,20 @@ fn capture_logs_only_changes() {
         let before = std::mem::replace(&mut logged, store.stats().log.bytes);
         logged - before
     };
-    // One element in a hundred: its two bytes and one of an index.
+    // Change one element in a hundred: two bytes for its value, and one for its index.
     for element in (0..1 << 19).step_by(100) {
         copy.bytes().write(2 * element, &[1, 1]).unwrap();
     }
     capture(&store, &copy).unwrap();
     let (changed, found) = ((1 << 19) / 100, grown());
     assert!((3 * changed..3 * changed + 8192).contains(&found), "{found} bytes for {changed} elements");
-    // A range, and one element far away.
+    // Change a range, and one element far from it.
     copy.bytes().write(1000, &[2; 50_000]).unwrap();
     copy.bytes().write(900_000, &[2; 2]).unwrap();
     capture(&store, &copy).unwrap();
     let found = grown();
     assert!((50_000..50_000 + 8192).contains(&found), "{found} bytes for a range of 50,000");
-    // First no write at all, then a write of equal bytes.
+    // Capture without any write, then after a write of equal bytes.
     copy.bytes().write(1000, &[2; 100]).unwrap();
     let epoch = copy.epoch();
     capture(&store, &copy).unwrap();
@@ -249,7 +248,7 @@ impl Device for Counting {
     }
 }
 
-/// The download depends neither on the unchanged bytes nor on the number of elements.
+/// The download depends neither on the number of unchanged bytes nor on the number of elements.
 #[test]
 fn capture_downloads_indices_and_values() {
     const LEN: usize = 4 << 20;
@@ -258,7 +257,7 @@ fn capture_downloads_indices_and_values() {
     let page = page(&store, &[7; LEN]);
     for shadow in COPIES {
         let copy = store.working_copy(page, Width::W1, shadow).unwrap();
-        // From one changed element in thirty-two on, a bitmap is shorter than indices.
+        // If at least one element in thirty-two changes, a bitmap is shorter than indices.
         for (every, per_element) in [(LEN, 0), (1000, 5), (40, 5), (20, 0)] {
             let mut bytes = content(&store, page);
             bytes.iter_mut().step_by(every).for_each(|byte| *byte = byte.wrapping_add(1));
@@ -267,7 +266,8 @@ fn capture_downloads_indices_and_values() {
             capture(&store, &copy).unwrap();
             let brought = device.brought.load(Ordering::Relaxed) as usize;
             let changed = LEN.div_ceil(every);
-            // An index takes four bytes, its value one. Bytes that the host has already are not downloaded.
+            // An index takes four bytes, and a value one byte. Bytes that the host already has are not
+            // downloaded.
             let expected = match per_element {
                 0 if every == 20 => LEN / 8 + changed,
                 _ => per_element * changed,
@@ -336,7 +336,7 @@ fn staged_bytes_stay_until_shadow_is_updated() {
     for round in 1..4 {
         copy.bytes().write(u64::from(round), &[round]).unwrap();
         capture(&store, &copy).unwrap();
-        // An allocation frees unused memory first; the device must not lose memory that commands still use.
+        // An allocation first frees unused memory. Commands of the device must not use freed memory.
         page(&store, &[round; 64]);
     }
     assert_eq!(content(&store, captured)[..5], [0, 1, 2, 3, 0]);
@@ -356,7 +356,7 @@ fn only_declared_ranges_are_compared() {
         assert_eq!(content(&store, page), expected, "{shadow:?}");
         capture_ranges(&store, &copy, &[]).unwrap();
         assert_eq!(content(&store, page), expected, "{shadow:?}");
-        // A changed range that was not passed to the call remains to be captured.
+        // A changed range that was not passed to the call remains uncaptured.
         capture(&store, &copy).unwrap();
         assert_eq!(content(&store, page), [1; 1000], "{shadow:?}");
         let outside = capture_ranges(&store, &copy, &[0..1, 990..1001]);
@@ -388,7 +388,8 @@ fn concurrent_changes_are_never_undone() {
     }
 }
 
-/// Two threads capture working copies of the same page repeatedly: each change is present once at the end.
+/// Two threads repeatedly capture working copies of the same page. At the end, each change exists exactly
+/// once.
 #[test]
 fn concurrent_captures_let_one_win_and_fail_the_other() {
     for (seed, shadow) in (0..4).flat_map(|seed| [(seed, Shadow::Page), (seed, Shadow::Digest)]) {
@@ -405,7 +406,8 @@ fn concurrent_captures_let_one_win_and_fail_the_other() {
                 scope.spawn(move || {
                     let copy = store.working_copy(page, Width::W1, shadow).unwrap();
                     for _ in 0..20 {
-                        // Both threads increment the same byte, and each increments one of its own.
+                        // Both threads increment the same byte, and each thread increments one byte that only
+                        // it writes.
                         loop {
                             for at in [0, 1 + thread] {
                                 let mut byte = [0];
@@ -498,7 +500,7 @@ fn initial_copy_option_sets_copy_direction() {
     }
 }
 
-/// A host array with an external owner, which records when it is dropped.
+/// A host array with an external owner. The array records when it is dropped.
 struct Array(Vec<u8>, Arc<AtomicU64>);
 
 impl HostMemory for Array {
@@ -534,14 +536,14 @@ fn external_array_is_captured_in_place() {
         assert!(copied(&copy) == plain, "{shadow:?}");
         for (at, byte) in [(0, 1), (70_001, 2), (plain.len() - 1, 3)] {
             plain[at] = byte;
-            // Through another handle to the same bytes, as the array's own library writes them.
+            // Write through another handle to the same bytes, as the array's library does.
             store.caller_bytes(&array).unwrap().write(at as u64, &[byte]).unwrap();
         }
         let logged = store.stats().log.bytes;
         capture(&store, &copy).unwrap();
         assert!(content(&store, page) == plain, "{shadow:?}");
         assert!(shadow == Shadow::Digest || store.stats().log.bytes - logged < 8192, "{shadow:?}");
-        // Changes of other batches reach the array only by a reload.
+        // Changes of other batches are copied to the array only by a reload.
         let mut batch = store.batch();
         batch.write(page, 5, &[9]);
         store.commit(batch).unwrap();
@@ -580,13 +582,13 @@ fn memory_without_working_copy_is_refused() {
         matches!(odd, Err(Error::Refused(Refused::Memory { len: 12, .. }))),
         "elements off their boundary: {odd:?}"
     );
-    // A page whose length has changed since.
+    // The length of the page has changed since.
     let copy = store.working_copy(page, Width::W4, Shadow::Page).unwrap();
     let mut batch = store.batch();
     batch.resize(page, 16);
     store.commit(batch).unwrap();
     assert!(matches!(capture(&store, &copy), Err(Error::Conflict { .. })));
     assert!(matches!(store.reload(&copy), Err(Error::Refused(Refused::Memory { len: 12, .. }))));
-    // A working copy whose load failed halfway corresponds to no state of its page.
+    // After a failed load, a working copy corresponds to no state of its page.
     assert!(matches!(capture(&store, &copy), Err(Error::Conflict { expected: Epoch(0), .. })));
 }

@@ -1,5 +1,5 @@
-//! Change streams: a byte that no event reports is unchanged, batches arrive in log order, and a missing
-//! batch is reported as a gap.
+//! Change streams. A byte that no event reports is unchanged, batches arrive in the order of the log, and
+//! missed batches are reported as a gap.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -25,8 +25,8 @@ fn applied(changes: &mut ChangeStream) -> Arc<AppliedBatch> {
     }
 }
 
-/// Commits a batch and waits until it was published to change streams, so that a new stream begins between
-/// two batches.
+/// Commits a batch and waits until change streams have received it, so that a new stream starts between two
+/// batches.
 fn apply(store: &Store, batch: &mut WriteBatch) {
     let lsn = store.commit(batch).unwrap().position.lsn;
     assert!(store.changes().unwrap().begin_lsn() >= lsn);
@@ -35,7 +35,7 @@ fn apply(store: &Store, batch: &mut WriteBatch) {
 /// The pages of a store as reconstructed from its change stream.
 type Mirror = BTreeMap<PageId, (PageInfo, Vec<u8>)>;
 
-/// Applies a batch to a mirror, and uses only what the batch reports.
+/// Applies a batch to a mirror, using only the changes that the batch reports.
 fn follow(store: &Store, batch: &AppliedBatch, mirror: &mut Mirror) {
     for AppliedPage { page, epoch, changes, .. } in &batch.pages {
         for change in changes {
@@ -169,7 +169,7 @@ fn change_stream_reports_batch_page_by_page() {
         (committed.pages[0], Epoch(1), vec![AppliedChange::Created]),
     ];
     assert_eq!(reported, expected);
-    // A batch that does not change a page's bytes is reported with the page nevertheless.
+    // A batch that does not change the bytes of a page still reports the page.
     store.commit(store.batch().move_to(one, Place::Host).note("nothing")).unwrap();
     let reported = applied(&mut changes);
     assert_eq!(
@@ -178,8 +178,7 @@ fn change_stream_reports_batch_page_by_page() {
     );
 }
 
-/// A stream that begins at any time receives each later batch once and in order, and only after it was
-/// applied.
+/// A stream that begins at any time receives each later batch once and in order, after the batch was applied.
 #[test]
 fn batches_of_all_threads_are_reported_in_order() {
     let store = open(&SimDisk::new(), Arc::new(HostDevice::new()));
@@ -195,7 +194,7 @@ fn batches_of_all_threads_are_reported_in_order() {
         for _ in 0..20 {
             let late = store.changes().unwrap();
             let begin = late.begin_lsn().0;
-            // A stream that began when the last batch was applied receives no batch.
+            // A stream that began after the last batch was applied receives no batch.
             for (event, lsn) in late.take(50.min(2004 - begin) as usize).zip(begin + 1..) {
                 let ChangeEvent::Applied(batch) = event else { panic!("{event:?}") };
                 assert_eq!(batch.lsn, Lsn(lsn));
@@ -210,8 +209,7 @@ fn batches_of_all_threads_are_reported_in_order() {
     assert_eq!(early.next_timeout(Duration::ZERO).unwrap(), None);
 }
 
-/// A receiver that is too slow gets a gap in the place of the batches that it missed. A restore is reported
-/// as a gap as well.
+/// If a receiver is too slow, a gap replaces the batches that it missed. A restore is also reported as a gap.
 #[test]
 fn gap_is_reported_at_its_position() {
     let store = open(&SimDisk::new(), Arc::new(HostDevice::new()));
@@ -246,7 +244,7 @@ fn a_stream_ends_with_its_store() {
     let mut changes = store.changes().unwrap();
     store.submit(store.batch().write(page, 0, b"last")).unwrap();
     store.close().unwrap();
-    // All that was logged was applied before the store closed.
+    // All logged batches were applied before the store closed.
     assert_eq!(applied(&mut changes).lsn, Lsn(2));
     assert_eq!(changes.next(), None);
     assert!(matches!(changes.next_timeout(Duration::MAX), Err(Error::Closed)));
@@ -262,7 +260,7 @@ fn a_stream_ends_with_its_store() {
     assert!(matches!(changes.next_timeout(Duration::MAX), Err(Error::Poisoned(_))));
 }
 
-/// Pages that are in the requested place are not copied; all others move in one batch.
+/// Pages in the requested place are not copied, and all other pages move in one batch.
 #[test]
 fn ensure_moves_only_pages_at_other_places() {
     let store = open(&SimDisk::new(), Arc::new(HostDevice::new()));

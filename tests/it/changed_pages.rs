@@ -1,9 +1,10 @@
-//! A snapshot visits only pages that are marked as changed. So each kind of change must mark its page, and
-//! the mark must stay until a snapshot that contains the page was published.
+//! A snapshot examines only pages that are flagged as changed. Each kind of change must therefore flag its
+//! page, and the flag must stay until a snapshot that contains the page is published.
 //!
-//! In each case all pages are in the newest snapshot and none is marked at first. The pages that the case
-//! changes must be in the next snapshot, which is rebuilt from the files: a change that it missed lies before
-//! its `redo` and would be lost. The snapshot's own link must name exactly these pages.
+//! At the start of each case, the newest snapshot contains all pages and no page is flagged. The next
+//! snapshot, which is rebuilt from the files, must contain the pages that the case changes. A change that
+//! this snapshot missed would be lost, because replay starts after the change. The snapshot's own link must
+//! name exactly the changed pages.
 
 use std::collections::BTreeSet;
 
@@ -41,7 +42,7 @@ fn settled(disk: &SimDisk) -> (Store, Vec<PageId>) {
             batch.fill(page, 0, PAGE_LEN, &[number]).set_metadata(page, "old", "old");
         }
     });
-    // The first snapshot contains all pages; the second one finds no changed page.
+    // The first snapshot contains all pages, and the second finds no changed page.
     store.snapshot().unwrap();
     store.snapshot().unwrap();
     (store, pages)
@@ -64,7 +65,7 @@ fn check(disk: &SimDisk, store: &Store, why: &str, expected: &[PageId]) {
     let options = RebuildOptions { base: Some(info.id), until: Some(info.end), ..RebuildOptions::default() };
     let rebuilt = rebuild(&Files::of(disk), &options).unwrap();
     assert!(State::rebuilt(&rebuilt) == state, "{why}: the snapshot is not the state");
-    // After this snapshot no page is marked as changed.
+    // After this snapshot, no page is flagged as changed.
     let next = store.snapshot().unwrap();
     assert_eq!(link(disk, &next), BTreeSet::new(), "{why}: again");
 }
@@ -139,8 +140,8 @@ fn every_kind_of_change_is_in_next_snapshot() {
 
 #[test]
 fn failed_snapshot_keeps_changes() {
-    // Returns whether the call failed for lack of space. Calls that succeed without space or poison the store
-    // are tested elsewhere.
+    // Returns true if the snapshot failed for lack of space. Other tests cover calls that succeed on a full
+    // disk or poison the store.
     let fails = |what: &str, strike: &dyn Fn(&SimDisk)| {
         let disk = SimDisk::new();
         let (store, pages) = settled(&disk);
@@ -153,7 +154,7 @@ fn failed_snapshot_keeps_changes() {
         true
     };
     assert!(fails("a full disk", &|disk| disk.set_capacity(Some(0))));
-    // Fails once, possibly in the thread that creates segments.
+    // Let one operation fail, possibly in the thread that creates segments.
     for operation in [Operation::Create, Operation::Write, Operation::SyncFolder] {
         for skip in 0..3 {
             let fault = DiskFault { operation, skip, times: 1, errno: ENOSPC };
@@ -179,7 +180,7 @@ fn replayed_changes_are_in_next_snapshot() {
     commit(&store, |batch| _ = batch.write(pages[20], 0, b"since"));
     check(&killed, &store, "replayed, and since", &[pages[0], pages[1], pages[20], new[0]]);
 
-    // A restore that is replayed because its snapshot was never published.
+    // A restore is replayed because its snapshot was never published.
     let disk = SimDisk::new();
     let (store, pages) = settled(&disk);
     let before = store.lsn();

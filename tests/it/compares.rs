@@ -1,4 +1,5 @@
-//! Comparisons of two pages give the result of a slow loop, on the pages' device and on the host, as of one batch.
+//! Comparisons of two pages return the result of a byte-by-byte loop, on the pages' device and on the host, as of one
+//! batch.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -26,7 +27,7 @@ fn pair(store: &Store, [left, right]: [&[u8]; 2], places: [Place; 2]) -> [PageId
     [pages[0], pages[1]]
 }
 
-/// Counts the differing elements, and finds the first, with a slow loop.
+/// Counts the differing elements and finds the first, in a simple loop.
 fn by_hand(left: &[u8], right: &[u8], width: Width) -> (u64, Option<u64>) {
     let (mut count, mut first) = (0, None);
     for index in 0..left.len().div_ceil(width.bytes()) {
@@ -62,7 +63,7 @@ fn comparison_matches_naive_loop() {
             for changes in [0, 1, 3, len / 2, 2 * len] {
                 let mut right = left.clone();
                 for _ in 0..changes.min(len * 2) {
-                    // Often the last bytes of the page, where an element may be incomplete.
+                    // Often change the last bytes of the page, where an element may be incomplete.
                     let at = if random.below(4) == 0 { len - 1 } else { random.below(len) };
                     right[at as usize] ^= random.below(3) as u8;
                 }
@@ -76,7 +77,7 @@ fn comparison_matches_naive_loop() {
     }
 }
 
-/// A page that is compared in several parts: the marks of each part overwrite those of the previous one.
+/// A long page is compared in several parts. The marks of each part overwrite those of the previous part.
 #[test]
 fn a_long_page_is_compared_part_by_part() {
     const PART_LEN: usize = 64 << 20;
@@ -93,7 +94,7 @@ fn a_long_page_is_compared_part_by_part() {
     }
 }
 
-/// The host compares if the memory budget does not suffice for the marks.
+/// The host compares the pages if the memory budget is too small for the marks.
 #[test]
 fn comparison_works_at_full_budget() {
     let late: Arc<dyn Device> = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));
@@ -120,8 +121,8 @@ fn pages_that_cannot_be_compared_are_named() {
     }
 }
 
-/// Each batch changes both pages in the same way, so they are equal as of any batch, whether they are compared in place
-/// or one of them is read in pieces.
+/// Each batch changes both pages in the same way, so the pages are equal as of any batch, whether they are compared in
+/// place or one of them is read in pieces.
 #[test]
 fn pages_are_compared_as_of_one_batch() {
     const LEN: usize = 300_000;
@@ -140,7 +141,7 @@ fn pages_are_compared_as_of_one_batch() {
                     for page in [left, right] {
                         batch.fill(page, 0, LEN as u64, &[number]);
                     }
-                    // A comparison waits for all batches before it, so batches must not accumulate.
+                    // A comparison waits for all earlier batches, so batches must not accumulate.
                     store.submit(batch).unwrap().wait(Ack::Applied).unwrap();
                 }
             });

@@ -1,4 +1,4 @@
-//! Compressed images, in every component that reads images.
+//! Compressed images in every component that reads images.
 
 use std::path::Path;
 
@@ -13,7 +13,7 @@ use remanent_format::{FileName, Folder};
 use remanent::disk::dir::DirReader;
 use remanent_format::image::Codec;
 
-/// Returns pages of zeros, of slowly ascending words and of random bytes, each short and long.
+/// Returns short and long pages of zeros, of slowly ascending words and of random bytes.
 fn contents() -> Vec<Vec<u8>> {
     let words = |count: u32| (0..count).flat_map(|word| (word / 5).to_le_bytes()).collect::<Vec<u8>>();
     let mut state = 88_172_645_463_325_252_u64;
@@ -27,7 +27,7 @@ fn contents() -> Vec<Vec<u8>> {
         (0..len).map(next).collect::<Vec<u8>>()
     };
     let (short, long) = (noise(3000), noise(600_000));
-    // Together longer than one upload to the device.
+    // Together, these pages are longer than one upload to the device.
     vec![vec![0; 100], vec![0; 70_000], words(1000), words(700_000), short, long, vec![], vec![9; 5 << 20]]
 }
 

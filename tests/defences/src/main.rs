@@ -1,5 +1,5 @@
-//! Tests the defences themselves: switches off each check, sync and rule of the list, and expects a test to
-//! fail.
+//! Tests the defences themselves. Disables each check, sync and rule of the list in turn, and expects a test
+//! to fail.
 //!
 //! ```text
 //! cargo run --manifest-path tests/defences/Cargo.toml                # each with its own test
@@ -8,8 +8,8 @@
 //! cargo run --manifest-path tests/defences/Cargo.toml -- --all       # each with every test: hours of a core
 //! ```
 //!
-//! `DEFENCES_JOBS` sets the number of concurrent tests; by default one for two cores. A test that does not
-//! end within five minutes counts as failed.
+//! `DEFENCES_JOBS` sets the number of concurrent tests. The default is one test per two cores. A test that
+//! runs for more than five minutes counts as failed.
 
 mod list;
 mod run;
@@ -65,7 +65,8 @@ fn run() -> std::io::Result<bool> {
     Ok(passed)
 }
 
-/// Runs each defence with the test that is listed for it, which must pass while all of them are on.
+/// Runs each defence with the test that the list names for it. The test must pass while all defences are
+/// enabled.
 fn each_by_its_own(binaries: &Binaries, chosen: &[&Defence]) -> std::io::Result<bool> {
     let tests: BTreeSet<Test> = chosen.iter().map(|defence| defence.killed_by).collect();
     let tests: Vec<Test> = tests.into_iter().collect();
@@ -88,7 +89,7 @@ fn each_by_its_own(binaries: &Binaries, chosen: &[&Defence]) -> std::io::Result<
     green.into_iter().chain(red).try_fold(true, |all, is_right| Ok(all & is_right?))
 }
 
-/// Runs each defence with every test. Prints the number of failed tests, and the first of them.
+/// Runs each defence with every test. Prints the number of failed tests and the name of the first one.
 fn all_by_all(binaries: &Binaries, chosen: &[&Defence]) -> std::io::Result<bool> {
     let jobs: Vec<(&Defence, &str)> =
         chosen.iter().flat_map(|defence| binaries.names().map(move |binary| (*defence, binary))).collect();

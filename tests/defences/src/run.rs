@@ -1,4 +1,4 @@
-//! Builds the copy, and runs its tests with one defence off.
+//! Builds the copy of the repository, and runs its tests with one defence disabled.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -21,7 +21,7 @@ const PATIENCE: Duration = Duration::from_secs(300);
 pub enum Outcome {
     Green,
     Red,
-    /// The test did not end in time.
+    /// The test did not end before the timeout.
     Hangs,
 }
 
@@ -35,7 +35,7 @@ impl fmt::Display for Outcome {
     }
 }
 
-/// The test binaries of the copy, by their names without hashes, with the folders to run them in.
+/// The test binaries of the copy, keyed by name without hash, with the folder in which each must run.
 pub struct Binaries {
     paths: BTreeMap<String, (PathBuf, PathBuf)>,
 }
@@ -53,9 +53,10 @@ pub fn build(tree: &Path, target: &Path, only_format: bool) -> Result<Binaries> 
         };
         cargo.args(["--color=never", "--message-format=short"]);
         cargo.args(["--package", package]).current_dir(tree).env("CARGO_TARGET_DIR", target);
-        // A higher level is not worth its time: each test runs once or twice.
+        // A higher optimization level does not pay off, because each test runs only once or twice.
         cargo.env("CARGO_PROFILE_TEST_OPT_LEVEL", "1");
-        // The variables with which this program itself was built must not reach the copy.
+        // The environment variables with which cargo built this program must not affect the build of the
+        // copy.
         for (name, _) in
             std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("CARGO_PKG_"))
         {
@@ -86,7 +87,7 @@ impl Binaries {
         self.paths.keys().map(String::as_str)
     }
 
-    /// Runs one test, with one defence off.
+    /// Runs one test with one defence disabled.
     pub fn test(&self, test: Test, without: Option<&str>) -> Result<Outcome> {
         let (outcome, said) = self.run(test.binary, &["--exact", test.name], without)?;
         if outcome != Outcome::Hangs && !said.contains("running 1 test") {
@@ -95,7 +96,7 @@ impl Binaries {
         Ok(outcome)
     }
 
-    /// Runs all tests of a binary with one defence off, and returns the names of those that failed.
+    /// Runs all tests of a binary with one defence disabled. Returns the names of the failed tests.
     pub fn red_tests(&self, binary: &str, without: &str) -> Result<Vec<String>> {
         let (outcome, said) = self.run(binary, &[], Some(without))?;
         let red = said.lines().filter_map(|line| line.strip_prefix("test ")?.strip_suffix(" ... FAILED"));
@@ -118,7 +119,7 @@ impl Binaries {
         let mut child = command.spawn()?;
         let mut stdout = child.stdout.take().expect("it is piped");
         let (sender, receiver) = mpsc::channel();
-        // The output ends with the test. A parent that stopped waiting does not read it.
+        // The thread ends with the test. After a timeout, no one reads the output.
         thread::spawn(move || sender.send(std::io::read_to_string(&mut stdout)));
         let Ok(said) = receiver.recv_timeout(PATIENCE) else {
             child.kill()?;
@@ -130,7 +131,7 @@ impl Binaries {
     }
 }
 
-/// Calls a function for each of `items`, several at a time; the results keep their order.
+/// Calls a function for each of `items`, several at a time. Returns the results in the order of the items.
 pub fn in_parallel<T: Sync, R: Send>(items: &[T], work: impl Fn(&T) -> R + Sync) -> Vec<R> {
     let cores = thread::available_parallelism().map_or(1, usize::from);
     let jobs =

@@ -1,7 +1,7 @@
 //! A copy of the repository in which every defence of the list has a switch.
 //!
-//! One build serves all of them: each defence is inside an `if`, and an environment variable selects at run
-//! time which one is off. The original sources contain no switches.
+//! One build serves all defences. Each defence is wrapped in an `if`, and an environment variable selects at
+//! run time which one is disabled. The original sources contain no switches.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -10,20 +10,21 @@ use std::path::{Path, PathBuf};
 
 use crate::list::{Defence, all};
 
-/// The environment variable that names the defence that is off.
+/// The environment variable that names the disabled defence.
 pub const SWITCH: &str = "REMANENT_WITHOUT";
 
-/// The version, and the different version of the copy. With equal versions cargo would use builds of one for
-/// the other, because they share a folder for their dependencies.
+/// The version of the crate, and a different version for the copy. With equal versions, cargo would use
+/// builds of one for the other, because both share a folder for their dependencies.
 const VERSION: (&str, &str, &str) = ("Cargo.toml", "version = \"0.1.0\"", "version = \"0.1.0+switches\"");
 
-/// The file that declares the switch, at a place where both crates find it.
+/// The file that declares the switch. Both crates can import from this file.
 const SWITCHBOARD: &str = "format/src/lib.rs";
 
-/// Folders that no build needs: leftovers of builds and runs. Hidden folders are not copied either.
+/// Folders that no build needs, such as those left over from builds and runs. Hidden folders are not copied
+/// either.
 const NOT_COPIED: [&str; 4] = ["target", "corpus", "artifacts", "coverage"];
 
-/// Updates the copy at `tree`. A file with unchanged text keeps its time, so that little is rebuilt.
+/// Updates the copy at `tree`. The modification time of an unchanged file is kept, so that little is rebuilt.
 pub fn copy(root: &Path, tree: &Path) -> Result<()> {
     let mut there = BTreeSet::new();
     for file in files(root, Path::new(""))? {
@@ -96,11 +97,12 @@ fn with_switches(file: &Path, bytes: Vec<u8>) -> Result<Vec<u8>> {
     Ok(text.into_bytes())
 }
 
-/// Returns the defence with its switch.
+/// Returns the code of the defence, wrapped in its switch.
 fn switched(defence: &Defence) -> String {
     let Defence { name, file, code, instead, .. } = defence;
     let krate = if file.starts_with("format/") { "crate" } else { "remanent_format" };
     let choice = format!("if {krate}::is_on({name:?}) {{ {code} }} else {{ {instead} }}");
-    // A statement remains a statement; a condition must not end where its `if` does.
+    // A statement remains a statement. A condition is put in parentheses, so that it does not end inside the
+    // surrounding `if`.
     if code.ends_with([';', '}']) { choice } else { format!("({choice})") }
 }

@@ -1,5 +1,5 @@
-//! Driver calls that a program makes next to a store on the same GPU: its own copies and functions, waits that stall
-//! a stream, and graph captures.
+//! Driver calls that a program makes concurrently with a store on the same GPU: its own copies and functions, waits
+//! that stall a stream, and graph captures.
 //!
 //! While a graph is captured from a stream, the stream only records its work. During a capture in global mode
 //! (the strictest one), a call that may wait fails on every thread whose capture mode is not relaxed, and
@@ -38,7 +38,7 @@ fn forget_graph(handle: *mut c_void) -> Result<(), u32> {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuCtxSetCurrent(context: *mut c_void) -> u32 {
     call(|| {
-        // SAFETY: handles of contexts are made by this driver and stay for good.
+        // SAFETY: the handle is null or was created by this driver, which never destroys contexts.
         context::set_current(unsafe { context.cast::<Context>().as_ref() });
         Ok(())
     })
@@ -46,7 +46,7 @@ pub unsafe extern "C" fn cuCtxSetCurrent(context: *mut c_void) -> u32 {
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuStreamCreate(made: *mut *mut c_void, flags: c_uint) -> u32 {
-    // SAFETY: passed on.
+    // SAFETY: the caller upholds the contract of the called function.
     unsafe { stream::cuStreamCreateWithPriority(made, flags, c_int::default()) }
 }
 
@@ -73,7 +73,7 @@ pub extern "C" fn cuStreamWaitValue32_v2(
     })
 }
 
-/// Calls a function of the program after the work that is queued on the stream. Later work waits for it.
+/// Calls a function of the program after the work that is queued on the stream. Later work waits for the function.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuLaunchHostFunc(
     handle: *mut c_void,
@@ -104,7 +104,7 @@ pub unsafe extern "C" fn cuMemcpyDtoH_v2(target: *mut c_void, source: u64, len: 
         if memory::kind_of(source, len).is_none() {
             return Err(code::INVALID_VALUE);
         }
-        // SAFETY: the source was checked just now, the target has this length by the API's terms.
+        // SAFETY: the source was checked above, and the caller passes a target of this length.
         unsafe { std::ptr::copy_nonoverlapping(source as *const u8, target.cast(), len) };
         Ok(())
     })
@@ -117,7 +117,7 @@ pub extern "C" fn cuMemsetD8_v2(target: u64, value: u8, len: usize) -> u32 {
         if memory::kind_of(target, len).is_none() {
             return Err(code::INVALID_VALUE);
         }
-        // SAFETY: the range was checked just now.
+        // SAFETY: the range was checked above.
         unsafe { (target as *mut u8).write_bytes(value, len) };
         Ok(())
     })
@@ -132,7 +132,7 @@ pub extern "C" fn cuStreamBeginCapture_v2(handle: *mut c_void, mode: c_uint) -> 
 pub unsafe extern "C" fn cuStreamEndCapture(handle: *mut c_void, graph: *mut *mut c_void) -> u32 {
     call_in_context(|_| {
         let work = stream::end_capture(handle)?;
-        // SAFETY: the API's terms.
+        // SAFETY: the API requires the caller to pass valid pointers.
         unsafe { *graph = new_graph(Arc::new(work)) };
         Ok(())
     })
@@ -146,7 +146,7 @@ pub unsafe extern "C" fn cuGraphInstantiateWithFlags(
 ) -> u32 {
     call_in_context(|_| {
         let work = graph_of(graph)?;
-        // SAFETY: the API's terms.
+        // SAFETY: the API requires the caller to pass valid pointers.
         unsafe { *executable = new_graph(work) };
         Ok(())
     })

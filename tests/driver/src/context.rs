@@ -15,13 +15,13 @@ const VERSION: c_int = 12_040;
 const CAPTURE_RELAXED: c_uint = 2;
 
 static DEVICES: AtomicU32 = AtomicU32::new(3);
-/// Pairs of GPUs; access from the first one to the second one's memory is enabled.
+/// Pairs of GPUs for which access from the first GPU to the memory of the second is enabled.
 static PEERS: Mutex<BTreeSet<(u32, u32)>> = Mutex::new(BTreeSet::new());
 
 /// A device's primary context. It is created by the first retain and never destroyed.
 pub struct Context {
     pub device: u32,
-    /// The error code of the fault that destroyed the context; 0 while the context is valid.
+    /// The error code of the fault that destroyed the context, or 0 while the context is valid.
     lost: AtomicU32,
 }
 
@@ -43,7 +43,7 @@ impl Context {
         stream::wake(self.device);
     }
 
-    /// Fails with the code of the fault that destroyed the context, if there was one.
+    /// Returns the code of the fault that destroyed the context as an error, or `Ok` if the context is valid.
     pub fn check(&self) -> Result<(), u32> {
         match self.lost.load(Ordering::Acquire) {
             0 => Ok(()),
@@ -59,7 +59,7 @@ pub fn current() -> Result<&'static Context, u32> {
     context.check().map(|()| context)
 }
 
-/// Replaces the current context of this thread; `None` leaves the thread without one.
+/// Sets the current context of this thread. `None` leaves the thread without a context.
 pub fn set_current(context: Option<&'static Context>) {
     CURRENT.with_borrow_mut(|stack| {
         _ = stack.pop();
@@ -67,12 +67,12 @@ pub fn set_current(context: Option<&'static Context>) {
     });
 }
 
-/// Whether calls of this thread cannot invalidate a capture: its capture mode is relaxed.
+/// Returns true if the capture mode of this thread is relaxed, so that its calls cannot invalidate a capture.
 pub fn is_relaxed() -> bool {
     CAPTURE_MODE.get() == CAPTURE_RELAXED
 }
 
-/// Destroys a device's context as a fault with this code does.
+/// Destroys a device's context, as a fault with this code does.
 pub fn lose(device: u32, code: u32) {
     Context::of(device).lose(code);
 }
@@ -94,7 +94,7 @@ pub extern "C" fn cuInit(_flags: c_uint) -> u32 {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDriverGetVersion(version: *mut c_int) -> u32 {
     call(|| {
-        // SAFETY: the API's terms.
+        // SAFETY: the API requires the caller to pass valid pointers.
         unsafe { *version = VERSION };
         Ok(())
     })
@@ -103,7 +103,7 @@ pub unsafe extern "C" fn cuDriverGetVersion(version: *mut c_int) -> u32 {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetCount(count: *mut c_int) -> u32 {
     call(|| {
-        // SAFETY: the API's terms.
+        // SAFETY: the API requires the caller to pass valid pointers.
         unsafe { *count = DEVICES.load(Ordering::Acquire) as c_int };
         Ok(())
     })
@@ -111,7 +111,7 @@ pub unsafe extern "C" fn cuDeviceGetCount(count: *mut c_int) -> u32 {
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGet(device: *mut c_int, ordinal: c_int) -> u32 {
-    // SAFETY: the API's terms.
+    // SAFETY: the API requires the caller to pass valid pointers.
     call(|| known(ordinal).map(|_| unsafe { *device = ordinal }))
 }
 
@@ -121,7 +121,7 @@ pub unsafe extern "C" fn cuDeviceGetName(name: *mut c_char, len: c_int, device: 
         known(device)?;
         let text = b"no GPU at all\0";
         assert!(len as usize >= text.len(), "room for a name");
-        // SAFETY: the API's terms; there is room.
+        // SAFETY: the caller passes a buffer, and its length was checked above.
         unsafe { std::ptr::copy_nonoverlapping(text.as_ptr().cast(), name, text.len()) };
         Ok(())
     })
@@ -141,7 +141,7 @@ pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_in
             76 => 0,
             _ => 0,
         };
-        // SAFETY: the API's terms.
+        // SAFETY: the API requires the caller to pass valid pointers.
         unsafe { *value = known };
         Ok(())
     })
@@ -152,7 +152,7 @@ pub unsafe extern "C" fn cuDevicePrimaryCtxRetain(context: *mut *mut c_void, dev
     call(|| {
         let retained = Context::of(known(device)?);
         retained.check()?;
-        // SAFETY: the API's terms.
+        // SAFETY: the API requires the caller to pass valid pointers.
         unsafe { *context = std::ptr::from_ref(retained).cast_mut().cast() };
         Ok(())
     })
@@ -161,18 +161,18 @@ pub unsafe extern "C" fn cuDevicePrimaryCtxRetain(context: *mut *mut c_void, dev
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuCtxPushCurrent_v2(context: *mut c_void) -> u32 {
     call(|| {
-        // SAFETY: handles of contexts are made above and stay for good.
+        // SAFETY: the handle is null or was created by this driver, which never destroys contexts.
         let context = unsafe { context.cast::<Context>().as_ref() }.ok_or(code::INVALID_CONTEXT)?;
         CURRENT.with_borrow_mut(|stack| stack.push(context));
         Ok(())
     })
 }
 
-/// Never made to fail, because the store cannot continue on a thread whose context was not popped.
+/// Is never selected to fail, because the store cannot continue on a thread whose context was not popped.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuCtxPopCurrent_v2(context: *mut *mut c_void) -> u32 {
     let Some(popped) = CURRENT.with_borrow_mut(Vec::pop) else { return code::INVALID_CONTEXT };
-    // SAFETY: the API's terms.
+    // SAFETY: the API requires the caller to pass valid pointers.
     unsafe { *context = std::ptr::from_ref(popped).cast_mut().cast() };
     0
 }
@@ -180,18 +180,18 @@ pub unsafe extern "C" fn cuCtxPopCurrent_v2(context: *mut *mut c_void) -> u32 {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuThreadExchangeStreamCaptureMode(mode: *mut c_uint) -> u32 {
     call(|| {
-        // SAFETY: the API's terms.
+        // SAFETY: the API requires the caller to pass valid pointers.
         unsafe { *mode = CAPTURE_MODE.replace(*mode) };
         Ok(())
     })
 }
 
-/// Whether two GPUs are connected. GPUs `2n` and `2n + 1` are.
+/// Returns true if two GPUs are connected. GPUs `2n` and `2n + 1` are connected.
 fn are_neighbours(one: u32, other: u32) -> bool {
     one / 2 == other / 2 && one != other
 }
 
-/// Whether `reader` was given access to the memory of `owner`.
+/// Returns true if `reader` has access to the memory of `owner`.
 pub fn has_access(reader: u32, owner: u32) -> bool {
     reader == owner || PEERS.lock().unwrap().contains(&(reader, owner))
 }
@@ -200,7 +200,7 @@ pub fn has_access(reader: u32, owner: u32) -> bool {
 pub unsafe extern "C" fn cuDeviceCanAccessPeer(can: *mut c_int, reader: c_int, owner: c_int) -> u32 {
     call(|| {
         let answer = are_neighbours(known(reader)?, known(owner)?);
-        // SAFETY: the API's terms.
+        // SAFETY: the API requires the caller to pass valid pointers.
         unsafe { *can = c_int::from(answer) };
         Ok(())
     })
@@ -209,7 +209,7 @@ pub unsafe extern "C" fn cuDeviceCanAccessPeer(can: *mut c_int, reader: c_int, o
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuCtxEnablePeerAccess(owner: *mut c_void, _flags: c_uint) -> u32 {
     call_in_context(|reader| {
-        // SAFETY: handles of contexts are made above and stay for good.
+        // SAFETY: the handle is null or was created by this driver, which never destroys contexts.
         let owner = unsafe { owner.cast::<Context>().as_ref() }.ok_or(code::INVALID_CONTEXT)?;
         owner.check()?;
         if !are_neighbours(reader.device, owner.device) {
@@ -223,9 +223,9 @@ pub unsafe extern "C" fn cuCtxEnablePeerAccess(owner: *mut c_void, _flags: c_uin
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuCtxGetStreamPriorityRange(least: *mut c_int, greatest: *mut c_int) -> u32 {
     call_in_context(|_| {
-        // SAFETY: the API's terms.
+        // SAFETY: the API requires the caller to pass valid pointers.
         unsafe { *least = 0 };
-        // SAFETY: the API's terms.
+        // SAFETY: the API requires the caller to pass valid pointers.
         unsafe { *greatest = -5 };
         Ok(())
     })

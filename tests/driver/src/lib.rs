@@ -1,9 +1,9 @@
 //! A CUDA driver without a GPU: the entry points that `src/device/cuda` calls, with CUDA's signatures.
 //!
 //! Streams are threads that execute their work after random delays. Device memory is host memory that is
-//! filled with junk, and kernels are the same `.cu` files, compiled for the CPU. The module `faults` makes a
-//! call fail, and counts the resources that were not released, so that tests reach every error path of the
-//! device without a GPU.
+//! initially filled with junk, and kernels are the same `.cu` files, compiled for the CPU. The module
+//! `faults` makes a call fail, and counts the resources that have not been released. Tests thus reach every
+//! error path of the device without a GPU.
 //!
 //! A call that breaks the API's rules returns the real driver's error, or aborts the process with a message.
 
@@ -38,10 +38,11 @@ mod code {
 /// The result of a call: success, or the driver's error code.
 type Done = Result<(), u32>;
 
-/// Runs a call after counting it. Returns an error if the call is to fail or the context is lost.
+/// Counts a call and runs it. Returns an error instead if the call is selected to fail or the context is
+/// lost.
 #[track_caller]
 fn call<W: FnOnce() -> Done>(work: W) -> u32 {
-    // The type name of a closure contains the function in which it is written, which is the entry point.
+    // The type name of a closure contains the name of the enclosing function, which is the entry point.
     let result = faults::strike(std::any::type_name::<W>()).and_then(|()| work());
     result.err().unwrap_or(0)
 }

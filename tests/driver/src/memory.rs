@@ -1,4 +1,4 @@
-//! Host, device and managed memory. All of it is host memory, at addresses that host and "GPU" share.
+//! Host, device and managed memory. All of it is host memory, at addresses that the host and the "GPU" share.
 
 use std::alloc::Layout;
 use std::collections::BTreeMap;
@@ -8,13 +8,13 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::{call_in_context, code, stream};
 
-/// Bytes of memory of each device.
+/// Length of each device's memory in bytes.
 const DEVICE_BYTES: usize = 1 << 30;
-/// Bytes of pinned memory that can be allocated for each device.
+/// Maximum number of pinned bytes that can be allocated for each device.
 const PINNED_BYTES: usize = 4 << 30;
 /// The alignment of the real driver's allocations.
 const ALIGN: usize = 512;
-/// The byte that fills newly allocated memory, and freed memory.
+/// The byte that fills newly allocated memory.
 const JUNK: u8 = 0xCD;
 const FREED: u8 = 0xDD;
 
@@ -29,40 +29,41 @@ struct Allocation {
     len: usize,
     kind: Kind,
     device: u32,
-    /// Whether this is caller-owned memory that was registered.
+    /// Whether this is registered caller-owned memory.
     is_registered: bool,
     /// Whether this is a mapping in a reserved address range.
     is_mapping: bool,
 }
 
-/// Lengths of mappings are multiples of this number of bytes.
+/// Alignment of the lengths of mappings, in bytes.
 const MAPPING_ALIGN: usize = 2 << 20;
 
-/// The code with which registrations of memory fail; 0 if they succeed.
+/// The error code with which registrations of memory fail, or 0 if they succeed.
 static REGISTER_REFUSAL: AtomicU32 = AtomicU32::new(0);
 
-/// Makes all later registrations fail with `code`; 0 allows them again.
+/// Makes all later registrations fail with `code`, or succeed again if `code` is 0.
 pub fn refuse_registrations(code: u32) {
     REGISTER_REFUSAL.store(code, Ordering::Relaxed);
 }
 
 static ALLOCATIONS: Mutex<BTreeMap<u64, Allocation>> = Mutex::new(BTreeMap::new());
-/// Reserved address ranges: the length of each, by its first address.
+/// Lengths of the reserved address ranges, keyed by their first address.
 static RESERVED: Mutex<BTreeMap<u64, usize>> = Mutex::new(BTreeMap::new());
 
-/// Returns the number of a device's allocations that were not freed.
+/// Returns the number of a device's allocations that have not been freed.
 pub fn alive(device: u32) -> u64 {
     ALLOCATIONS.lock().unwrap().values().filter(|allocation| allocation.device == device).count() as u64
 }
 
-/// Returns the kind of memory that contains the range; `None` if the driver did not allocate or register it.
+/// Returns the kind of memory that contains the range, or `None` if the driver neither allocated nor
+/// registered it.
 pub fn kind_of(address: u64, len: usize) -> Option<Kind> {
     let allocations = ALLOCATIONS.lock().unwrap();
     let (begin, allocation) = allocations.range(..=address).next_back()?;
     (address + len as u64 <= end_of(&allocations, *begin, allocation)).then_some(allocation.kind)
 }
 
-/// Returns the end of the memory that contains `begin`. Adjacent mappings count as one memory.
+/// Returns the end of the memory that contains `begin`. Adjacent mappings count as one region.
 fn end_of(allocations: &BTreeMap<u64, Allocation>, begin: u64, allocation: &Allocation) -> u64 {
     let mut end = begin + allocation.len as u64;
     while allocation.is_mapping
@@ -74,7 +75,7 @@ fn end_of(allocations: &BTreeMap<u64, Allocation>, begin: u64, allocation: &Allo
     end
 }
 
-/// Whether the range is memory of this device, not of the host or another device.
+/// Returns true if the range is memory of this device.
 pub fn is_of_device(address: u64, len: usize, device: u32) -> bool {
     let allocations = ALLOCATIONS.lock().unwrap();
     let found = allocations.range(..=address).next_back();
@@ -104,7 +105,7 @@ fn allocate(device: u32, kind: Kind, len: usize) -> Result<u64, u32> {
     // SAFETY: the layout is not empty.
     let bytes = unsafe { std::alloc::alloc(layout) };
     assert!(!bytes.is_null(), "memory for {len} bytes");
-    // SAFETY: allocated just now.
+    // SAFETY: the bytes were allocated above.
     unsafe { bytes.write_bytes(JUNK, len) };
     allocations
         .insert(bytes as u64, Allocation { len, kind, device, is_registered: false, is_mapping: false });
@@ -126,7 +127,7 @@ fn free(device: u32, address: u64, is_kind: impl Fn(Kind) -> bool) -> Result<(),
     Ok(())
 }
 
-/// Frees all memory of a device whose context is lost, once its streams execute nothing.
+/// Frees all memory of a device whose context is lost, after its streams have stopped.
 pub fn forget(device: u32) {
     let mut allocations = ALLOCATIONS.lock().unwrap();
     allocations.retain(|address, allocation| {
@@ -141,9 +142,9 @@ pub fn forget(device: u32) {
 fn deallocate(address: u64, len: usize) {
     let layout = Layout::from_size_align(len, ALIGN).expect("allocated by it");
     let bytes = address as *mut u8;
-    // SAFETY: allocated by `allocate`, not freed yet, and nothing queued uses it any more.
+    // SAFETY: `allocate` allocated the bytes, they are not freed yet, and no queued work uses them.
     unsafe { bytes.write_bytes(FREED, len) };
-    // SAFETY: allocated by `allocate` by this layout.
+    // SAFETY: `allocate` allocated the bytes with this layout.
     unsafe { std::alloc::dealloc(bytes, layout) };
 }
 
@@ -151,9 +152,9 @@ fn deallocate(address: u64, len: usize) {
 pub unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> u32 {
     call_in_context(|context| {
         let used = used(&ALLOCATIONS.lock().unwrap(), context.device, false);
-        // SAFETY: the API's terms.
+        // SAFETY: the API requires the caller to pass valid pointers.
         unsafe { *free = DEVICE_BYTES - used };
-        // SAFETY: the API's terms.
+        // SAFETY: the API requires the caller to pass valid pointers.
         unsafe { *total = DEVICE_BYTES };
         Ok(())
     })
@@ -164,7 +165,7 @@ pub unsafe extern "C" fn cuMemAlloc_v2(address: *mut u64, len: usize) -> u32 {
     call_in_context(|context| {
         stream::refuse_in_capture()?;
         let allocated = allocate(context.device, Kind::Device, len)?;
-        // SAFETY: the API's terms.
+        // SAFETY: the API requires the caller to pass valid pointers.
         unsafe { *address = allocated };
         Ok(())
     })
@@ -175,7 +176,7 @@ pub unsafe extern "C" fn cuMemAllocManaged(address: *mut u64, len: usize, _flags
     call_in_context(|context| {
         stream::refuse_in_capture()?;
         let allocated = allocate(context.device, Kind::Managed, len)?;
-        // SAFETY: the API's terms.
+        // SAFETY: the API requires the caller to pass valid pointers.
         unsafe { *address = allocated };
         Ok(())
     })
@@ -186,13 +187,13 @@ pub unsafe extern "C" fn cuMemHostAlloc(address: *mut *mut c_void, len: usize, _
     call_in_context(|context| {
         stream::refuse_in_capture()?;
         let allocated = allocate(context.device, Kind::Pinned, len)?;
-        // SAFETY: the API's terms.
+        // SAFETY: the API requires the caller to pass valid pointers.
         unsafe { *address = allocated as *mut c_void };
         Ok(())
     })
 }
 
-/// Accepts advice for managed memory without any effect: all memory is in one location here.
+/// Accepts advice for managed memory, without any effect, because all memory is in one location.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemAdvise(address: u64, len: usize, advice: c_uint, device: c_int) -> u32 {
     call_in_context(|context| {
@@ -252,7 +253,8 @@ pub extern "C" fn cuMemHostRegister_v2(address: *mut c_void, len: usize, _flags:
     })
 }
 
-/// Unpins registered memory. Waits for all queued work of the device, although the store never relies on it.
+/// Unpins registered memory. Waits for all queued work of the device, although the store never relies on this
+/// wait.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemHostUnregister(address: *mut c_void) -> u32 {
     call_in_context(|context| {
@@ -269,7 +271,7 @@ pub extern "C" fn cuMemHostUnregister(address: *mut c_void) -> u32 {
     })
 }
 
-/// Returns attributes of the allocation that contains an address.
+/// Returns an attribute of the allocation that contains an address.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuPointerGetAttribute(value: *mut c_void, attribute: c_uint, address: u64) -> u32 {
     call_in_context(|_| {
@@ -283,9 +285,9 @@ pub unsafe extern "C" fn cuPointerGetAttribute(value: *mut c_void, attribute: c_
             // Whether the memory is managed, and the device of the memory.
             8 => (u64::from(found.kind == Kind::Managed), 4),
             9 => (u64::from(found.device), 4),
-            // Whether the memory can be exported to other processes: not for mappings.
+            // Whether the memory can be exported to other processes. Mappings cannot be exported.
             10 => (u64::from(!found.is_mapping && found.kind == Kind::Device), 4),
-            // Start and length of the allocation, or of the reserved range for a mapping.
+            // Start and length of the allocation, or of the reserved range that contains a mapping.
             11 => (reserved(*begin, found).0, 8),
             12 => (reserved(*begin, found).1, 8),
             // Length and start of the mapping.
@@ -293,7 +295,7 @@ pub unsafe extern "C" fn cuPointerGetAttribute(value: *mut c_void, attribute: c_
             19 if found.is_mapping => (*begin, 8),
             _ => return Err(code::INVALID_VALUE),
         };
-        // SAFETY: the API's terms: there are `len` bytes for this attribute.
+        // SAFETY: the caller passes a buffer of `len` bytes, as this attribute requires.
         unsafe { value.cast::<u8>().copy_from(answer.to_le_bytes().as_ptr(), len) };
         Ok(())
     })
@@ -306,7 +308,7 @@ fn reserved(begin: u64, found: &Allocation) -> (u64, u64) {
     within.filter(|_| found.is_mapping).unwrap_or((begin, found.len as u64))
 }
 
-/// Reserves an address range. Nothing can be accessed there before memory is mapped.
+/// Reserves an address range. The range cannot be accessed until memory is mapped.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemAddressReserve(
     address: *mut u64,
@@ -321,7 +323,7 @@ pub unsafe extern "C" fn cuMemAddressReserve(
         let bytes = unsafe { std::alloc::alloc_zeroed(layout) };
         assert!(!bytes.is_null(), "memory for {len} bytes");
         RESERVED.lock().unwrap().insert(bytes as u64, len);
-        // SAFETY: the API's terms.
+        // SAFETY: the API requires the caller to pass valid pointers.
         unsafe { *address = bytes as u64 };
         Ok(())
     })
@@ -336,7 +338,7 @@ pub extern "C" fn cuMemAddressFree(address: u64, len: usize) -> u32 {
             return Err(code::INVALID_VALUE);
         }
         RESERVED.lock().unwrap().remove(&address).ok_or(code::INVALID_VALUE)?;
-        // SAFETY: reserved by this layout, and nothing is mapped there.
+        // SAFETY: the range was reserved with this layout, and no memory is mapped in it.
         unsafe { std::alloc::dealloc(address as *mut u8, layout) };
         Ok(())
     })
@@ -349,17 +351,17 @@ fn reserved_layout(len: usize) -> Result<Layout, u32> {
     Layout::from_size_align(len, MAPPING_ALIGN).map_err(|_| code::OUT_OF_MEMORY)
 }
 
-/// Allocates device memory without an address. Its handle is the device's number plus one.
+/// Allocates device memory without an address. The handle is the number of the device plus one.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemCreate(handle: *mut u64, len: usize, wanted: *const c_int, _flags: u64) -> u32 {
     call_in_context(|_| {
         if !len.is_multiple_of(MAPPING_ALIGN) {
             return Err(code::INVALID_VALUE);
         }
-        // The number of the device is the fourth word of what is wanted.
-        // SAFETY: the API's terms.
+        // The number of the device is the fourth word of the requested properties.
+        // SAFETY: the API requires the caller to pass valid pointers.
         let device = unsafe { *wanted.add(3) };
-        // SAFETY: the API's terms.
+        // SAFETY: the API requires the caller to pass valid pointers.
         unsafe { *handle = device as u64 + 1 };
         Ok(())
     })
@@ -375,7 +377,7 @@ pub extern "C" fn cuMemMap(address: u64, len: usize, _offset: usize, handle: u64
     })
 }
 
-/// Does nothing: every mapping can be read and written from the beginning.
+/// Does nothing, because every mapping can always be read and written.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemSetAccess(address: u64, len: usize, _access: *const c_void, _count: usize) -> u32 {
     call_in_context(|_| kind_of(address, len).map(drop).ok_or(code::INVALID_VALUE))

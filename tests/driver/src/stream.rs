@@ -11,14 +11,14 @@ use crate::context::{self, Context};
 use crate::memory::{self, Kind};
 use crate::{Done, call_in_context, code};
 
-/// The first handle of a created stream; smaller handles are default streams.
+/// The first handle of a created stream. Smaller handles are default streams.
 const HANDLE_MIN: u64 = 0x1000;
-/// The longest delay before a piece of work.
+/// Maximum delay before an item of work.
 const LATE_MAX: Duration = Duration::from_micros(300);
-/// One in this number of pieces of work is delayed.
+/// One in this number of items of work is delayed.
 const LATE_ONE_IN: u64 = 4;
 
-/// A piece of work in a stream's queue.
+/// An item of work in a stream's queue.
 #[derive(Clone)]
 pub enum Work {
     Launch {
@@ -34,7 +34,7 @@ pub enum Work {
         source: u64,
         len: usize,
     },
-    /// A copy from bytes that the call copied already, because the source memory was not pinned.
+    /// A copy of bytes that the call has already copied, because the source memory was not pinned.
     CopyFrom {
         target: u64,
         bytes: Vec<u8>,
@@ -43,12 +43,12 @@ pub enum Work {
         address: u64,
         value: u64,
     },
-    /// A call of a program's function, which may wait for anything but the driver.
+    /// A call of a function of the program, which may wait for anything except the driver.
     HostFunction {
         function: extern "C" fn(*mut c_void),
         data: u64,
     },
-    /// A prefetch of managed memory, which moves nothing: all memory is in one location here.
+    /// A prefetch of managed memory. It has no effect, because all memory is in one location.
     Prefetch,
     Record {
         event: Arc<Event>,
@@ -68,7 +68,7 @@ pub enum Work {
 /// A graph capture from a stream.
 struct Capture {
     work: Vec<Work>,
-    /// Whether the capture is in global mode, in which calls of every thread may invalidate it.
+    /// Whether the capture is in global mode, in which calls of any thread can invalidate the capture.
     is_global: bool,
     is_spoiled: bool,
 }
@@ -82,7 +82,7 @@ struct Stream {
 #[derive(Default)]
 struct Queue {
     work: VecDeque<Work>,
-    /// The number of pieces of work that were completed.
+    /// The number of completed items of work.
     done: u64,
     is_running: bool,
     is_ending: bool,
@@ -90,7 +90,7 @@ struct Queue {
     capture: Option<Capture>,
 }
 
-/// An event: how often it was recorded, and the newest record that a stream has reached.
+/// An event: the number of times that it was recorded, and the newest record that a stream has reached.
 pub struct Event {
     device: u32,
     numbers: Mutex<(u64, u64)>,
@@ -103,7 +103,7 @@ static NEXT_HANDLE: AtomicU64 = AtomicU64::new(HANDLE_MIN);
 /// Number of copies from one GPU to another.
 static PEER_COPIES: AtomicU64 = AtomicU64::new(0);
 
-/// Returns the number of a device's streams and events that were not destroyed.
+/// Returns the number of a device's streams and events that have not been destroyed.
 pub fn alive(device: u32) -> u64 {
     let streams = STREAMS.lock().unwrap().values().filter(|stream| stream.context.device == device).count();
     let events = EVENTS.lock().unwrap().values().filter(|event| event.device == device).count();
@@ -128,13 +128,13 @@ pub fn drain(device: u32) -> Done {
 pub fn wake(device: u32) {
     let streams: Vec<_> = STREAMS.lock().unwrap().values().cloned().collect();
     for stream in streams.iter().filter(|stream| stream.context.device == device) {
-        // A stream that checked the context before it was lost is now waiting, or holds this lock.
+        // A stream that checked the context before the loss is now waiting, or holds this lock.
         drop(stream.queue.lock().unwrap());
         stream.changed.notify_all();
     }
 }
 
-/// Waits until the streams of a device with a lost context execute nothing, then removes the streams and the
+/// Waits until the streams of a device with a lost context have stopped. Then removes the streams and the
 /// device's events.
 pub fn forget(device: u32) {
     let streams: BTreeMap<_, _> = {
@@ -183,8 +183,8 @@ pub fn synchronize(context: &'static Context, handle: *mut c_void) -> Done {
     of(handle)?.catch_up()
 }
 
-/// Starts a graph capture: the stream records its work from now on. In mode 0 (global), a call of another
-/// thread may invalidate the capture.
+/// Starts a graph capture: from now on, the stream records its work. In mode 0 (global), a call of another
+/// thread can invalidate the capture.
 pub fn begin_capture(handle: *mut c_void, mode: c_uint) -> Done {
     let stream = of(handle as u64)?;
     let mut queue = stream.queue.lock().unwrap();
@@ -202,7 +202,7 @@ pub fn end_capture(handle: *mut c_void) -> Result<Vec<Work>, u32> {
     if capture.is_spoiled { Err(code::CAPTURE_INVALIDATED) } else { Ok(capture.work) }
 }
 
-/// Fails a call that may wait while a graph is being captured, and invalidates that capture, unless the
+/// Rejects a call that may wait while a graph is being captured, and invalidates that capture, unless the
 /// thread's capture mode allows such calls.
 pub fn refuse_in_capture() -> Done {
     if context::is_relaxed() {
@@ -233,7 +233,7 @@ impl Stream {
         self.changed.wait(queue).unwrap()
     }
 
-    /// Waits until the work that is queued now is completed; more may be queued meanwhile.
+    /// Waits until all work that is queued now is completed. More work may be queued in the meantime.
     fn catch_up(&self) -> Done {
         let mut queue = self.queue.lock().unwrap();
         let wanted = queue.done + queue.work.len() as u64 + u64::from(queue.is_running);
@@ -247,7 +247,7 @@ impl Stream {
     fn run(&self, mut random: u64) {
         let mut queue = self.queue.lock().unwrap();
         loop {
-            // Queued work of a lost context is never executed.
+            // The queued work of a lost context is never executed.
             if self.context.check().is_err() || (queue.is_ending && queue.work.is_empty()) {
                 queue.is_over = true;
                 self.changed.notify_all();
@@ -284,8 +284,8 @@ impl Stream {
             return Ok(());
         }
         if let Work::WaitValue { address, value } = work {
-            // SAFETY: checked when the wait was queued; a thread that gives the memory back waits for the
-            // stream.
+            // SAFETY: the address was checked when the wait was queued. A thread that frees the memory first
+            // waits for the stream.
             let word = unsafe { AtomicU32::from_ptr(address as *mut u32) };
             while word.load(Ordering::SeqCst) < value {
                 self.context.check()?;
@@ -305,8 +305,8 @@ impl Work {
                 let (mut rows, mut row_count, mut pieces) = (rows, row_count, pieces);
                 let mut arguments =
                     [(&raw mut rows).cast(), (&raw mut row_count).cast(), (&raw mut pieces).cast()];
-                // SAFETY: the arguments are those of the kernel's signature, and the caller answers for the
-                // addresses in them: a fault is told.
+                // SAFETY: the arguments match the kernel's signature, and the caller guarantees that the
+                // addresses in them are valid. A fault is reported.
                 let launched = unsafe {
                     kernels_on_cpu::launch_by_name(
                         &name,
@@ -319,17 +319,18 @@ impl Work {
                 launched.map_err(|_fault| code::ILLEGAL_ADDRESS)
             }
             Work::Copy { target, source, len } => {
-                // SAFETY: both were checked when the copy was queued, and stay until it is done.
+                // SAFETY: both ranges were checked when the copy was queued, and stay valid until it is done.
                 unsafe { std::ptr::copy_nonoverlapping(source as *const u8, target as *mut u8, len) };
                 Ok(())
             }
             Work::CopyFrom { target, bytes } => {
-                // SAFETY: checked when the copy was queued.
+                // SAFETY: the range was checked when the copy was queued.
                 unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), target as *mut u8, bytes.len()) };
                 Ok(())
             }
             Work::Write { address, value } => {
-                // SAFETY: checked when the write was queued. Earlier work is seen with it.
+                // SAFETY: the address was checked when the write was queued. Earlier work becomes visible
+                // with the value.
                 unsafe { AtomicU64::from_ptr(address as *mut u64) }.store(value, Ordering::SeqCst);
                 Ok(())
             }
@@ -379,13 +380,13 @@ pub unsafe extern "C" fn cuStreamCreateWithPriority(
             .name("stream of a fake driver".to_owned())
             .spawn(move || made.run(handle))
             .expect("a thread for a stream");
-        // SAFETY: the API's terms.
+        // SAFETY: the API requires the caller to pass valid pointers.
         unsafe { *stream = handle as *mut c_void };
         Ok(())
     })
 }
 
-/// Destroys a stream without waiting: its queued work is executed first.
+/// Destroys a stream without waiting. The stream first executes its queued work.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuStreamDestroy_v2(stream: *mut c_void) -> u32 {
     call_in_context(|_| {
@@ -405,8 +406,8 @@ pub extern "C" fn cuStreamQuery(stream: *mut c_void) -> u32 {
     })
 }
 
-/// Reports whether a graph is being captured from the stream: 0 if not, 1 if so, 2 if the capture was
-/// invalidated.
+/// Returns the state of a graph capture from the stream: 0 if there is none, 1 if it is active, or 2 if it
+/// was invalidated.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuStreamIsCapturing(stream: *mut c_void, status: *mut c_uint) -> u32 {
     call_in_context(|_| {
@@ -416,7 +417,7 @@ pub unsafe extern "C" fn cuStreamIsCapturing(stream: *mut c_void, status: *mut c
         {
             found = if capture.is_spoiled { 2 } else { 1 };
         }
-        // SAFETY: the API's terms.
+        // SAFETY: the API requires the caller to pass valid pointers.
         unsafe { *status = found };
         Ok(())
     })
@@ -452,7 +453,7 @@ pub unsafe extern "C" fn cuEventCreate(event: *mut *mut c_void, _flags: c_uint) 
         let handle = NEXT_HANDLE.fetch_add(1, Ordering::Relaxed);
         let made = Event { device: context.device, numbers: Mutex::default(), changed: Condvar::new() };
         EVENTS.lock().unwrap().insert(handle, Arc::new(made));
-        // SAFETY: the API's terms.
+        // SAFETY: the API requires the caller to pass valid pointers.
         unsafe { *event = handle as *mut c_void };
         Ok(())
     })
@@ -500,7 +501,7 @@ pub unsafe extern "C" fn cuMemcpyHtoDAsync_v2(
         if memory::kind_of(source as u64, len) == Some(Kind::Pinned) {
             return queue(context, stream, Work::Copy { target, source: source as u64, len });
         }
-        // SAFETY: the API's terms.
+        // SAFETY: the API requires the caller to pass valid pointers.
         let bytes = unsafe { std::slice::from_raw_parts(source.cast::<u8>(), len) }.to_vec();
         queue(context, stream, Work::CopyFrom { target, bytes })
     })
@@ -536,8 +537,8 @@ pub extern "C" fn cuMemcpyDtoDAsync_v2(target: u64, source: u64, len: usize, str
     })
 }
 
-/// Copies to another GPU. Fails if peer access was not enabled: the real driver would then copy through the
-/// host, which the store must never request.
+/// Copies to another GPU. Fails if peer access was not enabled. The real driver would then copy through the
+/// host, and the store must never request such a copy.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpyPeerAsync(
     target: u64,
@@ -548,9 +549,9 @@ pub unsafe extern "C" fn cuMemcpyPeerAsync(
     stream: *mut c_void,
 ) -> u32 {
     call_in_context(|context| {
-        // SAFETY: handles of contexts are made by this driver and stay for good.
+        // SAFETY: the handle is null or was created by this driver, which never destroys contexts.
         let to = unsafe { to.cast::<Context>().as_ref() }.ok_or(code::INVALID_CONTEXT)?;
-        // SAFETY: the same.
+        // SAFETY: as above.
         let from = unsafe { from.cast::<Context>().as_ref() }.ok_or(code::INVALID_CONTEXT)?;
         let is_right = to.device == context.device
             && memory::is_of_device(target, len, to.device)

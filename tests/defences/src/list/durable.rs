@@ -1,6 +1,6 @@
-//! Defences that make batches and snapshots durable: each sync, the marks, the files that are kept until
-//! others are durable. `tests/it/crash/syncs/mod.rs` enumerates which sync of which workload matters; here
-//! each is removed everywhere its line of code runs.
+//! Defences that make batches and snapshots durable: each sync, the durable marks, and the files that are
+//! kept until their replacements are durable. `tests/it/crash/syncs/mod.rs` lists which sync of which
+//! workload matters. Here, each sync is removed wherever its line of code runs.
 
 use super::{Defence, Test, check, defence, it, refusal, unit};
 
@@ -293,7 +293,7 @@ pub const LIST: &[Defence] = &[
         "returned.get(1).is_none_or(as_sent) || true",
         it("faults::bit_flips::open_rejects_bit_flips"),
     ),
-    // Image files that are written again (I13).
+    // Image files that are reused (I13).
     refusal(
         "a file that has a second name is not written over",
         IMAGE_SPARES,
@@ -349,7 +349,7 @@ pub const LIST: &[Defence] = &[
         "self.make_durable()",
         it("faults::disk_errors::disk_error_stops_store_without_loss"),
     ),
-    // A mark that lags costs nothing until bytes are damaged; the damage then looks like a torn tail.
+    // A stale mark has no effect until bytes are damaged. The damage then looks like a torn tail.
     defence(
         "frames carry the mark (I4)",
         WRITER,
@@ -491,7 +491,7 @@ pub const LIST: &[Defence] = &[
         "Ok(())",
         OF_SNAPSHOTS,
     ),
-    // Snapshots, and the files that they release.
+    // Snapshots, and the files that snapshots release.
     check(
         "the log is durable up to a snapshot's end (I7)",
         PUBLICATION,

@@ -1,4 +1,4 @@
-//! Defences of the log and the snapshots on the read path: the order of frames, the marks, the line of
+//! Defences on the read path of the log and the snapshots: the order of frames, the marks, the line of
 //! incarnations, and the chain of snapshot links.
 
 use super::{Defence, check, defence, it, refusal, stores};
@@ -58,7 +58,7 @@ pub const LIST: &[Defence] = &[
         "true",
         stores("log_end_decisions_match_table"),
     ),
-    // Marks (I4): bad frames under a mark are damage, not a torn tail.
+    // Marks (I4): invalid frames that a mark covers are damage, not a torn tail.
     check(
         "mark of a valid frame (I4)",
         WALK,
@@ -209,7 +209,7 @@ pub const LIST: &[Defence] = &[
         "resolution.check_page_bytes(page_bytes_max)?;",
         stores("rebuild_refuses_pages_over_the_limit"),
     ),
-    // The pure rebuild, with which recovery is compared.
+    // The pure rebuild, whose results recovery is compared with.
     defence(
         "a rebuild starts nowhere below the floor",
         "format/src/state/rebuild.rs",

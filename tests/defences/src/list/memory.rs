@@ -1,4 +1,5 @@
-//! Defences of caller-owned and reused memory: no page, stream or list ever contains bytes of another one.
+//! Defences of caller-owned and reused memory: no page, stream or command list ever contains bytes of
+//! another.
 
 use super::{Defence, Test, check, defence, it, refusal, unit};
 
@@ -200,7 +201,7 @@ pub const LIST: &[Defence] = &[
         "self.captures.belong_to(changes, &CapturedDigests::new());",
         it("digests::digest_capture_logs_changed_chunks"),
     ),
-    // Memory that is handed to a caller.
+    // Memory that the store hands to a caller.
     check(
         "a leased page is not released",
         "src/write/commit/draft.rs",

@@ -1,9 +1,10 @@
-//! The list: every defence, the code that remains without it, and the test that then fails.
+//! The list of all defences. Each row contains the code that remains without the defence, and the test that
+//! then fails.
 //!
-//! A row names a piece of the sources by its text, which occurs once in its file, and the text that replaces
-//! it while the defence is off: usually nothing for a statement, the weakest answer for a condition. A change
-//! that adds a defence to the store adds a row here. A defence that another one backs up is not on the list,
-//! because switching it off alone shows nothing.
+//! A row names a piece of source code by its text, which occurs once in its file, and the text that replaces
+//! it while the defence is disabled: usually nothing for a statement, and the weakest result for a condition.
+//! A change that adds a defence to the store adds a row here. A defence that another one backs up is not on
+//! the list, because disabling it alone has no effect.
 
 mod durable;
 mod log;
@@ -16,21 +17,21 @@ mod salvage;
 mod structures;
 mod tiers;
 
-/// A defence, and how it is switched off.
+/// A defence, and how to disable it.
 pub struct Defence {
-    /// The defence's name, which is unique.
+    /// The unique name of the defence.
     pub name: &'static str,
-    /// The source file, from the root of the repository.
+    /// The path of the source file, relative to the root of the repository.
     pub file: &'static str,
-    /// The defence as it is written in the source: a statement or an expression.
+    /// The defence as written in the source: a statement or an expression.
     pub code: &'static str,
-    /// The code that replaces it while it is off.
+    /// The code that replaces the defence while it is disabled.
     pub instead: &'static str,
-    /// The test that fails without it.
+    /// The test that fails without the defence.
     pub killed_by: Test,
 }
 
-/// A test, by its binary and its name.
+/// A test, identified by its binary and its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Test {
     /// The name of the binary without its hash: `it`, `golden`, `stores`, `remanent`, `remanent_format`.
@@ -50,12 +51,13 @@ const fn defence(
     Defence { name, file, code, instead, killed_by }
 }
 
-/// Returns a check that is a statement of its own, and is removed as a whole.
+/// Returns a check that is a complete statement and is removed when disabled.
 const fn check(name: &'static str, file: &'static str, code: &'static str, killed_by: Test) -> Defence {
     defence(name, file, code, "", killed_by)
 }
 
-/// Returns a condition under which a call or file is refused; switched off, it is always false.
+/// Returns a condition under which a call or a file is rejected. When disabled, the condition is always
+/// false.
 const fn refusal(name: &'static str, file: &'static str, code: &'static str, killed_by: Test) -> Defence {
     defence(name, file, code, "false", killed_by)
 }
@@ -75,7 +77,7 @@ const fn stores(name: &'static str) -> Test {
     Test { binary: "stores", name }
 }
 
-/// The golden files of damaged structures: each names the defect that must be found.
+/// The golden files of damaged structures. Each file names the defect that must be detected.
 const GOLDEN: Test = Test { binary: "golden", name: "every_defect_has_a_message" };
 
 /// All defences of the list.

@@ -1,4 +1,5 @@
-//! Defences of an open store: pages that are not loaded yet, pages that callers use, scrubs, a full disk.
+//! Defences of an open store: pages that are not loaded yet, pages in use by callers, scrubs, and a full
+//! disk.
 
 use super::{Defence, Test, check, defence, it, refusal};
 
@@ -16,7 +17,7 @@ const SCRUBS: Test = it("crash::scrubs::repairing_scrub_survives_crash");
 const ROWS: Test = it("scrub::damage_is_reported_and_repaired_row_by_row");
 
 pub const LIST: &[Defence] = &[
-    // Files that readers hold while the store is open.
+    // Files that readers use while the store is open.
     defence(
         "the log after a name is kept for its reader (I8)",
         PLAN,
@@ -63,7 +64,8 @@ pub const LIST: &[Defence] = &[
         "open.is_none() && segment::is_foreign(&*self.disk, store, number)?",
         it("moved_directories::follower_detects_replaced_store"),
     ),
-    // Pages that an open leaves on disk: files that could replace them are kept until all pages are loaded.
+    // Pages that an open leaves on disk. The files that could replace them are kept until all pages are
+    // loaded.
     defence(
         "only what was proven stays unloaded (I7)",
         SORTING,
@@ -97,7 +99,7 @@ pub const LIST: &[Defence] = &[
         "self.engine.applier.unloaded().wait(ops.iter().filter_map(|at| at.op.page()))?;",
         it("on_demand::an_access_to_an_unloaded_page_waits_for_it"),
     ),
-    // Opens with less memory than the pages take.
+    // Opens with less memory than the pages need.
     refusal(
         "an open takes no more changed bytes down than may wait in memory",
         "src/recovery/lowered_pages.rs",
@@ -110,7 +112,7 @@ pub const LIST: &[Defence] = &[
         "changed.extend(&pages);",
         it("tiers::less_memory::open_with_less_memory_demotes_pages"),
     ),
-    // Pages that callers use: callers read only the bytes of the page.
+    // Pages in use by callers. Callers read only the bytes of the page.
     check(
         "a leased page is not pinned",
         LEASES,
@@ -131,7 +133,7 @@ pub const LIST: &[Defence] = &[
         "state.pages.iter().find_map(open)",
         PIN,
     ),
-    // Scrubs: nothing that is kept depends on damaged files.
+    // Scrubs: no kept state depends on a damaged file.
     check(
         "an image that rotted is written anew",
         PASS,
@@ -154,7 +156,7 @@ pub const LIST: &[Defence] = &[
     check("recovery begins after a rotten batch", PASS, "self.found.batches.push(lost);", SCRUBS),
     check("and after one whose image rotted", PASS, "self.found.batches.extend(*batch);", ROWS),
     check("no snapshot follows a rotten link", SCRUB, "catalog.known.unlink();", ROWS),
-    // A full disk costs only the batch that does not fit, and calls that free space still work.
+    // On a full disk, only the batch that does not fit fails, and calls that free space still work.
     defence(
         "the reserve is for calls that free space",
         RESERVE,
@@ -254,7 +256,7 @@ pub const LIST: &[Defence] = &[
         "present.contains(&file.name())",
         it("faults::disk_full::a_restore_on_a_full_disk_fails_cleanly_and_succeeds_later"),
     ),
-    // Threads that end: no caller waits for them, or takes their incomplete work for complete.
+    // Threads that end: no caller waits for such a thread, or treats its incomplete work as complete.
     check(
         "a sync that panicked has failed",
         "src/log/sync_guard.rs",

@@ -1,4 +1,4 @@
-//! Defences against the process around a store: forked children, and temporary shortages.
+//! Defences against the environment of a store: forked children, and temporary shortages of resources.
 
 use super::{Defence, Test, check, defence, it, unit};
 

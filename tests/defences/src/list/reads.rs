@@ -1,5 +1,5 @@
-//! Lookups and reads without a lock: whole batches, logged ones, and bytes of one version (documented in
-//! `src/versions`).
+//! Defences of lock-free lookups and reads: they return whole, logged batches, and bytes of one version. See
+//! `src/versions`.
 
 use super::{Defence, Test, defence, it, refusal, unit};
 

@@ -1,5 +1,5 @@
-//! Recovery: the stores that an open refuses, the bytes that it verifies with direct reads, and those that it
-//! copies or leaves unchanged.
+//! Defences of recovery: the stores that an open rejects, the bytes that it verifies with direct reads, and
+//! the bytes that it copies or leaves unchanged.
 
 use super::{Defence, Test, check, defence, it, refusal, stores, unit};
 
@@ -41,7 +41,7 @@ pub const LIST: &[Defence] = &[
         "",
         stores("limits::mark_beyond_the_end_advances_the_proven_end"),
     ),
-    // Incarnations that are left out of the line.
+    // Incarnations that are omitted from the line.
     defence(
         "an incarnation with batches stays on the line",
         RECOVERY,
@@ -63,7 +63,7 @@ pub const LIST: &[Defence] = &[
         "true",
         it("recovery::opens::an_unreadable_manifest_keeps_every_incarnation"),
     ),
-    // Directories that are not a store, or not the caller's store.
+    // Directories that contain no store, or another store than the caller expects.
     defence(
         "a foreign directory is no store",
         CREATE,
@@ -107,7 +107,7 @@ pub const LIST: &[Defence] = &[
         "holds_batch(&source, file)?",
         it("recovery::missing_store_file_is_refused"),
     ),
-    // The medium, not the cache (I6).
+    // Recovery trusts the medium, not the page cache (I6).
     check(
         "names are synced before they are believed (I6)",
         RECOVERY,
@@ -142,8 +142,8 @@ pub const LIST: &[Defence] = &[
         "0",
         it("durable_marks::unsynced_write_is_detected_at_next_open"),
     ),
-    // Trusting the page cache with the tail: the predecessor ends where the reading ended, and nothing is
-    // copied.
+    // Without these defences, recovery would trust the page cache for the tail: the predecessor would end
+    // where the reading ended, and no batch would be copied.
     defence(
         "the unproven tail is copied (I6)",
         WALK,
@@ -197,7 +197,7 @@ pub const LIST: &[Defence] = &[
         "health(link.snapshot).is_some_and(|health| !health.is_whole())",
         it("recovery::snapshots::one_bad_manifest_copy_costs_nothing"),
     ),
-    // Files that must be kept, and the budget.
+    // Files that must be kept, and the memory budget.
     refusal(
         "images that batches may name stay (I8)",
         CATALOG,

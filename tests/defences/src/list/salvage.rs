@@ -1,4 +1,4 @@
-//! Salvage: a batch or image that is not proven does not count, wherever it is.
+//! Defences of salvage: a batch or image that is not proven is ignored, wherever it is located.
 
 use super::{Defence, Test, check, defence, it, refusal, stores};
 
@@ -8,8 +8,8 @@ const GUARDS: Test = stores("salvage::salvage_invents_no_state");
 const MANY: Test = it("salvage::lost_sectors_and_files_yield_no_wrong_bytes");
 
 pub const LIST: &[Defence] = &[
-    // The three guards: no batch that a recovery cut, no version that lacks a change, no table of a restore
-    // that was never logged.
+    // The three guards: no batch that a recovery cut off, no version that lacks a change, and no table of a
+    // restore that was never logged.
     defence("left behind by a recovery", KNOWN, "!is_past_end(&header, &openings)", "true", GUARDS),
     refusal("the epoch names a version", PAGES, "info.epoch != wanted.epoch", MANY),
     defence(

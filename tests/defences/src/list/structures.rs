@@ -1,4 +1,4 @@
-//! Every structure is verified: checksums, limits, and fields that contradict each other (I9).
+//! Defences of all structures: checksums, limits, and consistency of fields (I9).
 
 use super::{Defence, GOLDEN, Test, check, defence, refusal, stores};
 
@@ -15,7 +15,7 @@ const CHECK: &str = "format/src/manifest/check.rs";
 const ENVELOPE: &str = "format/src/value/envelope.rs";
 const OPS: &str = "format/src/op/reader.rs";
 
-/// The test of overlays, and of every field that an entry has for its overlay.
+/// The test of overlays, and of all fields of an entry that describe an overlay.
 const OF_OVERLAYS: Test = Test {
     binary: "remanent_format",
     name: "image::overlay::tests::overlay_that_contradicts_its_entry_is_rejected",

@@ -1,7 +1,7 @@
-//! Makes every driver call fail once. Each fault must lead to a typed error or have no effect, never cause a
-//! panic, a hang or a leak, and earlier acknowledged batches must be present afterwards.
+//! Makes every driver call fail once. Each fault must cause a typed error or have no effect. It must never
+//! cause a panic, a hang or a leak, and all acknowledged batches must still exist afterwards.
 //!
-//! The driver is loaded before the store searches for one, so the store uses it.
+//! The driver library is loaded before the store searches for a driver, so the store uses it.
 
 mod driver;
 #[path = "../../../it/size.rs"]
@@ -24,7 +24,7 @@ use self::driver::{CallerStream, Driver};
 use self::size::sized;
 use self::work::Work;
 
-/// Error codes: of calls that are refused, and of a fault that destroys the context.
+/// Error codes of rejected calls, and of faults that destroy the context.
 const INVALID_VALUE: u32 = 1;
 const OUT_OF_MEMORY: u32 = 2;
 const ILLEGAL_ADDRESS: u32 = 700;
@@ -32,17 +32,17 @@ const LAUNCH_FAILED: u32 = 719;
 /// The first GPU that no other test uses.
 const SPARE_GPU: u32 = 1 << 16;
 
-/// A test that takes longer than this fails, so that a hang does not block the run.
+/// Timeout of a test, so that a hang does not block the run.
 const HANG: Duration = Duration::from_secs(120);
 
-/// The step between calls that fail: 1 with `REMANENT_DRIVER_CALLS=every`, otherwise 8, which takes minutes
-/// less, or 24 in a sample. Each of the three codes starts at a different call, so that they cover three
-/// times as many together.
+/// The distance between the calls that fail: 1 with `REMANENT_DRIVER_CALLS=every`, otherwise 8, which saves
+/// minutes, or 24 in a sample. Each of the three codes starts at a different call, so that together they
+/// cover three times as many calls.
 fn stride() -> u64 {
     if std::env::var("REMANENT_DRIVER_CALLS").is_ok_and(|calls| calls == "every") { 1 } else { sized(24, 8) }
 }
 
-/// The number of the first call that fails with `code`, for a step of `stride`.
+/// Returns the number of the first call that fails with `code`, for a distance of `stride`.
 fn first(code: u32, stride: u64) -> u64 {
     let part = match code {
         INVALID_VALUE => 0,
@@ -59,7 +59,8 @@ enum Life<'g> {
     WithKernels(u32),
 }
 
-/// Runs a workload during which the `nth` call fails with `code`. Returns whether that call was reached.
+/// Runs a workload during which the `nth` call fails with `code`. Returns true if the workload reached that
+/// call.
 fn live_through(driver: &'static Driver, life: Life<'_>, nth: u64, code: u32) -> bool {
     let (done, finished) = channel();
     let label = format!("call {nth} fails with {code}");
@@ -87,7 +88,7 @@ fn live_through(driver: &'static Driver, life: Life<'_>, nth: u64, code: u32) ->
         let never_opened = matches!(error, Error::Unavailable(Unavailable::Device { .. }));
         assert!(never_opened || is_new_process == (code == LAUNCH_FAILED), "{label}: {error}");
     }
-    // All acknowledged batches are on the disk, whatever happened to the GPU.
+    // All acknowledged batches are on disk, regardless of the state of the GPU.
     let host = work.open(Arc::new(HostDevice::new()));
     host.and_then(|store| work.check(&store)).unwrap_or_else(|error| panic!("{label}: {error}"));
     if !(struck && code == LAUNCH_FAILED) {
@@ -99,7 +100,7 @@ fn live_through(driver: &'static Driver, life: Life<'_>, nth: u64, code: u32) ->
 #[test]
 fn refused_call_is_error_or_harmless_without_leak() {
     let (driver, _turn) = Driver::get();
-    // One GPU loads machine code, the other PTX.
+    // One GPU loads machine code, and the other loads PTX.
     for (code, gpu) in [(INVALID_VALUE, 0), (OUT_OF_MEMORY, 1)] {
         refuse_calls(driver, Life::Plain(&[gpu]), (gpu, code), stride());
     }
@@ -110,21 +111,21 @@ fn refused_driver_call_is_error_or_harmless_without_leak() {
     let (driver, _turn) = Driver::get();
     driver.set_devices(1 << 20);
     let gpu = SPARE_GPU + 2000;
-    // Only one in seven or eleven calls fails: most of them only poll whether the GPU has completed, and a
-    // workload takes a tenth of a second.
+    // Only one in seven or eleven calls fails, because most calls only poll whether the GPU has completed its
+    // work, and one workload takes a tenth of a second.
     for (code, gpu, one_of) in [(INVALID_VALUE, gpu, 7), (OUT_OF_MEMORY, gpu + 1, 11)] {
         refuse_calls(driver, Life::WithKernels(gpu), (gpu, code), one_of * stride());
     }
     driver.set_devices(2);
 }
 
-/// Makes every `stride`-th call of a workload fail, one run each.
+/// Makes every `stride`-th call of a workload fail, with one run per call.
 fn refuse_calls(driver: &'static Driver, life: Life<'_>, (gpu, code): (u32, u32), stride: u64) {
     assert!(!live_through(driver, life, u64::MAX, code));
     assert_eq!(driver.alive(gpu), 0, "a store that was closed leaves nothing");
     let (mut nth, mut left) = (first(code, stride), 0);
     while live_through(driver, life, nth, code) {
-        // Each fault may leak the one resource whose release the driver refused, and nothing else.
+        // Each fault may leak only the resource whose release the driver rejected.
         let now = driver.alive(gpu);
         let may_stay = u64::from(driver.struck_giving_back());
         assert!(
@@ -173,7 +174,7 @@ fn store_opens_on_another_gpu_or_host_after_fault() {
         for _ in 0..round {
             work.step(&store).unwrap();
         }
-        // A kernel of another program accesses an illegal address while the store's kernels are running.
+        // A kernel of another program accesses an illegal address while the store's kernels run.
         driver.lose(lost, ILLEGAL_ADDRESS);
         let noticed = (0..1000).find_map(|_| work.step(&store).err()).expect("a fault is noticed");
         assert_eq!(noticed.remedy(), Remedy::NewProcess, "{noticed}");
@@ -194,7 +195,7 @@ fn store_opens_on_another_gpu_or_host_after_fault() {
         drop(store);
         driver.forget(lost);
 
-        // In the same process, which has lost that GPU.
+        // The same process, which has lost that GPU, can still open the store on other devices.
         let devices: [(&str, Arc<dyn Device>); 3] = [
             ("the host", Arc::new(HostDevice::new())),
             ("another GPU", Arc::new(CudaDevice::open(other).unwrap())),
@@ -220,15 +221,15 @@ fn bytes_cross_gpus_by_available_path() {
     let (driver, _turn) = Driver::get();
     driver.set_devices(1 << 20);
     let first = SPARE_GPU + 1000;
-    // Neighbouring GPUs have peer access; between others, bytes are copied through the host.
+    // Neighboring GPUs have peer access. Between other GPUs, bytes are copied through the host.
     for (gpus, is_way) in [([first, first + 1], true), ([first + 1, first + 2], false)] {
         let before = driver.peer_copies();
         assert!(!live_through(driver, Life::Plain(&gpus), u64::MAX, INVALID_VALUE));
         assert_eq!(driver.peer_copies() > before, is_way, "between {gpus:?}");
         assert_eq!(gpus.map(|gpu| driver.alive(gpu)), [0; 2]);
     }
-    // In the first case the driver is asked for peer access before the first fault; in the second one also
-    // during faults, with both answers.
+    // In the first case, the driver is asked for peer access before the first fault. In the other cases,
+    // faults also occur during that query, with both answers.
     for (gpus, from) in [([first, first + 1], 1), ([first + 4, first + 5], 40), ([first + 7, first + 8], 40)]
     {
         let mut nth = from;
@@ -241,8 +242,7 @@ fn bytes_cross_gpus_by_available_path() {
     driver.set_devices(2);
 }
 
-/// Snapshots are written and no device resource leaks, whether or not the driver accepts registrations of
-/// files.
+/// Snapshots succeed and no device resource leaks, whether or not the driver accepts registrations of files.
 #[test]
 fn files_use_staging_if_driver_refuses_registration() {
     let (driver, _turn) = Driver::get();

@@ -1,4 +1,4 @@
-//! A workload of a store on one GPU or several, and the state that must be present after it.
+//! A workload of a store on one GPU or several, and the state that must exist after it.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -15,13 +15,14 @@ use remanent::{Ack, Lease, Lsn, Options, PageId, PageInfo, Place, Result, Store,
 use crate::driver::CallerStream;
 
 const PLACES: [Place; 3] = [Place::Device(0), Place::Pinned, Place::Unified];
-/// Length of each page in bytes: written by more than one warp, and not a multiple of any block size.
+/// Length of each page in bytes. More than one warp writes the page, and the length is not a multiple of any
+/// block size.
 const LEN: u64 = 3001;
 /// Length in bytes of an additional page, which is downloaded in three pieces.
 const LONG_LEN: u64 = (2 << 20) + 5000;
-/// Number of its bytes that change, which is more than a short bitmap covers.
+/// Number of changed bytes of that page, which is more than a short bitmap covers.
 const CHANGED_LEN: usize = 540_000;
-/// Only every this-many-th byte is set to the number of the step; all others are 0.
+/// Every byte at a multiple of this number is set to the number of the step. All other bytes are 0.
 const CHANGED_EVERY: usize = 1000;
 
 fn device(gpus: &[u32]) -> Result<Arc<dyn Device>> {
@@ -32,13 +33,13 @@ fn device(gpus: &[u32]) -> Result<Arc<dyn Device>> {
 
 pub struct Work {
     directory: tempfile::TempDir,
-    /// A caller's stream on the first GPU, for store operations that take a stream.
+    /// A caller's stream on the first GPU, for store operations that accept a stream.
     stream: Option<CallerStream>,
     /// The number of GPUs that have pages.
     slots: u32,
     pages: Vec<PageId>,
     long: Option<PageId>,
-    /// The newest acknowledged step. The store may also be at the step after it, which may have been logged.
+    /// The newest acknowledged step. The store may also be at the next step, which may have been logged.
     acknowledged: i64,
     tried: i64,
 }
@@ -53,7 +54,7 @@ pub struct State {
 
 impl Work {
     pub fn new() -> Self {
-        // In memory if possible, because the disk is not tested here.
+        // Use a memory file system if possible, because this test is not about the disk.
         let memory = Path::new("/dev/shm");
         let root = if memory.is_dir() { memory.to_path_buf() } else { std::env::temp_dir() };
         let directory = tempfile::tempdir_in(root).expect("a folder for a store");
@@ -65,7 +66,7 @@ impl Work {
         Self { stream: Some(stream), ..Self::new() }
     }
 
-    /// Returns the caller's stream; call it after the store is closed.
+    /// Returns the caller's stream. Call this method after the store is closed.
     pub fn into_stream(self) -> Option<CallerStream> {
         self.stream
     }
@@ -95,13 +96,13 @@ impl Work {
         self.check(&store)?;
         store.trim()?;
         store.close()?;
-        // Recovery loads images, and replays the log after them.
+        // Recovery loads images and replays the log after them.
         let store = self.open(device(gpus)?)?;
         self.check(&store)?;
         store.close()
     }
 
-    /// Runs the additional steps of the workload with kernels.
+    /// Runs the additional steps of the workload that need kernels.
     fn live_with_kernels(&mut self, gpus: &[u32], stream: RawStream, arm: impl FnOnce()) -> Result<()> {
         let store = self.open(device(gpus)?)?;
         self.begin(&store)?;
@@ -118,14 +119,14 @@ impl Work {
         PLACES.into_iter().chain((1..self.slots).map(Place::Device)).collect()
     }
 
-    /// Creates the pages: one in each place, and more for the kernels.
+    /// Creates the pages: one in each place, and additional pages for the kernels.
     pub fn begin(&mut self, store: &Store) -> Result<()> {
         let mut batch = store.batch();
         for place in self.places() {
             batch.create(LEN, place);
         }
         if self.stream.is_some() {
-            // One page for captures, and the long page.
+            // A page for captures, and the long page.
             batch.create(LEN, PLACES[0]);
             batch.create(LONG_LEN, PLACES[0]);
         }
@@ -161,8 +162,8 @@ impl Work {
         Ok(())
     }
 
-    /// Commits the next step with bytes that only the device has: written, scattered and captured. The
-    /// changed pages are leased on `stream` meanwhile.
+    /// Commits the next step with bytes that exist only on the device. They are written, scattered and
+    /// captured while the changed pages are leased on `stream`.
     fn step_by_kernels(&mut self, store: &Store, stream: RawStream) -> Result<()> {
         self.tried += 1;
         let byte = self.tried as u8;
@@ -172,7 +173,7 @@ impl Work {
         memory.write(0, &indices)?;
         memory.write(4 * LEN, &vec![byte; LEN as usize])?;
         let (indices, values) = (memory.part(0..4 * LEN)?, memory.part(4 * LEN..5 * LEN)?);
-        // SAFETY: the memory is the store's, which `memory` keeps.
+        // SAFETY: the memory belongs to the store, and `memory` keeps it allocated.
         let adopted = unsafe {
             let address = values.address().expect("a GPU's memory has one");
             store.caller_bytes(&CallerMemory::from_cuda(address, LEN, memory.clone()))?
@@ -190,7 +191,7 @@ impl Work {
         long_copy.bytes().write(0, &changed)?;
         copy.bytes().write(0, &vec![byte; LEN as usize])?;
         digested.bytes().write(0, &vec![byte; LEN as usize])?;
-        // Changes of a leased page are only refused to the thread that holds the lease.
+        // A change of a leased page is rejected only on the thread that holds the lease.
         let mut batch = store.batch();
         let range = 0..CHANGED_LEN as u64;
         batch.capture_ranges(&long_copy, &[range]).capture(&copy).capture(&digested);
@@ -225,8 +226,8 @@ impl Work {
         })
     }
 
-    /// Asserts that all pages of the store are at the same step, which is not older than the newest
-    /// acknowledged one.
+    /// Asserts that all pages of the store are at the same step, and that this step is not older than the
+    /// newest acknowledged step.
     pub fn check(&self, store: &Store) -> Result<()> {
         let root = store.root()?;
         let Some(Value::I64(step)) = root.get("step") else {
