@@ -114,7 +114,7 @@ fn store_is_readable_with_any_image_io() {
     }
 }
 
-/// For a flipped bit in any compressed image, recovery uses the previous snapshot and reports the damage.
+/// If a bit of any compressed image is flipped, recovery uses the previous snapshot and reports the damage.
 #[test]
 fn a_damaged_compressed_image_falls_back() {
     let directory = tempfile::tempdir().unwrap();

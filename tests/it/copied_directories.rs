@@ -1,4 +1,4 @@
-//! Directories of closed stores that were copied with common tools, also as hard links: the copy and the
+//! Directories of closed stores that were copied with common tools, including hard links. The copy and the
 //! original can both be opened, and changes of one do not affect the other.
 
 use std::path::Path;
@@ -11,7 +11,7 @@ use crate::with_options::With;
 
 const LEN: u64 = 8 << 10;
 
-/// Commands for `sh`, run in the parent directory, that copy the directory `store` to `copy`.
+/// Commands for `sh` that copy the directory `store` to `copy`. They run in the parent directory.
 const WAYS: [(&str, &str); 8] = [
     ("cp -a", "cp -a store copy"),
     ("cp --sparse", "cp -a --sparse=always store copy"),
@@ -23,7 +23,7 @@ const WAYS: [(&str, &str); 8] = [
     ("rsync -aSH", "rsync -aSH store/ copy"),
 ];
 
-/// Options with which a store reuses its files soon.
+/// Options with which a store soon reuses its files.
 fn options(is_mapped: bool) -> Options {
     let io = if is_mapped { remanent::options::LogIo::Mapped } else { remanent::options::LogIo::Buffered };
     small().ack(Ack::Durable).with(|options| {
@@ -32,7 +32,7 @@ fn options(is_mapped: bool) -> Options {
     })
 }
 
-/// Changes a store until its segments and image files were reused, and returns its state.
+/// Changes a store until its segments and image files have been reused. Returns its state.
 fn changed(path: &Path, page: PageId, seed: u8, is_mapped: bool) -> State {
     let store = options(is_mapped).open(path).unwrap();
     for round in 0..4_u8 {
@@ -73,7 +73,7 @@ fn copies_are_independent_of_originals() {
             let of_copy = options(is_mapped).open(&copy).unwrap();
             assert_eq!(State::of(&of_copy), original, "{name}");
             of_copy.close().unwrap();
-            // Each store in turn overwrites the files that it reuses; the other one keeps its state.
+            // Each store in turn overwrites the files that it reuses, and the other store keeps its state.
             for seed in [0x11, 0x22] {
                 let of_copy = changed(&copy, page, seed, is_mapped);
                 let state = options(is_mapped).open(&path).map(|store| State::of(&store));

@@ -1,5 +1,5 @@
-//! Copies of ranges between pages of one batch: the bytes are those of the source at the copy's position in
-//! the batch.
+//! Copies of ranges between pages of one batch. The copied bytes are those of the source at the copy's
+//! position in the batch.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -47,7 +47,8 @@ fn operation(
         3 => {
             batch.move_to(names[to], PLACES[random.below(3) as usize]);
         }
-        // Mostly copies: also empty ones, and copies within one page, whose ranges may overlap.
+        // Most operations are copies, including empty ones and copies within one page, whose ranges may
+        // overlap.
         _ => {
             let len = random.below(plain[from].len().min(plain[to].len()) as u64 + 1) as usize;
             let start = random.below((plain[from].len() - len) as u64 + 1) as usize;
@@ -177,7 +178,7 @@ fn invalid_copy_changes_nothing() {
         assert!(is_expected(&error), "{name}: {error}");
         assert_eq!(store.lsn(), lsn, "{name}");
     }
-    // The device's bytes may be written after the copy: the copy reads the earlier bytes.
+    // The device's bytes may be overwritten after the copy. The copy reads the earlier bytes.
     let memory = store.device_bytes(4, Place::Device(0)).unwrap();
     let mut batch = store.batch();
     batch.copy(pages[0], 0..2, pages[1], 0).write_device(pages[0], 0, &memory);
@@ -185,8 +186,8 @@ fn invalid_copy_changes_nothing() {
     assert_eq!((&content(&store, pages[1])[..3], content(&store, pages[0])[0]), (&[1, 1, 2][..], 0));
 }
 
-/// The source is read before the batch has its position in the log. If another batch writes the source in
-/// between, the target must get the bytes that the source has at the copying batch's position.
+/// The source is read before the batch has a position in the log. If another batch writes the source in
+/// between, the target must still contain the bytes that the source has at the position of the copying batch.
 #[test]
 fn copy_during_commits_has_its_log_position() {
     const LEN: u64 = 5000;
@@ -218,7 +219,7 @@ fn copy_during_commits_has_its_log_position() {
     }
 }
 
-/// A lease of the target still shows the old bytes; a lease of the source needs no additional memory.
+/// A lease of the target keeps the old bytes, and a lease of the source needs no additional memory.
 #[test]
 fn leases_see_a_copy_as_they_see_a_write() {
     let store = open(&SimDisk::new(), Arc::new(HostDevice::new()));
@@ -232,7 +233,7 @@ fn leases_see_a_copy_as_they_see_a_write() {
     assert_eq!(used() - before, 4, "a spare for the target, none for the source");
 }
 
-/// Copies between all places of one device, of pages short and too long for the fast path.
+/// Copies between all places of one device, of short pages and of pages that are too long for the fast path.
 #[test]
 fn pages_copy_between_all_places() {
     for device in devices() {

@@ -1,4 +1,4 @@
-//! Counters of device work: exact, and the same on every device.
+//! Counters of device work are exact, and equal on every device.
 
 use std::sync::Arc;
 
@@ -37,7 +37,7 @@ fn commit(store: &Store, build: impl FnOnce(&mut WriteBatch)) -> Vec<PageId> {
     store.commit(batch).unwrap().pages
 }
 
-/// Returns the number of copies and bytes from one place to another.
+/// Returns the number of copies from one place to another, and the number of copied bytes.
 fn moved(stats: &Stats, from: Place, to: Place) -> (u64, u64) {
     let moved = stats.transfers.iter().find(|moved| (moved.from, moved.to) == (from, to));
     moved.map_or((0, 0), |moved| (moved.pages, moved.bytes))
@@ -52,14 +52,14 @@ fn lane(stats: &Stats, lane: Lane) -> LaneStats {
     stats.lanes.iter().find(|(of, _)| *of == lane).unwrap().1
 }
 
-/// Runs a workload. Returns the copies that it makes: source and target place, number of ranges, number of
-/// bytes.
+/// Runs a workload. Returns the copies that it must make: source and target place, number of ranges, number
+/// of bytes.
 fn workload(store: &Store, far: Place) -> Vec<(Place, Place, u64, u64)> {
     let page = commit(store, |batch| {
         let page = batch.create(LEN, PLACE).page();
         batch.write(page, 0, &[1; 100]).scatter(page, Width::W4, &[50, 60], &[2; 8]);
     })[0];
-    // A fill is executed where the page is, and is no transfer.
+    // A fill runs at the place of the page and is not a transfer.
     commit(store, |batch| _ = batch.fill(page, 1000, 100, &[3]).move_to(page, far));
     commit(store, |batch| _ = batch.write(page, 0, &[4; 7]).resize(page, LEN + 1));
     let stats = store.stats();
@@ -72,7 +72,7 @@ fn workload(store: &Store, far: Place) -> Vec<(Place, Place, u64, u64)> {
 #[test]
 fn every_device_counts_the_bytes_of_deltas_and_moves() {
     let far = Place::Pinned;
-    // The sparse delta counts as the range that contains its elements, from the start of the page.
+    // The sparse delta counts as the range from the start of the page to its last element.
     let expected = [
         (Place::Host, PLACE, 2, 100 + 244),
         (Place::Host, far, 1, 7),
@@ -92,7 +92,7 @@ fn every_device_counts_the_bytes_of_deltas_and_moves() {
         let store = open(device.clone());
         assert_eq!(workload(&store, far), expected, "{}", device.label());
         let stats = store.stats();
-        // One allocation each for the create, the move and the resize.
+        // The create, the move and the resize make one allocation each.
         assert_eq!(allocations(&stats, PLACE).allocations, 1, "{}", device.label());
         assert_eq!(allocations(&stats, far).allocations, 2, "{}", device.label());
         store.trim().unwrap();
@@ -126,10 +126,10 @@ fn reads_and_snapshots_are_counted_as_downloads() {
     assert_eq!(moved(&store.stats(), PLACE, Place::Host), (1, 90));
     store.snapshot().unwrap();
     let (_, bytes) = moved(&store.stats(), PLACE, Place::Host);
-    // Pages in a snapshot's staging area are aligned.
+    // Pages are aligned in the staging area of a snapshot.
     assert!((90 + LEN..90 + LEN + 64).contains(&bytes), "{bytes}");
 
-    // Bytes that the caller's own thread reads are not counted as a transfer.
+    // Bytes that the calling thread reads directly do not count as a transfer.
     let store = open(host());
     let page = commit(&store, |batch| _ = batch.create_from(vec![1; LEN as usize], PLACE))[0];
     store.read(page, 10, &mut [0; 90]).unwrap();
@@ -140,7 +140,7 @@ fn reads_and_snapshots_are_counted_as_downloads() {
 fn counters_report_queued_lists_and_waits() {
     let store = open(Arc::new(LateDevice::new(host())));
     let page = commit(&store, |batch| _ = batch.create(LEN, PLACE))[0];
-    // Queued in the lane, and not executed before a caller needs the result.
+    // The fills are queued in the lane, and not executed before a caller needs the result.
     for byte in 1..=3 {
         commit(&store, |batch| _ = batch.fill(page, 0, LEN, &[byte]));
     }
@@ -199,18 +199,18 @@ fn metrics_match_stats() {
             unreachable!("gauges are published as they are")
         }
         fn set(&self, value: f64) {
-            // Stored in billionths, because seconds would be rounded to zero.
+            // The value is stored in billionths, because seconds would be rounded to zero.
             self.0.store((value * 1e9).round() as u64, Ordering::Relaxed);
         }
     }
 
-    /// Published numbers by name and labels; gauges in billionths.
+    /// Published numbers, keyed by name and labels. Gauges are in billionths.
     #[derive(Default)]
     struct Numbers(Mutex<BTreeMap<String, Arc<Number>>>);
 
     impl Numbers {
         fn of(&self, key: &Key) -> Arc<Number> {
-            // The first label is the store.
+            // The first label identifies the store.
             let labels: Vec<_> = key.labels().skip(1).map(|label| label.value().to_owned()).collect();
             let name = format!("{} {}", key.name(), labels.join(" "));
             self.0.lock().unwrap().entry(name.trim_end().to_owned()).or_default().clone()

@@ -1,4 +1,4 @@
-//! Long pages, which a snapshot gathers in pieces (16 KiB here) while batches are committed.
+//! Long pages, which a snapshot captures in pieces (16 KiB here) while batches are committed.
 
 use std::collections::BTreeMap;
 
@@ -20,7 +20,7 @@ fn options() -> Options {
 /// The bytes of a page after each batch.
 type Versions = Arc<Mutex<BTreeMap<Lsn, Vec<u8>>>>;
 
-/// Commits a change, and records the page's bytes after it.
+/// Commits a change, and records the bytes of the page after the change.
 fn commit(store: &Store, page: PageId, versions: &Versions, change: impl FnOnce(&mut remanent::WriteBatch)) {
     let mut batch = store.batch();
     change(&mut batch);
@@ -28,7 +28,7 @@ fn commit(store: &Store, page: PageId, versions: &Versions, change: impl FnOnce(
     versions.lock().unwrap().insert(lsn, bytes(store, page));
 }
 
-/// The newest snapshot's entry of the only page, with the bytes of its image.
+/// Returns the entry of the only page in the newest snapshot, and the bytes of its image.
 fn entry(directory: &std::path::Path) -> (ManifestEntry, Vec<u8>) {
     let reader = DirReader::new(directory);
     let survey = Survey::read(&reader).unwrap();
@@ -49,9 +49,9 @@ fn noise(seed: u64) -> Vec<u8> {
     (0..LEN).map(next).collect()
 }
 
-/// Takes a snapshot of one page with this content. `between` is called while the snapshot is being taken,
-/// with the number of its earlier calls. Returns all versions of the page, and the snapshot's entry and
-/// image.
+/// Takes a snapshot of one page with this content. `between` is called while the snapshot is being taken, and
+/// receives the number of earlier calls. Returns all versions of the page, and the entry and image in the
+/// snapshot.
 fn life(
     content: &[u8],
     options: Options,
@@ -81,7 +81,7 @@ fn life(
     assert_eq!((usage.bytes_for(Purpose::Aside), usage.bytes_for(Purpose::Gather)), (0, 0));
     let newest = bytes(&store, page);
     drop(store);
-    // With the image and the later log, an open recovers the final content of the page.
+    // From the image and the later log, an open recovers the final content of the page.
     let store = options.open(directory.path()).unwrap();
     assert!(bytes(&store, page) == newest);
     drop(store);
@@ -93,7 +93,7 @@ fn versions_begun(versions: &Versions) -> bool {
     !versions.lock().unwrap().is_empty()
 }
 
-/// Writes before, after and inside the part that is being gathered, across piece boundaries, and some bytes
+/// Writes before, after and inside the part that is being captured, across piece boundaries, and some bytes
 /// twice.
 fn scribble(store: &Store, page: PageId, versions: &Versions, called: u64) {
     commit(store, page, versions, |batch| {
@@ -117,8 +117,8 @@ fn long_page_gather_is_point_in_time_under_writes() {
     }
 }
 
-/// The first samples of the page suggest that it is compressible, so the snapshot starts over when it is not.
-/// The image must still be one version of the page.
+/// The first samples of the page suggest that it is compressible, so the snapshot restarts when the rest
+/// turns out not to be. The image must still be one version of the page.
 #[test]
 fn incompressible_long_page_is_point_in_time() {
     let mut content = noise(2);
@@ -148,8 +148,8 @@ fn scribble_short(store: &Store, page: PageId, versions: &Versions, called: u64)
     commit(store, page, versions, |batch| _ = batch.fill(page, at, 8, &[called as u8]));
 }
 
-/// A page that changes all the time, with no memory for old versions of its pieces, is gathered as a whole
-/// after some attempts.
+/// A page that changes constantly, while there is no memory for old versions of its pieces, is captured as a
+/// whole after some attempts.
 #[test]
 fn constantly_written_long_page_is_gathered() {
     let memory = MemoryOptions::new().budget(Place::Host, LEN + (64 << 10) - 1);
@@ -160,7 +160,7 @@ fn constantly_written_long_page_is_gathered() {
     assert!(versions[&entry.lsn] == image);
 }
 
-/// A page that is deleted while the snapshot gathers it is not in the snapshot.
+/// A page that is deleted while the snapshot captures it is not in the snapshot.
 #[test]
 fn concurrently_deleted_long_page_is_omitted() {
     let directory = tempfile::tempdir().unwrap();
@@ -181,9 +181,9 @@ fn concurrently_deleted_long_page_is_omitted() {
     assert_eq!(store.pages().unwrap().map(|info| info.page).collect::<Vec<_>>(), [PageId(2)]);
 }
 
-/// A page is changed and deleted while a snapshot is taken, so the snapshot's redo starts before the
-/// deletion. On a full disk, a thin snapshot starts its redo there as well. Replay then meets changes of a
-/// page that neither snapshot contains, so the thin snapshot must repeat the tombstone.
+/// A page is changed and deleted while a snapshot is taken, so the snapshot's redo precedes the deletion. On
+/// a full disk, a thin snapshot uses the same redo. Replay then reads changes of a page that neither snapshot
+/// contains, so the thin snapshot must repeat the tombstone.
 #[test]
 fn thin_snapshot_repeats_previous_tombstones() {
     let disk = SimDisk::new();
@@ -194,7 +194,7 @@ fn thin_snapshot_repeats_previous_tombstones() {
         options.snapshots(SnapshotSchedule::never())
     };
     let store = open_on(Arc::new(disk.clone()), Box::new(HostDevice::new()), options(), |store, gathered| {
-        // In the third snapshot: the first two gather fewer pieces.
+        // Delete the page during the third snapshot. The first two snapshots capture fewer pieces.
         if gathered > 140 && store.page(PageId(3)).is_ok() {
             let mut batch = store.batch();
             batch.write(PageId(3), 0, b"gone");

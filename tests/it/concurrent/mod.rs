@@ -1,4 +1,4 @@
-//! Commits during a snapshot or a long read, at points that the test chooses: when gathered bytes are
+//! Commits during a snapshot or a long read, at points that the test chooses: when captured bytes are
 //! downloaded to the host.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -22,11 +22,11 @@ use remanent_format::state::survey::Survey;
 
 mod long;
 
-/// Called by the thread that takes the snapshot or reads, with the store and the number of ranges gathered so
-/// far.
+/// A function that the thread of the snapshot or the read calls, with the store and the number of ranges
+/// captured so far.
 type Between = Box<dyn FnMut(&Store, usize) + Send>;
 
-/// A device that calls back before each download of gathered bytes to the host.
+/// A device that calls back before each download of captured bytes to the host.
 struct Gathering {
     inner: Box<dyn Device>,
     gathered: AtomicUsize,
@@ -46,7 +46,7 @@ impl Device for Gathering {
             }
         }
         if lane == Lane::Drain {
-            // One gathering thread at a time, and no call for batches that the callback commits.
+            // Call back on one thread at a time, and not for batches that the callback commits.
             let here = Some(std::thread::current().id());
             if *self.inside.lock().unwrap() != here
                 // A store that is being opened takes no snapshot.
@@ -71,7 +71,8 @@ fn open(
     open_over(Box::new(HostDevice::new()), directory, options, between)
 }
 
-/// Opens such a store with this device. Unless it is the host's, `between` is also called during long reads.
+/// Opens such a store with this device. Unless the device is the host's, `between` is also called during long
+/// reads.
 fn open_over(
     inner: Box<dyn Device>,
     directory: &std::path::Path,
@@ -106,8 +107,8 @@ fn bytes(store: &Store, page: PageId) -> Vec<u8> {
     bytes
 }
 
-/// A restore writes new images of all pages that changed between its capture and the snapshot's end: here of
-/// every page, which are more than fit into one chunk.
+/// A restore writes new images of all pages that changed between their capture and the snapshot's end. Here
+/// these are all pages, which are too many for one chunk.
 #[test]
 fn a_restore_of_many_tiny_pages_fills_several_chunks() {
     const COUNT: usize = 70_000;
@@ -140,11 +141,12 @@ fn a_restore_of_many_tiny_pages_fills_several_chunks() {
     };
     check(&store, 997);
     drop(store);
-    // Several threads load pages, and none is missed where their ranges meet.
+    // Several threads load ranges of pages, and no page at the boundary of two ranges is missed.
     check(&Store::open(directory.path()).unwrap(), 1);
 }
 
-/// An exact snapshot without the log is the state of one batch, whatever is committed while it is taken.
+/// An exact snapshot contains the state of one batch without the log, whatever is committed while the
+/// snapshot is taken.
 #[test]
 fn exact_snapshot_is_point_in_time() {
     const COUNT: u64 = 600;
@@ -153,8 +155,8 @@ fn exact_snapshot_is_point_in_time() {
     let (mut interrupted, mut created) = (0, Vec::new());
     let store = open(directory.path(), Options::new(), move |store, gathered| {
         interrupted += 1;
-        // Pages that are gathered and pages that are not: written, resized, deleted, moved, with new
-        // metadata; and one that is new.
+        // Change pages that are already captured and pages that are not: write, resize, delete and move them,
+        // and set metadata. Also create a page.
         let mut batch = store.batch();
         for page in (interrupted..=COUNT).step_by(7) {
             let page = PageId(page);
@@ -197,8 +199,8 @@ fn exact_snapshot_is_point_in_time() {
     assert!(store.lsn() > Lsn(5), "it was interrupted often enough");
     assert_eq!(store.stats().snapshots.pages_done, COUNT);
 
-    // According to the manifest the snapshot is of Lsn 2, and its images have the pages' bytes: nothing is
-    // replayed.
+    // According to the manifest, the snapshot is of Lsn 2. Its images contain the pages' bytes, so no batch
+    // is replayed.
     let reader = DirReader::new(directory.path());
     let survey = Survey::read(&reader).unwrap();
     let manifest = survey.snapshot(snapshot.id).unwrap();
@@ -215,8 +217,8 @@ fn exact_snapshot_is_point_in_time() {
     assert!(images == before.0, "the images are the pages at batch 2");
     assert_eq!(manifest.root, before.1);
 
-    // The memory of copies is freed; the store continues to work, and the log after the snapshot has the
-    // later changes.
+    // The memory of the copies is freed, the store continues to work, and the log after the snapshot contains
+    // the later changes.
     store.snapshot().unwrap();
     let now = state(&store);
     let after = store.stats().places;
@@ -233,12 +235,12 @@ fn exact_snapshot_is_point_in_time() {
     assert!(restored.map(|(page, _, place, metadata, bytes)| (page, place, metadata, bytes)).eq(old));
 }
 
-/// If there is no memory for the copy of a page, the snapshot fails and the batch does not.
+/// If there is no memory for a copy of a page, the snapshot fails and the batch succeeds.
 #[test]
 fn an_exact_snapshot_without_room_for_copies_changes_nothing() {
     let directory = tempfile::tempdir().unwrap();
-    // The budget suffices for gathering all pages but the last, and not for a copy of that page. The page is
-    // so late in the order that it is not gathered at the first callback, with any number of gathering
+    // The budget suffices for capturing all pages except the last, but not for a copy of that page. The page
+    // is so late in the order that it has not been captured at the first callback, with any number of
     // threads.
     const CHUNK: u64 = 2 << 20;
     const LAST: u64 = 16 << 20;
@@ -268,7 +270,7 @@ fn an_exact_snapshot_without_room_for_copies_changes_nothing() {
     store.snapshot().unwrap();
 }
 
-/// Gathered bytes count in the memory budget, under a purpose of their own, and are released at the end.
+/// Captured bytes count toward the memory budget under their own purpose, and are released at the end.
 #[test]
 fn gathered_pages_count_in_the_budget() {
     let directory = tempfile::tempdir().unwrap();
@@ -285,7 +287,7 @@ fn gathered_pages_count_in_the_budget() {
     };
     pages(&store, 60);
     store.snapshot().unwrap();
-    // Two chunks of at most 2 MiB, which may exist at the same time.
+    // There are two chunks of at most 2 MiB, which may exist at the same time.
     let pages_gathered = |(pages, gathered): &(u64, u64)| {
         assert_eq!((*pages, *gathered % 50_000), (3_000_000, 0));
         *gathered / 50_000
@@ -296,7 +298,7 @@ fn gathered_pages_count_in_the_budget() {
     assert_eq!((usage.used(), usage.bytes_for(Purpose::Gather)), (3_000_000, 0));
     drop(store);
 
-    // The budget is exhausted: pages are downloaded to the host without additional device memory.
+    // The budget is exhausted, so pages are downloaded to the host without additional device memory.
     seen.lock().unwrap().clear();
     let memory = MemoryOptions::new().budget(Place::Host, 3_500_000);
     let store =
@@ -316,7 +318,7 @@ fn gathered_pages_count_in_the_budget() {
     assert!(state(&store) == now);
 }
 
-/// With a budget for one more page, a snapshot that gathers pages into that memory releases it when a batch
+/// With a budget for one more page, a snapshot that captures pages into that memory releases it when a batch
 /// needs it.
 #[test]
 fn a_batch_that_fits_is_not_refused_during_snapshots() {
@@ -354,7 +356,8 @@ fn a_batch_that_fits_is_not_refused_during_snapshots() {
     assert!(store.stats().snapshots.taken > 0);
 }
 
-/// The bytes are copied aside at once, so batches can be committed while they are downloaded to the host.
+/// A long read first copies the bytes on the device, so batches can be committed while the bytes are
+/// downloaded to the host.
 #[test]
 fn long_read_blocks_no_batch() {
     const LEN: u64 = (64 << 10) + 16;
@@ -379,7 +382,7 @@ fn long_read_blocks_no_batch() {
         assert_eq!(calls.load(Ordering::SeqCst), usize::from(round));
         assert!(bytes(&store, long) == [round; LEN as usize], "round {round}");
     }
-    // So short that no copy is made.
+    // The range is so short that no copy is made.
     let mut out = vec![0; 64 << 10];
     store.read(long, 16, &mut out).unwrap();
     assert!(out == [3; 64 << 10] && calls.load(Ordering::SeqCst) == 3);
@@ -394,8 +397,8 @@ fn long_read_blocks_no_batch() {
     assert!(bytes(&store, long) == [3; LEN as usize]);
 }
 
-/// Staging memory takes long to allocate. If pages were copied aside first, the copies would occupy memory
-/// that batches need meanwhile.
+/// Allocating staging memory takes long. If the pages were copied first, the copies would occupy memory that
+/// batches need in the meantime.
 #[test]
 fn staging_is_made_before_anything_is_copied_aside() {
     const LEN: u64 = 5 << 20;

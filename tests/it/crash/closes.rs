@@ -1,5 +1,5 @@
-//! Crashes at every step of a close: spare segments are truncated and removed, empty segments are removed,
-//! and the last segment is replaced by a shorter one.
+//! Crashes at every step of a close, which truncates and removes spare segments, removes empty segments, and
+//! replaces the last segment by a shorter one.
 
 use crate::with_options::With;
 use remanent::options::{LogIo, Retention};
@@ -9,7 +9,7 @@ use remanent::{Ack, Error, Options, Store};
 use super::work::{Driver, Random, Writer};
 use super::{Level, Lives, options, suite_at};
 
-/// Options with growing segments and a reserve, so that a close has space to free.
+/// Options with growing segments and a reserve, so that a close can free space.
 fn options_of(log_io: LogIo) -> Options {
     options().retention(Retention::new().snapshots_kept(1)).with(|options| {
         options.log.io = Some(log_io);
@@ -18,7 +18,8 @@ fn options_of(log_io: LogIo) -> Options {
     })
 }
 
-/// Opens the store, extends the log and closes it, twice, the second time with a snapshot before the close.
+/// Opens the store, extends the log and closes the store, twice. The second time, a snapshot precedes the
+/// close.
 fn closes(log_io: LogIo) {
     let levels = [
         Level { tears: Tears::Few(2), images_max: 5, closely_of: 16, nest_of: 300 },
@@ -46,7 +47,7 @@ fn closes(log_io: LogIo) {
     });
 }
 
-/// Commits batches whose segments are longer than their frames.
+/// Commits batches to segments that are longer than their frames.
 fn lengthen(driver: &Driver, store: &Store, random: &mut Random) -> Result<(), Error> {
     driver.create_pages(store, random, 1, 90_000).map(drop)
 }

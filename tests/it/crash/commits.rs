@@ -1,5 +1,5 @@
-//! Commits: groups, changes of the segment, frames and pages of any length, and stores whose process was
-//! killed before.
+//! Crashes of commits: groups, changes of the segment, frames and pages of any length, and stores whose
+//! process was killed earlier.
 
 use crate::with_options::With;
 use remanent::options::{ImageIo, LogIo, Retention};
@@ -73,8 +73,8 @@ fn segments_roll() {
     });
 }
 
-/// Growing segments, spares of many lengths, and a frame too long for the first segments: checks the files
-/// after each step, and the store that the next open recovers from them.
+/// Segments grow, spares have many lengths, and one frame is too long for the first segments. Checks the
+/// files after each step, and the store that the next open recovers from them.
 #[test]
 fn segments_that_grow_survive() {
     const LEN: usize = 400_000;
@@ -106,7 +106,7 @@ fn segments_that_grow_survive() {
             for len in [90_000, 200_000] {
                 second.commit_acts(&store, write(random, len), Ack::Durable)?;
             }
-            // The snapshot turns obsolete segments into spares of many lengths for the next life.
+            // The snapshot turns obsolete segments into spares of many lengths for the next open.
             second.snapshot(&store)?;
             second.close(store)?;
             let store = second.open()?;
@@ -120,7 +120,7 @@ fn segments_that_grow_survive() {
     );
 }
 
-/// Segments that a snapshot made obsolete are reused by the next opens while they still contain their old
+/// The next opens reuse segments that a snapshot made obsolete, while these segments still contain their old
 /// frames.
 #[test]
 fn opens_using_spares_survive() {
@@ -145,8 +145,8 @@ fn opens_using_spares_survive() {
     });
 }
 
-/// With a direct log, no byte of a group is in a file before the group is synced, so a logged batch is
-/// durable, also after a kill.
+/// With a direct log, no byte of a group is in a file before the group is synced. A logged batch is therefore
+/// durable, even after a kill.
 #[test]
 fn direct_logs_survive() {
     suite(
@@ -180,7 +180,7 @@ fn oversized_frame_survives() {
         let mut writer = Writer::new("a", random.next());
         let store = driver.open()?;
         driver.commit(&store, &mut writer, Ack::Logged)?;
-        // All bytes but one, because a whole page would go to an image file.
+        // Write all bytes except one, because a whole page would be written to an image file.
         let len = 20 << 10;
         let page = Target::New(0);
         let long = vec![
@@ -222,7 +222,8 @@ fn whole_pages_survive() {
         driver.check(&store);
         let second = driver.killed();
         drop(store);
-        // The snapshot names one image of a batch; the other images are removed with the log that names them.
+        // The snapshot names one image of a batch. The other images are removed together with the log that
+        // names them.
         let store = second.open()?;
         second.commit_acts(&store, vec![whole(two)], Ack::Durable)?;
         second.commit_acts(&store, vec![Act::Delete { page: one }], Ack::Logged)?;
@@ -234,8 +235,8 @@ fn whole_pages_survive() {
     });
 }
 
-/// Pages from sources: new and replaced ones, together with deltas and other whole pages in one batch. Their
-/// memory is filled before the frame that names their images is logged.
+/// New and replaced pages from sources, together with deltas and other whole pages in one batch. The images
+/// are written before the frame that names them.
 #[test]
 fn pages_from_sources_survive() {
     suite(images(ImageIo::Mapped).retention(Retention::new().snapshots_kept(1)), 1300, |driver, random| {
@@ -299,7 +300,7 @@ fn a_store_opened_after_a_kill_survives() {
     });
 }
 
-/// Every operation, in random order, across several kills and power cuts.
+/// Runs every operation, in random order, with several kills and power cuts.
 #[test]
 fn random_operations_survive() {
     suite(images(ImageIo::Direct), 2400, |mut driver, random| {

@@ -1,4 +1,4 @@
-//! Opens every state that a crash could leave on the disk, and checks the recovered store.
+//! Opens every disk state that a crash could leave, and checks the recovered store.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -15,21 +15,21 @@ use super::model::{Act, Line, State, Target, looked_at, read, rebuilt};
 use super::names::Names;
 use super::work::{Driver, Floors, open};
 
-/// How thoroughly crashes are explored at one depth: level 0 is the crashes of the workload itself, level 1
-/// those of the recoveries from them, and so on.
+/// How thoroughly crashes are explored at one depth. Level 0 covers the crashes of the workload itself, level
+/// 1 those of the recoveries from these crashes, and so on.
 #[derive(Clone, Copy, Debug)]
 pub struct Level {
     pub tears: Tears,
-    /// The maximum number of images for one power cut.
+    /// Maximum number of images for one power cut.
     pub images_max: usize,
     /// For one in this number of images, the store is opened twice more, with a commit in between.
     pub closely_of: usize,
-    /// For one in this number of images the recovery is crashed as well, if there is a next level.
+    /// For one in this number of images, the recovery is crashed as well, if there is a next level.
     pub nest_of: usize,
 }
 
 impl Level {
-    /// The level with its numbers of images multiplied by `effort`.
+    /// Returns the level with its numbers of images multiplied by `effort`.
     pub fn times(self, effort: u64) -> Self {
         let effort = usize::try_from(effort).expect("a small number");
         let tears = match self.tears {
@@ -48,7 +48,7 @@ pub enum Kind {
     Lost,
     /// The recovered state differs from the expected state of the reported Lsn.
     Wrong,
-    /// The open fails although nothing is damaged.
+    /// The open fails although no file is damaged.
     Refused,
     /// The recovered state does not survive the next crash, or the next commit fails.
     Fleeting,
@@ -61,7 +61,7 @@ pub enum Kind {
 pub struct Violation {
     pub kind: Kind,
     what: String,
-    /// Descriptions of the crashes before it, the last one first.
+    /// Descriptions of the preceding crashes, the last one first.
     crashes: Vec<String>,
 }
 
@@ -90,12 +90,12 @@ pub struct Explorer<'a> {
     pub seed: u64,
     /// Crashes before this event of the workload are skipped.
     pub from: usize,
-    /// Index of the part of the workload's crashes that this explorer handles, and number of parts. Each part
-    /// also explores the nested crashes of its own images.
+    /// The index of the part of the workload's crashes that this explorer handles, and the number of parts.
+    /// Each part also explores the nested crashes of its own images.
     pub part: (usize, usize),
-    /// The number of opened images, by level.
+    /// Number of opened images per level.
     pub images: RefCell<Vec<usize>>,
-    /// The number of images enumerated, by level; images of other parts are counted and not opened.
+    /// Number of enumerated images per level, including images of other parts, which are not opened.
     pub numbers: RefCell<Vec<usize>>,
 }
 
@@ -144,14 +144,14 @@ impl<'a> Explorer<'a> {
         verdict
     }
 
-    /// Whether this explorer handles an image. The number is hashed, so that the images that are examined at
-    /// a fixed interval are spread over all parts.
+    /// Returns true if this explorer handles an image. The number is hashed, so that images that are examined
+    /// at a fixed interval are distributed over all parts.
     fn is_mine(&self, number: usize) -> bool {
         let (part, parts) = self.part;
         (number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) % parts == part
     }
 
-    /// Checks one image; `number` is its number within its level.
+    /// Checks one image. `number` is its number within its level.
     #[expect(clippy::too_many_arguments, reason = "all that was promised by then")]
     fn judge(
         &self,
@@ -171,7 +171,7 @@ impl<'a> Explorer<'a> {
         let names = names.after(image.moment.event);
         let closely = number.is_multiple_of(level.closely_of);
         let line = self.examine(&image.disk, line, floors, &names, closely, nest)?;
-        // The workload's followers do not know the batches that a recovery commits.
+        // The workload's followers have not read the batches that a recovery commits.
         let none = Followers::default();
         if !nest {
             return Ok(());
@@ -179,8 +179,8 @@ impl<'a> Explorer<'a> {
         self.explore_at(depth + 1, &image.disk, &line, floors, &none, &Names::always(names))
     }
 
-    /// Opens the files that a crash left, and checks the result. Returns the history of states that this disk
-    /// has from then on.
+    /// Opens the files that a crash left, and checks the result. Returns the history of states of this disk
+    /// from then on.
     fn examine(
         &self,
         disk: &SimDisk,
@@ -202,7 +202,7 @@ impl<'a> Explorer<'a> {
         }
         let found = same(line, lsn, &store)?;
         Names::judge(names, &store)?;
-        // The pure rebuild of the same image, computed before the image was opened.
+        // The state that the pure rebuild computed from the same image before the image was opened.
         match &pure {
             Err(_) if created => {}
             Err(damage) => {
@@ -211,8 +211,8 @@ impl<'a> Explorer<'a> {
             Ok(pure) => agree(&found, lsn, pure)?,
         }
 
-        // The state that an open returned is durable: it survives a power cut that discards everything
-        // pending.
+        // The state that an open returned is durable. It survives a power cut that discards all pending
+        // writes.
         let driver = Driver::new(disk.clone(), self.options.clone(), line.clone(), floors);
         driver.adopt(&store);
         let cut = disk.after_power_cut();
@@ -231,7 +231,7 @@ impl<'a> Explorer<'a> {
         Ok(driver.line())
     }
 
-    /// Opens the store again, commits, and opens it once more.
+    /// Reopens the store, commits, and opens it once more.
     fn build_on(&self, disk: SimDisk, line: &Line) -> Result<(), Violation> {
         let refused = |error: remanent::Error| Violation::new(Kind::Refused, error.to_string());
         let lsn = line.last();
@@ -251,7 +251,8 @@ impl<'a> Explorer<'a> {
         }
         same(&driver.line(), lsn + 1, &store)?;
         let line = driver.line();
-        // A named snapshot is exact, and is kept without the log after it: only its own batch can be viewed.
+        // A named snapshot is exact and is kept without the log after it, so only its own batch can be
+        // viewed.
         let snapshots = store.snapshots();
         let (named, others): (Vec<_>, Vec<_>) = snapshots.iter().partition(|kept| kept.name.is_some());
         let oldest = others.first().or(named.last()).map_or(0, |snapshot| snapshot.end.0);
@@ -275,7 +276,7 @@ fn check_view(disk: &SimDisk, line: &Line, lsn: u64) -> Result<(), Violation> {
     }
 }
 
-/// Commits a batch unlike any of the workload's, and checks the ids that it is assigned.
+/// Commits a batch that differs from those of the workload, and checks the ids that it is assigned.
 pub fn commit_another(driver: &Driver, store: &Store, ack: Ack) -> Result<(), Violation> {
     let lsn = driver.line().last();
     let page = Target::New(0);
@@ -295,7 +296,7 @@ pub fn commit_another(driver: &Driver, store: &Store, ack: Ack) -> Result<(), Vi
     }
 }
 
-/// Compares an open store with the model; returns the store's state.
+/// Compares an open store with the model. Returns the state of the store.
 pub fn same(line: &Line, lsn: u64, store: &Store) -> Result<State, Violation> {
     let wrong = |what| Violation::new(Kind::Wrong, what);
     if lsn > line.last() {

@@ -1,9 +1,9 @@
-//! Followers of a writer that recycles its log, and what they report after a crash.
+//! Followers of a writer that recycles its log, and their results after a crash.
 //!
-//! A follower remembers its position: it may read the store before an open recovers it, and again while the
-//! next writer works. Each time it continues without a gap, or gets an error: *overtaken* only if no kept
-//! snapshot needs the log after its position, *diverged* if and only if the crash removed the batch at its
-//! position.
+//! A follower has a position in the log. It may read the store before an open recovers the store, and again
+//! while the next writer works. Each time, it continues without a gap or gets an error. The error is
+//! *overtaken* only if no kept snapshot needs the log after the position, and *diverged* if and only if the
+//! crash removed the batch at the position.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -40,7 +40,7 @@ impl Followers {
         Self { options: options.clone(), followed: driver.followed() }
     }
 
-    /// Continues one of the followers from before the crash, selected by `number`, on the recovered store.
+    /// Selects a follower from before the crash by `number`, and continues it on the recovered store.
     pub fn judge(&self, image: &CrashImage, line: &Line, number: usize) -> Result<(), Violation> {
         let there: Vec<&Replica> = self
             .followed
@@ -56,14 +56,14 @@ impl Followers {
 
     fn go_on(&self, disk: &SimDisk, crash: Crash, line: &Line, replica: &Replica) -> Result<(), Violation> {
         let shared: Arc<dyn Disk> = Arc::new(disk.clone());
-        // Reads before any open of the files that the crash left.
+        // Read the files that the crash left, before any open.
         let mut early = replica.clone();
         let end = catch_up(&shared, &mut early, line)?;
         if crash == Crash::Kill && end == End::Diverged {
             return Err(Violation::new(Kind::Wrong, "diverged, and a kill takes no batch"));
         }
 
-        // Reads while the next writer works, both with the follower that read before and with one that did
+        // Read while the next writer works, with the follower that has already read and with one that has
         // not.
         let store =
             open(disk, &self.options).map_err(|error| Violation::new(Kind::Refused, format!("{error}")))?;
@@ -91,8 +91,8 @@ impl Followers {
         Ok(())
     }
 
-    /// Whether nothing that is kept needs the log after this batch, so that a follower at it may be
-    /// overtaken. A new follower must then reach the end.
+    /// Returns true if no kept state needs the log after this batch, so that a follower at this batch may be
+    /// overtaken. Also checks that a new follower reaches the end in that case.
     fn may_be_overtaken(
         &self,
         disk: &Arc<dyn Disk>,
@@ -110,7 +110,7 @@ impl Followers {
     }
 }
 
-/// Returns a follower's replica at the end of a driver's log, if the log still has its beginning.
+/// Returns a replica at the end of a driver's log, or `None` if the beginning of the log was removed.
 pub fn replica_at_end(driver: &Driver) -> Option<Replica> {
     let disk: Arc<dyn Disk> = Arc::new(driver.disk.clone());
     let mut replica = Replica::default();
@@ -153,8 +153,8 @@ fn catch_up(disk: &Arc<dyn Disk>, replica: &mut Replica, line: &Line) -> Result<
     }
 }
 
-/// A fast follower, a slow one, one that reads only once and one that starts over; the writer recycles
-/// segments that some of them have not read, and restores an earlier state.
+/// A fast follower, a slow one, one that reads only once and one that restarts follow a writer that recycles
+/// segments which some of them have not read, and that restores an earlier state.
 #[test]
 fn followers_during_recycling_continue_or_fail_with_reason() {
     suite(options().retention(Retention::new().snapshots_kept(1)), 2200, |driver, random| {

@@ -1,8 +1,8 @@
-//! Forks: two directories, and a crash in either of them.
+//! Crashes of forks. A fork uses two directories, and either of them can crash.
 //!
-//! A fork writes nothing into its source, so a crash affects the source like any store. Source and fork share
-//! image files as hard links, and never write to them again. So the crashes of one disk do not depend on the
-//! state of the other, and each disk is explored by itself.
+//! A fork writes nothing to its source, so a crash affects the source like any store. The source and the fork
+//! share image files as hard links, and never write to these files again. The crashes of one disk therefore
+//! do not depend on the state of the other, and each disk is explored separately.
 
 use remanent::error::FileName;
 use remanent::options::{ImageIo, Retention};
@@ -14,7 +14,7 @@ use super::work::{Driver, Random};
 use super::{Lives, images, suite};
 
 /// Creates pages with images of a snapshot, two pages with images of a batch, and three pages that changed
-/// since.
+/// later.
 pub fn pages_to_share(driver: &Driver, store: &Store, random: &mut Random) -> Result<Vec<PageId>, Error> {
     let mut pages = driver.create_pages(store, random, 12, 300)?;
     driver.snapshot(store)?;
@@ -28,12 +28,12 @@ pub fn pages_to_share(driver: &Driver, store: &Store, random: &mut Random) -> Re
     Ok(pages)
 }
 
-/// Returns the number of image files that a fork got by linking.
+/// Returns the number of image files that a fork linked.
 fn linked(disk: &SimDisk) -> usize {
     disk.history().iter().filter(|event| event.starts_with("link pages/")).count()
 }
 
-/// Forks a closed store, then the fork; meanwhile the source removes the shared files.
+/// Forks a closed store, then forks the fork. Meanwhile, the source removes the shared files.
 #[test]
 fn fork_is_complete_or_absent_and_source_unchanged() {
     suite(images(ImageIo::Direct).retention(Retention::new().snapshots_kept(1)), 5000, |driver, random| {
@@ -47,7 +47,7 @@ fn fork_is_complete_or_absent_and_source_unchanged() {
         assert_eq!(driver.disk.events(), events, "a fork writes nothing into its source");
         assert_eq!(linked(&fork.disk), 2);
 
-        // The source changes everything, and its image files are removed.
+        // The source changes all pages, so its image files are removed.
         let store = driver.open()?;
         for _ in 0..2 {
             driver.change(&store, random, &pages)?;
@@ -57,7 +57,7 @@ fn fork_is_complete_or_absent_and_source_unchanged() {
         driver.check(&store);
         driver.close(store)?;
 
-        // The fork is a store like any other.
+        // The fork can be used like any other store.
         let store = fork.open()?;
         fork.check(&store);
         fork.change(&store, random, &pages[4..7])?;

@@ -1,9 +1,10 @@
 //! A storage medium that loses or misplaces writes without an error: a sector keeps its old content, the
-//! bytes land in another sector, or a later read returns other bytes. One such fault at a time, in every
+//! bytes land in another sector, or a later read returns other bytes. Each case has one such fault, in one
 //! sector that a sync of the workload made durable.
 //!
-//! The store was closed, so a mark covers every batch. The next open then recovers everything, or reports the
-//! damage. Only a loss that cannot be distinguished from a torn tail may be cut off, and is reported.
+//! The store was closed, so a mark covers every batch. The next open must then recover all batches or report
+//! the damage. Only a loss that cannot be distinguished from a torn tail may be cut off, and the cut must be
+//! reported.
 
 use remanent::testing::sim_disk::{Lie, LieKind, SimDisk};
 use remanent::{Ack, Error, Options};
@@ -21,7 +22,7 @@ enum Outcome {
     Harmless,
     /// The open fails because of damage.
     Refused,
-    /// A tail was cut off, and reported.
+    /// A tail was cut off and the cut was reported.
     Cut,
 }
 
@@ -46,7 +47,8 @@ fn judge(lie: &Lie, options: &Options, line: &Line) -> Result<Outcome, String> {
     }
 }
 
-/// Commits, changes of the segment, images of batches and of snapshots, a restore, and a second incarnation.
+/// Commits batches with changes of the segment and images of batches and of snapshots, then a restore, and a
+/// second incarnation.
 fn work(driver: &Driver, random: &mut Random) -> Result<(), Error> {
     let store = driver.open()?;
     let mut writer = Writer::new("a", random.next());
@@ -61,7 +63,7 @@ fn work(driver: &Driver, random: &mut Random) -> Result<(), Error> {
     let store = driver.open()?;
     driver.change(&store, random, &pages[..3])?;
     driver.snapshot(&store)?;
-    // Most of the log is after the last snapshot, and frames are longer than a sector.
+    // Most of the log follows the last snapshot, and frames are longer than a sector.
     driver.create_pages(&store, random, 8, 1500)?;
     driver.change(&store, random, &pages)?;
     driver.close(store)

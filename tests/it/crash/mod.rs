@@ -1,19 +1,20 @@
-//! Every crash of small workloads: the whole engine on a simulated disk, interrupted at every event and in
-//! the middle of every write, with each part of the pending writes kept or lost.
+//! Every crash of small workloads. The whole engine runs on a simulated disk and is interrupted at every
+//! event and in the middle of every write, and each part of the pending writes is kept or lost.
 //!
 //! Each workload runs once, on real threads. Then every disk image that a kill of the process or a power cut
 //! could have left is opened. The recovered content must be the model's state at the Lsn that recovery
-//! reports; that Lsn must not be below any batch acknowledged at the level that the crash spares; no open may
-//! fail; the pure `rebuild` must agree; and the recovered state must survive an immediate power cut, and
-//! accept a new commit. For some of the images the recovery, and the commits after it, are crashed as well,
-//! to a depth of three. All suites together open at least 60,000 images; each asserts its share.
+//! reports. That Lsn must not be below any batch acknowledged at the level that the crash preserves. No open
+//! may fail, and the pure `rebuild` must produce the same state. The recovered state must survive an
+//! immediate power cut and accept a new commit. For some of the images, the recovery and the commits after it
+//! are crashed as well, to a depth of three. All suites together open at least 60,000 images, and each suite
+//! asserts its share.
 //!
-//! [`model`] computes the expected state, [`work`] drives the store and records acknowledgements, [`explore`]
-//! opens the images and checks them. The workloads are in [`commits`], [`snapshots`], [`tiers`], [`scrubs`],
-//! [`forks`], [`openings`] and [`followers`]. After each crash, followers and the [`names`] of snapshots are
-//! checked as well. In [`closes`] a store frees space. [`lies`] has a storage medium that loses writes.
-//! [`syncs`] leaves out one sync at a time and checks that this is noticed; [`trouble`] makes one call at a
-//! time fail.
+//! [`model`] computes the expected state, [`work`] drives the store and records acknowledgements, and
+//! [`explore`] opens and checks the images. The workloads are in [`commits`], [`snapshots`], [`tiers`],
+//! [`scrubs`], [`forks`], [`openings`] and [`followers`]. After each crash, followers and the [`names`] of
+//! snapshots are also checked. In [`closes`], a store frees space. [`lies`] has a storage medium that loses
+//! writes. [`syncs`] omits one sync at a time and checks that the loss is detected. [`trouble`] makes one
+//! call at a time fail.
 //!
 //! # The long run
 //!
@@ -22,10 +23,11 @@
 //! ```
 //!
 //! checks more images of each workload, makes every call of every workload fail, and prints the numbers of
-//! images as a [`table`], the last of which has all workloads. `CRASH_EFFORT` multiplies the ways to tear a
-//! write, the images of one crash point and the share of recoveries that are crashed; from 5 on every call
-//! fails once. `CRASH_THREADS` is the number of threads that share one workload, while the test harness runs
-//! several workloads at a time; `CRASH_SEED` generates different workloads.
+//! images as a [`table`] after each workload. The last table contains all workloads. `CRASH_EFFORT`
+//! multiplies the number of ways to tear a write, the number of images per crash point and the share of
+//! recoveries that are crashed. From 5 on, every call fails once. `CRASH_THREADS` is the number of threads
+//! that share one workload, while the test harness runs several workloads at a time. `CRASH_SEED` generates
+//! different workloads.
 
 mod model;
 mod work;
@@ -56,15 +58,15 @@ use work::{Driver, Floors, Random};
 
 use crate::size::sized;
 
-/// Segments as short as they can be, so that a few batches cross every boundary; no snapshots and no scrubs
-/// but those that a work asks for.
+/// Options with the shortest permitted segments, so that a few batches cross every boundary, and with
+/// snapshots and scrubs only on request.
 fn options() -> Options {
     let options = Options::new().log(LogOptions::new().segment_len(16 << 10).reserve_bytes(0));
     options.snapshots(SnapshotSchedule::never()).scrubs(ScrubSchedule::new().interval(None))
 }
 
-/// These options with a way to write images. Workloads of every kind are spread over the ways: all of them in
-/// all ways would take three times as long.
+/// Returns these options with a mode of writing images. The workloads are distributed over the modes, because
+/// running all of them in all modes would take three times as long.
 fn images(io: ImageIo) -> Options {
     options().images(ImageOptions::new().io(io))
 }
@@ -77,14 +79,14 @@ const LEVELS: &[Level] = &[
     Level { tears: Tears::None, images_max: 4, closely_of: 16, nest_of: 1 },
 ];
 
-/// The default effort makes one in this number of calls fail; `CRASH_EFFORT` can select all of them.
+/// By default, one in this number of calls fails. `CRASH_EFFORT` can select all calls.
 const FAULTS_ONE_OF: u64 = 40;
 
 /// A sample checks one in this number of the workload's crash images and faults.
 const SAMPLE_ONE_OF: usize = 5;
 
-/// Reads a number from the environment, by default 1: the seed of the workloads, or a multiple of the default
-/// effort.
+/// Reads a number from the environment, such as the seed of the workloads or a multiple of the default
+/// effort. The default is 1.
 fn from_env(name: &str) -> u64 {
     std::env::var(name).ok().map_or(1, |number| number.parse().expect("a number"))
 }
@@ -110,7 +112,7 @@ where
     let started = Instant::now();
     let driver = Driver::new(SimDisk::new(), options.clone(), Line::default(), Floors::default());
     let Lives(lives) = work(driver, &mut Random(seed)).expect("the work itself meets no fault");
-    // The path of the test that contains the workload's closure.
+    // The path of the test function that contains the workload's closure.
     let test = std::any::type_name::<Work>().trim_start_matches("it::").trim_end_matches("::{{closure}}");
     let again = |violation| -> Vec<usize> {
         panic!(
@@ -137,7 +139,7 @@ where
     table::add(table::Row { test: test.to_owned(), events, images, faults, elapsed: started.elapsed() });
 }
 
-/// Explores the parts in a thread each, and adds up their counts. In a sample there are more parts than
+/// Explores each part in its own thread, and sums up the counts. In a sample, there are more parts than
 /// threads.
 fn in_parts(
     parts: usize,
@@ -157,7 +159,8 @@ fn in_parts(
     })
 }
 
-/// The lives of a store in one workload, each from an open to a kill or close, with a disk for each.
+/// The lives of a store in one workload. Each life lasts from an open to a kill or close and has its own
+/// disk.
 struct Lives(Vec<Driver>);
 
 impl From<Driver> for Lives {

@@ -8,7 +8,7 @@ use remanent::batch::{ByteSource, InitialCopy, NewPage, PageRef, Shadow, Width};
 use remanent::follow::Replica;
 use remanent::{Key, Metadata, PageId, PageInfo, Place, Store, Value, View, WriteBatch};
 
-/// A page that an operation refers to: an existing one, or the n-th that the same batch creates.
+/// A page that an operation refers to: an existing page, or the n-th page that the same batch creates.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Target {
     Page(PageId),
@@ -16,7 +16,7 @@ pub enum Target {
 }
 
 impl Target {
-    /// Returns the page's id; `new` are the ids of the pages that the batch creates.
+    /// Returns the id of the page. `new` contains the ids of the pages that the batch creates.
     fn id(self, new: &[PageId]) -> PageId {
         match self {
             Target::Page(page) => page,
@@ -103,7 +103,7 @@ pub enum Act {
     },
 }
 
-/// Bytes, as a source.
+/// A source that supplies these bytes.
 #[derive(Debug)]
 struct OfBytes(Vec<u8>);
 
@@ -214,14 +214,14 @@ pub struct State {
 }
 
 impl State {
-    /// Returns the state after one more batch; `new` are the ids of the pages that it creates.
+    /// Returns the state after one more batch. `new` contains the ids of the pages that the batch creates.
     fn after(&self, lsn: u64, acts: &[Act], new: &[PageId]) -> Self {
         let mut state = self.clone();
         let mut ids = new.iter().copied();
         for act in acts {
             state.apply(lsn, act, new, &mut ids);
         }
-        // A move changes a page's Lsn and not its epoch, whatever else the batch changes.
+        // A move changes the Lsn of a page but not its epoch, whatever else the batch changes.
         let moved = acts.iter().filter_map(|act| match act {
             Act::Move { page, .. } => Some(page.id(new)),
             _ => None,
@@ -303,8 +303,8 @@ impl State {
         }
     }
 
-    /// Returns a page for changes. Its epoch rises once per batch, however many operations of the batch
-    /// change it.
+    /// Returns a page for modification. The epoch rises once per batch, however many operations of the batch
+    /// change the page.
     fn touch(&mut self, page: PageId, lsn: u64) -> &mut Page {
         let page = Arc::make_mut(self.pages.get_mut(&page).expect("the page exists"));
         if page.lsn != lsn {
@@ -313,7 +313,7 @@ impl State {
         page
     }
 
-    /// Describes the first difference.
+    /// Describes the first difference between two states.
     pub fn difference(&self, found: &State) -> Option<String> {
         for page in self.pages.keys().chain(found.pages.keys()) {
             let (expected, found) = (self.pages.get(page), found.pages.get(page));
@@ -344,7 +344,7 @@ pub fn read(store: &Store) -> remanent::Result<State> {
     Ok(state)
 }
 
-/// Reads the state that a view shows.
+/// Reads the state of a view.
 pub fn looked_at(old: &View) -> remanent::Result<State> {
     let mut state = State { root: (**old.root()).clone(), ..State::default() };
     for info in old.pages() {
@@ -391,7 +391,7 @@ pub enum Step {
 #[derive(Clone, Debug)]
 pub struct Line {
     states: Vec<Arc<State>>,
-    /// The Lsn of the first state: a fork does not have the earlier states of its source.
+    /// The Lsn of the first state. A fork does not have the earlier states of its source.
     first: u64,
 }
 
@@ -443,7 +443,7 @@ impl Line {
     }
 
     /// Returns the state after a restore. Pages whose content changed since `to` get this Lsn and an epoch
-    /// above all that were ever assigned; pages that only moved get the Lsn alone.
+    /// above all that were ever assigned. Pages that only moved get the Lsn but keep their epoch.
     fn restored(&self, lsn: u64, to: u64) -> State {
         let pages = self.states.iter().flat_map(|state| state.pages.values());
         let epoch = pages.map(|page| page.epoch).max().unwrap_or(0) + 1;

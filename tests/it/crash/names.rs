@@ -1,4 +1,4 @@
-//! Names of snapshots: a crash removes no name whose snapshot was reported as complete, unless the name was
+//! Names of snapshots. A crash removes no name whose snapshot was reported as complete, unless the name was
 //! being released.
 
 use std::collections::BTreeSet;
@@ -27,7 +27,7 @@ impl Names {
         self.since.push((events, names));
     }
 
-    /// Records that a name is being released from this event on: its snapshot may exist or not.
+    /// Records that a name is being released from this event on, so that its snapshot may or may not exist.
     pub fn given_up(&mut self, events: usize, name: &str) {
         let mut names = self.after(events);
         names.remove(name);

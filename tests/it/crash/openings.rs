@@ -1,10 +1,10 @@
-//! Opens of stores in many different states, each crashed at every event; the opens after those crashes are
-//! crashed as well.
+//! Opens of stores in many different states. Each open is crashed at every event, and the opens after those
+//! crashes are crashed as well.
 //!
-//! The other workloads crash a store that is open, and produce few kinds of directories for an open. Here a
-//! table lists such directories, and the workload is the open alone, which commits nothing: it may leave an
-//! incarnation out of the line, reuse segments, copy batches and remove files. Every row is explored with
-//! each way to write the log, also by followers whose positions are in earlier incarnations.
+//! The other workloads crash a store that is open, and produce few kinds of directories for an open. Here, a
+//! table lists such directories, and the workload consists of only the open, which commits nothing. An open
+//! may omit an incarnation from the line, reuse segments, copy batches and remove files. Every row is
+//! explored in each mode of writing the log, also by followers whose positions are in earlier incarnations.
 //!
 //! Each row is also opened with each segment of the log missing, and with each pair of segments missing.
 
@@ -26,20 +26,20 @@ use super::{Lives, from_env, options, suite_at};
 use crate::files::Files;
 use crate::with_options::With;
 
-/// The state of the directory that an open finds.
+/// The state of the directory before the open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Beginning {
-    /// No frame: the process was killed as soon as the store was open.
+    /// There is no frame, because the process was killed as soon as the store was open.
     Nothing,
     SealOnly,
-    /// A last batch after which its segment has no space for the seal.
+    /// The segment of the last batch has no space for the seal.
     SealInTheNextSegment,
     TornBatch,
     /// A torn frame that is longer than a segment.
     TornLongFrame,
-    /// Batches that no mark covers, copied by an open that did nothing else.
+    /// Batches that no mark covers. An open only copied them.
     CopiedTail,
-    /// An incarnation without a batch that took a snapshot, twice in a row.
+    /// An incarnation without a batch that took a snapshot, and another one.
     Snapshot,
     NamedSnapshot,
     Prune,
@@ -76,7 +76,7 @@ const LEVELS: [Level; 4] = [
     Level { tears: Tears::None, images_max: 2, closely_of: 16, nest_of: 1 },
 ];
 
-/// The minimum number of images of a row. Most rows have twice as many; on a slow machine the log may be
+/// The minimum number of images of a row. Most rows have twice as many. On a slow machine, the log may be
 /// sealed before the kill, and the next open then has less to do.
 const IMAGES_MIN: usize = 30;
 
@@ -149,7 +149,7 @@ fn commit_over_segments(driver: &Driver, random: &mut Random) -> Result<Driver, 
     Ok(driver.killed())
 }
 
-/// Counts of the opens with missing segments, by outcome.
+/// Numbers of opens with missing segments, by outcome.
 #[derive(Debug, Default)]
 struct LossCount {
     whole: usize,
@@ -169,15 +169,15 @@ impl LossCount {
 
 /// The outcome of an open with missing segments.
 enum LossOutcome {
-    /// The newest state.
+    /// The open recovers the newest state.
     Whole,
-    /// The state of an earlier batch; no mark covered the later ones.
+    /// The open recovers the state of an earlier batch, and no mark covered the later batches.
     Shorter,
     Refused,
 }
 
-/// Opens a store whose segments are missing. Engine, pure rebuild and `judge` must agree: either on a state
-/// of the history with every batch that was acknowledged as durable, or on damage.
+/// Opens a store whose segments are missing. The engine, the pure rebuild and `judge` must all produce the
+/// same state, which contains every batch that was acknowledged as durable, or must all report damage.
 fn open_without(what: &str, files: &Files, options: &Options, before: &Driver) -> LossOutcome {
     let line = before.line();
     let pure = rebuild(files, &RebuildOptions::default());
@@ -205,7 +205,7 @@ fn open_without(what: &str, files: &Files, options: &Options, before: &Driver) -
 }
 
 impl Beginning {
-    /// Runs the open that is to be crashed, and the close after it.
+    /// Runs the open that is to be crashed, and closes the store.
     fn open(self, driver: Driver, random: &mut Random) -> Result<Lives, Error> {
         let mut replicas = Vec::new();
         let driver = self.begin(driver, random, &mut replicas)?;
@@ -217,7 +217,7 @@ impl Beginning {
         Ok(driver.into())
     }
 
-    /// Runs the lives before that open; `replicas` receives positions of followers that no crash invalidates.
+    /// Runs the lives before that open. `replicas` receives positions of followers that no crash invalidates.
     fn begin(
         self,
         driver: Driver,
@@ -259,7 +259,7 @@ impl Beginning {
                 let next = driver.killed();
                 drop(store);
                 let store = next.open()?;
-                // In a direct log each group records that the groups before it are durable.
+                // In a direct log, each group records that the previous groups are durable.
                 assert!(store.recovered().copied_batches > 0);
                 replicas.extend(replica_at_end(&next));
                 return Ok(next.killed());
@@ -267,7 +267,7 @@ impl Beginning {
             Snapshot | NamedSnapshot | Prune | Restore | Fork | OpenedFork => {}
         }
 
-        // Two snapshots, and batches after them.
+        // Take two snapshots, and commit batches after each.
         let store = driver.open()?;
         let pages = driver.create_pages(&store, random, 3, 300)?;
         driver.snapshot(&store)?;
@@ -312,7 +312,8 @@ impl Beginning {
     }
 }
 
-/// Creates a page and writes all of its bytes except the first: a whole-page write would go to an image file.
+/// Creates a page and writes all of its bytes except the first, because a whole-page write would be stored in
+/// an image file.
 fn part_of_a_page(random: &mut Random, len: usize) -> Vec<Act> {
     let create = Act::Create { len: len + 1, key: None, metadata: Metadata::new() };
     vec![create, Act::Write { page: Target::New(0), offset: 1, bytes: random.bytes(len) }]
@@ -323,7 +324,7 @@ fn is_torn(disk: &SimDisk) -> bool {
     rebuilt.is_ok_and(|rebuilt| rebuilt.end.is_some_and(|end| end.torn.is_some()))
 }
 
-/// Whether the log's second segment has a frame, which is the seal after the only batch.
+/// Returns true if the log's second segment contains a frame, which is the seal after the only batch.
 fn has_seal_alone(disk: &SimDisk) -> bool {
     let segment = disk.bytes(FileName::Segment(2)).expect("a segment is ahead");
     segment[usize::try_from(SEGMENT_HEADER_BLOCK).expect("a short block")..].iter().any(|byte| *byte != 0)

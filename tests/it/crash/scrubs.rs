@@ -1,5 +1,5 @@
-//! Scrubs that find damage: after a crash at any point, acknowledged batches are present; and once the scrub
-//! has returned, no file depends on the damaged bytes.
+//! Scrubs that find damage. After a crash at any point, acknowledged batches exist. Once the scrub has
+//! returned, no file depends on the damaged bytes.
 
 use remanent::error::FileName;
 use remanent::snapshot::SnapshotInfo;
@@ -18,9 +18,9 @@ fn image_of(disk: &SimDisk, snapshot: &SnapshotInfo, page: PageId) -> ImageRef {
     entry.image.expect("the page is not empty")
 }
 
-/// With one snapshot and the log from its beginning, either a damaged image or a damaged batch can be
-/// reconstructed from the other, so no open is refused after a crash. First the image is damaged, then the
-/// log. Earlier states are not checked: a view or restore that needs the damaged bytes fails.
+/// With one snapshot and the log from its beginning, a damaged image can be reconstructed from the log, and a
+/// damaged batch from the image, so no open fails after a crash. First the image is damaged, then the log.
+/// Earlier states are not checked, because a view or restore that needs the damaged bytes fails.
 #[test]
 fn repairing_scrub_survives_crash() {
     let levels: Vec<Level> = LEVELS.iter().map(|level| Level { closely_of: usize::MAX, ..*level }).collect();

@@ -1,5 +1,5 @@
-//! Snapshots, the files that they share and replace, and restores. Batches are committed while snapshots are taken, so
-//! each image has its own Lsn, and replay applies batches to images that are newer than they (I2).
+//! Crashes of snapshots, of the files that they share and replace, and of restores. Batches are committed while
+//! snapshots are taken, so each image has its own Lsn, and replay skips the batches that an image includes (I2).
 
 use remanent::options::{ImageIo, ImageOptions, MemoryOptions, PageLoad, Retention};
 use remanent::{Ack, Error, Metadata, Place};
@@ -30,8 +30,8 @@ fn snapshots_during_commits() {
     });
 }
 
-/// A snapshot written by several threads, each to its own file; a crash leaves some of these files or none. Each page
-/// is longer than a chunk and written in pieces, with the header of its file last.
+/// Several threads write a snapshot, each to its own file. A crash leaves any subset of these files. Each page is
+/// longer than a chunk and written in pieces, and the header of its file is written last.
 #[test]
 fn snapshots_of_several_files_survive() {
     const LEN: usize = 400;
@@ -68,7 +68,7 @@ fn snapshots_of_several_files_survive() {
     );
 }
 
-/// Files that a snapshot frees are overwritten by the next ones, in every way to write images. Each batch changes all
+/// Later snapshots overwrite the files that a snapshot frees, in every mode of writing images. Each batch changes all
 /// pages, so each snapshot frees the files of the previous one.
 fn image_files_written_again(io: ImageIo, at_least: usize) {
     const LEN: usize = 6000;
@@ -86,7 +86,8 @@ fn image_files_written_again(io: ImageIo, at_least: usize) {
             }
             driver.check(&store);
             assert!(store.stats().snapshots.files_reused > 0 || driver.disk.struck_at().is_some());
-            // A spare of an incarnation that was not closed, and pages that are longer and shorter than the spare.
+            // The spare comes from an incarnation that was not closed, and the pages are longer and shorter than the
+            // spare.
             let next = driver.killed();
             drop(store);
             let store = next.open()?;
@@ -118,7 +119,7 @@ fn direct_image_files_written_again_survive() {
     image_files_written_again(ImageIo::Direct, 600);
 }
 
-/// Background snapshots, as often as log growth makes them due, while two threads commit.
+/// Background snapshots are taken whenever the growth of the log triggers one, while two threads commit.
 #[test]
 fn background_snapshots_during_commits() {
     suite(options(), 3500, |driver, random| {
@@ -136,7 +137,7 @@ fn background_snapshots_during_commits() {
     });
 }
 
-/// Exact snapshots while another thread commits: each of them is the state of its Lsn, without the log.
+/// Exact snapshots are taken while another thread commits. Each contains the state of its Lsn without the log.
 #[test]
 fn exact_snapshots_during_commits() {
     suite(images(ImageIo::Direct), 1800, |driver, random| {
@@ -157,7 +158,7 @@ fn exact_snapshots_during_commits() {
     });
 }
 
-/// Snapshots that are durable before they are verified: the files that they replace are kept until then.
+/// Snapshots are durable before they are verified. The files that they replace are kept until then.
 #[test]
 fn snapshots_verified_in_the_background() {
     suite(images(ImageIo::Mapped).retention(Retention::new().snapshots_kept(1)), 1300, |driver, random| {
@@ -194,7 +195,7 @@ fn thin_snapshots_on_a_full_disk_survive() {
                 driver.snapshot(&store)?;
             }
             driver.change(&store, random, &pages)?;
-            // A segment that is under construction when the disk becomes full is discarded, which leaves space for all
+            // When the disk becomes full, a segment under construction is discarded, which would leave space for all
             // images.
             until(|| is_held(&driver.disk, RESERVE) || driver.disk.struck_at().is_some());
             driver.disk.set_capacity(Some(driver.disk.used_bytes() + 4096));
@@ -225,7 +226,7 @@ fn thin_snapshots_on_a_full_disk_survive() {
     );
 }
 
-/// Stores that are used before their pages are loaded: every crash of such a store, and every such open after a crash.
+/// A store is used before its pages are loaded. Explores every crash of this store, and every such open after a crash.
 #[test]
 fn stores_loaded_on_demand_survive() {
     suite(
@@ -245,7 +246,7 @@ fn stores_loaded_on_demand_survive() {
             let second = driver.killed();
             drop(store);
             let store = second.open()?;
-            // An unloaded page is changed, and snapshots are taken by calls and in the background.
+            // Change an unloaded page, and take snapshots with calls and in the background.
             second.commit_acts(&store, write(5, random), Ack::Logged)?;
             second.snapshot(&store)?;
             second.commit_acts(&store, write(4, random), Ack::Durable)?;
@@ -262,12 +263,12 @@ fn stores_loaded_on_demand_survive() {
     );
 }
 
-/// Pages that move between snapshots, during snapshots, and in batches with and without other changes; and a restore to
-/// a state before the moves.
+/// Pages move between snapshots, during snapshots, and in batches with and without other changes. A restore then
+/// returns to a state before the moves.
 #[test]
 fn moves_survive() {
     const PLACES: [Place; 3] = [Place::Pinned, Place::Device(0), Place::Host];
-    // The restore takes the store to a state before the older of two snapshots.
+    // The restore returns to a state before the older of two snapshots.
     let options = options().retention(Retention::new().log_kept(1 << 30));
     suite(options, 2500, |driver, random| {
         let store = driver.open()?;
@@ -301,8 +302,8 @@ fn moves_survive() {
     });
 }
 
-/// Pages that live on disk or move to and from it, between and during snapshots; and a restore to a state before some
-/// of the moves.
+/// Pages are created on disk, or move to and from disk, between and during snapshots. A restore then returns to a state
+/// before some of the moves.
 #[test]
 fn pages_on_disk_survive() {
     let options = options().retention(Retention::new().log_kept(1 << 30));
@@ -338,8 +339,8 @@ fn pages_on_disk_survive() {
     });
 }
 
-/// Long pages on disk with small changes: successive overlays over one image, a restore to a state with an overlay, a
-/// page with an overlay that leaves the disk, and image files that only an overlay's base refers to.
+/// Long pages on disk have small changes: successive overlays over one image, a restore to a state with an overlay, a
+/// page with an overlay that leaves the disk, and image files that contain only the base of an overlay.
 #[test]
 fn overlays_survive() {
     const LEN: usize = 3000;
@@ -386,7 +387,7 @@ fn overlays_survive() {
     });
 }
 
-/// Captures of pages on disk: with an image that the frame names, with bytes in the frame, and of a page that moved to
+/// Captures of pages on disk are stored in an image that the frame names, or in the frame. One page has moved to
 /// memory.
 #[test]
 fn captured_pages_on_disk_survive() {
@@ -419,7 +420,7 @@ fn captured_pages_on_disk_survive() {
     });
 }
 
-/// Compressible pages, in snapshots and in a restore.
+/// Compressible pages in snapshots and in a restore.
 #[test]
 fn compressed_images_survive() {
     suite(images(ImageIo::Mapped), 1400, |driver, random| {
@@ -453,7 +454,7 @@ fn snapshots_that_follow_each_other_survive() {
     suite(images(ImageIo::Mapped).retention(Retention::new().snapshots_kept(2)), 5900, |driver, random| {
         let mut store = driver.open()?;
         let pages = driver.create_pages(&store, random, 24, 40)?;
-        // More snapshots than a chain may have links, so the chain is folded.
+        // Take more snapshots than a chain may have links, so that the chain is folded.
         for round in 0..11 {
             driver.change(&store, random, &pages[round..=round])?;
             if round == 4 {
@@ -485,7 +486,7 @@ fn names_pruning_and_compaction_survive() {
         }
         assert_eq!(store.snapshots()[0].id, named.id);
         assert_eq!(driver.give_up(&store, "first", false)?, [named]);
-        // Two thirds of the first image file are no longer named: the next snapshot rewrites the rest of it.
+        // Two thirds of the first image file are no longer named, so the next snapshot rewrites the rest.
         let emptying = driver.snapshot(&store)?;
         assert_eq!(emptying.bytes_written, 10 * 1000);
         driver.change(&store, random, &pages[..1])?;
@@ -496,7 +497,7 @@ fn names_pruning_and_compaction_survive() {
     });
 }
 
-/// The newest snapshot is kept after its name was released, because the next ones follow it and share its images.
+/// The newest snapshot is kept after its name was released, because the next snapshots follow it and share its images.
 #[test]
 fn dropped_names_survive_crash() {
     suite(images(ImageIo::Mapped).retention(Retention::new().snapshots_kept(2)), 2000, |driver, random| {
@@ -525,7 +526,7 @@ fn dropped_names_survive_crash() {
     });
 }
 
-/// A name is kept from the publication of its snapshot, even if later snapshots are published before this one is
+/// A name is kept from the publication of its snapshot on, even if later snapshots are published before this one is
 /// verified.
 #[test]
 fn names_of_published_snapshots_survive() {
@@ -591,7 +592,7 @@ fn a_restore_survives() {
     });
 }
 
-/// A view between two snapshots, and of a state from before a restore.
+/// Opens a view between two snapshots, and a view of a state from before a restore.
 #[test]
 fn a_restore_to_a_batch_survives() {
     suite(images(ImageIo::Direct), 1800, |driver, random| {

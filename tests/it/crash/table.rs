@@ -1,18 +1,18 @@
-//! The counts of all workloads so far as a table. It is printed after each workload, so the last one is
+//! A table of the counts of all workloads so far. It is printed after each workload, so the last table is
 //! complete.
 
 use std::fmt;
 use std::sync::Mutex;
 use std::time::Duration;
 
-/// The counts of one work.
+/// The counts of one workload.
 pub struct Row {
     pub test: String,
     /// Events of the workload itself.
     pub events: usize,
-    /// Opened images by level: of the workload, of recoveries from those, and so on.
+    /// Numbers of opened images per level: of the workload, of the recoveries from these images, and so on.
     pub images: Vec<usize>,
-    /// Injected faults, and opened images of crashes after them.
+    /// Numbers of injected faults, and of opened images of crashes after them.
     pub faults: Vec<usize>,
     pub elapsed: Duration,
 }
@@ -40,7 +40,7 @@ impl fmt::Display for Table<'_> {
     }
 }
 
-/// Adds a row and prints the table. Cargo shows it only with `--nocapture`, or if the test fails.
+/// Adds a row and prints the table. Cargo shows the output only with `--nocapture`, or if the test fails.
 #[expect(clippy::print_stdout, reason = "the figures of the long run")]
 pub fn add(row: Row) {
     static ROWS: Mutex<Vec<Row>> = Mutex::new(Vec::new());

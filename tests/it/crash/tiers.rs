@@ -1,9 +1,9 @@
-//! Tiers that are smaller than the pages together. Commits evict pages, callers demote, promote and prefetch
-//! them, and snapshots and restarts happen in between.
+//! Crashes of a store whose tiers are too small for all pages. Commits evict pages, callers demote, promote
+//! and prefetch pages, and snapshots and restarts happen in between.
 //!
-//! The store moves pages with batches of its own, which the driver reads from the log: so after a crash each
-//! page must be exactly in the place that the log states. Explored stores are opened without tiers, so that
-//! nothing moves any more. Opens with tiers, which may demote pages, are tested in `tiers::`.
+//! The store moves pages with its own batches, which the driver reads from the log. After a crash, each page
+//! must be exactly in the place that the log states. Explored stores are opened without tiers, so that no
+//! page moves any more. Opens with tiers, which may demote pages, are tested in `tiers::`.
 
 use remanent::options::{MemoryOptions, Retention};
 use remanent::tiers::Tiers;
@@ -27,7 +27,7 @@ fn write(driver: &Driver, store: &Store, page: PageId, ack: Ack, random: &mut Ra
     driver.commit_acts(store, vec![write], ack).map(drop)
 }
 
-/// Pages are evicted because others are created, and come back when they are read.
+/// Pages are evicted because others are created, and return when they are read.
 #[test]
 fn evicted_pages_survive() {
     let options = options().retention(Retention::new().log_kept(1 << 30));
@@ -37,10 +37,10 @@ fn evicted_pages_survive() {
         write(&driver, &store, pages[0], Ack::Logged, random)?;
         driver.moved(&store, store.promote(&pages[..2])?, Ack::Logged)?;
         write(&driver, &store, pages[0], Ack::Durable, random)?;
-        // Written in their current places; the snapshot writes images of those on disk.
+        // Pages are written in their current places. The snapshot writes images of the pages on disk.
         pages[2..5].iter().try_for_each(|page| write(&driver, &store, *page, Ack::Logged, random))?;
         driver.snapshot(&store)?;
-        // The content of these pages is in no image.
+        // No image contains the content of these pages.
         write(&driver, &store, pages[5], Ack::Logged, random)?;
         driver.moved(&store, store.ensure(&pages[2..5], Place::Host)?, Ack::Durable)?;
         driver.create_pages(&store, random, 2, LEN)?;
@@ -52,7 +52,7 @@ fn evicted_pages_survive() {
     });
 }
 
-/// Pages are demoted, promoted and prefetched by calls; the process is killed in between.
+/// Calls demote, promote and prefetch pages, and the process is killed in between.
 #[test]
 fn demoted_and_prefetched_pages_survive() {
     let options = options().retention(Retention::new().log_kept(1 << 30).snapshots_kept(1));
@@ -64,7 +64,7 @@ fn demoted_and_prefetched_pages_survive() {
         write(&driver, &store, pages[2], Ack::Logged, random)?;
         store.demote(&pages)?;
         store.prefetch(&pages[..2], Place::Host)?.wait()?;
-        // One page in memory, and one on disk, of which the snapshot writes an image.
+        // Write one page in memory, and one on disk, of which the snapshot writes an image.
         [1, 3].iter().try_for_each(|page| write(&driver, &store, pages[*page], Ack::Logged, random))?;
         driver.snapshot(&store)?;
         let second = driver.killed();

@@ -1,10 +1,10 @@
-//! I/O errors during the workloads: every call that writes, syncs or changes names fails once, in each life
+//! I/O errors during the workloads. Every call that writes, syncs or changes names fails once, in each life
 //! of a store.
 //!
-//! The workload ends with the error, or continues without the failed call. In both cases batches acknowledged
-//! before must be present: after a kill of the process, and after a power cut that discards what a failed
-//! sync left unwritten, although each later sync succeeds. So an acknowledgement after a failed sync would be
-//! found as a loss.
+//! The workload ends with the error, or continues without the failed call. In both cases, batches that were
+//! acknowledged before must exist: after a kill of the process, and after a power cut that discards the
+//! writes that a failed sync left pending, although each later sync succeeds. An acknowledgement after a
+//! failed sync is therefore detected as a loss.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -30,12 +30,12 @@ const TROUBLES: [(Operation, &[i32]); 9] = [
     (Operation::SyncWindow, &[EIO, ENOSPC]),
 ];
 
-/// The level for crashes after the fault. `closely_of` is the workload's own.
+/// The level for crashes after the fault. The workload sets `closely_of`.
 const LEVEL: Level = Level { tears: Tears::None, images_max: 4, closely_of: usize::MAX, nest_of: usize::MAX };
 
-/// A fault in one of the lives of a workload, and the drivers that it affects.
+/// A fault in one of the lives of a workload, and the drivers that the fault affects.
 pub struct Trouble {
-    /// The number of the life, from 0, and the fault; `None` if the calls are only to be counted.
+    /// The number of the life, from 0, and the fault. `None` to only count the calls.
     fault: Option<(usize, DiskFault)>,
     lives: AtomicUsize,
     drivers: Mutex<Vec<Driver>>,
@@ -46,19 +46,20 @@ impl Trouble {
         Arc::new(Self { fault, lives: AtomicUsize::new(0), drivers: Mutex::default() })
     }
 
-    /// Counts a new life, and injects the fault if it is for this one.
+    /// Counts a new life, and injects the fault if the fault belongs to this life.
     pub fn join(&self, driver: &Driver) {
         let life = self.lives.fetch_add(1, Ordering::SeqCst);
         if let Some((_, fault)) = self.fault.filter(|(struck, _)| *struck == life) {
             driver.disk.fail(fault);
         }
-        // Stored without its reference to the trouble, because the two would otherwise keep each other alive.
+        // The driver is stored without its reference to the trouble, because the two would otherwise keep
+        // each other alive.
         self.drivers.lock().unwrap().push(driver.clone().out_of_trouble());
     }
 }
 
-/// Runs the workload once for each `one_of`-th of its calls that belongs to this part, and makes that call
-/// fail. Returns the number of faults that were hit, and of crash images that were checked.
+/// Runs the workload once for each `one_of`-th of its calls in this part, and makes that call fail. Returns
+/// the number of faults that were hit, and the number of crash images that were checked.
 pub fn strike<Work>(
     options: &Options,
     seed: u64,
@@ -95,8 +96,8 @@ where
     Ok(vec![struck, images])
 }
 
-/// Checks the crashes of the affected driver from the fault on. There may be none: the engine's threads may
-/// make fewer calls than when they were counted.
+/// Checks the crashes of the affected driver from the fault on. There may be none, because the engine's
+/// threads may make fewer calls than when they were counted.
 fn judge(
     options: &Options,
     seed: u64,

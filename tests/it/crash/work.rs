@@ -1,5 +1,5 @@
-//! Drives a store on a simulated disk. Records every batch for the model, and every acknowledgement in the
-//! events of the disk.
+//! Drives a store on a simulated disk. Records every batch for the model, and records every acknowledgement
+//! as an event of the disk.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex};
@@ -42,7 +42,7 @@ impl Random {
     }
 }
 
-/// The minimum that must survive a crash.
+/// The minimum state that must survive a crash.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Floors {
     /// Whether an open has returned, so that the store must exist.
@@ -52,7 +52,7 @@ pub struct Floors {
 }
 
 impl Floors {
-    /// Returns the floors with the acknowledgements that were recorded on a disk.
+    /// Returns the floors, raised by the acknowledgements that were recorded on a disk.
     pub fn with(mut self, acks: &[u64]) -> Self {
         for ack in acks {
             let lsn = ack >> 1;
@@ -65,7 +65,7 @@ impl Floors {
         self
     }
 
-    /// Returns the floors after a crash: a power cut spares only durable batches.
+    /// Returns the floors after a crash. A power cut preserves only durable batches.
     pub fn after(self, crash: Crash) -> Self {
         match crash {
             Crash::Kill => self,
@@ -77,7 +77,7 @@ impl Floors {
 /// The maximum length of a page that a [`Writer`] creates, in bytes.
 const PAGE_LEN_MAX: usize = 600;
 
-/// Generates valid batches over its own pages.
+/// Generates valid batches for its own pages.
 pub struct Writer {
     name: &'static str,
     random: Random,
@@ -90,7 +90,7 @@ impl Writer {
         Self { name, random: Random(seed), pages: Vec::new(), keys: 0 }
     }
 
-    /// Returns a writer of all pages at the end of a history; its keys were not used before.
+    /// Returns a writer that owns all pages at the end of a history. Its keys have not been used before.
     pub fn over(self, line: &Line) -> Self {
         let state = line.at(line.last());
         let pages =
@@ -98,7 +98,7 @@ impl Writer {
         Self { pages, keys: self.keys.max(line.last() as usize * 3), ..self }
     }
 
-    /// Returns the operations of the next batch, and assumes that it will be committed.
+    /// Returns the operations of the next batch. Assumes that the batch will be committed.
     fn acts(&mut self) -> Vec<Act> {
         let mut acts = Vec::new();
         let mut created = 0;
@@ -147,7 +147,7 @@ impl Writer {
                 Act::Masked { page, offset: (len / 2 - count) * 2, width: Width::W2, mask, bytes }
             }
             4 => {
-                // Few indices are stored uncompressed, more as gaps; in any order.
+                // A few indices are stored uncompressed, and more indices as gaps. They may be in any order.
                 let mut indices: Vec<u32> = (0..len as u32 / 4).step_by(7).collect();
                 indices.reverse();
                 let values = random.bytes(indices.len() * 4);
@@ -189,13 +189,12 @@ impl Writer {
     }
 }
 
-/// Opens the store on a disk.
+/// Opens the store on a simulated disk.
 pub fn open(disk: &SimDisk, options: &Options) -> Result<Store, Error> {
     Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options.clone())
 }
 
-/// Lets each writer commit from a thread of its own, one batch for each ack, while this thread runs
-/// `meanwhile`.
+/// Runs each writer in its own thread, which commits one batch per ack, while this thread runs `meanwhile`.
 pub fn commit_concurrently(
     driver: &Driver,
     store: &Store,
@@ -217,11 +216,11 @@ pub fn commit_concurrently(
     })
 }
 
-/// The driver of a store on one disk. Clones share the disk.
+/// A driver of a store on one disk. Clones share the disk.
 #[derive(Clone)]
 pub struct Driver {
     pub disk: SimDisk,
-    /// The minimum that had to survive when this disk was created.
+    /// The minimum state that had to survive when this disk was created.
     pub floors: Floors,
     options: Options,
     notes: Arc<Notes>,
@@ -232,20 +231,21 @@ pub struct Driver {
 /// The recorded batches and acknowledgements of a driver.
 struct Notes {
     book: Mutex<Book>,
-    /// Signalled when a step was recorded.
+    /// Notified when a step is recorded.
     written: Condvar,
-    /// Replicas of followers, each with the number of disk events before it was read.
+    /// Replicas of followers, each with the number of disk events before its last read.
     followed: Mutex<Vec<(usize, Replica)>>,
     names: Mutex<Names>,
 }
 
 struct Book {
     line: Line,
-    /// Steps committed so far, by Lsn: two threads may record theirs in another order than the log's.
+    /// Steps committed so far, keyed by Lsn. Two threads may record their steps in another order than that of
+    /// the log.
     steps: BTreeMap<u64, Step>,
-    /// Acknowledgements as recorded on the disk.
+    /// Acknowledgements, as recorded on the disk.
     acks: Vec<u64>,
-    /// Whether the store moves pages with batches of its own, which must be read from the log.
+    /// Whether the store moves pages with its own batches, which must be read from the log.
     has_tiers: bool,
 }
 
@@ -274,7 +274,7 @@ impl Driver {
         Self { trouble: None, ..self }
     }
 
-    /// Returns the driver of the next life, on a disk of its own.
+    /// Returns the driver of the next life, which has its own disk.
     fn next_life(&self, disk: SimDisk, line: Line, floors: Floors) -> Self {
         let next = Self::new(disk, self.options.clone(), line, floors);
         match &self.trouble {
@@ -283,7 +283,7 @@ impl Driver {
         }
     }
 
-    /// Returns the disk as a kill of the process leaves it now; a later power cut may still discard pending
+    /// Returns the disk state after a kill of the process now. A later power cut may still discard pending
     /// writes.
     pub fn killed(&self) -> Self {
         let disk = self.disk.after_kill(Moment { event: self.disk.events(), tear: None });
@@ -291,14 +291,14 @@ impl Driver {
         self.next_life(disk, self.line(), floors)
     }
 
-    /// Returns the disk after a power cut that discards all pending writes.
+    /// Returns the disk state after a power cut that discards all pending writes.
     pub fn cut_off(&self) -> Self {
         let floors = self.floors.with(&self.notes.book.lock().unwrap().acks).after(Crash::Power);
         self.next_life(self.disk.after_power_cut(), self.line(), floors)
     }
 
-    /// Returns the first crash image from event `from` on that satisfies the predicate, as the disk of the
-    /// next life.
+    /// Returns the first crash image from event `from` on for which `is_wanted` returns true, as the disk of
+    /// the next life.
     pub fn crashed(&self, from: usize, is_wanted: impl Fn(&SimDisk) -> bool) -> Option<Self> {
         let plan = CrashPlan { events: from..usize::MAX, ..CrashPlan::default() };
         let mut found = None;
@@ -315,12 +315,12 @@ impl Driver {
         })
     }
 
-    /// Returns the disk as a kill of the process leaves it just after the last event whose description begins
+    /// Returns the disk state after a kill of the process just after the last event whose description begins
     /// with `event`.
     ///
     /// # Panics
     ///
-    /// If there is no such event.
+    /// Panics if there is no such event.
     pub fn killed_after(&self, event: &str) -> Self {
         let history = self.disk.history();
         let at = history.iter().rposition(|entry| entry.starts_with(event)).expect("an event of that kind");
@@ -351,8 +351,8 @@ impl Driver {
         Ok(store)
     }
 
-    /// Continues from the state that an open recovered: it is durable, and lost batches are removed from the
-    /// history.
+    /// Continues from the state that an open recovered. This state is durable, and lost batches are removed
+    /// from the history.
     pub fn adopt(&self, store: &Store) {
         let lsn = store.recovered().position.lsn;
         let mut line = self.line();
@@ -394,7 +394,7 @@ impl Driver {
         Ok(())
     }
 
-    /// Takes a snapshot; its state is durable then.
+    /// Takes a snapshot, which makes its state durable.
     pub fn snapshot(&self, store: &Store) -> Result<SnapshotInfo, Error> {
         let info = store.snapshot()?;
         self.acked(Ack::Durable, info.end);
@@ -408,7 +408,7 @@ impl Driver {
         Ok(info)
     }
 
-    /// Takes an exact snapshot: without the log it is the state of its batch.
+    /// Takes an exact snapshot, which contains the state of its batch without the log.
     pub fn snapshot_exact(&self, store: &Store) -> Result<SnapshotInfo, Error> {
         let info = store.snapshot_with(SnapshotOptions::new().exact())?;
         assert_eq!(info.redo, info.end);
@@ -439,8 +439,8 @@ impl Driver {
         Ok(info)
     }
 
-    /// Releases a name. Removes only its snapshot, or all snapshots that nothing keeps. Returns the removed
-    /// ones.
+    /// Releases a name. Removes only the snapshot with this name, or all snapshots that are no longer kept.
+    /// Returns the removed snapshots.
     pub fn give_up(&self, store: &Store, name: &str, is_alone: bool) -> Result<Vec<SnapshotInfo>, Error> {
         self.notes.names.lock().unwrap().given_up(self.disk.events(), name);
         Ok(store.prune(&store.retention().give_up(name).names_only(is_alone))?.snapshots)
@@ -502,7 +502,8 @@ impl Driver {
         Ok(())
     }
 
-    /// Forks the state after a batch to an empty disk, which must have that state once the fork has returned.
+    /// Forks the state after a batch to an empty disk. Once the fork has returned, the disk must contain that
+    /// state.
     pub fn fork(&self, lsn: u64, target: SimDisk) -> Result<Self, Error> {
         let line = self.line_up_to(lsn).forked(lsn);
         let target = self.next_life(target, line, Floors::default());
@@ -512,18 +513,18 @@ impl Driver {
         Ok(target)
     }
 
-    /// Records the position of a follower. After every later crash it must be able to continue, or get the
-    /// reason why not.
+    /// Records the position of a follower. After every later crash, the follower must be able to continue, or
+    /// must get an error with the reason.
     pub fn note_follower(&self, replica: &Replica) {
         self.notes.followed.lock().unwrap().push((self.disk.events(), replica.clone()));
     }
 
-    /// Returns the followers' replicas, each with the number of events before it.
+    /// Returns the replicas of the followers, each with the number of disk events before its last read.
     pub fn followed(&self) -> Vec<(usize, Replica)> {
         self.notes.followed.lock().unwrap().clone()
     }
 
-    /// Closes the store, after which everything is durable.
+    /// Closes the store, which makes all batches durable.
     pub fn close(&self, store: Store) -> Result<(), Error> {
         let lsn = store.lsn();
         store.close()?;
@@ -551,15 +552,15 @@ impl Driver {
         self.line_up_to(u64::MAX)
     }
 
-    /// Reads the batches that the store committed itself from the log, and records them: they only move
-    /// pages.
+    /// Reads the batches that the store itself committed from the log, and records them. These batches only
+    /// move pages.
     fn note_moves(&self) {
         let mut book = self.notes.book.lock().unwrap();
         if !book.has_tiers {
             return;
         }
         let disk: Arc<dyn Disk> = Arc::new(self.disk.clone());
-        // At the end of the log, even if it ended by a fault, there is nothing more to record.
+        // At the end of the log, even after a fault, there is nothing more to record.
         let Ok(mut follower) = Follower::open_on(disk, FollowFrom::Beginning) else { return };
         while let Ok(Some(batch)) = follower.next(Duration::ZERO) {
             let lsn = batch.lsn().0;
@@ -575,8 +576,8 @@ impl Driver {
         }
     }
 
-    /// Returns the history up to this Lsn. A batch may be in the log, and in a snapshot, before the
-    /// committing thread has recorded it, so this waits for the record.
+    /// Returns the history up to this Lsn. A batch may be in the log and in a snapshot before the committing
+    /// thread has recorded it, so this method waits for the record.
     fn line_up_to(&self, last: u64) -> Line {
         let mut book = self.notes.book.lock().unwrap();
         let is_there = |book: &Book| {

@@ -20,27 +20,27 @@ use crate::kill::workload::Random;
 
 const MIB: u64 = 1 << 20;
 
-/// A source of driver memory with a limit in bytes, which counts its refusals.
+/// A source of driver memory with a limit in bytes. It counts refused allocations.
 struct Driver {
     limited: LimitedMemory<DriverMemory>,
     refusals: AtomicU64,
 }
 
-// SAFETY: memory of the source within, passed on as it is.
+// SAFETY: the memory comes unchanged from the inner source.
 unsafe impl MemoryResource for Driver {
     fn allocate(&self, len: u64) -> Result<u64> {
         self.limited.allocate(len).inspect_err(|_| _ = self.refusals.fetch_add(1, Ordering::Relaxed))
     }
 
     unsafe fn free(&self, address: u64, len: u64) -> Result<()> {
-        // SAFETY: passed on.
+        // SAFETY: the caller upholds the contract of the called function.
         unsafe { self.limited.free(address, len) }
     }
 }
 
 type Cache = Arc<CachingMemory<Arc<Driver>>>;
 
-/// Creates a cache of at most this number of bytes, and its memory source.
+/// Creates a cache of at most this number of bytes. Returns the memory source and the cache.
 fn cache(bytes_max: u64) -> (Arc<Driver>, Cache) {
     let driver = || DriverMemory::of(0).expect("the GPU was there just now");
     let limited = LimitedMemory::new(driver(), bytes_max);
@@ -54,7 +54,7 @@ fn open(disk: &SimDisk, memory: &Cache) -> Store {
     Store::open_on(Arc::new(disk.clone()), Arc::new(gpu), options).unwrap()
 }
 
-/// Creates pages of these lengths, each filled with its own byte.
+/// Creates pages of these lengths, each filled with the given byte.
 fn create(store: &Store, pages: &[(u64, u8)]) -> Result<Vec<PageId>> {
     let mut batch = store.batch();
     for (len, byte) in pages {
@@ -64,7 +64,7 @@ fn create(store: &Store, pages: &[(u64, u8)]) -> Result<Vec<PageId>> {
     Ok(store.commit(batch)?.pages)
 }
 
-/// Deletes pages, and waits until their memory is in the cache again and it has `left` blocks.
+/// Deletes pages. Waits until their memory has returned to the cache, which then has `left` blocks.
 fn delete(store: &Store, memory: &Cache, pages: &[PageId], left: u64) {
     let mut batch = store.batch();
     pages.iter().for_each(|page| _ = batch.delete(*page));
@@ -80,9 +80,8 @@ fn content(store: &Store, page: PageId) -> Vec<u8> {
     store.read_to_vec(page).unwrap()
 }
 
-/// Random operations: pages are created, written, resized and deleted, and snapshots are taken. No two pages
-/// share a byte; the store and its next open read what was written; and at the end all memory is released to
-/// the driver.
+/// Random operations create, write, resize and delete pages, and take snapshots. No two pages share a byte,
+/// the store and its next open read the written bytes, and at the end all memory is released to the driver.
 #[test]
 fn pages_in_cached_blocks_survive_reopen() {
     let Some(_) = gpu::device() else { return };
@@ -101,7 +100,7 @@ fn pages_in_cached_blocks_survive_reopen() {
                     expected.keys().nth(random.below(expected.len().max(1) as u64) as usize).copied();
                 match (random.below(8), picked) {
                     (0..4, _) | (_, None) => {
-                        // Lengths of blocks in short and in long segments.
+                        // Choose lengths of blocks in short and in long segments.
                         let bound = [600, 5000, 100_000, MIB + 300_000][random.below(4) as usize];
                         let bytes = vec![step; 1 + random.below(bound) as usize];
                         batch.create_from(bytes.clone(), PLACE);
@@ -162,7 +161,7 @@ fn counts_peaks_and_fragmentation_match_pages() {
     let lens = [512, 513, MIB, MIB + 1, 10 * MIB, 11 * MIB + 1];
     let pages = create(&store, &lens.map(|len| (len, 1))).unwrap();
     let stats = memory.cache_stats();
-    // The rest of the last block's segment is too short to be a block.
+    // The remainder of the last block's segment is too short for another block.
     let blocks = [512, 1024, MIB, MIB + 512, 10 * MIB, 12 * MIB];
     let (allocated, reserved) = (blocks.iter().sum::<u64>(), (2 + 20 + 12) * MIB);
     assert_eq!((stats.allocated_bytes, stats.reserved_bytes), (allocated, reserved));
@@ -184,7 +183,7 @@ fn counts_peaks_and_fragmentation_match_pages() {
 }
 
 /// Freed memory that work on a stream may still use is reused only for later work on the same stream, until
-/// the driver reports that the stream has completed that work.
+/// the driver reports that the stream has completed the work.
 #[test]
 fn page_never_gets_block_in_use_by_stream() {
     const LEN: u64 = 12 * MIB;
@@ -192,7 +191,7 @@ fn page_never_gets_block_in_use_by_stream() {
         let Some(caller) = Caller::new() else { return };
         let (driver, memory) = cache(u64::MAX);
         let store = open(&SimDisk::new(), &memory);
-        // Operations that may wait for the whole GPU are executed once before a stream is blocked.
+        // Run operations that may wait for the whole GPU once before a stream is blocked.
         let warm = create(&store, &[(LEN, 1), (LEN, 2), (LEN, 3)]).unwrap();
         assert!(content(&store, warm[2]) == vec![3; LEN as usize]);
         delete(&store, &memory, &warm, 0);
@@ -202,7 +201,7 @@ fn page_never_gets_block_in_use_by_stream() {
         let block = memory.allocate_on(LEN, one.raw()).unwrap();
         let hold = one.hold();
         one.copy(block, source.address, LEN);
-        // SAFETY: the work that uses it is on this stream.
+        // SAFETY: the work that uses the block is on this stream.
         unsafe { memory.free_on(block, LEN, &[one.raw()]) }.unwrap();
         let pages = create(&store, &[(LEN, 5)]).unwrap();
         let addresses = |page| store.lease(page).unwrap().address().unwrap();
@@ -214,7 +213,7 @@ fn page_never_gets_block_in_use_by_stream() {
         assert_eq!(again, block, "later work on the stream comes after the copy");
         // If two streams use a block, both must have completed their work.
         one.copy(block, source.address, LEN);
-        // SAFETY: the same.
+        // SAFETY: the work that uses the block is on these streams.
         unsafe { memory.free_on(block, LEN, &[one.raw(), other.raw()]) }.unwrap();
         other.synchronize();
         assert!(!one.is_done() && memory.allocate_on(LEN, other.raw()).unwrap() != block);
@@ -240,13 +239,13 @@ fn block_in_captured_graph_is_not_reclaimed() {
         let stream = caller.stream();
         let block = memory.allocate_on(MIB, stream.raw()).unwrap();
         let capture = stream.capture();
-        // SAFETY: nothing uses it.
+        // SAFETY: no work uses the block.
         let refused = unsafe { memory.free_on(block, MIB, &[stream.raw()]) }.unwrap_err();
         assert!(matches!(refused, Error::Refused(Refused::Stream { .. })), "{refused}");
         let stats = memory.cache_stats();
         assert_eq!((stats.blocks, stats.waiting_blocks), (1, 0), "it is still the caller's");
         drop(capture.end());
-        // SAFETY: the same.
+        // SAFETY: no work uses the block.
         unsafe { memory.free_on(block, MIB, &[stream.raw()]) }.unwrap();
         stream.synchronize();
         assert_eq!(memory.trim().unwrap(), 2 * MIB);
@@ -266,7 +265,7 @@ fn trim_returns_memory_to_driver() {
         store.trim().unwrap();
         assert_eq!(driver.limited.bytes(), LEN + 14 * MIB, "all of it is in use");
         delete(&store, &memory, &pages[..1], 2);
-        // SAFETY: allocated just now, and nothing uses it.
+        // SAFETY: the block was allocated above, and no work uses it.
         unsafe { memory.free(block, LEN) }.unwrap();
         let (held, free) = (driver.limited.bytes(), caller.free_bytes());
         assert!(held == LEN + 14 * MIB && caller.knows(page) && caller.knows(block), "{held} in the cache");
@@ -274,14 +273,14 @@ fn trim_returns_memory_to_driver() {
         assert!(store.trim().unwrap() >= LEN + 12 * MIB);
         assert_eq!(driver.limited.bytes(), 2 * MIB);
         assert!(!caller.knows(page) && !caller.knows(block), "the driver has them back");
-        // Other processes may use the GPU at the same time, but not that much of its memory.
+        // Other processes may use the GPU concurrently, but not that much of its memory.
         assert!(caller.free_bytes() >= free + LEN / 2, "{free} and then {} free", caller.free_bytes());
         assert!(content(&store, pages[1]) == vec![2; 5000], "the other page's segment stays");
     });
 }
 
-/// When the driver has no memory left, the cache releases its free blocks. If that does not suffice, the
-/// allocation fails with an error, and nothing changes.
+/// When the driver has no memory left, the cache releases its free blocks. If that is not sufficient, the
+/// allocation fails with an error, and no block changes.
 #[test]
 fn refused_allocation_first_empties_cache() {
     let Some(_) = gpu::device() else { return };
@@ -294,7 +293,7 @@ fn refused_allocation_first_empties_cache() {
     let long = create(&store, &[(40 * MIB, 4)]).unwrap()[0];
     assert_eq!((driver.limited.bytes(), refusals()), (42 * MIB, 1), "refused once, and asked again");
     assert!(content(&store, long) == vec![4; 40 * MIB as usize]);
-    // The second length is more than any GPU has.
+    // The second length exceeds the memory of any GPU.
     for len in [24 * MIB, 1 << 40] {
         let before = refusals();
         let refused = create(&store, &[(len, 5)]).unwrap_err();
@@ -309,7 +308,7 @@ fn refused_allocation_first_empties_cache() {
     assert!(content(&store, again) == vec![6; 24 * MIB as usize]);
     assert!(content(&store, pages[2]) == vec![3; 700], "a page from before");
 
-    // An allocation that the driver itself refuses.
+    // The driver itself refuses this allocation.
     let (driver, memory) = cache(u64::MAX);
     let store = open(&SimDisk::new(), &memory);
     let pages = create(&store, &[(12 * MIB, 1)]).unwrap();

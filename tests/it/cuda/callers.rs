@@ -1,4 +1,4 @@
-//! Caller-owned memory: accepted if the driver reports it as memory of this GPU, refused otherwise.
+//! Caller-owned memory is accepted if the driver reports it as memory of this GPU, and rejected otherwise.
 
 use std::sync::Arc;
 
@@ -27,7 +27,7 @@ fn caller_memory_is_used_in_place_if_known_to_driver() {
     for (place, content) in [(PLACE, 5), (Place::Pinned, 6)] {
         let memory = callers.allocate(place, 8192).unwrap();
         let address = callers.address(memory).unwrap();
-        // SAFETY: the device keeps it until it is released, below.
+        // SAFETY: the device keeps the memory until it is released below.
         let adopt = |address, len| store.caller_bytes(&unsafe { CallerMemory::from_cuda(address, len, ()) });
         let bytes = adopt(address + 16, 4096).unwrap();
         assert_eq!((bytes.place(), bytes.address()), (place, Some(address + 16)));
@@ -50,7 +50,7 @@ fn caller_memory_is_used_in_place_if_known_to_driver() {
             let refused = adopt(address, len).unwrap_err();
             assert!(matches!(refused, Error::Refused(Refused::Memory { .. })), "{what}: {refused}");
         }
-        // The memory remains its owner's: the store allocates none of its own memory there.
+        // The memory remains the owner's, so the store allocates none of its own memory there.
         let own = store.device_bytes(4096, place).unwrap();
         assert_ne!(own.address(), Some(address + 16));
         callers.release(memory).unwrap();
@@ -63,7 +63,7 @@ fn memory_of_another_gpu_is_refused() {
     let store = Store::open_on(Arc::new(SimDisk::new()), one, Options::new()).unwrap();
     let memory = other.allocate(PLACE, 4096).unwrap();
     let address = other.abilities().addresses.unwrap().address(memory).unwrap();
-    // SAFETY: the device keeps it until it is released, below.
+    // SAFETY: the device keeps the memory until it is released below.
     let refused = store.caller_bytes(&unsafe { CallerMemory::from_cuda(address, 4096, ()) }).unwrap_err();
     assert!(matches!(refused, Error::Refused(Refused::Memory { .. })), "{refused}");
     other.release(memory).unwrap();
@@ -83,7 +83,7 @@ fn wrapped_gpu_accepts_caller_memory() {
         let memory = callers.allocate(PLACE, 64).unwrap();
         let address = callers.address(memory).unwrap();
         let lent = device.abilities().lent.expect("all these devices adopt memory");
-        // SAFETY: the device keeps it until it is released, below.
+        // SAFETY: the device keeps the memory until it is released below.
         let (adopted, found) = lent.adopt(&unsafe { CallerMemory::from_cuda(address, 64, ()) }).unwrap();
         assert_eq!(found, place, "{}", device.label());
         let target = Span { memory: adopted, offset: 0, len: 64 };
@@ -91,7 +91,7 @@ fn wrapped_gpu_accepts_caller_memory() {
         let list = CommandList { commands: vec![fill], staging: vec![] };
         device.submit(Lane::Apply, list).unwrap().finish(&*device).unwrap();
         assert_eq!(content(&*callers, memory, 64), [7; 64], "{}", device.label());
-        // SAFETY: no command reads it.
+        // SAFETY: no command reads this memory.
         let nowhere = unsafe { CallerMemory::from_cuda(64, 64, ()) };
         let refused = lent.adopt(&nowhere).unwrap_err();
         assert!(matches!(refused, Error::Refused(Refused::Memory { .. })), "{refused}");
@@ -105,7 +105,7 @@ fn memory_across_mappings_is_accepted() {
     let (Some(gpu), Some(caller)) = (gpu::device(), gpu::Caller::new()) else { return };
     let segment = caller.segment(3, 4);
     let store = Store::open_on(Arc::new(SimDisk::new()), gpu, Options::new()).unwrap();
-    // SAFETY: the segment is there until the end of the test.
+    // SAFETY: the segment exists until the end of the test.
     let adopt = |address, len| store.caller_bytes(&unsafe { CallerMemory::from_cuda(address, len, ()) });
     let (mapped, within) = (3 * gpu::MAPPING_LEN, 1000);
     let bytes = adopt(segment.address + within, mapped - within).unwrap();
@@ -116,7 +116,7 @@ fn memory_across_mappings_is_accepted() {
     batch.write_device(page, 0, &bytes);
     let page = store.commit(batch).unwrap().pages[0];
     assert!(store.read_to_vec(page).unwrap() == content);
-    // After the last mapping there is no memory, although the addresses are reserved.
+    // After the last mapping, the addresses are reserved but there is no memory.
     let refused = adopt(segment.address + within, mapped).unwrap_err();
     assert!(refused.to_string().contains(&format!("has {} bytes", mapped - within)), "{refused}");
 }

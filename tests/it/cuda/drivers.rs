@@ -1,6 +1,6 @@
-//! A driver without a required function leads to an error that names the function, never to a panic.
+//! A driver without a required function causes an error that names the function, never a panic.
 //!
-//! Faulty drivers are compiled here, and put first in the library path of a child process, because a process loads a
+//! Faulty drivers are compiled here, and placed first in the library path of a child process, because a process loads a
 //! library only once.
 
 use std::ffi::OsString;
@@ -20,7 +20,7 @@ fn compiler() -> OsString {
     std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into())
 }
 
-/// Compiles a library with these entry points.
+/// Compiles a library that contains these entry points. Returns its path.
 fn driver(directory: &Path, source: &str) -> PathBuf {
     let (file, library) = (directory.join("driver.rs"), directory.join("libcuda.so"));
     std::fs::write(&file, format!("#![allow(non_snake_case)]\n{source}")).unwrap();
@@ -31,7 +31,7 @@ fn driver(directory: &Path, source: &str) -> PathBuf {
     library
 }
 
-/// Returns the source of an entry point that returns `code`, and stores `written` through its first argument.
+/// Returns the source of an entry point that stores `written` through its first argument and returns `code`.
 fn entry(name: &str, written: Option<i32>, code: u32) -> String {
     let write = written.map_or(String::new(), |value| format!("unsafe {{ *at = {value} }};"));
     format!(
@@ -39,7 +39,7 @@ fn entry(name: &str, written: Option<i32>, code: u32) -> String {
     )
 }
 
-/// Returns the source of every required entry point as one that does nothing, except the special ones.
+/// Returns the source of every required entry point except the special ones. These entry points have no effect.
 fn all_but(special: &[&str]) -> String {
     let source = include_str!("../../../src/device/cuda/driver.rs");
     let names = source.match_indices("= \"cu").map(|(at, _)| {
@@ -66,7 +66,7 @@ fn unusable_driver_is_an_error() {
         );
         return;
     }
-    // The suite may run on another machine than the one that built it, without a compiler.
+    // The suite may run on a machine that has no compiler and did not build the suite.
     if let Err(error) = Process::new(compiler()).arg("--version").output() {
         skipped("drivers that cannot be used", &format!("they take a compiler: {error}"));
         return;

@@ -1,4 +1,4 @@
-//! Requirements of the CUDA device beyond those of `device_laws`: bounded memory, the order within large lists, and
+//! Requirements of the CUDA device beyond those in `device_laws`: bounded memory, the order within large lists, and
 //! errors with a remedy.
 
 mod caching;
@@ -26,10 +26,10 @@ use crate::gpu::{self, Caller};
 use crate::kill::workload::Random;
 
 const PLACE: Place = Place::Device(0);
-/// Set in a child process: selects what the child's driver lacks.
+/// An environment variable that is set in a child process and selects the missing part of the child's driver.
 const ERRAND: &str = "REMANENT_CUDA_ERRAND";
 
-/// Runs a test of this folder in a child process, with the libraries of `directory` first in the search path.
+/// Runs a test of this folder in a child process. The libraries in `directory` are first in the search path.
 fn in_a_child(test: &str, errand: &str, directory: Option<&Path>) -> Output {
     let mut child = Process::new(std::env::current_exe().unwrap());
     child.args(["--exact", &format!("cuda::{test}"), "--nocapture"]).env(ERRAND, errand);
@@ -52,7 +52,7 @@ fn million_allocations_do_not_grow_memory() {
     let mut live: Vec<MemoryId> = Vec::new();
     let mut held = 0;
     for cycle in 0..1_000_000_u32 {
-        // Lengths from a byte to 64 KiB, short ones more often.
+        // Choose lengths from a byte to 64 KiB, with short ones more often.
         let power = random.below(17);
         let len = 1 + random.below(1 << power);
         live.push(gpu.allocate(PLACE, len).unwrap());
@@ -82,7 +82,7 @@ fn immediate_allocation_does_not_trim_driver_memory() {
     let refused = gpu.allocate_at_once(PLACE, 4 << 20).unwrap_err();
     assert!(matches!(refused, Error::OutOfMemory { place: PLACE, len } if len == 4 << 20), "{refused}");
     assert_eq!(held_on(&gpu), IDLE);
-    // Idle memory can be allocated at once, and so can memory that the driver has left.
+    // An immediate allocation can use idle memory, and memory that the driver has left.
     for len in [IDLE, 2 << 20] {
         gpu.release(gpu.allocate_at_once(PLACE, len).unwrap()).unwrap();
     }
@@ -90,8 +90,8 @@ fn immediate_allocation_does_not_trim_driver_memory() {
     assert_eq!(held_on(&gpu), 4 << 20);
 }
 
-/// A long copy is split into pieces, few of which are queued at a time, so that another thread's copies do not wait for
-/// all of them.
+/// A long copy is split into pieces, and only a few pieces are queued at a time, so that another thread's copies do not
+/// wait for all of them.
 #[test]
 fn stalled_long_copy_blocks_only_its_lane() {
     const LEN: u64 = 8 << 20;
@@ -128,7 +128,7 @@ fn stalled_long_copy_blocks_only_its_lane() {
     });
 }
 
-/// A read finds the GPU's memory exhausted, while a caller's stream waits for the read's result.
+/// A read finds the GPU's memory exhausted while a caller's stream waits for the result of the read.
 #[test]
 fn long_read_without_room_fails_immediately() {
     const LEN: u64 = 20 << 20;
@@ -139,11 +139,11 @@ fn long_read_without_room_fails_immediately() {
         let store = Store::open_on(Arc::new(SimDisk::new()), Arc::new(gpu), Options::new()).unwrap();
         let mut batch = store.batch();
         let page = batch.create(LEN, PLACE).page();
-        // The remaining memory is too short for a long allocation.
+        // The remaining memory is insufficient for a long allocation.
         let other = batch.create(LEN + (12 << 20), PLACE).page();
         batch.fill(page, 0, LEN, &[5]).fill(other, 0, 1, &[6]);
         let pages = store.commit(batch).unwrap().pages;
-        // Allocates staging memory in advance, because pinning more may wait for all work of a GPU.
+        // Allocate staging memory in advance, because pinning more memory may wait for all work of a GPU.
         let mut bytes = vec![0; LEN as usize];
         store.read(pages[0], 0, &mut bytes).unwrap();
         bytes.fill(0);
@@ -159,7 +159,7 @@ fn long_read_without_room_fails_immediately() {
     });
 }
 
-/// Reads of every length reuse the same memory. A block per length would be kept until the caller trims the device.
+/// Reads of every length reuse the same memory. One block per length would be kept until the caller trims the device.
 #[test]
 fn long_reads_retain_same_memory_for_all_lengths() {
     let Some(gpu) = gpu::device() else { return };
@@ -177,7 +177,7 @@ fn long_reads_retain_same_memory_for_all_lengths() {
     }
 }
 
-/// Bytes of GPU memory that a device holds, in use or idle.
+/// Returns the number of bytes of GPU memory that a device holds, both in use and idle.
 fn held_on(gpu: &CudaDevice) -> u64 {
     let stats = gpu.memory_stats().into_iter().find(|(place, _)| *place == PLACE);
     stats.expect("a GPU has memory").1.reserved_bytes
@@ -202,7 +202,7 @@ fn allocation_beyond_gpu_memory_is_out_of_memory() {
     gpu.release(page).unwrap();
 }
 
-/// Returns a random list of long and short copies that overlap in all ways; its staged bytes are in `payload`.
+/// Returns a random list of long and short copies that overlap in all ways. `payload` contains its staged bytes.
 fn overlapping_list(seed: u64, memories: &[MemoryId], memory_len: u64, payload: Staging) -> CommandList {
     let mut random = Random(seed);
     let payload_len = payload.len() as u64;
@@ -254,7 +254,7 @@ fn long_pieces_that_overlap_keep_the_order_of_the_list() {
             device.submit(Lane::Apply, list).unwrap();
             let list = overlapping_list(seed, &memories, LEN, payload);
             let applied = device.submit(Lane::Apply, list).unwrap().fence();
-            // Longer than one piece of a long copy, on the other lane.
+            // The list is longer than one piece of a long copy, so wait for it on the other lane.
             device.after(Lane::Drain, applied).unwrap();
             let bytes: Vec<Vec<u8>> = memories.iter().map(|memory| content(device, *memory, LEN)).collect();
             memories.into_iter().for_each(|memory| device.release(memory).unwrap());
@@ -280,7 +280,7 @@ fn unawaited_list_keeps_staging() {
         let source = StagingSpan { index: 0, offset: 0, len: LEN };
         let list = CommandList { commands: vec![Command::Upload { source, target }], staging: vec![staging] };
         drop(gpu.submit(Lane::Apply, list).unwrap());
-        // This would reuse staging memory if it had been freed.
+        // If the staging memory had been freed, this call would reuse and overwrite it.
         gpu.staging(LEN).unwrap().fill(0xEE);
     }
     let wait = gpu.submit(Lane::Apply, CommandList::default()).unwrap().fence();
@@ -291,7 +291,7 @@ fn unawaited_list_keeps_staging() {
 #[test]
 fn gpu_fault_requires_new_process() {
     if std::env::var_os(ERRAND).is_some() {
-        // The host does not check indices in GPU memory: one far out of range causes a GPU fault.
+        // The host does not check indices in GPU memory. An index far out of range causes a GPU fault.
         let gpu = gpu::device().expect("the parent had one");
         let memory = gpu.allocate(PLACE, 64).unwrap();
         let span = |offset, len| Span { memory, offset, len };

@@ -1,4 +1,4 @@
-//! Pinned memory: the host reads it without a list, and never sees a partially executed list.
+//! Pinned memory. The host reads it without a command list, and never sees a partially executed list.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,7 +16,7 @@ use remanent::{Error, Options, Place, Store};
 use super::{PLACE, content};
 use crate::gpu::{self, Caller};
 
-/// Lists that write to pinned memory in different ways, and one that only reads it.
+/// Returns lists that write to pinned memory in different ways, and one list that only reads it.
 fn lists_about(gpu: &CudaDevice, span: Span, other: Span) -> Vec<(&'static str, bool, CommandList)> {
     let staged = StagingSpan { index: 0, offset: 0, len: span.len as usize };
     let (width, piece) = (Width::W1, Span { len: 64, ..span });
@@ -90,7 +90,7 @@ fn pinned_memory_is_read_directly_unless_list_writes_to_it() {
     });
 }
 
-/// A read returns the content between two lists.
+/// A read returns the content between two lists, never within one.
 #[test]
 fn reads_of_pinned_memory_never_see_half_a_list() {
     const LEN: usize = 64 << 10;
@@ -114,7 +114,7 @@ fn reads_of_pinned_memory_never_see_half_a_list() {
             let fill = Command::Fill { target: span, pattern: [round as u8; 16], width: Width::W1 };
             let list = CommandList { commands: vec![fill], staging: vec![] };
             let pending = gpu.submit(Lane::Apply, list).unwrap();
-            // In some rounds a list is still running when the next one is queued.
+            // In some rounds, a list is still running when the next list is queued.
             if round % 4 == 0 {
                 pending.finish(&*gpu).unwrap();
                 let mut byte = [0];
@@ -137,7 +137,7 @@ fn a_pinned_page_is_read_without_a_list() {
         batch.fill(page, 0, 200_000, &[5]);
     }
     let committed = store.commit(batch).unwrap();
-    // Uses another way to wait for the lane.
+    // Use another way to wait for the lane.
     let lists = || {
         let pending = gpu.submit(Lane::Apply, CommandList::default()).unwrap();
         let value = pending.fence().value;

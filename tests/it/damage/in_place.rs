@@ -1,7 +1,7 @@
-//! Damage to a store that reuses image files in place: devices copy pages to mapped files, so a reused file
-//! keeps its length, and has bytes of older images after its last image.
+//! Damage to a store that reuses image files in place. Devices copy pages to mapped files, so a reused file
+//! keeps its length and contains bytes of older images after its last image.
 //!
-//! The files are on a memory file system, because devices cannot write to the simulated disk's.
+//! The files are on a memory file system, because devices cannot write to the files of the simulated disk.
 
 use remanent::Options;
 use remanent::device::host::HostDevice;
@@ -23,8 +23,8 @@ fn options() -> Options {
     })
 }
 
-/// Returns a cleanly closed store, the image file of its newest snapshot, and where the images in that longer
-/// file end; `None` (with a message) if there is no memory file system.
+/// Returns a cleanly closed store, the image file of its newest snapshot, and the offset at which the images
+/// end in that longer file. Returns `None` and prints a message if there is no memory file system.
 fn victim() -> Option<(Victim, FileName, u64)> {
     let folder = tempfile::tempdir_in("/dev/shm");
     let folder =
@@ -40,7 +40,7 @@ fn victim() -> Option<(Victim, FileName, u64)> {
     };
     let lens = [3000, 2000, 5000];
     let pages = commit(&|batch| lens.iter().for_each(|len| _ = batch.create(*len, Place::Device(0))));
-    // Nearly all of each page changes, so that a snapshot writes all of them.
+    // Nearly all of each page changes, so that a snapshot writes whole pages.
     let change = |batch: &mut remanent::WriteBatch, seed: u64, pages: &[PageId]| {
         for page in pages {
             let len = lens[page.0 as usize - 1] - 1;
@@ -101,7 +101,7 @@ fn damage_to_files_rewritten_in_place_is_detected_or_harmless() {
     assert_eq!((cut, traceless), (0, 0));
     assert!(whole >= at_least(100) && refused >= at_least(30), "{whole} whole, {refused} refused");
 
-    // Bits of images and spares: damage to old bytes has no effect, and no other byte is unused.
+    // Flip bits in images and spares. Damage to old bytes has no effect, and all other bytes are in use.
     let is_image = |file: FileName| file.folder() == Folder::Pages;
     let places: Vec<_> = (0..victim.files.bytes_len()).map(|number| place(&victim.files, number)).collect();
     let places: Vec<_> = places.into_iter().filter(|(file, _)| is_image(*file)).collect();

@@ -1,5 +1,5 @@
-//! Every state that a store keeps, with every kind of damage: `judge` reports no damage only if a view of
-//! each state reads correctly, and reports a state as lost only if no view of it does.
+//! Checks every kept state of a store against every kind of damage. `judge` reports no damage only if a view
+//! of each state reads correctly, and reports a state as lost only if no view of it does.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -20,8 +20,8 @@ use super::{flip, mix};
 use crate::files::{Files, State};
 use crate::with_options::With;
 
-/// Returns a store with a named snapshot between two others, of which a prune keeps one. Some later states
-/// are reachable only from the named one.
+/// Returns a store with a named snapshot between two others, one of which a prune keeps. Some later states
+/// can be reached only from the named snapshot.
 fn named_before_others() -> Subject {
     let mut work = Work::new(ImageIo::Buffered);
     work.store.snapshot().unwrap();
@@ -37,7 +37,7 @@ fn named_before_others() -> Subject {
     work.close("a named snapshot, and the log after it")
 }
 
-/// Returns a store in which nothing was pruned, so the log is kept from its beginning.
+/// Returns a store that was never pruned, so that its log is kept from the beginning.
 fn from_the_beginning() -> Subject {
     let mut work = Work::new(ImageIo::Mapped);
     work.commit(2);
@@ -49,8 +49,8 @@ fn from_the_beginning() -> Subject {
     work.close("all of the log")
 }
 
-/// Returns a store with images of batches, and with tables and images of restores, all of which later batches
-/// replace.
+/// Returns a store with images of batches, and with tables and images of restores. Later batches replace all
+/// of them.
 fn replaced_since() -> Subject {
     let options = options(ImageIo::Direct).with(|options| {
         options.images.chunk_len = Some(4096);
@@ -79,7 +79,8 @@ fn replaced_since() -> Subject {
     work.close("images and tables that were replaced")
 }
 
-/// Returns the state at a batch as a view reads it; `None` if it is damaged.
+/// Compares the state that a view of a batch reads with the expected state. Returns false if the state is
+/// damaged.
 fn state_at(what: &str, disk: &Arc<dyn Disk>, lsn: Lsn, expected: &State) -> bool {
     let is_damage = |error: &Error| {
         matches!(
@@ -140,7 +141,7 @@ fn check(what: &str, subject: &Subject, kept: &[Lsn], files: &Files, [clean, los
         let first = readable.iter().find(|(_, is_readable)| !**is_readable);
         assert_eq!(first, None, "{what}: nothing is called damaged, but the state is lost");
     }
-    // An exact snapshot has its own state without any log.
+    // The state of an exact snapshot needs no log.
     let is_complete = |start: &Start| start.role != Role::Link && start.lost_by.is_empty();
     let complete =
         verdict.starts.iter().filter(|start| is_complete(start)).filter_map(|start| start.snapshot);
@@ -212,7 +213,7 @@ fn clean_verdict_implies_readable_states() {
     }
 }
 
-/// The newest seal records the role of each snapshot: recovery can start from a named one like from any
+/// The newest seal records the role of each snapshot. Recovery can start from a named snapshot like from any
 /// other.
 #[test]
 fn states_after_named_snapshot_are_restorable_from_it() {

@@ -1,14 +1,14 @@
-//! Every kind of damage: bits flipped, sectors zeroed, files truncated, removed, swapped, extended and
-//! replaced, in a store that was closed cleanly and in one whose process was killed.
+//! Every kind of damage: flipped bits, zeroed sectors, and files that are truncated, removed, swapped,
+//! extended or replaced, in a store that was closed cleanly and in one whose process was killed.
 //!
-//! The rule (I4): an open gives the final state; or the state after an earlier batch, reports the cut, and no
-//! mark covers the lost batches; or it refuses. For a store that was closed cleanly a mark covers everything,
-//! so the result is the final state or a refusal. Expected states were read from the open store after each
-//! batch, so they do not come from the files under test.
+//! The rule (I4): an open returns the final state, or fails, or returns the state after an earlier batch and
+//! reports the cut, if no mark covers the lost batches. In a store that was closed cleanly, a mark covers
+//! every batch, so the result is the final state or an error. The expected states were read from the open
+//! store after each batch, so they do not come from the files under test.
 //!
-//! The test stores, and the stores that are opened from damaged files, use the three ways to write images in
-//! turn. `in_place.rs` has a store whose image files were overwritten in place. `sweeps.rs` selects how much
-//! is damaged.
+//! The test stores, and the stores that are opened from damaged files, use the three modes of writing images
+//! in turn. `in_place.rs` contains a store whose image files were overwritten in place. `sweeps.rs` selects
+//! how much is damaged.
 
 mod in_place;
 mod kept_states;
@@ -35,7 +35,7 @@ use crate::files::{Files, State, open, open_with, small};
 use crate::with_options::With;
 use sweeps::{Count, at_least, bits, here, is_long, sweep};
 
-/// A store's files, and its known states.
+/// The files of a store, and its known states.
 pub struct Victim {
     pub files: Files,
     /// The state after each batch.
@@ -53,16 +53,16 @@ pub struct Victim {
 enum Verdict {
     /// The final state.
     Whole,
-    /// An earlier state, with the cut reported.
+    /// An earlier state, and the cut was reported.
     Cut(Lsn),
-    /// An earlier state; the later batches were not marked, and left no trace.
+    /// An earlier state. No mark covered the later batches, and they left no trace.
     Traceless(Lsn),
-    /// No state, but an error.
+    /// No state, only an error.
     Refused,
 }
 
 impl Victim {
-    /// Returns a store with two snapshots and log after each, closed cleanly and reopened once in between.
+    /// Returns a store with two snapshots and a log after each, closed cleanly and reopened once in between.
     /// Its images are written through mappings.
     pub fn closed() -> Self {
         let (disk, states, older) = Self::build(ImageIo::Mapped);
@@ -165,14 +165,14 @@ impl Victim {
         self.try_rebuild(what, source).unwrap_or(Verdict::Refused)
     }
 
-    /// Rebuilds the state; an error contains the reason.
+    /// Rebuilds the state. Returns the damage if the state cannot be rebuilt.
     fn try_rebuild(&self, what: &str, source: &dyn ReadAt) -> Result<Verdict, Damage> {
         let rebuilt = rebuild(source, &Default::default())?;
         let end = rebuilt.end.as_ref().unwrap();
         Ok(self.judge(what, &State::rebuilt(&rebuilt), end.accepted.lsn, end.torn.as_ref()))
     }
 
-    /// Opens the files, and once more the files that the first open left.
+    /// Opens the files, and then opens the files that the first open left.
     fn open(&self, what: &str, files: &Files) -> Verdict {
         let disk = files.disk();
         // Replay by one thread and by several in windows must follow the same rule.
@@ -189,7 +189,7 @@ impl Victim {
                 let state = State::of(&store);
                 let verdict = self.judge(what, &state, recovered.position.lsn, recovered.torn.as_ref());
                 verdicts::agrees(what, files, Ok(recovered));
-                // Some opened stores also write images next to damaged ones.
+                // Some opened stores also write images in addition to the damaged ones.
                 if drawn >> 32 & 7 == 0 {
                     store.snapshot().unwrap_or_else(|error| panic!("{what}: a snapshot: {error}"));
                 }
@@ -214,7 +214,7 @@ fn open_victim(disk: &SimDisk) -> Store {
     open_by(disk, ImageIo::Buffered)
 }
 
-/// Opens such a store with a way to write images.
+/// Opens such a store with a mode of writing images.
 fn open_by(disk: &SimDisk, io: ImageIo) -> Store {
     open_with(
         disk,
@@ -223,12 +223,12 @@ fn open_by(disk: &SimDisk, io: ImageIo) -> Store {
     .unwrap()
 }
 
-/// Returns a way to write images; consecutive numbers cycle through all of them.
+/// Returns a mode of writing images. Consecutive numbers cycle through all modes.
 pub fn image_io(number: u64) -> ImageIo {
     [ImageIo::Mapped, ImageIo::Buffered, ImageIo::Direct][number as usize % 3]
 }
 
-/// Returns a hash of a case's name, the same in each run.
+/// Returns a hash of a case's name, which is equal in every run.
 pub fn draw(what: &str) -> u64 {
     what.bytes().fold(0, |drawn, byte| mix(drawn ^ u64::from(byte)))
 }
@@ -264,7 +264,7 @@ pub fn mix(number: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Returns file and offset of byte `number` of all files, as if they were concatenated.
+/// Returns the file and the offset of byte `number` of all files, as if they were concatenated.
 fn place(files: &Files, mut number: usize) -> (FileName, usize) {
     for (file, bytes) in &files.0 {
         if number < bytes.len() {
@@ -279,15 +279,15 @@ fn flip(files: &mut Files, (file, offset): (FileName, usize), bit: u64) {
     files.0.get_mut(&file).unwrap()[offset] ^= 1 << bit;
 }
 
-/// Whether the sector around a byte is all zeros, so that it has no meaning.
+/// Returns true if the sector around a byte consists of zeros and therefore has no meaning.
 fn is_in_zeros(files: &Files, (file, offset): (FileName, usize)) -> bool {
     let (bytes, from) = (&files.0[&file], offset / SECTOR_LEN * SECTOR_LEN);
     bytes[from..bytes.len().min(from + SECTOR_LEN)].iter().all(|byte| *byte == 0)
 }
 
-/// Flips a bit of every byte of every file, one at a time; in the short form, of one in eight bytes in zero
-/// sectors, which most sectors are. A refusal must name the damaged file, and a structure that begins at or
-/// before the bit.
+/// Flips a bit of every byte of every file, one at a time. In the short form, flips one in eight bytes of
+/// sectors that consist of zeros, as most sectors do. A rejection must name the damaged file, and a structure
+/// that begins at or before the bit.
 fn flip_every_byte(victim: &Victim) -> [usize; 4] {
     let count = Count::default();
     sweep(&victim.files, victim.files.bytes_len(), |files, number| {
@@ -328,7 +328,7 @@ fn bit_flip_after_kill_is_repaired_reported_or_refused() {
     assert!(enough, "{whole} whole, {cut} cut, {refused} refused");
 }
 
-/// Opens the files with a bit flipped, and asserts that a rebuild has the same result.
+/// Opens the files with a flipped bit, and asserts that a rebuild has the same result.
 fn open_flipped(victim: &Victim, files: &mut Files, place: (FileName, usize), bit: u64) -> Verdict {
     let what = format!("bit {bit} of {place:?}");
     flip(files, place, bit);
@@ -342,7 +342,7 @@ fn open_flipped(victim: &Victim, files: &mut Files, place: (FileName, usize), bi
 fn open_and_rebuild_agree_on_bit_flips() {
     for victim in [Victim::closed(), Victim::killed(), Victim::reopened()] {
         let count = Count::default();
-        // Half of the flips are in bytes that were written at some time.
+        // Half of the flips are in bytes that have been written.
         let written = |place: &(FileName, usize)| victim.files.0[&place.0][place.1] != 0;
         let places: Vec<_> =
             (0..victim.files.bytes_len()).map(|number| place(&victim.files, number)).collect();
@@ -434,8 +434,8 @@ fn mutilated_files_after_kill_lose_only_unmarked_batches() {
     mutilate(&victim.files, &foreign, |what, files| {
         let verdict = victim.open(what, files);
         assert_eq!(verdict, victim.rebuild(what, files), "{what}");
-        // The sector may contain the last batch's header. Then the log looks as if that batch was never
-        // written, and there is nothing to report.
+        // The sector may contain the last batch's header. The log then looks as if that batch was never
+        // written, and there is no cut to report.
         if let Verdict::Traceless(lsn) = verdict {
             assert!(what.contains("zeroed") && lsn.next() == victim.last, "{what}: {verdict:?}");
         }
@@ -448,8 +448,8 @@ fn mutilated_files_after_kill_lose_only_unmarked_batches() {
     );
 }
 
-/// Replaces sectors with the content of others, one at a time or two swapped, and calls `each` with the
-/// result: lost and misdirected writes.
+/// Simulates lost and misdirected writes. Replaces one sector with the content of another, or swaps two
+/// sectors, and calls `each` with the result.
 fn misplace(victim: &Victim, each: impl Fn(&str, &Files)) {
     let each = here(each);
     let with = |what: &str, sectors: &[((FileName, usize), &[u8])]| {
@@ -500,7 +500,7 @@ fn stale_or_misplaced_sector_is_detected_or_harmless() {
     }
 }
 
-/// Files with one sector that cannot be read.
+/// A source in which one sector cannot be read.
 struct BadSector<'a> {
     files: &'a Files,
     file: FileName,
@@ -551,7 +551,8 @@ fn bad_sector_after_log_end_loses_nothing() {
     let state = State::of(&store);
     store.close().unwrap();
     let files = Files::of(&disk);
-    // Header, opening seal, batch and seal have a block each; the rest of the last block was never written.
+    // The header, the opening seal, the batch and the seal occupy one block each. The rest of the last block
+    // was never written.
     // One read covers the whole segment, and must not fail because of its last sector.
     let segment = FileName::Segment(1);
     let sector = files.0[&segment].len() / SECTOR_LEN - 1;

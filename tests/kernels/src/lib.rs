@@ -38,7 +38,7 @@ pub unsafe fn launch<Row>(kernel: Kernel, rows: &[Row], seed: u64) {
 /// Every address in the pieces must be valid for the kernel's accesses, and the parts must refer to existing
 /// pieces.
 pub unsafe fn launch_apply(kernel: Kernel, parts: &[PartRow], pieces: &[PieceRow], seed: u64) {
-    // SAFETY: passed on.
+    // SAFETY: the caller upholds the contract of the called function.
     unsafe { launch_with(kernel, parts.as_ptr().cast(), parts.len(), pieces.as_ptr().cast(), seed) }
 }
 
@@ -83,7 +83,7 @@ unsafe fn launch_with(kernel: Kernel, rows: *const c_void, count: usize, pieces:
     let (mut rows, mut count, mut pieces) = (rows, count as u32, pieces);
     let mut arguments = [(&raw mut rows).cast(), (&raw mut count).cast(), (&raw mut pieces).cast()];
     let (blocks, threads) = (kernel.grid(count), kernel.threads);
-    // SAFETY: passed on.
+    // SAFETY: the caller upholds the contract of the called function.
     let launched = unsafe { launch_by_name(&name, blocks, threads, &mut arguments, seed) };
     launched.expect("all addresses are valid");
 }

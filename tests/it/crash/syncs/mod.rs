@@ -1,9 +1,9 @@
-//! Leaves out every sync once. Each acknowledgement depends on a chain of syncs; each row of this table
-//! leaves out one of them. The crashes of the same workload must then show a loss, or the engine must notice
-//! at once, because it reads back from the medium the bytes that it depends on. If a sync is redundant, the
-//! row says why, and the enumeration must find no loss.
+//! Omits every sync once. Each acknowledgement depends on a chain of syncs, and each row of this table omits
+//! one of them. The crashes of the same workload must then show a loss, or the engine must detect the
+//! omission immediately, because it reads back the bytes that it depends on from the medium. If a sync is
+//! redundant, the row states the reason, and the exploration must find no loss.
 //!
-//! [`scenes`] has the workloads, and [`rule`] selects the sync.
+//! [`scenes`] contains the workloads, and [`rule`] selects the sync.
 
 mod rule;
 mod scenes;
@@ -23,11 +23,11 @@ use scenes::Bench;
 
 /// The consequence of a missing sync.
 enum Fate {
-    /// An acknowledged batch is lost, or an intact store is refused.
+    /// An acknowledged batch is lost, or an intact store cannot be opened.
     Seen,
-    /// The engine reads back from the medium what it wrote, notices the loss and stops.
+    /// The engine reads back its writes from the medium, detects the loss and stops.
     NoticedAtOnce,
-    /// No consequence, for this reason.
+    /// The omission has no effect, for this reason.
     Harmless(&'static str),
 }
 use Fate::{Harmless, NoticedAtOnce, Seen};
@@ -183,8 +183,8 @@ fn commits() -> Vec<Row> {
     ]
 }
 
-/// Rows of restores, and of snapshots of which one is kept, so that files that a snapshot replaces are
-/// removed as soon as possible.
+/// Rows of restores, and of snapshots. Only one snapshot is kept, so that the files that a snapshot replaces
+/// are removed as soon as possible.
 fn snapshots() -> Vec<Row> {
     use scenes::{change_link, first_snapshot, folding, restoring, second_snapshot, writing_again};
     let names = Sync::Folder(Folder::Snapshots);
@@ -199,7 +199,8 @@ fn snapshots() -> Vec<Row> {
             "record that a snapshot is verified",
             first_snapshot,
             after(1, names, Sync::Window),
-            // Not because of the record itself: the frames after it depend on it in the chain.
+            // The loss is not caused by the record itself. The frames after it depend on it through the chain
+            // hash.
             Seen,
         ),
         row(
@@ -239,7 +240,7 @@ fn snapshots() -> Vec<Row> {
             "new names of spare image files",
             writing_again,
             nth(1, image_names),
-            // `image_spares::spares_hold_no_chunk_with_future_number` shows the purpose of this sync.
+            // The test `image_spares::spares_hold_no_chunk_with_future_number` shows why this sync exists.
             Harmless("the names are synced once more before a manifest names the images"),
         ),
         row("images in a file that was a spare", writing_again, nth(1, Sync::Images), NoticedAtOnce),
@@ -317,7 +318,7 @@ fn forks() -> Vec<Row> {
     ]
 }
 
-/// Levels for crashes of the workload alone, because recovery is not tested here.
+/// Levels for crashes of the workload alone, because these tests are not about recovery.
 const LEVELS: &[Level] =
     &[Level { tears: Tears::None, images_max: 40, closely_of: usize::MAX, nest_of: usize::MAX }];
 

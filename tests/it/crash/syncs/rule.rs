@@ -1,4 +1,4 @@
-//! Selects the sync to leave out.
+//! Selects the sync to omit.
 
 use remanent::error::{FileName, Folder};
 use remanent::testing::sim_disk::SyncPoint;
@@ -16,7 +16,7 @@ pub enum Sync {
     Folder(Folder),
     /// A sync of a file in a folder under its temporary name.
     Temporary(Folder),
-    /// A sync of this segment under its temporary name; spare segments have number 0.
+    /// A sync of this segment under its temporary name. Spare segments have number 0.
     TemporarySegment(u64),
 }
 
@@ -55,7 +55,7 @@ pub fn after(n: usize, other: Sync, sync: Sync) -> Rule {
 }
 
 impl Rule {
-    /// Returns a predicate for the syncs in their order; it is true for the selected one.
+    /// Returns a predicate that is called for each sync in order and returns true for the selected sync.
     pub fn chooses(self) -> impl FnMut(SyncPoint) -> bool + Send + 'static {
         let (mut to_wait_for, mut seen) = (self.after.map_or(0, |(count, _)| count), 0);
         move |point| {

@@ -1,4 +1,4 @@
-//! The workloads in which a sync is left out. Each one states the first event whose crashes are checked.
+//! The workloads in which a sync is omitted. Each workload states the first event whose crashes are checked.
 
 use remanent::disk::Disk;
 use remanent::error::{FileName, Folder};
@@ -13,10 +13,10 @@ use super::rule::Rule;
 /// The length of a chain of links that the next snapshot folds into one.
 const LINKS_MAX: usize = 8;
 
-/// The disk and the rule for a workload.
+/// The disk options and the rule of a workload.
 pub struct Bench {
     options: Options,
-    /// The sync to leave out; with `None`, the same workload must have no violation.
+    /// The sync to omit. With `None`, the same workload must cause no violation.
     rule: Option<Rule>,
     /// The first event that the missing sync may affect.
     pub from: usize,
@@ -27,7 +27,7 @@ impl Bench {
         Self { options, rule, from: 0 }
     }
 
-    /// Returns the store after another scene, with all of its syncs.
+    /// Returns the store after another scene that omitted no sync.
     fn after_scene(&self, scene: fn(&mut Bench) -> Result<Driver, Error>) -> Result<Driver, Error> {
         scene(&mut Bench::new(self.options.clone(), None))
     }
@@ -36,16 +36,16 @@ impl Bench {
         Driver::new(SimDisk::new(), self.options.clone(), Line::default(), Floors::default())
     }
 
-    /// Returns a store whose process was killed after a commit that is at least logged. Its log has the
-    /// current segment and one more, so an open has nothing to clean up.
+    /// Returns a store whose process was killed after a logged commit. The log has the current segment and
+    /// one more, so an open has nothing to clean up.
     fn killed_store(&self) -> Result<Driver, Error> {
         let driver = self.new_store();
-        // Three files: the opening segment, the one after it, and STORE. The log's thread can create no
-        // further segment.
+        // Permit three files: the opening segment, the next segment, and STORE. The log thread cannot create
+        // another segment.
         no_files_after(&driver.disk, 3);
         let store = driver.open()?;
-        // Only one commit, so that the segment has space for it however often the log's thread syncs and
-        // seals meanwhile.
+        // Make only one commit, so that the segment has space for it however often the log thread syncs and
+        // seals in the meantime.
         driver.commit(&store, &mut Writer::new("before", 1), Ack::Logged)?;
         let killed = driver.killed();
         drop(store);
@@ -64,7 +64,7 @@ impl Bench {
         Ok(driver)
     }
 
-    /// Starts to leave out the sync.
+    /// Omits the selected sync from now on.
     fn leave_out(&mut self, disk: &SimDisk) {
         self.from = disk.events();
         if let Some(rule) = self.rule {
@@ -72,7 +72,7 @@ impl Bench {
         }
     }
 
-    /// Leaves out the sync from now on, opens the store and makes `commits` durable commits.
+    /// Omits the sync from now on, opens the store and makes `commits` durable commits.
     fn open_and_commit(&mut self, driver: Driver, commits: usize) -> Result<Driver, Error> {
         self.leave_out(&driver.disk);
         let store = driver.open()?;
@@ -82,7 +82,7 @@ impl Bench {
     }
 }
 
-/// Lets the disk create `count` more files, and fails every creation after them.
+/// Lets the disk create `count` more files, and makes every later creation fail.
 fn no_files_after(disk: &SimDisk, count: usize) {
     disk.fail(DiskFault { operation: Operation::Create, skip: count, times: usize::MAX, errno: ENOSPC });
 }
@@ -114,14 +114,14 @@ pub fn creation(bench: &mut Bench) -> Result<Driver, Error> {
     bench.open_and_commit(driver, 1)
 }
 
-/// Creates a store and fills segments until the one after the first is no longer the newest: a bad header of
-/// the newest segment is harmless.
+/// Creates a store and fills segments until the second segment is no longer the newest, because a bad header
+/// of the newest segment is harmless.
 pub fn rolling_at_once(bench: &mut Bench) -> Result<Driver, Error> {
     let driver = bench.new_store();
     bench.open_and_commit(driver, 8)
 }
 
-/// Creates a store over the files of a creation that was interrupted just before STORE got its name.
+/// Creates a store over the files of a creation that was interrupted just before STORE was renamed.
 pub fn second_creation(bench: &mut Bench) -> Result<Driver, Error> {
     let first = bench.new_store();
     drop(first.open()?);
@@ -129,22 +129,22 @@ pub fn second_creation(bench: &mut Bench) -> Result<Driver, Error> {
     bench.open_and_commit(driver, 1)
 }
 
-/// Opens a killed store and commits. The log's thread creates no segment, because its sync of the folder
-/// would hide a missing one.
+/// Opens a killed store and commits. The log thread creates no segment, because its sync of the folder would
+/// hide a missing sync.
 pub fn opening(bench: &mut Bench) -> Result<Driver, Error> {
     let driver = bench.killed_store()?;
     no_files_after(&driver.disk, 2);
     bench.open_and_commit(driver, 1)
 }
 
-/// Like [`opening`], with spare segments, which become the first two segments of the new incarnation.
+/// Like [`opening`], but with spare segments, which become the first two segments of the new incarnation.
 pub fn opening_with_spares(bench: &mut Bench) -> Result<Driver, Error> {
     let driver = bench.killed_store_with_spares()?;
     no_files_after(&driver.disk, 0);
     bench.open_and_commit(driver, 1)
 }
 
-/// Like [`opening_with_spares`], and fills segments.
+/// Like [`opening_with_spares`], but also fills segments.
 pub fn rolling_with_spares(bench: &mut Bench) -> Result<Driver, Error> {
     let driver = bench.killed_store_with_spares()?;
     bench.open_and_commit(driver, 9)
@@ -162,7 +162,7 @@ pub fn opening_after_the_creation(bench: &mut Bench) -> Result<Driver, Error> {
     bench.open_and_commit(driver, 1)
 }
 
-/// Opens a store that was killed after a manifest was renamed and before its folder was synced; then commits
+/// Opens a store that was killed after a manifest was renamed and before its folder was synced. Then commits
 /// and takes another snapshot.
 pub fn opening_after_a_publish(bench: &mut Bench) -> Result<Driver, Error> {
     let driver = bench.after_scene(first_snapshot)?.killed_after("rename snapshots/");
@@ -191,8 +191,8 @@ pub fn committing(bench: &mut Bench) -> Result<Driver, Error> {
     Ok(driver)
 }
 
-/// Commits a frame that is longer than a segment to a new store. The log's thread creates no segment after
-/// it, because its sync of the folder would hide a missing one.
+/// Commits a frame that is longer than a segment to a new store. The log thread creates no later segment,
+/// because its sync of the folder would hide a missing sync.
 pub fn long_frame(bench: &mut Bench) -> Result<Driver, Error> {
     let driver = bench.new_store();
     bench.leave_out(&driver.disk);
@@ -230,7 +230,7 @@ pub fn recycling_rounds(bench: &mut Bench) -> Result<Driver, Error> {
     Ok(driver)
 }
 
-/// Opens a killed store and commits until the log's thread has filled the reserve, then some more.
+/// Opens a killed store, commits until the log thread has filled the reserve, and then commits some more.
 pub fn filling_the_reserve(bench: &mut Bench) -> Result<Driver, Error> {
     let driver = bench.killed_store()?;
     bench.leave_out(&driver.disk);
@@ -269,7 +269,7 @@ pub fn second_snapshot(bench: &mut Bench) -> Result<Driver, Error> {
     for _ in 0..5 {
         driver.commit(&store, &mut writer, Ack::Durable)?;
     }
-    // Most pages changed, so that the second snapshot is not based on the first.
+    // Change most pages, so that the second snapshot is not based on the first.
     let page = Target::Page(store.pages()?.next().expect("a page").page);
     let fill = Act::Fill { page, offset: 0, len: 4, pattern: vec![7; 4] };
     driver.commit_acts(&store, vec![fill], Ack::Durable)?;
@@ -280,7 +280,7 @@ pub fn second_snapshot(bench: &mut Bench) -> Result<Driver, Error> {
     Ok(driver)
 }
 
-/// Takes three snapshots of all pages each: the third overwrites the file that the second freed.
+/// Takes three snapshots that contain all pages. The third overwrites the file that the second freed.
 pub fn writing_again(bench: &mut Bench) -> Result<Driver, Error> {
     let driver = bench.new_store();
     let store = driver.open()?;
@@ -317,17 +317,17 @@ pub fn restoring(bench: &mut Bench) -> Result<Driver, Error> {
     Ok(driver)
 }
 
-/// Takes a snapshot, the base of a chain, and one that follows it, whose manifest names only the changes.
+/// Takes a snapshot, which is the base of a chain, and another one whose manifest names only the changes.
 pub fn change_link(bench: &mut Bench) -> Result<Driver, Error> {
     following_snapshots(bench, 1)
 }
 
-/// Takes snapshots until their chain has the maximum length, and one more, which folds it.
+/// Takes snapshots until their chain has the maximum length, and then one that folds the chain.
 pub fn folding(bench: &mut Bench) -> Result<Driver, Error> {
     following_snapshots(bench, LINKS_MAX)
 }
 
-/// Takes `count` snapshots; the sync is left out of the last one, or after it.
+/// Takes `count` snapshots. The sync is omitted in or after the last one.
 fn following_snapshots(bench: &mut Bench, count: usize) -> Result<Driver, Error> {
     let driver = bench.new_store();
     let store = driver.open()?;
