@@ -1,6 +1,6 @@
-//! The list of `tests/defences` matches the sources: each listed piece of code occurs in its file, and its
-//! test exists. `tests/defences` itself checks that the tests fail, in a copy of the sources with the
-//! switches.
+//! Checks that the list of `tests/defences` matches the sources: each listed piece of code occurs in its
+//! file, and its test exists. `tests/defences` itself checks that the tests fail, in a copy of the sources
+//! with switches.
 
 #[path = "../defences/src/list/mod.rs"]
 mod list;
@@ -29,7 +29,7 @@ fn every_defence_has_its_line_and_test() {
         }
         assert_ne!(code, instead, "{name}: without it nothing is different");
         let test = killed_by.name.rsplit("::").next().unwrap();
-        // A property test has parameters, and is indented twice.
+        // A property test has parameters and is indented twice.
         let is_declared = ["", "    ", "        "]
             .iter()
             .any(|indent| tests.contains(&format!("#[test]\n{indent}fn {test}(")));
@@ -42,7 +42,7 @@ fn every_defence_has_its_line_and_test() {
         page.contains(&format!("| {count} defences;")),
         "tests/README.md has another number than {count}"
     );
-    // Each has a switch of its own around its code, which may lie within that of another.
+    // Each defence is wrapped in its own switch, and a switch may contain another one.
     places.sort_unstable_by_key(|(file, code, _)| (*file, code.start));
     for pair in places.windows(2) {
         let [(file, code, name), (next_file, next_code, next)] = pair else { unreachable!("pairs") };

@@ -1,5 +1,5 @@
-//! Copies between device memory and stores that keep their pages elsewhere: exactly the right bytes, or an
-//! error that names the cause.
+//! Copies between device memory and stores that keep their pages elsewhere. A copy transfers exactly the
+//! right bytes, or fails with an error that names the cause.
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ use crate::kill::workload::Random;
 use crate::overlays::image_of;
 use crate::with_options::With;
 
-/// Lengths around the one from which images are read in parts, and around a view's window.
+/// Lengths around the one above which images are read in parts, and around the length of a view's window.
 const LENS: [u64; 8] = [5, 0, 4096, 70_001, (4 << 20) - 8192, (4 << 20) + 3, 9 << 20, (1 << 20) + 13];
 
 fn open(disk: &SimDisk, compression: Compression) -> Store {
@@ -39,7 +39,7 @@ fn view(disk: &SimDisk, point: Option<&StatePoint>) -> View {
     View::open_on(&(Arc::new(disk.clone()) as Arc<dyn Disk>), point).unwrap()
 }
 
-/// Returns bytes of which half are compressible.
+/// Returns random bytes, half of which are compressible.
 fn content(random: &mut Random, len: u64) -> Vec<u8> {
     let mut bytes = random.bytes(len);
     bytes.truncate(len as usize / 2);
@@ -47,7 +47,7 @@ fn content(random: &mut Random, len: u64) -> Vec<u8> {
     bytes
 }
 
-/// Creates pages with images alone, with later batches, and with no image at all.
+/// Creates pages with only an image, with later batches, and without an image.
 fn write(store: &Store, random: &mut Random) -> Vec<(PageId, Vec<u8>)> {
     let mut pages = Vec::new();
     for (at, len) in LENS.into_iter().enumerate() {
@@ -69,7 +69,7 @@ fn write(store: &Store, random: &mut Random) -> Vec<(PageId, Vec<u8>)> {
     pages
 }
 
-/// Allocates device memory that contains other bytes.
+/// Allocates device memory that contains other bytes than the pages.
 fn targets(memories: &Store, pages: &[(PageId, Vec<u8>)]) -> Vec<DeviceBytes> {
     let memory = |(_, bytes): &(PageId, Vec<u8>)| {
         let memory = memories.device_bytes(bytes.len() as u64, PLACE).unwrap();
@@ -105,13 +105,13 @@ fn view_loads_every_page_into_its_memory() {
             for (point, expected) in [(Some(StatePoint::Lsn(lsn)), &then), (None, &now)] {
                 let (view, targets) = (view(&disk, point.as_ref()), targets(&memories, expected));
                 let mut wanted = named(expected, &targets);
-                // In any order.
+                // The order of the pages does not matter.
                 wanted.reverse();
                 copier.load(&view, &wanted).unwrap();
                 for ((page, bytes), memory) in expected.iter().zip(&targets) {
                     assert!(bytes_of(memory) == *bytes, "{page} at {point:?} on {label}, {compression:?}");
                 }
-                // A page alone, without neighbours.
+                // Load a single page.
                 copier.load(&view, &named(&expected[3..4], &targets[2..3])).unwrap_err();
                 copier.load(&view, &[]).unwrap();
             }
@@ -119,7 +119,7 @@ fn view_loads_every_page_into_its_memory() {
     }
 }
 
-/// Memory that another owner allocated on the host is filled as well, with one more copy.
+/// Memory that another owner allocated on the host can also be filled. This needs one more copy.
 #[test]
 fn caller_memory_is_filled() {
     let (disk, mut random) = (SimDisk::new(), Random(4));
@@ -135,7 +135,7 @@ fn caller_memory_is_filled() {
     }
 }
 
-/// Short and long pages, in memory and on disk, are created from a part of device memory.
+/// Creates short and long pages, in memory and on disk, from a part of device memory.
 #[test]
 fn page_of_any_store_is_created_from_device_memory() {
     for device in devices() {
@@ -164,7 +164,7 @@ fn page_of_any_store_is_created_from_device_memory() {
         store.snapshot().unwrap();
         drop(store);
         check(&open(&disk, Compression::Zstd));
-        // A range beyond the end of the memory is refused.
+        // A range beyond the end of the memory is rejected.
         let store = open(&SimDisk::new(), Compression::Zstd);
         let short = Arc::new(copier.source(memories.device_bytes(9, PLACE).unwrap()).unwrap());
         let mut batch = store.batch();
@@ -202,7 +202,7 @@ fn unfillable_request_is_refused() {
     assert!(bytes_of(&memory).iter().all(|byte| *byte == 1), "nothing was written");
 }
 
-/// The error names the damaged image, whether it is loaded in parts or together with others; other pages can
+/// The error names the damaged image, whether it is loaded in parts or together with others. Other pages can
 /// be loaded.
 #[test]
 fn damage_is_reported_and_affects_only_its_page() {

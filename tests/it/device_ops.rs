@@ -1,5 +1,5 @@
-//! Deltas with bytes from device memory: log and page get the bytes that the device had, after the device
-//! checked the indices.
+//! Deltas with bytes from device memory. The log and the page get the bytes that the device memory contained,
+//! after the device checked the indices.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ use crate::kill::workload::Random;
 pub const PLACE: Place = Place::Device(0);
 const WIDTHS: [Width; 5] = [Width::W1, Width::W2, Width::W4, Width::W8, Width::W16];
 
-/// Devices that execute early, late and randomly, and a GPU if there is one.
+/// Returns devices that execute early, late and randomly, and a GPU if one is present.
 pub fn devices() -> Vec<Arc<dyn Device>> {
     let host = || Arc::new(HostDevice::new());
     let mut devices: Vec<Arc<dyn Device>> =
@@ -50,14 +50,14 @@ pub fn content(store: &Store, page: PageId) -> Vec<u8> {
     bytes
 }
 
-/// Reads the bytes of device memory.
+/// Returns the bytes of device memory.
 pub fn bytes_of(memory: &DeviceBytes) -> Vec<u8> {
     let mut bytes = vec![0; memory.byte_len() as usize];
     memory.read(0, &mut bytes).unwrap();
     bytes
 }
 
-/// Allocates device memory with these bytes.
+/// Allocates device memory that contains these bytes.
 fn born(store: &Store, bytes: &[u8]) -> DeviceBytes {
     let memory = store.device_bytes(bytes.len() as u64, PLACE).unwrap();
     memory.write(0, bytes).unwrap();
@@ -68,8 +68,8 @@ fn index_bytes(indices: &[u32]) -> Vec<u8> {
     indices.iter().flat_map(|index| index.to_le_bytes()).collect()
 }
 
-/// Adds the same random operation to two batches: one takes the bytes from the host, the other from the
-/// device.
+/// Adds the same random operation to two batches. One batch takes the bytes from the host, and the other from
+/// the device.
 fn operation(
     random: &mut Random,
     page: PageId,
@@ -110,7 +110,7 @@ fn device_bytes_are_written_like_host_bytes() {
         let (disk, host) = (SimDisk::new(), SimDisk::new());
         let (store, plain) = (open(&disk, device), open(&host, Arc::new(HostDevice::new())));
         let mut random = Random(11);
-        // Longer than what the device's fast paths for small copies handle.
+        // Use lengths beyond those of the device's fast paths for small copies.
         let lens = [100_u64, 4096, 5000, 200_001];
         let begin = lens.map(|len| random.bytes(len));
         let pages = begin.each_ref().map(|bytes| (page(&store, bytes), page(&plain, bytes)).0);
@@ -147,7 +147,7 @@ fn logged_bytes_equal_merged_bytes_despite_later_caller_writes() {
             batch.write_device(page, 0, &memory);
             store.submit(batch).unwrap();
             memory.write(0, &[step; 4096]).unwrap();
-            // The batch has the bytes that the memory had at submission.
+            // The batch contains the bytes that the memory had at submission.
             assert_eq!(content(&store, page), [step - 1; 4096], "seed {seed}");
         }
         let live = content(&store, page);
@@ -197,7 +197,7 @@ fn memory_for_callers_is_zero_at_first() {
     for device in devices() {
         let store = open(&SimDisk::new(), device);
         for _ in 0..2 {
-            // The earlier bytes of the memory are not visible.
+            // New memory must not show the bytes of an earlier allocation.
             let memory = store.device_bytes(1000, PLACE).unwrap();
             let mut bytes = [1; 1000];
             memory.read(0, &mut bytes).unwrap();
@@ -301,7 +301,7 @@ fn device_bytes_count_in_the_budget_until_dropped() {
         store.commit(batch)
     };
     for _ in 0..5 {
-        // The payload is built on the device; with its headers it is longer than the bytes that it writes.
+        // The payload is built on the device. With its headers, it is longer than the bytes that it writes.
         assert!(matches!(write(1000), Err(Error::OverBudget { .. })));
         write(900).unwrap();
     }

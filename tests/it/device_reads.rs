@@ -1,4 +1,4 @@
-//! Reads into device memory: the right bytes in the right places, all as of one batch, and no other byte changes.
+//! Reads into device memory return the right bytes in the right places, all as of one batch, and change no other byte.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,8 +13,8 @@ use remanent::{Ack, Error, PageId, Place, Store};
 use crate::device_ops::{PLACE, bytes_of, devices, open, page};
 use crate::kill::workload::Random;
 
-/// Pages in all places, short and long ranges, memory in two places: each byte is the one that a byte-by-byte copy puts
-/// there.
+/// For pages in all places, short and long ranges, and memory in two places, each byte equals the result of a
+/// byte-by-byte copy.
 #[test]
 fn each_memory_holds_its_range() {
     const LEN: u64 = 300_000;
@@ -31,7 +31,7 @@ fn each_memory_holds_its_range() {
             batch.create_from(bytes.clone(), place);
             let created = store.commit(batch).unwrap().pages[0];
             if len > 80 {
-                // Writes to pages, including the page on disk, after their images.
+                // Write to the pages after their images were written, including the page on disk.
                 let mut batch = store.batch();
                 batch.write(created, 50, &[7; 30]);
                 store.commit(batch).unwrap();
@@ -65,7 +65,8 @@ fn each_memory_holds_its_range() {
     }
 }
 
-/// Each batch writes its number to all pages, so all memories must contain the number of the requested batch.
+/// Each batch writes its number to all pages, so all memories must contain the number of the batch that the read
+/// returns.
 #[test]
 fn loaded_memories_are_of_requested_batch() {
     const LEN: u64 = 40_000;
@@ -81,12 +82,12 @@ fn loaded_memories_are_of_requested_batch() {
                 let number = (store.lsn().0 + 1 - first) as u8;
                 let mut batch = store.batch();
                 pages.iter().for_each(|page| _ = batch.fill(*page, 0, LEN, &[number]));
-                // A read waits for all batches before it, so batches must not accumulate.
+                // A read waits for all earlier batches, so batches must not accumulate.
                 store.submit(batch).unwrap().wait(Ack::Applied).unwrap();
             }
         });
         let ranges: Vec<_> = pages.iter().zip(&memory).map(|(page, memory)| (*page, 0, memory)).collect();
-        // Checked after the writer has ended, because a failure must not leave it running.
+        // Check only after the writer has ended, because a failure must not leave it running.
         let read =
             |_| store.read_device(&ranges).map(|lsn| (lsn, memory.iter().map(bytes_of).collect::<Vec<_>>()));
         let found: Vec<_> = (0..30).map(read).collect();
@@ -121,7 +122,7 @@ fn unreadable_source_or_target_is_refused() {
     );
     let foreign = Store::temporary().unwrap().device_bytes(100, PLACE).unwrap();
     assert!(matches!(refused(&[(one, 0, &foreign)]), Error::Refused(Refused::Memory { .. })));
-    // Memory that a page uses.
+    // The target is memory that a page uses.
     let mut batch = store.batch();
     batch.create_in(&memory);
     let lent = store.commit(batch).unwrap().pages[0];

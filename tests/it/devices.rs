@@ -1,5 +1,5 @@
-//! Properties of single devices beyond those of `device_laws`: refusals of the host device, late execution,
-//! injected faults.
+//! Properties of single devices beyond those in `device_laws`: rejections by the host device, late execution,
+//! and injected faults.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc;
@@ -27,7 +27,7 @@ fn host() -> Arc<dyn Device> {
     Arc::new(HostDevice::new())
 }
 
-/// The host device, and a GPU if there is one.
+/// Returns the host device, and a GPU if one is present.
 fn devices() -> Vec<Arc<dyn Device>> {
     let mut devices = vec![host()];
     if let Some(gpu) = gpu::device() {
@@ -156,7 +156,7 @@ fn ranges_that_break_the_contract_panic_on(device: Arc<dyn Device>) {
         let list = CommandList { commands: vec![command], staging: vec![staging] };
         assert!(panics(|| drop(device.submit(Lane::Apply, list))), "{name} on {}", device.label());
     }
-    // The lane is still usable after these calls.
+    // The lane remains usable after the rejected calls.
     let pending = submit(&*device, Lane::Apply, fill(ok, 1), vec![]);
     assert_eq!(pending.fence().value, 1);
     pending.finish(&*device).unwrap();
@@ -182,8 +182,8 @@ fn unknown_fence_panics() {
     }
 }
 
-/// Staging memory that, when a list writes to it, lets another thread allocate, and records whether that
-/// succeeded.
+/// Staging memory that lets another thread allocate memory when a list writes to it, and records whether the
+/// allocation succeeded.
 struct AllocatesMeanwhile {
     bytes: Vec<u8>,
     device: Arc<dyn Device>,
@@ -282,7 +282,7 @@ fn late_device_runs_lists_lazily() {
     assert_eq!((device.reached(Lane::Apply), on_inner()), (0, vec![POISON; 4]));
     device.wait(pending[1].fence()).unwrap();
     assert_eq!((device.reached(Lane::Apply), on_inner()), (2, vec![2; 4]), "as far as was waited for");
-    // The other lane has to wait for the remaining lists.
+    // The other lane must wait for the remaining lists.
     device.after(Lane::Drain, pending[2].fence()).unwrap();
     let drained = submit(&device, Lane::Drain, fill(span(memory, 0, 1), 9), vec![]);
     assert_eq!(device.reached(Lane::Apply), 2);
@@ -303,7 +303,7 @@ fn late_device_overwrites_undefined_bytes() {
     let returned = submit(&device, Lane::Apply, download, returned).finish(&device).unwrap();
     assert_eq!(returned[0][..], [1, 2, 3, 4, 5, 6], "what the list did not read is not");
 
-    // A device that does not execute its list is detected by the poison bytes in the download.
+    // The poison bytes in the download reveal a device that does not execute its list.
     let lying = LateDevice::new(Arc::new(DoesNothing));
     let download = Command::Download { source: span(memory, 0, 4), target: staged(4) };
     let returned =
@@ -397,7 +397,7 @@ fn injected_fault_hits_its_call_and_propagates() {
                 let remedy = if context_lost { Remedy::NewProcess } else { Remedy::Reopen };
                 assert_eq!(error.remedy(), remedy, "{error}");
                 assert!(error.to_string().contains(&format!("{call:?}")), "{error}");
-                // A lost context is not recovered.
+                // The store cannot recover from a lost context.
                 assert_eq!(make(&device, memories[2], stream).is_err(), context_lost, "{call:?}");
             }
         }
@@ -514,6 +514,6 @@ fn fault_under_late_device_stops_lane_and_its_waiters() {
     device.wait(before).unwrap();
     assert_eq!((device.reached(Lane::Apply), device.reached(Lane::Drain)), (1, 0));
     assert!(matches!(device.submit(Lane::Drain, CommandList::default()), Err(Error::Device { .. })));
-    // No queued command uses the memory any more.
+    // No queued command still uses the memory.
     device.release(memory).unwrap();
 }

@@ -1,5 +1,5 @@
-//! Working copies that are compared by digests: whole chunks are captured, each change once, and unchanged
-//! chunks need no memory.
+//! Working copies that are compared by digests. Whole chunks are captured, each change is captured once, and
+//! unchanged chunks need no memory.
 
 use std::sync::{Arc, Mutex};
 
@@ -54,10 +54,10 @@ fn digest_capture_logs_changed_chunks() {
         assert!(content(&store, page) == plain, "round {round}");
     }
     assert!(copy.epoch() > epoch);
-    // Bytes that are written without a change.
+    // Write bytes that are equal to the current bytes.
     copy.bytes().write(100, &plain[100..5000]).unwrap();
     assert_eq!(chunks_captured(&store, &copy), 0);
-    // Changed and changed back: both are captured.
+    // Change a byte, then revert the change. Both captures log the chunk.
     for byte in [9, plain[3]] {
         copy.bytes().write(3, &[byte]).unwrap();
         assert_eq!(chunks_captured(&store, &copy), 1);
@@ -79,13 +79,13 @@ fn ranges_are_widened_to_chunks() {
     expected[CHUNK as usize..2 * CHUNK as usize].fill(1);
     expected[5 * CHUNK as usize..].fill(1);
     assert!(content(&store, page) == expected);
-    // Changes outside of the captured ranges remain to be captured; captured ones do not.
+    // Changes outside of the captured ranges are still uncaptured. Changes inside are not captured again.
     assert_eq!(chunks_captured(&store, &copy), 4);
     assert!(content(&store, page).iter().all(|byte| *byte == 1));
 }
 
-/// Memory that was stored in a page becomes its working copy: there are no digests yet, so all of it is
-/// captured.
+/// Memory that was stored as a page becomes the page's working copy. There are no digests yet, so the first
+/// capture logs all of it.
 #[test]
 fn nothing_is_known_before_the_first_capture_of_stored_memory() {
     let store = host();
@@ -93,7 +93,7 @@ fn nothing_is_known_before_the_first_capture_of_stored_memory() {
     let tensor = store.device_bytes(3 * CHUNK, PLACE).unwrap();
     tensor.write(0, &vec![7; 3 * CHUNK as usize]).unwrap();
     let copy = store.working_copy_in(page, &tensor, Width::W1, Shadow::Digest, InitialCopy::Store).unwrap();
-    // A part is captured first: the rest remains unknown.
+    // Capture a part first. The digests of the rest are still unknown.
     let mut batch = store.batch();
     batch.capture_ranges(&copy, &[0..1, 5..6]);
     store.commit(batch).unwrap();
@@ -116,7 +116,7 @@ fn changes_found_by_refused_batch_are_found_again() {
     assert_eq!(content(&store, page)[CHUNK as usize], 1);
 }
 
-/// When a caller's kernel writes to a working copy that is being captured.
+/// The time at which a caller's kernel writes to a working copy that is being captured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Moment {
     /// After the copy was compared.
@@ -125,15 +125,15 @@ enum Moment {
     Gathered,
 }
 
-/// A host device that simulates such a kernel.
+/// A host device that simulates a kernel that writes during a capture.
 struct Meddling {
     inner: HostDevice,
-    /// When to write; taken once.
+    /// The time of the write, or `None` after the write.
     at: Mutex<Option<Moment>>,
 }
 
 impl Meddling {
-    /// Writes to two of three chunks: one that was found changed, and one that was not.
+    /// Writes to two of three chunks: one that the comparison found to be changed, and one that it did not.
     fn meddle(&self, lane: Lane, copy: Span) {
         let fill = |chunk: u64| Command::Fill {
             target: Span { offset: chunk * CHUNK, len: 8, ..copy },
@@ -175,7 +175,7 @@ impl Device for Meddling {
 }
 
 /// The kept digests are those of the captured bytes. If they were computed from the compared bytes, or from
-/// the later content of the copy, a change in between would never be captured.
+/// the later content of the copy, a concurrent change would never be captured.
 #[test]
 fn a_change_in_the_middle_of_a_capture_is_not_lost() {
     for (place, moment) in [PLACE, Place::Disk]
@@ -193,7 +193,7 @@ fn a_change_in_the_middle_of_a_capture_is_not_lost() {
         let tensor = store.device_bytes(3 * CHUNK, PLACE).unwrap();
         let copy =
             store.working_copy_in(page, &tensor, Width::W1, Shadow::Digest, InitialCopy::Load).unwrap();
-        // A third of a page on disk is changed, which is captured as an image of the whole page.
+        // A third of a page on disk changes. The capture writes an image of the whole page.
         copy.bytes().write(100, &[1]).unwrap();
         *device.at.lock().unwrap() = Some(moment);
         capture(&store, &copy).unwrap();
@@ -209,8 +209,8 @@ fn a_change_in_the_middle_of_a_capture_is_not_lost() {
     }
 }
 
-/// The state is in the caller's memory and on disk, without another copy: apart from the tensor, a capture
-/// needs one piece of 32 MiB and the digests' key.
+/// The state exists in the caller's memory and on disk, without another copy. In addition to the tensor, a
+/// capture needs one piece of 32 MiB and the key of the digests.
 #[test]
 fn capture_memory_is_one_wave() {
     const WAVE: u64 = 32 << 20;
@@ -233,7 +233,7 @@ fn capture_memory_is_one_wave() {
     let tensor = store.device_bytes(LEN, PLACE).unwrap();
     let copy = store.working_copy_in(page, &tensor, Width::W1, Shadow::Digest, InitialCopy::Load).unwrap();
     let mut plain = vec![0_u8; LEN as usize];
-    // A few chunks are logged; a half is written as an image; more than one piece is logged.
+    // A few chunks are logged, half of the page is written as an image, and more than one piece is logged.
     let rounds = [(5, LEN / CHUNK / 3), (5, 2), (9, 1), (11, 5)];
     for (salt, every) in rounds {
         for chunk in (0..LEN / CHUNK + 1).step_by(every as usize) {

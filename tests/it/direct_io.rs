@@ -1,14 +1,14 @@
-//! The image I/O that tests combine with each kind of log I/O; and direct logs, if the folder for temporary
-//! files supports them. Otherwise tests use a buffered log and print a message, bypassing the capture of test
-//! output.
+//! The image I/O that tests combine with each kind of log I/O, and direct logs if the folder for temporary
+//! files supports them. If not, tests use a buffered log and print a message that bypasses the capture of
+//! test output.
 
 use std::io::Write;
 
 use remanent::disk::{Disk, dir::DirDisk};
 use remanent::options::{ImageIo, LogIo};
 
-/// Returns the image I/O for a log I/O, so that tests that iterate over the three log I/Os cover the three
-/// image I/Os as well.
+/// Returns the image I/O for a log I/O, so that tests that iterate over the three kinds of log I/O also cover
+/// the three kinds of image I/O.
 pub fn image_io(log_io: LogIo) -> ImageIo {
     match log_io {
         LogIo::Mapped => ImageIo::Mapped,

@@ -1,4 +1,4 @@
-//! Captures of pages on disk: the state is in the caller's memory and on disk, not in the store's memory.
+//! Captures of pages on disk. The state exists in the caller's memory and on disk, not in the store's memory.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,7 +22,7 @@ const CHUNK: u64 = 64 << 10;
 const PAGE: u64 = 16 * CHUNK;
 const SHADOWS: [Shadow; 2] = [Shadow::Kept(Place::Host), Shadow::Digest];
 
-/// Allocates caller's memory of the length of a page, for kernels to write.
+/// Allocates caller memory for kernels to write. It contains these bytes.
 fn tensor(store: &Store, bytes: &[u8]) -> remanent::device::DeviceBytes {
     let tensor = store.device_bytes(bytes.len() as u64, Place::Device(0)).unwrap();
     tensor.write(0, bytes).unwrap();
@@ -36,7 +36,7 @@ fn image_bytes(disk: &SimDisk) -> u64 {
     names.iter().map(|name| files.0[name].len() as u64).sum()
 }
 
-/// The state is in the caller's memory and on disk only. Changes are found with a shadow.
+/// The state exists only in the caller's memory and on disk. A shadow finds the changes.
 #[test]
 fn working_copy_of_disk_page_is_captured() {
     let host = || Arc::new(HostDevice::new()) as Arc<dyn Device>;
@@ -49,7 +49,7 @@ fn working_copy_of_disk_page_is_captured() {
 
 fn stands_for_a_page_on_disk(shadow: Shadow, device: &Arc<dyn Device>) {
     const LEN: usize = 600 << 10;
-    // Digests find chunks of 64 KiB.
+    // Digests detect changes per chunk of 64 KiB.
     let few = if shadow == Shadow::Digest { 96 << 10 } else { 4096 };
     let disk = SimDisk::new();
     let reopen = || Store::open_on(Arc::new(disk.clone()), device.clone(), uncompressed()).unwrap();
@@ -57,7 +57,7 @@ fn stands_for_a_page_on_disk(shadow: Shadow, device: &Arc<dyn Device>) {
     let mut plain = random.bytes(LEN as u64);
     let mut store = reopen();
     let page = commit(&store, |batch| _ = batch.create_from(plain.clone(), Place::Disk))[0];
-    // The page also has a change after its image.
+    // The page also changes after its image was written.
     plain[70..80].fill(1);
     commit(&store, |batch| _ = batch.write(page, 70, &[1; 10]));
 
@@ -76,7 +76,7 @@ fn stands_for_a_page_on_disk(shadow: Shadow, device: &Arc<dyn Device>) {
     assert!(in_memory(&copy) == plain, "what was loaded");
     assert_eq!(store.page(page).unwrap().place, Place::Disk);
 
-    // A few changed elements are logged.
+    // A few changed elements are stored in the log.
     let capture = |store: &Store, plain: &mut Vec<u8>, changes: &[std::ops::Range<usize>], salt: u8| {
         for range in changes {
             plain[range.clone()].iter_mut().for_each(|byte| *byte = byte.wrapping_add(salt));
@@ -89,7 +89,7 @@ fn stands_for_a_page_on_disk(shadow: Shadow, device: &Arc<dyn Device>) {
     };
     let (logged, in_images) = capture(&store, &mut plain, &[4..8, 9000..9100, LEN - 4..LEN], 3);
     assert!(logged < few && in_images == 0, "{logged} bytes in the log, {in_images} in images");
-    // A large change is written as an image, once.
+    // A large change is written once, as an image.
     let (logged, in_images) = capture(&store, &mut plain, std::slice::from_ref(&(100..LEN / 2)), 5);
     assert!(logged < 4096 && in_images >= LEN as u64, "{logged} bytes in the log, {in_images} in images");
     assert_eq!(store.stats().pending_bytes, 0, "the image has all of them");
@@ -109,13 +109,13 @@ fn stands_for_a_page_on_disk(shadow: Shadow, device: &Arc<dyn Device>) {
     assert!(matches!(refused, Err(Error::Conflict { .. })), "{refused:?}");
     store.reload(&copy).unwrap();
     assert!(in_memory(&copy) == plain, "what was loaded again");
-    // In the other direction: new memory is captured, which replaces the whole page.
+    // New memory is captured, which replaces the whole page.
     let fresh = random.bytes(LEN as u64);
     let memory = tensor(&store, &fresh);
     let copy = store.working_copy_in(page, &memory, Width::W1, shadow, InitialCopy::Store).unwrap();
     commit(&store, |batch| _ = batch.capture(&copy));
     assert!(store.read_to_vec(page).unwrap() == fresh);
-    // The same copy is captured after the page moved to memory, and back to disk.
+    // The same copy is captured after the page moves to memory, and after it moves back to disk.
     let mut plain = fresh;
     for (place, at) in [(Place::Host, 10), (Place::Disk, 20), (Place::Pinned, 30)] {
         move_to(&store, page, place);
@@ -133,8 +133,8 @@ fn stands_for_a_page_on_disk(shadow: Shadow, device: &Arc<dyn Device>) {
     }
 }
 
-/// Captured changes of a page on disk stay in memory until the next snapshot. If they exceed the budget before that,
-/// pages are written whole, starting with the most changed ones.
+/// Captured changes of a page on disk stay in memory until the next snapshot. If they would exceed the budget, pages
+/// are written whole, starting with the pages that have the most changes.
 #[test]
 fn pages_with_too_many_changes_are_written_whole() {
     for shadow in SHADOWS {
@@ -151,8 +151,8 @@ fn pages_with_too_many_changes_are_written_whole() {
             store.working_copy_in(*page, &memory, Width::W1, shadow, InitialCopy::Load).unwrap()
         };
         let copies: Vec<_> = pages.iter().zip(&plain).map(copy).collect();
-        // Number of changed chunks of each page, out of 16: never more than a quarter. There is memory for four pages
-        // with such changes.
+        // Number of changed chunks of each page, out of 16, never more than a quarter. The memory suffices for four
+        // pages with such changes.
         let rounds =
             [([1, 2, 3, 4], 2..=2), ([4, 1, 1, 1], 1..=3), ([0, 0, 1, 0], 0..=1), ([4, 4, 4, 4], 3..=4)];
         for (round, (chunks, expected)) in rounds.into_iter().enumerate() {
@@ -173,7 +173,7 @@ fn pages_with_too_many_changes_are_written_whole() {
             }
             assert!(store.stats().pending_bytes <= 800 << 10);
         }
-        // If other operations take almost all memory, no capture has enough.
+        // If other operations use almost all memory, no capture has enough.
         store.snapshot().unwrap();
         let other = commit(&store, |batch| _ = batch.create(PAGE, Place::Disk))[0];
         for copy in &copies {
@@ -194,8 +194,8 @@ fn pages_with_too_many_changes_are_written_whole() {
     }
 }
 
-/// A page moves to memory and back during a whole-page capture: the image that was written for the page on disk must
-/// not be used for a page in memory.
+/// A page moves to memory and back during a capture of the whole page. The image that was written for the page on disk
+/// must not be used for the page in memory.
 #[test]
 fn a_page_moves_while_it_is_captured() {
     SHADOWS.into_iter().for_each(a_page_moves_while_it_is_captured_with);
@@ -209,7 +209,7 @@ fn a_page_moves_while_it_is_captured_with(shadow: Shadow) {
     let memory = tensor(&store, &[0; LEN]);
     let copy = store.working_copy_in(page, &memory, Width::W1, shadow, InitialCopy::Load).unwrap();
     let is_over = AtomicBool::new(false);
-    // Captures the page, and returns whether the capture wrote an image.
+    // Captures the page. Returns true if the capture wrote an image.
     let capture = |round: u8| {
         copy.bytes().write(0, &[round; LEN]).unwrap();
         let logged = store.stats().log.bytes;
@@ -237,7 +237,7 @@ fn a_page_moves_while_it_is_captured_with(shadow: Shadow) {
     }
 }
 
-/// A capture that conflicts with another change has written its image for nothing, and removes it.
+/// A capture that conflicts with another change removes the image that it wrote.
 #[test]
 fn refused_capture_removes_its_image() {
     SHADOWS.into_iter().for_each(an_image_of_a_capture_that_is_refused_goes_with);

@@ -48,7 +48,7 @@ fn folder_refused<T>(result: Result<T>, folder: &Path, reason: ErrorKind) {
     }
 }
 
-/// Runs `test` in a thread without root's right to ignore permissions.
+/// Runs `test` in a thread that is subject to file permissions, even if the user is root.
 fn as_ordinary_user(test: impl FnOnce() + Send) {
     std::thread::scope(|scope| {
         let ordinary = scope.spawn(|| {
@@ -132,7 +132,7 @@ fn permission_denied_is_reported() {
     for path in [disk.path(), &log] {
         permit(path, 0o700);
     }
-    // The refused attempt has left no lock.
+    // The failed attempt left no lock.
     disk.lock().unwrap();
 }
 
@@ -146,7 +146,7 @@ fn store_opens_in_unreadable_folder() {
     std::fs::set_permissions(&outer, std::fs::Permissions::from_mode(0o300)).unwrap();
     as_ordinary_user(|| {
         disk.make_folder(Folder::Root).unwrap();
-        // No store is created there, because its directory's name could not be made durable.
+        // No store is created there, because the name of its directory could not be made durable.
         let new = DirDisk::new(outer.join("new"));
         folder_refused(new.make_folder(Folder::Root), new.path(), ErrorKind::PermissionDenied);
     });

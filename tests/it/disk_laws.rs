@@ -1,5 +1,5 @@
-//! All disks behave the same: random calls on a real directory, through each kind of window, and on the simulated disk
-//! have the same results, and leave the same bytes and names.
+//! All disks behave identically. Random calls on a real directory, through each kind of window, and on the simulated
+//! disk return the same results and leave the same bytes and names.
 
 use std::io::ErrorKind;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use remanent::{Error, Result, SnapshotId};
 
 const BLOCK: u64 = 4096;
 
-/// A call to the disk; each `usize` is the index of a file or handle.
+/// A call to the disk. Each `usize` is the index of a file or handle.
 #[derive(Clone, Debug)]
 enum Call {
     Create(usize),
@@ -29,10 +29,10 @@ enum Call {
     SyncAndReadPast(usize, u64, usize),
     SyncAndReadProven(usize, u64, usize),
     Put(usize, u64, Vec<u8>),
-    /// Reserves space: offset and length, in blocks of 4 KiB.
+    /// Reserves space. The numbers are the offset and the length in blocks of 4 KiB.
     Reserve(usize, u64, u64),
     Cut(usize, u64),
-    /// Writes a block of 4 KiB with direct I/O: its number, and the byte that fills it.
+    /// Writes a block of 4 KiB with direct I/O. The numbers are that of the block, and the byte that fills it.
     WriteDirect(usize, u64, u8),
     /// Writes bytes to the end of a partial mapping.
     PutIntoPart(usize, u64, Vec<u8>),
@@ -65,7 +65,7 @@ fn call() -> impl Strategy<Value = Call> {
     ]
 }
 
-/// The result of a call: bytes that were read, or the kind of the error.
+/// The result of a call: the bytes that were read, or the kind of the error.
 type Answer = std::result::Result<Vec<u8>, ErrorKind>;
 
 fn answer(result: Result<Vec<u8>>) -> Answer {
@@ -89,7 +89,7 @@ impl Subject {
         Self { disk, io, open: [None, None, None] }
     }
 
-    /// Makes the call. On a slot without an open file, calls that need one return nothing.
+    /// Makes the call. If the slot has no open file, a call that needs one returns an empty result.
     fn call(&mut self, call: &Call) -> Answer {
         let read = |len: usize, read: &dyn Fn(&mut [u8]) -> Result<()>| {
             let mut out = vec![0; len];
@@ -176,7 +176,7 @@ impl Subject {
             },
             Call::PutIntoPart(slot, offset, bytes) => match &self.open[*slot] {
                 Some(file) if !bytes.is_empty() && offset + bytes.len() as u64 <= file.len().unwrap() => {
-                    // A hole has no allocated space, which a partial mapping needs.
+                    // A hole has no allocated space, and a partial mapping needs allocated space.
                     let end = offset + bytes.len() as u64;
                     file.reserve(*offset, end).unwrap();
                     let start = offset / 2;

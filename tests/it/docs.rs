@@ -1,11 +1,11 @@
-//! Files, threads and API items that the pages in `docs/` name must exist.
+//! Checks that the files, threads and API items named in `docs/` exist.
 
 use std::fs;
 use std::path::Path;
 
 use super::layout::read;
 
-/// The pages that describe the code, with the folders in which the files that they name are looked up.
+/// The pages that describe the code, and the folders in which the named files are looked up.
 const PAGES: &[(&str, &[&str])] = &[
     ("docs/architecture.md", &["", "src"]),
     ("docs/concurrency.md", &["", "src"]),
@@ -45,7 +45,7 @@ fn every_thread_is_documented() {
     assert!(started > 10, "threads are not recognized");
 }
 
-/// Returns the link definitions of a page that point to sources: name and source.
+/// Returns the link definitions of a page that point to sources, as pairs of name and source.
 fn defined_links(page: &str) -> Vec<(&str, &str)> {
     let links = page.lines().filter_map(|line| line.strip_prefix("[`")?.split_once("`]: ../"));
     links.filter(|(_, file)| file.ends_with(".rs")).collect()

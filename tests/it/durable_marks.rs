@@ -1,5 +1,5 @@
-//! Durable batches are marked as durable, and marked batches are durable. Later opens judge damage by these
-//! marks (I4). Direct reads detect a disk whose syncs have no effect (I6).
+//! Durable batches are marked as durable, and marked batches are durable. Later opens use these marks to
+//! distinguish damage from a torn tail (I4). Direct reads detect a disk whose syncs have no effect (I6).
 
 use std::sync::Arc;
 
@@ -40,18 +40,18 @@ fn frames(disk: &SimDisk) -> Vec<FrameHeader> {
     frames.map(|frame| *frame.unproven()).collect()
 }
 
-/// Returns the disk as a kill of the process leaves it now.
+/// Returns the disk state after a kill of the process now.
 fn killed(disk: &SimDisk) -> SimDisk {
     disk.after_kill(Moment { event: disk.events(), tear: None })
 }
 
-/// An outdated mark has no consequence as long as nothing is damaged, and no crash reveals it. So each mark
-/// is checked here.
+/// A stale mark has no effect until bytes are damaged, and no crash reveals it. Therefore each mark is
+/// checked here.
 #[test]
 fn every_frame_carries_the_newest_durable_batch() {
     let disk = SimDisk::new();
     let store = open(&disk).unwrap();
-    // By batch: the newest batch that was known to be durable when it was submitted.
+    // For each batch, the newest batch that was known to be durable at its submission.
     let (mut known, mut durable) = (vec![Lsn(0)], Lsn(0));
     for step in 0..40 {
         known.push(durable);
@@ -78,7 +78,7 @@ fn seal_follows_busy_period() {
     let store = open(&disk).unwrap();
     for _ in 0..3 {
         let lsn = commit(&store, Ack::Logged);
-        // No call requests the seal: the log writes it by itself.
+        // No call requests the seal. The log writes it automatically.
         let covers = |frame: &FrameHeader| frame.kind == FrameKind::Seal && frame.durable == lsn;
         while !frames(&disk).iter().any(covers) {
             std::thread::yield_now();
@@ -86,7 +86,7 @@ fn seal_follows_busy_period() {
     }
 }
 
-/// A batch after a pause finds as many prepared segments as one without a pause.
+/// A batch after a pause finds as many prepared segments as a batch without a pause.
 #[test]
 fn seal_in_new_segment_creates_next() {
     watched("a roll", || {
@@ -97,7 +97,7 @@ fn seal_in_new_segment_creates_next() {
                 std::thread::yield_now();
             }
         };
-        // These files are created before anything is committed.
+        // These files are created before the first commit.
         wait_for(&[FileName::Segment(3), FileName::Spare(0), FileName::Spare(1)]);
         let mut batch = store.batch();
         batch.note("x".repeat(5000));
@@ -125,7 +125,7 @@ fn unsynced_write_is_detected_at_next_open() {
     commit(&store, Ack::Durable);
     disk.skip_syncs(|point| matches!(point, SyncPoint::Window(_)));
     let lied_about = commit(&store, Ack::Durable);
-    // The frame of this batch records that the previous one is durable.
+    // The frame of this batch records that the previous batch is durable.
     commit(&store, Ack::Durable);
     let left = killed(&disk);
     drop(store);
@@ -152,14 +152,14 @@ fn reads_past_the_cache(segments_min: usize) -> usize {
     reopened.calls(Operation::ReadBypassingCache)
 }
 
-/// A follower that reads the log to its end has read from the medium what was not in the page cache. A replay
-/// of the same log then needs no further read.
+/// A follower that reads the log to its end has verified the bytes on the medium. A replay of the same log
+/// then needs no more direct reads.
 #[test]
 fn a_log_is_read_from_the_medium_once() {
     assert_eq!(reads_past_the_cache(20), reads_past_the_cache(5));
 }
 
-/// Images that a snapshot names, and the record of that snapshot, prove nothing about other images.
+/// The images that a snapshot names, and the record of that snapshot, do not prove other images.
 #[test]
 fn unsynced_batch_image_is_detected_at_next_open() {
     let disk = SimDisk::new();
@@ -180,16 +180,16 @@ fn unsynced_batch_image_is_detected_at_next_open() {
     }
 }
 
-/// Returns this thread's number of minor page faults: the tenth field of its `stat`, whose second field is a
-/// name.
+/// Returns the number of minor page faults of this thread. This number is the tenth field of its `stat` file,
+/// whose second field is a name.
 fn faults() -> u64 {
     let stat = std::fs::read_to_string("/proc/thread-self/stat").unwrap();
     let (_, behind_name) = stat.rsplit_once(')').unwrap();
     behind_name.split_whitespace().nth(7).unwrap().parse().unwrap()
 }
 
-/// On a busy disk a page fault waits for the disk, and all committers wait for the thread with the fault. So
-/// another thread touches the log's memory first.
+/// On a busy disk, a page fault waits for the disk, and all committers wait for the thread that caused it.
+/// Another thread therefore touches the log's memory first.
 #[test]
 fn busy_log_memory_is_prefaulted_for_committers() {
     let directory = tempfile::tempdir().unwrap();
@@ -220,7 +220,7 @@ fn busy_log_memory_is_prefaulted_for_committers() {
         of_rounds.push(faults() - before);
     }
     // Each round writes 11 pages. The memory is touched after the sync is counted, so on a busy machine a
-    // committer may come first in some rounds.
+    // committer may touch it first in some rounds.
     of_rounds.sort_unstable();
     assert!(of_rounds[of_rounds.len() / 2] < 2, "{of_rounds:?}");
 }

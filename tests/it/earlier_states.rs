@@ -1,4 +1,4 @@
-//! Read-only views of earlier states: while a writer works, on damaged stores, and on file systems without locks.
+//! Read-only views of earlier states: during writes, of damaged stores, and on file systems without locks.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -49,7 +49,7 @@ fn newest(disk: &SimDisk) -> Result<View> {
     View::open_on(&(Arc::new(disk.clone()) as Arc<dyn Disk>), None)
 }
 
-/// Asserts that all bytes are those of the view's batch.
+/// Asserts that all bytes have the values that the view's batch wrote.
 fn check(old: &View, pages: &[PageId]) {
     for page in pages {
         let mut bytes = vec![0; LEN];
@@ -70,7 +70,7 @@ fn every_batch_in_window_can_be_viewed() {
         }
     }
     let (id, snapshots, last) = (store.id(), store.snapshots(), store.lsn());
-    // An open store seals when it has nothing else to do.
+    // An open store writes a seal when it is idle.
     drop(store);
     let events = disk.events();
     let window = snapshots[0].end.0..=last.0;
@@ -116,7 +116,7 @@ fn view_without_store_is_refused() {
     assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
 }
 
-/// Pages that share no image: damage to one image makes only its page unreadable.
+/// The pages share no image, so damage to an image makes only one page unreadable.
 #[test]
 fn damage_affects_only_its_page() {
     let disk = SimDisk::new();
@@ -166,7 +166,7 @@ fn log_damage_loses_only_later_states() {
     }
 }
 
-/// Readers run while a writer commits, takes snapshots and recycles: they read the state of their batch.
+/// Readers always read the state of their batch while a writer commits, takes snapshots and recycles segments.
 #[test]
 fn readers_see_one_state_while_a_writer_recycles() {
     let disk = SimDisk::new();
@@ -177,7 +177,7 @@ fn readers_see_one_state_while_a_writer_recycles() {
     read_while_store_commits(store, || Store::open_read_only(&path), false);
 }
 
-/// Without locks readers cannot keep their state, so they may be overtaken.
+/// Without locks, readers cannot keep their state, so they may be overtaken.
 #[test]
 fn readers_without_hold_are_overtaken_or_correct() {
     let disk = SimDisk::new();
@@ -185,15 +185,15 @@ fn readers_without_hold_are_overtaken_or_correct() {
     read_while_written(&disk, || View::open_on(&unheld, None), true);
 }
 
-/// A writer may remove images of a snapshot while it keeps the manifest, as a link of later ones, and the log after it.
-/// A reader without a lock then lost its state, and nothing is damaged.
+/// A writer may remove images of a snapshot but keep its manifest as a link of later snapshots, and the log after it. A
+/// reader without a lock has then lost its state, but no file is damaged.
 #[test]
 fn images_removed_behind_kept_link_are_not_damage() {
     let disk = SimDisk::new();
     let store = open_with(&disk, small().retention(Retention::new().snapshots_kept(1))).unwrap();
     let pages = three_pages(&store);
     rewrite(&store, &pages);
-    // Further pages that do not change, so that a snapshot of one page is based on the previous snapshot.
+    // Create more pages that do not change, so that a snapshot of one page is based on the previous snapshot.
     let mut batch = store.batch();
     (0..40).for_each(|_| _ = batch.create_from(vec![7; 40], Place::Host));
     store.commit(batch).unwrap();
@@ -221,7 +221,8 @@ fn images_removed_behind_kept_link_are_not_damage() {
     }
 }
 
-/// A writer locks a state against readers while it removes it: on a busy disk for longer than many attempts take.
+/// A writer locks a state against readers while it removes the state. On a busy disk, this takes longer than many
+/// attempts of a reader.
 #[test]
 fn a_reader_waits_until_a_removal_ends() {
     let disk = SimDisk::new();
@@ -265,7 +266,7 @@ fn read_while_store_commits(store: Store, look: impl Fn() -> Result<View> + Sync
                         *seen.lock().unwrap().entry(old.lsn().0).or_default() += 1;
                         match old.blame(pages[0], 3..9) {
                             Ok(changes) => check_changes(&changes, pages[0], old.lsn()),
-                            // The reader does not keep other states than its own.
+                            // The reader keeps only its own state.
                             Err(Error::Overtaken { .. }) => {}
                             Err(error) => panic!("at {}: {error}", old.lsn()),
                         }
@@ -309,7 +310,7 @@ fn check_changes(changes: &[ValueChange], page: PageId, last: Lsn) {
     assert_eq!((newest.lsn, newest.after.as_deref()), (last, Some(&content(page, last.0)[3..9])));
 }
 
-/// Sets a flag when dropped: its thread ended, even by a panic.
+/// Sets a flag when dropped, so that other threads notice that its thread ended, even by a panic.
 pub struct Ends<'a>(pub &'a AtomicBool);
 
 impl Drop for Ends<'_> {
@@ -318,12 +319,12 @@ impl Drop for Ends<'_> {
     }
 }
 
-/// Returns a disk whose files can be neither locked nor linked, like read-only media.
+/// Returns a disk whose files can be neither locked nor linked, as on read-only media.
 pub fn unlockable(disk: &SimDisk) -> Arc<dyn Disk> {
     Arc::new(HoldsBy(disk.clone(), |_| Ok(Hold::Impossible)))
 }
 
-/// A disk that locks states with the given function, and whose files cannot be linked.
+/// A disk on which the given function locks states, and whose files cannot be linked.
 struct HoldsBy<H>(SimDisk, H);
 
 impl<H: Fn(SnapshotId) -> Result<Hold> + Send + Sync + 'static> Disk for HoldsBy<H> {
@@ -392,7 +393,7 @@ impl<H: Fn(SnapshotId) -> Result<Hold> + Send + Sync + 'static> Disk for HoldsBy
     }
 }
 
-/// A state locked by a reader is kept beyond retention, and removed after its release.
+/// A state that a reader locks is kept longer than retention requires, and removed after its release.
 #[test]
 fn held_pages_stay_until_released() {
     let disk = SimDisk::new();
@@ -410,7 +411,7 @@ fn held_pages_stay_until_released() {
         }
         store.snapshot().unwrap();
     }
-    // These images are read for the first time: no file was removed.
+    // These images are read for the first time, so this read proves that no file was removed.
     check(&old, &pages);
     check(&other, &pages);
     drop(old);
@@ -426,8 +427,9 @@ fn held_pages_stay_until_released() {
     assert!(matches!(window, Error::NoSuchState(NoSuchState::OutsideWindow { .. })), "{window}");
 }
 
-/// The writer reuses the first segment after a reader listed the store's files, and before the reader locks the
-/// beginning of the log. The reader, which has the file open, must not take it for a log that has just begun.
+/// The writer reuses the first segment after a reader listed the store's files and before the reader locks the
+/// beginning of the log. The reader, which has the file open, must not treat the reused segment as the beginning of a
+/// log.
 #[test]
 fn recycled_beginning_is_not_a_restorable_state() {
     let disk = SimDisk::new();
@@ -450,7 +452,7 @@ fn recycled_beginning_is_not_a_restorable_state() {
     check(&old, &pages);
 }
 
-/// Returns a disk as left by a kill this number of batches after the snapshot. None of them may be synced.
+/// Returns the disk state after a kill this number of batches after the snapshot. None of these batches may be synced.
 fn killed_after(batches: usize) -> (SimDisk, Vec<PageId>) {
     let disk = SimDisk::new();
     let store = open_with(&disk, small().ack(Ack::Logged)).unwrap();
@@ -470,8 +472,8 @@ fn segments(disk: &SimDisk) -> BTreeSet<u64> {
     names.iter().filter_map(number).collect()
 }
 
-/// A writer that recovers copies the batches that may be in the page cache alone, and removes their segments. A reader
-/// that is reading these segments keeps them.
+/// A recovering writer copies the batches that may exist only in the page cache, and removes their segments. The
+/// segments that a reader is reading are kept.
 #[test]
 fn recovering_writer_keeps_segments_held_by_reader() {
     let mut went = 0;
@@ -495,7 +497,7 @@ fn recovering_writer_keeps_segments_held_by_reader() {
     assert!(went > 0, "no segment went without a reader");
 }
 
-/// The writer recovers after a reader listed the store's files, and before the reader locks any.
+/// The writer recovers after a reader listed the store's files and before the reader locks any of them.
 #[test]
 fn segments_removed_before_hold_are_not_damage() {
     for batches in 1..30 {
@@ -510,7 +512,7 @@ fn segments_removed_before_hold_are_not_damage() {
     }
 }
 
-/// The beginning of the log is locked as number 0.
+/// The beginning of the log is locked with number 0.
 #[test]
 fn log_beginning_can_be_held() {
     let disk = SimDisk::new();
@@ -572,7 +574,7 @@ fn read_only_directory_is_readable() {
     store.snapshot().unwrap();
     rewrite(&store, &pages);
     drop(store);
-    // As in a copy on read-only media: there is no file to lock.
+    // A copy on read-only media has no files to lock.
     for file in ["READERS", "LOCK"] {
         std::fs::remove_file(path.join(file)).unwrap();
     }
@@ -581,7 +583,7 @@ fn read_only_directory_is_readable() {
     assert!(!path.join("READERS").exists() && !path.join("LOCK").exists());
 }
 
-/// Commits and takes snapshots until the log's first segments are removed. The last operation is a snapshot.
+/// Commits and takes snapshots until the first segments of the log are removed. The last operation is a snapshot.
 fn forget_the_beginning(store: &Store, pages: &[PageId]) {
     for _ in 0..20 {
         (0..5).for_each(|_| _ = rewrite(store, pages));
@@ -598,7 +600,7 @@ fn blame_lists_each_changing_batch_in_retained_range() {
     let lsns: Vec<Lsn> = (0..4).map(|_| rewrite(&store, &pages)).collect();
     store.snapshot().unwrap();
     let mut batch = store.batch();
-    // A write of equal bytes is no change, and neither are writes to other pages.
+    // A write of equal bytes does not count as a change, and writes to other pages do not either.
     batch.write(pages[0], 0, &content(pages[0], lsns[3].0)).write(pages[1], 0, b"other").note("nothing");
     store.commit(batch).unwrap();
     let mut batch = store.batch();
@@ -624,8 +626,8 @@ fn blame_lists_each_changing_batch_in_retained_range() {
     }
     assert!(matches!(view.blame(PageId(77), 0..1), Err(Error::UnknownPage { page: PageId(77) })));
 
-    // After the log before a snapshot was removed, the snapshot's version of the page is the first known one. A view
-    // keeps that log.
+    // After the log before a snapshot is removed, the history starts with the snapshot's version of the page. An open
+    // view would keep that log, so close it first.
     drop((view, then, store));
     let store = open_with(&disk, small().retention(Retention::new().snapshots_kept(1))).unwrap();
     forget_the_beginning(&store, &pages);
@@ -641,14 +643,14 @@ fn blame_lists_each_changing_batch_in_retained_range() {
     assert!(matches!(refused, Error::Limit { found: 65_537, limit: 65_536, .. }), "{refused}");
 }
 
-/// A snapshot that is kept only because others follow it may have lost images of its own, so it is no starting point of
-/// the history.
+/// A snapshot that is kept only as a link of later snapshots may have lost images of its own, so the history cannot
+/// start from it.
 #[test]
 fn followed_links_are_not_history() {
     let disk = SimDisk::new();
     let store = open_with(&disk, small().retention(Retention::new().snapshots_kept(1))).unwrap();
     let pages = three_pages(&store);
-    // Further pages that do not change, so that a snapshot of the three is based on the previous one.
+    // Create more pages that do not change, so that a snapshot of the three pages is based on the previous snapshot.
     let mut batch = store.batch();
     (0..40).for_each(|_| _ = batch.create_from(vec![7; 40], Place::Host));
     store.commit(batch).unwrap();
@@ -685,7 +687,7 @@ fn blame_stops_at_damaged_image() {
         }
     }
     assert!(damaged > 0);
-    // Far from the requested bytes, but within the image.
+    // The damage is far from the requested bytes but within the image.
     let told = view.blame(pages[0], 3..9);
     assert!(matches!(told, Err(Error::Damaged(_))), "{told:?}");
     view.blame(pages[1], 3..9).unwrap();

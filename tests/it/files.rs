@@ -1,5 +1,5 @@
-//! A store directory as a map of files, which tests damage, rebuild from and open; and the state of a store
-//! as its caller sees it.
+//! A store directory as a map of files, which tests damage, rebuild and open. Also the state of a store as
+//! its caller sees it.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,8 +15,9 @@ use remanent_format::state::rebuild::RebuiltStore;
 pub use crate::archive::Files;
 
 impl Files {
-    /// Reads the files that a process sees on a disk, except those that exist only to be locked. A store may
-    /// be open there: if a file is created, renamed or removed meanwhile, it is read again.
+    /// Reads the files that a process sees on a disk, except files that exist only to be locked. A store may
+    /// be open on the disk. If a file is created, renamed or removed in the meantime, all files are read
+    /// again.
     pub fn of(disk: &SimDisk) -> Self {
         let names = || -> Vec<FileName> {
             let folders = [Folder::Root, Folder::Log, Folder::Pages, Folder::Snapshots];
@@ -37,7 +38,7 @@ impl Files {
         }
     }
 
-    /// Returns a disk that has these files durably.
+    /// Returns a disk that durably contains these files.
     pub fn disk(&self) -> SimDisk {
         let disk = SimDisk::new();
         for folder in Folder::INNER {
@@ -64,7 +65,7 @@ impl Files {
         self.0.keys().copied().filter(|file| wanted(*file)).collect()
     }
 
-    /// The segments of the log.
+    /// Returns the names of the log segments.
     pub fn segments(&self) -> Vec<FileName> {
         self.names(|file| matches!(file, FileName::Segment(_)))
     }
@@ -79,7 +80,7 @@ pub struct State {
 }
 
 impl State {
-    /// The state of an open store, read from its memory.
+    /// Reads the state of an open store.
     pub fn of(store: &Store) -> Self {
         let pages: Vec<PageInfo> = store.pages().unwrap().collect();
         let read = |info: &PageInfo| {
@@ -94,7 +95,7 @@ impl State {
         }
     }
 
-    /// The state that a rebuild computed.
+    /// Returns the state that a rebuild computed.
     pub fn rebuilt(rebuilt: &RebuiltStore) -> Self {
         Self {
             pages: rebuilt.table.pages().collect(),

@@ -1,5 +1,5 @@
-//! The disk usage of a closed store: little more than the pages of the states that it keeps. Usage is counted
-//! in blocks, including those of directories, like `du` does.
+//! The disk usage of a closed store is only slightly larger than the pages of its kept states. Usage is
+//! counted in blocks, including those of directories, as `du` does.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -19,7 +19,7 @@ use crate::machine::mounts::Mount;
 use crate::machine::skipped;
 use crate::with_options::With;
 
-/// Bytes allowed in addition to 1.1 times the pages.
+/// Number of bytes allowed in addition to 1.1 times the length of the pages.
 const ALLOWANCE: u64 = 256 << 10;
 const MIB: usize = 1 << 20;
 
@@ -52,8 +52,8 @@ fn delete(store: &Store, pages: &[PageId]) {
     store.commit(batch).unwrap();
 }
 
-/// Returns the bytes of log kept for an older snapshot: all segments except the last one with frames and the
-/// empty one.
+/// Returns the number of log bytes that are kept for an older snapshot: all segments except the last one with
+/// frames and the empty one.
 fn kept_log(directory: &Path) -> u64 {
     let entries = std::fs::read_dir(directory.join("log")).unwrap().map(|entry| entry.unwrap());
     let segments = entries.filter_map(|entry| {
@@ -65,7 +65,7 @@ fn kept_log(directory: &Path) -> u64 {
     segments.iter().rev().skip(2).map(|(_, bytes)| bytes).sum()
 }
 
-/// What a process does with a store, and the bytes of the states that the store keeps.
+/// The operations of a process on a store, and the length of the states that the store keeps.
 struct Shape {
     name: &'static str,
     snapshots_kept: usize,
@@ -79,7 +79,7 @@ fn shapes() -> Vec<Shape> {
         shape("no pages", 2, 0, |_| {}),
         shape("24 bytes", 2, 24, |store| _ = create(store, 1, 24)),
         shape("one page of 1 MiB", 2, MIB, |store| _ = create(store, 1, MIB)),
-        // The log still contains the deleted pages and the first segment of 64 KiB.
+        // The log still contains the deleted pages. The first segment has 64 KiB.
         shape("100 small pages, half of them deleted", 2, 100_000 + (64 << 10), |store| {
             let pages = create(store, 100, 1000);
             delete(store, &pages[50..]);
@@ -99,7 +99,7 @@ fn shapes() -> Vec<Shape> {
             }
             store.prune(&store.retention()).unwrap();
         }),
-        // The older snapshot and the log after it are kept as well, including the page in the last segment.
+        // The older snapshot and the log after it are also kept, including the page in the last segment.
         shape("two kept snapshots", 2, 3 * MIB, |store| {
             let pages = create(store, 1, MIB);
             for round in 0..3 {
@@ -127,7 +127,7 @@ fn footprints(log_io: LogIo) {
         let allowed = kept_bytes as u64 + kept_bytes as u64 / 10 + ALLOWANCE;
         for opened in 0..3 {
             let found = blocks_of(directory.path());
-            // Only a state with an older snapshot keeps log.
+            // Only a state with an older snapshot keeps log segments.
             let log = if name.starts_with("two kept") { kept_log(directory.path()) } else { 0 };
             let allowed = allowed + log;
             assert!(found <= allowed, "{log_io}, {name}, opened {opened} times: {found} bytes of {allowed}");
@@ -143,8 +143,8 @@ fn closed_store_takes_little_more_than_its_pages() {
     [LogIo::Mapped, LogIo::Buffered, direct_io::log_io()].into_iter().for_each(footprints);
 }
 
-/// A segment from which a close left out frames has a hole. If a mapped log used it again, a full disk would
-/// end the process.
+/// A segment from which a close omitted frames has a hole. If a mapped log reused the segment, a full disk
+/// would kill the process with SIGBUS.
 #[test]
 fn segment_with_hole_is_not_reused() {
     let directory = tempfile::tempdir().unwrap();
@@ -169,7 +169,7 @@ fn segment_with_hole_is_not_reused() {
             .collect()
     };
     let store = open();
-    // The frames are in one segment and are left out. The segment stays, because the next replay begins in it.
+    // The frames are in one segment and are omitted. The segment stays, because the next replay begins in it.
     let pages = create(&store, 1, 300_000);
     (0..5).for_each(|round| rewrite(&store, &pages, 300_000, round));
     store.snapshot().unwrap();
@@ -213,14 +213,14 @@ fn segments_shrink_on_a_nearly_full_disk() {
         .snapshots(SnapshotSchedule::new().interval(None));
     let store = Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options).unwrap();
     let pages = fill(&store);
-    // A busy machine makes fewer spares in time, and then fewer pages fit.
+    // On a busy machine, fewer spares are created in time, so fewer pages fit.
     assert!(pages.len() >= 7, "only {} pages of 1 MiB on 24 MiB", pages.len());
     delete(&store, &pages);
     store.snapshot().unwrap();
     store.close().unwrap();
 }
 
-/// Pages can take most of a small file system, and the space of deleted pages is freed completely.
+/// Pages can use most of a small file system, and the space of deleted pages is freed completely.
 #[test]
 fn small_file_system_can_be_filled_repeatedly() {
     let folder = tempfile::tempdir().unwrap();
@@ -270,7 +270,7 @@ fn ineffective_sync_at_close_loses_nothing() {
     assert_eq!(State::of(&store), state);
 }
 
-/// A close that cannot create files leaves a store that opens, without temporary files.
+/// A close that cannot create files leaves a store that opens, and no temporary files.
 #[test]
 fn close_on_a_full_disk_loses_nothing() {
     let disk = SimDisk::new();
@@ -295,7 +295,8 @@ fn close_on_a_full_disk_loses_nothing() {
     assert_eq!(State::of(&store), state);
 }
 
-/// If the replay of the older of two snapshots begins in an earlier segment, all frames of the last one stay.
+/// If the replay of the older of two snapshots begins in an earlier segment, all frames of the last segment
+/// stay.
 #[test]
 fn close_keeps_frames_of_kept_snapshots() {
     let disk = SimDisk::new();

@@ -1,8 +1,8 @@
-//! Damage to stores with pages on disk: an image, an overlay over one, an image that a capture wrote, and
-//! later changes in the log.
+//! Damage to stores with pages on disk: an image, an overlay over an image, an image that a capture wrote,
+//! and later changes in the log.
 //!
-//! An open does not read images that were verified before, so the damage is found when the page is read. Then
-//! the error names the file, all other pages are readable, and the store continues to work.
+//! An open does not read images that were verified before, so the damage is detected when the page is read.
+//! The error then names the file, all other pages can be read, and the store continues to work.
 
 use crate::with_options::With;
 use remanent::Options;
@@ -24,10 +24,10 @@ fn bytes(seed: u64, len: u64) -> Vec<u8> {
     (0..len).map(|at| mix(seed << 32 | at) as u8).collect()
 }
 
-/// Returns a cleanly closed store with a page that has an overlay, a captured page, one that the log changed
-/// after its image, an unchanged one, and one in memory.
+/// Returns a cleanly closed store with these pages: one with an overlay, one that was captured, one that the
+/// log changed after its image, one that is unchanged, and one in memory.
 pub fn victim() -> Victim {
-    // Long enough that a capture writes an image.
+    // Length of the captured page, which is long enough for a capture to write an image.
     const CAPTURED_LEN: u64 = 6 << 10;
     let disk = SimDisk::new();
     let mut states = BTreeMap::new();
@@ -105,12 +105,12 @@ pub fn changed(victim: &Victim, files: &Files) -> Vec<FileName> {
 struct Outcomes {
     whole: usize,
     refused: usize,
-    /// How often each page could not be read in an open store.
+    /// Number of opened stores in which each page could not be read.
     pages: BTreeMap<PageId, usize>,
 }
 
 impl Outcomes {
-    /// Opens damaged files and reads everything. At most `pages_max` pages may be unreadable.
+    /// Opens damaged files and reads all pages. At most `pages_max` pages may be unreadable.
     fn add(&mut self, victim: &Victim, what: &str, files: &Files, pages_max: usize) {
         let changed = changed(victim, files);
         let state = &victim.states[&victim.last];
@@ -205,8 +205,8 @@ fn bit_flip_on_disk_page_is_detected_and_affects_only_it() {
         flip(files, place, bit);
     });
     let Outcomes { whole, refused, pages } = outcomes.into_inner().unwrap();
-    // The pages with an overlay and with plain images. The captured image is verified by the open, because
-    // nothing has read it back before.
+    // Pages with an overlay and pages with plain images could not be read. The open verifies the captured
+    // image, because it has not been read back before.
     assert!(pages.len() >= 3 && pages.values().all(|count| *count >= at_least(10)), "{pages:?}");
     assert!(whole >= at_least(10) && refused >= at_least(10), "{whole} whole, {refused} refused");
 }

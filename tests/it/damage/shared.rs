@@ -1,5 +1,6 @@
-//! Failures known from other stores, one test each: damage to bytes that all snapshots share, copies with
-//! wrong checksums, tables that are newer than their restore, and files that are shorter than their mapping.
+//! Failures known from other stores, with one test each: damage to bytes that all snapshots share, copies
+//! with wrong checksums, tables that are newer than their restore, and files that are shorter than their
+//! mapping.
 
 use std::fs;
 
@@ -18,7 +19,7 @@ use super::verdicts::{Work, options};
 use crate::files::{Files, open_with};
 use crate::with_options::With;
 
-/// Number of read calls of an open for which no snapshot is usable.
+/// Returns the number of read calls of an open that finds no usable snapshot.
 fn reads_of_an_open(files: &Files, damaged: FileName) -> usize {
     let disk = files.disk();
     let reads = || {
@@ -30,14 +31,14 @@ fn reads_of_an_open(files: &Files, damaged: FileName) -> usize {
     let calls = reads() - before;
     match opened {
         Err(Error::Damaged(damage)) => assert_eq!(damage.file, damaged),
-        // The whole log exists, so no snapshot is needed.
+        // The log is complete, so no snapshot is needed.
         Ok(store) => assert_eq!(store.recovered().snapshot, None),
         Err(error) => panic!("{error}"),
     }
     calls
 }
 
-/// Returns a store with this many snapshots that share the image of one page, and log after them.
+/// Returns a store with this many snapshots that share the image of one page, and with a log after them.
 fn with_snapshots(count: u64) -> Files {
     let options = options(ImageIo::Buffered).with(|options| {
         options.retention.snapshots_kept = 100;
@@ -70,7 +71,7 @@ fn shared_damage_costs_open_linear_reads() {
         ("the log", |files| {
             let survey = Survey::read(files).unwrap();
             let base = survey.candidates().next().unwrap().unwrap().unwrap();
-            // The first batch after the newest snapshot, which later frames record as durable.
+            // Find the first batch after the newest snapshot. Later frames record this batch as durable.
             let mut walk = LogWalk::new(files, &survey.log, base.redo, survey.mark()).unwrap();
             let (segment, offset) = loop {
                 let frame = walk.next().unwrap().expect("a batch follows");
@@ -94,7 +95,7 @@ fn shared_damage_costs_open_linear_reads() {
     }
 }
 
-/// If both copies have wrong checksums, neither is used, and neither overwrites the other.
+/// If both copies have wrong checksums, neither copy is used, and neither overwrites the other.
 #[test]
 fn repair_never_uses_copy_with_bad_checksum() {
     for name in [None, Some("kept")] {
@@ -126,7 +127,7 @@ fn repair_never_uses_copy_with_bad_checksum() {
             } else {
                 assert_eq!((from, disk.bytes(file)), (Some(newest), Some(sound.clone())), "{what}");
             }
-            // A view of the last state has the same content.
+            // In all cases, the open recovers the last state.
             assert_eq!(store.lsn(), *subject.states.keys().next_back().unwrap(), "{what}");
         }
     }
@@ -167,7 +168,7 @@ fn a_table_that_is_newer_than_its_restore_is_refused_at_open() {
     work.commit(1);
     let subject = work.close("a restore");
     let mut files = subject.files;
-    // The snapshot after a restore would make the restore's table irrelevant.
+    // Remove the snapshot after the restore, which would make the restore's table irrelevant.
     let newest = *files.names(|file| matches!(file, FileName::Manifest(_))).last().unwrap();
     files.0.remove(&newest);
     let opened = |files: &Files| {
@@ -203,8 +204,8 @@ fn a_table_that_is_newer_than_its_restore_is_refused_at_open() {
     }
 }
 
-/// A process that is killed while a file grows leaves it at any length. If it were mapped at its full length,
-/// the next process would get SIGBUS at its first store.
+/// A process that is killed while a file grows can leave the file at any length. If the next process mapped
+/// such a file at its full length, its first store to the missing part would raise SIGBUS.
 #[test]
 fn truncated_file_crashes_no_other_process() {
     let options = || {

@@ -1,9 +1,9 @@
 //! Selects how much is damaged: a sample of all damage, everything, or a part of everything.
 //!
-//! With `REMANENT_DAMAGE=every` each bit of every byte is flipped, by rebuild and by open, each file is truncated to
-//! every length, and each sector is replaced by all of its older versions; each sweep prints a row of counts. That
-//! takes hours of CPU time. `REMANENT_DAMAGE=3/16` does the third of sixteen parts: single-threaded processes (`taskset
-//! --cpu-list 3`) are faster than threads of one process, which contend when they map memory.
+//! With `REMANENT_DAMAGE=every`, each bit of every byte is flipped, for a rebuild and an open, each file is truncated
+//! to every length, and each sector is replaced by all of its older versions. Each sweep prints a row of counts. The
+//! run takes hours of CPU time. `REMANENT_DAMAGE=3/16` runs the third of sixteen parts. Single-threaded processes
+//! (`taskset --cpu-list 3`) are faster than the threads of one process, which contend when they map memory.
 
 use std::cell::Cell;
 use std::num::NonZeroUsize;
@@ -18,7 +18,7 @@ use crate::size::sized;
 /// A sample has one in this number of cases. The number is odd, because in some sweeps even and odd cases differ.
 const SAMPLE_ONE_OF: usize = 5;
 
-/// The part to damage, from 0, and the number of parts, if everything is to be damaged; `None` for a sample.
+/// The index of the part to damage, from 0, and the number of parts. `None` to damage only a sample.
 static LONG: LazyLock<Option<(usize, usize)>> = LazyLock::new(|| {
     let told = std::env::var("REMANENT_DAMAGE").ok()?;
     let part = || {
@@ -34,16 +34,16 @@ static LONG: LazyLock<Option<(usize, usize)>> = LazyLock::new(|| {
     )
 });
 
-/// The part to damage, from 0, and the number of parts.
+/// The index of the part to damage, from 0, and the number of parts.
 static PART: LazyLock<(usize, usize)> =
     LazyLock::new(|| LONG.unwrap_or_else(|| sized((0, SAMPLE_ONE_OF), (0, 1))));
 
-/// Whether everything is damaged in every way.
+/// Returns true if all files are damaged in every way.
 pub fn is_long() -> bool {
     LONG.is_some()
 }
 
-/// Whether a case belongs to the selected part.
+/// Returns true if a case belongs to the selected part.
 fn is_here(number: usize) -> bool {
     let (part, parts) = *PART;
     number % parts == part
@@ -55,7 +55,7 @@ pub fn bits(number: usize) -> Range<u64> {
     if is_long() { 0..8 } else { random..random + 1 }
 }
 
-/// Returns the minimum count for the selected part if the minimum for everything is `count`.
+/// Returns the minimum count for the selected part, given the minimum count for all parts.
 pub fn at_least(count: usize) -> usize {
     count / PART.1
 }
@@ -126,7 +126,7 @@ impl Count {
         count.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Returns, and in the long form prints, the counts of whole, cut, traceless and refused.
+    /// Returns the numbers of whole, cut, traceless and refused results. Also prints them in the long form.
     #[expect(clippy::print_stdout, reason = "a row of the table that the long form comes to")]
     pub fn get(&self, sweep: &str) -> [usize; 4] {
         let counts = [&self.whole, &self.cut, &self.traceless, &self.refused];

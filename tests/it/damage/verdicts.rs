@@ -1,6 +1,6 @@
-//! `remanent_format::judge` must agree with the engine: its verdict on damaged files is compared with an open
-//! of the same files, also for stores with named, exact and restored snapshots, with released names, and for
-//! a fork.
+//! Checks that `remanent_format::judge` agrees with the engine. Its verdict on damaged files is compared with
+//! an open of the same files, also for stores with named, exact and restored snapshots, with released names,
+//! and for a fork.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -22,7 +22,7 @@ use super::{draw, flip, image_io, mix};
 use crate::files::{Files, State, open_with, small};
 use crate::with_options::With;
 
-/// Returns the pages that the verdict reports as damaged in the state where recovery starts.
+/// Returns the pages that the verdict reports as damaged in the state that recovery starts from.
 pub fn damaged_pages(verdict: &Verdict) -> BTreeSet<PageId> {
     verdict.start().iter().flat_map(|start| &start.damaged_pages).map(|(page, _)| *page).collect()
 }
@@ -56,7 +56,8 @@ pub fn agrees(what: &str, files: &Files, opened: Opened<'_>) -> Option<(Survey, 
             }
             for said in &recovered.harmless {
                 let mut judged = skipped.iter().copied().chain(&verdict.lost).chain(&end.harmless);
-                // A reader of one structure names the batch that needs it; a reader of a whole file does not.
+                // Damage found by reading one structure names the batch that needs the structure. Damage
+                // found by reading a whole file does not.
                 let is_it = |damage: &Damage| {
                     (damage.file, damage.offset, &damage.defect) == (said.file, said.offset, &said.defect)
                 };
@@ -199,7 +200,7 @@ fn restored_in_the_log() -> Subject {
     work = work.reopen();
     work.commit(1);
     let subject = work.close("a restore with no snapshot of its own");
-    // The files after a crash directly after the restore, before its snapshot is published.
+    // Create the files after a crash directly after the restore, before its snapshot is published.
     let newest = subject.files.names(|file| matches!(file, FileName::Manifest(_)));
     let mut files = subject.files;
     files.0.remove(newest.last().unwrap());
@@ -240,8 +241,9 @@ fn reopened() -> Subject {
     work.close("several incarnations")
 }
 
-/// Returns a store with pages on disk: for some the newest snapshot has the image, or an overlay over an
-/// older one; one changed since; and the image of one came with its batch, and no snapshot names it yet.
+/// Returns a store with several pages on disk. For some, the newest snapshot has the image, or an overlay
+/// over an older image. One page has changed since. The image of one page was written with its batch, and no
+/// snapshot names it yet.
 fn on_disk() -> Subject {
     // Pages longer than a few bytes may have overlays.
     let options = options(ImageIo::Mapped).with(|options| {
@@ -261,8 +263,8 @@ fn on_disk() -> Subject {
     work.close("pages on disk")
 }
 
-/// Damages one store in all ways. Returns how many opens succeeded and failed, and how many snapshots were
-/// usable.
+/// Damages one store in all ways. Returns the numbers of opens that succeeded, of opens that failed, and of
+/// usable snapshots.
 fn damage_all(subject: &Subject) -> [usize; 3] {
     let files: Vec<FileName> = subject.files.0.keys().copied().collect();
     let written: Vec<(FileName, usize)> = subject
@@ -324,7 +326,7 @@ fn damage_all(subject: &Subject) -> [usize; 3] {
 }
 
 /// Reads an open store, and asserts that it is in `state` except for pages on disk with reported damage.
-/// Returns those.
+/// Returns these damaged pages.
 fn check_pages(what: &str, store: &Store, state: &State) -> BTreeSet<PageId> {
     let mut damaged = BTreeSet::new();
     for info in &state.pages {
@@ -342,7 +344,7 @@ fn check_pages(what: &str, store: &Store, state: &State) -> BTreeSet<PageId> {
     damaged
 }
 
-/// Checks one damaged store: the verdict, the open, and each snapshot that the verdict calls usable.
+/// Checks one damaged store: the verdict, the open, and each snapshot that the verdict reports as usable.
 fn check(subject: &Subject, what: &str, files: &Files, [opened, refused, stood]: &[AtomicUsize; 3]) {
     let disk = files.disk();
     let judged = match open_with(&disk, options(image_io(draw(what)))) {

@@ -1,10 +1,10 @@
-//! Bits that flip in transfers between host and device, at every copy of every operation whose bytes have checksums on
+//! Bits that flip in transfers between host and device, in every copy of every operation whose bytes have checksums on
 //! both sides (I12).
 //!
-//! A single bit flip is corrected: the copy is repeated. If it happens again, the store stops with a device error. A
-//! bit flip in a long write stops the store at once, because later writes may have changed the same bytes, and the log
-//! has what the next open needs. Wrong bytes are never returned, logged or published, and no file is reported as
-//! damaged. Images that a device copies to mapped files are tested in `in_place.rs`.
+//! A single bit flip is corrected by repeating the copy. If it happens again, the store stops with a device error. A
+//! bit flip in a long write stops the store immediately, because later writes may have changed the same bytes, and the
+//! next open can recover them from the log. Wrong bytes are never returned, logged or published, and no file is
+//! reported as damaged. Images that a device copies to mapped files are tested in `in_place.rs`.
 
 use std::sync::OnceLock;
 
@@ -21,14 +21,14 @@ use remanent::{SnapshotOptions, View};
 use super::*;
 use crate::size::sized;
 
-/// Lengths of pages that are transferred in each way: gathered with others, as one chunk, in pieces; stored
-/// uncompressed and compressed.
+/// Lengths of pages, so that every kind of transfer occurs: captured together with other pages, as one chunk, in
+/// pieces, and stored uncompressed and compressed.
 const LENS: [u64; 5] = [3000, 70_000, (1 << 20) + 3, (5 << 20) + 5, 5 << 20];
 
-/// The number of versions of a page. The first one is never written.
+/// Number of versions of a page. The first version is never written.
 const VERSIONS: usize = 4;
 
-/// Returns bytes that are different for each version, and incompressible except for the last page. They are computed
+/// Returns bytes that differ for each version, and are incompressible except for the last page. The bytes are computed
 /// once, because thousands of cases compare with them.
 fn content(page: usize, version: u64) -> &'static [u8] {
     static CONTENTS: [[OnceLock<Vec<u8>>; VERSIONS]; LENS.len()] =
@@ -84,7 +84,7 @@ impl VersionedPages {
         store.commit(batch).unwrap();
     }
 
-    /// Checks that every page has its bytes, or that the read fails.
+    /// Checks that every page has the expected bytes, or that reading the page fails.
     fn check(&self, store: &Store) -> Result<()> {
         for (index, (page, version)) in self.pages.iter().enumerate() {
             let bytes = store.read_to_vec(*page)?;
@@ -94,7 +94,7 @@ impl VersionedPages {
     }
 }
 
-/// A store on a disk, on a device whose transfers flip bits.
+/// A store on a simulated disk, with a device whose transfers flip bits.
 struct Bus {
     disk: SimDisk,
     device: Arc<FaultyDevice>,
@@ -105,7 +105,7 @@ impl Bus {
         open_with(&self.disk, self.device.clone(), options)
     }
 
-    /// Checks after the store is closed that the disk has the state, and that no file is damaged.
+    /// After the store is closed, checks that the disk contains the state and that no file is damaged.
     fn check_disk(&self, held: &VersionedPages) {
         let store = open_with(&self.disk, host(), options()).unwrap();
         held.check(&store).unwrap();
@@ -114,12 +114,12 @@ impl Bus {
     }
 }
 
-/// The result of an operation, and the pages that the store should have then.
+/// The result of an operation, and the pages that the store must contain after it.
 type Ended = (VersionedPages, Result<()>);
 
-/// Runs an operation with a bit flipped in its first, second, … copy of each kind, once and permanently, up to its last
-/// copy; in a sample, in one of four copies. `work` prepares a store, calls the function that it is passed to enable
-/// the bit flips, and disables them with [`FaultyDevice::end_flips`].
+/// Runs an operation with a flipped bit in its first, second, … copy of each kind, once and permanently, up to its last
+/// copy. In a sample, tests one of four copies. `work` prepares a store, enables the bit flips with the function that
+/// it receives, and disables them with [`FaultyDevice::end_flips`].
 fn at_every_copy(
     name: &'static str,
     ways: &[BusTransfer],
@@ -128,7 +128,7 @@ fn at_every_copy(
     at_each(name, ways, 1, work);
 }
 
-/// Like [`at_every_copy`], where up to `mended` flipped copies are corrected without an error.
+/// Like [`at_every_copy`], but up to `mended` flipped copies are corrected without an error.
 fn at_each(
     name: &'static str,
     ways: &[BusTransfer],
@@ -152,7 +152,7 @@ fn at_each(
     }
 }
 
-/// Runs an operation with this bit flip. Returns whether a copy was changed.
+/// Runs an operation with this bit flip. Returns true if a copy was changed.
 fn flip_once(flip: BitFlip, late: bool, mended: u64, work: impl Fn(&Bus, &dyn Fn()) -> Ended) -> bool {
     let inner = if late { Arc::new(LateDevice::seeded(host(), flip.nth)) } else { host() };
     let bus = Bus { disk: SimDisk::new(), device: Arc::new(FaultyDevice::across_a_bus(inner)) };
@@ -202,7 +202,7 @@ fn open_again(bus: &Bus, flips: &dyn Fn(), options: Options) -> Ended {
     let store = open_with(&bus.disk, host(), options.clone()).unwrap();
     let mut held = VersionedPages::create(&store);
     store.snapshot().unwrap();
-    // One page is assembled in host memory, because its length changes.
+    // The length of one page changes, so the page is assembled in host memory.
     let page = held.pages[1].0;
     let mut batch = store.batch();
     batch.resize(page, 10).resize(page, LENS[1]).write(page, 0, content(1, 2));
@@ -214,7 +214,7 @@ fn open_again(bus: &Bus, flips: &dyn Fn(), options: Options) -> Ended {
     let loaded = opened.and_then(|store| {
         let loaded = store.wait_loaded();
         bus.device.end_flips();
-        // Reading a page that could not be loaded fails, and all others are correct.
+        // Reading a page that could not be loaded fails, and all other pages are correct.
         let read = held.check(&store);
         assert_eq!(read.is_ok(), loaded.is_ok(), "{read:?} after {loaded:?}");
         loaded
@@ -222,7 +222,7 @@ fn open_again(bus: &Bus, flips: &dyn Fn(), options: Options) -> Ended {
     (held, loaded)
 }
 
-/// Pages from sources: their memory is filled before the batch is logged.
+/// Sources of pages write to memory before the batch is logged.
 #[test]
 fn page_from_source_rejects_bit_flips() {
     /// The bytes of a page in one version.
@@ -254,8 +254,8 @@ fn page_from_source_rejects_bit_flips() {
     });
 }
 
-/// New pages with bytes from the caller: they are uploaded before the batch is logged, and their images correct a wrong
-/// upload.
+/// New pages with bytes from the caller are uploaded before the batch is logged. A wrong upload is corrected from their
+/// images.
 #[test]
 fn new_whole_pages_reject_bit_flips() {
     at_every_copy("new whole pages", UP, |bus, flips| {
@@ -276,7 +276,7 @@ fn new_whole_pages_reject_bit_flips() {
     });
 }
 
-/// Captures of pages on disk: the bytes are downloaded into an image, and are not in the store's memory.
+/// Captures of pages on disk download the bytes into an image, not into the store's memory.
 #[test]
 fn captured_image_rejects_bit_flips() {
     for (what, shadow) in [
@@ -356,7 +356,7 @@ fn load_without_store_rejects_bit_flips() {
         let store = open_with(&bus.disk, host(), options()).unwrap();
         let mut held = VersionedPages::create(&store);
         store.snapshot().unwrap();
-        // One page has a batch after its image.
+        // One page is changed by a batch after its image.
         let page = held.pages[1].0;
         store
             .commit({
@@ -418,7 +418,7 @@ fn restore_rejects_bit_flips() {
         flips();
         let restored = store.restore(StatePoint::Snapshot(before.id)).map(drop);
         bus.device.end_flips();
-        // After a restore that failed once it was logged, there is memory that nothing reads any more.
+        // After a restore that failed after it was logged, some memory must no longer be read.
         held.pages.iter_mut().for_each(|(_, version)| *version = 1);
         match held.check(&store) {
             Ok(()) => {}
@@ -436,7 +436,7 @@ fn log_rejects_bit_flips() {
         let memory = store.device_bytes(LENS[2], Place::Device(0)).unwrap();
         memory.write(0, content(2, 3)).unwrap();
         let mut batch = store.batch();
-        // Bytes from the host are between those from the device in the payload.
+        // In the payload, bytes from the host are between bytes from the device.
         batch.write_device(held.pages[2].0, 0, &memory.part(0..100_001).unwrap());
         batch.write(held.pages[0].0, 0, content(0, 3));
         batch.write_device(held.pages[2].0, 100_001, &memory.part(100_001..LENS[2]).unwrap());
@@ -474,13 +474,13 @@ fn clone_rejects_bit_flips() {
 
 const LONG_WRITES: &[BusTransfer] = &[BusTransfer::LongWrites, BusTransfer::WriteSums];
 
-/// Writes all bytes but the first of two pages, so that the log has them and no image.
+/// Writes all bytes except the first of two pages, so that the log contains the bytes and no image is written.
 fn write_most(store: &Store, held: &mut VersionedPages, version: u64) {
     let mut batch = store.batch();
     for (index, (page, held)) in held.pages.iter_mut().enumerate().skip(2).take(2) {
         let bytes = content(index, version);
         *held = version;
-        // A later write of the batch overlaps a long one.
+        // A later write of the batch overlaps a long write.
         batch.write(*page, 1, &bytes[1..]).write(*page, 1, &bytes[1..2]).write(*page, 0, &bytes[..1]);
     }
     store.commit(batch).unwrap();
@@ -501,9 +501,9 @@ fn long_write_rejects_bit_flips() {
         wait_applied(&store).unwrap();
         flips();
         write_most(&store, &mut held, 2);
-        // Checked at once, and not only after the batch is applied.
+        // Check immediately, not only after the batch is applied.
         let read = held.check(&store);
-        // Whole pages, whose images were written before the batch was logged.
+        // Write whole pages, whose images are written before the batch is logged.
         let written = read.and_then(|()| {
             held.write(&store, 3);
             wait_applied(&store)
@@ -521,7 +521,7 @@ fn replay_of_long_writes_rejects_bit_flips() {
         let mut held = VersionedPages::create(&store);
         store.snapshot().unwrap();
         (2..4).for_each(|version| write_most(&store, &mut held, version));
-        // Writes to a page that is deleted before they are verified.
+        // Write to a page that is deleted before the writes are verified.
         let mut batch = store.batch();
         let page = batch.create(1 << 20, Place::Device(0)).page();
         batch.write(page, 1, &content(2, 1)[..1 << 19]);

@@ -1,4 +1,4 @@
-//! Memory budgets and out-of-memory errors: exact numbers, and no change in the store.
+//! Memory budgets and out-of-memory errors. The reported numbers are exact, and the store is unchanged.
 
 use remanent::disk::Disk;
 use remanent::error::FileName;
@@ -48,10 +48,10 @@ fn over_budget_batch_is_refused_to_the_byte_without_leak() {
     over_budget(create(&store, &[300, 300]), (600, 400, 1000));
     let mut batch = store.batch();
     batch.resize(page, 500);
-    // The old bytes are kept until the new ones are written.
+    // The old bytes are kept until the new bytes are written.
     over_budget(store.commit(batch), (500, 400, 1000));
     assert_eq!((allocated(&store), store.lsn().0, device.live()), ((600, 1), 1, 1));
-    // Another place has its own budget, which is 0 here.
+    // Another place has its own budget, which is 0 in this test.
     let mut batch = store.batch();
     batch.create(5000, Place::Device(0));
     let elsewhere = store.commit(batch).unwrap().pages[0];
@@ -82,7 +82,8 @@ fn recovery_refuses_over_budget_table_before_allocating() {
     let opened = Store::open_on(Arc::new(disk.clone()), device.clone(), within(399));
     over_budget(opened, (400, 399, 399));
     assert_eq!(device.allocations.load(Ordering::SeqCst), 0);
-    // The pages in the log are longer than this, but are never in memory at the same time.
+    // The total length of the pages in the log exceeds the budget, but the pages never exist at the same
+    // time.
     let store = Store::open_on(Arc::new(disk.clone()), device.clone(), within(400)).unwrap();
     assert_eq!(store.lsn().0, 2);
     assert_eq!(allocated(&store), (400, 2));
@@ -95,7 +96,7 @@ fn recovery_refuses_over_budget_table_before_allocating() {
     store.commit(batch).unwrap();
 }
 
-/// According to the log, the page was 1 TiB long before its length was reduced; only the final length needs
+/// According to the log, the page was 1 TiB long before its length was reduced. Only the final length needs
 /// memory.
 #[test]
 fn budget_for_final_length_suffices_for_page_once_longer() {
@@ -155,16 +156,16 @@ fn out_of_memory_changes_nothing() {
     let store = open(&disk, device.clone()).unwrap();
     let mut line = Line::begin(&store);
     line.commits(&store, 5).unwrap();
-    // An allocation fails for the first page of a batch, or for its second.
+    // An allocation fails for the first or the second page of a batch.
     for left in [0, 1] {
         device.allow(left);
         let error = create(&store, &[10, 20, 30]).unwrap_err();
         assert!(matches!(error, Error::OutOfMemory { place: Place::Host, .. }), "{error}");
-        // Only the earlier pages have memory; what they replaced is free.
+        // Only the earlier pages have memory. The memory that they replaced is free.
         assert_eq!((device.live(), store.lsn().0), (2, line.logged));
     }
     device.allow(0);
-    // If there is no additional memory, a snapshot does without.
+    // A snapshot succeeds even without additional memory.
     store.snapshot().unwrap();
     line.check(&store, line.logged);
     device.allow(u64::MAX);
@@ -173,21 +174,21 @@ fn out_of_memory_changes_nothing() {
     drop(store);
     assert_eq!(device.live(), 0);
 
-    // Memory can also run out while pages are loaded.
+    // Memory can also be exhausted while pages are loaded.
     device.allow(1);
     assert!(matches!(open(&disk, device.clone()), Err(Error::OutOfMemory { .. })));
     assert_eq!(device.live(), 0);
     line.check(&open_on_host(&disk).unwrap(), line.logged);
 }
 
-/// An older snapshot would need the same memory, so the open reports the page without memory, whatever damage
-/// it found in the image of another page.
+/// An older snapshot would need the same memory, so the open reports the page without memory, even if the
+/// image of another page is damaged.
 #[test]
 fn out_of_memory_during_load_is_not_damage() {
     let disk = SimDisk::new();
     let store =
         open_with(&disk, Gauge::host(), small().retention(Retention::new().snapshots_kept(1))).unwrap();
-    // More pages than are allocated in one call.
+    // Create more pages than are allocated in one call.
     create(&store, &[8; 300]).unwrap();
     store.snapshot().unwrap();
     store.close().unwrap();

@@ -21,8 +21,8 @@ fn devices() -> [Arc<dyn Device>; 2] {
     [host(), Arc::new(LateDevice::seeded(host(), 7))]
 }
 
-/// Runs `case` with the first, the second, … call of each kind failing until there are no more, on a device
-/// that executes early and on one that executes late. `case` returns whether the fault was hit.
+/// Runs `case` with a failure of the first, the second, … call of each kind until there are no more calls, on
+/// a device that executes early and on one that executes late. `case` returns true if the fault was hit.
 fn at_every_call(
     calls: &[DeviceCall],
     case: impl Fn(Arc<dyn Device>, DeviceFault) -> bool + Send + Sync + Copy + 'static,
@@ -67,13 +67,13 @@ fn device_error_stops_store_and_log_is_complete() {
             let remedy = if fault.context_lost { Remedy::NewProcess } else { Remedy::Reopen };
             assert_eq!((error.remedy(), cause.remedy()), (remedy, remedy));
         }
-        // All bytes that can still be read are correct: a lost list must not lead to old bytes.
+        // All bytes that can still be read are correct. A lost list must not expose old bytes.
         let read = line.check_read(&store);
         assert!(read.as_ref().err().is_none_or(is_the_fault), "{read:?}");
         let struck = device.struck();
         drop(store);
 
-        // The log does not need the device: everything logged is synced, and a seal records it.
+        // The log does not need the device. All logged batches are synced, and a seal records this.
         for disk in [disk.after_power_cut(), disk] {
             let store = open_on_host(&disk).unwrap();
             assert_eq!(store.recovered().copied_batches, 0, "the log was not sealed");
@@ -83,7 +83,7 @@ fn device_error_stops_store_and_log_is_complete() {
     });
 }
 
-/// Pages are loaded while the store is in use: each read returns the right bytes or the error, and no thread
+/// Pages are loaded while the store is in use. Each read returns the right bytes or the error, and no thread
 /// hangs.
 #[test]
 fn device_error_during_load_stops_store() {
@@ -113,7 +113,7 @@ fn device_error_during_load_stops_store() {
                     assert!(is_the_fault(&poisoned(&store)), "{error}");
                     assert!(read.is_err(), "a page that is not loaded was read");
                 }
-                // After a fault in the last list, no later list determines when memory is free.
+                // After a fault in the last list, no later list shows when memory is free.
                 may_keep |= !device.struck();
             }
             Err(error) => assert!(is_the_fault(&error), "{error}"),
@@ -145,7 +145,7 @@ fn device_error_during_open_changes_nothing() {
         let device = Arc::new(FaultyDevice::new(gauge.clone()));
         device.arm(fault);
         let opened = open(&disk, device.clone());
-        // If the device refuses calls, or work of unknown extent is running, memory is not freed.
+        // If the device rejects calls, or work of unknown extent is running, memory is not freed.
         let may_keep = fault.context_lost
             || opened.is_ok()
             || matches!(fault.call, Some(DeviceCall::Release | DeviceCall::Wait));

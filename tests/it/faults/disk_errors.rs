@@ -9,7 +9,7 @@ use remanent::testing::sim_disk::{DiskFault, EIO, Moment, Operation};
 
 use super::*;
 
-/// The last two are operations of the log; an open creates the log's segments with the others.
+/// The last two are operations on the log. An open creates the log's segments with the other operations.
 const OPERATIONS: [Operation; 11] = [
     Operation::Create,
     Operation::Open,
@@ -24,9 +24,9 @@ const OPERATIONS: [Operation; 11] = [
     Operation::SyncWindow,
 ];
 
-/// Runs `case` with the first, the second, … operation of each kind failing, once and permanently, until
-/// there are no more. `case` returns whether the fault was hit. (Several threads read during an open, so the
-/// fifth read is not always the same one.)
+/// Runs `case` with a failure of the first, the second, … operation of each kind, once and permanently, until
+/// there are no more operations. `case` returns true if the fault was hit. (Several threads read during an
+/// open, so the fifth read is not always the same one.)
 fn at_every_operation(
     operations: &[Operation],
     case: impl Fn(DiskFault) -> bool + Send + Sync + Copy + 'static,
@@ -68,7 +68,7 @@ fn is_of_a_read(fault: DiskFault) -> bool {
     matches!(fault.operation, Operation::Read | Operation::ReadBypassingCache | Operation::Open)
 }
 
-/// Works until the fault is hit; returns whether it was.
+/// Works until the fault is hit. Returns true if it was hit.
 fn stops_and_loses_nothing(fault: DiskFault, options: Options) -> bool {
     let disk = SimDisk::new();
     let device = Gauge::host();
@@ -83,7 +83,7 @@ fn stops_and_loses_nothing(fault: DiskFault, options: Options) -> bool {
         let mut batch = WriteBatch::default();
         batch.note("after the error");
         match store.commit(batch) {
-            // A restore that cannot read its snapshot changes nothing.
+            // A restore that cannot read its snapshot has no effect.
             Ok(committed) => {
                 assert!(is_of_a_read(fault), "{error}");
                 line.logged = committed.position.lsn.0;
@@ -99,8 +99,8 @@ fn stops_and_loses_nothing(fault: DiskFault, options: Options) -> bool {
             }
         }
     }
-    // Bytes that could be read before are still correct. But a restore that cannot read again what it
-    // verified before has overwritten a part of memory, and reads of it fail.
+    // Bytes that could be read before are still correct. Exception: a restore that cannot read an image again
+    // after verifying it has overwritten a part of memory, and reads of this part fail.
     if let Err(error) = line.check_read(&store) {
         assert!(is_of_a_read(fault), "{error}");
         assert!(is_the_fault(&error), "{error}");
@@ -109,8 +109,8 @@ fn stops_and_loses_nothing(fault: DiskFault, options: Options) -> bool {
     assert!(outcome.is_ok() || closed.is_err() || is_of_a_read(fault));
     assert_eq!(device.live(), 0, "page memory was not given back");
 
-    // A power cut preserves what was acknowledged as durable; an open without one finds everything
-    // acknowledged.
+    // A power cut preserves the batches that were acknowledged as durable. An open without a power cut finds
+    // all acknowledged batches.
     disk.clear_faults();
     line.check(&open_on_host(&disk.after_power_cut()).unwrap(), line.durable);
     line.check(&open_on_host(&disk).unwrap(), line.logged);
@@ -141,7 +141,7 @@ fn disk_error_during_open_loses_nothing() {
     });
 }
 
-/// Returns a disk as a kill leaves it: snapshots, a restore, a tail that no mark covers, and an unfinished
+/// Returns the disk state after a kill: snapshots, a restore, a tail that no mark covers, and an unfinished
 /// file.
 fn killed() -> (SimDisk, Line) {
     let disk = SimDisk::new();
@@ -158,7 +158,7 @@ fn killed() -> (SimDisk, Line) {
     let now = Moment { event: disk.events(), tear: None };
     let left = disk.after_kill(now);
     drop(store);
-    // A file that an open must remove, in whatever state the store's threads were.
+    // A file that an open must remove, whatever state the store's threads were in.
     left.create(FileName::Temporary(Folder::Log, 99)).unwrap();
     (left, line)
 }

@@ -1,4 +1,4 @@
-//! A full disk: commits fail without effect, all other operations work, and no store has to be reopened.
+//! A full disk. Commits fail without effect, all other operations work, and no store has to be reopened.
 
 use remanent::disk::Disk;
 use remanent::error::{FileName, Folder, IoAction};
@@ -18,7 +18,7 @@ const RESERVE: usize = 4;
 const IMAGE_WAYS: [ImageIo; 3] = [ImageIo::Mapped, ImageIo::Buffered, ImageIo::Direct];
 
 /// Returns a store with two snapshots, later commits and its reserve, on a disk with `free` more bytes.
-/// Consecutive values of `free` cycle through the ways to write images.
+/// Consecutive values of `free` cycle through the modes of writing images.
 fn filled(free: u64) -> (SimDisk, Store, Line) {
     let disk = SimDisk::new();
     let images = IMAGE_WAYS[(free / 1000 % 3) as usize];
@@ -30,7 +30,7 @@ fn filled(free: u64) -> (SimDisk, Store, Line) {
         line.commits(&store, 4).unwrap();
         store.snapshot().unwrap();
     }
-    // The next snapshot has something to write because of these commits.
+    // Because of these commits, the next snapshot has images to write.
     line.commits(&store, 4).unwrap();
     line.check(&store, line.logged);
     until(|| is_held(&disk, RESERVE));
@@ -46,15 +46,15 @@ fn open_with_reserve(disk: &SimDisk) -> Result<Store> {
     open_with(disk, Arc::new(HostDevice::new()), with_reserve())
 }
 
-/// Waits for the store's own threads.
+/// Waits for the store's threads until the condition is true.
 pub(crate) fn until(condition: impl Fn() -> bool) {
     while !condition() {
         std::thread::yield_now();
     }
 }
 
-/// Whether the disk has a reserve of this number of spares and those for opens, and no other is being
-/// created.
+/// Returns true if the disk has a reserve of this number of spares and those for opens, and no other segment
+/// is being created.
 pub(crate) fn is_held(disk: &(impl Disk + ?Sized), reserve: usize) -> bool {
     spares(disk) >= reserve + SPARES_FOR_OPENS
         && names(disk, Folder::Log).iter().all(|name| !is_temporary(name))
@@ -82,11 +82,11 @@ fn segments(disk: &impl Disk) -> usize {
     names(disk, Folder::Log).into_iter().filter(is_segment).count()
 }
 
-/// Commits until the disk is full; checks that the failed commit changed nothing.
+/// Commits until the disk is full. Checks that the failed commit changed nothing.
 fn fill(store: &Store, line: &mut Line) {
     for _ in 0..200 {
-        // Memory that a batch frees counts until the batch is applied. All of them change this page, so a
-        // read waits until the last one is applied.
+        // Memory that a batch frees counts until the batch is applied. All batches change this page, so a
+        // read waits until the last batch is applied.
         store.read(line.page, 0, &mut [0]).unwrap();
         let before = (store.lsn(), pages(store), store.stats().places);
         match line.commit(store, Ack::Logged) {
@@ -121,7 +121,7 @@ fn full_disk_refuses_commits_until_space_returns() {
     at_every_level(|free| {
         let (disk, store, mut line) = filled(free);
         fill(&store, &mut line);
-        // A frame that needs its own segment does not fit either, and leaves nothing on the disk.
+        // A frame that needs its own segment does not fit either, and leaves no file on the disk.
         let mut batch = store.batch();
         batch.write(line.page, 0, &[7; PAGE_LEN as usize]).note("n".repeat(40_000));
         assert!(matches!(store.commit(batch), Err(Error::DiskFull { .. })));
@@ -168,20 +168,21 @@ fn full_disk_deletes_use_reserve_and_close_succeeds() {
     });
 }
 
-/// The deletes that [`remanent::LogOptions::reserve_bytes`] guarantees.
+/// The reserve guarantees the number of deletes that [`remanent::LogOptions::reserve_bytes`] documents.
 #[test]
 fn reserve_covers_delete_batch_per_block() {
     const DELETES: usize = 100;
     for segment_len in [SEGMENT, 4 * SEGMENT] {
-        // The last segment used for deletes is a short one: the long one is kept for the next open.
+        // The last segment used for deletes is a short one, because the long one is kept for the next open.
         let batches = [vec![segment_len; RESERVE - 1], vec![SEGMENT]].concat();
         let batches: usize = batches.iter().map(|len| *len as usize / 4096 - 1).sum();
         at_every_level(move |free| deletes(segment_len, batches, DELETES, free));
     }
 }
 
-/// On a disk with `free` bytes left, on which no other batch fits, the store accepts this number of batches
-/// of deletes. A seal at a pause replaces one of them: on a busy machine there is a pause between any two.
+/// On a disk with `free` bytes left, on which no other batch fits, the store accepts `batches` batches of
+/// deletes. An idle seal uses the space of one of them. On a busy machine, the store may be idle between any
+/// two batches.
 fn deletes(segment_len: u64, batches: usize, deletes: usize, free: u64) {
     let disk = SimDisk::new();
     let options = small().with(|options| {
@@ -225,8 +226,8 @@ fn deletes(segment_len: u64, batches: usize, deletes: usize, free: u64) {
     }
 }
 
-/// A crash happened between the publication of a snapshot and the frame that records it: the open publishes
-/// its manifest again.
+/// A crash happened between the publication of a snapshot and the frame that records it. The open publishes
+/// the manifest again.
 #[test]
 fn open_on_full_disk_republishes_manifest() {
     at_every_level(|free| {
@@ -257,7 +258,7 @@ fn open_on_full_disk_republishes_manifest() {
 fn a_snapshot_on_a_full_disk_fails_cleanly_and_succeeds_later() {
     watched("every level", || {
         let mut outcomes = [0, 0];
-        // There is one image file and one manifest, either of which may not fit.
+        // There is one image file and one manifest. Either of them may not fit.
         for free in (0..20_000).step_by(1000) {
             let (disk, store, mut line) = filled(free);
             let allocated =
@@ -293,14 +294,15 @@ fn a_snapshot_on_a_full_disk_fails_cleanly_and_succeeds_later() {
     });
 }
 
-/// Buffered images get disk space when they are synced. With the other ways space was allocated before: if
-/// the file system then reports that there is none, its guarantee was wrong, and the store stops.
+/// The file system allocates space for buffered images when they are synced. In the other modes, space was
+/// allocated before. If the file system then reports that there is no space, its guarantee was wrong, and the
+/// store stops.
 #[test]
 fn enospc_at_image_sync_is_clean_only_at_first_allocation() {
     for io in IMAGE_WAYS {
         watched(&format!("{io} images"), move || {
-            // The first sync is that of an image, unless the log's thread syncs at the same time; then the
-            // test repeats.
+            // The first sync is that of an image, unless the log thread syncs at the same time. In that case,
+            // the test repeats.
             loop {
                 let disk = SimDisk::new();
                 let options = with_reserve().images(ImageOptions::new().io(io));
@@ -333,7 +335,7 @@ fn enospc_at_image_sync_is_clean_only_at_first_allocation() {
 
 #[test]
 fn a_restore_on_a_full_disk_fails_cleanly_and_succeeds_later() {
-    // A snapshot has images of all pages. If there were changes since, the restore writes images of the
+    // A snapshot contains images of all pages. If pages changed since, the restore writes images of the
     // changed pages.
     for batches_behind in [0, 2] {
         watched(&format!("{batches_behind} batches after a snapshot, every level"), move || {
@@ -470,7 +472,7 @@ fn give_back(kept: usize) {
             Err(error) => panic!("{error}"),
         }
         fits.push(taken.is_ok());
-        // The previous snapshot names the page as well.
+        // The previous snapshot also names the page.
         store.prune(&store.retention().snapshots_kept(1)).unwrap();
         if taken.is_err() {
             assert_eq!(names(&disk, Folder::Pages).len(), images - 1, "{page} gave nothing back");
@@ -484,10 +486,11 @@ fn give_back(kept: usize) {
     assert!(fits.is_sorted() && !fits[0] && fits[4], "{fits:?}");
 }
 
-/// A commit that was refused just after the log moved to the next segment left that segment empty. A longer
-/// frame then skipped it, and the next open reported the gap as damage. To get there, deletes use more of the
-/// reserve than writes may, while two segments are prepared. Either the log gets one more segment, or a
-/// delete that is too long for a segment is refused after the segment before it was created.
+/// Regression test. A commit that was refused just after the log moved to the next segment left that segment
+/// empty. A longer frame then skipped the empty segment, and the next open reported the gap as damage. To
+/// reproduce this, deletes use more of the reserve than writes may, while two segments are prepared. Either
+/// the log gets one more segment, or a delete that is too long for a segment is refused after the preceding
+/// segment was created.
 #[test]
 fn refused_append_leaves_no_empty_segment() {
     watched("refusals and longer frames", || {
@@ -500,7 +503,7 @@ fn refused_append_leaves_no_empty_segment() {
     });
 }
 
-/// More deletes than the reserve allows.
+/// Number of deletes, which is more than the reserve guarantees.
 const DELETES: usize = 32;
 
 fn refusal(deletes: usize, space: u64, is_long_refused: bool) {
@@ -511,7 +514,7 @@ fn refusal(deletes: usize, space: u64, is_long_refused: bool) {
     (0..DELETES).for_each(|_| _ = batch.create(100, Place::Host));
     let pages = store.commit(batch).unwrap().pages;
     until(|| is_held(&disk, RESERVE));
-    // Each batch is a group, so that a segment holds three.
+    // Each batch forms a group, so that a segment holds three batches.
     let commit = |batch: WriteBatch| -> Result<()> { store.wait_durable(store.commit(batch)?.position.lsn) };
     let write = |len: usize, value: u8| {
         let mut batch = store.batch();

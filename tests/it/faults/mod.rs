@@ -1,8 +1,7 @@
-//! Every failure is reported as a typed error without a hang, and all acknowledged batches are present
-//! afterwards.
+//! Every failure is reported as a typed error without a hang, and all acknowledged batches exist afterwards.
 //!
 //! The cases use a small store whose state at every Lsn is known ([`Line`]), on a simulated disk and on
-//! devices with injected faults. Each case has a time limit, so a hang is a failure too.
+//! devices with injected faults. Each case has a time limit, so a hang is also a failure.
 
 mod bit_flips;
 mod budget;
@@ -31,17 +30,17 @@ use remanent::{
 /// Length of the page whose bytes identify the state.
 const PAGE_LEN: u64 = 3000;
 
-/// Runs a case in a thread with this name, which a panic message shows. It fails after a minute, a thousand
-/// times its usual time.
+/// Runs a case in a thread with this name, which a panic message contains. The case fails after a minute, a
+/// thousand times its usual duration.
 pub fn watched(name: &str, case: impl FnOnce() + Send + 'static) {
     watched_for(Duration::from_secs(60), name, case);
 }
 
-/// Like [`watched`], with this time limit.
+/// Like [`watched`], but with this time limit.
 pub fn watched_for(limit: Duration, name: &str, case: impl FnOnce() + Send + 'static) {
     let (sender, done) = channel::<()>();
     let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
-        // Dropped at any end of the case, which wakes the waiting thread.
+        // The sender is dropped however the case ends, which wakes the waiting thread.
         let _sender = sender;
         case();
     });
@@ -52,11 +51,11 @@ pub fn watched_for(limit: Duration, name: &str, case: impl FnOnce() + Send + 'st
     }
 }
 
-/// The number of runs without a fault after which there is assumed to be none left.
+/// Number of runs without a hit fault after which no more faults are expected.
 const TRIES: usize = 3;
 
-/// Runs `case` with the first, the second, … of these operations failing, each this number of times and with
-/// this error, until there are no more. `case` returns whether the fault was hit.
+/// Runs `case` with a failure of the first, the second, … of these operations, each this number of times and
+/// with this error, until there are no more operations. `case` returns true if the fault was hit.
 fn at_every_fault(
     operations: &[Operation],
     kinds: &[(usize, i32)],
@@ -98,17 +97,17 @@ fn open_on_host(disk: &SimDisk) -> Result<Store> {
     open(disk, Arc::new(HostDevice::new()))
 }
 
-/// The history of a store. Each batch fills the page with its own Lsn, sets the root's `step` to it, replaces
-/// a second page, and is so long that a segment has space for only a few.
+/// The history of a store. Each batch fills the page with its own Lsn, sets the root's `step` to this Lsn,
+/// and replaces a second page. A segment has space for only a few of these batches.
 #[derive(Clone, Debug, Default)]
 struct Line {
     page: PageId,
     second: PageId,
-    /// The expected `step` by Lsn.
+    /// The expected `step` of each Lsn.
     steps: Vec<u64>,
-    /// The newest batch acknowledged as logged.
+    /// The newest batch that was acknowledged as logged.
     logged: u64,
-    /// The newest batch acknowledged as durable.
+    /// The newest batch that was acknowledged as durable.
     durable: u64,
 }
 
@@ -179,10 +178,10 @@ impl Line {
         Ok(())
     }
 
-    /// Makes commits that fill segments, snapshots that recycle segments, and a restore; stops at the first
-    /// error.
+    /// Makes commits that fill segments, takes snapshots that recycle segments, and restores a state. Stops
+    /// at the first error.
     fn work(&mut self, store: &Store) -> Result<()> {
-        // Longer than all earlier batches, so that no idle staging memory is long enough.
+        // This batch is longer than all earlier batches, so that no idle staging memory is long enough.
         self.commit_with_note(store, Ack::Logged, 5000)?;
         for _ in 0..3 {
             self.commits(store, 7)?;
@@ -193,7 +192,7 @@ impl Line {
         self.commits(store, 3)
     }
 
-    /// Checks that the store is in a state of the history, not older than `at_least`.
+    /// Checks that the store is in a state of the history that is not older than `at_least`.
     fn check(&self, store: &Store, at_least: u64) {
         let lsn = store.lsn().0;
         assert!(lsn >= at_least, "{at_least} was acknowledged, {lsn} is there");
@@ -201,7 +200,7 @@ impl Line {
         self.check_read(store).unwrap();
     }
 
-    /// Reads everything: the bytes must be right, or the read must fail.
+    /// Reads all pages. The bytes must be right, or the read must fail.
     fn check_read(&self, store: &Store) -> Result<()> {
         let lsn = store.lsn();
         let step = self.steps[lsn.0 as usize];
@@ -215,7 +214,7 @@ impl Line {
     }
 }
 
-/// Checks that commits, snapshots and restores fail with the same cause, and returns it.
+/// Checks that commits, snapshots and restores fail with the same cause. Returns this cause.
 fn poisoned(store: &Store) -> Arc<Error> {
     let cause = |result: Result<()>| match result {
         Err(Error::Poisoned(cause)) => cause,
@@ -230,14 +229,14 @@ fn poisoned(store: &Store) -> Arc<Error> {
     committed
 }
 
-/// A device that counts allocations, and that refuses, delays or panics on request.
+/// A device that counts allocations, and that fails, delays or panics on request.
 pub struct Gauge {
     inner: Arc<dyn Device>,
-    /// The number of allocations that were not released.
+    /// Number of allocations that have not been released.
     live: AtomicI64,
-    /// The number of allocations made.
+    /// Number of allocations that were made.
     allocations: AtomicU64,
-    /// The number of allocations that succeed before one is out of memory.
+    /// Number of allocations that succeed before one fails for lack of memory.
     allocations_left: AtomicU64,
     panics: AtomicBool,
 }

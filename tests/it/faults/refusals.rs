@@ -1,4 +1,4 @@
-//! Stores whose open must fail.
+//! Stores that cannot be opened.
 
 use crate::with_options::With;
 use remanent::disk::dir::DirDisk;
@@ -24,7 +24,7 @@ fn store_opens_only_with_matching_kind() {
     );
     let changed = disk.history()[events..].iter().any(|event| !event.starts_with("sync folder"));
     assert!(!changed, "{:#?}", &disk.history()[events..]);
-    // A kind that is not given is not compared.
+    // Options without an identity and a layout fingerprint match every store.
     drop(opened(small()).unwrap());
     drop(opened(own.create(Create::Never)).unwrap());
 
@@ -56,7 +56,7 @@ fn open_with_another_layout_reports_both_layouts() {
          {of}, layers apart, outer first, aligned to 512; "
     );
     assert!(error.starts_with(&expected), "{error}");
-    // Kinds of an unknown form are printed as bytes.
+    // An unknown fingerprint is printed as bytes.
     let error = opened([0xCD; 32]).unwrap_err().to_string();
     assert!(error.contains("contiguous") && error.contains(&"cd".repeat(32)), "{error}");
 }

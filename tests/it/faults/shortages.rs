@@ -1,6 +1,6 @@
 //! A temporary shortage of open files, memory or threads. Only the call that needs the resource fails, and
-//! the same store works again when the shortage ends. `docs/failures.md` lists what poisons a store and what
-//! does not.
+//! the same store works again when the shortage ends. `docs/failures.md` lists which failures poison a store
+//! and which do not.
 
 use std::path::Path;
 
@@ -20,7 +20,8 @@ use crate::files::SPARES_FOR_OPENS;
 use crate::machine::alone;
 use crate::with_options::With;
 
-/// Too many open files in the process, or in the system; no memory; no thread or another temporary shortage.
+/// Error numbers of shortages: too many open files in the process or in the system, no memory, and no thread
+/// or another temporary shortage.
 const EMFILE: i32 = 24;
 const ENFILE: i32 = 23;
 const ENOMEM: i32 = 12;
@@ -28,7 +29,7 @@ const EAGAIN: i32 = 11;
 
 /// The operations that open or map a file.
 const OPERATIONS: [Operation; 3] = [Operation::Create, Operation::Open, Operation::Window];
-/// The length of a note whose batch needs its own segment.
+/// Length of a note whose batch needs its own segment.
 const LONG: usize = 20_000;
 
 fn is_the_shortage(error: &Error) -> bool {
@@ -36,8 +37,8 @@ fn is_the_shortage(error: &Error) -> bool {
     [EMFILE, ENFILE, ENOMEM, EAGAIN].iter().any(|errno| text.contains(&format!("(os error {errno})")))
 }
 
-/// Runs `case` with the first, the second, … operation of these kinds failing, once or until the shortage
-/// ends. `case` returns whether the fault was hit.
+/// Runs `case` with a failure of the first, the second, … operation of these kinds, once or until the
+/// shortage ends. `case` returns true if the fault was hit.
 fn at_every_moment(case: impl Fn(DiskFault) -> bool + Send + Sync + Copy + 'static) {
     let kinds = [(1, EMFILE), (usize::MAX, EMFILE), (2, ENOMEM), (1, ENFILE), (usize::MAX, EAGAIN)];
     at_every_fault(&OPERATIONS, &kinds, case);
@@ -57,7 +58,8 @@ fn fails_one_call_and_goes_on(fault: DiskFault, options: Options) -> bool {
     }
     match outcome {
         Ok(()) => {}
-        // A logged restore must be loaded into memory, and it could not read again what it had verified.
+        // The restore was logged but could not read an image again after verifying it, so the store cannot
+        // load the restored state.
         Err(error @ Error::Poisoned(_)) => {
             assert!(is_the_shortage(&error) && fault.operation == Operation::Open, "{error}");
             assert_eq!(error.remedy(), Remedy::Reopen, "{error}");
@@ -70,7 +72,7 @@ fn fails_one_call_and_goes_on(fault: DiskFault, options: Options) -> bool {
             assert_eq!(error.remedy(), Remedy::Retry, "{error}");
         }
     }
-    // The shortage has ended: the same store goes on.
+    // The shortage has ended, and the same store continues to work.
     line.work(&store).unwrap();
     line.check_read(&store).unwrap();
     store.wait_verified().unwrap();
@@ -89,8 +91,8 @@ fn shortage_fails_one_call_only() {
     at_every_moment(|fault| fails_one_call_and_goes_on(fault, small()));
 }
 
-/// The segment for a long frame replaced a short one. If mapping it fails, a frame that went to the short one
-/// would be in no named file.
+/// The segment for a long frame replaces a short segment. If the new segment cannot be mapped, a frame that
+/// was written to the short one would be in no named file.
 #[test]
 fn unmappable_long_segment_leaves_nothing() {
     for io in [LogIo::Mapped, LogIo::Direct] {
@@ -100,11 +102,11 @@ fn unmappable_long_segment_leaves_nothing() {
                 open_with(&disk, Gauge::host(), small().with(|options| options.log.io = Some(io))).unwrap();
             let mut line = Line::begin(&store);
             line.commits(&store, 3).unwrap();
-            // Waits until no segment is under construction.
+            // Wait until no segment is under construction.
             while held(&disk) < 2 + SPARES_FOR_OPENS {
                 std::thread::yield_now();
             }
-            // The fault may hit the thread that creates segments, which tries again, and no commit.
+            // The fault may affect the thread that creates segments, which retries, instead of a commit.
             let refused = (0..100).find_map(|_| {
                 disk.fail(DiskFault { operation: Operation::Window, skip: 0, times: 1, errno: EMFILE });
                 line.commit_with_note(&store, Ack::Logged, LONG).err()
@@ -129,7 +131,7 @@ fn held(disk: &SimDisk) -> usize {
 
 #[test]
 fn background_shortage_fails_nothing() {
-    // A snapshot becomes due with every second segment.
+    // Every second segment triggers a snapshot.
     at_every_moment(|fault| {
         fails_one_call_and_goes_on(
             fault,
@@ -138,13 +140,13 @@ fn background_shortage_fails_nothing() {
     });
 }
 
-/// A file that could not be examined is neither damaged nor missing: no older snapshot is used instead, and
-/// nothing is removed.
+/// A file that cannot be read during a shortage is neither damaged nor missing. The open uses no older
+/// snapshot instead, and removes no file.
 #[test]
 fn a_shortage_during_an_open_fails_that_open() {
     at_every_moment(|fault| {
         let disk = SimDisk::new();
-        // Without spares, which an open uses before it creates a segment.
+        // The store has no spares, which an open would use before it creates a segment.
         let options = || small().with(|options| options.log.reserve_bytes = Some(0));
         let open_on_host = |disk: &SimDisk| open_with(disk, Gauge::host(), options());
         let store = open_on_host(&disk).unwrap();
@@ -217,7 +219,7 @@ fn pages_are_loaded_when_the_shortage_ends() {
     });
 }
 
-/// A prefetched page that cannot be loaded during the shortage does not delay a close.
+/// A prefetch of a page that cannot be loaded during the shortage does not delay a close.
 #[test]
 fn close_does_not_wait_for_prefetches() {
     watched("prefetch", || {
@@ -230,7 +232,7 @@ fn close_does_not_wait_for_prefetches() {
         assert!(store.unloaded_pages().pages > 0);
         let pages: Vec<PageId> = store.pages().unwrap().map(|info| info.page).collect();
         let coming = store.prefetch(&pages, Place::Host).unwrap();
-        // The prefetch is waiting for a file, or will do so until the store is closed.
+        // The prefetch is waiting for a file, or will wait until the store is closed.
         assert!(!coming.wait_timeout(Duration::from_millis(20)).unwrap());
         drop(store);
         let ended = coming.wait().unwrap_err();
@@ -318,7 +320,8 @@ fn open_failing_to_start_thread_leaves_nothing() {
     });
 }
 
-/// An open store has all threads that it needs. Others are optional, and their work is done without them.
+/// An open store has all threads that it requires. Other threads are optional, and their work is done without
+/// them.
 #[test]
 fn store_continues_without_new_threads() {
     alone(|| {
@@ -409,14 +412,14 @@ fn every_row_of_the_table_of_failures_has_its_test() {
     }
 }
 
-/// Lets the process open no further file while `work` runs.
+/// Prevents the process from opening another file while `work` runs.
 fn without_descriptors<T>(work: impl FnOnce() -> T) -> T {
     let before = getrlimit(Resource::Nofile);
     let open = std::fs::read_dir("/proc/self/fd").unwrap();
     let highest =
         open.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u64>().ok()).max().unwrap();
     setrlimit(Resource::Nofile, Rlimit { current: Some(highest + 1), ..before }).unwrap();
-    // A new descriptor gets the lowest free number, so none is free.
+    // A new descriptor gets the lowest free number, so this uses up all descriptors.
     let _all: Vec<_> = std::iter::from_fn(|| std::fs::File::open("/dev/null").ok()).collect();
     let done = work();
     setrlimit(Resource::Nofile, before).unwrap();
@@ -439,14 +442,14 @@ fn out_of_descriptors(path: &Path, log_io: LogIo) {
     let store = options().open(path).unwrap();
     let mut line = Line::begin(&store);
     line.work(&store).unwrap();
-    // A background thread may close a descriptor at this time, so that a call succeeds.
+    // A background thread may close a descriptor at any time, so that a call succeeds.
     let mut times_refused = [0; 8];
     for _ in 0..3 {
         let refused = without_descriptors(|| {
-            // The descriptor of a full segment is closed, so each commit may get one.
+            // The descriptor of a full segment is closed, so each commit may get a descriptor.
             let commits = (0..50).find_map(|_| line.commits(&store, 3).err());
             assert!(commits.as_ref().is_none_or(is_the_shortage), "{log_io}: {commits:?}");
-            // Takes all descriptors that the commits have closed.
+            // Take all descriptors that the commits have closed.
             let _all: Vec<_> = std::iter::from_fn(|| std::fs::File::open("/dev/null").ok()).collect();
             let kept = store.snapshots();
             let refusals = [
@@ -475,18 +478,19 @@ fn out_of_descriptors(path: &Path, log_io: LogIo) {
                 "{log_io}: {index}: {refused}"
             );
         }
-        // There are descriptors again: the same store goes on.
+        // Descriptors are available again, and the same store continues to work.
         line.work(&store).unwrap();
         line.check_read(&store).unwrap();
         assert!(store.scrub().unwrap().damage.is_empty());
     }
     assert!(times_refused.iter().all(|times| *times > 0), "{log_io}: {times_refused:?}");
-    // A store that is closed without descriptors seals what it can.
+    // A store that is closed without descriptors writes a seal if it can.
     without_descriptors(|| store.close()).unwrap();
     line.check(&options().open(path).unwrap(), line.logged);
 }
 
-/// With a limit below all numbers, the system reports EINVAL for another descriptor of an open file.
+/// If the limit is below all descriptor numbers in use, the system reports EINVAL for another descriptor of
+/// an open file.
 #[test]
 fn window_without_free_descriptor_is_a_shortage() {
     alone(|| {

@@ -1,4 +1,4 @@
-//! Segments that are no longer needed are kept for reuse, and are removed when a call finds the disk full.
+//! Segments that are no longer needed are kept for reuse. A call that finds the disk full removes them.
 
 use remanent::disk::Disk;
 use remanent::error::{FileName, Folder};
@@ -36,14 +36,14 @@ fn spares(disk: &SimDisk) -> usize {
     names.into_iter().filter(is_spare).count()
 }
 
-/// Number of calls of this kind for a file since an event.
+/// Returns the number of disk events of this kind for a file, from event `from` on.
 fn told(disk: &SimDisk, from: usize, verb: &str, file: &str) -> usize {
     let is_told = |event: &&String| event.starts_with(verb) && event.ends_with(file);
     disk.history()[from..].iter().filter(is_told).count()
 }
 
-/// The number of segments that a round uses depends on how often the log's thread syncs and seals, but not
-/// whether a segment is created or reused.
+/// The number of segments that a round uses depends on how often the log thread syncs and seals. Whether a
+/// segment is created or reused does not depend on it.
 #[test]
 fn segment_is_created_only_without_spare_beyond_reserve() {
     watched("rounds", || {
@@ -70,13 +70,13 @@ fn segment_is_created_only_without_spare_beyond_reserve() {
     });
 }
 
-/// The old bytes of a spare have no effect: the log continues as if the segment contained zeros.
+/// The old bytes of a spare have no effect. The log continues as if the segment contained zeros.
 #[test]
 fn open_reuses_spares_for_segments() {
     watched("opens", || {
         let (disk, mut store, mut line) = recycled();
         for _ in 0..4 {
-            // The thread that makes segments fills the reserve.
+            // The thread that creates segments fills the reserve.
             while spares(&disk) < HELD {
                 std::thread::yield_now();
             }
@@ -97,7 +97,7 @@ fn open_reuses_spares_for_segments() {
     });
 }
 
-/// If a file cannot be created, nothing remains under its name, and no other file is removed.
+/// If a file cannot be created, no file remains under its name, and no other file is removed.
 #[test]
 fn uncreated_opening_segment_is_not_removed() {
     for (operation, with_spares) in [(Operation::Rename, true), (Operation::Create, false)] {
@@ -137,7 +137,7 @@ fn space_requests_take_segments_beyond_reserve() {
             let mut batch = store.batch();
             batch.delete(page);
             store.commit(batch)?;
-            // The expected history includes neither of them.
+            // The expected history omits both batches.
             let step = line.steps[line.logged as usize];
             line.steps.extend([step; 2]);
             line.logged += 2;
@@ -174,8 +174,8 @@ fn a_prune_frees_the_space_of_segments_beyond_the_reserve() {
     });
 }
 
-/// A power cut may keep both the spare's name and the manifest's for one file: if it were used as a segment,
-/// the log would overwrite the manifest.
+/// A power cut may preserve both the spare's name and the manifest's name for one file. If the file were then
+/// used as a segment, the log would overwrite the manifest.
 #[test]
 fn spare_reused_as_manifest_is_no_segment_after_power_cut() {
     watched("power cuts", || {
@@ -200,7 +200,7 @@ fn spare_reused_as_manifest_is_no_segment_after_power_cut() {
         (0..DELETES).for_each(|_| _ = batch.create(8, Place::Host).page());
         let going = store.commit(batch).unwrap().pages;
         store.snapshot().unwrap();
-        // The next snapshot has to write an image, for which there is no space.
+        // The next snapshot has to write an image, and there is no space for it.
         let mut batch = store.batch();
         batch.write(page, 8, b"changed");
         store.commit(batch).unwrap();
@@ -220,7 +220,7 @@ fn spare_reused_as_manifest_is_no_segment_after_power_cut() {
         let state = State::of(&store);
         let plan = CrashPlan { events: from..usize::MAX, tears: Tears::None, images_max: 16, seed: 0 };
         disk.power_images(&plan, |image| {
-            // The disk is full, so that the open reuses spares.
+            // The disk is full, so the open reuses spares.
             image.disk.set_capacity(Some(image.disk.used_bytes()));
             let store = open(&image.disk);
             assert_eq!(State::of(&store), state, "{image}");

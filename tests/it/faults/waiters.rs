@@ -10,7 +10,7 @@ use remanent::testing::sim_disk::{EIO, Operation, SyncPoint};
 
 use super::*;
 
-/// Two threads submit a batch each and wait for it. Returns their results, or panics.
+/// Two threads submit one batch each and wait for it. Returns their results or panics.
 fn two_try(store: &Store, ack: Ack) -> Vec<std::thread::Result<Result<()>>> {
     let start = Barrier::new(2);
     std::thread::scope(|scope| {
@@ -28,7 +28,7 @@ fn two_try(store: &Store, ack: Ack) -> Vec<std::thread::Result<Result<()>>> {
     })
 }
 
-/// Like `two_try`, where no thread panics.
+/// Like `two_try`, but expects no thread to panic.
 fn two_wait(store: &Store, ack: Ack) -> Vec<Result<()>> {
     two_try(store, ack).into_iter().map(|told| told.unwrap()).collect()
 }
@@ -72,7 +72,7 @@ fn device_failure_wakes_every_waiter() {
                 context_lost: false,
             });
             all_told(&two_wait(&store, Ack::Applied), "failed as arranged");
-            // The log is not affected: the batches in it become durable nevertheless.
+            // The log is not affected, so its batches still become durable.
             store.wait_durable(store.lsn()).unwrap();
         });
     }
@@ -111,7 +111,7 @@ fn keeper_panic_is_reported() {
                 panic!("as arranged")
             }
         });
-        // No thread waits for the sync, so the log's own thread syncs when it is due.
+        // No thread waits for the sync, so the log thread syncs when the sync is due.
         let mut batch = store.batch();
         batch.create(10, Place::Host);
         store.submit(batch).unwrap();

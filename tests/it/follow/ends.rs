@@ -21,8 +21,8 @@ fn recycle_up_to(writer: &mut Writer, disk: &SimDisk) {
 #[test]
 fn overtaken_follower_gets_restart_position() {
     let (sim, disk) = sim();
-    // A restore takes a snapshot. With the next one there are two after it; if no more were kept, the restore's table
-    // would be removed before the follower reads it.
+    // A restore takes a snapshot. Together with the next snapshot, there are two after it. If only two were kept, the
+    // restore's table would be removed before the follower reads it.
     let mut writer = Writer::open(&disk, options().retention(Retention::new().snapshots_kept(3)));
     let mut reader = Reader::open(&disk);
     writer.commit(5);
@@ -31,7 +31,7 @@ fn overtaken_follower_gets_restart_position() {
     recycle_up_to(&mut writer, &sim);
     let newest = writer.store.snapshots().last().unwrap().id;
 
-    // A follower that is reading, one that resumes, and one that starts at the beginning of the log.
+    // Test a follower that is reading, one that resumes, and one that starts at the beginning of the log.
     let errors = [
         loop {
             match reader.step() {
@@ -46,7 +46,7 @@ fn overtaken_follower_gets_restart_position() {
         assert!(matches!(error, Error::Overtaken { snapshot: Some(id), .. } if id == newest), "{error}");
         assert_eq!(error.remedy(), Remedy::StartOver);
     }
-    // A new follower starts from a snapshot, and is not overtaken again.
+    // A new follower starts from a snapshot and is not overtaken again.
     let mut reader = Reader::from_snapshot(&disk);
     assert_eq!(reader.catch_up().unwrap(), writer.store.lsn());
     for _ in 0..30 {
@@ -57,7 +57,7 @@ fn overtaken_follower_gets_restart_position() {
     assert!(writer.store.stats().segment > 10);
 }
 
-/// A power cut may undo the removal of one segment and not that of the next; neither is needed any more.
+/// A power cut may undo the removal of one segment but not that of the next. Neither segment is needed any more.
 #[test]
 fn resurrected_segment_is_not_damage() {
     let (sim, disk) = sim();
@@ -101,7 +101,7 @@ fn a_follower_at_the_end_is_not_overtaken_by_recycling() {
         for _ in 0..6 {
             writer.commit(3);
             assert_eq!(reader.catch_up().unwrap(), writer.store.lsn());
-            // The position remains valid after the segments before it were removed.
+            // The position remains valid after the preceding segments were removed.
             writer.store.snapshot().unwrap();
             reader.reopen(&disk).unwrap();
             assert!(reader.step().unwrap().is_none());
@@ -150,7 +150,7 @@ fn follower_diverges_after_power_cut_loses_batches() {
         );
         assert_eq!(error.remedy(), Remedy::StartOver);
     };
-    // Before the next open, after it, and when new batches have the Lsns of the lost ones.
+    // The follower diverges before the next open, after it, and when new batches have the Lsns of the lost ones.
     diverged(lost, Some(Lsn(3)));
     let mut writer = Writer::open(&cut, options());
     diverged(lost, Some(Lsn(3)));
@@ -160,7 +160,7 @@ fn follower_diverges_after_power_cut_loses_batches() {
     let mut follower = Follower::open_on(cut.clone(), durable.into()).unwrap();
     assert_eq!(follower.next(Duration::ZERO).unwrap().unwrap().lsn(), Lsn(4));
 
-    // Positions at which the store never was.
+    // The store was never at these positions.
     for forged in [
         FollowerPosition { chain: durable.chain ^ 1, ..durable },
         FollowerPosition { lsn: Lsn(0), ..durable },
@@ -186,7 +186,7 @@ fn other_store() -> Arc<dyn Disk> {
 
 #[test]
 fn running_follower_detects_divergence() {
-    // The follower keeps running while the writer's machine loses power, as with a directory on a network.
+    // The follower keeps running while the writer's machine loses power, as with a directory on a network file system.
     let (sim, disk) = sim();
     let long = options().with(|options| options.log.segment_len = 128 << 10);
     let mut writer = Writer::open(&disk, long.clone());
@@ -223,8 +223,8 @@ fn show(source: &SimDisk, target: &SimDisk) {
     }
 }
 
-/// A close leaves out frames of the last segment that retention no longer keeps. A follower that has not read
-/// them is overtaken; one that has read them continues.
+/// A close omits frames of the last segment that retention no longer keeps. A follower that has not read them is
+/// overtaken, and one that has read them continues.
 #[test]
 fn close_overtakes_followers_behind_the_kept_log() {
     let (sim, disk) = sim();
@@ -251,11 +251,11 @@ fn close_overtakes_followers_behind_the_kept_log() {
     };
     let store = open();
     commit(&store);
-    // Not polled before the second close.
+    // This follower is not polled before the second close.
     let mut asleep = follow(FollowFrom::Beginning, 1).unwrap();
     store.close().unwrap();
     let store = open();
-    // The segment of this batch also contains the next ones.
+    // The segment of this batch also contains the next batches.
     let mut long = store.batch();
     let page = long.create(250_000, Place::Host).page();
     long.write(page, 0, &[1; 240_000]);
@@ -279,9 +279,9 @@ fn close_overtakes_followers_behind_the_kept_log() {
     };
     is_overtaken(follow(late.into(), 0).map(drop).unwrap_err());
     is_overtaken(asleep.next(Duration::from_secs(20)).map(drop).unwrap_err());
-    // Between the snapshot and the end of the log nothing is missing either.
+    // From the snapshot on, no batch is missing.
     follow(resumed.into(), 2).unwrap();
-    // At the end of the log nothing is missing, for a running follower and for one that resumes.
+    // At the end of the log, no batch is missing, for a running follower and for one that resumes.
     let mut back = follow(early.position().into(), 0).unwrap();
     for follower in [&mut early, &mut back] {
         assert!(follower.next(Duration::ZERO).unwrap().is_none());
@@ -310,7 +310,7 @@ fn close_keeps_log_after_released_name() {
         batch.note("n".repeat(900));
         store.commit(batch).unwrap();
     };
-    // The segment of this batch also contains the next ones.
+    // The segment of this batch also contains the next batches.
     let mut long = store.batch();
     let page = long.create(250_000, Place::Host).page();
     long.write(page, 0, &[1; 240_000]);

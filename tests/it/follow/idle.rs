@@ -1,4 +1,4 @@
-//! The cost of idle followers, and that the next batch reaches them nevertheless.
+//! The cost of idle followers. The next batch still reaches them.
 
 use remanent::Ack;
 
@@ -8,11 +8,11 @@ use crate::with_options::With;
 
 /// How long the followers are idle.
 const IDLE: Duration = Duration::from_millis(1500);
-/// The maximum number of checks of one follower in that time: 40 at its usual interval. With an interval of
-/// 10 ms there would be 150.
+/// Maximum number of checks of one follower in that time. The usual interval causes 40 checks. An interval of
+/// 10 ms would cause 150.
 const CHECKS_MAX: u64 = 75;
 
-/// Returns how often each of `count` idle followers of a store checks for new batches.
+/// Returns the number of times that each of `count` idle followers of a store checks for new batches.
 fn checks(disk: &Arc<dyn Disk>, options: Options, count: usize) -> Vec<u64> {
     let mut writer = Writer::open(disk, options.with(|options| options.log.segment_len = 64 << 10));
     writer.commit(1);
@@ -70,7 +70,7 @@ fn mapped_log_notifies_followers_after_idle() {
             Writer::open(&disk, options().ack(Ack::Logged).with(|options| options.log.io = Some(log_io)));
         let mut follower = Follower::open_on(disk, FollowFrom::Beginning).unwrap();
         for lsn in 1..=3 {
-            // There is no batch for longer than the time after which followers sleep.
+            // No batch is committed for longer than the time after which followers sleep.
             assert!(follower.next(Duration::from_millis(10)).unwrap().is_none());
             let before = sim.notifications();
             writer.commit(1);

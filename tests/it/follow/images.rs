@@ -1,4 +1,4 @@
-//! Batches whose long pages are in image files: their bytes are read on request.
+//! Followers of batches whose long pages are in image files. The bytes of these pages are read on request.
 
 use remanent::error::{FileName, Folder};
 use remanent::options::{Compression, Retention};
@@ -7,7 +7,7 @@ use super::*;
 use crate::kill::workload::Random;
 use crate::with_options::With;
 
-/// Longer than a segment of these tests.
+/// Length of a page, longer than a segment of these tests.
 const LEN: u64 = 20 << 10;
 
 fn content(seed: u64) -> Vec<u8> {
@@ -81,8 +81,8 @@ fn a_batch_that_names_images_is_followed_like_any_other() {
     check(&Replica::from_snapshot_on(&disk).unwrap());
 }
 
-/// Pages on disk for which a snapshot has overlays: a replica follows their moves from the beginning of the
-/// log, and another starts with the snapshot.
+/// A snapshot has overlays for pages on disk. One replica follows the moves of these pages from the beginning
+/// of the log, and another starts from the snapshot.
 #[test]
 fn pages_on_disk_are_followed_and_overlays_read() {
     let (sim, disk) = sim();
@@ -158,7 +158,7 @@ fn missing_image_means_overtaken_or_lost() {
     let batch = next(&mut follower);
     let file = image_file(&sim);
     let bytes = sim.bytes(file).unwrap();
-    // No mark records that the file is not needed.
+    // No mark records that the file is no longer needed.
     sim.remove(file).unwrap();
     let mut replica = Replica::default();
     let Err(Error::Damaged(damage)) = replica.apply(&batch) else { panic!("an image is lost") };

@@ -1,10 +1,10 @@
-//! Incomplete frames are either not yet written or damaged; a durable mark distinguishes the two.
+//! An incomplete frame is either not yet written or damaged. A durable mark distinguishes the two cases.
 
 use remanent::error::FileName;
 
 use super::*;
 
-/// Returns a closed store of six batches, which are all covered by the mark of the last seal.
+/// Returns a closed store of six batches, all of which the mark of the last seal covers.
 fn closed_store() -> SimDisk {
     let (sim, disk) = sim();
     let mut writer = Writer::open(&disk, options());
@@ -13,7 +13,7 @@ fn closed_store() -> SimDisk {
     sim
 }
 
-/// Returns segment, offset and length of each batch's frame, as the format crate finds them.
+/// Returns the segment, offset and length of each batch's frame, as found by the format crate.
 fn frames(disk: &SimDisk) -> Vec<(FileName, u64, u64)> {
     use remanent_format::log::LogWalk;
     let survey = remanent_format::state::survey::Survey::read(disk).unwrap();
@@ -40,7 +40,7 @@ fn partial_frame_is_not_followed_yet() {
     let (sim, disk) = sim();
     let mut writer = Writer::open(&disk, options());
     writer.commit(4);
-    // The disk before a sync or a seal records anything about the last batch.
+    // Take the disk state before a sync or a seal records anything about the last batch.
     let now = sim.after_kill(Moment { event: sim.events(), tear: None });
     let &(file, offset, len) = frames(&now).last().unwrap();
     let whole = now.bytes(file).unwrap()[offset as usize..][..len as usize].to_vec();
@@ -48,7 +48,7 @@ fn partial_frame_is_not_followed_yet() {
     assert!(marks.proven.lsn < Lsn(4), "a mark covers the batch that this test tears");
     let step = (len as usize / 40).max(1);
     for written in (0..len as usize).step_by(step) {
-        // Only the first or the last part of the frame is visible, as on another processor core.
+        // Only the first or the last part of the frame is visible, as can happen on another processor core.
         for part in [0..written, written..len as usize] {
             let mut torn = vec![0; len as usize];
             torn[part.clone()].copy_from_slice(&whole[part.clone()]);
@@ -60,7 +60,7 @@ fn partial_frame_is_not_followed_yet() {
             let disk: Arc<dyn Disk> = Arc::new(copy.clone());
             let mut reader = Reader::open(&disk);
             assert_eq!(reader.catch_up().unwrap(), Lsn(3), "{part:?}");
-            // Long enough for the follower to check for damage.
+            // This is long enough for the follower to check for damage.
             assert!(reader.follower.next(Duration::from_millis(25)).unwrap().is_none());
             // The rest of the frame becomes visible.
             copy.damage(file, offset, &whole);
@@ -75,19 +75,19 @@ fn damage_under_a_mark_is_reported_with_its_place() {
     let frames = frames(&sim);
     for (index, &(file, offset, len)) in frames.iter().enumerate() {
         let lsn = Lsn(index as u64 + 1);
-        // Magic, incarnation, Lsn, payload checksum, chain, header checksum, payload.
+        // Damage the magic, incarnation, Lsn, payload checksum, chain, header checksum and payload.
         for at in [0, 8, 48, 68, 72, 76, 80, 80 + (len - 80) / 2] {
             let byte = sim.bytes(file).unwrap()[(offset + at) as usize];
             let disk = with(&sim, file, offset + at, &[byte ^ 0x10]);
             check_damage(&disk, lsn, Some((file, offset)));
         }
-        // No bytes remain that show where the frame was, so only its absence is known.
+        // No remaining bytes show where the frame was, so only its absence is known.
         let disk = with(&sim, file, offset, &vec![0; len as usize]);
         check_damage(&disk, lsn, None);
     }
 }
 
-/// Batches before the damage are delivered. The next call reports the damage, and so does each later one.
+/// Batches before the damage are delivered. The next call and each later call report the damage.
 fn check_damage(disk: &Arc<dyn Disk>, lsn: Lsn, place: Option<(FileName, u64)>) {
     let mut reader = Reader::open(disk);
     for _ in 1..lsn.0 {

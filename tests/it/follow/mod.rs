@@ -1,8 +1,8 @@
-//! Following a store: every batch once, in order and with the right bytes, whatever happens to the writer;
-//! otherwise a typed error.
+//! Following a store. Every batch arrives once, in order and with the right bytes, whatever happens to the
+//! writer, or the follower gets a typed error.
 //!
-//! The batches are those of the kill suite's workload, so that the state after every Lsn is known. The other
-//! suites test followers as well: `kill` of a writer that is killed, `crash` after every crash.
+//! The batches are those of the workload of the kill suite, so that the state after every Lsn is known. Other
+//! suites also test followers: `kill` with a writer that is killed, and `crash` after every crash.
 
 mod ends;
 mod idle;
@@ -30,7 +30,7 @@ use crate::with_options::With;
 
 /// Options with small segments, so that a few batches fill several of them.
 fn options() -> Options {
-    // Short chunks, so that pages on disk of some hundred bytes have overlays.
+    // Short chunks, so that pages on disk of a few hundred bytes have overlays.
     Options::new()
         .log(LogOptions::new().segment_len(16 << 10).reserve_bytes(0))
         .images(ImageOptions::new().chunk_len(4 << 10))
@@ -102,7 +102,7 @@ impl Reader {
         Ok(Self { follower, replica, model })
     }
 
-    /// Continues with a new follower from this one's position, as another process would.
+    /// Continues with a new follower from the position of this one, as another process would.
     fn reopen(&mut self, disk: &Arc<dyn Disk>) -> Result<(), Error> {
         let text = self.follower.position().to_string();
         let position: FollowerPosition = text.parse().unwrap();
@@ -115,7 +115,7 @@ impl Reader {
         assert_eq!(batch.lsn(), self.model.lsn.next(), "each batch once, in order");
         assert_eq!(batch.position(), self.follower.position());
         assert!(batch.durable() <= batch.lsn());
-        // The images of the batch may be removed before it is applied.
+        // This call fails if the images of the batch were removed in the meantime.
         self.replica.apply(&batch)?;
         self.model.advance(batch.lsn());
         same(&self.replica, &self.model);
@@ -157,7 +157,7 @@ fn every_batch_arrives_once_in_order() {
             assert_eq!(reader.catch_up().unwrap(), writer.store.lsn());
         }
         assert!(writer.store.stats().log.rolls > 5, "{:?}", writer.store.stats().log);
-        // A follower from the beginning has the same content, also if no process has the store open.
+        // A follower from the beginning has the same content, even if no process has the store open.
         assert_eq!(Reader::open(&disk).catch_up().unwrap(), writer.store.lsn());
         let lsn = writer.store.lsn();
         drop(writer);
@@ -225,8 +225,8 @@ fn follower_crosses_incarnations_without_repeats() {
     assert_eq!(late.follower.position(), reader.follower.position());
 }
 
-/// The next open leaves an incarnation without a commit out of the line. A follower whose position is in it
-/// is accepted by Lsn and chain hash.
+/// The next open omits an incarnation without a commit from the line. The position of a follower in this
+/// incarnation is still valid if its Lsn and chain hash match.
 #[test]
 fn positions_survive_in_incarnations_that_were_left_out() {
     let (sim, disk) = sim();
@@ -250,7 +250,7 @@ fn positions_survive_in_incarnations_that_were_left_out() {
             Ok::<_, Error>(follower.next(Duration::ZERO)?.map(|batch| batch.position().lsn))
         };
         assert_eq!(from(position).unwrap(), Some(Lsn(5)), "from {position}");
-        // A batch that a crash lost, and one that the store never had.
+        // Test a batch that a crash lost, and a batch that the store never had.
         let (lsn, chain) = (Lsn(5), position.chain ^ 1);
         for wrong in [FollowerPosition { lsn, ..position }, FollowerPosition { chain, ..position }] {
             let answer = from(wrong);
@@ -267,7 +267,7 @@ fn copied_tail_is_not_delivered_twice() {
         let mut writer = Writer::open(&disk, options());
         let mut reader = Reader::open(&disk);
         writer.commit(6);
-        // So soon after a batch, no mark covers it: recovery copies it into the next incarnation.
+        // So soon after a batch, no mark covers the batch, so recovery copies it into the next incarnation.
         let killed: Arc<dyn Disk> = Arc::new(sim.after_kill(Moment { event: sim.events(), tear: None }));
         for _ in 0..handed {
             assert!(reader.step().unwrap().is_some());
@@ -328,7 +328,7 @@ fn follower_receives_restore_as_one_batch() {
     check(&replica);
     assert!(matches!(replica.apply(&batch), Err(Error::Invalid(Invalid::OutOfOrder { .. }))));
 
-    // Epochs continue after those before the restore.
+    // New epochs are above those before the restore.
     let mut batch = store.batch();
     batch.set_metadata(kept, "seen", true);
     store.commit(batch).unwrap();
@@ -414,7 +414,7 @@ fn the_followers_of_a_store_share_one_watch() {
         for follower in &mut followers {
             assert_eq!(follower.next(std::time::Duration::from_secs(60)).unwrap().unwrap().lsn(), Lsn(1));
         }
-        // With the last follower the watch is removed.
+        // The watch is removed together with the last follower.
         followers.truncate(1);
         assert_eq!(watches(), 1);
     });

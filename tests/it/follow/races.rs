@@ -1,4 +1,4 @@
-//! A writer that acts between any two reads of a follower: it recycles the segments that the follower has
+//! A writer that acts between any two reads of a follower. It recycles the segments that the follower has
 //! just listed, or it is killed and recovers. The follower continues or is overtaken, and never reports
 //! damage.
 
@@ -16,7 +16,7 @@ type Strike = fn(&mut Option<Writer>, &SimDisk);
 
 const STRIKES: [(&str, Strike); 4] = [
     ("recycles", |writer, _| recycle(writer, 1)),
-    // No earlier snapshot remains after this.
+    // No earlier snapshot remains after this action.
     ("recycles all", |writer, _| recycle(writer, 3)),
     ("restarts", |writer, disk| restart(writer, disk)),
     ("restarts and recycles", |writer, disk| {
@@ -40,7 +40,7 @@ fn restart(writer: &mut Option<Writer>, disk: &SimDisk) {
     writer.as_mut().expect("just opened").commit(2);
 }
 
-/// The follower's work meanwhile; returns the follower if it reached the end.
+/// The work of the follower during the actions. Returns the follower if it reached the end.
 type Doing = fn(Reader, &Arc<dyn Disk>) -> Result<Reader, Error>;
 
 const DOINGS: [(&str, Doing); 2] = [
@@ -56,7 +56,7 @@ const DOINGS: [(&str, Doing); 2] = [
     }),
 ];
 
-/// Returns a store of several segments and two snapshots, with later batches, as a kill leaves it.
+/// Returns the disk state after a kill of a store with several segments, two snapshots, and later batches.
 fn left_by_a_kill() -> SimDisk {
     let (sim, disk) = sim();
     let mut writer = Writer::open(&disk, options());
@@ -84,7 +84,7 @@ fn write_between_two_reads_is_not_reported_as_damage() {
                 let interrupted = Arc::new(InterruptedDisk::new(&sim, at, move || {
                     strike(&mut striking.0.lock().unwrap(), &striking.1);
                 }));
-                // The next read finds batches written after the last one.
+                // The next read finds batches that were written after the last read.
                 let outcome = follow(reader, &(interrupted.clone() as Arc<dyn Disk>))
                     .and_then(|mut reader| reader.catch_up().map(|_| reader));
                 if interrupted.reads() <= at {
@@ -114,8 +114,8 @@ fn write_between_two_reads_is_not_reported_as_damage() {
     assert!(all_overtaken > enough && all_went_on > enough, "{all_overtaken} {all_went_on}");
 }
 
-/// A power cut may remove the segment after a follower's own and not that one; neither is needed any more. A
-/// follower gets an error at once, also while a writer frees space.
+/// A power cut may remove the segment after a follower's own segment but not that segment itself. Neither
+/// segment is needed any more. The follower gets an error immediately, even while a writer frees space.
 #[test]
 fn name_changes_hide_no_gap() {
     let (sim, disk) = sim();
@@ -125,7 +125,7 @@ fn name_changes_hide_no_gap() {
     writer.commit(1);
     let mut reader = Reader::from_snapshot(&disk);
     reader.catch_up().unwrap();
-    // A segment that was prepared and not used yet.
+    // A segment that was prepared but not used yet.
     let names = disk.list(Folder::Log).unwrap();
     let segments = names.iter().filter_map(|name| FileName::parse(Folder::Log, name));
     let ahead = segments.filter(|file| matches!(file, FileName::Segment(_))).max().unwrap();

@@ -1,20 +1,19 @@
-//! Forked child processes: what a child does with inherited handles, and how its result is reported to the
-//! parent.
+//! Forked child processes: their use of inherited handles, and how the parent receives their results.
 
 use std::io::{self, Read, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 
-/// A child that has not ended after this many seconds is considered hung. The time is long, because a machine
-/// may be busy.
+/// Number of seconds after which a child that has not ended is considered hung. The number is large, because
+/// a machine may be busy.
 const PATIENCE_SECONDS: u32 = 120;
 
-/// Runs `life` in a forked child and waits for the child to end. `Err` is the error message of the child. The
-/// child works on copies of all that `life` refers to: a value that it moves or drops still exists in the
-/// parent.
+/// Runs `life` in a forked child and waits for the child to end. Returns the error message of the child as
+/// `Err`. The child works on copies of all values that `life` refers to, so a value that it moves or drops
+/// still exists in the parent.
 ///
-/// The process has only the thread that forks, and no other test runs in it (`machine::alone`).
+/// This process has only the thread that forks, and no other test runs in it (`machine::alone`).
 pub fn in_child(mut life: impl FnMut() -> Result<(), String>) -> Result<(), String> {
     let status = wait(fork(&mut life));
     match status {
@@ -26,11 +25,10 @@ pub fn in_child(mut life: impl FnMut() -> Result<(), String>) -> Result<(), Stri
     }
 }
 
-/// Forks a child that runs `life` and exits, with status 0 if `life` succeeds.
+/// Forks a child that runs `life` and exits. The exit status is 0 if `life` succeeds.
 fn fork(life: &mut dyn FnMut() -> Result<(), String>) -> libc::pid_t {
-    // SAFETY: the C library makes its own locks, those of `malloc` among them, usable in the child. The child
-    // runs `life`, which must not wait for a lock that another thread held: a child that does is ended by its
-    // alarm.
+    // SAFETY: the C library makes its own locks usable in the child, including those of `malloc`. The child
+    // runs `life`, which must not wait for a lock that another thread held. The alarm ends a child that does.
     let child = unsafe { libc::fork() };
     assert!(child >= 0, "{}", std::io::Error::last_os_error());
     if child > 0 {
@@ -45,11 +43,11 @@ fn fork(life: &mut dyn FnMut() -> Result<(), String>) -> libc::pid_t {
         Err(_) => Some("the child panicked".to_owned()),
     };
     if let Some(complaint) = &complaint {
-        // Not by `eprintln`: another thread of the parent may have held its lock.
-        // SAFETY: the pointer and the length are those of a live string.
+        // Do not use `eprintln`, because another thread of the parent may have held its lock.
+        // SAFETY: the pointer and the length belong to a live string.
         unsafe { libc::write(2, complaint.as_ptr().cast(), complaint.len()) };
     }
-    // SAFETY: ends the child at once: no destructor of the parent's runs in it.
+    // SAFETY: `_exit` ends the child immediately and runs no destructor of the parent.
     unsafe { libc::_exit(i32::from(complaint.is_some())) }
 }
 
@@ -62,10 +60,10 @@ fn wait(child: libc::pid_t) -> libc::c_int {
     status
 }
 
-/// A child that runs until it is killed. Dropping this value also ends the child's own children.
+/// A child that runs until it is killed. Dropping this value also ends the children of the child.
 pub struct LivingChild {
     process: libc::pid_t,
-    /// Read end of a pipe. It reports the end of file when the child and all of its children have ended.
+    /// The read end of a pipe. It reports the end of file once the child and all of its children have ended.
     lives: io::PipeReader,
 }
 
@@ -74,7 +72,7 @@ impl LivingChild {
     pub fn fork<Kept>(mut life: impl FnMut() -> Kept) -> Self {
         let (mut lives, done) = io::pipe().unwrap();
         let process = fork(&mut || {
-            // A group of its own, so that all of its processes can be ended together.
+            // The child gets its own process group, so that all of its processes can be ended together.
             rustix::process::setpgid(None, None).unwrap();
             let _kept = life();
             (&done).write_all(&[1]).unwrap();
@@ -89,12 +87,12 @@ impl LivingChild {
 
     /// Kills the child. Its own children keep running.
     pub fn kill(&self) {
-        // SAFETY: it is a child of this process that nothing has waited for yet.
+        // SAFETY: the process is a child of this process, and no call has waited for it yet.
         unsafe { libc::kill(self.process, libc::SIGKILL) };
         assert!(libc::WIFSIGNALED(wait(self.process)));
     }
 
-    /// Whether the child or one of its own children is still running.
+    /// Returns true if the child or one of its own children is still running.
     pub fn has_living_process(&self) -> bool {
         let mut ready = [PollFd::new(&self.lives, PollFlags::IN)];
         rustix::event::poll(&mut ready, Some(&Timespec::default())).unwrap() == 0
@@ -103,19 +101,19 @@ impl LivingChild {
 
 impl Drop for LivingChild {
     fn drop(&mut self) {
-        // SAFETY: the group is that of this child, whose number no other process got meanwhile.
+        // SAFETY: the group belongs to this child, and its number has not been reused.
         unsafe { libc::kill(-self.process, libc::SIGKILL) };
     }
 }
 
 /// Forks a child that does nothing for as long as a test may take.
 pub fn fork_a_bystander() {
-    // SAFETY: as in `fork`; the child makes two system calls.
+    // SAFETY: as in `fork`. The child makes only two system calls.
     if unsafe { libc::fork() } == 0 {
         // SAFETY: no signal handler is installed.
         unsafe { libc::alarm(PATIENCE_SECONDS) };
         loop {
-            // SAFETY: it waits for a signal, and touches no memory.
+            // SAFETY: `pause` waits for a signal and accesses no memory.
             unsafe { libc::pause() };
         }
     }

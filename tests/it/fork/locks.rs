@@ -1,5 +1,6 @@
-//! The locks of a store and of a view are released when their owner ends, and only then: not when another
-//! descriptor of the file is closed, and children that outlive the owner do not keep them.
+//! The locks of a store and of a view are released when their owner ends, and only then. They are not
+//! released when another descriptor of the file is closed, and children that outlive the owner do not keep
+//! them.
 
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -26,7 +27,8 @@ fn created(path: &Path) -> Store {
     store
 }
 
-/// Reads every file below a directory, as a backup program does. The store may remove some of them meanwhile.
+/// Reads every file below a directory, as a backup program does. The store may remove some of the files in
+/// the meantime.
 fn read_all(path: &Path) {
     for entry in std::fs::read_dir(path).unwrap() {
         let path = entry.unwrap().path();
@@ -56,10 +58,10 @@ fn reading_own_directory_keeps_the_lock() {
 #[test]
 fn children_of_killed_owner_keep_no_lock() {
     alone(|| {
-        // An `exec` closes descriptors as well.
+        // An `exec` also closes descriptors.
         let exec = || {
             let mut command = Command::new("sleep");
-            // SAFETY: the closure does nothing; with one, the child is forked and not spawned.
+            // SAFETY: the closure does nothing. With a closure, the child is forked instead of spawned.
             unsafe { command.pre_exec(|| Ok(())) };
             drop(command.arg("100").stdin(Stdio::null()).spawn().unwrap());
         };
@@ -159,7 +161,7 @@ fn a_child_that_drops_a_view_frees_nothing() {
         let store = created(directory.path());
         let view = Store::open_at(directory.path(), oldest(&store)).unwrap();
         let mut copy = Some(view);
-        // The child's own files may have the numbers of descriptors that it closed when it was forked.
+        // The child's own files may reuse the numbers of descriptors that it closed when it was forked.
         in_child(|| {
             let files: Vec<_> = (0..64).map(|_| std::fs::File::open("/dev/null").unwrap()).collect();
             drop(copy.take());

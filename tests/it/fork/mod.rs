@@ -1,6 +1,6 @@
-//! A forked child inherits the parent's handles and none of its threads. Each call on such a handle fails
-//! before it writes a byte or waits for a lock. Handles that the child inherited neither lock another process
-//! out nor free a resource.
+//! A forked child inherits the parent's handles but none of its threads. Each call on such a handle fails
+//! before it writes a byte or waits for a lock. Inherited handles neither lock out another process nor free a
+//! resource.
 
 pub(crate) mod children;
 mod locks;
@@ -37,7 +37,7 @@ fn forked_child_neither_uses_nor_locks_store() {
     batch.create(16, Place::Host);
     let page = store.commit(batch).unwrap().pages[0];
 
-    // `cat` runs until its standard input ends; until its `exec` it is a fork of this process.
+    // `cat` runs until its standard input ends. Until its `exec`, it is a fork of this process.
     let mut command = Command::new("cat");
     command.stdin(Stdio::piped()).stdout(Stdio::null());
     let inherited = store.clone();
@@ -49,16 +49,16 @@ fn forked_child_neither_uses_nor_locks_store() {
             && forked(inherited.submit(inherited.batch()).map(drop))
             && forked(inherited.snapshot().map(drop))
             && forked(inherited.pages().map(drop));
-        // The child's return value here is what `spawn` returns in the parent.
+        // `spawn` returns this value in the parent.
         if refused { Ok(()) } else { Err(io::ErrorKind::InvalidData.into()) }
     };
-    // SAFETY: between fork and exec only calls that are safe after a fork may be made. Each of these asks
-    // for the process's id, finds that it is not the opener's, and returns an error that owns no memory:
-    // no lock is taken, nothing is allocated or freed, no thread is waited for.
+    // SAFETY: only calls that are safe after a fork may be made between fork and exec. Each of these calls
+    // compares the process id with that of the opener, finds a difference, and returns an error that owns no
+    // memory. It takes no lock, allocates and frees no memory, and waits for no thread.
     unsafe { command.pre_exec(use_in_the_child) };
     let mut child = command.spawn().expect("every call in the child is refused as forked");
 
-    // The parent's handle is unchanged.
+    // The parent's handle is unaffected.
     let mut bytes = [1; 16];
     assert_eq!(store.read(page, 0, &mut bytes).unwrap(), Lsn(1));
     assert_eq!(bytes, [0; 16]);
