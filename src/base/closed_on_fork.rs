@@ -6,9 +6,9 @@
 //! descriptors in each child. An `exec` also closes them (`O_CLOEXEC`).
 //!
 //! The handlers take no lock and allocate no memory, because another thread may hold any lock at a fork. A descriptor
-//! can be registered only after the file is opened, and a child that is forked in between keeps its copy open.
-//! Therefore [`ClosedOnFork::open`] counts the forks, and opens the file again if a fork overlapped with the call.
-//! Callers lock the file only after this call, so such a copy holds no lock.
+//! can be registered only after the file is opened, and a child that is forked between these two steps keeps its copy
+//! open. Therefore [`ClosedOnFork::open`] counts the forks, and opens the file again if a fork overlapped with the
+//! call. Callers lock the file only after this call, so such a copy holds no lock.
 //!
 //! A child of a bare `clone` system call runs no handlers. Such a child keeps the descriptors until it ends or calls
 //! `exec`. A child of `vfork` or `posix_spawn` runs no handlers either, and calls `exec` immediately.

@@ -88,8 +88,7 @@ pub(crate) fn map_indexed<W, T: Send, E: Send>(
     Ok(done.into_iter().map(|(_, result)| result).collect())
 }
 
-/// Calls `work` for each of `pieces` like [`map_indexed`], and passes the piece by value. Pieces may be mutable
-/// borrows.
+/// Calls `work` with each piece like [`map_indexed`]. Pieces are passed by value, and may be mutable borrows.
 pub(crate) fn for_each<P: Send, T: Send, E: Send>(
     threads: usize,
     pieces: impl IntoIterator<Item = P>,
