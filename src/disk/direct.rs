@@ -52,7 +52,7 @@ pub(super) struct DirectWindow {
     name: FileName,
 }
 
-/// The bytes that were put since the last sync, and their position in the file.
+/// The bytes that [`put`](Window::put) stored since the last sync, and their position in the file.
 struct Unsynced {
     /// The lowest file offset for the next put. Bytes below this offset are never written again (I5).
     closed: u64,
