@@ -47,7 +47,7 @@ pub(crate) struct Engine {
     /// The first failure that left the state of disk or memory unknown, if any. Later commits and snapshots
     /// return it.
     pub poison: Arc<Poison>,
-    /// The progress of the archive, or `None` if the store has none.
+    /// The progress of the archive, or `None` if the store has no archive.
     pub archive: Option<Arc<ArchiveProgress>>,
 }
 
@@ -73,7 +73,7 @@ pub(crate) struct EngineStart<'a> {
     pub submitted: &'a PageTable,
     /// The recorder of page uses for the eviction policies, or `None` if the store has no eviction policies.
     pub uses: Option<Arc<PageUses>>,
-    /// The progress of the archive, or `None` if the store has none.
+    /// The progress of the archive, or `None` if the store has no archive.
     pub archive: Option<Arc<ArchiveProgress>>,
 }
 
@@ -158,7 +158,7 @@ impl Engine {
     /// Returns the progress of the archive.
     ///
     /// # Errors
-    /// [`Error::Archive`] if the store has none.
+    /// [`Error::Archive`] if the store has no archive.
     pub fn archive(&self) -> Result<&ArchiveProgress> {
         self.archive.as_deref().ok_or_else(|| ArchiveError::absent().into())
     }
@@ -166,7 +166,7 @@ impl Engine {
     /// Asks the uploader to archive batch `lsn` immediately, and returns the progress of the archive.
     ///
     /// # Errors
-    /// [`Error::Archive`] if the store has none.
+    /// [`Error::Archive`] if the store has no archive.
     pub fn ask_to_archive(&self, lsn: Lsn) -> Result<&ArchiveProgress> {
         let archive = self.archive()?;
         archive.ask(lsn);
