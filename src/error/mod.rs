@@ -28,7 +28,7 @@ pub use crate::layout::LayoutError;
 /// A [`Result`](std::result::Result) whose default error type is [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// The value of `what` in the [`Error::Limit`] that reports that a store has used all incarnation numbers.
+/// The value of `what` in an [`Error::Limit`] for a store that has used all incarnation numbers.
 pub(crate) const INCARNATION: &str = "incarnation";
 
 /// The error type of all fallible calls.
