@@ -94,7 +94,7 @@ struct NotFound {
     error: Error,
     /// The last batch up to which the log could be read.
     reached: Lsn,
-    /// Whether a writer was removing a snapshot or the log after the snapshot during the search.
+    /// Whether, during the search, a writer was removing a snapshot or the log after the snapshot.
     is_being_removed: bool,
 }
 
