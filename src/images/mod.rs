@@ -67,8 +67,8 @@ pub(crate) fn chunks<T>(pages: &[T], bytes_max: u64, len: impl Fn(&T) -> u64) ->
     Ok(chunks)
 }
 
-/// Returns the number of the first images, with the given lengths in bytes, that fit in the next chunk. The result is
-/// at least 1 if there is any image.
+/// Returns the number of images that fit in the next chunk, starting with the first one. `lens` contains the lengths of
+/// the images in bytes. The result is at least 1 if there is any image.
 fn next_chunk(bytes_max: u64, lens: impl IntoIterator<Item = u64>) -> usize {
     let mut bytes = 0;
     let fits = lens.into_iter().take(CHUNK_IMAGES).take_while(|len| {
@@ -239,7 +239,8 @@ impl ImageWriter {
     }
 
     /// Writes one chunk of images like [`write_chunk`](Self::write_chunk). The pages are already in `staged`, at the
-    /// positions of the chunk's payloads. Each page has the CRC-32 of its bytes.
+    /// positions of the chunk's payloads. `pages` contains each page with its offset in `staged` and the CRC-32 of its
+    /// bytes.
     ///
     /// The first page must follow the space for the chunk's head. Each other page must start on the first 16-byte
     /// boundary after the previous page. If no page is compressed, `staged` becomes the chunk and is written without a
