@@ -279,8 +279,9 @@ impl LogState {
         last.is_none_or(|last| last + NOTIFY_AFTER <= now)
     }
 
-    /// Returns the expected number of bytes of frames until the keeper checks again: four times the unsynced bytes,
-    /// between [`UPCOMING_MIN`] and [`UPCOMING_MAX`]. The factor allows for several syncs until then.
+    /// Returns the expected number of bytes of frames before the keeper checks again. The estimate is four times the
+    /// unsynced bytes, between [`UPCOMING_MIN`] and [`UPCOMING_MAX`], because several syncs may occur before that
+    /// check.
     pub fn upcoming_len(&self) -> u64 {
         self.dirty_bytes.saturating_mul(4).clamp(UPCOMING_MIN, UPCOMING_MAX)
     }
