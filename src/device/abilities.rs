@@ -27,7 +27,8 @@ pub struct Abilities<'d> {
     pub streams: Option<&'d dyn DeviceStreams>,
     /// Returns addresses for kernels. Without this ability, kernels cannot reach page memory.
     pub addresses: Option<&'d dyn KernelAddresses>,
-    /// Returns page memory as bytes of the host. Without this ability, bytes of pages are copied through lanes.
+    /// Returns the contents of page memory as host bytes. Without this ability, bytes of pages are copied through
+    /// lanes.
     pub bytes: Option<&'d dyn HostBytes>,
     /// Reads page memory on the caller's thread. Without this ability, all reads pass through lanes.
     pub direct_reads: Option<&'d dyn DirectReads>,
@@ -165,10 +166,10 @@ pub trait KernelAddresses {
     fn gpu_of(&self, memory: MemoryId) -> Option<u32>;
 }
 
-/// Returns the contents of page memory as bytes of the host.
+/// Returns the contents of page memory as host bytes.
 pub trait HostBytes {
-    /// Returns a snapshot of the current bytes of page memory. Later lists do not change the returned bytes. Wait for
-    /// the lanes first to include their writes. Returns `None` if the memory is not in host memory.
+    /// Returns a snapshot of the current bytes of page memory. Later lists do not change the returned bytes. To include
+    /// the writes of lists in flight, wait for their lanes first. Returns `None` if the memory is not in host memory.
     fn bytes(&self, memory: MemoryId) -> Option<PageBytes>;
 }
 

@@ -12,11 +12,11 @@ use super::{Span, Staging};
 pub struct CommandList {
     /// The commands, in execution order.
     pub commands: Vec<Command>,
-    /// The staging that the commands name by index.
+    /// The staging buffers, to which commands refer by index.
     pub staging: Vec<Staging>,
 }
 
-/// A range of one staging of a list.
+/// A range of one of a list's staging buffers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StagingSpan {
     /// Index into [`CommandList::staging`].
@@ -27,7 +27,7 @@ pub struct StagingSpan {
     pub len: usize,
 }
 
-/// One step of a list. The caller has checked all ranges: a device panics on a range that is out of bounds.
+/// A command of a list. The caller must check all ranges: a device panics on a range that is out of bounds.
 #[derive(Clone, Debug)]
 pub enum Command {
     /// Copies staging to page memory. The lengths must be equal.
@@ -129,9 +129,9 @@ pub enum Command {
         /// The range for the picked elements. It must not overlap the source.
         target: Span,
     },
-    /// Checks lists of indices in page memory, which the host has not seen. Writes, for each list, four little-endian
-    /// bytes: the sum of the flags [`INDEX_OUT_OF_BOUNDS`] and [`INDEX_TWICE`] that apply, or 0 if all indices are
-    /// valid.
+    /// Checks lists of indices in page memory, which the host cannot check itself. Writes, for each list, four
+    /// little-endian bytes: the sum of the flags [`INDEX_OUT_OF_BOUNDS`] and [`INDEX_TWICE`] that apply, or 0 if all
+    /// indices are valid.
     Validate {
         /// The lists to check.
         lists: Vec<IndexList>,
@@ -209,7 +209,7 @@ pub struct Piece {
 /// The location of a delta's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Payload {
-    /// The bytes are in a staging of the list.
+    /// The bytes are in one of the list's staging buffers.
     Staging {
         /// Index into [`CommandList::staging`].
         index: usize,

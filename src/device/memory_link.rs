@@ -37,7 +37,7 @@ pub(crate) struct MemoryLink {
 }
 
 impl MemoryLink {
-    /// Connects the store to the link.
+    /// Connects the store, to which the link forwards calls from now on.
     pub fn connect(&self, store: impl StoreHandle + 'static) {
         let connected = self.store.set(Box::new(store));
         assert!(connected.is_ok(), "one store a link");

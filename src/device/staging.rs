@@ -61,7 +61,7 @@ impl std::fmt::Debug for Staging {
     }
 }
 
-/// A list in flight. It keeps the list's staging until the fence has passed.
+/// A command list in flight. It keeps the list's staging until the list's fence has passed.
 #[derive(Debug)]
 pub struct Pending {
     fence: Fence,

@@ -5,7 +5,7 @@
 //! copy is checksummed separately, a bit flipped by the bus, by staging or by host memory is detected before anything
 //! relies on the copy.
 //!
-//! A checksum has four little-endian bytes, which the device writes to a separate staging.
+//! A checksum has four little-endian bytes, which the device writes to a separate staging buffer.
 
 use super::{Command, EngineDevice, Span, StagingSpan};
 use crate::error::Error;

@@ -55,8 +55,8 @@ pub struct StagingBuf {
     len: usize,
 }
 
-/// A buffer to which bytes are appended. The bytes are in staging while they fit, so that they are copied only once.
-/// Bytes that are longer than the pool would keep, or become longer, are in ordinary memory.
+/// A buffer to which bytes are appended. The bytes are in staging, so that they are copied only once, unless they are
+/// longer than the longest buffer that the pool keeps. Longer bytes are in ordinary memory.
 #[derive(Debug)]
 pub struct GrowingStaging(GrowthState);
 
@@ -66,8 +66,8 @@ enum GrowthState {
         staging: Staging,
         len: usize,
     },
-    /// The bytes are in ordinary, zeroed memory, because they are more than the pool would keep. Appending zeros only
-    /// increases the length.
+    /// The bytes are in ordinary, zeroed memory, because they are longer than the longest buffer that the pool keeps.
+    /// Appending zeros only increases the length.
     Zeroed {
         bytes: Vec<u8>,
         len: usize,
@@ -81,9 +81,9 @@ enum GrowthState {
 /// The bytes of a [`GrowingStaging`] after the last byte was appended.
 #[derive(Debug)]
 pub enum GrownBytes {
-    /// The bytes are in staging, which command lists can name.
+    /// The bytes are in staging, which command lists can use.
     Staged(StagingBuf),
-    /// The bytes are in ordinary memory, which command lists cannot name.
+    /// The bytes are in ordinary memory, which command lists cannot use.
     Plain(Vec<u8>),
 }
 
@@ -112,9 +112,9 @@ impl StagingPool {
     /// Returns a growing buffer for about `len` bytes. Staging that the pool would not keep is allocated only when it
     /// is needed. Until then, the bytes are in ordinary memory.
     ///
-    /// A buffer for few bytes is in ordinary memory, too. Another core read the staging last, so reading the bytes
-    /// back, for example for a checksum, waits for the cache lines to arrive from that core. Because of this wait, a
-    /// commit of 256 bytes took a twentieth longer than with a copy.
+    /// The bytes of a small buffer are in ordinary memory, too. Staging was last read by another core, so reading the
+    /// bytes back, for example for a checksum, waits for the cache lines to arrive from that core. Because of this
+    /// wait, a commit of 256 bytes took a twentieth longer than with a copy.
     ///
     /// # Errors
     /// Same as [`take`](Self::take).

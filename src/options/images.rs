@@ -26,8 +26,8 @@ pub struct ImageOptions {
     pub io: ImageIo,
     /// Whether images are compressed.
     pub compression: Compression,
-    /// The number of page bytes after which a snapshot writes a chunk of images; `None` uses the default. A small value
-    /// gives a small store several chunks and several image files.
+    /// The number of page bytes after which a snapshot writes a chunk of images; `None` uses the default. With a small
+    /// value, even a small store has several chunks and several image files.
     #[doc(hidden)]
     pub chunk_len: Option<u64>,
 }

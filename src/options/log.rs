@@ -30,8 +30,8 @@ pub struct LogOptions {
     pub reserve_bytes: Option<u64>,
     /// The number of bytes of obsolete segments kept for reuse; `None` keeps a share of the file system.
     pub spare_bytes: Option<u64>,
-    /// The size, in bytes, of the windows in which an open reads the log. A small value gives a small log several
-    /// windows. With 0, one thread reads the whole log.
+    /// The size, in bytes, of the windows in which an open reads the log. With a small value, even a short log is read
+    /// in several windows. With 0, one thread reads the whole log.
     #[doc(hidden)]
     pub replay_window_len: Option<u64>,
 }

@@ -61,9 +61,9 @@ impl Recovery<'_> {
     /// Tries to load the snapshots from newest to oldest, then the state from the beginning of the log. If no state can
     /// be loaded, returns the damage of the newest snapshot.
     ///
-    /// Skipping a snapshot costs only time, because an older snapshot and more log produce the same pages. Only damage
-    /// causes a snapshot to be skipped. After a shortage, an older snapshot would open the same state, but the new
-    /// incarnation would not record the newer snapshots as verified.
+    /// Skipping a snapshot costs only time, because an older snapshot and more log produce the same pages. A snapshot
+    /// is skipped only if it is damaged. If it were skipped because of a shortage of resources, the new incarnation
+    /// would not record the skipped snapshots as verified.
     pub(super) fn load_best<'s>(
         &self,
         source: &DiskSource,

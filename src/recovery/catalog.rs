@@ -48,7 +48,7 @@ pub(super) struct CatalogDraft<'s> {
     /// The numbers of the image files that batches may name, each with the newest batch that may name the file.
     for_batches: BTreeMap<u64, Lsn>,
     /// The next number of an image file or table, which is above all numbers in use. A number is never assigned twice,
-    /// because a removed frame may name a file, and must not find the images of another file under that name.
+    /// because a removed frame may still refer to it, and would then find the images of another file.
     next_file: u64,
     /// The lowest `redo` at which replay may start, or `None` if replay may also start at the beginning of the log.
     floor: Option<Lsn>,

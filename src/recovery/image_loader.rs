@@ -30,7 +30,7 @@ use crate::images::read::{FilePiece, ImageRequest, ImageRun, RUN_BYTES, SUMMED_A
 use crate::memory::staging::{StagingBuf, StagingPool};
 
 /// The maximum number of threads that read images. Four threads keep a disk busy. From the page cache, each thread
-/// delivers a few gigabytes per second, checksums included, and a GPU accepts fifty.
+/// delivers a few gigabytes per second, checksums included, and a GPU accepts fifty gigabytes per second.
 const THREADS_MAX: usize = 12;
 /// The maximum number of copies in flight while a thread continues to read. A lane executes copies one after the other,
 /// and must not run out of them. From the page cache to an H200, 4 copies of 2 MiB reached 39 GB/s, 8 copies 49 GB/s

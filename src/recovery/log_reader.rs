@@ -41,8 +41,8 @@ const RUNS_MAX: usize = 2;
 const WINDOWS_READY_MAX: usize = 1;
 /// The maximum number of threads that read and checksum one window.
 const THREADS_MAX: usize = 16;
-/// The minimum number of threads for reading in windows. With fewer, reading and using the log keep all threads busy
-/// already. On two busy cores, windows took 1.2 times the CPU time without a gain.
+/// The minimum number of threads for reading in windows. With fewer threads, reading and using the log keep all of them
+/// busy already. On two busy cores, windows took 1.2 times the CPU time without a gain.
 const THREADS_MIN: usize = 4;
 /// The number of bytes of a window per thread. Each step of a window ends when the last thread has completed its part,
 /// so short windows are inefficient. Several windows should fit in the last-level cache.
@@ -54,7 +54,7 @@ const WINDOW_LEN_MIN: u64 = 2 << 20;
 /// The minimum length of a log that is read in windows, as a number of windows. For a shorter log, touching the memory
 /// of the windows and pinning it on a GPU would take too long.
 const WINDOWS_MIN: u64 = 8;
-/// The number of windows in a segment above which the frames of the segment count as long.
+/// The length of a segment, in windows, above which its frames count as long.
 const LONG_WINDOWS: u64 = 4;
 /// The number of bytes that a thread reads and checksums at a time. They fit in the L2 cache of a core.
 const CHUNK_LEN: u64 = 256 << 10;
@@ -115,7 +115,7 @@ pub(super) struct StopPoint {
 }
 
 impl LoggedBatch {
-    /// Returns damage at the batch's position in the log.
+    /// Returns the damage report for a defect at the batch's position in the log.
     pub fn damage(&self, defect: Defect) -> Damage {
         defect.at_lsn(FileName::Segment(self.header.segment), self.header.offset, self.header.lsn)
     }

@@ -160,7 +160,7 @@ struct NewIncarnation {
     store: StoreFile,
     log: LogStart,
     position: Position,
-    /// The end of the log that the incarnation continues. An omitted incarnation lies above it.
+    /// The end of the log after which the incarnation begins. An omitted incarnation is not part of this log.
     on_line: LogEnd,
     /// The number of the highest segment before the incarnation began.
     highest: u64,

@@ -29,13 +29,12 @@ pub(crate) struct OpenPreview {
     pub catalog: Catalog,
     /// The number of the segment that contains the end of the log.
     pub current_segment: u64,
-    /// The number from which files may belong to a batch or snapshot in progress, or `None` if no writer is active.
-    /// These files must be kept, although no record names them yet.
+    /// The lowest number of a file that may belong to a batch or snapshot in progress, or `None` if no writer is
+    /// active. Files from this number on must be kept, although no record names them yet.
     pub under_way_from: Option<u64>,
 }
 
-/// A store that a caller has read. Tools that need the survey and the state themselves pass them on, so that the log is
-/// not read twice.
+/// A store that a caller has already surveyed, so that the log need not be read twice.
 #[derive(Clone, Copy, Debug)]
 pub struct SurveyedStore<'s> {
     /// The survey of all files.

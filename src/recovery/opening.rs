@@ -95,7 +95,7 @@ impl Predecessor {
     }
 }
 
-/// The encoded frames of an opening segment, with the positions that the running log continues from.
+/// The encoded frames of an opening segment, and the positions from which the log continues.
 struct OpeningFrames {
     bytes: Vec<u8>,
     /// The end of the last copied batch.

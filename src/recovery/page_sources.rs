@@ -17,10 +17,10 @@ use crate::images::read::ImageRequest;
 
 /// The maximum number of threads that sort pages.
 const THREADS_MAX: usize = 8;
-/// The number of pages per thread: one more thread is used for each further `PAGES_MIN` pages.
+/// The number of pages for which one more thread is used.
 const PAGES_MIN: usize = 8 << 10;
 
-/// The page table to sort by source, and the facts that classify its pages.
+/// The page table to sort by source, and the information by which its pages are classified.
 pub(super) struct SourceSorter<'a> {
     pub table: &'a PageTable,
     /// The page table with the places that the pages will have after demotions.
@@ -53,7 +53,7 @@ pub(super) enum Proof {
     Recorded,
     /// The open must verify the image, because the new incarnation relies on it (I7).
     Now,
-    /// The image is verified when it is read. Only the kept log names it, as durable.
+    /// The image is verified when it is read. Only durable batches of the kept log refer to it.
     AtRead,
 }
 
@@ -69,7 +69,8 @@ pub(super) struct PageSources {
     /// Pages whose bases are newer than the start of the replay. Each tuple contains the page and the newest batch in
     /// its base.
     pub late: Vec<(PageId, Lsn)>,
-    /// Images that the previous snapshot does not name, but that later snapshots may name without writing them again.
+    /// Images to which the previous snapshot does not refer. Later snapshots may refer to them instead of writing them
+    /// again.
     pub replay_images: ReplayImages,
 }
 

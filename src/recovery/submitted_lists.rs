@@ -1,4 +1,4 @@
-//! The command lists in flight to the pages that an open loads, limited in number and in bytes.
+//! Limits the number and the bytes of the command lists in flight to the pages that an open loads.
 
 use std::collections::VecDeque;
 

@@ -39,7 +39,7 @@ pub(super) fn verified<'s>(
     (verified, chain.into_iter().map(AsRef::as_ref).filter(is_due).collect())
 }
 
-/// Returns whether a frame records the snapshot from which recovery starts as verified (I7).
+/// Returns whether a frame records that the snapshot `base` is verified (I7).
 pub(super) fn is_verified(survey: &Survey, base: &Manifest, resolution: &Resolution) -> bool {
     let end = resolution.end.as_ref().expect("followed to its end");
     Record(&end.verified).has_verified(survey, base.snapshot)

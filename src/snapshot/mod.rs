@@ -235,7 +235,7 @@ impl Snapshots {
         taken
     }
 
-    /// Poisons the store, except for errors that leave the store unchanged. Returns `error`.
+    /// Poisons the store unless `error` leaves the store unchanged, and returns `error`.
     fn poison_unless_harmless(&self, error: Error) -> Error {
         match error {
             // `OverBudget`: the budget had no room for copies of pages that an exact snapshot preserves. Only the

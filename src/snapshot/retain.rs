@@ -435,9 +435,9 @@ struct NamedImageFile {
 }
 
 impl NamedImageFile {
-    /// Returns the number of bytes that snapshots name, plus their estimated overhead, but at most the length of the
-    /// file. Without the estimate [`HEADS_SHARE`], the limit on spares would exclude one of several files that a
-    /// snapshot frees together.
+    /// Returns the number of bytes that snapshots name, plus the estimated overhead, but at most the length of the
+    /// file. Without the overhead, the limit on spares would exclude one of several files that a snapshot frees
+    /// together.
     fn live_len(&self) -> u64 {
         self.len.min(self.live_bytes.saturating_add(self.live_bytes / HEADS_SHARE + HEADS_BYTES))
     }

@@ -108,14 +108,13 @@ struct DamagedImage {
 struct VerifyQueue {
     /// The snapshots that wait to be read back, in order of publication.
     written: VecDeque<WrittenSnapshot>,
-    /// The number of snapshots that name images of batches, from their publication until their verification is in the
-    /// catalog.
+    /// The number of published snapshots that name images of batches and whose verification is not in the catalog yet.
     naming_batch_images: usize,
     /// Whether a thread is processing the queue and will check it again before it ends. The flag has the same lock as
     /// the queue: otherwise a snapshot that is added while the thread ends would not be processed until the next one is
     /// added.
     is_attended: bool,
-    /// Whether unneeded files must still be removed, because a snapshot was published since.
+    /// Whether unneeded files must still be removed after the publication of a snapshot.
     is_retention_owed: bool,
 }
 

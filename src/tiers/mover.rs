@@ -89,9 +89,9 @@ impl PageMover {
         }
     }
 
-    /// Demotes pages that the batch resizes or clones, if all the requested room would exceed the budget of their
-    /// place. An earlier move by the store may have promoted the pages, and such moves must not determine whether a
-    /// batch fits. Returns whether any page was demoted.
+    /// Demotes the pages that the batch resizes or clones, if the batch needs more room in their place than the budget
+    /// of that place. The store may have promoted these pages earlier, and such a promotion must not determine whether
+    /// a batch fits. Returns whether any page was demoted.
     fn demote_for(&self, keeper: &TierKeeper, batch: &WriteBatch, place: Place, bytes: u64) -> Result<bool> {
         let Some(below) = keeper.place_below(place, bytes) else { return Ok(false) };
         let begun = Instant::now();

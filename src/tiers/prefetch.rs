@@ -58,7 +58,7 @@ struct JobState {
     is_moving: bool,
     /// The time at which the first batch began, or `None` before the first batch.
     begun: Option<Instant>,
-    /// The time at which all pages had arrived, or `None` before.
+    /// The time at which all pages had arrived, or `None` before that time.
     ended: Option<Instant>,
     outcome: Option<Result<()>>,
     /// The waker of the task that waits for the result, if any.

@@ -19,7 +19,7 @@ pub(super) struct Version<T> {
     before: Swap<Version<T>>,
 }
 
-/// The contents of a [`Version`], which state the batch that created the version.
+/// The contents of a [`Version`], including the batch that created the version.
 pub(super) trait VersionState {
     /// Returns the batch that created the version.
     fn lsn(&self) -> Lsn;

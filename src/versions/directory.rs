@@ -174,8 +174,8 @@ impl Directory {
     /// Adds a chunk of pages, ordered by id. [`lacks_chunk`](Self::lacks_chunk) must return `true` for the pages. Only
     /// the writer may call this.
     ///
-    /// Adding the pages of a long batch to their slots separately would exchange a shared pointer for each page, while
-    /// the submission lock is held.
+    /// Adding the pages of a long batch to their slots separately would be slower, because it would exchange a shared
+    /// pointer for each page while the submission lock is held.
     pub fn add(&self, pages: impl IntoIterator<Item = (PageId, PageState)>) {
         let mut pages = pages.into_iter().map(|(page, state)| (page, state, None)).peekable();
         let Some(&(first, _, _)) = pages.peek() else { return };

@@ -58,7 +58,7 @@ use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::base::sync::{Map, Mutex, Rank, Swap};
 use crate::device::MemoryId;
 
-/// The number of superseded versions from which on a batch unlinks unneeded versions.
+/// The minimum number of superseded versions at which a batch unlinks unneeded versions.
 const SUPERSEDED_MIN: usize = if cfg!(shuttle) || cfg!(miri) { 1 } else { 64 };
 
 /// The number of versions that any batch may unlink, in addition to `UNLINKED_MAX_EACH` for each page that it changes.
@@ -79,11 +79,11 @@ pub(crate) struct Versions {
     uses: Option<Arc<PageUses>>,
 }
 
-/// The fields that every batch changes. They share a cache line, because that line moves from core to core with the
-/// committers.
+/// The fields that every batch changes. They share a cache line, so that only this line moves from core to core with
+/// the committers.
 #[repr(align(64))]
 struct WriterLine {
-    /// The newest batch of which all versions are in place.
+    /// The newest batch whose versions are all in place.
     installed: AtomicU64,
     writer: Mutex<Writer>,
 }

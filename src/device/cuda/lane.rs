@@ -23,7 +23,7 @@ use crate::base::sync::{Mutex, MutexGuard};
 use crate::device::{RawStream, ReturnedStaging};
 use crate::error::Result;
 
-/// A lane's stream, its fences, and the lists in flight.
+/// A lane's stream, its fences, and the command lists in flight.
 pub(super) struct Timeline {
     context: &'static Context,
     stream: Arc<Stream>,

@@ -96,7 +96,7 @@ pub struct CudaDevice {
     hints: UnifiedHints,
     /// Pinned memory for pages in host memory, for staging and for launch tables.
     pinned: PlaceMemory,
-    /// The error after which no more lists are queued, set when a list was left partly queued.
+    /// The error of a list that was only partly queued. Once it is set, the device queues no more lists.
     stopped: OnceLock<Error>,
     context: &'static Context,
 }

@@ -420,7 +420,8 @@ mod tests {
         }
     }
 
-    /// Creates random dense pieces between two pages and a staging. The pieces write and read each other's bytes.
+    /// Creates random dense pieces between two pages and a staging buffer. The pieces write and read each other's
+    /// bytes.
     fn drawn_pieces(seed: u64) -> Vec<PlannedPiece> {
         let mut state = seed;
         let mut below = |limit: u64| next(&mut state) % limit;

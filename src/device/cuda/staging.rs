@@ -31,7 +31,7 @@ pub(super) fn staging(memory: &PlaceMemory, len: usize) -> Result<Staging> {
     Ok(Staging::new(PinnedStaging { block, len }))
 }
 
-/// Returns the address of a staging, which is the same for GPU and host.
+/// Returns the address of a staging buffer, which is the same for GPU and host.
 ///
 /// # Panics
 /// If a device of another kind created the staging: the GPU cannot access it.

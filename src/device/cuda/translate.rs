@@ -32,7 +32,7 @@ const SCRATCH_ALIGN: u64 = 16;
 /// copy.
 const WITHIN_LEN_MIN: u64 = 4 << 20;
 
-/// A staging of a list, and the address of its bytes.
+/// A staging buffer of a list, and the address of its bytes.
 pub(super) struct StagedBytes<'s> {
     pub bytes: &'s Staging,
     pub address: u64,

@@ -1,8 +1,8 @@
 //! Each device's share of a list, including its staging.
 //!
-//! A staging belongs to one list at a time. If several devices need the same staging, the first device gets it. Every
-//! other device gets a copy of the bytes that it reads. The bytes that it writes are copied back when all devices are
-//! done.
+//! A staging buffer belongs to one list at a time. If several devices need the same buffer, the first device gets it.
+//! Every other device gets a copy of the bytes that it reads. The bytes that it writes are copied back when all devices
+//! are done.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::error::Result;
 
 /// A list in flight on several devices.
 pub(super) struct Shares {
-    /// Lists queued earlier for the same list, in order. They use copies of the staging.
+    /// The parts of the list that were queued earlier, in order. They use copies of the staging buffers.
     early: Vec<Shares>,
     parts: Vec<Share>,
     /// The list's staging that no device uses, by index.
@@ -25,11 +25,11 @@ pub(super) struct Shares {
 struct Share {
     part: usize,
     pending: Pending,
-    /// The stagings of the share, in the order of the device's list.
+    /// The staging buffers of the share, in the order of the device's list.
     staging: Vec<StagingShare>,
 }
 
-/// A staging given to a device: the list's own, or a copy.
+/// A staging buffer that a device uses: the list's own buffer, or a copy.
 struct StagingShare {
     /// The index of the staging in the list.
     index: usize,
@@ -168,12 +168,12 @@ impl Shares {
 struct List {
     part: usize,
     commands: Vec<Command>,
-    /// The indices of the stagings that the commands name, in rising order.
+    /// The indices of the staging buffers that the commands use, in ascending order.
     used: Vec<usize>,
 }
 
 impl List {
-    /// Returns the ranges of one staging that the commands read, and those that they write.
+    /// Returns the ranges of one staging buffer that the commands read, and the ranges that they write.
     fn spans(&self, index: usize) -> (Vec<StagingSpan>, Vec<StagingSpan>) {
         let (mut read, mut written) = staged_spans(&self.commands);
         read.retain(|span| span.index == index);

@@ -23,8 +23,8 @@ pub enum Purpose {
     Caller,
     /// Memory in which a commit is assembled on the device before it is logged.
     Stage,
-    /// Memory in which a snapshot gathers pages, or a long read its bytes, before they are copied to the host. The
-    /// bitmap of a comparison has the same purpose.
+    /// Memory in which snapshots and long reads gather bytes before the bytes are copied to the host. The bitmaps of
+    /// comparisons are also counted here.
     Gather,
     /// A page in caller-owned memory. Such memory is outside the budget, because it belongs to the caller or is already
     /// counted for [`Purpose::Caller`].

@@ -1,9 +1,9 @@
 //! Memory of image files to which the device copies pages. The memory is registered within the budget of pinned memory,
 //! and released when any other use needs that budget.
 //!
-//! File memory is released in this order: the lists that name it pass their fences, the device unregisters it, and the
-//! mapping ends. Only then may the file be truncated or removed. If it is unknown whether the last list has ended, the
-//! memory stays registered until the device is dropped.
+//! File memory is released in this order: the command lists that use it complete, the device unregisters it, and the
+//! mapping ends. Only then may the file be truncated or removed. If it is unknown whether the last list has completed,
+//! the memory stays registered until the device is dropped.
 
 use std::ops::Range;
 use std::sync::{Arc, Weak};
@@ -44,9 +44,10 @@ struct FileState {
     /// The number of writers, which is the number of [`FileTarget`] values for the file. While it is above 0, the
     /// memory is not released.
     users: usize,
-    /// For each lane, the fence of the last list that names the memory. The fence has value 0 if there is no such list.
+    /// For each lane, the fence of the last command list that uses the memory, or a fence with value 0 if there is
+    /// none.
     last_uses: [Fence; FILE_LANES.len()],
-    /// Whether a list that names the memory may have been queued without a known fence.
+    /// Whether a command list that uses the memory may have been queued without a known fence.
     is_end_unknown: bool,
 }
 
@@ -209,8 +210,8 @@ impl FileTarget {
         Span { memory: self.memory, offset, len }
     }
 
-    /// Submits a list that names the file's memory, on the lane of direction `way`. The list waits for the fence
-    /// `after`.
+    /// Submits a command list that uses the file's memory, on the lane for direction `way`. The list waits for the
+    /// fence `after`.
     ///
     /// # Errors
     /// A device error.

@@ -125,9 +125,9 @@ impl Arena {
         Ok(PageMemory::new(memory, place, len, Purpose::Lent))
     }
 
-    /// Passes the memory of a deleted page to a caller. No list may name the memory any more. Caller-owned memory is
-    /// returned as the handle that the caller passed. All other memory gets a new id, which readers do not know, and
-    /// stays counted.
+    /// Passes the memory of a deleted page to a caller. No command list may use the memory any more. Caller-owned
+    /// memory is returned as the handle that the caller passed. All other memory gets a new id, which readers do not
+    /// know, and stays counted.
     ///
     /// # Errors
     /// A device error. The memory then stays counted.
@@ -151,7 +151,7 @@ impl Arena {
         }
     }
 
-    /// Returns the link between the store and the memory that callers hold from it.
+    /// Returns the link between the store and the memory handles that callers hold.
     pub fn link(&self) -> &Arc<MemoryLink> {
         &self.link
     }
@@ -266,7 +266,8 @@ impl Arena {
         }
     }
 
-    /// Releases memory once `fence` has passed. `fence` must be that of the last list that names the memory.
+    /// Releases memory once `fence` has passed. `fence` must be the fence of the last command list that uses the
+    /// memory.
     pub fn retire(&self, page: PageMemory, fence: Fence) {
         self.retire_all([page], fence);
     }
@@ -300,8 +301,8 @@ impl Arena {
         self.account(place).retired(purpose, count, len);
     }
 
-    /// Releases memory immediately. No pending list may name the memory: either no list ever named it, or the caller
-    /// has waited for the fences of all such lists.
+    /// Releases memory immediately. No command list in flight may use the memory: either no list ever used it, or the
+    /// caller has waited for the fences of all such lists.
     ///
     /// # Errors
     /// A device error. The memory then stays counted, because it may not be free.

@@ -18,7 +18,7 @@ const ROUND_MEMORY_MAX: u64 = 1 << 30;
 /// The minimum length in bytes of a rank's part of a round. If a rank has memory only for shorter parts, the ranks
 /// exchange nothing.
 const ROUND_LEN_MIN: u64 = 1 << 20;
-/// The number of rounds if memory allows it. The last round runs when all pages are loaded, so it must be short.
+/// The number of rounds, if memory permits. The last round runs when all pages are loaded, so it must be short.
 const ROUNDS: u64 = 8;
 
 /// The length in bytes of the status block before a rank's part of a round. Each byte is 1 if the part is valid, and 0
@@ -28,7 +28,7 @@ const STATUS_LEN: u64 = 256;
 /// The minimum total length in bytes of pages that are exchanged with [`GatherMode::IfFaster`]. Loading fewer bytes
 /// takes less time than measuring the link.
 const BYTES_MIN: u64 = 64 << 20;
-/// The maximum number of bytes per rank with which the link is measured. With much fewer bytes, the measurement would
+/// The maximum number of bytes per rank with which the link is measured. With far fewer bytes, the measurement would
 /// show the latency of NVLink instead of its throughput.
 const PROBE_LEN: u64 = 128 << 20;
 /// The number of measurements of the link. The highest measured rate is used.

@@ -20,7 +20,7 @@ pub(super) struct Header {
     pub takes_part: bool,
     /// Whether the rank exchanges pages even over a slow link.
     pub is_always: bool,
-    /// The maximum length in bytes of this rank's part of a round, as its memory permits.
+    /// The maximum length in bytes of a part of a round for which this rank has memory.
     pub round_len: u64,
     /// The total length of the pages in bytes.
     pub bytes: u64,
@@ -53,7 +53,7 @@ impl Header {
     }
 }
 
-/// The device slot on which the exchange runs. Methods exchange memory with the other ranks and run command lists.
+/// The connection to the other ranks, through the device slot on which the exchange runs.
 pub(super) struct Link<'a> {
     pub source: &'a GatherSource,
     pub staging: &'a StagingPool,

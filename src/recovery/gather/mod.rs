@@ -3,9 +3,9 @@
 //!
 //! All ranks have stores with the same pages. Each rank runs two tasks at the same time:
 //!
-//! - **Load**: read, upload and prove the images of the own share, in page order ([`plan`]).
-//! - **Exchange**: gather a header of each rank ([`link`]); if all ranks have the same pages, exchange the shares in
-//!   rounds ([`exchange`]), and prove each page that arrives with the checksum in the rank's own manifest (I12).
+//! - **Load**: read, upload and verify the images of its own share, in page order ([`plan`]).
+//! - **Exchange**: gather a header of each rank ([`link`]). If all ranks have the same pages, exchange the shares in
+//!   rounds ([`exchange`]), and verify each page that arrives with the checksum in the rank's own manifest (I12).
 //!
 //! A rank verifies pages only with its own manifest, and trusts no other rank. Pages that did not arrive, or arrived
 //! with a wrong checksum, are loaded from the rank's own files afterwards.

@@ -12,7 +12,7 @@ use crate::device::{Digest, digest_key, digest_of_bytes};
 use crate::error::Result;
 use crate::images::read::ImageRequest;
 
-/// The alignment of pages in a stream, with which a GPU copies them in whole vectors.
+/// The alignment in bytes of pages in a stream. It allows a GPU to copy pages in whole vectors.
 const ALIGN: u64 = 256;
 
 /// The pages to exchange, and the share of each rank.

@@ -182,7 +182,7 @@ impl Node {
         self.length_lost = false;
     }
 
-    /// Makes the length and the sectors in `range` durable. The sync of a window guarantees no more than this.
+    /// Makes the length and the sectors in `range` durable, which is all that the sync of a window guarantees.
     pub(super) fn sync(&mut self, range: Range<usize>) {
         if !self.length_lost {
             self.lengths.clear();

@@ -94,8 +94,8 @@ impl<'a> BatchImages<'a> {
         ahead.logged(point.lsn);
     }
 
-    /// Keeps the files although the commit failed, because the batch may be in the log. Recovery removes the files if
-    /// it is not.
+    /// Keeps the files although the commit failed, because the batch may be in the log. If the batch is not in the log,
+    /// recovery removes the files.
     pub fn leave(&mut self) {
         if let Some(written) = &mut self.written {
             written.ahead.leave();

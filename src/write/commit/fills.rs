@@ -99,7 +99,7 @@ impl Committer {
         filled.add_images(targets.iter().map(|(page, span)| (*page, span.memory)))
     }
 
-    /// Fills the memory of the pages of images with the images' bytes, and verifies the images.
+    /// Fills page memory with the bytes of images, and verifies the images.
     ///
     /// # Errors
     /// `Damaged` if an image is damaged on the medium as well; `OutOfMemory`; a device error. Command lists that use

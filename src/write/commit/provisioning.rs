@@ -22,7 +22,7 @@ use crate::base::parallel;
 use crate::engine::Engine;
 use crate::error::Result;
 
-/// The number of bytes outside the payload per thread that copies them.
+/// The number of bytes outside the payload that one thread copies.
 const SHARE_LEN: usize = 1 << 20;
 /// The maximum number of threads that write bytes outside the payload.
 const HOST_THREADS_MAX: usize = 8;

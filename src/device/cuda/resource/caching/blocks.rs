@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use super::{CacheStats, StreamPoint};
 use crate::error::Result;
 
-/// The unit of block lengths, in bytes: every length is a multiple.
+/// The unit of block lengths in bytes. Every block length is a multiple of it.
 pub(super) const BLOCK_LEN_MIN: u64 = 512;
 /// The longest block, in bytes, that is cut from a short segment.
 pub(super) const SHORT_LEN_MAX: u64 = 1 << 20;
