@@ -1,5 +1,5 @@
-//! Abilities that only some devices have. A caller requests one from the device's [`Abilities`]. If the device lacks
-//! it, the caller uses another method or returns an error.
+//! Abilities that only some devices have. A caller requests an ability from the device's [`Abilities`]. If the device
+//! lacks the ability, the caller uses another method or returns an error.
 
 use remanent_format::Place;
 
@@ -16,7 +16,7 @@ use crate::error::{Error, Refused, Result};
 pub struct Abilities<'d> {
     /// Allocates and releases many pages per call. Without this ability, each page needs a call.
     pub bulk: Option<&'d dyn BulkMemory>,
-    /// Keeps freed memory for reuse. Without this ability, freed memory returns to its source at once.
+    /// Keeps freed memory for reuse. Without this ability, freed memory returns to its source immediately.
     pub cache: Option<&'d dyn MemoryCache>,
     /// Uses memory that the device did not allocate, such as a caller's, as page memory. Without this ability, the
     /// device allocates the memory of all pages.

@@ -54,7 +54,7 @@ struct OwnedMemory {
     link: Arc<MemoryLink>,
     /// The uses of the memory by callers' streams.
     uses: Arc<StreamUses>,
-    /// Frees the memory when it is dropped.
+    /// The owner of the memory, whose drop frees it.
     _owner: Box<dyn Any + Send + Sync>,
 }
 
@@ -198,8 +198,8 @@ impl DeviceBytes {
         begun.map_err(|page| Error::Refused(Refused::MemoryInUse { len: self.len, page }))
     }
 
-    /// Blocks this thread until the store may use the bytes: until the ended uses by streams are done, and the work
-    /// that is now queued in the stream that produces the bytes.
+    /// Blocks this thread until the store may use the bytes: until the ended uses by streams are done, and until the
+    /// work that is now queued in the stream that produces the bytes is done.
     ///
     /// # Errors
     /// [`Error::Refused`] while a stream's guard is open or if the device rejects the stream; a device error.
@@ -221,7 +221,7 @@ impl DeviceBytes {
         Ok((begun, self.arrived(Access::Write)?))
     }
 
-    /// Waits like [`arrived`](Self::arrived), except for the work of the stream that produces the bytes.
+    /// Waits like [`arrived`](Self::arrived), but not for the work of the stream that produces the bytes.
     ///
     /// # Errors
     /// Same as `arrived`.

@@ -185,7 +185,7 @@ pub const BITMAP_LEN_END: u64 = 1 << 29;
 pub struct IndexList {
     /// Little-endian u32 indices; offset and length must be multiples of 4.
     pub indices: Span,
-    /// The number of elements that the indices can name; every index must be below it.
+    /// The number of elements to which the indices refer; every index must be below it.
     pub bound: u64,
 }
 

@@ -69,7 +69,7 @@ pub use self::unified::{UnifiedHint, UnifiedSide, UnifiedSupport};
 use crate::error::Result;
 pub use crate::options::caller_memory::{CallerMemory, HostMemory};
 
-/// A closure that receives a function from page memory to its place: the argument of [`Device::read_places`].
+/// A closure that receives a function, which maps page memory to its place: the argument of [`Device::read_places`].
 pub type ReadPlaces<'a> = &'a mut dyn FnMut(&dyn Fn(MemoryId) -> Place);
 
 /// A device: the memory that contains pages, and the queues through which it is changed.
@@ -148,7 +148,7 @@ pub trait Device: Any + Send + Sync {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemoryStats {
-    /// Bytes that the source currently holds from the driver, in use or idle.
+    /// Bytes that the source has obtained from the driver, in use or idle.
     pub reserved_bytes: u64,
     /// Bytes in use, including the bytes added by rounding lengths up.
     pub used_bytes: u64,

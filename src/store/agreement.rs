@@ -31,7 +31,7 @@ use crate::images::disk_pages::DiskPage;
 use crate::memory::staging::{StagingBuf, StagingPool};
 use crate::recovery::opening::random;
 
-/// The maximum number of bytes that one list digests. The digests of a list then take at most 1 MiB of staging.
+/// The maximum number of bytes that one command list digests. The digests of a list then take at most 1 MiB of staging.
 const DIGEST_LIST_LEN: u64 = 4 << 30;
 
 /// The maximum number of bytes that a rank contributes to one exchange of page digests.

@@ -19,7 +19,7 @@ use super::resource::Kind;
 use crate::device::CallerMemory;
 use crate::error::{Error, Refused, Result};
 
-/// The driver's numbers of pointer attributes.
+/// The driver's numbers for pointer attributes.
 mod attribute {
     use std::ffi::c_uint;
 

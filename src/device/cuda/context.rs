@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`: calls of this thread invalidate no capture.
 const CAPTURE_RELAXED: u32 = 2;
 
-/// The driver's numbers of device attributes: `CUdevice_attribute`.
+/// The driver's numbers for device attributes: `CUdevice_attribute`.
 mod attribute {
     pub const UNIFIED_ADDRESSING: i32 = 41;
     pub const CAPABILITY_MAJOR: i32 = 75;

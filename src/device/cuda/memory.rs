@@ -9,10 +9,10 @@ use super::resource::MemoryResource;
 use crate::device::MemoryStats;
 use crate::error::{Error, Result};
 
-/// The memory of one place: its source, and the place to name in errors. Clones share the source.
+/// The memory of one place: its source, and the place to report in errors. Clones share the source.
 #[derive(Clone)]
 pub(super) struct PlaceMemory {
-    /// The place that errors about a shortage name.
+    /// The place to report in errors about a shortage.
     pub place: Place,
     source: Arc<dyn MemoryResource>,
 }

@@ -171,7 +171,7 @@ fn extent(piece: &TargetRow) -> Range<u64> {
     piece.row.target..piece.row.target + piece.target_len
 }
 
-/// Returns whether no two of these ranges, each a start and a length, overlap. Sorts them.
+/// Sorts ranges, each given by its start and its length, and returns whether no two of them overlap.
 pub(super) fn are_disjoint(ranges: &mut [(u64, u64)]) -> bool {
     ranges.sort_unstable_by_key(|(start, _)| *start);
     ranges.is_sorted_by(|(start, len), (next, _)| start + len <= *next)

@@ -51,7 +51,7 @@ pub(super) struct PlannedPiece {
 /// A step of a plan, in the order of one stream. Ranges contain the numbers of rows in the plan's tables.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum LaunchStep {
-    /// Applies parts of pieces with a kernel. The range is of parts.
+    /// Applies parts of pieces with a kernel. The range contains the numbers of parts.
     Apply(Kernel, Range<usize>),
     /// Checksums sources, or chunks of sources.
     Crc(Range<usize>),
@@ -61,8 +61,8 @@ pub(super) enum LaunchStep {
     Diff(Range<usize>),
     /// Digests chunks of ranges.
     Digest(Range<usize>),
-    /// Writes the indices of the set bits of bitmaps. The first range is of rows for sections of bitmaps, the second of
-    /// one row for each bitmap.
+    /// Writes the indices of the set bits of bitmaps. The first range contains the rows for sections of bitmaps, and
+    /// the second range one row for each bitmap.
     Select(Range<usize>, Range<usize>),
     /// Checks sections of lists of indices.
     Validate(Range<usize>),

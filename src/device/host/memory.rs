@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 
 /// The longest allocation, in bytes, that is placed in a slab.
 const SLOT_LEN_MAX: u64 = 1024;
-/// Slot lengths in bytes are multiples of this, so that allocations of similar length share slabs.
+/// The unit of slot lengths in bytes. Allocations of similar length thus share slabs.
 const SLOT_ALIGN: u64 = 16;
 /// The number of slots in a slab. A `u64` has one bit for each slot.
 const SLOTS: u64 = u64::BITS as u64;

@@ -33,7 +33,7 @@ use crate::device::HostMemory;
 use crate::disk::FileMemory;
 use crate::error::{Error, Refused, Result, Unavailable};
 
-/// The length, in bytes, of a run of consecutive deltas from which several threads apply the run.
+/// The minimum length, in bytes, of a run of consecutive deltas that several threads apply.
 const WIDE_BYTES_MIN: u64 = 4 << 20;
 
 /// The number of allocations made or released per lock acquisition. Between acquisitions, other threads can look up
@@ -46,7 +46,7 @@ pub struct HostDevice {
     memories: RwLock<HostMemories>,
     lanes: [HostLane; Lane::ALL.len()],
     label: String,
-    /// The length, in bytes, of a run of consecutive deltas from which several threads apply the run.
+    /// The minimum length, in bytes, of a run of consecutive deltas that several threads apply.
     wide_bytes_min: u64,
 }
 
@@ -75,8 +75,8 @@ impl HostDevice {
         }
     }
 
-    /// Sets the length, in bytes, of a run of deltas from which several threads apply the run. A test sets it to use
-    /// short lists.
+    /// Sets the minimum length, in bytes, of a run of deltas that several threads apply. Tests set a low value, so that
+    /// short lists suffice.
     #[doc(hidden)]
     #[must_use]
     pub fn parallel_from(mut self, bytes: u64) -> Self {
@@ -307,7 +307,7 @@ struct CallerBytes {
 }
 
 impl CallerMemory {
-    /// Wraps host bytes as a caller's memory in this place, for a store whose pages are in host memory. Code that
+    /// Wraps host bytes as caller-owned memory in this place, for a store whose pages are in host memory. Code that
     /// brings its own memory can then run, and be tested, without a GPU. A GPU rejects such memory. To read the bytes
     /// back, pass the same value to [`Store::caller_bytes`](crate::Store::caller_bytes).
     ///

@@ -68,7 +68,7 @@ struct LaneState {
     /// Parts that were instructed to wait and have had no list since. Each of these parts gets a share of the next
     /// list, so that a wait for that list includes the work that the part waits for.
     waiting_parts: BTreeSet<usize>,
-    /// The error after which no more lists are queued, set when a list was left partly queued.
+    /// The error of a list that was only partly queued. Once it is set, the device queues no more lists.
     stopped: Option<Error>,
 }
 

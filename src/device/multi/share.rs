@@ -17,7 +17,7 @@ pub(super) struct Shares {
     /// The parts of the list that were queued earlier, in order. They use copies of the staging buffers.
     early: Vec<Shares>,
     parts: Vec<Share>,
-    /// The list's staging that no device uses, by index.
+    /// The list's staging buffers that no device uses, by index.
     kept: Vec<Option<Staging>>,
 }
 
@@ -31,7 +31,7 @@ struct Share {
 
 /// A staging buffer that a device uses: the list's own buffer, or a copy.
 struct StagingShare {
-    /// The index of the staging in the list.
+    /// The index of the staging buffer in the list.
     index: usize,
     /// For a copy, the spans to copy back.
     written: Option<Vec<StagingSpan>>,
@@ -76,7 +76,7 @@ impl Shares {
         .map(|shares| Self { early, parts: shares, kept })
     }
 
-    /// Submits commands on copies of the staging. The staging itself stays with the caller.
+    /// Submits commands that use copies of the staging buffers. The buffers themselves stay with the caller.
     pub fn copies(
         parts: &DeviceParts,
         lane: Lane,

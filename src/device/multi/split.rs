@@ -28,7 +28,7 @@ pub(super) enum SplitStep {
 
 /// Translates the commands of a list into steps.
 pub(super) struct SplitPlanner<F, A> {
-    /// Returns the part that contains an allocation, and the part's own id for it.
+    /// A function that returns the part that contains an allocation, and the part's own id for it.
     pub address_of: F,
     /// A function that allocates scratch memory on one of the devices, which is freed when the command list ends.
     pub aside: A,

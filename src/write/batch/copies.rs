@@ -30,14 +30,15 @@ pub(crate) struct CopySources {
     /// The pages that must be read as a whole. These are pages that the batch clones, and pages that the batch changes
     /// or creates before it copies from them.
     pub whole: BTreeSet<PageId>,
-    /// The ranges of pages that the batch has not changed before the copy. Each has the index of the copy operation.
+    /// The ranges to read from pages that the batch does not change before the copy. Each has the index of the copy
+    /// operation.
     pub ranges: Vec<(usize, PageId, Range<u64>)>,
 }
 
 /// The bytes that a batch copies, as read before the batch is encoded.
 #[derive(Debug, Default)]
 pub(crate) struct CopiedBytes {
-    /// The bytes before the batch of each existing page in [`CopySources::whole`].
+    /// For each existing page in [`CopySources::whole`], its bytes before the batch.
     pub whole: HashMap<PageId, CopiedPage>,
     /// The bytes of the ranges of [`CopySources::ranges`], by the operation's index.
     pub ranges: HashMap<usize, Vec<u8>>,

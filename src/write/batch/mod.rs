@@ -464,8 +464,7 @@ impl WriteBatch {
         self
     }
 
-    /// Deletes the page `handover.page`, and has the applier store the page's memory in `handover` instead of freeing
-    /// it.
+    /// Deletes the page `handover.page`. The applier then stores the page's memory in `handover` instead of freeing it.
     pub(crate) fn hand_over(&mut self, handover: Arc<Handover>) -> &mut Self {
         let page = handover.page;
         self.handover = Some(handover);

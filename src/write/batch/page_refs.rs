@@ -152,8 +152,8 @@ impl From<NewPage> for Target {
 }
 
 impl WriteBatch {
-    /// Returns the target for a page that the caller named. The target is a page that never exists if `page` belongs to
-    /// another batch, and until the first lookup if `page` is a key.
+    /// Converts a reference to a page to a target. If `page` belongs to another batch, the target is a page that never
+    /// exists. If `page` is a key, the same is true until the first lookup.
     pub(super) fn target<'k>(&mut self, page: impl Into<PageRef<'k>>) -> Target {
         let nowhere = TargetPage::Existing(NO_PAGE);
         match page.into().0 {

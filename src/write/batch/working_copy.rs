@@ -44,7 +44,7 @@ pub(crate) enum CopyShadow {
     Digests(DeviceBytes),
 }
 
-/// The version of the page that the working copy was last equal to.
+/// The version of the page that the working copy last equaled.
 #[derive(Debug, Default)]
 struct CopyState {
     /// The epoch of that version, or 0 if it is unknown. No page has epoch 0.

@@ -53,7 +53,7 @@ impl SourceImages<'_> {
         self.is_any() && self.of_pages.contains(page)
     }
 
-    /// Returns the images. Each comes with the index of its operation in the batch.
+    /// Returns the images, each with the index of its operation in the batch.
     pub fn images(&self) -> impl Iterator<Item = (usize, ImageRef)> {
         self.pages.iter().map(|page| page.step).zip(self.file.refs())
     }

@@ -387,7 +387,7 @@ fn call_name(kind: CollectiveKind) -> &'static str {
     }
 }
 
-/// Returns the library's number of an element type: `ncclDataType_t`.
+/// Returns the library's number for an element type: `ncclDataType_t`.
 fn element_code(element: Element) -> c_int {
     match element {
         Element::I8 => 0,
@@ -403,7 +403,7 @@ fn element_code(element: Element) -> c_int {
     }
 }
 
-/// Returns the library's number of a reduction: `ncclRedOp_t`.
+/// Returns the library's number for a reduction: `ncclRedOp_t`.
 fn reduction_code(reduction: Reduction) -> c_int {
     match reduction {
         Reduction::Sum => 0,

@@ -25,9 +25,9 @@ use crate::write::commit::Committer;
 use crate::write::commit::batch_images::BatchImages;
 use crate::write::commit::disk_moves::{DiskOps, is_on_disk};
 
-/// A page on disk is written to an image as a whole if more than one `WHOLE_PART`th of its bytes has changed. The page
-/// can then be read with one read, and its changes take no host memory until the next snapshot. A page is also written
-/// as a whole if its changes do not fit in host memory.
+/// The inverse of the share of changed bytes above which a captured page on disk is written to an image as a whole. The
+/// page can then be read with one read, and its changes take no host memory until the next snapshot. A page is also
+/// written as a whole if its changes do not fit in host memory.
 const WHOLE_PART: u64 = 4;
 
 /// The captured pages whose new bytes are in images, with these images.

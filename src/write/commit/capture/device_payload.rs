@@ -29,13 +29,12 @@ use crate::write::commit::Committer;
 
 /// The maximum number of bytes that are gathered on the device at a time, a multiple of the chunk length.
 pub(super) const WAVE_LEN: u64 = 16 << 20;
-/// The number of bytes per thread when checksums are computed and bytes copied: each further `SHARE_LEN` bytes justify
-/// another thread.
+/// The number of bytes for which one more thread computes checksums and copies bytes.
 const SHARE_LEN: usize = 1 << 20;
 /// The maximum number of threads that compute checksums of a payload and copy it.
 const HOST_THREADS_MAX: usize = 4;
 /// The minimum length in bytes of a placeholder whose checksum is combined with those of its neighbors. For shorter
-/// ones, computing a checksum over all the bytes is cheaper.
+/// placeholders, computing a checksum over all the bytes is cheaper.
 const COMBINED_LEN_MIN: u64 = 4 << 10;
 
 impl Committer {
@@ -314,7 +313,7 @@ struct Wave<'b> {
     copies: Vec<PlaceholderCopy>,
 }
 
-/// The commands of one wave, and the data that interprets their results.
+/// The commands of one wave, and the information with which their results are interpreted.
 struct WaveSteps<'b> {
     commands: Vec<Command>,
     /// The indices of the elements that the device picks from working copies. The host uploads them.

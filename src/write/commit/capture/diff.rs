@@ -32,9 +32,9 @@ const BITMAP_ALIGN: u64 = 16;
 /// The length of an index in bytes, as the device writes it.
 const INDEX_LEN: u64 = 4;
 /// The maximum number of bytes that are compared with pages at a time, between two batches. A longer page is compared
-/// on its own, as a whole.
+/// as a whole.
 const TURN_LEN: u64 = 64 << 20;
-/// The number of bytes of indices and bitmaps per thread that reads them.
+/// The number of bytes of indices and bitmaps that one thread reads.
 const SHARE_LEN: usize = 256 << 10;
 /// The maximum number of threads that read indices and bitmaps.
 const HOST_THREADS_MAX: usize = 8;

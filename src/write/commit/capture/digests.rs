@@ -31,7 +31,7 @@ use crate::recovery::opening::random;
 use crate::write::batch::{ChunkDigests, UNKNOWN_DIGEST, WorkingCopy};
 use crate::write::commit::Committer;
 
-/// The maximum number of bytes that one list digests. The digests of a list then take at most 1 MiB.
+/// The maximum number of bytes that one command list digests. The digests of a list then take at most 1 MiB.
 const DIGEST_LIST_LEN: u64 = 4 << 30;
 
 /// The key for digests, with a copy in device memory for each place that has working copies with digests.
@@ -76,7 +76,7 @@ impl Committer {
         found
     }
 
-    /// Returns the digests of many ranges, computed by lists of bounded length.
+    /// Returns the digests of many ranges, computed by command lists of bounded length.
     pub(super) fn all_digests(&self, ranges: impl Iterator<Item = Span>, key: Span) -> Result<Vec<Digest>> {
         let (mut all, mut sources, mut len) = (Vec::new(), Vec::new(), 0);
         for span in ranges {

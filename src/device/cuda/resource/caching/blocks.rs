@@ -37,7 +37,7 @@ pub(super) enum BlockState {
 struct AwaitedPoint {
     point: Box<dyn StreamPoint>,
     address: u64,
-    /// The number of the wait, because a block at the same address may wait again.
+    /// The number of the wait, which distinguishes it from other waits of a block at the same address.
     wait: u64,
 }
 
