@@ -213,8 +213,8 @@ impl SnapshotLoop {
 }
 
 impl SnapshotLoop {
-    /// Takes a snapshot that includes batch `lsn`, which is logged but possibly not applied yet. Returns `None` if
-    /// `is_due` returns false once the batch is applied.
+    /// Takes a snapshot that includes batch `lsn`, which is logged but possibly not applied yet. Calls `is_due` once
+    /// the batch is applied, and returns `None` if the result is `false`.
     fn take(&self, lsn: Lsn, is_due: impl FnOnce() -> bool) -> Result<Option<SnapshotInfo>> {
         // A snapshot begins at the last applied batch: without this wait it might not include `lsn`.
         self.0.engine.applier.wait_applied(lsn)?;

@@ -35,8 +35,8 @@ pub(super) struct End {
 
 impl Snapshots {
     /// Performs phase 1. An exact snapshot classifies all pages at once, between two batches. A fuzzy snapshot
-    /// classifies a limited number of pages at a time, because no batch is applied meanwhile. Classifying a million
-    /// pages at once took most of 0.35 to 0.6 s.
+    /// classifies a limited number of pages at a time, because no batch can be applied during the classification.
+    /// Classifying a million pages at once took most of 0.35 to 0.6 s.
     pub(super) fn begin(
         &self,
         catalog: &Catalog,

@@ -418,8 +418,8 @@ impl Snapshots {
         })
     }
 
-    /// Captures `pages` between two batches. Copies those in memory by calling `copy`, whose result has the fence
-    /// `fence`. Skips deleted pages, because the applier records their deletes.
+    /// Captures `pages` between two batches. Calls `copy` to copy the pages in memory; `fence` returns the fence of
+    /// that copy. Skips deleted pages, because the applier records their deletes.
     pub(super) fn gather_by<C: Send + 'static>(
         &self,
         pages: Vec<PageId>,

@@ -367,7 +367,7 @@ impl Snapshots {
         Ok(id)
     }
 
-    /// Verifies the images that the snapshot must not name unverified.
+    /// Verifies the images that must be verified before the snapshot names them.
     fn verify_earlier(&self, catalog: &mut Catalog, request: &SnapshotRequest) -> Result<()> {
         let names_unverified = request.then == AfterPublication::Leave;
         if self.unverified.names_batch_images() && (!names_unverified || !catalog.are_named_recorded()) {

@@ -59,8 +59,8 @@ pub(crate) struct RetentionContext<'a> {
 }
 
 impl Snapshots {
-    /// Writes the record of phase 6: the list of verified snapshots that are kept, each with the information whether
-    /// the log after it is kept, and the floor.
+    /// Writes the record of phase 6: the kept verified snapshots, whether the log after each of them is kept, and the
+    /// floor.
     ///
     /// Returns once a seal with the record is synced. Files may be recycled only after that (I7).
     pub fn record(

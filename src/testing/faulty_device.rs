@@ -451,7 +451,7 @@ impl DirectReads for FaultyDevice {
     }
 }
 
-/// Flips a bit in the middle of a range. The first and last bytes are left alone, because they might be checked
+/// Flips a bit in the middle of a range. The first and last bytes are left unchanged, because they might be checked
 /// separately.
 fn flip(staging: &mut [Staging], StagingSpan { index, offset, len }: StagingSpan) {
     staging[index][offset + len / 2] ^= 0x10;

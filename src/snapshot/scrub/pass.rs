@@ -137,8 +137,8 @@ impl<'a> ScrubPass<'a> {
         }
     }
 
-    /// Reports the damaged copy of a link. Opening a store needs only one copy, and a damaged copy is repaired before
-    /// the other copy is damaged, too.
+    /// Reports the damaged copy of a link. Opening a store needs only one copy, but a damaged copy must be repaired
+    /// before the other copy is damaged, too.
     fn copy_damaged(&mut self, manifest: &Arc<Manifest>, health: &CopyHealth) {
         let file = FileName::Manifest(manifest.snapshot.0);
         // Both copies have the same length.
