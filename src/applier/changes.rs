@@ -241,7 +241,7 @@ impl AppliedPage {
 }
 
 impl ChangeFeed {
-    /// Returns whether there is any stream.
+    /// Returns whether any stream is open.
     pub fn is_watched(&self) -> bool {
         // Relaxed suffices: streams are added by a closure that runs on the applier's thread, which also calls this
         // function.

@@ -107,7 +107,7 @@ impl Requests {
         self.wake_for(queue);
     }
 
-    /// Records that the thread has ended, and drops the queued requests. Later requests are dropped as well.
+    /// Records that the thread has ended, and drops the queued requests. Later requests are also dropped.
     pub fn end(&self) {
         let mut queue = self.queue.lock();
         queue.has_ended = true;

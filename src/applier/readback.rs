@@ -104,7 +104,7 @@ impl Turn<'_> {
     /// that no range covers are unspecified.
     ///
     /// If `sums` is present, checksums of each range are computed on the device and again after the transfer. The
-    /// device reads the copy for this instead of the page, so that deltas do not wait.
+    /// device computes them from the copy instead of the page, so that deltas do not wait.
     ///
     /// # Errors
     /// A device error; the earlier error that lost the pages' bytes; `OutOfMemory`.

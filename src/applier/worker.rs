@@ -51,7 +51,7 @@ pub(super) struct Worker {
     in_flight: InFlight,
     /// The fence value of the newest submitted list.
     fence: u64,
-    /// The error that lost a command list, so that memory no longer matches the page table, or `None`.
+    /// The error that lost a command list, so that memory no longer matches the page table. `None` if no list was lost.
     lost: Option<Error>,
 }
 
