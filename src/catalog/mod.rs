@@ -28,7 +28,7 @@ use crate::images::numbers::ImageFiles;
 pub struct SnapshotInfo {
     /// The id of the snapshot.
     pub id: SnapshotId,
-    /// The name of the snapshot, or `None`. A named snapshot is kept until its name is removed.
+    /// The name of the snapshot, or `None` if it has no name. A named snapshot is kept until its name is removed.
     pub name: Option<String>,
     /// The creation time in milliseconds since the Unix epoch. A thin snapshot has the time of the snapshot that it
     /// replaces.
