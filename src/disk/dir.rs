@@ -43,7 +43,7 @@ pub struct DirDisk {
     root: PathBuf,
     /// The directory of the current writer lock. The reference is dangling if this disk holds no lock.
     locked: Arc<Mutex<Weak<OpenDirectory>>>,
-    /// The directory that a reader holds open, or `None`.
+    /// The directory that this disk holds open for a reader, or `None` if it holds no directory open.
     held: Option<Arc<OpenDirectory>>,
 }
 
@@ -84,7 +84,7 @@ impl DirDisk {
         self.root.join(file_path(file))
     }
 
-    /// Returns the directory that is locked or held open, or `None`.
+    /// Returns the directory that is locked or held open, or `None` if there is no such directory.
     fn kept_open(&self) -> Option<Arc<OpenDirectory>> {
         self.held.clone().or_else(|| self.locked.lock().upgrade())
     }

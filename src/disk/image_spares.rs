@@ -64,7 +64,7 @@ pub(crate) struct ReusedFile {
     pub file: Arc<dyn DiskFile>,
     /// The number of bytes from the start of the file for which space is allocated.
     pub space_len: u64,
-    /// The resource that keeps the file ready, or `None`.
+    /// The resource that keeps the file ready, or `None` if there is no such resource.
     pub kept_ready: Option<KeptReady>,
 }
 
