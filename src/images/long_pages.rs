@@ -46,8 +46,8 @@ fn pieces(len: u64, piece_len: u64) -> impl Iterator<Item = Range<u64>> {
 }
 
 impl ImageWriter {
-    /// Writes one non-empty page as a separate chunk, and returns the reference to its image. Returns `None` if the
-    /// source no longer had the bytes. In this case, no image was written.
+    /// Writes one non-empty page as a separate chunk, and returns the reference to its image. Returns `None` without
+    /// writing an image if the source could no longer provide the bytes.
     pub fn write_long<E: From<Error>>(
         &self,
         info: &PageInfo,
@@ -200,7 +200,7 @@ impl ImageWriter {
 /// The outcome of writing an image piece by piece.
 enum Streamed {
     Image(ImageRef),
-    /// The source no longer had the bytes of the page.
+    /// The source could no longer provide the bytes of the page.
     Gone,
     /// No image was written, because compression does not save enough space.
     DoesNotPay,

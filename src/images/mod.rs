@@ -424,7 +424,7 @@ impl ImageWriter {
 }
 
 /// Describes a page for the image writer. `crc` is the CRC-32 of the page's bytes. `frames` is the compressed form of
-/// the page, or `None`.
+/// the page, or `None` if the page is stored uncompressed.
 fn new_image(info: &PageInfo, crc: u32, frames: Option<&[u8]>) -> NewImage {
     let compressed =
         frames.map(|frames| CompressedBytes { len: frames.len() as u64, crc: crc32fast::hash(frames) });

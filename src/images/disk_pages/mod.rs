@@ -55,8 +55,8 @@ pub(crate) struct DiskPages {
     is_any: AtomicBool,
     /// The number of committers that wait for host memory for their writes.
     waiting: AtomicUsize,
-    /// The error with which the last snapshot failed to read a page, or `None`. After such an error, snapshots free no
-    /// host memory until the page is rewritten or deleted.
+    /// The error with which the last snapshot failed to read a page, or `None` if it read all pages. After such an
+    /// error, snapshots free no host memory until the page is rewritten or deleted.
     unreadable: Mutex<Option<Error>>,
 }
 

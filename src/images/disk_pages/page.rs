@@ -158,7 +158,7 @@ impl DiskPage {
         self.image.as_ref().filter(is_as_long)
     }
 
-    /// Returns the image that contains the bytes that no batch has overwritten, or `None`.
+    /// Returns the image that contains the bytes that no batch has overwritten, or `None` if the page has no image.
     pub fn image(&self) -> Option<&Arc<DiskImage>> {
         self.image.as_ref()
     }
