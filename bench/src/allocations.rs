@@ -22,15 +22,15 @@ use crate::room::{BenchStop, Room, size};
 use crate::{Common, Measure, check_threads};
 
 const EXAMPLES: &str = "\
-Each thread makes all calls of the trace, and the threads share an allocator. The trace is replayed three times: through \
-a new allocator that holds no memory, again through the same one, and once more with each call timed, which includes the \
-cost of the clock. The ceiling is the same loop with all addresses known in advance. Reserved memory is compared with \
-the requested bytes that are live at once. No files are created in DIR.
+Each thread makes all calls of the trace, and all threads share an allocator. The trace is replayed three times: \
+through a new allocator that holds no memory, again through the same allocator, and once more with each call timed, \
+which includes the cost of the clock. The ceiling is the same loop with all addresses known in advance. Reserved \
+memory is compared with the requested bytes that are live at once. No files are created in DIR.
 
-A --trace file has one JSON object per line, {\"alloc\": ID, \"len\": BYTES} or {\"free\": ID}. Without one, the cache \
-requests of --kv are converted: a missing block is allocated, and the least recently used one is freed once the cache is \
-full. With a GPU the memory comes from the driver, and blocks are also freed behind events of the default stream. On the \
-host it comes from the host's allocator, zeroed.
+A --trace file has one JSON object per line, {\"alloc\": ID, \"len\": BYTES} or {\"free\": ID}. Without a --trace \
+file, the cache requests of --kv are converted: a missing block is allocated, and the least recently used block is \
+freed once the cache is full. With a GPU the memory comes from the driver, and blocks are also freed behind events of \
+the default stream. On the host it comes from the host's allocator, zeroed.
 
 Examples:
   remanent-bench allocations /dev/shm

@@ -13,10 +13,10 @@ use crate::room::{self, BenchStop, Room};
 use crate::{Common, Measure, check_seconds};
 
 const EXAMPLES: &str = "\
-One thread commits deltas of 4 KiB, to a store without an archive and to one with an archive, in turn. The ceiling is the \
-store without. Then one batch after the other waits until it is archived. The bucket is a folder next to the stores, which \
-syncs its objects to the same disk and is removed at the end. With --url, the archives are in the given bucket, under \
-names of their own, and are not removed.
+One thread commits deltas of 4 KiB, to a store without an archive and to one with an archive, in turn. The ceiling is \
+the store without an archive. Then single batches wait, one after the other, until they are archived. The bucket is a \
+folder next to the stores, which syncs its objects to the same disk and is removed at the end. With --url, the \
+archives are in the given bucket, under names of their own, and are not removed.
 
 Examples:
   remanent-bench archive /mnt/fast

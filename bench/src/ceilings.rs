@@ -15,10 +15,10 @@ use crate::transfer::{self, Cache};
 use crate::{Common, Measure};
 
 const EXAMPLES: &str = "\
-Disk: 4 threads write random bytes to separate files, past the page cache, and sync them; then 4 threads read them back, \
-past the cache and through it. Host: a copy and a CRC-32 by one thread. Device: copies of 64 MiB between pinned host \
-memory and the device, and on the device; a list of one delta from submission to fence, which is the minimum for \
-Applied; a list of 10,000 deltas; a copy of 4 KiB to the host during long copies.
+Disk: 4 threads write random bytes to separate files, past the page cache, and sync them; then 4 threads read the \
+files back, past the page cache and through it. Host: a copy and a CRC-32 by one thread. Device: copies of 64 MiB \
+between pinned host memory and the device, and on the device; a list of one delta from submission to fence, which is \
+the minimum for Applied; a list of 10,000 deltas; a copy of 4 KiB to the host during long copies.
 
 The raw group-commit loop, the ceiling of durable commits, is measured by `remanent-bench commit`.
 

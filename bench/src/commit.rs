@@ -17,8 +17,8 @@ use crate::room::{self, BenchStop, Room};
 use crate::{Common, Measure, check_seconds, check_threads, transfer};
 
 const EXAMPLES: &str = "\
-Each thread writes deltas to its own page, one per batch, and waits for each. The ceiling of durable commits is the \
-faster of two raw loops, which queue records and then write and sync the whole queue at once: one with pwrite and \
+Each thread writes deltas to its own page, one per batch, and waits for each batch. The ceiling of durable commits is \
+the faster of two raw loops, which queue records and then write and sync the whole queue at once: one with pwrite and \
 fdatasync, one with O_DIRECT and O_DSYNC. The ceiling of logged or applied commits is a copy with a checksum under a \
 lock. Figures with one thread show the cost of a single commit.
 

@@ -17,9 +17,9 @@ use crate::{Common, Measure, check_seconds};
 
 const EXAMPLES: &str = "\
 One thread commits deltas of 256 bytes, one per batch, and a follower in another thread receives them. The delay of a \
-batch is the time from the return of its commit until the follower has it, or zero if the follower was faster. A mapped \
-log is polled; a log written by system calls wakes the waiting follower. The last figure is the CPU share of a follower \
-that waits while nothing is committed.
+batch is the time from the return of its commit until the follower receives the batch, or zero if the follower was \
+faster. A mapped log is polled; a log written by system calls wakes the waiting follower. The last figure is the CPU \
+share of a follower that waits while nothing is committed.
 
 Examples:
   remanent-bench follow /mnt/fast

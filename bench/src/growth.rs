@@ -14,10 +14,11 @@ use crate::room::{self, BenchStop, Room, size};
 use crate::{Common, Measure, opener};
 
 const EXAMPLES: &str = "\
-Measures stores with increasing numbers of short pages in turn: commits of 8 bytes to random pages, a snapshot after one \
-page changed, a snapshot after one page in a hundred changed, and an open in a separate process, with its host memory \
-per page beyond the page's own bytes. Unchanged pages should cost nothing: the first two figures should not depend on \
-the number of pages, except for the time that the processor takes to load one byte among that many, which is shown too.
+Measures stores with increasing numbers of short pages in turn: commits of 8 bytes to random pages, a snapshot after \
+one page changed, a snapshot after one page in a hundred changed, and an open in a separate process, with its host \
+memory per page beyond the page's own bytes. Unchanged pages should cost nothing: the first two figures should not \
+depend on the number of pages, except for the time that the processor takes to load a byte of a random page, which is \
+also shown.
 
 Examples:
   remanent-bench growth /mnt/fast

@@ -15,8 +15,9 @@ use crate::{Common, Measure, check_seconds, check_threads};
 
 const EXAMPLES: &str = "\
 Threads look up random pages by id and by key, look up the root, and read 256 bytes of a page. The ceiling of a lookup \
-is one in an unchanging map of the standard library. One lookup in 64 is timed. Meanwhile two threads commit deltas of \
-256 bytes to the same pages and wait until each batch is durable; a second part measures without them.
+is a lookup in an unchanging map of the standard library. One lookup in 64 is timed. Two other threads commit deltas \
+of 256 bytes to the same pages and wait until each batch is durable. A second part measures lookups without these \
+commits.
 
 Examples:
   remanent-bench lookup /mnt/fast

@@ -12,9 +12,10 @@ use crate::transfer::{self, Cache};
 use crate::{Common, Measure};
 
 const EXAMPLES: &str = "\
-Opens a store without a snapshot, so that all of its log is replayed: deltas of one length, a fixed number per batch, to \
-random pages. Cold: the files were dropped from the page cache, and the ceiling is reading them past it with 4 threads. \
-Warm: all files are in the cache, and the ceiling is reading them through it. Rates count the bytes of the deltas only.
+Opens a store without a snapshot, so that all of its log is replayed: deltas of one length, a fixed number per batch, \
+to random pages. Cold: the files were dropped from the page cache, and the ceiling is reading them with 4 threads past \
+the page cache. Warm: all files are in the cache, and the ceiling is reading them through the cache. Rates count the \
+bytes of the deltas only.
 
 Examples:
   remanent-bench replay /mnt/fast

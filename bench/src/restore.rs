@@ -15,13 +15,13 @@ use crate::transfer::{self, Cache};
 use crate::{Common, Measure, opener};
 
 const EXAMPLES: &str = "\
-Closes a store of random pages after a snapshot and opens it cold, with its files dropped from the page cache, and warm, \
-with all of them in it. An open verifies every byte. The ceiling of a cold open is reading the same files past the page \
-cache with 4 threads, and that of a warm open is reading them through it. The time to the first page runs from the start \
-of the open until the page was read. It excludes the set-up of the device, which `remanent-bench ceilings` reports. With pages \
-loaded on demand, the store is usable before they are loaded, and the page read is the last one in the loading order. \
-With a GPU, a separate process opens the store again to measure its peak host memory beyond the driver's, split into \
-mapped log and all other memory, sampled every ten milliseconds.
+Closes a store of random pages after a snapshot and opens it cold, with its files dropped from the page cache, and \
+warm, with all files in the page cache. An open verifies every byte. The ceiling of a cold open is reading the same \
+files past the page cache with 4 threads, and the ceiling of a warm open is reading them through the page cache. The \
+time to the first page runs from the start of the open until the page was read. It excludes the set-up of the device, \
+which `remanent-bench ceilings` reports. With pages loaded on demand, the store is usable before they are loaded, and \
+the page read is the last one in the loading order. With a GPU, a separate process opens the store again to measure \
+its peak host memory beyond the driver's, split into mapped log and all other memory, sampled every ten milliseconds.
 
 Examples:
   remanent-bench restore /mnt/fast

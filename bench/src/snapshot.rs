@@ -18,13 +18,13 @@ use crate::sizes::{DELTA_LEN, Sizes};
 use crate::{Common, Measure, peak, transfer};
 
 const EXAMPLES: &str = "\
-All pages hold random bytes, so that nothing can be compressed, and each is changed before a full snapshot, so that all \
-are written. The ceiling is the same number of bytes, written to new files by 4 threads past the page cache and synced. \
-A snapshot is durable when it is published; it is read back, and older ones are removed, after that.
+All pages contain random bytes, which cannot be compressed, and each page is changed before a full snapshot, so that \
+all pages are written. The ceiling is the same number of bytes, written to new files by 4 threads past the page cache \
+and synced. A snapshot is durable when it is published. After that, it is read back and older snapshots are removed.
 
-A snapshot after one page in a hundred changed is shown as a share of the full one in its round. After some full \
-snapshots the next one reuses files that they have freed (files of 1 MiB and more). Commits to a hot page wait for \
-Applied each time, first without a snapshot, then during a full one.
+A snapshot after one page in a hundred changed is shown as a share of the full snapshot of the same round. After some \
+full snapshots, the next one reuses files that earlier snapshots have freed (files of 1 MiB and more). Commits to a \
+hot page wait for Applied each time, first without a snapshot, then during a full one.
 
 Examples:
   remanent-bench snapshot /mnt/fast --image-io buffered,direct,mapped

@@ -17,10 +17,10 @@ use crate::room::{BenchStop, Room};
 use crate::{Common, Measure, check_seconds, opener, peak};
 
 const EXAMPLES: &str = "\
-Each thread keeps a window of blocks: a commit creates one, written whole, and deletes the oldest, as in a full cache. \
-The lengths of --len alternate. The store runs with default options, so it takes snapshots and frees space \
-automatically. Each round measures the directory, the memory, and the time that another process takes to open the \
-store. The cost of a store should depend on its content, not on how long it has run.
+Each thread keeps a window of blocks. Each commit creates a block, writes all of its bytes, and deletes the oldest \
+block, as in a full cache. The lengths of --len alternate. The store runs with default options, so it takes snapshots \
+and frees space automatically. Each round measures the directory, the memory, and the time that another process takes \
+to open the store. The cost of a store should depend on its content, not on how long it has run.
 
 Examples:
   remanent-bench steady /mnt/fast

@@ -1,4 +1,4 @@
-"""Alias of `remanent.integrations.torch_checkpointing`. Importing this module returns that one."""
+"""Alias of `remanent.integrations.torch_checkpointing`. An import of this module returns that module."""
 
 import sys
 

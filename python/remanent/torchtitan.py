@@ -1,4 +1,4 @@
-"""Alias of `remanent.integrations.torchtitan`. Importing this module returns that one."""
+"""Alias of `remanent.integrations.torchtitan`. An import of this module returns that module."""
 
 import sys
 

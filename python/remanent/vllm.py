@@ -1,4 +1,4 @@
-"""Alias of `remanent.integrations.vllm`. Importing this module returns that one."""
+"""Alias of `remanent.integrations.vllm`. An import of this module returns that module."""
 
 import sys
 

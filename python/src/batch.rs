@@ -98,7 +98,7 @@ impl Batch {
     ///
     /// After the commit, only the store writes to the memory, after it has logged the change. Kernels of the
     /// caller read the page under `Store.pin` or `Store.lease`. The page keeps the memory alive. The memory
-    /// must not be freed in another way, such as by `resize_` of a torch storage. The page leaves the memory
+    /// must not be freed by other means, such as `resize_` of a torch storage. The page leaves the memory
     /// when it is deleted, released, resized, moved, or changed during a lease. The next commit or
     /// `Store.trim` then drops the reference. After the next open, the page is in the store's own memory,
     /// unless the `page_memory` argument of `Store` provides this memory again. The memory does not count

@@ -436,7 +436,7 @@ scrubs={'interval': 86400.0, 'bytes_per_second': 67108864}, archive=None)")]
     ///
     /// :param memory: a writable, contiguous array or tensor with the length of the page. The memory must be on the
     ///     device of the store's pages, or in host memory if pages are on the host. The working copy keeps the memory
-    ///     alive. The memory must not be freed in another way, such as by `resize_` of a torch storage.
+    ///     alive. The memory must not be freed by other means, such as `resize_` of a torch storage.
     /// :param width: the bytes per element: 1, 2, 4, 8 or 16. Changes are detected and logged by element.
     /// :param shadow: the reference with which the memory is compared. "page" uses the page itself, which
     ///     must be in memory. A place, such as "host", uses a copy of the page in that place. "digests" uses

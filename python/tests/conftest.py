@@ -1,4 +1,4 @@
-"""Shared by all tests: a directory for each test, and the names that examples in docstrings use."""
+"""Fixtures of all tests: a directory for each test, and the names that docstring examples use."""
 
 from __future__ import annotations
 

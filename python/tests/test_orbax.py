@@ -145,7 +145,7 @@ def told(tree: Any) -> Any:
 
 
 def outcome(path: Path, row: Row, registry: Any) -> Any:
-    """Returns the result of a handler for a row, or for a failure the text of the error and of its causes."""
+    """Returns the result of a handler for a row. If the handler fails, returns the text of the error and of its causes."""
     made = ocp.Context()
     if registry is not None:
         made.checkpointables.registry = registry

@@ -249,7 +249,7 @@ class Tuned(torch.nn.Module):
 
 
 class Loader:
-    """Contains a module, whose state is part of its own."""
+    """An object that contains a module, and whose state includes the state of the module."""
 
     def __init__(self) -> None:
         self.tuned = Tuned()

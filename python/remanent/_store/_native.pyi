@@ -529,7 +529,7 @@ class Store(Reader):
 
         :param memory: a writable, contiguous array or tensor with the length of the page. The memory must be on the
             device of the store's pages, or in host memory if pages are on the host. The working copy keeps the memory
-            alive. The memory must not be freed in another way, such as by `resize_` of a torch storage.
+            alive. The memory must not be freed by other means, such as `resize_` of a torch storage.
         :param width: the bytes per element: 1, 2, 4, 8 or 16. Changes are detected and logged by element.
         :param shadow: the reference with which the memory is compared. "page" uses the page itself, which
             must be in memory. A place, such as "host", uses a copy of the page in that place. "digests" uses
@@ -1111,7 +1111,7 @@ class Batch:
 
         After the commit, only the store writes to the memory, after it has logged the change. Kernels of the
         caller read the page under `Store.pin` or `Store.lease`. The page keeps the memory alive. The memory
-        must not be freed in another way, such as by `resize_` of a torch storage. The page leaves the memory
+        must not be freed by other means, such as `resize_` of a torch storage. The page leaves the memory
         when it is deleted, released, resized, moved, or changed during a lease. The next commit or
         `Store.trim` then drops the reference. After the next open, the page is in the store's own memory,
         unless the `page_memory` argument of `Store` provides this memory again. The memory does not count

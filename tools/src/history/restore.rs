@@ -29,10 +29,10 @@ Examples:
 #[cfg(feature = "archive")]
 const FROM_ARCHIVE: &str = "
 
-From an archive: with --from, the directory must not exist, be empty, or contain an unfinished restore. It becomes the \
-store at the end of the archive, with the same id, and continues the archive: the directory that pushed before is refused \
-from then on, as soon as the restore begins. A restore that was interrupted leaves a directory that cannot be opened; run \
-the same command again. `remanent archive --help` lists URLs and settings.
+From an archive: with --from, the directory must be missing, be empty, or contain an unfinished restore. It becomes \
+the store at the end of the archive, with the same id, and continues the archive. As soon as the restore begins, the \
+directory that pushed before can no longer continue the archive. A restore that was interrupted leaves a directory \
+that cannot be opened; run the same command again. `remanent archive --help` lists URLs and settings.
 
   remanent restore --from s3://bucket/run-7 store
   remanent restore --from file:///mnt/nas/run-7 store";

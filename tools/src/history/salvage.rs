@@ -74,7 +74,7 @@ pub struct Salvage {
     memory: MemoryLimit,
 }
 
-/// A page whose version in the state cannot be proven. An earlier version may be proven.
+/// A page whose version in the state cannot be proven, although an earlier version may be provable.
 struct InexactPage {
     /// Description of the page in the state.
     info: PageInfo,
