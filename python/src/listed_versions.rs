@@ -14,7 +14,8 @@ pub type ListedVersion =
 /// Returns the versions in the directory of a store, or of a run with several ranks, oldest first.
 ///
 /// # Errors
-/// `NoStoreError`, `DamagedError`, `StoreIOError`.
+/// `NoStoreError` if there is no store or run, `DamagedError` for damaged files, and `StoreIOError` for errors of the
+/// system.
 pub fn list(py: Python<'_>, path: PathBuf) -> PyResult<Vec<ListedVersion>> {
     let has_store = path.join("STORE").exists() || path.join("points").is_dir();
     let shown = path.display().to_string();

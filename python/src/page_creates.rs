@@ -26,7 +26,7 @@ impl NewPageTerms {
     /// Parses the key and the metadata.
     ///
     /// # Errors
-    /// `TypeError`, `InvalidError`, `OverflowError`.
+    /// `TypeError`, `InvalidError` or `OverflowError` if the key or a metadata value is invalid.
     pub fn take(key: Option<Bound<'_, PyAny>>, metadata: Option<Bound<'_, PyDict>>) -> PyResult<Self> {
         let key = key.map(|key| self::key(&key)).transpose()?;
         let metadata = metadata.map(|metadata| metadata_from_py(&metadata)).transpose()?.unwrap_or_default();
@@ -37,7 +37,8 @@ impl NewPageTerms {
 /// Creates a page with a caller's bytes or, if `content` is a number, with that many zeros.
 ///
 /// # Errors
-/// `TypeError`, `BufferError`, `MemoryRefusedError`, `ClosedError`.
+/// `TypeError`, `BufferError` or `MemoryRefusedError` if the content or memory cannot be used, and `ClosedError` if the
+/// batch accepts no more operations.
 pub fn create(
     pending: &PendingBatch,
     content: &Bound<'_, PyAny>,
@@ -99,7 +100,8 @@ pub fn create(
 /// Creates a page in caller-owned memory. The page starts with the memory's contents, or with zeros.
 ///
 /// # Errors
-/// `TypeError`, `BufferError`, `MemoryRefusedError`, `ClosedError`.
+/// `TypeError`, `BufferError` or `MemoryRefusedError` if the content or memory cannot be used, and `ClosedError` if the
+/// batch accepts no more operations.
 pub fn create_in(
     pending: &PendingBatch,
     memory: &Bound<'_, PyAny>,

@@ -22,7 +22,7 @@ impl PageName {
     /// Parses the name of a page.
     ///
     /// # Errors
-    /// `TypeError`, `InvalidError`.
+    /// `TypeError` or `InvalidError` if the object is not the name of a page.
     pub fn take(object: &Bound<'_, PyAny>) -> PyResult<Self> {
         if let Ok(info) = object.cast::<Info>() {
             return Ok(Self::Id(info.get().0.page));
@@ -139,7 +139,7 @@ pub fn iterable<'py>(object: &Bound<'py, PyAny>, message: &str) -> PyResult<Boun
 /// Parses the names of pages.
 ///
 /// # Errors
-/// `TypeError`, `ValueError`, `InvalidError`.
+/// `TypeError`, `ValueError` or `InvalidError` if an object is not the name of a page.
 pub fn page_names(pages: &Bound<'_, PyAny>) -> PyResult<Vec<PageName>> {
     each_page(pages)?.map(|page| PageName::take(&page?)).collect()
 }

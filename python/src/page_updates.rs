@@ -39,7 +39,7 @@ impl NewBytes {
     /// Returns an object's bytes, and their element type and shape.
     ///
     /// # Errors
-    /// `TypeError`, `BufferError`, `MemoryRefusedError`.
+    /// `TypeError`, `BufferError` or `MemoryRefusedError` if the bytes cannot be used.
     fn take(py: Python<'_>, path: &str, object: &Bound<'_, PyAny>) -> PyResult<(Self, Elements)> {
         let input = Input::take(object)?;
         let elements = input.elements().clone();

@@ -111,7 +111,7 @@ impl PendingBatch {
     /// Adds operations by calling `add`.
     ///
     /// # Errors
-    /// `ClosedError`.
+    /// `ClosedError` if the batch accepts no more operations.
     pub fn build<T>(&self, py: Python<'_>, add: impl FnOnce(&mut WriteBatch) -> T) -> PyResult<T> {
         self.add(add).map_err(|end| self.ended(py, end))
     }
@@ -121,7 +121,7 @@ impl PendingBatch {
     /// batch.
     ///
     /// # Errors
-    /// `ClosedError`.
+    /// `ClosedError` if the batch accepts no more operations.
     pub fn copy_in<T: Send>(
         &self,
         py: Python<'_>,
@@ -133,7 +133,7 @@ impl PendingBatch {
     /// Creates a page. Later calls of the batch can refer to the page by its key.
     ///
     /// # Errors
-    /// `ClosedError`.
+    /// `ClosedError` if the batch accepts no more operations.
     pub fn create(
         &self,
         py: Python<'_>,
@@ -156,7 +156,7 @@ impl PendingBatch {
     /// Returns the page that a caller names, from this batch or from the store.
     ///
     /// # Errors
-    /// `TypeError`, `UnknownKeyError`.
+    /// `TypeError` if the object is not the name of a page, and `UnknownKeyError` if no page has the key.
     pub fn page(&self, object: &Bound<'_, PyAny>) -> PyResult<BatchPage> {
         if let Ok(new) = object.cast::<PyNewPage>() {
             return Ok(BatchPage::New(new.get().0));
@@ -220,7 +220,7 @@ impl PendingBatch {
     /// Adds operations that change the element type in a page's metadata. `add` returns the new element type.
     ///
     /// # Errors
-    /// `ClosedError`.
+    /// `ClosedError` if the batch accepts no more operations.
     pub fn build_layout(
         &self,
         py: Python<'_>,
@@ -245,7 +245,8 @@ impl PendingBatch {
     /// the first. `logged` is the number of bytes that the update logs.
     ///
     /// # Errors
-    /// `ValueError`, `ClosedError`.
+    /// `ValueError` if the batch already contains an update of the page, and `ClosedError` if the batch accepts no more
+    /// operations.
     pub fn update(
         &self,
         py: Python<'_>,

@@ -38,7 +38,7 @@ impl<S: Send, T: Send> SharedSource<S, T> {
     /// Returns an error if a forked child inherited the source.
     ///
     /// # Errors
-    /// `ForkedError`.
+    /// `ForkedError` in a forked child.
     pub fn check_process(&self, py: Python<'_>) -> PyResult<()> {
         check_process(self.opener).or_raise(py, Some(&self.path))
     }

@@ -330,7 +330,7 @@ def failure_on_one_rank_keeps_ranks_in_step(directory: Path) -> None:
         run.give_up("newest")
         assert run.restore() == 6
         assert [(version.step, version.name) for version in run.versions()] == [(1, None), (2, None), (6, None)]
-        with raises(remanent.RankFailedError, "rank . called to |has ended"):
+        with raises(remanent.RankFailedError, "rank . tried to |has ended"):
             run.give_up("one") if rank == 0 else run.save(7)
         with raises(remanent.RankFailedError, "has ended"):
             run.save(8)

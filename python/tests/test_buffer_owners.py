@@ -113,7 +113,7 @@ def test_uncommitted_batch_frees_bytes(pages: remanent.Store, name: str, end: st
 
 
 @pytest.mark.parametrize("name", sorted(RETURNED))
-def test_returned_call_has_ended_accesses(pages: remanent.Store, name: str) -> None:
+def test_call_accesses_no_buffer_after_return(pages: remanent.Store, name: str) -> None:
     owner = Owner(NEW)
     gone = weakref.ref(owner)
     if name == "load":

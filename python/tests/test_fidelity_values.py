@@ -182,7 +182,7 @@ def test_version_of_first_format_is_restored(directory: str) -> None:
     assert turned["turned"].data_ptr() == turned["x~y"].data_ptr()
 
 
-def test_shared_container_is_one_object_again() -> None:
+def test_shared_container_is_restored_as_one_object() -> None:
     shared: list[Any] = [1, {"w": torch.ones(2)}]
     config = rows.Config(0.5, shared)
     value = {"a": shared, "b": (shared, config), "c": {"deep": [config]}, "d": [1, {"w": torch.ones(2)}],

@@ -100,7 +100,7 @@ def held(store: remanent.Store) -> int:
     return len(store.prune().held)
 
 
-def test_closed_view_leaves_no_hold_in_child(tmp_path: Path) -> None:
+def test_closed_view_keeps_no_snapshot_in_child(tmp_path: Path) -> None:
     with remanent.Store(tmp_path / "store", retention={"snapshots_kept": 1}) as store:
         store["k"] = b"1"
         store.snapshot()
@@ -111,7 +111,7 @@ def test_closed_view_leaves_no_hold_in_child(tmp_path: Path) -> None:
             assert held(store) == 0
 
 
-def test_killed_reader_leaves_no_hold_in_child(tmp_path: Path) -> None:
+def test_killed_reader_keeps_no_snapshot_in_child(tmp_path: Path) -> None:
     with remanent.Store(tmp_path / "store", retention={"snapshots_kept": 1}) as store:
         store["k"] = b"1"
         store.snapshot()

@@ -136,7 +136,7 @@ def test_read_many_into_fills_caller_buffers(store: remanent.Store) -> None:
     assert out == b"....."
 
 
-def test_each_read_many_is_of_one_batch(store: remanent.Store) -> None:
+def test_read_many_reads_state_of_one_batch(store: remanent.Store) -> None:
     pages = [store.put(f"k{n}", bytes(1000)) for n in range(8)]
     done = threading.Event()
 

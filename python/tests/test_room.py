@@ -426,7 +426,7 @@ def test_wait_for_previous_save_can_be_interrupted(
 
 @pytest.mark.parametrize("wait", [False, True])
 @pytest.mark.parametrize("number", range(3))
-def test_interrupted_save_leaves_nothing_running(
+def test_interrupted_save_leaves_no_thread_running(
     directory: str, number: int, wait: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = many(1)
@@ -473,7 +473,7 @@ def test_second_interrupt_does_not_end_wait(directory: str, interrupt: Any, monk
         assert run.restore() == 1 and all((tensor == 1).all() for tensor in state.values())
 
 
-def test_sender_of_failed_save_feeds_no_other_save(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_sends_nothing_to_next_save(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = small_run(torch.optim.AdamW)
     take_steps(model, optimizer, 1)
     with Checkpointer(directory, model, optimizer, rng=False, room=1 << 20, overlap=True) as run:

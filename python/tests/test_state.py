@@ -42,7 +42,7 @@ def test_cyclic_value_is_rejected() -> None:
             flatten("state", value, nothing)
 
 
-def test_adapt_errors_end_walk() -> None:
+def test_errors_of_adapt_end_conversion() -> None:
     class Odd:
         pass
 
@@ -143,7 +143,7 @@ def test_overlapping_extents_share_page() -> None:
     assert {len(page) for page in found} == {1, 2}
 
 
-def test_text_is_valid_json() -> None:
+def test_flattened_text_is_valid_json() -> None:
     texts = ["", "\"", "\\", "\x00\x1f\x7f\n\t", "é\u2028𝄞", "\ud800", "a\udfffb"]
     numbers = [0.1, 1e-5, 1e16, 1.5e300, 5e-324, -0.0, 3.0, 123456789.125]
     value = {text: [text, {text + "$": text}] for text in texts} | {"numbers": numbers}

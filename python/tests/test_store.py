@@ -221,7 +221,7 @@ def test_damage_error_names_file(directory: str) -> None:
     assert caught.value.path == directory and caught.value.file and caught.value.offset is not None
 
 
-def test_snapshots_views_and_earlier_states(store: remanent.Store, directory: str, tmp_path: Path) -> None:
+def test_snapshots_and_views_show_earlier_states(store: remanent.Store, directory: str, tmp_path: Path) -> None:
     store["w"] = b"old!"
     named = store.snapshot("before")
     assert named.name == "before" and named.end == store.lsn and named in store.snapshots()

@@ -225,7 +225,7 @@ def test_newest_version_survives_interrupted_save(directory: str) -> None:
         assert run.restore() == 2 and bool((state["w"] == 2).all())
 
 
-def test_half_removed_name_is_removed(directory: str) -> None:
+def test_partly_removed_name_is_removed(directory: str) -> None:
     state = {"w": torch.zeros(3)}
     with Checkpointer(directory, extra={"state": state}, rng=False) as run:
         run.save(1, name="a")

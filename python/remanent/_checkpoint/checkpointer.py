@@ -170,7 +170,7 @@ class Checkpointer:
             if keep < 1:
                 raise InvalidError(f"keep: {keep} is below 1, the smallest number of versions to keep")
             if room < 0 or device_room < 0:
-                raise InvalidError(f"room and device_room: {room} and {device_room} bytes must not be negative")
+                raise InvalidError(f"room and device_room must be at least 0 bytes, not {room} and {device_room}")
             refuse_archive(options)
             if overlap:
                 refuse_overlap(optimizer)

@@ -59,7 +59,7 @@ class Ranks:
         for rank, (doing, _) in enumerate(told):
             if doing != self.doing:
                 self.end()
-                raise RankFailedError(f"rank {rank} called to {doing}, but rank {self.rank} to {self.doing}", rank=rank,
+                raise RankFailedError(f"rank {rank} tried to {doing}, but rank {self.rank} to {self.doing}", rank=rank,
                                       remedy="make the same calls on all ranks; restart all ranks and restore")
         return [said for _, said in told]
 

@@ -179,7 +179,7 @@ class _Taken:
             raise RefusedError(f"{name}: a {kind.__name__} cannot be copied: {error}") from error
 
     def _take(self, name: str, tensor: torch.Tensor) -> str:
-        """Adds a tensor and returns its slot's name, which is extended if another tensor has the same path."""
+        """Adds a tensor and returns the name of its slot. The name is extended if another tensor has the same path."""
         while name in self.tensors:
             name += "~"
         self.tensors[name] = tensor

@@ -140,7 +140,7 @@ class Decoder:
             return self._items(name, *rest)
         if name == "same":
             if not 0 <= rest[0] < len(self._containers):
-                raise DamagedError(f"the tree refers to container {rest[0]} of {len(self._containers)}",
+                raise DamagedError(f"the tree refers to container {rest[0]}, but contains only {len(self._containers)}",
                                    remedy="restore an earlier version")
             return self._containers[rest[0]]
         kind = _BY_NAME.get(name)

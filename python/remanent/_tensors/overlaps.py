@@ -164,7 +164,7 @@ def _is_ragged(runs: list[_Runs]) -> bool:
 
 def _place(runs: _Runs, starts: torch.Tensor) -> tuple[int, tuple[int, ...]] | None:
     """Returns the offset and strides of a tensor whose runs begin at `starts`, or None if no strides describe these
-    places."""
+    locations."""
     width = runs.extent.tensor.itemsize
     grid = starts.reshape([count for _, count, _ in runs.outer])
     steps: dict[int, int] = {}

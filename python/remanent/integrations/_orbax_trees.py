@@ -24,7 +24,7 @@ _SCALARS = (bool, int, float, str)
 
 @dataclasses.dataclass(frozen=True)
 class ArrayMetadata:
-    """The shape and dtype of a NumPy array. As a leaf of a template, it requests a NumPy array."""
+    """The shape and dtype of a NumPy array. As a leaf of a template, this class requests a NumPy array."""
 
     shape: tuple[int, ...]
     dtype: numpy.dtype[Any]
