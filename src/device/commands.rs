@@ -202,7 +202,7 @@ pub struct Piece {
     pub target: Span,
     /// The location of the delta's bytes: staging or page memory.
     pub payload: Payload,
-    /// How the bytes are merged into the target.
+    /// The method by which the bytes are merged into the target.
     pub kind: PieceKind,
 }
 
@@ -220,7 +220,7 @@ pub enum Payload {
     Device(Span),
 }
 
-/// How a delta's bytes are merged into its target. Offsets are relative to the payload's first byte.
+/// The method by which a delta's bytes are merged into its target. Offsets are relative to the payload's first byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PieceKind {
     /// The payload's first `target.len` bytes replace the target.

@@ -126,7 +126,7 @@ impl LentRanges {
     /// Records that a page is stored in the range, which must not be empty.
     ///
     /// # Errors
-    /// The conflicting use, if any.
+    /// The conflicting use.
     pub fn lend(&self, range: MemoryRange, page: PageId) -> Result<(), RangeInUse> {
         let mut uses = self.0.lock();
         if let Some(lent) = uses.page_in(range) {

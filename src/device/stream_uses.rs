@@ -45,7 +45,7 @@ struct EndedUse {
     point: StreamEvent,
 }
 
-/// When all ended uses of an allocation are done.
+/// The point at which all ended uses of an allocation are done.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum LastUse {
     /// No use has ended yet.

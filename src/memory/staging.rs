@@ -55,8 +55,8 @@ pub struct StagingBuf {
     len: usize,
 }
 
-/// A buffer to which bytes are appended. The bytes are in staging, so that they are copied only once, unless they are
-/// longer than the longest buffer that the pool keeps. Longer bytes are in ordinary memory.
+/// A buffer to which bytes are appended. Its bytes are usually in staging, so that they are copied only once. Small
+/// contents, and contents longer than the longest buffer that the pool keeps, are in ordinary memory.
 #[derive(Debug)]
 pub struct GrowingStaging(GrowthState);
 
@@ -247,7 +247,8 @@ impl StagingPool {
         if once()? || once()? { Ok(()) } else { Err(transfer_corrupted(&self.device, "bytes of a page")) }
     }
 
-    /// Returns a buffer of `len` bytes, which is `staged` or, if `staged` is too short, another buffer from the pool.
+    /// Returns a buffer of `len` bytes. Reuses `staged` if it is long enough, and otherwise returns it to the pool and
+    /// takes another buffer.
     ///
     /// # Errors
     /// Same as [`take`](Self::take).

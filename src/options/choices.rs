@@ -25,7 +25,7 @@ pub enum Ack {
     Archived,
 }
 
-/// How the log is written to disk. All variants write the same bytes.
+/// The method by which the log is written to disk. All variants write the same bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum LogIo {
@@ -49,7 +49,7 @@ impl fmt::Display for LogIo {
     }
 }
 
-/// How image files are written to disk. All variants write the same bytes.
+/// The method by which image files are written to disk. All variants write the same bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ImageIo {
@@ -142,7 +142,7 @@ impl FromStr for DeviceChoice {
     }
 }
 
-/// What an open does if the directory contains no store.
+/// The behavior of an open if the directory contains no store.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Create {
@@ -153,7 +153,7 @@ pub enum Create {
     Never,
 }
 
-/// When an open loads pages into memory.
+/// The time at which an open loads pages into memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum PageLoad {
@@ -166,7 +166,7 @@ pub enum PageLoad {
     OnDemand,
 }
 
-/// Whether snapshots compress page images.
+/// The compression of page images.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Compression {

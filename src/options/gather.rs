@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::error::Result;
 
-/// When ranks divide the loading of pages among themselves and exchange the loaded pages.
+/// The condition under which ranks divide the loading of pages among themselves and exchange the loaded pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum GatherMode {

@@ -22,7 +22,7 @@ const DIRECT_LEN_MIN: u64 = 8 << 20;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ImageOptions {
-    /// How image files are written to disk.
+    /// The method by which image files are written to disk.
     pub io: ImageIo,
     /// Whether images are compressed.
     pub compression: Compression,

@@ -7,7 +7,7 @@ use super::{LogIo, invalid};
 use crate::error::Error;
 use crate::error::Result;
 
-/// How the log is written, and how much disk space its files occupy in addition to the kept log.
+/// Options for writing the log and for the disk space that its files occupy in addition to the kept log.
 ///
 /// [`Retention::log_kept`](super::Retention::log_kept) sets how much of the log is kept.
 ///
@@ -22,7 +22,7 @@ use crate::error::Result;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LogOptions {
-    /// How the log is written to disk; `None` chooses the fastest method that the file system supports.
+    /// The method by which the log is written to disk; `None` chooses the fastest method that the file system supports.
     pub io: Option<LogIo>,
     /// The maximum length of a segment in bytes.
     pub segment_len: u64,

@@ -23,7 +23,7 @@ impl fmt::Debug for PageMemorySource {
     }
 }
 
-/// How much memory pages may use, and how an open loads them.
+/// Options that limit the memory for pages and determine how an open loads pages.
 ///
 /// ```
 /// use remanent::options::MemoryOptions;
@@ -40,7 +40,7 @@ impl fmt::Debug for PageMemorySource {
 pub struct MemoryOptions {
     /// The limits of places in bytes.
     pub budget: Budget,
-    /// When an open loads pages into memory.
+    /// The time at which an open loads pages into memory.
     pub load: PageLoad,
     /// The source of caller-owned memory for pages.
     pub(crate) page_memory: Option<PageMemorySource>,

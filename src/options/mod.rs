@@ -64,7 +64,7 @@ use crate::error::{ArchiveError, Error, Invalid, Result};
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct Options {
-    /// What an open does if the directory contains no store.
+    /// The behavior of an open if the directory contains no store.
     pub create: Create,
     /// The guarantee that a batch must have before `commit` returns.
     pub ack: Ack,
@@ -76,19 +76,19 @@ pub struct Options {
     pub identity: Option<Vec<u8>>,
     /// A hash of everything that determines the meaning of the pages' bytes.
     pub layout_fingerprint: Option<[u8; 32]>,
-    /// How much memory pages may use, and how an open loads them.
+    /// The limits of memory for pages, and the options for loading pages at an open.
     pub memory: MemoryOptions,
     /// The order of places through which unused pages are demoted.
     pub tiers: Option<Tiers>,
-    /// How the log is written.
+    /// The options for writing the log.
     pub log: LogOptions,
-    /// How images of pages are written.
+    /// The options for writing images of pages.
     pub images: ImageOptions,
-    /// When snapshots are taken in the background.
+    /// The schedule of background snapshots.
     pub snapshots: SnapshotSchedule,
-    /// Which snapshots and how much log are kept.
+    /// The snapshots and the length of log that are kept.
     pub retention: Retention,
-    /// When the data on disk is scrubbed in the background.
+    /// The schedule of background scrubs.
     pub scrubs: ScrubSchedule,
     /// The archive of the store.
     #[cfg(feature = "archive")]

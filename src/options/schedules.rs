@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::invalid;
 use crate::error::Result;
 
-/// When snapshots are taken in the background, and how fast they are written.
+/// The schedule and the rate limit of background snapshots.
 ///
 /// Log bytes and time are counted from the beginning of the last snapshot, whether it was taken in the background or by
 /// [`Store::snapshot`](crate::Store::snapshot). No snapshot is taken if no batch was committed since then.
@@ -89,7 +89,7 @@ impl SnapshotSchedule {
     }
 }
 
-/// When the data on disk is scrubbed in the background, and how fast.
+/// The schedule and the rate limit of background scrubs.
 ///
 /// A background scrub reads the data on disk as [`Store::scrub`](crate::Store::scrub) does, so that damage is
 /// found while the page is still in memory and can be repaired from there.

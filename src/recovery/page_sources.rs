@@ -46,7 +46,7 @@ pub(super) struct PageOnDisk {
     pub proof: Proof,
 }
 
-/// When the image of a page on disk is verified.
+/// The time at which the image of a page on disk is verified.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Proof {
     /// The image was verified on the medium together with its snapshot, or there is no image.

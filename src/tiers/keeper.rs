@@ -319,7 +319,7 @@ impl TierKeeper {
         }
     }
 
-    /// Returns the next place below a tier with room for `bytes` bytes, if any.
+    /// Returns the first place below tier `at` with room for `bytes` bytes, or `None` if no such place has room.
     fn room_below(&self, at: usize, bytes: u64) -> Result<Option<Place>> {
         for below in at + 1..self.tiers.len() {
             if self.has_room(below, bytes)? {

@@ -37,7 +37,7 @@ pub(crate) struct PageMover {
     pub counts: Arc<TierCounts>,
 }
 
-/// How a call reports a requested page to the eviction policy if the page is already in the requested place.
+/// The report to the eviction policy about a requested page that is already in the requested place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Hits {
     /// The page is reported as used.

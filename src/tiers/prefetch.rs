@@ -61,7 +61,7 @@ struct JobState {
     /// The time at which all pages had arrived, or `None` before that time.
     ended: Option<Instant>,
     outcome: Option<Result<()>>,
-    /// The waker of the task that waits for the result, if any.
+    /// The waker of the task that waits for the result, or `None` if no task waits.
     task: Option<Waker>,
 }
 

@@ -143,7 +143,7 @@ impl CompletionWord {
     }
 
     /// Queues a write of the next value after all queued work, and returns the value. Only one thread may call this at
-    /// a time. A thread that queues on the stream has its lane's lock, which ensures that.
+    /// a time. The lane's lock ensures this, because a thread holds it while it queues on the stream.
     ///
     /// # Errors
     /// A device error; the value is then not used.

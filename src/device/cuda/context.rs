@@ -49,7 +49,7 @@ pub(super) struct Context {
     pub takes_hints: bool,
     /// Whether the GPU accesses registered memory at the host's addresses.
     pub knows_host_addresses: bool,
-    /// The fault that destroyed the context, if any.
+    /// The fault that destroyed the context. Empty while the context is usable.
     lost: OnceLock<Error>,
 }
 

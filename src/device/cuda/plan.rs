@@ -44,7 +44,7 @@ pub(super) struct PlannedPiece {
     pub target_len: u64,
     /// The area that the piece writes.
     pub target: Area,
-    /// The areas that the piece reads, if any.
+    /// The areas that the piece reads: none, one or two.
     pub sources: [Option<Area>; 2],
 }
 

@@ -49,8 +49,8 @@ pub(super) struct Exchanged {
 pub(super) struct Exchange<'a> {
     pub link: &'a Link<'a>,
     pub plan: &'a GatherPlan,
-    /// Receives the offset in this rank's stream up to which pages are loaded. The sender closes the channel after the
-    /// last page or after a failure.
+    /// The receiver of the offset in this rank's stream up to which pages are loaded. The sender closes the channel
+    /// after the last page or after a failure.
     pub loaded: mpsc::Receiver<u64>,
 }
 

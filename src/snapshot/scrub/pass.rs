@@ -56,8 +56,8 @@ struct ScrubImage {
 /// The state of one scrub pass: the files and batches to check, and the damage found so far.
 pub(super) struct ScrubPass<'a> {
     snapshots: &'a Snapshots,
-    /// Reads the files on disk and bypasses the page cache, because the cache may contain bytes that the medium has
-    /// lost.
+    /// The source of all reads from disk. It bypasses the page cache, because the cache may contain bytes that the
+    /// medium has lost.
     source: DiskSource,
     pace: &'a Pace,
     began: Instant,

@@ -137,9 +137,10 @@ pub(super) struct Node {
     pub(super) length_lost: bool,
     /// Whether the medium contains other bytes than it reported as written.
     pub(super) differs_from_report: bool,
-    /// Whether the file has or had a name on another disk. Such a file must not be written to any more, because the
-    /// other disk has a copy, whereas in a file system both names refer to the same file. All versions of the file
-    /// share this flag, because linking the file from another disk is not an event of this disk.
+    /// Whether the file has or had a name on another disk. Such a file must not be written any more: the other
+    /// simulated disk has a copy of the file, whereas both names would refer to the same file in a real file system.
+    /// All versions of the file share this flag, because linking the file from another disk is not an event of this
+    /// disk.
     pub(super) is_shared: Arc<AtomicBool>,
 }
 

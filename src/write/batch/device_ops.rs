@@ -203,8 +203,8 @@ impl WriteBatch {
         })
     }
 
-    /// Returns an error if another operation of the batch changes the bytes of a captured page. The working copy would
-    /// then match no state of the page.
+    /// Returns an error if another operation of the batch changes the bytes of a captured page. With such a change, the
+    /// working copy would match no state of the page.
     ///
     /// # Errors
     /// `Invalid`.

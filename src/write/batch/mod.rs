@@ -73,10 +73,10 @@ pub struct WriteBatch {
     /// batch creates.
     lent: Vec<(usize, DeviceBytes)>,
     expectations: Vec<(PageId, Epoch)>,
-    /// Receives the memory of the page that the batch deletes, if the caller requested this memory.
+    /// The receiver of the memory of the page that the batch deletes, if the caller requested this memory.
     handover: Option<Arc<Handover>>,
-    /// The error with which the commit must fail, if any: memory for a copy could not be allocated, or a key is
-    /// invalid.
+    /// The error with which the commit must fail, or `None`. The commit must fail if memory for a copy could not be
+    /// allocated or if a key is invalid.
     refused: Option<Error>,
 }
 
@@ -196,7 +196,7 @@ impl WriteBatch {
         })
     }
 
-    /// Returns the error with which the commit must fail, if any.
+    /// Returns an error if the commit must fail.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if memory for a copy or an operation could not be allocated; the error of an invalid key.

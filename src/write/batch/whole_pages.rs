@@ -120,8 +120,8 @@ impl WriteBatch {
 }
 
 impl BatchStep {
-    /// Returns the page whose bytes or length the step changes, if any. A step that creates a page takes the page's id
-    /// from `new_pages`.
+    /// Returns the page whose bytes or length the step changes, or `None` if it changes neither. A step that creates a
+    /// page takes the page's id from `new_pages`.
     pub(super) fn changes(
         &self,
         pages: &[PageId],

@@ -12,11 +12,11 @@ use crate::error::{Error, Result};
 use crate::images::PendingImages;
 use crate::log::Log;
 
-/// The images that were written for a batch, if any. Dropping this value removes their files, unless
+/// The images that were written for a batch; most batches have none. Dropping this value removes their files, unless
 /// [`logged`](Self::logged) or [`leave`](Self::leave) was called.
 #[derive(Default)]
 pub(super) struct BatchImages<'a> {
-    /// The written images, or `None` for most batches. Boxed, because a batch has up to four values of this type.
+    /// The written images, or `None`. Boxed, because a batch has up to four values of this type.
     written: Option<Box<WrittenImages<'a>>>,
 }
 

@@ -29,7 +29,7 @@ pub(super) struct DemotedReader<'r> {
     chunk: usize,
     /// The index within the chunk of the page that was read last.
     at: usize,
-    /// The pages of the current chunk that were read together, with their bytes, if any.
+    /// The pages of the current chunk that were read together, with their bytes, or `None` if no such pages were read.
     group: Option<Group>,
 }
 

@@ -37,7 +37,7 @@ pub(super) struct Draft {
     pub lens: Vec<(PageId, Option<u64>)>,
     /// The operations that affect pages on disk, as found while the draft was prepared.
     pub disk_ops: DiskOps,
-    /// The memory and images that the applier needs in addition to the payload, if any.
+    /// The memory and images that the applier needs in addition to the payload, or `None` if it needs only the payload.
     pub provision: Option<Box<Provision>>,
 }
 

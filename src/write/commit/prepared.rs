@@ -48,7 +48,7 @@ pub(super) struct PreparedBatch<'a> {
     gathered_in: Option<Place>,
     /// The caller-owned memory for new pages.
     pub lent: LentPages<'a>,
-    /// Receives the memory of the page that the batch deletes, if the caller requested this memory.
+    /// The receiver of the memory of the page that the batch deletes, if the caller requested this memory.
     pub handover: Option<Arc<Handover>>,
     /// The pages that the batch writes as a whole, with their images. The memory of those that the batch creates is
     /// already filled.

@@ -54,7 +54,7 @@ struct Handle(RawCommunicator);
 // SAFETY: the library accepts a communicator on any thread, and the lock around it keeps calls apart.
 unsafe impl Send for Handle {}
 
-/// How the library frees a communicator.
+/// The method by which the library frees a communicator.
 #[derive(Clone, Copy)]
 enum Ending {
     /// Frees the communicator after `ncclCommFinalize` has completed.

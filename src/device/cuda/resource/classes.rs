@@ -8,7 +8,7 @@
 const CLASS_LEN_MIN: u64 = 256;
 /// The block length, in bytes, of the longest class that shares slabs.
 const CLASS_LEN_MAX: u64 = 16 << 20;
-/// The unit of slab lengths in bytes, equal to the driver's own.
+/// The unit of slab lengths in bytes, which is also the driver's unit of allocation.
 const SLAB_LEN_MIN: u64 = 2 << 20;
 /// The maximum length, in bytes, of a slab with several blocks, unless a pool sets another length.
 pub(super) const SLAB_LEN_MAX: u64 = 64 << 20;

@@ -95,7 +95,7 @@ impl<R: MemoryResource, A: MemoryAccess> GuardedMemory<R, A> {
         Ok(())
     }
 
-    /// Returns the index of the first overwritten byte of a canary, if any.
+    /// Returns the index of the first overwritten byte of a canary, or `None` if the canary is intact.
     ///
     /// # Safety
     /// Same as [`MemoryAccess::read`], for a canary's length.

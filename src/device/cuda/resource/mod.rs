@@ -87,8 +87,8 @@ pub unsafe trait MemoryResource: Send + Sync + 'static {
         }
     }
 
-    /// Returns unused memory to the wrapped source, and returns the number of bytes. The driver then waits for all work
-    /// of the GPU, including the caller's own. Call this only in a shortage or when the user requests it.
+    /// Gives unused memory back to the wrapped source, and returns its length in bytes. The driver then waits for all
+    /// work of the GPU, including the caller's own. Call this only in a shortage or when the user requests it.
     ///
     /// # Errors
     /// A device error.

@@ -195,7 +195,7 @@ pub(super) struct CopyWaves<'c> {
     committer: &'c Committer,
     /// The memory of the current wave and its place, or `None` before the first wave.
     memory: Option<(Place, StageMemory)>,
-    /// The range of a page whose bytes are in the memory, if any.
+    /// The range of a page whose bytes are in the memory, or `None` before bytes are gathered into the memory.
     holds: Option<(PageId, Range<u64>)>,
 }
 
