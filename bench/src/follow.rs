@@ -46,7 +46,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// Bytes of the page, and of a delta.
 const PAGE_LEN: u64 = 64 << 10;
 const DELTA_LEN: u64 = 256;
-/// The name, the way the log is written, and the acknowledgement that a commit waits for.
+/// The name, the method of writing the log, and the acknowledgement that a commit waits for.
 const WAYS: [(&str, LogIo, Ack); 2] =
     [("logged, mapped", LogIo::Mapped, Ack::Logged), ("durable, buffered", LogIo::Buffered, Ack::Durable)];
 

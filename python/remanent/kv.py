@@ -238,7 +238,7 @@ class BlockCache:
                 self._arrived(job)
                 job.release()
                 raise
-            # The cache was closed meanwhile, and the writing thread already has the job.
+            # The cache was closed after the writing thread had received the job.
         return job.future
 
     def load(self, keys: Iterable[bytes], outs: Iterable[Any],
@@ -368,7 +368,7 @@ class BlockCache:
             if self._is_write_queued or self._index.uses_waiting < _USES_WAITING_MAX:
                 return
             self._is_write_queued = True
-        with contextlib.suppress(ClosedError, RuntimeError):  # closed meanwhile, which logs them
+        with contextlib.suppress(ClosedError, RuntimeError):  # the cache was closed, which logs the uses
             self._submit(self._writer, self._write_quietly)
 
     def _tell(self, told: _Told | None, blocks: Mapping[bytes, int]) -> None:
@@ -600,7 +600,7 @@ class BlockCache:
             if self._index.get(key) is not block:
                 return
             self._index.remove(key)
-        with contextlib.suppress(ClosedError, RuntimeError):  # closed meanwhile: the next reader finds it
+        with contextlib.suppress(ClosedError, RuntimeError):  # the cache was closed
             self._submit(self._writer, self._delete_damaged, key)
         self._tell(self._on_deleted, {key: block.nbytes})
 

@@ -92,7 +92,7 @@ enum Managed {
 }
 
 // SAFETY: the protocol allows a tensor to be used and deleted on any thread; its memory is only used as plain
-// bytes, under the contract that its owner does not touch it meanwhile.
+// bytes, under the contract that its owner does not access it in the meantime.
 unsafe impl Send for Imported {}
 // SAFETY: as above; sharing exposes only the address.
 unsafe impl Sync for Imported {}

@@ -171,7 +171,7 @@ def test_tensors_may_be_added_removed_and_reshaped(directory: str) -> None:
 
 @pytest.mark.parametrize("room", [50_000, 1 << 30])
 def test_state_may_change_after_save_returns(directory: str, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
-    # Each save consists of several batches, and tensors that are not captured use the room.
+    # Each save consists of several batches, and tensors that are not captured are copied to the room.
     monkeypatch.setattr(page_tree, "_BATCH_BYTES", 20_000)
     sound = page_tree.update
 

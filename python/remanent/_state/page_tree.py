@@ -383,7 +383,7 @@ class Leaves(NamedTuple):
     collected."""
 
     kinds: frozenset[type]
-    # The tag that, with the name, stands for such a value; the name is its path without the leading slash.
+    # The tag that represents such a value together with its name, which is its path without the leading slash.
     tag: str
     into: dict[str, Any]
     # An attribute; a value for which it is true is passed to `adapt`.

@@ -20,12 +20,12 @@ from remanent._tensors.conversion import DTYPE, tensor_of
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # The largest number of bytes of host memory that are pinned for uploads.
 _PINNED_MAX = 32 << 20
-# The operations of a longer batch are uploaded one at a time: it would take as much GPU memory at once.
+# A longer batch is uploaded one operation at a time, because the whole batch would need as much GPU memory.
 _PACKED_MAX = 256 << 20
 # The bytes of gaps that are decoded at a time, which takes about thirty times as much device memory.
 _GAPS_LEN = 4 << 20
 _GAP_LEN_MAX = 5
-# The bytes of live tensors per sum: the sums take a thousandth of the memory that they cover.
+# The bytes of live tensors per sum, so that the sums need a thousandth of the memory of the tensors.
 _ROW_LEN = 8 << 10
 
 
@@ -111,8 +111,8 @@ class Packed:
                 start, following = piece, indices[-1] + 1
 
     def _read_together(self, first: int) -> None:
-        """Decodes the indices of several sparse deltas at once, from number `first` on. A GPU needs as long for many as
-        for one."""
+        """Decodes the indices of several sparse deltas at once, from number `first` on. A GPU decodes many
+        deltas in the time of one."""
         together: list[Any] = []
         length = 0
         for operation in self._sparse[first:]:

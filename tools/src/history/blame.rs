@@ -53,7 +53,7 @@ impl Blame {
             let table = past.table(until)?;
             let info = self.element.page.find(table.pages()).map_err(Failure::Environment)?;
             let element = self.element.find(&info).map_err(Failure::Environment)?;
-            // Only the element is in memory, however long its page was at earlier states.
+            // Only the element is held in memory, regardless of the lengths of its page at earlier states.
             let needed = element.width as u64;
             if needed > self.memory.given() {
                 let defect = Defect::Memory { needed };

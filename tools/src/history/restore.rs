@@ -80,7 +80,7 @@ impl Restore {
 
     #[cfg(feature = "archive")]
     fn run_from_archive(&self, out: &mut Output) -> Outcome {
-        // An interrupted restore is repeated, at whatever moment it ends.
+        // A restore that was interrupted at any moment can be repeated, so Ctrl-C may end it immediately.
         interrupt::end_at_once()?;
         let url = self.from.as_deref().unwrap_or_default();
         crate::archive::restore::restore(&self.dir, url, self.json, out)

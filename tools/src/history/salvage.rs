@@ -1,6 +1,6 @@
 //! `remanent salvage` copies the provable pages of a damaged store into a new store.
 //!
-//! The format crate decides which pages are proven. The engine only writes the new store, in the same way as a fork.
+//! The format crate decides which pages are proven. The engine only writes the new store, as for a fork.
 //! Pages keep their ids, epochs and Lsns, so users of the old store find them in the new store. The new store has its
 //! own identity, because it may lack pages of the old store.
 //!
