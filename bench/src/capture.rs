@@ -18,9 +18,9 @@ use crate::{Common, Measure, ceilings};
 const EXAMPLES: &str = "\
 A state of --bytes is in the caller's memory on --device, and its pages of --page-len are on disk. One byte changes in \
 each of --changed percent of all 64 KiB chunks, contiguous from the start or spread evenly. The capture finds the \
-changed chunks by their digests and logs them. The ceiling is the minimum that any capture must do: the device reads the \
-state once, and the changed chunks are copied to the host. The read rate is taken from a copy of half the bytes on the \
-device, which moves as many bytes as reading all of them.
+changed chunks by their digests and logs them. The ceiling is the minimum that any capture must do: the device reads \
+the state once, and the changed chunks are copied to the host. The read rate is measured by a copy of half of the \
+bytes on the device, because the reads and writes of this copy move as many bytes as reading all of them.
 
 Examples:
   remanent-bench capture /dev/shm --device cuda:0 --bytes 16GiB

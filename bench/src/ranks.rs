@@ -23,10 +23,10 @@ use crate::room::{self, BenchStop, Room, size};
 use crate::{Common, Measure, transfer};
 
 const EXAMPLES: &str = "\
-Needs the library NCCL and one GPU for each rank, from GPU 0 on. Each rank is a process with its own copy of the store. \
-The first open is that of rank 0 alone; in the second all ranks open at the same time, and each loads everything; in \
-the third each loads a share, and the shares are exchanged between the GPUs. Rates are the bytes of one replica by the \
-time of the slowest rank. NVLink multicast is off (NCCL_NVLS_ENABLE=0) unless the variable is set.
+Needs the library NCCL and one GPU for each rank, from GPU 0 on. Each rank is a process with its own copy of the \
+store. First, rank 0 opens its store alone. Then all ranks open at the same time, and each loads everything. Finally, \
+each rank loads a share, and the shares are exchanged between the GPUs. Rates are the bytes of one replica divided by \
+the time of the slowest rank. NVLink multicast is off (NCCL_NVLS_ENABLE=0) unless the variable is set.
 
 Examples:
   remanent-bench ranks /dev/shm --bytes 8GiB --device host

@@ -25,19 +25,21 @@ use crate::tier_moves::Moves;
 use crate::{Common, Measure, tier_ceilings};
 
 const EXAMPLES: &str = "\
-Each request of the trace names blocks. Existing blocks are moved to the fast place by one call, and some bytes of each \
-are compared; missing blocks are created there in one batch. The fast place is the memory of the GPU, or of the host if \
-there is no GPU. With a GPU, unused pages are demoted to pinned and then to ordinary host memory, each with twice the \
-room of the tier above, and finally to the disk. A request for more than half of the blocks that the fast place holds is \
-served in parts. Commits and moves wait for Applied, which survives a kill; snapshots are taken as by default.
+Each request of the trace names blocks. Existing blocks are moved to the fast place by one call, and some bytes of \
+each are compared; missing blocks are created there in one batch. The fast place is the memory of the GPU, or of the \
+host if there is no GPU. With a GPU, unused pages are demoted to pinned and then to ordinary host memory, each with \
+twice the room of the tier above, and finally to the disk. A request for more than half of the blocks that the fast \
+place holds is served in parts. Commits and moves wait for Applied, which survives a kill; snapshots are taken as by \
+default.
 
 Hits are the blocks found in the fast place, as a share of the blocks that were requested before; their ceiling is the \
-same policy without a store. Bytes written to the disk are those that the kernel counted for the process. The ceiling of \
-moves between places is the rate of the disk, the memory or the bus. One run with the middle budget of the list closes \
-and opens the store after half of the requests, and compares the hits of up to 100 requests before and after with those \
-of a run without a restart. Finally, pages of 2 MiB and of 16 KiB are moved between the GPU, pinned memory and the disk, \
-each time all by one call without other load, until the last of them can be read at its new place; a move to the disk \
-writes an image of each. On an idle machine the defaults take up to two minutes.
+same policy without a store. Bytes written to the disk are those that the kernel counted for the process. The ceiling \
+of moves between places is the rate of the disk, the memory or the bus. In one more run with the middle budget of the \
+list, the store is closed and opened after half of the requests, and the hits of up to 100 requests before and after \
+are compared with those of a run without a restart. Finally, pages of 2 MiB and of 16 KiB are moved between the GPU, \
+pinned memory and the disk without other load. One call moves all pages, and the time ends when the last page can be \
+read at its new place. A move to the disk writes an image of each page. On an idle machine, the defaults take up to \
+two minutes.
 
 Examples:
   remanent-bench tiers /mnt/fast
