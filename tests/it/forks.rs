@@ -26,7 +26,7 @@ fn rewrite(store: &Store, pages: &[PageId]) -> Lsn {
     store.commit(batch).unwrap().position.lsn
 }
 
-/// Creates three pages and takes a snapshot of them; afterwards changes one of them, the root, and creates a
+/// Creates three pages and takes a snapshot of them. Then changes one of them and the root, and creates a
 /// fourth page. Returns the last batch.
 fn work(store: &Store) -> (Vec<PageId>, Lsn) {
     let mut batch = store.batch();
@@ -52,8 +52,8 @@ fn fork(old: &View, target: &SimDisk) -> Result<remanent::StoreId, Error> {
     old.fork_on(&(Arc::new(target.clone()) as Arc<dyn Disk>))
 }
 
-/// The files that a power cut during a fork leaves are either no store, and the fork can be repeated, or the
-/// complete fork. Tested with linked image files and with copied pages.
+/// After a power cut during a fork, the files either contain no store, and the fork can be repeated, or the
+/// complete fork. Tests forks with linked image files and with copied pages.
 #[test]
 fn fork_is_complete_or_absent() {
     let source = SimDisk::new();
@@ -77,7 +77,7 @@ fn fork_is_complete_or_absent() {
                 }
                 Err(Error::NoStore { found: None, .. }) => {
                     absent += 1;
-                    // Only every seventh of them is tested: they differ only in unsynced bytes.
+                    // Test only every seventh disk state, because they differ only in unsynced bytes.
                     if absent % 7 == 1 {
                         fork(&old, &image.disk).unwrap();
                         assert_eq!(State::of(&open(&image.disk).unwrap()), expected);
@@ -92,7 +92,7 @@ fn fork_is_complete_or_absent() {
     }
 }
 
-/// Before a fork is opened for writing, no frame records its snapshot as verified. That does not make its
+/// Until a fork is opened for writing, no frame records its snapshot as verified. This must not make its
 /// images less reliable.
 #[test]
 fn lost_image_file_costs_new_fork_only_its_pages() {
@@ -187,13 +187,13 @@ fn a_fork_shares_image_files() {
     assert_eq!(links(&path).iter().max(), Some(&2));
     assert_eq!(links(&first), [2, 1], "shared images, and those of the pages that changed since");
 
-    // The fork of a fork shares files with both stores.
+    // A fork of the fork shares files with both stores.
     let forked = options().open(&first).unwrap();
     forked.fork(&second, StatePoint::Lsn(lsn)).unwrap();
     drop(forked);
     assert_eq!(links(&second), [3, 2]);
 
-    // One store changes everything and drops its snapshots; the others keep what they have.
+    // One store changes all pages and removes its snapshots. The other stores keep their states.
     for _ in 0..3 {
         rewrite(&store, &pages);
         store.snapshot().unwrap();

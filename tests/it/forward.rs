@@ -1,7 +1,7 @@
-//! Helper for test devices that wrap another device: they implement the methods that differ, and forward the
-//! rest.
+//! A helper for test devices that wrap another device. They implement the methods that differ, and forward
+//! the others.
 
-/// Implements methods of `Device` that only call the same method of the device in field `$inner`.
+/// Implements methods of `Device` by calling the same method of the device in field `$inner`.
 macro_rules! forward {
     ($inner:ident: $($method:ident)*) => {
         $(forward!(@$method $inner);)*
@@ -50,7 +50,8 @@ macro_rules! forward {
             self.$inner.after(lane, fence)
         }
     };
-    // Streams, addresses and bytes only: with its other abilities, the inner device would be called directly.
+    // Forward only streams, addresses and bytes. If other abilities were forwarded, callers would use the
+    // inner device directly.
     (@places_and_abilities $inner:ident) => {
         fn read_places(&self, read: &mut dyn FnMut(&dyn Fn(remanent::device::MemoryId) -> remanent::Place)) {
             self.$inner.read_places(read);

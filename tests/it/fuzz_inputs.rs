@@ -1,5 +1,5 @@
-//! Runs the fuzz targets that take a whole store without the fuzzer: on every input in the repository, and on
-//! stores and histories that would make them fail if the engine were wrong.
+//! Runs the fuzz targets that take a whole store, without the fuzzer. They run on every input in the
+//! repository, and on stores and histories that would make them fail if the engine were wrong.
 
 #[path = "../../fuzz/src/directories.rs"]
 mod directories;
@@ -19,7 +19,7 @@ fn fuzz() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz")
 }
 
-/// Returns every input in these folders of `fuzz/`.
+/// Returns all inputs in these folders of `fuzz/`.
 fn inputs(folders: &[&str]) -> Vec<Vec<u8>> {
     let files = folders.iter().flat_map(|folder| std::fs::read_dir(fuzz().join(folder)).unwrap());
     files.map(|entry| std::fs::read(entry.unwrap().path()).unwrap()).collect()
@@ -39,8 +39,8 @@ fn inputs_of_the_repository_pass_the_target_for_histories() {
     inputs.iter().for_each(|input| histories::history(input));
 }
 
-/// The stores are also the fuzzer's seeds; `REMANENT_GOLDEN=write` writes them. Their ids differ between
-/// runs, so the seeds in the repository are different stores.
+/// The stores also serve as the fuzzer's seeds. `REMANENT_GOLDEN=write` writes them to the repository. Their
+/// ids are random, so the seeds in the repository are other stores.
 #[test]
 fn sound_stores_open_in_directory_fuzz_target() {
     let write = std::env::var_os("REMANENT_GOLDEN").is_some_and(|value| value == "write");
@@ -65,6 +65,6 @@ fn crash_during_any_action_keeps_acknowledged_work() {
         let (more_crashes, more_lost) = histories::crashes(&actions);
         (crashes, lost) = (crashes + more_crashes, lost + more_lost);
     }
-    // A crash between two actions loses nothing, because nothing is in flight.
+    // A crash between two actions loses no batch, because no batch is in flight.
     assert!(crashes >= 50 && lost >= 10, "{crashes} crashes, of which {lost} took batches");
 }

@@ -1,7 +1,7 @@
-//! The GPU for tests, if there is one. Otherwise tests print a message, bypassing the capture of test output,
-//! and do nothing, so that a run without a GPU cannot be mistaken for one with a GPU.
+//! The GPU for tests, if one is present. Otherwise, tests print a message that bypasses the capture of test
+//! output and do nothing, so that a run without a GPU cannot be mistaken for one with a GPU.
 //!
-//! [`Caller`] represents the program that uses a store, with memory and streams of its own.
+//! [`Caller`] represents the program that uses a store, and has its own memory and streams.
 
 use std::cell::Cell;
 use std::ffi::c_void;
@@ -17,7 +17,7 @@ use remanent::error::Unavailable;
 
 use crate::machine;
 
-/// Returns a new device on the first GPU; prints a message and returns `None` if there is none.
+/// Returns a new device on the first GPU, or prints a message and returns `None` if no GPU is present.
 pub fn device() -> Option<Arc<CudaDevice>> {
     match CudaDevice::open(0) {
         Ok(device) => Some(Arc::new(device)),
@@ -33,8 +33,8 @@ thread_local! {
     static IS_ON_GPU: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs the body of a test on the host device, and on a GPU if there is one. The body opens its stores on
-/// this thread with the devices that [`under_test`] returns.
+/// Runs the body of a test on the host device, and on a GPU if one is present. The body opens its stores on
+/// this thread, with the devices that [`under_test`] returns.
 pub fn on_each_device(test: impl Fn()) {
     /// Resets the thread's device when dropped, because the next test on this thread may be another one.
     struct Leaves;
@@ -59,13 +59,13 @@ pub fn under_test() -> Arc<dyn Device> {
     }
 }
 
-/// Returns new devices on the first two GPUs; prints a message and returns `None` if there are fewer.
+/// Returns new devices on the first two GPUs, or prints a message and returns `None` if there are fewer.
 pub fn two() -> Option<[Arc<dyn Device>; 2]> {
     with_first(1)
 }
 
-/// Returns new devices on the first and the third GPU, between which the fake driver allows no peer access;
-/// prints a message and returns `None` if there are fewer.
+/// Returns new devices on the first and the third GPU, between which the fake driver permits no peer access.
+/// Prints a message and returns `None` if there are fewer.
 pub fn two_apart() -> Option<[Arc<dyn Device>; 2]> {
     with_first(2)
 }
@@ -83,9 +83,9 @@ fn with_first(other: u32) -> Option<[Arc<dyn Device>; 2]> {
 }
 
 /// Runs the body of a test on a GPU in its own process, like [`machine::alone`]. In a shared process, a
-/// thread that frees driver memory waits for every stream of the GPU, and blocks other threads meanwhile. At
-/// the end of another test, that would deadlock with a test that [holds a stream](Stream::hold) until the
-/// store has finished something.
+/// thread that frees driver memory waits for every stream of the GPU, and blocks other threads in the
+/// meantime. At the end of another test, this would deadlock with a test that [holds a stream](Stream::hold)
+/// until the store has completed some work.
 pub fn alone<Test: FnOnce() + Send + 'static>(body: Test) {
     if machine::is_alone() || device().is_some() {
         machine::alone(body);
@@ -99,21 +99,21 @@ fn skipped(reason: &str) {
     writeln!(uncaptured, "SKIPPED on a GPU: {test}: {reason}").unwrap();
 }
 
-/// Calls a driver function and asserts success.
+/// Calls a driver function and asserts that it succeeds.
 macro_rules! call {
     ($($call:tt)*) => {{
-        // SAFETY: a context is current, which the `Caller` made so; pointers are to live values of the right
-        // types, and handles live as long as the values that hold them.
+        // SAFETY: the `Caller` made its context current. Pointers refer to live values of the right types,
+        // and handles are valid as long as the values that contain them.
         let result = unsafe { sys::$($call)* };
         assert_eq!(result, sys::CUresult::CUDA_SUCCESS, stringify!($($call)*));
     }};
 }
 
-/// Returns the driver's CUDA version, major and minor; `None` if there is no driver.
+/// Returns the driver's CUDA version as major and minor number, or `None` if there is no driver.
 pub fn driver_version() -> Option<(i32, i32)> {
     CudaDevice::count().ok()?;
     let mut version = 0;
-    // SAFETY: there is a driver, and the pointer is to a live value of the right type.
+    // SAFETY: the driver exists, and the pointer refers to a live value of the right type.
     let result = unsafe { sys::cuDriverGetVersion(&mut version) };
     assert_eq!(result, sys::CUresult::CUDA_SUCCESS);
     Some((version / 1000, version % 1000 / 10))
@@ -122,15 +122,16 @@ pub fn driver_version() -> Option<(i32, i32)> {
 /// A program that uses the first GPU together with the store. Its context is current on this thread.
 pub struct Caller {
     context: sys::CUcontext,
-    /// Only one exists at a time: while one captures a graph, the driver refuses calls of other threads.
+    /// Only one caller exists at a time, because the driver rejects calls of other threads during a graph
+    /// capture.
     _alone: MutexGuard<'static, ()>,
 }
 
-// SAFETY: a context is a name, which the driver takes on any thread.
+// SAFETY: a context handle is only a number, which the driver accepts on any thread.
 unsafe impl Sync for Caller {}
 
 impl Caller {
-    /// Returns a new caller; prints a message and returns `None` if there is no GPU.
+    /// Returns a new caller, or prints a message and returns `None` if no GPU is present.
     pub fn new() -> Option<Self> {
         static ALONE: Mutex<()> = Mutex::new(());
         let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
@@ -167,25 +168,25 @@ impl Caller {
         Memory { address, len }
     }
 
-    /// Returns the free bytes of GPU memory as reported by the driver.
+    /// Returns the number of free bytes of GPU memory, as reported by the driver.
     pub fn free_bytes(&self) -> u64 {
         let (mut free, mut total) = (0, 0);
         call!(cuMemGetInfo_v2(&mut free, &mut total));
         free as u64
     }
 
-    /// Whether the address is in memory that the driver allocated for this process.
+    /// Returns true if the address is in memory that the driver allocated for this process.
     pub fn knows(&self, address: u64) -> bool {
         let mut kind = 0_u32;
         let requested = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
-        // SAFETY: the context is current, and the pointer is to a live value of the right type.
+        // SAFETY: the context is current, and the pointer refers to a live value of the right type.
         let result = unsafe { sys::cuPointerGetAttribute((&raw mut kind).cast(), requested, address) };
         assert!(matches!(result, sys::CUresult::CUDA_SUCCESS | sys::CUresult::CUDA_ERROR_INVALID_VALUE));
         result == sys::CUresult::CUDA_SUCCESS
     }
 }
 
-/// Length in bytes of a mapping, which every GPU supports.
+/// Length of a mapping in bytes. Every GPU supports this length.
 pub const MAPPING_LEN: u64 = 2 << 20;
 
 /// A reserved address range to which memory is mapped piece by piece, as an allocator of expandable segments
@@ -203,7 +204,7 @@ impl Caller {
         const LEN: usize = MAPPING_LEN as usize;
         let mut address = 0;
         call!(cuMemAddressReserve(&mut address, reserved * LEN, 0, 0, 0));
-        // SAFETY: zeros are a value of it.
+        // SAFETY: all-zero bytes are a valid value of this struct.
         let mut wanted: sys::CUmemAllocationProp = unsafe { std::mem::zeroed() };
         wanted.type_ = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
         wanted.location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
@@ -231,8 +232,8 @@ impl Drop for Segment {
 
 /// Returns the bytes that the host reads at an address of GPU memory.
 pub fn host_sees(address: u64, len: u64) -> Vec<u8> {
-    // SAFETY: tests name the memory of a page in host memory that they have leased, and no kernel of theirs
-    // writes to it.
+    // SAFETY: tests pass the memory of a host page that they have leased, and none of their kernels writes to
+    // it.
     unsafe { std::slice::from_raw_parts(address as *const u8, len as usize) }.to_vec()
 }
 
@@ -243,7 +244,7 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// Reads the memory's bytes.
+    /// Returns the bytes of the memory.
     pub fn content(&self) -> Vec<u8> {
         let mut bytes = vec![0_u8; self.len as usize];
         call!(cuMemcpyDtoH_v2(bytes.as_mut_ptr().cast(), self.address, bytes.len()));
@@ -265,8 +266,8 @@ pub struct Stream {
 impl Stream {
     /// Returns the stream in the form that the store accepts.
     pub fn raw(&self) -> RawStream {
-        // SAFETY: the stream is of the first GPU's primary context, and tests drop it after their stores'
-        // leases.
+        // SAFETY: the stream belongs to the first GPU's primary context, and tests drop it after the leases
+        // of their stores.
         unsafe { RawStream::from_cuda(self.raw as u64) }
     }
 
@@ -275,7 +276,7 @@ impl Stream {
         call!(cuMemcpyAsync(target, source, len as usize, self.raw));
     }
 
-    /// Blocks the stream until [`Hold::let_go`]; for tests that run [`alone`].
+    /// Blocks the stream until [`Hold::let_go`] is called. Only for tests that run [`alone`].
     pub fn hold(&self) -> Hold {
         assert!(machine::is_alone(), "no other test may run while a stream stands still");
         let mut word = std::ptr::null_mut::<c_void>();
@@ -287,7 +288,7 @@ impl Stream {
         hold
     }
 
-    /// Whether all work that was queued on the stream is complete.
+    /// Returns true if all work that was queued on the stream is complete.
     pub fn is_done(&self) -> bool {
         // SAFETY: the stream is live, and its context is current.
         let result = unsafe { sys::cuStreamQuery(self.raw) };
@@ -327,7 +328,7 @@ impl Hold {
     }
 
     fn set(&self, value: u32) {
-        // SAFETY: the word is pinned host memory, which is never given back.
+        // SAFETY: the word is in pinned host memory that is never freed.
         unsafe { self.word.write_volatile(value) };
     }
 }

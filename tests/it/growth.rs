@@ -1,4 +1,4 @@
-//! Disk space of the log: a young store's log is small, and it grows no further than its use and its options
+//! Disk space of the log. The log of a new store is short, and grows only as far as its use and its options
 //! require.
 
 use std::collections::BTreeMap;
@@ -21,7 +21,8 @@ use crate::with_options::With;
 
 /// Length in bytes of the first segments.
 const FIRST: u64 = 64 << 10;
-/// The length of segments grows fourfold up to this length in bytes, and twofold above it.
+/// The length of the next segment is four times that of the previous one up to this length in bytes, and
+/// twice that length above it.
 const STEEP: u64 = 256 << 10;
 
 fn ways() -> [LogIo; 3] {
@@ -31,7 +32,7 @@ fn ways() -> [LogIo; 3] {
 /// Returns the files of the log, with their lengths in bytes.
 fn log_files(directory: &Path) -> BTreeMap<FileName, u64> {
     let entries = std::fs::read_dir(directory.join("log")).unwrap().map(|entry| entry.unwrap());
-    // A file may be renamed meanwhile.
+    // A file may be renamed in the meantime.
     let file = |entry: std::fs::DirEntry| {
         let name = FileName::parse(Folder::Log, entry.file_name().to_str().unwrap()).unwrap();
         Some((name, entry.metadata().ok()?.len()))
@@ -39,7 +40,7 @@ fn log_files(directory: &Path) -> BTreeMap<FileName, u64> {
     entries.filter_map(file).collect()
 }
 
-/// Returns the lengths of the segments in bytes, in order.
+/// Returns the lengths of the segments in bytes, in the order of their numbers.
 fn segment_lens(directory: &Path) -> Vec<u64> {
     let files = log_files(directory);
     files.iter().filter(|(file, _)| matches!(file, FileName::Segment(_))).map(|(_, len)| *len).collect()
@@ -53,7 +54,7 @@ fn bytes_on_disk(directory: &Path) -> u64 {
     std::fs::read_dir(directory).unwrap().map(|entry| of(entry.unwrap())).sum()
 }
 
-/// Default options, except that snapshots are taken only by the tests.
+/// Returns the default options, except that only the tests take snapshots.
 fn options(log_io: LogIo) -> Options {
     Options::new().log(LogOptions::new().io(log_io)).snapshots(SnapshotSchedule::never())
 }
@@ -79,7 +80,7 @@ fn wait_until(what: &str, is_made: impl Fn() -> bool) {
     }
 }
 
-/// Waits until everything that an open prepares in the background exists.
+/// Waits until all files that an open prepares in the background exist.
 fn settle(store: &Store, directory: &Path) {
     let is_made = || {
         let files = log_files(directory);
@@ -112,7 +113,7 @@ fn empty_store_stays_small_across_opens() {
     }
 }
 
-/// A store that is reopened many times, with little or no work each time.
+/// A store is reopened many times, with little or no work each time.
 #[test]
 fn thousand_opens_leave_disk_unchanged() {
     const OPENS: usize = 1000;
@@ -154,7 +155,7 @@ fn segments_grow_with_what_is_logged() {
             write(&store, page, 10_000, seed);
         }
         let state = State::of(&store);
-        // Listed before the close, which shortens the last segments.
+        // List the segments before the close, which shortens the last ones.
         let lens = segment_lens(directory.path());
         store.close().unwrap();
         assert_eq!(lens[..4], [FIRST; 4], "{lens:?}");
@@ -164,8 +165,8 @@ fn segments_grow_with_what_is_logged() {
         }
         assert!(lens.iter().filter(|len| **len == usual).count() >= 3, "{lens:?}");
 
-        // Segments of any lengths are followed by those of another run, which grow to the length in its
-        // options.
+        // Existing segments of any length are followed by those of the next incarnation, which grow to the
+        // length in its options.
         for segment_len in [64 << 10, 1 << 20] {
             let store = options(log_io)
                 .with(|options| options.log.segment_len = segment_len)
@@ -187,14 +188,14 @@ fn segments_grow_with_what_is_logged() {
     }
 }
 
-/// A frame longer than any segment of a young store can be logged as well, and segments after it are long.
+/// A frame that is longer than any segment of a new store can also be logged, and later segments are long.
 #[test]
 fn frame_longer_than_first_segments_is_logged() {
     for log_io in ways() {
         for len in [FIRST as usize - 4096, FIRST as usize, 3 << 20, 20 << 20] {
             let directory = tempfile::tempdir().unwrap();
             let store = options(log_io).open(directory.path()).unwrap();
-            // Longer than what is written, because a page that is written whole would get an image.
+            // The page is longer than the write, because a whole-page write would be stored in an image file.
             let page = create(&store, len as u64 + 4096);
             (0..4).for_each(|round| write(&store, page, len, round));
             let state = State::of(&store);
@@ -205,8 +206,8 @@ fn frame_longer_than_first_segments_is_logged() {
     }
 }
 
-/// A segment that is created for one frame is written with that frame's payload at once, not first with
-/// zeros. Frames of a direct log stay in memory until the next sync writes them.
+/// A segment that is created for one frame is written directly with the payload of that frame, without
+/// writing zeros first. Frames of a direct log stay in memory until the next sync writes them.
 #[test]
 fn frame_in_own_segment_is_written_once() {
     const LEN: usize = 1 << 20;
@@ -223,7 +224,7 @@ fn frame_in_own_segment_is_written_once() {
                     *written.entry(file.to_owned()).or_default() += len;
                 }
             }
-            // If a seal comes first, the frame gets another segment, so all files are counted.
+            // If a seal is logged first, the frame gets another segment, so all files are counted.
             let long: Vec<usize> = written.values().copied().filter(|bytes| *bytes >= LEN).collect();
             let is_once = |bytes: &usize| (times * LEN..times * LEN + LEN / 4).contains(bytes);
             assert!((1..=2).contains(&long.len()) && long.iter().all(is_once), "{log_io}: {written:?}");
@@ -238,7 +239,7 @@ fn frame_in_own_segment_is_written_once() {
     }
 }
 
-/// Returns the file that an event writes to, and the number of bytes.
+/// Returns the file that an event writes to, and the number of written bytes.
 fn written_bytes(event: &str) -> Option<(&str, usize)> {
     let written = ["write ", "put "].iter().find_map(|kind| event.strip_prefix(kind))?;
     let (file, _) = written.split_once(' ').expect("a file and a range");
@@ -246,8 +247,8 @@ fn written_bytes(event: &str) -> Option<(&str, usize)> {
     Some((file, len.parse().expect("a length")))
 }
 
-/// Each run commits a little and closes the store. After several such runs a snapshot becomes due, which
-/// removes their segments.
+/// Each process commits a little and closes the store. After several such processes, the log triggers a
+/// snapshot, which removes their segments.
 #[test]
 fn restarts_that_commit_a_little_are_bounded() {
     for log_io in ways() {
@@ -263,7 +264,8 @@ fn restarts_that_commit_a_little_are_bounded() {
             let survey = Survey::read(&DirReader::new(directory.path())).unwrap();
             openings = openings.max(survey.log.line().len());
         }
-        // After the older of two snapshots there are at most two times sixteen runs, each with one segment.
+        // After the older of two snapshots, there are at most two times sixteen incarnations, with one
+        // segment each.
         assert!(openings <= 2 * 17 + 1, "{log_io}: {openings} openings");
         assert!(bytes <= (2 * 17 + 12) * FIRST, "{log_io}: {bytes} bytes");
         let store = Store::open(directory.path()).unwrap();
@@ -285,7 +287,7 @@ fn spares_beyond_reserve_use_allowed_space() {
         let page = create(&store, 100_000);
         (0..150).for_each(|seed| write(&store, page, 100_000, seed));
         store.snapshot().unwrap();
-        // The files are as a killed process leaves them: a close would remove most spares.
+        // Take the files that a killed process leaves, because a close would remove most spares.
         let files = Files::of(&disk);
         drop(store);
         let disk = files.disk();
@@ -296,7 +298,7 @@ fn spares_beyond_reserve_use_allowed_space() {
         assert!(bytes <= reserve + allowed, "{spare_bytes}: {bytes} bytes");
         // The snapshot made more than 10 MiB of log obsolete.
         assert!(spare_bytes < 1 << 30 || bytes > 8 << 20, "{bytes} bytes");
-        // The options of another run may allow less.
+        // The options of a later open may permit fewer spare bytes.
         for (spare_bytes, allowed) in [(2 << 20, 2 << 20), (0, 0)] {
             let options = small().with(|options| {
                 options.log.segment_len = 1 << 20;
@@ -312,7 +314,7 @@ fn spares_beyond_reserve_use_allowed_space() {
     }
 }
 
-/// A batch with deletes whose frame is longer than the shortest spare uses a longer one of the reserve.
+/// A batch with deletes whose frame is longer than the shortest spare uses a longer spare of the reserve.
 #[test]
 fn long_delete_batch_takes_long_enough_reserve_segment() {
     let disk = SimDisk::new();
@@ -320,7 +322,7 @@ fn long_delete_batch_takes_long_enough_reserve_segment() {
         let options = options(LogIo::Mapped).with(|options| options.log.segment_len = 4 << 20);
         Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options).unwrap()
     };
-    // The segments that one run prepares are short spares for the next one.
+    // The segments that one open prepares are short spares for the next one.
     open().close().unwrap();
     let store = open();
     let mut batch = store.batch();
@@ -331,7 +333,7 @@ fn long_delete_batch_takes_long_enough_reserve_segment() {
     wait_until("the reserve", || has_reserve(&disk));
     disk.set_capacity(Some(disk.used_bytes()));
     for half in pages.chunks(20_000) {
-        // No ordinary batch fits into the current segment any more.
+        // Fill the current segment until no ordinary batch fits into it.
         for len in [60_000, 1000] {
             while store.commit(noted(&store, len)).is_ok() {}
         }
@@ -353,7 +355,7 @@ fn noted(store: &Store, len: usize) -> remanent::WriteBatch {
 }
 
 /// An open that finds no space for its second segment keeps the first one as a spare, however often it is
-/// tried.
+/// retried.
 #[test]
 fn open_failing_without_space_keeps_spares() {
     let disk = SimDisk::new();
@@ -389,8 +391,8 @@ fn open_failing_without_space_keeps_spares() {
     assert_eq!(State::of(&open().unwrap()), state);
 }
 
-/// Whether two spares have the length that the log's segments call for, the reserve is complete, and no file
-/// is being created.
+/// Returns true if two spares have the length that the log's segments require, the reserve is complete, and
+/// no file is being created.
 fn has_reserve(disk: &SimDisk) -> bool {
     let files = Files::of(disk).0;
     let of = |wanted: fn(&FileName) -> bool| {
@@ -401,12 +403,12 @@ fn has_reserve(disk: &SimDisk) -> bool {
     let spares: Vec<usize> = of(|file| matches!(file, FileName::Spare(_))).collect();
     is_made
         && spares.len() >= 2 + SPARES_FOR_OPENS
-        // The reserve of a young store has shorter segments.
+        // The reserve of a new store has shorter segments.
         && (longest <= FIRST as usize || spares.iter().filter(|len| **len >= longest / 2).count() >= 2)
 }
 
-/// A store fills the disk, its pages are deleted as the error advises, and it is closed and opened: each step
-/// works, for stores of any age.
+/// A store fills the disk, its pages are deleted as the error advises, and it is closed and opened. Each step
+/// works for stores of any age.
 #[test]
 fn a_store_that_filled_the_disk_opens_after_each_step() {
     for batches in [0, 3, 10, 30, 100, 300] {
@@ -430,7 +432,7 @@ fn a_store_that_filled_the_disk_opens_after_each_step() {
         let mut state = State::of(&store);
         let mut store = Some(store);
         for page in [None, Some(pages[1]), Some(pages[0])] {
-            // As a kill and a power cut leave the store.
+            // Test the store as left by a kill and by a power cut.
             if let Some(page) = page {
                 let store = store.as_ref().unwrap();
                 let mut batch = store.batch();
@@ -446,7 +448,7 @@ fn a_store_that_filled_the_disk_opens_after_each_step() {
     }
 }
 
-/// The length in the header of an open's first segment is the length of its file.
+/// The length in the header of the first segment of an open is the length of its file.
 #[test]
 fn segment_header_states_length() {
     let disk = SimDisk::new();

@@ -1,5 +1,5 @@
-//! Image files that are no longer needed are overwritten by later snapshots. No reader accepts bytes of
-//! another image (I13).
+//! Later snapshots overwrite image files that are no longer needed. No reader accepts bytes of another image
+//! (I13).
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
@@ -22,7 +22,7 @@ use crate::with_options::With;
 const WAYS: [ImageIo; 3] = [ImageIo::Mapped, ImageIo::Buffered, ImageIo::Direct];
 const LEN: u64 = 100_000;
 
-/// Options that keep one snapshot, and reuse files of any length.
+/// Options that keep one snapshot and permit the reuse of files of any length.
 fn options() -> Options {
     small()
         .retention(Retention::new().snapshots_kept(1))
@@ -74,7 +74,7 @@ fn spares(disk: &SimDisk) -> Vec<(FileName, u64)> {
     spares.map(|(file, bytes)| (file, bytes.len() as u64)).collect()
 }
 
-/// Returns the bytes of image files and spares.
+/// Returns the number of bytes in image files and spares.
 fn image_bytes(disk: &SimDisk) -> u64 {
     let files = Files::of(disk).0.into_iter();
     let files = files.filter(|(file, _)| matches!(file, FileName::Pages(_) | FileName::ImageSpare(_)));
@@ -141,7 +141,7 @@ fn file_shared_with_fork_is_not_reused() {
     }
     assert!(reused(&store) > 0);
     let shared: Vec<u64> = inodes(beside.path()).into_values().map(|(inode, _)| inode).collect();
-    // Files that are open keep their inode numbers from being reused.
+    // Keep the files open, so that their inode numbers are not reused.
     let files = inodes(beside.path()).into_keys();
     let _open: Vec<_> =
         files.map(|file| std::fs::File::open(beside.path().join(file.to_string())).unwrap()).collect();
@@ -149,7 +149,8 @@ fn file_shared_with_fork_is_not_reused() {
 
     let fork = options().open(beside.path()).unwrap();
     assert_eq!(State::of(&fork), state);
-    // After the ancestor is removed, its file has one link. Its readers hold no lock here.
+    // After the ancestor is removed, its file has one link. Readers of the ancestor hold no lock in this
+    // store.
     store.close().unwrap();
     drop(directory);
     rewrite(&fork, &pages, 7);
@@ -159,7 +160,7 @@ fn file_shared_with_fork_is_not_reused() {
     assert!(reused(&fork) > 0, "files of its own are written again");
 }
 
-/// A backup by hard links, taken while the store is open, keeps its bytes.
+/// A backup by hard links that is taken while the store is open keeps its bytes.
 #[test]
 fn hard_linked_spare_is_not_reused() {
     let directory = tempfile::tempdir().unwrap();
@@ -179,7 +180,7 @@ fn hard_linked_spare_is_not_reused() {
     assert_eq!(std::fs::metadata(&copy).unwrap().nlink(), 1, "the spare itself is gone");
 }
 
-/// Through a mapping, a write to a hole on a full disk would end the process with a signal.
+/// On a full disk, a write through a mapping to a hole would kill the process with SIGBUS.
 #[test]
 fn sparse_spare_is_not_reused() {
     let directory = tempfile::tempdir().unwrap();
@@ -218,7 +219,7 @@ fn file_held_by_reader_is_not_reused() {
             assert!(bytes == *expected, "page {page}");
         }
     };
-    // From here on the view has files open.
+    // From now on, the view has files open.
     view.read(pages[0], 0, &mut [0; 10]).unwrap();
     for seed in 2..6 {
         rewrite(&store, &pages, seed);
@@ -233,7 +234,7 @@ fn file_held_by_reader_is_not_reused() {
     assert!(!matches!(error, Error::Damaged(_)), "{error}");
 }
 
-/// A follower is reading an image when the writer frees the file and overwrites it.
+/// The writer frees an image file and overwrites it while a follower reads an image in it.
 #[test]
 fn follower_of_overwritten_image_is_overtaken() {
     const LONG: u64 = 4 << 20;
@@ -253,7 +254,7 @@ fn follower_of_overwritten_image_is_overtaken() {
         if pieces > 1 {
             return;
         }
-        // The next snapshot still names the image, and each of the following ones frees a file.
+        // The next snapshot still names the image, and each later snapshot frees a file.
         for seed in 1..5 {
             let mut batch = store.batch();
             batch.write(pages[0], 8, &Random(seed).bytes(LONG - 8));
@@ -271,7 +272,7 @@ fn follower_of_overwritten_image_is_overtaken() {
     assert!(matches!(error, Error::Overtaken { .. }), "{error}");
 }
 
-/// Images and spares together take at most twice the bytes of the images that snapshots name.
+/// Images and spares together use at most twice the bytes of the images that snapshots name.
 #[test]
 fn spares_use_at_most_image_space() {
     let sim = SimDisk::new();
@@ -292,7 +293,7 @@ fn spares_use_at_most_image_space() {
     assert!(found <= 2 * (LEN + 3 * 4096), "{found} bytes after deletes; spares: {:?}", spares(&sim));
 }
 
-/// On a full disk spares are removed first: for batches, for snapshots, and for an open.
+/// On a full disk, spares are removed first: for batches, for snapshots, and for an open.
 #[test]
 fn full_disk_releases_spares() {
     let rules = || {
@@ -311,7 +312,8 @@ fn full_disk_releases_spares() {
     };
     let (sim, store, pages) = made();
     sim.set_capacity(Some(sim.used_bytes()));
-    // No batch fails as long as spares can be removed. The exact end depends on the maker's segments.
+    // No batch fails while spares can be removed. The exact number of batches depends on the segments that
+    // the log thread creates.
     let free: u64 = spares(&sim).iter().map(|(_, len)| len).sum();
     let mut logged = 0;
     let error = loop {
@@ -328,7 +330,7 @@ fn full_disk_releases_spares() {
     drop(store);
 
     let (sim, store, pages) = made();
-    // A page of the length of all spares fits only into their space.
+    // A page that is as long as all spares together fits only if they are removed.
     let free: u64 = spares(&sim).iter().map(|(_, len)| len).sum();
     let mut batch = store.batch();
     batch.create(free - (40 << 10), Place::Host);
@@ -343,9 +345,9 @@ fn full_disk_releases_spares() {
     drop(open_with(&sim, rules()).unwrap());
 }
 
-/// After no crash does a spare contain a chunk with a file number that may be assigned again: in a later file
-/// of that number the chunk would look valid. The sync of the folder before the first chunk prevents this;
-/// without it, some crashes leave such a chunk.
+/// After no crash does a spare contain a chunk with a file number that may be assigned again, because the
+/// chunk would look valid in a later file of that number. The sync of the folder before the first chunk
+/// prevents this. Without that sync, some crashes leave such a chunk.
 #[test]
 fn spares_hold_no_chunk_with_future_number() {
     for is_synced in [true, false] {

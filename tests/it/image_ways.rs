@@ -1,4 +1,4 @@
-//! The three ways to write image files produce identical files.
+//! The three modes of writing image files produce identical files.
 
 use std::collections::BTreeMap;
 
@@ -22,8 +22,8 @@ fn images(disk: &SimDisk) -> BTreeMap<FileName, Vec<u8>> {
     Files::of(disk).0.into_iter().filter(|(file, _)| matches!(file, FileName::Pages(_))).collect()
 }
 
-/// Creates pages of many lengths, two of them with images of a batch (one longer than a piece, and
-/// compressible); takes snapshots, and restores.
+/// Creates pages of many lengths, takes snapshots, and restores a state. Two pages have images of a batch,
+/// one of which is compressible and longer than a piece.
 fn work(store: &Store) -> State {
     let mut batch = store.batch();
     for (seed, len) in [(1, 1), (2, 100), (3, 5000), (4, 20_000)] {
@@ -33,7 +33,7 @@ fn work(store: &Store) -> State {
     let pages: Vec<PageId> = store.commit(batch).unwrap().pages;
     let mut batch = store.batch();
     batch.create_from(Random(5).bytes(30_000), Place::Host);
-    // Each in its own batch, because two threads may write the images of one batch in either order.
+    // Use a separate batch for each, because two threads may write the images of one batch in either order.
     store.commit(batch).unwrap();
     let mut batch = store.batch();
     let mut long = vec![0; (5 << 20) + 77];
@@ -65,13 +65,13 @@ fn all_ways_write_the_same_image_files() {
                     .unwrap();
             let state = work(&store);
             store.close().unwrap();
-            // The open uses another way to write images than the files were written with.
+            // The open uses another mode of writing images than the one that wrote the files.
             let other = WAYS[(found.len() + 1) % WAYS.len()];
             let store = open_with(&disk, options().images(ImageOptions::new().io(other))).unwrap();
             assert_eq!(State::of(&store), state, "{io}");
             assert_eq!(store.recovered().image_io, other.to_string());
             found.push(images(&disk));
-            // Checks that each way was used, and not only requested.
+            // Check that each mode was used and not only requested.
             let calls =
                 [Operation::MapPart, Operation::WriteDirect].map(|operation| disk.calls(operation) > 0);
             let expected = [io == ImageIo::Mapped, io == ImageIo::Direct];
@@ -96,7 +96,7 @@ fn unsupported_log_io_is_invalid_option() {
         let refused = open_with(&disk, options().images(ImageOptions::new().io(io))).unwrap_err();
         assert!(matches!(refused, Error::Invalid(Invalid::Option { option: "images.io", .. })), "{refused}");
         assert!(refused.to_string().contains(&io.to_string()), "{refused}");
-        // The refused open has created nothing, and another way is accepted.
+        // The failed open created no file, and another mode is accepted.
         assert!(Disk::list(&disk, Folder::Log).unwrap().is_empty());
         open_with(&disk, options()).unwrap().close().unwrap();
     }

@@ -1,7 +1,7 @@
-//! Pages are copied by the device directly to mapped image files, if the files are on a memory file system
-//! and the device supports it. The files have the same content as with the other ways to write them, and the
-//! images are verified in place. If the device or the file system refuses, the bytes are copied through
-//! staging memory.
+//! A device copies pages directly to mapped image files if the files are on a memory file system and the
+//! device supports it. The files have the same content as in the other modes of writing images, and the
+//! images are verified in place. If the device or the file system does not permit it, the bytes are copied
+//! through staging memory.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -23,12 +23,12 @@ use crate::kill::workload::Random;
 use crate::machine::skipped;
 use crate::with_options::With;
 
-/// Length of a chunk: a snapshot has one, or two if a page is longer than a piece.
+/// Length of a chunk. A snapshot has one chunk, or two if a page is longer than a piece.
 const CHUNK_LEN: u64 = 64 << 10;
-/// Lengths of pages: with gaps between images, an empty page, and one that is copied in pieces.
+/// Lengths of pages, with gaps between their images. One page is empty, and one is copied in pieces.
 const LENS: [u64; 6] = [1000, 4096, 77, 0, 30_000, 3 * CHUNK_LEN + 5];
 
-/// Returns a folder on a memory file system; prints a message and returns `None` if there is none.
+/// Returns a folder on a memory file system, or prints a message and returns `None` if there is none.
 fn in_memory() -> Option<tempfile::TempDir> {
     let folder = tempfile::tempdir_in("/dev/shm");
     folder.inspect_err(|error| skipped("files in memory", &format!("/dev/shm: {error}"))).ok()
@@ -58,8 +58,8 @@ fn create_of(store: &Store, place: Place, lens: &[u64]) -> Vec<PageId> {
     store.commit(batch).unwrap().pages
 }
 
-/// Changes a part of every page, so that the next snapshot writes all of them. The image of a page that is
-/// written whole may already be written by the batch.
+/// Changes a part of every page, so that the next snapshot writes all pages. A batch that writes a whole page
+/// may already have written its image.
 fn change(store: &Store, pages: &[PageId], seed: u64) {
     let mut batch = store.batch();
     let len = |page: &PageId| store.page(*page).unwrap().len;
@@ -69,7 +69,7 @@ fn change(store: &Store, pages: &[PageId], seed: u64) {
     store.commit(batch).unwrap();
 }
 
-/// Takes snapshots, each of which contains all pages.
+/// Takes snapshots, each of which writes all pages.
 fn snapshots(store: &Store, pages: &[PageId], seeds: std::ops::Range<u64>) -> Result<()> {
     seeds.into_iter().try_for_each(|seed| {
         change(store, pages, seed);
@@ -96,7 +96,7 @@ fn image_files(directory: &Path) -> BTreeMap<FileName, Vec<u8>> {
     files.collect()
 }
 
-/// Asserts that the store has the state, and that no file is damaged.
+/// Asserts that the store opens with the expected state, and that no file is damaged.
 fn opens_with(directory: &Path, state: &State) {
     let store = in_place().open_with(directory, host()).unwrap();
     assert_eq!(State::of(&store), *state);
@@ -114,7 +114,7 @@ fn copy_folder(source: &Path, target: &Path) {
     }
 }
 
-/// One chunk each, so that the order of images does not depend on the timing of threads.
+/// Each snapshot has one chunk, so that the order of images does not depend on the timing of threads.
 #[test]
 fn in_place_copy_writes_same_file_bytes_as_other_ways() {
     lie_there_as_other_ways_write_them(&LENS[..5]);
@@ -156,8 +156,8 @@ fn lie_there_as_other_ways_write_them(lens: &[u64]) {
     }
 }
 
-/// Late devices and combined devices leave the same state. A list that uses a mapping which was released too
-/// early would panic here.
+/// Late devices and combined devices produce the same state. A list that uses a mapping which was released
+/// too early would panic.
 #[test]
 fn every_kind_of_device_copies_in_place() {
     let late = |seed| Arc::new(LateDevice::seeded(host(), seed)) as Arc<dyn Device>;
@@ -184,7 +184,7 @@ fn works_in_place(name: &str, directory: &Path, device: Arc<dyn Device>, slot: u
     snapshots(&store, &pages, 1..5).unwrap();
     change(&store, &pages, 5);
     store.snapshot_with(SnapshotOptions::new().name("exact")).unwrap();
-    // Long pages are gathered while batches change them.
+    // Long pages are captured while batches change them.
     std::thread::scope(|scope| {
         scope.spawn(|| (6..30).for_each(|seed| change(&store, &pages, seed)));
         store.snapshot().unwrap();
@@ -195,8 +195,8 @@ fn works_in_place(name: &str, directory: &Path, device: Arc<dyn Device>, slot: u
     opens_with(directory, &state);
 }
 
-/// A bit flip that happens once or every time: the snapshot is not recorded as verified, and the previous one
-/// is used.
+/// After a bit flip that happens once or every time, the snapshot is not recorded as verified, and the
+/// previous snapshot is used.
 #[test]
 fn bit_flip_on_transfer_to_file_is_detected_before_use() {
     each_flip(BusTransfer::File, |_, verified| assert_told(&verified.unwrap_err()));
@@ -218,8 +218,9 @@ fn assert_told(error: &Error) {
     assert!(error.to_string().contains("changed on the way"), "{error}");
 }
 
-/// Flips a bit in the first, second, … copy of a snapshot, alone or together with all later ones, until there
-/// is no further copy. `check` receives the number of flips, and the result of the snapshot's verification.
+/// Flips a bit in the first, second, … copy of a snapshot, alone or together with all later copies, until
+/// there are no more copies. `check` receives the number of flips and the result of the snapshot's
+/// verification.
 fn each_flip(way: BusTransfer, check: impl Fn(u64, Result<()>)) {
     let mut struck = 0;
     for nth in 1.. {
@@ -239,7 +240,7 @@ fn each_flip(way: BusTransfer, check: impl Fn(u64, Result<()>)) {
             let newest = store.snapshots().pop().unwrap();
             assert_eq!(newest.verified, verified.is_ok(), "{way:?} {nth} {times}");
             if verified.is_err() {
-                // The snapshots that it would have replaced are kept.
+                // The snapshots that the new one would have replaced are kept.
                 assert!(known.iter().all(|before| store.snapshots().contains(before)), "{way:?} {nth}");
             }
             match count {
@@ -258,7 +259,7 @@ fn each_flip(way: BusTransfer, check: impl Fn(u64, Result<()>)) {
     assert!(struck >= 2, "{struck} copies changed");
 }
 
-/// Whichever call fails, the state is recovered, and no file is damaged.
+/// Whichever call fails, the state is recovered and no file is damaged.
 #[test]
 fn device_failure_loses_no_state() {
     let calls = [
@@ -280,7 +281,7 @@ fn device_failure_loses_no_state() {
             change(&store, &pages, 2);
             let before = store.lsn();
             device.arm(DeviceFault { call: Some(call), nth, context_lost });
-            // The first snapshot registers the file; the others copy to the registered file.
+            // The first snapshot registers the file, and later snapshots copy to the registered file.
             let taken = (0..3).try_for_each(|_| {
                 let mut batch = store.batch();
                 let changed = pages.iter().zip(LENS).filter(|(_, len)| *len > 0);
@@ -317,7 +318,7 @@ fn device_without_file_copies_uses_staging() {
         assert!(device.struck(), "it was asked");
     }
     assert_eq!((bytes_in_place(&store), registered_bytes(&store)), (0, 0));
-    // From here on registration succeeds: the second snapshot finds a registered file.
+    // From now on, registration succeeds, and the second snapshot finds a registered file.
     snapshots(&store, &pages, 5..7).unwrap();
     assert!(bytes_in_place(&store) > 0);
     let state = State::of(&store);
@@ -387,7 +388,7 @@ fn file_shared_with_fork_is_dropped_not_reused() {
     assert_eq!(forked.scrub().unwrap().damage, []);
 }
 
-/// A mapping that outlived its file would keep the file's disk space, and its part of the budget.
+/// A mapping that outlived its file would keep the file's disk space and its part of the memory budget.
 #[test]
 fn removed_file_is_released() {
     let Some(folder) = in_memory() else { return };
@@ -403,8 +404,8 @@ fn removed_file_is_released() {
     assert_eq!(both, 2 * one);
 }
 
-/// Without memory for copies of pages, batches wait, and the host computes checksums of what it writes;
-/// everything is read back.
+/// Without memory for copies of pages, batches wait, and the host computes checksums of the bytes that it
+/// writes. All bytes are read back.
 #[test]
 fn without_copy_room_pages_use_staging() {
     let Some(folder) = in_memory() else { return };
@@ -419,7 +420,7 @@ fn without_copy_room_pages_use_staging() {
     opens_with(folder.path(), &state);
 }
 
-/// The new end of a file that grew is written through staging once; later it is registered as well.
+/// When a file grows, its new end is first written through staging, and later registered.
 #[test]
 fn grown_file_is_registered_again() {
     let Some(folder) = in_memory() else { return };
@@ -446,8 +447,8 @@ fn grown_file_is_registered_again() {
     opens_with(folder.path(), &state);
 }
 
-/// The mapping of a file that is too long is released before the file is truncated, and later images are
-/// written correctly.
+/// The mapping of an overlong file is released before the file is truncated, and later images are written
+/// correctly.
 #[test]
 fn overlong_files_are_truncated_except_mapped() {
     let Some(folder) = in_memory() else { return };
@@ -472,7 +473,7 @@ fn overlong_files_are_truncated_except_mapped() {
     opens_with(folder.path(), &state);
 }
 
-/// Compression is done by the host, and a file on a block device cannot be registered, so staging is used.
+/// The host compresses pages, and a file on a block device cannot be registered. Both cases use staging.
 #[test]
 fn registration_is_skipped_if_host_needs_bytes() {
     let Some(memory) = in_memory() else { return };

@@ -1,6 +1,6 @@
-//! A disk that runs a callback between two reads, at a point that the test chooses, so that a test can try
-//! every point in turn. It can also simulate a damaged page cache over an intact medium, and records which
-//! threads make direct reads.
+//! A disk that runs a callback between two reads, at a point that the test selects, so that a test can try
+//! every point in turn. The disk can also simulate a damaged page cache over an intact medium, and records
+//! which threads make direct reads.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -16,8 +16,8 @@ use remanent::{Result, SnapshotId};
 
 type Strike = Box<dyn FnOnce() + Send>;
 
-/// A disk that reads the files of `inner`, and runs the callback `strike` before read number `at`, counted
-/// from 0.
+/// A disk that reads the files of `inner`, and runs the callback `strike` before the read with index `at`,
+/// counted from 0.
 pub struct InterruptedDisk {
     inner: SimDisk,
     moment: Arc<Moment>,
@@ -214,8 +214,7 @@ impl DiskFile for InterruptedFile {
         self.moment.bytes.fetch_add(out.len() as u64, Ordering::SeqCst);
         self.inner.read_proven(offset, out)?;
         if self.moment.cache_is_damaged {
-            // All bytes are changed, because a direct read starts at a block boundary before the requested
-            // bytes.
+            // Change all bytes, because a direct read starts at a block boundary before the requested bytes.
             out.iter_mut().for_each(|byte| *byte ^= 1);
         }
         Ok(())

@@ -1,7 +1,7 @@
 //! The compiled kernels match their sources, and the host's tables match those of the kernels.
 //!
-//! `kernels/build.py --check` compiles the kernels again, which needs the pinned compiler. These tests need
-//! no compiler, so they detect everywhere that a build was forgotten after a change.
+//! `kernels/build.py --check` recompiles the kernels, which needs the pinned compiler. These tests need no
+//! compiler, so they detect on every machine that a build was forgotten after a change.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -19,7 +19,7 @@ fn read(path: &str) -> Vec<u8> {
     fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-/// Returns the words of the build record's lines that begin with `kind`, without that word.
+/// Returns the words of those lines of the build record that begin with `kind`, without that word.
 fn recorded(record: &str, kind: &str) -> Vec<Vec<String>> {
     let lines = record.lines().map(|line| line.split(' ').map(str::to_owned).collect::<Vec<_>>());
     lines.filter(|words| words[0] == kind).map(|words| words[1..].to_vec()).collect()
@@ -29,7 +29,7 @@ fn record() -> String {
     String::from_utf8(read("compiled/record.txt")).unwrap()
 }
 
-/// Returns names and checksums of the build record's lines of one kind.
+/// Returns the names and checksums in those lines of the build record that have this kind.
 fn checksums(record: &str, kind: &str) -> BTreeMap<String, String> {
     recorded(record, kind).into_iter().map(|words| (words[0].clone(), words[2].clone())).collect()
 }
@@ -92,7 +92,8 @@ fn every_kernel_exists_and_does_not_spill() {
         let module = MODULES[kernel.module];
         let entry = format!(".entry {}(", kernel.name);
         assert!(module.ptx.contains(&entry), "{} is not in {}", kernel.name, module.name);
-        // The launch attributes in the kernel's source must be those with which the host launches it.
+        // The launch attributes in the kernel's source must equal the attributes that the host uses to launch
+        // the kernel.
         let from_entry = &module.ptx[module.ptx.find(&entry).unwrap()..];
         let threads = from_entry.lines().find_map(|line| line.strip_prefix(".maxntid ")).unwrap();
         assert_eq!(threads, format!("{}, 1, 1", kernel.threads), "{}", kernel.name);
@@ -126,7 +127,7 @@ fn host_and_kernels_agree_on_constants() {
     for (name, value) in &expected {
         assert_eq!(declared.get(name), Some(&value.as_str()), "{name}");
     }
-    // This constant is used by the kernels only.
+    // Only the kernels use this constant.
     declared.remove("FULL_WARP");
     assert_eq!(declared.len(), expected.len(), "{declared:?}");
 }

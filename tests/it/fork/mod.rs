@@ -98,7 +98,7 @@ fn number_in(store: &Store, page: PageId) -> u64 {
     u64::from_le_bytes(bytes)
 }
 
-/// The number of forks of the parent over all ways to write the log, and between two opens of its store.
+/// Number of forks of the parent over all modes of writing the log, and between two opens of its store.
 const FORKS: usize = 1000;
 const FORKS_BETWEEN_OPENINGS: usize = 20;
 
@@ -116,8 +116,8 @@ fn a_thousand_children_change_nothing_during_durable_commits() {
     });
 }
 
-/// Opens the store, which must contain what was acknowledged before, and forks children while threads commit.
-/// Returns the acknowledged content of each of the three pages.
+/// Opens the store, which must contain the batches that were acknowledged before, and forks children while
+/// threads commit. Returns the acknowledged content of each of the three pages.
 fn fork_during_commits(path: &Path, log_io: LogIo, told: &[u64]) -> Vec<u64> {
     let options = Options::new().log(LogOptions::new().segment_len(64 << 10).io(log_io)).ack(Ack::Durable);
     let store = options.open(path).unwrap_or_else(|error| panic!("{log_io}: {error}"));
@@ -187,7 +187,7 @@ fn forked_child_calls_fail_and_drops_free_nothing() {
     alone(|| {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path();
-        // A background snapshot that is so slow that it holds its locks until the test ends.
+        // A background snapshot runs so slowly that it keeps its locks until the test ends.
         let options =
             small().snapshots(SnapshotSchedule::new().log_bytes(256 << 10).bytes_per_second(4 << 10));
         let store = options.open(path).unwrap();
@@ -196,7 +196,7 @@ fn forked_child_calls_fail_and_drops_free_nothing() {
         let pages = store.commit(batch).unwrap().pages;
         let first = store.snapshot().unwrap();
         let mut batch = store.batch();
-        // Not whole pages, because these would go to an image file and not to the log.
+        // Do not write whole pages, because these would be written to an image file instead of the log.
         pages.iter().for_each(|page| _ = batch.write(*page, 0, &[7; 128 << 10]));
         let mut ticket = Some(store.submit(batch).unwrap());
         ticket.as_ref().unwrap().wait(Ack::Durable).unwrap();
@@ -222,7 +222,7 @@ fn forked_child_calls_fail_and_drops_free_nothing() {
             let mut changes = Some(here.changes().unwrap());
             let mut ahead = Some(here.read_ahead(Place::Host).unwrap());
             ahead.as_mut().unwrap().push(&pages[..1]).unwrap();
-            // SAFETY: the host device follows no handle.
+            // SAFETY: the host device dereferences no stream handle.
             let stream = unsafe { RawStream::from_cuda(1) };
             let outcome = in_child(|| {
                 refused("read", here.read(pages[0], 0, &mut [0; 8]))?;
@@ -267,7 +267,7 @@ fn forked_child_calls_fail_and_drops_free_nothing() {
                 refused("read_ahead", here.read_ahead(Place::Host))?;
                 refused("hint_unified", here.hint_unified(pages[0], UnifiedHint::ReadMostly(true)))?;
                 refused("fork", here.fork(&fork, StatePoint::Lsn(Lsn(1))))?;
-                // These calls cannot return an error: they return nothing, and wait for no thread.
+                // These calls cannot return an error. They return an empty result, and wait for no thread.
                 let stats = here.stats();
                 let (lsn, snapshots, unloaded) = (here.lsn(), here.snapshots(), here.unloaded_pages());
                 if here.unified_memory() != UnifiedSupport::default() {
@@ -328,7 +328,7 @@ fn forked_child_calls_fail_and_drops_free_nothing() {
                 refused("Lease::end", lease.end())?;
                 drop(pin);
                 refused("close", temporary.take().unwrap().close())?;
-                // A child can open stores that no process has open; other stores refuse it.
+                // A child can open stores that no process has open. It cannot open the parent's store.
                 let own = small().open_temporary().map_err(|error| error.to_string())?;
                 own.commit(own.batch()).map_err(|error| error.to_string())?;
                 own.close().map_err(|error| error.to_string())?;
@@ -337,7 +337,7 @@ fn forked_child_calls_fail_and_drops_free_nothing() {
                     other => Err(format!("{other:?}\n")),
                 }
             });
-            // The parent's handles are unchanged.
+            // The parent's handles are unaffected.
             assert!(lease.unwrap().bytes().unwrap()[..128 << 10] == [7; 128 << 10]);
             assert_eq!(pin.unwrap().page(), pages[2]);
             assert_eq!(
@@ -350,7 +350,8 @@ fn forked_child_calls_fail_and_drops_free_nothing() {
             outcome
         };
         everything(&mut store).unwrap();
-        // The handles stay valid after a child closes and drops its copies, at last of the whole store.
+        // The handles stay valid after a child closes and drops its copies, and finally its copy of the
+        // store.
         in_child(|| refused("close", store.take().unwrap().close())).unwrap();
 
         let store = store.unwrap();
@@ -366,7 +367,7 @@ fn forked_child_calls_fail_and_drops_free_nothing() {
         store.close().unwrap();
         let store = small().open(path).unwrap();
         assert_eq!(number_in(&store, pages[0]), 5);
-        // The view still keeps its snapshot, whatever a child dropped.
+        // The view still keeps its snapshot, although a child dropped its copy of the view.
         let view = view.unwrap();
         store.snapshot().unwrap();
         let pruned = store.would_prune(&store.retention().snapshots_kept(1).log_kept(0)).unwrap();
@@ -375,7 +376,7 @@ fn forked_child_calls_fail_and_drops_free_nothing() {
     });
 }
 
-/// A replica is memory of its own process: a child can continue its copy with a new follower.
+/// A replica is memory of its own process. A child can continue its copy with a new follower.
 #[test]
 fn forked_child_continues_with_replica_copy() {
     alone(|| {
@@ -405,8 +406,8 @@ fn forked_child_continues_with_replica_copy() {
     });
 }
 
-/// A lock in the child's own store must not refer to threads that were waiting in the parent at the fork: the
-/// child may use the memory of their stacks for its own threads.
+/// A lock in the child's own store must not refer to threads that were waiting in the parent at the time of
+/// the fork, because the child may reuse the memory of their stacks for its own threads.
 #[test]
 fn forked_child_uses_own_store_while_parent_threads_wait() {
     alone(|| {

@@ -1,5 +1,4 @@
-//! One life of a store on a disk with little space, with a sequence of steps that covers all guarantees about
-//! a full disk.
+//! One life of a store on a disk with little space. Its steps cover all guarantees about a full disk.
 
 use remanent::disk::Disk;
 use remanent::options::{Compression, ImageOptions, LogIo};
@@ -31,32 +30,33 @@ pub fn life_options(io: LogIo) -> Options {
     })
 }
 
-/// How a life opens its store and forks it, and when it reopens it.
+/// How a life opens and forks its store, and when it reopens the store.
 pub struct Ways<'w> {
     /// The disk of the store.
     pub disk: &'w dyn Disk,
     pub open: &'w dyn Fn() -> Result<Store, Error>,
-    /// Forks the newest state, compares the fork with the store by [`is_fork_of`], and removes it.
+    /// Forks the newest state, compares the fork with the store by calling [`is_fork_of`], and removes the
+    /// fork.
     pub fork: &'w dyn Fn(&Store) -> Result<(), Error>,
-    /// Whether the store is closed and opened after each step, and not only after each round.
+    /// Whether the store is closed and opened after each step instead of after each round.
     pub each_step: bool,
-    /// Whether the file system may refuse a new file although there is space for its bytes, as XFS does. Then
-    /// the reserve used by deletes cannot be refilled until more space is free, and later deletes may be
+    /// Whether the file system may refuse a new file although there is space for its bytes, as XFS does. The
+    /// reserve used by deletes then cannot be refilled until more space is free, and later deletes may be
     /// refused.
     pub refuses_files: bool,
 }
 
-/// Counts of what happened in lives, so that a test can assert that it covered each case.
+/// Counts of the events in lives, so that a test can assert that each case occurred.
 #[derive(Debug, Default)]
 pub struct Course {
     pub lives: usize,
-    /// Lives at whose end all pages were deleted and no space was left in use.
+    /// Number of lives that end with all pages deleted and no space in use.
     pub to_the_end: usize,
     pub steps: usize,
     pub refused: usize,
     pub opens: usize,
     pub forks: usize,
-    /// Snapshots without an image, which start at the `redo` of the previous one.
+    /// Number of snapshots without an image, which start at the `redo` of the previous snapshot.
     pub thin: usize,
     pub restores: usize,
 }
@@ -73,22 +73,22 @@ impl Course {
         self.restores += other.restores;
     }
 
-    /// Prints the counts, and asserts that the lives were short of space sometimes, and not always. A store
-    /// that is reopened after each step keeps all space for opens, so it seldom has space for a fork or a
+    /// Prints the counts, and asserts that the lives were sometimes, but not always, short of space. A store
+    /// that is reopened after each step reserves all space for opens, so it seldom has space for a fork or a
     /// restore.
     #[expect(clippy::print_stdout, reason = "the figures of the long run")]
     pub fn show(&self, disk: &str, each_step: bool) {
         println!("{disk}: {self:?}");
         let Self { to_the_end, refused, forks, thin, restores, .. } = *self;
         assert!(refused > 0, "{disk}: {self:?}");
-        // On XFS, few lives with an open after each step reach their end, or a delete that is followed by a
+        // On XFS, few lives with an open after each step complete, or include a delete that is followed by a
         // thin snapshot.
         let has_space = to_the_end > 0 && thin > 0 && forks > 0 && restores > 0;
         assert!(each_step || has_space, "{disk}: {self:?}");
     }
 }
 
-/// Runs a call that may be refused on a full disk, and asserts that a refused call changed nothing.
+/// Runs a call that may be refused on a full disk. Asserts that a refused call changed nothing.
 pub fn changes_nothing_if_refused<T>(
     why: &str,
     store: &Store,
@@ -128,7 +128,7 @@ impl Life<'_> {
         self.store().pages().unwrap().next().unwrap().page
     }
 
-    /// Takes a step that may be refused; returns whether it succeeded.
+    /// Takes a step that may be refused. Returns true if it succeeded.
     fn may<T>(&mut self, what: &str, step: impl FnOnce(&Store) -> Result<T, Error>) -> bool {
         let store = self.store.as_ref().unwrap();
         let is_taken = changes_nothing_if_refused(&format!("{}, {what}", self.why), store, || step(store));
@@ -144,7 +144,7 @@ impl Life<'_> {
         done
     }
 
-    /// Takes a step that frees space, and uses a part of the reserve for it. Returns whether it succeeded.
+    /// Takes a step that frees space and uses a part of the reserve. Returns true if it succeeded.
     fn frees<T>(&mut self, what: &str, step: impl FnOnce(&Store) -> Result<T, Error>) -> bool {
         if self.ways.refuses_files {
             return self.may(what, step);
@@ -172,8 +172,9 @@ impl Life<'_> {
         self.course.opens += 1;
     }
 
-    /// Takes a snapshot; returns whether it succeeded. If it is refused, the store may have taken a thin one,
-    /// which frees the space of deleted pages; the second value states whether it did.
+    /// Takes a snapshot. The first value states whether it succeeded. If it was refused, the store may have
+    /// taken a thin snapshot, which frees the space of deleted pages, and the second value states whether it
+    /// did.
     fn snapshot(&mut self, what: &str) -> (bool, bool) {
         let newest = |store: &Store| store.snapshots().pop().map(|info| (info.redo, info.end));
         let (before, mut after) = (newest(self.store()), None);
@@ -196,7 +197,7 @@ fn create(store: &Store, seed: u64) -> Result<PageId, Error> {
     store.commit(batch).map(|committed| committed.pages[0])
 }
 
-/// Creates a page whose content is written to an image file before its batch.
+/// Creates a page whose content is written to an image file before the page's batch.
 fn create_from(store: &Store, seed: u64) -> Result<(), Error> {
     let mut batch = store.batch();
     batch.create_from(noise(seed, LIFE_LEN), Place::Host);
@@ -222,8 +223,9 @@ fn prune(store: &Store) -> Result<(), Error> {
     store.prune(&retention).map(drop)
 }
 
-/// A life on a disk on which `fill` leaves little space. A refused call changes nothing. Batches that only
-/// delete, prunes, closes and opens are not refused. At the end the space of all deleted pages is free.
+/// Runs a life on a disk on which `fill` leaves little space. A refused call must change nothing. Batches
+/// that only delete, prunes, closes and opens must not be refused. At the end, the space of all deleted pages
+/// must be free.
 pub fn life(why: &str, ways: &Ways<'_>, fill: impl FnOnce()) -> Course {
     let store = Some((ways.open)().unwrap());
     let course = Course { lives: 1, ..Course::default() };
@@ -251,15 +253,15 @@ pub fn life(why: &str, ways: &Ways<'_>, fill: impl FnOnce()) -> Course {
         life.course.forks += usize::from(is_forked);
         let page = life.first_page();
         let delete_it = |store: &Store| delete(store, [page].into_iter());
-        // The reserve from before the disk was full suffices for this, unless opens use it as well.
+        // The reserve from before the disk became full suffices for this step, unless opens also use it.
         let is_first = left == 2 && !(ways.refuses_files && ways.each_step);
         if is_first {
             life.must("a delete", delete_it);
         } else {
             life.frees("a delete", delete_it);
         }
-        // A thin snapshot, because no other fits. A restore before it would prevent that, and so would a
-        // snapshot that fits, because the page's image would then share a file with others.
+        // Only a thin snapshot fits. An earlier restore would prevent it. A larger snapshot would also
+        // prevent it, because the page's image would then share a file with others.
         let (is_taken, is_thin) = life.snapshot("a snapshot after the delete");
         assert!(
             !is_first || is_gathered || is_taken || is_thin,

@@ -1,8 +1,8 @@
-//! Small file systems that are actually full: ext4 and XFS on loop devices, and tmpfs.
+//! Small file systems that are really full: ext4 and XFS on loop devices, and tmpfs.
 //!
-//! A simulated disk refuses calls by a fixed rule. These file systems fail when they run out of space: in the
-//! middle of a write, or only when allocated space is used. The same life runs on all of them, with various
-//! numbers of free bytes.
+//! A simulated disk refuses calls by a fixed rule. Real file systems fail when they run out of space, which
+//! can be in the middle of a write, or only when allocated space is used. The same life runs on all of them,
+//! with various numbers of free bytes.
 
 mod life;
 
@@ -32,10 +32,10 @@ use crate::with_options::With;
 const PAGE_LEN: u64 = 100_000;
 /// Number of spares in the reserve of these stores.
 const RESERVE: usize = 2;
-/// Environment variable: the difference in free space between two lives on a real file system, in KiB.
+/// Environment variable for the difference in free space between two lives on a real file system, in KiB.
 const STEP: &str = "REMANENT_CRAMPED_STEP";
-/// The free bytes that XFS requires to create a file, from measurements: 188 KiB was the least with which it
-/// did.
+/// Number of free bytes that XFS requires to create a file. In measurements, 188 KiB was the lowest number
+/// with which it succeeded.
 const FILE_BYTES: u64 = 188 << 10;
 const WRITERS: [LogIo; 3] = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct];
 
@@ -64,7 +64,7 @@ fn refuses_everything(store: &Store, page: PageId) {
     assert_eq!(store.snapshots().len(), 1);
 }
 
-/// Asserts that all three work on a store that has space again.
+/// Asserts that a commit, a bulk create and a snapshot work on a store that has space again.
 fn goes_on(store: &Store, page: PageId) {
     let mut batch = store.batch();
     batch.write(page, 0, b"there is room again");
@@ -96,8 +96,8 @@ fn a_full_file_system(name: &str, root: &Path) {
         let page = store.commit(batch).unwrap().pages[0];
         store.snapshot().unwrap();
 
-        // A segment that is under construction when the disk becomes full is discarded, which leaves space
-        // for a snapshot.
+        // A segment that is under construction when the disk becomes full is discarded, which would leave
+        // space for a snapshot.
         until(|| is_held(&disk, RESERVE));
         let filler = Filler::all(root);
         refuses_everything(&store, page);
@@ -106,7 +106,8 @@ fn a_full_file_system(name: &str, root: &Path) {
         let state = State::of(&store);
         store.close().unwrap();
 
-        // By the reserve, which leaves no space to try whether the disk can be written to in this way.
+        // The open uses the reserve, which leaves no space to test whether the disk supports the mode of
+        // writing the log.
         let filler = Filler::all(root);
         let store = options.clone().create(Create::Never).open(&directory).unwrap();
         assert_eq!(State::of(&store), state, "{io} on a full {name}");
@@ -119,15 +120,16 @@ fn a_full_file_system(name: &str, root: &Path) {
     }
 }
 
-// Each test has its own process, because a child forked by another test would keep removed files open, and
-// their space would be freed only when it ends.
+// Each test has its own process. A child forked by another test would keep removed files open, and their
+// space would be freed only when the child ends.
 
-/// Creates a folder for a loop device's file, in memory if possible, because this test needs no real disk.
+/// Creates a folder for the file of a loop device, in memory if possible, because the test needs no real
+/// disk.
 fn folder() -> tempfile::TempDir {
     tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
 }
 
-/// Returns the time limit. Testing every 4 KiB of each file system takes minutes; the short form takes ten
+/// Returns the time limit. Testing every 4 KiB of each file system takes minutes. The short form takes ten
 /// seconds, or a minute together with other tests on few cores.
 fn limit() -> Duration {
     Duration::from_secs(if effort(STEP).is_some() { 3600 } else { 300 })
@@ -151,9 +153,9 @@ fn full_ext4_store_continues_when_space_returns() {
     alone_for(limit(), || a_full_loop_device("ext4", Kind::Ext4, 16 << 20, 0));
 }
 
-/// XFS refuses new files, and even renames, if fewer than [`FILE_BYTES`] are free, because it allocates
-/// inodes in chunks. Then the reserve is not refilled; once opens have used it up, an open may fail until
-/// some space is freed. So lives with an open after each step have a larger reserve.
+/// If fewer than [`FILE_BYTES`] are free, XFS refuses new files and even renames, because it allocates inodes
+/// in chunks. The reserve is then not refilled. Once opens have used it up, an open may fail until some space
+/// is freed. Lives with an open after each step therefore have a larger reserve.
 #[test]
 fn full_xfs_store_continues_when_space_returns() {
     alone_for(limit(), || a_full_loop_device("XFS", Kind::XfsWithoutReflinks, 320 << 20, 256 << 10));
@@ -176,14 +178,13 @@ fn full_tmpfs_store_continues_when_space_returns() {
 
 #[test]
 fn life_on_simulated_disk_with_random_space() {
-    // A folder that needs another block for a name, and a file that needs many blocks, as on XFS, in some of
-    // the usual cases.
+    // In some cases, a folder needs another block for a name, and a file needs many blocks, as on XFS.
     let usual = [(0, 0, false), (4096, 0, true), (4096, FILE_BYTES, false)];
     let all = [(4096, 0, false), (0, 0, true), (0, FILE_BYTES, false)];
     let all = all.into_iter().filter(|_| effort(STEP).is_some());
     for (name_bytes, file_bytes, each_step) in usual.into_iter().chain(all) {
         let all = Mutex::new(Course::default());
-        // Opens take most of the time, so fewer sizes are tested with them.
+        // Opens take most of the time, so fewer sizes are tested with an open after each step.
         let by = if each_step && effort(STEP).is_none() { 3 } else { 1 } * sized(4, 1);
         let levels = |io: LogIo| (0..100).step_by(by).map(move |step| (io, step * 4096));
         let cases: Vec<(LogIo, u64)> = WRITERS.into_iter().flat_map(levels).collect();
@@ -195,7 +196,7 @@ fn life_on_simulated_disk_with_random_space() {
                 Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), life_options(*io))
             };
             let why = format!("{io}, {free} bytes free, {name_bytes} for a name, {file_bytes} for a file");
-            // The fork is on a disk of its own, which is nearly full too: hard links between the disks are
+            // The fork is on its own disk, which is also nearly full. Hard links between the disks are
             // impossible.
             let fork = |store: &Store| {
                 let (source, target) = (Arc::new(disk.clone()) as Arc<dyn Disk>, SimDisk::new());
@@ -221,8 +222,8 @@ fn life_on_simulated_disk_with_random_space() {
     }
 }
 
-/// Batches, snapshots and opens in random order on a disk on which `fill` leaves little space: a refused call
-/// changes nothing, and a closed store can be opened again.
+/// Runs batches, snapshots and opens in random order on a disk on which `fill` leaves little space. A refused
+/// call must change nothing, and a closed store can be opened again.
 fn life_in_any_order(why: &str, seed: u64, open: &dyn Fn() -> Result<Store, Error>, fill: impl FnOnce(u64)) {
     let mut random = Random(seed);
     let mut store = open().unwrap();
@@ -280,8 +281,8 @@ fn store_reopens_after_any_work_on_full_disk() {
     });
 }
 
-/// Lives on a real file system: [`life`] with various numbers of free bytes, [`life_in_any_order`] with
-/// various seeds.
+/// Runs lives on a real file system: [`life`] with various numbers of free bytes, and [`life_in_any_order`]
+/// with various seeds.
 fn lives(name: &str, root: &Path, opens_from: u64) {
     let step = effort(STEP).map(|kib| kib << 10);
     let seeds = effort("REMANENT_CRAMPED_LIVES").unwrap_or(sized(3, 10)) as u64;
@@ -300,19 +301,19 @@ fn lives(name: &str, root: &Path, opens_from: u64) {
             filler.leave(free);
             filler
         };
-        // A filler frees its space when its life ends.
+        // The space of a filler is freed when its life ends.
         let in_a_folder = |live: &mut dyn FnMut()| {
             std::fs::create_dir(&directory).unwrap();
             live();
             std::fs::remove_dir_all(&directory).unwrap();
         };
-        // The fork is next to the store, in the remaining space of the same disk.
+        // The fork is on the same disk as the store, in the remaining space.
         let directory_new = root.join("fork");
         for each_step in [false, true] {
             let mut all = Course::default();
-            // Opens take most of the time, so fewer sizes are tested with them.
+            // Opens take most of the time, so fewer sizes are tested with an open after each step.
             let step = step.unwrap_or(if each_step { 176 << 10 } else { sized(176 << 10, 44 << 10) });
-            // With the initial reserve, a life without many opens can run with any number of free bytes.
+            // The initial reserve suffices for a life without many opens, whatever the number of free bytes.
             let least_free = if each_step { opens_from } else { 0 };
             for free in (least_free..least_free + (400 << 10)).step_by(step) {
                 let why = format!("{io} on {name}, {free} bytes free, opened after each step: {each_step}");

@@ -1,6 +1,6 @@
-//! Memory that worker and parent share, and that the parent reads after the worker's death: a few words of a
-//! mapped file. Stores to it take nanoseconds, so observation disturbs the worker as little as possible, and
-//! each acknowledgement is visible at once.
+//! Memory that the worker and the parent share, and that the parent reads after the worker's death. It
+//! consists of a few words of a mapped file. Stores to these words take nanoseconds, so observation disturbs
+//! the worker as little as possible, and each acknowledgement is visible immediately.
 
 use std::fs::OpenOptions;
 use std::path::Path;
@@ -10,7 +10,7 @@ use memmap2::MmapRaw;
 use remanent::testing::phases::{Edge, Phase};
 use remanent::{Ack, Lsn};
 
-/// Every phase in which the worker is killed.
+/// All phases in which the worker is killed.
 pub const PHASES: [Phase; 9] = [
     Phase::Commit,
     Phase::GroupSync,
@@ -23,7 +23,7 @@ pub const PHASES: [Phase; 9] = [
     Phase::Move,
 ];
 
-/// Words 1 to 9 count the threads in each phase; the other words follow.
+/// Words 1 to 9 count the threads in each phase. The other words follow.
 const BEGUN: usize = 10;
 const LOGGED: usize = 11;
 const DURABLE: usize = 12;
@@ -46,11 +46,11 @@ impl Board {
 
     fn word(&self, index: usize) -> &AtomicU64 {
         assert!(index < WORDS);
-        // Stays inside the mapping, which is WORDS words long.
+        // The index stays inside the mapping, which is WORDS words long.
         let word = self.map.as_mut_ptr().cast::<u64>().wrapping_add(index);
-        // SAFETY: `word` points at eight mapped, writable bytes, aligned because a mapping begins at a page.
-        // They stay mapped for as long as `self`, which the reference borrows. Both processes reach them
-        // through atomics only.
+        // SAFETY: `word` points at eight mapped, writable bytes, which are aligned because a mapping begins
+        // at a page. They stay mapped as long as `self`, which the reference borrows. Both processes access
+        // them only through atomics.
         unsafe { AtomicU64::from_ptr(word) }
     }
 
@@ -62,7 +62,7 @@ impl Board {
         };
     }
 
-    /// Whether a thread of the worker is in this phase, or was when the worker died.
+    /// Returns true if a thread of the worker is in this phase, or was in it when the worker died.
     pub fn is_in(&self, phase: Phase) -> bool {
         self.word(phase as usize).load(Ordering::SeqCst) > 0
     }
@@ -72,12 +72,12 @@ impl Board {
         self.word(OPENED).store(lsn.0 + 1, Ordering::SeqCst);
     }
 
-    /// Returns the batch up to which the worker recovered the store; `None` before that.
+    /// Returns the batch up to which the worker recovered the store, or `None` before that.
     pub fn opened(&self) -> Option<Lsn> {
         self.word(OPENED).load(Ordering::SeqCst).checked_sub(1).map(Lsn)
     }
 
-    /// Records that the worker waits for the parent's signal.
+    /// Records that the worker is waiting for the parent's signal.
     pub fn set_ready(&self) {
         self.word(READY).store(1, Ordering::SeqCst);
     }
@@ -96,13 +96,13 @@ impl Board {
         Lsn(self.word(BEGUN).load(Ordering::SeqCst))
     }
 
-    /// Records that this batch, and so every earlier one, was acknowledged to the worker.
+    /// Records that this batch and every earlier one were acknowledged to the worker.
     pub fn acknowledge(&self, ack: Ack, lsn: Lsn) {
         let word = if ack == Ack::Durable { DURABLE } else { LOGGED };
         self.word(word).fetch_max(lsn.0, Ordering::SeqCst);
     }
 
-    /// Records that the worker's call moved pages with batch `lsn` of the log.
+    /// Records that a call of the worker moved pages with batch `lsn` of the log.
     pub fn set_moved(&self, lsn: Lsn) {
         self.word(MOVED).fetch_max(lsn.0, Ordering::SeqCst);
     }
@@ -112,18 +112,18 @@ impl Board {
         Lsn(self.word(MOVED).load(Ordering::SeqCst))
     }
 
-    /// Returns the newest batch acknowledged as durable, which a power cut spares.
+    /// Returns the newest batch acknowledged as durable, which a power cut preserves.
     pub fn durable(&self) -> Lsn {
         Lsn(self.word(DURABLE).load(Ordering::SeqCst))
     }
 
-    /// Returns the newest batch acknowledged at either level, which a kill spares.
+    /// Returns the newest batch acknowledged at either level, which a kill preserves.
     pub fn acknowledged(&self) -> Lsn {
         Lsn([LOGGED, DURABLE].map(|word| self.word(word).load(Ordering::SeqCst)).into_iter().max().unwrap())
     }
 
-    /// Resets the board before a worker starts: it is in no phase and has opened nothing. Acknowledgements to
-    /// earlier workers are kept.
+    /// Resets the board before a worker starts. The worker is in no phase and has opened no store.
+    /// Acknowledgements to earlier workers are kept.
     pub fn start_over(&self) {
         for phase in PHASES {
             self.word(phase as usize).store(0, Ordering::SeqCst);

@@ -1,5 +1,6 @@
-//! SIGKILL before a system call is executed: before the first of its kind, the second, … until the worker
-//! ends normally. A mapped commit makes no system call at all; [`super`] kills there at random times.
+//! Sends SIGKILL before a system call is executed: before the first call of its kind, the second, … until the
+//! worker ends normally. A mapped commit makes no system call, so [`super`] kills the worker there at random
+//! times.
 
 use std::io::{ErrorKind, Write};
 use std::process::ExitStatus;
@@ -9,7 +10,7 @@ use super::*;
 use crate::machine::skipped;
 use crate::machine::strace::{self, Fault, Injection, Strace};
 
-/// Kinds of system calls, by their `strace` names, counted per thread. The last kind is every call.
+/// Kinds of system calls, with their `strace` names and counted per thread. The last kind includes all calls.
 const CALLS: [&str; 13] = [
     "pwrite64",
     "pread64",
@@ -36,18 +37,18 @@ fn nothing_acknowledged_is_lost_by_a_kill_at_a_system_call() {
     println!("{total} kills at system calls");
 }
 
-/// The scripts to run with faults, each with the store that it starts from.
+/// The scripts to run with faults, and the store that each script starts from.
 pub struct Sweep<'a> {
     before: Vec<Ground>,
     faults: &'a [Fault],
     part: Part,
 }
 
-/// The number of workers in which a fault was hit, by script and kind of fault.
+/// The number of workers in which a fault was hit, per script and kind of fault.
 type Struck = Vec<Vec<usize>>;
 
 impl<'a> Sweep<'a> {
-    /// Returns a sweep; prints a message and returns `None` if there is no `strace`.
+    /// Returns a sweep, or prints a message and returns `None` if `strace` is not available.
     pub fn new(name: &str, faults: &'a [Fault], part: Part) -> Option<Self> {
         if let Some(reason) = strace::missing() {
             skipped(name, reason);
@@ -57,9 +58,9 @@ impl<'a> Sweep<'a> {
         Some(Self { before: in_parallel(&scripts, |script| Ground::before(*script)), faults, part })
     }
 
-    /// Runs workers with a fault each, one for each script or as many as the environment requests. Prints and
-    /// returns how many faults were hit. `check` receives the index of the fault, the worker's exit status
-    /// and a description of the case.
+    /// Runs workers with one fault each, one worker per script or as many as the environment requests. Prints
+    /// and returns the number of faults that were hit. `check` receives the index of the fault, the worker's
+    /// exit status and a description of the case.
     #[expect(clippy::print_stdout, reason = "the figures of the long run")]
     pub fn run(&self, enough: Option<usize>, check: impl Fn(usize, ExitStatus, &str) + Sync) -> usize {
         let strike = |script: usize, fault: usize, nth| {
@@ -99,7 +100,8 @@ impl<'a> Sweep<'a> {
             let mut struck = vec![0; self.faults.len()];
             loop {
                 let fault = random.below(self.faults.len() as u64) as usize;
-                // From a random number down to the first call of the kind, because there may be fewer calls.
+                // Count down from a random number to the first call of the kind, because there may be fewer
+                // calls.
                 let mut nth = 1 + random.below(16);
                 loop {
                     if strike(*script, fault, nth) {
@@ -116,7 +118,7 @@ impl<'a> Sweep<'a> {
     }
 
     /// For each script and kind of call, injects a fault at the first call, the second, … until there are no
-    /// more, or the requested number of workers is reached.
+    /// more calls or the requested number of workers is reached.
     fn at_call_after_call(&self, enough: usize, strike: impl Fn(usize, usize, u64) -> bool + Sync) -> Struck {
         let mut struck = vec![vec![0; self.faults.len()]; SCRIPTS.len()];
         let kinds = |script| (0..self.faults.len()).map(move |fault| (script, fault));
@@ -158,8 +160,8 @@ impl Ground {
         Self { directory, manner, board, diary, diary_checked, model, random: Random(0), forks: 0, names: 0 }
     }
 
-    /// Runs the script with this fault on a copy, and checks the files afterwards. Returns whether a call hit
-    /// the fault.
+    /// Runs the script with this fault on a copy, and then checks the files. Returns true if a call hit the
+    /// fault.
     fn strike(
         &self,
         script: usize,
@@ -169,7 +171,7 @@ impl Ground {
     ) -> bool {
         let mut ground = self.copy();
         ground.board.start_over();
-        // The folder is created here, so that the fault does not hit the creation by the worker.
+        // Create the folder here, so that the fault does not hit its creation by the worker.
         std::fs::create_dir_all(ground.directory.join("forks")).unwrap();
         let worker = Worker::start_script(&ground.directory, script, part);
         let (ended, struck) = worker.begin_under(&ground, injection);
@@ -189,8 +191,8 @@ impl Worker {
         Self(command.env(ERRAND_PART, format!("{script} {part:?}")).spawn().unwrap())
     }
 
-    /// Starts the worker's steps with a fault injected, and waits for the worker to end. Also returns whether
-    /// a call hit the fault.
+    /// Starts the worker's steps with an injected fault, and waits for the worker to end. Also returns true
+    /// if a call hit the fault.
     fn begin_under(mut self, ground: &Ground, injection: &Injection) -> (ExitStatus, bool) {
         self.wait_until("readiness", || ground.board.is_ready());
         let strace = Strace::attach(self.0.id(), injection, &ground.directory.join("strace")).unwrap();
@@ -207,7 +209,7 @@ impl Worker {
 
     /// Waits for the worker to end.
     fn ended(&mut self) -> ExitStatus {
-        // Unlike `Child::wait`, this does not close the pipe.
+        // Unlike `Child::wait`, this method does not close the pipe.
         let stdin = self.0.stdin.take();
         let ended = self.0.wait().unwrap();
         drop(stdin);

@@ -1,5 +1,5 @@
-//! A record of the worker's actions that do not follow from the Lsn, as a file with one line each. A line is
-//! complete or absent, because a kill preserves what was written.
+//! A record of those actions of the worker that cannot be derived from the Lsn, in a file with one line per
+//! action. A line is complete or absent, because a kill preserves written bytes.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -11,17 +11,18 @@ use remanent::{Lsn, PageId};
 /// An action of a worker, completed or about to start.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Entry {
-    /// About to submit the restore `lsn`, back to `target`. If there are several entries for one `lsn`, the
-    /// last one is valid: earlier workers were killed before they submitted anything.
+    /// The worker is about to submit the restore `lsn` of the state at `target`. If there are several entries
+    /// for one `lsn`, the last one is valid, because earlier workers were killed before they submitted the
+    /// restore.
     Restore { lsn: Lsn, target: Lsn },
     /// A snapshot with this name was reported as taken.
     Named { name: String, end: Lsn },
-    /// About to release a name.
+    /// The worker is about to release a name.
     GiveUp { name: String },
     /// A fork of the state at `lsn` was reported as complete.
     Forked { lsn: Lsn },
-    /// The batch `lsn` failed once before; its new pages begin with this id, because the ids of the first
-    /// attempt are a gap.
+    /// The batch `lsn` failed once before. Its new pages begin with the id `first`, because the ids of the
+    /// first attempt are skipped.
     Numbered { lsn: Lsn, first: PageId },
 }
 
@@ -44,13 +45,13 @@ impl Diary {
             Entry::Forked { lsn } => format!("forked {lsn} 0\n"),
             Entry::Numbered { lsn, first } => format!("numbered {lsn} {first}\n"),
         };
-        // The fault injected into the worker's thread may hit this call, at most once.
+        // The fault that is injected into the worker's thread may hit this call, but only once.
         let open = || OpenOptions::new().append(true).create(true).open(&self.path);
         let mut file = open().or_else(|_| open()).unwrap();
         assert_eq!(file.write(line.as_bytes()).unwrap(), line.len());
     }
 
-    /// Returns all entries, the oldest first.
+    /// Returns all entries, oldest first.
     pub fn read(&self) -> Vec<Entry> {
         let text = match File::open(&self.path) {
             Ok(file) => std::io::read_to_string(file).unwrap(),

@@ -1,6 +1,6 @@
-//! A system call that fails or is interrupted: the first of its kind, the second, … The failure is reported
-//! as a typed error. A store that it poisons acknowledges nothing more; otherwise the store continues to
-//! work. Acknowledged batches are present when the store is reopened.
+//! System calls that fail or are interrupted: the first call of its kind, the second, … The failure is
+//! reported as a typed error. Either the failure poisons the store, which then acknowledges no more batches,
+//! or the store continues to work. All acknowledged batches exist when the store is reopened.
 
 use std::sync::Mutex;
 
@@ -17,7 +17,7 @@ const EIO: &str = "error=EIO";
 const ENOSPC: &str = "error=ENOSPC";
 const EINTR: &str = "error=EINTR";
 
-/// System calls, and the results that they are made to return. Failing `mmap` is left out, because the
+/// System calls, and the results that they are made to return. Failures of `mmap` are omitted, because the
 /// allocator and the thread library depend on it.
 const FAULTS: [Fault; 20] = [
     fault("pwrite64", EIO),

@@ -1,10 +1,10 @@
-//! Followers of a writer that is killed and restarted repeatedly. Each delivered batch leads, byte for byte,
-//! to the workload's state at that Lsn, once and in order; restores and batches with image files are among
-//! them.
+//! Followers of a writer that is killed and restarted repeatedly. Each delivered batch produces, byte for
+//! byte, the workload's state at that Lsn, once and in order. The batches include restores and batches with
+//! image files.
 //!
-//! The workers take snapshots and recycle all the time, so any follower may be overtaken; then it starts over
-//! from the newest snapshot, as the error advises. A kill removes nothing that a follower may have read, so
-//! none diverges; but a follower that continued with a fork has diverged.
+//! The workers constantly take snapshots and recycle segments, so any follower may be overtaken. It then
+//! restarts from the newest snapshot, as the error advises. A kill removes no batch that a follower may have
+//! read, so no follower diverges, except one that continued with a fork.
 
 use remanent::Error;
 use remanent::batch::Op;
@@ -14,7 +14,7 @@ use super::*;
 
 const ROUNDS: usize = 8;
 
-/// A follower with its pages, and its position.
+/// A follower with its pages and its position.
 struct Seen {
     store: PathBuf,
     follower: Follower,
@@ -43,7 +43,7 @@ impl Seen {
         seen
     }
 
-    /// Replaces the follower with a new one at the same position, as another process would create it.
+    /// Replaces the follower with a new one at the same position, as if another process continued.
     fn go_on(&mut self) {
         let text = self.replica.position().to_string();
         match Follower::open(&self.store, FollowFrom::Position(text.parse().unwrap())) {
@@ -70,7 +70,7 @@ impl Seen {
         panic!("{error}");
     }
 
-    /// Applies the next batch; returns whether there was one.
+    /// Applies the next batch. Returns true if there was one.
     fn step(&mut self) -> bool {
         let applied = self.follower.next(Duration::ZERO).and_then(|batch| match batch {
             Some(batch) => self.replica.apply(&batch).map(|()| Some(self.count(&batch))),
@@ -123,8 +123,8 @@ fn followers_see_every_batch_of_a_writer_that_is_killed() {
             let mut worker = ground.start_worker();
             worker.wait_until("opening", || ground.board.opened().is_some());
             if followers.is_empty() {
-                // A follower that keeps running, one that resumes from its position in each round, and a slow
-                // one.
+                // Start a follower that keeps running, one that resumes from its position in each round, and
+                // a slow one.
                 followers.extend((0..3).map(|_| Seen::new(&ground)));
             }
             let until = Lsn(ground.model.lsn.0 + 100 + ground.random.below(400));
@@ -146,7 +146,7 @@ fn followers_see_every_batch_of_a_writer_that_is_killed() {
                 assert_eq!(seen.replica.lsn(), ground.model.lsn);
             }
         }
-        // The slow follower may have reached it by a snapshot alone.
+        // The slow follower may have reached the state from a snapshot alone.
         assert!(followers[..2].iter().all(|seen| seen.batches > 0), "a follower that was handed nothing");
         for seen in &followers {
             assert!(seen.replica.lsn() == followers[0].replica.lsn());
@@ -161,8 +161,8 @@ fn followers_see_every_batch_of_a_writer_that_is_killed() {
     }
 }
 
-/// A follower at the start of a fork can continue with either store; after that it has diverged from the
-/// other.
+/// A follower at the start of a fork can continue with either store. After that, it has diverged from the
+/// other store.
 fn check_fork(directory: &Path, seen: &Seen) {
     let fork = directory.join("fork");
     Store::open_read_only(&seen.store).unwrap().fork(&fork).unwrap();

@@ -1,6 +1,6 @@
-//! A writer is killed while a file grows, and files are truncated after a reader opened them: no other
-//! process ends with SIGBUS, as it would when it stores through a mapping to a hole on a full disk, or beyond
-//! the end of the file.
+//! A writer is killed while a file grows, and files are truncated after a reader opened them. No other
+//! process may end with SIGBUS, which a store through a mapping raises at a hole on a full disk or beyond the
+//! end of the file.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -19,7 +19,7 @@ use crate::machine::strace::{self, Fault, Injection, Strace};
 use crate::machine::{alone_for, skipped};
 
 const GROWTH_TEST: &str = "kill::growth::no_process_ends_by_sigbus_after_a_kill_in_growth";
-/// Environment variable: the role of a child, and its directory.
+/// Environment variable for the role of a child and its directory.
 const ROLE: &str = "REMANENT_GROWTH_ROLE";
 const PAGE_LEN: u64 = 20_000;
 const ROUNDS: u64 = 8;
@@ -27,7 +27,7 @@ const ROUNDS: u64 = 8;
 const OTHERS: [&str; 4] = ["view", "follow", "verify", "open"];
 /// System calls that set the length of files, allocate their space and write their bytes.
 const CALLS: [&str; 3] = ["ftruncate", "fallocate", "pwrite64"];
-/// The numbers of the calls at which the writer is killed. Segments are written page by page.
+/// Numbers of the calls at which the writer is killed. Segments are written page by page.
 const NTH: [u64; 8] = [1, 2, 3, 5, 9, 17, 40, 100];
 
 fn options() -> Options {
@@ -58,8 +58,8 @@ fn pause() {
     std::io::stdin().read_exact(&mut [0]).unwrap();
 }
 
-/// Runs a child's role. Typed errors are accepted, because the disk may be full or a file truncated; a panic
-/// is not.
+/// Runs a child's role. Typed errors are accepted, because the disk may be full or a file truncated. A panic
+/// is not accepted.
 fn perform(role: &str, directory: &Path) -> Result<()> {
     match role {
         "write" => write(directory),
@@ -98,7 +98,7 @@ fn perform(role: &str, directory: &Path) -> Result<()> {
             let store = options().open(directory)?;
             for _ in 0..3 {
                 for _ in 0..10 {
-                    // The log uses the existing spares until there are no more.
+                    // The log uses the existing spares until none are left.
                     let _ = commit(&store);
                 }
                 let _ = store.snapshot();
@@ -125,7 +125,7 @@ fn write(directory: &Path) -> Result<()> {
     Ok(())
 }
 
-/// A child process of this test that is ready and waits.
+/// A child process of this test that is ready and waiting.
 struct Role {
     process: Child,
     lines: std::io::Lines<BufReader<std::process::ChildStdout>>,
@@ -156,7 +156,7 @@ fn survives(role: Role, what: &str) {
     assert!(ended.success(), "{what}: {ended} (signal {:?})\n{}", ended.signal(), lines.join("\n"));
 }
 
-/// Returns files of these folders by the ends of their names.
+/// Returns the files in a store's folders whose names have one of these endings.
 fn files(directory: &Path, ends: &[&str]) -> Vec<PathBuf> {
     let folders = ["log", "pages", "snapshots"].map(|folder| std::fs::read_dir(directory.join(folder)));
     let paths = folders.into_iter().flatten().flatten().map(|entry| entry.unwrap().path());
@@ -165,22 +165,22 @@ fn files(directory: &Path, ends: &[&str]) -> Vec<PathBuf> {
         .collect()
 }
 
-/// Extends unfinished and spare files with holes, as if their writer had been killed between setting a file's
-/// length and allocating its space.
+/// Extends unfinished and spare files with holes, as if their writer had been killed between setting the
+/// length of a file and allocating its space.
 fn add_holes(directory: &Path) -> usize {
     let grown = files(directory, &["tmp", "spare"]);
     for path in &grown {
         let file = File::options().write(true).open(path).unwrap();
         let len = file.metadata().unwrap().len();
-        // First zeros of the same length without allocated space, then more of them.
+        // First replace the bytes with unallocated zeros of the same length, then append more of them.
         file.set_len(4096.min(len)).unwrap();
         file.set_len(len.next_multiple_of(64 << 10)).unwrap();
     }
     grown.len()
 }
 
-/// Runs writers on a file system, each killed at one system call. Returns the number of kills, and of files
-/// with holes.
+/// Runs writers on a file system, each of which is killed at one system call. Returns the number of kills,
+/// and the number of files with holes.
 fn kills_in_growth(name: &str, root: &Path) -> (usize, usize) {
     let (mut kills, mut holes) = (0, 0);
     for (calls, nth) in
@@ -227,7 +227,7 @@ fn kills_in_growth(name: &str, root: &Path) -> (usize, usize) {
 fn no_process_ends_by_sigbus_after_a_kill_in_growth() {
     if let Ok(told) = std::env::var(ROLE) {
         let (role, directory) = told.split_once(' ').unwrap();
-        // Errors are typed, and were printed where they matter.
+        // Errors are typed. Relevant ones were printed.
         let _ = perform(role, Path::new(directory));
         std::process::exit(0);
     }
@@ -255,7 +255,7 @@ fn no_process_ends_by_sigbus_after_a_kill_in_growth() {
     });
 }
 
-/// A view, a follower, `verify` and an open: the files are truncated after they have opened them.
+/// The files are truncated after a view, a follower, `verify` and an open have opened them.
 #[test]
 fn files_cut_under_readers_end_no_process() {
     for len in [0, 10, 4096, 8192 + 100] {

@@ -1,4 +1,4 @@
-//! The checks after a kill: of the store, of named snapshots, and of forks.
+//! The checks after a kill: the store, named snapshots, and forks.
 
 use std::ops::RangeInclusive;
 use std::path::Path;
@@ -12,8 +12,8 @@ use super::model::State;
 use super::{Ground, tiers};
 
 impl Ground {
-    /// Checks the directory after a kill with the pure rebuild, which reads it directly, and with the engine,
-    /// which opens a copy, so that the next worker recovers from the same crash.
+    /// Checks the directory after a kill with the pure rebuild, which reads the directory itself, and with
+    /// the engine, which opens a copy, so that the next worker recovers from the same crash.
     pub fn check_what_is_left(&mut self, killed: &str) {
         let at = format!("killed {killed}, in {}", self.directory.display());
         let left = self.directory.join("store");
@@ -29,10 +29,10 @@ impl Ground {
         self.check_forks(&at);
     }
 
-    /// Rebuilds and opens the store in a directory: both must have the model's state, include the first batch
-    /// of the range, and have none after the last one.
+    /// Rebuilds and opens the store in a directory. Both results must have the model's state, and their last
+    /// batch must be in the range `certain`.
     pub fn check_opening(&mut self, path: &Path, certain: RangeInclusive<Lsn>, at: &str) -> Store {
-        // Without STORE there is no store, and nothing to rebuild.
+        // Without STORE, there is no store to rebuild.
         let rebuilt = path.join("STORE").exists().then(|| {
             let rebuilt =
                 remanent_format::state::rebuild::rebuild(&DirReader::new(path), &Default::default());
@@ -73,8 +73,8 @@ impl Ground {
         if self.manner.has_tiers { tiers::number(&store.root().unwrap()) } else { store.lsn() }
     }
 
-    /// Asserts that every name in the diary that is not about to be released has its snapshot, with the state
-    /// of its batch.
+    /// Asserts that every name in the diary that is not being released has its snapshot, with the state of
+    /// its batch.
     pub fn check_names(&mut self, diary: &[Entry], snapshots: &[SnapshotInfo], path: &Path, at: &str) {
         let stays = |name: &str| {
             let given_up = Entry::GiveUp { name: name.to_owned() };
@@ -101,8 +101,8 @@ impl Ground {
         }
     }
 
-    /// Asserts that every fork reported as complete exists, and that each existing one is complete; then
-    /// removes them.
+    /// Asserts that every fork reported as complete exists, and that each existing fork is complete. Then
+    /// removes the forks.
     fn check_forks(&mut self, at: &str) {
         let forks = self.directory.join("forks");
         let diary = self.diary.read();

@@ -1,11 +1,11 @@
 //! SIGKILL in every phase of the engine. A worker process runs a real workload on a real directory. It
 //! records on a shared board which phases its threads are in, and which batches were acknowledged. The parent
-//! kills it during a chosen phase, and then checks that every acknowledged batch is present, and that the
+//! kills the worker during a chosen phase. It then checks that every acknowledged batch exists, and that the
 //! state is, byte for byte, that of the workload after the last recovered batch. The next worker continues
-//! with the directory as the kill left it.
+//! with the directory that the kill left.
 //!
-//! With `REMANENT_KILLS=N` there are about N kills, half of them here and half at system calls ([`calls`]).
-//! With `REMANENT_KILL_DEVICE=cuda:0` the pages of the workers and of the checks are on that GPU.
+//! With `REMANENT_KILLS=N`, there are about N kills, half of them here and half at system calls ([`calls`]).
+//! With `REMANENT_KILL_DEVICE=cuda:0`, the pages of the workers and of the checks are on that GPU.
 
 mod board;
 mod calls;
@@ -40,8 +40,8 @@ use crate::direct_io;
 use crate::machine::{effort, in_parallel};
 use crate::size::{is_full, sized};
 
-/// Configurations of workers, and the number of kills in each phase. By default the log is mapped if the file
-/// system supports it.
+/// Configurations of workers, and the number of kills in each phase. By default, the log is mapped if the
+/// file system supports it.
 fn plans() -> [(Manner, usize); 4] {
     let plan = |log_io, has_tiers, kills| (Manner { log_io, has_tiers, ..Manner::default() }, kills);
     [
@@ -67,8 +67,8 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 #[test]
 fn nothing_acknowledged_is_lost_by_a_kill_in_any_phase() {
-    // The worker is this test in another process, selected by an environment variable: so there is one
-    // binary, and no test that does nothing when it is run alone.
+    // The worker is this test in another process, which an environment variable selects. There is therefore
+    // only one binary, and no test that does nothing when it runs alone.
     if let Some(directory) = std::env::var_os(ERRAND_DIRECTORY) {
         if let Some((script, part)) = scripts::told() {
             script.perform(Path::new(&directory), part);
@@ -80,7 +80,7 @@ fn nothing_acknowledged_is_lost_by_a_kill_in_any_phase() {
         let has_tiers = std::env::var_os(ERRAND_TIERS).is_some();
         worker::work(Path::new(&directory), Manner { log_io, background, has_tiers });
     }
-    // Half of the kills of the long form are those at system calls. Each round uses new stores.
+    // In the long form, half of the kills are at system calls. Each round uses new stores.
     let rounds = effort("REMANENT_KILLS").map_or(1, |kills| (kills / 2).div_ceil(KILLS_A_ROUND).max(1));
     let jobs: Vec<(usize, u64)> =
         (0..rounds as u64).flat_map(|round| (0..plans().len()).map(move |plan| (plan, round))).collect();
@@ -140,7 +140,7 @@ struct Tally {
     label: String,
     /// Kills during the intended phase.
     kills: [usize; PHASES.len()],
-    /// Kills that came too late, after the phase. They are checked like the others, but not counted.
+    /// Kills that came too late, after the phase. They are checked like the others but not counted.
     late: usize,
     /// Forks and named snapshots that were compared with the model.
     forks: usize,
@@ -164,7 +164,7 @@ impl Tally {
 /// A store that one worker after another uses, and its expected content.
 struct Ground {
     directory: PathBuf,
-    /// The configuration of its workers, apart from snapshots.
+    /// The configuration of the workers, except for snapshots.
     manner: Manner,
     board: Board,
     diary: Diary,
@@ -180,7 +180,7 @@ struct Ground {
 impl Ground {
     fn new(manner: Manner) -> Self {
         let log_io = manner.log_io;
-        // Removed only after success, so that the directory of a failure can be examined.
+        // The directory is removed only after success, so that it can be examined after a failure.
         let in_memory = if log_io.is_none() { tempfile::tempdir_in(worker::IN_MEMORY).ok() } else { None };
         let directory = in_memory.unwrap_or_else(|| tempfile::tempdir().unwrap()).keep();
         let (board, diary) = (Board::open(&directory.join("board")), directory.join("diary"));
@@ -203,48 +203,47 @@ impl Ground {
                     kills[index] += 1;
                 } else {
                     late += 1;
-                    // A fast machine commits in a microsecond, and a signal takes several.
+                    // A fast machine commits in a microsecond, and a signal takes several microseconds.
                     assert!(late < 100 * wanted, "most kills come too late: {kills:?} in {PHASES:?}");
                 }
                 self.check_what_is_left(&format!("in {phase:?}"));
             }
         }
-        // Opens the directory itself after all these kills.
+        // Open the directory itself after all these kills.
         let path = self.directory.join("store");
         let store = self.manner.options(&path).open(&path).unwrap();
         self.check_store(&store, "after all kills");
         let tiers = if self.manner.has_tiers { ", tiers" } else { "" };
         let label = store.recovered().log_io.clone() + tiers;
-        // Dropped before the directory is removed, because the store's threads still create segments there.
+        // Drop the store before its directory is removed, because its threads still create segments there.
         drop(store);
         std::fs::remove_dir_all(&self.directory).unwrap();
         let Self { forks, names, model, .. } = self;
         Tally { label, kills, late, forks, names, batches: model.lsn.0 }
     }
 
-    /// Starts a worker, alternating between those with background snapshots and those that take their own.
+    /// Starts a worker. Alternates between workers with background snapshots and workers that take their own.
     fn start_worker(&mut self) -> Worker {
         self.board.start_over();
         Worker::start(&self.directory, Manner { background: self.random.below(2) == 0, ..self.manner })
     }
 
-    /// Runs a worker and kills it in this phase. Returns whether it died during the phase.
+    /// Runs a worker and kills it in this phase. Returns true if it died during the phase.
     fn kill_in(&mut self, phase: Phase) -> bool {
         let mut worker = self.start_worker();
         if phase != Phase::Recovery {
-            // Not always in the first commit, or at the first change of the segment, after the open.
+            // Do not always kill during the first commit or the first change of the segment after the open.
             let batches = self.random.below(120);
             worker.wait_until("opening", || self.board.opened().is_some());
             assert_eq!(self.board.opened(), Some(self.model.lsn), "the worker recovered something else");
             let from = Lsn(self.model.lsn.0 + batches);
             worker.wait_until("its batches", || self.board.begun() >= from);
         }
-        // Recovery happens only once per worker, and on a busy machine this process may be scheduled too late
-        // to observe it.
+        // Recovery happens only once per worker. On a busy machine, this process may be scheduled too late to
+        // observe it.
         let missed = || phase == Phase::Recovery && self.board.opened().is_some();
         worker.wait_until(&format!("{phase:?}"), || self.board.is_in(phase) || missed());
-        // Waits for a part of the phase: a power of two of nanoseconds, up to about the duration of the
-        // phase.
+        // Wait for a part of the phase: a power of two of nanoseconds, up to about the duration of the phase.
         let exponent_max = match phase {
             Phase::Commit => 14,
             Phase::Recovery => 24,
@@ -257,7 +256,7 @@ impl Ground {
     }
 }
 
-/// Busy-waits for this time.
+/// Busy-waits for this duration.
 fn spin(time: Duration) {
     let started = Instant::now();
     while started.elapsed() < time {
@@ -292,8 +291,8 @@ impl Worker {
         command
     }
 
-    /// Polls the board until the condition holds. It yields but never sleeps, because a phase may last a
-    /// microsecond.
+    /// Polls the board until the condition is true. The loop yields but never sleeps, because a phase may
+    /// last a microsecond.
     fn wait_until(&mut self, what: &str, seen: impl Fn() -> bool) {
         let started = Instant::now();
         for turn in 1_u64.. {
@@ -314,8 +313,8 @@ impl Worker {
         assert!(ended.is_none(), "the worker ended by itself: {ended:?}");
     }
 
-    /// Returns where each thread waits, as far as the kernel reports it. A hang that occurs once in a
-    /// thousand kills on another machine must be explainable from this output.
+    /// Returns where each thread waits, as far as the kernel reports it. This output must suffice to explain
+    /// a hang that occurs once in a thousand kills on another machine.
     fn threads(&self) -> String {
         let tasks = std::fs::read_dir(format!("/proc/{}/task", self.0.id())).into_iter().flatten().flatten();
         let told = tasks.map(|task| {
@@ -335,7 +334,7 @@ impl Worker {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        // It is no failure if the process has already ended.
+        // The process may already have ended, which is not a failure.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }

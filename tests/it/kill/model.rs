@@ -9,16 +9,16 @@ use remanent::{Epoch, Lsn, Metadata, PageId, PageInfo, Value};
 use super::diary::{Diary, Entry};
 use super::workload::{Change, Shape, born, changes, is_restore, next, place, restore_target};
 
-/// The number of earlier states that are kept.
+/// Number of earlier states that are kept.
 pub const PAST_MAX: usize = 1000;
 
-/// Pages and root. A clone shares all bytes.
+/// The pages and the root. A clone shares all bytes.
 #[derive(Clone, Default)]
 pub struct State {
     pub pages: BTreeMap<PageId, (PageInfo, Arc<Vec<u8>>)>,
     pub root: Metadata,
-    /// Whether the store has tiers. Then it moves pages with batches of its own, which the workload does not
-    /// predict, so neither places nor Lsns are compared.
+    /// Whether the store has tiers. Such a store moves pages with its own batches, which the workload does
+    /// not predict, so neither places nor Lsns are compared.
     pub is_tiered: bool,
 }
 
@@ -35,7 +35,7 @@ pub struct Model {
 }
 
 impl Model {
-    /// Returns the model of an empty store whose restores all follow from the workload.
+    /// Returns the model of an empty store whose restores can all be derived from the workload.
     pub fn new() -> Self {
         let (lsn, state, past) = (Lsn(0), State::default(), BTreeMap::new());
         Self { lsn, state, past, next_page: PageId(1), epoch_high: Epoch(0), diary: None }
@@ -57,12 +57,13 @@ impl Model {
         Self { diary: Some(Diary::open(diary)), ..self.clone() }
     }
 
-    /// Returns the state after this batch or an earlier one, if it is still kept.
+    /// Returns the state after this batch, which may be an earlier one, or `None` if the state is no longer
+    /// kept.
     pub fn at(&self, lsn: Lsn) -> Option<&State> {
         if lsn == self.lsn { Some(&self.state) } else { self.past.get(&lsn) }
     }
 
-    /// Advances to a later batch, or stays.
+    /// Advances to a later batch, or stays at the current one.
     pub fn advance(&mut self, lsn: Lsn) {
         let numbered = self.diary.as_ref().map(Diary::numbered).unwrap_or_default();
         while self.lsn < lsn {
@@ -79,7 +80,7 @@ impl Model {
             self.next_page = numbered.get(&self.lsn).copied().unwrap_or(self.next_page);
             let changes = changes(self.lsn, &self.shape());
             changes.iter().for_each(|change| self.apply(change));
-            // A move changes a page's Lsn and not its epoch, whatever else the batch changes.
+            // A move changes the Lsn of a page but not its epoch, whatever else the batch changes.
             for change in &changes {
                 let Change::Move { page, .. } = change else { continue };
                 self.state.pages.get_mut(page).unwrap().0.lsn = self.lsn;
@@ -88,8 +89,8 @@ impl Model {
         }
     }
 
-    /// Assigns ids to a batch's new pages if the writer was killed before it recorded them; none is higher
-    /// than `highest`.
+    /// Assigns ids to a batch's new pages if the writer was killed before it recorded them. No id is above
+    /// `highest`.
     pub fn number_by(&mut self, lsn: Lsn, highest: PageId) {
         let diary = self.diary.clone().expect("a store with tiers has a diary");
         if self.lsn >= lsn || diary.numbered().contains_key(&lsn) {
@@ -109,8 +110,8 @@ impl Model {
         self.state.pages.iter().map(|(page, (info, _))| (*page, info.len)).collect()
     }
 
-    /// Applies a restore: pages whose content changed since `target` get a version above all earlier ones.
-    /// Pages that only moved get the Lsn alone.
+    /// Applies a restore. Pages whose content changed since `target` get an epoch above all earlier ones.
+    /// Pages that only moved get the Lsn but keep their epoch.
     fn restore(&mut self, target: Lsn) {
         let now = std::mem::replace(&mut self.state, self.past[&target].clone());
         let epoch = Epoch(self.epoch_high.0 + 1);
@@ -192,7 +193,7 @@ impl Model {
         self.state.pages.insert(info.page, (info, bytes));
     }
 
-    /// Returns a page for changes; its epoch rises once per batch.
+    /// Returns a page for modification. The epoch of the page rises once per batch.
     fn touch(&mut self, page: PageId) -> (&mut PageInfo, &mut Vec<u8>) {
         let (info, bytes) = self.state.pages.get_mut(&page).unwrap();
         if info.lsn < self.lsn {

@@ -1,9 +1,9 @@
-//! A power cut on real file systems: the worker uses its own file system, and a clone of its device at some
+//! Power cuts on real file systems. The worker uses its own file system. A clone of its device at some
 //! instant is mounted and opened while the worker continues. Batches acknowledged as durable before that
-//! instant are present, no batch is present that was not submitted, and the worker is not affected.
+//! instant must exist, no batch may exist that was not submitted, and the worker must not be affected.
 //!
-//! More batches are committed to the opened store, and then its power is cut as well: those that were durable
-//! are present.
+//! More batches are committed to the opened store, and then its power is cut as well. Its durable batches
+//! must exist.
 
 use super::*;
 use crate::machine::mounts::{self, Kind, Medium};
@@ -22,7 +22,7 @@ struct Plan {
 }
 
 const SHARES: usize = 12;
-/// The maximum number of power cuts in the life of one store; then another store is created.
+/// Maximum number of power cuts in the life of one store. Then another store is created.
 const CUTS_MAX: usize = 25;
 
 fn plans() -> [Plan; 6] {
@@ -41,11 +41,11 @@ fn plans() -> [Plan; 6] {
 #[derive(Default)]
 struct Cuts {
     cuts: usize,
-    /// Power cuts of stores that were opened after a power cut.
+    /// Number of power cuts of stores that were opened after a power cut.
     again: usize,
-    /// Batches that were submitted and are missing. None was acknowledged as durable.
+    /// Number of missing batches that were submitted. None of them was acknowledged as durable.
     gone: u64,
-    /// Named snapshots that passed their check.
+    /// Number of named snapshots that passed their check.
     names: usize,
 }
 
@@ -98,7 +98,7 @@ impl Plan {
         let mut worker = ground.start_worker();
         let mut done = Cuts::default();
         for cut in 0..cuts {
-            // The first power cut may come before there is a store.
+            // The first power cut may come before the store exists.
             let from = Lsn(ground.board.begun().0 + ground.random.below(60));
             worker.wait_until("its batches", || ground.board.begun() >= from);
             spin(Duration::from_nanos(1 << ground.random.below(22)));
@@ -111,7 +111,7 @@ impl Plan {
     }
 
     fn cut(&self, ground: &mut Ground, medium: &mut Medium, done: &mut Cuts, at: &str) {
-        // Names and forks reported before the power cut must exist; later ones may.
+        // Names and forks that were reported before the power cut must exist. Later ones may exist.
         let (durable, mut told) = (ground.board.durable(), ground.diary.read());
         let cut = medium.cut();
         let begun = ground.board.begun();
@@ -136,7 +136,7 @@ impl Plan {
     }
 }
 
-/// Commits some durable batches, or none if the next one would be a restore.
+/// Commits some durable batches, or no batch if the next one would be a restore.
 fn go_on(store: &Store, model: &mut Model) {
     let mut shape = worker::shape(store).unwrap();
     for _ in 0..3 {

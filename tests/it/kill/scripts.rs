@@ -1,5 +1,5 @@
-//! Short, fixed sequences of steps of a worker, so that the same system call comes at the same point each
-//! time. Each sequence exercises one part of the engine.
+//! Short, fixed sequences of a worker's steps, so that the same system call comes at the same point each
+//! time. Each sequence tests one part of the engine.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -20,15 +20,15 @@ use crate::direct_io;
 /// A step of a worker.
 #[derive(Clone, Copy)]
 pub enum Step {
-    /// Commits this many batches, and waits for each.
+    /// Commits this many batches, and waits for each batch.
     Commits(Ack, u64),
-    /// Submits this many batches, then waits for all of them, so that they share syncs.
+    /// Submits this many batches and then waits for all of them, so that they share syncs.
     Group(u64),
     /// Commits this many batches from each of three threads.
     Threads(u64),
     Snapshot,
     Exact,
-    /// Takes a named snapshot; the oldest names are released.
+    /// Takes a named snapshot, and releases the oldest names.
     Name,
     /// Forks the newest state.
     Fork,
@@ -43,15 +43,16 @@ use Step::*;
 
 pub struct Script {
     pub name: &'static str,
-    /// `None` selects the best way that the file system supports.
+    /// The mode of writing the log. `None` selects the best mode that the file system supports.
     pub log_io: Option<LogIo>,
     /// Whether the store takes snapshots in the background.
     pub background: bool,
     pub has_tiers: bool,
-    /// The number of batches committed before, by a process that was killed. 0: there is no store.
+    /// The number of batches that a killed process has committed before. If the number is 0, there is no
+    /// store.
     pub before: Lsn,
     pub steps: &'static [Step],
-    /// Whether the store is then closed, reopened, and gets one more batch.
+    /// Whether the store is then closed and reopened, and gets one more batch.
     pub reopens: bool,
 }
 
@@ -68,8 +69,8 @@ const BUFFERED: Option<LogIo> = Some(LogIo::Buffered);
 const DIRECT: Option<LogIo> = Some(LogIo::Direct);
 const DURABLE: Step = Commits(Ack::Durable, 4);
 
-/// The scripts. Batch 29 replaces a long page, 61 is a restore, 211 creates a page that is longer than a
-/// segment.
+/// The scripts. Batch 29 replaces a long page, batch 61 is a restore, and batch 211 creates a page that is
+/// longer than a segment.
 pub const SCRIPTS: [Script; 25] = [
     script("creation, mapped", MAPPED, 0, &[DURABLE]),
     script("creation, direct", DIRECT, 0, &[DURABLE]),
@@ -98,7 +99,7 @@ pub const SCRIPTS: [Script; 25] = [
     Script { reopens: true, ..tiers("an open of tiers", MAPPED, &[Demote]) },
 ];
 
-/// The maximum number of failures of one worker: each thread of a store may hit a fault once.
+/// Maximum number of failures of one worker. Each thread of a store may hit a fault once.
 const FAILURES_MAX: usize = 16;
 
 /// The part of a script that a worker executes.
@@ -106,25 +107,25 @@ const FAILURES_MAX: usize = 16;
 pub enum Part {
     /// The batches that are committed before the steps.
     Before,
-    /// The steps, after a signal to begin.
+    /// The steps, after the start signal.
     Steps,
-    /// The steps, with a system call that will fail: the consequence is checked, and reported as an [`End`].
+    /// The steps, with a system call that will fail. The consequence is checked and reported as an [`End`].
     Failing,
 }
 
-/// The consequence of a failing system call, as the worker's exit status.
+/// The consequence of a failing system call, which the worker reports as its exit status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
     /// No call of the store failed.
     Unnoticed = 0,
     /// The store was not opened.
     NotOpened = 3,
-    /// A call failed, and poisoned the store.
+    /// A call failed and poisoned the store.
     Poisoned = 4,
     /// A call failed, and the store continued to work.
     WentOn = 5,
-    /// A fork failed, and its source continued to work: even a failed sync was one of a file that belongs to
-    /// no store.
+    /// A fork failed, and its source continued to work. Even a failed sync affected only a file that belongs
+    /// to no store.
     WithoutFork = 6,
 }
 
@@ -153,7 +154,7 @@ impl Script {
         // The parent sends one byte as the signal to begin.
         std::io::Read::read_exact(&mut std::io::stdin(), &mut [0]).unwrap();
         end_with_the_parent();
-        // A hung worker does not reach the call that would kill it, so it ends by a timeout.
+        // A hung worker does not reach the call that would kill it, so a timeout ends the worker.
         thread::spawn(|| {
             thread::park_timeout(PATIENCE);
             panic!("the worker hangs");
@@ -196,7 +197,7 @@ impl Script {
         }
     }
 
-    /// Executes the end of the script after the steps.
+    /// Executes the end of the script, after the steps.
     fn end(&self, work: Work<'_>, manner: Manner) -> Result<()> {
         if self.reopens {
             work.reopen(manner)?.commit(Ack::Durable)?;
@@ -205,7 +206,7 @@ impl Script {
     }
 }
 
-/// Asserts the error's remedy: a failed system call is not the caller's fault, and it is damage only if bytes
+/// Asserts the error's remedy. A failed system call is not the caller's fault, and it is damage only if bytes
 /// cannot be read.
 fn check_remedy(error: &Error) {
     match error {
@@ -215,7 +216,8 @@ fn check_remedy(error: &Error) {
     }
 }
 
-/// Returns the script and part that this process was started with, if it is a worker with a script.
+/// Returns the script and the part that this process was started with, or `None` if it is not a worker with a
+/// script.
 pub fn told() -> Option<(&'static Script, Part)> {
     let told = std::env::var(ERRAND_PART).ok()?;
     let (index, part) = told.split_once(' ').unwrap();
@@ -225,7 +227,7 @@ pub fn told() -> Option<(&'static Script, Part)> {
 }
 
 impl Work<'_> {
-    /// Commits the batches before the steps, and takes a snapshot halfway.
+    /// Commits the batches that precede the steps, and takes a snapshot halfway.
     fn prepare(&self, until: Lsn) -> Result<()> {
         while self.next() <= until {
             let number = self.next();
@@ -237,7 +239,7 @@ impl Work<'_> {
         Ok(())
     }
 
-    /// Executes a step; returns the first error.
+    /// Executes a step. Returns the first error.
     fn step(&self, step: Step) -> Result<()> {
         match step {
             Commits(ack, count) => (0..count).try_for_each(|_| self.commit(ack)),
@@ -256,7 +258,8 @@ impl Work<'_> {
         }
     }
 
-    /// Uses the store after a failure: it works, or it is poisoned and acknowledges nothing more.
+    /// Uses the store after a failure. Either the store works, or it is poisoned and acknowledges no more
+    /// batches.
     fn go_on(&self) -> End {
         for _ in 0..FAILURES_MAX {
             match self.commit(Ack::Durable).and_then(|()| self.store.snapshot()) {

@@ -1,8 +1,8 @@
-//! Workers whose store has tiers smaller than its pages. Commits evict pages, and the worker demotes,
-//! promotes and prefetches them all the time.
+//! Workers whose store has tiers that are too small for its pages. Commits evict pages, and the worker
+//! constantly demotes, promotes and prefetches pages.
 //!
-//! The store moves pages with batches of its own, so the number of a batch in the workload is not its Lsn.
-//! The root contains the number.
+//! The store moves pages with its own batches, so the number of a batch in the workload is not its Lsn. The
+//! root contains the number.
 
 use remanent::options::MemoryOptions;
 use remanent::tiers::Tiers;
@@ -12,8 +12,8 @@ use remanent_format::PageTable;
 use super::worker::Work;
 use super::workload::{Random, Shape, place};
 
-/// Bytes of the first tier, about half of the bytes of all pages, and of the tier below it. Both are longer
-/// than the longest page.
+/// Length of the first tier, about half of the total length of all pages, and of the tier below it. Both are
+/// longer than the longest page.
 const FIRST_BYTES: u64 = 64 << 10;
 const SECOND_BYTES: u64 = 32 << 10;
 
@@ -39,8 +39,8 @@ pub fn number(root: &Metadata) -> Lsn {
     }
 }
 
-/// Asserts that each page of an opened store is where the log states, or in a lower tier, and that no move up
-/// to batch `moved` is lost. `logged` is the table that the pure rebuild computed.
+/// Asserts that each page of an opened store is in the place that the log states or in a lower tier, and that
+/// no move up to batch `moved` is lost. `logged` is the table that the pure rebuild computed.
 pub fn check_places(logged: &PageTable, store: &Store, moved: Lsn, at: &str) {
     assert!(logged.lsn() >= moved, "{moved} moved pages, {} is there; {at}", logged.lsn());
     let rank = |place: Place| places().iter().position(|of| *of == place);
@@ -52,7 +52,7 @@ pub fn check_places(logged: &PageTable, store: &Store, moved: Lsn, at: &str) {
 }
 
 impl Work<'_> {
-    /// Moves some pages, selected by the number of a batch.
+    /// Moves some pages. The number of a batch selects the pages.
     pub fn move_some(&self, number: Lsn) -> Result<()> {
         let mut random = Random(!number.0);
         let pages: Vec<PageId> = self.shape().into_keys().collect();
@@ -70,7 +70,7 @@ impl Work<'_> {
         })
     }
 
-    /// Demotes all pages by one tier, or none if another thread has just deleted one.
+    /// Demotes all pages by one tier, or no page if another thread has just deleted one.
     pub fn demote_all(&self) -> Result<()> {
         let pages: Vec<PageId> = self.shape().into_keys().collect();
         self.moved(self.store.demote(&pages).map(|()| None))
@@ -87,8 +87,8 @@ impl Work<'_> {
         self.moved(coming.wait().map(|()| None))
     }
 
-    /// Records a completed move on the board. It may have failed because another thread deleted a page or
-    /// used the memory first.
+    /// Records a completed move on the board. The move may have failed because another thread first deleted a
+    /// page or used the memory.
     fn moved(&self, moved: Result<Option<remanent::Position>>) -> Result<()> {
         match moved {
             Ok(position) => {
@@ -101,7 +101,7 @@ impl Work<'_> {
     }
 }
 
-/// Returns pages that take half of the first tier.
+/// Returns pages whose total length is half of the first tier.
 fn some(shape: Shape) -> Vec<PageId> {
     let mut left = FIRST_BYTES / 2;
     let fits = shape.into_iter().filter(|(_, len)| {

@@ -1,6 +1,6 @@
-//! The process that is killed. It opens the store, commits the workload from several threads, and meanwhile
-//! uses it as in production: snapshots in the background or one after another, named ones, pruning, forks,
-//! restores. It runs until it is killed.
+//! The process that is killed. It opens the store and commits the workload from several threads.
+//! Concurrently, it uses the store as in production: it takes snapshots in the background or one after
+//! another, takes named ones, prunes, forks and restores. It runs until it is killed.
 
 use std::io::Read;
 use std::os::unix::fs::MetadataExt;
@@ -25,19 +25,19 @@ use crate::with_options::With;
 
 /// A folder on a memory file system.
 pub const IN_MEMORY: &str = "/dev/shm";
-/// The number of batches between two named snapshots, or forks.
+/// Number of batches between two named snapshots.
 const NAME_EVERY: u64 = 83;
 const FORK_EVERY: u64 = 131;
-/// The number of names that are kept.
+/// Number of names that are kept.
 const NAMES_MAX: usize = 2;
 
 /// The configuration of a worker.
 #[derive(Clone, Copy, Default)]
 pub struct Manner {
     pub log_io: Option<LogIo>,
-    /// Whether the store takes snapshots in the background, and the worker none.
+    /// Whether the store takes snapshots in the background instead of the worker.
     pub background: bool,
-    /// Whether the store has tiers, so that pages move all the time.
+    /// Whether the store has tiers, so that pages move constantly.
     pub has_tiers: bool,
 }
 
@@ -49,9 +49,9 @@ impl Manner {
     }
 }
 
-/// Returns options with small segments, so that the log changes its segment, takes snapshots and recycles all
-/// the time. `log_io` of `None` selects what the file system supports. The log is kept long enough that each
-/// of the last few batches can be restored.
+/// Returns options with small segments, so that the store constantly changes the segment, takes snapshots and
+/// recycles segments. `None` as `log_io` selects a mode that the file system supports. The log is kept long
+/// enough for restoring any of the last few batches.
 pub fn options(log_io: Option<LogIo>, directory: &Path) -> Options {
     let options = Options::new()
         .device(device())
@@ -59,7 +59,7 @@ pub fn options(log_io: Option<LogIo>, directory: &Path) -> Options {
         .retention(Retention::new().log_kept(256 << 10));
     let options = options.snapshots(SnapshotSchedule::never());
     match log_io {
-        // A device copies pages directly to image files there, and short files are reused.
+        // On a memory file system, a device copies pages directly to image files, and short files are reused.
         None if lies_in_memory(directory) => options.with(|options| {
             options.images.io = ImageIo::Mapped;
             options.images.compression = Compression::Off;
@@ -73,18 +73,19 @@ pub fn options(log_io: Option<LogIo>, directory: &Path) -> Options {
     }
 }
 
-/// Returns the folder, or its parent if it does not exist yet.
+/// Returns the folder, or its nearest existing parent.
 fn there(directory: &Path) -> &Path {
     directory.ancestors().find(|path| path.is_dir()).unwrap()
 }
 
-/// Whether the folder itself is on a memory file system, and not on one mounted there.
+/// Returns true if the folder itself is on a memory file system, and not on another one that is mounted
+/// there.
 fn lies_in_memory(directory: &Path) -> bool {
     let device = |path: &Path| path.metadata().ok().map(|found| found.dev());
     directory.starts_with(IN_MEMORY) && device(there(directory)) == device(Path::new(IN_MEMORY))
 }
 
-/// Selects mapped images if the file system supports them.
+/// Returns mapped image I/O if the file system supports it.
 fn mapped_images(directory: &Path) -> ImageIo {
     match DirDisk::new(there(directory)).refuses_images(ImageIo::Mapped).unwrap() {
         None => ImageIo::Mapped,
@@ -92,15 +93,15 @@ fn mapped_images(directory: &Path) -> ImageIo {
     }
 }
 
-/// The next batch, and the state that it depends on. Batches are built and submitted under a lock, which
-/// determines their Lsn; threads wait for them without the lock, so that they share syncs.
+/// The next batch, and the state that the batch depends on. Batches are built and submitted under a lock,
+/// which determines their Lsn. Threads wait for batches without the lock, so that they share syncs.
 struct Line {
     next: Lsn,
     shape: Shape,
     refused: Option<WriteBatch>,
 }
 
-/// A submitted batch with its number in the workload, which is its Lsn unless the store has tiers.
+/// A submitted batch with its number in the workload, which equals its Lsn unless the store has tiers.
 pub struct Submitted {
     number: Lsn,
     ticket: Ticket,
@@ -114,7 +115,7 @@ pub struct Work<'a> {
     has_tiers: bool,
     diary: Diary,
     line: Mutex<Line>,
-    /// Whether a fork failed, which must not affect the source.
+    /// Whether a fork has failed, which must not affect the source.
     pub fork_failed: AtomicBool,
 }
 
@@ -146,7 +147,7 @@ pub fn shape(store: &Store) -> Result<Shape> {
 }
 
 impl<'a> Work<'a> {
-    /// Opens the store, and records it on the board.
+    /// Opens the store, and records this on the board.
     pub fn open(directory: &'a Path, board: Arc<Board>, manner: Manner) -> Result<Self> {
         let hook = board.clone();
         remanent::testing::phases::on_phase(move |phase, edge| hook.pass(phase, edge));
@@ -169,7 +170,7 @@ impl<'a> Work<'a> {
         self.line.lock().unwrap().next
     }
 
-    /// Returns the current pages; another thread may change them at any time.
+    /// Returns the current pages. Another thread may change them at any time.
     pub fn shape(&self) -> Shape {
         self.line.lock().unwrap().shape.clone()
     }
@@ -190,7 +191,7 @@ impl<'a> Work<'a> {
             return Ok(None);
         }
         let changes = changes(n, &line.shape);
-        // The same batch as before, if there was no space for it then.
+        // If there was no space for the last batch, submit the same batch again.
         let refused = line.refused.take();
         let is_again = refused.is_some();
         let batch = refused.unwrap_or_else(|| {
@@ -202,7 +203,8 @@ impl<'a> Work<'a> {
         let submitted = self.store.submit(batch.clone());
         let ticket = submitted.inspect_err(|_| line.refused = Some(batch))?;
         assert!(self.has_tiers || ticket.position().lsn == n);
-        // With tiers a batch may fail several times before there is enough memory, each time with other ids.
+        // With tiers, a batch may fail several times before there is enough memory, each time with other page
+        // ids.
         if let (true, Some(first)) = (is_again || self.has_tiers, ticket.pages().first()) {
             self.diary.write(&Entry::Numbered { lsn: n, first: *first });
         }
@@ -251,7 +253,7 @@ impl<'a> Work<'a> {
         });
         let position = match restored {
             Some(Ok(position)) => position,
-            // No snapshot was selected, or another thread's snapshot has replaced it.
+            // No snapshot was selected, or the snapshot of another thread has replaced it.
             None | Some(Err(Error::NoSuchState(NoSuchState::Snapshot { .. }))) => {
                 self.restore_to(n, restore_target(n))?
             }
@@ -264,8 +266,8 @@ impl<'a> Work<'a> {
         Ok(())
     }
 
-    /// Restores the state of batch `target`, or of the oldest batch that can be restored: the seals of a
-    /// hundred snapshots between two batches may fill the kept log.
+    /// Restores the state of batch `target`, or of the oldest batch that can be restored, because the seals
+    /// of a hundred snapshots between two batches may fill the kept log.
     fn restore_to(&self, n: Lsn, mut target: Lsn) -> Result<Position> {
         loop {
             self.diary.write(&Entry::Restore { lsn: n, target });
@@ -278,8 +280,8 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// Takes a named snapshot, and releases the oldest names; sometimes the new one as well, which may be
-    /// that of the newest snapshot.
+    /// Takes a named snapshot, and releases the oldest names. Sometimes also releases the new name, which may
+    /// be that of the newest snapshot.
     pub fn name(&self, lsn: Lsn) -> Result<()> {
         let turn = lsn.0 / NAME_EVERY % 4;
         let name = lsn.to_string();
@@ -301,14 +303,14 @@ impl<'a> Work<'a> {
     /// Forks the state at this batch.
     pub fn fork(&self, lsn: Lsn) -> Result<()> {
         let forks = self.directory.join("forks");
-        // The folder is created only if it is missing, because the injected fault may hit this call.
+        // Create the folder only if it is missing, because the injected fault may hit this call.
         if !forks.is_dir() {
             std::fs::create_dir_all(&forks).unwrap();
         }
         let directory = forks.join(lsn.to_string());
         match self.store.fork(&directory, StatePoint::Lsn(lsn)) {
             Ok(_) => self.diary.write(&Entry::Forked { lsn }),
-            // Other threads have committed meanwhile, and the batch can no longer be restored.
+            // Other threads have committed in the meantime, and the batch can no longer be restored.
             Err(Error::NoSuchState(NoSuchState::OutsideWindow { oldest, .. })) if oldest > lsn => {}
             Err(error) => {
                 self.fork_failed.store(true, Ordering::Relaxed);
@@ -319,8 +321,8 @@ impl<'a> Work<'a> {
     }
 }
 
-/// Ends the process when any thread fails, so that the parent notices; and when the parent ends, which closes
-/// standard input, so that no worker is left behind.
+/// Ends the process when any thread fails, so that the parent notices the failure. Also ends the process when
+/// the parent ends, which closes standard input, so that no worker remains.
 pub fn end_with_the_parent() {
     let report = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {
@@ -328,7 +330,7 @@ pub fn end_with_the_parent() {
         std::process::abort();
     }));
     std::thread::spawn(|| {
-        // The end of the input or an error: both mean that the parent has ended.
+        // The end of the input and an error both mean that the parent has ended.
         let _ended = std::io::stdin().read(&mut [0]);
         std::process::abort();
     });

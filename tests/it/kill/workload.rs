@@ -1,23 +1,23 @@
-//! A workload that is a function of the Lsn: batch `n` follows from `n` and the existing pages, so the state
-//! after any Lsn can be computed. Some batches are restores; only their writer knows their targets.
+//! A workload that is a function of the Lsn. Batch `n` depends only on `n` and the existing pages, so the
+//! state after any Lsn can be computed. Some batches are restores, and only their writer knows their targets.
 
 use std::collections::BTreeMap;
 
 use remanent::batch::Width;
 use remanent::{DeviceChoice, Key, Lsn, Metadata, PageId, Place, Value, WriteBatch};
 
-/// The existing pages with their lengths: everything that the next batch depends on.
+/// The existing pages with their lengths, which determine the next batch.
 pub type Shape = BTreeMap<PageId, u64>;
 
-/// The minimum number of pages: between this and the maximum, a batch may create or delete.
+/// Minimum number of pages. Between this number and the maximum, a batch may create or delete pages.
 const PAGES_MIN: usize = 16;
 const PAGES_MAX: usize = 24;
 /// Length of a page whose frame does not fit into a segment of 64 KiB.
 const LONG_LEN: u64 = 80 << 10;
 /// Length of a page that a batch writes to an image file if segments have 64 KiB.
 const BULK_LEN: u64 = 16 << 10;
-/// The number of batches from one restore to the next; pages of [`LONG_LEN`], and of [`BULK_LEN`] or longer,
-/// have similar intervals.
+/// Number of batches from one restore to the next. Pages of [`LONG_LEN`], and of [`BULK_LEN`] or longer, have
+/// similar intervals.
 const RESTORE_EVERY: u64 = 61;
 const LONG_EVERY: u64 = 211;
 const BULK_EVERY: u64 = 29;
@@ -52,7 +52,7 @@ pub enum Change {
     Clone {
         source: PageId,
     },
-    /// All bytes of a page, whose new length is the number of bytes.
+    /// Replaces all bytes of a page. The number of bytes is the new length.
     Replace {
         page: PageId,
         content: Vec<u8>,
@@ -98,12 +98,13 @@ pub enum Change {
     },
 }
 
-/// Whether batch `n` is a restore, which changes nothing else.
+/// Returns true if batch `n` is a restore, which is the only operation of its batch.
 pub fn is_restore(n: Lsn) -> bool {
     n.0.is_multiple_of(RESTORE_EVERY)
 }
 
-/// Returns the batch after `n`. With tiers, restores and pages that are longer than a tier are skipped.
+/// Returns the number of the batch after `n`. With tiers, restores and pages that are longer than a tier are
+/// skipped.
 pub fn next(n: Lsn, is_tiered: bool) -> Lsn {
     let mut next = n.next();
     while is_tiered && (is_restore(next) || next.0.is_multiple_of(LONG_EVERY)) {
@@ -112,7 +113,7 @@ pub fn next(n: Lsn, is_tiered: bool) -> Lsn {
     next
 }
 
-/// Returns the target of the restore `n`, unless its writer chose another.
+/// Returns the target of the restore `n`, unless its writer selected another target.
 pub fn restore_target(n: Lsn) -> Lsn {
     Lsn(n.0 - 2)
 }
@@ -191,7 +192,7 @@ pub fn fill(batch: &mut WriteBatch, n: Lsn, changes: &[Change]) {
             Change::Create { key, content } => {
                 let len = content.len() as u64;
                 let page = batch.create(len, place()).key(key.clone()).metadata(born(n)).page();
-                // A long page is written in two pieces, so that it gets no image of the batch.
+                // A long page is written in two pieces, so that the batch writes no image of it.
                 let (front, back) = content.split_at(content.len().min(LONG_LEN as usize / 2));
                 batch.write(page, 0, front);
                 if !back.is_empty() {
@@ -236,7 +237,7 @@ pub fn fill(batch: &mut WriteBatch, n: Lsn, changes: &[Change]) {
     }
 }
 
-/// Applies these changes to the shape; their creates and clones made the pages `new`.
+/// Applies these changes to the shape. `new` contains the pages that their creates and clones made.
 pub fn reshape(shape: &mut Shape, changes: &[Change], new: &[PageId]) {
     let mut new = new.iter().copied();
     for change in changes {

@@ -10,15 +10,15 @@ use super::model::{Case, CaseList};
 
 /// Lengths just below, at and above multiples of 16-byte accesses and of pages.
 const LENGTHS: [usize; 8] = [0, 1, 15, 16, 17, 4095, 4096, 4097];
-/// Offsets at which a 16-byte access is aligned, and others.
+/// Offsets at which a 16-byte access is aligned, and offsets at which it is not.
 const OFFSETS: [usize; 5] = [0, 1, 8, 15, 16];
-/// Numbers of elements just below, at and above the limits of a mask's bytes.
+/// Numbers of elements just below, at and above multiples of the number of elements per byte of a mask.
 const COUNTS: [usize; 9] = [0, 1, 7, 8, 9, 16, 31, 256, 257];
 const WIDTHS: [Width; 5] = [Width::W1, Width::W2, Width::W4, Width::W8, Width::W16];
 /// Bytes on both sides of every range, which must not change.
 const MARGIN: usize = 17;
 
-/// Returns the cases of the table: one in `every` of those that differ only in numbers, and all others.
+/// Returns the cases of the table. Of the cases that differ only in numbers, returns one in `every`.
 pub fn table(every: usize) -> Vec<Case> {
     let mut cases = Vec::new();
     for offset in OFFSETS {
@@ -45,7 +45,7 @@ pub fn table(every: usize) -> Vec<Case> {
     cases
 }
 
-/// Adds the commands that accept any length, at one length and offset.
+/// Adds the commands that accept any length, for one length and offset.
 fn moves(len: usize, offset: usize, cases: &mut Vec<Case>) {
     let name = |what: &str| format!("{what} of {len} bytes at {offset}");
     let page = |seed| bytes(seed, offset + len + MARGIN);
@@ -76,7 +76,7 @@ fn moves(len: usize, offset: usize, cases: &mut Vec<Case>) {
     push("checksum", vec![page(1)], vec![bytes(4, 9)], Command::Crc { sources: vec![here], target: sum });
 }
 
-/// Adds the commands on whole elements, at one count, offset and width.
+/// Adds the commands on whole elements, for one count, offset and width.
 fn elements(count: usize, offset: usize, width: Width, cases: &mut Vec<Case>) {
     let name = |what: &str| format!("{what} of {count} elements of {width:?} at {offset}");
     let len = count * width.bytes();
@@ -106,7 +106,7 @@ fn elements(count: usize, offset: usize, width: Width, cases: &mut Vec<Case>) {
         either_payload(&name(&format!("scatter, {indices_name},")), page(1), target, &payload, kind, cases);
     }
 
-    // Differences in the first and last byte of every third element, and nowhere else.
+    // The first and last byte of every third element differ, and no others.
     let left = page(1);
     let mut right = left[offset..].to_vec();
     for element in (0..count).step_by(3) {
@@ -123,7 +123,7 @@ fn elements(count: usize, offset: usize, width: Width, cases: &mut Vec<Case>) {
     let itself = vec![page(1), vec![], bits];
     cases.push(Case::new(name("diff with itself"), itself, vec![], diff(target, target)));
 
-    // Every element in descending order, and the first one again.
+    // Select every element in descending order, and the first element again.
     let picked: Vec<u32> = (0..count as u32).rev().chain((count > 0).then_some(0)).collect();
     let indices = StagingSpan { index: 0, offset: 3, len: 4 * picked.len() };
     let staging = [&bytes(17, 3)[..], &index_bytes(&picked), &bytes(18, 2)].concat();
@@ -137,7 +137,8 @@ fn index_bytes(indices: &[u32]) -> Vec<u8> {
     indices.iter().flat_map(|index| index.to_le_bytes()).collect()
 }
 
-/// Lists of valid and invalid indices in one command, some longer than one thread block processes.
+/// Validates lists of valid and invalid indices in one command. Some lists are longer than one thread block
+/// processes.
 fn validations() -> Case {
     let good: Vec<u32> = (0..40_000).rev().collect();
     let rows = [
@@ -163,7 +164,8 @@ fn validations() -> Case {
     Case::new("validations".to_owned(), vec![memory], vec![staging], vec![validate])
 }
 
-/// Bitmaps of many lengths in one command, with output space for all indices, some and none.
+/// Selects from bitmaps of many lengths in one command, with output space for all indices, some of them, and
+/// none.
 fn selections() -> Case {
     let (mut bits, mut room) = (bytes(24, 3), 4);
     let mut bitmaps = Vec::new();
@@ -193,7 +195,7 @@ fn selections() -> Case {
     Case::new("selections".to_owned(), vec![bits, bytes(26, room + MARGIN)], staging, vec![select])
 }
 
-/// Ranges of many lengths, compared for the indices of differing elements.
+/// Compares ranges of many lengths to find the indices of differing elements.
 fn long_diff() -> Case {
     let len = 600_003;
     let (left, mut right) = (bytes(22, len), bytes(22, len));
@@ -207,7 +209,7 @@ fn long_diff() -> Case {
     Case::new("a long diff".to_owned(), memories, vec![vec![0; 4]], vec![diff, select])
 }
 
-/// Returns the same piece with its payload in staging, and in page memory.
+/// Returns the same piece with its payload in staging memory, and in page memory.
 fn either_payload(
     name: &str,
     page: Vec<u8>,
@@ -238,7 +240,8 @@ fn long_copy() -> Case {
     Case::new("a long copy".to_owned(), vec![bytes(1, len + 3), bytes(2, len + 7)], vec![], vec![copy])
 }
 
-/// Later pieces overwrite earlier ones of the same page, whatever their kinds, also from list to list.
+/// Later pieces overwrite earlier pieces of the same page, whatever their kinds, within a list and from list
+/// to list.
 fn overlapping_pieces() -> Case {
     let piece = |offset, len, at, kind| Piece {
         target: span(0, offset, len),
@@ -263,7 +266,8 @@ fn overlapping_pieces() -> Case {
     )
 }
 
-/// Bytes that were gathered and scattered back are as before, although the pages were overwritten in between.
+/// Bytes that are gathered and then scattered back are restored, although the pages were overwritten in
+/// between.
 fn gather_and_scatter_back() -> Case {
     let parts = [(span(0, 0, 17), 0), (span(1, 3, 4096), 32), (span(0, 20, 0), 4128), (span(2, 1, 15), 4129)];
     let gather = Command::Gather { sources: parts.to_vec(), target: span(3, 16, 4200) };
@@ -289,8 +293,8 @@ fn many_checksums() -> Case {
     )
 }
 
-/// Lengths just below, at and above multiples of vectors, rows and chunks, aligned to 16 bytes and not;
-/// zeros, and bytes with all bits set, which have the largest sums.
+/// Computes digests for lengths just below, at and above multiples of vectors, rows and chunks, both aligned
+/// to 16 bytes and not. The bytes are zeros, or have all bits set, which produces the largest sums.
 fn digests() -> Case {
     const CHUNK: usize = DIGEST_CHUNK_LEN as usize;
     let lens = [0, 1, 15, 16, 17, 4095, 4096, 4097, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 40];
@@ -321,7 +325,7 @@ fn both_ways_in_one_staging() -> Case {
     Case::new("both ways in one staging".to_owned(), vec![bytes(1, 50)], vec![bytes(16, 100)], commands)
 }
 
-/// Each list overwrites what the previous one wrote; staging memory of different lengths is returned in
+/// Each list overwrites the result of the previous one. Staging memory of different lengths is returned in
 /// order.
 fn order_in_a_lane() -> Case {
     let list = |number: usize| {
@@ -345,7 +349,7 @@ fn order_in_a_lane() -> Case {
     }
 }
 
-/// Lists that read what another lane just wrote.
+/// Lists that read bytes that another lane has just written.
 fn order_across_lanes() -> Case {
     let list = |number: usize| CaseList {
         lane: Lane::ALL[number % Lane::ALL.len()],
@@ -376,7 +380,7 @@ pub fn drawn(seed: u64) -> Case {
     let lists = (0..1 + random.below(8))
         .map(|_| {
             let lane = Lane::ALL[random.below(Lane::ALL.len())];
-            // The first staging memory is read, the second one written.
+            // The first staging memory is read, and the second is written.
             let mut source = Vec::new();
             let commands = (0..1 + random.below(6)).map(|_| random.command(&memories, &mut source)).collect();
             CaseList { lane, commands, staging: vec![source, bytes(seed, 256)] }
@@ -406,7 +410,7 @@ impl Random {
         span(memory, self.below(memories[memory].len() - len + 1), len)
     }
 
-    /// Appends bytes to the staging memory that is read. Returns their offset.
+    /// Appends bytes to the staging memory that the list reads. Returns their offset.
     fn staged(&mut self, source: &mut Vec<u8>, payload: &[u8]) -> usize {
         source.extend(bytes(self.next(), self.below(5)));
         source.extend(payload);
@@ -422,7 +426,7 @@ impl Random {
         let other = (memory + 1 + self.below(memories.len() - 1)) % memories.len();
         let width = WIDTHS[self.below(WIDTHS.len())];
         let target = self.span(memories, memory, width);
-        // A range of the target's length in another memory.
+        // Returns a range of the target's length in another memory.
         let like = |offset: usize| Span { memory: MemoryId(other as u64), offset: offset as u64, ..target };
         let room = memories[other].len() - target.len as usize + 1;
         match self.below(12) {
@@ -445,7 +449,7 @@ impl Random {
             6 => {
                 let count = target.len as usize / width.bytes();
                 let right = like(self.below(room));
-                // A range in the third memory.
+                // The range is in the third memory.
                 let third = 3 - memory - other;
                 let bits_at = self.below(memories[third].len() - count.div_ceil(8) + 1);
                 Command::Diff { left: target, right, width, target: span(third, bits_at, count.div_ceil(8)) }
@@ -529,7 +533,7 @@ fn span(memory: usize, offset: usize, len: usize) -> Span {
     Span { memory: MemoryId(memory as u64), offset: offset as u64, len: len as u64 }
 }
 
-/// Joins two parts of a payload with a gap. Also returns the offset of the second part.
+/// Concatenates two parts of a payload with a gap. Also returns the offset of the second part.
 fn joined(first: &[u8], second: &[u8]) -> (Vec<u8>, usize) {
     let at = first.len().next_multiple_of(16);
     let mut payload = first.to_vec();
@@ -538,7 +542,7 @@ fn joined(first: &[u8], second: &[u8]) -> (Vec<u8>, usize) {
     (payload, at)
 }
 
-/// Returns pseudorandom bytes, the same in each call.
+/// Returns pseudorandom bytes that depend only on the arguments.
 fn bytes(seed: u64, len: usize) -> Vec<u8> {
     let mut random = Random(seed.wrapping_mul(0xD134_2543_DE82_EF95));
     (0..len).map(|_| random.next() as u8).collect()

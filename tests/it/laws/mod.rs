@@ -1,11 +1,11 @@
 //! Conformance tests of devices, called laws: one table of cases that every device must pass (I11).
 //!
-//! A case has the initial content of page memory and staging, and the lists to run; `model.rs` computes the
-//! expected content afterwards. A device passes if the bytes are equal, including those around the ranges. A
-//! run with `--nocapture` prints a summary for each device, its receipt (`receipt.rs`).
+//! A case contains the initial content of page memory and staging memory, and the lists to run. `model.rs`
+//! computes the expected content. A device passes if the bytes are equal, including those around the ranges.
+//! A run with `--nocapture` prints a summary for each device, its receipt (`receipt.rs`).
 //!
-//! Under a GPU sanitizer each launch takes milliseconds: with `REMANENT_LAWS=short` only one in
-//! [`SHORT_EVERY`] cases of each parameter grid runs, and every case that is in no grid.
+//! Under a GPU sanitizer, each launch takes milliseconds. With `REMANENT_LAWS=short`, only one in
+//! [`SHORT_EVERY`] cases of each parameter grid runs, and every case that belongs to no grid.
 
 mod cases;
 mod model;
@@ -34,8 +34,8 @@ use crate::gpu;
 
 const PLACES: [Place; 5] = [Place::Device(0), Place::Device(1), Place::Pinned, Place::Host, Place::Unified];
 const DRAWN_CASES: u64 = 500;
-/// Coprime to the dimensions of the parameter grids, so that a short run includes each value of each
-/// parameter.
+/// The interval between cases in a short run. It is coprime to the dimensions of the parameter grids, so that
+/// a short run includes each value of each parameter.
 const SHORT_EVERY: usize = 37;
 
 #[test]
@@ -85,8 +85,8 @@ fn gpu_obeys_laws() {
     keeps_the_laws(&LateDevice::seeded(gpu, 4));
 }
 
-/// Memory that the test allocates: each page is between canaries and filled with junk at first, and its
-/// releases are recorded.
+/// The test allocates the memory. Each page is between canaries and initially filled with junk, and the
+/// releases of pages are recorded.
 #[test]
 fn gpu_obeys_laws_in_guarded_memory() {
     if gpu::device().is_none() {
@@ -99,7 +99,7 @@ fn gpu_obeys_laws_in_guarded_memory() {
     let of_pages = |gpu: &CudaDevice| gpu.memory_stats()[0].1;
     let receipt = run_laws(&gpu, SHORT_EVERY);
     assert_eq!(receipt.results(), run_laws(&HostDevice::new(), SHORT_EVERY).results());
-    // The resources of a list are freed when the next one is submitted.
+    // Submitting a list frees the resources of the previous list.
     for lane in Lane::ALL {
         gpu.submit(lane, CommandList::default()).unwrap().finish(&gpu).unwrap();
     }
@@ -110,14 +110,15 @@ fn gpu_obeys_laws_in_guarded_memory() {
     let address = gpu.address(kept).unwrap();
     assert_eq!((guarded.live(), of_pages(&gpu).used_bytes > 0), (vec![(address, 1000)], true));
 
-    // A kernel that writes one byte after the end of a page.
-    // SAFETY: the canary lies there, and no other command uses it.
+    // Simulate a kernel that writes one byte after the end of a page. SAFETY: the canary is at this address,
+    // and no other command uses it.
     unsafe { driver().write(address + 1000, &[0]) }.unwrap();
     let broken = gpu.release(kept).unwrap_err();
     assert!(broken.to_string().contains("byte 0 past the end"), "{broken}");
 }
 
-/// The model decides every case, so it is itself compared with results that were worked out by hand.
+/// The model determines the expected result of every case, so the model itself is compared with results that
+/// were computed by hand.
 #[test]
 fn the_model_agrees_with_hand_made_results() {
     let whole = |len| Span { memory: MemoryId(0), offset: 0, len };
@@ -200,7 +201,7 @@ fn keeps_the_laws(device: &dyn Device) {
     println!("{}", run_laws(device, every));
 }
 
-/// Runs one in `every` of the cases in parameter grids, and all others.
+/// Runs one in `every` of the cases in parameter grids, and all other cases.
 fn run_laws(device: &dyn Device, every: usize) -> Receipt {
     let mut receipt = Receipt::new(device);
     let drawn = (0..DRAWN_CASES).step_by(every).map(cases::drawn);
