@@ -552,8 +552,7 @@ fn bad_sector_after_log_end_loses_nothing() {
     store.close().unwrap();
     let files = Files::of(&disk);
     // The header, the opening seal, the batch and the seal occupy one block each. The rest of the last block
-    // One read covers the whole segment. It must not fail because of the last sector.
-    // One read covers the whole segment, and must not fail because of its last sector.
+    // was never written. One read covers the whole segment and must not fail because of its last sector.
     let segment = FileName::Segment(1);
     let sector = files.0[&segment].len() / SECTOR_LEN - 1;
     let rebuilt = rebuild(&BadSector { files: &files, file: segment, sector }, &Default::default()).unwrap();
