@@ -1,22 +1,22 @@
 //! The layout of the four crates: folders have an order, and a file imports only from folders below its
 //! own.
 //!
-//! The order of each crate is the table under `# Map` in its `lib.rs`, from top to bottom. These tests
-//! compare that table with the sources:
+//! The order of each crate is that of the table under `# Map` in its `lib.rs`, from top to bottom. These tests compare
+//! the table with the sources:
 //!
 //! - Each folder, and each file next to `lib.rs`, is a row of the table, and the `mod` lines are in the same
 //!   order.
 //! - Each `crate::` or `super::` path refers to a file further down the table, or in the same folder.
 //! - Within a folder there are no cycles of imports, except between a `mod.rs` and its own files.
-//! - Only `lib.rs`, tests and `testing` choose among the implementations of the traits `Device` and `Disk`.
-//! - Unsafe code is allowed in a few listed files, and the library never prints.
-//! - Threads synchronize only with `base/sync`, so that a test's scheduler can control them.
+//! - Only `lib.rs`, tests and `testing` select among the implementations of the traits `Device` and `Disk`.
+//! - Only a few listed files may contain unsafe code, and the library never prints.
+//! - Threads synchronize only through `base/sync`, so that a test's scheduler can control them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 
-/// The crates, by the folder of their sources.
+/// The crates, identified by the folders of their sources.
 const CRATES: &[&str] = &["src", "format/src", "archive/src", "tools/src"];
 
 /// The only files that may contain unsafe code.
@@ -34,7 +34,7 @@ const UNSAFE_ROOMS: &[&str] = &[
 /// Macros that print, and functions that return an output stream.
 const PRINTERS: &[&str] = &["println!", "eprintln!", "print!", "eprint!", "dbg!", "stdout()", "stderr()"];
 
-/// Synchronization of threads without `base/sync`.
+/// Names of thread synchronization that bypasses `base/sync`.
 const PAST_SYNC: &[&str] = &[
     "parking_lot",
     "std::sync::Mutex",
@@ -47,8 +47,8 @@ const PAST_SYNC: &[&str] = &[
     "std::thread::current",
 ];
 
-/// The files that may use it: parallel work has one thread under a scheduler, and the host device holds a
-/// lock while it copies.
+/// The files that may use such synchronization. Parallel work has one thread under a scheduler, and the host device
+/// holds a lock while it copies.
 const SYNC_ROOMS: &[&str] = &["src/base/sync/", "src/base/parallel.rs", "src/device/host/"];
 
 /// The implementations of the traits `Device` and `Disk`, which only `lib.rs`, `testing` and files in the same folder
@@ -64,7 +64,7 @@ const BEHIND_THE_SEAMS: &[&str] = &[
     "src/disk/mapped.rs",
 ];
 
-/// Sources by their path from the repository's root.
+/// Sources, keyed by their path from the repository's root.
 type Sources = BTreeMap<String, String>;
 
 /// The sources of one crate.
@@ -87,7 +87,7 @@ impl Crate<'_> {
         (!["lib", "main"].contains(&top)).then_some(top)
     }
 
-    /// Returns the order of the folders from top to bottom: the first column of the table under `# Map`.
+    /// Returns the order of the folders from top to bottom, which is the first column of the table under `# Map`.
     fn order(&self) -> Vec<String> {
         let text = &self.sources[&self.lib()];
         let map = text.lines().skip_while(|line| *line != "//! # Map").skip(1);
@@ -170,8 +170,8 @@ impl Crate<'_> {
             let targets = self.imports(file).into_iter().map(|(target, _)| target);
             edges.insert(file, targets.filter(|target| !is_own(target)).collect());
         }
-        // Repeatedly removes a file that imports none of the remaining ones. Files that remain at the end are in a
-        // cycle, or lead to one.
+        // Repeatedly remove a file that imports none of the remaining files. The files that remain at the end are in a
+        // cycle or import from one.
         loop {
             let left: BTreeSet<String> = edges.keys().map(|file| (*file).to_owned()).collect();
             let before = edges.len();
@@ -182,7 +182,7 @@ impl Crate<'_> {
         }
     }
 
-    /// Returns the file that a path in `file` refers to: that of the innermost module in the path.
+    /// Returns the file that a path in `file` refers to, which is the file of the innermost module in the path.
     fn resolve(&self, file: &str, path: &[String]) -> String {
         let mut module = self.module(file);
         let mut names = path.iter().map(String::as_str).peekable();
@@ -220,7 +220,7 @@ impl Crate<'_> {
     }
 }
 
-/// Whether a file contains the unit tests of a directory module, which exist only in test builds.
+/// Returns true if a file contains the unit tests of a directory module, which exist only in test builds.
 fn is_unit_test(file: &str) -> bool {
     file.ends_with("/tests.rs") || file.contains("/tests/") || file.ends_with("/main.rs")
 }
@@ -232,13 +232,13 @@ fn unsafe_faults(sources: &Sources) -> Vec<String> {
     outside.filter(|(_, text)| has_word(&code(text), "unsafe")).map(|(file, _)| file.clone()).collect()
 }
 
-/// Returns the files that print or return standard output.
+/// Returns the files that print or return an output stream.
 fn print_faults(sources: &Sources) -> Vec<String> {
     let prints = |text: &str| PRINTERS.iter().any(|printer| has_word(&code(text), printer));
     sources.iter().filter(|(_, text)| prints(text)).map(|(file, _)| file.clone()).collect()
 }
 
-/// Returns the files whose threads synchronize unseen by a test's scheduler.
+/// Returns the files whose threads synchronize without a test's scheduler.
 fn sync_faults(sources: &Sources) -> Vec<String> {
     let in_room = |file: &str| SYNC_ROOMS.iter().any(|room| file.starts_with(room));
     let engine = sources.iter().filter(|(file, _)| !in_room(file) && !is_unit_test(file));
@@ -246,7 +246,7 @@ fn sync_faults(sources: &Sources) -> Vec<String> {
     engine.filter(|(_, text)| past(text)).map(|(file, _)| file.clone()).collect()
 }
 
-/// Returns the text without comments and without its test modules, which may import anything.
+/// Returns the text without comments and without its test modules, which may import any file.
 fn code(text: &str) -> String {
     let mut code = String::new();
     let mut lines = text.lines().peekable();
@@ -262,7 +262,7 @@ fn code(text: &str) -> String {
     code
 }
 
-/// Returns the positions of `word` as a whole word.
+/// Returns the positions at which `word` occurs as a whole word.
 fn words<'a>(text: &'a str, word: &'a str) -> impl Iterator<Item = usize> + 'a {
     let part = |c: char| c.is_alphanumeric() || c == '_';
     text.match_indices(word).map(|(at, _)| at).filter(move |&at| {
@@ -289,7 +289,7 @@ fn paths(code: &str) -> Vec<Vec<String>> {
     paths
 }
 
-/// Parses one path or group, adds the paths in it, and returns the rest of the text.
+/// Parses one path or group and adds its paths to `paths`. Returns the rest of the text.
 fn tree<'a>(mut text: &'a str, before: &[String], paths: &mut Vec<Vec<String>>) -> &'a str {
     let mut path = before.to_vec();
     loop {
@@ -406,7 +406,7 @@ fn wrong_import_is_detected_in_every_form() {
         let expected: Vec<_> = expected.iter().map(|fault| format!("{file} {fault}")).collect();
         assert_eq!(found, expected, "for {text}");
     };
-    // Imports that are allowed.
+    // Permitted imports.
     check("src/store/open.rs", "use crate::memory::Arena;\nuse crate::{disk::Disk, error};\n", &[]);
     check("src/store/open.rs", "use super::Store;\n", &[]);
     check("src/options.rs", "use crate::error::{Error, Result};\n", &[]);
@@ -414,7 +414,7 @@ fn wrong_import_is_detected_in_every_form() {
     check("src/lib.rs", "pub use crate::disk::dir::DirDisk;\n", &[]);
     check("src/memory/mod.rs", "// as in crate::store::Store\nuse other_crate::store::Store;\n", &[]);
     check("src/memory/mod.rs", "#[cfg(test)]\nmod tests {\n    use crate::store::Store;\n}\n", &[]);
-    // Imports that are not.
+    // Forbidden imports.
     let upward = "imports upward: crate::store::Store";
     check("src/memory/mod.rs", "use crate::store::Store;\n", &[upward]);
     check(

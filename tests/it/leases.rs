@@ -1,6 +1,6 @@
-//! Leases: pages are read in place, and no other thread waits for the reader.
+//! Leases. Pages are read in place, and no other thread waits for the reader.
 //!
-//! The device executes everything as late as allowed, and its streams can be held, as if their kernels did
+//! The device executes all work as late as permitted, and its streams can be held, as if their kernels did
 //! not end. An engine lane that waited for a held stream would panic.
 
 use std::sync::{Arc, Mutex};
@@ -19,7 +19,7 @@ use remanent::{
 const LEN: u64 = 64;
 const PLACE: Place = Place::Device(0);
 
-/// A store with one page, each byte of which is the page's epoch.
+/// A store with one page, each of whose bytes is the page's epoch.
 struct Bench {
     device: Arc<LateDevice>,
     disk: SimDisk,
@@ -52,7 +52,7 @@ impl Bench {
     /// Fills the page with the number, which is its next epoch.
     fn fill(&self, number: u8) -> remanent::Result<()> {
         let mut batch = self.store.batch();
-        // Two operations: only for the first one is the page still in the leased memory.
+        // Use two operations, because the page is still in the leased memory only during the first one.
         batch.fill(self.page, 0, LEN / 2, &[number]).fill(self.page, LEN / 2, LEN / 2, &[number]);
         self.store.commit(batch).map(drop)
     }
@@ -74,7 +74,8 @@ impl Bench {
         bytes
     }
 
-    /// Returns the bytes of pages, and the bytes that were freed but are still in use by leases.
+    /// Returns the number of bytes of pages, and the number of bytes that were freed but are still in use by
+    /// leases.
     fn memory(&self) -> (u64, u64) {
         let places = self.store.stats().places;
         places
@@ -111,11 +112,11 @@ fn lease_shows_old_page_during_commits() {
     bench.queue_read(stream, &lease, &seen);
     assert_eq!((lease.address(), lease.epoch().0, lease.lsn().0), (address, 1, 1));
     assert_eq!(lease.bytes().unwrap(), page_of(1));
-    // There is one copy of the page, however many batches there are.
+    // There is one copy of the page, however many batches are committed.
     assert_eq!(bench.memory(), (2 * LEN, 0));
     assert_ne!(bench.store.lease(bench.page).unwrap().address(), address);
     drop(lease);
-    // The reading kernel is still on the stream.
+    // The kernel that reads the page is still on the stream.
     bench.fill(6).unwrap();
     assert_eq!((bench.read(), bench.memory()), (page_of(6), (LEN, LEN)));
     assert!(seen.lock().unwrap().is_empty());
@@ -167,7 +168,7 @@ fn stream_work_may_read_after_lease_ends() {
     lease.on(stream).unwrap();
     bench.queue_read(stream, &lease, &seen);
     lease.end().unwrap();
-    // The page did not change during its lease: this is the first batch that finds its memory in use.
+    // The page did not change during its lease. This is the first batch that finds its memory in use.
     bench.fill(2).unwrap();
     bench.fill(3).unwrap();
     assert_eq!((bench.read(), bench.memory()), (page_of(3), (LEN, LEN)));
@@ -178,7 +179,7 @@ fn stream_work_may_read_after_lease_ends() {
     lease.on(stream).unwrap();
     lease.end().unwrap();
     bench.device.wait(bench.device.submit(Lane::Callers, CommandList::default()).unwrap().fence()).unwrap();
-    // No stream uses the page any more, so it keeps its address.
+    // No stream still uses the page, so the page keeps its address.
     let address = bench.store.lease(bench.page).unwrap().address();
     bench.fill(4).unwrap();
     assert_eq!(bench.store.lease(bench.page).unwrap().address(), address);
@@ -205,7 +206,7 @@ fn deleted_or_moved_page_leaves_memory_to_lease() {
             store.commit(batch).unwrap();
             let applied = bench.device.submit(Lane::Apply, CommandList::default()).unwrap().fence();
             bench.device.wait(applied).unwrap();
-            // An allocation frees unused memory first.
+            // An allocation first frees unused memory.
             let mut batch = store.batch();
             let other = batch.create(LEN, PLACE).page();
             batch.fill(other, 0, LEN, &[7]);
@@ -222,7 +223,8 @@ fn deleted_or_moved_page_leaves_memory_to_lease() {
     }
 }
 
-/// Two tasks on one worker thread of an async runtime: one holds a lease across an await, the other commits.
+/// Two tasks run on one worker thread of an async runtime. One holds a lease across an await, and the other
+/// commits.
 #[test]
 fn lease_allows_batches_of_its_thread() {
     type Change = fn(&mut WriteBatch, PageId);
@@ -240,7 +242,7 @@ fn lease_allows_batches_of_its_thread() {
         bench.store.commit(batch).unwrap();
         let is_there = bench.store.page(bench.page).is_ok();
         assert_eq!(is_there.then(|| bench.read()), expected);
-        // The leases still show the old bytes.
+        // The leases still contain the old bytes.
         drop(of_the_other_task);
         assert_eq!((lease.bytes().unwrap(), lease.epoch().0), (&page_of(1)[..], 1));
         drop(lease);
@@ -266,7 +268,7 @@ fn batches_after_the_first_need_no_room_for_a_copy() {
     let memory = MemoryOptions::new().budget(PLACE, 2 * LEN);
     let bench = bench(LateDevice::new(Arc::new(HostDevice::new())), options().memory(memory));
     let lease = bench.store.lease(bench.page).unwrap();
-    // The page has left the leased memory before the next batch is submitted.
+    // The page leaves the leased memory before the next batch is submitted.
     (2..6).for_each(|number| {
         bench.fill(number).unwrap();
         assert_eq!(bench.read(), page_of(number));
@@ -279,14 +281,14 @@ fn leased_memory_is_freed_after_store_work() {
     let bench = late_bench();
     let lease = bench.store.lease(bench.page).unwrap();
     bench.fill(2).unwrap();
-    // After this lease the applier has reached the batch, and the copy from the leased memory has not been
+    // After this lease, the applier has reached the batch, and the copy from the leased memory has not been
     // executed.
     drop(bench.store.lease(bench.page).unwrap());
     drop(lease);
     assert_eq!(bench.device.reached(Lane::Apply), 0);
     let callers = bench.device.submit(Lane::Callers, CommandList::default()).unwrap().fence();
     bench.device.wait(callers).unwrap();
-    // An allocation frees unused memory first; the device must not lose memory that commands still use.
+    // An allocation first frees unused memory. The device must not lose memory that commands still use.
     let mut batch = bench.store.batch();
     batch.create(LEN, PLACE);
     bench.store.commit(batch).unwrap();
@@ -308,7 +310,7 @@ fn a_restore_waits_for_no_lease() {
     ));
     assert_eq!((bench.store.lsn().0, bench.read()), (2, page_of(2)));
     drop(lease);
-    // The store waits for work that was on the stream.
+    // The store waits for work that is already on the stream.
     let seen = Seen::default();
     let lease = bench.store.lease(bench.page).unwrap();
     lease.on(stream).unwrap();
@@ -372,7 +374,7 @@ fn unwaitable_streams_are_refused_and_lease_continues() {
     bench.device.capture(stream, false);
     lease.on(stream).unwrap();
     bench.device.capture(stream, true);
-    // The end of the stream's work cannot be determined, so the memory is never reused.
+    // The store cannot determine when the work of the stream ends, so the memory is never reused.
     assert!(matches!(lease.end(), Err(Error::Refused(Refused::Stream { .. }))));
     bench.fill(2).unwrap();
     assert_eq!((bench.read(), bench.memory()), (page_of(2), (2 * LEN, 0)));
@@ -407,7 +409,7 @@ fn lease_of_missing_page_is_refused() {
     assert_eq!((lease.address(), lease.bytes().unwrap()), (None, &[][..]));
 }
 
-/// Concurrent writers and readers: a lease shows one version of the page for its whole life.
+/// With concurrent writers and readers, a lease contains one version of the page until it ends.
 #[test]
 fn leases_among_many_batches_always_show_one_version() {
     const ROUNDS: u8 = 120;

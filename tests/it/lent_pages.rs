@@ -1,8 +1,8 @@
 //! Pages in caller-owned memory: which bytes the store writes, when a page leaves the memory, and which calls
 //! fail.
 //!
-//! Most tests run twice: on the host device, and on one that executes everything as late as allowed, which
-//! detects memory that is returned too early.
+//! Most tests run twice: on the host device, and on a device that executes all work as late as permitted,
+//! which detects memory that is returned too early.
 
 use std::sync::Arc;
 use std::thread::{self, ThreadId};
@@ -29,7 +29,7 @@ pub fn options() -> Options {
     Options::new().log(LogOptions::new().segment_len(64 << 10)).snapshots(SnapshotSchedule::never())
 }
 
-/// The host device, alone and under a device whose fences pass late.
+/// Returns the host device, alone and wrapped in a device whose fences pass late.
 pub fn devices() -> [Arc<dyn Device>; 2] {
     [Arc::new(HostDevice::new()), Arc::new(LateDevice::new(Arc::new(HostDevice::new())))]
 }
@@ -66,7 +66,7 @@ impl Bench {
         content(&self.store, self.page)
     }
 
-    /// Returns the memory's bytes after all batches are applied.
+    /// Returns the bytes of the memory after all batches are applied.
     fn memory(&self) -> Vec<u8> {
         self.store.submit(self.store.batch().set_root("step", 1u64)).unwrap().wait(Ack::Applied).unwrap();
         // On a late device, a read is executed after all batches.
@@ -77,7 +77,7 @@ impl Bench {
         bytes_of(&self.memory)
     }
 
-    /// Whether the memory was returned to the caller, so that the store no longer writes to it.
+    /// Returns true if the memory was returned to the caller, so that the store no longer writes to it.
     fn is_free(&self) -> bool {
         self.store.trim().unwrap();
         if self.memory.page().is_some() {
@@ -101,7 +101,7 @@ fn content(store: &Store, page: PageId) -> Vec<u8> {
     bytes
 }
 
-/// Returns bytes, half of them ones, half zeros.
+/// Returns bytes of which the first half are ones and the second half are zeros.
 fn first() -> Vec<u8> {
     [vec![1; LEN as usize / 2], vec![0; LEN as usize / 2]].concat()
 }
@@ -140,14 +140,14 @@ fn lent_memory_bytes_become_page_bytes_in_same_batch() {
     }
 }
 
-/// What happens to the page.
+/// The fate of the page.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Fate {
-    /// It stays in the memory.
+    /// The page stays in the memory.
     Stays,
-    /// It moves elsewhere.
+    /// The page moves to another place.
     Leaves,
-    /// It is deleted.
+    /// The page is deleted.
     Goes,
 }
 
@@ -222,7 +222,7 @@ fn leased_page_moves_on_change_pinned_page_stays() {
         bench.commit(|batch| _ = batch.fill(bench.page, 0, LEN, &[2])).unwrap();
         assert_eq!((lease.bytes().unwrap(), bench.read()), (&first()[..], vec![2; LEN as usize]));
         bench.store.trim().unwrap();
-        // The lease still shows the memory's bytes.
+        // The lease still contains the memory's bytes.
         assert_eq!((bench.memory.page(), bytes_of(&bench.memory)), (Some(bench.page), first()));
         drop(lease);
         assert!(bench.is_free());
@@ -274,7 +274,7 @@ fn fork_has_own_page_memory() {
     assert_eq!((content(&fork, bench.page), bench.memory()), (vec![4; LEN as usize], first()));
 }
 
-/// An exact snapshot keeps the memory of a deleted page until it has gathered the page.
+/// An exact snapshot keeps the memory of a deleted page until the snapshot has captured the page.
 #[test]
 fn each_snapshot_kind_contains_the_page() {
     for device in devices() {
@@ -312,7 +312,8 @@ fn memory_of_existing_page_is_refused() {
             InitialCopy::Load,
         );
         assert_eq!(in_use(copy.map(drop)), bench.page);
-        // This includes batches that also delete the page, or create two pages: the memory is needed at once.
+        // This includes batches that also delete the page or create two pages, because the memory is needed
+        // immediately.
         let build = |batch: &mut WriteBatch| _ = batch.delete(bench.page).create_in(&bench.memory).page();
         assert_eq!(in_use(bench.commit(build).map(drop)), bench.page);
         let free = part(0, 32);
@@ -346,8 +347,7 @@ fn foreign_device_or_store_memory_is_refused() {
     assert_eq!(bench.store.page_count().unwrap(), 1);
 }
 
-/// A delete that is logged may not have been executed on the device yet; the memory can be lent again
-/// nevertheless.
+/// A logged delete may not have been executed on the device yet, but the memory can already be lent again.
 #[test]
 fn memory_is_lent_again_as_soon_as_a_delete_is_committed() {
     for device in devices() {
@@ -387,7 +387,7 @@ fn lent_memory_is_outside_budget_and_counted_separately() {
     let refused = commit(&store, |batch| _ = batch.create(1, PLACE));
     assert!(matches!(refused, Err(Error::OverBudget { .. })), "{refused:?}");
     commit(&store, |batch| _ = batch.delete(page).delete(other)).unwrap();
-    // Dropped by the caller and used by the page: freed when both no longer need it.
+    // The memory was dropped by the caller and is used by the page. It is freed once both no longer need it.
     drop((memory, foreign));
     store.trim().unwrap();
     assert_eq!(lent(), (0, 0, 0));
@@ -412,7 +412,7 @@ fn page_lives_in_gpu_tensor_until_moved() {
         let memory = callers.allocate(place, 2 * LEN).unwrap();
         let address = callers.address(memory).unwrap();
         let dropped = Arc::default();
-        // SAFETY: the device keeps the memory until it is released, below.
+        // SAFETY: the device keeps the memory until it is released below.
         let tensor = || unsafe { CallerMemory::from_cuda(address + 16, LEN, Tensor(Arc::clone(&dropped))) };
         let bytes = store.caller_bytes(&tensor()).unwrap();
         let build = |batch: &mut WriteBatch| {
@@ -427,7 +427,7 @@ fn page_lives_in_gpu_tensor_until_moved() {
         let mut expected = vec![5; LEN as usize];
         expected[7..16].fill(6);
         assert_eq!((content(&store, page), seen(&callers, memory, 16)), (expected.clone(), expected));
-        // The same memory is passed to the store a second time.
+        // Pass the same memory to the store a second time.
         let again = store.caller_bytes(&tensor()).unwrap();
         let refused = commit(&store, |batch| _ = batch.create_in(&again.part(8..9).unwrap()));
         assert!(

@@ -1,4 +1,4 @@
-//! Loading of images when a store is opened: many at once, long ones in parts.
+//! Loading of images when a store is opened. Many images are loaded at once, and long images in parts.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -13,7 +13,8 @@ use remanent::{Options, PageId, Place, Store};
 use remanent_format::state::survey::Survey;
 use remanent_format::{Defect, FileName, Folder};
 
-/// Lengths around the one from which an image is read in parts: some share a read, some need several reads.
+/// Lengths around the one above which an image is read in parts. Some images share a read, and some need
+/// several reads.
 const LENS: [u64; 14] = [
     5,
     0,
@@ -30,7 +31,7 @@ const LENS: [u64; 14] = [
     3 << 20,
     1,
 ];
-/// A page of more than two parts.
+/// A page whose image has more than two parts.
 const LONG: PageId = PageId(8);
 
 fn content(page: PageId, len: u64) -> Vec<u8> {
@@ -39,7 +40,7 @@ fn content(page: PageId, len: u64) -> Vec<u8> {
         state ^= state << 13;
         state ^= state >> 7;
         state ^= state << 17;
-        // Some of it is compressible.
+        // A part of the content is compressible.
         if state & 7 < 5 { 0 } else { (state >> 24) as u8 }
     };
     (0..len).map(next).collect()

@@ -13,9 +13,9 @@ use remanent::{Options, PageId, Place, Store, WriteBatch};
 use crate::kill::workload::Random;
 use crate::pages_on_disk::{commit, move_to, uncompressed};
 
-/// Longer than the store's staging memory.
+/// Length of the page, longer than the store's staging memory.
 const LEN: u64 = (66 << 20) + 77;
-/// The number of bytes that are downloaded to the host at a time.
+/// Number of bytes that are downloaded to the host at a time.
 const WAVE_LEN: usize = 16 << 20;
 
 /// Options with enough memory for the changes of several batches since the last snapshot.
@@ -39,18 +39,18 @@ impl LongPage {
         Self { device, disk, store, page }
     }
 
-    /// Writes all of the page except its first and last byte, from device or host memory. Returns the written
-    /// bytes.
+    /// Writes all bytes of the page except its first and last byte, from device or host memory. Returns the
+    /// written bytes.
     fn write(&self, is_born_there: bool, salt: u64) -> remanent::Result<Vec<u8>> {
         let bytes = Random(salt).bytes(LEN);
         let mut batch = self.store.batch();
         if is_born_there {
             let memory = self.store.device_bytes(LEN, Place::Device(0)).unwrap();
-            // Written in pieces, because this needs staging memory too.
+            // Write the memory in pieces, because this also needs staging memory.
             for (piece, at) in bytes.chunks(1 << 20).zip((0..).step_by(1 << 20)) {
                 memory.write(at, piece).unwrap();
             }
-            // Short writes next to the long one, in the same downloaded piece.
+            // Add short writes next to the long one, in the same downloaded piece.
             batch.write_device(self.page, 1, &memory.part(0..100).unwrap());
             batch.write_device(self.page, 101, &memory.part(100..LEN - 5000).unwrap());
             batch.write(self.page, 1 + LEN - 5000, &bytes[LEN as usize - 5000..]);
@@ -83,7 +83,7 @@ fn disk_page_write_uses_one_wave_of_staging() {
     let store = Store::open_on(Arc::new(disk.clone()), device.clone(), options()).unwrap();
     assert!(LongPage { device, disk, store, page }.holds(&written));
 
-    // Bytes for a page in memory are uploaded from the caller's memory.
+    // Bytes for a page in memory are uploaded directly from the caller's memory.
     let in_memory = LongPage::at(Place::Device(0));
     let written = in_memory.write(true, 4).unwrap();
     assert!(in_memory.holds(&written));
@@ -125,8 +125,8 @@ fn a_page_moves_while_a_long_payload_is_made_for_it() {
     assert!(moves > 0, "none");
 }
 
-/// A batch with bytes for a page on disk also moves another page out of memory. Its memory is available to
-/// the next batch, although no list is executed.
+/// A batch with bytes for a page on disk also moves another page out of memory. The released memory is
+/// available to the next batch, although no list has been executed.
 #[test]
 fn memory_released_by_long_payload_is_reusable() {
     const OTHER_LEN: u64 = 4096;

@@ -1,4 +1,4 @@
-//! The integration tests: one binary, one file or folder per area.
+//! The integration tests. One binary contains all of them, with one file or folder per area.
 
 #[path = "../../fuzz/src/archive.rs"]
 mod archive;

@@ -1,5 +1,5 @@
-//! Reads of many ranges at once: the right bytes in the right places, all as of one batch, without waiting
-//! for commits.
+//! Reads of many ranges at once return the right bytes in the right places, all as of one batch, without
+//! waiting for commits.
 
 use std::ops::Range;
 use std::pin::pin;
@@ -25,8 +25,8 @@ fn read(store: &Store, ranges: &[(PageId, Range<u64>)]) -> ManyBytes {
     store.read_many(ranges).unwrap().wait().unwrap()
 }
 
-/// Ranges of the same pages on early and late devices: short and long ones together, of one place and of
-/// several, empty ones, and the same bytes twice.
+/// Reads ranges of the same pages on early and late devices: short and long ranges together, in one place and
+/// in several, empty ranges, and the same bytes twice.
 #[test]
 fn each_range_holds_its_own_bytes() {
     for device in devices() {
@@ -72,8 +72,8 @@ fn each_range_holds_its_own_bytes() {
     }
 }
 
-/// Each batch writes its number to all pages, so all bytes of a read must be the number of the batch that the
-/// read reports.
+/// Each batch writes its number to all pages, so all bytes of a read must equal the number of the batch that
+/// the read reports.
 #[test]
 fn read_ranges_are_of_requested_batch() {
     const LEN: u64 = 40_000;
@@ -90,7 +90,7 @@ fn read_ranges_are_of_requested_batch() {
                     let number = (store.lsn().0 + 1 - first) as u8;
                     let mut batch = store.batch();
                     pages.iter().for_each(|page| _ = batch.fill(*page, 0, LEN, &[number]));
-                    // A read waits for all batches before it, so batches must not accumulate.
+                    // A read waits for all earlier batches, so batches must not accumulate.
                     store.submit(batch).unwrap().wait(Ack::Applied).unwrap();
                 }
             });
@@ -128,11 +128,11 @@ fn invalid_range_is_reported_by_handle() {
     let unknown = error(&[(page, 0..1), (PageId(77), 0..1)]);
     assert!(matches!(unknown, Error::UnknownPage { page: PageId(77) }), "{unknown}");
     assert!(read(&store, &[]).as_bytes().is_empty());
-    // The memory of these reads no longer counts against later ones.
+    // The memory of these reads no longer counts toward the limit.
     assert_eq!(read(&store, &[(page, 0..64)]).as_bytes(), [1; 64]);
 }
 
-/// The memory of reads has a common limit, whether they are running, complete and held, or were dropped.
+/// The memory of reads has a common limit, whether the reads are running, complete and held, or dropped.
 #[test]
 fn reads_take_no_more_than_their_part_of_memory() {
     let store = open(&SimDisk::new(), Arc::new(HostDevice::new()));
@@ -146,7 +146,7 @@ fn reads_take_no_more_than_their_part_of_memory() {
     refused(ask(257), 257 * MIB);
     let held = ask(200).unwrap().wait().unwrap();
     refused(ask(57), 57 * MIB);
-    // A failed read frees its memory, and so does one that is dropped while it is running.
+    // A failed read frees its memory, and a read that is dropped while it is running does too.
     assert!(store.read_many(&[(page, 0..50 * MIB)]).unwrap().wait().is_err());
     drop(ask(56).unwrap());
     while ask(56).is_err() {
@@ -158,7 +158,7 @@ fn reads_take_no_more_than_their_part_of_memory() {
     }
 }
 
-/// A device that completes no bulk copy to the host before the test opens the gate.
+/// A device that completes no bulk copy to the host until the test opens the gate.
 struct Gate {
     inner: LateDevice,
     is_open: Mutex<bool>,
@@ -185,8 +185,8 @@ impl Wake for Woken {
     }
 }
 
-/// A running read is polled, waited for and awaited. Meanwhile commits succeed, and the read does not see
-/// them.
+/// A running read is polled, waited for and awaited. Concurrent commits succeed, and their bytes are not
+/// returned by the read.
 #[test]
 fn read_in_progress_blocks_nothing() {
     let inner = LateDevice::new(Arc::new(HostDevice::new()));
@@ -210,7 +210,7 @@ fn read_in_progress_blocks_nothing() {
     gate.opened.notify_all();
     assert!(waited.wait_timeout(Duration::MAX).unwrap() && waited.is_ready().unwrap());
     assert!(waited.wait().unwrap().as_bytes() == [1; 100_000]);
-    // The other handle's read ends after it, on the same thread.
+    // The read of the other handle completes after it, on the same thread.
     while woken.0.load(Ordering::SeqCst) == 0 {
         std::thread::yield_now();
     }
@@ -219,7 +219,7 @@ fn read_in_progress_blocks_nothing() {
     assert!(content(&store, page) == [2; 100_000]);
 }
 
-/// A handle outlives its store: bytes that are being downloaded arrive, and their memory is freed.
+/// A handle outlives its store. Bytes that are being downloaded arrive, and their memory is freed.
 #[test]
 fn close_waits_for_reads() {
     let host = Arc::new(HostDevice::new());

@@ -1,4 +1,4 @@
-//! Stores whose directory is moved or removed while they are open, and another store is created at the same
+//! Stores whose directory is moved or removed while they are open, when another store is created at the same
 //! path.
 
 use std::path::Path;
@@ -12,7 +12,7 @@ use crate::files::{State, small};
 
 const LEN: u64 = 8 << 10;
 
-/// More bytes than fit into the segments that a store has prepared.
+/// Number of writes, whose bytes do not fit into the segments that a store has prepared.
 const WRITES: u8 = 40;
 
 fn open(path: &Path) -> Store {
@@ -37,7 +37,7 @@ fn made(path: &Path) -> State {
     made_with(path, 1)
 }
 
-/// Like [`made`], with bytes from `first` on. An existing store gets another page.
+/// Like [`made`], but with bytes from `first` on. An existing store gets another page.
 fn made_with(path: &Path, first: u8) -> State {
     let store = open(path);
     let page = create(&store, first);
@@ -80,7 +80,7 @@ fn view_follows_moved_directory() {
     let view = Store::open_read_only(&path).unwrap();
     let earlier = Store::open_at(&path, StatePoint::Lsn(Lsn(2))).unwrap();
     std::fs::rename(&path, &moved).unwrap();
-    // Once without a directory at the old path, and once with another store there.
+    // Test once without a directory at the old path, and once with another store there.
     for _ in 0..2 {
         for (page, bytes) in &mine.contents {
             let mut read = vec![0; bytes.len()];
@@ -92,7 +92,7 @@ fn view_follows_moved_directory() {
         }
         made_with(&path, 9);
     }
-    // The files that the view needs are kept while it exists.
+    // The files that the view needs are kept while the view exists.
     let store = open(&moved);
     write(&store, *mine.contents.keys().next().unwrap(), 7).unwrap();
     store.snapshot().unwrap();
@@ -137,7 +137,7 @@ fn removed_store_directory_does_not_affect_others() {
     let path = above.path().join("store");
     let store = open(&path);
     let page = create(&store, 0);
-    // Repeated, because the store may be creating a file.
+    // Repeat, because the store may be creating a file.
     assert!((0..1000).any(|_| std::fs::remove_dir_all(&path).is_ok()));
     let other = made(&path);
     let error = (0..=255).find_map(|byte| write(&store, page, byte).err()).unwrap();

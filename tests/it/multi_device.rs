@@ -1,4 +1,4 @@
-//! Several devices combined into one: pages on each of them, and copies between them.
+//! Several devices combined into one, with pages on each of them and copies between them.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex};
@@ -35,7 +35,7 @@ pub fn two_of(one: Arc<dyn Device>, other: Arc<dyn Device>) -> Arc<dyn Device> {
     Arc::new(MultiDevice::new(vec![one, other]))
 }
 
-/// Two devices that execute as late as allowed, and the combination of both.
+/// Two devices that execute as late as permitted, and the combination of both.
 fn late_pair() -> ([Arc<LateDevice>; 2], Arc<dyn Device>) {
     let [one, other] = [(); 2].map(|()| Arc::new(LateDevice::new(host())));
     ([one.clone(), other.clone()], two_of(one, other))
@@ -59,13 +59,14 @@ fn submit(device: &Arc<dyn Device>, lane: Lane, commands: Vec<Command>) -> reman
     device.submit(lane, CommandList { commands, staging: vec![device.staging(64)?] })
 }
 
-/// Pairs of GPUs with peer access and, on the fake driver, a pair without; as many pairs as there are.
+/// Returns pairs of GPUs with peer access and, on the fake driver, a pair without it, as far as they are
+/// present.
 fn pairs_of_gpus() -> Vec<Arc<dyn Device>> {
     let pairs = [gpu::two(), gpu::two_apart()].into_iter().flatten();
     pairs.map(|[one, other]| two_of(one, other)).collect()
 }
 
-/// Two host devices, two late ones, and two GPUs if there are two.
+/// Returns two host devices, two late devices, and two GPUs if they are present.
 fn pairs() -> Vec<Arc<dyn Device>> {
     let mut pairs = vec![two_of(host(), host()), two_of(late(1), late(2))];
     pairs.extend(pairs_of_gpus());
@@ -91,7 +92,7 @@ fn bytes(store: &Store, page: PageId) -> Vec<u8> {
 }
 
 /// Commits batches that change pages of both devices, together and separately, with every operation. Returns
-/// the pages' bytes.
+/// the bytes of the pages.
 fn work(store: &Store) -> Vec<(PageId, Vec<u8>)> {
     let mut batch = store.batch();
     let new: Vec<_> = [0, 1, 0, 1].map(|slot| batch.create(LEN, Place::Device(slot)).page()).into();
@@ -223,7 +224,7 @@ fn long_copies_go_from_one_device_to_another_in_pieces() {
     }
 }
 
-/// The first GPU executes nothing until everything is queued, whichever way bytes are copied.
+/// The first GPU executes no work until all work is queued, in each way of copying bytes.
 #[test]
 fn peer_copy_blocks_neither_gpu() {
     const LONG: u64 = (9 << 20) + 5;
@@ -273,7 +274,7 @@ fn peer_copy_blocks_neither_gpu() {
     });
 }
 
-/// A list is split at copies between the devices: a later part reads staging memory that an earlier part
+/// A list is split at copies between the devices. A later part reads staging memory that an earlier part
 /// wrote.
 #[test]
 fn peer_copy_runs_between_staging_write_and_read() {
@@ -414,7 +415,7 @@ fn a_wait_for_another_lane_covers_all_of_its_devices() {
     let spans = memories(&pair, 8);
     let applied = submit(&pair, Lane::Apply, vec![fill(spans[1], 1)]).unwrap().fence();
     pair.after(Lane::Drain, applied).unwrap();
-    // This list belongs to the first device alone.
+    // This list belongs only to the first device.
     let drained = submit(&pair, Lane::Drain, vec![fill(spans[0], 2)]).unwrap().fence();
     pair.wait(drained).unwrap();
     assert_eq!([&one, &other].map(|part| part.reached(Lane::Drain)), [1, 1]);
@@ -428,8 +429,8 @@ fn device_stream_waits_for_other_devices() {
     let list = submit(&pair, Lane::Apply, spans.map(|span| fill(span, 1)).into()).unwrap();
     let stream = one.stream();
     streams(&pair).signal_external(stream, list.fence()).unwrap();
-    // The second device cannot make that stream wait, so the host waits instead. For the first device's part
-    // the stream itself waits.
+    // The second device cannot make that stream wait, so the host waits instead. For the part of the first
+    // device, the stream itself waits.
     assert_eq!([&one, &other].map(|part| part.reached(Lane::Apply)), [0, 1]);
     one.synchronize(stream).unwrap();
     assert_eq!(one.reached(Lane::Apply), 1);
@@ -489,7 +490,7 @@ fn pieces_read_earlier_staging_writes_of_other_device() {
     let commands = vec![
         fill(here, 5),
         Command::Download { source: Span { len: 4, ..here }, target: staged },
-        // One list reads nothing that was written; the other one reads what the first device wrote.
+        // One list reads no written bytes, and the other reads the bytes that the first device wrote.
         piece(half(0), 16),
         piece(half(4), 0),
     ];

@@ -1,5 +1,5 @@
-//! Stores that are in use before all their pages are loaded: an access to a page waits until it is complete,
-//! and damage to a page is reported for that page alone.
+//! Stores that are in use before all their pages are loaded. An access to a page waits until the page is
+//! complete, and damage to a page is reported for that page alone.
 //!
 //! The device blocks the thread that loads pages until the test opens a gate.
 
@@ -22,15 +22,15 @@ use remanent_format::state::survey::Survey;
 use crate::files::{Files, State};
 use crate::interrupted_reads::InterruptedDisk;
 
-/// The number of pages. Each has its image in a separate file, so no two are loaded together.
+/// Number of pages. The image of each page is in a separate file, so no two are loaded together.
 const PAGES: u64 = 12;
 const LEN: u64 = 5000;
 /// The only page that a batch after the newest snapshot changes.
 const CHANGED: PageId = PageId(4);
-/// The page that is loaded last, unless a caller asks for it.
+/// The page that is loaded last, unless a caller requests it.
 const LAST: PageId = PageId(PAGES);
 
-/// A device that loads no page before the test opens the gate.
+/// A device that loads no page until the test opens the gate.
 struct Gate {
     inner: Arc<dyn Device>,
     is_open: Mutex<bool>,
@@ -53,7 +53,7 @@ impl Gate {
     }
 }
 
-/// Opens a gate when dropped, because a store's drop waits for the thread that loads its pages.
+/// Opens a gate when dropped, because dropping a store waits for the thread that loads its pages.
 struct OpenAtLast(Arc<Gate>);
 
 impl Drop for OpenAtLast {
@@ -116,8 +116,8 @@ fn read(store: &Store, page: PageId) -> Result<Vec<u8>> {
     store.read(page, 0, &mut bytes).map(|_| bytes)
 }
 
-/// Returns a closed store in which each page has a snapshot's image in a separate file, and one page changed
-/// since.
+/// Returns a closed store in which each page has a snapshot image in a separate file, and one page has
+/// changed since.
 fn closed() -> SimDisk {
     let disk = SimDisk::new();
     let store = open(&disk, PageLoad::Eager).unwrap();
@@ -146,7 +146,7 @@ fn check(store: &Store) {
     }
 }
 
-/// Returns file and offset of a page's image in the newest snapshot.
+/// Returns the file and the offset of a page's image in the newest snapshot.
 fn image_of(disk: &SimDisk, page: PageId) -> (FileName, u64) {
     let survey = Survey::read(disk).unwrap();
     let newest = survey.snapshot(*survey.links.keys().next_back().unwrap()).unwrap();
@@ -163,7 +163,7 @@ fn store_is_usable_before_pages_are_loaded() {
     let unloaded = store.unloaded_pages();
     assert_eq!((unloaded.pages, unloaded.bytes), (PAGES - 1, (PAGES - 1) * LEN));
     assert_eq!(store.recovered().unloaded_pages, PAGES - 1);
-    // Pages that the log changed are loaded, and so are new ones.
+    // Pages that the log changed are loaded, and new pages are too.
     assert_eq!(read(&store, CHANGED).unwrap(), contents()[&CHANGED]);
     let mut batch = store.batch();
     let page = batch.create(LEN, Place::Host).page();
@@ -172,7 +172,7 @@ fn store_is_usable_before_pages_are_loaded() {
     assert_eq!(read(&store, new).unwrap(), content(PageId(99)));
     assert_eq!(store.pages().unwrap().len() as u64, PAGES + 1);
 
-    // A snapshot reuses the images of pages that are not loaded, and removes nothing.
+    // A snapshot reuses the images of pages that are not loaded, and removes no file.
     let files = Files::of(&disk).0.into_keys().filter(|file| !matches!(file, FileName::Segment(_)));
     let files: Vec<FileName> = files.collect();
     let before = store.snapshots().len();
@@ -190,7 +190,7 @@ fn store_is_usable_before_pages_are_loaded() {
     store.wait_loaded().unwrap();
     assert_eq!(store.unloaded_pages(), UnloadedPages::default());
     check(&store);
-    // From here on the store behaves as if all pages had been loaded at once.
+    // From now on, the store behaves as if all pages had been loaded during the open.
     store.snapshot().unwrap();
     assert_eq!(store.snapshots().len(), 2);
     store.close().unwrap();
@@ -207,8 +207,8 @@ fn commit(store: &Store, work: impl FnOnce(&mut remanent::WriteBatch)) -> Result
     store.commit(batch).map(drop)
 }
 
-/// Each access to an unloaded page waits for this page, and for no other. A batch has the same result as if
-/// the page had been loaded at once, also on a late device.
+/// Each access to an unloaded page waits only for this page. A batch has the same result as if the page had
+/// been loaded during the open, even on a late device.
 #[test]
 fn an_access_to_an_unloaded_page_waits_for_it() {
     let uses: [(&str, Use); 20] = [
@@ -272,7 +272,7 @@ fn an_access_to_an_unloaded_page_waits_for_it() {
             std::thread::scope(|scope| {
                 let _at_last = OpenAtLast(device.clone());
                 let user = scope.spawn(|| work(&store));
-                // Meanwhile the applier handles other pages.
+                // In the meantime, the applier handles other pages.
                 for _ in 0..50 {
                     assert_eq!(store.pages().unwrap().len() as u64, PAGES, "{name}");
                     assert!(!user.is_finished(), "{name} did not wait for its page");
@@ -288,8 +288,8 @@ fn an_access_to_an_unloaded_page_waits_for_it() {
     }
 }
 
-/// A snapshot rewrites the images of a file that is mostly unused, so that the file can be removed; also
-/// those of pages that are not loaded yet.
+/// A snapshot rewrites the images of a file that is mostly unused, so that the file can be removed. It also
+/// rewrites the images of pages that are not loaded yet.
 #[test]
 fn snapshot_waits_for_cold_pages_it_rewrites() {
     let disk = SimDisk::new();
@@ -333,7 +333,7 @@ fn snapshot_waits_for_cold_pages_it_rewrites() {
     check(&open(&disk, PageLoad::Eager).unwrap());
 }
 
-/// A working copy was made by a store that is closed. The next store has not loaded the page yet, so a
+/// A working copy was created by a store that is closed. The next store has not loaded the page yet, so a
 /// capture waits until it is loaded.
 #[test]
 fn working_copy_outlives_store_and_is_captured_on_load() {
@@ -361,8 +361,8 @@ fn working_copy_outlives_store_and_is_captured_on_load() {
     assert!(read(&store, LAST).unwrap() == expected);
 }
 
-/// A damaged image makes its page unreadable, and no other. The store commits and removes nothing more, so
-/// that an open which loads all pages at once falls back to the previous snapshot.
+/// A damaged image makes only its own page unreadable. The store then neither commits nor removes anything,
+/// so that an open which loads all pages at once falls back to the previous snapshot.
 #[test]
 fn damage_names_page_and_recurs_on_eager_open() {
     let disk = closed();
@@ -399,7 +399,7 @@ fn damage_names_page_and_recurs_on_eager_open() {
     check(&store);
 }
 
-/// One bad image among images that are read together does not affect the others.
+/// A bad image among images that are read together does not affect the others.
 #[test]
 fn damage_does_not_affect_adjacent_frames() {
     let disk = SimDisk::new();

@@ -212,7 +212,7 @@ fn run_laws(device: &dyn Device, every: usize) -> Receipt {
     receipt
 }
 
-/// Runs the case, and compares the bytes whose value the model knows. Returns the model's outcome.
+/// Runs the case, and compares all bytes whose values the model specifies. Returns the outcome.
 fn agree(device: &dyn Device, case: &Case) -> Outcome {
     let (found, expected) = (run(device, case), case.outcome());
     let label = format!("{} on {}", case.name, device.label());
@@ -229,7 +229,8 @@ fn agree(device: &dyn Device, case: &Case) -> Outcome {
     expected
 }
 
-/// Submits the case's lists, ordered across lanes only by `after`, and waits for them from last to first.
+/// Submits the lists of the case, ordered across lanes only by `after`, and waits for them from last to
+/// first.
 fn run(device: &dyn Device, case: &Case) -> Outcome {
     let ids: Vec<MemoryId> = case
         .memories
@@ -262,7 +263,7 @@ fn run(device: &dyn Device, case: &Case) -> Outcome {
     Outcome { memories, staging }
 }
 
-/// Allocates page memory with these bytes.
+/// Allocates page memory that contains these bytes.
 fn page(device: &dyn Device, place: Place, bytes: &[u8]) -> MemoryId {
     let memory = device.allocate(place, bytes.len() as u64).unwrap();
     let source = StagingSpan { index: 0, offset: 0, len: bytes.len() };
@@ -280,7 +281,7 @@ fn content(device: &dyn Device, memory: MemoryId, len: usize) -> Vec<u8> {
     device.submit(Lane::Apply, list).unwrap().finish(device).unwrap()[0].to_vec()
 }
 
-/// Allocates staging memory with these bytes.
+/// Allocates staging memory that contains these bytes.
 fn staged(device: &dyn Device, bytes: &[u8]) -> Staging {
     let mut staging = device.staging(bytes.len()).unwrap();
     assert!(staging.iter().all(|byte| *byte == 0), "staging comes zeroed");
@@ -288,7 +289,7 @@ fn staged(device: &dyn Device, bytes: &[u8]) -> Staging {
     staging
 }
 
-/// Returns the command with the memories of the device instead of those of the case.
+/// Returns the command with the memory ids of the device instead of those of the case.
 fn named(command: &Command, ids: &[MemoryId]) -> Command {
     let on = |span: &Span| Span { memory: ids[span.memory.0 as usize], ..*span };
     match command {

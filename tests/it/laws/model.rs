@@ -1,5 +1,5 @@
-//! The meaning of a list of commands, one byte at a time: slow and short, so that it can be reviewed by
-//! reading.
+//! The meaning of a command list, computed one byte at a time. The code is slow and short, so that it can be
+//! verified by reading it.
 
 use remanent::device::{Command, Lane, Payload, Piece, PieceKind, Selection, Span, StagingSpan};
 
@@ -14,29 +14,29 @@ pub struct Case {
     pub lists: Vec<CaseList>,
 }
 
-/// One list of a case.
+/// One command list of a case.
 #[derive(Clone, Debug)]
 pub struct CaseList {
-    /// The lane to which it is submitted.
+    /// The lane to which the list is submitted.
     pub lane: Lane,
-    /// Its commands.
+    /// The commands of the list.
     pub commands: Vec<Command>,
-    /// The initial content of its staging memory.
+    /// The initial content of the list's staging memory.
     pub staging: Vec<Vec<u8>>,
 }
 
-/// The expected content afterwards.
+/// The expected content after all lists were executed.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Outcome {
     /// The content of the page memory.
     pub memories: Vec<Vec<u8>>,
-    /// The staging memory of each list; `None` for bytes that the list read, whose content is then
-    /// unspecified.
+    /// The staging memory of each list. A byte that the list read is `None`, because its value is unspecified
+    /// afterwards.
     pub staging: Vec<Vec<Vec<Option<u8>>>>,
 }
 
 impl Case {
-    /// Returns a case of one list, on the lane for deltas.
+    /// Returns a case with one list, on the lane for deltas.
     pub fn new(name: String, memories: Vec<Vec<u8>>, staging: Vec<Vec<u8>>, commands: Vec<Command>) -> Self {
         Self { name, memories, lists: vec![CaseList { lane: Lane::Apply, commands, staging }] }
     }
@@ -61,7 +61,7 @@ impl Case {
     }
 }
 
-/// One list that is being executed.
+/// The execution of one list.
 struct Run<'a> {
     memories: &'a mut [Vec<u8>],
     staging: Vec<Vec<u8>>,
@@ -241,7 +241,7 @@ impl Run<'_> {
     }
 }
 
-/// Computes a chunk's digest literally: column by column, without intermediate reduction.
+/// Computes the digest of a chunk as defined, column by column and without intermediate reduction.
 fn digest(chunk: &[u8], key: &[u8]) -> Vec<u8> {
     let prime = (1_u128 << 61) - 1;
     let word = |bytes: &[u8], at: usize| -> u128 {

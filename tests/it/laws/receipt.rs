@@ -1,8 +1,8 @@
 //! The summary of a run of the laws: the code, the kernels, the device, the number of cases, and a checksum
-//! of all results. Two machines ran the same tests with the same results if their receipts differ only in the
-//! device.
+//! of all results. If the receipts of two machines differ only in the device, both ran the same tests with
+//! the same results.
 //!
-//! The commit is that of the environment variable when these tests were built: `REMANENT_COMMIT=$(git
+//! The commit is the value of an environment variable when these tests were built: `REMANENT_COMMIT=$(git
 //! describe --always --dirty --abbrev=40) cargo test --test it --no-run`.
 
 use std::collections::BTreeMap;
@@ -18,13 +18,13 @@ use crate::gpu;
 pub struct Receipt {
     device: String,
     cases: u64,
-    /// Number of executed commands and pieces by name.
+    /// Numbers of executed commands and pieces, keyed by name.
     ran: BTreeMap<&'static str, u64>,
     results: crc32fast::Hasher,
 }
 
 impl Receipt {
-    /// Returns a receipt before the first case.
+    /// Returns an empty receipt.
     pub fn new(device: &dyn Device) -> Self {
         Self { device: device.label(), cases: 0, ran: BTreeMap::new(), results: Default::default() }
     }

@@ -1,4 +1,4 @@
-//! Snapshots that are kept for their age, with a wall clock that jumps.
+//! Snapshots that are kept because of their age, while the wall clock jumps.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -6,9 +6,9 @@ use super::Life;
 use super::model::Kept;
 use super::text::{Command, Kind};
 
-/// The number of snapshots that a store keeps.
+/// Number of snapshots that a store keeps.
 pub const SNAPSHOTS_KEPT: usize = 2;
-/// The ages up to which an open keeps every snapshot.
+/// Ages up to which an open keeps every snapshot.
 pub const KEPT_FOR_MS: [u64; 4] = [0, 0, 60_000, 3_600_000];
 const CLOCK_JUMPS_MS: [u64; 4] = [1000, 60_000, 3_600_000, 7 * 24 * 3_600_000];
 
@@ -35,7 +35,7 @@ impl Life {
             1 => -by,
             _ => by,
         };
-        // Two snapshots that may become old.
+        // Take two snapshots that may become old.
         for _ in 0..SNAPSHOTS_KEPT {
             self.commit();
             self.ask(&Command::Snapshot(Kind::Fuzzy));
@@ -64,15 +64,15 @@ impl Life {
         self.tally.jumps += 1;
     }
 
-    /// Checks a prune against the rule for ages: a snapshot's time is the earliest of its own and those of
-    /// later snapshots, and a time in the future counts as now.
+    /// Checks a prune against the rule for ages. The time of a snapshot is the earliest of its own time and
+    /// those of later snapshots, and a time in the future counts as now.
     fn check_ages(&mut self, count: usize, before: &[Kept], after: &[Kept], earliest: u64, latest: u64) {
-        // A thin snapshot replaces the previous one. Which of the two is kept is tested elsewhere.
+        // A thin snapshot replaces the previous one. Other tests check which of the two is kept.
         if before.windows(2).any(|pair| pair[0].redo == pair[1].redo) {
             return;
         }
         for (at, kept) in before.iter().enumerate().filter(|(_, kept)| kept.name.is_none()) {
-            // Named snapshots may be without the log after them, and then do not count as newest.
+            // Named snapshots may be kept without the log after them, and then do not count among the newest.
             let later = before[at..].iter().skip(1).filter(|later| later.name.is_none()).count();
             let time = before[at..].iter().map(|later| later.unix_ms).min().expect("itself");
             let stays = after.iter().any(|other| other.id == kept.id);
@@ -86,7 +86,7 @@ impl Life {
         }
     }
 
-    /// Returns the time of the worker's clock.
+    /// Returns the current time of the worker's clock.
     fn now_ms(&self) -> u64 {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("a time after 1970");
         u64::try_from(now.as_millis()).expect("a time in this age").saturating_add_signed(self.clock_ms)

@@ -1,4 +1,4 @@
-//! The maximum size of a directory, and of the worker's memory.
+//! Bounds of the size of the directory and of the worker's memory.
 
 use std::collections::BTreeSet;
 use std::os::unix::fs::MetadataExt;
@@ -13,13 +13,13 @@ use super::model::Kept;
 use super::text::Command;
 use super::{LONG_PAGE_LEN_MAX, Life, PAGES_MAX, SEGMENT_LENS};
 
-/// Number of snapshots after the deletion of a giant page, until no file has space for such a page any more.
+/// Number of snapshots after the deletion of a giant page until no file has space for such a page.
 const GIANT_SNAPSHOTS: u64 = 5;
-/// Number of opens after a snapshot that make the next one due, and the minimum of bytes that each adds to
-/// the log.
+/// Number of opens after which a snapshot is triggered, and the minimum number of bytes that each open adds
+/// to the log.
 const RESTARTS_MAX: u64 = 16;
 const FIRST_SEGMENT_LEN: u64 = 256 << 10;
-/// The bytes of an empty store with its reserve.
+/// Length of an empty store with its reserve.
 const EMPTY_BYTES: u64 = 4 << 20;
 /// Memory in addition to the pages, for streams and the test runner.
 const MEMORY_OVER_PAGES: u64 = 256 << 20;
@@ -27,9 +27,9 @@ const MEMORY_OVER_PAGES: u64 = 256 << 20;
 impl Life {
     pub(super) fn check_disk(&mut self) {
         let kept = self.kept();
-        // In addition: the unused parts of the current segment, the next one and the spares, with the longest
-        // segments of any open; segments that wait for reuse; and the runs after two snapshots, each of which
-        // begins with a segment that may be empty.
+        // Add the unused parts of the current segment, the next one and the spares, with the longest segments
+        // of any open. Add segments that wait for reuse. Add the incarnations after two snapshots, each of
+        // which begins with a segment that may be empty.
         let longest = SEGMENT_LENS.into_iter().max().expect("there are some");
         let spares = self.disk_len / 100 + longest;
         let constant = EMPTY_BYTES + 8 * longest + spares + 2 * (RESTARTS_MAX + 1) * FIRST_SEGMENT_LEN;
@@ -45,9 +45,10 @@ impl Life {
         }
     }
 
-    /// Bytes of files that cannot be removed because a short image is next to that of a giant page. If a
-    /// named snapshot contains the short image, the file stays as long as that snapshot. Otherwise the
-    /// snapshot after the next one rewrites the image, and two more snapshots replace the older ones.
+    /// Returns the length of files that cannot be removed because a short image is in the same file as that
+    /// of a giant page. If a named snapshot contains the short image, the file stays as long as that
+    /// snapshot. Otherwise, the snapshot after the next one rewrites the image, and two more snapshots
+    /// replace the older ones.
     fn bytes_beside_giants(&self, kept: &[Kept]) -> u64 {
         let is_recent = self.tally.snapshots <= self.last_giant + GIANT_SNAPSHOTS;
         let stays = |kept: &&Kept| is_recent || kept.name.is_some();
@@ -71,7 +72,7 @@ impl Life {
     pub(super) fn check_memory(&mut self) {
         let found: u64 = self.ask(&Command::Peak).parse().unwrap();
         self.tally.memory_bytes_max = self.tally.memory_bytes_max.max(found);
-        // A giant page is in the store, in the follower's replica, and possibly in a copy for a snapshot.
+        // A giant page exists in the store, in the follower's replica, and possibly in a copy for a snapshot.
         let bound = MEMORY_OVER_PAGES + LONG_PAGE_LEN_MAX * PAGES_MAX as u64 + 3 * self.giant_len_max;
         if found > bound {
             self.fail(&format!(
@@ -85,7 +86,7 @@ impl Life {
 /// Returns the disk usage of the files of a directory.
 pub fn disk_bytes(directory: &Path) -> u64 {
     let mut sum = 0;
-    // A file that is removed meanwhile counts as empty.
+    // A file that is removed in the meantime counts as empty.
     for entry in std::fs::read_dir(directory).into_iter().flatten().flatten() {
         let Ok(metadata) = std::fs::symlink_metadata(entry.path()) else { continue };
         sum += if metadata.is_dir() { disk_bytes(&entry.path()) } else { metadata.blocks() * 512 };

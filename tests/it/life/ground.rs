@@ -5,16 +5,16 @@ use std::path::{Path, PathBuf};
 use crate::machine::mounts::{self, Kind as FileSystem, Mount};
 use crate::machine::skipped;
 
-/// The location of a store: a file system of its own, so that it can be full, or a temporary folder.
+/// The location of a store: its own file system, so that it can be full, or a temporary folder.
 pub struct Ground {
     folder: PathBuf,
-    /// Dropped before the folder in which it is mounted.
+    /// The mounted file system. Dropped before the folder in which it is mounted.
     pub mount: Option<Mount>,
 }
 
 impl Ground {
     pub fn new(len: u64) -> Self {
-        // Removed only after success.
+        // The folder is removed only after success.
         let folder = tempfile::tempdir().unwrap().keep();
         let mounted = mounts::make(FileSystem::Ext4, &folder.join("image"), len)
             .and_then(|image| Mount::new(&image, folder.join("mounted"), &["-o", "loop"]));

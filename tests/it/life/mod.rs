@@ -1,28 +1,28 @@
 //! Long lives: a store's state after thousands of commits, overwrites, snapshots, restarts, kills and
 //! shortages.
 //!
-//! A worker process has the store open and executes commands. The test selects them at random, keeps a model
-//! of the expected content, and sometimes kills the worker during a command. After each step it checks the
-//! size of the directory: bytes on disk ≤ 2 × (images that kept snapshots name, and those of the next one) +
-//! the kept log with the images that its batches wrote + a constant. Every few steps, and after each open, it
-//! compares every byte.
+//! A worker process has the store open and executes commands. The test selects the commands at random, keeps
+//! a model of the expected content, and sometimes kills the worker during a command. After each step, it
+//! checks the size of the directory: bytes on disk ≤ 2 × (images named by kept snapshots and by the next one)
+//! + the kept log with the images that its batches wrote + a constant. Every few steps, and after each open,
+//! it compares every byte.
 //!
-//! The commands follow from a seed; the exact times of kills depend on the machine. A failure prints the seed
-//! and the last commands, and keeps the directory.
+//! The commands depend on a seed, and the exact times of kills depend on the machine. A failure prints the
+//! seed and the last commands, and keeps the directory.
 //!
 //! | file | content |
 //! |---|---|
 //! | [`text`] | the commands, as lines |
-//! | [`worker`] | the process that holds the store |
-//! | [`model`] | what must be there, and what it may take |
-//! | [`process`] | that process, as the test sees it |
-//! | [`ground`] | the file system that the store lies on |
-//! | [`tally`] | the events of a life, counted |
-//! | [`restarts`], [`shortages`], [`ages`] | the harder steps of a life |
-//! | [`bounds`] | the bounds of directory and memory |
+//! | [`worker`] | the process that has the store open |
+//! | [`model`] | the expected content, and bounds of its size |
+//! | [`process`] | the worker process, as seen by the test |
+//! | [`ground`] | the file system that contains the store |
+//! | [`tally`] | counts of the events of a life |
+//! | [`restarts`], [`shortages`], [`ages`] | the more difficult steps of a life |
+//! | [`bounds`] | the bounds of the directory and the memory |
 //!
-//! `REMANENT_LIFE_SECONDS=N` makes each life last that long instead of a number of steps, and
-//! `REMANENT_LIFE_ROUNDS=N` runs N lives for each way to write the log, as many at a time as there are
+//! `REMANENT_LIFE_SECONDS=N` makes each life last N seconds instead of a number of steps.
+//! `REMANENT_LIFE_ROUNDS=N` runs N lives for each mode of writing the log, as many at a time as there are
 //! processors.
 
 pub mod model;
@@ -58,23 +58,24 @@ use text::{Change, Command, Kind, OpenWith, Pattern};
 
 const TEST: &str = "life::a_long_life_stays_within_its_bounds";
 const ERRAND_DIRECTORY: &str = "REMANENT_LIFE_DIRECTORY";
-/// The number of steps of a life, unless an environment variable changes it.
+/// Number of steps of a life, unless an environment variable changes it.
 const STEPS: u64 = 1000;
 /// Number of commands that a failure message includes.
 const COMMANDS_TOLD: usize = 40;
 
-/// The maximum length of a page that most batches create, and that few batches create.
+/// Maximum length of a page in most batches. A few batches create longer pages.
 const PAGE_LEN_MAX: u64 = 64 << 10;
 const LONG_PAGE_LEN_MAX: u64 = 4 << 20;
-/// The maximum length of a page that exists for a short time, in a life of `STEPS` steps and in a long one.
+/// Maximum length of a page that exists only for a short time, in a life of `STEPS` steps.
 const GIANT_PAGE_LEN_MAX: u64 = 16 << 20;
 const GIANT_PAGE_LEN_MAX_LONG: u64 = 1 << 30;
-/// Below this number of pages a batch creates some; above the maximum it deletes some.
+/// If there are fewer pages than the minimum, a batch creates some. If there are more than the maximum, it
+/// deletes some.
 const PAGES_MIN: usize = 8;
 const PAGES_MAX: usize = 24;
 /// The lengths of segments that an open may select.
 const SEGMENT_LENS: [u64; 4] = [16 << 10, 64 << 10, 256 << 10, 1 << 20];
-/// The size of a life's disk, of which the store may use only a small part.
+/// Size of the disk of a life. The store may use only a small part of it.
 const DISK_LEN: u64 = 512 << 20;
 const DISK_LEN_LONG: u64 = 16 << 30;
 const NAMES: [&str; 3] = ["first", "second", "third"];
@@ -103,7 +104,7 @@ fn a_long_life_stays_within_its_bounds() {
     println!("{:<10}{}", "life", Tally::HEADINGS);
     for ((_, log_io), tally) in jobs.iter().zip(&tallies) {
         println!("{:<10}{tally}", log_io.to_string());
-        // If the random choice of commands changes, every kind of command must still occur.
+        // Even if the random selection of commands changes, every kind of command must still occur.
         let happened = [tally.commits, tally.snapshots, tally.restores, tally.reopenings, tally.kills];
         assert!(happened.iter().all(|count| *count > sized(0, 5)), "{tally:?}");
         assert!(!is_full() || tally.jumps > 5 && tally.giants > 0, "{tally:?}");
@@ -121,13 +122,13 @@ struct Life {
     ground: Ground,
     worker: Worker,
     with: OpenWith,
-    /// How far the worker's clock is ahead of this process's clock, in milliseconds.
+    /// The number of milliseconds by which the worker's clock is ahead of this process's clock.
     clock_ms: i64,
-    /// The size of the disk, and the maximum length of a page.
+    /// The size of the disk.
     disk_len: u64,
     giant_len_max: u64,
-    /// The number of snapshots when a giant page was last deleted, or when a restore brought back the files
-    /// of an earlier state.
+    /// The number of snapshots at the time when a giant page was last deleted, or when a restore brought back
+    /// the files of an earlier state.
     last_giant: u64,
     model: Model,
     tally: Tally,
@@ -178,7 +179,7 @@ impl Life {
         self.ground.path().join("store")
     }
 
-    /// Fails with everything that is needed to investigate.
+    /// Fails with all information that is needed to investigate.
     fn fail(&self, message: &str) -> ! {
         let told: Vec<&str> = self.told.iter().map(String::as_str).collect();
         panic!(
@@ -221,7 +222,7 @@ impl Life {
         lsn.parse().unwrap()
     }
 
-    /// Runs one command, possibly interrupted by a kill, and checks all invariants.
+    /// Runs one command, which a kill may interrupt, and checks all invariants.
     fn step(&mut self) {
         self.tally.steps += 1;
         match self.random.below(100) {
@@ -277,7 +278,8 @@ impl Life {
                 });
                 continue;
             }
-            // One change per page and batch, because the model suite tests several changes of one page.
+            // Change each page at most once per batch, because the model suite tests several changes of one
+            // page.
             let (page, page_len) = pages.swap_remove(random.below(pages.len() as u64) as usize);
             changes.push(match random.below(10) {
                 0..=1 => Change::Delete { page },
@@ -364,7 +366,7 @@ impl Life {
         list.split_whitespace().map(parse).collect()
     }
 
-    /// Whether the store takes background snapshots.
+    /// Returns true if the store takes background snapshots.
     fn is_in_background(&self) -> bool {
         self.with.snapshot_log_bytes.is_some()
     }
@@ -399,7 +401,8 @@ impl Life {
         self.last_giant = self.tally.snapshots;
     }
 
-    /// Forks an earlier state. The fork has that state, can be used, and does not affect this store.
+    /// Forks an earlier state. Checks that the fork has that state and can be used, and that it does not
+    /// affect this store.
     fn fork(&mut self) {
         let Some(lsn) = self.draw_past() else { return };
         let folder = self.ground.path().join("fork");

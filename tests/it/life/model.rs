@@ -1,7 +1,7 @@
-//! The expected content of a store, based on its documentation: pages as layers of patterns, with one state
-//! for each batch.
+//! The expected content of a store, derived from its documentation. A page consists of layers of patterns,
+//! and there is one state for each batch.
 //!
-//! The bytes of a page follow from its layers, so the model of a store of many GiB needs a few KiB.
+//! The bytes of a page can be computed from its layers, so the model of a store of many GiB needs a few KiB.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -10,9 +10,9 @@ use std::sync::Arc;
 use super::text::{Change, Pattern};
 use super::worker::checksum_of;
 
-/// Groups, chunks and manifests begin at multiples of this.
+/// Alignment of groups, chunks and manifests in bytes.
 const BLOCK_LEN: u64 = 4096;
-/// The bytes of a page in a manifest: its entry, key and metadata, in two copies.
+/// Number of bytes of a page in a manifest: its entry, key and metadata, in two copies.
 const ENTRY_BYTES: u64 = 2 * 256;
 
 /// A page in one state.
@@ -20,11 +20,11 @@ const ENTRY_BYTES: u64 = 2 * 256;
 pub struct Page {
     pub len: u64,
     pub key: Option<String>,
-    /// The last batch that changed its bytes: a store needs one image per page and version.
+    /// The last batch that changed the bytes of the page. A store needs one image per page and version.
     version: u64,
-    /// From the oldest to the newest; all are within the page.
+    /// The layers from the oldest to the newest. All are within the page.
     layers: Arc<Vec<(Range<u64>, Pattern)>>,
-    /// The checksum of its bytes, computed on demand.
+    /// The checksum of the page's bytes, computed on demand.
     sum: std::cell::Cell<Option<u32>>,
 }
 
@@ -74,7 +74,8 @@ impl Page {
         sum
     }
 
-    /// Returns the maximum size of its image: the payload, a header, and a chunk of its own.
+    /// Returns the maximum size of the page's image: the payload, a header, and a chunk that contains only
+    /// this image.
     fn image_bytes(&self) -> u64 {
         if self.len == 0 { 0 } else { self.len.next_multiple_of(BLOCK_LEN) + 2 * BLOCK_LEN }
     }
@@ -86,7 +87,7 @@ pub struct State {
     pub pages: BTreeMap<u64, Page>,
     pub root: u64,
     next_page: u64,
-    /// The maximum bytes of its batch in the log, and in image files that the batch wrote.
+    /// The maximum number of bytes of the batch in the log and in the image files that the batch wrote.
     log_bytes: u64,
 }
 
@@ -110,7 +111,7 @@ impl State {
 #[derive(Clone, Debug)]
 pub struct Kept {
     pub id: u64,
-    /// Its time, by the worker's clock.
+    /// The time of the snapshot, according to the worker's clock.
     pub unix_ms: u64,
     pub redo: u64,
     pub end: u64,
@@ -120,7 +121,7 @@ pub struct Kept {
 /// Every state since the store was created.
 pub struct Model {
     states: Vec<State>,
-    /// The id that the open store assigns to the next page: a failed batch uses up the ids of its pages until
+    /// The id that the open store assigns to the next page. A failed batch uses up the ids of its pages until
     /// the store is reopened.
     next_page: u64,
 }
@@ -142,7 +143,7 @@ impl Model {
     pub fn commit(&mut self, changes: &[Change]) {
         let version = self.lsn() + 1;
         let mut state = State { next_page: self.next_page, ..self.now().clone() };
-        // Frame header, payload head, a group's padding, and the seal that follows.
+        // The frame header, the payload head, the padding of a group, and the next seal.
         state.log_bytes = 4 * BLOCK_LEN;
         for change in changes {
             state.log_bytes += 256;
@@ -167,7 +168,7 @@ impl Model {
                 Change::SetRoot { value } => state.root = *value,
             }
         }
-        // A batch without a new page does not log the numbers that were skipped.
+        // A batch without a new page does not log the ids that were skipped.
         if state.next_page == self.next_page {
             state.next_page = self.now().next_page;
         } else {
@@ -195,9 +196,9 @@ impl Model {
         self.states.push(state);
     }
 
-    /// Returns the maximum size of the directory: twice the images that the kept snapshots name and that the
-    /// next one writes, the log since the oldest snapshot that keeps its log, the images that batches in that
-    /// log wrote, and `constant`.
+    /// Returns the maximum size of the directory: twice the images that the kept snapshots name and the next
+    /// one writes, the log since the oldest snapshot that keeps its log, the images that batches in that log
+    /// wrote, and `constant`.
     pub fn disk_bytes_max(&self, kept: &[Kept], constant: u64) -> u64 {
         let mut named = BTreeMap::new();
         let now = self.lsn();

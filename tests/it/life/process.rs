@@ -1,4 +1,4 @@
-//! The worker's process from the test's point of view: started, sent commands, killed.
+//! The worker process, as seen by the test: it is started, receives commands, and is killed.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
@@ -9,7 +9,7 @@ use std::time::Duration;
 use super::text::Command;
 use super::{ERRAND_DIRECTORY, TEST, worker};
 
-/// A command that takes longer is considered hung. The time is long, because a machine may be busy.
+/// A command that takes longer than this is considered hung. The time is long, because a machine may be busy.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// The process that has the store open, with its pipes.
@@ -26,14 +26,14 @@ impl Worker {
         let mut process = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let (input, output) = (process.stdin.take().unwrap(), process.stdout.take().unwrap());
         let (sender, answers) = mpsc::channel();
-        // Answers are read in a separate thread, so that waiting for one can time out. The thread ends with
-        // the process.
+        // Answers are read in a separate thread, so that waiting for an answer can time out. The thread ends
+        // with the process.
         std::thread::spawn(move || pass_on(output, &sender));
         Self { process, input, answers }
     }
 
     pub fn send_command(&mut self, command: &Command) {
-        // That the process has ended is noticed when the answer does not come.
+        // If the process has ended, the missing answer shows this.
         let _ = writeln!(self.input, "{command}").and_then(|()| self.input.flush());
     }
 
@@ -52,7 +52,7 @@ impl Worker {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        // After a kill there is no process, which is no failure.
+        // After a kill, there is no process, which is not a failure.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }

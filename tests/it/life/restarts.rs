@@ -11,7 +11,7 @@ use super::text::{Command, Kind, OpenWith};
 use super::{Life, SEGMENT_LENS};
 use crate::kill::workload::Random;
 
-/// Number of spare segments that may or may not be created yet when a store is closed.
+/// Number of spare segments that a close may find already created or not.
 const SPARES_MADE_MAX: u64 = 4;
 
 impl Life {
@@ -27,9 +27,9 @@ impl Life {
         self.compare();
     }
 
-    /// Opens without a commit leave the disk as it was, except for spare segments: a close may interrupt
-    /// their creation. A snapshot is taken first, because this number of opens makes one due, which would
-    /// write the images of changed pages.
+    /// Opens without a commit leave the disk unchanged, except for spare segments, because a close may
+    /// interrupt their creation. A snapshot is taken first, because this number of opens triggers a snapshot,
+    /// which would write the images of changed pages.
     pub(super) fn open_and_close_often(&mut self) {
         self.reopen();
         self.ask(&Command::Snapshot(Kind::Fuzzy));
@@ -39,12 +39,12 @@ impl Life {
         if after > before + SPARES_MADE_MAX * self.with.segment_len {
             self.fail(&format!("twelve opens that committed nothing took {} bytes", after - before));
         }
-        // While a page is not loaded, no snapshot is removed, and the next prune would be checked against
-        // that.
+        // While a page is not loaded, no snapshot is removed. The check of the next prune does not take this
+        // into account, so load all pages first.
         self.compare();
     }
 
-    /// Returns the size of the closed store's directory after this number of further opens and closes.
+    /// Returns the size of the closed store's directory after this number of additional opens and closes.
     fn disk_bytes_after_opens(&mut self, opens: usize) -> u64 {
         for _ in 0..opens {
             self.ask(&Command::Close);

@@ -1,22 +1,22 @@
-//! Commands while there is a shortage of open files, memory or disk space: each succeeds or fails without
+//! Commands during a shortage of open files, memory or disk space. Each command succeeds, or fails without
 //! effect on the store.
 
 use super::Life;
 use super::text::{Command, Kind};
 use crate::machine::filler::Filler;
 
-/// The maximum free bytes of a full disk.
+/// Maximum number of free bytes on a full disk.
 const LEFT_MAX: u64 = 256 << 10;
-/// The minimum of further memory for a process with a memory limit: enough for small allocations and a
-/// thread's stack, whose failure cannot be handled.
+/// Minimum amount of additional memory for a process with a memory limit. It suffices for small allocations
+/// and a thread's stack, whose failure cannot be handled.
 const MEMORY_LEFT_MIN: u64 = 4 << 20;
 const MEMORY_LEFT_MAX: u64 = 20 << 20;
 /// Maximum number of commands during a shortage.
 const TRIES_MAX: u64 = 8;
 
 impl Life {
-    /// Runs commands in a process that can open few more files: each succeeds or fails without effect on the
-    /// store.
+    /// Runs commands in a process that can open only a few more files. Each command succeeds, or fails
+    /// without effect on the store.
     pub(super) fn run_short_of_files(&mut self) {
         // An access to a page that is not loaded waits until the shortage ends.
         self.compare();
@@ -28,7 +28,7 @@ impl Life {
         self.compare();
     }
 
-    /// Runs commands in a process that gets little more memory.
+    /// Runs commands in a process that can get only a little more memory.
     pub(super) fn run_short_of_memory(&mut self) {
         self.compare();
         let left = MEMORY_LEFT_MIN + self.random.below(MEMORY_LEFT_MAX - MEMORY_LEFT_MIN);
@@ -39,8 +39,8 @@ impl Life {
         self.compare();
     }
 
-    /// Runs commands on a full disk: each succeeds or fails without effect on the store; opens and closes
-    /// succeed.
+    /// Runs commands on a full disk. Each command succeeds, or fails without effect on the store. Opens and
+    /// closes succeed.
     pub(super) fn run_short_of_space(&mut self) {
         if self.ground.mount.is_none() {
             return;

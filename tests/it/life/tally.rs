@@ -12,13 +12,13 @@ pub struct Tally {
     pub reopenings: u64,
     pub kills: u64,
     pub forks: u64,
-    /// Changes of the clock, snapshots that were removed for their age, and giant pages.
+    /// Numbers of clock changes, of snapshots that were removed because of their age, and of giant pages.
     pub jumps: u64,
     pub aged: u64,
     pub giants: u64,
-    /// Commands that failed for lack of open files, memory or disk space.
+    /// Number of commands that failed for lack of open files, memory or disk space.
     pub refused: u64,
-    /// The maximum of the directory's size in percent of its bound, and in bytes.
+    /// Maximum size of the directory, in percent of its bound and in bytes.
     pub disk_percent_max: u64,
     pub disk_bytes_max: u64,
     pub memory_bytes_max: u64,

@@ -1,4 +1,5 @@
-//! The protocol of a life: the commands from the test to its worker, one line each, and the batches in them.
+//! The protocol of a life: the commands from the test to its worker, one line each, and the batches that they
+//! contain.
 //!
 //! Both sides of the pipe use these types, so a batch has the same meaning for the store and the model.
 
@@ -54,7 +55,7 @@ pub enum Change {
         len: u64,
         key: Option<String>,
     },
-    /// Creates a page with its content.
+    /// Creates a page with initial content.
     CreateFrom {
         len: u64,
         key: Option<String>,
@@ -66,7 +67,7 @@ pub enum Change {
         len: u64,
         pattern: Pattern,
     },
-    /// Replaces every byte of a page, and its length.
+    /// Replaces all bytes of a page, and thereby its length.
     Replace {
         page: u64,
         len: u64,
@@ -126,7 +127,7 @@ impl FromStr for Change {
     }
 }
 
-/// A command to the worker.
+/// A command for the worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Command {
     Open(OpenWith),
@@ -140,18 +141,18 @@ pub enum Command {
     Scrub,
     /// Lets the follower catch up with the store.
     Follow,
-    /// Forks a child process, which makes every call that must fail there.
+    /// Forks a child process that makes every call that must fail in a child.
     ForkProcess,
-    /// From now on the process may open this many more files; `None` removes the limit.
+    /// Limits the number of additional files that the process may open from now on. `None` removes the limit.
     FilesLeft(Option<u64>),
-    /// From now on the process may map this many more bytes during a commit or a snapshot; `None` removes the
-    /// limit.
+    /// Limits the number of additional bytes that the process may map from now on, during a commit or a
+    /// snapshot. `None` removes the limit.
     MemoryLeft(Option<u64>),
-    /// From now on the worker's wall clock is this many milliseconds ahead of the machine's.
+    /// Sets the worker's wall clock to this many milliseconds ahead of the machine's clock.
     Clock(i64),
     State,
     Snapshots,
-    /// Returns the maximum of the process's memory so far.
+    /// Returns the maximum memory that the process has used so far.
     Peak,
     Close,
 }

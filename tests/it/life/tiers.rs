@@ -1,5 +1,5 @@
-//! A long life with tiers: pages move to the disk and back all the time, and the store is closed, killed and
-//! reopened. The size of the directory depends on what is kept, not on how long the store has run.
+//! A long life with tiers. Pages constantly move to the disk and back, and the store is closed, killed and
+//! reopened. The size of the directory depends on the kept states, not on how long the store has run.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ const PAGES: u64 = 40;
 /// Length of the longest page, for which snapshots write overlays.
 const LONG_LEN: u64 = 160 << 10;
 const DEVICE: Place = Place::Device(0);
-/// Number of opens. There is little work between most of them, and much after every fifth one.
+/// Number of opens. There is little work between most opens, and much work after every fifth one.
 const OPENS: usize = 25;
 const STEPS: [u64; 2] = [20, 300];
 
@@ -47,12 +47,12 @@ fn bytes(number: u64, version: u64) -> Vec<u8> {
     Random(number << 32 | version).bytes(len)
 }
 
-/// The bytes of the images of all pages, each in a file of its own.
+/// Length of the images of all pages, each in its own file.
 const IMAGES: u64 = PAGES * (LEN + 4096) + LONG_LEN + 8192;
-/// The maximum size of the directory: twice the images of all pages in two snapshots and in the running
-/// store, and the segments of the log with spares. A life writes several times that.
+/// Maximum size of the directory: twice the images of all pages in two snapshots and in the running store,
+/// and the segments of the log with spares. A life writes several times this number of bytes.
 const BYTES_MAX: u64 = 2 * 3 * IMAGES + (1 << 20);
-/// The maximum number of files: an image of each page in two snapshots and in the running store, and those of
+/// Maximum number of files: an image of each page in two snapshots and in the running store, and the files of
 /// the log.
 const FILES_MAX: usize = 3 * PAGES as usize + 60;
 

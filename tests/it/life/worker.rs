@@ -1,6 +1,6 @@
 //! The process that has the store open. It executes commands, one line each, and answers each with one line.
 //!
-//! It does not know the expected content, so the test loses no knowledge when it kills the worker.
+//! The worker does not know the expected content, so the test loses no information when it kills the worker.
 
 use std::io::{BufRead, Write};
 use std::os::unix::process::CommandExt;
@@ -22,9 +22,9 @@ use crate::with_options::With;
 
 /// The prefix of an answer, which distinguishes it from output of the test runner.
 pub const ANSWER: &str = "answer: ";
-/// The root's entry that the test changes.
+/// The entry of the root that the test changes.
 const ROOT_ENTRY: &str = "step";
-/// Number of bytes in which a page is read and compared.
+/// Number of bytes of a page that are read and compared at a time.
 const READ_LEN: u64 = 1 << 20;
 
 /// Returns the options of a store in a life.
@@ -48,10 +48,10 @@ pub fn options(with: &OpenWith) -> Options {
 struct Worker {
     directory: PathBuf,
     store: Option<Arc<Store>>,
-    /// Keeps its position across reopens of the store.
+    /// The replica, which keeps its position across reopens of the store.
     replica: Replica,
     last_ticket: Option<Ticket>,
-    /// The number of further bytes that the process may map during commits and snapshots.
+    /// Number of additional bytes that the process may map during commits and snapshots.
     memory_left: Option<u64>,
 }
 
@@ -133,8 +133,8 @@ impl Worker {
                 Ok(String::new())
             }
             Command::MemoryLeft(left) => {
-                // A GPU driver maps an unpredictable amount of address space, and a list that gets no pinned
-                // memory stops the store.
+                // Do not limit the memory if a GPU driver is loaded, because the driver maps an unpredictable
+                // amount of address space, and a list that gets no pinned memory stops the store.
                 let has_driver = std::fs::read_to_string("/proc/self/maps").unwrap().contains("libcuda.so");
                 self.memory_left = left.filter(|_| !has_driver);
                 Ok(String::new())
@@ -202,7 +202,8 @@ impl Worker {
         Ok(answer)
     }
 
-    /// Advances the replica to the store's newest batch, and compares every byte of it with the store.
+    /// Advances the replica to the store's newest batch, and compares every byte of the replica with the
+    /// store.
     fn follow(&mut self) -> Result<String, Error> {
         let newest = self.store().lsn();
         if self.replica.lsn() == newest {
@@ -249,8 +250,8 @@ impl Worker {
         Follower::open(&self.directory, FollowFrom::Position(self.replica.position()))
     }
 
-    /// Forks a child, which makes calls that only the opening process may make, including a wait for a ticket
-    /// of the parent's.
+    /// Forks a child that makes calls which only the opening process may make, including a wait for a ticket
+    /// of the parent.
     fn fork_process(&self) {
         let (ticket, page) = (self.last_ticket.clone(), PageId(1));
         let store = self.store.clone().expect("the store is open");
@@ -261,12 +262,12 @@ impl Worker {
                 && refused(store.submit(store.batch()).map(drop))
                 && refused(store.snapshot().map(drop))
                 && ticket.as_ref().is_none_or(|ticket| refused(ticket.wait(Ack::Durable)));
-            // The child's return value here is what `spawn` returns in the parent.
+            // `spawn` returns this value in the parent.
             if is_refused { Ok(()) } else { Err(std::io::ErrorKind::InvalidData.into()) }
         };
         let mut command = std::process::Command::new("true");
-        // SAFETY: each of these calls asks for the process's id first and returns an error that owns no
-        // memory; no lock is taken and nothing is allocated.
+        // SAFETY: each of these calls first checks the process id and then returns an error that owns no
+        // memory. No lock is taken, and no memory is allocated.
         unsafe { command.pre_exec(refusals) };
         assert!(command.status().expect("the child is refused everything").success());
     }
@@ -307,7 +308,7 @@ pub fn checksum<E>(len: u64, mut read: impl FnMut(u64, &mut [u8]) -> Result<(), 
     Ok(sum.finalize())
 }
 
-/// Returns the CRC-32 of a pattern, computed with the same pieces.
+/// Returns the CRC-32 of a pattern, computed with pieces of the same length.
 pub fn checksum_of(len: u64, fill: impl Fn(u64, &mut [u8])) -> u32 {
     let read = |offset: u64, out: &mut [u8]| {
         fill(offset, out);
@@ -316,7 +317,7 @@ pub fn checksum_of(len: u64, fill: impl Fn(u64, &mut [u8])) -> u32 {
     checksum(len, read).unwrap_or_else(|never| match never {})
 }
 
-/// Limits the number of further files that the process may open.
+/// Limits the number of additional files that the process may open.
 fn limit_files(left: Option<u64>) {
     let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
     let current = match left {
@@ -329,7 +330,7 @@ fn limit_files(left: Option<u64>) {
     setrlimit(Resource::Nofile, Rlimit { current, maximum }).unwrap();
 }
 
-/// Runs `work` while the process may map only this number of further bytes.
+/// Runs `work` while the process may map only this number of additional bytes.
 fn with_memory<T>(left: Option<u64>, work: impl FnOnce() -> T) -> T {
     let Some(left) = left else { return work() };
     let Rlimit { maximum, .. } = getrlimit(Resource::As);

@@ -7,13 +7,13 @@ use std::path::{Path, PathBuf};
 pub struct Filler(PathBuf);
 
 impl Filler {
-    /// Occupies all space but `left` bytes, according to the free space that the file system reports.
+    /// Occupies all space except `left` bytes, according to the free space that the file system reports.
     pub fn but(folder: &Path, left: u64) -> Self {
         let path = folder.join("filler");
         let file = File::create(&path).unwrap();
         let mut len = 0;
         loop {
-            // Includes the blocks reserved for root, because tests that fill a disk run as root.
+            // The number includes the blocks reserved for root, because tests that fill a disk run as root.
             let free = rustix::fs::statvfs(folder).map(|told| told.f_bfree * told.f_frsize).unwrap();
             // Space that the file system reserves cannot be allocated in smaller requests either.
             let wanted = free.saturating_sub(left) / 4096 * 4096;
@@ -25,7 +25,7 @@ impl Filler {
         }
     }
 
-    /// Occupies all space, the last of it byte by byte, until the file system fails a write.
+    /// Occupies all space, the last part of it byte by byte, until the file system fails a write.
     pub fn all(folder: &Path) -> Self {
         let filler = Self::but(folder, 2 << 20);
         let mut file = File::options().append(true).open(&filler.0).unwrap();

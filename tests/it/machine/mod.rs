@@ -1,6 +1,6 @@
-//! Requirements of some tests in addition to a file system: `strace`, root, loop devices, programs that
-//! create file systems. If one is missing, the test prints a message, bypassing the capture of test output,
-//! and does nothing, so that a run without them cannot be mistaken for one with them.
+//! Requirements of some tests in addition to a file system: `strace`, root, loop devices, and programs that
+//! create file systems. If a requirement is missing, the test prints a message that bypasses the capture of
+//! test output and does nothing, so that such a run cannot be mistaken for a complete one.
 
 pub mod filler;
 pub mod mounts;
@@ -14,21 +14,21 @@ use std::time::Duration;
 
 use crate::faults::watched_for;
 
-/// Environment variable which states that the process runs only this test, so the test need not start another
-/// process.
+/// Environment variable which states that the process runs only this test, so that the test need not start
+/// another process.
 const ALONE: &str = "REMANENT_ALONE";
 
-/// Whether the process runs only this test.
+/// Returns true if the process runs only this test.
 pub fn is_alone() -> bool {
     std::env::var_os(ALONE).is_some()
 }
 
-/// Runs the body of a test in a process of its own.
+/// Runs the body of a test in its own process.
 pub fn alone<Test: FnOnce() + Send + 'static>(body: Test) {
     alone_for(Duration::from_secs(60), body);
 }
 
-/// Like [`alone`], with this time limit.
+/// Like [`alone`], but with this time limit.
 #[expect(clippy::print_stdout, reason = "the figures of the test's long run")]
 pub fn alone_for<Test: FnOnce() + Send + 'static>(limit: Duration, body: Test) {
     let test = std::any::type_name::<Test>().trim_start_matches("it::").trim_end_matches("::{{closure}}");
@@ -39,7 +39,7 @@ pub fn alone_for<Test: FnOnce() + Send + 'static>(limit: Duration, body: Test) {
     let output = child.args(["--exact", test, "--nocapture"]).env(ALONE, "1").output().unwrap();
     let [out, err] = [&output.stdout, &output.stderr].map(|said| String::from_utf8_lossy(said));
     std::io::stderr().write_all(err.as_bytes()).unwrap();
-    // The test's output, which cargo shows on request.
+    // Print the test's output, which cargo shows on request.
     print!("{out}");
     assert!(output.status.success() && out.contains("1 passed"), "{}\n{out}\n{err}", output.status);
 }
@@ -52,12 +52,12 @@ pub fn skipped(part: &str, reason: &str) {
     writeln!(uncaptured, "SKIPPED {part}: {test}: {reason}").unwrap();
 }
 
-/// Reads a number from the environment: the amount of work of a suite in its long form.
+/// Reads the amount of work of a suite in its long form from the environment.
 pub fn effort(name: &str) -> Option<usize> {
     std::env::var(name).ok().map(|number| number.parse().expect("a number"))
 }
 
-/// Runs all jobs, as many at a time as there are cores, and returns their outcomes in order.
+/// Runs all jobs, as many at a time as there are cores. Returns their outcomes in the order of the jobs.
 pub fn in_parallel<Job: Sync, Outcome: Send>(
     jobs: &[Job],
     run: impl Fn(&Job) -> Outcome + Sync,

@@ -1,8 +1,9 @@
-//! File systems for one test, on loop devices over files in memory, and the content of these devices at some
+//! File systems for one test, on loop devices over files in memory, and copies of these devices at some
 //! instant.
 //!
 //! The file behind a loop device is on a file system that can clone files. A clone is a consistent copy of
-//! the device while it is being written, which the file system on it cannot distinguish from a power cut.
+//! the device while it is being written. The file system on the device cannot distinguish it from the result
+//! of a power cut.
 
 #[path = "../../../tools/src/torture/loop_mounts.rs"]
 mod loop_mounts;
@@ -14,7 +15,7 @@ use std::sync::OnceLock;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     Ext4,
-    /// XFS whose files may share extents, the default of its `mkfs`.
+    /// XFS whose files may share extents, which is the default of its `mkfs`.
     Xfs,
     XfsWithoutReflinks,
     Btrfs,
@@ -23,8 +24,8 @@ pub enum Kind {
 impl Kind {
     pub const ALL: [Self; 4] = [Self::Ext4, Self::Xfs, Self::XfsWithoutReflinks, Self::Btrfs];
 
-    /// Returns the program that creates it, the program's options, the minimum size in bytes, and options to
-    /// mount a copy of a mounted one.
+    /// Returns the program that creates the file system, its options, the minimum size in bytes, and the
+    /// options for mounting a copy of a mounted file system.
     fn recipe(self) -> (&'static str, &'static [&'static str], u64, &'static str) {
         match self {
             Self::Ext4 => ("mkfs.ext4", &["-q", "-F"], 64 << 20, "loop"),
@@ -37,7 +38,7 @@ impl Kind {
     }
 }
 
-/// A mounted file system, unmounted when dropped.
+/// A mounted file system. Unmounted when dropped.
 #[derive(Debug)]
 pub struct Mount {
     pub path: PathBuf,
@@ -60,7 +61,8 @@ impl Drop for Mount {
     }
 }
 
-/// A file system on a device that can be cloned. The fields are in the order in which they must be dropped.
+/// A file system on a device that can be cloned. The order of the fields is the order in which they must be
+/// dropped.
 pub struct Medium {
     _mount: Mount,
     kind: Kind,
@@ -72,7 +74,7 @@ pub struct Medium {
 impl Medium {
     /// Creates an empty file system, and mounts it at `path`.
     pub fn new(kind: Kind, path: PathBuf) -> Result<Self, String> {
-        // In memory, because the test checks which writes arrive, not how fast.
+        // The file system is in memory, because the test checks which writes arrive, not how fast they are.
         let folder = tempfile::tempdir_in("/dev/shm").map_err(|error| format!("/dev/shm: {error}"))?;
         let outer = make(Kind::Xfs, &folder.path().join("outer"), 8 << 30)?;
         let outer = Mount::new(&outer, folder.path().join("mounted"), &["-o", "loop"])?;
@@ -91,7 +93,7 @@ impl Medium {
         self.cut_of(&self.image("image"))
     }
 
-    /// Returns the current content of an earlier cut's device.
+    /// Returns the current content of the device of an earlier cut.
     pub fn cut_again(&mut self, cut: &Cut) -> Cut {
         self.cut_of(&cut.image)
     }
@@ -118,7 +120,7 @@ pub struct Cut {
 }
 
 impl Cut {
-    /// Mounts it; the file system recovers first.
+    /// Mounts the content of the device. The file system first recovers.
     pub fn mount(&self) -> Mount {
         Mount::new(&self.image, self.path.clone(), &["-o", self.options]).unwrap()
     }
@@ -131,14 +133,14 @@ impl Drop for Cut {
     }
 }
 
-/// Creates a file with a file system in it.
+/// Creates a file that contains a file system.
 pub fn make(kind: Kind, path: &Path, len: u64) -> Result<PathBuf, String> {
     let (program, options, ..) = kind.recipe();
     loop_mounts::make(path, len, program, options)
 }
 
-/// Returns the reason why this kind of file system is not available; `None` if it is. To find out, one is
-/// created.
+/// Returns the reason why this kind of file system is not available, or `None` if it is available. Creates a
+/// file system to determine this.
 pub fn missing(kind: Kind) -> Option<&'static str> {
     static REASONS: [OnceLock<Option<String>>; Kind::ALL.len()] =
         [const { OnceLock::new() }; Kind::ALL.len()];

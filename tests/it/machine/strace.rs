@@ -1,23 +1,23 @@
-//! Changes the effect of the n-th system call of a kind in a running process, with `strace`.
+//! Uses `strace` to change the effect of the n-th system call of a kind in a running process.
 //!
-//! It is attached to a process that waits, so that only later calls count. Calls are counted per thread; the
-//! fault is injected into the first thread that reaches its n-th call.
+//! `strace` is attached to a process that waits, so that only later calls count. Calls are counted per
+//! thread, and the fault is injected into the first thread that reaches its n-th call.
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStderr, Command, Stdio};
 use std::sync::OnceLock;
 
-/// A fault for a kind of call.
+/// A fault for one kind of system call.
 #[derive(Clone, Copy, Debug)]
 pub struct Fault {
-    /// System calls, as `strace` names them: `pwrite64`, `/^rename`, `all`.
+    /// System calls in the syntax of `strace`, such as `pwrite64`, `/^rename` or `all`.
     pub calls: &'static str,
-    /// The fault in the syntax of `strace`: `signal=KILL`, `error=EIO`.
+    /// The fault in the syntax of `strace`, such as `signal=KILL` or `error=EIO`.
     pub fault: &'static str,
 }
 
-/// A fault for one call.
+/// A fault for one system call.
 #[derive(Clone, Copy, Debug)]
 pub struct Injection {
     pub fault: Fault,
@@ -32,12 +32,12 @@ impl Injection {
     }
 }
 
-/// A running `strace`. It ends with its process.
+/// A running `strace`, which ends with its process.
 pub struct Strace {
     process: Child,
-    /// The file to which it writes the calls of the kind.
+    /// The file to which `strace` writes the calls of the kind.
     log: PathBuf,
-    /// Kept open, because `strace` writes a message for every new thread.
+    /// The stderr pipe, which stays open because `strace` writes a message for every new thread.
     _messages: BufReader<ChildStderr>,
 }
 
@@ -56,7 +56,7 @@ impl Strace {
         if line.contains(" attached") { Ok(strace) } else { Err(line.trim_end().to_owned()) }
     }
 
-    /// Whether a call hit the fault; call it after the process has ended.
+    /// Returns true if a call hit the fault. Call this method after the process has ended.
     pub fn struck(mut self) -> bool {
         self.process.wait().unwrap();
         std::fs::read_to_string(&self.log).unwrap().contains("(INJECTED)")
@@ -65,13 +65,13 @@ impl Strace {
 
 impl Drop for Strace {
     fn drop(&mut self) {
-        // It has usually ended with its process, which is no failure.
+        // `strace` has usually ended with its process, which is not a failure.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
 }
 
-/// Returns the reason why `strace` is not available; `None` if it can attach to a process.
+/// Returns the reason why `strace` is not available, or `None` if it can attach to a process.
 pub fn missing() -> Option<&'static str> {
     static REASON: OnceLock<Option<String>> = OnceLock::new();
     let ask = || {

@@ -49,7 +49,8 @@ fn name() -> impl Strategy<Value = usize> {
     0..NAMES.len()
 }
 
-/// Mostly short; some pages and writes need several groups, or a segment of their own.
+/// Generates a length. Most lengths are short, and some pages and writes need several groups or their own
+/// segment.
 fn len() -> impl Strategy<Value = u16> {
     prop_oneof![2 => Just(0u16), 20 => 1..600u16, 2 => 600..20_000u16]
 }

@@ -1,11 +1,11 @@
-//! Histories: lists of actions with arbitrary numbers, which the model reduces to valid ones. `draw.rs`
-//! generates them randomly; here they are also made from a fuzzer's bytes.
+//! Histories, which are lists of actions with arbitrary numbers. The model reduces these numbers to valid
+//! ones. `draw.rs` generates histories randomly, and this file generates them from a fuzzer's bytes.
 
 use arbitrary::{Arbitrary, Result, Unstructured};
 use remanent::batch::Width;
 use remanent::{Place, Value};
 
-/// Keys of pages: few, so that they are often used, released and reused.
+/// Keys of pages. There are only a few, so that keys are often used, released and reused.
 pub const KEYS: [&str; 4] =
     ["a", "weights", "\u{1F511}", "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef"];
 /// Names of metadata and root entries.
@@ -18,7 +18,8 @@ pub const SNAPSHOT_NAMES: [&str; 3] = ["first", "before tuning", "\u{1F4CC}"];
 #[derive(Arbitrary, Clone, Debug)]
 pub enum Action {
     Commit(Vec<Step>),
-    /// Takes a snapshot. If it is only published, it is read back when the model already has it.
+    /// Takes a snapshot. If the snapshot is only published, it is read back after the model already contains
+    /// it.
     Snapshot {
         exact: bool,
         is_published: bool,
@@ -29,13 +30,14 @@ pub enum Action {
         name: usize,
         is_published: bool,
     },
-    /// Releases one of the existing names. Removes all snapshots that nothing keeps, or only the named one.
+    /// Releases one of the existing names. Removes all snapshots that are no longer kept, or only the named
+    /// one.
     GiveUp {
         #[arbitrary(with = pick)]
         pick: usize,
         is_alone: bool,
     },
-    /// Keeps one to three of the newest snapshots, and those with names.
+    /// Keeps one to three of the newest snapshots, and all named snapshots.
     Prune(u8),
     /// Reads all files, which must not be damaged.
     Scrub,
@@ -47,7 +49,7 @@ pub enum Action {
     Look(#[arbitrary(with = pick)] usize),
     /// Forks the state after any restorable batch.
     Fork(#[arbitrary(with = pick)] usize),
-    /// Reads a range of a page, given by its two ends.
+    /// Reads the range of a page between two offsets.
     Read(#[arbitrary(with = pick)] usize, u16, u16),
     /// Moves a page with a separate call.
     #[arbitrary(skip)]
@@ -74,11 +76,12 @@ pub enum MoveCall {
     Demote,
 }
 
-/// The tiers of stores that have them. They are larger than any history needs, so pages move only on request.
+/// The tiers of stores that have tiers. They are larger than any history needs, so pages move only on
+/// request.
 pub const TIERS: [Place; 4] = [Place::Device(0), Place::Pinned, Place::Host, Place::Disk];
 
 /// An operation of a batch. Pages are selected from those that exist at this point of the batch, including
-/// those that it creates; offsets and lengths are limited to the page.
+/// those that the batch creates. Offsets and lengths are limited to the page.
 #[derive(Arbitrary, Clone, Debug)]
 pub enum Step {
     Create {
@@ -133,7 +136,7 @@ pub enum Step {
         #[arbitrary(with = len)]
         len: u16,
     },
-    /// All bytes of a page, and its new length: long enough for an image file.
+    /// Replaces all bytes of a page, which is then long enough for an image file.
     Replace {
         #[arbitrary(with = pick)]
         page: usize,
@@ -176,12 +179,12 @@ pub enum Step {
         name: usize,
     },
     Note(String),
-    /// A precondition that holds.
+    /// A precondition that is met.
     Expect {
         #[arbitrary(with = pick)]
         page: usize,
     },
-    /// A precondition that holds: a page that was deleted, or never existed, has epoch 0.
+    /// A precondition that is met. A page that was deleted or never existed has epoch 0.
     ExpectGone {
         #[arbitrary(with = pick)]
         page: usize,
@@ -189,10 +192,10 @@ pub enum Step {
     Bad(Bad),
 }
 
-/// An invalid step, because of which the batch fails.
+/// An invalid step that makes the batch fail.
 #[derive(Arbitrary, Clone, Debug)]
 pub enum Bad {
-    /// A precondition that does not hold.
+    /// A precondition that is not met.
     Conflict {
         #[arbitrary(with = pick)]
         page: usize,
@@ -267,12 +270,12 @@ pub enum Bad {
     LongNote,
 }
 
-/// Selects one of any number of items; one byte suffices.
+/// Selects one of any number of items. One byte of input suffices.
 fn pick(raw: &mut Unstructured) -> Result<usize> {
     u8::arbitrary(raw).map(usize::from)
 }
 
-/// Generates a length that is mostly short, like [`super::draw`].
+/// Generates a length that is mostly short, as [`super::draw`] does.
 fn len(raw: &mut Unstructured) -> Result<u16> {
     let len = u16::arbitrary(raw)?;
     Ok(if len.is_multiple_of(8) { len % 20_000 } else { len % 600 })

@@ -1,17 +1,18 @@
 //! Random histories of a store, compared with a simple model in memory.
 //!
 //! A history consists of valid and invalid batches with every operation, snapshots with and without names,
-//! pruning, scrubs, restores, forks, clean reopens and crashes. In one of the runs the store also takes
+//! pruning, scrubs, restores, forks, clean reopens and crashes. In one of the runs, the store also takes
 //! background snapshots, and in another it demotes pages because its tiers are too small. A crash drops the
-//! store and opens a copy of its directory, taken while the store was working, as a kill of the process would
-//! leave it. `plain.rs` is the model, which is based on the documentation and not on the engine; `history.rs`
-//! defines histories, `draw.rs` generates them, and `run.rs` runs them. After every open, and at the end, the
-//! store, the pure `rebuild` of its directory, and the model must agree on everything.
+//! store and opens a copy of its directory that was taken while the store was working, as a kill of the
+//! process would leave it. `plain.rs` is the model, which is based on the documentation and not on the
+//! engine. `history.rs` defines histories, `draw.rs` generates them, and `run.rs` runs them. After every
+//! open, and at the end, the store, the pure `rebuild` of its directory, and the model must have the same
+//! state.
 //!
-//! The fuzzer generates histories too, and runs them on simulated disks (`fuzz/src/histories.rs`).
+//! The fuzzer also generates histories and runs them on simulated disks (`fuzz/src/histories.rs`).
 //!
-//! Histories are generated from seeds, which are the same in every run. A failure reports its seed and is
-//! shrunk; `REMANENT_SEED=n cargo test --test it model` runs only the histories of that seed.
+//! Histories are generated from seeds, which are the same in every run. A failure reports its seed, and its
+//! history is shrunk. `REMANENT_SEED=n cargo test --test it model` runs only the histories of that seed.
 
 pub mod draw;
 pub mod history;
@@ -54,7 +55,8 @@ fn store_matches_model() {
     let has_gpu = gpu::device().is_some();
     let direct = direct_io::log_io();
     each_history(SEEDS, |seed, actions| {
-        // The same history on early and late devices, on a GPU (I11), and with each way to write the log.
+        // Run the same history on early and late devices, on a GPU (I11), and in each mode of writing the
+        // log.
         let other = if seed % 2 == 0 { LogIo::Buffered } else { direct };
         let late = || Arc::new(LateDevice::seeded(host(), seed)) as Arc<dyn Device>;
         let options = |log_io| {
@@ -64,7 +66,7 @@ fn store_matches_model() {
                     .images(ImageOptions::new().io(direct_io::image_io(log_io))),
             )
         };
-        // With short chunks, pages on disk of some hundred bytes have overlays.
+        // With short chunks, pages on disk of a few hundred bytes have overlays.
         let on_demand = options(other).with(|options| {
             options.memory.load = PageLoad::OnDemand;
             options.images.chunk_len = Some(4 << 10);
@@ -84,7 +86,7 @@ fn store_matches_model() {
         }
         Ok(())
     });
-    // If the random choice of actions changes, the histories must still cover everything.
+    // Even if the random selection of actions changes, the histories must still cover all of them.
     let tally = tally.into_inner();
     let Tally {
         commits,
@@ -112,8 +114,8 @@ fn store_matches_model() {
     assert!(asked_for().is_some() || enough && tally.refusals.len() == Refusal::COUNT, "{tally:?}");
 }
 
-/// Histories of a store whose tiers are smaller than its pages: it demotes pages all the time, and each page
-/// has its bytes and is in the requested place or a lower one.
+/// Runs histories of a store whose tiers are smaller than its pages. The store constantly demotes pages, and
+/// each page must have its bytes and be in the requested place or a lower one.
 #[test]
 fn store_with_moves_matches_model() {
     let tally = RefCell::new(Tally::default());
@@ -134,7 +136,7 @@ fn store_with_moves_matches_model() {
             _ => ("a host device", &host),
         };
         let setting = Setting { options, in_background: true, is_cramped: true, device };
-        // First, more pages than fit are created.
+        // First create more pages than fit.
         let page = Step::Create { len: 500, place: Place::Device(0), key: None, metadata: None };
         let full = (0..3).map(|_| Action::Commit(vec![page.clone(); 8]));
         let actions: Vec<Action> = full.chain(actions.iter().cloned()).collect();
@@ -230,14 +232,15 @@ impl Ground for Directory {
     fn crash(self, store: Store, _pick: u64) -> Left<Self> {
         let ground = copy_as_it_lies(&store, &self.path);
         let floors = Floors::of(&store);
-        // Its threads continue and may still write, but this directory is not read again.
+        // The threads of the store continue and may still write, but this directory is not read again.
         std::mem::forget(store);
         Left { ground, floors, is_between: true }
     }
 }
 
-/// Copies a store directory in use. The store's threads may be creating a segment or writing a seal, so a
-/// copy is used only if no such change happened meanwhile: then it is a state that existed at one instant.
+/// Copies the directory of a store in use. The store's threads may be creating a segment or writing a seal,
+/// so a copy is used only if no such change happened during it. Such a copy is a state that existed at one
+/// instant.
 fn copy_as_it_lies(store: &Store, source: &Path) -> Directory {
     let moment = || {
         let mut names: Vec<_> = walk(source).into_iter().map(|(path, _)| path).collect();

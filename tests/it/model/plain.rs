@@ -1,5 +1,5 @@
-//! The model: pages in a map, changed one step at a time. A draft is a batch together with the state that it
-//! would lead to.
+//! The model: pages in a map, which is changed one step at a time. A draft is a batch together with the state
+//! that the batch would produce.
 
 use std::collections::BTreeMap;
 
@@ -21,7 +21,7 @@ pub struct Page {
     pub bytes: Vec<u8>,
 }
 
-/// The state of a store, and the history that it must keep.
+/// The state of a store, and the history that the store must keep.
 #[derive(Clone, Debug, Default)]
 pub struct Model {
     pub pages: BTreeMap<PageId, Page>,
@@ -33,13 +33,13 @@ pub struct Model {
     pub snapshots: BTreeMap<SnapshotId, u64>,
     /// The names of snapshots.
     pub names: BTreeMap<SnapshotId, String>,
-    /// Whether the store takes background snapshots. Then the list of snapshots is taken from the store.
+    /// Whether the store takes background snapshots. If so, the list of snapshots is taken from the store.
     pub in_background: bool,
-    /// Whether the store moves pages with batches that the model does not see. Then the model has the place
-    /// that was requested last, and the page is there or in a lower tier; its Lsn is unknown; and there are
-    /// further batches between those of the model.
+    /// Whether the store moves pages with batches that the model does not predict. If so, the model contains
+    /// the place that was requested last, and the page is in this place or in a lower tier. Its Lsn is
+    /// unknown, and there are additional batches between those of the model.
     pub is_cramped: bool,
-    /// The log is kept from this batch on; a snapshot of an earlier batch can only be viewed.
+    /// The batch from which on the log is kept. A snapshot of an earlier batch can only be viewed.
     log_from: u64,
     /// The states after earlier batches.
     past: BTreeMap<u64, Past>,
@@ -49,8 +49,8 @@ pub struct Model {
     page_high: PageId,
 }
 
-/// Whether a page that was requested in `requested` may be in `found`: tiers demote pages, and never promote
-/// them unasked.
+/// Returns true if a page that was requested in `requested` may be in `found`. Tiers demote pages, but never
+/// promote them without a request.
 pub fn is_there_or_lower(requested: Place, found: Place) -> bool {
     let rank = |place| TIERS.iter().position(|tier| *tier == place);
     match (rank(requested), rank(found)) {
@@ -59,7 +59,7 @@ pub fn is_there_or_lower(requested: Place, found: Place) -> bool {
     }
 }
 
-/// The state after an earlier batch, with the highest numbers assigned by then.
+/// The state after an earlier batch, with the highest numbers that were assigned by then.
 #[derive(Clone, Debug)]
 struct Past {
     pages: BTreeMap<PageId, Page>,
@@ -100,7 +100,7 @@ impl Refusal {
 }
 
 impl Model {
-    /// Applies the changes of batch `lsn`. `created` are the ids that the store assigned.
+    /// Applies the changes of batch `lsn`. `created` contains the ids that the store assigned.
     pub fn install(&mut self, lsn: u64, changed: Changed, created: &[PageId]) {
         self.leave_to(lsn);
         assert_eq!(created.len(), changed.created, "one id for each create and clone");
@@ -135,15 +135,15 @@ impl Model {
     /// Records that a page was requested to be in a place, in a store that moves pages itself. `lsn` is the
     /// newest batch after the call.
     pub fn told_to(&mut self, page: PageId, place: Place, lsn: u64) {
-        // In earlier states the page is in the place requested then, or a lower one. After a promotion, the
-        // place requested now satisfies this for the earlier states as well.
+        // In earlier states, the page is in the place that was requested then, or in a lower one. After a
+        // promotion, the place requested now also satisfies this condition for the earlier states.
         if !is_there_or_lower(place, self.pages[&page].place) {
             self.leave_to(lsn);
         }
         self.pages.get_mut(&page).expect("it was picked").place = place;
     }
 
-    /// Moves a page by a separate batch. Returns whether it was elsewhere.
+    /// Moves a page with a separate batch. Returns true if the page was in another place.
     pub fn move_to(&mut self, page: PageId, place: Place) -> bool {
         if self.pages[&page].place == place {
             return false;
@@ -154,7 +154,7 @@ impl Model {
         true
     }
 
-    /// Sets a page's bytes by a separate batch.
+    /// Sets a page's bytes with a separate batch.
     pub fn capture(&mut self, lsn: u64, page: PageId, bytes: Vec<u8>) {
         self.leave_to(lsn);
         let changed = self.pages.get_mut(&page).expect("it was picked");
@@ -167,7 +167,8 @@ impl Model {
         self.pages.keys().nth(pick % self.pages.len().max(1)).copied()
     }
 
-    /// Keeps the current state as a snapshot, and only the `count` newest snapshots and those with names.
+    /// Keeps the current state as a snapshot. Also keeps the `count` newest snapshots and those with names,
+    /// and removes all others.
     pub fn keep(&mut self, snapshot: SnapshotId, name: Option<&str>, count: usize) {
         if self.in_background {
             return;
@@ -179,7 +180,8 @@ impl Model {
     }
 
     /// Removes snapshots that neither the count nor a name keeps. The snapshot of a released name stays if
-    /// the count keeps it. Only snapshots followed by kept log are counted; that log is removed with them.
+    /// the count keeps it. Only snapshots followed by kept log are counted, and that log is removed with
+    /// them.
     pub fn retain(&mut self, count: usize, given_up: Option<&str>) {
         if self.in_background {
             return;
@@ -197,7 +199,7 @@ impl Model {
         self.names.retain(|id, _| self.snapshots.contains_key(id));
     }
 
-    /// Removes the snapshot with this name unless it is the newest. Returns whether no snapshot has the name
+    /// Removes the snapshot with this name unless it is the newest. Returns true if no snapshot has the name
     /// afterwards.
     pub fn give_up(&mut self, name: &str) -> bool {
         let newest = self.snapshots.keys().next_back().copied();
@@ -215,7 +217,7 @@ impl Model {
         self.names.values().nth(pick % self.names.len().max(1)).cloned()
     }
 
-    /// Adopts the store's list of snapshots, which must include those with names.
+    /// Adopts the store's list of snapshots, which must include all named snapshots.
     pub fn adopt(&mut self, listed: &[SnapshotInfo]) {
         for (id, name) in &self.names {
             let info =
@@ -226,17 +228,17 @@ impl Model {
         self.names = listed.iter().filter_map(|info| Some((info.id, info.name.clone()?))).collect();
     }
 
-    /// Selects one of the kept snapshots, if there are any.
+    /// Selects one of the kept snapshots, or returns `None` if there are none.
     pub fn snapshot(&self, pick: usize) -> Option<SnapshotId> {
         self.snapshots.keys().nth(pick % self.snapshots.len().max(1)).copied()
     }
 
-    /// Stores the current state as that of the last batch, before the next batch.
+    /// Stores the current state as that of the last batch. Called before the next batch.
     fn leave(&mut self) {
         self.leave_to(self.lsn + 1);
     }
 
-    /// Stores the current state as that before batch `lsn`.
+    /// Stores the current state as the state before batch `lsn`.
     fn leave_to(&mut self, lsn: u64) {
         assert!(lsn > self.lsn || self.is_cramped && lsn == self.lsn, "batch {lsn} comes after {}", self.lsn);
         let past = Past {
@@ -272,22 +274,22 @@ impl Model {
         Self { pages, root, lsn, in_background: true, is_cramped: self.is_cramped, ..Self::default() }
     }
 
-    /// Returns the state after a batch, unless it is the current one: for a batch that the model does not
-    /// see, the state of the previous one.
+    /// Returns the state after a batch, or `None` for the current state. For a batch that the model does not
+    /// predict, returns the state of the previous batch.
     fn past(&self, lsn: u64) -> Option<&Past> {
         let is_present = lsn >= self.lsn;
         (!is_present).then(|| self.past.range(..=lsn).next_back().expect("the empty store is the first").1)
     }
 
-    /// Returns the oldest batch from which on every batch is guaranteed to be restorable: that of the second
-    /// newest snapshot followed by kept log, or of the oldest one.
+    /// Returns the oldest batch from which on every batch is guaranteed to be restorable. This is the batch
+    /// of the second newest snapshot followed by kept log, or of the oldest one.
     pub fn oldest(&self) -> u64 {
         let with_log = self.snapshots.values().filter(|end| **end >= self.log_from).copied();
         with_log.clone().rev().nth(1).or(with_log.last()).unwrap_or(0)
     }
 
-    /// Restores an earlier state with one batch, `position`. Pages whose content changed since get an epoch
-    /// above all others; pages that only moved keep theirs.
+    /// Restores an earlier state with the batch `position`. Pages whose content changed since then get an
+    /// epoch above all others. Pages that only moved keep their epoch.
     pub fn restore(&mut self, lsn: u64, position: u64) {
         self.leave_to(position);
         let epoch = self.epoch_high + 1;
@@ -317,7 +319,7 @@ pub struct Changed {
     root: Metadata,
 }
 
-/// A page from the batch's point of view.
+/// A page during a batch.
 #[derive(Clone, Debug)]
 struct Slot {
     name: Name,
@@ -363,8 +365,8 @@ impl<'a> Draft<'a> {
         Self { model, batch: WriteBatch::default(), changed }
     }
 
-    /// Returns the batch, and its changes to the model. A batch that is to fail gets some more steps after
-    /// the invalid one, whose changes would be visible if any step were executed.
+    /// Returns the batch and its changes to the model. A batch that must fail gets some more steps after the
+    /// invalid one. Their changes would be visible if any step were executed.
     pub fn finish(mut self, refusal: Option<Refusal>) -> (WriteBatch, Changed) {
         if refusal.is_some() {
             self.batch.set_root("refused", true);
@@ -373,8 +375,8 @@ impl<'a> Draft<'a> {
         (self.batch, self.changed)
     }
 
-    /// Adds a step; returns the expected error if the step is invalid. A step that needs a page is skipped if
-    /// there is none.
+    /// Adds a step. Returns the expected error if the step is invalid. Skips a step that needs a page if no
+    /// page exists.
     pub fn step(&mut self, step: &Step) -> Option<Refusal> {
         match step {
             Step::Create { len, place, key, metadata } => {
@@ -462,7 +464,7 @@ impl<'a> Draft<'a> {
             Step::Move { page, place } => {
                 let slot = self.pick(*page)?;
                 let slot = &mut self.changed.slots[slot];
-                // If a page moves to or from disk, the move precedes its other changes.
+                // If a page moves to or from disk, the move must precede its other changes.
                 let is_on_disk = |place| place == Place::Disk;
                 let crosses = is_on_disk(slot.page.as_ref()?.place) != is_on_disk(*place);
                 // If the store moves pages itself, any page may be on disk.
@@ -613,7 +615,7 @@ impl<'a> Draft<'a> {
             }
             Bad::LongMetadata { page } => {
                 let (name, _) = self.named(*page)?;
-                // Each entry is short enough; the two together are not.
+                // Each entry alone is short enough, but the two together are not.
                 for entry in ["one", "two"] {
                     self.batch.set_metadata(name, entry, vec![0u8; 40 << 10]);
                 }

@@ -23,41 +23,41 @@ use super::plain::{Draft, Model, Page, Refusal, is_there_or_lower};
 /// Number of snapshots that a store keeps by default.
 const SNAPSHOTS_KEPT: usize = 2;
 
-/// Counts of what the histories did.
+/// Counts of the actions of histories.
 #[derive(Debug, Default)]
 pub struct Tally {
     pub commits: usize,
     pub refusals: HashSet<Refusal>,
     pub crashes: usize,
-    /// Crashes that lost batches.
+    /// Number of crashes that lost batches.
     pub lost: usize,
     pub restores: usize,
     pub views: usize,
     pub forks: usize,
     pub names: usize,
-    /// Snapshots that were not verified when the call returned.
+    /// Number of snapshots that were not verified when the call returned.
     pub published: usize,
-    /// Snapshots that were removed with their names.
+    /// Number of snapshots that were removed with their names.
     pub given_up: usize,
-    /// Names that were released alone, whose snapshot stays because it is the newest one.
+    /// Number of names that were released alone, because their snapshot is the newest and stays.
     pub names_of_newest: usize,
-    /// Snapshots that were removed because fewer were to be kept.
+    /// Number of snapshots that were removed because fewer were to be kept.
     pub pruned: usize,
     pub scrubs: usize,
-    /// Pages that were written whole.
+    /// Number of pages that were written whole.
     pub images: usize,
-    /// Pages that moved by a separate call.
+    /// Number of pages that moved with a separate call.
     pub moves: usize,
-    /// Pages that a store demoted itself.
+    /// Number of pages that the store demoted itself.
     pub evictions: u64,
-    /// Calls for which there was not enough memory.
+    /// Number of calls that failed for lack of memory.
     pub without_room: usize,
     pub captures: usize,
-    /// Background snapshots.
+    /// Number of background snapshots.
     pub background: u64,
-    /// Pages that were not loaded when an open returned.
+    /// Number of pages that were not loaded when an open returned.
     pub unloaded: u64,
-    /// The current action, by its number from 0 on: shows where a history failed.
+    /// The index of the current action, which shows where a history failed.
     pub under_way: String,
 }
 
@@ -66,22 +66,22 @@ pub trait Ground: Sized {
     /// Returns the disk for a store, or for a view while the store is open.
     fn disk(&self) -> Arc<dyn Disk>;
 
-    /// Returns the files as a process sees them.
+    /// Returns the files, as a process sees them.
     fn files(&self) -> Box<dyn ReadAt + '_>;
 
     /// Forks an earlier state to another location.
     fn fork(&self, store: &Store, point: &StatePoint) -> Result<Self, Error>;
 
-    /// Called before an action or an open, in the middle of which a crash may be simulated. `floors` must
-    /// survive that crash.
+    /// Called before an action or an open that a simulated crash may interrupt. `floors` must survive that
+    /// crash.
     fn begin(&mut self, floors: Floors);
 
-    /// Returns the environment after a crash; the store is not used again. `pick` selects one of the possible
+    /// Returns the environment after a crash. The store is not used again. `pick` selects one of the possible
     /// states.
     fn crash(self, store: Store, pick: u64) -> Left<Self>;
 }
 
-/// The newest batches that no crash of a kind may lose.
+/// The newest batches that a crash of each kind must preserve.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Floors {
     /// The newest batch that survives a kill of the process.
@@ -100,18 +100,18 @@ impl Floors {
 /// The environment after a crash.
 pub struct Left<G> {
     pub ground: G,
-    /// Batches that must survive: after a power cut, only the durable ones count as logged.
+    /// The batches that must survive. After a power cut, only durable batches count as logged.
     pub floors: Floors,
-    /// Whether the crash came between two actions: then nothing is lost, and nothing is torn.
+    /// Whether the crash came between two actions, in which case no batch may be lost or torn.
     pub is_between: bool,
 }
 
-/// How the store of a history is opened.
+/// The settings with which the store of a history is opened.
 pub struct Setting<'a> {
     pub options: Options,
-    /// Whether it takes background snapshots.
+    /// Whether the store takes background snapshots.
     pub in_background: bool,
-    /// Whether its tiers are smaller than its pages.
+    /// Whether the tiers of the store are smaller than its pages.
     pub is_cramped: bool,
     /// Creates a new device for each open.
     pub device: &'a dyn Fn() -> Arc<dyn Device>,
@@ -357,7 +357,7 @@ pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tall
                 let expected = left.floors.logged..=Lsn(model.lsn);
                 assert!(expected.contains(&lsn), "batch {lsn} is the last one, of {expected:?}");
                 tally.lost += usize::from(lsn < Lsn(model.lsn));
-                // A snapshot that was being named or released may or may not have the name.
+                // A snapshot that was being named or released may or may not have its name.
                 model.names.retain(|id, _| names_before.contains_key(id));
                 model.lose(lsn.0, &store.snapshots());
                 match rebuilt {
@@ -378,8 +378,8 @@ pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tall
     compare_opened(&setting.open(&ground), &model);
 }
 
-/// Waits until a published snapshot is verified, after which the snapshots that it replaces are removed. If
-/// the store takes background snapshots, its list is adopted.
+/// Waits until a published snapshot is verified. The snapshots that it replaces are then removed. If the
+/// store takes background snapshots, its list is adopted.
 fn verified(store: &Store, snapshot: &SnapshotInfo, model: &Model, tally: &mut Tally) {
     if snapshot.verified {
         return;
@@ -390,23 +390,23 @@ fn verified(store: &Store, snapshot: &SnapshotInfo, model: &Model, tally: &mut T
     }
 }
 
-/// Applies a restore to the state after batch `lsn` to the model.
+/// Applies a restore of the state after batch `lsn` to the model.
 fn restored(store: &Store, model: &mut Model, position: Position, lsn: u64) {
     let position = model_lsn(model, position, "a restore is one batch more");
     model.restore(lsn, position);
-    // The snapshot of a restore removes no other.
+    // The snapshot of a restore removes no other snapshot.
     let newest = store.snapshots().last().unwrap().id;
     model.keep(newest, None, usize::MAX);
     compare(store, model);
 }
 
-/// Returns options with tiers. Each is large enough for all pages.
+/// Returns options with tiers, each of which is large enough for all pages.
 pub fn with_tiers(options: Options) -> Options {
     let upper = TIERS[..3].iter().fold(MemoryOptions::new(), |budget, tier| budget.budget(*tier, 1 << 30));
     options.memory(upper).tiers(Tiers::new(TIERS))
 }
 
-/// Returns options with tiers for a dozen pages of usual length, and for none of the longest.
+/// Returns options with tiers for a dozen pages of usual length, and for none of the longest pages.
 pub fn with_cramped_tiers(options: Options) -> Options {
     let room = [(TIERS[0], 6 << 10), (TIERS[1], 2 << 10), (TIERS[2], 1536)];
     let budget = room.iter().fold(MemoryOptions::new(), |budget, (tier, bytes)| budget.budget(*tier, *bytes));
@@ -418,15 +418,15 @@ fn evictions(store: &Store) -> u64 {
     store.stats().tiers.iter().map(|tier| tier.evictions).sum()
 }
 
-/// Returns the model's Lsn for its next batch: the one after its newest, or a later one if the store moves
-/// pages itself.
+/// Returns the Lsn of the model's next batch. This is the Lsn after the newest one, or a later one if the
+/// store moves pages itself.
 fn model_lsn(model: &Model, position: Position, what: &str) -> u64 {
     let (found, next) = (position.lsn.0, model.lsn + 1);
     assert!(found == next || model.is_cramped && found > next, "{what}: {found} after {}", model.lsn);
     found
 }
 
-/// Asserts that the newest batch is the model's, or a later one by which the store moved pages.
+/// Asserts that the newest batch is the model's, or a later batch with which the store moved pages.
 fn assert_lsn(found: Lsn, model: &Model, what: &str) {
     let expected = Lsn(model.lsn);
     assert!(found == expected || model.is_cramped && found > expected, "{what}: {found}, not {expected}");
@@ -440,10 +440,10 @@ fn assert_snapshot(snapshot: &SnapshotInfo, model: &Model) {
     assert_eq!(snapshot.pages, model.pages.len() as u64, "{snapshot:?}");
 }
 
-/// Moves a page in a store with small tiers; returns whether there was enough memory.
+/// Moves a page in a store with small tiers. Returns true if there was enough memory.
 fn move_page(store: &Store, model: &mut Model, page: PageId, call: MoveCall) -> bool {
     let rank = TIERS.iter().position(|tier| *tier == model.pages[&page].place);
-    // One tier below the current place, and so at least as low as the requested one.
+    // One tier below the current place, which is at least as low as the requested place.
     let below = rank.map(|rank| TIERS[(rank + 1).min(TIERS.len() - 1)]);
     let told = match call {
         MoveCall::Ensure(place) => store.ensure(&[page], place).map(|_| Some(place)),
@@ -465,7 +465,7 @@ fn move_page(store: &Store, model: &mut Model, page: PageId, call: MoveCall) -> 
     true
 }
 
-/// Moves a page with a separate call. Returns whether it was elsewhere.
+/// Moves a page with a separate call. Returns true if the page was in another place.
 fn move_by(store: &Store, model: &mut Model, page: PageId, call: MoveCall) -> bool {
     let rank = TIERS.iter().position(|tier| *tier == model.pages[&page].place);
     let place = match call {
@@ -545,7 +545,7 @@ fn check_view(disk: &Arc<dyn Disk>, model: &Model, lsn: u64) {
     compare_snapshot(&newest, model);
 }
 
-/// Compares everything that a view of a state returns.
+/// Compares all results of a view of a state.
 fn compare_snapshot(old: &View, model: &Model) {
     assert_lsn(old.lsn(), model, "the batch of a view");
     assert_eq!(**old.root(), model.root, "the root of a view");
@@ -562,7 +562,7 @@ fn compare_snapshot(old: &View, model: &Model) {
     }
 }
 
-/// Compares after an open: nothing was lost, cut off or damaged.
+/// Compares the state after an open in which no batch was lost, cut off or damaged.
 fn compare_opened(store: &Store, model: &Model) {
     compare_recovered(store, model);
     compare(store, model);
@@ -571,14 +571,14 @@ fn compare_opened(store: &Store, model: &Model) {
 fn compare_recovered(store: &Store, model: &Model) {
     let recovered = store.recovered();
     assert_lsn(recovered.position.lsn, model, "the batch reached");
-    // The crash may come while a store that moves pages itself is logging such a batch.
+    // A crash may happen while a store that moves pages itself is logging such a batch.
     let torn =
         recovered.torn.as_ref().filter(|torn| !model.is_cramped || torn.first <= recovered.position.lsn);
     assert_eq!((torn, &recovered.harmless[..]), (None, &[][..]), "a torn tail, or damage");
 }
 
-/// Compares after an open in the middle of a history. Bytes of unloaded pages are compared later, so that the
-/// history continues with unloaded pages.
+/// Compares the state after an open in the middle of a history. The bytes of unloaded pages are compared
+/// later, so that the history continues with unloaded pages.
 fn compare_reopened(store: &Store, model: &Model, tally: &mut Tally) {
     tally.unloaded += store.recovered().unloaded_pages;
     compare_recovered(store, model);
@@ -588,14 +588,14 @@ fn compare_reopened(store: &Store, model: &Model, tally: &mut Tally) {
     }
 }
 
-/// Compares what [`compare_reopened`] has left out.
+/// Compares the bytes that [`compare_reopened`] omitted.
 fn compare_late(store: &Store, model: &Model) {
     if store.recovered().unloaded_pages > 0 {
         compare(store, model);
     }
 }
 
-/// Compares everything that a store returns.
+/// Compares all results of a store.
 fn compare(store: &Store, model: &Model) {
     compare_table(store, model);
     for (page, expected) in &model.pages {
@@ -619,7 +619,7 @@ fn compare(store: &Store, model: &Model) {
     }
 }
 
-/// Compares everything that needs no page's bytes.
+/// Compares all results that do not depend on the bytes of pages.
 fn compare_table(store: &Store, model: &Model) {
     assert_lsn(store.lsn(), model, "the newest batch");
     let (root, pages) = (store.root(), store.pages());
@@ -649,7 +649,7 @@ fn compare_infos(found: &[PageInfo], model: &Model) {
     }
 }
 
-/// Compares the pure rebuild of the files, none of which is damaged.
+/// Compares the pure rebuild of the files, none of which may be damaged.
 fn compare_rebuilt(ground: &impl Ground, model: &Model) {
     let rebuilt = rebuild(&*ground.files(), &RebuildOptions::default());
     let rebuilt = rebuilt.unwrap_or_else(|damage| panic!("a rebuild of whole files: {damage}"));
@@ -667,7 +667,7 @@ fn compare_state(rebuilt: &RebuiltStore, model: &Model) {
     }
 }
 
-/// Compares a page's bytes, and reports the first difference.
+/// Compares the bytes of a page, and reports the first difference.
 fn assert_bytes(found: &[u8], expected: &Page, label: &str) {
     let differs = found.iter().zip(&expected.bytes).position(|(found, expected)| found != expected);
     assert!(

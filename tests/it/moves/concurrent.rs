@@ -12,7 +12,7 @@ use remanent::{Ack, Lsn, Result, SnapshotOptions, WriteBatch};
 
 use super::*;
 
-/// Independent committers move, resize, write and clone the same page: whatever their order in the log, the
+/// Independent committers move, resize, write and clone the same page. Whatever their order in the log, the
 /// memory agrees with the log.
 #[test]
 fn concurrent_move_resize_write_keep_page_at_right_place() {
@@ -48,7 +48,7 @@ fn concurrent_move_resize_write_keep_page_at_right_place() {
             });
             scope.spawn(|| {
                 (0..ROUNDS).for_each(|_| {
-                    // A clone is created in the place that its source has at the clone's position in the log.
+                    // A clone is created in the place where its source is at the clone's position in the log.
                     let copy = commit(&|batch| _ = batch.clone_page(page)).pages[0];
                     let lease = store.lease(page).unwrap();
                     assert_eq!(lease.info().len, lease.byte_len());
@@ -61,8 +61,8 @@ fn concurrent_move_resize_write_keep_page_at_right_place() {
     }
 }
 
-/// A host device that calls back once before it allocates memory. At that point a committer has looked up the
-/// places of pages, and has no lock yet.
+/// A host device that calls back once before it allocates memory. At this point, a committer has looked up
+/// the places of pages but holds no lock.
 struct Meddling {
     inner: HostDevice,
     before: Mutex<Option<Meddle>>,
@@ -83,8 +83,8 @@ impl Device for Meddling {
     }
 }
 
-/// After a committer has looked up the place of a page and before it logs its batch, another batch moves or
-/// resizes the page: memory of the wrong kind is never used.
+/// After a committer looks up the place of a page and before it logs its batch, another batch moves or
+/// resizes the page. Memory of the wrong kind must never be used.
 #[test]
 fn concurrently_moved_page_ends_where_log_says() {
     type Change = fn(&mut WriteBatch, PageId);
@@ -131,7 +131,7 @@ fn concurrently_moved_page_ends_where_log_says() {
                 committed
             });
             has_meddled.recv().unwrap_or_else(|_| panic!("{what}: no batch meddled"));
-            // The page is also leased in its new place: the committer has allocated memory for the old one.
+            // The page is also leased in its new place. The committer has allocated memory for the old place.
             let behind = lease();
             go_on.send(()).unwrap();
             committer.join().unwrap().unwrap();
@@ -147,8 +147,8 @@ fn concurrently_moved_page_ends_where_log_says() {
     }
 }
 
-/// The page's state after each batch is recorded while snapshots of both kinds are taken. Each snapshot has
-/// the state of its Lsn, wherever the page was when it was gathered.
+/// The page's state after each batch is recorded while snapshots of both kinds are taken. Each snapshot
+/// contains the state of its Lsn, wherever the page was when it was captured.
 #[test]
 fn snapshots_during_moves_show_every_page_where_it_was() {
     const PAGES: u8 = 12;
@@ -156,8 +156,8 @@ fn snapshots_during_moves_show_every_page_where_it_was() {
     const BATCHES_MIN: usize = 20;
     for device in devices() {
         let disk = SimDisk::new();
-        // Without this, batches are logged faster than a device applies them, and a snapshot waits for a
-        // growing number of them.
+        // Without this acknowledgement level, batches would be logged faster than a device applies them, and
+        // a snapshot would wait for an increasing number of them.
         let store =
             open(&disk, &device, small().retention(Retention::new().snapshots_kept(1000)).ack(Ack::Applied));
         let pages: Vec<PageId> =

@@ -1,7 +1,7 @@
-//! Pages that move from one place to another: bytes and epoch stay, the place changes, and all components
-//! that keep track of pages know the new place.
+//! Pages that move from one place to another. The bytes and the epoch are unchanged, the place changes, and
+//! all components that track pages use the new place.
 //!
-//! Where possible, tests run on every device: two host devices combined, two late ones, two GPUs.
+//! Where possible, tests run on every device: two combined host devices, two late devices, and two GPUs.
 
 mod concurrent;
 
@@ -25,7 +25,7 @@ use crate::with_options::With;
 
 /// A length that is not a multiple of any block size, and needs more than one copy.
 const LEN: u64 = 70_001;
-/// A path that includes a move between each pair of places, in both directions.
+/// A sequence of places that contains a move between each pair of places, in both directions.
 const WAY: [Place; 9] = [
     Place::Device(1),
     Place::Pinned,
@@ -38,7 +38,7 @@ const WAY: [Place; 9] = [
     Place::Host,
 ];
 
-/// Devices with two slots: several combinations, and GPUs if there are two.
+/// Returns devices with two slots: several combinations, and GPUs if two are present.
 fn devices() -> Vec<Arc<dyn Device>> {
     let mut devices = vec![host(), late(1), two_of(host(), host()), two_of(late(2), late(3))];
     let pairs: Vec<_> = [gpu::two(), gpu::two_apart()].into_iter().flatten().collect();
@@ -59,7 +59,7 @@ fn move_to(store: &Store, page: PageId, place: Place) -> remanent::Result<()> {
     store.commit(batch).map(drop)
 }
 
-/// Creates a page in this place whose bytes depend on their offset and on `number`.
+/// Creates a page in this place. Its bytes depend on their offset and on `number`.
 fn create(store: &Store, place: Place, number: u8) -> (PageId, Vec<u8>) {
     let content: Vec<u8> = (0..LEN).map(|at| (at % 251) as u8 ^ number).collect();
     let mut batch = store.batch();
@@ -74,15 +74,16 @@ fn bytes(store: &Store, page: PageId) -> Vec<u8> {
     bytes
 }
 
-/// Returns the bytes of pages by place, without places that have none. A test that calls this after a batch
-/// must read first: memory is freed when the batch is applied, not when it is logged.
+/// Returns the number of bytes of pages in each place, without places that have none. A test that calls this
+/// function after a batch must first read a page, because memory is freed when the batch is applied, not when
+/// it is logged.
 fn allocated(store: &Store) -> Vec<(Place, u64)> {
     let places = store.stats().places.into_iter().map(|(place, usage)| (place, usage.allocated_bytes));
     places.filter(|(_, bytes)| *bytes > 0).collect()
 }
 
-/// Asserts that the directory has the state of the store, according to the pure rebuild and to an open on
-/// another device.
+/// Asserts that the directory contains the state of the store, according to the pure rebuild and to an open
+/// on another device.
 fn assert_survives(store: Store, disk: &SimDisk, device: &Arc<dyn Device>) -> Store {
     let state = State::of(&store);
     let rebuilt = rebuild(&Files::of(disk), &RebuildOptions::default()).unwrap();
@@ -124,7 +125,8 @@ fn move_changes_only_the_place() {
                 _ => {}
             }
         }
-        // A move to the current place allocates nothing, even if there is no memory for a second copy.
+        // A move to the current place allocates no memory, so it succeeds even if there is no memory for a
+        // second copy.
         store = assert_survives(store, &disk, &host());
         drop(store);
         let store = open(&disk, &device, small().memory(MemoryOptions::new().budget(Place::Host, LEN)));
@@ -135,9 +137,8 @@ fn move_changes_only_the_place() {
     }
 }
 
-/// A move of thousands of pages is submitted in parts, and is one batch nevertheless: a reader finds each
-/// page's bytes at any time, a view has the places of its batch, and a restart finds everything that was
-/// logged.
+/// A move of thousands of pages is submitted in parts but forms one batch. A reader finds each page's bytes
+/// at any time, a view has the places of its batch, and a restart finds all logged moves.
 #[test]
 fn thousands_of_pages_move_together() {
     const COUNT: u64 = 9000;
@@ -169,7 +170,7 @@ fn thousands_of_pages_move_together() {
             });
             for place in [Place::Device(1), Place::Device(0), Place::Pinned] {
                 let view = store.view().unwrap();
-                // The order and repetition of ids does not matter.
+                // Ids may be in any order and may be repeated.
                 let named: Vec<PageId> = pages.iter().rev().chain(&pages[..9]).copied().collect();
                 store.ensure(&named, place).unwrap();
                 assert!(pages.iter().all(|page| view.page(*page).unwrap().place == before));
@@ -185,8 +186,8 @@ fn thousands_of_pages_move_together() {
     }
 }
 
-/// A call for many pages commits several independent batches: a refused one moves nothing, the others do. If
-/// the place has no space for all pages, none moves.
+/// A call for many pages commits several independent batches. A refused batch moves no page, and the other
+/// batches do. If the place has no space for all pages, none moves.
 #[test]
 fn ensure_of_many_pages_uses_several_batches() {
     const COUNT: usize = 9000;
