@@ -118,7 +118,7 @@ pub enum Command {
         /// The range for the digests. Its offset must be a multiple of 8.
         target: StagingSpan,
     },
-    /// Copies single elements: element `i` of the target is the element of `source` whose number is index `i`.
+    /// Copies single elements: element `i` of the target is element `indices[i]` of `source`.
     Pick {
         /// The range that contains the elements.
         source: Span,

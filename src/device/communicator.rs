@@ -450,11 +450,12 @@ impl ImageExchange for Communicator {
 }
 
 impl MemoryOptions {
-    /// Sets the ranks with which an open shares the loading of pages. Default: none, so the open loads all pages itself.
+    /// Sets the ranks with which an open shares the loading of pages. Default: none. The open then loads all pages
+    /// itself.
     ///
-    /// Use it for replicas: each rank opens its own store, and all stores have the same pages in the same snapshot. Each
-    /// rank then reads only a share of the images from disk and sends it over its own bus, and the rest arrives from the
-    /// other GPUs. Every page that arrives is verified with the checksum in the rank's own manifest.
+    /// Use it for replicas: each rank opens its own store, and all stores have the same pages in the same snapshot.
+    /// Each rank then reads only a share of the images from disk and sends it over its own bus. The other images arrive
+    /// from the other GPUs. Every page that arrives is verified with the checksum in the rank's own manifest.
     ///
     /// All ranks must open their stores at the same time, each with its own rank of the same communicator, and only one
     /// store at a time. Pages in host memory, on disk, or on other GPUs than the communicator's are loaded as without

@@ -202,18 +202,18 @@ pub const SHORT_COPY_LEN_MAX: u64 = 64 << 10;
 /// An ordered queue of device work. Each lane serves one purpose, so that slow work delays only its own lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Lane {
-    /// For work that must observe commits in order: deltas, reads and gathers. Only the applier submits to this lane.
+    /// Work that must observe commits in order: deltas, reads and gathers. Only the applier submits to this lane.
     Apply,
-    /// For bulk copies to the host: snapshot pages and long reads. Another lane has first copied the bytes to memory
-    /// that no commit changes.
+    /// Bulk copies to the host: snapshot pages and long reads. Another lane has first copied the bytes to memory that
+    /// no commit changes.
     Drain,
-    /// For work that waits for callers' streams, which may stall. No other lane ever waits for this lane.
+    /// Work that waits for callers' streams, which may stall. No other lane ever waits for this lane.
     Callers,
-    /// For a committer's work before its batch is logged: gathers, verification and checksums. This lane delays no
-    /// other lane and waits for no bulk copies of other lanes.
+    /// A committer's work before its batch is logged: gathers, verification and checksums. This lane delays no other
+    /// lane and waits for no bulk copies of other lanes.
     Stage,
-    /// For page loads while the store is in use. Loads alternate between this lane and [`Lane::Drain`]: while the
-    /// device checksums the bytes that one lane copied, the other lane uses the bus.
+    /// Page loads while the store is in use. Loads alternate between this lane and [`Lane::Drain`]: while the device
+    /// checksums the bytes that one lane copied, the other lane uses the bus.
     Load,
 }
 

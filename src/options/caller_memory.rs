@@ -1,6 +1,6 @@
 //! Caller-owned memory and the value that keeps it alive.
 //!
-//! This module is below the devices that adopt the memory because options can also name it.
+//! These types are not in the module of the devices that adopt the memory, because options refer to them, too.
 
 use std::any::Any;
 use std::fmt;

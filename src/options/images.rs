@@ -81,7 +81,7 @@ impl ImageOptions {
     }
 
     /// Returns whether a device copies images directly to the mapped memory of files, if the file system supports that.
-    /// Compression excludes it, because only the host compresses.
+    /// With compression the device does not, because only the host compresses.
     pub(crate) fn is_in_place(self) -> bool {
         self.io == ImageIo::Mapped && self.compression == Compression::Off
     }

@@ -88,10 +88,10 @@ impl LogOptions {
     /// A background thread allocates the reserve after the open, and again after batches that extended the log. If
     /// other programs fill the disk in those milliseconds, the reserve is smaller.
     ///
-    /// A batch that only deletes can delete 100 pages. If each batch is waited for, it uses 4 KiB of a segment, whose
-    /// first 4 KiB contain no batches. The last segment used for deletes is 16 KiB long, so a reserve of two segments
-    /// of 256 KiB has room for 66 batches. A pause of 10 ms uses the room of one more batch, because the log is then
-    /// sealed.
+    /// A batch can delete 100 pages if it does nothing else. If the caller waits for each batch, each takes 4 KiB of a
+    /// segment. The first 4 KiB of a segment contain no batches. The last segment used for deletes is 16 KiB long, so a
+    /// reserve of two segments of 256 KiB has room for 66 batches. A pause of 10 ms uses the room of one more batch,
+    /// because the log is then sealed.
     ///
     /// In addition to the reserve, five segments of at least 16 KiB are kept for opens, seals and manifests, unless the
     /// reserve is 0. When only these segments remain and they are too few for the open after the next one, every batch

@@ -76,7 +76,7 @@ impl Retention {
         self
     }
 
-    /// Sets an age below which snapshots are kept in addition, with the log since the oldest of these. Default: zero.
+    /// Sets an age below which snapshots are also kept, with the log since the oldest of these. Default: zero.
     ///
     /// Set it to be able to return to any state of the last hours or days. The age of a snapshot is computed from the
     /// oldest timestamp among it and all later snapshots, so a clock that was temporarily fast does not extend

@@ -103,7 +103,7 @@ pub(super) struct LoggedBatch {
 pub(super) enum RunStep {
     /// Consecutive batches that only change bytes of pages. Nearly all batches of a long log are of this kind.
     Changes(Range<usize>, PageChanges),
-    /// A batch that also changes the table in another way, or that is not decoded yet. Contains its index in the run.
+    /// A batch that changes more than the bytes of pages, or that is not decoded yet. Contains its index in the run.
     Batch(usize),
 }
 

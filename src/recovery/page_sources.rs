@@ -101,7 +101,8 @@ impl PageSources {
 }
 
 impl SourceSorter<'_> {
-    /// Sorts all pages of the table, divided at the boundaries of the allocation pieces.
+    /// Groups all pages of the table by the source of their bytes. Several threads may share the work. The boundaries
+    /// between their pages are also boundaries of allocation pieces.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -117,7 +118,7 @@ impl SourceSorter<'_> {
         Ok(sorted)
     }
 
-    /// Sorts the pages from `first` to `last`.
+    /// Groups the pages from `first` to `last` by the source of their bytes.
     ///
     /// The images that a verified snapshot names were verified on the medium (I7), no writer changes them, and each has
     /// its checksum. Therefore they may be read through the page cache. If pages are loaded on demand, pages that no

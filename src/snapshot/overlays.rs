@@ -24,7 +24,7 @@ use crate::error::{Error, Result};
 use crate::images::disk_pages::{DiskPage, NewOverlay};
 use crate::images::{ImageWriters, ReadPass, Sink, resize};
 
-/// The inverse of the share of the chunk length that a page must have to get an overlay.
+/// A page gets an overlay only if it is longer than the chunk length divided by this number.
 const CHUNK_SHARE: u64 = 32;
 
 /// The writers of a snapshot's images, and the rules that choose between overlays and full images.

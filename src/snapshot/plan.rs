@@ -152,8 +152,8 @@ pub(super) fn plan(
     RetentionPlan { snapshots, log_from: log.from(oldest, is_beginning_held) }
 }
 
-/// Returns the snapshots that are replaced by a thin snapshot, which begins at the same batch and ends later. `starts`
-/// must be ascending.
+/// Returns the replaced snapshots. A snapshot is replaced by another one that begins at the same batch and ends later.
+/// `starts` must be ascending.
 fn replaced(starts: &[&RetainedSnapshot]) -> BTreeSet<SnapshotId> {
     let pairs = starts.windows(2);
     let replaced = pairs.filter(|pair| pair[0].redo == pair[1].redo && pair[0].info.end < pair[1].info.end);

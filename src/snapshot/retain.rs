@@ -60,7 +60,7 @@ pub(crate) struct RetentionContext<'a> {
 
 impl Snapshots {
     /// Writes the record of phase 6: the kept verified snapshots, whether the log after each of them is kept, and the
-    /// floor.
+    /// floor, below which no replay may start.
     ///
     /// Returns once a seal with the record is synced. Files may be recycled only after that (I7).
     pub fn record(

@@ -59,9 +59,9 @@ impl Store {
 
     /// Submits a batch that names pages by keys.
     ///
-    /// A page has the same key from its creation to its deletion. Thus a lookup is still correct when the batch is
-    /// checked under the submission lock if the page exists then. Otherwise the batch fails because the page is
-    /// unknown, and another page may have the key by now.
+    /// A page keeps its key until it is deleted. A lookup is therefore still correct if the page exists when the batch
+    /// is checked under the submission lock. Otherwise the batch fails because the page is unknown. The keys are then
+    /// looked up again, because another page may have the key.
     fn submit_by_keys(&self, batch: &mut WriteBatch) -> Result<(LogPoint, Vec<PageId>)> {
         batch.check_copies()?;
         let look_up = |batch: &mut WriteBatch| {

@@ -27,7 +27,7 @@ impl Store {
     /// Fills `out` with the page's bytes starting at `offset`, and returns the newest batch that the bytes reflect.
     ///
     /// The returned batch is at least as new as every batch that any call had acknowledged as logged before this call
-    /// began, like for [`Store::page`].
+    /// began, as with [`Store::page`].
     ///
     /// The calling thread reads pages in host memory, and waits only for batches of this page that are logged but not
     /// yet applied. Pinned pages in a store with a single GPU are read in the same way, unless the GPU is writing to
@@ -314,8 +314,8 @@ impl Store {
 
     /// Passes the bytes of the page version `info` to `visit`, in order and in pieces, and reads each byte once.
     /// Returns whether all bytes are verified, which is not the case if `visit` ended the scan. Returns `None` without
-    /// calling `visit` if the page has no uncompressed image of its own. Parts of such a page can be read separately,
-    /// whereas a part of any other long page can be read only after the whole page was read.
+    /// calling `visit` if the page has no uncompressed image of its own. Only an uncompressed image can be read in
+    /// parts; any other long page must be read as a whole first.
     ///
     /// # Errors
     /// [`Error::Damaged`], [`Error::Closed`], [`Error::Poisoned`].

@@ -33,8 +33,8 @@ use crate::tiers::{PageMover, PrefetchThread, TierCounts, TierKeeper, TierThread
 use crate::versions::uses::PageUses;
 use crate::write::commit::{CombineQueue, Committer, DigestKeys};
 
-/// The divisor of a segment's length that gives the minimum length of whole pages for which a batch writes an image
-/// file. In the log, the bytes of these pages would remain until a snapshot wrote them a second time.
+/// A batch writes its whole pages to an image file if their total length is at least a segment's length divided by this
+/// number. In the log, the bytes of these pages would remain until a snapshot wrote them a second time.
 const BULK_SHARE: u64 = 4;
 /// The maximum number of bytes of idle staging memory that is kept for reuse.
 const STAGING_IDLE_BYTES: usize = 64 << 20;

@@ -6,8 +6,8 @@
 //! piece waits. This wait delays the thread's own lane, and other lanes only at their long copies.
 //!
 //! Commits have priority. Their short copies and the fences of all lanes are written by kernels or by the stream
-//! itself, without this queue. Long copies of a commit use an urgent lane. Its pieces precede those of the other lanes,
-//! called patient, so a commit waits for two pieces and not for a whole snapshot. During uninterrupted urgent copies,
+//! itself, without this queue. Long copies of a commit use an urgent lane, whose pieces precede those of the other
+//! (patient) lanes, so a commit waits for two pieces and not for a whole snapshot. During uninterrupted urgent copies,
 //! one piece in [`URGENT_TURNS_MAX`] + 1 still belongs to a patient lane, because a patient copy occupies scratch
 //! memory for which others may be waiting.
 
@@ -60,8 +60,8 @@ impl BulkQueue {
         target: u64,
         len: u64,
     ) -> Result<()> {
-        // The whole copy counts as one urgent visit. No patient lane runs between two of its pieces, unless
-        // [`URGENT_TURNS_MAX`] urgent pieces have preceded it.
+        // The whole copy uses one handle. If the lane is urgent, no patient lane copies between two of these pieces,
+        // unless [`URGENT_TURNS_MAX`] urgent pieces have preceded it.
         let mut turns = self.under_way.join(lane.is_urgent());
         for begin in (0..len).step_by(PIECE_LEN_MAX as usize) {
             let piece_len = PIECE_LEN_MAX.min(len - begin);
@@ -92,37 +92,39 @@ impl BulkQueue {
     }
 }
 
-/// A value that threads lock one at a time, urgent threads first. A thread that uses the value is called a visitor, and
-/// each period in which it holds the lock is a turn.
+/// A mutex with two priorities. Urgent threads acquire the lock before patient threads. However, after
+/// [`URGENT_TURNS_MAX`] urgent acquisitions, one waiting patient thread acquires it next.
 #[derive(Default)]
 struct Turns<T> {
     state: Mutex<TurnsState<T>>,
-    /// The number of urgent visitors. Incremented before a visitor takes the lock, so that the lock holder
-    /// sees waiting visitors; decremented under the lock.
+    /// The number of urgent handles. Incremented before the thread of a handle takes the lock, so that the lock holder
+    /// sees waiting threads; decremented under the lock.
     urgent: AtomicUsize,
-    /// Signaled when no urgent visitor remains or a patient turn is due.
+    /// Signaled when no urgent handle remains, or when a patient thread must acquire the lock next.
     patient_may: Condvar,
-    /// Signaled when a patient visitor has taken the turn that was due.
+    /// Signaled when a patient thread has acquired the lock.
     urgent_may: Condvar,
 }
 
 #[derive(Default)]
 struct TurnsState<T> {
     value: T,
-    /// The number of patient visitors that wait for urgent visitors.
+    /// The number of patient threads that wait for urgent threads.
     patient: u32,
-    /// Urgent turns since the last patient turn, counted while a patient visitor waited.
+    /// The number of urgent acquisitions since the last patient acquisition, counted while a patient thread waited.
     urgent_turns: u32,
 }
 
 impl<T> TurnsState<T> {
-    /// Returns whether the next turn belongs to a patient visitor, because enough urgent turns have preceded it.
+    /// Returns whether a patient thread must acquire the lock next, because enough urgent acquisitions have preceded
+    /// it.
     fn is_patient_due(&self) -> bool {
         self.patient > 0 && self.urgent_turns >= URGENT_TURNS_MAX
     }
 }
 
-/// A visitor's handle. The visitor can take turns until the handle is dropped.
+/// A handle with which a thread acquires the lock, any number of times. While urgent handles exist, patient threads
+/// wait.
 struct TurnHandle<'t, T> {
     turns: &'t Turns<T>,
     is_urgent: bool,
@@ -138,17 +140,17 @@ impl<T> Turns<T> {
 }
 
 impl<T> TurnHandle<'_, T> {
-    /// Waits for the visitor's next turn, and returns the locked value.
+    /// Waits until the thread may acquire the lock, and returns the locked value.
     fn take(&mut self) -> MutexGuard<'_, TurnsState<T>> {
         let Turns { state, urgent, patient_may, urgent_may } = self.turns;
         let mut state = state.lock();
         if self.is_urgent {
-            // Without this wait, urgent visitors could acquire the lock again before the notified patient visitor runs.
+            // Without this wait, urgent threads could acquire the lock again before the notified patient thread runs.
             while state.is_patient_due() {
                 urgent_may.wait(&mut state);
             }
-            // Urgent turns are counted only while a patient visitor waits. Those before its arrival do not bring its
-            // turn closer.
+            // Urgent acquisitions are counted only while a patient thread waits. Earlier acquisitions do not shorten
+            // its wait.
             state.urgent_turns += u32::from(state.patient > 0);
             if state.is_patient_due() {
                 patient_may.notify_one();
@@ -169,7 +171,7 @@ impl<T> TurnHandle<'_, T> {
 impl<T> Drop for TurnHandle<'_, T> {
     fn drop(&mut self) {
         if self.is_urgent {
-            // The lock is held during the change: otherwise a patient visitor that is about to wait could miss the
+            // The lock is held during the change: otherwise a patient thread that is about to wait could miss the
             // notification.
             let _state = self.turns.state.lock();
             self.turns.urgent.fetch_sub(1, Ordering::SeqCst);
@@ -185,11 +187,11 @@ mod tests {
 
     use super::*;
 
-    /// Lets two patient visitors wait while an urgent one takes `urgent_turns` turns. Returns the kinds of
-    /// visitors in the order of their turns.
+    /// Lets two patient threads wait while an urgent thread acquires the lock `urgent_turns` times. Returns the kinds
+    /// of threads in the order of their acquisitions.
     fn turns_of_one_urgent_and_two_patient(urgent_turns: u32) -> Vec<&'static str> {
         let (sender, order) = mpsc::channel();
-        // If no notification wakes the patient visitors, this thread never ends, and the test fails by its timeout.
+        // If no notification wakes the patient threads, this thread never ends, and the test fails by its timeout.
         std::thread::spawn(move || {
             let turns = Turns::<Vec<&str>>::default();
             std::thread::scope(|scope| {
@@ -197,7 +199,7 @@ mod tests {
                 for _ in 0..2 {
                     scope.spawn(|| turns.join(false).take().value.push("patient"));
                 }
-                // A visitor either waits or has already had its turn.
+                // A patient thread either waits or has already acquired the lock.
                 let here = |state: &TurnsState<Vec<&str>>| state.patient as usize + state.value.len();
                 while here(&turns.state.lock()) < 2 {
                     std::thread::yield_now();
@@ -219,7 +221,7 @@ mod tests {
     fn patient_turn_follows_limited_urgent_turns() {
         let order = turns_of_one_urgent_and_two_patient(3 * URGENT_TURNS_MAX);
         let turns = [&["urgent"; URGENT_TURNS_MAX as usize][..], &["patient"]].concat();
-        // The remaining turns are urgent, because no patient visitor waits any more.
+        // The remaining acquisitions are urgent, because no patient thread waits any more.
         assert_eq!(order, [&turns[..], &turns, &turns[..URGENT_TURNS_MAX as usize]].concat());
     }
 }

@@ -131,8 +131,8 @@ impl Timeline {
         unsafe { point.delay(&entered, self.stream()) }.map_err(|code| self.context.fault(code))
     }
 
-    /// Makes work that is queued on this lane from now on run after all work currently queued in a caller's
-    /// stream.
+    /// Makes this lane wait for all work currently queued on a caller's stream, before it runs any work that is queued
+    /// on the lane afterwards.
     ///
     /// # Errors
     /// `Refused`, a device error.
@@ -143,8 +143,8 @@ impl Timeline {
             .map_err(|code| stream::refused(self.context, stream, code))
     }
 
-    /// Makes work that is queued on a caller's stream from now on run after all work currently queued on this
-    /// lane.
+    /// Makes a caller's stream wait for all work currently queued on this lane, before it runs any work that is queued
+    /// on the stream afterwards.
     ///
     /// # Errors
     /// `Refused`, a device error.

@@ -27,9 +27,9 @@ use crate::device::{
 /// Alignment, in bytes, of each range of scratch on the GPU.
 const SCRATCH_ALIGN: u64 = 16;
 
-/// The minimum length, in bytes, of a copy within the GPU's memory that uses the driver's copy. The driver's kernel
-/// needs no rows: for a copy of 64 MiB, the host and the bus need half as long for the rows as the GPU needs for the
-/// copy.
+/// The minimum length, in bytes, of a copy within the GPU's memory that uses the driver's copy function. This function
+/// needs no table rows. If a kernel of the store copies 64 MiB, the host and the bus take half as long for the rows as
+/// the GPU takes for the copy.
 const WITHIN_LEN_MIN: u64 = 4 << 20;
 
 /// A staging buffer of a list, and the address of its bytes.

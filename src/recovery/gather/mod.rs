@@ -1,5 +1,5 @@
-//! Loads pages together with other ranks: each rank loads a share of the images over its own bus, and the ranks exchange
-//! the rest between their GPUs.
+//! Loads pages together with other ranks: each rank loads a share of the images over its own bus, and the ranks
+//! exchange the other images between their GPUs.
 //!
 //! All ranks have stores with the same pages. Each rank runs two tasks at the same time:
 //!

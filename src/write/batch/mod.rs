@@ -266,9 +266,9 @@ impl WriteBatch {
     /// # Ok::<(), remanent::Error>(())
     /// ```
     ///
-    /// The commit fails and leaves the store unchanged with [`Error::Refused`] if another page is in part of the memory,
-    /// even one that the same batch deletes; if the memory belongs to another store or is being written; or if the store
-    /// cannot wait for the work on the stream that fills the memory.
+    /// The commit fails and leaves the store unchanged with [`Error::Refused`] if another page is in part of the
+    /// memory, even one that the same batch deletes; if the memory belongs to another store or is being written; or if
+    /// the store cannot wait for the work on the stream that fills the memory.
     ///
     /// [`Store::pin`]: crate::Store::pin
     /// [`Store::lease`]: crate::Store::lease

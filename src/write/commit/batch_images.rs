@@ -28,9 +28,9 @@ struct WrittenImages<'a> {
 }
 
 impl Committer {
-    /// Calls `write`, which writes images of `bytes` page bytes before their batch is logged. The images may not use the
-    /// disk space that is reserved for deletes. If `write` fails, the store is poisoned, unless the failure left the store
-    /// unchanged.
+    /// Calls `write`, which writes images of `bytes` page bytes before their batch is logged. The images may not use
+    /// the disk space that is reserved for deletes. If `write` fails, the store is poisoned, unless the failure left
+    /// the store unchanged.
     pub(super) fn in_space<'a>(
         &self,
         bytes: u64,

@@ -49,6 +49,7 @@ pub unsafe trait MemoryAccess {
 
 /// Detects writes beyond the ends of an allocation, memory that is freed twice or with another length, and memory that
 /// is never freed. Uninitialized and freed memory is poisoned, so that a read of such memory is noticeable.
+///
 /// ```
 /// use remanent::device::cuda::resource::{GuardedMemory, HostMemory, MemoryAccess, MemoryResource, Pool};
 /// let memory = GuardedMemory::new(Pool::new(HostMemory), HostMemory);

@@ -85,8 +85,8 @@ pub(super) struct WholeCapture<'a> {
 pub(super) enum CapturedBytes<'a> {
     /// The bytes were copied to this span of staging memory.
     Staged(Span),
-    /// The bytes are still in the working copy, at the first span, and are copied to staging memory piece by piece while
-    /// an image is written. The second span contains the key for digests.
+    /// The bytes are still in the working copy, at the first span, and are copied to staging memory piece by piece
+    /// while an image is written. The second span contains the key for digests.
     InCopy(&'a WorkingCopy, Span, Span),
 }
 
