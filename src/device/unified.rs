@@ -22,7 +22,7 @@ pub enum UnifiedHint {
 /// A side of the bus on which unified memory can reside.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum UnifiedSide {
-    /// The memory of the GPU that allocated it.
+    /// The memory of the GPU that allocated the page's memory.
     Gpu,
     /// The memory of the host.
     Host,

@@ -110,8 +110,8 @@ impl Timeline {
         self.stream.drain()
     }
 
-    /// Makes work that is queued on `self` from now on run after all work currently queued on `other`, which
-    /// may belong to another GPU.
+    /// Makes this lane wait for all work currently queued on `other`, which may belong to another GPU, before it runs
+    /// any work that is queued on this lane afterwards.
     ///
     /// # Errors
     /// A device error.

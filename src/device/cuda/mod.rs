@@ -591,7 +591,7 @@ impl DirectReads for CudaDevice {
             if !out.is_empty() {
                 let source = (page.address + offset) as *const u8;
                 // SAFETY: the range is in pinned memory, which the host accesses at the same address. It is
-                // allocated, because a release first retires the id and waits for this read in doing so.
+                // allocated, because a release first retires the id, which waits for this read.
                 // Nothing writes to it during the read: every list that writes to it is done, the next one
                 // waits for this read, and callers' kernels must not write to pages. `out` belongs to the
                 // caller and does not overlap the range.

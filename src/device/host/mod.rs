@@ -374,8 +374,8 @@ impl CallerMemory {
         Self::of_block(HostBlock::external(Box::new(memory)), place)
     }
 
-    /// Wraps a block without an address. Only the host device accesses the bytes, and the bytes of a vector may move
-    /// when they are changed.
+    /// Wraps a block. The value has no address: only the host device accesses the bytes, and the bytes of a vector may
+    /// move when they are changed.
     fn of_block(block: HostBlock, place: Place) -> Self {
         let len = block.byte_len();
         Self { address: 0, len, owner: Arc::new(CallerBytes { block: Arc::new(block), place }) }

@@ -12,8 +12,8 @@ use crate::device::{MemoryId, Span};
 pub struct PageMemory {
     pub(super) memory: MemoryId,
     pub(super) len: u64,
-    /// The ordinal of the memory's place. The place is stored as two numbers that fill a gap in the layout, because
-    /// each page has a value of this type.
+    /// The ordinal of the memory's place. The place is stored as two numbers, which makes this type smaller: each page
+    /// has a value of this type.
     pub(super) place_ordinal: u32,
     pub(super) place_kind: u8,
     pub(super) purpose: Purpose,

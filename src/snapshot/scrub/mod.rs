@@ -49,9 +49,9 @@ pub struct ScrubReport {
     pub images: u64,
     /// The number of image bytes read, as stored on disk.
     pub image_bytes: u64,
-    /// The number of batches of the log read.
+    /// The number of batches that were read from the log.
     pub batches: u64,
-    /// The total length in bytes of the frames of the batches read.
+    /// The total length, in bytes, of these batches' frames.
     pub log_bytes: u64,
     /// The damage, in the order in which it was found.
     pub damage: Vec<Damage>,

@@ -71,8 +71,8 @@ impl Committer {
         Ok(locations)
     }
 
-    /// Uses caller-owned memory for a page. The applier may not have applied a logged delete of an earlier page in that
-    /// memory. If the memory is in use, this function therefore waits for the applier and tries again.
+    /// Uses caller-owned memory for a page. An earlier page in that memory may have been deleted by a logged batch that
+    /// is not applied yet. If the memory is in use, this function therefore waits for the applier and tries again.
     fn lend(&self, page: PageId, bytes: &DeviceBytes) -> Result<PageMemory> {
         match self.engine.arena.lend(page, bytes) {
             Err(Error::Refused(Refused::MemoryInUse { .. })) => {

@@ -50,8 +50,8 @@ pub(super) struct PreparedBatch<'a> {
     pub lent: LentPages<'a>,
     /// The receiver of the memory of the page that the batch deletes, if the caller requested this memory.
     pub handover: Option<Arc<Handover>>,
-    /// The pages that the batch writes as a whole, with their images. The memory of those that the batch creates is
-    /// already filled.
+    /// The pages that the batch writes as a whole, with their images. Those that the batch creates already have their
+    /// bytes in memory.
     pub whole: WholePages<'a>,
     /// The pages that the batch moves to disk, with their images.
     pub demoted: DemotedPages<'a>,

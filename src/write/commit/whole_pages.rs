@@ -55,8 +55,8 @@ type Part<'a> = (Span, &'a [u8]);
 
 impl Committer {
     /// Writes the batch's whole pages to an image file if they are long enough to justify the file, and fills the
-    /// memory of those that the batch creates. On return, the file and its name are durable, because recovery must find
-    /// every file that a frame names.
+    /// memory of the pages that the batch creates. On return, the file and its name are durable, because recovery must
+    /// find every file that a frame names.
     ///
     /// The length of an existing page is read without the lock, and checked again under the lock. If the page was
     /// resized in between, the batch no longer writes all of its bytes.
