@@ -258,8 +258,8 @@ impl Recovery<'_> {
             let Some(file @ FileName::Pages(number)) = FileName::parse(Folder::Pages, &name) else {
                 continue;
             };
-            // The file with the highest number proves that the number is in use, unless a manifest states so. A removed
-            // frame may name the number, and must not find another file under it.
+            // Unless a manifest states that the highest file number is in use, only the file itself proves this. A
+            // removed frame may name the number, and must not find another file under it.
             let is_highest = number + 1 == catalog.files.first() && number >= next_file;
             let is_needed = named.contains(&number)
                 || catalog.files.is_for_batch(number, floor)

@@ -145,15 +145,15 @@ impl Snapshots {
         })?;
         // 1. Record the floor and the list of kept snapshots in a synced seal. Before this, nothing was removed, and
         //    after a crash the old floor is valid with all that it needs. Afterwards no replay starts below the new
-        //    floor, so a crash in steps 2 to 4 leaves no incomplete start. Only a durable record permits recycling
-        //    (I7): otherwise a power cut that undoes a manifest's rename would have cost the snapshot before it. The
-        //    floor never decreases, because files below it may be missing already.
+        //    floor, so even after a crash in steps 2 to 4 no replay needs the files that they remove. Only a durable
+        //    record permits recycling (I7): otherwise a power cut that undoes a manifest's rename would also lose the
+        //    previous snapshot. The floor never decreases, because files below it may be missing already.
         let floor = catalog.floor.max(plan.log_from.map(|(_, redo)| redo).filter(|redo| redo.0 > 0));
         self.record(catalog, floor, |id| plan.snapshots.contains(id))?;
         let _phase = phases::enter(Phase::Recycle);
         catalog.floor = floor;
         catalog.snapshots.retain(|id, _| plan.snapshots.contains(id));
-        // Tables of restores that replay from the new floor no longer reaches.
+        // Removes the tables of restores that no replay from the new floor reaches.
         catalog.tables.retain(|_, table| is_needed(table.restored_at, &plan));
         if catalog.unread.is_some_and(|unread| floor.is_some_and(|floor| floor >= unread)) {
             // An unreadable manifest or table cannot be needed any more if it is below the floor.
@@ -352,7 +352,8 @@ impl RetentionContext<'_> {
             let next_file = kept().map(|kept| kept.next_file).max().unwrap_or(1);
             let highest = pages.iter().filter_map(|(file, _)| number(*file)).max();
             pages.retain(|(file, _)| match *file {
-                // The file with the highest number proves that the number is in use, unless a kept manifest states so.
+                // Unless a kept manifest states that the highest file number is in use, only the file itself proves
+                // this.
                 FileName::Pages(number) if Some(number) == highest && number >= next_file => false,
                 FileName::Pages(number) => {
                     !named.contains(&number)
