@@ -447,8 +447,8 @@ fn unrecorded_snapshot_is_verified_at_open() {
     assert!(read(&store, PageId(1)).unwrap() == content(PageId(1)));
 }
 
-/// A store may be closed or killed while pages are unloaded, because no file on disk depends on their being
-/// loaded.
+/// A store may be closed or killed while pages are unloaded, because no file on disk depends on whether they
+/// are loaded.
 #[test]
 fn pages_that_stay_cold_cost_nothing() {
     let disk = closed();

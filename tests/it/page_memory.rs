@@ -1,4 +1,4 @@
-//! Opens that load pages into caller-owned memory: every source of a page's bytes, and which opens fail.
+//! Opens that load pages into caller-owned memory: all sources of a page's bytes, and the opens that fail.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -15,8 +15,8 @@ use remanent::{Error, Options, PageId, Place, Store, WriteBatch};
 use crate::gpu;
 
 const PLACE: Place = Place::Device(0);
-/// One length that shares slabs on the host device, and two that do not; one is longer than an open allocates
-/// in one piece.
+/// Lengths of pages. One is so short that pages share a slab on the host device, and two are not. One is
+/// longer than an open allocates in one piece.
 const LENS: [u64; 3] = [700, 5000, 5 << 20];
 
 fn options() -> Options {
@@ -39,15 +39,15 @@ fn content(store: &Store, page: PageId) -> Vec<u8> {
     bytes
 }
 
-/// Whether an open finds a page's bytes in an image, in the log or in both.
+/// Where an open finds a page's bytes: in an image, in the log, or in both.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Source {
     Log,
     Snapshot,
     Both,
-    /// The log resizes the page after the snapshot.
+    /// The snapshot and the log, which resizes the page.
     Resized,
-    /// The page was created and never written.
+    /// Neither, because the page was never written.
     Zeros,
 }
 
@@ -65,7 +65,7 @@ fn directory(source: Source) -> (SimDisk, Vec<(PageId, Vec<u8>)>) {
                 batch.fill(page, 0, begun(len), &[3]);
             }
         }
-        // One page for which no memory is given, and one without bytes.
+        // Create a page for which the caller supplies no memory, and an empty page.
         batch.create_from(vec![8; 100], PLACE);
         batch.create(0, PLACE);
     });
@@ -98,7 +98,7 @@ fn pages_recover_into_given_memory() {
                     LENS.map(|len| CallerMemory::from_vec(vec![0xEE; len as usize], PLACE)).to_vec();
                 let (given, requested) = (tensors.clone(), Arc::new(Mutex::new(Vec::new())));
                 let told = requested.clone();
-                // The budget suffices only for the page without given memory.
+                // The budget suffices only for the page without caller-owned memory.
                 let options = options().memory(
                     MemoryOptions::new().load(page_load).budget(PLACE, 100).page_memory(move |info| {
                         told.lock().unwrap().push((info.page, info.len));
@@ -132,7 +132,7 @@ fn pages_recover_into_given_memory() {
                     (LENS.iter().sum(), 100),
                     "{what}"
                 );
-                // From here on it behaves like any other page.
+                // From now on, the page behaves like any other page.
                 let (page, tensor) = (expected[1].0, store.caller_bytes(&tensors[1]).unwrap());
                 commit(&store, |batch| _ = batch.write(page, 0, &[6; 8]));
                 assert_eq!(content(&store, page)[..9], [6, 6, 6, 6, 6, 6, 6, 6, expected[1].1[8]]);
@@ -151,7 +151,7 @@ fn pages_recover_into_given_memory() {
 
 /// A callback that returns the memory for each page.
 type Give = Box<dyn Fn(&remanent::PageInfo) -> Option<CallerMemory> + Send + Sync>;
-/// A mistake, a callback that makes it, and the check of the resulting error.
+/// A mistake: its name, a callback that makes it, and the check of the resulting error.
 type Row = (&'static str, Give, fn(&Error) -> bool);
 
 #[test]
@@ -206,14 +206,14 @@ fn tensor(len: u64, place: Place) -> Option<CallerMemory> {
     Some(CallerMemory::from_vec(vec![0; len as usize], place))
 }
 
-/// Returns an address of GPU memory, which a host device cannot access.
+/// Returns memory at an address of a GPU, which a host device cannot access.
 fn nowhere(len: u64) -> CallerMemory {
-    // SAFETY: the device is the host, which takes no address of a GPU's.
+    // SAFETY: the device is the host device, which accepts no GPU address.
     unsafe { CallerMemory::from_cuda(64, len, ()) }
 }
 
-/// An open that falls back from a damaged snapshot calls the callback again: memory of the first attempt is
-/// free by then.
+/// An open that falls back from a damaged snapshot calls the callback again. The memory of the first attempt
+/// is free by then.
 #[test]
 fn open_that_skips_snapshot_reuses_same_memory() {
     let (disk, device) = (SimDisk::new(), devices()[0].clone());
@@ -252,7 +252,7 @@ fn gpu_tensors_receive_recovered_pages() {
     let addresses = memory.map(|memory| callers.address(memory).unwrap());
     let options = options().memory(MemoryOptions::new().page_memory(move |info| {
         let at = LENS.iter().position(|len| *len == info.len)?;
-        // SAFETY: the device keeps the memory until it is released, below.
+        // SAFETY: the device keeps the memory until it is released below.
         Some(unsafe { CallerMemory::from_cuda(addresses[at], info.len, ()) })
     }));
     let store = Store::open_on(Arc::new(disk), gpu, options).unwrap();

@@ -1,4 +1,4 @@
-//! Pages in `Place::Disk`: they are in no memory, and every operation on pages works for them as well.
+//! Pages in `Place::Disk`. They use no memory, and all operations on pages support them.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,7 +16,7 @@ use crate::interrupted_reads::InterruptedDisk;
 use crate::kill::workload::Random;
 use crate::with_options::With;
 
-/// Longer than a piece of an image, and not a multiple of any block size.
+/// Length of a page, longer than a piece of an image and not a multiple of any block size.
 const LONG: u64 = (3 << 20) + 77;
 const SHORT: u64 = 5000;
 
@@ -41,13 +41,13 @@ pub fn opened(disk: &SimDisk, options: Options) -> Store {
     Store::open_on(Arc::new(disk.clone()), gpu::under_test(), options).unwrap()
 }
 
-/// Returns options with which a page's bytes can be found in the files.
+/// Returns options without compression, so that a test can find a page's bytes in the files.
 pub fn uncompressed() -> Options {
     small().images(ImageOptions::new().compression(Compression::Off))
 }
 
-/// A thousand short pages move to disk and back: some have images of a snapshot, some of a batch, some have
-/// later writes. Disk and device get many requests at once.
+/// A thousand short pages move to disk and back. Some have images of a snapshot, some have images of a batch,
+/// and some have later writes. The disk and the device get many requests at once.
 #[test]
 fn many_pages_move_at_once() {
     on_each_device(|| {
@@ -95,7 +95,7 @@ fn many_pages_move_at_once() {
             );
             assert!(pages.iter().zip(&plain).all(are_alike), "in memory in round {round}");
         }
-        // A page with writes after its image moves separately, the others together.
+        // A page with writes after its image moves separately, and the others move together.
         move_all(Place::Disk);
         write(&mut plain, 100, 2);
         let (reads, ..) = move_all(Place::Host);
@@ -106,7 +106,8 @@ fn many_pages_move_at_once() {
     });
 }
 
-/// Pages of all lengths and from all places, more than one thread writes at a time, each with its own bytes.
+/// Pages of all lengths move from all places in one batch. The bytes are too many for one thread, and differ
+/// between pages.
 #[test]
 fn one_batch_demotes_pages_of_all_lengths_and_places() {
     on_each_device(|| {
@@ -129,7 +130,8 @@ fn one_batch_demotes_pages_of_all_lengths_and_places() {
     });
 }
 
-/// Every kind of change, read back at once, after a snapshot, and after a restart with and without it.
+/// Every kind of change is read back immediately, after a snapshot, and after a restart with and without the
+/// snapshot.
 #[test]
 fn device_bytes_equal_committed_bytes() {
     let disk = SimDisk::new();
@@ -186,7 +188,7 @@ fn device_bytes_equal_committed_bytes() {
     assert_eq!(store.compare(pages[4], pages[4], Width::W1).unwrap().differing, 0);
 }
 
-/// A page moves to disk and back: bytes and epoch stay. On disk it takes no memory.
+/// A page moves to disk and back without a change of its bytes and epoch. On disk, it uses no memory.
 #[test]
 fn pages_round_trip_through_disk() {
     let disk = SimDisk::new();
@@ -219,7 +221,7 @@ fn pages_round_trip_through_disk() {
         );
         assert_eq!(refused.remedy(), Remedy::ChangeCall);
     }
-    // The freed memory is used by other pages.
+    // Other pages use the freed memory.
     let other = commit(&store, |batch| _ = batch.create(LONG, Place::Host))[0];
     let refused = store.ensure(&pages, Place::Host).unwrap_err();
     assert!(matches!(refused, Error::OverBudget { place: Place::Host, .. }), "{refused}");
@@ -230,7 +232,7 @@ fn pages_round_trip_through_disk() {
     changed[9..24].copy_from_slice(b"changed on disk");
     assert!(store.read_to_vec(pages[0]).unwrap() == changed && store.read_to_vec(pages[1]).unwrap() == short);
     assert_eq!(used(), LONG + SHORT);
-    // Moved and changed in one batch, in both orders.
+    // Move and change a page in one batch, in both orders.
     commit(&store, |batch| _ = batch.move_to(pages[1], Place::Disk).write(pages[1], 0, b"after"));
     let mut batch = store.batch();
     batch.write(pages[0], 0, b"before").move_to(pages[0], Place::Disk);
@@ -248,12 +250,12 @@ fn pages_round_trip_through_disk() {
     assert!(store.read_to_vec(pages[0]).unwrap() == changed && store.read_to_vec(pages[1]).unwrap() == after);
 }
 
-/// The first read of a long page verifies all of it; later ones read only the pieces that they need. Each
-/// read of a short page reads all of it.
+/// The first read of a long page verifies the whole page, and later reads access only the pieces that they
+/// need. Each read of a short page reads all of it.
 #[test]
 fn partial_read_of_disk_page_reads_only_its_pieces() {
     const PIECE: u64 = 1 << 20;
-    // The blocks around the requested bytes, and the headers of images.
+    // Number of additional bytes: the blocks around the requested bytes, and the headers of images.
     const BESIDE: u64 = 16 << 10;
     let disk = Arc::new(InterruptedDisk::never(&SimDisk::new()));
     let store = Store::open_on(disk.clone(), Arc::new(HostDevice::new()), uncompressed()).unwrap();
@@ -282,8 +284,8 @@ fn partial_read_of_disk_page_reads_only_its_pieces() {
     }
 }
 
-/// The image files of pages on disk are kept, and all others are removed: if pages are rewritten repeatedly,
-/// the disk usage is the same as for pages in memory.
+/// The image files of pages on disk are kept, and all others are removed. If pages are rewritten repeatedly,
+/// the disk usage equals that of pages in memory.
 #[test]
 fn disk_use_is_bounded_and_images_survive() {
     let disk = SimDisk::new();
@@ -306,8 +308,8 @@ fn disk_use_is_bounded_and_images_survive() {
     assert!(bytes <= 2 * 2 * 300_000 + 200_000, "{bytes}");
 }
 
-/// More bytes are written between two snapshots than the limit of pending bytes: with background snapshots,
-/// commits wait; without them, they fail and change nothing.
+/// The bytes written between two snapshots exceed the limit of pending bytes. With background snapshots,
+/// commits wait. Without them, commits fail and change nothing.
 #[test]
 fn pending_bytes_are_bounded() {
     on_each_device(|| {
@@ -336,7 +338,7 @@ fn pending_bytes_are_bounded() {
     });
 }
 
-/// A restore and a fork have the places of the earlier state, including pages on disk.
+/// After a restore and in a fork, pages have the places of the earlier state, including the disk.
 #[test]
 fn restores_and_forks_have_pages_on_disk() {
     on_each_device(|| {
@@ -375,8 +377,8 @@ fn restores_and_forks_have_pages_on_disk() {
     });
 }
 
-/// A damaged image is reported to the reader of its page; other pages can be used, and so can this one once a
-/// batch has written new bytes.
+/// A damaged image is reported only to readers of its page. Other pages can be used, and the damaged page can
+/// be used after a batch has written new bytes.
 #[test]
 fn damage_affects_only_the_page() {
     let disk = SimDisk::new();
@@ -404,8 +406,8 @@ fn damage_affects_only_the_page() {
     assert!(store.read_to_vec(pages[0]).unwrap() == [3; 300_000]);
 }
 
-/// A page with an image of a snapshot needs no other image to move to disk; but if that image is damaged on
-/// the medium, another one is written while the bytes are still in memory.
+/// A page with an image of a snapshot needs no other image to move to disk. If that image is damaged on the
+/// medium, another one is written while the bytes are still in memory.
 #[test]
 fn image_is_verified_before_memory_is_freed() {
     on_each_device(|| {
@@ -443,8 +445,8 @@ fn image_is_verified_before_memory_is_freed() {
     });
 }
 
-/// An image that the log names and that no snapshot has verified is read at the open, so that damage is
-/// reported while the log that can repair it still exists.
+/// An open reads an image that the log names and no snapshot has verified, so that damage is reported while
+/// the log that can repair it still exists.
 #[test]
 fn open_verifies_unverified_images() {
     let disk = SimDisk::new();
@@ -467,8 +469,8 @@ fn open_verifies_unverified_images() {
     assert!(opened(&sound.disk(), uncompressed()).read_to_vec(page).unwrap() == bytes);
 }
 
-/// A page moves to disk and back while others write it, read it and take snapshots: each write is present,
-/// and each read is of one batch.
+/// A page moves to disk and back while other threads write it, read it and take snapshots. No write is lost,
+/// and each read returns the bytes of one batch.
 #[test]
 fn moves_writes_and_reads_run_concurrently() {
     on_each_device(|| {
@@ -483,8 +485,8 @@ fn moves_writes_and_reads_run_concurrently() {
                     let store = &store;
                     scope.spawn(move || {
                         for number in 1..=WRITES {
-                            // Both ends have the same number, so that a reader can check that its bytes are
-                            // of one batch.
+                            // Write the same number at both ends, so that a reader can check that its bytes
+                            // are those of one batch.
                             let number = number.to_le_bytes();
                             let at = 8 * writer;
                             commit(store, |batch| {
@@ -525,7 +527,7 @@ fn moves_writes_and_reads_run_concurrently() {
     });
 }
 
-/// A store with far more pages than memory opens, reads and writes within its budget.
+/// A store with far more pages than memory opens, reads and writes within its memory budget.
 #[test]
 fn a_store_holds_more_pages_than_memory() {
     on_each_device(|| {
@@ -549,7 +551,7 @@ fn a_store_holds_more_pages_than_memory() {
         drop(store);
         let store = opened(&disk, options());
         let page = |number: u64| store.page_by_key(keys(number)).unwrap().page;
-        // As in a cache, the newest pages are in memory: each one replaces another.
+        // As in a cache, the newest pages are in memory, and each page replaces another.
         for number in 0..PAGES {
             store.ensure(&[page(number)], Place::Host).unwrap();
             assert!(store.read_to_vec(page(number)).unwrap() == vec![number as u8; 64 << 10]);

@@ -1,6 +1,6 @@
-//! Pins: a page keeps its address while batches change it, and an operation that would move it fails.
+//! Pins. A page keeps its address while batches change it, and an operation that would move it fails.
 //!
-//! The device executes everything as late as allowed, and assigns artificial addresses to a host device's memory.
+//! The device executes all work as late as permitted, and assigns artificial addresses to a host device's memory.
 
 use std::sync::{Arc, Mutex};
 
@@ -48,11 +48,11 @@ fn pinned_page_is_changed_in_place() {
     let address = pin.address().expect("a late device makes one up");
     let seen = Arc::new(Mutex::new(Vec::new()));
     for number in 2..=5 {
-        // Operations that change bytes are all allowed to the thread that holds the pin.
+        // The thread that holds the pin may use all operations that change bytes.
         commit(&store, |batch| _ = batch.clone_page(page)).unwrap();
         commit(&store, |batch| _ = batch.fill(page, 0, LEN, &[0]).write(page, 0, &[number; LEN as usize]))
             .unwrap();
-        // From here on only the stream waits for the batch, not the host.
+        // From now on, only the stream waits for the batch, not the host.
         pin.on(stream).unwrap();
         let (source, told) = (device.span_at(address, LEN), seen.clone());
         device.queue(stream, move |inner| {
@@ -66,7 +66,7 @@ fn pinned_page_is_changed_in_place() {
         store.snapshot().unwrap();
         assert_eq!(seen.lock().unwrap().pop(), Some(vec![number; LEN as usize]));
         assert_eq!((pin.address(), read(&store, page)), (Some(address), vec![number; LEN as usize]));
-        // No memory is used except for the page itself and its clones.
+        // Only the page itself and its clones use memory.
         let (_, usage) = store.stats().places[0];
         assert_eq!(usage.allocated_bytes, LEN * u64::from(number));
     }
@@ -97,7 +97,7 @@ fn moving_pinned_page_is_refused() {
         refused(store.restore(StatePoint::Lsn(Lsn(1))).map(drop), "restored");
     };
     all();
-    // A refused batch changes nothing; a move to the current place moves nothing.
+    // A rejected batch changes nothing, and a move to the current place has no effect.
     commit(&store, |batch| _ = batch.move_to(page, PLACE)).unwrap();
     assert_eq!((read(&store, page), store.lsn()), (vec![1; LEN as usize], Lsn(2)));
     drop(first);
@@ -109,7 +109,7 @@ fn moving_pinned_page_is_refused() {
     commit(&store, |batch| _ = batch.delete(page)).unwrap();
     let gone = store.pin(page).unwrap_err();
     assert!(matches!(gone, Error::UnknownPage { page: found } if found == page), "{gone}");
-    // The refused pin does not keep the page in place.
+    // The rejected pin does not keep the page in place.
     assert!(store.restore(StatePoint::Lsn(Lsn(2))).is_ok());
 }
 
@@ -123,9 +123,9 @@ fn leased_page_cannot_be_pinned() {
     assert!(matches!(store.pin(page), Err(Error::Leased { page: found }) if found == page));
     device.hold(stream, true);
     drop(lease);
-    // The reading kernel is still on the stream, so a batch would move the page.
+    // The kernel that reads the page is still on the stream, so a batch would move the page.
     assert!(matches!(store.pin(page), Err(Error::Leased { .. })));
-    // A batch has moved the page, so the stream does not use its memory any more.
+    // A batch has moved the page, so the stream no longer uses its memory.
     commit(&store, |batch| _ = batch.fill(page, 0, LEN, &[2])).unwrap();
     assert_eq!(read(&store, page), [2; LEN as usize]);
     let pin = store.pin(page).unwrap();
@@ -136,7 +136,7 @@ fn leased_page_cannot_be_pinned() {
     device.synchronize(stream).unwrap();
 }
 
-/// A transport library gets a stable address, with the version of the content.
+/// A transport library gets a stable address, and the version of the content.
 #[test]
 fn descriptor_tells_transport_page_address() {
     let (_device, store, page) = late();
@@ -170,7 +170,7 @@ fn descriptor_tells_transport_page_address() {
         assert_eq!(pin.descriptor().unwrap().kind, kind);
         assert!(pin.descriptor().unwrap().to_json().contains(&format!("\"kind\":\"{kind}\"")));
     }
-    // If there is no address, none is returned.
+    // If a page has no address, the call returns none.
     let nowhere = |found: remanent::Result<remanent::store::MemoryDescriptor>, why: &str| {
         assert!(
             matches!(&found, Err(Error::Unavailable(Unavailable::Place { reason, .. })) if reason.contains(why)),

@@ -1,5 +1,5 @@
-//! The user documentation refers to files and tests as evidence, has links, and states numbers about tests. All of them
-//! are compared with the repository.
+//! The user documentation refers to files and tests as evidence, contains links, and states numbers about tests. All of
+//! them are compared with the repository.
 
 use std::fs;
 use std::path::Path;
@@ -18,7 +18,7 @@ const PAGES: [&str; 8] = [
     "SECURITY.md",
 ];
 
-/// Numbers about tests: the page, its statement, the test, and the code that the statement describes.
+/// Numbers about tests: the page, the sentence with the number, the test, and the code that the sentence describes.
 const NUMBERS: [(&str, &str, &str, &str); 4] = [
     (
         "docs/guarantees.md",

@@ -1,4 +1,5 @@
-//! Lookups and reads during commits: which version they return, and that they wait for nothing else.
+//! Lookups and reads during commits: which version they return, and that they wait only for the batches that
+//! they need.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
@@ -106,7 +107,7 @@ fn lookups_and_reads_of_other_pages_do_not_wait_for_the_applier() {
         batch.create(5, Place::Host).key(key("new"));
         let ticket = store.submit(batch).unwrap();
         ticket.wait(Ack::Logged).unwrap();
-        // A caller to which the batch was reported as logged reads it.
+        // A caller that was notified that the batch is logged reads the batch.
         let lsn = ticket.position().lsn;
         assert_eq!((store.lsn(), store.page(pages[0]).unwrap().lsn), (lsn, lsn));
         let new = store.page_by_key(key("new")).unwrap();
@@ -115,7 +116,7 @@ fn lookups_and_reads_of_other_pages_do_not_wait_for_the_applier() {
         assert!(!store.contains(PageId(99)).unwrap() && !store.contains_key(key("other")).unwrap());
         assert_eq!((count_of(&store.root().unwrap()), store.page_count().unwrap()), (1, 3));
         assert_eq!(store.pages().unwrap().map(|info| info.len).collect::<Vec<_>>(), [LEN, LEN, 5]);
-        // Reads a page that no running batch changes.
+        // Read a page that no running batch changes.
         assert_eq!(store.read_to_vec(pages[1]).unwrap(), vec![7; LEN as usize]);
         let view = store.view().unwrap();
         view.read(pages[1], 1, &mut [0; 9]).unwrap();
@@ -154,8 +155,8 @@ fn logged_batch_is_visible_after_call_returns() {
     }
 }
 
-/// Runs a writer that counts in two pages, in a page that it replaces under one key, and in the root; calls
-/// `each` meanwhile.
+/// Runs a writer that counts in two pages, in a page that it replaces under one key, and in the root. Calls
+/// `each` concurrently.
 fn write_during(store: &Store, pages: &[PageId], count: u64, each: impl Fn() + Sync) {
     let is_over = AtomicBool::new(false);
     thread::scope(|scope| {
@@ -200,20 +201,21 @@ fn bytes_and_page_info_are_from_one_batch() {
     let (last, tries) = (Mutex::new((0, Vec::new())), AtomicU64::new(0));
     write_during(&store, &pages, 300, || {
         let (last, buffer) = &mut *last.lock().unwrap();
-        // By key: the key always exists, because a batch that deletes the page gives it to another one.
+        // Read by key. The key always exists, because a batch that deletes its page assigns it to another
+        // page.
         let mut start = [0; 8];
         let info = store.read_key(key("first"), 0, &mut start).unwrap();
         let count = counted(&start);
         assert!(count >= *last, "what was seen once stays");
         assert!(count == 0 || info.len == 8 * (1 + count % 40_000));
         *last = count;
-        // Reads the whole page, whatever its length.
+        // Read the whole page, whatever its length.
         let info = store.read_into(pages[1], buffer).unwrap();
         let count = counted(buffer);
         assert_eq!(info.len, buffer.len() as u64);
         assert!(count == 0 || (info.len == 8 * (1 + count % 40_000) && info.epoch.0 > count));
         *last = count.max(*last);
-        // Reads the page in many pieces.
+        // Read the page in many pieces.
         let count = counted(&store.read_to_vec(pages[2]).unwrap());
         assert!(count >= *last);
         *last = count;
@@ -269,7 +271,7 @@ fn page_listing_is_point_in_time() {
     let mut listed = store.pages().unwrap();
     let mut seen: Vec<PageInfo> = listed.by_ref().take(300).collect();
     assert_eq!(listed.len(), 700);
-    // Keys before and after those that are already listed.
+    // Create pages with keys before and after those that are already listed.
     let mut batch = store.batch();
     for page in pages.iter().step_by(2) {
         batch.delete(*page);
@@ -297,7 +299,7 @@ fn a_restored_store_shows_the_old_state_to_every_lookup() {
     let new = store.commit(batch).unwrap().pages[0];
     let view = store.view().unwrap();
     store.restore(StatePoint::Lsn(then)).unwrap();
-    // The view has the state before the restore, and keeps it.
+    // The view keeps the state before the restore.
     assert_eq!((view.page_by_key(key("first")).unwrap().page, count_of(&view.root())), (new, 2));
     drop(view);
     assert_eq!(store.page_by_key(key("first")).unwrap().page, pages[0]);

@@ -1,4 +1,4 @@
-//! Releases: the memory of a page is handed to the caller once the store no longer uses it.
+//! Releases. The caller gets the memory of a page once the store no longer uses it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -44,7 +44,7 @@ fn content(store: &Store, page: PageId) -> remanent::Result<Vec<u8>> {
 fn released_page_is_deleted_and_caller_keeps_bytes() {
     for device in devices() {
         let (disk, store, page) = bench(device.clone());
-        // Queued in the lane, and possibly not executed when the page is released.
+        // The fill is queued in the lane and may not have been executed when the page is released.
         commit(&store, |batch| _ = batch.fill(page, 0, LEN / 2, &[2])).unwrap();
         let memory = store.release(page).unwrap();
         let expected = [vec![2; LEN as usize / 2], vec![1; LEN as usize / 2]].concat();
@@ -57,7 +57,7 @@ fn released_page_is_deleted_and_caller_keeps_bytes() {
         store.snapshot().unwrap();
         store.trim().unwrap();
         assert_eq!(bytes_of(&memory), vec![7; LEN as usize]);
-        // The memory can be used for a page again.
+        // The memory can again be used for a page.
         let again = commit(&store, |batch| _ = batch.create_in(&memory)).unwrap()[0];
         assert_eq!(content(&store, again).unwrap(), vec![0; LEN as usize]);
         store.close().unwrap();
@@ -66,7 +66,7 @@ fn released_page_is_deleted_and_caller_keeps_bytes() {
     }
 }
 
-/// The release is durable when the call returns. If a power cut could undo it afterwards, the caller could
+/// The release is durable when the call returns. If a power cut could undo the release, the caller could
 /// write to memory of a page that still exists.
 #[test]
 fn a_release_is_durable_when_it_returns() {
@@ -78,7 +78,7 @@ fn a_release_is_durable_when_it_returns() {
     let after = Store::open_on(Arc::new(after), devices()[0].clone(), options()).unwrap();
     assert!(matches!(content(&after, page), Err(Error::UnknownPage { .. })));
 
-    // No memory is handed to the caller if the delete may not be durable.
+    // The caller gets no memory if the delete may not be durable.
     let (disk, store, page) = bench(devices()[0].clone());
     store.wait_durable(store.lsn()).unwrap();
     for operation in [Operation::Sync, Operation::SyncWindow] {
@@ -210,7 +210,7 @@ fn unloaded_page_is_loaded_first() {
     }
 }
 
-/// After any error the page is present or absent as the log states, and so it is after an open.
+/// After any error, and after the next open, the page exists or does not exist, as the log states.
 #[test]
 fn device_error_loses_only_released_pages() {
     for call in [DeviceCall::Submit, DeviceCall::Wait, DeviceCall::Rename, DeviceCall::Release] {
@@ -245,7 +245,7 @@ fn gpu_memory_is_lent_at_its_address() {
         assert_eq!((memory.address(), memory.place()), (address, place));
         memory.write(0, &[4]).unwrap();
         assert_eq!(bytes_of(&memory)[..3], [4, 3, 3]);
-        // Freed like any other memory.
+        // The memory is freed like any other memory.
         drop(memory);
         store.trim().unwrap();
         let usage = |(of, usage): &(Place, remanent::stats::PlaceUsage)| (*of == place).then(|| usage.used());

@@ -1,4 +1,4 @@
-//! Long logs without a snapshot: an open replays the whole state, with one thread that reads and one that
+//! Long logs without a snapshot. An open replays the whole state, with one thread that reads and one that
 //! applies.
 
 use std::sync::Arc;
@@ -25,9 +25,9 @@ fn open(disk: impl Disk, device: Arc<dyn Device>, segment_len: u64) -> Result<St
     Store::open_on(Arc::new(disk), device, options)
 }
 
-/// Commits batches with frames of `bytes` in total, and returns the resulting content of the pages. Most
-/// batches are small; some are longer than the read-ahead. Elements with gaps between their indices are
-/// staged separately.
+/// Commits batches with frames of `bytes` in total. Returns the resulting content of the pages. Most batches
+/// are small, and some are longer than the read-ahead. Elements with gaps between their indices are staged
+/// separately.
 fn write(store: &Store, random: &mut Random, bytes: u64) -> Vec<(PageId, Vec<u8>)> {
     let mut batch = store.batch();
     (0..PAGES).for_each(|_| _ = batch.create(PAGE_LEN, Place::Host).page());
@@ -36,7 +36,7 @@ fn write(store: &Store, random: &mut Random, bytes: u64) -> Vec<(PageId, Vec<u8>
     let mut written = 0;
     while written < bytes {
         let (count, len_max) = match random.below(20) {
-            // A byte less than the page, because whole pages are written to images.
+            // Write one byte less than the page has, because whole pages are written to images.
             0 if bytes > 8 << 20 => (10, PAGE_LEN - 1),
             1..4 => (1 + random.below(100), 600),
             _ => (1 + random.below(4), 5000),
@@ -87,7 +87,7 @@ fn frames_of_all_lengths_replay_from_read_buffers() {
     check(&store, &pages);
 }
 
-/// Returns a store on a disk whose log has many segments, each with more than one batch.
+/// Returns a store whose log has many segments, each with more than one batch.
 fn many_segments() -> (SimDisk, Vec<(PageId, Vec<u8>)>) {
     let disk = SimDisk::new();
     let store = open(disk.clone(), Arc::new(HostDevice::new()), 64 << 10).unwrap();
@@ -117,7 +117,8 @@ fn panic_in_read_ahead_thread_fails_open() {
         if panics.load(Ordering::SeqCst) > before {
             assert!(matches!(opened, Err(Error::Panicked { .. })), "read {at}");
         } else if before > 0 {
-            // When no read remains to be interrupted, the whole log was read. Nothing was written before.
+            // When no read remains to be interrupted, the whole log was read. The interrupted opens wrote
+            // nothing.
             check(&opened.unwrap(), &pages);
             assert!(before > 5, "panicked {before} times");
             return;
@@ -131,7 +132,7 @@ fn device_fault_during_replay_is_reported_as_itself() {
     let (disk, pages) = many_segments();
     let mut failed = 0;
     let calls = [DeviceCall::Staging, DeviceCall::Submit];
-    // A device that goes on after a fault as if nothing had happened reports it once.
+    // A device that continues after a fault as if it had not happened reports the fault once.
     for (call, is_lost) in calls.into_iter().flat_map(|call| [(call, false), (call, true)]) {
         for nth in [1, 2, 3, 10] {
             let device = Arc::new(FaultyDevice::new(Arc::new(HostDevice::new())));

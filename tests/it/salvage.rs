@@ -1,5 +1,5 @@
-//! Pages salvaged from damaged stores are correct: a page reported as exact has its last content, one
-//! reported as older had its content at that time, and lost batches are reported. And most of the store is
+//! Pages salvaged from damaged stores are correct. A page reported as exact has its last content, a page
+//! reported as older had its content at that time, and lost batches are reported. Most of the store is
 //! salvaged.
 
 use std::cell::RefCell;
@@ -21,10 +21,10 @@ use crate::files::{Files, State, open_with, small};
 use crate::size::sized;
 use crate::with_options::With;
 
-/// The result of the salvage of a damaged store.
+/// The result of salvaging a damaged store.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Outcome {
-    /// The batch of the salvaged state; `None` if it cannot be determined.
+    /// The batch of the salvaged state, or `None` if it cannot be determined.
     lsn: Option<Lsn>,
     /// Whether later batches are reported as lost or possibly lost.
     is_cut: bool,
@@ -39,9 +39,9 @@ impl Outcome {
     }
 }
 
-/// Salvages damaged files of a store, and compares the result with the states that its callers saw.
+/// Salvages damaged files of a store, and compares the result with the states that callers of the store read.
 fn salvage(what: &str, files: &Files, victim: &Victim) -> Outcome {
-    // STORE may be the damaged file; the command determines the id in that case.
+    // STORE may be the damaged file, in which case the command determines the id.
     let store = StoreFile::decode(&victim.files.0[&FileName::Store]).unwrap();
     let salvage = Salvage::read(files, store, 1 << 20).unwrap();
     let (state, states) = (salvage.state(), &victim.states);
@@ -80,7 +80,8 @@ fn salvage(what: &str, files: &Files, victim: &Victim) -> Outcome {
     outcome
 }
 
-/// Returns a cleanly closed store that was restored to an earlier state, with pages of different histories.
+/// Returns a cleanly closed store that was restored to an earlier state, and whose pages have different
+/// histories.
 fn restored() -> Victim {
     restored_with(small())
 }
@@ -128,9 +129,9 @@ fn restored_with(options: Options) -> Victim {
     Victim { files: Files::of(&disk), states, last, marked: last, older: Vec::new() }
 }
 
-/// The stores to damage.
+/// Returns the stores to damage.
 fn victims() -> [Victim; 4] {
-    // The last one's snapshots are of several image files.
+    // The snapshots of the last store are in several image files.
     [
         Victim::closed(),
         Victim::killed(),
@@ -148,8 +149,8 @@ fn sound_store_is_salvaged_completely() {
     }
 }
 
-/// Pages on disk, with images, overlays and captured images: if a file is damaged, at most the pages in it
-/// are older or lost.
+/// Pages on disk with images, overlays and captured images. If a file is damaged, at most the pages in this
+/// file are older or lost.
 #[test]
 fn pages_on_disk_are_salvaged() {
     let victim = on_disk::victim();
@@ -165,7 +166,7 @@ fn pages_on_disk_are_salvaged() {
         }
         count.borrow_mut().add(outcome, victim.last);
     });
-    // There are older images of each page, so none is lost completely.
+    // There are older images of each page, so no page is lost completely.
     let Count { all, older, lost, .. } = count.into_inner();
     assert!(all > 100 && older > sized(2, 10) && lost == 0, "{all} all, {older} older, {lost} lost");
 }
@@ -179,7 +180,7 @@ fn truncated_batches_are_reported_lost() {
         let mut batch = store.batch();
         batch.set_root("step", number);
         store.commit(batch).unwrap();
-        // The next batch is a separate group, whose frame records that this one is durable.
+        // The next batch is in a separate group, whose frame records that this batch is durable.
         store.wait_durable(store.lsn()).unwrap();
         let written = disk.bytes(FileName::Segment(1)).unwrap();
         ends.push(written.iter().rposition(|byte| *byte != 0).unwrap().next_multiple_of(4096));
@@ -194,8 +195,8 @@ fn truncated_batches_are_reported_lost() {
     assert_eq!(hidden.file, FileName::Segment(1));
 }
 
-/// Counts of stores that were salvaged completely, and of those where something is older or lost, or a batch
-/// is.
+/// Numbers of stores that were salvaged completely, and of stores in which a page is older or lost, or a
+/// batch is lost.
 #[derive(Debug, Default)]
 struct Count {
     all: usize,
@@ -230,7 +231,7 @@ fn mutilated_file_yields_no_wrong_bytes() {
                     "{what}: every page was in a snapshot and in the log"
                 );
             }
-            // Batches that a mark covers are not lost without a report.
+            // Batches that a mark covers must not be lost without a report.
             if outcome.lsn.is_some_and(|lsn| lsn < victim.marked) {
                 assert!(outcome.is_cut, "{what}: {outcome:?}");
             }
@@ -241,7 +242,7 @@ fn mutilated_file_yields_no_wrong_bytes() {
     }
 }
 
-/// Zeroes a random sector with other content, and returns its name.
+/// Zeroes a random sector that is not already zero. Returns a description of the sector.
 fn zero_sector(files: &mut Files, random: u64) -> String {
     let sectors = |bytes: &Vec<u8>| bytes.len().div_ceil(SECTOR_LEN);
     let live = |bytes: &[u8]| bytes.iter().any(|byte| *byte != 0);
@@ -283,7 +284,7 @@ fn lost_sectors_and_files_yield_no_wrong_bytes() {
 #[test]
 fn lost_batch_affects_only_changed_page() {
     let victim = restored();
-    // Without the newest images, the later changes of pages are in the log alone.
+    // Without the newest images, only the log contains the later changes of pages.
     let newest = victim.files.names(|file| matches!(file, FileName::Pages(_))).pop().unwrap();
     let store = StoreFile::decode(&victim.files.0[&FileName::Store]).unwrap().store;
     let (mut exact, mut older) = (0, 0);
@@ -306,7 +307,7 @@ fn lost_batch_affects_only_changed_page() {
     assert!(exact > 10 && older > 5, "all exact {exact} times, one older {older} times");
 }
 
-/// Returns the initial state of a new store with everything that was salvaged.
+/// Returns the initial state of a new store that contains all salvaged pages.
 fn seed(store: StoreFile, search: &Salvage) -> InitialState {
     let state = search.state();
     InitialState {
@@ -317,7 +318,7 @@ fn seed(store: StoreFile, search: &Salvage) -> InitialState {
     }
 }
 
-/// Reads a range of a page with all bytes intact.
+/// Reads a range of a page whose bytes are all intact.
 fn read_exact(search: &Salvage, info: &PageInfo, offset: u64, out: &mut [u8]) {
     match search.find(info) {
         PageRemains::Exact(bytes) => {
@@ -364,7 +365,7 @@ fn created_store_is_complete_or_absent() {
     assert_eq!(store.commit(batch).unwrap().position.lsn, victim.last.next());
 }
 
-/// A salvaged store begins with a snapshot, without a seal or a log of its own, like a fork.
+/// A salvaged store begins with a snapshot and, like a fork, has no seal or log of its own.
 #[test]
 fn a_salvaged_store_survives_a_hundred_opens() {
     let victim = restored();
@@ -375,7 +376,7 @@ fn a_salvaged_store_survives_a_hundred_opens() {
         read_exact(&search, info, offset, out);
         Ok::<_, Error>(())
     };
-    // One store is only opened; another commits sometimes and takes a snapshot late.
+    // One store is only opened. Another one sometimes commits, and takes a snapshot late.
     for is_busy in [false, true] {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("new");
@@ -395,7 +396,7 @@ fn a_salvaged_store_survives_a_hundred_opens() {
             if is_busy && open == 60 {
                 store.snapshot().unwrap();
             }
-            // By a close or without one.
+            // End with or without a close.
             if open % 2 == 0 { store.close().unwrap() } else { drop(store) }
         }
         let segments = std::fs::read_dir(path.join("log")).unwrap().count();

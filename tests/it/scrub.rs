@@ -1,5 +1,5 @@
-//! Scrubs: damage on the medium is found while the store is open, and repaired from memory. Each row damages
-//! one structure of an open store. The scrub must report it, and afterwards the files must be openable
+//! Scrubs detect damage on the medium while the store is open, and repair it from memory. Each row damages
+//! one structure of an open store. The scrub must report the damage, and afterwards the store must open
 //! without it.
 
 use std::collections::BTreeSet;
@@ -21,7 +21,7 @@ use crate::faults::watched;
 use crate::files::{Files, State, open, small};
 use crate::with_options::With;
 
-/// The number of pages, of which one changes.
+/// Number of pages, one of which changes.
 const PAGES: u64 = 20;
 
 /// Returns incompressible bytes.
@@ -37,13 +37,13 @@ struct Subject {
 }
 
 impl Subject {
-    /// Creates two snapshots, with log after each. The second one follows the first, which is kept only for
-    /// it.
+    /// Creates two snapshots with a log after each. The second follows the first, which is kept only as a
+    /// link.
     fn new() -> Self {
         let disk = SimDisk::new();
         let store = open(&disk).unwrap();
         let mut batch = store.batch();
-        // Enough pages that a snapshot is based on the previous one.
+        // Create enough pages that a snapshot is based on the previous one.
         for seed in 0..PAGES {
             let page = batch.create(1500, Place::Host).page();
             batch.write(page, 0, &noise(seed, 1500));
@@ -63,8 +63,8 @@ impl Subject {
         subject
     }
 
-    /// Returns such a store with a restore whose table is needed by both snapshots before it, and with a page
-    /// that a batch wrote to an image file.
+    /// Returns such a store with a restore whose table both preceding snapshots need, and with a page that a
+    /// batch wrote to an image file.
     fn with_restore() -> Self {
         let subject = Self::new();
         subject.store.restore(StatePoint::Lsn(subject.store.lsn())).unwrap();
@@ -96,7 +96,7 @@ impl Subject {
         newest.entries.iter().find(|entry| entry.page == page).unwrap().image.unwrap()
     }
 
-    /// Returns segment and offset of the first batch after a snapshot.
+    /// Returns the segment and the offset of the first batch after a snapshot.
     fn batch_after(&self, snapshot: u64) -> (FileName, u64) {
         let survey = self.survey();
         let redo = survey.snapshot(SnapshotId(snapshot)).unwrap().redo;
@@ -120,13 +120,13 @@ impl Subject {
         self.flip(file, second + 300);
     }
 
-    /// Leaves no free byte on the disk, even if the store removes all spares. The number of its spares beyond
-    /// the reserve depends on the number of groups of the commits.
+    /// Leaves no free byte on the disk, even if the store removes all spares. The number of spares beyond the
+    /// reserve depends on the number of groups of the commits.
     fn fill_disk(&self) {
         self.disk.set_capacity(Some(0));
     }
 
-    /// Returns the disk as a kill leaves it now.
+    /// Returns the disk state after a kill now.
     fn killed(&self) -> SimDisk {
         self.disk.after_kill(Moment { event: self.disk.events(), tear: None })
     }
@@ -138,8 +138,8 @@ impl Subject {
         }
     }
 
-    /// Whether the log ends with a seal that covers it, with two prepared segments and a full reserve, and
-    /// does not change.
+    /// Returns true if the log ends with a seal that covers it, has two prepared segments and a full reserve,
+    /// and does not change.
     fn is_at_rest(&self) -> bool {
         let disk = self.disk.after_power_cut();
         let survey = Survey::read(&disk).unwrap();
@@ -157,13 +157,13 @@ impl Subject {
         files.names(is_ahead).len() >= 2 && files.names(is_spare).len() >= 2
     }
 
-    /// Asserts that the files on disk can be opened without any damage, to the state in memory.
+    /// Asserts that the files on disk contain no damage and open with the state in memory.
     fn check_left(&self, what: &str) {
         self.check_left_but(what, FileName::Store);
     }
 
     /// Like [`check_left`](Self::check_left), except for one damaged manifest of older snapshots that cannot
-    /// be repaired: they are kept, and reported as damaged.
+    /// be repaired. These snapshots are kept and reported as damaged.
     fn check_left_but(&self, what: &str, manifest: FileName) {
         let store = open(&self.killed()).unwrap_or_else(|error| panic!("{what}: {error}"));
         assert!(State::of(&store) == State::of(&self.store), "{what}: another state");
@@ -183,7 +183,8 @@ fn sound_store_is_read_completely_without_writes() {
     let scrubbed = subject.store.scrub().unwrap();
     assert_eq!((scrubbed.damage.as_slice(), scrubbed.mended.is_none()), (&[][..], true));
     assert_eq!(subject.disk.history()[events..], [] as [String; 0], "a scrub only reads");
-    // The images of kept snapshots and of the restored table, each once, and the image that the batch names.
+    // Count the images of kept snapshots and of the restored table once each, and the image that the batch
+    // names.
     let survey = subject.survey();
     let kept = subject.store.snapshots();
     let kept = kept.iter().map(|kept| survey.snapshot(kept.id).unwrap().entries.clone());
@@ -215,8 +216,8 @@ fn shared_damaged_image_is_repaired_from_memory() {
     assert!(matches!(scrubbed.mended, Some(Ok(SnapshotId(4)))), "{scrubbed:?}");
     subject.check_left("mended");
     assert_ne!(subject.image_of(subject.pages[0]), image);
-    // A damaged snapshot does not count as kept: it stays until there are two intact ones, and is not read
-    // again.
+    // A damaged snapshot does not count as kept. It stays until there are two intact snapshots, and is not
+    // read again.
     let kept = || subject.store.snapshots().iter().map(|kept| kept.id.0).collect::<Vec<_>>();
     assert_eq!(kept(), [2, 3, 4]);
     let again = subject.store.scrub().unwrap();
@@ -343,7 +344,7 @@ fn first_snapshot_repairs_damaged_log() {
     batch.create(100, Place::Host);
     let pages = store.commit(batch).unwrap().pages;
     let subject = Subject { disk, store, pages };
-    // The second batch's frame records that the first one is durable.
+    // The frame of the second batch records that the first batch is durable.
     subject.store.wait_durable(Lsn(1)).unwrap();
     let mut batch = subject.store.batch();
     batch.set_root("step", 1u64);
@@ -406,8 +407,8 @@ fn a_named_snapshot_stays_as_it_is() {
         subject.store.snapshot().unwrap();
     }
     assert!(subject.store.snapshots().iter().any(|kept| kept.id == named.id));
-    // The file is not read again while the store is open; a later open does not know of the damage, and finds
-    // it again.
+    // The file is not read again while the store is open. A later open has no record of the damage, and
+    // detects it again.
     assert_eq!(subject.store.scrub().unwrap().damage, []);
     let store = open(&subject.killed()).unwrap();
     assert!(State::of(&store) == State::of(&subject.store));
@@ -434,7 +435,7 @@ fn store_scrubs_automatically() {
     store.wait_for_scrubs(1);
     assert_eq!((store.stats().scrubs.failed, store.stats().scrubs.damaged), (0, 0));
     disk.damage(FileName::Pages(image.file), image.offset, &[0; 16]);
-    // The running scrub may have read the file before.
+    // The running scrub may have read the file before it was damaged.
     store.wait_for_scrubs(store.stats().scrubs.done + 2);
     assert_eq!(store.stats().scrubs.damaged, 1);
     let state = State::of(&store);
@@ -448,7 +449,7 @@ fn slow_scrub_is_cancelled_at_close() {
     let subject = Subject::new();
     let disk = subject.disk.clone();
     subject.store.close().unwrap();
-    // At one byte per second this would take hours.
+    // At one byte per second, this scrub would take hours.
     let options = small().with(|options| {
         options.scrubs.interval = Some(Duration::ZERO);
         options.scrubs.bytes_per_second = Some(1);

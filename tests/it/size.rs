@@ -1,4 +1,4 @@
-//! The size of slow suites: a sample of each, or with `REMANENT_TEST_SIZE=full` all of it.
+//! The size of slow suites: a sample of each, or all of it with `REMANENT_TEST_SIZE=full`.
 
 const SIZE: &str = "REMANENT_TEST_SIZE";
 

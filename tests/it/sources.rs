@@ -1,5 +1,5 @@
-//! Pages from sources: their bytes are read once, for the image, and not again for memory; a source that
-//! fails leaves nothing behind; and a page is never in memory as a whole in addition to its place.
+//! Pages from sources. The bytes are read once, for the image, and not again for memory. A source that fails
+//! leaves no trace. A whole page never exists in memory in addition to its place.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -18,12 +18,12 @@ use crate::files::{Files, State, open, open_with, small};
 use crate::kill::workload::Random;
 use crate::with_options::With;
 
-/// Longer than a segment of these tests.
+/// Length of a page, longer than a segment of these tests.
 const LEN: u64 = 20 << 10;
-/// Longer than two pieces.
+/// Length of a page, longer than two pieces.
 const LONG: u64 = (9 << 20) + 5;
 
-/// Bytes as a source that records its reads.
+/// A source of bytes that records its reads.
 #[derive(Debug)]
 struct Noted {
     bytes: Vec<u8>,
@@ -70,7 +70,7 @@ impl ByteSource for Changing {
     }
 }
 
-/// A source that fails with this error from an offset on.
+/// A source that fails with this error from this offset on.
 #[derive(Debug)]
 struct FailsFrom(u64, fn() -> io::Error);
 
@@ -102,7 +102,7 @@ fn raw() -> Options {
     small().images(ImageOptions::new().compression(Compression::Off))
 }
 
-/// Opens a store on a device whose new memory is not zeroed, and which executes lists as late as possible.
+/// Opens a store on a device whose new memory is not zeroed and which executes lists as late as possible.
 fn open_late(disk: &SimDisk, options: Options) -> Store {
     let device = LateDevice::seeded(Arc::new(HostDevice::new()), 1);
     Store::open_on(Arc::new(disk.clone()), Arc::new(device), options).unwrap()
@@ -113,7 +113,7 @@ fn image_files(disk: &SimDisk) -> Vec<FileName> {
 }
 
 fn allocated(store: &Store) -> u64 {
-    // Reads wait until batches are applied, so memory freed by batches is not counted any more.
+    // Reads wait until batches are applied, so that memory freed by batches no longer counts.
     store.pages().unwrap().for_each(|info| _ = store.read(info.page, 0, &mut []).unwrap());
     store.stats().places.iter().map(|(_, usage)| usage.used()).sum()
 }
@@ -143,7 +143,7 @@ fn page_from_source_is_logged_by_reference() {
     for (source, len) in sources.iter().zip(lens) {
         batch.create_from_source(len, source.clone(), Place::Host).key(format!("{len}"));
     }
-    // Also in the same batch: bytes from the caller, and a page that moves.
+    // Add bytes from the caller and a page that moves to the same batch.
     batch.create_from(noise(9, LEN), Place::Host);
     let moved = batch.create_from_source(LEN, sources[1].clone(), Place::Host).page();
     batch.move_to(moved, Place::Pinned).set_metadata(moved, "is", "moved");
@@ -155,7 +155,7 @@ fn page_from_source_is_logged_by_reference() {
     assert!(store.read_to_vec(pages[4]).unwrap() == noise(9, LEN));
     assert!(store.read_to_vec(pages[5]).unwrap() == sources[1].bytes[..LEN as usize]);
     assert_eq!(store.page(pages[5]).unwrap().place, Place::Pinned);
-    // For uncompressed images, every byte is read once, in pieces: the page is filled from the image.
+    // For uncompressed images, every byte is read once, in pieces, because memory is filled from the image.
     let long: Vec<_> = sources[1].reads().into_iter().filter(|(_, len)| *len != LEN).collect();
     assert_eq!(long, [(0, 4 << 20), (4 << 20, 4 << 20), (8 << 20, (1 << 20) + 5)]);
     assert_eq!(sources[0].reads(), [(0, LEN)]);
@@ -171,7 +171,7 @@ fn replace_from_source_changes_only_bytes_and_length() {
         batch.create_from(noise(1, len), Place::Pinned).key(key);
     }
     let empty = batch.create(0, Place::Host).page();
-    // A page that the same batch creates.
+    // Replace a page that the same batch creates.
     batch.replace_from_source(empty, LEN, Noted::new(noise(50, LEN)));
     let pages = store.commit(batch).unwrap().pages;
     assert!(store.read_to_vec(pages[4]).unwrap() == noise(50, LEN));
@@ -263,8 +263,8 @@ fn failed_source_is_named_and_leaves_nothing() {
             *offset == at && error.to_string().contains(says) && error.remedy() == remedy
         }
     };
-    // In the second piece of a long page, also if it is compressed; in a page of one piece; in a page that is
-    // logged.
+    // Fail in the second piece of a long page, also with compression, in a page of one piece, and in a page
+    // that is logged.
     let second = failed_at(4 << 20, "the tape broke", Remedy::Permit);
     refuses("in the middle", &raw(), |b, _, _| create(b, LONG, FailsFrom(5 << 20, broken)), second);
     let is_told =
@@ -395,7 +395,7 @@ fn source_changing_between_reads_yields_consistent_page() {
     }
 }
 
-/// A commit holds no lock while it reads a source, so a panic there leaves none locked.
+/// A commit holds no lock while it reads a source, so a panic in the source leaves no lock held.
 #[test]
 fn source_may_use_store_and_its_panic_fails_only_the_batch() {
     /// A source that reads a page of the store, and commits to it.
@@ -438,7 +438,7 @@ fn sources_are_read_once_across_batch_retries() {
     batch.create_from(noise(1, LEN), Place::Host);
     let page = store.commit(batch).unwrap().pages[0];
     std::thread::scope(|scope| {
-        // The page's place determines what memory a replacement needs.
+        // The place of the page determines what memory a replacement needs.
         let mover = scope.spawn(|| {
             for turn in 0..60 {
                 let place = if turn % 2 == 0 { Place::Pinned } else { Place::Host };
@@ -478,7 +478,7 @@ fn unwritable_source_image_poisons_unreadable_source_does_not() {
         assert!(State::of(&open(&disk).unwrap()) == state, "{operation:?}");
     }
     let fill = |batch: &mut WriteBatch, _: PageId, disk: &SimDisk| {
-        // Reads fail both from the page cache and from the medium.
+        // Reads fail from both the page cache and the medium.
         for operation in [Operation::Read, Operation::ReadBypassingCache] {
             disk.fail(DiskFault { operation, skip: 0, times: usize::MAX, errno: EIO });
         }
@@ -511,7 +511,7 @@ fn source_images_are_kept_under_any_lock_holder() {
                 }
             });
         }
-        // Each image is needed: no later batch writes the page.
+        // Each image is needed, because no later batch writes its page.
         for seed in 0..300 {
             let mut batch = store.batch();
             batch.create_from_source(4096, Noted::new(noise(seed, 4096)), Place::Host);

@@ -1,4 +1,4 @@
-//! Spans for `tracing`: long operations have one, named like the call.
+//! Spans for `tracing`. Each long operation has a span with the name of the call.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -20,7 +20,7 @@ use crate::machine;
 
 const DEVICE: Place = Place::Device(0);
 
-/// The spans that were opened, by name, with the fields of the last one.
+/// The spans that were opened, keyed by name, with the fields of the last one.
 #[derive(Clone, Default)]
 struct Spans {
     opened: Arc<Mutex<BTreeMap<&'static str, BTreeMap<&'static str, String>>>>,
@@ -108,7 +108,7 @@ fn long_operations_have_spans() {
         store.commit(batch).unwrap();
         has(&["capture", "commit"]);
 
-        // More pages than fit, so that the thread of the tiers evicts some.
+        // Create more pages than fit, so that the thread of the tiers evicts some.
         for _ in 0..6 {
             let mut batch = store.batch();
             batch.create_from([1; 4096], DEVICE);

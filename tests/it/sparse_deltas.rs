@@ -1,5 +1,5 @@
-//! The cost of sparse deltas: versions of weights are kept as deltas, so a batch must extend the log by
-//! little more than the changed elements.
+//! The cost of sparse deltas. Versions of weights are kept as deltas, so a batch must extend the log by only
+//! slightly more than the changed elements.
 
 use std::collections::BTreeMap;
 
@@ -15,8 +15,8 @@ use remanent_format::state::survey::Survey;
 
 use crate::kill::workload::Random;
 
-/// The length of a batch's frame, and by how much the batch extended the log, including the start of a new
-/// group.
+/// The length of a batch's frame, and the number of bytes by which the batch extended the log, including the
+/// start of a new group.
 struct Growth {
     frame_len: u64,
     log_len: u64,
@@ -80,10 +80,10 @@ fn sparse_delta_of_one_percent_costs_little_overhead() {
         let Growth { frame_len, log_len } = growth[&lsn];
         let factor = frame_len as f64 / plain;
         println!("{width:?}, page of {} bytes: {factor:.3} of {plain}", expected.len());
-        // Four bytes an index would be 1; a gap takes 1.3.
+        // Four bytes per index would be a factor of 1. A gap takes 1.3 bytes.
         assert!(factor <= 0.70, "{width:?} in {} bytes: {factor}", expected.len());
-        // Whether the log was synced just before, so that a new group begins, is a matter of time. If it was,
-        // up to a group's alignment is lost.
+        // Timing determines whether the log was synced just before, so that a new group begins. If so, up to
+        // the alignment of a group is lost.
         assert!((frame_len..frame_len + GROUP_ALIGN).contains(&log_len), "{log_len} for {frame_len}");
         assert!(log_len as f64 <= 1.05 * plain, "{width:?} in {} bytes: {log_len}", expected.len());
     }

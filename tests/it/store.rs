@@ -1,4 +1,4 @@
-//! Basic operations of a store, and what a caller finds after closing it or after a crash.
+//! Basic operations of a store, and the state that a caller finds after a close or a crash.
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
@@ -186,7 +186,7 @@ fn a_snapshot_lets_the_log_be_recycled() {
         store.snapshot().unwrap();
         let survey = Survey::read(&DirReader::new(directory.path())).unwrap();
         let lowest = *survey.log.segments().keys().next().unwrap();
-        // The log from the beginning replaces the second snapshot until it is taken.
+        // The log from the beginning replaces the second snapshot until that snapshot is taken.
         let needed = match &store.snapshots()[..] {
             [_] => 1,
             [older, _] => survey.links[&older.id].as_ref().unwrap().0.redo.segment,
@@ -335,8 +335,8 @@ fn snapshots_finish_during_commits() {
     assert_eq!(store.snapshots().len(), 2);
 }
 
-/// A tool that copies a directory may leave out zeros. If a segment with holes were mapped, a write to it on
-/// a full disk would kill the process.
+/// A tool that copies a directory may omit zeros and create holes. If a segment with holes were mapped, a
+/// write to it on a full disk would kill the process.
 #[test]
 fn sparse_segments_are_not_reused() {
     let directory = tempfile::tempdir().unwrap();
@@ -358,7 +358,7 @@ fn sparse_segments_are_not_reused() {
         wanted.map(|name| folder.join(name)).collect::<Vec<_>>()
     };
     let is_spare = |name: &FileName| matches!(name, FileName::Spare(_));
-    // The thread that makes segments fills the reserve after an open.
+    // The thread that creates segments fills the reserve after an open.
     let store = open();
     while segments(is_spare).is_empty() {
         std::thread::yield_now();

@@ -1,7 +1,8 @@
-//! Guards of memory that callers' streams use: which operations wait for the streams' work, and which do not.
+//! Guards of memory that callers' streams use: which operations wait for the work of the streams, and which
+//! do not.
 //!
-//! The device executes everything as late as allowed. A thread that waits for a held stream where it must not
-//! panics or hangs.
+//! The device executes all work as late as permitted. If a thread wrongly waits for a held stream, it panics
+//! or hangs.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};

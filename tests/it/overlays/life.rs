@@ -1,4 +1,4 @@
-//! Random operations on long pages on disk, compared with plain bytes, while snapshots write overlays.
+//! Random operations on long pages on disk, compared with plain bytes while snapshots write overlays.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use crate::kill::workload::Random;
 use crate::pages_on_disk::{commit, move_to, opened, uncompressed};
 use crate::with_options::With;
 
-/// Lengths around those that are written in one piece, read in one piece, and neither.
+/// Lengths around those up to which a page is written in one piece or read in one piece, and longer ones.
 const LENS: [u64; 8] =
     [1 << 16, (1 << 16) + 1, 100_000, 1 << 20, (1 << 20) + 1, (3 << 20) + 77, (4 << 20) + 5, 70_001];
 const STEPS: u64 = 250;
@@ -27,7 +27,7 @@ type Plain = BTreeMap<PageId, Vec<u8>>;
 struct Life {
     disk: SimDisk,
     options: Options,
-    /// `None` between two opens.
+    /// The open store, or `None` between two opens.
     store: Option<Store>,
     random: Random,
     /// The expected bytes of the pages.
@@ -36,7 +36,7 @@ struct Life {
     points: Vec<(StatePoint, Plain)>,
 }
 
-/// How often a requested state no longer existed, and how many overlays were found.
+/// The number of requested states that no longer existed, and the number of overlays that were found.
 #[derive(Default)]
 struct Counts {
     overlays: usize,
@@ -72,7 +72,7 @@ impl Life {
         self.plain.insert(page, bytes);
     }
 
-    /// Writes to a page in one batch, at several offsets or at one.
+    /// Writes to a page in one batch, at one or several offsets.
     fn write(&mut self) {
         let page = self.any_page();
         let (count, longest) = ([1, 3, 40][self.below(3)], [10, 700, 9000, 40_000][self.below(4)]);
@@ -83,7 +83,7 @@ impl Life {
             let at = match self.below(4) {
                 0 => 0,
                 1 => len - count,
-                // Writes across the boundary of what is read in one piece.
+                // Write across the boundary of the bytes that are read in one piece.
                 2 => ((1 << 20) - count / 2).min(len - count),
                 _ => self.below(len - count + 1),
             };
@@ -162,7 +162,7 @@ impl Life {
         self.store = Some(store);
     }
 
-    /// Views or forks an earlier state, or restores it.
+    /// Views, forks or restores an earlier state.
     fn go_back(&mut self, restores: bool, seen: &mut Counts) {
         let Some(last) = self.points.len().checked_sub(1) else { return };
         let (point, then) = self.points[self.random.next() as usize % (last + 1)].clone();
@@ -212,8 +212,8 @@ impl Life {
         }
     }
 
-    /// Takes a snapshot and opens a copy of the files, as a process that is started now would find them,
-    /// while the store continues.
+    /// Takes a snapshot and opens a copy of the files, as a process that is started now would find them. The
+    /// store continues in the meantime.
     fn check_a_copy(&mut self, why: &str, seen: &mut Counts) {
         let taken = self.store().snapshot().unwrap();
         let images = self.plain.keys().map(|page| image_of(&self.disk, &taken, *page));

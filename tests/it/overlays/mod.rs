@@ -1,4 +1,4 @@
-//! Overlays: for a long page on disk with small changes, a snapshot writes only the changes.
+//! Overlays. For a long page on disk with small changes, a snapshot writes only the changes.
 
 mod life;
 
@@ -21,10 +21,11 @@ use crate::kill::workload::Random;
 use crate::pages_on_disk::{commit, move_to, opened, uncompressed};
 use crate::with_options::With;
 
-/// Longer than what is read in one piece, and not a multiple of any block size.
+/// Length of the page, longer than the bytes that are read in one piece, and not a multiple of any block
+/// size.
 const LONG: u64 = (3 << 20) + 77;
 
-/// Creates a page of random bytes on disk, with a snapshot.
+/// Creates a page of random bytes on disk, and takes a snapshot.
 fn sample(disk: &SimDisk, options: Options, random: &mut Random) -> (Store, PageId, Vec<u8>) {
     let store = opened(disk, options);
     let plain = random.bytes(LONG);
@@ -33,7 +34,7 @@ fn sample(disk: &SimDisk, options: Options, random: &mut Random) -> (Store, Page
     (store, page, plain)
 }
 
-/// Writes `len` bytes at random offsets, to the page and to its expected content.
+/// Writes `len` bytes at a random offset, to the page and to its expected content.
 fn write(store: &Store, page: PageId, plain: &mut [u8], len: usize, random: &mut Random) {
     let at = random.next() as usize % (plain.len() - len);
     let bytes = random.bytes(len as u64);
@@ -52,14 +53,15 @@ fn is_overlay(image: &ImageRef) -> bool {
     matches!(image.codec, Codec::Overlay(_))
 }
 
-/// Returns the bytes of all image files.
+/// Returns the total length of all image files in bytes.
 fn image_bytes(disk: &SimDisk) -> usize {
     let files = Files::of(disk).0;
     files.iter().filter(|(file, _)| file.folder() == Folder::Pages).map(|(_, bytes)| bytes.len()).sum()
 }
 
-/// Each snapshot writes what changed since the base image, until that is an eighth of the page. Then the page
-/// is written whole, and becomes the new base. With every way to write images, with and without compression.
+/// Each snapshot writes the changes since the base image, until they exceed an eighth of the page. Then the
+/// whole page is written and becomes the new base. Tests each mode of writing images, with and without
+/// compression.
 #[test]
 fn little_is_written_for_long_page() {
     for (number, options) in [
@@ -76,7 +78,8 @@ fn little_is_written_for_long_page() {
         let (mut store, page, mut plain) = sample(&disk, options.clone(), &mut random);
         let (mut overlays, mut wholes) = (0, 0);
         for round in 0..40 {
-            // Some writes overlap earlier ones, some cross the boundary of what is read in one piece.
+            // Some writes overlap earlier ones, and some cross the boundary of the bytes that are read in one
+            // piece.
             (0..3).for_each(|_| write(&store, page, &mut plain, 9000, &mut random));
             let snapshot = store.snapshot().unwrap();
             let (image, written) = (image_of(&disk, &snapshot, page), snapshot.bytes_written);
@@ -96,7 +99,7 @@ fn little_is_written_for_long_page() {
             let mut part = vec![0; 5000];
             store.read(page, 1_000_000, &mut part).unwrap();
             assert!(part == plain[1_000_000..1_005_000]);
-            // The page, the overlay, and files that are about to be removed.
+            // The files contain the page, the overlay, and images that are about to be removed.
             assert!(image_bytes(&disk) < 4 * LONG as usize, "{} bytes of images", image_bytes(&disk));
         }
         assert!(overlays > 20 && wholes >= 2, "{overlays} and {wholes}");
@@ -104,8 +107,8 @@ fn little_is_written_for_long_page() {
     }
 }
 
-/// A page moves to disk while a snapshot gathers other pages, and its image is written before the snapshot
-/// reaches it: the base of its overlay is newer than the snapshot's own file.
+/// A page moves to disk while a snapshot captures other pages, and its image is written before the snapshot
+/// reaches it. The base of its overlay is then newer than the snapshot's own file.
 #[test]
 fn base_image_may_be_newer_than_snapshot_files() {
     let (disk, mut random) = (SimDisk::new(), Random(11));
@@ -147,7 +150,7 @@ fn base_image_may_be_newer_than_snapshot_files() {
     assert!(store.audit().unwrap().changed.is_empty());
 }
 
-/// The base of an overlay is kept as long as any snapshot, reader, fork or restore table has the overlay.
+/// The base of an overlay is kept while any snapshot, reader, fork or restore table has the overlay.
 #[test]
 fn base_is_kept_while_needed() {
     on_each_device(|| {
@@ -166,7 +169,7 @@ fn base_is_kept_while_needed() {
         let view = View::open_on(&shared, Some(&StatePoint::Lsn(first.end))).unwrap();
         let forked = SimDisk::new();
         view.fork_on(&(Arc::new(forked.clone()) as Arc<dyn Disk>)).unwrap();
-        // The whole page has changed, and the earlier snapshots were removed.
+        // The whole page changes, and the earlier snapshots are removed.
         for _ in 0..3 {
             plain = random.bytes(LONG);
             commit(&store, |batch| _ = batch.write(page, 0, &plain));
@@ -184,7 +187,7 @@ fn base_is_kept_while_needed() {
     });
 }
 
-/// A page that leaves the disk, is resized or written whole needs no overlay, and keeps its bytes.
+/// A page that leaves the disk, is resized or is written whole needs no overlay, and keeps its bytes.
 #[test]
 fn pages_with_overlays_move_to_any_place() {
     let (disk, mut random) = (SimDisk::new(), Random(8));
@@ -219,7 +222,8 @@ fn pages_with_overlays_move_to_any_place() {
     assert!(store.audit().unwrap().changed.is_empty());
 }
 
-/// A short page, or one with many small changes, is written whole, because an overlay would not be smaller.
+/// A short page, or a page with many small changes, is written whole, because an overlay would not be
+/// smaller.
 #[test]
 fn short_pages_are_written_whole() {
     let (disk, mut random) = (SimDisk::new(), Random(9));
@@ -238,8 +242,8 @@ fn short_pages_are_written_whole() {
     assert_eq!(snapshot.bytes_written, (64 << 10) + (1 << 20));
 }
 
-/// An image that a batch wrote and nothing has verified yet is not used as a base, because the snapshot would
-/// depend on it.
+/// An image that a batch wrote and that has not been verified yet is not used as a base, because the snapshot
+/// would depend on it.
 #[test]
 fn unverified_image_is_no_base() {
     let (disk, mut random) = (SimDisk::new(), Random(11));
@@ -271,7 +275,7 @@ fn overlay_does_not_pin_wasteful_file() {
     let first = store.snapshot().unwrap();
     let shared = image_of(&disk, &first, pages[0]).file;
     assert_eq!(shared, image_of(&disk, &first, pages[1]).file);
-    // From here on most of the file is unused.
+    // From now on, most of the file is unused.
     commit(&store, |batch| _ = batch.write(pages[1], 0, &random.bytes(lens[1])));
     write(&store, pages[0], &mut plain, 100, &mut random);
     let second = store.snapshot().unwrap();
@@ -284,7 +288,7 @@ fn overlay_does_not_pin_wasteful_file() {
     assert!(store.read_to_vec(pages[0]).unwrap() == plain);
 }
 
-/// A page whose overlay and base are in two files that are to be emptied is gathered once.
+/// A page whose overlay and base are in two files that are to be emptied is captured once.
 #[test]
 fn page_in_two_wasteful_files_is_listed_once() {
     let (disk, mut random) = (SimDisk::new(), Random(14));
@@ -311,7 +315,7 @@ fn page_in_two_wasteful_files_is_listed_once() {
     of_first[1] = Random(15).bytes(900_000);
     commit(&store, |batch| _ = batch.write(first[1], 0, &of_first[1]));
     store.snapshot().unwrap();
-    // Here little of the overlay's file and of the base's file is still used.
+    // Now only a small part of the overlay's file and of the base's file is still used.
     change(&others[..1], &mut of_others);
     let last = store.snapshot().unwrap();
     for (page, bytes) in first.iter().zip(&of_first).chain(others.iter().zip(&of_others)) {
@@ -322,7 +326,7 @@ fn page_in_two_wasteful_files_is_listed_once() {
     assert!(now.files().all(|(file, _)| !files.contains(&file)), "both were emptied: {now:?}");
 }
 
-/// A file of overlays is emptied by rewriting the overlays, not the pages.
+/// A file of overlays is emptied by rewriting the overlays instead of the pages.
 #[test]
 fn overlay_file_is_compacted_cheaply() {
     const LEN: u64 = 300_000;
@@ -350,8 +354,8 @@ fn overlay_file_is_compacted_cheaply() {
     }
 }
 
-/// If a scrub finds damage to a base, all of its overlays are unusable: the page is not treated as intact,
-/// and gets no further overlay on that base.
+/// If a scrub finds damage to a base, all overlays over this base are unusable. The page is not treated as
+/// intact, and gets no more overlays over this base.
 #[test]
 fn damaged_base_gets_no_new_overlay() {
     let (disk, mut random) = (SimDisk::new(), Random(16));
@@ -369,7 +373,7 @@ fn damaged_base_gets_no_new_overlay() {
     let found = store.scrub().unwrap();
     let is_base = |damage: &remanent::error::Damage| damage.file == FileName::Pages(bases[0].0);
     assert!(found.damage.iter().any(is_base), "{found:?}");
-    // Neither overlay can be used, although the damage was found through one of them.
+    // Neither overlay can be used, although the damage was found through only one of them.
     write(&store, page, &mut plain, 100, &mut random);
     let refused = store.snapshot().unwrap_err();
     assert!(matches!(refused, Error::Damaged(_)), "{refused}");
@@ -381,7 +385,7 @@ fn damaged_base_gets_no_new_overlay() {
 }
 
 /// A page with many changes of a few bytes is written whole, because a reader would have to keep a table of
-/// all changes.
+/// all changes in memory.
 #[test]
 fn tiny_pages_are_written_whole() {
     let (disk, mut random) = (SimDisk::new(), Random(17));
@@ -394,7 +398,7 @@ fn tiny_pages_are_written_whole() {
     });
     let snapshot = store.snapshot().unwrap();
     assert!(!is_overlay(&image_of(&disk, &snapshot, page)) && store.read_to_vec(page).unwrap() == plain);
-    // With half as many changes an overlay is written.
+    // With half as many changes, an overlay is written.
     commit(&store, |batch| {
         for at in (0..LONG as usize - 4).step_by(2100) {
             plain[at..at + 4].copy_from_slice(b"more");
@@ -405,7 +409,7 @@ fn tiny_pages_are_written_whole() {
     assert!(is_overlay(&image_of(&disk, &snapshot, page)) && store.read_to_vec(page).unwrap() == plain);
 }
 
-/// A bit flip in the base or in the overlay is found by the next reader, and by a scrub, which reports the
+/// A bit flip in the base or in the overlay is detected by the next reader and by a scrub, which reports the
 /// file. Other pages are not affected.
 #[test]
 fn damage_to_an_overlay_and_to_its_base_is_found() {
@@ -437,7 +441,7 @@ fn damage_to_an_overlay_and_to_its_base_is_found() {
         write(&store, page, &mut plain, 100, &mut random);
         let refused = store.snapshot().unwrap_err();
         assert!(matches!(refused, Error::Damaged(_)), "{refused}");
-        // A page that is rewritten needs neither base nor overlay.
+        // A page that is rewritten needs neither its base nor its overlay.
         plain = random.bytes(LONG);
         commit(&store, |batch| _ = batch.write(page, 0, &plain));
         let snapshot = store.snapshot().unwrap();

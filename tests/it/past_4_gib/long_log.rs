@@ -6,10 +6,10 @@ use super::*;
 
 const LOG_TEST: &str = "past_4_gib::long_log::log_past_4_gib_survives_a_kill";
 const PAGE: u64 = 64 << 20;
-/// Shorter than the page, so that the bytes are logged.
+/// Number of written bytes, fewer than the page has, so that the bytes are logged.
 const WRITTEN: u64 = 48 << 20;
 
-/// Returns the bytes that batch `number` writes: cheap to compute, and different at each offset.
+/// Returns the bytes that batch `number` writes. They are cheap to compute and differ at each offset.
 fn written(number: u64) -> Vec<u8> {
     (0..WRITTEN / 8).flat_map(|at| (at ^ number << 40).to_le_bytes()).collect()
 }
@@ -33,7 +33,7 @@ fn commit_until_killed(directory: &Path) -> ! {
     }
 }
 
-/// Returns the bytes of all segments.
+/// Returns the total length of all segments in bytes.
 fn log_len(directory: &Path) -> u64 {
     let entries = std::fs::read_dir(directory.join("log")).unwrap().map(|entry| entry.unwrap());
     let logs = entries.filter(|entry| entry.path().extension().is_some_and(|end| end == "log"));

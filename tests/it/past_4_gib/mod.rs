@@ -1,9 +1,9 @@
 //! Pages, images and logs longer than 4 GiB, on real file systems: damage, kills and a full disk at offsets of more
 //! than 32 bits.
 //!
-//! The short form needs little space: files with holes, memory that is never written, compressed images of zeros. Its
-//! slow cases run at full size only. With `REMANENT_PAST_4_GIB=1` every byte is written, which needs up to 12 GiB of
-//! `/dev/shm` and some minutes; run it alone.
+//! The short form needs little space. It uses files with holes, memory that is never written, and compressed images of
+//! zeros. Slow cases run only at full size. With `REMANENT_PAST_4_GIB=1`, every byte is written, which needs up to 12
+//! GiB of `/dev/shm` and some minutes. Run this form alone.
 
 mod long_log;
 mod model;
@@ -34,21 +34,21 @@ use crate::pages_on_disk::commit;
 use crate::size::is_full;
 
 const LONG_FORM: &str = "REMANENT_PAST_4_GIB";
-/// Environment variable: what a worker does, and in which directory.
+/// Environment variable for the role of a worker and its directory.
 const ERRAND: &str = "REMANENT_PAST_4_GIB_ERRAND";
-/// The maximum time between two lines of a worker's output.
+/// Maximum time between two lines of a worker's output.
 const PATIENCE: Duration = Duration::from_secs(300);
-/// A memory file system.
+/// A folder on a memory file system.
 const IN_MEMORY: &str = "/dev/shm";
 const BEFORE: &str = "before";
-/// Batch 1 creates a short page, batch 2 the long one; all later batches change the long one.
+/// The first batch that changes the long page. Batch 1 creates a short page, and batch 2 creates the long page.
 const FIRST_CHANGE: u64 = 3;
 
 fn is_long_form() -> bool {
     effort(LONG_FORM).is_some()
 }
 
-/// Whether the slow cases run as well.
+/// Returns true if the slow cases also run.
 fn is_complete() -> bool {
     is_full() || is_long_form()
 }
@@ -57,7 +57,7 @@ fn limit() -> Duration {
     Duration::from_secs(if is_complete() { 900 } else { 240 })
 }
 
-/// Options; in the long form with uncompressed images.
+/// Returns the options of the store. In the long form, images are not compressed.
 fn options() -> Options {
     let compression = if is_long_form() { Compression::Off } else { Compression::Zstd };
     let options = Options::new().device(DeviceChoice::Host);
@@ -130,7 +130,7 @@ fn damage_is_named(directory: &Path, file: FileName, offset: u64) {
     let start = &verdict.starts[0];
     let mut found = start.blocked_by.iter().chain(start.damaged_pages.iter().map(|(_, damage)| damage));
     assert!(found.any(|damage| (damage.file, damage.offset) == (file, offset)), "{verdict:?}");
-    // Without anything older to start from.
+    // There is no older state to start from.
     let opened = options().open(directory).and_then(|store| {
         let page = store.page_by_key("long").or_else(|_| store.page_by_key("p"))?;
         [0, page.len - 1].into_iter().try_for_each(|at| store.read(page.page, at, &mut [0]).map(drop))
@@ -141,7 +141,7 @@ fn damage_is_named(directory: &Path, file: FileName, offset: u64) {
     }
 }
 
-/// Deltas at offsets below and above 4 GiB, to an otherwise unwritten page in memory and to one on disk. A reader, a
+/// Deltas at offsets below and above 4 GiB change an otherwise unwritten page in memory and one on disk. A reader, a
 /// replica, a replay and, for the page on disk, a whole image and an overlay have the same bytes. The page on disk is a
 /// slow case.
 #[test]
@@ -199,7 +199,7 @@ impl Worker {
         Self { process, lines }
     }
 
-    /// Waits for a line that begins with `line`, and returns the last number of a logged batch before it.
+    /// Waits for a line that begins with `line`. Returns the last number of a logged batch before this line.
     fn wait_for(&mut self, line: &str) -> Option<u64> {
         let mut logged = None;
         loop {
@@ -212,7 +212,7 @@ impl Worker {
         }
     }
 
-    /// Kills the worker, and returns its output since the last call.
+    /// Kills the worker. Returns its output since the last call.
     fn kill(mut self) -> Vec<String> {
         self.process.kill().unwrap();
         let status = self.process.wait().unwrap();
@@ -235,7 +235,7 @@ fn end_with_the_parent() {
 
 const KILL_TEST: &str = "past_4_gib::kill_in_a_snapshot_of_a_page_past_4_gib";
 
-/// The worker that is killed while it takes the first snapshot of the long page and commits.
+/// Takes the first snapshot of the long page and commits until the worker is killed.
 #[expect(clippy::print_stdout, reason = "the parent reads it")]
 fn snapshot_until_killed(directory: &Path, place: Place) -> ! {
     end_with_the_parent();
@@ -274,7 +274,7 @@ fn killed_snapshot(place: Place) {
     let mut worker = Worker::start(KILL_TEST, &format!("{place} {}", directory.path().display()));
     let mut logged = worker.wait_for("gather");
     if is_long_form() {
-        // More than 4 GiB of the image are written.
+        // Wait until more than 4 GiB of the image are written.
         let started = Instant::now();
         while longest_image(directory.path()) < FOUR_GIB + (32 << 20) {
             assert!(started.elapsed() < PATIENCE, "no image");
@@ -302,7 +302,7 @@ fn killed_snapshot(place: Place) {
     check("opened again", &store);
 }
 
-/// Flips a byte beyond 4 GiB in the long page's image, and restores it.
+/// Flips a byte beyond 4 GiB in the long page's image, and then restores it.
 fn damaged_image(directory: &Path, page: PageId) {
     let image = image_of(directory, page);
     assert!(image.stored_len > FOUR_GIB);
@@ -332,7 +332,7 @@ fn kill_in_a_snapshot_of_a_page_past_4_gib() {
     });
 }
 
-/// The disk becomes full while the image is written; in the long form beyond 4 GiB of it.
+/// The disk becomes full while the image is written. In the long form, this happens beyond 4 GiB of the image.
 #[test]
 fn full_disk_in_an_image_past_4_gib_changes_nothing() {
     alone_for(limit(), || {

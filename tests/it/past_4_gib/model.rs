@@ -1,5 +1,5 @@
-//! The content of a page longer than 4 GiB after each batch. Only blocks that batches change are stored; all
-//! others are zeros.
+//! The content of a page longer than 4 GiB after each batch. The model stores only blocks that batches
+//! change. All other blocks are zeros.
 
 use std::collections::BTreeMap;
 
@@ -8,15 +8,15 @@ use remanent::{PageId, WriteBatch};
 
 use crate::kill::workload::Random;
 
-/// The first offset that does not fit in 32 bits.
+/// The first offset that does not fit into 32 bits.
 pub const FOUR_GIB: u64 = 1 << 32;
-/// The length of a page, not a multiple of any block size.
+/// Length of the page in bytes, which is not a multiple of any block size.
 pub const LEN: u64 = FOUR_GIB + (256 << 20) + 77;
 
 const BLOCK: u64 = 1 << 20;
 /// Length of a change in bytes.
 const CHANGED: u64 = 1000;
-/// Offsets below and above 4 GiB; changes at the second one cross it.
+/// Offsets of changes below and above 4 GiB. Changes at the second offset cross 4 GiB.
 const SPOTS: [u64; 4] = [4096 + 17, FOUR_GIB - 600, FOUR_GIB + 12_345, LEN - 10_000];
 
 #[derive(Clone, Default)]
@@ -34,7 +34,8 @@ enum Change {
     Copy(u64),
 }
 
-/// Returns the change of batch `number`, and its offset. All combinations of offset and kind occur.
+/// Returns the offset of the change of batch `number`, and the change. All combinations of offset and kind
+/// occur.
 fn change(number: u64) -> (u64, Change) {
     let offset = SPOTS[number as usize % 4] + 4 * (number % 97);
     let mut random = Random(number);
@@ -50,7 +51,7 @@ fn change(number: u64) -> (u64, Change) {
     (offset, change)
 }
 
-/// Adds the change of batch `number`.
+/// Adds the change of batch `number` to a batch.
 pub fn add_change(batch: &mut WriteBatch, page: PageId, number: u64) {
     let (offset, change) = change(number);
     match change {
@@ -105,7 +106,7 @@ impl Model {
         self.check_blocks(what, 0..LEN.div_ceil(BLOCK), read);
     }
 
-    /// Compares the changed blocks, those whose offsets have the same low 32 bits, and a few others.
+    /// Compares the changed blocks, the blocks whose offsets have the same low 32 bits, and a few others.
     pub fn check_changed(&self, what: &str, read: impl FnMut(u64, &mut [u8])) {
         let aliases = |block: &u64| [*block, block % (FOUR_GIB / BLOCK), block + FOUR_GIB / BLOCK];
         let others = [0, 1000, LEN / BLOCK];

@@ -1,4 +1,4 @@
-//! Stores whose log and image are at offsets beyond 4 GiB in their files, which are mostly holes.
+//! Stores whose log and image are at offsets beyond 4 GiB in files that consist mostly of holes.
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
@@ -67,7 +67,7 @@ fn damage_past_4_gib_of_a_file_is_named_by_the_engine() {
             let directory = tempfile::tempdir().unwrap();
             write(&far, directory.path());
             opens_at(3, directory.path());
-            // A torn tail.
+            // The last batch is a torn tail.
             opens_at(2, damaged(log, far.frames[1] + 90).path());
             damage_is_named(damaged(log, far.frames[0] + 90).path(), log, far.frames[0]);
             damage_is_named(damaged(pages, FAR + 3).path(), pages, FAR);

@@ -1,4 +1,4 @@
-//! Stores in the states of the decision table, and checks of the error of a refused open.
+//! Stores in the states of the decision table, and checks of the error of a failed open.
 
 use remanent::disk::Disk;
 use remanent::error::{Defect, FileName, Remedy};
@@ -11,7 +11,7 @@ use remanent_format::state::survey::Survey;
 
 use crate::files::{Files, State, open, open_with, small};
 
-/// Commits a batch that changes the page in a way specific to `number`.
+/// Commits a batch that changes the page in a way that depends on `number`.
 pub fn step(store: &Store, page: PageId, number: u8) -> Lsn {
     let mut batch = store.batch();
     batch.write(page, u64::from(number), &[number; 40]).set_root("step", u64::from(number));
@@ -24,7 +24,7 @@ pub fn create_page(store: &Store) -> PageId {
     store.commit(batch).unwrap().pages[0]
 }
 
-/// Returns a store on a new disk with one page and some batches, and its last state.
+/// Returns a store on a new disk with one page and some batches. Also returns the page and the last state.
 pub fn stepped(steps: u8) -> (SimDisk, PageId, State) {
     let disk = SimDisk::new();
     let store = open(&disk).unwrap();
@@ -37,7 +37,7 @@ pub fn stepped(steps: u8) -> (SimDisk, PageId, State) {
     (disk, page, state)
 }
 
-/// Returns a closed store with two snapshots, log after each, and no log from before the first.
+/// Returns a closed store with two snapshots, a log after each, and no log from before the first.
 pub fn with_snapshots() -> (SimDisk, State) {
     let disk = SimDisk::new();
     let store = open(&disk).unwrap();
@@ -55,7 +55,7 @@ pub fn with_snapshots() -> (SimDisk, State) {
     (disk, state)
 }
 
-/// Returns the disk after a kill at the last point that `wanted` accepts.
+/// Returns the disk state after a kill at the last point that `wanted` accepts.
 pub fn killed_when(disk: &SimDisk, wanted: impl Fn(&RebuiltStore) -> bool) -> SimDisk {
     let mut found = None;
     disk.kill_images(&CrashPlan { tears: Tears::None, ..CrashPlan::default() }, |image| {
@@ -66,7 +66,7 @@ pub fn killed_when(disk: &SimDisk, wanted: impl Fn(&RebuiltStore) -> bool) -> Si
     found.expect("there is such a moment")
 }
 
-/// Returns the disk when `count` batches are logged, and no mark covers the last one.
+/// Returns the disk state when `count` batches are logged and no mark covers the last one.
 pub fn killed_after_batch(disk: &SimDisk, count: u64) -> SimDisk {
     killed_when(disk, |rebuilt| {
         let end = rebuilt.end.as_ref().unwrap();
@@ -74,7 +74,7 @@ pub fn killed_after_batch(disk: &SimDisk, count: u64) -> SimDisk {
     })
 }
 
-/// Returns segment and offset of a batch's frame.
+/// Returns the segment and the offset of a batch's frame.
 pub fn frame_of(files: &Files, lsn: u64) -> (FileName, u64) {
     frame_where(files, |header| header.kind == FrameKind::Batch && header.lsn == Lsn(lsn))
 }
@@ -113,7 +113,7 @@ pub fn refused(disk: &SimDisk, options: Options) -> Error {
     error
 }
 
-/// Asserts that an open fails because of damage, in this file and at this offset.
+/// Asserts that an open fails because of damage in this file and at this offset.
 pub fn refused_at(disk: &SimDisk, file: FileName, offset: u64, lsn: Option<Lsn>) -> Defect {
     let error = refused(disk, small());
     assert_eq!((error.file(), error.offset(), error.lsn()), (Some(file), Some(offset), lsn), "{error}");

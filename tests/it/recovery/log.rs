@@ -1,4 +1,4 @@
-//! The rows about the log: torn tails, damage, missing segments, interrupted opens.
+//! The rows about the log: torn tails, damage, missing segments, and interrupted opens.
 
 use remanent::disk::Disk;
 use remanent::error::{Defect, FileName, Remedy};
@@ -14,9 +14,9 @@ use super::bench::{
 use crate::files::{Files, State, open, open_with, small};
 use crate::with_options::With;
 
-/// Returns a store that was killed after its third batch, only two of which are covered by a mark, with the
-/// state after two. All of it is in one segment, even if each batch is synced and sealed separately, as on a
-/// busy machine: a segment that contains only cut frames would be recycled.
+/// Returns a store that was killed after its third batch, and the state after two batches. A mark covers only
+/// two of them. All batches are in one segment, even if each is synced and sealed separately, as on a busy
+/// machine, because a segment that contains only cut frames would be recycled.
 fn torn() -> (SimDisk, State) {
     let disk = SimDisk::new();
     let store = open_with(&disk, small().with(|options| options.log.segment_len = 64 << 10)).unwrap();
@@ -48,18 +48,18 @@ fn torn_tail_is_cut() {
         let recovered = store.recovered();
         assert_eq!((recovered.position.incarnation.number, recovered.position.lsn), (2, Lsn(2)), "{what}");
         assert_eq!(recovered.previous.map(|previous| previous.incarnation.number), Some(1), "{what}");
-        // The marks of batches 1 and 2 may have been in the frame that was cut off; then the batches are
-        // copied.
+        // The marks of batches 1 and 2 may have been in the frame that was cut off. In that case, the batches
+        // are copied.
         assert!(recovered.copied_batches <= 2, "{what}");
         let torn = recovered.torn.as_ref().unwrap_or_else(|| panic!("{what}: the cut is not reported"));
         assert_eq!((FileName::Segment(torn.segment), torn.offset), (segment, offset), "{what}");
         assert_eq!((torn.first, torn.last), (Lsn(3), Lsn(3)), "{what}");
-        // The number is assigned again, because the first batch 3 was not acknowledged as durable.
+        // The number is assigned again, because the lost batch 3 was not acknowledged as durable.
         assert_eq!(create_page(&store), PageId(2), "{what}");
         assert_eq!(store.lsn(), Lsn(3), "{what}");
     }
 
-    // A complete frame that no mark covers is copied, not cut off.
+    // A complete frame that no mark covers is copied instead of cut off.
     let store = open(&whole).unwrap();
     assert_eq!((store.recovered().position.lsn, &store.recovered().torn), (Lsn(3), &None));
     assert_eq!(store.recovered().copied_batches, 1);
@@ -78,14 +78,14 @@ fn damage_under_a_mark_is_refused() {
             assert_eq!(matches!(defect, Defect::Checksum { what: "payload", .. }), within == 80, "{defect}");
         }
     }
-    // The last seal covers nothing after it.
+    // The last seal covers no later frame.
     let (segment, offset) = frame_where(&whole, |header| header.kind == FrameKind::Seal);
     let disk = whole.disk();
     flip(&disk, segment, offset);
     assert_eq!(State::of(&open(&disk).unwrap()), state);
 
-    // A frame that joined an open group may be the only one with a newer mark. The segment has space for both
-    // batches in any groups, and two more.
+    // A frame that joined an open group may be the only frame with a newer mark. The segment has space for
+    // both batches in any groups, and for two more.
     let disk = SimDisk::new();
     let store = open_with(&disk, small().with(|options| options.log.segment_len = 64 << 10)).unwrap();
     let page = create_page(&store);
@@ -101,7 +101,7 @@ fn damage_under_a_mark_is_refused() {
     refused_at(&disk, segment, offset, Some(Lsn(2)));
 }
 
-/// Appends a frame for the next batch after that of batch `before`; returns its offset.
+/// Appends a frame for the next batch after the frame of batch `before`. Returns the offset of the new frame.
 fn append(disk: &SimDisk, segment: FileName, before: u64, group_start: bool, durable: Lsn) -> u64 {
     let bytes = disk.bytes(segment).unwrap();
     let header = *UncheckedFrame::decode(&bytes[before as usize..]).unwrap().unproven();
@@ -126,16 +126,16 @@ fn unreadable_log_is_refused() {
     let (whole, _) = torn();
     let expected = State::of(&open(&Files::of(&whole).disk()).unwrap());
     let (mut refused, mut opened) = (0, 0);
-    // Unreadable bytes are read again. Only several failures in a row end a walk, and then the following
-    // bytes are examined nevertheless.
+    // Unreadable bytes are read again. Only several consecutive failures end a walk, and the following bytes
+    // are then still examined.
     for times in [1, 2, 3, 4, 5, 6, usize::MAX] {
         for skip in 0..40 {
             let disk = Files::of(&whole).disk();
             disk.fail(DiskFault { operation: Operation::Read, skip, times, errno: EIO });
             match open(&disk) {
                 Ok(store) => {
-                    // The failed read was repeated, or was unnecessary; it was not taken for the end of the
-                    // log.
+                    // The failed read was repeated, or its bytes were not needed. It was not mistaken for the
+                    // end of the log.
                     assert_eq!(store.recovered().torn, None, "read {skip}");
                     assert_eq!(store.lsn(), Lsn(3), "read {skip}");
                     opened += 1;
@@ -162,7 +162,7 @@ fn truncated_frames_stay_truncated() {
     let page = create_page(&store);
     let state = State::of(&store);
     store.close().unwrap();
-    // The medium returns the old bytes: they are after the end of their incarnation, where no open reads.
+    // The medium returns the old bytes. They are after the end of their incarnation, where no open reads.
     flip(&disk, segment, offset + 80);
     for incarnation in 3..6 {
         let store = open(&disk).unwrap();
@@ -189,7 +189,7 @@ fn missing_newest_segment_is_refused() {
     }
     let defect = refused_at(&disk, FileName::Segment(last + 1), 0, Some(Lsn(102)));
     assert_eq!(defect, Defect::Missing);
-    // If the segment of the last frames is missing as well, the previous segment has no successor.
+    // If the segment of the last frames is also missing, the previous segment has no successor.
     remove(&disk, FileName::Segment(last));
     let defect = refused_at(&disk, FileName::Segment(last), 0, None.or(lost_after(&whole, last - 1)));
     assert_eq!(defect, Defect::Missing);

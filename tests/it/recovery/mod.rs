@@ -1,8 +1,8 @@
-//! The decision table of recovery: one test per row, with the name in the table.
+//! The decision table of recovery. Each row has one test, which has the name in the table.
 //!
 //! Each test brings a store into the row's state by a crash or by damage, opens it, and checks everything
-//! that is reported to the caller: the error with file, offset, Lsn and remedy, or `recovered()`. An open
-//! that fails must not change any byte of the store.
+//! that the open reports: the error with file, offset, Lsn and remedy, or `recovered()`. An open that fails
+//! must not change any byte of the store.
 
 mod bench;
 mod log;
@@ -75,7 +75,7 @@ fn interrupted_creation_starts_over() {
     let mut check = |image: remanent::testing::sim_disk::CrashImage| {
         let had_store = image.disk.bytes(FileName::Store).is_some();
         let name = image.to_string();
-        // A reader before the open finds the new store, or none.
+        // A reader before the open finds either the new store or no store.
         let view = View::open_on(&(Arc::new(image.disk.clone()) as Arc<dyn Disk>), None);
         match view {
             Err(Error::NoStore { found: None, .. }) => assert!(!had_store, "{name}"),
@@ -93,8 +93,8 @@ fn interrupted_creation_starts_over() {
     assert!(unfinished > 100 && finished > 0, "{unfinished} unfinished, {finished} finished");
 }
 
-/// Without STORE, the files of a fork are those of a crash just before its last rename, if STORE exists under
-/// its temporary name; otherwise they are a store that lost its STORE.
+/// If STORE exists only under its temporary name, the files of a fork are those of a crash just before its
+/// last rename. Without such a file, they are a store that lost its STORE.
 #[test]
 fn interrupted_fork_starts_over() {
     let (source, ..) = stepped(3);
@@ -125,12 +125,12 @@ fn missing_store_file_is_refused() {
         let defect = refused_at(disk, FileName::Store, 0, None);
         assert_eq!(defect, Defect::Missing);
     };
-    // A batch, alone in its group.
+    // The log contains a batch that is alone in its group.
     let (disk, ..) = stepped(1);
     remove(&disk, FileName::Store);
     missing(&disk);
 
-    // A batch after a seal in one group, so that no batch is at the start of a group.
+    // The log contains a batch after a seal in one group, so that no batch is at the start of a group.
     let disk = SimDisk::new();
     open(&disk).unwrap().close().unwrap();
     let segment = FileName::Segment(1);
@@ -152,7 +152,7 @@ fn missing_store_file_is_refused() {
     remove(&disk, FileName::Store);
     missing(&disk);
 
-    // The whole log is missing, but there are images or a manifest.
+    // The whole log is missing, but images or a manifest exist.
     for lost in [Folder::Snapshots, Folder::Pages] {
         let (disk, _) = with_snapshots();
         for file in Files::of(&disk).names(|file| file.folder() == Folder::Log || file.folder() == lost) {
@@ -176,7 +176,7 @@ fn damaged_store_file_is_refused() {
     let defect = refused_at(&disk, FileName::Store, 0, None);
     assert!(matches!(defect, Defect::Truncated { .. }), "{defect}");
 
-    // STORE was written by a newer version, which records it.
+    // STORE was written by a newer version of the library, which it records.
     let file = StoreFile::decode(&bytes).unwrap();
     disk.damage_len(FileName::Store, bytes.len() as u64);
     for features in [
@@ -196,7 +196,7 @@ fn damaged_store_file_is_refused() {
     assert!(matches!(defect, Defect::Version { version: 2, features: 0 }), "{defect}");
 }
 
-/// Writes STORE as a version of the library that knew no features would.
+/// Writes STORE as a version of the library without features would.
 fn without_features(disk: &SimDisk) -> Vec<u8> {
     let whole = disk.bytes(FileName::Store).unwrap();
     let file = StoreFile::decode(&whole).unwrap();
@@ -222,7 +222,7 @@ fn features_are_added_to_older_store_before_other_writes() {
         files.0
     };
     let before = lasting();
-    // The first file that the open renames is STORE: until then the content of no file changes.
+    // The first file that the open renames is STORE. Until then, the content of no file changes.
     for operation in [Operation::Create, Operation::Write, Operation::Sync, Operation::Rename] {
         disk.fail(DiskFault { operation, skip: 0, times: 1, errno: EIO });
         open(&disk).map(|_| ()).unwrap_err();
@@ -232,7 +232,7 @@ fn features_are_added_to_older_store_before_other_writes() {
     assert_eq!(disk.bytes(FileName::Store).unwrap(), whole);
     assert_eq!(State::of(&store), state);
     store.close().unwrap();
-    // The open does not publish it again.
+    // The open does not publish the manifest again.
     let published = || {
         let from = disk.history().len();
         open(&disk).unwrap().close().unwrap();
@@ -315,7 +315,8 @@ fn unnamed_images_are_removed() {
     assert!(disk.bytes(FileName::Pages(78)).is_some());
 }
 
-/// Returns a closed store whose only page was written whole by a batch, and the page's image.
+/// Returns a closed store whose only page was written whole by a batch. Also returns the state and the page's
+/// image.
 fn with_image_of_a_batch() -> (SimDisk, State, ImageRef) {
     let disk = SimDisk::new();
     let store = open(&disk).unwrap();
@@ -334,7 +335,7 @@ fn with_image_of_a_batch() -> (SimDisk, State, ImageRef) {
 #[test]
 fn images_of_batches_stay() {
     let (disk, state, image) = with_image_of_a_batch();
-    // The other image is left from a crash before its batch was logged.
+    // The other image file is left over from a crash before its batch was logged.
     let (named, unnamed) = (FileName::Pages(image.file), FileName::Pages(77));
     let store = Survey::read(&Files::of(&disk)).unwrap().store.store;
     let header = ImageFileHeader { store, file: 77, purpose: ImagePurpose::Batch };

@@ -11,13 +11,13 @@ use remanent_format::state::survey::Survey;
 use super::bench::{create_page, flip, step, stepped};
 use crate::files::{Files, State, open};
 
-/// Returns the numbers of the incarnations in the line, oldest first.
+/// Returns the numbers of the incarnations on the line, oldest first.
 fn line(disk: &SimDisk) -> Vec<u32> {
     let survey = Survey::read(&Files::of(disk)).unwrap();
     survey.log.line().iter().map(|(_, opening)| opening.incarnation.number).collect()
 }
 
-/// Returns the size of a closed store's files, and their number.
+/// Returns the total length and the number of a closed store's files.
 fn disk_use(disk: &SimDisk) -> (usize, usize) {
     let files = Files::of(disk);
     (files.bytes_len(), files.0.len())
@@ -50,7 +50,7 @@ fn opens_without_commits_leave_disk_unchanged() {
         // Prepared segments may or may not exist at the time of the close.
         let most = (settled.0 + 4 * (16 << 10), settled.1 + 4);
         assert!(bytes <= most.0 && files <= most.1, "{steps:?}: {settled:?} became {bytes}, {files}");
-        // Later batches come after all of these incarnations.
+        // Later batches follow all of these incarnations.
         let store = open(&disk).unwrap();
         let page = create_page(&store);
         step(&store, page, 7);
@@ -60,7 +60,7 @@ fn opens_without_commits_leave_disk_unchanged() {
     }
 }
 
-/// Crashes to a depth of two, while files are created, renamed or recycled.
+/// Explores crashes to a depth of two, while files are created, renamed or recycled.
 #[test]
 fn crash_while_skipping_incarnation_loses_nothing() {
     let (disk, _, state) = stepped(3);
@@ -106,18 +106,18 @@ fn crash_while_skipping_incarnation_loses_nothing() {
     };
     disk.kill_images(&plan, &mut twice);
     disk.power_images(&plan, &mut twice);
-    // The number of crash images depends on what other threads write meanwhile.
+    // The number of crash images depends on the concurrent writes of other threads.
     assert!(with > 3 && without > 3, "{with} with it, {without} without");
 }
 
 #[test]
 fn incarnation_of_replay_start_is_kept() {
-    // A fork's first manifest points into its first incarnation.
+    // The first manifest of a fork points into the fork's first incarnation.
     let (source, ..) = stepped(3);
     let source: Arc<dyn Disk> = Arc::new(source);
     let forked = SimDisk::new();
     View::open_on(&source, None).unwrap().fork_on(&(Arc::new(forked.clone()) as Arc<dyn Disk>)).unwrap();
-    // The same holds for a snapshot before the first commit.
+    // The same applies to a snapshot before the first commit.
     let (quiet, ..) = stepped(3);
     let store = open(&quiet).unwrap();
     store.snapshot().unwrap();

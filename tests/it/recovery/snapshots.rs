@@ -43,11 +43,11 @@ fn bad_manifest_falls_back() {
     assert_eq!(falls_back(&disk), [manifest]);
 
     let disk = whole.disk();
-    // The log records that the snapshot existed; no other file would show that a kept snapshot is missing.
+    // The log records that the snapshot existed. No other file would show that a kept snapshot is missing.
     remove(&disk, manifest);
     assert_eq!(falls_back(&disk), [manifest]);
 
-    // Both are damaged: the log after them does not begin at the beginning.
+    // Both snapshots are damaged, and the log after them does not start at the beginning.
     let disk = whole.disk();
     disk.damage_len(manifest, 100);
     disk.damage_len(FileName::Manifest(1), 100);
@@ -55,8 +55,8 @@ fn bad_manifest_falls_back() {
     assert!(matches!(defect, Defect::Truncated { .. }), "{defect}");
 }
 
-/// The name of a snapshot is in its manifest only, and recovery starts from a newer snapshot, whose record
-/// reveals what is missing.
+/// Only the manifest contains the name of a snapshot. Recovery starts from a newer snapshot, and the record
+/// in the log reveals that the manifest is missing.
 #[test]
 fn missing_manifest_of_a_kept_snapshot_is_reported() {
     let disk = SimDisk::new();
@@ -82,7 +82,7 @@ fn missing_manifest_of_a_kept_snapshot_is_reported() {
     assert_eq!(open(&disk).unwrap().recovered().harmless, []);
 }
 
-/// Returns a closed store of four snapshots, each of which follows the previous one, and its last state.
+/// Returns a closed store with four snapshots, each of which follows the previous one, and its last state.
 fn with_a_chain() -> (Files, State) {
     let disk = SimDisk::new();
     let store = open(&disk).unwrap();
@@ -119,7 +119,8 @@ fn lost_link_loses_its_snapshot() {
     for link in 1..=4 {
         let disk = whole.disk();
         remove(&disk, FileName::Manifest(link));
-        // Recovery can start from a snapshot that does not depend on the link, if the log after it is kept.
+        // Recovery can start from a snapshot that does not depend on the link, if the log after that snapshot
+        // is kept.
         match open(&disk) {
             Ok(store) => {
                 assert_eq!(
@@ -171,7 +172,7 @@ fn bad_image_falls_back() {
         assert_eq!((recovered.snapshot, recovered.replayed_batches), (Some(SnapshotId(1)), 121));
         let [skipped] = &recovered.harmless[..] else { panic!("{:?}", recovered.harmless) };
         assert_eq!((skipped.file, skipped.offset), (file, image.offset));
-        // The next snapshot has another number, and is complete.
+        // The next snapshot has another number and is complete.
         assert_eq!(store.snapshot().unwrap().id, SnapshotId(3));
         store.close().unwrap();
         let store = open(&disk).unwrap();
@@ -205,7 +206,8 @@ fn unrecorded_manifest_is_published_again() {
     store.snapshot().unwrap();
     store.close().unwrap();
     let manifest = FileName::Manifest(1);
-    // A kill directly after the rename: the name is in the page cache only, and no seal records it.
+    // The process is killed directly after the rename. The name exists only in the page cache, and no seal
+    // records it.
     let renamed = disk.history().iter().position(|event| event.ends_with(&format!("to {manifest}"))).unwrap();
     let dead = disk.after_kill(Moment { event: renamed + 1, tear: None });
     let whole = dead.bytes(manifest).unwrap();
@@ -223,7 +225,7 @@ fn unrecorded_manifest_is_published_again() {
     let store = open(&cut).unwrap();
     assert_eq!(store.recovered().snapshot, Some(SnapshotId(1)));
     assert_eq!(State::of(&store), state);
-    // Now a seal records the snapshot, and it is not published again.
+    // A seal now records the snapshot, so it is not published again.
     let published = cut.history().iter().filter(|event| event.ends_with(&format!("to {manifest}"))).count();
     assert_eq!(published, 0);
     assert!(cut.calls(Operation::ReadProven) > 0, "its images were read back by the open before");

@@ -1,9 +1,9 @@
 //! Replay in windows that several threads read, compared with replay by one thread and with `rebuild`. The
-//! windows are so short that frames cross their ends and those of the chunks in them, and some frames are
+//! windows are so short that frames cross the ends of windows and of the chunks in them, and some frames are
 //! longer than a window.
 //!
-//! Whatever is damaged, all of them must have the same state, the same cut or the same error, to the byte: a
-//! thread that finishes early does not change the result (I4).
+//! Whatever is damaged, all of them must return the same state, the same cut or the same error, to the byte.
+//! A thread that finishes early must not change the result (I4).
 
 use std::sync::Arc;
 
@@ -23,7 +23,7 @@ use crate::gpu;
 use crate::kill::workload::Random;
 use crate::with_options::With;
 
-/// Lengths of windows in bytes; 0 selects one thread. Chunks are blocks of 4096 bytes.
+/// Lengths of windows in bytes. 0 selects one thread. Chunks are blocks of 4096 bytes.
 const WINDOWS: [u64; 4] = [0, 4 << 10, 12 << 10, 40 << 10];
 
 /// The result of an open.
@@ -33,8 +33,8 @@ enum Opened {
     Refused(Damage),
 }
 
-/// Opens a copy of the files with windows of this length. Several threads apply deltas, however few there
-/// are.
+/// Opens a copy of the files with windows of this length. Several threads apply deltas, however few deltas
+/// there are.
 fn open_by(files: &Files, window_len: u64) -> Opened {
     let device = Arc::new(HostDevice::new().parallel_from(if window_len == 0 { u64::MAX } else { 1 }));
     let options = small().with(|options| options.log.replay_window_len = Some(window_len));
@@ -53,7 +53,7 @@ fn open_by(files: &Files, window_len: u64) -> Opened {
     }
 }
 
-/// Compares all ways to open the files, and returns their common result.
+/// Opens the files in all ways and asserts that the results are equal. Returns the result.
 fn agreed(what: &str, files: &Files) -> Opened {
     let [alone, windows @ ..] = WINDOWS.map(|len| open_by(files, len));
     for (opened, len) in windows.iter().zip(&WINDOWS[1..]) {
@@ -69,9 +69,9 @@ fn agreed(what: &str, files: &Files) -> Opened {
     alone
 }
 
-/// Returns a store without a snapshot, killed or closed. Its batches change the same few bytes repeatedly,
-/// with every kind of operation; a page is resized in between; frames are short, cross chunks, or are longer
-/// than windows; some begin a group.
+/// Returns a store without a snapshot that was killed or closed. Its batches repeatedly change the same few
+/// bytes with every kind of operation, and resize a page. Some frames are short, cross chunks, or are longer
+/// than windows, and some start a group.
 fn victim(is_killed: bool) -> Files {
     let disk = SimDisk::new();
     let store = open_with(&disk, small().with(|options| options.log.segment_len = 128 << 10)).unwrap();
@@ -116,7 +116,7 @@ fn commit(store: &Store, pages: &[PageId], number: u64) {
     store.commit(batch).unwrap();
 }
 
-/// Returns segment, offset and payload length of each batch's frame.
+/// Returns the segment, offset and payload length of each batch's frame.
 fn frames(files: &Files) -> Vec<(FileName, u64, u64)> {
     let store = Survey::read(files).unwrap().store.store;
     let of_segment = |file: FileName| {
@@ -149,7 +149,7 @@ fn windowed_walk_matches_single_thread_on_damaged_frames() {
             Opened::Whole { .. } => panic!("the damage was not seen"),
         };
         for (index, &(file, offset, len)) in frames.iter().enumerate() {
-            // Damages the header's Lsn, and the first, last and a middle byte of the payload.
+            // Damage the header's Lsn, and the first, the middle and the last byte of the payload.
             for at in [offset + 48, offset + 80, offset + 80 + len / 2, offset + 80 + len - 1] {
                 flip(&mut files, (file, at));
                 count(agreed(&format!("frame {index}, byte {}", at - offset), &files));
@@ -180,13 +180,13 @@ fn many_short_deltas_replay_equally_with_threads() {
     for number in 0..150_u64 {
         let mut batch = store.batch();
         for _ in 0..500 {
-            // A sixth of the deltas go to one page, and overlap.
+            // A sixth of the deltas belong to one page and overlap.
             let page = pages[random.below(40 + 8).saturating_sub(8) as usize];
             let page_len = if page == pages[0] { 300 } else { 9000 };
             let len = 1 + random.below(150);
             let offset = random.below(page_len - len + 1);
             match random.below(8) {
-                // Consecutive deltas are prepared together; a fill is not a delta.
+                // Consecutive deltas are prepared together. A fill is not a delta.
                 0 if number % 75 == 0 => batch.fill(page, offset, len, &[number as u8]),
                 1 => batch.scatter(page, Width::W1, &[0, 5, 7, 299], &random.bytes(4)),
                 2 => batch.write_masked(page, 8, Width::W2, &[random.below(256) as u8], &random.bytes(16)),
@@ -202,7 +202,7 @@ fn many_short_deltas_replay_equally_with_threads() {
     let gpu: NewDevice = || gpu::device().map(|gpu| gpu as Arc<dyn Device>);
     for device in [host, gpu] {
         let mut counted = Vec::new();
-        // Lists of a few deltas, of thousands, and of all.
+        // The lists contain a few deltas, thousands of deltas, or all of them.
         for window_len in [0, 64 << 10, 1 << 20, 16 << 20] {
             let Some(device) = device() else { continue };
             let what = format!("{} by windows of {window_len}", device.label());

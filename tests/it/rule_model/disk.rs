@@ -1,19 +1,18 @@
-//! The disk of the model: what is visible, what is durable, and every state that a crash can leave.
+//! The disk of the model: the visible content, the durable content, and every state that a crash can leave.
 
 use std::collections::BTreeMap;
 
 use super::log::Block;
 
-/// A value that is visible when it is written and durable later: a block of a file, or an entry of the
-/// folder.
+/// A value that is visible once written and durable later: a block of a file, or an entry of the folder.
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct Versions<T> {
     durable: T,
-    /// Versions written since the durable one, oldest first. A power cut may leave any of them, or the
-    /// durable one.
+    /// Versions written since the durable one, oldest first. After a power cut, the value is any of these or
+    /// the durable one.
     pending: Vec<T>,
-    /// Whether a sync of them failed: they remain readable, but no later sync writes them, although it
-    /// succeeds.
+    /// Whether a sync of the pending versions failed. They remain readable, but no later sync writes them,
+    /// although it succeeds.
     stuck: bool,
 }
 
@@ -57,15 +56,15 @@ impl<T: Clone> Versions<T> {
 pub enum Name {
     /// A segment of the log.
     Segment(u64),
-    /// A file that does not belong to the store and is removed by the next open.
+    /// A file that does not belong to the store. The next open removes it.
     Temporary(u8),
 }
 
-/// The content of a file: blocks, each of which is written, and may be torn, separately.
+/// The content of a file: blocks, each of which is written separately and may be torn.
 pub type File = Vec<Versions<Block>>;
 
-/// A folder and its files. A clone is the disk after a kill of the process: all writes are visible, and
-/// pending ones are still pending.
+/// A folder and its files. A clone is the disk state after a kill of the process: all writes are visible, and
+/// pending writes are still pending.
 #[derive(Clone, Default, PartialEq, Eq, Hash)]
 pub struct Disk {
     files: Vec<File>,
@@ -73,7 +72,7 @@ pub struct Disk {
 }
 
 impl Disk {
-    /// Returns the visible names with their files.
+    /// Returns the visible names and their files.
     pub fn list(&self) -> impl Iterator<Item = (Name, &File)> {
         self.names.iter().filter_map(|(&name, file)| Some((name, &self.files[(*file.visible())?])))
     }
@@ -104,7 +103,8 @@ impl Disk {
         self.file(name).iter_mut().for_each(Versions::fail_sync);
     }
 
-    /// Changes two entries of the folder; a power cut may keep either change without the other.
+    /// Renames a file, which changes two entries of the folder. A power cut may keep either change without
+    /// the other.
     pub fn rename(&mut self, source: Name, target: Name) {
         let file = *self.names[&source].visible();
         self.bind(target, file);
@@ -124,8 +124,8 @@ impl Disk {
         self.file(name)[position] = Versions::durable(Block::Nothing);
     }
 
-    /// Returns every disk that a power cut can leave: each pending block and each pending entry independently
-    /// keeps its durable version or any later one.
+    /// Returns every disk state that a power cut can leave. Each pending block and each pending entry
+    /// independently keeps its durable version or any later one.
     pub fn power_cuts(&self) -> Vec<Disk> {
         let mut images = vec![self.clone()];
         for (index, file) in self.files.iter().enumerate() {
@@ -139,7 +139,7 @@ impl Disk {
         images
     }
 
-    /// Returns the disk after a power cut that discards everything pending.
+    /// Returns the disk state after a power cut that discards all pending versions.
     pub fn least_power_cut(&self) -> Disk {
         let mut disk = self.clone();
         disk.files.iter_mut().flatten().for_each(Versions::lose);
@@ -165,7 +165,7 @@ impl Disk {
     }
 }
 
-/// Replaces every disk by one for each version that the cell may have.
+/// Replaces every disk by one disk for each version that the cell may have.
 fn split<T: Clone>(images: &mut Vec<Disk>, cell: &Versions<T>, at: impl Fn(&mut Disk) -> &mut Versions<T>) {
     if cell.pending.is_empty() {
         return;

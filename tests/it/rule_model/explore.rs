@@ -1,4 +1,4 @@
-//! Every crash image of a scenario, to a depth, and the state that recovery computes from each.
+//! Every crash image of a scenario, to a given depth, and the state that recovery computes from each image.
 
 use std::collections::HashSet;
 
@@ -7,21 +7,21 @@ use super::log::{Batch, Refused};
 use super::rule::Rule;
 use super::run::{Promised, Run, Step};
 
-/// A disk after a crash, and the promises that recovery must keep.
+/// A disk after a crash, and the guarantees that recovery must keep.
 pub type Image = (Disk, Promised);
 
-/// The counts over all images.
+/// Counts over all images.
 #[derive(Debug, Default)]
 pub struct Verdict {
-    /// The number of distinct images that were recovered.
+    /// Number of distinct images that were recovered.
     pub images: usize,
-    /// Images whose recovered state lacks an acknowledged batch.
+    /// Number of images whose recovered state lacks an acknowledged batch.
     pub lost: usize,
-    /// Images whose recovery failed although nothing but crashes had happened.
+    /// Number of images whose recovery failed although only crashes had happened.
     pub refused: usize,
-    /// Images whose recovered state is not a prefix of the commits.
+    /// Number of images whose recovered state is not a prefix of the commits.
     pub wrong: usize,
-    /// Images with a different state after a second recovery.
+    /// Number of images whose state differs after a second recovery.
     pub unstable: usize,
 }
 
@@ -39,8 +39,8 @@ impl Verdict {
     }
 }
 
-/// Runs the scenario and crashes it at every point; recovers each image, commits `after`, and crashes that at
-/// every point; and so on, to `depth` nested crashes.
+/// Runs the scenario and crashes it at every point. Recovers each image, commits `after`, and crashes that at
+/// every point, and so on, to `depth` nested crashes.
 pub fn explore(rule: Rule, scenario: &[Step], after: &[Step], depth: u32) -> Verdict {
     let mut verdict = Verdict::default();
     let mut images = first_images(rule, scenario);
@@ -74,7 +74,7 @@ pub fn first_images(rule: Rule, scenario: &[Step]) -> HashSet<Image> {
 }
 
 fn add_images(images: &mut HashSet<Image>, crashes: Vec<Image>) {
-    // Identical crash points have the same images, so only one is explored.
+    // Identical crash points have the same images, so only one of them is explored.
     for (disk, promised) in crashes.into_iter().collect::<HashSet<_>>() {
         let cut = Promised { logged: promised.durable, ..promised.clone() };
         images.extend(disk.power_cuts().into_iter().map(|disk| (disk.tidy(), cut.clone())));
@@ -82,7 +82,7 @@ fn add_images(images: &mut HashSet<Image>, crashes: Vec<Image>) {
     }
 }
 
-/// Recovers an image twice, and counts violations.
+/// Recovers an image twice, and counts violations. Returns true if there were none.
 fn check(verdict: &mut Verdict, rule: Rule, disk: &Disk, promised: &Promised) -> bool {
     let before = verdict.failures();
     match recovered(rule, disk) {
@@ -93,8 +93,8 @@ fn check(verdict: &mut Verdict, rule: Rule, disk: &Disk, promised: &Promised) ->
             } else if state.len() < promised.logged {
                 verdict.lost += 1;
             }
-            // Everything is acknowledged as durable now: a power cut that discards everything pending must
-            // change nothing.
+            // All batches are now acknowledged as durable, so a power cut that discards all pending versions
+            // must change nothing.
             let cut = disk.least_power_cut();
             for again in [&disk, &cut].map(|disk| recovered(rule, disk)) {
                 match again {

@@ -1,4 +1,4 @@
-//! The log of the model: its blocks, and how they are read after a crash.
+//! The log of the model: its blocks, and how a process reads them after a crash.
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -6,14 +6,14 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use super::disk::{Disk, File, Name};
 use super::rule::{Batchless, Newest, Proven, Rule};
 
-/// A rising number and a random number, as in the file format.
+/// An increasing number and a random number, as in the file format.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct Incarnation {
     pub number: u32,
     pub random: u32,
 }
 
-/// A batch, identified by the process run that committed it, and its Lsn. Its effect is not modelled.
+/// A batch, identified by the process run that committed it and its Lsn. Its effect is not modeled.
 pub type Batch = (u32, u64);
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -22,7 +22,7 @@ pub enum Kind {
     Seal,
 }
 
-/// A frame. `whole` states whether its payload was written; without it only the header is valid.
+/// A frame. `whole` states whether its payload was written. If not, only the header is valid.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Frame {
     pub incarnation: Incarnation,
@@ -36,7 +36,7 @@ pub struct Frame {
 }
 
 impl Frame {
-    /// Returns the value that the next frame must contain. It covers the header, which covers the payload's
+    /// Returns the hash that the next frame must contain. It covers the header, which covers the payload's
     /// checksum.
     pub fn chain(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
@@ -45,7 +45,7 @@ impl Frame {
     }
 }
 
-/// The end of a batch's frame, at which the part of the log of an older incarnation ends.
+/// The end of a batch's frame, at which the log of an older incarnation ends.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct Point {
     pub incarnation: Incarnation,
@@ -60,8 +60,8 @@ pub struct Point {
 pub enum Block {
     /// Zeros, or bytes whose header checksum is wrong.
     Nothing,
-    /// The header of a segment that was prepared for later use. It contains no incarnation, except under a
-    /// wrong rule.
+    /// The header of a segment that was prepared for later use. It contains an incarnation only under a wrong
+    /// rule.
     Ahead { segment: u64, incarnation: Option<Incarnation> },
     /// The header of an incarnation's first segment.
     Opening { segment: u64, incarnation: Incarnation, predecessor: Point, accepted: u64 },
@@ -82,7 +82,7 @@ pub enum Refused {
     NoOpening,
     /// There is an invalid frame before the end that the next incarnation recorded.
     BeforePredecessorEnd,
-    /// There is an invalid frame that a durable mark covers.
+    /// A durable mark covers an invalid frame.
     UnderMark,
 }
 
@@ -94,21 +94,21 @@ pub struct Log {
     pub newest: u64,
     /// The segments of the newest incarnation that were read.
     pub read: Vec<u64>,
-    /// The end of the last batch that is known to be on the medium (D in the rule).
+    /// The end of the last batch that is known to be on the medium, D in the rule.
     pub proven: Point,
     /// The batches up to D, then the accepted tail up to T.
     pub batches: Vec<Batch>,
-    /// The end of T, for the wrong rule that relies on these frames in place.
+    /// The end of T, for the wrong rule that relies on the frames of the tail in place.
     pub accepted: Point,
-    /// The predecessor of the newest incarnation, the Lsn up to which it accepted that one's batches, and
-    /// whether it has a batch of its own.
+    /// The predecessor of the newest incarnation, and the Lsn up to which the newest incarnation accepted the
+    /// predecessor's batches.
     pub opening: (Point, u64),
     pub is_batchless: bool,
 }
 
 type Segments<'a> = BTreeMap<u64, &'a File>;
 
-/// Reads the log according to the rule, without changing anything.
+/// Reads the log according to the rule. Changes nothing.
 pub fn read(disk: &Disk, rule: Rule) -> Result<Log, Refused> {
     let segments: Segments = disk
         .list()
@@ -148,7 +148,7 @@ pub fn read(disk: &Disk, rule: Rule) -> Result<Log, Refused> {
     if mark > accepted.lsn {
         return Err(Refused::UnderMark);
     }
-    // D is the end of a *batch*: a seal above it may be no more durable than the tail.
+    // D is the end of a *batch*, because a seal after it may be no more durable than the tail.
     let proven = points.into_iter().rfind(|point| point.lsn <= mark).unwrap_or(predecessor);
     let newest = *segments.keys().next_back().expect("checked above");
     let read = segments.range(first..newest).map(|(&segment, _)| segment).collect();
@@ -174,8 +174,8 @@ fn check_segments(segments: &Segments) -> Result<(), Refused> {
     }
 }
 
-/// From the newest opening segment on, no segment may be missing. Before it one may be, where an incarnation
-/// was left out; if a segment there is needed, reading its frames fails.
+/// From the newest opening segment on, no segment may be missing. Earlier segments may be missing where an
+/// incarnation was omitted. If one of them is needed, reading its frames fails.
 fn check_gaps(segments: &Segments, first: u64) -> Result<(), Refused> {
     let present = segments.range(first..).map(|(&segment, _)| segment);
     if present.zip(first..).all(|(segment, expected)| segment == expected) {
@@ -184,8 +184,8 @@ fn check_gaps(segments: &Segments, first: u64) -> Result<(), Refused> {
     Err(Refused::Gap)
 }
 
-/// Returns the incarnation of the highest segment that proves one. Prepared segments prove nothing: one may
-/// have been prepared for an incarnation that a crash prevented.
+/// Returns the incarnation of the highest segment that proves one. Prepared segments prove nothing, because
+/// they may have been prepared for an incarnation that a crash prevented.
 fn newest_incarnation(segments: &Segments, rule: Rule) -> Result<Incarnation, Refused> {
     let proves = |(&segment, file): (&u64, &&File)| match (rule.newest, *file[0].visible()) {
         (_, Block::Opening { incarnation, .. }) => Some(incarnation),
@@ -204,7 +204,7 @@ fn opening(file: &File) -> Option<(Incarnation, Point, u64)> {
     }
 }
 
-/// Returns the frame of this block if it was written for this position.
+/// Returns the frame in this block if it was written for this position.
 fn own_frame(segment: u64, file: &File) -> Option<Frame> {
     file.iter().enumerate().find_map(|(position, block)| match *block.visible() {
         Block::Frame(frame) if (frame.segment, frame.position) == (segment, position) => Some(frame),
@@ -212,7 +212,8 @@ fn own_frame(segment: u64, file: &File) -> Option<Frame> {
     })
 }
 
-/// Returns the batches up to the point that an opening segment recorded. Nothing after the point is read.
+/// Returns the batches up to the point that an opening segment recorded. Frames after this point are not
+/// read.
 fn closed_part(segments: &Segments, end: Point) -> Result<Vec<Batch>, Refused> {
     if end.lsn == 0 {
         return Ok(Vec::new());
@@ -222,7 +223,7 @@ fn closed_part(segments: &Segments, end: Point) -> Result<Vec<Batch>, Refused> {
         .rev()
         .find_map(|(segment, file)| Some((segment, opening(file)?)))
         .ok_or(Refused::NoOpening)?;
-    // Segments of an incarnation that was left out come after this end, if they still exist.
+    // Segments of an omitted incarnation follow this end, if they still exist.
     if incarnation != end.incarnation {
         return Err(Refused::NoOpening);
     }
@@ -281,8 +282,8 @@ impl<'a> Cursor<'a> {
         Point { incarnation: self.incarnation, lsn: self.lsn, segment, position, chain: self.chain }
     }
 
-    /// Returns the highest mark of the frames after the first invalid one. Their chain cannot be checked, and
-    /// they may lack their payload.
+    /// Returns the highest mark of the frames after the first invalid one. Their chain hashes cannot be
+    /// checked, and their payloads may be missing.
     fn testimony(&self) -> u64 {
         let beyond = self.segments.range(self.segment..).flat_map(|(&segment, file)| {
             file.iter().enumerate().map(move |(position, block)| (segment, position, block.visible()))

@@ -1,29 +1,30 @@
 //! The recovery rule, first in prose and then as a model that is checked for every crash.
 //!
-//! The model is small enough to be read as a whole and shares no code with the engine: a disk whose blocks
-//! and names are written now and durable later ([`disk`]), the log and its reader ([`log`]), a process that
-//! recovers and commits ([`run`]), and the enumeration of all that a crash can leave ([`explore`]).
+//! The model is small enough to be read as a whole, and shares no code with the engine. It consists of a disk
+//! whose blocks and names become durable some time after they are written ([`disk`]), the log and its reader
+//! ([`log`]), a process that recovers and commits ([`run`]), and the enumeration of all states that a crash
+//! can leave ([`explore`]).
 //!
 //! # The rule
 //!
-//! **Writing.** A frame contains a hash of the frame before it (chain), its own position, its incarnation,
-//! its Lsn, and the newest Lsn that was durable when it was written: a *durable mark*. A batch is
-//! acknowledged as logged when its frame is written, as durable when its group is synced. No frame is written
-//! to segment *s* before segment *s*+1 exists, is synced, and has a durable name; so the highest segment is
-//! always empty, and a missing one is detected (I8).
+//! **Writing.** A frame contains a hash of the previous frame (the chain hash), its own position, its
+//! incarnation, its Lsn, and the newest Lsn that was durable when it was written: a *durable mark*. A batch
+//! is acknowledged as logged when its frame is written, and as durable when its group is synced. No frame is
+//! written to segment *s* before segment *s*+1 exists, is synced, and has a durable name. The highest segment
+//! is therefore always empty, and a missing one is detected (I8).
 //!
 //! **Reading.** The folder is synced before its names are used. The newest incarnation is that of the highest
-//! segment that begins one (its *opening segment*) or has a frame written for its position; other empty
-//! segments prove nothing. Every opening segment records the point up to which its predecessor is valid:
-//! before that point an invalid frame is corruption, after it nothing is read any more. In the newest
-//! incarnation the first invalid frame is corruption if a mark covers it; otherwise it is a torn tail and is
-//! cut off (I4). The marks are those of the valid frames, the Lsn that the opening segment records as
-//! accepted, and those of frames after the damage if their header checksum, incarnation and position are
-//! right and their Lsn is higher.
+//! segment that begins an incarnation (its *opening segment*) or contains a frame written for its position.
+//! Other empty segments prove nothing. Every opening segment records the point up to which its predecessor is
+//! valid. Before that point, an invalid frame is corruption, and after it, no frame is read. In the newest
+//! incarnation, the first invalid frame is corruption if a mark covers it. Otherwise, it is a torn tail and
+//! is cut off (I4). The marks are those of the valid frames, the Lsn that the opening segment records as
+//! accepted, and those of frames after the damage whose header checksum, incarnation and position are right
+//! and whose Lsn is higher.
 //!
-//! **Recovering.** D is the last batch covered by a mark, T the last one that was read. Batches between them
-//! may be in the page cache only, even after a successful sync, if an earlier one failed (I6). So a new
-//! incarnation begins with its own segment (I5):
+//! **Recovering.** D is the last batch that a mark covers, and T is the last batch that was read. Batches
+//! between them may exist only in the page cache, even after a successful sync, if an earlier sync failed
+//! (I6). A new incarnation therefore begins with its own segment (I5):
 //!
 //! 1. remove temporary files;
 //! 2. write the opening segment under a temporary name: D as predecessor, the batches after D up to T, a
@@ -33,16 +34,17 @@
 //! 5. sync the folder; only now append and acknowledge;
 //! 6. remove the segments between the predecessor's end and the opening.
 //!
-//! An incarnation that accepted no batch, not even a copied one, is left out of the line: in step 2 its
-//! successor records the predecessor of that incarnation, so step 6 removes the segments of the one left out.
+//! An incarnation that accepted no batch, not even a copied one, is omitted from the line. In step 2, its
+//! successor records the predecessor of that incarnation, so step 6 removes the segments of the omitted
+//! incarnation.
 //!
 //! # What the model covers
 //!
-//! A kill of the process keeps everything that was written, still pending, and tears at most the last frame
+//! A kill of the process keeps all writes, some of which are still pending, and tears at most the last frame
 //! (its header without its payload). A power cut leaves any version since the durable one of each pending
 //! block and each pending name, independently. After each crash, recovery must succeed with a prefix of the
-//! commits that includes everything that was acknowledged at the level that the crash spares, and must lead
-//! to the same state again, even if the power fails directly after it.
+//! commits that includes everything acknowledged at the level that the crash preserves, and must produce the
+//! same state again, even if the power fails directly after it.
 
 mod disk;
 mod explore;
@@ -99,8 +101,9 @@ fn the_rule_holds_when_commits_after_recovery_roll_and_crash() {
     assert!(verdict.images >= 10_000, "the enumeration has shrunk: {verdict:?}");
 }
 
-/// Each sync of the rule is necessary for an image that the model finds. Without it, an acknowledged batch is
-/// lost, or the open of a store that only crashed fails, which is the same to its owner.
+/// Each sync of the rule is necessary for at least one image that the model finds. Without the sync, an
+/// acknowledged batch is lost, or the open of a store that only crashed fails, which is equivalent for its
+/// owner.
 #[test]
 fn omitting_any_sync_breaks_the_rule() {
     #[derive(PartialEq)]
@@ -109,18 +112,20 @@ fn omitting_any_sync_breaks_the_rule() {
         Refusal,
     }
     let rows = [
-        // A name that was only visible to the killed process is used; its successor's name survives without
-        // it: a gap.
+        // Recovery uses a name that was visible only to the killed process. The name of its successor
+        // survives without it, which is a gap.
         (Sync::OpenFolder, Cost::Refusal),
-        // The name is durable, and the file's content is not.
+        // The name is durable, but the file's content is not.
         (Sync::OpeningFile, Cost::Loss),
-        // Frames are durable in a segment whose header is not.
+        // Frames are durable in a segment whose header is not durable.
         (Sync::NextFile, Cost::Refusal),
         (Sync::RollFile, Cost::Refusal),
-        // The rename is durable, the empty segment after it is not: the newest segment seems to be missing.
+        // The rename is durable, but the next empty segment is not, so the newest segment seems to be
+        // missing.
         (Sync::NextFolder, Cost::Refusal),
         (Sync::RollFolder, Cost::Refusal),
-        // The power cut undoes the rename, and loses all frames that were appended and acknowledged later.
+        // The power cut undoes the rename, and loses all frames that were appended and acknowledged
+        // afterwards.
         (Sync::RenameFolder, Cost::Loss),
         (Sync::Group, Cost::Loss),
     ];
@@ -145,8 +150,8 @@ fn trusting_the_page_cache_with_the_tail_loses_commits() {
     assert!(verdict.lost + verdict.refused > 0, "{verdict:?}");
 }
 
-/// After a kill it suffices to sync the tail in place, but not after a failed sync: the next sync succeeds
-/// although the bytes are in the page cache only.
+/// After a kill, syncing the tail in place is sufficient, but not after a failed sync, because the next sync
+/// succeeds although the bytes exist only in the page cache.
 #[test]
 fn syncing_the_tail_in_place_loses_commits_after_a_failed_sync() {
     let rule = Rule { tail: Tail::SyncedInPlace, ..Rule::RIGHT };
@@ -156,8 +161,8 @@ fn syncing_the_tail_in_place_loses_commits_after_a_failed_sync() {
     assert!(failed.lost + failed.refused > 0, "{failed:?}");
 }
 
-/// Until the folder is synced, a power cut may undo the rename of the opening segment. Then the previous
-/// incarnation is the newest again, and its segments must exist.
+/// Until the folder is synced, a power cut may undo the rename of the opening segment. The previous
+/// incarnation is then the newest again, and its segments must exist.
 #[test]
 fn early_incarnation_removal_rejects_sound_store() {
     let rule = Rule { batchless: Batchless::RemovedEarly, ..Rule::RIGHT };
@@ -165,15 +170,15 @@ fn early_incarnation_removal_rejects_sound_store() {
     assert!(verdict.refused + verdict.lost > 0, "{verdict:?}");
 }
 
-/// The batches that an incarnation copied may exist only in its segments. If these are removed, the opening
-/// segment of the next incarnation records them as accepted although they are missing.
+/// The batches that an incarnation copied may exist only in its segments. If these segments are removed, the
+/// opening segment of the next incarnation records the batches as accepted although they are missing.
 #[test]
 fn skipping_incarnation_with_copied_batches_rejects_sound_store() {
     let verdict = explore_all(Rule { batchless: Batchless::WithCopies, ..Rule::RIGHT }, &[], 1);
     assert!(verdict.refused > 0, "{verdict:?}");
 }
 
-/// Opens without a commit, each crashed at every point.
+/// Explores opens without a commit, each crashed at every point.
 #[test]
 fn the_rule_holds_for_incarnations_without_a_batch() {
     for (after, depth) in [(&[][..], 2), (&[Seal][..], 1)] {
@@ -188,7 +193,7 @@ fn rename_before_next_segment_exists_rejects_sound_store() {
     assert!(verdict.refused > 0, "{verdict:?}");
 }
 
-/// A seal has the Lsn of the batch before it, so a mark for that Lsn does not cover the seal. If the new
+/// A seal repeats the Lsn of the previous batch, so a mark for that Lsn does not cover the seal. If the new
 /// incarnation recorded the seal as proven and a power cut lost it, its absence would look like corruption.
 #[test]
 fn trusting_unsynced_seal_rejects_sound_store() {
@@ -197,7 +202,7 @@ fn trusting_unsynced_seal_rejects_sound_store() {
     assert!(verdict.refused > 0, "{verdict:?}");
 }
 
-/// The other half of I4: frames that are cut off as a torn tail are never covered by a mark.
+/// Tests the other half of I4: no mark ever covers a frame that is cut off as a torn tail.
 #[test]
 fn damage_under_mark_is_refused_and_other_damage_harmless() {
     let (mut refused, mut harmless) = (0, 0);

@@ -1,7 +1,7 @@
 //! The rule, and wrong rules that the tests must detect.
 
-/// The behaviour of writer and recovery. [`Rule::RIGHT`] is the rule; a test can change each field to a wrong
-/// value.
+/// The behavior of the writer and of recovery. [`Rule::RIGHT`] is the rule. A test can set each field to a
+/// wrong value.
 #[derive(Clone, Copy)]
 pub struct Rule {
     pub newest: Newest,
@@ -12,57 +12,57 @@ pub struct Rule {
     pub left_out: Option<Sync>,
 }
 
-/// Which incarnation is considered the newest.
+/// Determines which incarnation is considered the newest.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Newest {
-    /// That of the highest segment that begins one or has a frame at its own position.
+    /// The incarnation of the highest segment that begins one or has a frame at its own position.
     ByEvidence,
-    /// Wrong: prepared segments contain one too, and the highest segment decides.
+    /// Wrong: the incarnation in the header of the highest segment. Prepared segments also contain one.
     ByHeader,
 }
 
-/// What happens to batches that were read but that no mark proves.
+/// The treatment of batches that were read but that no mark proves.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Tail {
     /// They are copied into the opening segment.
     Copied,
-    /// Wrong: they were readable, so they are assumed to be on the medium.
+    /// Wrong: they could be read, so they are assumed to be on the medium.
     Trusted,
-    /// Wrong: they are synced in place. A sync after a failed one succeeds and writes nothing.
+    /// Wrong: they are synced in place. A sync after a failed sync succeeds and writes nothing.
     SyncedInPlace,
 }
 
 /// The order of the steps that begin the new incarnation.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Order {
-    /// First the next empty segment is created, then the opening segment is renamed.
+    /// The next empty segment is created first, and then the opening segment is renamed.
     NextThenRename,
-    /// Wrong: in the reverse order.
+    /// Wrong: the steps are done in the reverse order.
     RenameThenNext,
 }
 
 /// The end of the part that a new incarnation records as proven.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Proven {
-    /// After the last batch covered by a mark.
+    /// After the last batch that a mark covers.
     EndOfBatch,
-    /// Wrong: after the last frame whose Lsn is covered by a mark, although a seal repeats an older Lsn.
+    /// Wrong: after the last frame whose Lsn a mark covers, although a seal repeats an older Lsn.
     EndOfFrame,
 }
 
-/// What happens to an incarnation that accepted no batch.
+/// The treatment of an incarnation that accepted no batch.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Batchless {
-    /// Its successor replaces it in the line, and its segments are removed when that is durable.
+    /// Its successor replaces it on the line, and its segments are removed once that is durable.
     LeftOut,
     /// Wrong: its segments are removed while a power cut may still undo the rename of the successor's
     /// segment.
     RemovedEarly,
-    /// Wrong: one that copied batches is considered to have none, because none is its own.
+    /// Wrong: an incarnation that copied batches is treated as if it had none, because none is its own.
     WithCopies,
 }
 
-/// Every sync of writer and recovery.
+/// The syncs of the writer and of recovery.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sync {
     /// Recovery: the folder, before its names are used.

@@ -4,13 +4,13 @@ use super::disk::{Disk, Name};
 use super::log::{self, Batch, Block, Frame, Incarnation, Kind, Point, Refused};
 use super::rule::{Batchless, Newest, Order, Rule, Sync, Tail};
 
-/// Blocks of a segment: its header and three frames, so that a few commits fill several segments.
+/// Number of blocks of a segment: its header and three frames, so that a few commits fill several segments.
 const SEGMENT_BLOCKS: usize = 4;
 
-/// What was promised to callers.
+/// The guarantees that were given to callers.
 #[derive(Clone, Default, PartialEq, Eq, Hash)]
 pub struct Promised {
-    /// Every batch written to the surviving log, in order.
+    /// All batches that were written to the surviving log, in order.
     pub line: Vec<Batch>,
     /// The number of batches that a kill of the process must preserve.
     pub logged: usize,
@@ -23,13 +23,13 @@ pub struct Promised {
 pub enum Step {
     /// Commits a group of this number of batches that share a sync.
     Group(usize),
-    /// Commits a batch whose sync fails; the process ends after it.
+    /// Commits a batch whose sync fails, after which the process ends.
     FailedGroup,
-    /// Writes and syncs a seal, as at the end of a busy period.
+    /// Writes and syncs a seal, as after a busy period.
     Seal,
 }
 
-/// A process, and the disk and promises at each crash point.
+/// A process, and the disk and the guarantees at each crash point.
 pub struct Run {
     pub disk: Disk,
     pub promised: Promised,
@@ -52,12 +52,13 @@ pub struct Writer {
 }
 
 impl Run {
-    /// Returns a process on this disk. `number` identifies the run; a real process uses a random number.
+    /// Returns a process on this disk. `number` identifies the run, for which a real process uses a random
+    /// number.
     pub fn new(disk: Disk, promised: Promised, rule: Rule, number: u32) -> Self {
         Self { disk, promised, crashes: Vec::new(), recording: true, rule, number }
     }
 
-    /// Creates a store: its first incarnation begins like every other one, but has no predecessor.
+    /// Creates a store. Its first incarnation begins like every other one, but has no predecessor.
     pub fn create(rule: Rule) -> (Self, Writer) {
         let mut run = Self::new(Disk::default(), Promised::default(), Rule { left_out: None, ..rule }, 0);
         let incarnation = Incarnation { number: 1, random: 0 };
@@ -72,7 +73,7 @@ impl Run {
 
     /// Executes the steps of I5 and I6. Only after the last step may a batch be appended or acknowledged.
     pub fn recover(&mut self) -> Result<Writer, Refused> {
-        // 1. No name is used before it is durable. Temporary files do not belong to the store.
+        // 1. Make names durable before they are used. Temporary files do not belong to the store.
         self.sync_folder(Sync::OpenFolder);
         let temporary = |(name, _)| matches!(name, Name::Temporary(_)).then_some(name);
         for name in self.disk.list().filter_map(temporary).collect::<Vec<_>>() {
@@ -81,8 +82,8 @@ impl Run {
         }
         let log = log::read(&self.disk, self.rule)?;
         let incarnation = Incarnation { number: log.incarnation.number + 1, random: self.number };
-        // An incarnation that accepted no batch is left out: the new one records that one's predecessor as
-        // its own.
+        // An incarnation that accepted no batch is omitted. The new incarnation records the predecessor of
+        // the omitted one as its own.
         let predecessor = match self.rule.tail {
             Tail::Copied if log.is_batchless => log.opening.0,
             Tail::Copied => log.proven,
@@ -97,10 +98,11 @@ impl Run {
         let opening = log.newest;
         let accepted = if log.is_batchless { log.opening.1 } else { log.accepted.lsn };
 
-        // 2. The opening segment is complete and synced before it gets a name under which it is read.
+        // 2. Complete and sync the opening segment before it gets a name under which it can be read.
         let writer = self.build_opening(incarnation, opening, predecessor, accepted, tail);
-        // 3. The segment after the opening exists before the opening has its name, because the opening
-        // contains frames (I8). 4. The rename is the commit point: before it the old incarnation is valid.
+        // 3. Create the segment after the opening before the opening has its name, because the opening
+        //    contains frames (I8). 4. The rename is the commit point. Before it, the old incarnation is
+        //    valid.
         if self.rule.order == Order::NextThenRename {
             self.make_segment(opening + 1, incarnation, Sync::NextFile, Sync::NextFolder);
             self.rename(Name::Temporary(0), Name::Segment(opening));
@@ -108,7 +110,7 @@ impl Run {
             self.rename(Name::Temporary(0), Name::Segment(opening));
             self.make_segment(opening + 1, incarnation, Sync::NextFile, Sync::NextFolder);
         }
-        // 5. Until this sync a power cut may undo the rename, and lose every frame appended after it.
+        // 5. Until this sync, a power cut may undo the rename and lose every frame appended after it.
         if self.rule.batchless == Batchless::RemovedEarly {
             self.remove_between(predecessor.segment, opening);
         }
@@ -157,7 +159,7 @@ impl Run {
     /// Appends a frame. The header is written before the payload, so a crash can tear the frame.
     fn put(&mut self, writer: &mut Writer, kind: Kind) {
         if writer.position + 1 == writer.len {
-            // I8: nothing is written to the next segment before the one after it is durable.
+            // I8: no frame is written to the next segment before the segment after it is durable.
             let next = writer.segment + 1;
             self.make_segment(next + 1, writer.incarnation, Sync::RollFile, Sync::RollFolder);
             (writer.segment, writer.position, writer.len) = (next, 0, SEGMENT_BLOCKS);
@@ -190,7 +192,7 @@ impl Run {
             let frame = writer.frame(Kind::Batch(batch));
             self.disk.write(name, frame.position, Block::Frame(frame));
         }
-        // The opening was synced before it got its name, so the mark of its seal is true for every reader,
+        // The opening was synced before it got its name, so the mark of its seal is correct for every reader,
         // although the seal is written first.
         writer.lsn = accepted;
         writer.durable = accepted;

@@ -1,4 +1,4 @@
-//! Restores with damaged files: they fail and change nothing.
+//! Restores from damaged files fail and change nothing.
 
 use super::*;
 
@@ -36,7 +36,7 @@ fn restore_from_damaged_image_is_refused() {
     assert!(State::of(&open_with(&disk, small()).unwrap()) == state);
 }
 
-/// The restored state is reached through an earlier restore, whose table is damaged.
+/// The restored state is computed from an earlier restore, whose table is damaged.
 #[test]
 fn restore_from_damaged_table_is_refused() {
     let disk = SimDisk::new();
@@ -50,7 +50,7 @@ fn restore_from_damaged_table_is_refused() {
     let [table] = files.names(|file| matches!(file, FileName::Table(_)))[..] else { panic!("one table") };
     let half = files.0[&table].len() / 2;
     [20, half + 20].into_iter().for_each(|at| flip(&disk, table, at));
-    // The snapshot of the restored state needs no table; without it, the table is needed.
+    // The snapshot of the restored state needs no table. Without this snapshot, the table is needed.
     let newest = store.snapshots().last().unwrap().id;
     let manifest = FileName::Manifest(newest.0);
     let half = files.0[&manifest].len() / 2;

@@ -1,18 +1,18 @@
-//! Snapshots that name images of batches before the images were read back.
+//! Snapshots that name images of batches before these images are read back.
 
 use remanent::options::{MemoryOptions, PageLoad};
 use remanent::testing::sim_disk::Moment;
 
 use super::*;
 
-/// Long enough that a batch writes the page to an image file, and the frame only names the image.
+/// Length for which a batch writes the page to an image file, so that the frame only names the image.
 const LONG: usize = 200_000;
 
 fn published() -> SnapshotOptions {
     SnapshotOptions::new().only_published()
 }
 
-/// Creates a store with a verified snapshot, and then a page whose batch wrote its image.
+/// Creates a store with a verified snapshot and then a page whose batch wrote its image.
 fn store_with_batch_image(disk: &SimDisk, place: Place) -> (Store, PageId, FileName) {
     let (store, _) = store_of(disk, small().retention(Retention::new().snapshots_kept(1)), 4);
     store.snapshot().unwrap();
@@ -43,7 +43,7 @@ fn published_snapshot_names_batch_images_unread() {
             "{place}: the image is not written twice"
         );
         let state = State::of(&store);
-        // A power cut before the images were read back: the open reads them.
+        // After a power cut before the images were read back, the open reads them.
         let cut = open_with(&disk.after_power_cut(), small()).unwrap();
         assert_eq!(
             (cut.recovered().snapshot, State::of(&cut)),
@@ -72,7 +72,7 @@ fn lost_batch_image_is_gathered_again_from_memory() {
     let first = store.snapshots()[0].id;
     let damaged = store.snapshot_with(published()).unwrap().id;
     store.wait_verified().unwrap();
-    // Another snapshot has replaced the damaged one, and wrote the page.
+    // Another snapshot has replaced the damaged one and wrote the page.
     let newest = store.snapshots().last().unwrap().clone();
     assert!(newest.id > damaged && newest.verified && newest.bytes_written >= LONG as u64, "{newest:?}");
     assert!(newest.id > first);
@@ -81,7 +81,7 @@ fn lost_batch_image_is_gathered_again_from_memory() {
     assert_eq!((cut.recovered().snapshot, State::of(&cut)), (Some(newest.id), state));
 }
 
-/// A page on disk has no other copy. The snapshot before the damaged one stays, and the store continues.
+/// A page on disk has no other copy. The previous snapshot stays, and the store continues to work.
 #[test]
 fn lost_batch_image_of_page_on_disk_keeps_older_snapshot() {
     let disk = SimDisk::new();
@@ -100,8 +100,8 @@ fn lost_batch_image_of_page_on_disk_keeps_older_snapshot() {
     assert_eq!(State::of(&open_with(&disk, small()).unwrap()), state);
 }
 
-/// A snapshot that a caller verifies reads the images of batches before it names them, so its name never refers to a
-/// damaged snapshot.
+/// A snapshot whose caller waits for verification reads the images of batches before it names them, so its name never
+/// refers to a damaged snapshot.
 #[test]
 fn verified_named_snapshot_never_names_lost_image() {
     let disk = SimDisk::new();
@@ -143,7 +143,7 @@ fn on_demand_open_verifies_batch_image_when_it_is_read() {
     assert!(matches!(store.snapshot(), Err(Error::Damaged(_))), "no snapshot names the damaged image");
 }
 
-/// The last batch may be in the page cache only, and the disk may have lost its image.
+/// The last batch may exist only in the page cache, and the disk may have lost its image.
 #[test]
 fn on_demand_open_verifies_image_of_batch_without_mark() {
     let disk = SimDisk::new();

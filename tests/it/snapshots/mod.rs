@@ -1,4 +1,4 @@
-//! The cost of snapshots, the files that they share, and how long these are kept.
+//! The cost of snapshots, the files that they share, and how long these files are kept.
 
 mod retention;
 mod damage;
@@ -20,7 +20,7 @@ use crate::files::{self, Files, State, open_with};
 use crate::with_options::With;
 
 const PAGE_LEN: u64 = 1000;
-/// Chunk length with one chunk per page, and one file per page, if there are enough threads.
+/// Chunk length for which each page has its own chunk and file, if there are enough threads.
 const CHUNK_LEN: u64 = PAGE_LEN / 8;
 
 /// Options with the smallest segments, and uncompressed images.
@@ -28,7 +28,7 @@ fn small() -> Options {
     files::small().images(ImageOptions::new().compression(Compression::Off))
 }
 
-/// Creates a store with this number of pages, all of them written.
+/// Creates a store with this number of written pages.
 fn store_of(disk: &SimDisk, options: Options, pages: usize) -> (Store, Vec<PageId>) {
     let store = open_with(disk, options).unwrap();
     let mut created = Vec::new();
@@ -49,7 +49,7 @@ fn change(store: &Store, pages: &[PageId], value: u32) {
     }
 }
 
-/// Asserts that every kept snapshot can be rebuilt from the files, with its state.
+/// Asserts that every kept snapshot can be rebuilt from the files, and has its state.
 fn check_kept(disk: &SimDisk, expected: &[(SnapshotId, State)]) {
     let files = Files::of(disk);
     for (id, state) in expected {
@@ -60,7 +60,7 @@ fn check_kept(disk: &SimDisk, expected: &[(SnapshotId, State)]) {
     }
 }
 
-/// Returns the chain of a snapshot, beginning with itself.
+/// Returns the chain of a snapshot, beginning with the snapshot itself.
 fn chain(disk: &SimDisk, id: SnapshotId) -> Vec<SnapshotId> {
     let survey = Survey::read(&Files::of(disk)).unwrap();
     survey.chain(id).unwrap().iter().map(|link| link.snapshot).collect()
@@ -91,7 +91,7 @@ fn snapshot_writes_only_changed_pages() {
     store.close().unwrap();
     assert_eq!(chain(&disk, SnapshotId(4)), [4, 3, 2, 1].map(SnapshotId));
 
-    // The next open knows the pages of its snapshot.
+    // The next open bases its first snapshot on that of the previous process.
     let store = open_with(&disk, small()).unwrap();
     assert_eq!(State::of(&store), state);
     assert_eq!(store.recovered().snapshot, Some(last.id));
@@ -111,7 +111,8 @@ fn long_or_much_changed_chain_is_folded() {
         lens.push(chain(&disk, taken.id).len());
         check_kept(&disk, &[(taken.id, State::of(&store))]);
     }
-    // The ninth snapshot contains all changes since the base; the links are removed with their snapshots.
+    // The ninth snapshot contains all changes since the base. Links are removed together with their
+    // snapshots.
     assert_eq!(lens, [1, 2, 3, 4, 5, 6, 7, 8, 2, 3, 4, 5]);
     change(&store, &pages[..14], 78);
     let much = store.snapshot().unwrap();
@@ -166,12 +167,12 @@ fn links_and_images_stay(options: impl Fn() -> Options) {
     }
 }
 
-/// Each thread that writes a snapshot has its own file, if there is enough to write.
+/// Each thread that writes a snapshot has its own file, if there are enough bytes to write.
 #[test]
 fn threads_write_files_concurrently() {
     let threads = std::thread::available_parallelism().map_or(1, NonZero::get).min(4) as u64;
     let disk = SimDisk::new();
-    // Three pages per chunk: with one page each, the files would be so sparse that they are emptied.
+    // Use three pages per chunk, because files with one page each would be so sparse that they are emptied.
     let options = || {
         small()
             .retention(Retention::new().snapshots_kept(2))
@@ -180,7 +181,7 @@ fn threads_write_files_concurrently() {
     let (store, pages) = store_of(&disk, options(), 160);
     let there = || Files::of(&disk).names(|file| matches!(file, FileName::Pages(_)));
     let files = |numbers: Range<u64>| numbers.map(FileName::Pages).collect::<Vec<_>>();
-    // The timing of threads determines which file contains which page; no file is empty.
+    // The timing of threads determines which file contains which page. No file is empty.
     let own = |store: &Store, numbers: Range<u64>| {
         let survey = Survey::read(&Files::of(&disk)).unwrap();
         let last = store.snapshots().last().unwrap().id;
@@ -215,15 +216,16 @@ fn threads_write_files_concurrently() {
     let kept = [&kept[1..], &[taken]].concat();
     assert_eq!(store.snapshots(), kept);
     store.close().unwrap();
-    // Each is as it was when it was taken. The link before the oldest is gone, so as many files count as its
-    // own as a snapshot may have: where one thread writes, that of the first snapshot, too.
+    // Each snapshot is reported as when it was taken, except that the previous link of the oldest one was
+    // removed. Up to as many files as a snapshot may write therefore count as files of the oldest one. If one
+    // thread writes, this includes the file of the first snapshot.
     let store = open_with(&disk, options()).unwrap();
     let mut found = store.snapshots();
     assert_eq!(found[0].bytes_written, if threads == 1 { 160 } else { 130 } * PAGE_LEN);
     found[0].bytes_written = kept[0].bytes_written;
     assert_eq!(found, kept);
     check_kept(&disk, &[(kept[0].id, state)]);
-    // All are removed once nothing names them any more.
+    // All files are removed once no snapshot names them.
     store.prune(&store.retention().snapshots_kept(1)).unwrap();
     (0..4).for_each(|value| {
         change(&store, &[&pages[..], &born].concat(), 10 + value);
@@ -269,8 +271,8 @@ fn sparsely_used_image_file_is_compacted_and_removed() {
     store.snapshot().unwrap();
     let file = FileName::Pages(1);
     assert!(disk.bytes(file).is_some());
-    // A third of it is still named: the next snapshot rewrites that part, and then nothing names the file any
-    // more.
+    // A third of the file is still named. The next snapshot rewrites that part, and then no snapshot names
+    // the file.
     change(&store, &pages[..40], 1);
     assert_eq!(store.snapshot().unwrap().bytes_written, 40 * PAGE_LEN);
     assert!(disk.bytes(file).is_some());
@@ -290,7 +292,7 @@ fn file_of_named_snapshot_is_not_compacted() {
     let (store, pages) = store_of(&disk, small().retention(Retention::new().snapshots_kept(1)), 60);
     store.snapshot().unwrap();
     change(&store, &pages[..40], 1);
-    // A third of the first file is used: the file would be emptied now, without the named snapshot.
+    // A third of the first file is used. Without the named snapshot, the file would now be emptied.
     store.snapshot_with(SnapshotOptions::new().name("with a third of it")).unwrap();
     assert_eq!(ids(&store), [2]);
     assert_eq!(store.snapshot().unwrap().bytes_written, 0);
@@ -311,7 +313,7 @@ fn published_snapshot_replaces_others_once_verified() {
     store.wait_verified().unwrap();
     let [kept] = &store.snapshots()[..] else { panic!("{:?}", ids(&store)) };
     assert_eq!((kept.id, kept.verified), (published.id, true));
-    // A snapshot names images of those that were published before it.
+    // A snapshot names images of the snapshots that were published before it.
     for value in 2..6 {
         change(&store, &pages[..1], value);
         store.snapshot_with(SnapshotOptions::new().only_published()).unwrap();
@@ -324,7 +326,7 @@ fn published_snapshot_replaces_others_once_verified() {
     let published = store.snapshot_with(SnapshotOptions::new().only_published()).unwrap();
     let state = State::of(&store);
     store.close().unwrap();
-    // The close waited for the verification, so the snapshot is recorded, and not published again.
+    // The close waited for the verification, so the snapshot is recorded and not published again.
     let store = open_with(&disk, small()).unwrap();
     assert_eq!((store.recovered().snapshot, State::of(&store)), (Some(published.id), state));
     let name = FileName::Manifest(published.id.0).to_string();

@@ -12,7 +12,7 @@ use remanent::{Lsn, SnapshotOptions, StatePoint, View};
 
 use super::*;
 
-/// Asserts that a view has these pages' bytes.
+/// Asserts that a view has the bytes of these pages.
 fn check_seen(seen: &View, state: &State) {
     for (page, expected) in &state.contents {
         let mut bytes = vec![0; expected.len()];
@@ -59,7 +59,7 @@ fn named_snapshot_stays_until_name_is_dropped() {
     store.snapshot().unwrap();
 
     let given_up = store.retention().give_up("before").give_up("unknown");
-    // Segments may be prepared meanwhile.
+    // Segments may be prepared in the meantime.
     let is_settled = |file: &FileName| file.folder() != Folder::Log;
     let listed = || Files::of(&disk).0.into_keys().filter(is_settled).collect::<BTreeSet<_>>();
     let there = listed();
@@ -91,8 +91,8 @@ fn dropping_name_keeps_needed_snapshot() {
     assert_eq!(store.snapshots(), [named]);
 }
 
-/// The next snapshot follows the newest one and shares its images. So the newest is kept even if the log's beginning
-/// exists and nothing else needs it.
+/// The next snapshot follows the newest one and shares its images. The newest snapshot is therefore kept even if the
+/// log's beginning exists and nothing else needs the snapshot.
 #[test]
 fn the_newest_snapshot_stays_until_there_is_a_newer_one() {
     let published = || SnapshotOptions::new().only_published();
@@ -180,7 +180,8 @@ fn held_snapshot_is_not_removed() {
     assert_eq!(ids(&store), [4]);
 }
 
-/// A name keeps the state of its snapshot. A later state needs the log after it as well, and its reader keeps both.
+/// A name keeps the state of its snapshot. A later state also needs the log after the snapshot, and its reader keeps
+/// both.
 #[test]
 fn the_log_after_a_named_snapshot_stays_while_a_reader_holds_it() {
     let disk = SimDisk::new();
@@ -201,7 +202,7 @@ fn the_log_after_a_named_snapshot_stays_while_a_reader_holds_it() {
     assert!(pruned.files.iter().any(|(file, _)| matches!(file, FileName::Segment(_))), "{pruned:?}");
     let gone = View::open_on(&shared, Some(&at)).unwrap_err();
     assert!(matches!(gone, Error::NoSuchState(NoSuchState::OutsideWindow { .. })), "{gone}");
-    // The state that the name keeps is there all the time.
+    // The state that the name keeps always exists.
     View::open_on(&shared, Some(&StatePoint::Snapshot(named.id))).unwrap();
 }
 
@@ -216,7 +217,7 @@ fn files_read_through_link_stay_until_reader_ends() {
     store.snapshot().unwrap();
     assert!(!ids(&store).contains(&link.id.0), "no rule keeps it");
     let shared: Arc<dyn Disk> = Arc::new(disk.clone());
-    // No new reader starts there, but one that listed the files before the floor rose may have locked it.
+    // No new reader starts there, but a reader that listed the files before the floor rose may have locked it.
     let outside = View::open_on(&shared, Some(&at)).unwrap_err();
     assert!(matches!(outside, Error::NoSuchState(NoSuchState::OutsideWindow { .. })), "{outside}");
     let Hold::Held(seen) = shared.hold(link.id).unwrap() else { panic!("nothing is going") };
@@ -256,7 +257,7 @@ fn snapshots_are_kept_for_their_age_and_for_the_log_after_them() {
         let kept = ids(&store);
         if expected.len() == 2 {
             assert!(kept.len() >= 2 && kept.len() < 6 && kept.ends_with(&[6]), "{options:?}: {kept:?}");
-            // Every state since the older one can be restored.
+            // Every state since the older snapshot can be restored.
             let (files, from) = (Files::of(&disk), store.snapshots()[0].end);
             let last = store.lsn();
             for lsn in [from, from.next(), last] {
@@ -266,15 +267,15 @@ fn snapshots_are_kept_for_their_age_and_for_the_log_after_them() {
         } else if expected.len() == 1 {
             assert_eq!(kept, expected, "{options:?}");
         } else {
-            // The oldest kept snapshot precedes the whole kept log; those in between may be removed, unless they are
-            // young.
+            // The oldest kept snapshot precedes the whole kept log. Snapshots in between may be removed, unless they
+            // are young.
             assert_eq!((kept.first(), kept.last()), (expected.first(), expected.last()), "{options:?}");
         }
     }
 }
 
-/// The newest snapshot's record may be missing, and there may be no seal after its redo: then the record of the earlier
-/// snapshots is before it.
+/// The record of the newest snapshot may be missing, and there may be no seal after its redo. The record of the earlier
+/// snapshots is then before its redo.
 #[test]
 fn kill_before_snapshot_record_keeps_other_versions() {
     let disk = SimDisk::new();
@@ -297,8 +298,8 @@ fn kill_before_snapshot_record_keeps_other_versions() {
     assert!(unrecorded > 1, "no kill struck between the snapshot and its record");
 }
 
-/// A link that is kept for the snapshots that follow it has lost images that none of them names: states after it must
-/// be computed from the kept snapshot before it.
+/// A link that is kept for the snapshots that follow it has lost images that none of them names. States after the link
+/// must be computed from the kept snapshot before it.
 #[test]
 fn state_after_unretained_link_is_reached_from_earlier() {
     let disk = SimDisk::new();
