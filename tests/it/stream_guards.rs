@@ -63,9 +63,9 @@ impl Bench {
         seen
     }
 
-    /// Returns the bytes that were released and are not freed yet.
+    /// Returns the number of bytes that were released but are not freed yet.
     fn retired(&self) -> u64 {
-        // A commit frees memory whose use has ended, and waits for nothing.
+        // A commit frees memory whose use has ended, without waiting.
         self.commit(|batch| _ = batch.set_root("step", 1u64)).unwrap();
         self.store.stats().places.iter().map(|(_, usage)| usage.retired_bytes).sum()
     }
@@ -103,7 +103,7 @@ fn memory_is_released_after_stream_work_without_blocking_drop() {
         let memory = bench.store.device_bytes(LEN, PLACE).unwrap();
         let used = memory.part(8..16).unwrap();
         let guard = used.begin(stream, access).unwrap();
-        // An allocation would fail if that memory were not kept.
+        // An allocation would reuse that memory if it were not kept.
         bench.fill(stream, &used, 3);
         guard.end().unwrap();
         drop((memory, used));
@@ -132,7 +132,7 @@ fn batch_includes_guard_writes_and_only_it_waits() {
             has_committed.store(true, Ordering::Release);
         });
         bench.device.wait_for_waiter(stream);
-        // Other batches continue meanwhile.
+        // Other batches continue in the meantime.
         bench.commit(|batch| _ = batch.fill(page, 0, LEN, &[1])).unwrap();
         assert_eq!((bench.read(page), has_committed.load(Ordering::Acquire)), (page_of(1), false));
         bench.device.hold(stream, false);
@@ -231,7 +231,7 @@ fn page_guard_reads_after_earlier_batches_and_forbids_writes() {
         matches!(refused, Err(Error::Refused(Refused::MemoryInUse { page: of, .. })) if of == page),
         "{refused:?}"
     );
-    // The page is deleted; a kernel that started under a guard can still use the memory, because the handle
+    // The page is deleted. A kernel that started under a guard can still use the memory, because the handle
     // keeps it.
     bench.commit(|batch| _ = batch.delete(page)).unwrap();
     bench.store.trim().unwrap();
@@ -254,8 +254,7 @@ fn store_does_not_use_bytes_while_guard_is_open() {
     refused(bench.memory.read(150, &mut [0]));
     refused(bench.memory.write(150, &[0]));
     refused(live_in(&bench.memory));
-    // With its stream the memory is read in its current state on that stream; while the guard exists, nothing
-    // is refused.
+    // On its stream, the memory is read in its current state, and the guard does not prevent this.
     take(&bench.memory.on(stream)).unwrap();
     bench.memory.write(99, &[6]).unwrap();
     guard.end().unwrap();
@@ -327,7 +326,7 @@ fn device_error_in_guard_poisons_store() {
         let store = Store::open_on(Arc::new(SimDisk::new()), device.clone(), options()).unwrap();
         let memory = store.device_bytes(LEN, PLACE).unwrap();
         let streams = [late.stream(), late.stream()];
-        // Queues work on the stream, so that its point has not passed.
+        // Queue work on the stream, so that the stream has not reached this point.
         late.queue(streams[0], |_| {});
         device.arm(DeviceFault { call: Some(call), nth: 1, context_lost: false });
         let error = work(&memory, streams[0], streams[1]).unwrap_err();
@@ -365,7 +364,7 @@ fn gpu_tensor_is_freed_after_its_stream_work() {
         let guard = memory.begin(stream.raw(), Access::Write).unwrap();
         stream.copy(tensor.address, source.address, LEN);
         guard.end().unwrap();
-        // Another stream waits for the guard's end on the device.
+        // Another stream waits for the end of the guard on the device.
         let guard = memory.begin(other.raw(), Access::Read).unwrap();
         other.copy(source.address, tensor.address, LEN);
         guard.end().unwrap();

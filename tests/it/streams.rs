@@ -1,7 +1,7 @@
-//! Callers' streams on a GPU: guarantees of leases, tickets and captures for the caller's kernels.
+//! Callers' streams on a GPU: the guarantees of leases, tickets and captures for the caller's kernels.
 //!
-//! The caller's kernels are copies by the driver. A kernel that does not end is simulated by a stream that
-//! waits for a word in host memory.
+//! The caller's kernels are copies by the driver. A stream that waits for a word in host memory simulates a
+//! kernel that does not end.
 
 use std::thread;
 
@@ -37,7 +37,7 @@ fn fill(store: &Store, page: PageId, byte: u8) {
     store.commit(batch).unwrap();
 }
 
-/// Returns the value that all bytes have.
+/// Returns the value of all bytes. Asserts that all bytes are equal.
 fn value(bytes: &[u8]) -> u8 {
     assert!(bytes.iter().all(|byte| *byte == bytes[0]), "bytes of several versions");
     bytes[0]
@@ -72,7 +72,7 @@ fn stalled_stream_blocks_no_commit_and_sees_leased_bytes() {
             drop(lease);
             fill(&store, page, 10);
             fill(&store, page, 11);
-            // An allocation must not get the memory that the stream has yet to read.
+            // An allocation must not reuse the memory that the stream has yet to read.
             let mut batch = store.batch();
             let other = batch.create(LEN, place).page();
             batch.fill(other, 0, LEN, &[77]);
@@ -107,7 +107,7 @@ fn a_stream_sees_the_batches_that_it_waits_for() {
         Some(address),
         "a page that no lease holds stays where it is"
     );
-    // A lease orders several streams after the batches before it, including the default stream.
+    // A lease orders several streams, including the default stream, after the preceding batches.
     let (second, seen_too) = (caller.default_stream(), caller.memory(LEN));
     for byte in 2..100 {
         let mut batch = store.batch();
@@ -143,7 +143,7 @@ fn graph_capture_survives_store_calls() {
         let error = refused.unwrap_err();
         assert!(matches!(error, Error::Refused(Refused::Stream { .. })), "{error}");
     }
-    // All operations of the store, on this thread and on another: memory, copies, fences, streams.
+    // Use all operations of the store, on this thread and on another: memory, copies, fences and streams.
     let work = |store: &Store| {
         let mut batch = store.batch();
         let other = batch.create(LEN, PLACE).page();
@@ -186,8 +186,8 @@ fn fill_elsewhere(store: &Store, page: PageId) {
 
 #[test]
 fn store_opens_on_gpu_and_host_alternately() {
-    // In a process of its own, because closing a store frees memory, which waits for every stream of the
-    // process.
+    // This test has its own process, because closing a store frees memory, which waits for every stream of
+    // the process.
     let Some(_caller) = Caller::new() else { return };
     let directory = tempfile::tempdir().unwrap();
     let open = |device| options().device(device).open(directory.path()).unwrap();
@@ -240,7 +240,8 @@ fn audit_detects_kernel_write_to_page() {
     }
 }
 
-/// Not run with compute-sanitizer's memcheck, under which no kernel of any stream ends while one is blocked.
+/// This test does not run with compute-sanitizer's memcheck, under which no kernel of any stream ends while
+/// one stream is blocked.
 #[test]
 fn stalled_stream_blocks_only_its_own_capture() {
     gpu::alone(|| {
@@ -271,7 +272,7 @@ fn stalled_stream_blocks_only_its_own_capture() {
         );
         thread::scope(|scope| {
             let slow_capture = scope.spawn(|| capture(&slow_copy));
-            // Fifty commits, so that some happen while the other stream is certainly waiting.
+            // Make fifty commits, so that some of them certainly happen while the other stream is waiting.
             for _ in 0..50 {
                 capture(&quick_copy).unwrap();
             }

@@ -1,4 +1,4 @@
-//! Hints for pages in unified memory: they change no byte, and fail where they would have no effect.
+//! Hints for pages in unified memory. They change no byte, and fail where they would have no effect.
 
 use std::sync::Arc;
 
@@ -59,8 +59,8 @@ fn a_host_device_refuses_hints_by_name() {
     assert!(matches!(refused, Error::UnknownPage { page } if page == gone), "{refused}");
 }
 
-/// Each hint between two batches, for a page that moves out of unified memory and back, and for one that
-/// stays.
+/// Gives each hint between two batches, for a page that moves out of unified memory and back, and for a page
+/// that stays.
 #[test]
 fn hints_change_no_bytes_batches_or_moves() {
     let Some(gpu) = gpu::device() else { return };

@@ -3,7 +3,7 @@
 use remanent::Options;
 
 pub trait With {
-    /// Changes single values, and keeps all others.
+    /// Changes single values and keeps all others.
     fn with<R>(self, change: impl FnOnce(&mut Options) -> R) -> Self;
 }
 

@@ -4,8 +4,7 @@ use std::path::Path;
 use std::process::Command;
 use std::{env, fs};
 
-/// Misaligned accesses and shifts out of range abort the process, because they would be wrong on a GPU as
-/// well.
+/// Misaligned accesses and shifts out of range abort the process, because they would also be wrong on a GPU.
 const FLAGS: &[&str] = &[
     "-std=c++17",
     "-O1",
@@ -45,7 +44,7 @@ fn main() {
         objects.push(object);
     }
     let library = out.join("libkernels.a");
-    // An archive keeps its old members.
+    // `ar` would keep the old members of an existing archive.
     let _ = fs::remove_file(&library);
     run(Command::new("ar").arg("crs").arg(&library).args(&objects));
     println!("cargo::rustc-link-search=native={}", out.display());

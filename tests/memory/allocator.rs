@@ -1,5 +1,5 @@
-//! The global allocator of this binary: the system's, with a count of the allocated bytes, which can also
-//! fail one selected allocation.
+//! The global allocator of this binary. It counts the bytes allocated from the system allocator, and can make
+//! one selected allocation fail.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::ptr;
@@ -11,15 +11,16 @@ struct Counting;
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Allocated bytes, and their maximum since a measurement began.
+/// Number of allocated bytes.
 static NOW: AtomicUsize = AtomicUsize::new(0);
+/// Maximum number of allocated bytes since a measurement began.
 static PEAK: AtomicUsize = AtomicUsize::new(0);
 /// Held by the running test, because the counts are global to the process.
 static ALONE: Mutex<()> = Mutex::new(());
 
 /// Only allocations of more bytes than this can be made to fail.
 static REFUSED_ABOVE: AtomicUsize = AtomicUsize::new(0);
-/// The number of long allocations up to the one that fails; not positive if none does.
+/// Number of long allocations up to the one that fails. Not positive if none fails.
 static UNTIL_REFUSED: AtomicIsize = AtomicIsize::new(0);
 
 #[expect(clippy::print_stderr, reason = "the place of a refusal, for the reader of a failed case")]
@@ -42,14 +43,14 @@ fn shrunk(len: usize) {
     NOW.fetch_sub(len, Ordering::Relaxed);
 }
 
-// SAFETY: every call goes to the system's allocator as it came; the rest only adds up numbers.
+// SAFETY: every call is passed unchanged to the system allocator. Otherwise, only counters change.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if is_refused(layout.size()) {
             return ptr::null_mut();
         }
         grown(layout.size());
-        // SAFETY: the caller's promises are passed on.
+        // SAFETY: the caller upholds the contract of the called function.
         unsafe { System.alloc(layout) }
     }
 
@@ -58,13 +59,13 @@ unsafe impl GlobalAlloc for Counting {
             return ptr::null_mut();
         }
         grown(layout.size());
-        // SAFETY: the caller's promises are passed on.
+        // SAFETY: the caller upholds the contract of the called function.
         unsafe { System.alloc_zeroed(layout) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
         shrunk(layout.size());
-        // SAFETY: the caller's promises are passed on.
+        // SAFETY: the caller upholds the contract of the called function.
         unsafe { System.dealloc(pointer, layout) }
     }
 
@@ -75,7 +76,7 @@ unsafe impl GlobalAlloc for Counting {
         // When an allocation moves, the old and the new memory exist at the same time.
         grown(new_size);
         shrunk(layout.size());
-        // SAFETY: the caller's promises are passed on.
+        // SAFETY: the caller upholds the contract of the called function.
         unsafe { System.realloc(pointer, layout, new_size) }
     }
 }
@@ -85,7 +86,7 @@ pub fn alone() -> MutexGuard<'static, ()> {
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Runs `work`. Also returns the maximum of additionally allocated bytes during it.
+/// Runs `work`. Returns its result and the maximum number of additionally allocated bytes.
 pub fn peak<T>(work: impl FnOnce() -> T) -> (T, usize) {
     let before = NOW.load(Ordering::Relaxed);
     PEAK.store(before, Ordering::Relaxed);
@@ -93,8 +94,8 @@ pub fn peak<T>(work: impl FnOnce() -> T) -> (T, usize) {
     (done, PEAK.load(Ordering::Relaxed).saturating_sub(before))
 }
 
-/// Runs `work`, during which the `number`th allocation of more than `len` bytes fails. Returns whether that
-/// allocation was reached.
+/// Runs `work`, during which the `number`th allocation of more than `len` bytes fails. Also returns true if
+/// that allocation was reached.
 pub fn refuse<T>(number: isize, len: usize, work: impl FnOnce() -> T) -> (T, bool) {
     REFUSED_ABOVE.store(len, Ordering::Relaxed);
     UNTIL_REFUSED.store(number, Ordering::Relaxed);

@@ -1,7 +1,7 @@
-//! The long form: pages of gigabytes, with each operation in a process of its own that may map the pages' own
-//! bytes and 2 GiB more. `REMANENT_LONG_PAGES=8192x1,1024x8` lists lengths in MiB and numbers of pages;
-//! `REMANENT_TOOL` is the path of the built command, whose inspections are then measured too. Prints a row
-//! for each.
+//! The long form uses pages of gigabytes. Each operation runs in its own process, which may map the bytes of
+//! the pages and 2 GiB more. `REMANENT_LONG_PAGES=8192x1,1024x8` lists lengths in MiB and numbers of pages.
+//! `REMANENT_TOOL` is the path of the built command, whose inspections are then also measured. Prints one row
+//! for each operation.
 #![allow(clippy::print_stdout, reason = "the long form prints a table")]
 
 use std::path::Path;
@@ -19,7 +19,8 @@ use rustix::process::{Resource, Rlimit, setrlimit};
 
 const CASE: &str = "REMANENT_LONG_CASE";
 const MIB: u64 = 1 << 20;
-/// The memory that a process may map in addition to the pages, including its code and its threads' stacks.
+/// Number of bytes that a process may map in addition to the pages, including its code and the stacks of its
+/// threads.
 const BESIDE_MAX: u64 = 2 << 30;
 
 /// Pages of a store: their length and number.
@@ -53,7 +54,7 @@ fn content(page: PageId, mebibyte: u64, salt: u8) -> Vec<u8> {
     bytes
 }
 
-/// Whether each `change` writes this mebibyte.
+/// Returns true if each `change` writes this mebibyte.
 fn is_changed(mebibyte: u64) -> bool {
     mebibyte % 97 == 5
 }
@@ -97,7 +98,8 @@ fn check_view(view: &View, pages: Pages, salt: u8) {
     check(pages, salt, &mut |page, offset, out| view.read(page, offset, out).unwrap());
 }
 
-/// An operation: its name, whether the pages are in memory, and what it does in a store's directory.
+/// An operation: its name, whether the pages are in memory, and its function, which receives the directory of
+/// the store.
 type Operation = (&'static str, bool, fn(&Path, Pages));
 
 const OPERATIONS: [Operation; 11] = [
@@ -187,7 +189,7 @@ const OPERATIONS: [Operation; 11] = [
     }),
 ];
 
-/// Returns the maximum memory of this process so far, in MiB.
+/// Returns the maximum memory that this process has used so far, in MiB.
 fn highest_mib() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
@@ -248,7 +250,7 @@ fn tools(lens: &str, path: &Path) {
         let start = Instant::now();
         let limited = format!("ulimit -v {} && exec \"$0\" \"$@\"", BESIDE_MAX >> 10);
         let run = Command::new("sh").args(["-c", &limited, &tool]).args(args).output().unwrap();
-        // `diff` ends with 1 where there are differences.
+        // `diff` exits with status 1 if there are differences.
         let told = String::from_utf8_lossy(&run.stderr);
         assert!(matches!(run.status.code(), Some(0 | 1)) && told.is_empty(), "{lens} {args:?}: {told}");
         println!("| {lens} | `{}` | at most 2048 | 0 | {} |", args[0], start.elapsed().as_secs());

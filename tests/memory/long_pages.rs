@@ -1,4 +1,4 @@
-//! A page of any length is read and written in pieces: the additional memory of an operation does not depend
+//! A page of any length is read and written in pieces. The additional memory of an operation does not depend
 //! on the page's length.
 
 use std::path::Path;
@@ -15,13 +15,13 @@ use remanent_format::state::survey::read_store;
 
 use crate::allocator::{alone, peak};
 
-/// A length that is not a multiple of any block size.
+/// Length of the page, which is not a multiple of any block size.
 const LEN: u64 = (320 << 20) + 4099;
-/// The maximum of bytes that an operation may allocate in addition to the page.
+/// Maximum number of bytes that an operation may allocate in addition to the page.
 const EXTRA_MAX: usize = 128 << 20;
 const PIECE: u64 = 16 << 20;
 
-/// The content of a page: slowly rising words, which are compressible, or noise, which is not.
+/// The content of a page: slowly ascending words, which are compressible, or noise, which is not.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Content {
     Rising,
@@ -44,7 +44,7 @@ impl Content {
     }
 }
 
-/// Options with which snapshots are taken only by the tests.
+/// Options with which only the tests take snapshots.
 fn options() -> Options {
     Options::new().snapshots(SnapshotSchedule::never())
 }
@@ -88,7 +88,7 @@ fn life(content: Content) {
     assert_bounded("a snapshot", content, taken, 0);
     check(&store, page, content);
 
-    // A restore must bring back all changed bytes.
+    // Change bytes that a restore must bring back.
     for at in [0, LEN / 2, LEN - 1] {
         let mut batch = store.batch();
         batch.write(page, at, &[content.byte(at) ^ 1]);
@@ -118,7 +118,7 @@ fn life(content: Content) {
 }
 
 /// Changes the page with batches after a snapshot: writes of all kinds, some across the ends of windows and
-/// pieces, and two that shorten the page and lengthen it again. Each is a batch of its own.
+/// pieces, and two resizes that shorten the page and lengthen it again. Each change is a separate batch.
 fn change(store: &Store, page: PageId, expected: &mut [u8], salt: u8) {
     const MIB: u64 = 1 << 20;
     let commit = |make: &dyn Fn(&mut WriteBatch)| {
@@ -133,7 +133,7 @@ fn change(store: &Store, page: PageId, expected: &mut [u8], salt: u8) {
     commit(&|batch| _ = batch.fill(page, 32 * MIB - 8, 16, &[salt ^ 2, 3]));
     expected[32 * MIB as usize - 8..][..16].copy_from_slice(&[salt ^ 2, 3].repeat(8));
 
-    // Elements all over the page.
+    // The elements are distributed over the whole page.
     let indices: Vec<u32> = (0..200).map(|n| n * 400_000 + 1).collect();
     let values: Vec<u8> = (0..4 * indices.len()).map(|at| at as u8 ^ salt).collect();
     commit(&|batch| _ = batch.scatter(page, Width::W4, &indices, &values));
@@ -154,7 +154,7 @@ fn change(store: &Store, page: PageId, expected: &mut [u8], salt: u8) {
     expected[LEN as usize - 100..].fill(salt ^ 9);
 }
 
-/// Views, restores and copies states for which there is no image.
+/// Views, restores and copies states for which no image exists.
 fn history(content: Content) {
     let _alone = alone();
     let place = tempfile::tempdir().unwrap();
@@ -268,7 +268,7 @@ impl ByteSource for Content {
     }
 }
 
-/// A batch creates a page from a source, twice: only a few pieces are in memory in addition to the page.
+/// A batch creates a page from a source, twice. Only a few pieces are in memory in addition to the page.
 fn stream(content: Content) {
     let _alone = alone();
     let directory = tempfile::tempdir().unwrap();
@@ -289,8 +289,8 @@ fn stream(content: Content) {
     store.close().unwrap();
 }
 
-/// New pages with bytes from the caller: however many bytes the batch has, only a few pieces are in memory in
-/// addition to the pages.
+/// New pages with bytes from the caller need memory for only a few pieces in addition to the pages, however
+/// many bytes the batch has.
 #[test]
 fn a_batch_of_whole_pages_is_staged_by_pieces() {
     const SHORT: u64 = 1 << 20;

@@ -1,4 +1,5 @@
-//! The host memory that a store allocates. A separate binary, because its allocator counts.
+//! Tests of the host memory that a store allocates. They are in a separate binary, because its allocator
+//! counts.
 
 #[macro_use]
 #[path = "../it/forward.rs"]

@@ -1,4 +1,4 @@
-//! A new page needs no memory bandwidth before it is written.
+//! A new page uses no memory bandwidth before it is written.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,7 +10,7 @@ use remanent::{Options, Place, Store};
 
 use crate::allocator::alone;
 
-/// A host device that counts the bytes that it is asked to fill.
+/// A host device that counts the bytes that it must fill.
 #[derive(Default)]
 struct Filling {
     inner: HostDevice,
@@ -34,8 +34,7 @@ impl Device for Filling {
     }
 }
 
-/// Every list is executed by the thread that submits it, so filling gigabytes would delay all later batches
-/// and reads.
+/// The thread that submits a list executes it, so filling gigabytes would delay all later batches and reads.
 #[test]
 fn long_page_is_zeroed_lazily() {
     const LEN: u64 = 256 << 20;
@@ -65,7 +64,7 @@ fn long_page_is_zeroed_lazily() {
         }
     };
     check(&store);
-    // The memory of a short page may have been another page's, so it is filled.
+    // The memory of a short page may have belonged to another page, so it is filled.
     assert_eq!(device.filled.load(Ordering::Relaxed), 101);
     store.close().unwrap();
 

@@ -1,5 +1,5 @@
-//! Two writer processes on real file systems: the second one can open the store because a program removed
-//! `LOCK`, or because the file system dropped the first one's locks.
+//! Two writer processes on real file systems. The second writer can open the store because a program removed
+//! `LOCK`, or because the file system dropped the locks of the first writer.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -43,15 +43,15 @@ fn byte(store: &Store, page: PageId) -> u8 {
     bytes[0]
 }
 
-/// A way in which a lock fails, with its name.
+/// The failure of a lock: its name, and a function that causes it.
 type LockFailure = (&'static str, fn(&Path));
 
-/// A program removes the locked file.
+/// Removes the locked file, as another program might.
 fn lock_file_removed(path: &Path) {
     std::fs::remove_file(path.join("LOCK")).unwrap();
 }
 
-/// The locks are dropped, as on a file system that loses them.
+/// Drops the locks, as a file system that loses them does.
 fn locks_dropped(path: &Path) {
     let lock = path.join("LOCK").canonicalize().unwrap();
     let is_lock = |fd: &RawFd| std::fs::read_link(format!("/proc/self/fd/{fd}")).is_ok_and(|of| of == lock);
@@ -59,9 +59,9 @@ fn locks_dropped(path: &Path) {
     let fds: Vec<RawFd> = fds.map(|name| name.to_str().unwrap().parse().unwrap()).filter(is_lock).collect();
     assert_eq!(fds.len(), 1, "the store holds one descriptor of LOCK");
     let unlocked = libc::flock { l_type: libc::F_UNLCK as _, l_whence: 0, l_start: 0, l_len: 0, l_pid: 0 };
-    // SAFETY: the descriptor is the store's, which stays open; the call reads the structure alone.
+    // SAFETY: the descriptor belongs to the open store, and the call only reads the structure.
     assert_eq!(unsafe { libc::fcntl(fds[0], libc::F_OFD_SETLK, &raw const unlocked) }, 0);
-    // Closing any descriptor of the file releases the process's lock.
+    // Closing any descriptor of the file releases the lock of the process.
     assert!(File::open(lock).unwrap().as_raw_fd() >= 0);
 }
 
@@ -79,7 +79,7 @@ fn content(path: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     found
 }
 
-/// Runs the second writer, which commits enough to reuse the files of the first one.
+/// Runs the second writer, which commits enough to reuse the files of the first writer.
 fn second_writer(path: &Path, io: LogIo, page: PageId) -> Result<(), String> {
     let store = options(io).open(path).map_err(|error| error.to_string())?;
     if byte(&store, page) != 5 {
@@ -96,7 +96,7 @@ fn second_writer(path: &Path, io: LogIo, page: PageId) -> Result<(), String> {
     store.close().map_err(|error| error.to_string())
 }
 
-/// Runs two writers in a directory, for each way to write the log and each way in which a lock fails.
+/// Runs two writers in a directory, for each mode of writing the log and each failure of a lock.
 fn two_writers(name: &str, root: &Path) {
     let failures: [LockFailure; 2] = [("removed", lock_file_removed), ("dropped", locks_dropped)];
     for io in [LogIo::Mapped, LogIo::Buffered, LogIo::Direct] {

@@ -1,5 +1,5 @@
-//! Two writers of one store, because no lock excludes the second one. The first one is superseded: it
-//! acknowledges nothing more, and changes no file of the second one.
+//! Two writers of one store, because no lock excludes the second. The first writer is superseded. It
+//! acknowledges no more batches, and changes no file of the second writer.
 
 mod file_systems;
 
@@ -18,16 +18,16 @@ use crate::files::small;
 use crate::machine::{alone_for, effort, in_parallel};
 use crate::with_options::With;
 
-/// Environment variable: the number of steps in a history after the first open.
+/// Environment variable for the number of steps in a history after the first open.
 const STEPS: &str = "REMANENT_WRITERS_STEPS";
 
-/// A call of one of the two writers, given by its index.
+/// A call of one of the two writers. The number selects the writer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Step {
     Open(usize),
-    /// Commits a batch, and waits until it is durable.
+    /// Commits a batch and waits until it is durable.
     Commit(usize),
-    /// Submits a batch; the wait until it is durable comes later or never.
+    /// Submits a batch. The wait until it is durable comes later or never.
     Submit(usize),
     Wait(usize),
     Snapshot(usize),
@@ -59,7 +59,7 @@ fn histories(len: usize) -> Vec<Vec<Step>> {
         };
         all = all.into_iter().flat_map(longer).collect();
     }
-    // Histories with one writer are tested elsewhere.
+    // Other tests cover histories with one writer.
     all.retain(|history| history.contains(&Step::Open(1)));
     all
 }
@@ -84,18 +84,17 @@ struct Writers {
     disk: SimDisk,
     options: Options,
     stores: [Option<Store>; 2],
-    /// Submitted batches that were not waited for, with their numbers.
+    /// Submitted batches that were not awaited yet, with their numbers.
     tickets: [Option<(u64, Ticket)>; 2],
     page: PageId,
     /// The writer that opened the store last.
     newest: usize,
-    /// The newest number that was acknowledged as durable.
+    /// The newest number whose batch was acknowledged as durable.
     durable: u64,
     /// Later numbers that the newest writer submitted.
     submitted: Vec<u64>,
     last: u64,
-    /// The number that the newest writer found at its open; smaller numbers of the other writer are included
-    /// in it.
+    /// The number that the newest writer found at its open. It includes smaller numbers of the other writer.
     found: u64,
 }
 
@@ -128,7 +127,7 @@ impl Writers {
         u64::from_le_bytes(bytes)
     }
 
-    /// Opens the store, which must have the newest durable number, or a later one that was logged.
+    /// Opens the store, which must contain the newest durable number or a later one that was logged.
     fn open(&mut self) -> Store {
         let store = open(&self.disk, &self.options).unwrap();
         let found = self.number(&store);
@@ -158,7 +157,8 @@ impl Writers {
                 let Some((number, ticket)) = self.tickets[writer].take() else { return };
                 match ticket.wait(Ack::Durable) {
                     Ok(_) if writer == self.newest => self.all_durable(),
-                    // The batch was durable before the other writer opened the store, and was found by it.
+                    // The batch was durable before the other writer opened the store, so that writer found
+                    // it.
                     Ok(_) => assert!(number <= self.found, "{number} was acknowledged, and is lost"),
                     Err(error) => assert!(writer != self.newest && superseded(&error), "{error}"),
                 }
@@ -193,7 +193,7 @@ impl Writers {
         self.stores[writer].as_ref().unwrap()
     }
 
-    /// Records that everything that the newest writer submitted is durable.
+    /// Records that all batches that the newest writer submitted are durable.
     fn all_durable(&mut self) {
         self.durable = self.submitted.drain(..).next_back().unwrap_or(self.durable);
     }
@@ -209,8 +209,8 @@ impl Writers {
         store.submit(batch)
     }
 
-    /// Asserts that a call of the newest writer succeeds, and that one of the other writer fails. Returns
-    /// whether the writer is the newest.
+    /// Asserts that a call of the newest writer succeeds, and that a call of the other writer fails. Returns
+    /// true if the writer is the newest.
     fn expect(&self, writer: usize, outcome: Result<()>) -> bool {
         match outcome {
             Ok(()) => assert_eq!(writer, self.newest, "a superseded writer acknowledged"),
@@ -231,7 +231,7 @@ fn open(disk: &SimDisk, options: &Options) -> Result<Store> {
 fn live(history: &[Step], io: LogIo) {
     let mut writers = Writers::new(io);
     history.iter().for_each(|step| writers.step(*step));
-    // The newest writer is dropped last, so nothing of the other one comes after it.
+    // The newest writer is dropped last, so that no write of the other writer follows.
     let newest = writers.newest;
     for writer in [1 - newest, newest] {
         if writers.stores[writer].is_some() {
@@ -286,7 +286,7 @@ fn a_sync_that_another_writer_overlaps_is_not_acknowledged() {
             });
             let ticket = store.submit(batch).unwrap();
             let _other = writers.disk.for_another_writer().lock().unwrap();
-            // The store syncs by itself after a while. If that sync came first, the batch may be
+            // The store syncs automatically after a while. If that sync came first, the batch may be
             // acknowledged.
             let overlaps_now = !is_synced.load(Ordering::SeqCst);
             match ticket.wait(Ack::Durable) {

@@ -1,4 +1,4 @@
-//! Calls that move pages to a place: at once, as a prefetch, and for a lease or pin.
+//! Calls that move pages to a place: immediately, as a prefetch, and for a lease or pin.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -16,7 +16,7 @@ fn allocations_of_one_request_are_all_or_nothing() {
     on_each_device(|| {
         let store = open(&SimDisk::new(), two_tiers());
         let pages: Vec<PageId> = (0..4 * ROOM).map(|number| put(&store, number, 0, DEVICE)).collect();
-        // Some of the pages are in the place already; none of them is evicted for another one.
+        // Some of the pages are already in the place. None of them is evicted for another.
         for from in (0..3 * ROOM as usize).step_by(5) {
             // A part of the place is kept free for new pages.
             let requested = &pages[from..from + ROOM as usize - 2];
@@ -53,7 +53,7 @@ fn pages_are_prefetched() {
         for page in [0, 2, 3] {
             assert_eq!(place(&store, pages[page]), DEVICE);
         }
-        // More than fits: the failure is reported once.
+        // The pages do not fit. The failure is reported once.
         let mut batch = store.batch();
         let mut long = Vec::new();
         for _ in 0..2 {
@@ -63,8 +63,8 @@ fn pages_are_prefetched() {
         let coming = store.prefetch(&long, DEVICE).unwrap();
         assert!(matches!(coming.wait().unwrap_err(), Error::OverBudget { .. }));
         coming.wait().unwrap();
-        // Cancelled before the prefetch begins or while it is running: nothing hangs, and prefetched pages
-        // are complete.
+        // Cancel before the prefetch begins or while it is running. No thread hangs, and prefetched pages are
+        // complete.
         for _ in 0..20 {
             let coming = store.prefetch(&pages[8..16], DEVICE).unwrap();
             coming.cancel().unwrap();
@@ -78,7 +78,7 @@ fn pages_are_prefetched() {
     });
 }
 
-/// A lease or pin needs an address, so the page is moved to memory, and is not evicted while the lease or pin
+/// A lease or pin needs an address, so the page is moved to memory. It is not evicted while the lease or pin
 /// exists.
 #[test]
 fn leases_and_pins_bring_pages_from_disk() {
@@ -111,7 +111,7 @@ fn leases_and_pins_bring_pages_from_disk() {
         }
         is_over.store(true, Ordering::Relaxed);
     });
-    // Without tiers there is no default place.
+    // Without tiers, there is no default place.
     let store = open(&SimDisk::new(), small());
     let page = put(&store, 0, 0, Place::Disk);
     for refused in [store.lease(page).map(drop), store.pin(page).map(drop)] {

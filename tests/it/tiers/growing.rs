@@ -1,4 +1,4 @@
-//! Batches that lengthen pages, whatever place they are in at that time.
+//! Batches that lengthen pages, whatever place the pages are in at that time.
 
 use remanent::options::MemoryOptions;
 use remanent::testing::sim_disk::SimDisk;
@@ -27,7 +27,7 @@ fn gathered_pages_may_grow_and_be_cloned() {
         assert!(store.read_to_vec(*page).unwrap() == expected, "{page}");
     }
 
-    // If the caller chose a place in which the page can never fit, the batch fails.
+    // If the caller selected a place in which the page can never fit, the batch fails.
     let mut batch = store.batch();
     batch.create(5 * LEN, Place::Pinned);
     let refused = store.commit(batch).unwrap_err();

@@ -1,4 +1,4 @@
-//! Opens with less memory than the pages need: pages that do not fit are demoted before any page is loaded.
+//! Opens with less memory than the pages need. Pages that do not fit are demoted before any page is loaded.
 
 use std::sync::Arc;
 
@@ -15,8 +15,8 @@ use crate::files::small;
 use crate::gpu::on_each_device;
 use crate::with_options::With;
 
-/// A life without a limit, then an open with little memory: pages that do not fit are demoted before any page
-/// is loaded. Commits, restarts and audits find the pages unchanged.
+/// A life without a memory limit is followed by an open with little memory. Pages that do not fit are demoted
+/// before any page is loaded. Commits, restarts and audits find the pages unchanged.
 #[test]
 fn open_with_less_memory_demotes_pages() {
     on_each_device(|| {
@@ -56,7 +56,7 @@ fn open_with_less_memory_demotes_pages() {
             let found = places(&store, &pages);
             let count = |place| found.iter().filter(|of| **of == place).count() as u64;
             assert_eq!((count(DEVICE), count(Place::Host)), (ROOM - 1, ROOM - 1));
-            // The least recently changed pages are evicted, the most recently changed ones stay.
+            // The least recently changed pages are evicted, and the most recently changed pages stay.
             assert!(found[..2 * ROOM as usize].iter().all(|place| *place == Place::Disk));
             assert!(found[changed as usize..].iter().all(|place| *place == DEVICE));
             check(&store);
@@ -65,13 +65,13 @@ fn open_with_less_memory_demotes_pages() {
                 store.snapshot().unwrap();
             }
             store.close().unwrap();
-            // The next open finds the pages there.
+            // The next open finds the pages in these places.
             let store = open(&disk, options());
             assert_eq!((places(&store, &pages), store.recovered().lowered_pages), (found.clone(), 0));
             check(&store);
             store.snapshot().unwrap();
             store.close().unwrap();
-            // After a snapshot the pages are there as well.
+            // After a snapshot, the pages are still in these places.
             let store = open(&disk, options());
             assert_eq!((places(&store, &pages), store.recovered().lowered_pages), (found, 0));
             check(&store);
@@ -84,11 +84,11 @@ fn open_with_less_memory_demotes_pages() {
 }
 
 /// For a demoted page, the changes since its image are kept in host memory, within the budget for them. If
-/// they do not fit, the open fails as it does without tiers, and nothing is lost.
+/// they do not fit, the open fails as it does without tiers, and no data is lost.
 #[test]
 fn open_limits_demoted_changed_bytes() {
     let disk = SimDisk::new();
-    // The segments are so long that the log contains the pages' bytes, and there is no image.
+    // The segments are so long that the log contains the pages' bytes, and no image is written.
     let long = || small().with(|options| options.log.segment_len = 1 << 20);
     let roomy = open(&disk, long());
     let pages: Vec<PageId> = (0..2 * ROOM).map(|number| put(&roomy, number, 3, DEVICE)).collect();
@@ -110,12 +110,12 @@ fn open_limits_demoted_changed_bytes() {
     }
     store.snapshot().unwrap();
     store.close().unwrap();
-    // Once there are images of them, the pages need no memory.
+    // Once images of the pages exist, the pages need no memory.
     open(&disk, options(ROOM * LEN)).audit().unwrap();
 }
 
-/// A crash at any point of a life without a limit, of the open that demotes pages, or after it: an open with
-/// little memory finds every acknowledged page.
+/// After a crash at any point of a life without a memory limit, of the open that demotes pages, or after it,
+/// an open with little memory finds every acknowledged page.
 #[test]
 fn crash_around_open_with_less_memory_loses_nothing() {
     let disk = SimDisk::new();

@@ -1,4 +1,4 @@
-//! Tiers: unused pages are demoted, so that a store can have more pages than fit into a place.
+//! Tiers. Unused pages are demoted, so that a store can have more pages than fit into a place.
 
 mod calls;
 mod growing;
@@ -67,7 +67,7 @@ fn peak(store: &Store, place: Place) -> u64 {
     store.stats().places.iter().find(|(of, _)| *of == place).map_or(0, |(_, usage)| usage.peak_bytes)
 }
 
-/// Checks the disk images that kills and power cuts leave of a life.
+/// Checks the disk states that kills and power cuts during a life leave.
 fn each_crash(disk: &SimDisk, check: &mut impl FnMut(CrashImage)) {
     let kills = CrashPlan { tears: Tears::None, ..CrashPlan::default() };
     disk.kill_images(&kills, &mut *check);
@@ -75,7 +75,7 @@ fn each_crash(disk: &SimDisk, check: &mut impl FnMut(CrashImage)) {
     disk.power_images(&cuts, check);
 }
 
-/// Opens the files that a crash left: each page must have the bytes that the log states, and be in the logged
+/// Opens the files that a crash left. Each page must have the bytes that the log states, and be in the logged
 /// place or a lower one.
 fn open_after(image: &CrashImage, options: Options) -> Store {
     let logged = rebuild(&image.disk, &RebuildOptions::default());
@@ -112,7 +112,7 @@ fn places_after(store: &Store, image: &CrashImage, number_of: impl Fn(u64) -> u6
     let check = |(number, version)| {
         let info = store.page_by_key(key(number)).unwrap_or_else(|error| panic!("{image}: {error}"));
         let found = store.read_to_vec(info.page).unwrap();
-        // The batch after the last acknowledged one may also be present.
+        // The batch after the last acknowledged one may also exist.
         let is_next = number_of(acked) == number && found == bytes(number, acked);
         assert!(is_next || found == bytes(number, version), "{image}: page {number}");
         info.place
@@ -126,7 +126,7 @@ fn held_pages_beyond_room_stay_in_place() {
         let disk = SimDisk::new();
         let store = open(&disk, two_tiers());
         let pages: Vec<PageId> = (0..5 * ROOM).map(|number| put(&store, number, 0, DEVICE)).collect();
-        // Evicted pages are changed in their place.
+        // Evicted pages are changed in their current place.
         for number in [0, 1, ROOM] {
             assert_eq!(place(&store, pages[number as usize]), Place::Disk);
             put(&store, number, 1, DEVICE);
@@ -163,7 +163,7 @@ fn each_place_demotes_to_the_next() {
         let tiers = Tiers::new([DEVICE, Place::Pinned, Place::Host, Place::Disk]).lru();
         let store = open(&SimDisk::new(), small().memory(memory).tiers(tiers));
         let pages: Vec<PageId> = (0..4 * ROOM).map(|number| put(&store, number, 0, DEVICE)).collect();
-        // The longer ago a page was used, the lower its tier.
+        // The longer ago a page was used, the lower is its tier.
         let found = places(&store, &pages);
         let rank = |place: &Place| {
             [Place::Disk, Place::Host, Place::Pinned, DEVICE].iter().position(|of| of == place)
@@ -178,7 +178,7 @@ fn each_place_demotes_to_the_next() {
         for (number, page) in (0..).zip(&pages) {
             assert_eq!(store.read_to_vec(*page).unwrap(), bytes(number, 0));
         }
-        // A page that does not fit into the tier below skips it.
+        // A page that does not fit into the next lower tier skips it.
         let mut batch = store.batch();
         batch.create_from(vec![7; 8 * LEN as usize], DEVICE);
         let long = store.commit(batch).unwrap().pages[0];
@@ -212,7 +212,7 @@ fn impossible_orders_are_refused() {
     Options::new().memory(memory()).tiers(tiers).open_temporary().unwrap();
 }
 
-/// A restore moves pages back to their earlier places, and the eviction policies are informed.
+/// A restore moves pages back to their earlier places and notifies the eviction policies.
 #[test]
 fn restore_has_reserved_room() {
     on_each_device(|| {
@@ -234,7 +234,7 @@ fn restore_has_reserved_room() {
     });
 }
 
-/// After each crash of a life in which pages are demoted and promoted all the time, every acknowledged page
+/// After each crash of a life in which pages are constantly demoted and promoted, every acknowledged page
 /// exists with its newest bytes, in its logged place or a lower one.
 #[test]
 fn after_crash_pages_are_at_same_or_lower_place() {

@@ -1,4 +1,5 @@
-//! Eviction policies: which page is evicted, which events a policy receives, and a policy of the caller.
+//! Eviction policies: which page is evicted, which events a policy receives, and a policy implemented by the
+//! caller.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -17,7 +18,7 @@ fn pages_that_are_used_stay() {
         let used: Vec<PageId> = (0..4).map(|number| put(&store, number, 0, DEVICE)).collect();
         for number in 4..200 {
             put(&store, number, 0, DEVICE);
-            // Each page is used in another way.
+            // Each page is used in a different way.
             store.read_to_vec(used[0]).unwrap();
             store.lease(used[1]).unwrap().end().unwrap();
             put(&store, 2, number, DEVICE);
@@ -70,8 +71,8 @@ fn custom_policy_decides_evictions() {
     );
 }
 
-/// The promotion of a page does not count as an access; otherwise each promoted page would seem to be
-/// accessed repeatedly. A second request for it does.
+/// The promotion of a page does not count as an access. Otherwise, each promoted page would seem to be
+/// accessed repeatedly. A second request for the page counts as an access.
 #[test]
 fn promoted_page_counts_as_used_when_requested_again() {
     /// Evicts the oldest page first, and records all events.
@@ -103,7 +104,7 @@ fn promoted_page_counts_as_used_when_requested_again() {
         .policy(move |_| Box::new(Heard(std::collections::VecDeque::new(), heard.clone())));
     let store = open(&SimDisk::new(), two_tiers().tiers(tiers).ack(Ack::Applied));
     let coming = put(&store, 999, 0, Place::Disk);
-    // Other pages are created until the policy has received the events.
+    // Create other pages until the policy has received the events.
     let fill = |from: u64| (from..from + 3 * ROOM).for_each(|number| _ = put(&store, number, 0, DEVICE));
     let of_page = || {
         let heard = all.lock().unwrap();

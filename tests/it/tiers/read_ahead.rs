@@ -1,4 +1,5 @@
-//! Read-ahead: each step's pages are in their place when the step begins, however far the store reads ahead.
+//! Read-ahead. The pages of each step are in the requested place when the step begins, however far the store
+//! reads ahead.
 
 use remanent::options::MemoryOptions;
 use remanent::testing::sim_disk::SimDisk;
@@ -15,8 +16,8 @@ fn on_disk(pages: u64) -> (Store, Vec<PageId>) {
     (store, pages)
 }
 
-/// Several times as many pages as fit, in steps of one, two and three pages; the caller reads some of them,
-/// and does nothing else meanwhile.
+/// Reads several times as many pages as fit, in steps of one, two and three pages. The caller reads some of
+/// the pages, and does nothing else in the meantime.
 #[test]
 fn steps_come_in_their_order_and_within_the_budget() {
     let (store, pages) = on_disk(6 * ROOM);
@@ -46,13 +47,13 @@ fn steps_come_in_their_order_and_within_the_budget() {
         }
     }
     assert_eq!(served, numbers);
-    // A quarter of the budget is four pages, and the step that crosses it has three.
+    // A quarter of the budget is four pages, and the step that exceeds it has three pages.
     assert!((1..=7).contains(&most), "{most} steps at once");
     assert!(peak(&store, DEVICE) <= ROOM * LEN);
     assert!(ahead.next_step().unwrap().is_none() && ahead.wants_more());
 }
 
-/// A step of up to half of the budget is prefetched while the previous one is in use.
+/// A step of up to half of the budget is prefetched while the previous step is in use.
 #[test]
 fn next_step_is_prefetched_during_use() {
     for step in [1, 4, 5, 8] {
@@ -128,12 +129,13 @@ fn concurrently_deleted_pages_are_omitted() {
     store.commit(batch).unwrap();
     assert_eq!(ahead.next_step().unwrap().unwrap(), [pages[0], pages[2], pages[3]]);
     assert_eq!(ahead.next_step().unwrap().unwrap(), []);
-    // A page that is deleted before it is pushed is omitted as well.
+    // A page that is deleted before it is pushed is also omitted.
     ahead.push(&pages[1..3]).unwrap();
     assert_eq!(ahead.next_step().unwrap().unwrap(), [pages[2]]);
 }
 
-/// Dropping the read-ahead cancels what has not begun: nothing more is logged for it.
+/// Dropping the read-ahead cancels all prefetches that have not begun, and no more batches are logged for
+/// them.
 #[test]
 fn abandoned_prefetch_moves_no_pages() {
     // Without tiers, only the thread that prefetches moves pages.
@@ -154,7 +156,7 @@ fn abandoned_prefetch_moves_no_pages() {
     store.close().unwrap();
 }
 
-/// To a place without a budget, and to the disk.
+/// Reads ahead to a place without a budget, and to the disk.
 #[test]
 fn read_ahead_works_to_every_place() {
     let memory = MemoryOptions::new().budget(Place::Disk, 1 << 20).budget(DEVICE, ROOM * LEN);

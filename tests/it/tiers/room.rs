@@ -1,4 +1,4 @@
-//! The space of a place: how calls share it, which calls wait for it, and what happens if there is none.
+//! The space of a place: how calls share it, which calls wait for it, and which calls fail without it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -39,15 +39,15 @@ fn leased_and_pinned_pages_are_not_evicted() {
         let mut batch = store.batch();
         batch.create((ROOM - 7) * LEN, DEVICE);
         store.commit(batch).unwrap();
-        // Longer than the whole place.
+        // The page is longer than the whole place.
         let mut batch = store.batch();
         batch.create((ROOM + 1) * LEN, DEVICE);
         assert!(matches!(store.commit(batch).unwrap_err(), Error::OverBudget { .. }));
     });
 }
 
-/// Threads create, change, read and promote pages at once: no call fails, and the place never exceeds its
-/// budget.
+/// Threads concurrently create, change, read and promote pages. No call fails, and the place never exceeds
+/// its budget.
 #[test]
 fn threads_share_full_place() {
     on_each_device(|| {
@@ -78,8 +78,7 @@ fn threads_share_full_place() {
     });
 }
 
-/// The device counts its allocations: no place exceeds its budget by a byte, also while snapshots copy pages
-/// aside.
+/// The device counts its allocations. No place exceeds its budget by a byte, even while snapshots copy pages.
 #[test]
 fn device_counts_stay_within_place_budgets() {
     let budgets = [(DEVICE, ROOM * LEN), (Place::Pinned, 6 * LEN + 100), (Place::Host, 4 * LEN)];
@@ -117,8 +116,8 @@ fn device_counts_stay_within_place_budgets() {
     }
 }
 
-/// As long as a place has space, commits do not wait, even while the disk, to which pages are evicted, does
-/// not respond.
+/// While a place has space, commits do not wait, even if the disk to which pages are evicted does not
+/// respond.
 #[test]
 fn commits_do_not_wait_for_slow_disk_with_room() {
     const ROOM: u64 = 64;
@@ -130,7 +129,7 @@ fn commits_do_not_wait_for_slow_disk_with_room() {
             .with(|options| options.log.segment_len = 4 << 20)
     };
     let (stands, goes) = (std::sync::mpsc::channel(), std::sync::mpsc::channel::<()>());
-    // The thread of the tiers verifies what it has written before it frees memory.
+    // The thread of the tiers verifies its writes before it frees memory.
     let disk = InterruptedDisk::of_thread(&SimDisk::new(), "remanent-tiers", move || {
         stands.0.send(()).unwrap();
         goes.1.recv().unwrap();
@@ -159,8 +158,8 @@ fn commits_do_not_wait_for_slow_disk_with_room() {
     }
 }
 
-/// On a full disk pages cannot be demoted: a call that needs space in memory fails, and nothing is lost. Once
-/// the disk has space, pages are demoted as before, also after a restart.
+/// On a full disk, pages cannot be demoted. A call that needs space in memory fails, and no data is lost.
+/// Once the disk has space, pages are demoted as before, even after a restart.
 #[test]
 fn full_disk_keeps_pages_in_place() {
     on_each_device(|| {
@@ -175,7 +174,8 @@ fn full_disk_keeps_pages_in_place() {
                 held.push((number, put(&store, number, 0, DEVICE)));
             }
             next += ROOM;
-            // Another thread creates what the next open needs; on a full disk it can only be kept.
+            // Another thread creates the files that the next open needs. On a full disk, existing files can
+            // only be kept.
             until(|| is_held(&disk, 1));
             disk.set_capacity(Some(disk.used_bytes()));
             let mut refusals = 0;
@@ -208,8 +208,8 @@ fn full_disk_keeps_pages_in_place() {
     });
 }
 
-/// A page in caller-owned memory does not count in the budget. It is not evicted, because that would free no
-/// memory.
+/// A page in caller-owned memory does not count toward the budget. It is not evicted, because that would free
+/// no memory.
 #[test]
 fn lent_page_stays_in_place() {
     on_each_device(|| {

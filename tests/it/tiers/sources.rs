@@ -1,4 +1,4 @@
-//! Batches with sources implemented by the caller, which may use the store meanwhile.
+//! Batches with sources implemented by the caller, which may use the store while they are read.
 
 use std::io;
 use std::sync::{Arc, Weak};
@@ -10,7 +10,7 @@ use remanent::{Ack, Error, PageId, Place, Store};
 use super::{DEVICE, LEN, ROOM, open, put, two_tiers};
 use crate::faults::watched;
 
-/// A source that leases a page whenever it is read, which moves the page to memory.
+/// A source that leases a page, and thereby moves it to memory, whenever the source is read.
 #[derive(Debug)]
 struct LeasingSource {
     store: Weak<Store>,
@@ -20,7 +20,7 @@ struct LeasingSource {
 impl ByteSource for LeasingSource {
     fn read_at(&self, _offset: u64, bytes: &mut [u8]) -> io::Result<()> {
         let store = self.store.upgrade().expect("it commits");
-        // From another thread as well, because a source may use several.
+        // Also lease from another thread, because a source may use several threads.
         std::thread::scope(|scope| {
             scope.spawn(|| _ = store.lease(self.page));
         });

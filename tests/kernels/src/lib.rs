@@ -1,8 +1,8 @@
 //! Launches the kernels of `kernels/*.cu` on the CPU.
 //!
-//! The files that are compiled to PTX are here compiled as C++ (`build.rs`, `machine.h`). Each GPU thread is
-//! a fiber (`machine.cpp`); a seed determines the order in which they run. Addresses in tables are ordinary
-//! addresses.
+//! The source files that are compiled to PTX are compiled here as C++ (`build.rs`, `machine.h`). Each GPU
+//! thread is a fiber (`machine.cpp`), and a seed determines the order in which the fibers run. Addresses in
+//! tables are ordinary addresses.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::sync::Mutex;
@@ -19,7 +19,7 @@ unsafe extern "C" {
     ) -> c_int;
 }
 
-/// Locked during a launch, because the simulator executes one at a time.
+/// Locked during a launch, because the simulator executes one launch at a time.
 static MACHINE: Mutex<()> = Mutex::new(());
 
 /// Launches a kernel that reads one table.
@@ -28,7 +28,8 @@ static MACHINE: Mutex<()> = Mutex::new(());
 /// Every address in the rows must be valid for the kernel's accesses, and the rows must have the type that
 /// the kernel reads.
 pub unsafe fn launch<Row>(kernel: Kernel, rows: &[Row], seed: u64) {
-    // SAFETY: passed on; such a kernel reads no third argument.
+    // SAFETY: the caller upholds the contract of the called function, and such a kernel reads no third
+    // argument.
     unsafe { launch_with(kernel, rows.as_ptr().cast(), rows.len(), std::ptr::null(), seed) }
 }
 
@@ -49,10 +50,10 @@ pub struct IllegalAddress;
 /// Launches a kernel as a driver does: by its name, with pointers to the values of its arguments.
 ///
 /// # Errors
-/// [`IllegalAddress`].
+/// Returns [`IllegalAddress`] if the kernel accesses unmapped memory.
 ///
 /// # Panics
-/// If there is no kernel of this name.
+/// Panics if there is no kernel with this name.
 ///
 /// # Safety
 /// The arguments must match the kernel's signature, and every address in them must be valid for the kernel's
@@ -65,8 +66,8 @@ pub unsafe fn launch_by_name(
     seed: u64,
 ) -> Result<(), IllegalAddress> {
     let _machine = MACHINE.lock();
-    // SAFETY: the arguments live until the call returns, which is when the kernel has ended; the caller
-    // guarantees the addresses in them.
+    // SAFETY: the arguments live until the call returns, and the kernel has ended by then. The caller
+    // guarantees the addresses in the arguments.
     match unsafe { launch_on_cpu(name.as_ptr(), blocks, threads, arguments.as_mut_ptr(), seed) } {
         0 => Ok(()),
         -2 => Err(IllegalAddress),
@@ -77,7 +78,7 @@ pub unsafe fn launch_by_name(
 /// Launches a kernel of the store with the grid that its number of rows requires.
 ///
 /// # Safety
-/// The same as for [`launch`] and [`launch_apply`].
+/// The requirements of [`launch`] and [`launch_apply`] apply.
 unsafe fn launch_with(kernel: Kernel, rows: *const c_void, count: usize, pieces: *const c_void, seed: u64) {
     let name = CString::new(kernel.name).expect("a name without a zero byte");
     let (mut rows, mut count, mut pieces) = (rows, count as u32, pieces);

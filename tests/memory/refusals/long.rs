@@ -12,11 +12,11 @@ use super::{
     restore_the_batch_before, salvage, scrub,
 };
 
-/// Lengths: more than one piece, one piece, and short.
+/// Lengths of the pages: more than one piece, one piece, and short.
 const LENS: [u64; 3] = [9 << 20, 3 << 20, 1000];
 
 fn byte_of(page: usize, at: u64) -> u8 {
-    // One that compresses, and one that does not.
+    // The content of one page is compressible, and that of the others is not.
     if page == 1 {
         (at >> 14) as u8
     } else {
@@ -36,7 +36,7 @@ fn write(store: &Store, salt: u8) -> WriteBatch {
     batch
 }
 
-/// Creates three pages, a snapshot of their first content, and a batch after it.
+/// Creates three pages, a snapshot of their first content, and a later batch.
 pub fn prepare(directory: &Path) {
     let store = options().open(directory).unwrap();
     let mut batch = store.batch();
@@ -61,7 +61,7 @@ fn touch(store: &Store) {
 static INDICES: LazyLock<Vec<u32>> = LazyLock::new(|| (0..600_000).rev().collect());
 static CONTENT: LazyLock<Vec<u8>> = LazyLock::new(|| content(0, 9));
 
-/// The content of a page, computed on demand, so that it needs no memory.
+/// The content of a page, computed on demand so that it needs no memory.
 #[derive(Debug)]
 struct Computed(usize);
 
@@ -159,7 +159,7 @@ pub const LONG: [(&str, Operation); 37] = [
         "resize",
         call(|store, _| {
             let mut batch = store.batch();
-            // Resized to be longer, and back by the next operation.
+            // Lengthen the page. The next operation restores its length.
             batch.resize(PageId(1), LENS[0] + 1000).resize(PageId(2), LENS[1] / 2);
             store.commit(batch)?;
             let mut batch = store.batch();
@@ -248,7 +248,7 @@ pub const LONG: [(&str, Operation); 37] = [
         "restore to a batch",
         Call(
             |store| {
-                // So that each restore replays the same amount of log as the first.
+                // Take a snapshot, so that each restore replays as much log as the first one.
                 store.snapshot().unwrap();
                 touch(store);
                 touch(store);

@@ -57,7 +57,7 @@ fn delete_some(store: &Store) -> WriteBatch {
     batch
 }
 
-/// Creates a base snapshot, one that follows it, batches after it, a restore, and more batches.
+/// Creates a base snapshot, a snapshot that follows it, later batches, a restore, and more batches.
 pub fn prepare(directory: &Path) {
     let store = options().open(directory).unwrap();
     store.commit(create(&store, 0..COUNT)).unwrap();

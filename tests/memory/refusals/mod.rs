@@ -1,15 +1,15 @@
-//! A failed allocation is an ordinary error. For each long allocation of an operation: if it fails, the
-//! process survives, the call reports that there was no memory, nothing changes, and the same store continues
-//! to work.
+//! A failed allocation is an ordinary error. If any long allocation of an operation fails, the process
+//! survives, the call reports that there was not enough memory, the state is unchanged, and the same store
+//! continues to work.
 //!
-//! An allocation whose failure is not handled aborts the process, so each operation runs in a child process.
-//! The child makes the first long allocation fail, then the second, and so on, until the operation completes
-//! without a failure. If the child aborts, the next one continues after the allocation that aborted it, so
-//! that one run finds all of them. With `REMANENT_REFUSALS_TRACE` set, each failed allocation is printed with
-//! its stack.
+//! A failed allocation that is not handled aborts the process, so each operation runs in a child process. The
+//! child makes the first long allocation fail, then the second, and so on, until the operation completes
+//! without a failure. If the child aborts, the next child continues after the allocation that aborted it, so
+//! that one run finds all such allocations. With `REMANENT_REFUSALS_TRACE` set, each failed allocation is
+//! printed with its stack.
 //!
-//! There is no list of exceptions. Maps of third-party crates, whose allocations cannot be made to return an
-//! error, are kept small: the engine has 256 of them for the keys.
+//! There is no list of exceptions. Maps of third-party crates, whose allocations cannot return an error, are
+//! kept small. For example, the engine divides the keys among 256 maps.
 
 mod long;
 mod many;
@@ -34,18 +34,18 @@ use remanent_format::store::StoreFile;
 use crate::allocator::{alone, refuse};
 use crate::size::sized;
 
-/// Only longer allocations fail, in bytes.
+/// Only allocations longer than this number of bytes fail.
 const REFUSED_ABOVE: usize = 64 << 10;
-/// Environment variable of a child: the subject, the operation and the number of the first allocation to
-/// fail.
+/// Environment variable of a child: the subject, the operation and the number of the first allocation that
+/// fails.
 const CASE: &str = "REMANENT_REFUSED";
 const DIRECTORY: &str = "REMANENT_REFUSED_IN";
 /// The exit code of a child that has tried all allocations.
 const DONE: i32 = 42;
-/// Each allocation of an operation up to this number fails in turn; of later ones fewer and fewer. With
-/// `REMANENT_REFUSALS_EVERY` set, each one does.
+/// Up to this number, every allocation of an operation fails in turn. Of later allocations, a decreasing
+/// share fails. With `REMANENT_REFUSALS_EVERY` set, every allocation fails in turn.
 const EACH_UP_TO: isize = 4;
-/// The number of pages that are compared byte by byte: all if there are few, otherwise a sample.
+/// Number of pages that are compared byte by byte: all pages if there are few, otherwise a sample.
 const LOOKS: usize = 500;
 
 fn options() -> Options {
@@ -135,7 +135,7 @@ fn read_view(view: &View) -> Result<()> {
         .try_for_each(|info| view.read(info.page, 0, &mut bytes[..info.len.min(1000) as usize]))
 }
 
-/// Creates a new store from everything that is intact in an old one, like the command `salvage`.
+/// Creates a new store from all intact parts of an old one, as the command `salvage` does.
 fn salvage(directory: &Path) -> Result<()> {
     let target = directory.with_extension("salvaged");
     _ = std::fs::remove_dir_all(&target);
@@ -157,7 +157,7 @@ fn salvage(directory: &Path) -> Result<()> {
     Store::create_at(target, &seed, load).map(drop)
 }
 
-/// Everything that a store reports about its pages, and the bytes of some of them.
+/// All reported properties of a store's pages, and the bytes of some of them.
 #[derive(PartialEq)]
 struct Seen {
     pages: Vec<PageInfo>,
@@ -177,13 +177,13 @@ fn find(case: &str) -> (&'static str, Operation) {
     *subject.operations.iter().find(|(other, _)| *other == name).unwrap()
 }
 
-/// Whether the operation may poison the store when an allocation fails: a page that cannot be loaded, or a
-/// restore that was logged and cannot be loaded. After the latter the next open has the restored state.
+/// Returns true if a failed allocation in this operation may poison the store, because a page cannot be
+/// loaded, or a logged restore cannot be loaded. After such a restore, the next open has the restored state.
 fn may_stop(name: &str) -> bool {
     ["open on demand", "open that loads all later", "restore", "restore to a batch"].contains(&name)
 }
 
-/// Operations of several batches, the first of which remain if a later one fails.
+/// Operations of several batches. If a later batch fails, the earlier ones remain.
 const MAY_CHANGE: [&str; 3] = ["resize", "leased page that changes", "exact snapshot beside commits"];
 
 /// Returns the number of the next allocation to fail.
@@ -256,7 +256,7 @@ fn case() {
         assert!(number < 5000, "{case} makes ever more long allocations");
         number = next(number);
     }
-    // Acknowledged batches are present after the next open.
+    // Acknowledged batches exist after the next open.
     let expected = match open_store {
         Some(store) => {
             let seen = observe(&store);
@@ -274,7 +274,7 @@ fn case() {
 #[test]
 fn refused_memory_never_aborts_or_poisons() {
     let _alone = alone();
-    // Runs only operations whose names contain this text.
+    // Run only operations whose names contain this text.
     let only = std::env::var("REMANENT_REFUSALS").ok();
     let templates = SUBJECTS.each_ref().map(|subject| {
         let template = tempfile::tempdir().unwrap();
@@ -306,7 +306,7 @@ fn refused_memory_never_aborts_or_poisons() {
     assert!(failed.is_empty(), "{} cases failed:\n{}", failed.len(), failed.join("\n"));
 }
 
-/// Runs the child processes of one operation. Returns how many allocations failed, and the violations.
+/// Runs the child processes of one operation. Returns the number of failed allocations, and the violations.
 fn refuse_each(case: &str, template: &Path) -> (isize, Vec<String>) {
     let (mut first, mut failed) = (1, Vec::new());
     loop {

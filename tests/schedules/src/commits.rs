@@ -10,7 +10,7 @@ use remanent::{Ack, Epoch, Error, Lsn, Place};
 use crate::ground::{Ground, PAGE_LEN, log, options};
 use crate::runner::{at_once, explore};
 
-/// The ways to write the log.
+/// The modes of writing the log.
 const WAYS: [LogIo; 3] = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct];
 
 #[test]
@@ -46,8 +46,8 @@ fn read_bytes_are_logged_bytes() {
     });
 }
 
-/// A batch that the store reports as newest is included in every read that begins then, whichever thread logs
-/// it.
+/// Every read that begins after the store reports a batch as newest includes this batch, whichever thread
+/// logs it.
 #[test]
 fn read_includes_every_visible_batch() {
     explore(|time| {
@@ -71,7 +71,7 @@ fn logged_batches_become_durable_automatically() {
     explore(|time| {
         let ground = Ground::new(time, options(), 1);
         ground.count_to(2, 0, Ack::Logged);
-        // No thread waits for a sync, so it becomes due only by the clock.
+        // No thread waits for a sync, so only the clock triggers one.
         let durable = || ground.after_power_cut().1[&0];
         while durable() < 2 {
             pass(Duration::from_millis(5));
@@ -105,7 +105,7 @@ fn segments_roll_under_two_writers() {
     });
 }
 
-/// The holder of the submission lock logs the batches of the threads that wait for it: each thread gets its
+/// The holder of the submission lock logs the batches of the threads that wait for it. Each thread gets its
 /// own result.
 #[test]
 fn a_refused_batch_changes_no_other_outcome() {

@@ -1,4 +1,4 @@
-//! A store on a simulated disk with counting writers, and the state that a crash would leave.
+//! A store on a simulated disk with writers that count, and the state that a crash would leave.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -26,7 +26,7 @@ pub struct Ground {
     pub store: Store,
     time: Time,
     began: Instant,
-    /// The count of the newest acknowledged batch, by level and writer.
+    /// The count of the newest acknowledged batch, per level and writer.
     acked: Mutex<BTreeMap<(&'static str, usize), u64>>,
     writers: Vec<[PageId; 2]>,
 }
@@ -98,7 +98,7 @@ impl Ground {
         }
     }
 
-    /// Records an acknowledgement, which must survive from now on.
+    /// Records an acknowledgement. Its batch must survive from now on.
     pub fn acked(&self, ack: Ack, writer: usize, count: u64) {
         let survives = match ack {
             Ack::Logged => Some("kill"),
@@ -111,19 +111,19 @@ impl Ground {
         self.check();
     }
 
-    /// Returns the state that a kill of the process would leave now.
+    /// Returns the state after a kill of the process now.
     pub fn after_kill(&self) -> (Lsn, Counts) {
         let now = self.disk.events();
         let moment = self.disk.moments(now..now, Tears::None).pop().expect("now");
         counts(&self.disk.after_kill(moment), &self.writers)
     }
 
-    /// Returns the oldest state that a power cut could leave now.
+    /// Returns the oldest state that a power cut now could leave.
     pub fn after_power_cut(&self) -> (Lsn, Counts) {
         counts(&self.disk.after_power_cut(), &self.writers)
     }
 
-    /// Asserts that a crash now would preserve everything that was acknowledged before.
+    /// Asserts that a crash now would preserve all batches that were acknowledged before.
     pub fn check(&self) {
         let acked = self.acked.lock().clone();
         let (_, killed) = self.after_kill();
@@ -142,7 +142,7 @@ impl Ground {
         count_in(rebuilt, writer, &self.writers[writer])
     }
 
-    /// Returns the bytes of page memory in use.
+    /// Returns the number of bytes of page memory in use.
     pub fn used_bytes(&self) -> u64 {
         let stats = self.store.stats();
         stats.places.iter().map(|(_, usage)| usage.allocated_bytes).sum()
@@ -166,13 +166,13 @@ impl Ground {
         took_at_most(self.time, self.began, time);
     }
 
-    /// Closes the store, and asserts that a power cut then preserves all of it, up to the batch submitted
-    /// last, and that no more than `time` has passed.
+    /// Closes the store. Asserts that a power cut then preserves all batches up to the last submitted one,
+    /// and that no more than `time` has passed.
     pub fn close(self, newest: Lsn, time: Duration) {
         assert_eq!(self.close_moving(time), newest, "the store was closed");
     }
 
-    /// Like [`close`](Self::close), for a store that moves pages with batches of its own. Returns the last
+    /// Like [`close`](Self::close), for a store that moves pages with its own batches. Returns the last
     /// batch.
     pub fn close_moving(self, time: Duration) -> Lsn {
         let submitted = self.store.lsn();
@@ -200,7 +200,7 @@ fn counts(disk: &SimDisk, writers: &[[PageId; 2]]) -> (Lsn, Counts) {
     (rebuilt.table.lsn(), counts.collect())
 }
 
-/// Returns a writer's count, and asserts that each of its batches is complete.
+/// Returns a writer's count. Asserts that each of its batches is complete.
 fn count_in(rebuilt: &RebuiltStore, writer: usize, pages: &[PageId; 2]) -> u64 {
     let root = rebuilt.table.root().get(&writer.to_string()).cloned().unwrap_or(Value::U64(0));
     let Value::U64(count) = root else { panic!("writer {writer} is at {root:?}") };

@@ -1,4 +1,4 @@
-//! Leases during commits: the bytes of a lease do not change, and memory that pages no longer use is freed.
+//! Leases during commits. The bytes of a lease do not change, and memory that pages no longer use is freed.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,7 +20,7 @@ fn leased_bytes_are_stable_during_other_commits() {
         let lease = || {
             for _ in 0..2 {
                 let lease = ground.store.lease(ground.pages(0)[0]).unwrap();
-                // Batch 1 created the page; batch n + 1 filled it with n.
+                // Batch 1 created the page, and batch n + 1 filled it with n.
                 let shown = bytes(lease.lsn().0 - 1);
                 for _ in 0..3 {
                     assert_eq!(lease.bytes().unwrap(), shown);
@@ -39,7 +39,7 @@ fn leased_bytes_are_stable_during_other_commits() {
 #[test]
 fn a_lease_on_a_late_device_costs_one_spare() {
     explore(|time| {
-        // Memory for both pages, and for one copy of the leased page.
+        // The budget suffices for both pages and one copy of the leased page.
         let options = options().memory(MemoryOptions::new().budget(Place::Host, 3 * PAGE_LEN));
         let device = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));
         let ground = Ground::on(time, options, 1, device.clone());

@@ -1,24 +1,25 @@
 //! The engine under many thread schedules, which a scheduler generates.
 //!
-//! It is the engine as it is, on a simulated disk and the host's memory; only its locks, waits, atomics,
-//! threads and its clock are the scheduler's (`src/base/sync` in the engine). A test is a few threads that
-//! commit, read, take snapshots or lease. It runs under many schedules, and in each of them
+//! The engine itself runs unchanged, on a simulated disk and host memory. Only its locks, waits, atomics,
+//! threads and clock are replaced by those of the scheduler (`src/base/sync` in the engine). A test consists
+//! of a few threads that commit, read, take snapshots or lease. It runs under many schedules, and each
+//! schedule must satisfy these conditions:
 //!
-//! - acknowledged batches are in the state that a crash would leave at that moment, whole and in order;
-//! - bytes that were read are there, too (I1);
-//! - no thread waits for good: the scheduler knows when no thread can go on;
-//! - no thread that should have been called is woken by time alone: the clock tells.
+//! - Acknowledged batches are in the state that a crash at that moment would leave, whole and in order.
+//! - Bytes that were read are in that state, too (I1).
+//! - No thread waits forever. The scheduler detects when no thread can continue.
+//! - No thread that another thread should have woken is woken by a timeout. The simulated clock reveals this.
 //!
-//! Run by
+//! Run the tests with
 //!
 //!     RUSTFLAGS="--cfg shuttle" cargo test --manifest-path tests/schedules/Cargo.toml \
 //!         --target-dir target/schedules
 //!
-//! `REMANENT_SCHEDULES=N` runs N schedules per test, `REMANENT_SEED=N` selects other schedules. A failure
-//! prints the schedule; `REMANENT_SCHEDULE=…` with the test's name runs that one alone.
+//! `REMANENT_SCHEDULES=N` runs N schedules per test, and `REMANENT_SEED=N` selects other schedules. A failure
+//! prints its schedule. `REMANENT_SCHEDULE=…` with the test's name runs only that schedule.
 //!
-//! The limits: the scheduler's atomics are all sequentially consistent, and the system's work is not in it
-//! (mapped files, real syncs, the GPU). The kill suites and the sanitizers look there.
+//! Limits: all atomics of the scheduler are sequentially consistent, and the work of the system is not
+//! simulated (mapped files, real syncs, the GPU). The kill suites and the sanitizers cover these parts.
 
 #[cfg(all(test, not(shuttle)))]
 compile_error!("build with RUSTFLAGS=\"--cfg shuttle\": without it there is no scheduler");

@@ -10,22 +10,22 @@ use shuttle::{Config, Runner, thread};
 /// The default number of schedules per test.
 const SCHEDULES: usize = 300;
 const SEED: u64 = 1;
-/// The stack size of a thread: the engine's call chains are deeper than the scheduler's default allows.
+/// Stack size of a thread. The engine's call chains are deeper than the scheduler's default permits.
 const STACK_BYTES: usize = 1 << 20;
-/// The maximum number of priority changes in a schedule of the second kind.
+/// Maximum number of priority changes in a schedule with random priorities.
 const DEPTH: usize = 3;
 
 /// When a wait with a timeout ends by its timeout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Time {
-    /// Only when no other thread can run, as if work took no time.
+    /// Only when no other thread can run, as if all work took no time.
     Patient,
     /// Whenever the scheduler selects it, as if any work could take any time.
     Hasty,
 }
 
-/// Runs `work` under a number of schedules of each kind: with threads selected at random at each step, for
-/// both kinds of time; and with random thread priorities that change occasionally, which finds rare
+/// Runs `work` under a number of schedules of each kind: with threads that are selected at random at each
+/// step, for both kinds of time, and with random thread priorities that change occasionally, which finds rare
 /// interleavings.
 pub fn explore(work: fn(Time)) {
     if let Some(schedule) = variable::<String>("REMANENT_SCHEDULE") {
@@ -44,8 +44,8 @@ pub fn explore(work: fn(Time)) {
     run(PctScheduler::new_from_seed(seed, DEPTH, share), Time::Hasty, work);
 }
 
-/// Runs all of `works` concurrently. The calling thread does nothing else meanwhile, because the end of a
-/// thread scope wakes it wherever it waits.
+/// Runs all of `works` concurrently. The calling thread does nothing else in the meantime, because the end of
+/// a thread scope wakes it wherever it waits.
 pub fn at_once(works: &[&(dyn Fn() + Sync)]) {
     thread::scope(|scope| {
         for work in works {
@@ -75,8 +75,8 @@ fn variable<T: std::str::FromStr>(name: &str) -> Option<T> {
     }
 }
 
-/// Does not wake a thread from a timed wait as long as any other thread can run; then wakes the one with the
-/// earliest deadline.
+/// Wakes a thread from a timed wait only if no other thread can run. Then wakes the thread with the earliest
+/// deadline.
 #[derive(Debug)]
 struct Patient<S>(S);
 

@@ -61,7 +61,7 @@ fn scrub_never_resurrects_pruned_snapshot() {
     });
 }
 
-/// Returns the image from which recovery, without the log, would load the first page of a writer if the power
+/// Returns the image from which recovery would load the first page of a writer, without the log, if the power
 /// failed now.
 fn image(ground: &Ground, writer: usize) -> ImageRef {
     let survey = Survey::read(&files(&ground.disk.after_power_cut())).unwrap();
@@ -104,12 +104,12 @@ fn concurrent_snapshot_never_names_image_found_damaged() {
 #[test]
 fn scrub_ignores_concurrently_recycled_files() {
     explore(|time| {
-        // A scrub takes longer than the interval between two, so that they follow each other; and it waits
-        // after each frame.
+        // A scrub takes longer than the interval between two scrubs, so that they directly follow each other,
+        // and it waits after each frame.
         let slow =
             options().scrubs(ScrubSchedule::new().interval(Duration::from_millis(1)).bytes_per_second(1000));
         let ground = Ground::new(time, slow.retention(Retention::new().snapshots_kept(1)), 1);
-        // One segment per batch.
+        // Each batch fills one segment.
         let write = |count| {
             let mut batch = ground.batch(0, count);
             batch.note("x".repeat(7000));

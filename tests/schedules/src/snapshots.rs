@@ -41,7 +41,7 @@ fn exact_snapshot_equals_state_at_its_batch() {
             };
             let alone = rebuild(&files(&ground.disk.after_power_cut()), &options).unwrap();
             assert_eq!((alone.table.lsn(), alone.batches), (snapshot.end, 0));
-            // Batch 1 created the pages; batch n + 1 filled both with n.
+            // Batch 1 created the pages, and batch n + 1 filled both with n.
             let count = snapshot.end.0 - 1;
             assert_eq!(ground.count_of(0, &alone), count);
         };
@@ -92,7 +92,7 @@ fn background_snapshot_is_reported() {
 #[test]
 fn snapshot_with_little_memory_blocks_no_commit() {
     explore(|time| {
-        // Memory for both pages and one more.
+        // The budget suffices for both pages and one more.
         let options = options().memory(MemoryOptions::new().budget(Place::Host, 3 * PAGE_LEN));
         let ground = Ground::new(time, options, 1);
         let come_and_go = || {

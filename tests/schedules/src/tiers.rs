@@ -1,5 +1,5 @@
-//! Pages are demoted and promoted while other threads change them: no place exceeds its budget, no thread
-//! waits for space for ever, and a crash preserves what was acknowledged, wherever the pages are.
+//! Pages are demoted and promoted while other threads change them. No place exceeds its budget, no thread
+//! waits for space forever, and a crash preserves acknowledged batches, wherever the pages are.
 
 use std::time::Duration;
 
@@ -19,7 +19,8 @@ fn tiered() -> Options {
     options().ack(Ack::Applied).memory(memory).tiers(Tiers::new([Place::Host, Place::Disk]).lru())
 }
 
-/// Returns a store whose writer has two pages in the first place, and three more pages of ones on disk.
+/// Returns a store whose writer has two pages in the first place, and which has three more pages of ones on
+/// disk.
 fn ground(time: Time) -> (Ground, Vec<PageId>) {
     let ground = Ground::new(time, tiered(), 1);
     let mut batch = ground.store.batch();
@@ -86,7 +87,7 @@ fn snapshot_is_complete_during_moves() {
     });
 }
 
-/// One caller uses pages that the store prefetches in order, another drops its read-ahead half way, and a
+/// One caller uses pages that the store prefetches in order, another drops its read-ahead halfway, and a
 /// third changes pages that may be moving.
 #[test]
 fn prefetched_pages_are_ready_on_time() {

@@ -1,4 +1,4 @@
-//! Lookups and views during commits: a batch is visible completely or not at all, only logged batches are
+//! Lookups and views during commits. A batch is visible completely or not at all, only logged batches are
 //! visible, and a batch reported by a completed call is logged.
 
 use std::time::Duration;
@@ -37,7 +37,7 @@ fn view_is_of_one_logged_batch() {
                     let (left, _) = ground.after_kill();
                     // I1
                     assert!(left >= view.lsn(), "batch {} was seen, and a kill leaves {left}", view.lsn());
-                    // Batch 1 created the pages; batch n + 1 counted to n in both.
+                    // Batch 1 created the pages, and batch n + 1 counted to n in both.
                     let lsns = ground.pages(0).map(|page| view.page(page).unwrap().lsn);
                     assert_eq!(lsns, [view.lsn(); 2]);
                     assert_eq!((count(&view.root(), 0), view.page_count()), (view.lsn().0 - 1, 2));

@@ -40,11 +40,11 @@ fn on_host(page: &[u8], payload: &[u8], commands: impl FnOnce(Span) -> Vec<Comma
 
 /// A delta, both as a command and as a row of a table.
 struct Delta {
-    /// The offset of its range in the page.
+    /// The offset of the delta's range in the page.
     offset: usize,
     len: usize,
     kind: DeltaKind,
-    /// The offset of its parts in the payload.
+    /// The offset of the delta's parts in the payload.
     payload_at: usize,
     values_at: usize,
 }
@@ -62,7 +62,7 @@ impl Delta {
         let width = WIDTHS[random.below(5)];
         let bytes = width.bytes();
         let mut offset = random.below(page_len + 1);
-        // Half of the time with the alignment of real pages.
+        // In half of the cases, use the alignment of real pages.
         if random.below(2) == 0 {
             offset -= offset % 16;
         }
@@ -140,7 +140,7 @@ fn distinct(random: &mut Random, bound: usize) -> Vec<u32> {
     indices
 }
 
-/// Deltas on one page, in order, by one warp and by one block.
+/// Deltas on one page are applied in order, by one warp and by one block.
 #[test]
 fn pieces_of_a_page_are_applied_in_order() {
     for seed in 0..600 {
@@ -160,14 +160,14 @@ fn pieces_of_a_page_are_applied_in_order() {
             let pieces: Vec<PieceRow> =
                 deltas.iter().map(|delta| delta.row(found.address(), payload.address())).collect();
             let parts = [PartRow::whole(0, pieces.len() as u32)];
-            // SAFETY: targets and payloads lie within the page and the payload, which live until the end.
+            // SAFETY: targets and payloads are within the page and the payload, which live until the end.
             unsafe { launch_apply(kernel, &parts, &pieces, seed) };
             assert!(*found == *expected, "{}, seed {seed}", kernel.name);
         }
     }
 }
 
-/// One long piece, split into parts of many lengths, and many pages in one launch.
+/// One long piece is split into parts of many lengths, and many pages are changed in one launch.
 #[test]
 fn parts_of_piece_equal_whole() {
     for seed in 0..300 {
@@ -199,7 +199,7 @@ fn parts_of_piece_equal_whole() {
                 }
                 pieces.push(row);
             }
-            // SAFETY: targets and payloads lie within the pages and the payload, which live until the end.
+            // SAFETY: targets and payloads are within the pages and the payload, which live until the end.
             unsafe { launch_apply(kernel, &parts, &pieces, seed) };
             for (found, expected) in found.iter().zip(&expected) {
                 assert!(**found == **expected, "{}, seed {seed}", kernel.name);
@@ -208,7 +208,7 @@ fn parts_of_piece_equal_whole() {
     }
 }
 
-/// Elements that are copied from the positions that their indices name.
+/// Elements are copied from the positions that their indices name.
 #[test]
 fn picked_elements_match_host_device() {
     for seed in 0..300 {
@@ -242,7 +242,7 @@ fn picked_elements_match_host_device() {
                 .step_by(cut as usize)
                 .map(|begin| PartRow { piece_first: 0, piece_count: 1, begin, end: begin + cut })
                 .collect();
-            // SAFETY: target, indices and source live until the end, and the indices lie in the source.
+            // SAFETY: target, indices and source live until the end, and the indices are within the source.
             unsafe { launch_apply(kernel, &parts, &[row], seed) };
             assert!(*found == expected[picked..], "{}, {width:?}, seed {seed}", kernel.name);
         }
@@ -296,7 +296,8 @@ fn checksums_of_chunks_combine() {
     let chunk_len = CRC_CHUNK_LEN as usize;
     for (seed, chunks) in [2, 3, 31, 32, 33, 70].into_iter().enumerate() {
         let random = &mut Random(seed as u64);
-        // The first chunk may be so short that the initial ones of the checksum reach into the second.
+        // The first chunk may be so short that the initial one bits of the checksum extend into the second
+        // chunk.
         let first_len = [1, 2, 3, 7, 1000, chunk_len][seed];
         let source = Fenced::of(&random.bytes(first_len + (chunks - 1) * chunk_len));
         let (remainders, sum, shift) = (words(chunks), words(2), seed % 4);
@@ -358,7 +359,7 @@ fn differing_elements_are_marked() {
             })
             .collect();
         let found = Fenced::of(&random.bytes(expected.len()));
-        // Rows of a length that is a multiple of eight elements, the last one shorter.
+        // Each row has a length that is a multiple of eight elements, except the last one, which is shorter.
         let cut = 8 * bytes * (1 + random.below(500));
         let rows: Vec<DiffRow> = (0..len)
             .step_by(cut)
@@ -430,8 +431,8 @@ fn digests_on_host(chunks: &[u8], key: &[u8]) -> Vec<u8> {
     pending.finish(&device).unwrap().swap_remove(2).to_vec()
 }
 
-/// Bitmaps of every density, in rows of any number of words, with more output space than necessary and with
-/// less.
+/// Tests bitmaps of every density, in rows of any number of words, with more output space than necessary and
+/// with less.
 #[test]
 fn set_bits_are_numbered() {
     for seed in 0..400 {
@@ -452,7 +453,7 @@ fn set_bits_are_numbered() {
             let expected: Vec<u32> = set.iter().copied().chain([0; 3]).take(room).collect();
             let cut = 4 * (1 + random.below(700));
             let count = bitmap.len().div_ceil(cut);
-            // Half of the time misaligned.
+            // In half of the cases, the bitmap is misaligned.
             let gap = random.below(4);
             let bits = Fenced::of(&[vec![0xff; gap], bitmap.clone()].concat());
             let (target, numbers, sum) = (words(room), words(count), words(1));

@@ -1,4 +1,4 @@
-//! Memory that ends at an unmapped page, so that the first access beyond it faults; and random numbers.
+//! Memory that ends at an unmapped page, so that the first access beyond its end faults. Also random numbers.
 
 use std::ops::{Deref, DerefMut};
 
@@ -6,7 +6,7 @@ use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, m
 
 const GRANULE: usize = 64 << 10;
 
-/// Bytes that end at an unmapped page: a kernel that accesses the memory beyond them faults.
+/// Bytes that end at an unmapped page. A kernel that accesses memory beyond them faults.
 pub struct Fenced {
     mapping: *mut u8,
     mapping_len: usize,
@@ -19,13 +19,13 @@ impl Fenced {
         let room = len.next_multiple_of(GRANULE);
         let mapping_len = room + GRANULE;
         let access = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new mapping at an address of the kernel's choice touches no other memory.
+        // SAFETY: a new mapping at an address that the system selects affects no other memory.
         let mapping = unsafe { mmap_anonymous(std::ptr::null_mut(), mapping_len, access, MapFlags::PRIVATE) }
             .expect("memory can be mapped")
             .cast::<u8>();
-        // SAFETY: the last granule lies within the mapping of `room + GRANULE` bytes.
+        // SAFETY: the last granule is within the mapping of `room + GRANULE` bytes.
         let fence = unsafe { mapping.add(room) };
-        // SAFETY: the granule is the mapping's own, and nothing was put into it.
+        // SAFETY: the granule belongs to this mapping, and nothing uses it.
         unsafe { mprotect(fence.cast(), GRANULE, MprotectFlags::empty()) }.expect("memory can be fenced");
         // SAFETY: `len` is at most `room`, so this is within the mapping.
         let begin = unsafe { fence.sub(len) };
@@ -61,7 +61,7 @@ impl DerefMut for Fenced {
 
 impl Drop for Fenced {
     fn drop(&mut self) {
-        // SAFETY: the mapping is this value's own, and no slice of it outlives the value.
+        // SAFETY: this value owns the mapping, and no slice of the mapping outlives the value.
         unsafe { munmap(self.mapping.cast(), self.mapping_len) }.expect("what was mapped can be unmapped");
     }
 }
@@ -86,7 +86,7 @@ impl Random {
         (0..len).map(|_| self.next() as u8).collect()
     }
 
-    /// Returns a random length: usually short, sometimes long enough for every unrolled loop.
+    /// Returns a random length, which is usually short and sometimes long enough for every unrolled loop.
     pub fn len(&mut self, max: usize) -> usize {
         let bound = [20, 200, 2000, max][self.below(4)];
         self.below(bound.min(max) + 1)
