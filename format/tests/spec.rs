@@ -318,7 +318,7 @@ fn spec_operation_kinds_match_code() {
 
 /// A write whose bytes are filled in later is encoded like a write of zeros.
 #[test]
-fn blank_write_equals_zero_write() {
+fn placeholder_write_equals_write_of_zeros() {
     for len in [0, 1, 15, 16, 17, 5000] {
         let (mut blank, mut known) = (PayloadWriter::default(), PayloadWriter::default());
         for writer in [&mut blank, &mut known] {
@@ -420,7 +420,7 @@ fn spec_labels_are_unique() {
 
 /// Comments in the sources cite every label, as in `SPEC F6`, and no label that SPEC.md does not define.
 #[test]
-fn the_code_that_checks_a_condition_cites_its_label() {
+fn code_cites_every_spec_label() {
     let mut cited = BTreeSet::new();
     for file in sources_in(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src")) {
         let text = std::fs::read_to_string(file).unwrap();

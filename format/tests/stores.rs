@@ -343,7 +343,7 @@ fn rebuild_refuses_pages_over_the_limit() {
 }
 
 #[test]
-fn absurd_length_never_aborts() {
+fn huge_length_is_an_error_not_an_abort() {
     let len = 1 << 40;
     let (page, key, metadata) = (PageId(2), None, Metadata::new());
     let create = Op::Create { page, len, place: Place::Host, key, metadata };

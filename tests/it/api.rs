@@ -117,7 +117,7 @@ fn integers_convert_between_the_two_kinds_and_nothing_else_does() {
 }
 
 #[test]
-fn one_time_point_works_for_restore_view_and_fork() {
+fn restore_view_and_fork_accept_the_same_state_point() {
     let directory = tempfile::tempdir().unwrap();
     let store = Store::open(directory.path().join("store")).unwrap();
     let steps = |count: u64| {
@@ -252,7 +252,7 @@ fn all(pages: &impl ReadPages) -> Vec<(PageId, Option<Key>, Vec<u8>)> {
 }
 
 #[test]
-fn store_view_state_and_replica_read_alike() {
+fn all_readers_return_the_same_pages() {
     let directory = tempfile::tempdir().unwrap();
     let store = Store::open(directory.path()).unwrap();
     let mut batch = store.batch();

@@ -86,7 +86,7 @@ fn takes<'b>(store: &'b Store, page: PageId, memory: &'b DeviceBytes) -> [Take<'
 }
 
 #[test]
-fn batch_takes_stream_output_not_previous_bytes() {
+fn batch_uses_stream_output_not_previous_bytes() {
     for way in 0..3 {
         let bench = Bench::new();
         let (memory, _) = bench.memory();
@@ -98,7 +98,7 @@ fn batch_takes_stream_output_not_previous_bytes() {
 }
 
 #[test]
-fn bytes_are_read_and_written_after_their_stream() {
+fn bytes_are_accessed_after_the_work_of_their_stream() {
     let bench = Bench::new();
     let plain = bench.store.device_bytes(LEN, PLACE).unwrap();
     let stream = bench.device.stream();

@@ -299,7 +299,7 @@ fn waiting_caller_lifts_snapshot_rate_limit() {
 }
 
 #[test]
-fn zero_pace_is_refused() {
+fn zero_snapshot_rate_is_refused() {
     let refused =
         Options::new().snapshots(SnapshotSchedule::new().bytes_per_second(0)).open_temporary().unwrap_err();
     assert!(

@@ -149,7 +149,7 @@ fn overwritten(options: &Options, reopened: bool) {
 }
 
 #[test]
-fn endless_overwrite_uses_only_retained_space() {
+fn repeated_overwrites_use_bounded_space() {
     for segment_len in [16 << 10, 64 << 10, 1 << 20] {
         for reopened in [false, true] {
             overwritten(&small().with(|options| options.log.segment_len = segment_len), reopened);
@@ -483,7 +483,7 @@ fn states_after_restore_without_table_are_unreachable() {
 
 /// The log is kept from its beginning until it is longer than the options request.
 #[test]
-fn log_is_kept_up_to_wanted_length() {
+fn log_is_kept_up_to_requested_length() {
     let disk = SimDisk::new();
     let store =
         open_with(&disk, small().retention(Retention::new().log_kept(u64::MAX).snapshots_kept(1))).unwrap();
@@ -509,7 +509,7 @@ fn log_is_kept_up_to_wanted_length() {
 /// Large whole-page writes leave only small frames in the log, but their images count as log growth that
 /// triggers a snapshot.
 #[test]
-fn images_of_batches_make_a_snapshot_due() {
+fn batch_images_trigger_a_snapshot() {
     let disk = SimDisk::new();
     let options = small().with(|options| options.log.segment_len = 1 << 20);
     let store = open_with(

@@ -166,7 +166,7 @@ fn copies_of_every_kind_are_captured_by_one_batch() {
 
 /// A capture claims all its memory in one step: the ranges to compare, and two bits for each element.
 #[test]
-fn memory_of_a_capture_is_claimed_at_once() {
+fn capture_claims_all_memory_in_one_step() {
     const LEN: u64 = 1 << 20;
     const ASKED: u64 = LEN + 2 * (LEN / 2 / 8);
     let open = |extra: u64| {
@@ -391,7 +391,7 @@ fn concurrent_changes_are_never_undone() {
 /// Two threads repeatedly capture working copies of the same page. At the end, each change exists exactly
 /// once.
 #[test]
-fn concurrent_captures_let_one_win_and_fail_the_other() {
+fn one_of_two_conflicting_captures_fails() {
     for (seed, shadow) in (0..4).flat_map(|seed| [(seed, Shadow::Page), (seed, Shadow::Digest)]) {
         let device: Arc<dyn Device> = if seed == 0 {
             Arc::new(HostDevice::new())
@@ -429,7 +429,7 @@ fn concurrent_captures_let_one_win_and_fail_the_other() {
 }
 
 #[test]
-fn several_captures_are_one_batch_or_none() {
+fn captures_of_one_batch_are_atomic() {
     SHADOWS.into_iter().for_each(several_captures_are_one_batch_or_none_with);
 }
 

@@ -52,7 +52,7 @@ fn check(store: &Store) {
 }
 
 #[test]
-fn compressed_images_are_read_by_all() {
+fn every_reader_reads_compressed_images() {
     let directory = tempfile::tempdir().unwrap();
     let raw: u64 = contents().iter().map(|content| content.len() as u64).sum();
     let (store, snapshot) = store(directory.path(), Compression::Zstd);

@@ -189,7 +189,7 @@ fn invalid_copy_changes_nothing() {
 /// The source is read before the batch has a position in the log. If another batch writes the source in
 /// between, the target must still contain the bytes that the source has at the position of the copying batch.
 #[test]
-fn copy_during_commits_has_its_log_position() {
+fn concurrent_copy_reads_source_at_its_log_position() {
     const LEN: u64 = 5000;
     let device = Arc::new(LateDevice::seeded(Arc::new(HostDevice::new()), 9));
     let store = open(&SimDisk::new(), device);
@@ -221,7 +221,7 @@ fn copy_during_commits_has_its_log_position() {
 
 /// A lease of the target keeps the old bytes, and a lease of the source needs no additional memory.
 #[test]
-fn leases_see_a_copy_as_they_see_a_write() {
+fn lease_of_a_copy_target_keeps_the_old_bytes() {
     let store = open(&SimDisk::new(), Arc::new(HostDevice::new()));
     let (source, target) = (page(&store, b"from"), page(&store, b"to: "));
     let used = || -> u64 { store.stats().places.iter().map(|(_, usage)| usage.used()).sum() };

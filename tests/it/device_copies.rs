@@ -176,7 +176,7 @@ fn page_of_any_store_is_created_from_device_memory() {
 }
 
 #[test]
-fn unfillable_request_is_refused() {
+fn invalid_copy_target_is_refused() {
     let (disk, mut random) = (SimDisk::new(), Random(5));
     let pages = write(&open(&disk, Compression::Off), &mut random);
     let device = Arc::new(HostDevice::new());

@@ -16,7 +16,7 @@ use crate::kill::workload::Random;
 /// For pages in all places, short and long ranges, and memory in two places, each byte equals the result of a
 /// byte-by-byte copy.
 #[test]
-fn each_memory_holds_its_range() {
+fn each_memory_gets_its_range() {
     const LEN: u64 = 300_000;
     for device in devices() {
         let label = device.label();
@@ -68,7 +68,7 @@ fn each_memory_holds_its_range() {
 /// Each batch writes its number to all pages, so all memories must contain the number of the batch that the read
 /// returns.
 #[test]
-fn loaded_memories_are_of_requested_batch() {
+fn device_reads_return_bytes_of_one_batch() {
     const LEN: u64 = 40_000;
     let device = Arc::new(LateDevice::seeded(Arc::new(HostDevice::new()), 6));
     let store = open(&SimDisk::new(), device);

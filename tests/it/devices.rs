@@ -467,7 +467,7 @@ fn lane_and_caller_stream_wait_for_each_other() {
 }
 
 #[test]
-fn held_stream_is_never_drawn_and_does_not_hang() {
+fn held_stream_blocks_only_its_dependents() {
     let device = LateDevice::seeded(host(), 3);
     let memory = device.allocate(PLACE, 4).unwrap();
     let stream = device.stream();

@@ -87,7 +87,7 @@ fn ranges_are_widened_to_chunks() {
 /// Memory that was stored as a page becomes the page's working copy. There are no digests yet, so the first
 /// capture logs all of it.
 #[test]
-fn nothing_is_known_before_the_first_capture_of_stored_memory() {
+fn first_capture_of_stored_memory_logs_all_of_it() {
     let store = host();
     let page = page(&store, &vec![7; 3 * CHUNK as usize]);
     let tensor = store.device_bytes(3 * CHUNK, PLACE).unwrap();
@@ -212,7 +212,7 @@ fn a_change_in_the_middle_of_a_capture_is_not_lost() {
 /// The state exists in the caller's memory and on disk, without another copy. In addition to the tensor, a
 /// capture needs one piece of 32 MiB and the key of the digests.
 #[test]
-fn capture_memory_is_one_wave() {
+fn capture_needs_memory_for_one_piece() {
     const WAVE: u64 = 32 << 20;
     const LEN: u64 = 2 * WAVE + 5 * CHUNK + 77;
     let budget =

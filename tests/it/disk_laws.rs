@@ -218,7 +218,7 @@ proptest! {
 }
 
 #[test]
-fn snapshot_is_held_or_retiring_never_both() {
+fn snapshot_is_locked_by_readers_or_a_remover_not_both() {
     let directory = tempfile::tempdir().unwrap();
     let real = DirDisk::new(directory.path());
     real.make_folder(Folder::Root).unwrap();

@@ -179,7 +179,7 @@ fn readers_see_one_state_while_a_writer_recycles() {
 
 /// Without locks, readers cannot keep their state, so they may be overtaken.
 #[test]
-fn readers_without_hold_are_overtaken_or_correct() {
+fn readers_without_locks_are_overtaken_or_correct() {
     let disk = SimDisk::new();
     let unheld = unlockable(&disk);
     read_while_written(&disk, || View::open_on(&unheld, None), true);
@@ -188,7 +188,7 @@ fn readers_without_hold_are_overtaken_or_correct() {
 /// A writer may remove images of a snapshot but keep its manifest as a link of later snapshots, and the log after it. A
 /// reader without a lock has then lost its state, but no file is damaged.
 #[test]
-fn images_removed_behind_kept_link_are_not_damage() {
+fn removed_images_of_a_kept_link_are_not_damage() {
     let disk = SimDisk::new();
     let store = open_with(&disk, small().retention(Retention::new().snapshots_kept(1))).unwrap();
     let pages = three_pages(&store);
@@ -395,7 +395,7 @@ impl<H: Fn(SnapshotId) -> Result<Hold> + Send + Sync + 'static> Disk for HoldsBy
 
 /// A state that a reader locks is kept longer than retention requires, and removed after its release.
 #[test]
-fn held_pages_stay_until_released() {
+fn state_locked_by_reader_stays_until_released() {
     let disk = SimDisk::new();
     let store = open_with(&disk, small().retention(Retention::new().snapshots_kept(1))).unwrap();
     let pages = three_pages(&store);
@@ -475,7 +475,7 @@ fn segments(disk: &SimDisk) -> BTreeSet<u64> {
 /// A recovering writer copies the batches that may exist only in the page cache, and removes their segments. The
 /// segments that a reader is reading are kept.
 #[test]
-fn recovering_writer_keeps_segments_held_by_reader() {
+fn recovering_writer_keeps_segments_locked_by_reader() {
     let mut went = 0;
     for batches in 1..30 {
         let (disk, pages) = killed_after(batches);
@@ -499,7 +499,7 @@ fn recovering_writer_keeps_segments_held_by_reader() {
 
 /// The writer recovers after a reader listed the store's files and before the reader locks any of them.
 #[test]
-fn segments_removed_before_hold_are_not_damage() {
+fn segments_removed_before_lock_are_not_damage() {
     for batches in 1..30 {
         let (disk, pages) = killed_after(batches);
         let recovers = Once::new();
@@ -514,7 +514,7 @@ fn segments_removed_before_hold_are_not_damage() {
 
 /// The beginning of the log is locked with number 0.
 #[test]
-fn log_beginning_can_be_held() {
+fn log_beginning_can_be_locked() {
     let disk = SimDisk::new();
     let store = open_with(&disk, small().retention(Retention::new().snapshots_kept(1))).unwrap();
     let pages = three_pages(&store);
@@ -646,7 +646,7 @@ fn blame_lists_each_changing_batch_in_retained_range() {
 /// A snapshot that is kept only as a link of later snapshots may have lost images of its own, so the history cannot
 /// start from it.
 #[test]
-fn followed_links_are_not_history() {
+fn history_does_not_start_at_a_link() {
     let disk = SimDisk::new();
     let store = open_with(&disk, small().retention(Retention::new().snapshots_kept(1))).unwrap();
     let pages = three_pages(&store);

@@ -144,7 +144,7 @@ fn thousand_opens_leave_disk_unchanged() {
 }
 
 #[test]
-fn segments_grow_with_what_is_logged() {
+fn segments_grow_with_the_log() {
     for log_io in ways() {
         let directory = tempfile::tempdir().unwrap();
         let usual = 4 << 20;
@@ -316,7 +316,7 @@ fn spares_beyond_reserve_use_allowed_space() {
 
 /// A batch with deletes whose frame is longer than the shortest spare uses a longer spare of the reserve.
 #[test]
-fn long_delete_batch_takes_long_enough_reserve_segment() {
+fn long_delete_batch_uses_a_long_reserve_segment() {
     let disk = SimDisk::new();
     let open = || {
         let options = options(LogIo::Mapped).with(|options| options.log.segment_len = 4 << 20);

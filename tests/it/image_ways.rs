@@ -52,7 +52,7 @@ fn work(store: &Store) -> State {
 }
 
 #[test]
-fn all_ways_write_the_same_image_files() {
+fn all_image_io_modes_write_the_same_files() {
     for compression in [Compression::Off, Compression::Zstd] {
         let made = SimDisk::new();
         open_with(&made, options()).unwrap().close().unwrap();

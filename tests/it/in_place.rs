@@ -116,7 +116,7 @@ fn copy_folder(source: &Path, target: &Path) {
 
 /// Each snapshot has one chunk, so that the order of images does not depend on the timing of threads.
 #[test]
-fn in_place_copy_writes_same_file_bytes_as_other_ways() {
+fn in_place_copies_write_the_same_files_as_other_modes() {
     lie_there_as_other_ways_write_them(&LENS[..5]);
     lie_there_as_other_ways_write_them(&LENS[5..]);
 }

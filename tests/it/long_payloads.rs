@@ -68,7 +68,7 @@ impl LongPage {
 }
 
 #[test]
-fn disk_page_write_uses_one_wave_of_staging() {
+fn disk_page_write_uses_bounded_staging() {
     let on_disk = LongPage::at(Place::Disk);
     for (is_born_there, salt) in [(true, 1), (false, 2)] {
         let written = on_disk.write(is_born_there, salt).unwrap();

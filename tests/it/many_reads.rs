@@ -75,7 +75,7 @@ fn each_range_holds_its_own_bytes() {
 /// Each batch writes its number to all pages, so all bytes of a read must equal the number of the batch that
 /// the read reports.
 #[test]
-fn read_ranges_are_of_requested_batch() {
+fn ranges_of_one_read_are_of_one_batch() {
     const LEN: u64 = 40_000;
     let host = || Arc::new(HostDevice::new());
     let devices: [Arc<dyn Device>; 2] = [host(), Arc::new(LateDevice::seeded(host(), 6))];
@@ -134,7 +134,7 @@ fn invalid_range_is_reported_by_handle() {
 
 /// The memory of reads has a common limit, whether the reads are running, complete and held, or dropped.
 #[test]
-fn reads_take_no_more_than_their_part_of_memory() {
+fn memory_of_concurrent_reads_is_limited() {
     let store = open(&SimDisk::new(), Arc::new(HostDevice::new()));
     let page = page(&store, &vec![7; MIB as usize]);
     let ask = |count: usize| store.read_many(&vec![(page, 0..MIB); count]);
@@ -188,7 +188,7 @@ impl Wake for Woken {
 /// A running read is polled, waited for and awaited. Concurrent commits succeed, and their bytes are not
 /// returned by the read.
 #[test]
-fn read_in_progress_blocks_nothing() {
+fn running_read_blocks_no_commit() {
     let inner = LateDevice::new(Arc::new(HostDevice::new()));
     let gate = Arc::new(Gate { inner, is_open: Mutex::new(false), opened: Condvar::new() });
     let store = open(&SimDisk::new(), gate.clone());

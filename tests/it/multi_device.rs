@@ -501,7 +501,7 @@ fn pieces_read_earlier_staging_writes_of_other_device() {
 }
 
 #[test]
-fn areas_are_respected_across_devices() {
+fn gather_past_its_area_panics_across_devices() {
     let pair = two_of(host(), host());
     let [here, there] = memories(&pair, 64);
     let (area, part) = (Span { len: 16, ..here }, Span { len: 8, ..there });

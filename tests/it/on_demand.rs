@@ -291,7 +291,7 @@ fn an_access_to_an_unloaded_page_waits_for_it() {
 /// A snapshot rewrites the images of a file that is mostly unused, so that the file can be removed. It also
 /// rewrites the images of pages that are not loaded yet.
 #[test]
-fn snapshot_waits_for_cold_pages_it_rewrites() {
+fn snapshot_waits_for_unloaded_pages_it_rewrites() {
     let disk = SimDisk::new();
     let options = options(PageLoad::Eager).images(ImageOptions::new().compression(Compression::Off));
     let store = Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options).unwrap();
@@ -450,7 +450,7 @@ fn unrecorded_snapshot_is_verified_at_open() {
 /// A store may be closed or killed while pages are unloaded, because no file on disk depends on whether they
 /// are loaded.
 #[test]
-fn pages_that_stay_cold_cost_nothing() {
+fn store_may_close_while_pages_are_unloaded() {
     let disk = closed();
     let state = State::of(&open(&disk.after_power_cut(), PageLoad::Eager).unwrap());
     let device = Gate::new(Arc::new(HostDevice::new()));

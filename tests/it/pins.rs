@@ -138,7 +138,7 @@ fn leased_page_cannot_be_pinned() {
 
 /// A transport library gets a stable address, and the version of the content.
 #[test]
-fn descriptor_tells_transport_page_address() {
+fn descriptor_contains_page_address_and_version() {
     let (_device, store, page) = late();
     let id = store.id();
     let lease = store.lease(page).unwrap();

@@ -395,7 +395,7 @@ fn repair_without_space_is_retried_by_next_scrub() {
 }
 
 #[test]
-fn a_named_snapshot_stays_as_it_is() {
+fn scrub_does_not_replace_a_named_snapshot() {
     let subject = Subject::new();
     let named = subject.store.snapshot_with(SnapshotOptions::new().name("then")).unwrap();
     let image = subject.image_of(subject.pages[0]);

@@ -361,7 +361,7 @@ fn some() -> Arc<Noted> {
 }
 
 #[test]
-fn disk_full_midway_leaves_nothing() {
+fn disk_full_during_source_changes_nothing() {
     for free in (0..LONG).step_by(700_001) {
         let fill = |batch: &mut WriteBatch, _: PageId, disk: &SimDisk| {
             disk.set_capacity(Some(disk.used_bytes() + free));

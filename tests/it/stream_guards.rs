@@ -117,7 +117,7 @@ fn memory_is_released_after_stream_work_without_blocking_drop() {
 }
 
 #[test]
-fn batch_includes_guard_writes_and_only_it_waits() {
+fn only_a_batch_that_reads_guarded_memory_waits() {
     let bench = Bench::new();
     let stream = bench.device.stream();
     bench.device.hold(stream, true);
@@ -290,7 +290,7 @@ fn a_guard_whose_end_cannot_be_recorded_keeps_the_memory() {
 }
 
 #[test]
-fn device_without_streams_reports_it() {
+fn guard_on_device_without_streams_is_refused() {
     let late = LateDevice::new(Arc::new(HostDevice::new()));
     let store = Store::open_on(Arc::new(SimDisk::new()), Arc::new(HostDevice::new()), options()).unwrap();
     assert!(!store.supports_streams() && Bench::new().store.supports_streams());

@@ -38,7 +38,7 @@ fn reason(refused: Result<(), Error>) -> (Place, &'static str) {
 }
 
 #[test]
-fn a_host_device_refuses_hints_by_name() {
+fn host_device_refuses_unified_memory_hints() {
     let store =
         Store::open_on(Arc::new(SimDisk::new()), Arc::new(HostDevice::new()), Options::new()).unwrap();
     let support = store.unified_memory();

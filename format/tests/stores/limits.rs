@@ -100,7 +100,7 @@ fn file_numbers_do_not_overflow() {
 /// A store that was created from a salvaged state has no earlier incarnation but does have earlier batches,
 /// so its log does not begin with the empty store.
 #[test]
-fn a_store_that_begins_with_a_state_has_no_empty_beginning() {
+fn store_created_from_a_state_has_no_empty_beginning() {
     let with_predecessor = |predecessor: LogPoint| {
         let mut files = Maker::new().files;
         let segment = files.0.get_mut(&FileName::Segment(1)).unwrap();

@@ -74,7 +74,7 @@ fn file_removed_after_listing_is_not_damage() {
 }
 
 #[test]
-fn damaged_snapshot_costs_time_not_data() {
+fn damaged_snapshot_is_skipped_without_data_loss() {
     let mut maker = four();
     maker.snapshot(1, 2, 2, 2).snapshot(2, 3, 3, 4);
     type Change = fn(&mut Maker);
@@ -165,7 +165,7 @@ fn manifest_bytes(maker: &mut Maker, number: u64) -> &mut Vec<u8> {
 }
 
 #[test]
-fn manifest_end_is_a_mark() {
+fn manifest_end_is_a_durable_mark() {
     let mut maker = four();
     maker.snapshot(1, 2, 4, 4);
     maker.frame_at(4)[90] ^= 1;

@@ -26,7 +26,7 @@ fn entry(snapshot: u64, log_kept: bool) -> VerifiedSnapshot {
 
 /// Bytes after the last frame match some fields of a frame header but are not a readable header.
 #[test]
-fn bytes_of_earlier_runs_are_not_reported_as_torn() {
+fn recycled_bytes_are_not_reported_as_a_torn_tail() {
     let mut base = four();
     base.reopen(4);
     let with = |incarnation: Incarnation, number: u64, magic: &[u8; 4], store: StoreId| {
@@ -212,7 +212,7 @@ fn snapshot_roles_match_documentation() {
 
 /// If the newest seal is torn off, the previous seal determines the verified snapshots.
 #[test]
-fn a_torn_tail_may_take_the_newest_seal() {
+fn previous_seal_is_used_if_the_newest_is_torn() {
     let mut maker = four();
     maker.snapshot(1, 2, 2, 2).sync().seal(&[entry(1, true)]);
     maker.snapshot(2, 3, 3, 4).seal(&[entry(2, true)]);

@@ -272,7 +272,7 @@ fn an_exact_snapshot_without_room_for_copies_changes_nothing() {
 
 /// Captured bytes count toward the memory budget under their own purpose, and are released at the end.
 #[test]
-fn gathered_pages_count_in_the_budget() {
+fn gathered_pages_count_toward_the_budget() {
     let directory = tempfile::tempdir().unwrap();
     let seen = Arc::new(Mutex::new(Vec::new()));
     let told = seen.clone();
@@ -400,7 +400,7 @@ fn long_read_blocks_no_batch() {
 /// Allocating staging memory takes long. If the pages were copied first, the copies would occupy memory that
 /// batches need in the meantime.
 #[test]
-fn staging_is_made_before_anything_is_copied_aside() {
+fn staging_is_allocated_before_pages_are_copied() {
     const LEN: u64 = 5 << 20;
     let takes: [fn(&Store, PageId) -> Result<()>; 2] = [
         |store, page| store.read(page, 0, &mut vec![0; LEN as usize]).map(drop),

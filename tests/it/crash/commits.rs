@@ -58,7 +58,7 @@ fn commits_of_two_threads_share_groups() {
 }
 
 #[test]
-fn segments_roll() {
+fn segment_changes_survive() {
     suite(options(), 800, |driver, random| {
         let mut writer = Writer::new("a", random.next());
         let store = driver.open()?;

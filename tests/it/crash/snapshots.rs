@@ -11,7 +11,7 @@ use crate::faults::disk_full::{is_held, until};
 use crate::with_options::With;
 
 #[test]
-fn snapshots_during_commits() {
+fn snapshots_during_commits_survive() {
     suite(images(ImageIo::Mapped), 2100, |driver, random| {
         let store = driver.open()?;
         let (mut writer, other) = (Writer::new("a", random.next()), Writer::new("b", random.next()));
@@ -121,7 +121,7 @@ fn direct_image_files_written_again_survive() {
 
 /// Background snapshots are taken whenever the growth of the log triggers one, while two threads commit.
 #[test]
-fn background_snapshots_during_commits() {
+fn background_snapshots_during_commits_survive() {
     suite(options(), 3500, |driver, random| {
         let store = driver.open_with(options().with(|options| options.snapshots.log_bytes = Some(5000)))?;
         let writers = [Writer::new("a", random.next()), Writer::new("b", random.next())];
@@ -139,7 +139,7 @@ fn background_snapshots_during_commits() {
 
 /// Exact snapshots are taken while another thread commits. Each contains the state of its Lsn without the log.
 #[test]
-fn exact_snapshots_during_commits() {
+fn exact_snapshots_during_commits_survive() {
     suite(images(ImageIo::Direct), 1800, |driver, random| {
         let store = driver.open()?;
         let (mut writer, other) = (Writer::new("a", random.next()), Writer::new("b", random.next()));
@@ -160,7 +160,7 @@ fn exact_snapshots_during_commits() {
 
 /// Snapshots are durable before they are verified. The files that they replace are kept until then.
 #[test]
-fn snapshots_verified_in_the_background() {
+fn snapshots_verified_in_the_background_survive() {
     suite(images(ImageIo::Mapped).retention(Retention::new().snapshots_kept(1)), 1300, |driver, random| {
         let store = driver.open()?;
         let pages = driver.create_pages(&store, random, 3, 3000)?;

@@ -561,7 +561,7 @@ fn bad_sector_after_log_end_loses_nothing() {
 }
 
 #[test]
-fn sweep_victims_have_required_shape() {
+fn damaged_test_stores_have_the_required_shape() {
     for victim in [Victim::closed(), Victim::killed(), Victim::reopened()] {
         let survey = Survey::read(&victim.files).unwrap();
         assert_eq!(survey.links.len(), 2);

@@ -57,7 +57,7 @@ fn with_snapshots(count: u64) -> Files {
 }
 
 #[test]
-fn shared_damage_costs_open_linear_reads() {
+fn open_with_shared_damage_needs_linear_reads() {
     type Row = (&'static str, fn(&mut Files) -> FileName);
     let rows: [Row; 2] = [
         ("an image", |files| {

@@ -298,7 +298,7 @@ fn a_snapshot_on_a_full_disk_fails_cleanly_and_succeeds_later() {
 /// allocated before. If the file system then reports that there is no space, its guarantee was wrong, and the
 /// store stops.
 #[test]
-fn enospc_at_image_sync_is_clean_only_at_first_allocation() {
+fn enospc_at_image_sync_stops_store_unless_buffered() {
     for io in IMAGE_WAYS {
         watched(&format!("{io} images"), move || {
             // The first sync is that of an image, unless the log thread syncs at the same time. In that case,

@@ -9,7 +9,7 @@ use remanent::options::{Create, Retention};
 use super::*;
 
 #[test]
-fn store_opens_only_with_matching_kind() {
+fn store_opens_only_with_matching_identity_and_layout() {
     let disk = SimDisk::new();
     let opened = |options| Store::open_on(Arc::new(disk.clone()), Gauge::host(), options);
     let own = small().identity("run 7").layout_fingerprint([7; 32]);
@@ -111,7 +111,7 @@ fn invalid_options_are_named_and_change_nothing() {
 }
 
 #[test]
-fn second_writer_gets_holder_of_store() {
+fn second_writer_gets_process_id_of_the_first() {
     let directory = tempfile::tempdir().unwrap();
     let _store = small().open(directory.path()).unwrap();
     let second = Store::open_on(Arc::new(DirDisk::new(directory.path())), Gauge::host(), small());

@@ -94,7 +94,7 @@ fn shortage_fails_one_call_only() {
 /// The segment for a long frame replaces a short segment. If the new segment cannot be mapped, a frame that
 /// was written to the short one would be in no named file.
 #[test]
-fn unmappable_long_segment_leaves_nothing() {
+fn unmappable_long_segment_loses_no_frame() {
     for io in [LogIo::Mapped, LogIo::Direct] {
         watched("a long segment", move || {
             let disk = SimDisk::new();
@@ -130,7 +130,7 @@ fn held(disk: &SimDisk) -> usize {
 }
 
 #[test]
-fn background_shortage_fails_nothing() {
+fn shortage_in_the_background_fails_no_call() {
     // Every second segment triggers a snapshot.
     at_every_moment(|fault| {
         fails_one_call_and_goes_on(
@@ -287,7 +287,7 @@ fn await_threads(before: usize) {
 }
 
 #[test]
-fn open_failing_to_start_thread_leaves_nothing() {
+fn open_that_cannot_start_a_thread_leaks_nothing() {
     alone(|| {
         let (disk, line) = closed();
         let hour = Some(Duration::from_secs(3600));

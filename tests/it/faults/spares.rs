@@ -125,7 +125,7 @@ fn uncreated_opening_segment_is_not_removed() {
 }
 
 #[test]
-fn space_requests_take_segments_beyond_reserve() {
+fn full_disk_frees_spare_segments_beyond_reserve() {
     type Act = fn(&Store, &mut Line) -> Result<()>;
     let acts: [(&str, Act); 3] = [
         ("a snapshot", |store, _| store.snapshot().map(drop)),

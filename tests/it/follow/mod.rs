@@ -228,7 +228,7 @@ fn follower_crosses_incarnations_without_repeats() {
 /// The next open omits an incarnation without a commit from the line. The position of a follower in this
 /// incarnation is still valid if its Lsn and chain hash match.
 #[test]
-fn positions_survive_in_incarnations_that_were_left_out() {
+fn positions_in_omitted_incarnations_stay_valid() {
     let (sim, disk) = sim();
     Writer::open(&disk, options()).commit(4);
     let mut readers = Vec::new();

@@ -117,7 +117,7 @@ fn write_between_two_reads_is_not_reported_as_damage() {
 /// A power cut may remove the segment after a follower's own segment but not that segment itself. Neither
 /// segment is needed any more. The follower gets an error immediately, even while a writer frees space.
 #[test]
-fn name_changes_hide_no_gap() {
+fn removed_segment_after_position_is_reported() {
     let (sim, disk) = sim();
     let mut writer = Writer::open(&disk, options().retention(Retention::new().snapshots_kept(4)));
     writer.commit(12);

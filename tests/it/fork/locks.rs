@@ -121,7 +121,7 @@ fn oldest(store: &Store) -> StatePoint {
 }
 
 #[test]
-fn closed_view_holds_nothing_despite_forked_child() {
+fn closed_view_keeps_no_lock_despite_forked_child() {
     alone(|| {
         let directory = tempfile::tempdir().unwrap();
         let store = created(directory.path());
@@ -137,7 +137,7 @@ fn closed_view_holds_nothing_despite_forked_child() {
 }
 
 #[test]
-fn children_of_killed_reader_hold_nothing() {
+fn children_of_killed_reader_keep_no_lock() {
     alone(|| {
         let directory = tempfile::tempdir().unwrap();
         let store = created(directory.path());
@@ -155,7 +155,7 @@ fn children_of_killed_reader_hold_nothing() {
 }
 
 #[test]
-fn a_child_that_drops_a_view_frees_nothing() {
+fn child_that_drops_a_view_releases_no_lock() {
     alone(|| {
         let directory = tempfile::tempdir().unwrap();
         let store = created(directory.path());

@@ -18,7 +18,7 @@ use crate::machine::mounts::{self, Kind, Mount};
 use crate::machine::strace::{self, Fault, Injection, Strace};
 use crate::machine::{alone_for, skipped};
 
-const GROWTH_TEST: &str = "kill::growth::no_process_ends_by_sigbus_after_a_kill_in_growth";
+const GROWTH_TEST: &str = "kill::growth::kill_during_file_growth_causes_no_sigbus";
 /// Environment variable for the role of a child and its directory.
 const ROLE: &str = "REMANENT_GROWTH_ROLE";
 const PAGE_LEN: u64 = 20_000;
@@ -224,7 +224,7 @@ fn kills_in_growth(name: &str, root: &Path) -> (usize, usize) {
 }
 
 #[test]
-fn no_process_ends_by_sigbus_after_a_kill_in_growth() {
+fn kill_during_file_growth_causes_no_sigbus() {
     if let Ok(told) = std::env::var(ROLE) {
         let (role, directory) = told.split_once(' ').unwrap();
         // Errors are typed. Relevant ones were printed.
@@ -257,7 +257,7 @@ fn no_process_ends_by_sigbus_after_a_kill_in_growth() {
 
 /// The files are truncated after a view, a follower, `verify` and an open have opened them.
 #[test]
-fn files_cut_under_readers_end_no_process() {
+fn files_truncated_under_readers_kill_no_process() {
     for len in [0, 10, 4096, 8192 + 100] {
         let directory = tempfile::tempdir().unwrap();
         let store = options().open(directory.path()).unwrap();

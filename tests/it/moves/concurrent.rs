@@ -150,7 +150,7 @@ fn concurrently_moved_page_ends_where_log_says() {
 /// The page's state after each batch is recorded while snapshots of both kinds are taken. Each snapshot
 /// contains the state of its Lsn, wherever the page was when it was captured.
 #[test]
-fn snapshots_during_moves_show_every_page_where_it_was() {
+fn snapshots_during_moves_have_the_places_of_their_batch() {
     const PAGES: u8 = 12;
     const SNAPSHOTS_MIN: usize = 6;
     const BATCHES_MIN: usize = 20;

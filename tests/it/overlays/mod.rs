@@ -63,7 +63,7 @@ fn image_bytes(disk: &SimDisk) -> usize {
 /// whole page is written and becomes the new base. Tests each mode of writing images, with and without
 /// compression.
 #[test]
-fn little_is_written_for_long_page() {
+fn snapshot_writes_only_changes_of_a_long_page() {
     for (number, options) in [
         uncompressed().with(|options| options.images.io = ImageIo::Buffered),
         uncompressed().with(|options| options.images.io = ImageIo::Mapped),
@@ -152,7 +152,7 @@ fn base_image_may_be_newer_than_snapshot_files() {
 
 /// The base of an overlay is kept while any snapshot, reader, fork or restore table has the overlay.
 #[test]
-fn base_is_kept_while_needed() {
+fn overlay_base_is_kept_while_needed() {
     on_each_device(|| {
         let (disk, mut random) = (SimDisk::new(), Random(7));
         let options = uncompressed().with(|options| {
@@ -387,7 +387,7 @@ fn damaged_base_gets_no_new_overlay() {
 /// A page with many changes of a few bytes is written whole, because a reader would have to keep a table of
 /// all changes in memory.
 #[test]
-fn tiny_pages_are_written_whole() {
+fn page_with_many_tiny_changes_is_written_whole() {
     let (disk, mut random) = (SimDisk::new(), Random(17));
     let (store, page, mut plain) = sample(&disk, uncompressed(), &mut random);
     commit(&store, |batch| {

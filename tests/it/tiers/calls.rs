@@ -81,7 +81,7 @@ fn pages_are_prefetched() {
 /// A lease or pin needs an address, so the page is moved to memory. It is not evicted while the lease or pin
 /// exists.
 #[test]
-fn leases_and_pins_bring_pages_from_disk() {
+fn leases_and_pins_move_pages_from_disk_to_memory() {
     let store = open(&SimDisk::new(), two_tiers());
     let pages: Vec<PageId> = (0..3 * ROOM).map(|number| put(&store, number, 0, Place::Disk)).collect();
     let is_over = std::sync::atomic::AtomicBool::new(false);

@@ -10,7 +10,7 @@ use crate::files::small;
 
 /// Several demoted pages grow in one batch beyond the size of the place that they are in.
 #[test]
-fn gathered_pages_may_grow_and_be_cloned() {
+fn demoted_pages_may_grow_and_be_cloned() {
     let memory = MemoryOptions::new().budget(DEVICE, 16 * LEN).budget(Place::Pinned, 4 * LEN);
     let options = small().ack(Ack::Applied).memory(memory);
     let store = open(&SimDisk::new(), options.tiers(Tiers::new([DEVICE, Place::Pinned, Place::Disk])));

@@ -121,7 +121,7 @@ fn places_after(store: &Store, image: &CrashImage, number_of: impl Fn(u64) -> u6
 }
 
 #[test]
-fn held_pages_beyond_room_stay_in_place() {
+fn pages_beyond_a_places_budget_are_evicted() {
     on_each_device(|| {
         let disk = SimDisk::new();
         let store = open(&disk, two_tiers());
@@ -191,7 +191,7 @@ fn each_place_demotes_to_the_next() {
 }
 
 #[test]
-fn impossible_orders_are_refused() {
+fn invalid_tier_options_are_refused() {
     let memory = || MemoryOptions::new().budget(DEVICE, 1 << 20).budget(Place::Host, 1 << 20);
     for (tiers, reason) in [
         (Tiers::new([DEVICE]), "two places"),
@@ -214,7 +214,7 @@ fn impossible_orders_are_refused() {
 
 /// A restore moves pages back to their earlier places and notifies the eviction policies.
 #[test]
-fn restore_has_reserved_room() {
+fn restore_moves_pages_back_within_the_budget() {
     on_each_device(|| {
         let store = open(&SimDisk::new(), two_tiers().retention(Retention::new().log_kept(1 << 30)));
         let mut pages = Vec::new();

@@ -12,7 +12,7 @@ use super::{DEVICE, LEN, ROOM, open, places, put, tier, two_tiers};
 use crate::gpu::on_each_device;
 
 #[test]
-fn pages_that_are_used_stay() {
+fn recently_used_pages_are_not_evicted() {
     on_each_device(|| {
         let store = open(&SimDisk::new(), two_tiers());
         let used: Vec<PageId> = (0..4).map(|number| put(&store, number, 0, DEVICE)).collect();

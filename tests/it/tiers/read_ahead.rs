@@ -19,7 +19,7 @@ fn on_disk(pages: u64) -> (Store, Vec<PageId>) {
 /// Reads several times as many pages as fit, in steps of one, two and three pages. The caller reads some of
 /// the pages, and does nothing else in the meantime.
 #[test]
-fn steps_come_in_their_order_and_within_the_budget() {
+fn read_ahead_steps_are_in_order_and_within_budget() {
     let (store, pages) = on_disk(6 * ROOM);
     let numbers: Vec<usize> = (0..pages.len()).collect();
     let mut steps = Vec::new();

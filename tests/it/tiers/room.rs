@@ -80,7 +80,7 @@ fn threads_share_full_place() {
 
 /// The device counts its allocations. No place exceeds its budget by a byte, even while snapshots copy pages.
 #[test]
-fn device_counts_stay_within_place_budgets() {
+fn device_allocations_stay_within_place_budgets() {
     let budgets = [(DEVICE, ROOM * LEN), (Place::Pinned, 6 * LEN + 100), (Place::Host, 4 * LEN)];
     let budget =
         budgets.iter().fold(MemoryOptions::new(), |budget, (place, bytes)| budget.budget(*place, *bytes));

@@ -26,7 +26,7 @@ fn durable_commits_of_two_threads_need_no_timer() {
 }
 
 #[test]
-fn read_bytes_are_logged_bytes() {
+fn bytes_that_were_read_are_logged() {
     explore(|time| {
         for io in WAYS {
             let ground = Ground::new(time, options().log(log().io(io)), 1);

@@ -37,7 +37,7 @@ fn leased_bytes_are_stable_during_other_commits() {
 }
 
 #[test]
-fn a_lease_on_a_late_device_costs_one_spare() {
+fn lease_on_a_late_device_needs_one_copy() {
     explore(|time| {
         // The budget suffices for both pages and one copy of the leased page.
         let options = options().memory(MemoryOptions::new().budget(Place::Host, 3 * PAGE_LEN));

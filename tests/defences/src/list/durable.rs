@@ -31,11 +31,11 @@ const IN_FLIGHT: &str = "src/applier/in_flight.rs";
 const DELTAS: &str = "src/recovery/deltas.rs";
 const LOAD: &str = "src/recovery/load.rs";
 const COMMITS: Test = it("crash::commits::durable_commits_survive");
-const ROLLS: Test = it("crash::commits::segments_roll");
+const ROLLS: Test = it("crash::commits::segment_changes_survive");
 const OF_COMMITS: Test = it("crash::syncs::each_sync_of_commits_matters");
 const OF_OPENINGS: Test = it("crash::syncs::each_sync_of_creations_and_openings_matters");
 const OF_SNAPSHOTS: Test = it("crash::syncs::each_sync_of_snapshots_and_restores_matters");
-const OF_IMAGE_WAYS: Test = it("image_ways::all_ways_write_the_same_image_files");
+const OF_IMAGE_WAYS: Test = it("image_ways::all_image_io_modes_write_the_same_files");
 const RECYCLED: Test = it("crash::snapshots::replaced_snapshot_files_are_recycled");
 
 const STAGING: &str = "src/memory/staging.rs";
@@ -123,7 +123,7 @@ pub const LIST: &[Defence] = &[
         "format/src/image/image_ref.rs",
         "Some((base.file, base.stored_len))",
         "None",
-        it("overlays::base_is_kept_while_needed"),
+        it("overlays::overlay_base_is_kept_while_needed"),
     ),
     check(
         "a page of two files that are emptied is gathered once",
@@ -197,13 +197,13 @@ pub const LIST: &[Defence] = &[
         "a page of a view fits the memory that it is loaded to",
         COPIER,
         "page_len != len",
-        it("device_copies::unfillable_request_is_refused"),
+        it("device_copies::invalid_copy_target_is_refused"),
     ),
     refusal(
         "a page of a view is loaded to one memory",
         COPIER,
         "pair[0].0 == pair[1].0",
-        it("device_copies::unfillable_request_is_refused"),
+        it("device_copies::invalid_copy_target_is_refused"),
     ),
     check(
         "what waits for the applier counts as pending on disk pages",
@@ -448,7 +448,7 @@ pub const LIST: &[Defence] = &[
         "a sync of images that lacks space made before stops the store",
         IMAGES,
         "!self.growing.gets_space_at_sync()",
-        it("faults::disk_full::enospc_at_image_sync_is_clean_only_at_first_allocation"),
+        it("faults::disk_full::enospc_at_image_sync_stops_store_unless_buffered"),
     ),
     defence(
         "images on a nearly full disk take no more space than they need",
@@ -496,7 +496,7 @@ pub const LIST: &[Defence] = &[
         "the log is durable up to a snapshot's end (I7)",
         PUBLICATION,
         "self.engine.log.wait_durable(manifest.end)?;",
-        it("crash::snapshots::snapshots_during_commits"),
+        it("crash::snapshots::snapshots_during_commits_survive"),
     ),
     defence(
         "images are read back past the cache (I7)",
@@ -544,21 +544,21 @@ pub const LIST: &[Defence] = &[
         "src/recovery/mod.rs",
         "readers_locked_out.is_none()",
         "false",
-        it("earlier_states::recovering_writer_keeps_segments_held_by_reader"),
+        it("earlier_states::recovering_writer_keeps_segments_locked_by_reader"),
     ),
     defence(
         "a reader that holds a state looks whether it is there",
         "src/history/state.rs",
         "first.all(|file| present.contains(&file.name()))",
         "true",
-        it("earlier_states::segments_removed_before_hold_are_not_damage"),
+        it("earlier_states::segments_removed_before_lock_are_not_damage"),
     ),
     defence(
         "a history leaves out links that others follow",
         "format/src/state/blame.rs",
         "reach.as_ref().is_none_or(|reach| reach.role(**id) != Role::Link)",
         "true",
-        it("earlier_states::followed_links_are_not_history"),
+        it("earlier_states::history_does_not_start_at_a_link"),
     ),
     refusal(
         "a snapshot that is read back late removes none after a restore",
@@ -570,7 +570,7 @@ pub const LIST: &[Defence] = &[
         "what a reader holds stays (I8)",
         RETAIN,
         "held.insert(*id);",
-        it("earlier_states::held_pages_stay_until_released"),
+        it("earlier_states::state_locked_by_reader_stays_until_released"),
     ),
     defence(
         "links that others follow stay (I8)",

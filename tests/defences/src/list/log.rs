@@ -96,7 +96,7 @@ pub const LIST: &[Defence] = &[
         SURVEY,
         "self.readable().map(|manifest| manifest.end).max().unwrap_or_default()",
         "Lsn(0)",
-        stores("snapshots::manifest_end_is_a_mark"),
+        stores("snapshots::manifest_end_is_a_durable_mark"),
     ),
     defence(
         "only the newest incarnation testifies (I4)",
@@ -157,25 +157,25 @@ pub const LIST: &[Defence] = &[
         "manifest of another store",
         SURVEY,
         "manifest.store != store.store",
-        stores("snapshots::damaged_snapshot_costs_time_not_data"),
+        stores("snapshots::damaged_snapshot_is_skipped_without_data_loss"),
     ),
     refusal(
         "manifest under another number",
         SURVEY,
         "manifest.snapshot.0 != number",
-        stores("snapshots::damaged_snapshot_costs_time_not_data"),
+        stores("snapshots::damaged_snapshot_is_skipped_without_data_loss"),
     ),
     check(
         "links of a chain follow each other",
         SURVEY,
         "check_link(change, link, health.header_crc).map_err(at)?;",
-        stores("snapshots::damaged_snapshot_costs_time_not_data"),
+        stores("snapshots::damaged_snapshot_is_skipped_without_data_loss"),
     ),
     check(
         "checksum of the previous link",
         CHAIN,
         r#"check_equal("checksum of the previous link", previous_crc.into(), named_crc.into())?;"#,
-        stores("snapshots::damaged_snapshot_costs_time_not_data"),
+        stores("snapshots::damaged_snapshot_is_skipped_without_data_loss"),
     ),
     check(
         "a change begins after the previous link, or where it begins",

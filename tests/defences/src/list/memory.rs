@@ -185,14 +185,14 @@ pub const LIST: &[Defence] = &[
         "src/write/commit/capture/captured_images.rs",
         "named.contains_key(&page.step)",
         "!named.contains_key(&page.step)",
-        it("digests::capture_memory_is_one_wave"),
+        it("digests::capture_needs_memory_for_one_piece"),
     ),
     defence(
         "what a copy held before it was captured is not known",
         "src/write/commit/capture/mod.rs",
         "unknown_digests(len)?",
         "self.all_digests(std::iter::once(memory), key.unwrap_or(memory))?",
-        it("digests::nothing_is_known_before_the_first_capture_of_stored_memory"),
+        it("digests::first_capture_of_stored_memory_logs_all_of_it"),
     ),
     defence(
         "a copy is known as it was captured",

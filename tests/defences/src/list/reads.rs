@@ -46,7 +46,7 @@ pub const LIST: &[Defence] = &[
         "what a batch copies is of its place in the log",
         "src/write/commit/draft.rs",
         "draft.staged.iter().any(|(page, lsn)| lsn_of(*page) != Some(*lsn))",
-        it("copies::copy_during_commits_has_its_log_position"),
+        it("copies::concurrent_copy_reads_source_at_its_log_position"),
     ),
     defence(
         "pages are compared as of one batch",
@@ -67,7 +67,7 @@ pub const LIST: &[Defence] = &[
         "src/applier/reads.rs",
         "*bytes <= READ_BYTES_MAX",
         "true",
-        it("many_reads::reads_take_no_more_than_their_part_of_memory"),
+        it("many_reads::memory_of_concurrent_reads_is_limited"),
     ),
     defence(
         "a restore is told to streams",

@@ -42,7 +42,7 @@ pub const LIST: &[Defence] = &[
         MOVER,
         "moved.map(|point| point.is_some())",
         "moved.map(|_| false)",
-        it("tiers::growing::gathered_pages_may_grow_and_be_cloned"),
+        it("tiers::growing::demoted_pages_may_grow_and_be_cloned"),
     ),
     defence(
         "the thread makes room for all that commits ask for",

@@ -98,7 +98,7 @@ fn live_through(driver: &'static Driver, life: Life<'_>, nth: u64, code: u32) ->
 }
 
 #[test]
-fn refused_call_is_error_or_harmless_without_leak() {
+fn failed_call_without_kernels_is_error_or_harmless() {
     let (driver, _turn) = Driver::get();
     // One GPU loads machine code, and the other loads PTX.
     for (code, gpu) in [(INVALID_VALUE, 0), (OUT_OF_MEMORY, 1)] {
@@ -107,7 +107,7 @@ fn refused_call_is_error_or_harmless_without_leak() {
 }
 
 #[test]
-fn refused_driver_call_is_error_or_harmless_without_leak() {
+fn failed_call_with_kernels_is_error_or_harmless() {
     let (driver, _turn) = Driver::get();
     driver.set_devices(1 << 20);
     let gpu = SPARE_GPU + 2000;
@@ -217,7 +217,7 @@ fn store_opens_on_another_gpu_or_host_after_fault() {
 }
 
 #[test]
-fn bytes_cross_gpus_by_available_path() {
+fn copies_between_gpus_use_the_available_path() {
     let (driver, _turn) = Driver::get();
     driver.set_devices(1 << 20);
     let first = SPARE_GPU + 1000;

@@ -434,7 +434,7 @@ fn digests_on_host(chunks: &[u8], key: &[u8]) -> Vec<u8> {
 /// Tests bitmaps of every density, in rows of any number of words, with more output space than necessary and
 /// with less.
 #[test]
-fn set_bits_are_numbered() {
+fn indices_of_set_bits_are_listed_in_order() {
     for seed in 0..400 {
         let random = &mut Random(seed);
         let bitmaps: Vec<Vec<u8>> = (0..1 + random.below(3))
