@@ -22,7 +22,7 @@
 //! | an image that a batch names is bad or missing | bit rot | refuse, name the image | `bad_image_of_a_batch_is_refused` |
 //! | newest manifest: one copy bad | a rotten sector | use the other copy, rewrite both | `one_bad_manifest_copy_costs_nothing` |
 //! | newest manifest: both copies bad, or missing | bit rot | use an older snapshot and more log | `bad_manifest_falls_back` |
-//! | an image of the newest snapshot is bad or missing | bit rot | use an older snapshot and more log | `bad_image_falls_back` |
+//! | an image of the newest snapshot is bad or missing | bit rot | use an older snapshot and more log | `damaged_image_makes_open_use_older_snapshot` |
 //! | images that every kept snapshot needs are bad | bit rot | refuse, name the image | `bad_shared_image_is_refused` |
 //! | a link that the newest snapshot follows: one copy bad | a rotten sector | use the other copy, rewrite both | `one_bad_copy_of_link_is_repaired` |
 //! | such a link: both copies bad, or missing | bit rot | treat all snapshots that follow it as lost | `lost_link_loses_its_snapshot` |

@@ -21,7 +21,7 @@ use crate::kill::workload::Random;
 use crate::overlays::image_of;
 use crate::with_options::With;
 
-/// Lengths around the one above which images are read in parts, and around the length of a view's window.
+/// Lengths below and above the limit up to which an image is read as a whole, and the length of a view's window.
 const LENS: [u64; 8] = [5, 0, 4096, 70_001, (4 << 20) - 8192, (4 << 20) + 3, 9 << 20, (1 << 20) + 13];
 
 fn open(disk: &SimDisk, compression: Compression) -> Store {

@@ -157,7 +157,7 @@ fn logged_bytes_equal_merged_bytes_despite_later_caller_writes() {
 }
 
 #[test]
-fn bytes_are_read_after_the_producing_stream() {
+fn device_bytes_are_read_after_their_stream_wrote_them() {
     let device = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));
     let store = open(&SimDisk::new(), device.clone());
     let page = page(&store, &[0; 8]);

@@ -16,7 +16,7 @@ use crate::kill::workload::Random;
 /// For pages in all places, short and long ranges, and memory in two places, each byte equals the result of a
 /// byte-by-byte copy.
 #[test]
-fn each_memory_gets_its_range() {
+fn each_device_memory_gets_its_range() {
     const LEN: u64 = 300_000;
     for device in devices() {
         let label = device.label();

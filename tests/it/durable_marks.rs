@@ -40,7 +40,7 @@ fn frames(disk: &SimDisk) -> Vec<FrameHeader> {
     frames.map(|frame| *frame.unproven()).collect()
 }
 
-/// Returns the disk state after a kill of the process now.
+/// Returns the disk as a kill of the process at this moment would leave it.
 fn killed(disk: &SimDisk) -> SimDisk {
     disk.after_kill(Moment { event: disk.events(), tear: None })
 }

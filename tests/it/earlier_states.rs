@@ -298,7 +298,8 @@ fn read_while_store_commits(store: Store, look: impl Fn() -> Result<View> + Sync
     assert!(seen.into_inner().unwrap().len() >= STATES, "the writer ended first");
 }
 
-/// Asserts that changes of bytes 3 to 9 of a page, which `rewrite` wrote, are consecutive up to a batch.
+/// Asserts that the changes of bytes 3 to 9 of a page have the values that `rewrite` wrote, follow each other
+/// without a gap, and end at batch `last`.
 fn check_changes(changes: &[ValueChange], page: PageId, last: Lsn) {
     for change in changes.iter().filter(|change| change.before.is_some()) {
         assert_eq!(change.after.as_deref(), Some(&content(page, change.lsn.0)[3..9]), "{change:?}");

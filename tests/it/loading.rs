@@ -13,8 +13,8 @@ use remanent::{Options, PageId, Place, Store};
 use remanent_format::state::survey::Survey;
 use remanent_format::{Defect, FileName, Folder};
 
-/// Lengths around the one above which an image is read in parts. Some images share a read, and some need
-/// several reads.
+/// Lengths below and above the limit up to which an image is read as a whole. Some images share a read, and some
+/// need several reads.
 const LENS: [u64; 14] = [
     5,
     0,

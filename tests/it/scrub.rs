@@ -126,7 +126,7 @@ impl Subject {
         self.disk.set_capacity(Some(0));
     }
 
-    /// Returns the disk state after a kill now.
+    /// Returns the disk as a kill at this moment would leave it.
     fn killed(&self) -> SimDisk {
         self.disk.after_kill(Moment { event: self.disk.events(), tear: None })
     }

@@ -202,7 +202,7 @@ impl<'a> Explorer<'a> {
         }
         let found = same(line, lsn, &store)?;
         Names::judge(names, &store)?;
-        // The state that the pure rebuild computed from the same image before the image was opened.
+        // Compare with the state that the pure rebuild computed from the same image before the open.
         match &pure {
             Err(_) if created => {}
             Err(damage) => {

@@ -283,8 +283,8 @@ impl Driver {
         }
     }
 
-    /// Returns the disk state after a kill of the process now. A later power cut may still discard pending
-    /// writes.
+    /// Returns the disk as a kill of the process at this moment would leave it. A later power cut may still discard
+    /// pending writes.
     pub fn killed(&self) -> Self {
         let disk = self.disk.after_kill(Moment { event: self.disk.events(), tear: None });
         let floors = self.floors.with(&self.notes.book.lock().unwrap().acks).after(Crash::Kill);

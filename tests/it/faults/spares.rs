@@ -99,7 +99,7 @@ fn open_reuses_spares_for_segments() {
 
 /// If a file cannot be created, no file remains under its name, and no other file is removed.
 #[test]
-fn uncreated_opening_segment_is_not_removed() {
+fn failed_creation_of_opening_segment_leaves_no_file() {
     for (operation, with_spares) in [(Operation::Rename, true), (Operation::Create, false)] {
         watched("an open", move || {
             let (disk, store, line) = recycled();

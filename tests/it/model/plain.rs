@@ -180,8 +180,8 @@ impl Model {
     }
 
     /// Removes snapshots that neither the count nor a name keeps. The snapshot of a released name stays if
-    /// the count keeps it. Only snapshots followed by kept log are counted, and that log is removed with
-    /// them.
+    /// the count keeps it. Counts only snapshots after which the log is kept. The log before the oldest counted
+    /// snapshot is removed.
     pub fn retain(&mut self, count: usize, given_up: Option<&str>) {
         if self.in_background {
             return;

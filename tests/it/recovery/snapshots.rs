@@ -151,7 +151,7 @@ fn links_kept_for_other_snapshots_are_not_listed() {
 }
 
 #[test]
-fn bad_image_falls_back() {
+fn damaged_image_makes_open_use_older_snapshot() {
     let (disk, state) = with_snapshots();
     let survey = Survey::read(&Files::of(&disk)).unwrap();
     let manifest = survey.snapshot(SnapshotId(2)).unwrap();

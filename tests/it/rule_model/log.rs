@@ -45,7 +45,7 @@ impl Frame {
     }
 }
 
-/// The end of a batch's frame, at which the log of an older incarnation ends.
+/// The end of a batch's frame. An opening records such a point as the end of the previous incarnation.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct Point {
     pub incarnation: Incarnation,

@@ -46,7 +46,8 @@ pub enum Order {
 pub enum Proven {
     /// After the last batch that a mark covers.
     EndOfBatch,
-    /// Wrong: after the last frame whose Lsn a mark covers, although a seal repeats an older Lsn.
+    /// Wrong: after the last frame whose Lsn a mark covers. This may be a seal, which repeats the Lsn of an
+    /// earlier batch.
     EndOfFrame,
 }
 

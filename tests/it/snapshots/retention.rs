@@ -301,7 +301,7 @@ fn kill_before_snapshot_record_keeps_other_versions() {
 /// A link that is kept for the snapshots that follow it has lost images that none of them names. States after the link
 /// must be computed from the kept snapshot before it.
 #[test]
-fn state_after_unretained_link_is_reached_from_earlier() {
+fn state_after_unretained_link_needs_earlier_snapshot() {
     let disk = SimDisk::new();
     let (store, pages) =
         store_of(&disk, small().retention(Retention::new().snapshots_kept(1).log_kept(1 << 20)), 10);
@@ -362,7 +362,7 @@ fn state_after_link_without_images_is_unreachable() {
     };
     outside(link.end, View::open_on(&shared, Some(&StatePoint::Lsn(link.end))).unwrap_err());
     outside(link.end, store.restore(StatePoint::Lsn(link.end)).unwrap_err());
-    // Not even the batch before it can be restored.
+    // The state before the link's end cannot be viewed either.
     let before = Lsn(link.end.0 - 1);
     outside(before, View::open_on(&shared, Some(&StatePoint::Lsn(before))).unwrap_err());
 }

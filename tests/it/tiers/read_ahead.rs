@@ -47,7 +47,7 @@ fn read_ahead_steps_are_in_order_and_within_budget() {
         }
     }
     assert_eq!(served, numbers);
-    // A quarter of the budget is four pages, and the step that exceeds it has three pages.
+    // Steps are started up to a quarter of the budget, four pages. The last one may exceed it by its three pages.
     assert!((1..=7).contains(&most), "{most} steps at once");
     assert!(peak(&store, DEVICE) <= ROOM * LEN);
     assert!(ahead.next_step().unwrap().is_none() && ahead.wants_more());

@@ -49,7 +49,7 @@ fn leased_and_pinned_pages_are_not_evicted() {
 /// Threads concurrently create, change, read and promote pages. No call fails, and the place never exceeds
 /// its budget.
 #[test]
-fn threads_share_full_place() {
+fn concurrent_threads_share_full_place_within_budget() {
     on_each_device(|| {
         let store = open(&SimDisk::new(), two_tiers());
         std::thread::scope(|scope| {

@@ -111,7 +111,7 @@ impl Ground {
         self.check();
     }
 
-    /// Returns the state after a kill of the process now.
+    /// Returns the disk as a kill of the process at this moment would leave it.
     pub fn after_kill(&self) -> (Lsn, Counts) {
         let now = self.disk.events();
         let moment = self.disk.moments(now..now, Tears::None).pop().expect("now");

@@ -31,7 +31,7 @@ fn ground(time: Time) -> (Ground, Vec<PageId>) {
     (ground, on_disk)
 }
 
-/// Checks the other pages and the first place, and closes the store.
+/// Checks the bytes of `others` and that the budget of host memory was respected, and closes the store.
 fn close(ground: Ground, others: &[PageId]) {
     for page in others {
         assert_eq!(ground.store.read_to_vec(*page).unwrap(), [1; PAGE_LEN as usize]);
