@@ -15,7 +15,7 @@ pub struct Names {
 }
 
 impl Names {
-    /// The same names after every event.
+    /// Returns a record of names that must exist after every event.
     pub fn always(names: BTreeSet<String>) -> Self {
         Self { since: vec![(0, names)] }
     }

@@ -16,7 +16,7 @@ use crate::kill::workload::Random;
 use crate::pages_on_disk::{commit, move_to, opened, uncompressed};
 use crate::with_options::With;
 
-/// Lengths around those up to which a page is written in one piece or read in one piece, and longer ones.
+/// Lengths below and above the limits up to which a page is written or read in one piece, and longer ones.
 const LENS: [u64; 8] =
     [1 << 16, (1 << 16) + 1, 100_000, 1 << 20, (1 << 20) + 1, (3 << 20) + 77, (4 << 20) + 5, 70_001];
 const STEPS: u64 = 250;
