@@ -20,14 +20,14 @@ fn every_defence_has_its_line_and_test() {
     let mut names = BTreeSet::new();
     let (mut places, mut lost) = (Vec::new(), Vec::new());
     for Defence { name, file, code, instead, killed_by } in all() {
-        assert!(names.insert(name), "{name}: there are two of it");
+        assert!(names.insert(name), "{name} is listed twice");
         let source = std::fs::read_to_string(root.join(file)).unwrap();
         let found: Vec<usize> = source.match_indices(code).map(|(at, _)| at).collect();
         match found[..] {
             [at] => places.push((file, at..at + code.len(), name)),
             _ => lost.push(format!("{name}: its code is {} times in {file}, not once:\n{code}", found.len())),
         }
-        assert_ne!(code, instead, "{name}: without it nothing is different");
+        assert_ne!(code, instead, "{name}: switching it off changes nothing");
         let test = killed_by.name.rsplit("::").next().unwrap();
         // A property test has parameters and is indented twice.
         let is_declared = ["", "    ", "        "]
@@ -40,7 +40,7 @@ fn every_defence_has_its_line_and_test() {
     let count = names.len();
     assert!(
         page.contains(&format!("| {count} defences;")),
-        "tests/README.md has another number than {count}"
+        "tests/README.md does not state the number {count}"
     );
     // Each defence is wrapped in its own switch, and a switch may contain another one.
     places.sort_unstable_by_key(|(file, code, _)| (*file, code.start));

@@ -48,7 +48,7 @@ fn run() -> std::io::Result<bool> {
         [flag] if flag == "--format" => (false, true),
         _ => {
             return Err(std::io::Error::other(format!(
-                "there is no {flags:?}; --all, --format and names of defences are known"
+                "unknown option {flags:?}; use --all, --format or names of defences"
             )));
         }
     };

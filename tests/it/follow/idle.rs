@@ -1,4 +1,4 @@
-//! The cost of idle followers. The next batch still reaches them.
+//! Idle followers cost little, and the next batch still reaches them.
 
 use remanent::Ack;
 

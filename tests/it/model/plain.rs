@@ -10,7 +10,7 @@ use remanent::{Epoch, Error, Key, Metadata, PageId, Place, SnapshotId, Value, Wr
 
 use super::history::{Bad, KEYS, NAMES, Step, TIERS};
 
-/// A page with everything that a store reports about it.
+/// A page, with all properties that a store reports.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Page {
     pub key: Option<Key>,

@@ -15,44 +15,44 @@ const CHAIN: &str = "format/src/manifest/chain.rs";
 pub const LIST: &[Defence] = &[
     // The choice of the next frame.
     refusal(
-        "a group starts on its boundary",
+        "a group starts at a boundary",
         ORDER,
         "header.group_start && !offset.is_multiple_of(GROUP_ALIGN)",
         stores("frames_of_one_group_are_validated_separately"),
     ),
     refusal(
-        "a frame inside a group follows it",
+        "a frame inside a group directly follows the previous one",
         ORDER,
         "!header.group_start && (segment, offset) != next_locations(before)[0]",
         stores("log_end_decisions_match_table"),
     ),
     check(
-        "payload checked before it is followed (I3)",
+        "a payload is checked before its frame is used (I3)",
         WALK,
         "check_payload_crc(&header, payload_crc)?;",
         stores("log_end_decisions_match_table"),
     ),
     refusal(
-        "walk ends after the predecessor (I5)",
+        "a walk past the predecessor's end is refused (I5)",
         WALK,
         "passed || self.point.lsn > last.lsn",
         stores("changed_opening_record_is_detected"),
     ),
     refusal(
-        "chain at the end of an incarnation (I5)",
+        "chain hash at the end of an incarnation (I5)",
         WALK,
         "(self.point.lsn, self.point.chain) != (last.lsn, last.chain)",
         stores("changed_opening_record_is_detected"),
     ),
     defence(
-        "the newest incarnation needs frames or an opening (I5)",
+        "frames also identify the newest incarnation (I5)",
         MAP,
         "segment.opening().map(|opening| opening.incarnation).or(segment.frames)",
         "segment.opening().map(|opening| opening.incarnation)",
         it("crash::lies::lying_medium_is_harmless_or_detected"),
     ),
     defence(
-        "frames show an incarnation only at their own place",
+        "a frame identifies an incarnation only at its own location",
         READER,
         "frame.is_at(store, number, here)",
         "true",
@@ -78,14 +78,14 @@ pub const LIST: &[Defence] = &[
         stores("log_end_decisions_match_table"),
     ),
     defence(
-        "a frame inside of a group testifies (I4)",
+        "a mark inside a group counts (I4)",
         MAP,
         "header.is_ok() && first.is_none()",
         "header.is_ok() && frames.is_none()",
         stores("mark_inside_a_group_counts_without_the_group_start"),
     ),
     defence(
-        "what could not be read is no blank (I4)",
+        "an unreadable segment does not count as empty (I4)",
         MAP,
         "reader.all_is_readable()",
         "true",
@@ -99,7 +99,7 @@ pub const LIST: &[Defence] = &[
         stores("snapshots::manifest_end_is_a_durable_mark"),
     ),
     defence(
-        "only the newest incarnation testifies (I4)",
+        "beyond the end, only marks of the newest incarnation count (I4)",
         WALK,
         "Some(frame.incarnation) == self.map.newest && frame.lsn > self.point.lsn",
         "frame.lsn > self.point.lsn",
@@ -112,13 +112,13 @@ pub const LIST: &[Defence] = &[
         stores("log_end_decisions_match_table"),
     ),
     refusal(
-        "an unreadable place is no end (I4)",
+        "an unreadable location does not end the log (I4)",
         WALK,
         "at_break.defect.is_unreadable()",
         it("recovery::log::unreadable_log_is_refused"),
     ),
     defence(
-        "what a recycled segment held is no torn tail",
+        "old bytes of a recycled segment are not a torn tail",
         "format/src/frame.rs",
         "!is_earlier && matches.into_iter().filter(|matches| *matches).count() >= 2",
         "matches.into_iter().filter(|matches| *matches).count() >= 2",
@@ -126,27 +126,27 @@ pub const LIST: &[Defence] = &[
     ),
     // Segments that must exist (I8).
     defence(
-        "an older incarnation ends where its successor says (I5)",
+        "an older incarnation extends to its recorded end (I5)",
         WALK,
         "Some(self.point.incarnation) != self.map.newest",
         "false",
         stores("changed_opening_record_is_detected"),
     ),
     defence(
-        "a segment in between is missing (I8)",
+        "a missing segment between two others is refused (I8)",
         WALK,
         "return Err(Defect::Missing.at_lsn(file, 0, lost))",
         "continue",
         stores("log_end_decisions_match_table"),
     ),
     refusal(
-        "a bad header of a segment with frames (I8)",
+        "a bad header of a segment with frames is refused (I8)",
         WALK,
         "number < highest || frames.is_some()",
         stores("log_end_decisions_match_table"),
     ),
     defence(
-        "the newest segment is missing (I8)",
+        "a missing newest segment is refused (I8)",
         WALK,
         "return Err(Defect::Missing.at_lsn(FileName::Segment(number + 1), 0, lost));",
         "",
@@ -178,7 +178,7 @@ pub const LIST: &[Defence] = &[
         stores("snapshots::damaged_snapshot_is_skipped_without_data_loss"),
     ),
     check(
-        "a change begins after the previous link, or where it begins",
+        "a change begins after the previous link, or at its redo",
         CHAIN,
         r#"check_limit("end of the previous link", previous.end.0, reached.0)?;"#,
         stores("snapshots::thin_snapshot_begins_at_previous_link"),
@@ -191,7 +191,7 @@ pub const LIST: &[Defence] = &[
         stores("snapshots::pages_deleted_while_a_snapshot_was_taken_stay_deleted"),
     ),
     defence(
-        "a batch that a page may have been caught with is looked at",
+        "batches that a captured page may include are checked",
         REPLAY,
         "lsn > self.caught_newest",
         "true",
@@ -218,13 +218,13 @@ pub const LIST: &[Defence] = &[
         stores("snapshots::rebuild_never_starts_below_floor"),
     ),
     check(
-        "nor does a rebuild of an earlier state",
+        "a rebuild of an earlier state starts nowhere below the floor",
         "format/src/state/rebuild.rs",
         "reach.check_state(base.map(AsRef::as_ref), until)?;",
         stores("snapshots::rebuild_never_starts_below_floor"),
     ),
     defence(
-        "an unreadable place is no torn tail, whatever lies at the others",
+        "one unreadable location rules out a torn tail",
         WALK,
         "(of.defect.is_unreadable(), of.is_frame_like)",
         "(false, of.is_frame_like)",
@@ -238,7 +238,7 @@ pub const LIST: &[Defence] = &[
         stores("verdicts::states_between_starts_are_proven"),
     ),
     defence(
-        "the log's beginning is missed",
+        "a lost beginning of the log is reported",
         "format/src/judge/mod.rs",
         "lost_beginning(survey, &record).filter(|_| is_end_known)",
         "None::<Damage>",

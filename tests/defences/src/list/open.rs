@@ -19,14 +19,14 @@ const ROWS: Test = it("scrub::damage_is_reported_and_repaired_row_by_row");
 pub const LIST: &[Defence] = &[
     // Files that readers use while the store is open.
     defence(
-        "the log after a name is kept for its reader (I8)",
+        "log after a named snapshot is kept for its reader (I8)",
         PLAN,
         "(is_cut && log.reaches(kept))",
         "(is_cut && !is_cut)",
         it("snapshots::retention::the_log_after_a_named_snapshot_stays_while_a_reader_holds_it"),
     ),
     defence(
-        "what a link needs is kept for its reader (I8)",
+        "files that a link needs are kept for its reader (I8)",
         RETAIN,
         "self.links_without_snapshot()?",
         "Vec::<SnapshotId>::new()",
@@ -34,32 +34,32 @@ pub const LIST: &[Defence] = &[
     ),
     // Reports about a store that is only read.
     refusal(
-        "what a writer has under way is not said to be unneeded",
+        "a dry run omits files that a writer is writing",
         "src/store/history.rs",
         "*number >= from",
         it("bounds::dry_run_lists_removals_without_work_in_progress"),
     ),
     refusal(
-        "what a reader holds is not said to be unneeded",
+        "a dry run omits snapshots that a reader holds",
         "src/snapshot/retain.rs",
         "!is_free(*id)?",
         it("snapshots::retention::held_snapshot_is_not_removed"),
     ),
     refusal(
-        "the process that holds the lock looks at it without opening its file",
+        "the lock's holder queries the lock without opening its file",
         "src/disk/lock.rs",
         "registry.contains(&id)",
         Test { binary: "remanent", name: "disk::lock::tests::querying_lock_does_not_acquire_it" },
     ),
     defence(
-        "a writer's names are looked up in the directory that it locked",
+        "a writer resolves names in the directory that it locked",
         "src/disk/dir.rs",
         "work(Directory::Open(&open))",
         "work(Directory::Path(&self.root))",
         it("moved_directories::store_continues_in_moved_directory"),
     ),
     refusal(
-        "a follower does not wait for a store that has another one in its place",
+        "a follower detects that another store replaced its store",
         "src/follower/mod.rs",
         "open.is_none() && segment::is_foreign(&*self.disk, store, number)?",
         it("moved_directories::follower_detects_replaced_store"),
@@ -67,27 +67,27 @@ pub const LIST: &[Defence] = &[
     // Pages that an open leaves on disk. The files that could replace them are kept until all pages are
     // loaded.
     defence(
-        "only what was proven stays unloaded (I7)",
+        "only pages with proven images stay unloaded (I7)",
         SORTING,
         "may_be_unloaded && is_proven && is_unchanged()",
         "may_be_unloaded && is_unchanged()",
         it("on_demand::unrecorded_snapshot_is_verified_at_open"),
     ),
     defence(
-        "only what no batch has changed stays unloaded",
+        "only pages without later changes stay unloaded",
         SORTING,
         "table.get(page).is_some_and(|info| info.lsn == base.lsn)",
         "table.get(page).is_some()",
         it("on_demand::store_is_usable_before_pages_are_loaded"),
     ),
     refusal(
-        "nothing goes while a page is unloaded",
+        "no file is removed while a page is unloaded",
         "src/snapshot/retain.rs",
         "self.engine.applier.unloaded().is_any()",
         it("on_demand::store_is_usable_before_pages_are_loaded"),
     ),
     defence(
-        "nothing goes when a page cannot be loaded",
+        "no file is removed after a page could not be loaded",
         "src/recovery/lazy_load.rs",
         "self.engine.poison.set(error.clone())",
         "error.clone()",
@@ -101,13 +101,13 @@ pub const LIST: &[Defence] = &[
     ),
     // Opens with less memory than the pages need.
     refusal(
-        "an open takes no more changed bytes down than may wait in memory",
+        "an open demotes no more changed bytes than may be pending",
         "src/recovery/lowered_pages.rs",
         "waiting > pending_max(budget.limit(Place::Disk))",
         it("tiers::less_memory::open_limits_demoted_changed_bytes"),
     ),
     check(
-        "a snapshot knows of the pages that an open took down",
+        "a snapshot includes the pages that an open demoted",
         "src/recovery/mod.rs",
         "changed.extend(&pages);",
         it("tiers::less_memory::open_with_less_memory_demotes_pages"),
@@ -121,7 +121,7 @@ pub const LIST: &[Defence] = &[
     ),
     refusal("a pinned page is not leased", LEASES, "state.pins.contains_key(&page)", PIN),
     check(
-        "a pinned page stays where it is",
+        "a pinned page is not moved",
         "src/write/commit/draft.rs",
         "self.engine\n            .leases\n            .check_unpinned(ops.iter().filter_map(|at| page_moved_away(&at.op, location_of)))?;",
         PIN,
@@ -135,27 +135,32 @@ pub const LIST: &[Defence] = &[
     ),
     // Scrubs: no kept state depends on a damaged file.
     check(
-        "an image that rotted is written anew",
+        "a damaged image is written again",
         PASS,
         "catalog.known.mark_damaged(*page, image, (damaged_file, damage.offset));",
         SCRUBS,
     ),
-    check("a snapshot with damage counts as none", SCRUB, "kept.is_sound = false;", SCRUBS),
+    check("a damaged snapshot does not count as kept", SCRUB, "kept.is_sound = false;", SCRUBS),
     refusal(
-        "a snapshot that names a rotten image has damage",
+        "a snapshot that names a damaged image counts as damaged",
         SCRUB,
         "images.contains(&(image.file, image.offset))",
         SCRUBS,
     ),
     refusal(
-        "a snapshot before a rotten batch has damage",
+        "a snapshot before a damaged batch counts as damaged",
         SCRUB,
         "batches.iter().any(|lsn| kept.redo.lsn < *lsn)",
         ROWS,
     ),
-    check("recovery begins after a rotten batch", PASS, "self.found.batches.push(lost);", SCRUBS),
-    check("and after one whose image rotted", PASS, "self.found.batches.extend(*batch);", ROWS),
-    check("no snapshot follows a rotten link", SCRUB, "catalog.known.unlink();", ROWS),
+    check("recovery starts after a damaged batch", PASS, "self.found.batches.push(lost);", SCRUBS),
+    check(
+        "recovery starts after a batch with a damaged image",
+        PASS,
+        "self.found.batches.extend(*batch);",
+        ROWS,
+    ),
+    check("no snapshot follows a damaged link", SCRUB, "catalog.known.unlink();", ROWS),
     // On a full disk, only the batch that does not fit fails, and calls that free space still work.
     defence(
         "the reserve is for calls that free space",
@@ -165,7 +170,7 @@ pub const LIST: &[Defence] = &[
         it("faults::disk_full::full_disk_refuses_commits_until_space_returns"),
     ),
     defence(
-        "no frame takes what the next open needs",
+        "no frame uses space that the next open needs",
         RESERVE,
         "self.count.load(Ordering::Acquire) + empty >= purpose.leaves()",
         "true",
@@ -179,49 +184,49 @@ pub const LIST: &[Defence] = &[
         it("full_file_systems::life_on_simulated_disk_with_random_space"),
     ),
     defence(
-        "the manifest of a thin snapshot takes the spare that is held for it",
+        "a thin snapshot's manifest uses the spare reserved for it",
         RESERVE,
         "SPARES_FOR_OPENS - 1",
         "SPARES_FOR_OPENS",
         it("full_file_systems::life_on_simulated_disk_with_random_space"),
     ),
     defence(
-        "a name that finds no space is refused and stops nothing",
+        "a rename without space fails the call but not the store",
         SEGMENT_FILE,
         "if error.is_no_space() { Error::disk_full(target, FOLDER_BLOCK) } else { error }",
         "error",
         it("full_file_systems::life_on_simulated_disk_with_random_space"),
     ),
     defence(
-        "what an unfinished segment took is given back",
+        "an unfinished segment is removed",
         SEGMENT_FILE,
         "write(made).inspect_err(remove)",
         "write(made)",
         it("faults::disk_full::open_failed_by_full_disk_succeeds_once_space_returns"),
     ),
     defence(
-        "a thin snapshot repeats what the one before says of deleted pages",
+        "a thin snapshot repeats the previous tombstones",
         "src/snapshot/thin_snapshot.rs",
         "self.tombstones_after(redo.lsn, previous, newest_end)?",
         "Vec::new()",
         it("concurrent::long::thin_snapshot_repeats_previous_tombstones"),
     ),
     defence(
-        "what deleted pages take is given back where no image fits",
+        "space of deleted pages is freed although no image fits",
         "src/snapshot/thin_snapshot.rs",
         "self.engine.log.pool.with_surplus(|| self.write_thin(catalog))?;",
         "",
         it("faults::disk_full::deleted_pages_free_space_when_no_image_fits"),
     ),
     defence(
-        "the snapshot stays that the next one follows",
+        "the snapshot that the next one follows is kept",
         PLAN,
         "newest.contains(&Some(kept.info.id))",
         "false",
         it("snapshots::retention::the_newest_snapshot_stays_until_there_is_a_newer_one"),
     ),
     defence(
-        "a thin snapshot stands in the place of the one before",
+        "a thin snapshot replaces the previous snapshot",
         PLAN,
         "starts.retain(|kept| !replaced.contains(&kept.info.id));",
         "",
@@ -234,7 +239,7 @@ pub const LIST: &[Defence] = &[
         it("snapshots::damage::restore_from_damaged_image_is_refused"),
     ),
     defence(
-        "an earlier restore whose table is damaged is no way back",
+        "a restore through a damaged table is refused",
         "format/src/state/follow.rs",
         "let table = self.survey.read_table(self.source, *table, *table_crc)?;\n            \
          self.resolver.restore(lsn, table).map_err(at)?;",
@@ -244,14 +249,14 @@ pub const LIST: &[Defence] = &[
         it("snapshots::rotten::restore_from_damaged_table_is_refused"),
     ),
     defence(
-        "a restore that meets damage stops nothing",
+        "a restore that finds damage does not stop the store",
         "src/history/restore.rs",
         "!error.is_passing() && !matches!(error, Error::Damaged(_))",
         "!error.is_passing()",
         it("snapshots::rotten::restore_from_damaged_image_is_refused"),
     ),
     refusal(
-        "what an unfinished restore took is given back",
+        "files of an unfinished restore are removed",
         "src/history/restore.rs",
         "present.contains(&file.name())",
         it("faults::disk_full::a_restore_on_a_full_disk_fails_cleanly_and_succeeds_later"),

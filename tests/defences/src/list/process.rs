@@ -13,7 +13,7 @@ const WRITERS: Test = it("superseded::file_systems::superseded_writer_changes_no
 
 pub const LIST: &[Defence] = &[
     defence(
-        "the lock is of an open file",
+        "the lock belongs to the open file, not only to the process",
         LOCK,
         "record_locks::try_lock(file, Owner::OpenFile, Mode::Exclusive, OF_OPEN_FILE)",
         "Ok(true)",
@@ -32,25 +32,25 @@ pub const LIST: &[Defence] = &[
         "true",
         unit("base::closed_on_fork::tests::open_overlapping_fork_is_retried"),
     ),
-    defence("a writer knows its description", CLAIM, "found == self.text", "true", WRITERS),
-    defence("a writer knows its lock file", CLAIM, "named != self.id", "false", WRITERS),
+    defence("a writer detects another description in LOCK", CLAIM, "found == self.text", "true", WRITERS),
+    defence("a writer detects another lock file", CLAIM, "named != self.id", "false", WRITERS),
     check(
-        "a writer looks for another one before it acknowledges a sync",
+        "a writer checks for another writer before it acknowledges",
         "src/log/sync_guard.rs",
         "self.log.pool.check_writer()?;",
         it("superseded::a_sync_that_another_writer_overlaps_is_not_acknowledged"),
     ),
-    defence("a forked child is refused", PROCESS, "self.is_current()", "true", FORKS),
-    defence("a forked child drops nothing", PROCESS, "self.is_own()", "true", ENTRIES),
+    defence("calls in a forked child are refused", PROCESS, "self.is_current()", "true", FORKS),
+    defence("a drop in a forked child frees nothing", PROCESS, "self.is_own()", "true", ENTRIES),
     defence(
-        "what could not be looked at is not damaged",
+        "a shortage is not reported as damage",
         "format/src/defect.rs",
         "SHORTAGES.contains(&errno)",
         "errno == 0",
         it("faults::shortages::a_shortage_during_an_open_fails_that_open"),
     ),
     defence(
-        "a segment that cannot be made for a shortage fails a commit alone",
+        "a shortage while a segment is created fails one commit only",
         "src/log/writer.rs",
         "error.is_passing()",
         "matches!(error, Error::DiskFull { .. })",

@@ -10,10 +10,16 @@ const MANY: Test = it("salvage::lost_sectors_and_files_yield_no_wrong_bytes");
 pub const LIST: &[Defence] = &[
     // The three guards: no batch that a recovery cut off, no version that lacks a change, and no table of a
     // restore that was never logged.
-    defence("left behind by a recovery", KNOWN, "!is_past_end(&header, &openings)", "true", GUARDS),
-    refusal("the epoch names a version", PAGES, "info.epoch != wanted.epoch", MANY),
     defence(
-        "a table counts by its restore",
+        "batches that a recovery cut off are ignored",
+        KNOWN,
+        "!is_past_end(&header, &openings)",
+        "true",
+        GUARDS,
+    ),
+    refusal("an epoch identifies the version of a page", PAGES, "info.epoch != wanted.epoch", MANY),
+    defence(
+        "a table counts only if a known restore names it",
         PAGES,
         "for of_page in known_versions.values_mut() {\n        of_page.sort_by_key(|known_version| std::cmp::Reverse(known_version.info.lsn));\n    }",
         "for name in source.list(crate::names::Folder::Pages).unwrap_or_default() {
@@ -30,11 +36,11 @@ pub const LIST: &[Defence] = &[
     ),
     // The other checks.
     check("checksum of a salvaged payload", KNOWN, "check_payload(header, &payload)?;", MANY),
-    refusal("a frame is durable or follows one", KNOWN, "!is_durable && !follows", GUARDS),
-    defence("a mark above its own frame is none", KNOWN, "header.durable <= header.lsn", "true", GUARDS),
+    refusal("a known frame is durable or follows a known frame", KNOWN, "!is_durable && !follows", GUARDS),
+    defence("a mark above its own frame is ignored", KNOWN, "header.durable <= header.lsn", "true", GUARDS),
     defence("known batches stop before a restore", KNOWN, "reach.min(Lsn(restore.0 - 1))", "reach", MANY),
     defence(
-        "exact only where a state is whole",
+        "a page is exact only if the state is that of one batch",
         PAGES,
         "self.state.is_whole",
         "true",

@@ -135,18 +135,18 @@ pub const LIST: &[Defence] = &[
         GOLDEN,
     ),
     refusal(
-        "opening that accepts less than was proven (I5)",
+        "opening that accepts fewer batches than were proven (I5)",
         SEGMENT,
         "is_opening && raw.accepted < raw.predecessor.lsn",
         GOLDEN,
     ),
     refusal(
-        "predecessor that is no predecessor (I5)",
+        "predecessor whose incarnation number is not lower (I5)",
         SEGMENT,
         "is_opening && raw.predecessor.incarnation.number >= raw.incarnation.number",
         GOLDEN,
     ),
-    refusal("segment unused bytes", SEGMENT, "header.encode() != *bytes", GOLDEN),
+    refusal("reserved bytes of a segment header", SEGMENT, "header.encode() != *bytes", GOLDEN),
     check(
         "segment number",
         SEGMENT,
@@ -228,7 +228,7 @@ pub const LIST: &[Defence] = &[
         GOLDEN,
     ),
     refusal(
-        "image of a known batch without page or epoch",
+        "image with an Lsn but without page or epoch",
         CHUNK,
         "raw.lsn.0 != 0 && (raw.page.0 == 0 || raw.epoch.0 == 0)",
         GOLDEN,
@@ -248,14 +248,14 @@ pub const LIST: &[Defence] = &[
         GOLDEN,
     ),
     check(
-        "pieces of an overlay lie in the page (I9)",
+        "pieces of an overlay are within the page (I9)",
         OVERLAY,
         r#"check_limit("end of an overlay's piece", piece.end, len)?;"#,
         GOLDEN,
     ),
-    check("the base of an overlay is an image of the page", OVERLAY, "base.check(len)?;", GOLDEN),
+    check("the base of an overlay is an image of the same page", OVERLAY, "base.check(len)?;", GOLDEN),
     check(
-        "an overlay is of the base that the entry names",
+        "an overlay has the base that the entry names",
         OVERLAY,
         r#"check_equal("image file of an overlay's base", self.base.file, base.file)?;"#,
         OF_OVERLAYS,
@@ -332,7 +332,7 @@ pub const LIST: &[Defence] = &[
         GOLDEN,
     ),
     check(
-        "manifest link goes back",
+        "manifest number of the previous link",
         CHECK,
         r#"check_limit("previous link", previous.0, self.snapshot.0.saturating_sub(1))?;"#,
         GOLDEN,
@@ -371,7 +371,7 @@ pub const LIST: &[Defence] = &[
         GOLDEN,
     ),
     check("metadata checksum", ENVELOPE, r#"check_crc("metadata", crc, content)?;"#, GOLDEN),
-    refusal("metadata left over", ENVELOPE, "used != content.len()", GOLDEN),
+    refusal("bytes after the encoded metadata", ENVELOPE, "used != content.len()", GOLDEN),
     check(
         "operation count (I9)",
         OPS,
@@ -393,7 +393,7 @@ pub const LIST: &[Defence] = &[
     check("index padding", OPS, r#"check_zeros("index padding", &body[indices_len..values_at])?;"#, GOLDEN),
     // Tables of restores.
     check(
-        "a table is that of its restore",
+        "a table belongs to its restore",
         CHECK,
         r#"check_equal("end of the restored table", self.end.0, lsn.0)?;"#,
         stores("statements::mismatched_restore_table_is_refused"),
