@@ -90,9 +90,9 @@ fn go_on(disk: &SimDisk, store: Store, state: State) {
     }
     match store.commit(batch) {
         Ok(_) => {}
-        // A number or a length in the files is at its maximum.
+        // A number or a length in the files is already at its maximum, so no batch can be added.
         Err(Error::Limit { .. }) => return,
-        Err(error) => panic!("what opened takes no batch: {error}"),
+        Err(error) => panic!("the opened store rejects a batch: {error}"),
     }
     let after = State::of(&store);
     assert_eq!(after.root.get("opened"), Some(&true.into()));

@@ -5,9 +5,9 @@
 //! locations of all operations. A location has 56 bytes. An operation has one location, except that a long write has
 //! one per MiB. [`OpLocations::load`] then reads the base and the operations of one page.
 //!
-//! A window of a long page can be read without the other bytes of the page. [`OpLocations::prove`] proves the image of
-//! window. An operation on scattered elements is read for every window between its first and its last element, even if
-//! the window contains none of the elements.
+//! A window of a long page can be read without the other bytes of the page. [`OpLocations::prove`] first proves
+//! the page's image. An operation on scattered elements is read for every window between its first and its last
+//! element, even if the window contains none of the elements.
 //!
 //! A location contains the checksum of the bytes that the walk proved. If a writer recycles the segment, a later read
 //! returns the same bytes or an error.

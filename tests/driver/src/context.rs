@@ -168,7 +168,8 @@ pub unsafe extern "C" fn cuCtxPushCurrent_v2(context: *mut c_void) -> u32 {
     })
 }
 
-/// Is never selected to fail, because the store cannot continue on a thread whose context was not popped.
+/// Pops the current context. This call is never selected to fail, because the store cannot continue on a thread
+/// whose context was not popped.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuCtxPopCurrent_v2(context: *mut *mut c_void) -> u32 {
     let Some(popped) = CURRENT.with_borrow_mut(Vec::pop) else { return code::INVALID_CONTEXT };
