@@ -39,7 +39,7 @@ pub struct CommitBench {
     /// Bytes per delta, separated by commas
     #[arg(long, value_name = "BYTES", value_delimiter = ',', default_value = "256,4KiB,64KiB")]
     len: Vec<Size>,
-    /// Acknowledgements to wait for, separated by commas
+    /// Acknowledgement that each commit waits for: one or more kinds, separated by commas
     #[arg(long, value_enum, value_delimiter = ',', default_value = "durable,logged")]
     ack: Vec<Level>,
     /// Methods of writing the log, separated by commas [default: the store's choice]

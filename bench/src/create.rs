@@ -43,7 +43,7 @@ pub struct CreateBench {
     /// Bytes per page
     #[arg(long, value_name = "BYTES", default_value = "8MiB")]
     page_len: Size,
-    /// Bytes of a page that is created during commits to another page
+    /// Length in bytes of the page that is created while another page is committed to
     #[arg(long, value_name = "BYTES", default_value = "1GiB")]
     long_len: Size,
     /// Number of pages that one batch creates during commits to another page

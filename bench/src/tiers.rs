@@ -78,7 +78,7 @@ pub struct TiersBench {
     /// Milliseconds to stay idle after the blocks of a request are in place
     #[arg(long, value_name = "MS", default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=10_000))]
     service_ms: u64,
-    /// Bytes of the pages for moves without other load; 0 skips this part
+    /// Total bytes of pages to move while nothing else runs; 0 skips these moves
     #[arg(long, value_name = "BYTES", default_value = "64MiB")]
     move_bytes: Size,
     #[arg(skip)]

@@ -487,7 +487,7 @@ class _Jobs:
         self._running: deque[tuple[concurrent.futures.Future[None] | None, Callable[[], None] | None]] = deque()
 
     def run(self, job: Callable[[], None] | None, finish: Callable[[], None] | None = None) -> None:
-        """Runs `job` on a thread, and then `finish` on the calling thread. Calls of `finish` are in the order of the
+        """Runs `job` on a thread, and then `finish` on the calling thread. `finish` is called in the order of the
         jobs."""
         while len(self._running) >= self._room:
             self._finish()

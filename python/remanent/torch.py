@@ -69,8 +69,8 @@ def save_file(tensors: Mapping[str, torch.Tensor], directory: _Path, metadata: M
     that overlap in memory (tied weights, views) are stored once, and overlap again after a load. Tensors of any shape
     and stride are supported, including empty and scalar tensors, with all element types up to `complex128`.
 
-    If all tensors change in each version, disk usage is at most 1.5 × `keep` + 2 times the bytes of all tensors, which
-    is 32 times by default. Disk usage is lower if fewer tensors change. Named versions use additional space.
+    If all tensors change in each version, disk usage is at most (1.5 × `keep` + 2) times the bytes of all tensors,
+    which is 32 times by default. Disk usage is lower if fewer tensors change. Named versions use additional space.
 
     :param metadata: text by name, which `safe_open(directory).metadata()` returns and `remanent export` writes to the
         file.

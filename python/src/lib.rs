@@ -188,8 +188,8 @@ mod _native {
         listed_versions::list(py, path)
     }
 
-    /// Returns a value as JSON text. `adapt` converts objects of other libraries, and `leaves` collects
-    /// values unchanged.
+    /// Returns a value as JSON text. `adapt` converts objects of other libraries. Objects that `leaves` accepts
+    /// are collected there, and the text contains their names.
     #[pyfunction]
     #[pyo3(signature = (path, value, adapt, leaves=None))]
     fn flatten<'py>(

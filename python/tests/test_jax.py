@@ -83,7 +83,7 @@ def test_shards_follow_template(directory: str) -> None:
     assert again.sharding == sharding and (again == array).all()
 
 
-def test_misfitting_template_is_rejected(directory: str) -> None:
+def test_incompatible_template_is_rejected(directory: str) -> None:
     for wrong, path in (({"f": print}, "f"), ({"a": np.array([object()])}, "a"), ({"i": jnp.ones(2, jnp.int4)}, "i")):
         with pytest.raises(remanent.RefusedError, match=path):
             save(wrong, directory)

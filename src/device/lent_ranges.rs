@@ -100,7 +100,8 @@ impl LentRanges {
     /// Begins a caller's use of a range.
     ///
     /// # Errors
-    /// The page that is stored in the range, if the use writes: only the store writes to a page.
+    /// If the use writes and a page is stored in the range, returns the id of that page, because only the store may write
+    /// to a page.
     pub fn begin(self: &Arc<Self>, range: MemoryRange, by: CallerUse) -> Result<RangeUse, PageId> {
         let mut uses = self.0.lock();
         if by != CallerUse::Stream(Access::Read)

@@ -69,8 +69,8 @@ pub(crate) struct ReusedFile {
 }
 
 impl ImageSpares {
-    /// Lists the spares that earlier opens left without changing them, because an open that fails must change nothing
-    /// on disk.
+    /// Lists the spares that earlier opens left. The spares are not changed, because an open that fails must change
+    /// nothing on disk.
     pub fn open(disk: Arc<dyn Disk>, store: StoreId) -> Result<Self> {
         let mut files = Vec::new();
         for name in disk.list(Folder::Pages)? {

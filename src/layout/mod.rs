@@ -69,7 +69,8 @@ pub enum Arrangement {
     Contiguous,
     /// One region per layer.
     LayersApart {
-        /// Whether the outer parts of a block are adjacent. If false, the blocks of each outer part are adjacent.
+        /// Whether all outer parts of a block are stored next to each other. If false, the first outer parts of all
+        /// blocks are stored next to each other, then the second ones, and so on.
         block_first: bool,
     },
 }

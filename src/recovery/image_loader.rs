@@ -357,8 +357,8 @@ impl PendingCopies<'_> {
     }
 
     /// Waits for the oldest copies until at most `at_most` are in flight, and returns their staging buffers to the
-    /// pool. Staging buffers of other completed copies are returned as well, and are reused first, because on the host
-    /// they are still in the processor's cache.
+    /// pool. Staging buffers of other completed copies are returned as well. The next read uses one of them, because its
+    /// memory is still in the processor's cache.
     fn finish_all_but(&self, at_most: usize) -> Result<()> {
         // Waiting for a fence that has passed costs nothing.
         let is_done = |copies: &Copies| {

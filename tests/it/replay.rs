@@ -97,7 +97,7 @@ fn many_segments() -> (SimDisk, Vec<(PageId, Vec<u8>)>) {
 }
 
 #[test]
-fn panic_in_read_ahead_thread_fails_open() {
+fn panic_in_read_ahead_thread_makes_open_fail() {
     if std::thread::available_parallelism().map_or(1, usize::from) < 2 {
         eprintln!("SKIPPED: one thread at a time can run here, so nothing is read ahead");
         return;

@@ -31,7 +31,7 @@ pub fn decode_payload(payload: &[u8]) -> Result<Vec<OpAt<'_>>, Defect> {
 /// Calls `each` with every byte range that the payload changes. Returns true if all operations of the payload only
 /// change existing bytes of pages.
 ///
-/// Returns false if there is another operation or the payload is invalid. `each` may then have been called for some
+/// Returns false if an operation does anything else or the payload is invalid. `each` may then have been called for some
 /// ranges. [`decode_payload`] returns the defect of an invalid payload.
 pub fn for_each_byte_change(payload: &[u8], mut each: impl FnMut(ByteChange)) -> bool {
     let mut are_all = true;

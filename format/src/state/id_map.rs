@@ -183,7 +183,7 @@ impl<K: Number, T> IdMap<K, T> {
         }
     }
 
-    /// Returns the item of an id, or `None` if the id has no item.
+    /// Returns the item with this id, or `None` if there is none.
     #[must_use]
     pub fn get(&self, key: K) -> Option<&T> {
         self.chunk(key.number())?.row.get(key.number())

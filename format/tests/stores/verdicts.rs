@@ -266,7 +266,7 @@ fn second_walk_returns_the_batches_before_the_damage() {
 /// A snapshot with one valid copy is used, and a snapshot with no valid copy is not. In the second case, the store can
 /// be opened only if the log still has its beginning.
 #[test]
-fn unreadable_snapshot_requires_the_log_beginning() {
+fn unreadable_snapshot_requires_log_from_beginning() {
     for name in [None, Some("kept".to_owned())] {
         for (trim, copies_bad) in (0..3).flat_map(|trim| (0..4).map(move |copies| (trim, copies))) {
             let mut maker = four();

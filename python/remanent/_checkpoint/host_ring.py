@@ -107,7 +107,7 @@ class Passage:
         """Copies blocks within their GPU while its buffer has room, appends the copies to `aside`, and yields all other
         blocks.
 
-        Pass the generator to `send`, which runs it on the room's streams. The copies are made when the generator is
+        Pass the generator to `send`, which runs it on the copy streams. The copies are made when the generator is
         exhausted.
         """
         together: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
@@ -135,7 +135,7 @@ class Passage:
 
     def send(self, blocks: Iterable[Block], *, copied: bool = True) -> None:
         """Sends blocks to the writer. Returns once each block is copied or committed, or its copy is queued on the
-        room's streams.
+        copy streams.
 
         :param copied: whether to copy blocks in host memory. If False, these blocks must not change until they are
             committed.

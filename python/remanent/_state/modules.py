@@ -258,7 +258,8 @@ class ModuleLoad:
         _rehearse(part, live, self._state)
 
     def load(self) -> None:
-        """Loads the values. Bytes must already have been read into the module's own tensors."""
+        """Loads all values of the version except the bytes of the module's own tensors, which the caller has already
+        read."""
         with torch.no_grad():
             for target, source in self._copies:
                 target.copy_(source)

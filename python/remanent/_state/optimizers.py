@@ -225,7 +225,7 @@ class OptimizerLoad:
         self._optimizer.__dict__.update(self._before)
 
     def _put_back_what_was_cast(self) -> None:
-        """Restores the saved values of tensors that an optimizer's own load passed to torch, which cast them."""
+        """Restores the saved values of tensors that torch cast to other types when the optimizer loaded them."""
         ids = [number for group in self._given["param_groups"] for number in group["params"]]
         own = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         for number, parameter in zip(ids, own, strict=False):

@@ -2153,6 +2153,6 @@ def segment(name: str) -> str:
 def flatten(
     path: str, value: object, adapt: Callable[[str, object], object | None], leaves: object | None = None
 ) -> str:
-    """Returns a value as JSON text. `adapt` converts objects of other libraries, and `leaves` collects
-    values unchanged.
+    """Returns a value as JSON text. `adapt` converts objects of other libraries. Objects that `leaves` accepts
+    are collected there, and the text contains their names.
     """

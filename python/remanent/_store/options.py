@@ -38,8 +38,8 @@ class TierOptions(TypedDict, total=False):
     """The order of places through which unused pages are demoted: the argument `tiers` of `Store`, a dict.
 
     - `places`: the places, fastest first, such as `["device:0", "pinned", "disk"]`. When one is full, unused pages are
-      moved to the next one. Every place but the last needs a limit in `memory["budget"]`. Set it if the pages need more
-      memory than is available.
+      moved to the next one. Every place but the last needs a limit in `memory["budget"]`. Set `places` if the pages need
+      more memory than is available.
     - `eviction`: which pages leave a full place first: "s3-fifo" or "lru". Default: "s3-fifo". Use "lru" if pages that
       were used once are likely to be used again soon.
     """

@@ -134,7 +134,7 @@ def _components(runs: list[_Runs]) -> Iterator[list[int]]:
 
 
 def _part(runs: list[_Runs]) -> Part:
-    """Returns the page of tensors that share bytes, without unused bytes if possible."""
+    """Returns one page for tensors that share bytes. If possible, the page contains no bytes that no tensor uses."""
     extents = tuple(each.extent for each in runs)
     if len(runs) == 1:
         return Part(extents, None)

@@ -235,7 +235,7 @@ def number_of(versions: Sequence[Version], at: int | str | Version | None) -> in
 
 
 def _arrays(view: _native.View) -> dict[str, tuple[str, ArrayLayout]]:
-    """Returns, for each tensor of a version by name, the key of its page and its layout in the page."""
+    """Returns a dict from the name of each tensor of a version to the key of its page and its layout in the page."""
     return {array.name: (key, array) for key, arrays in page_tree.read_manifest(view).pages.items() for array in arrays}
 
 

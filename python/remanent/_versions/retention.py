@@ -241,7 +241,8 @@ def prune(directory: _Path, *, keep: int | None = None, keep_for: float | None =
     with open_store(directory, create=False) as store:
         if any(unnamed(store)):
             raise RefusedError(f"{os.fspath(directory)} contains the versions of a run", path=os.fspath(directory),
-                               remedy="use `Checkpointer(directory, keep=…)` and its `give_up`")
+                               remedy="open the run with `Checkpointer(directory, keep=…)`, which removes old versions, "
+                               "or remove a named version with its `give_up`")
         if store.lsn and not any(info.end == store.lsn and info.name is None for info in store.snapshots()):
             store.snapshot(exact=True)
         for name in give_up:

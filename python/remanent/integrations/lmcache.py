@@ -179,8 +179,8 @@ class RemanentL2Adapter(L2AdapterInterface):
         self._notify_keys_accessed(keys)
 
     def get_memory_tags(self) -> MemoryTags:
-        """Returns the kind of memory that contains the blocks, which is storage of this host. Called by LMCache 0.5.7
-        and later."""
+        """Returns the kind of memory that contains the blocks: storage that is local to this host. Called by LMCache
+        0.5.7 and later."""
         from lmcache.v1.distributed.api import MemoryResidency, MemorySegment, MemoryTags
 
         return MemoryTags(MemorySegment.STORAGE, MemoryResidency.LOCAL)

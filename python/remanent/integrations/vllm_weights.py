@@ -189,7 +189,7 @@ class RemanentTrainerEngine(TrainerWeightTransferEngine[RemanentTrainerInitInfo]
     """The trainer's side of the weight transfer, in each of its ranks. The first rank publishes, and the other ranks
     help to gather sharded tensors.
 
-    The first rank holds gathered tensors, such as those of FSDP, completely until they are compared. Gathered tensors
+    The first rank holds gathered tensors, such as those of FSDP, in full until they are compared. Gathered tensors
     are held on the host unless `device` is a GPU. Each tensor that the source yields must stay unchanged until the
     source has yielded all tensors.
     """

@@ -248,7 +248,7 @@ impl Launcher<'_> {
     /// Queues a copy between two ranges of page memory.
     ///
     /// # Safety
-    /// Same as [`run`](Self::run), for the source and the target, which do not overlap.
+    /// Same as [`run`](Self::run), for the source and the target. They must not overlap.
     unsafe fn within(&self, source: u64, target: u64, len: u64) -> Result<()> {
         // SAFETY: the context is current; the ranges are the caller's promise.
         let queued = unsafe { self.entered.copy_within(target, source, len as usize, self.lane.stream()) };

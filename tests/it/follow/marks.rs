@@ -70,7 +70,7 @@ fn partial_frame_is_not_followed_yet() {
 }
 
 #[test]
-fn damage_under_a_mark_is_reported_with_its_place() {
+fn damage_below_durable_mark_is_reported_with_position() {
     let sim = closed_store();
     let frames = frames(&sim);
     for (index, &(file, offset, len)) in frames.iter().enumerate() {

@@ -264,7 +264,7 @@ fn unverified_image_is_no_base() {
 
 /// A page whose base is in a file that is to be emptied is written whole, and the file is removed.
 #[test]
-fn overlay_does_not_pin_wasteful_file() {
+fn overlay_is_not_based_on_mostly_unused_file() {
     let (disk, mut random) = (SimDisk::new(), Random(12));
     let store = opened(&disk, uncompressed().with(|options| options.retention.snapshots_kept = 1));
     let (mut plain, lens) = (random.bytes(LONG), [LONG, 3 * LONG]);

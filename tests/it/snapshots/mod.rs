@@ -334,7 +334,7 @@ fn published_snapshot_replaces_others_once_verified() {
 }
 
 #[test]
-fn unpersisted_published_snapshot_is_harmless() {
+fn snapshot_lost_by_skipped_sync_loses_no_state() {
     let disk = SimDisk::new();
     let (store, pages) = store_of(&disk, small().retention(Retention::new().snapshots_kept(1)), 4);
     store.snapshot().unwrap();

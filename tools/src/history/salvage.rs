@@ -67,7 +67,7 @@ pub struct Salvage {
     /// Also copy earlier versions of pages whose last version cannot be proven
     #[arg(long)]
     older: bool,
-    /// Print one JSON object per line, for each page that is not exact and for the summary
+    /// Print one JSON object per line: one for each page that was not recovered exactly, and a summary
     #[arg(long)]
     json: bool,
     #[command(flatten)]

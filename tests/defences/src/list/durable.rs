@@ -150,7 +150,7 @@ pub const LIST: &[Defence] = &[
         "src/snapshot/overlays.rs",
         "!self.wasteful.contains(&file)",
         "true",
-        it("overlays::overlay_does_not_pin_wasteful_file"),
+        it("overlays::overlay_is_not_based_on_mostly_unused_file"),
     ),
     defence(
         "an overlay contains the pieces of the previous overlay",
