@@ -181,94 +181,154 @@ fn attempt(
 /// cache `images`.
 #[must_use]
 pub fn judge(survey: &Survey, source: &dyn ReadAt, images: &mut ImageProofs<'_>) -> Verdict {
-    let mut verdict =
-        Verdict { starts: Vec::new(), opens_from: None, state: None, lost: Vec::new(), lost_beginning: None };
-    // Entries of the last seal of the log, once a walk has reached the end.
-    let mut record: Option<Vec<VerifiedSnapshot>> = None;
-    let mut blocking = Blocking::new();
-    for (snapshot, candidate) in survey.named_candidates() {
-        let mut start = Start {
-            snapshot,
-            role: Role::Link,
-            blocked_by: Vec::new(),
-            damaged_pages: Vec::new(),
-            lost_by: Vec::new(),
-            gaps: Vec::new(),
-        };
-        if verdict.opens_from.is_none() {
-            let attempted = candidate.and_then(|base| match base {
-                Some(base) if is_blocked(&base, &blocking) => Ok(Err(base)),
-                base => attempt(survey, source, base.as_ref(), images).map(Ok),
-            });
-            match attempted {
-                Ok(Ok(Attempt { state, blocked_by, damaged_pages })) => {
-                    if !blocked_by.is_empty() {
-                        note_blocking(&state, images, &mut blocking);
-                    }
-                    record.get_or_insert_with(|| recorded(&state).to_vec());
-                    (start.blocked_by, start.damaged_pages) = (blocked_by, damaged_pages);
-                    if start.blocked_by.is_empty() {
-                        (verdict.opens_from, verdict.state) = (Some(verdict.starts.len()), Some(state));
-                    }
-                }
-                Ok(Err(blocked)) => {
-                    let reach = Reach::of(survey, record.as_deref().unwrap_or_default());
-                    start.blocked_by.extend(reach.check_start(Some(&blocked)).err());
-                    // An open need not read the images of pages on disk.
-                    let read = blocked
-                        .entries
-                        .iter()
-                        .filter(|entry| entry.place != Place::Disk || is_blocking(entry.image, &blocking));
-                    let damaged = read.filter_map(|entry| images.check(entry.lsn, entry.image, entry.len));
-                    start.blocked_by.extend(damaged);
-                }
-                Err(damage) => start.blocked_by.push(damage),
-            }
-        }
-        verdict.starts.push(start);
-    }
+    let Search { mut starts, opens_from, state, record, .. } = Search::run(survey, source, images);
     let is_end_known = record.is_some();
     let record = record.unwrap_or_default();
     let reach = Reach::of(survey, &record);
-    verdict.lost = Record(&record).lost(survey);
-    verdict.lost_beginning = lost_beginning(survey, &record).filter(|_| is_end_known);
-    // Newest state before the start that was examined last.
-    let mut until = None;
-    for start in &mut verdict.starts {
-        start.role = start.snapshot.map_or_else(|| role_of_beginning(&reach), |id| reach.role(id));
-        let base = match start.snapshot.map(|id| survey.snapshot(id)).transpose() {
-            Ok(base) if start.role != Role::Link => base,
-            Ok(_) => continue,
-            Err(damage) => {
-                start.lost_by.extend((start.role != Role::Link).then_some(damage));
-                continue;
+    let lost = Record(&record).lost(survey);
+    let lost_beginning = lost_beginning(survey, &record).filter(|_| is_end_known);
+    StateProofs { survey, source, reach: &reach, is_end_known }.find_lost_states(&mut starts, images);
+    exclude_own_states_from_gaps(survey, &mut starts);
+    // The floor excludes the beginning of the log, even if the beginning still exists.
+    if state.is_some() && !reach.is_start(None) {
+        starts.retain(|start| start.snapshot.is_some());
+    }
+    Verdict { starts, opens_from, state, lost, lost_beginning }
+}
+
+/// The search for the candidate that recovery starts from.
+#[derive(Default)]
+struct Search {
+    /// The candidates so far, in the order in which recovery tries them.
+    starts: Vec<Start>,
+    opens_from: Option<usize>,
+    /// The state that recovery computes from `opens_from`.
+    state: Option<Resolution>,
+    /// Entries of the last seal of the log, once a walk has reached the end.
+    record: Option<Vec<VerifiedSnapshot>>,
+    blocking: Blocking,
+}
+
+impl Search {
+    /// Lists all candidates, and checks them up to the first from which recovery can start.
+    fn run(survey: &Survey, source: &dyn ReadAt, images: &mut ImageProofs<'_>) -> Self {
+        let mut search = Self::default();
+        for (snapshot, candidate) in survey.named_candidates() {
+            let mut start = Start {
+                snapshot,
+                role: Role::Link,
+                blocked_by: Vec::new(),
+                damaged_pages: Vec::new(),
+                lost_by: Vec::new(),
+                gaps: Vec::new(),
+            };
+            if search.opens_from.is_none() {
+                start = search.check(start, candidate, survey, source, images);
             }
-        };
-        if let Some(base) = &base {
-            let own = survey.resolve(source, Some(base), Some(base.end));
-            start.lost_by = own.map_or_else(|damage| vec![damage], |state| damaged_images(&state, images));
+            search.starts.push(start);
         }
-        if start.role == Role::Start && is_end_known {
-            start.gaps = gaps(survey, source, base.as_ref(), until, images);
-            until = base.map(|base| Lsn(base.end.0.saturating_sub(1)));
+        search
+    }
+
+    /// Checks whether recovery can start from a candidate, and returns `start` with the damage that was found.
+    fn check(
+        &mut self,
+        mut start: Start,
+        candidate: Result<Option<Arc<Manifest>>, Damage>,
+        survey: &Survey,
+        source: &dyn ReadAt,
+        images: &mut ImageProofs<'_>,
+    ) -> Start {
+        let attempted = candidate.and_then(|base| match base {
+            Some(base) if is_blocked(&base, &self.blocking) => Ok(Err(base)),
+            base => attempt(survey, source, base.as_ref(), images).map(Ok),
+        });
+        match attempted {
+            Ok(Ok(Attempt { state, blocked_by, damaged_pages })) => {
+                if !blocked_by.is_empty() {
+                    note_blocking(&state, images, &mut self.blocking);
+                }
+                self.record.get_or_insert_with(|| recorded(&state).to_vec());
+                (start.blocked_by, start.damaged_pages) = (blocked_by, damaged_pages);
+                if start.blocked_by.is_empty() {
+                    (self.opens_from, self.state) = (Some(self.starts.len()), Some(state));
+                }
+            }
+            Ok(Err(blocked)) => start.blocked_by = self.damage_to_blocked(&blocked, survey, images),
+            Err(damage) => start.blocked_by.push(damage),
+        }
+        start
+    }
+
+    /// Returns the damage to a snapshot for which [`is_blocked`] returned true, without reading the log.
+    fn damage_to_blocked(
+        &self,
+        blocked: &Manifest,
+        survey: &Survey,
+        images: &mut ImageProofs<'_>,
+    ) -> Vec<Damage> {
+        let reach = Reach::of(survey, self.record.as_deref().unwrap_or_default());
+        let mut found: Vec<Damage> = reach.check_start(Some(blocked)).err().into_iter().collect();
+        // An open need not read the images of pages on disk.
+        let read = blocked
+            .entries
+            .iter()
+            .filter(|entry| entry.place != Place::Disk || is_blocking(entry.image, &self.blocking));
+        found.extend(read.filter_map(|entry| images.check(entry.lsn, entry.image, entry.len)));
+        found
+    }
+}
+
+/// The proof of the states that a caller can request.
+struct StateProofs<'s> {
+    survey: &'s Survey,
+    source: &'s dyn ReadAt,
+    reach: &'s Reach,
+    /// Whether a walk has reached the end of the log.
+    is_end_known: bool,
+}
+
+impl StateProofs<'_> {
+    /// Sets the role of each start, and the states after the start that cannot be computed.
+    fn find_lost_states(&self, starts: &mut [Start], images: &mut ImageProofs<'_>) {
+        let Self { survey, source, reach, is_end_known } = *self;
+        // Newest state before the start that was examined last.
+        let mut until = None;
+        for start in starts {
+            start.role = start.snapshot.map_or_else(|| role_of_beginning(reach), |id| reach.role(id));
+            let base = match start.snapshot.map(|id| survey.snapshot(id)).transpose() {
+                Ok(base) if start.role != Role::Link => base,
+                Ok(_) => continue,
+                Err(damage) => {
+                    start.lost_by.extend((start.role != Role::Link).then_some(damage));
+                    continue;
+                }
+            };
+            if let Some(base) = &base {
+                let own = survey.resolve(source, Some(base), Some(base.end));
+                start.lost_by =
+                    own.map_or_else(|damage| vec![damage], |state| damaged_images(&state, images));
+            }
+            if start.role == Role::Start && is_end_known {
+                start.gaps = gaps(survey, source, base.as_ref(), until, images);
+                until = base.map(|base| Lsn(base.end.0.saturating_sub(1)));
+            }
         }
     }
-    // A snapshot's own state can be computed even if the log before the snapshot is damaged.
+}
+
+/// Removes the own states of intact snapshots from the gaps. A snapshot's own state can be computed even if the log
+/// before the snapshot is damaged.
+fn exclude_own_states_from_gaps(survey: &Survey, starts: &mut [Start]) {
     let is_complete = |start: &Start| start.role != Role::Link && start.lost_by.is_empty();
-    let complete =
-        verdict.starts.iter().filter(|start| is_complete(start)).filter_map(|start| start.snapshot);
+    let complete = starts.iter().filter(|start| is_complete(start)).filter_map(|start| start.snapshot);
     let ends: BTreeSet<Lsn> =
         complete.filter_map(|id| Some(survey.links.get(&id)?.as_ref().ok()?.0.end)).collect();
-    for gap in verdict.starts.iter_mut().flat_map(|start| &mut start.gaps) {
+    for gap in starts.iter_mut().flat_map(|start| &mut start.gaps) {
         while gap.first < gap.last && ends.contains(&gap.first) {
             gap.first = gap.first.next();
         }
     }
-    // The floor excludes the beginning of the log, even if the beginning still exists.
-    if verdict.state.is_some() && !reach.is_start(None) {
-        verdict.starts.retain(|start| start.snapshot.is_some());
-    }
-    verdict
 }
 
 /// Returns true if the snapshot names an image that prevented recovery from a newer snapshot. The final state then uses
